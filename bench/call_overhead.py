@@ -69,12 +69,18 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
     share = torch.zeros(unequal[comm.rank], device="cuda")
     tables = np.random.default_rng(0).integers(1, 9, (4096, comm.nranks, comm.nranks))
     new = [(table[comm.rank].tolist(), table[:, comm.rank].tolist()) for table in tables]
-    fresh = itertools.cycle([(whole[: sum(sends)], sends, receives, target[: sum(receives)]) for sends, receives in new])
+    fresh = itertools.cycle(
+        [(whole[: sum(sends)], sends, receives, target[: sum(receives)]) for sends, receives in new]
+    )
     right, left = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     comm.all_reduce(x)
     comm.sendrecv(x, right, y, left)
     side: Any = comm._device
-    known, messages, address = next(iter(side._launches.values())), next(iter(side._messages._patterns.values())), x.data_ptr()
+    known, messages, address = (
+        next(iter(side._launches.values())),
+        next(iter(side._messages._patterns.values())),
+        x.data_ptr(),
+    )
 
     def nothing() -> None:
         with miraccl.group():
@@ -113,7 +119,9 @@ def gpu_subjects(comm: Any) -> dict[str, Callable[[], Any]]:
         "all_to_all_v": lambda: comm.all_to_all_v(whole, counts, counts, target),
         "all_to_all_v, new counts": lambda: comm.all_to_all_v(*next(fresh)),
         "reduce_scatter_v": lambda: comm.reduce_scatter_v(whole, counts, z),
-        "reduce_scatter_v, unequal counts: a launch a rank": lambda: comm.reduce_scatter_v(whole, unequal, share),
+        "reduce_scatter_v, unequal counts: a launch a rank": lambda: comm.reduce_scatter_v(
+            whole, unequal, share
+        ),
         "group of nothing": nothing,
         "group of a send and a recv": exchange,
         "group of 2 sends and 2 recvs": exchange_twice,
@@ -154,7 +162,9 @@ class Packed:
         return self._tensor.__dlpack__(**options)
 
 
-def other_arrays(ordinal: int, x: Any, y: Any) -> dict[str, tuple[Any, Any, Callable[[], Any] | None]]:
+def other_arrays(
+    ordinal: int, x: Any, y: Any
+) -> dict[str, tuple[Any, Any, Callable[[], Any] | None]]:
     """By library, of those that are there: an input, an output, and what a call asks of each of them."""
     found: dict[str, tuple[Any, Any, Callable[[], Any] | None]] = {}
     with contextlib.suppress(ImportError):
@@ -170,11 +180,17 @@ def other_arrays(ordinal: int, x: Any, y: Any) -> dict[str, tuple[Any, Any, Call
             arrays = [cuda.to_device(np.zeros(8, np.float32)) for _ in range(2)]
             found["Numba"] = *arrays, lambda: arrays[0].__cuda_array_interface__
     described = Described(x)
-    found["__cuda_array_interface__"] = described, Described(y), lambda: described.__cuda_array_interface__
+    found["__cuda_array_interface__"] = (
+        described,
+        Described(y),
+        lambda: described.__cuda_array_interface__,
+    )
     packed = Packed(x)
     found["DLPack"] = packed, Packed(y), lambda: packed.__dlpack__(stream=1, max_version=(1, 0))
     with contextlib.suppress(ImportError, RuntimeError):  # which is JAX without a GPU
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch and the communicator need memory, too
+        os.environ.setdefault(
+            "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+        )  # PyTorch and the communicator need memory, too
         import jax
 
         constant = jax.device_put(np.zeros(8, np.float32), jax.devices("gpu")[ordinal])
@@ -196,7 +212,10 @@ def rank_main(context: Context, devices: str, rounds: int, calls: int) -> dict[s
 
 
 def measure(devices: str, nranks: int, rounds: int, calls: int) -> dict[str, list[float]]:
-    with launch.local_job(nranks) as environ, Ranks(rank_main, nranks, (devices, rounds, calls), environ=environ) as ranks:
+    with (
+        launch.local_job(nranks) as environ,
+        Ranks(rank_main, nranks, (devices, rounds, calls), environ=environ) as ranks,
+    ):
         ranks.wait(time.monotonic() + 600)
         failure = ranks.first_failure()
         if failure:
@@ -206,10 +225,16 @@ def measure(devices: str, nranks: int, rounds: int, calls: int) -> dict[str, lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, help="in a row, in a round: 20000 by default; 400 on GPUs, whose queue has room for 1024")
+    parser.add_argument(
+        "--calls",
+        type=int,
+        help="in a row, in a round: 20000 by default; 400 on GPUs, whose queue has room for 1024",
+    )
     parser.add_argument("--ranks", help="numbers of ranks, 1,2 by default; on GPUs 2")
     common.add_output_option(parser)
     args = parser.parse_args()
@@ -223,9 +248,20 @@ def main() -> None:
     results = {n: measure(args.devices, n, args.rounds, calls) for n in counts}
     columns = ["call", *(f"{n} rank{'s' * (n > 1)}: median (smallest) us" for n in counts)]
     rows = [
-        [name, *(f"{common.median(results[n][name]):.3f} ({min(results[n][name]):.3f})" for n in counts)] for name in results[counts[0]]
+        [
+            name,
+            *(
+                f"{common.median(results[n][name]):.3f} ({min(results[n][name]):.3f})"
+                for n in counts
+            ),
+        ]
+        for name in results[counts[0]]
     ]
-    text = common.heading("What a call costs" + " on GPUs" * on_gpus, machine) + "\n" + common.markdown_table(columns, rows)
+    text = (
+        common.heading("What a call costs" + " on GPUs" * on_gpus, machine)
+        + "\n"
+        + common.markdown_table(columns, rows)
+    )
     common.save(args.out, {"machine": machine, "us": {str(n): r for n, r in results.items()}}, text)
 
 

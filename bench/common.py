@@ -20,7 +20,14 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, kernel, versions, load and the command line: what a figure is worthless without."""
-    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": model,
@@ -48,7 +55,10 @@ def _version(name: str) -> str:
 
 
 def add_output_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", help="name of the result files below bench/results, without an ending; none are written without it")
+    parser.add_argument(
+        "--out",
+        help="name of the result files below bench/results, without an ending; none are written without it",
+    )
 
 
 def save(name: str | None, record: dict[str, Any], markdown: str) -> None:
@@ -73,7 +83,9 @@ def heading(title: str, machine: dict[str, Any]) -> str:
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
+    return "\n".join(
+        [*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]
+    )
 
 
 def median(values: Iterable[float]) -> float:

@@ -21,7 +21,19 @@ def main() -> None:
     options = parser.parse_args()
     results = Results("all_reduce", base_of(options.out))
     sizes = [int(size) for size in options.sizes.split(",")]
-    measure(list(cells("all_reduce", options.dtype, sizes, options.ranks, 0 if options.stream else GRAPH_UP_TO)), options, results)
+    measure(
+        list(
+            cells(
+                "all_reduce",
+                options.dtype,
+                sizes,
+                options.ranks,
+                0 if options.stream else GRAPH_UP_TO,
+            )
+        ),
+        options,
+        results,
+    )
     finish(results)
 
 

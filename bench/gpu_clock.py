@@ -41,7 +41,9 @@ def read_for(seconds: float, ordinal: int) -> tuple[int, int, int, int]:
 
     with cupy.cuda.Device(ordinal):
         text = "#define ARCH 90\n" + MACHINE.read_text() + KERNEL
-        kernel = cupy.RawModule(code=text, options=("-std=c++17",), backend="nvrtc").get_function("read_clock")
+        kernel = cupy.RawModule(code=text, options=("-std=c++17",), backend="nvrtc").get_function(
+            "read_clock"
+        )
         found, launches, end = cupy.zeros(3, dtype=cupy.uint64), 0, time.monotonic() + seconds
         while time.monotonic() < end:
             pointers = (found.data.ptr, found.data.ptr + 8, found.data.ptr + 16)
@@ -52,7 +54,9 @@ def read_for(seconds: float, ordinal: int) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=4, help="on the GPU at a time")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each reads")
     parser.add_argument("--gpu", type=int, default=0, help="its number")
@@ -62,7 +66,9 @@ def main() -> None:
         rows = pool.starmap(read_for, [(options.seconds, options.gpu)] * options.processes)
     for launches, forward, back, times in rows:
         readings = 1e-9 * launches * READINGS * BLOCKS * THREADS
-        print(f"{readings:.1f} thousand million readings, at most {forward / 1e3:.3f} us on, {times} times back, at most {back} ns")
+        print(
+            f"{readings:.1f} thousand million readings, at most {forward / 1e3:.3f} us on, {times} times back, at most {back} ns"
+        )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ def main() -> None:
     options = parser.parse_args()
     results = Results("Collectives", base_of(options.out))
     sizes = [int(size) for size in options.sizes.split(",")]
-    wanted = [c for op in options.ops.split(",") for dtype in options.dtypes.split(",") for c in cells(op, dtype, sizes, options.ranks)]
+    wanted = [
+        c
+        for op in options.ops.split(",")
+        for dtype in options.dtypes.split(",")
+        for c in cells(op, dtype, sizes, options.ranks)
+    ]
     measure(wanted, options, results)
     finish(results)
 

@@ -12,7 +12,18 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_tables import DTYPES, GRAPH_UP_TO, OTHERS, SIZES, Results, add_options, base_of, cells, finish, measure
+from gpu_tables import (
+    DTYPES,
+    GRAPH_UP_TO,
+    OTHERS,
+    SIZES,
+    Results,
+    add_options,
+    base_of,
+    cells,
+    finish,
+    measure,
+)
 
 BUDGET_SECONDS = 340.0
 
@@ -21,11 +32,23 @@ def all_cells(nranks: int) -> Iterator[Any]:
     """In the order of their weight."""
     for dtype in DTYPES:
         yield from cells("all_reduce", dtype, SIZES, nranks)
-    yield from cells("all_reduce", DTYPES[0], [size for size in SIZES if size <= GRAPH_UP_TO], nranks, graph_up_to=0)
+    yield from cells(
+        "all_reduce",
+        DTYPES[0],
+        [size for size in SIZES if size <= GRAPH_UP_TO],
+        nranks,
+        graph_up_to=0,
+    )
     for dtype in reversed(DTYPES):
         for op in OTHERS:
             yield from cells(op, dtype, SIZES, nranks)
-    yield from cells("all_reduce", DTYPES[1], [size for size in SIZES if size <= GRAPH_UP_TO], nranks, graph_up_to=0)
+    yield from cells(
+        "all_reduce",
+        DTYPES[1],
+        [size for size in SIZES if size <= GRAPH_UP_TO],
+        nranks,
+        graph_up_to=0,
+    )
 
 
 def main() -> None:

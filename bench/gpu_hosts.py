@@ -30,17 +30,38 @@ COLLECTIVES = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="an even number")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes of the larger of input and output, comma separated")
-    parser.add_argument("--collectives", default="all_reduce", help=f"comma separated, of {', '.join(COLLECTIVES)}")
-    parser.add_argument("--nccl-p2p", action="store_true", help="NCCL may use NVLink and shared memory inside a host")
-    parser.add_argument("--graph", action="store_true", help="ours in CUDA graphs, too, up to 4 MiB")
+    parser.add_argument(
+        "--sizes",
+        default=",".join(map(str, SIZES)),
+        help="bytes of the larger of input and output, comma separated",
+    )
+    parser.add_argument(
+        "--collectives", default="all_reduce", help=f"comma separated, of {', '.join(COLLECTIVES)}"
+    )
+    parser.add_argument(
+        "--nccl-p2p",
+        action="store_true",
+        help="NCCL may use NVLink and shared memory inside a host",
+    )
+    parser.add_argument(
+        "--graph", action="store_true", help="ours in CUDA graphs, too, up to 4 MiB"
+    )
     parser.add_argument("--no-nccl", action="store_true")
-    parser.add_argument("--lanes", type=int, help="lanes of the proxy, instead of the library's number")
-    parser.add_argument("--seconds", type=float, default=70.0, help="for all rows, from the start of the ranks")
-    parser.add_argument("--out", help="name of the result files, below bench/results or with a folder; none are written without it")
+    parser.add_argument(
+        "--lanes", type=int, help="lanes of the proxy, instead of the library's number"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=70.0, help="for all rows, from the start of the ranks"
+    )
+    parser.add_argument(
+        "--out",
+        help="name of the result files, below bench/results or with a folder; none are written without it",
+    )
     options = parser.parse_args()
     if "RANK" not in os.environ:
         need_gpus()
@@ -76,16 +97,27 @@ def run(options: argparse.Namespace) -> None:
     comm: Any = make_device_communicator(session, rank, choices, open_cpu=open_cpu)
     nccl = None if options.no_nccl else dist
     if nccl is not None:  # read when NCCL starts, which is after ours
-        os.environ.update({"NCCL_HOSTID": host, "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_NET": "Socket"})
+        os.environ.update(
+            {
+                "NCCL_HOSTID": host,
+                "NCCL_IB_DISABLE": "1",
+                "NCCL_NVLS_ENABLE": "0",
+                "NCCL_NET": "Socket",
+            }
+        )
         if not options.nccl_p2p:
             os.environ.update({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
         start_nccl(dist, torch, rank, nranks)
     timer, rows = Timer(torch, comm), []
-    for collective, size in itertools.product(options.collectives.split(","), map(int, options.sizes.split(","))):
+    for collective, size in itertools.product(
+        options.collectives.split(","), map(int, options.sizes.split(","))
+    ):
         late = str(int(time.monotonic() - start > options.seconds)).encode()
         if b"1" in session.all_gather(late, "time"):
             if rank == 0:
-                print(f"no time is left for {collective} of {size} bytes and what follows", flush=True)
+                print(
+                    f"no time is left for {collective} of {size} bytes and what follows", flush=True
+                )
             break
         row = measure(torch, nccl, comm, timer, collective, size, options)
         rows.append(row)
@@ -96,7 +128,11 @@ def run(options: argparse.Namespace) -> None:
         text = markdown(record)
         print("\n" + text, flush=True)
         if options.out:
-            base = Path(options.out) if "/" in options.out else Path(__file__).parent / "results" / options.out
+            base = (
+                Path(options.out)
+                if "/" in options.out
+                else Path(__file__).parent / "results" / options.out
+            )
             base.parent.mkdir(parents=True, exist_ok=True)
             base.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
             base.with_suffix(".md").write_text(text)
@@ -106,14 +142,32 @@ def run(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def measure(torch: Any, dist: Any, comm: Any, timer: Timer, collective: str, nbytes: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    torch: Any,
+    dist: Any,
+    comm: Any,
+    timer: Timer,
+    collective: str,
+    nbytes: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     """One row."""
     dtype, n, rank = getattr(torch, options.dtype), comm.nranks, comm.rank
     count = max(n, nbytes // dtype.itemsize // n * n)
     x = given(torch, rank, count // n if collective == "all_gather" else count).to(dtype)
-    out = torch.zeros(count // n if collective == "reduce_scatter" else count, device="cuda", dtype=dtype)
+    out = torch.zeros(
+        count // n if collective == "reduce_scatter" else count, device="cuda", dtype=dtype
+    )
     ours, theirs = operations(torch, dist, comm, collective, x, out)
-    iterations, repeats = (30, 5) if nbytes <= 256 * KIB else (10, 5) if nbytes <= 4 * MIB else (3, 3) if nbytes <= 64 * MIB else (1, 3)
+    iterations, repeats = (
+        (30, 5)
+        if nbytes <= 256 * KIB
+        else (10, 5)
+        if nbytes <= 4 * MIB
+        else (3, 3)
+        if nbytes <= 64 * MIB
+        else (1, 3)
+    )
     row: dict[str, Any] = {"collective": collective, "bytes": nbytes}
     row["miraccl_us"] = round(timer.slowest(timer.plain(ours, iterations, repeats)), 1)
     row["host_us"] = host_us(timer, ours, iterations)
@@ -133,7 +187,9 @@ def measure(torch: Any, dist: Any, comm: Any, timer: Timer, collective: str, nby
     return row
 
 
-def operations(torch: Any, dist: Any, comm: Any, collective: str, x: Any, out: Any) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+def operations(
+    torch: Any, dist: Any, comm: Any, collective: str, x: Any, out: Any
+) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
     to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     ours: Callable[[], Any] = {
         "all_reduce": lambda: comm.all_reduce(x, out),
@@ -147,7 +203,9 @@ def operations(torch: Any, dist: Any, comm: Any, collective: str, x: Any, out: A
         return ours, None
 
     def exchange() -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, to), dist.P2POp(dist.irecv, out, frm)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, to), dist.P2POp(dist.irecv, out, frm)]
+        ):
             work.wait()
 
     theirs: Callable[[], Any] = {
@@ -215,15 +273,23 @@ def line(row: dict[str, Any]) -> str:
     graph = f"{row['graph_us']:.1f}" if "graph_us" in row else ""
     theirs = (f"{row['nccl_us']:.1f}", f"{row['ratio']:.2f}") if "nccl_us" in row else ("", "")
     host = f"{row['host_us']} / {row.get('nccl_host_us', '')}"
-    cells = (row["collective"], row["bytes"], f"{row['miraccl_us']:.1f}", graph, *theirs, host, row["algbw"], row["wrong"], row["plan"])
+    cells = (
+        row["collective"],
+        row["bytes"],
+        f"{row['miraccl_us']:.1f}",
+        graph,
+        *theirs,
+        host,
+        row["algbw"],
+        row["wrong"],
+        row["plan"],
+    )
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def markdown(record: dict[str, Any]) -> str:
     machine = record["machine"]
-    head = (
-        f"{machine['date']}, {machine['gpus']}, {machine['cores']} cores, {record['dtype']}; NCCL {machine['nccl']}: sockets between hosts"
-    )
+    head = f"{machine['date']}, {machine['gpus']}, {machine['cores']} cores, {record['dtype']}; NCCL {machine['nccl']}: sockets between hosts"
     inside = f"and {machine['nccl_inside_a_host']} inside a host; torch {machine['torch']}. Median of the slowest rank."
     names = "collective | bytes | miraccl us | in a graph | NCCL us | NCCL / miraccl | host us, miraccl / NCCL | GB/s | wrong | plan"
     table = [f"| {names} |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|"]

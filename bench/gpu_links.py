@@ -80,7 +80,10 @@ class Gpu:
         self.ordinal = ordinal
         with cupy.cuda.Device(ordinal):
             cupy.cuda.runtime.deviceEnablePeerAccess(1 - ordinal)
-            self.source, self.target = cupy.full(max(SIZES), ordinal + 1, cupy.uint8), cupy.zeros(max(SIZES), cupy.uint8)
+            self.source, self.target = (
+                cupy.full(max(SIZES), ordinal + 1, cupy.uint8),
+                cupy.zeros(max(SIZES), cupy.uint8),
+            )
             self.slots = cupy.zeros(SLOTS_BYTES, cupy.uint8)
             module = cupy.RawModule(code=KERNELS, options=("-std=c++17",), backend="nvrtc")
             self.kernels = {name: module.get_function(name) for name in ("lanes", "bulk")}
@@ -94,12 +97,16 @@ class Gpu:
         if name == "copy engine":
             step = min(nbytes, target.nbytes, source.nbytes)
             for _ in range(nbytes // step):
-                cupy.cuda.runtime.memcpyAsync(target.data.ptr, source.data.ptr, step, cupy.cuda.runtime.memcpyDefault, on.ptr)
+                cupy.cuda.runtime.memcpyAsync(
+                    target.data.ptr, source.data.ptr, step, cupy.cuda.runtime.memcpyDefault, on.ptr
+                )
             return
         sizes = [size if chunk else size // 16 for size in (nbytes, target.nbytes, source.nbytes)]
         numbers = [np.uint64(number) for number in (target.data.ptr, source.data.ptr, *sizes)]
         pipe = [np.uint32(chunk), np.uint32(stages)] if chunk else []
-        self.kernels[name]((blocks,), (threads,), (*numbers, *pipe), shared_mem=chunk * stages, stream=on)
+        self.kernels[name](
+            (blocks,), (threads,), (*numbers, *pipe), shared_mem=chunk * stages, stream=on
+        )
 
 
 def pull(gpu: Gpu, peer: Gpu, nbytes: int, shape: Shape) -> None:
@@ -123,14 +130,24 @@ def fetch(gpu: Gpu, peer: Gpu, nbytes: int, shape: Shape) -> None:
 
 
 #: what the first GPU does with the second, and what the second does meanwhile, if anything
-WAYS: dict[str, tuple[Callable[[Gpu, Gpu, int, Shape], None], Callable[[Gpu, int], None] | None]] = {
+WAYS: dict[
+    str, tuple[Callable[[Gpu, Gpu, int, Shape], None], Callable[[Gpu, int], None] | None]
+] = {
     "pull from slots": (pull, fill),
     "push to slots": (push, empty),
     "pull from the array": (fetch, None),
 }
 
 
-def rate(gpus: list[Gpu], way: str, nbytes: int, shape: Shape, *, both: bool = False, beside: bool = False) -> float:
+def rate(
+    gpus: list[Gpu],
+    way: str,
+    nbytes: int,
+    shape: Shape,
+    *,
+    both: bool = False,
+    beside: bool = False,
+) -> float:
     """GB/s of one direction: the median of the slower GPU."""
     work, meanwhile = WAYS[way]
     times = []
@@ -183,7 +200,10 @@ def main() -> None:
                 rates = [rate(gpus, way, nbytes, shape), rate(gpus, way, nbytes, shape, both=True)]
                 if meanwhile is not None:
                     rates.append(rate(gpus, way, nbytes, shape, beside=True))
-                print(f"{words:26} {way:20} {nbytes:>11} B  {'  '.join(f'{each:6.1f}' for each in rates)}", flush=True)
+                print(
+                    f"{words:26} {way:20} {nbytes:>11} B  {'  '.join(f'{each:6.1f}' for each in rates)}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

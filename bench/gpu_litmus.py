@@ -50,7 +50,14 @@ extern "C" __global__ void litmus(
 }
 """
 WAYS = ("seen", "fence", "neither")
-SHAPES = ((1, 64, 1), (132, 64, 2), (132, 256, 1), (132, 512, 4), (132, 1024, 16), (264, 1024, 8))  # blocks, threads, warps of packets
+SHAPES = (
+    (1, 64, 1),
+    (132, 64, 2),
+    (132, 256, 1),
+    (132, 512, 4),
+    (132, 1024, 16),
+    (264, 1024, 8),
+)  # blocks, threads, warps of packets
 ROUNDS, NOISE_BYTES = 20_000, 64 << 20
 
 
@@ -59,7 +66,9 @@ def prepare(ordinal: int) -> dict[str, Any]:
     cupy.cuda.runtime.deviceEnablePeerAccess(1 - ordinal)
     text = "#define ARCH 90\n" + MACHINE.read_text() + KERNEL
     return {
-        "kernel": cupy.RawModule(code=text, options=("-std=c++17",), backend="nvrtc").get_function("litmus"),
+        "kernel": cupy.RawModule(code=text, options=("-std=c++17",), backend="nvrtc").get_function(
+            "litmus"
+        ),
         "packets": cupy.zeros(4 * 32 * 264 * 8, dtype=cupy.uint32),
         "noise": cupy.zeros(NOISE_BYTES // 4, dtype=cupy.uint32),
         "words": cupy.zeros(4, dtype=cupy.uint32),
@@ -67,7 +76,9 @@ def prepare(ordinal: int) -> dict[str, Any]:
     }
 
 
-def run(gpus: list[dict[str, Any]], way: int, blocks: int, threads: int, warps: int) -> tuple[int, int, float]:
+def run(
+    gpus: list[dict[str, Any]], way: int, blocks: int, threads: int, warps: int
+) -> tuple[int, int, float]:
     """(packets lost, packets that were others, microseconds of a round)."""
     for ordinal, gpu in enumerate(gpus):
         with cupy.cuda.Device(ordinal) as device:
@@ -76,12 +87,20 @@ def run(gpus: list[dict[str, Any]], way: int, blocks: int, threads: int, warps: 
             device.synchronize()
     events = []
     for ordinal, (gpu, peer) in enumerate(zip(gpus, reversed(gpus), strict=True)):
-        numbers = (NOISE_BYTES // 16, *(np.uint32(number) for number in (ordinal == 0, ROUNDS, way, warps)))
+        numbers = (
+            NOISE_BYTES // 16,
+            *(np.uint32(number) for number in (ordinal == 0, ROUNDS, way, warps)),
+        )
         pointers = (gpu["packets"].data.ptr, peer["packets"].data.ptr, peer["noise"].data.ptr)
         with cupy.cuda.Device(ordinal):
             events.append([cupy.cuda.Event(), cupy.cuda.Event()])
             events[-1][0].record(gpu["stream"])
-            gpu["kernel"]((blocks,), (threads,), (*pointers, *numbers, gpu["words"].data.ptr), stream=gpu["stream"])
+            gpu["kernel"](
+                (blocks,),
+                (threads,),
+                (*pointers, *numbers, gpu["words"].data.ptr),
+                stream=gpu["stream"],
+            )
             events[-1][1].record(gpu["stream"])
     counts = []
     for ordinal, gpu in enumerate(gpus):

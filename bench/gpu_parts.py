@@ -18,13 +18,24 @@ from miraccl import params
 
 MIB = 1 << 20
 #: blocks, threads, unroll, in parts
-SHAPES = ((128, 512, 1, True), (128, 512, 1, False), (105, 256, 1, False), (128, 256, 1, True), (128, 512, 4, True), (128, 512, 4, False))
+SHAPES = (
+    (128, 512, 1, True),
+    (128, 512, 1, False),
+    (105, 256, 1, False),
+    (128, 256, 1, True),
+    (128, 512, 4, True),
+    (128, 512, 4, False),
+)
 CALLS = 60
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bank", type=float, default=23.0, help="MiB of a bank, of which kernels and ranks know")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--bank", type=float, default=23.0, help="MiB of a bank, of which kernels and ranks know"
+    )
     parser.add_argument("--sizes", default="8M,16M,32M", help="of the array")
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -50,20 +61,31 @@ def main() -> None:
     for name in ("bfloat16", "int32"):
         for size in map(params.parse_size, options.sizes.split(",")):
             dtype = DType[name.upper()]
-            x = torch.randint(-1000, 1000, (size // dtype.itemsize,), device="cuda").to(getattr(torch, name))
+            x = torch.randint(-1000, 1000, (size // dtype.itemsize,), device="cuda").to(
+                getattr(torch, name)
+            )
             cells = [measure(torch, comm, timer, dtype, x, shape) for shape in SHAPES]
             if rank == 0:
                 print(f"{name:>8} {size:>9}  {' | '.join(filter(None, cells))}", flush=True)
     comm.close()
 
 
-def measure(torch: Any, comm: Any, timer: Timer, dtype: Any, x: Any, shape: tuple[int, int, int, bool]) -> str:
+def measure(
+    torch: Any, comm: Any, timer: Timer, dtype: Any, x: Any, shape: tuple[int, int, int, bool]
+) -> str:
     from miraccl.errors import InvalidUsage
     from miraccl.executor.cuda.plan import DevicePlan
     from miraccl.types import Collective
 
     blocks, threads, unroll, in_parts = shape
-    plan = DevicePlan(algo="two_shot", proto="ll128", blocks=blocks, threads=threads, unroll=unroll, in_parts=in_parts)
+    plan = DevicePlan(
+        algo="two_shot",
+        proto="ll128",
+        blocks=blocks,
+        threads=threads,
+        unroll=unroll,
+        in_parts=in_parts,
+    )
     y = torch.empty_like(x)
     comm.use_plan(Collective.ALL_REDUCE, dtype, x.numel(), plan)
     try:
@@ -72,10 +94,14 @@ def measure(torch: Any, comm: Any, timer: Timer, dtype: Any, x: Any, shape: tupl
         return ""
     torch.cuda.synchronize()
     first = y.clone()
-    times = sorted(timer.slowest(timer.graph(lambda: comm.all_reduce(x, y), CALLS)) for _ in range(3))
+    times = sorted(
+        timer.slowest(timer.graph(lambda: comm.all_reduce(x, y), CALLS)) for _ in range(3)
+    )
     comm.check()
     changed = "" if torch.equal(first, y) else " CHANGES"
-    return f"{blocks} x {threads} x {unroll}{' in parts' if in_parts else ''} {times[1]:.2f}{changed}"
+    return (
+        f"{blocks} x {threads} x {unroll}{' in parts' if in_parts else ''} {times[1]:.2f}{changed}"
+    )
 
 
 if __name__ == "__main__":

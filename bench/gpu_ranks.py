@@ -52,7 +52,13 @@ def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 5
         torch_port = probe.getsockname()[1]
     workers = []
     for rank in range(nranks):
-        settings = {"RANK": rank, "WORLD_SIZE": nranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nranks, "MASTER_PORT": port}
+        settings = {
+            "RANK": rank,
+            "WORLD_SIZE": nranks,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": nranks,
+            "MASTER_PORT": port,
+        }
         environment = {
             **os.environ,
             **{name: str(value) for name, value in settings.items()},
@@ -81,7 +87,13 @@ def spawn(script: str, nranks: int, arguments: Sequence[str], timeout: float = 5
 def start_nccl(dist: Any, torch: Any, rank: int, nranks: int) -> None:
     """A process group of NCCL beside our own communicator."""
     where = f"tcp://127.0.0.1:{os.environ['BENCH_TORCH_PORT']}"
-    dist.init_process_group("nccl", init_method=where, rank=rank, world_size=nranks, device_id=torch.device("cuda", rank))
+    dist.init_process_group(
+        "nccl",
+        init_method=where,
+        rank=rank,
+        world_size=nranks,
+        device_id=torch.device("cuda", rank),
+    )
 
 
 class Timer:
@@ -147,4 +159,6 @@ class Timer:
 
 
 def iterations_for(nbytes: int) -> int:
-    return 200 if nbytes <= 1 << 16 else 50 if nbytes <= 1 << 20 else 20 if nbytes <= 64 << 20 else 5
+    return (
+        200 if nbytes <= 1 << 16 else 50 if nbytes <= 1 << 20 else 20 if nbytes <= 64 << 20 else 5
+    )

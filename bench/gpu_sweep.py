@@ -17,14 +17,29 @@ from typing import Any
 from gpu_ranks import Timer, iterations_for, need_gpus, spawn, start_nccl
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = [16, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 << 30]
+SIZES = [
+    16,
+    KIB,
+    4 * KIB,
+    16 * KIB,
+    64 * KIB,
+    256 * KIB,
+    MIB,
+    4 * MIB,
+    16 * MIB,
+    64 * MIB,
+    256 * MIB,
+    1 << 30,
+]
 
 
 def plans(nbytes: int, nranks: int) -> Iterator[dict[str, Any]]:
     """Candidates for an all_reduce of ``nbytes`` of a 16-bit float."""
     vectors = -(-nbytes // 16)
     for algo in ("one_shot",) if nranks == 2 else ("one_shot", "two_shot"):
-        if (algo == "one_shot" and nranks > 2 and nbytes > MIB) or (algo == "two_shot" and nbytes < 16 * KIB):
+        if (algo == "one_shot" and nranks > 2 and nbytes > MIB) or (
+            algo == "two_shot" and nbytes < 16 * KIB
+        ):
             continue
         each = -(-vectors // nranks) if algo == "two_shot" else vectors
         yield from _packets(algo, each, nranks, nbytes)
@@ -33,23 +48,46 @@ def plans(nbytes: int, nranks: int) -> Iterator[dict[str, Any]]:
     if 4 * MIB <= nbytes <= 16 * MIB:
         for algo in ("ring", "two_shot") if nranks > 2 else ("one_shot",):
             for blocks, threads, unroll in ((64, 512, 8), (128, 512, 4), (128, 512, 8)):
-                yield {"algo": algo, "proto": "simple", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": 1}
+                yield {
+                    "algo": algo,
+                    "proto": "simple",
+                    "blocks": blocks,
+                    "threads": threads,
+                    "unroll": unroll,
+                    "min_blocks": 1,
+                }
 
 
 def _packets(algo: str, each: int, nranks: int, nbytes: int) -> Iterator[dict[str, Any]]:
     shots = 1 if algo == "one_shot" else 2
     slots = nranks + 2 if algo == "ring" else 4
-    largest = 24 * MIB // (shots * (nranks - 1) * 16)  # packets of a piece, if a bank is to hold one
+    largest = (
+        24 * MIB // (shots * (nranks - 1) * 16)
+    )  # packets of a piece, if a bank is to hold one
     seen = set()
     for threads, unroll, dense in SHAPES:
         each_block = threads * unroll
         blocks = max(1, min(128 * dense, -(-each // each_block)))
-        while blocks > 16 and blocks * each_block * min(slots, -(-each // (blocks * each_block))) > largest:
+        while (
+            blocks > 16
+            and blocks * each_block * min(slots, -(-each // (blocks * each_block))) > largest
+        ):
             blocks -= 4
         fits = blocks * each_block * min(slots, -(-each // (blocks * each_block))) <= largest
-        if fits and (blocks, threads, unroll) not in seen and not (nbytes <= 64 * KIB and unroll > 1):
+        if (
+            fits
+            and (blocks, threads, unroll) not in seen
+            and not (nbytes <= 64 * KIB and unroll > 1)
+        ):
             seen.add((blocks, threads, unroll))
-            yield {"algo": algo, "proto": "ll128", "blocks": blocks, "threads": threads, "unroll": unroll, "min_blocks": dense}
+            yield {
+                "algo": algo,
+                "proto": "ll128",
+                "blocks": blocks,
+                "threads": threads,
+                "unroll": unroll,
+                "min_blocks": dense,
+            }
 
 
 SHAPES = (
@@ -65,7 +103,13 @@ def specs(nranks: int) -> list[Any]:
 
     found = {}
     for size in SIZES:
-        request = Request(collective=Collective.ALL_REDUCE, dtype=DType.BFLOAT16, op=RedOp.SUM, count=size // 2, nranks=nranks)
+        request = Request(
+            collective=Collective.ALL_REDUCE,
+            dtype=DType.BFLOAT16,
+            op=RedOp.SUM,
+            count=size // 2,
+            nranks=nranks,
+        )
         for plan in plans(size, nranks):
             found[kernel_spec(DevicePlan(**plan), request)] = None
     return list(found)
@@ -92,6 +136,7 @@ def run(options: argparse.Namespace) -> None:
 
     from miraccl.bootstrap.launch import detect_launch, meet
     from miraccl.comm.device.communicator import DeviceCommunicator
+
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     session = meet(detect_launch(os.environ))
@@ -119,7 +164,9 @@ def run(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def sweep_size(torch: Any, dist: Any, comm: Any, timer: Timer, size: int, options: argparse.Namespace) -> dict[str, Any]:
+def sweep_size(
+    torch: Any, dist: Any, comm: Any, timer: Timer, size: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """All candidates at one size; rank 0 prints the fastest."""
     from miraccl.executor.cuda.plan import DevicePlan
     from miraccl.types import Collective, DType
@@ -138,7 +185,13 @@ def sweep_size(torch: Any, dist: Any, comm: Any, timer: Timer, size: int, option
         comm.use_plan(Collective.ALL_REDUCE, DType.BFLOAT16, size // 2, DevicePlan(**plan))
         comm.all_reduce(x, y)
         torch.cuda.synchronize()
-        wrong = 0 if options.no_nccl else int(((y.float() - want).abs() > 0.02 * comm.nranks * want.abs().clamp(min=1)).sum())
+        wrong = (
+            0
+            if options.no_nccl
+            else int(
+                ((y.float() - want).abs() > 0.02 * comm.nranks * want.abs().clamp(min=1)).sum()
+            )
+        )
         us = timer.slowest(time(lambda: comm.all_reduce(x, y), iterations, 5))
         comm.check()
         rows.append((us, wrong, plan))
@@ -147,11 +200,16 @@ def sweep_size(torch: Any, dist: Any, comm: Any, timer: Timer, size: int, option
         print(f"{size:>11} B  nccl {nccl:9.2f} us", flush=True)
         for us, wrong, p in rows[: options.show]:
             shape = f"{p['algo']} {p['proto']} {p['blocks']}x{p['threads']}u{p['unroll']}b{p['min_blocks']}"
-            print(f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong {wrong}", flush=True)
+            print(
+                f"      {us:9.2f} us  x{nccl / us:5.2f}  {size / us / 1e3:7.1f} GB/s  {shape} wrong {wrong}",
+                flush=True,
+            )
     return {"bytes": size, "nccl_us": nccl, "rows": rows}
 
 
-def sweep_limits(torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numbers: Sequence[int]) -> None:
+def sweep_limits(
+    torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numbers: Sequence[int]
+) -> None:
     """Microseconds of calls with so many multiprocessors, of tensors of ``size`` bytes in all; rank 0 prints them beside NCCL's."""
     from miraccl.comm.device.ctas import Ctas
 
@@ -160,8 +218,14 @@ def sweep_limits(torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numb
     out, part = torch.empty_like(whole), whole[:each].clone()
     pairs = {
         "all_reduce": (lambda: dist.all_reduce(out), lambda: comm.all_reduce(whole, out)),
-        "all_gather": (lambda: dist.all_gather_into_tensor(out, part), lambda: comm.all_gather(part, out)),
-        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), lambda: comm.reduce_scatter(whole, part)),
+        "all_gather": (
+            lambda: dist.all_gather_into_tensor(out, part),
+            lambda: comm.all_gather(part, out),
+        ),
+        "reduce_scatter": (
+            lambda: dist.reduce_scatter_tensor(part, whole),
+            lambda: comm.reduce_scatter(whole, part),
+        ),
     }
     for name, (theirs, ours) in pairs.items():
         cells = [f"nccl {timer.slowest(timer.plain(theirs, iterations_for(size) // 2, 5)):.1f}"]
@@ -203,7 +267,9 @@ def host_cost(torch: Any, comm: Any, timer: Timer, dist: Any) -> None:
     if dist is not None:
         rows["torch nccl all_reduce"] = cost(lambda: dist.all_reduce(x))
     if comm.rank == 0:
-        print("host cost, us per call:", {name: round(us, 2) for name, us in rows.items()}, flush=True)
+        print(
+            "host cost, us per call:", {name: round(us, 2) for name, us in rows.items()}, flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-SIZES = (16, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
+SIZES = (
+    16,
+    KIB,
+    4 * KIB,
+    16 * KIB,
+    64 * KIB,
+    256 * KIB,
+    MIB,
+    4 * MIB,
+    16 * MIB,
+    64 * MIB,
+    256 * MIB,
+    GIB,
+)
 GRAPH_UP_TO = 16 * MIB
 OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv")
 DTYPES = ("bfloat16", "float32")
@@ -35,7 +48,9 @@ MAX_IDLE_STARTS = 2  # that end before anything was measured
 MAX_DETAILS = 3000  # characters of the traceback of a rank that failed
 
 
-def cells(op: str, dtype: str, sizes: Iterable[int], nranks: int, graph_up_to: int = GRAPH_UP_TO) -> Iterator[Any]:
+def cells(
+    op: str, dtype: str, sizes: Iterable[int], nranks: int, graph_up_to: int = GRAPH_UP_TO
+) -> Iterator[Any]:
     """One operation over sizes: CUDA graphs up to ``graph_up_to``, a stream above; out of place where that form exists."""
     from miraccl.tools.perf.device_measure import Cell
     from miraccl.tools.perf.spec import build_case
@@ -64,13 +79,20 @@ class Results:
         self.machine |= {
             "gpus": f"{nranks} x {info.device}",
             **info.versions,
-            "device_memory_mib": {name: round(size / MIB, 1) for name, size in info.memory_bytes.items()},
+            "device_memory_mib": {
+                name: round(size / MIB, 1) for name, size in info.memory_bytes.items()
+            },
             "start_s": round(info.start_s, 3),
         }
 
     def add(self, row: Any) -> None:
         record = row.to_json()
-        self.rows.append({name: round(value, 3) if isinstance(value, float) else value for name, value in record.items()})
+        self.rows.append(
+            {
+                name: round(value, 3) if isinstance(value, float) else value
+                for name, value in record.items()
+            }
+        )
         print(_line(record), flush=True)
         self.write()
 
@@ -83,9 +105,17 @@ class Results:
     def write(self) -> None:
         if self.base is None:
             return
-        record = {"machine": self.machine, "rows": self.rows, "failures": self.failures, "not_measured": self.left}
+        record = {
+            "machine": self.machine,
+            "rows": self.rows,
+            "failures": self.failures,
+            "not_measured": self.left,
+        }
         self.base.parent.mkdir(parents=True, exist_ok=True)
-        for ending, text in ((".json", json.dumps(record, indent=1) + "\n"), (".md", self.markdown())):
+        for ending, text in (
+            (".json", json.dumps(record, indent=1) + "\n"),
+            (".md", self.markdown()),
+        ):
             path = self.base.with_name(self.base.name + ending)
             part = path.with_name(path.name + ".part")
             part.write_text(text, encoding="utf-8")
@@ -94,19 +124,39 @@ class Results:
     # ---- the document
 
     def markdown(self) -> str:
-        lines = [f"# {self.title}, {self.machine.get('gpus', 'GPUs')}", "", _about(self.machine), "", f"    {self.machine['command']}", ""]
+        lines = [
+            f"# {self.title}, {self.machine.get('gpus', 'GPUs')}",
+            "",
+            _about(self.machine),
+            "",
+            f"    {self.machine['command']}",
+            "",
+        ]
         lines += self.summary()
         for key in dict.fromkeys(_table_key(row) for row in self.rows):
             lines += _table(key, [row for row in self.rows if _table_key(row) == key])
         if self.failures:
-            lines += ["## Failed", "", *(f"- {entry['cell']}: {entry['reason']}" for entry in self.failures), ""]
+            lines += [
+                "## Failed",
+                "",
+                *(f"- {entry['cell']}: {entry['reason']}" for entry in self.failures),
+                "",
+            ]
         if self.left:
-            lines += ["## Not measured", "", f"The time was over before: {', '.join(self.left)}.", ""]
+            lines += [
+                "## Not measured",
+                "",
+                f"The time was over before: {', '.join(self.left)}.",
+                "",
+            ]
         return "\n".join(lines)
 
     def summary(self) -> list[str]:
         """Geometric mean and worst cell of the ratios NCCL / miraccl, per table."""
-        lines = ["| table | cells | geometric mean | least | at bytes | wrong |", "|---|---:|---:|---:|---:|---:|"]
+        lines = [
+            "| table | cells | geometric mean | least | at bytes | wrong |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
         for key in dict.fromkeys(_table_key(row) for row in self.rows):
             rows = [row for row in self.rows if _table_key(row) == key]
             rated = [row for row in rows if row.get("ratio")]
@@ -114,7 +164,9 @@ class Results:
             if rated:
                 least = min(rated, key=lambda row: row["ratio"])
                 mean = statistics.geometric_mean(row["ratio"] for row in rated)
-                lines.append(f"| {_title(key)} | {len(rated)} | {mean:.2f} | {least['ratio']:.2f} | {least['bytes']} | {wrong} |")
+                lines.append(
+                    f"| {_title(key)} | {len(rated)} | {mean:.2f} | {least['ratio']:.2f} | {least['bytes']} | {wrong} |"
+                )
             else:
                 lines.append(f"| {_title(key)} | {len(rows)} | | | | {wrong} |")
         return [*lines, ""] if self.rows else []
@@ -123,11 +175,15 @@ class Results:
 def _about(machine: dict[str, Any]) -> str:
     parts = [machine["date"]]
     if "nccl" in machine:
-        parts.append(f"NCCL {machine['nccl']} through torch {machine['torch']} (multicast off), CUDA {machine['cuda']}")
+        parts.append(
+            f"NCCL {machine['nccl']} through torch {machine['torch']} (multicast off), CUDA {machine['cuda']}"
+        )
     parts.append(f"Python {machine['python']}")
     text = ", ".join(parts) + ". Median of the slowest rank; g: CUDA graph, s: stream."
     if "device_memory_mib" in machine:
-        memory = ", ".join(f"{name} {mib:g} MiB" for name, mib in machine["device_memory_mib"].items())
+        memory = ", ".join(
+            f"{name} {mib:g} MiB" for name, mib in machine["device_memory_mib"].items()
+        )
         text += f" Device memory of a rank: {memory}. miraccl's communicator was there after {machine['start_s']} s."
     return text
 
@@ -179,12 +235,24 @@ def _us(value: float | None) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, budget: float) -> None:
-    parser.add_argument("--ranks", type=int, default=2, help="as many GPUs, the first ones; where there are fewer, ranks share them")
-    parser.add_argument("--out", help="name of the result files, below bench/results or with a folder; none are written without it")
-    parser.add_argument("--budget", type=float, default=budget, help=f"seconds for everything [default: {budget:g}]")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="as many GPUs, the first ones; where there are fewer, ranks share them",
+    )
+    parser.add_argument(
+        "--out",
+        help="name of the result files, below bench/results or with a folder; none are written without it",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=budget, help=f"seconds for everything [default: {budget:g}]"
+    )
     parser.add_argument("--no-nccl", action="store_true", help="miraccl alone")
     parser.add_argument("--batches", type=int, default=BATCHES)
-    parser.add_argument("--sms", type=int, help="multiprocessors that kernels of miraccl may occupy")
+    parser.add_argument(
+        "--sms", type=int, help="multiprocessors that kernels of miraccl may occupy"
+    )
 
 
 def base_of(out: str | None) -> Path | None:
@@ -215,7 +283,9 @@ def measure(wanted: Sequence[Any], options: argparse.Namespace, results: Results
     results.write()
 
 
-def _job(left: Sequence[Any], options: argparse.Namespace, ordinals: tuple[int, ...], with_nccl: bool) -> Any:
+def _job(
+    left: Sequence[Any], options: argparse.Namespace, ordinals: tuple[int, ...], with_nccl: bool
+) -> Any:
     from miraccl.tools.perf.device_ranks import DeviceJob
     from miraccl.tools.perf.measure import Options
 
@@ -244,7 +314,9 @@ class _Attempt:
 
         seconds = max(1.0, self.end - time.monotonic())
         try:
-            with run_cells(self.job, self.options.ranks, seconds, self._describe, PATIENCE_SECONDS) as lines:
+            with run_cells(
+                self.job, self.options.ranks, seconds, self._describe, PATIENCE_SECONDS
+            ) as lines:
                 for line in lines:
                     self._take(line)
                     if time.monotonic() >= self.end:
@@ -264,7 +336,10 @@ class _Attempt:
         for row in line.rows:
             self.results.add(row)
         if not line.rows:
-            self.results.fail(self.job.cells[line.number], line.failure or "this version has no such operation on GPU memory")
+            self.results.fail(
+                self.job.cells[line.number],
+                line.failure or "this version has no such operation on GPU memory",
+            )
 
 
 def finish(results: Results) -> None:

@@ -24,7 +24,9 @@ SIZES = (16, 1 << 10, 16 << 10, 64 << 10, 256 << 10)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     add_output_option(parser)
     options = parser.parse_args()
@@ -33,7 +35,10 @@ def main() -> None:
         return
     need_gpus()
     with tempfile.TemporaryDirectory() as empty:
-        os.environ["TRITON_CACHE_DIR"], os.environ["MIRACCL_CACHE_DIR"] = f"{empty}/triton", f"{empty}/miraccl"
+        os.environ["TRITON_CACHE_DIR"], os.environ["MIRACCL_CACHE_DIR"] = (
+            f"{empty}/triton",
+            f"{empty}/miraccl",
+        )
         for _ in range(2):  # the second finds everything in the caches
             code = spawn(__file__, options.ranks, sys.argv[1:])
             if code:
@@ -57,7 +62,9 @@ def rank_main(options: Any) -> None:
     comm = DeviceCommunicator(session, rank)
     largest = max(SIZES) // 4
     box = symmetric.empty(2 * nranks * largest, dtype=torch.int64, device="cuda").zero_()
-    peers = torch.tensor(symmetric.rendezvous(box, dist.group.WORLD).buffer_ptrs, dtype=torch.int64, device="cuda")
+    peers = torch.tensor(
+        symmetric.rendezvous(box, dist.group.WORLD).buffer_ptrs, dtype=torch.int64, device="cuda"
+    )
     torch.cuda.synchronize()
     dist.barrier()
     kernel, timer, rows, first = one_shot, Timer(torch, comm), [], {}
@@ -73,19 +80,33 @@ def rank_main(options: Any) -> None:
             x, out = torch.full((n,), float(rank + 1), device="cuda"), torch.zeros(n, device="cuda")
 
             def triton_call(grid=grid, x=x, out=out, epochs=epochs, n=n, block=block) -> None:
-                kernel[grid](x, out, peers, epochs, rank, n, WORLD=nranks, BLOCK=block, num_warps=max(1, block // 64))
+                kernel[grid](
+                    x,
+                    out,
+                    peers,
+                    epochs,
+                    rank,
+                    n,
+                    WORLD=nranks,
+                    BLOCK=block,
+                    num_warps=max(1, block // 64),
+                )
 
             def our_call(x=x, out=out) -> None:
                 comm.all_reduce(x, out)
 
             row: dict[str, Any] = {"bytes": nbytes}
-            for name, call in (calls := (("triton", triton_call), ("miraccl", our_call))):  # both before the clock calls one of them
+            for name, call in (
+                calls := (("triton", triton_call), ("miraccl", our_call))
+            ):  # both before the clock calls one of them
                 out.zero_()
                 begin = time.perf_counter()
                 call()
                 timer.stream.synchronize()
                 first.setdefault(name, time.perf_counter() - begin)
-                assert bool((out == nranks * (nranks + 1) / 2).all()), f"{name}, {nbytes} bytes: wrong"
+                assert bool((out == nranks * (nranks + 1) / 2).all()), (
+                    f"{name}, {nbytes} bytes: wrong"
+                )
             for name, call in calls:
                 out.zero_()
                 row[f"{name}_graph_us"] = timer.slowest(timer.graph(call, iterations_for(nbytes)))
@@ -94,14 +115,26 @@ def rank_main(options: Any) -> None:
                     call()
                 row[f"{name}_host_us"] = (time.perf_counter() - begin) * 1e4
                 timer.stream.synchronize()
-                assert bool((out == nranks * (nranks + 1) / 2).all()), f"{name}, {nbytes} bytes: wrong after timing"
+                assert bool((out == nranks * (nranks + 1) / 2).all()), (
+                    f"{name}, {nbytes} bytes: wrong after timing"
+                )
             rows.append(row)
     if rank == 0:
         again = "second" if os.environ.get("BENCH_SECOND") else "first"
-        print(f"{again} process: first call with Triton {first['triton']:.3f} s, with miraccl {first['miraccl']:.3f} s", flush=True)
+        print(
+            f"{again} process: first call with Triton {first['triton']:.3f} s, with miraccl {first['miraccl']:.3f} s",
+            flush=True,
+        )
         if again == "second":
             table = markdown_table(
-                ("bytes", "Triton us", "miraccl us", "Triton / miraccl", "call, Triton us", "call, miraccl us"),
+                (
+                    "bytes",
+                    "Triton us",
+                    "miraccl us",
+                    "Triton / miraccl",
+                    "call, Triton us",
+                    "call, miraccl us",
+                ),
                 [
                     (
                         row["bytes"],
@@ -114,8 +147,18 @@ def rank_main(options: Any) -> None:
                     for row in rows
                 ],
             )
-            machine = describe_machine() | {"gpu": torch.cuda.get_device_name(), "versions": versions(torch)}
-            text = heading(f"One-shot all_reduce in float32: Triton and miraccl, {nranks} x {machine['gpu']}", machine) + "\n" + table
+            machine = describe_machine() | {
+                "gpu": torch.cuda.get_device_name(),
+                "versions": versions(torch),
+            }
+            text = (
+                heading(
+                    f"One-shot all_reduce in float32: Triton and miraccl, {nranks} x {machine['gpu']}",
+                    machine,
+                )
+                + "\n"
+                + table
+            )
             save(options.out, {"machine": machine, "rows": rows, "first_call_s": first}, text)
     comm.close()
     session.close()
@@ -125,7 +168,11 @@ def rank_main(options: Any) -> None:
 def versions(torch: Any) -> dict[str, str]:
     import triton
 
-    return {"torch": torch.__version__, "triton": triton.__version__, "CUDA": str(torch.version.cuda)}
+    return {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "CUDA": str(torch.version.cuda),
+    }
 
 
 if __name__ == "__main__":

@@ -77,7 +77,10 @@ class Ranks:
         self.times: dict[str, float] = {}
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._guarded, args=(rank,)) for rank in range(self.options.ranks)]
+        threads = [
+            threading.Thread(target=self._guarded, args=(rank,))
+            for rank in range(self.options.ranks)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -102,8 +105,13 @@ class Ranks:
             for op in self.options.ops:
                 for size in self.options.sizes:
                     count = max(comm.nranks, size // 4)
-                    x, y = torch.full((count,), 1.0 + rank, device="cuda"), torch.zeros(count, device="cuda")
-                    time = self._time(torch, comm, operation(comm, op, x, y), 20 if size <= SMALL else 5)
+                    x, y = (
+                        torch.full((count,), 1.0 + rank, device="cuda"),
+                        torch.zeros(count, device="cuda"),
+                    )
+                    time = self._time(
+                        torch, comm, operation(comm, op, x, y), 20 if size <= SMALL else 5
+                    )
                     if rank == 0:
                         self.times[f"{op} {size}"] = time
         comm.finalize()
@@ -111,7 +119,9 @@ class Ranks:
     def _time(self, torch: Any, comm: Any, run: Callable[[], Any], inner: int) -> float:
         stream, gate = torch.cuda.current_stream(), self.gate
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(2):  # what is made once is made now, by one rank before the other waits for it on the GPU
+        for _ in range(
+            2
+        ):  # what is made once is made now, by one rank before the other waits for it on the GPU
             gate.wait()
             run()
             gate.wait()
@@ -141,18 +151,34 @@ def times_of(source: str, words: list[str], sms: int) -> dict[str, float]:
     """A round of the version whose package is in the folder ``source``."""
     environ = {**os.environ, "PYTHONPATH": str(Path(source).resolve()), "MIRACCL_SMS": str(sms)}
     command = [sys.executable, __file__, "--worker", *words]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
     if done.returncode:
         sys.exit(f"the ranks of {source} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", action="append", metavar="NAME=FOLDER", help="a version: a folder with the package (now=src)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source",
+        action="append",
+        metavar="NAME=FOLDER",
+        help="a version: a folder with the package (now=src)",
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--ops", type=lambda text: text.split(","), default=list(OPS), help=",".join(OPS))
-    parser.add_argument("--sizes", type=lambda text: [int(word) for word in text.split(",")], default=list(SIZES), help="bytes")
+    parser.add_argument(
+        "--ops", type=lambda text: text.split(","), default=list(OPS), help=",".join(OPS)
+    )
+    parser.add_argument(
+        "--sizes",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=list(SIZES),
+        help="bytes",
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--replays", type=int, default=25)
     parser.add_argument("--sms", type=int, default=40, help="multiprocessors of a rank")
@@ -169,7 +195,14 @@ def main() -> None:
         return
     sources = dict(word.split("=", 1) for word in options.source or [f"now={ROOT / 'src'}"])
     machine = {**describe_machine(), "gpu": need_gpus().names}
-    words = ["--ranks", str(options.ranks), "--ops", ",".join(options.ops), "--sizes", ",".join(map(str, options.sizes))]
+    words = [
+        "--ranks",
+        str(options.ranks),
+        "--ops",
+        ",".join(options.ops),
+        "--sizes",
+        ",".join(map(str, options.sizes)),
+    ]
     words += ["--replays", str(options.replays)]
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sources}
     for number in range(options.rounds):
@@ -179,11 +212,20 @@ def main() -> None:
     rows = []
     for case in rounds[next(iter(sources))][0]:
         seen = {name: [times[case] for times in rounds[name]] for name in sources}
-        rows.append([*case.split(), *(f"{show_us(median(times))} ({show_us(min(times))})" for times in seen.values())])
+        rows.append(
+            [
+                *case.split(),
+                *(f"{show_us(median(times))} ({show_us(min(times))})" for times in seen.values()),
+            ]
+        )
     title = f"{options.ranks} ranks on one GPU, threads of one process, {options.sms} multiprocessors each"
     text = f"{machine['gpu']}. Microseconds in a CUDA graph, float32, median of {options.rounds} rounds (least)."
     table = markdown_table(["operation", "bytes", *sources], rows)
-    save(options.out, {"machine": machine, "rounds": rounds}, f"{heading(title, machine)}\n{text}\n\n{table}")
+    save(
+        options.out,
+        {"machine": machine, "rounds": rounds},
+        f"{heading(title, machine)}\n{text}\n\n{table}",
+    )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,11 @@ def rank_main(context: Context, seconds: float) -> dict[str, float]:
             if comm.rank == 0:
                 time.sleep(seconds)
             wait()
-            shares[name] = 0.0 if comm.rank == 0 else 100 * (_cpu_seconds() - used) / (time.monotonic() - started)
+            shares[name] = (
+                0.0
+                if comm.rank == 0
+                else 100 * (_cpu_seconds() - used) / (time.monotonic() - started)
+            )
     return shares
 
 
@@ -65,10 +69,14 @@ def _cpu_seconds() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--hosts", type=int, default=1, help="let ranks behave as if on so many hosts (sockets)")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="let ranks behave as if on so many hosts (sockets)"
+    )
     common.add_output_option(parser)
     args = parser.parse_args()
     machine = common.describe_machine()
@@ -77,14 +85,27 @@ def main() -> None:
     def environ(rank: int) -> dict[str, str]:
         return {**of_rank(rank), **pretend_host(rank, args.ranks, args.hosts)}
 
-    with launch.local_job(args.ranks) as of_rank, Ranks(rank_main, args.ranks, (args.seconds,), environ=environ) as ranks:
+    with (
+        launch.local_job(args.ranks) as of_rank,
+        Ranks(rank_main, args.ranks, (args.seconds,), environ=environ) as ranks,
+    ):
         ranks.wait(time.monotonic() + 60 + 10 * args.seconds)
         if failure := ranks.first_failure():
             raise SystemExit(f"{failure.describe()}\n{failure.error}")
         shares = [o.value for o in ranks.outcomes]
     worst = {name: max(share[name] for share in shares) for name in shares[0]}
-    table = common.markdown_table(["waiting in", "percent of a core"], [(name, f"{value:.2f}") for name, value in worst.items()])
-    text = common.heading(f"What waiting {args.seconds:g} s costs, {args.ranks} ranks, {args.hosts} host(s)", machine) + "\n" + table
+    table = common.markdown_table(
+        ["waiting in", "percent of a core"],
+        [(name, f"{value:.2f}") for name, value in worst.items()],
+    )
+    text = (
+        common.heading(
+            f"What waiting {args.seconds:g} s costs, {args.ranks} ranks, {args.hosts} host(s)",
+            machine,
+        )
+        + "\n"
+        + table
+    )
     common.save(args.out, {"machine": machine, "percent": worst}, text)
 
 

@@ -55,7 +55,9 @@ def rank_main(context: Context, nbytes: int) -> dict[str, Sample]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--bytes", type=int, default=16 << 20)
     common.add_output_option(parser)
@@ -64,7 +66,10 @@ def main() -> None:
     launch.warm_up()
     rows, record = [], {}
     for nranks in (int(n) for n in args.ranks.split(",")):
-        with launch.local_job(nranks) as environ, Ranks(rank_main, nranks, (args.bytes,), environ=environ) as ranks:
+        with (
+            launch.local_job(nranks) as environ,
+            Ranks(rank_main, nranks, (args.bytes,), environ=environ) as ranks,
+        ):
             ranks.wait(time.monotonic() + 300)
             if failure := ranks.first_failure():
                 raise SystemExit(f"{failure.describe()}\n{failure.error}")
@@ -74,7 +79,11 @@ def main() -> None:
             largest = [max(sample[stage][i] for sample in samples) for i in range(3)]
             rows.append([nranks, stage, *(f"{kib / 1024:.2f}" for kib in largest)])
     table = common.markdown_table(["ranks", "stage", "private MiB", "share MiB", "told MiB"], rows)
-    common.save(args.out, {"machine": machine, "kib": record}, common.heading("What a communicator holds", machine) + "\n" + table)
+    common.save(
+        args.out,
+        {"machine": machine, "kib": record},
+        common.heading("What a communicator holds", machine) + "\n" + table,
+    )
 
 
 if __name__ == "__main__":

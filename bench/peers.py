@@ -37,7 +37,11 @@ from miraccl.tools.perf.spec import OPERATIONS, build_case
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "sendrecv")
 SIZES = "8,1K,16K,256K,1M,4M,16M,64M"
-VARIANTS: dict[str, dict[str, Any]] = {"miraccl": {}, "persistent": {"persistent": True}, "window": {"window": True}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "miraccl": {},
+    "persistent": {"persistent": True},
+    "window": {"window": True},
+}
 
 #: (ranks, operation, bytes, in place) -> library -> one time in microseconds per round
 Cells = dict[tuple[int, str, int, bool], dict[str, list[float]]]
@@ -56,7 +60,9 @@ class Peer:
         name, _, rest = text.partition("=")
         library, _, python = rest.partition(":")
         if not python or library not in ("gloo", "mpi"):
-            raise argparse.ArgumentTypeError(f"a peer is NAME=gloo:PYTHON or NAME=mpi:PYTHON, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"a peer is NAME=gloo:PYTHON or NAME=mpi:PYTHON, got {text!r}"
+            )
         return cls(name=name, library=library, python=python)
 
 
@@ -70,14 +76,18 @@ def find_peers(folder: Path) -> Iterator[Peer]:
                 yield Peer(name=name or library, library=library, python=str(python))
 
 
-def measure_round(job: Job, nranks: int, peers: list[Peer], variants: list[str], timeout: float, cells: Cells) -> None:
+def measure_round(
+    job: Job, nranks: int, peers: list[Peer], variants: list[str], timeout: float, cells: Cells
+) -> None:
     """One operation at all sizes, by everybody; adds a time to each cell."""
     lines: dict[str, list[Line]] = {name: [] for name in variants}
     groups: list[Group] = []
     others: list[PeerGroup] = []
     try:
         for name in variants:  # forks, so before anything else
-            groups.append(OwnGroup(replace(job, **VARIANTS[name]), nranks, lines[name].append, name))
+            groups.append(
+                OwnGroup(replace(job, **VARIANTS[name]), nranks, lines[name].append, name)
+            )
         for peer in peers:
             others.append(PeerGroup(peer.library, peer.python, job, nranks, peer.name))
             groups.append(others[-1])
@@ -97,7 +107,9 @@ def measure_round(job: Job, nranks: int, peers: list[Peer], variants: list[str],
             cells[nranks, case.op, case.nbytes, in_place][group.name].append(time_us)
 
 
-def render(cells: Cells, machine: dict[str, Any], args: argparse.Namespace, peers: list[str]) -> str:
+def render(
+    cells: Cells, machine: dict[str, Any], args: argparse.Namespace, peers: list[str]
+) -> str:
     """Tables of medians, and the ratio of the best peer's time to miraccl's."""
     parts = [
         common.heading("miraccl and its peers", machine),
@@ -106,14 +118,28 @@ def render(cells: Cells, machine: dict[str, Any], args: argparse.Namespace, peer
     ratios: dict[str, list[float]] = defaultdict(list)
     for nranks, op in dict.fromkeys((n, op) for n, op, _, _ in cells):
         for in_place in (False, True):
-            keys = [k for k in cells if k[0] == nranks and k[1] == op and k[3] is in_place and "miraccl" in cells[k]]
+            keys = [
+                k
+                for k in cells
+                if k[0] == nranks and k[1] == op and k[3] is in_place and "miraccl" in cells[k]
+            ]
             if not keys:
                 continue
-            parts.append(f"\n## {op}, {nranks} ranks, {'in place' if in_place else 'out of place'}: us per operation\n")
+            parts.append(
+                f"\n## {op}, {nranks} ranks, {'in place' if in_place else 'out of place'}: us per operation\n"
+            )
             rows = [_row(key, cells[key], args.variants, peers, ratios) for key in sorted(keys)]
-            parts.append(common.markdown_table(["bytes", *args.variants, *peers, "best peer", "ratio"], rows))
-    parts.append("\n## Ratio: time of the best peer / time of miraccl, geometric mean over the sizes\n")
-    parts.append(common.markdown_table(["cells", "ratio"], [(k, f"{common.geometric_mean(v):.2f}") for k, v in ratios.items()]))
+            parts.append(
+                common.markdown_table(["bytes", *args.variants, *peers, "best peer", "ratio"], rows)
+            )
+    parts.append(
+        "\n## Ratio: time of the best peer / time of miraccl, geometric mean over the sizes\n"
+    )
+    parts.append(
+        common.markdown_table(
+            ["cells", "ratio"], [(k, f"{common.geometric_mean(v):.2f}") for k, v in ratios.items()]
+        )
+    )
     everything = [r for v in ratios.values() for r in v]
     parts.append(
         f"\nAll {len(everything)} cells: {common.geometric_mean(everything):.2f}; at least as fast in {sum(r >= 1 for r in everything)}."
@@ -122,21 +148,31 @@ def render(cells: Cells, machine: dict[str, Any], args: argparse.Namespace, peer
 
 
 def _row(
-    key: tuple[int, str, int, bool], cell: dict[str, list[float]], variants: list[str], peers: list[str], ratios: dict[str, list[float]]
+    key: tuple[int, str, int, bool],
+    cell: dict[str, list[float]],
+    variants: list[str],
+    peers: list[str],
+    ratios: dict[str, list[float]],
 ) -> list[str]:
     times = {name: common.median(values) for name, values in cell.items() if values}
     theirs = {name: times[name] for name in peers if name in times}
     best = min(theirs, key=lambda name: theirs[name], default="")
     ratio = theirs[best] / times["miraccl"] if best else None
     if ratio:
-        ratios[f"{key[1]}, {key[0]} ranks, {'in place' if key[3] else 'out of place'}"].append(ratio)
+        ratios[f"{key[1]}, {key[0]} ranks, {'in place' if key[3] else 'out of place'}"].append(
+            ratio
+        )
     shown = [common.show_us(times.get(name)) for name in (*variants, *peers)]
     return [str(key[2]), *shown, best, f"{ratio:.2f}" if ratio else ""]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", action="append", type=Peer.parse, default=[], metavar="NAME=LIBRARY:PYTHON")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peer", action="append", type=Peer.parse, default=[], metavar="NAME=LIBRARY:PYTHON"
+    )
     parser.add_argument("--peers-dir", type=Path, help="folder of virtual environments")
     parser.add_argument("--ops", default=",".join(OPS), help=f"of {', '.join(OPERATIONS)}")
     parser.add_argument("--sizes", default=SIZES)
@@ -144,11 +180,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--variants", default="miraccl", help=f"of {', '.join(VARIANTS)}; miraccl is always there")
+    parser.add_argument(
+        "--variants", default="miraccl", help=f"of {', '.join(VARIANTS)}; miraccl is always there"
+    )
     parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("--no-bind", action="store_true", help="let the scheduler place the ranks, of miraccl and of the peers")
-    parser.add_argument("--hosts", type=int, default=1, help="let miraccl's ranks behave as if on so many hosts (sockets)")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one operation in one round")
+    parser.add_argument(
+        "--no-bind",
+        action="store_true",
+        help="let the scheduler place the ranks, of miraccl and of the peers",
+    )
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        help="let miraccl's ranks behave as if on so many hosts (sockets)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds for one operation in one round"
+    )
     common.add_output_option(parser)
     args = parser.parse_args()
     args.variants = ["miraccl", *(v for v in args.variants.split(",") if v != "miraccl")]
@@ -161,7 +210,10 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    peers: list[Peer] = [*args.peer, *(find_peers(args.peers_dir.expanduser()) if args.peers_dir else ())]
+    peers: list[Peer] = [
+        *args.peer,
+        *(find_peers(args.peers_dir.expanduser()) if args.peers_dir else ()),
+    ]
     for peer in peers:
         find_python(peer.library, peer.python)
     machine = common.describe_machine()
@@ -171,10 +223,25 @@ def main() -> None:
     for number in range(args.rounds):
         for nranks in (int(n) for n in args.ranks.split(",")):
             for op in args.ops.split(","):
-                cases = dict.fromkeys(build_case(op, parse_size(s), nranks=nranks, dtype=args.dtype) for s in args.sizes.split(","))
-                job = Job(cases=tuple(cases), options=options, init={}, in_turns=True, hosts=min(args.hosts, nranks))
-                variants = [v for v in args.variants if not (v == "persistent" and op == "sendrecv")]
-                print(f"round {number + 1} of {args.rounds}: {op}, {nranks} ranks", file=sys.stderr, flush=True)
+                cases = dict.fromkeys(
+                    build_case(op, parse_size(s), nranks=nranks, dtype=args.dtype)
+                    for s in args.sizes.split(",")
+                )
+                job = Job(
+                    cases=tuple(cases),
+                    options=options,
+                    init={},
+                    in_turns=True,
+                    hosts=min(args.hosts, nranks),
+                )
+                variants = [
+                    v for v in args.variants if not (v == "persistent" and op == "sendrecv")
+                ]
+                print(
+                    f"round {number + 1} of {args.rounds}: {op}, {nranks} ranks",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 measure_round(job, nranks, peers, variants, args.timeout, cells)
     rows = [
         {"ranks": n, "op": op, "bytes": size, "in_place": in_place, "library": name, "us": times}
@@ -182,7 +249,11 @@ def main() -> None:
         for name, times in cell.items()
     ]
     names = [peer.name for peer in peers]
-    common.save(args.out, {"machine": machine, "peers": names, "rows": rows}, render(cells, machine, args, names))
+    common.save(
+        args.out,
+        {"machine": machine, "peers": names, "rows": rows},
+        render(cells, machine, args, names),
+    )
 
 
 if __name__ == "__main__":

@@ -103,38 +103,69 @@ Make = Callable[[int], tuple[StagedJob, Callable[[], Any]]]
 
 
 def rank_main(
-    context: Context, sizes: list[int], rounds: int, slot_bytes: int, through_proxy: bool, messages: bool
+    context: Context,
+    sizes: list[int],
+    rounds: int,
+    slot_bytes: int,
+    through_proxy: bool,
+    messages: bool,
 ) -> dict[int, dict[str, Any]]:
     os.environ["MIRACCL_HOSTID"] = f"host-{os.environ['MIRACCL_RANK']}"
     from miraccl.bootstrap.launch import detect_launch, meet
 
     with meet(detect_launch(os.environ)) as world:
-        cpus = [Communicator.from_session(world.sub(range(2), f"lane {lane}"), Options.create()) for lane in range(LANES)]
+        cpus = [
+            Communicator.from_session(world.sub(range(2), f"lane {lane}"), Options.create())
+            for lane in range(LANES)
+        ]
         gpu: Any = Processor()
-        staging = Staging(gpu, slot_bytes, on_fault=lambda error: print(f"fault: {error}"), name="bench")
+        staging = Staging(
+            gpu, slot_bytes, on_fault=lambda error: print(f"fault: {error}"), name="bench"
+        )
         streams: list[Any] = []
         if messages and not through_proxy:
-            streams = [MessageStreams(Stages(world), cpus[0]._member, HostsLayout.of(world.rank, "ab"))]
+            streams = [
+                MessageStreams(Stages(world), cpus[0]._member, HostsLayout.of(world.rank, "ab"))
+            ]
         elif not through_proxy:
-            streams = [DirectStreams(Stages(world.sub(range(2), f"direct {i}")), cpu._member) for i, cpu in enumerate(cpus)]
+            streams = [
+                DirectStreams(Stages(world.sub(range(2), f"direct {i}")), cpu._member)
+                for i, cpu in enumerate(cpus)
+            ]
 
         def all_reduce(count: int) -> tuple[StagedJob, Callable[[], Any]]:
             shape = Shape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)
-            network = StagedCollective(cpus, shape, DType.FLOAT32, RedOp.SUM, staging.slots, streams)
-            job = staging.job(cut(shape, staging.slots.nbytes), staging.slots, network, False, LANES)
+            network = StagedCollective(
+                cpus, shape, DType.FLOAT32, RedOp.SUM, staging.slots, streams
+            )
+            job = staging.job(
+                cut(shape, staging.slots.nbytes), staging.slots, network, False, LANES
+            )
             return job, cpus[0].all_reduce_init(np.zeros(count, np.float32))
 
         def sendrecv(count: int) -> tuple[StagedJob, Callable[[], Any]]:
             memory = DeviceMemory(4096, count, DType.FLOAT32)
-            transfers = [DeviceTransfer(receives=receives, peer=1 - world.rank, memory=memory) for receives in (False, True)]
+            transfers = [
+                DeviceTransfer(receives=receives, peer=1 - world.rank, memory=memory)
+                for receives in (False, True)
+            ]
             parts, need = cut_transfers(transfers, staging.slots.nbytes, 1)
             slots = staging.slots_for(need)
-            network = MessageNetwork(streams[0], parts, slots) if streams else transfers_on(cpus[0], parts, slots)
+            network = (
+                MessageNetwork(streams[0], parts, slots)
+                if streams
+                else transfers_on(cpus[0], parts, slots)
+            )
             x, y = np.zeros(count, np.float32), np.zeros(count, np.float32)
             job = staging.job([part.piece for part in parts], slots, network, False)
             return job, lambda: cpus[0].sendrecv(x, 1 - world.rank, y, 1 - world.rank)
 
-        rows = {nbytes: measure(world, sendrecv if messages else all_reduce, gpu, staging, nbytes, rounds) for nbytes in sizes}
+        rows = {
+            nbytes: measure(
+                world, sendrecv if messages else all_reduce, gpu, staging, nbytes, rounds
+            )
+            for nbytes in sizes
+        }
         world.barrier("end")
         staging.close()
         for each in streams:
@@ -144,7 +175,9 @@ def rank_main(
     return rows
 
 
-def measure(world: Any, make: Make, gpu: Any, staging: Staging, nbytes: int, rounds: int) -> dict[str, Any]:
+def measure(
+    world: Any, make: Make, gpu: Any, staging: Staging, nbytes: int, rounds: int
+) -> dict[str, Any]:
     count = max(1, nbytes // 4)
     x, y = np.ones(count, np.float32), np.zeros(count, np.float32)
     job, alone = make(count)
@@ -166,16 +199,30 @@ def measure(world: Any, make: Make, gpu: Any, staging: Staging, nbytes: int, rou
         times["operation"].append((time.perf_counter() - start) / calls)
         times["answer"].append(common.median(gpu.answers))
         assert (y == (2 if make.__name__ == "all_reduce" else 1)).all(), "wrong result"
-    return {"pieces": job.npieces, **{name: [t * 1e6 for t in found[1:]] for name, found in times.items()}}
+    return {
+        "pieces": job.npieces,
+        **{name: [t * 1e6 for t in found[1:]] for name, found in times.items()},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--slot", type=params.parse_size, default=params.GPU_STAGING.read(), help="bytes of a piece at most")
-    parser.add_argument("--messages", action="store_true", help="a send and a receive instead of all_reduce")
-    parser.add_argument("--through-proxy", action="store_true", help="every piece through the CPU communicator")
+    parser.add_argument(
+        "--slot",
+        type=params.parse_size,
+        default=params.GPU_STAGING.read(),
+        help="bytes of a piece at most",
+    )
+    parser.add_argument(
+        "--messages", action="store_true", help="a send and a receive instead of all_reduce"
+    )
+    parser.add_argument(
+        "--through-proxy", action="store_true", help="every piece through the CPU communicator"
+    )
     common.add_output_option(parser)
     args = parser.parse_args()
     machine = common.describe_machine()
@@ -191,10 +238,20 @@ def main() -> None:
     columns = ["bytes", "pieces", "alone us", "ready to done us", "operation us", "operation GB/s"]
     table = []
     for nbytes, row in rows.items():
-        alone, answer, whole = (common.median(row[name]) for name in ("alone", "answer", "operation"))
-        cells = [common.show_us(alone), common.show_us(answer) if row["pieces"] == 1 else "", common.show_us(whole)]
+        alone, answer, whole = (
+            common.median(row[name]) for name in ("alone", "answer", "operation")
+        )
+        cells = [
+            common.show_us(alone),
+            common.show_us(answer) if row["pieces"] == 1 else "",
+            common.show_us(whole),
+        ]
         table.append([nbytes, row["pieces"], *cells, f"{nbytes / whole / 1e3:.2f}"])
-    text = common.heading("The way of GPU data between hosts, without GPUs", machine) + "\n" + common.markdown_table(columns, table)
+    text = (
+        common.heading("The way of GPU data between hosts, without GPUs", machine)
+        + "\n"
+        + common.markdown_table(columns, table)
+    )
     common.save(args.out, {"machine": machine, "rows": rows}, text)
 
 

@@ -56,12 +56,16 @@ def time_fork(nranks: int) -> tuple[float, float, float]:
         if failure:
             raise SystemExit(f"{failure.describe()}\n{failure.error}")
         whole = (time.perf_counter() - start) * 1e3
-        meet, split = (max(column) for column in zip(*(o.value for o in ranks.outcomes), strict=True))
+        meet, split = (
+            max(column) for column in zip(*(o.value for o in ranks.outcomes), strict=True)
+        )
     return whole, meet, split
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     common.add_output_option(parser)
@@ -75,16 +79,25 @@ def main() -> None:
         "import miraccl": lambda: time_command("-c", "import miraccl"),
         "miraccl --help": lambda: time_command("-m", "miraccl", "--help"),
         "init, 1 rank": lambda: time_command("-c", _PROGRAM),
-        f"miraccl run -n {n}, init": lambda: time_command("-m", "miraccl", "run", "-n", n, sys.executable, "-c", _PROGRAM),
+        f"miraccl run -n {n}, init": lambda: time_command(
+            "-m", "miraccl", "run", "-n", n, sys.executable, "-c", _PROGRAM
+        ),
     }
     times: dict[str, list[float]] = {}
     for _ in range(args.rounds):
         for name, measure in commands.items():
             times.setdefault(name, []).append(measure())
         whole, meet, split = time_fork(args.ranks)
-        for name, value in ((f"fork {n} ranks, meet, leave", whole), (f"meet, {n} ranks", meet), (f"split, {n} ranks", split)):
+        for name, value in (
+            (f"fork {n} ranks, meet, leave", whole),
+            (f"meet, {n} ranks", meet),
+            (f"split, {n} ranks", split),
+        ):
             times.setdefault(name, []).append(value)
-    rows = [(name, f"{common.median(values):.0f}", f"{min(values):.0f}") for name, values in times.items()]
+    rows = [
+        (name, f"{common.median(values):.0f}", f"{min(values):.0f}")
+        for name, values in times.items()
+    ]
     note = (
         "\nbytecode is not cached (PYTHONDONTWRITEBYTECODE): imports are slower than users see\n"
         if os.environ.get("PYTHONDONTWRITEBYTECODE")

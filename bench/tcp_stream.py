@@ -61,7 +61,9 @@ class Plain:
         buffer_bytes = peer.options.buffer_bytes
         self.streams: list[socket.socket] = []
         if peer.rank:
-            listener = socket.create_server((peer.address, 0), family=socket.AF_INET6 if ":" in peer.address else socket.AF_INET)
+            listener = socket.create_server(
+                (peer.address, 0), family=socket.AF_INET6 if ":" in peer.address else socket.AF_INET
+            )
             tune(listener, buffer_bytes)
             peer.swap(listener.getsockname()[1].to_bytes(2, "little"))
             self.streams = [listener.accept()[0] for _ in range(peer.options.nstreams)]
@@ -78,7 +80,10 @@ class Plain:
 
     def transfer(self) -> None:
         total, n = self.peer.nbytes, len(self.streams)
-        spans = {s.fileno(): [s, total * i // n, total * (i + 1) // n] for i, s in enumerate(self.streams)}
+        spans = {
+            s.fileno(): [s, total * i // n, total * (i + 1) // n]
+            for i, s in enumerate(self.streams)
+        }
         with select.epoll() as epoll:
             for fd in spans:
                 epoll.register(fd, select.EPOLLIN if self.peer.rank else select.EPOLLOUT)
@@ -104,9 +109,22 @@ class Miraccl:
         self.peer = peer
         self.atomics = native_atomics()
         self.news = threading.Event()
-        self.proxy = Proxy(rank=peer.rank, wake=lambda _: self.news.set(), on_lost=lambda p, loss: print(f"rank {p}: {loss}"))
-        endpoint = Endpoint(rank=peer.rank, hostid=str(peer.rank), pid=os.getpid(), addresses=(peer.address,))
-        self.transport = SocketTransport(endpoint, proxy=self.proxy, secret=b"bench", job=b"bench", options=peer.options, timeout=TIMEOUT_S)
+        self.proxy = Proxy(
+            rank=peer.rank,
+            wake=lambda _: self.news.set(),
+            on_lost=lambda p, loss: print(f"rank {p}: {loss}"),
+        )
+        endpoint = Endpoint(
+            rank=peer.rank, hostid=str(peer.rank), pid=os.getpid(), addresses=(peer.address,)
+        )
+        self.transport = SocketTransport(
+            endpoint,
+            proxy=self.proxy,
+            secret=b"bench",
+            job=b"bench",
+            options=peer.options,
+            timeout=TIMEOUT_S,
+        )
         infos: Mapping[int, bytes] = {1 - peer.rank: peer.swap(self.transport.setup())}
         pair: FifoPair = self.transport.connect(infos)[1 - peer.rank]
         self.send = SendEnd(pair.send, self.atomics)
@@ -143,7 +161,9 @@ def measure(peer: Peer, way: Plain | Miraccl) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - cpu
 
 
-def run(rank: int, control: socket.socket, args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+def run(
+    rank: int, control: socket.socket, args: argparse.Namespace
+) -> dict[str, list[tuple[float, float]]]:
     """Per way and round: wall time and the processor time of both processes, in seconds."""
     peer = Peer(rank, control, args)
     ways: dict[str, Plain | Miraccl] = {"plain": Plain(peer), "miraccl": Miraccl(peer)}
@@ -158,15 +178,23 @@ def run(rank: int, control: socket.socket, args: argparse.Namespace) -> dict[str
     for way in ways.values():
         way.close()
     others = json.loads(peer.swap(json.dumps(times).encode()))
-    return {name: [(wall, cpu + other[1]) for (wall, cpu), other in zip(times[name], others[name])] for name in times}
+    return {
+        name: [(wall, cpu + other[1]) for (wall, cpu), other in zip(times[name], others[name])]
+        for name in times
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bytes", type=params.parse_size, default=64 << 20)
     parser.add_argument("--streams", type=int, default=SocketOptions.from_environment().nstreams)
     parser.add_argument(
-        "--buffer", type=params.parse_size, default=params.SOCKET_BUFFER.read(), help="kernel buffers, 0: the kernel's tuning"
+        "--buffer",
+        type=params.parse_size,
+        default=params.SOCKET_BUFFER.read(),
+        help="kernel buffers, 0: the kernel's tuning",
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--address", default="127.0.0.1")
@@ -206,9 +234,15 @@ def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]]
         "cpu": rows["plain"]["cpu_ms"] / rows["miraccl"]["cpu_ms"],
     }
     if args.json:
-        print(json.dumps({"bytes": args.bytes, "streams": args.streams, "buffer": args.buffer, **rows}))
+        print(
+            json.dumps(
+                {"bytes": args.bytes, "streams": args.streams, "buffer": args.buffer, **rows}
+            )
+        )
         return
-    print(f"{args.bytes} bytes one way, {args.streams} streams, kernel buffers {args.buffer or 'automatic'}, {args.rounds} rounds")
+    print(
+        f"{args.bytes} bytes one way, {args.streams} streams, kernel buffers {args.buffer or 'automatic'}, {args.rounds} rounds"
+    )
     for name, row in rows.items():
         print(f"  {name:8}", "  ".join(f"{key} {value:.2f}" for key, value in row.items()))
 

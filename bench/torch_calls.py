@@ -36,13 +36,24 @@ SEVERAL = 10  # operations before the first wait, as DDP has its buckets
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--device", choices=list(OTHERS), default="cpu", help="where the tensors are; cuda: a GPU for each rank")
+    parser.add_argument(
+        "--device",
+        choices=list(OTHERS),
+        default="cpu",
+        help="where the tensors are; cuda: a GPU for each rank",
+    )
     parser.add_argument("--elements", type=int, default=8, help="float32 in the block of a rank")
     parser.add_argument("--rounds", type=int, default=15, help="turns of every backend")
     parser.add_argument("--calls", type=int, default=300, help="in a turn")
-    parser.add_argument("--only", default="", help="rows whose name contains one of these words, separated by commas")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="rows whose name contains one of these words, separated by commas",
+    )
     parser.add_argument("--json", help=argparse.SUPPRESS)
     add_output_option(parser)
     options = parser.parse_args()
@@ -56,10 +67,23 @@ def main() -> None:
     records = {nranks: measure_on(int(nranks)) for nranks in options.ranks.split(",")}
     where = next(iter(records.values()))["where"]
     words = f"{where}{options.elements} float32 per block, {options.rounds} turns of {options.calls} calls."
-    tables = "\n\n".join(f"## {nranks} ranks\n\n{table(record['us'], OTHERS[options.device])}" for nranks, record in records.items())
+    tables = "\n\n".join(
+        f"## {nranks} ranks\n\n{table(record['us'], OTHERS[options.device])}"
+        for nranks, record in records.items()
+    )
     place = "CPU memory" if options.device == "cpu" else "GPU memory"
-    text = f"{heading(f'Small calls of torch.distributed on {place}', machine)}\n{words}\n\n{tables}\n"
-    save(options.out, {"machine": machine, "where": where, "us": {nranks: record["us"] for nranks, record in records.items()}}, text)
+    text = (
+        f"{heading(f'Small calls of torch.distributed on {place}', machine)}\n{words}\n\n{tables}\n"
+    )
+    save(
+        options.out,
+        {
+            "machine": machine,
+            "where": where,
+            "us": {nranks: record["us"] for nranks, record in records.items()},
+        },
+        text,
+    )
 
 
 def measure_on(nranks: int) -> dict[str, Any]:
@@ -80,9 +104,15 @@ def table(record: dict[str, Any], other: str) -> str:
         for kind in ("wall", "processor"):
             theirs, ours = times[other][kind], times[OURS][kind]
             ratio = median(a / b for a, b in zip(theirs, ours, strict=True))
-            row += [*(f"{median(figures):.1f} ({min(figures):.1f})" for figures in (theirs, ours)), f"**{ratio:.2f}**"]
+            row += [
+                *(f"{median(figures):.1f} ({min(figures):.1f})" for figures in (theirs, ours)),
+                f"**{ratio:.2f}**",
+            ]
         rows.append(row)
-    return markdown_table(["us", f"call: {NAMES[other]}", OURS, "ratio", f"processor: {NAMES[other]}", OURS, "ratio"], rows)
+    return markdown_table(
+        ["us", f"call: {NAMES[other]}", OURS, "ratio", f"processor: {NAMES[other]}", OURS, "ratio"],
+        rows,
+    )
 
 
 # ---- in a rank
@@ -101,8 +131,14 @@ def measure_here(options: argparse.Namespace) -> None:
     dist.init_process_group(other)
     groups = {other: dist.group.WORLD, OURS: dist.new_group(backend=OURS)}
     calls = {backend: subjects(group, options) for backend, group in groups.items()}
-    wanted = [name for name in calls[other] if not options.only or any(word in name for word in options.only.split(","))]
-    mine: dict[str, Any] = {name: {backend: {"wall": [], "processor": []} for backend in groups} for name in wanted}
+    wanted = [
+        name
+        for name in calls[other]
+        if not options.only or any(word in name for word in options.only.split(","))
+    ]
+    mine: dict[str, Any] = {
+        name: {backend: {"wall": [], "processor": []} for backend in groups} for name in wanted
+    }
     for name in wanted:
         for turn in range(options.rounds):
             for backend in list(groups)[:: 1 if turn % 2 else -1]:
@@ -113,7 +149,9 @@ def measure_here(options: argparse.Namespace) -> None:
     dist.all_gather_object(everyone, mine)
     if dist.get_rank() == 0:
         version = ".".join(map(str, torch.cuda.nccl.version())) if options.device == "cuda" else ""
-        where = f"{torch.cuda.get_device_name()}, NCCL {version}. " if options.device == "cuda" else ""
+        where = (
+            f"{torch.cuda.get_device_name()}, NCCL {version}. " if options.device == "cuda" else ""
+        )
         rows = {name: together([one[name] for one in everyone]) for name in wanted}
         Path(options.json).write_text(json.dumps({"where": where, "us": rows}))
     dist.destroy_process_group()
@@ -138,7 +176,10 @@ def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for backend in ranks[0]:
         walls = zip(*(rank[backend]["wall"] for rank in ranks), strict=True)
         processors = zip(*(rank[backend]["processor"] for rank in ranks), strict=True)
-        result[backend] = {"wall": [max(turn) for turn in walls], "processor": [sum(turn) / len(turn) for turn in processors]}
+        result[backend] = {
+            "wall": [max(turn) for turn in walls],
+            "processor": [sum(turn) / len(turn) for turn in processors],
+        }
     return result
 
 
@@ -149,8 +190,15 @@ def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], 
 
     elements, on_gpu = options.elements, options.device == "cuda"
     rank, nranks = dist.get_rank(group), dist.get_world_size(group)
-    zeros = functools.partial(torch.zeros, device=options.device)  # a default device would be asked in every call of PyTorch
-    block, other, whole, target = zeros(elements), zeros(elements), zeros(elements * nranks), zeros(elements * nranks)
+    zeros = functools.partial(
+        torch.zeros, device=options.device
+    )  # a default device would be asked in every call of PyTorch
+    block, other, whole, target = (
+        zeros(elements),
+        zeros(elements),
+        zeros(elements * nranks),
+        zeros(elements * nranks),
+    )
     blocks, others = ([zeros(elements) for _ in range(nranks)] for _ in range(2))
     buckets = [zeros(elements) for _ in range(SEVERAL)]
     rows = [elements] * nranks
@@ -162,7 +210,9 @@ def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], 
             work.wait()
 
     def several_futures() -> None:
-        for future in [dist.all_reduce(bucket, group=group, async_op=True).get_future() for bucket in buckets]:
+        for future in [
+            dist.all_reduce(bucket, group=group, async_op=True).get_future() for bucket in buckets
+        ]:
             future.wait()
 
     def future_and_wait() -> None:
@@ -189,7 +239,10 @@ def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], 
             work.wait()
 
     def batch() -> None:
-        pair = [dist.P2POp(dist.isend, block, right, group), dist.P2POp(dist.irecv, other, left, group)]
+        pair = [
+            dist.P2POp(dist.isend, block, right, group),
+            dist.P2POp(dist.irecv, other, left, group),
+        ]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
@@ -211,7 +264,9 @@ def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], 
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(block, whole, group=group),
         "broadcast": lambda: dist.broadcast(block, 0, group=group),
         "all_to_all_single": lambda: dist.all_to_all_single(target, whole, group=group),
-        "all_to_all_single with splits": lambda: dist.all_to_all_single(target, whole, rows, rows, group=group),
+        "all_to_all_single with splits": lambda: dist.all_to_all_single(
+            target, whole, rows, rows, group=group
+        ),
         "all_gather of a list": lambda: dist.all_gather(blocks, block, group=group),
         "reduce_scatter of a list": lambda: dist.reduce_scatter(block, blocks, group=group),
         "all_to_all of lists": lambda: dist.all_to_all(others, blocks, group=group),
@@ -222,9 +277,13 @@ def subjects(group: Any, options: argparse.Namespace) -> dict[str, Callable[[], 
         "send, recv and back": lambda: there_and_back(partner),
         "batch_isend_irecv in a ring": batch,
         "all_gather_object": objects,
-        "broadcast_object_list": lambda: dist.broadcast_object_list([{"step": 1}, "x"], 0, group=group),
+        "broadcast_object_list": lambda: dist.broadcast_object_list(
+            [{"step": 1}, "x"], 0, group=group
+        ),
         "all_reduce, async_op": lambda: dist.all_reduce(block, group=group, async_op=True).wait(),
-        "all_gather_into_tensor, async_op": lambda: dist.all_gather_into_tensor(whole, block, group=group, async_op=True).wait(),
+        "all_gather_into_tensor, async_op": lambda: dist.all_gather_into_tensor(
+            whole, block, group=group, async_op=True
+        ).wait(),
         "broadcast, async_op": lambda: dist.broadcast(block, 0, group=group, async_op=True).wait(),
         f"{SEVERAL} all_reduce, async_op, then waits": several,
         "all_reduce, async_op, future and wait": future_and_wait,

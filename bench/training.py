@@ -46,24 +46,44 @@ from gpu_ranks import need_gpus, spawn
 
 LIMIT_S = 120.0
 RANK_ORDER = ("one_shot", "two_shot", "rank_order")
-CPU_ARMS = ("gloo", "miraccl", "miraccl:two_shot", "miraccl:one_shot", "gloo:rank_order", "miraccl:down_ring", "none")
+CPU_ARMS = (
+    "gloo",
+    "miraccl",
+    "miraccl:two_shot",
+    "miraccl:one_shot",
+    "gloo:rank_order",
+    "miraccl:down_ring",
+    "none",
+)
 GPU_ARMS = ("nccl", "miraccl", "nccl:rank_order", "none")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="gpt,resnet", help="gpt, resnet or both")
     parser.add_argument("--parallel", default="ddp,fsdp2", help="ddp, fsdp2 or both")
-    parser.add_argument("--ranks", default="2", help="numbers of ranks, such as 2,4; taken from the launcher where there is one")
-    parser.add_argument("--backend", help="arms, separated by commas; the first is the one to compare with")
+    parser.add_argument(
+        "--ranks",
+        default="2",
+        help="numbers of ranks, such as 2,4; taken from the launcher where there is one",
+    )
+    parser.add_argument(
+        "--backend", help="arms, separated by commas; the first is the one to compare with"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=("small", "base", "large"), default="base")
-    parser.add_argument("--steps", type=int, default=6, help="steps in a row before the next arm has its turn")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps in a row before the next arm has its turn"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of every arm")
     parser.add_argument("--json", help="file for the raw record")
     add_output_option(parser)
     options = parser.parse_args()
-    options.arms = (options.backend or ",".join(GPU_ARMS if options.device == "cuda" else CPU_ARMS)).split(",")
+    options.arms = (
+        options.backend or ",".join(GPU_ARMS if options.device == "cuda" else CPU_ARMS)
+    ).split(",")
     if "RANK" in os.environ:
         train_here(options)
     else:
@@ -71,7 +91,15 @@ def main() -> None:
             need_gpus()
         machine = describe_machine()
         machine["versions"]["torch"] = importlib.metadata.version("torch")
-        report(options, machine, [record for nranks in options.ranks.split(",") for record in train_on(options, int(nranks))])
+        report(
+            options,
+            machine,
+            [
+                record
+                for nranks in options.ranks.split(",")
+                for record in train_on(options, int(nranks))
+            ],
+        )
 
 
 def train_on(options: argparse.Namespace, nranks: int) -> list[dict[str, Any]]:
@@ -89,7 +117,9 @@ def train_on(options: argparse.Namespace, nranks: int) -> list[dict[str, Any]]:
 
 
 def train_here(options: argparse.Namespace) -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS adds in one order only with it
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # cuBLAS adds in one order only with it
     import torch
     import torch.distributed as dist
     import training_ranks as ranks
@@ -97,7 +127,11 @@ def train_here(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT_S))
-    records = [ranks.compare(options, model, way) for model in options.model.split(",") for way in options.parallel.split(",")]
+    records = [
+        ranks.compare(options, model, way)
+        for model in options.model.split(",")
+        for way in options.parallel.split(",")
+    ]
     if dist.get_rank() == 0:
         if options.json:
             Path(options.json).write_text(json.dumps(records))
@@ -123,7 +157,11 @@ def family(arm: str, record: dict[str, Any]) -> str:
 
 def ulps(a: dict[str, Any], b: dict[str, Any]) -> int:
     """The largest difference of two losses, in units of the last place of float32; 0: equal bits."""
-    pairs = [(x, y) for xs, ys in zip(a["losses"], b["losses"], strict=True) for x, y in zip(xs, ys, strict=True)]
+    pairs = [
+        (x, y)
+        for xs, ys in zip(a["losses"], b["losses"], strict=True)
+        for x, y in zip(xs, ys, strict=True)
+    ]
     return max(abs(_ordinal(x) - _ordinal(y)) for x, y in pairs)
 
 
@@ -160,15 +198,43 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
     for record in records:
         by_arm, row = record["arms"], [title(record)]
         for arm in arms[1:]:
-            equal = next((other for other in arms if other != arm and same(by_arm[arm], by_arm[other])), "")
+            equal = next(
+                (other for other in arms if other != arm and same(by_arm[arm], by_arm[other])), ""
+            )
             distance = ulps(by_arm[arm], by_arm[peer])
-            row.append(f"= {peer}" if same(by_arm[arm], by_arm[peer]) else f"{distance} ulp" + (f", = {equal}" if equal else ""))
-        first, last = (sum(losses[i] for losses in by_arm[peer]["losses"]) / record["ranks"] for i in (0, -1))
+            row.append(
+                f"= {peer}"
+                if same(by_arm[arm], by_arm[peer])
+                else f"{distance} ulp" + (f", = {equal}" if equal else "")
+            )
+        first, last = (
+            sum(losses[i] for losses in by_arm[peer]["losses"]) / record["ranks"] for i in (0, -1)
+        )
         alike.append([*row, f"{first:.3f} to {last:.3f}"])
-        times.append([title(record), f"{record['parameters'] / 1e6:.2f} M", *_times(record, peer, "miraccl")])
-    shown = (f"## Losses and final weights beside {peer}\n\n", markdown_table(["", *arms[1:], f"mean loss ({peer})"], alike))
-    columns = ["", "parameters", peer, "miraccl", f"miraccl / {peer}", "turns", "no communication", f"processor: {peer}, miraccl, none"]
-    return "".join((*shown, "\n\n## Milliseconds per step, slowest rank, median\n\n", markdown_table(columns, times)))
+        times.append(
+            [title(record), f"{record['parameters'] / 1e6:.2f} M", *_times(record, peer, "miraccl")]
+        )
+    shown = (
+        f"## Losses and final weights beside {peer}\n\n",
+        markdown_table(["", *arms[1:], f"mean loss ({peer})"], alike),
+    )
+    columns = [
+        "",
+        "parameters",
+        peer,
+        "miraccl",
+        f"miraccl / {peer}",
+        "turns",
+        "no communication",
+        f"processor: {peer}, miraccl, none",
+    ]
+    return "".join(
+        (
+            *shown,
+            "\n\n## Milliseconds per step, slowest rank, median\n\n",
+            markdown_table(columns, times),
+        )
+    )
 
 
 def _times(record: dict[str, Any], peer: str, ours: str) -> list[str]:
@@ -178,8 +244,17 @@ def _times(record: dict[str, Any], peer: str, ours: str) -> list[str]:
     ratios = [b / a for a, b in zip(arms[peer]["turns_ms"], arms[ours]["turns_ms"], strict=True)]
     alone = f"{arms['none']['step_ms']:.2f}" if "none" in arms else ""
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    busy = ", ".join(f"{arms[arm]['processor_ms']:.1f}" for arm in (peer, ours, "none") if arm in arms)
-    return [f"{arms[peer]['step_ms']:.2f}", f"{arms[ours]['step_ms']:.2f}", f"**{statistics.median(ratios):.2f}**", spread, alone, busy]
+    busy = ", ".join(
+        f"{arms[arm]['processor_ms']:.1f}" for arm in (peer, ours, "none") if arm in arms
+    )
+    return [
+        f"{arms[peer]['step_ms']:.2f}",
+        f"{arms[ours]['step_ms']:.2f}",
+        f"**{statistics.median(ratios):.2f}**",
+        spread,
+        alone,
+        busy,
+    ]
 
 
 def shortened(record: dict[str, Any]) -> dict[str, Any]:
@@ -187,11 +262,17 @@ def shortened(record: dict[str, Any]) -> dict[str, Any]:
     arms = {}
     for name, arm in record["arms"].items():
         digest = hashlib.sha256(json.dumps(arm["losses"]).encode()).hexdigest()[:16]
-        arms[name] = {**arm, "losses": digest, "last_losses": [losses[-1] for losses in arm["losses"]]}
+        arms[name] = {
+            **arm,
+            "losses": digest,
+            "last_losses": [losses[-1] for losses in arm["losses"]],
+        }
     return {**record, "arms": arms}
 
 
-def report(options: argparse.Namespace, machine: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+def report(
+    options: argparse.Namespace, machine: dict[str, Any], records: Sequence[dict[str, Any]]
+) -> None:
     """Print and keep what was found; end with status 1 where equal things are not."""
     wrong = broken(records)
     words = f"Size {options.size} on {records[0]['device']}, {options.rounds} turns of {options.steps} steps."

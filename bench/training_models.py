@@ -30,9 +30,21 @@ class Size:
 
 
 SIZES = {
-    "small": Size(gpt_layers=1, gpt_width=128, context=32, resnet_blocks=1, resnet_width=128, image=8, batch=2),
-    "base": Size(gpt_layers=2, gpt_width=256, context=64, resnet_blocks=4, resnet_width=128, image=8, batch=4),
-    "large": Size(gpt_layers=12, gpt_width=1024, context=512, resnet_blocks=16, resnet_width=512, image=28, batch=16),
+    "small": Size(
+        gpt_layers=1, gpt_width=128, context=32, resnet_blocks=1, resnet_width=128, image=8, batch=2
+    ),
+    "base": Size(
+        gpt_layers=2, gpt_width=256, context=64, resnet_blocks=4, resnet_width=128, image=8, batch=4
+    ),
+    "large": Size(
+        gpt_layers=12,
+        gpt_width=1024,
+        context=512,
+        resnet_blocks=16,
+        resnet_width=512,
+        image=28,
+        batch=16,
+    ),
 }
 
 
@@ -47,14 +59,22 @@ class Block(nn.Module):
         self.heads = width // 64
         self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.register_buffer("future", torch.ones(context, context, dtype=torch.bool).triu(1), persistent=False)
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.register_buffer(
+            "future", torch.ones(context, context, dtype=torch.bool).triu(1), persistent=False
+        )
 
     def forward(self, x: Any) -> Any:
         batch, length, width = x.shape
         shape = (batch, length, 3, self.heads, width // self.heads)
         query, key, value = self.attend(self.before_attention(x)).view(shape).permute(2, 0, 3, 1, 4)
-        weights = (query @ key.transpose(-1, -2) / (width // self.heads) ** 0.5).masked_fill(self.future, float("-inf")).softmax(-1)
+        weights = (
+            (query @ key.transpose(-1, -2) / (width // self.heads) ** 0.5)
+            .masked_fill(self.future, float("-inf"))
+            .softmax(-1)
+        )
         x = x + self.project((weights @ value).transpose(1, 2).reshape(batch, length, width))
         return x + self.feed(self.before_feed(x))
 
@@ -64,9 +84,17 @@ class Gpt(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, size.gpt_width), nn.Embedding(size.context, size.gpt_width)
-        self.blocks = nn.ModuleList(Block(size.gpt_width, size.context) for _ in range(size.gpt_layers))
-        self.last, self.logits = nn.LayerNorm(size.gpt_width), nn.Linear(size.gpt_width, VOCABULARY, bias=False)
+        self.token, self.position = (
+            nn.Embedding(VOCABULARY, size.gpt_width),
+            nn.Embedding(size.context, size.gpt_width),
+        )
+        self.blocks = nn.ModuleList(
+            Block(size.gpt_width, size.context) for _ in range(size.gpt_layers)
+        )
+        self.last, self.logits = (
+            nn.LayerNorm(size.gpt_width),
+            nn.Linear(size.gpt_width, VOCABULARY, bias=False),
+        )
 
     def forward(self, tokens: Any) -> Any:
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -95,7 +123,9 @@ class ResNet(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         width = size.resnet_width
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
         self.blocks = nn.ModuleList(Residual(width) for _ in range(size.resnet_blocks))
         self.logits = nn.Linear(width, CLASSES, bias=False)
 
@@ -119,12 +149,17 @@ def make_batch(name: str, size: Size, rank: int, step: int) -> tuple[Any, Any]:
     """Inputs and targets of a rank's step: counting modulo VOCABULARY for the GPT, tinted noise for the ResNet."""
     source = torch.Generator().manual_seed(1_000_003 * (rank + 1) + step)
     if name == "gpt":
-        start, stride = torch.randint(VOCABULARY, (size.batch, 1), generator=source), torch.randint(1, 4, (size.batch, 1), generator=source)
+        start, stride = (
+            torch.randint(VOCABULARY, (size.batch, 1), generator=source),
+            torch.randint(1, 4, (size.batch, 1), generator=source),
+        )
         tokens = (start + stride * torch.arange(size.context + 1)) % VOCABULARY
         return tokens[:, :-1], tokens[:, 1:].contiguous()
     labels = torch.randint(CLASSES, (size.batch,), generator=source)
     tints = torch.randn(CLASSES, 3, 1, 1, generator=torch.Generator().manual_seed(1))
-    return tints[labels] + torch.randn(size.batch, 3, size.image, size.image, generator=source), labels
+    return tints[labels] + torch.randn(
+        size.batch, 3, size.image, size.image, generator=source
+    ), labels
 
 
 def loss_of(logits: Any, targets: Any) -> Any:

@@ -35,7 +35,9 @@ from miraccl.schedule.steps import (
 )
 from miraccl.types import Collective
 
-BUCKET_MB = 4  # DDP's buckets: several per model, so that communication and the backward pass overlap
+BUCKET_MB = (
+    4  # DDP's buckets: several per model, so that communication and the backward pass overlap
+)
 
 # ---- orders of additions
 
@@ -93,7 +95,9 @@ class RankOrderedReduceScatter:
     def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
         nranks, rank = dist.get_world_size(group), dist.get_rank(group)
         total = add_in_rank_order(input_tensor, group)
         output_tensor.copy_(total.view(nranks, -1)[rank].view_as(output_tensor))
@@ -170,7 +174,10 @@ class Training:
 
     def step(self) -> float:
         """Milliseconds of one step."""
-        inputs, targets = (x.to(self.device) for x in make_batch(self.name, self.size, dist.get_rank(), len(self.losses)))
+        inputs, targets = (
+            x.to(self.device)
+            for x in make_batch(self.name, self.size, dist.get_rank(), len(self.losses))
+        )
         begin = time.perf_counter()
         loss = loss_of(self.model(inputs), targets)
         self.optimizer.zero_grad()
@@ -202,7 +209,12 @@ def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, 
             dist.barrier()  # of the default group: nobody is behind in another arm
             training.turn(options.steps)
     mine = {
-        t.arm: {"losses": t.losses, "digest": t.digest(), "blocks": t.blocks, "processor_ms": t.processor_s * 1e3 / len(t.losses)}
+        t.arm: {
+            "losses": t.losses,
+            "digest": t.digest(),
+            "blocks": t.blocks,
+            "processor_ms": t.processor_s * 1e3 / len(t.losses),
+        }
         for t in trainings
     }
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -210,7 +222,9 @@ def compare(options: argparse.Namespace, name: str, parallel: str) -> dict[str, 
     arms = {}
     for arm in options.arms:
         seen = [of_rank[arm] for of_rank in everyone]
-        blocks = [[max(step) for step in zip(*turns)] for turns in zip(*(s["blocks"] for s in seen))]
+        blocks = [
+            [max(step) for step in zip(*turns)] for turns in zip(*(s["blocks"] for s in seen))
+        ]
         arms[arm] = {
             "losses": [s["losses"] for s in seen],
             "digests": [s["digest"] for s in seen],

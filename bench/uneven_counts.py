@@ -54,10 +54,22 @@ def own_subjects(comm: Any, counts: Counts) -> dict[str, Subject]:
     totals = [sum(c) for c in lists]
     return {
         "all_to_all_v": (comm.all_to_all_v, [(x[: sum(s)], s, r, y[: sum(r)]) for s, r in pairs]),
-        "all_gather_v": (comm.all_gather_v, [(x[: c[rank]], c, y[:t]) for c, t in zip(lists, totals, strict=True)]),
-        "reduce_scatter_v": (comm.reduce_scatter_v, [(x[:t], c, y[: c[rank]]) for c, t in zip(lists, totals, strict=True)]),
-        "gather_v": (comm.gather_v, [(x[: c[rank]], c, 0, y[:t]) for c, t in zip(lists, totals, strict=True)]),
-        "scatter_v": (comm.scatter_v, [(x[:t], c, 0, y[: c[rank]]) for c, t in zip(lists, totals, strict=True)]),
+        "all_gather_v": (
+            comm.all_gather_v,
+            [(x[: c[rank]], c, y[:t]) for c, t in zip(lists, totals, strict=True)],
+        ),
+        "reduce_scatter_v": (
+            comm.reduce_scatter_v,
+            [(x[:t], c, y[: c[rank]]) for c, t in zip(lists, totals, strict=True)],
+        ),
+        "gather_v": (
+            comm.gather_v,
+            [(x[: c[rank]], c, 0, y[:t]) for c, t in zip(lists, totals, strict=True)],
+        ),
+        "scatter_v": (
+            comm.scatter_v,
+            [(x[:t], c, 0, y[: c[rank]]) for c, t in zip(lists, totals, strict=True)],
+        ),
     }
 
 
@@ -69,12 +81,17 @@ def torch_subjects(counts: Counts, rank: int, nranks: int, port: int) -> dict[st
     import miraccl.torch  # noqa: F401  (registers the backend)
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=nranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=nranks
+    )
     groups = {"Gloo": dist.group.WORLD, "miraccl": dist.new_group(backend="miraccl")}
     x, y = torch.ones(counts.most), torch.empty(counts.most)
     pairs = [counts.all_to_all(rank, i) for i in range(len(counts.tables))]
     return {
-        f"PyTorch, {name}: all_to_all_single": (dist.all_to_all_single, [(y[: sum(r)], x[: sum(s)], r, s, group) for s, r in pairs])
+        f"PyTorch, {name}: all_to_all_single": (
+            dist.all_to_all_single,
+            [(y[: sum(r)], x[: sum(s)], r, s, group) for s, r in pairs],
+        )
         for name, group in groups.items()
     }
 
@@ -84,15 +101,21 @@ def time_calls(call: Callable[..., Any], calls: Calls) -> tuple[float, float]:
     start, used = time.perf_counter(), time.process_time()
     for arguments in calls:
         call(*arguments)
-    return (time.perf_counter() - start) / len(calls) * 1e6, (time.process_time() - used) / len(calls) * 1e6
+    return (time.perf_counter() - start) / len(calls) * 1e6, (time.process_time() - used) / len(
+        calls
+    ) * 1e6
 
 
-def rank_main(context: Context, mean: int, rounds: int, calls: int, port: int) -> dict[str, list[tuple[float, float]]]:
+def rank_main(
+    context: Context, mean: int, rounds: int, calls: int, port: int
+) -> dict[str, list[tuple[float, float]]]:
     """By subject, what each round found."""
     found: dict[str, list[tuple[float, float]]] = {}
     with miraccl.init() as comm:
         counts = Counts(comm.nranks, mean, (rounds + 1) * calls)
-        subjects = own_subjects(comm, counts) | (torch_subjects(counts, comm.rank, comm.nranks, port) if port else {})
+        subjects = own_subjects(comm, counts) | (
+            torch_subjects(counts, comm.rank, comm.nranks, port) if port else {}
+        )
         for number in range(rounds + 1):
             for name, (call, arguments) in subjects.items():
                 fresh = arguments[number * calls : (number + 1) * calls]
@@ -105,18 +128,28 @@ def rank_main(context: Context, mean: int, rounds: int, calls: int, port: int) -
     return found
 
 
-def measure(nranks: int, mean: int, rounds: int, calls: int, with_torch: bool) -> dict[str, tuple[float, float]]:
+def measure(
+    nranks: int, mean: int, rounds: int, calls: int, with_torch: bool
+) -> dict[str, tuple[float, float]]:
     """By subject: (time, processor time) of a call on the slowest rank, medians over rounds."""
     port = free_port() if with_torch else 0
-    with launch.local_job(nranks) as environ, Ranks(rank_main, nranks, (mean, rounds, calls, port), environ=environ) as ranks:
+    with (
+        launch.local_job(nranks) as environ,
+        Ranks(rank_main, nranks, (mean, rounds, calls, port), environ=environ) as ranks,
+    ):
         ranks.wait(time.monotonic() + 900)
         failure = ranks.first_failure()
         if failure:
             raise SystemExit(f"{failure.describe()}\n{failure.error}")
-        of_ranks: list[dict[str, list[tuple[float, float]]]] = [outcome.value for outcome in ranks.outcomes]
+        of_ranks: list[dict[str, list[tuple[float, float]]]] = [
+            outcome.value for outcome in ranks.outcomes
+        ]
     names = of_ranks[0]
     return {
-        name: tuple(max(common.median(figures[which] for figures in found[name]) for found in of_ranks) for which in (0, 1))  # type: ignore[misc]
+        name: tuple(
+            max(common.median(figures[which] for figures in found[name]) for found in of_ranks)
+            for which in (0, 1)
+        )  # type: ignore[misc]
         for name in names
     }
 
@@ -136,7 +169,9 @@ def has_torch() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
     parser.add_argument("--mean", type=int, default=64, help="elements of a block on average")
     parser.add_argument("--rounds", type=int, default=7)
@@ -149,7 +184,10 @@ def main() -> None:
     counts = [int(n) for n in args.ranks.split(",")]
     results = {n: measure(n, args.mean, args.rounds, args.calls, has_torch()) for n in counts}
     columns = ["call", *(f"{n} ranks: us (processor)" for n in counts)]
-    rows = [[name, *("{:.1f} ({:.1f})".format(*results[n][name]) for n in counts)] for name in results[counts[0]]]
+    rows = [
+        [name, *("{:.1f} ({:.1f})".format(*results[n][name]) for n in counts)]
+        for name in results[counts[0]]
+    ]
     title = f"Uneven collectives with counts that are new, blocks of {args.mean} float32 on average"
     text = common.heading(title, machine) + "\n" + common.markdown_table(columns, rows)
     common.save(args.out, {"machine": machine, "us": {str(n): r for n, r in results.items()}}, text)

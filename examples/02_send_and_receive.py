@@ -30,4 +30,6 @@ with miraccl.init() as comm:
         comm.recv(right, src=following)
     assert (left[0], right[0]) == (previous, following)
     if comm.rank == 0:
-        print(f"the token came back as {token[0]}, the sum of all other ranks; neighbours are {left[0]:g} and {right[0]:g}")
+        print(
+            f"the token came back as {token[0]}, the sum of all other ranks; neighbours are {left[0]:g} and {right[0]:g}"
+        )

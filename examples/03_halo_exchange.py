@@ -50,4 +50,6 @@ with miraccl.init() as comm:
         for _ in range(STEPS):
             alone[1:-1] = warm(alone)
         assert (plate.reshape(ROWS, COLUMNS) == alone[1:-1]).all()
-        print(f"{comm.nranks} strips give the plate that one rank computes; its mean is {plate.mean():.4f} degrees")
+        print(
+            f"{comm.nranks} strips give the plate that one rank computes; its mean is {plate.mean():.4f} degrees"
+        )

@@ -14,7 +14,9 @@ SAMPLES = 64
 
 with miraccl.init() as comm:
     rng = np.random.default_rng(comm.rank)
-    numbers = np.sort(rng.lognormal(0, 2, 20_000 + 5_000 * comm.rank))  # not the same number everywhere, nor evenly spread
+    numbers = np.sort(
+        rng.lognormal(0, 2, 20_000 + 5_000 * comm.rank)
+    )  # not the same number everywhere, nor evenly spread
 
     sample = comm.all_gather(rng.choice(numbers, SAMPLES))
     borders = np.quantile(sample, np.arange(1, comm.nranks) / comm.nranks)
@@ -25,7 +27,9 @@ with miraccl.init() as comm:
     mine = np.sort(comm.all_to_all_v(numbers, sends.tolist(), receives.tolist()))
 
     edges = comm.all_gather(np.array([mine[0], mine[-1]])).reshape(comm.nranks, 2)
-    assert (edges[1:, 0] >= edges[:-1, 1]).all(), "a rank's smallest is not below the largest of the rank before"
+    assert (edges[1:, 0] >= edges[:-1, 1]).all(), (
+        "a rank's smallest is not below the largest of the rank before"
+    )
     totals = comm.all_reduce(np.array([numbers.sum(), mine.sum()]))
     assert np.isclose(totals[0], totals[1])
     counts = comm.all_gather(np.array([mine.size]))

@@ -11,7 +11,9 @@ import numpy as np
 import miraccl
 
 with miraccl.init() as comm:
-    height = max(d for d in range(1, comm.nranks + 1) if comm.nranks % d == 0 and d * d <= comm.nranks)
+    height = max(
+        d for d in range(1, comm.nranks + 1) if comm.nranks % d == 0 and d * d <= comm.nranks
+    )
     width = comm.nranks // height
     i, j = divmod(comm.rank, width)
     row = comm.split(color=i, key=j)

@@ -18,7 +18,12 @@ from miraccl.types import Collective
 HERE, RESULT = Ref(Buffer.INPUT, 0), Ref(Buffer.OUTPUT, 0)
 
 
-@register("star", collectives=[Collective.ALL_REDUCE], sentence="Everything through rank 0.", rank_ordered=True)
+@register(
+    "star",
+    collectives=[Collective.ALL_REDUCE],
+    sentence="Everything through rank 0.",
+    rank_ordered=True,
+)
 def build_star(collective: Collective, nranks: int, root: int) -> Schedule:
     others = range(1, nranks)
     center = [Step(op=Op.RECV_REDUCE_ALL, src=HERE, dst=RESULT, peers=tuple(range(nranks)))]
@@ -38,4 +43,6 @@ if __name__ == "__main__":
             assert comm.last_plan is not None
             print(f"right, with {comm.last_plan.algo}")
             for candidate in comm.explain("all_reduce", 4 << 20):
-                print(f"  {candidate.algo:28} {candidate.predicted_us:10.1f} us predicted for 4 MiB: {candidate.reason}")
+                print(
+                    f"  {candidate.algo:28} {candidate.predicted_us:10.1f} us predicted for 4 MiB: {candidate.reason}"
+                )

@@ -15,7 +15,9 @@ with miraccl.init() as comm:
             print(f"{collective} over {comm.nranks} ranks:")
             for nbytes in (8, 4 << 10, 256 << 10, 16 << 20):
                 chosen = comm.explain(collective, nbytes)[0]
-                print(f"  {nbytes:9} bytes: {chosen.algo:27} {chosen.proto:7} {chosen.predicted_us:10.1f} us predicted")
+                print(
+                    f"  {nbytes:9} bytes: {chosen.algo:27} {chosen.proto:7} {chosen.predicted_us:10.1f} us predicted"
+                )
         print("all candidates for an all_reduce of 256 KiB:")
         for candidate in comm.explain("all_reduce", 256 << 10):
             print(f"  {candidate.algo:27} {candidate.predicted_us:10.1f} us  {candidate.reason}")

@@ -12,7 +12,10 @@ import miraccl
 
 with miraccl.init(deterministic=True) as comm:
     for count in (1, 1000, 100_000, 1_000_000):
-        numbers = [np.random.default_rng([count, rank]).normal(size=count).astype(np.float32) for rank in range(comm.nranks)]
+        numbers = [
+            np.random.default_rng([count, rank]).normal(size=count).astype(np.float32)
+            for rank in range(comm.nranks)
+        ]
         x = comm.all_reduce(numbers[comm.rank].copy())
 
         in_order = numbers[0].copy()
@@ -27,4 +30,6 @@ with miraccl.init(deterministic=True) as comm:
         if comm.rank == 0:
             name = plan.algo if plan is not None else "nothing to do"
             differ = np.mean(backwards != in_order)
-            print(f"{count:8} numbers ({name}): the bits of rank order; added backwards {differ:.0%} of the sums would differ")
+            print(
+                f"{count:8} numbers ({name}): the bits of rank order; added backwards {differ:.0%} of the sums would differ"
+            )

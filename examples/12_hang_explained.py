@@ -44,7 +44,9 @@ with miraccl.init(timeout=2.0) as comm:
     last = comm.nranks - 1
     if comm.rank == last:
         load_next_batch(seconds=4.0)
-    error = error_of(comm.all_reduce, np.ones(4))  # the last rank comes too late: the communicator is broken
+    error = error_of(
+        comm.all_reduce, np.ones(4)
+    )  # the last rank comes too late: the communicator is broken
     assert isinstance(error, miraccl.CollectiveTimeout) or comm.rank == last
     if comm.rank == 0:
         print(f"2. {error}")

@@ -28,7 +28,9 @@ with miraccl.init(timeout=30) as world:
         except miraccl.PeerDied as error:
             comm = comm.shrink()
             steps = comm.all_gather(np.array([step]))
-            if step > steps.min():  # by one: nobody begins an operation before all have come to the one before
+            if (
+                step > steps.min()
+            ):  # by one: nobody begins an operation before all have come to the one before
                 step, state = step - 1, before
             together = step
             if comm.rank == 0:
@@ -36,4 +38,6 @@ with miraccl.init(timeout=30) as world:
     expected = together * world.nranks + (STEPS - together) * comm.nranks
     assert (state == expected).all()
     if comm.rank == 0:
-        print(f"finished with {state[0]:g} = {together} x {world.nranks} + {STEPS - together} x {comm.nranks}")
+        print(
+            f"finished with {state[0]:g} = {together} x {world.nranks} + {STEPS - together} x {comm.nranks}"
+        )

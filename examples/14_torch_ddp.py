@@ -38,5 +38,7 @@ theirs = train(dist.new_group(backend="gloo"))
 assert ours[-1] < ours[0] / 2
 assert dist.get_world_size() > 2 or ours == theirs
 if dist.get_rank() == 0:
-    print(f"loss {ours[0]:.4f} to {ours[-1]:.4f}; over Gloo {'the same bits' if ours == theirs else f'{theirs[-1]:.4f}'}")
+    print(
+        f"loss {ours[0]:.4f} to {ours[-1]:.4f}; over Gloo {'the same bits' if ours == theirs else f'{theirs[-1]:.4f}'}"
+    )
 dist.destroy_process_group()

@@ -19,7 +19,11 @@ STEPS, WIDTH = 30, 64
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            torch.nn.LayerNorm(WIDTH),
+            torch.nn.Linear(WIDTH, 4 * WIDTH),
+            torch.nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))

@@ -32,4 +32,6 @@ with miraccl.init() as comm:
     pieces = comm.all_gather(torch.tensor([float(comm.rank)], device="cuda"))
     assert pieces.tolist() == list(range(comm.nranks))
     if comm.rank == 0:
-        print(f"{comm.nranks} ranks on {torch.cuda.get_device_name()}: the graph gave {y[0].item():g} at its last replay")
+        print(
+            f"{comm.nranks} ranks on {torch.cuda.get_device_name()}: the graph gave {y[0].item():g} at its last replay"
+        )

@@ -27,7 +27,14 @@ class Trainer:
         return self.weights.tolist()
 
 
-ray.init("local", num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+ray.init(
+    "local",
+    num_cpus=1,
+    object_store_memory=80 << 20,
+    include_dashboard=False,
+    log_to_driver=False,
+    logging_level="ERROR",
+)
 trainers = [Trainer.remote(seed) for seed in range(3)]
 truth = np.array([1.0, -2.0, 3.0])
 

@@ -29,15 +29,23 @@ def loss(weights, x, y):
 
 
 with miraccl.init() as comm:
-    mine = np.random.default_rng(comm.rank).uniform(-2, 2, (SAMPLES // comm.nranks, 2)).astype(np.float32)
+    mine = (
+        np.random.default_rng(comm.rank)
+        .uniform(-2, 2, (SAMPLES // comm.nranks, 2))
+        .astype(np.float32)
+    )
     x, y = jnp.asarray(mine), jnp.asarray(np.sin(mine.sum(axis=1, keepdims=True)))
-    first = np.random.default_rng(0).normal(0, 1, (2, 32)).astype(np.float32)  # the same on all ranks
+    first = (
+        np.random.default_rng(0).normal(0, 1, (2, 32)).astype(np.float32)
+    )  # the same on all ranks
     weights = {"in": jnp.asarray(first), "out": jnp.zeros((32, 1))}
 
     gradient = jax.jit(jax.grad(loss))
     before = average(comm, loss(weights, x, y))
     for _ in range(STEPS):
-        weights = jax.tree.map(lambda w, g: w - RATE * g, weights, average(comm, gradient(weights, x, y)))
+        weights = jax.tree.map(
+            lambda w, g: w - RATE * g, weights, average(comm, gradient(weights, x, y))
+        )
     after = average(comm, loss(weights, x, y))
     assert after < before / 2
 
@@ -48,4 +56,6 @@ with miraccl.init() as comm:
         comm.all_reduce(x)
     except miraccl.InvalidUsage as error:
         if comm.rank == 0:
-            print(f"{comm.nranks} ranks: error {before:.3f} before, {after:.3f} after {STEPS} steps; in place: {error.message}")
+            print(
+                f"{comm.nranks} ranks: error {before:.3f} before, {after:.3f} after {STEPS} steps; in place: {error.message}"
+            )

@@ -36,4 +36,6 @@ with miraccl.init() as comm:
     # every rank has this value as its own: the derivative of their sum is nranks times that of one
     assert np.allclose(slope, comm.nranks * part / length)
     if comm.rank == 0:
-        print(f"{comm.nranks} ranks: length {length:.4f}, slope {[round(float(s), 4) for s in slope]}")
+        print(
+            f"{comm.nranks} ranks: length {length:.4f}, slope {[round(float(s), 4) for s in slope]}"
+        )

@@ -14,7 +14,9 @@ _OURS = ("MIRACCL_", "NCCL_", "OMPI_", "PMI_", "SLURM_")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shared machine")
 
 

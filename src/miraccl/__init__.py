@@ -1,9 +1,9 @@
 """miraccl: collective communication between processes, hosts and GPUs that explains every decision it makes.
 
-    import numpy as np, miraccl
-    with miraccl.init() as comm:
-        x = np.full(1 << 20, comm.rank, np.float32)
-        comm.all_reduce(x)
+import numpy as np, miraccl
+with miraccl.init() as comm:
+    x = np.full(1 << 20, comm.rank, np.float32)
+    comm.all_reduce(x)
 """
 
 from __future__ import annotations

@@ -23,7 +23,13 @@ class MiracclError(Exception):
     fault: Fault = "internal"
 
     def __init__(
-        self, message: str, *, rank: int | None = None, peer: int | None = None, op: str | None = None, hint: str | None = None
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        op: str | None = None,
+        hint: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -157,4 +163,6 @@ def as_system_failure(text: str, **where: Any) -> Iterator[None]:
     except RuntimeError as error:
         if "new thread" not in str(error):
             raise
-        raise SystemFailure(f"{text}: {error}", hint="is there a limit on processes?", **where) from error
+        raise SystemFailure(
+            f"{text}: {error}", hint="is there a limit on processes?", **where
+        ) from error

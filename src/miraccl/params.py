@@ -56,12 +56,27 @@ PARAMS: dict[str, Param[Any]] = {}
 
 
 def declare(
-    name: str, default: T, parse: Callable[[str], T], help: str, *, kind: str = "", unit: str = "", nccl: str | None = None
+    name: str,
+    default: T,
+    parse: Callable[[str], T],
+    help: str,
+    *,
+    kind: str = "",
+    unit: str = "",
+    nccl: str | None = None,
 ) -> Param[T]:
     """Declare a parameter; ``nccl`` names the variable of NCCL with the same meaning, without ``NCCL_``."""
     if name in PARAMS:
         raise ValueError(f"parameter {name} is declared twice")
-    param = Param(name=name, default=default, parse=parse, kind=kind or parse.__name__, unit=unit, help=help, nccl=nccl)
+    param = Param(
+        name=name,
+        default=default,
+        parse=parse,
+        kind=kind or parse.__name__,
+        unit=unit,
+        help=help,
+        nccl=nccl,
+    )
     PARAMS[name] = param
     return param
 
@@ -134,7 +149,9 @@ def _parse_debug(text: str) -> str:
 def _parse_multiprocessors(text: str) -> int:
     value = parse_integer(text)
     if value < -1:
-        raise ValueError("allowed are a number of multiprocessors, 0 (copy engines) and -1 (as many as fit)")
+        raise ValueError(
+            "allowed are a number of multiprocessors, 0 (copy engines) and -1 (as many as fit)"
+        )
     return value
 
 
@@ -161,9 +178,16 @@ def _parse_cta_policy(text: str) -> str:
     return name
 
 
-TIMEOUT = declare("TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.", kind="time", unit="s")
+TIMEOUT = declare(
+    "TIMEOUT", 300.0, parse_seconds, "Deadline of every operation.", kind="time", unit="s"
+)
 BOOTSTRAP_TIMEOUT = declare(
-    "BOOTSTRAP_TIMEOUT", 60.0, parse_seconds, "Deadline for all ranks to meet and to connect.", kind="time", unit="s"
+    "BOOTSTRAP_TIMEOUT",
+    60.0,
+    parse_seconds,
+    "Deadline for all ranks to meet and to connect.",
+    kind="time",
+    unit="s",
 )
 SECRET = declare(
     "SECRET",
@@ -172,7 +196,14 @@ SECRET = declare(
     "Shared secret of the job; without it miraccl run makes one, and ranks that meet at a port derive one from port, user and job number.",
     kind="text",
 )
-HOSTID = declare("HOSTID", "", str, "Name of this host; ranks with different names never share memory.", kind="text", nccl="HOSTID")
+HOSTID = declare(
+    "HOSTID",
+    "",
+    str,
+    "Name of this host; ranks with different names never share memory.",
+    kind="text",
+    nccl="HOSTID",
+)
 SOCKET_IFNAME = declare(
     "SOCKET_IFNAME",
     "",
@@ -198,7 +229,12 @@ NSOCKS_PERTHREAD = declare(
     nccl="NSOCKS_PERTHREAD",
 )
 SOCKET_BUFFER = declare(
-    "SOCKET_BUFFER", 1 << 22, parse_size, "Kernel buffers of each TCP stream, each way; 0 leaves it to the kernel.", kind="size", unit="B"
+    "SOCKET_BUFFER",
+    1 << 22,
+    parse_size,
+    "Kernel buffers of each TCP stream, each way; 0 leaves it to the kernel.",
+    kind="size",
+    unit="B",
 )
 ALGO = declare(
     "ALGO",
@@ -247,8 +283,16 @@ SMS = declare(
     "Multiprocessors that kernels of miraccl may occupy; -1: as many as fit, 0: copy engines only, where possible.",
     kind="count",
 )
-SHM_DISABLE = declare("SHM_DISABLE", False, parse_bool, "Do not use shared memory.", kind="flag", nccl="SHM_DISABLE")
-CMA_DISABLE = declare("CMA_DISABLE", False, parse_bool, "Do not read a peer's private memory (process_vm_readv).", kind="flag")
+SHM_DISABLE = declare(
+    "SHM_DISABLE", False, parse_bool, "Do not use shared memory.", kind="flag", nccl="SHM_DISABLE"
+)
+CMA_DISABLE = declare(
+    "CMA_DISABLE",
+    False,
+    parse_bool,
+    "Do not read a peer's private memory (process_vm_readv).",
+    kind="flag",
+)
 SINGLE_COPY = declare(
     "SINGLE_COPY",
     "",
@@ -280,7 +324,14 @@ CACHE_DIR = declare(
     "Folder of compiled code, measured constants and plans; empty: miraccl below XDG_CACHE_HOME or ~/.cache.",
     kind="path",
 )
-DEBUG = declare("DEBUG", "warn", _parse_debug, "What to log: none, warn, info or trace.", kind="text", nccl="DEBUG")
+DEBUG = declare(
+    "DEBUG",
+    "warn",
+    _parse_debug,
+    "What to log: none, warn, info or trace.",
+    kind="text",
+    nccl="DEBUG",
+)
 DEBUG_SUBSYS = declare(
     "DEBUG_SUBSYS",
     "",
@@ -291,17 +342,64 @@ DEBUG_SUBSYS = declare(
 )
 
 # What the planner does with the channels it found, and how it models their speed (NCCL's variables of the same names).
-MIN_NCHANNELS = declare("MIN_NCHANNELS", 0, parse_integer, "Least number of collective channels.", kind="count", nccl="MIN_NCHANNELS")
-MAX_NCHANNELS = declare("MAX_NCHANNELS", 64, parse_integer, "Most collective channels.", kind="count", nccl="MAX_NCHANNELS")
-MIN_NRINGS = declare("MIN_NRINGS", 0, parse_integer, "Older name of MIN_NCHANNELS, which wins.", kind="count", nccl="MIN_NRINGS")
-MAX_NRINGS = declare("MAX_NRINGS", 64, parse_integer, "Older name of MAX_NCHANNELS, which wins.", kind="count", nccl="MAX_NRINGS")
-MIN_CTAS = declare("MIN_CTAS", 1, parse_integer, "Least number of channels of a communicator.", kind="count", nccl="MIN_CTAS")
-MAX_CTAS = declare("MAX_CTAS", 64, parse_integer, "Most channels of a communicator.", kind="count", nccl="MAX_CTAS")
+MIN_NCHANNELS = declare(
+    "MIN_NCHANNELS",
+    0,
+    parse_integer,
+    "Least number of collective channels.",
+    kind="count",
+    nccl="MIN_NCHANNELS",
+)
+MAX_NCHANNELS = declare(
+    "MAX_NCHANNELS",
+    64,
+    parse_integer,
+    "Most collective channels.",
+    kind="count",
+    nccl="MAX_NCHANNELS",
+)
+MIN_NRINGS = declare(
+    "MIN_NRINGS",
+    0,
+    parse_integer,
+    "Older name of MIN_NCHANNELS, which wins.",
+    kind="count",
+    nccl="MIN_NRINGS",
+)
+MAX_NRINGS = declare(
+    "MAX_NRINGS",
+    64,
+    parse_integer,
+    "Older name of MAX_NCHANNELS, which wins.",
+    kind="count",
+    nccl="MAX_NRINGS",
+)
+MIN_CTAS = declare(
+    "MIN_CTAS",
+    1,
+    parse_integer,
+    "Least number of channels of a communicator.",
+    kind="count",
+    nccl="MIN_CTAS",
+)
+MAX_CTAS = declare(
+    "MAX_CTAS", 64, parse_integer, "Most channels of a communicator.", kind="count", nccl="MAX_CTAS"
+)
 MIN_P2P_NCHANNELS = declare(
-    "MIN_P2P_NCHANNELS", 1, parse_integer, "Least number of channels for send and receive.", kind="count", nccl="MIN_P2P_NCHANNELS"
+    "MIN_P2P_NCHANNELS",
+    1,
+    parse_integer,
+    "Least number of channels for send and receive.",
+    kind="count",
+    nccl="MIN_P2P_NCHANNELS",
 )
 MAX_P2P_NCHANNELS = declare(
-    "MAX_P2P_NCHANNELS", 64, parse_integer, "Most channels for send and receive.", kind="count", nccl="MAX_P2P_NCHANNELS"
+    "MAX_P2P_NCHANNELS",
+    64,
+    parse_integer,
+    "Most channels for send and receive.",
+    kind="count",
+    nccl="MAX_P2P_NCHANNELS",
 )
 NCHANNELS_PER_NET_PEER = declare(
     "NCHANNELS_PER_NET_PEER",
@@ -312,9 +410,21 @@ NCHANNELS_PER_NET_PEER = declare(
     nccl="NCHANNELS_PER_NET_PEER",
 )
 NVLS_ENABLE = declare(
-    "NVLS_ENABLE", 2, parse_integer, "NVLink SHARP: 0 off, 1 on, 2 where the GPUs have it.", kind="choice", nccl="NVLS_ENABLE"
+    "NVLS_ENABLE",
+    2,
+    parse_integer,
+    "NVLink SHARP: 0 off, 1 on, 2 where the GPUs have it.",
+    kind="choice",
+    nccl="NVLS_ENABLE",
 )
-NVLS_NCHANNELS = declare("NVLS_NCHANNELS", 0, parse_integer, "Channels for NVLS; 0 chooses.", kind="count", nccl="NVLS_NCHANNELS")
+NVLS_NCHANNELS = declare(
+    "NVLS_NCHANNELS",
+    0,
+    parse_integer,
+    "Channels for NVLS; 0 chooses.",
+    kind="count",
+    nccl="NVLS_NCHANNELS",
+)
 COLLNET_ENABLE = declare(
     "COLLNET_ENABLE",
     1,
@@ -324,11 +434,28 @@ COLLNET_ENABLE = declare(
     nccl="COLLNET_ENABLE",
 )
 COLLNET_NODE_THRESHOLD = declare(
-    "COLLNET_NODE_THRESHOLD", 2, parse_integer, "Least number of nodes for CollNet.", kind="count", nccl="COLLNET_NODE_THRESHOLD"
+    "COLLNET_NODE_THRESHOLD",
+    2,
+    parse_integer,
+    "Least number of nodes for CollNet.",
+    kind="count",
+    nccl="COLLNET_NODE_THRESHOLD",
 )
-NTHREADS = declare("NTHREADS", 0, parse_integer, "Most threads of a ring or tree block; 0 chooses.", kind="count", nccl="NTHREADS")
+NTHREADS = declare(
+    "NTHREADS",
+    0,
+    parse_integer,
+    "Most threads of a ring or tree block; 0 chooses.",
+    kind="count",
+    nccl="NTHREADS",
+)
 LL128_NTHREADS = declare(
-    "LL128_NTHREADS", 0, parse_integer, "Most threads of an LL128 block; 0 chooses.", kind="count", nccl="LL128_NTHREADS"
+    "LL128_NTHREADS",
+    0,
+    parse_integer,
+    "Most threads of an LL128 block; 0 chooses.",
+    kind="count",
+    nccl="LL128_NTHREADS",
 )
 THREAD_THRESHOLDS = declare(
     "THREAD_THRESHOLDS",
@@ -340,11 +467,29 @@ THREAD_THRESHOLDS = declare(
     nccl="THREAD_THRESHOLDS",
 )
 LL128_C2C = declare(
-    "LL128_C2C", 1, _parse_flag, "From Hopper on, LL128 may use paths up to PXN; 0 stops at PXB.", kind="flag", nccl="LL128_C2C"
+    "LL128_C2C",
+    1,
+    _parse_flag,
+    "From Hopper on, LL128 may use paths up to PXN; 0 stops at PXB.",
+    kind="flag",
+    nccl="LL128_C2C",
 )
-PAT_ENABLE = declare("PAT_ENABLE", 2, parse_integer, "PAT: 0 off, 1 on, 2 where each node has one rank.", kind="choice", nccl="PAT_ENABLE")
+PAT_ENABLE = declare(
+    "PAT_ENABLE",
+    2,
+    parse_integer,
+    "PAT: 0 off, 1 on, 2 where each node has one rank.",
+    kind="choice",
+    nccl="PAT_ENABLE",
+)
 NET_OVERHEAD = declare(
-    "NET_OVERHEAD", -2, parse_integer, "Time to post a network operation; -2 goes by the CPU.", kind="time", unit="ns", nccl="NET_OVERHEAD"
+    "NET_OVERHEAD",
+    -2,
+    parse_integer,
+    "Time to post a network operation; -2 goes by the CPU.",
+    kind="time",
+    unit="ns",
+    nccl="NET_OVERHEAD",
 )
 
 # Topology and paths
@@ -371,7 +516,14 @@ def parse_netdevs_policy(text: str) -> str:
     raise ValueError("allowed are AUTO, ALL and MAX:<number>")
 
 
-TOPO_FILE = declare("TOPO_FILE", "", _parse_path, "Topology file to read instead of detecting the machine.", kind="path", nccl="TOPO_FILE")
+TOPO_FILE = declare(
+    "TOPO_FILE",
+    "",
+    _parse_path,
+    "Topology file to read instead of detecting the machine.",
+    kind="path",
+    nccl="TOPO_FILE",
+)
 TOPO_DUMP_FILE = declare(
     "TOPO_DUMP_FILE",
     "",
@@ -380,8 +532,21 @@ TOPO_DUMP_FILE = declare(
     kind="path",
     nccl="TOPO_DUMP_FILE",
 )
-ACCELERATORS = declare("ACCELERATORS", "", str, "TOML files that describe accelerators, separated by colons.", kind="path")
-P2P_DISABLE = declare("P2P_DISABLE", 0, _parse_flag, "1: GPUs never access each other's memory.", kind="flag", nccl="P2P_DISABLE")
+ACCELERATORS = declare(
+    "ACCELERATORS",
+    "",
+    str,
+    "TOML files that describe accelerators, separated by colons.",
+    kind="path",
+)
+P2P_DISABLE = declare(
+    "P2P_DISABLE",
+    0,
+    _parse_flag,
+    "1: GPUs never access each other's memory.",
+    kind="flag",
+    nccl="P2P_DISABLE",
+)
 P2P_LEVEL = declare(
     "P2P_LEVEL",
     -1,
@@ -390,9 +555,30 @@ P2P_LEVEL = declare(
     kind="path type",
     nccl="P2P_LEVEL",
 )
-NVB_DISABLE = declare("NVB_DISABLE", 0, _parse_flag, "1: no route over the NVLinks of another GPU.", kind="flag", nccl="NVB_DISABLE")
-PXN_DISABLE = declare("PXN_DISABLE", 0, _parse_flag, "1: never reach a NIC through another GPU.", kind="flag", nccl="PXN_DISABLE")
-PXN_C2C = declare("PXN_C2C", 1, _parse_flag, "1: PXN may use a NIC that is reached over C2C.", kind="flag", nccl="PXN_C2C")
+NVB_DISABLE = declare(
+    "NVB_DISABLE",
+    0,
+    _parse_flag,
+    "1: no route over the NVLinks of another GPU.",
+    kind="flag",
+    nccl="NVB_DISABLE",
+)
+PXN_DISABLE = declare(
+    "PXN_DISABLE",
+    0,
+    _parse_flag,
+    "1: never reach a NIC through another GPU.",
+    kind="flag",
+    nccl="PXN_DISABLE",
+)
+PXN_C2C = declare(
+    "PXN_C2C",
+    1,
+    _parse_flag,
+    "1: PXN may use a NIC that is reached over C2C.",
+    kind="flag",
+    nccl="PXN_C2C",
+)
 NET_GDR_LEVEL = declare(
     "NET_GDR_LEVEL",
     -1,
@@ -402,11 +588,28 @@ NET_GDR_LEVEL = declare(
     nccl="NET_GDR_LEVEL",
 )
 NET_GDR_READ = declare(
-    "NET_GDR_READ", -2, parse_integer, "GPUDirect for sends: 0 off, 1 on; negative chooses.", kind="choice", nccl="NET_GDR_READ"
+    "NET_GDR_READ",
+    -2,
+    parse_integer,
+    "GPUDirect for sends: 0 off, 1 on; negative chooses.",
+    kind="choice",
+    nccl="NET_GDR_READ",
 )
-NET_GDR_C2C = declare("NET_GDR_C2C", 1, _parse_flag, "1: GPUDirect over C2C to NICs at the CPU.", kind="flag", nccl="NET_GDR_C2C")
+NET_GDR_C2C = declare(
+    "NET_GDR_C2C",
+    1,
+    _parse_flag,
+    "1: GPUDirect over C2C to NICs at the CPU.",
+    kind="flag",
+    nccl="NET_GDR_C2C",
+)
 NET_DISABLE_INTRA = declare(
-    "NET_DISABLE_INTRA", 0, _parse_flag, "1: no network inside a node, even where it is faster.", kind="flag", nccl="NET_DISABLE_INTRA"
+    "NET_DISABLE_INTRA",
+    0,
+    _parse_flag,
+    "1: no network inside a node, even where it is faster.",
+    kind="flag",
+    nccl="NET_DISABLE_INTRA",
 )
 NETDEVS_POLICY = declare(
     "NETDEVS_POLICY",
@@ -426,7 +629,19 @@ CROSS_NIC = declare(
     kind="choice",
     nccl="CROSS_NIC",
 )
-GRAPH_FILE = declare("GRAPH_FILE", "", _parse_path, "XML file of channel graphs that replace the search.", kind="path", nccl="GRAPH_FILE")
+GRAPH_FILE = declare(
+    "GRAPH_FILE",
+    "",
+    _parse_path,
+    "XML file of channel graphs that replace the search.",
+    kind="path",
+    nccl="GRAPH_FILE",
+)
 GRAPH_DUMP_FILE = declare(
-    "GRAPH_DUMP_FILE", "", _parse_path, "Where miraccl plan writes the channel graphs, in NCCL's XML.", kind="path", nccl="GRAPH_DUMP_FILE"
+    "GRAPH_DUMP_FILE",
+    "",
+    _parse_path,
+    "Where miraccl plan writes the channel graphs, in NCCL's XML.",
+    kind="path",
+    nccl="GRAPH_DUMP_FILE",
 )

@@ -15,7 +15,9 @@ def finish_connect(sock: socket.socket) -> None:
     problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if problem:
         raise OSError(problem, os.strerror(problem))
-    if sock.getsockname() == sock.getpeername():  # TCP's simultaneous open: nobody listens, and the kernel took the same port for the call
+    if (
+        sock.getsockname() == sock.getpeername()
+    ):  # TCP's simultaneous open: nobody listens, and the kernel took the same port for the call
         raise OSError(errno.ECONNREFUSED, "connected to itself")
 
 

@@ -31,11 +31,15 @@ def configure() -> None:
     root = logging.getLogger("miraccl")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(f"miraccl %(levelname)s [{os.getpid()}] %(name)s: %(message)s"))
+        handler.setFormatter(
+            logging.Formatter(f"miraccl %(levelname)s [{os.getpid()}] %(name)s: %(message)s")
+        )
         root.addHandler(handler)
         root.propagate = False
     text, variable = params.DEBUG_SUBSYS.resolve()
-    if variable.startswith("MIRACCL_") and (wrong := judge_subsystems(text)):  # NCCL has others, which mean nothing here
+    if variable.startswith("MIRACCL_") and (
+        wrong := judge_subsystems(text)
+    ):  # NCCL has others, which mean nothing here
         raise InvalidUsage(f"{variable}={text!r}: {wrong}")
     inverted, named = parse_subsystems(text)
     quiet = max(LEVELS[level], logging.WARNING)
@@ -56,4 +60,8 @@ def parse_subsystems(text: str) -> tuple[bool, frozenset[str]]:
 def judge_subsystems(text: str) -> str:
     """What is allowed, if ``text`` names a subsystem that there is not."""
     known = parse_subsystems(text.lower())[1] <= set(SUBSYSTEMS)
-    return "" if known else f"allowed are all, {', '.join(SUBSYSTEMS)}, separated by commas, and ^ in front"
+    return (
+        ""
+        if known
+        else f"allowed are all, {', '.join(SUBSYSTEMS)}, separated by commas, and ^ in front"
+    )

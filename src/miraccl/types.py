@@ -121,9 +121,13 @@ class PreMulSum:
                 raise TypeError
             number = float(given)
         except (TypeError, ValueError):
-            raise InvalidUsage(f"PreMulSum: the scalar is {self.scalar!r}; it is a number") from None
+            raise InvalidUsage(
+                f"PreMulSum: the scalar is {self.scalar!r}; it is a number"
+            ) from None
         except OverflowError:
-            raise InvalidUsage("PreMulSum: the scalar is a number that float64 does not reach") from None
+            raise InvalidUsage(
+                "PreMulSum: the scalar is a number that float64 does not reach"
+            ) from None
         with contextlib.suppress(TypeError):
             number = operator.index(given)
         object.__setattr__(self, "scalar", number)
@@ -154,7 +158,12 @@ class Collective(enum.IntEnum):
 
     @property
     def rooted(self) -> bool:
-        return self in (Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER)
+        return self in (
+            Collective.BROADCAST,
+            Collective.REDUCE,
+            Collective.GATHER,
+            Collective.SCATTER,
+        )
 
 
 class Protocol(enum.IntEnum):

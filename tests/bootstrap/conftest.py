@@ -30,5 +30,11 @@ def spawn() -> Iterator[Callable[[Callable[[Connection], None]], Child]]:
 def patience_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Deadline]:
     """Makes deadlines of ranks that the hub counts from when it has heard of them, however late a rank comes to it."""
     original = join._join
-    monkeypatch.setattr(join, "_join", lambda sock, remote, deadline: replace(original(sock, remote, deadline), timeout=deadline.seconds))
+    monkeypatch.setattr(
+        join,
+        "_join",
+        lambda sock, remote, deadline: replace(
+            original(sock, remote, deadline), timeout=deadline.seconds
+        ),
+    )
     return lambda seconds: Deadline(seconds=seconds, at=time.monotonic() + PATIENCE)

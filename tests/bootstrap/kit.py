@@ -18,10 +18,21 @@ from typing import Any
 
 import pytest
 
-from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session, StatusRequest, UniqueId, connect, create_root
+from miraccl.bootstrap import (
+    Event,
+    PeerLeft,
+    PeerLost,
+    Session,
+    StatusRequest,
+    UniqueId,
+    connect,
+    create_root,
+)
 from miraccl.errors import BootstrapError
 
-PATIENCE = 60.0  # seconds until a test gives up; on an idle machine nothing takes more than one or two
+PATIENCE = (
+    60.0  # seconds until a test gives up; on an idle machine nothing takes more than one or two
+)
 
 
 def _has_ipv6() -> bool:
@@ -45,7 +56,9 @@ def in_threads(calls: Sequence[Callable[..., Any]]) -> list[Any]:
         except Exception as error:
             results[index] = error
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
+    threads = [
+        threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -67,7 +80,10 @@ def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[l
     """Sessions of a job whose ranks are threads of this process."""
     unique_id, root = create_root(hosts=hosts)
     sessions = in_threads(
-        [lambda rank=rank: connect(unique_id, rank, nranks, PATIENCE, session_timeout=PATIENCE) for rank in range(nranks)]
+        [
+            lambda rank=rank: connect(unique_id, rank, nranks, PATIENCE, session_timeout=PATIENCE)
+            for rank in range(nranks)
+        ]
     )
     for session in sessions:
         assert isinstance(session, Session), session
@@ -79,7 +95,9 @@ def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[l
         assert root.join(PATIENCE)
 
 
-def told_at_the_deadline(text: str, attempt: Callable[[float], object], kind: type[BootstrapError] = BootstrapError) -> None:
+def told_at_the_deadline(
+    text: str, attempt: Callable[[float], object], kind: type[BootstrapError] = BootstrapError
+) -> None:
     """``attempt(seconds)`` raises what the pattern ``text`` describes; on a busy machine it may take more seconds to find that out."""
     for seconds in (0.1, 0.5, 2.0, PATIENCE / 4):
         with pytest.raises(BootstrapError) as caught:

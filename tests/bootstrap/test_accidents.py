@@ -16,7 +16,16 @@ from typing import Any
 
 import pytest
 
-from miraccl.bootstrap import Session, UniqueId, connect, create_root, dial, interfaces, join, runtime_file
+from miraccl.bootstrap import (
+    Session,
+    UniqueId,
+    connect,
+    create_root,
+    dial,
+    interfaces,
+    join,
+    runtime_file,
+)
 from miraccl.bootstrap.dial import Dialer, HubNotFound
 from miraccl.bootstrap.launch import FilePoint, Launch, meet
 from miraccl.errors import BootstrapError, InvalidUsage, MiracclError, PeerDied, SystemFailure
@@ -55,7 +64,9 @@ def _job(unique_id: UniqueId, patience: float = PATIENCE / 2) -> list[object]:
     return in_threads([lambda number=number: rank(number) for number in range(2)])
 
 
-def _job_with(accident: contextlib.AbstractContextManager[object] = _NOTHING, patience: float = PATIENCE / 2) -> list[object]:
+def _job_with(
+    accident: contextlib.AbstractContextManager[object] = _NOTHING, patience: float = PATIENCE / 2
+) -> list[object]:
     unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"])
     with root, accident:
         return _job(unique_id, patience)
@@ -77,12 +88,16 @@ def test_ranks_meet_through_accidents_that_pass(monkeypatch, nothing_is_left):
 
 def test_ranks_are_told_of_accidents_that_end_a_job(monkeypatch, nothing_is_left):
     for accident in Sweep(monkeypatch).accidents(ENDING, _job_with):
-        for result in _job_with(accident, 0.5):  # of which a rank that has lost a hub that is gone uses all
+        for result in _job_with(
+            accident, 0.5
+        ):  # of which a rank that has lost a hub that is gone uses all
             assert result == "done" or isinstance(result, MiracclError), (accident, result)
 
 
 @pytest.mark.parametrize("error", [errno.ENOBUFS, errno.ENOMEM])
-def test_a_host_that_is_short_of_memory_for_a_while_keeps_no_rank_waiting(error, monkeypatch, nothing_is_left):
+def test_a_host_that_is_short_of_memory_for_a_while_keeps_no_rank_waiting(
+    error, monkeypatch, nothing_is_left
+):
     """No socket takes anything at first, whatever it is for."""
     short = threading.Event()
 
@@ -104,7 +119,10 @@ def test_a_host_that_is_short_of_memory_for_a_while_keeps_no_rank_waiting(error,
     with job(3) as sessions:
         start = time.monotonic()
         short.set()
-        assert in_threads([lambda session=session: rank(session) for session in sessions]) == [[b"x"] * 3] * 3
+        assert (
+            in_threads([lambda session=session: rank(session) for session in sessions])
+            == [[b"x"] * 3] * 3
+        )
         assert time.monotonic() - start < PATIENCE / 4
 
 
@@ -112,9 +130,17 @@ def test_a_hub_that_cannot_be_opened_leaves_nothing(monkeypatch, nothing_is_left
     def scenario() -> None:
         create_root(hosts=["127.0.0.1"])[1].close()
 
-    plan = {"socket": [errno.EMFILE], "eventfd": [errno.EMFILE], "epoll": [errno.EMFILE], "thread": [errno.EAGAIN]}
+    plan = {
+        "socket": [errno.EMFILE],
+        "eventfd": [errno.EMFILE],
+        "epoll": [errno.EMFILE],
+        "thread": [errno.EAGAIN],
+    }
     for accident in Sweep(monkeypatch).accidents(plan, scenario):
-        with accident, pytest.raises(SystemFailure, match=r"Too many open files|can't start new thread"):
+        with (
+            accident,
+            pytest.raises(SystemFailure, match=r"Too many open files|can't start new thread"),
+        ):
             scenario()
 
 
@@ -150,7 +176,11 @@ def fickle_hub():
                             reader.feed(sock.recv(100))
                         nonce = bytes(NONCE_BYTES)
                         handshake = Handshake(secret, decode(frame, {Hello.KIND: Hello}), nonce)
-                        sock.sendall(encode_frame(encode(Challenge(nonce=nonce, proof=handshake.hub_proof()))))
+                        sock.sendall(
+                            encode_frame(
+                                encode(Challenge(nonce=nonce, proof=handshake.hub_proof()))
+                            )
+                        )
                         sock.recv(1)
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -160,11 +190,19 @@ def fickle_hub():
         thread.join(PATIENCE)
 
 
-def test_a_hub_that_hangs_up_on_a_rank_again_and_again_ends_with_the_deadline(fickle_hub, nothing_is_left):
+def test_a_hub_that_hangs_up_on_a_rank_again_and_again_ends_with_the_deadline(
+    fickle_hub, nothing_is_left
+):
     unique_id, calls = fickle_hub
     begun = time.monotonic()
-    told_at_the_deadline("the hub hung up before it had taken this rank in", lambda seconds: connect(unique_id, 0, 2, seconds), HubNotFound)
-    assert len(calls) <= (time.monotonic() - begun) / join.ACCIDENT_PAUSE + 4  # it is not called without pause
+    told_at_the_deadline(
+        "the hub hung up before it had taken this rank in",
+        lambda seconds: connect(unique_id, 0, 2, seconds),
+        HubNotFound,
+    )
+    assert (
+        len(calls) <= (time.monotonic() - begun) / join.ACCIDENT_PAUSE + 4
+    )  # it is not called without pause
 
 
 @contextlib.contextmanager
@@ -172,7 +210,9 @@ def cutting(unique_id: UniqueId, frame: int, only_for_rank: bool = False) -> Ite
     """Another way to the hub. Where it would pass this frame of the hub's on, its first connection is cut, on both sides or the rank's."""
     ends: list[socket.socket] = []
 
-    def pass_on(source: socket.socket, target: socket.socket, count: bool, cut: Sequence[socket.socket]) -> None:
+    def pass_on(
+        source: socket.socket, target: socket.socket, count: bool, cut: Sequence[socket.socket]
+    ) -> None:
         reader, seen = FrameReader(MAX_FRAME_BYTES), 0
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
@@ -200,7 +240,9 @@ def cutting(unique_id: UniqueId, frame: int, only_for_rank: bool = False) -> Ite
                 ends.append(far)
                 cut = (near,) if only_for_rank and first else (near, far)
                 for source, target, count in ((near, far, False), (far, near, first)):
-                    threading.Thread(target=pass_on, args=(source, target, count, cut), daemon=True).start()
+                    threading.Thread(
+                        target=pass_on, args=(source, target, count, cut), daemon=True
+                    ).start()
                 first = False
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -215,7 +257,9 @@ def cutting(unique_id: UniqueId, frame: int, only_for_rank: bool = False) -> Ite
 
 
 @pytest.mark.parametrize("frame", ["challenge", "accepted", "welcome"])
-def test_a_connection_that_is_cut_while_ranks_meet_is_made_again_or_told_to_all_at_once(frame, nothing_is_left):
+def test_a_connection_that_is_cut_while_ranks_meet_is_made_again_or_told_to_all_at_once(
+    frame, nothing_is_left
+):
     number = ["challenge", "accepted", "welcome"].index(frame) + 1
     unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"])
 
@@ -240,7 +284,9 @@ def test_a_connection_that_is_cut_while_ranks_meet_is_made_again_or_told_to_all_
 
 
 @pytest.mark.parametrize("met", [False, True])
-def test_a_rank_that_alone_knows_that_it_was_cut_is_taken_again_or_told_to_all_at_once(met, nothing_is_left):
+def test_a_rank_that_alone_knows_that_it_was_cut_is_taken_again_or_told_to_all_at_once(
+    met, nothing_is_left
+):
     """A firewall may forget a connection and reset one side."""
     came: list[int] = []
 
@@ -273,7 +319,9 @@ def test_a_rank_that_alone_knows_that_it_was_cut_is_taken_again_or_told_to_all_a
         assert "its connection was cut before it was welcome" in str(second)
 
 
-def test_a_process_that_was_stopped_takes_the_answer_that_waits_for_it(monkeypatch, nothing_is_left):
+def test_a_process_that_was_stopped_takes_the_answer_that_waits_for_it(
+    monkeypatch, nothing_is_left
+):
     """SIGSTOP, a debugger, a laptop's lid: the hub's answer is there, and the time to wait for it is over."""
 
     class Stopped(Dialer):
@@ -292,7 +340,11 @@ def test_a_hub_whose_process_is_stopped_does_not_answer(nothing_is_left):
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         address = stopped.getsockname()[:2]
         unique_id = UniqueId(addresses=(address,), secret=b"s" * 32)
-        told_at_the_deadline(rf"127\.0\.0\.1:{address[1]}: no answer", lambda seconds: connect(unique_id, 1, 2, seconds), HubNotFound)
+        told_at_the_deadline(
+            rf"127\.0\.0\.1:{address[1]}: no answer",
+            lambda seconds: connect(unique_id, 1, 2, seconds),
+            HubNotFound,
+        )
 
 
 def test_a_message_that_is_too_long_is_refused_and_the_next_one_passes(monkeypatch):
@@ -300,7 +352,10 @@ def test_a_message_that_is_too_long_is_refused_and_the_next_one_passes(monkeypat
     with job(2) as sessions:
         with pytest.raises(InvalidUsage, match="a control message has at most 65536 bytes"):
             sessions[0].notify({"text": "x" * (1 << 16)})
-        assert in_threads([lambda s=s: s.all_gather(b"x", "after it") for s in sessions]) == [[b"x", b"x"]] * 2
+        assert (
+            in_threads([lambda s=s: s.all_gather(b"x", "after it") for s in sessions])
+            == [[b"x", b"x"]] * 2
+        )
 
 
 # --- names --------------------------------------------------------------------------------------------------------------
@@ -323,7 +378,9 @@ def silent_names(monkeypatch):
     over.set()
 
 
-def test_a_name_service_that_is_silent_takes_no_more_than_the_deadline(nothing_is_left, silent_names):
+def test_a_name_service_that_is_silent_takes_no_more_than_the_deadline(
+    nothing_is_left, silent_names
+):
     targets = [("hub.example", port) for port in range(29500, 29533)]
     began = time.monotonic()
     with pytest.raises(HubNotFound, match=r"hub\.example: the name service does not answer"):
@@ -333,11 +390,15 @@ def test_a_name_service_that_is_silent_takes_no_more_than_the_deadline(nothing_i
     assert silent_names == ["hub.example"]  # once, and not for every port
 
 
-def test_a_name_service_that_is_silent_holds_up_no_other_address(nothing_is_left, silent_names, monkeypatch):
+def test_a_name_service_that_is_silent_holds_up_no_other_address(
+    nothing_is_left, silent_names, monkeypatch
+):
     monkeypatch.setattr(interfaces, "ROUTE_SECONDS", 0.01)
     unique_id, root = create_root(hosts=["127.0.0.1"])
     with root:
-        assert _job(UniqueId(addresses=(("hub.example", 1), *unique_id.addresses), secret=unique_id.secret)) == ["done", "done"]
+        assert _job(
+            UniqueId(addresses=(("hub.example", 1), *unique_id.addresses), secret=unique_id.secret)
+        ) == ["done", "done"]
 
 
 def test_a_name_that_is_not_known_is_asked_for_again(monkeypatch):
@@ -355,23 +416,35 @@ def test_a_name_that_is_not_known_is_asked_for_again(monkeypatch):
     unique_id, root = create_root(hosts=["127.0.0.1"])
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with root:
-        assert _job(UniqueId(addresses=(("hub.example", unique_id.addresses[0][1]),), secret=unique_id.secret)) == ["done", "done"]
+        assert _job(
+            UniqueId(
+                addresses=(("hub.example", unique_id.addresses[0][1]),), secret=unique_id.secret
+            )
+        ) == ["done", "done"]
 
 
 def test_a_word_that_is_no_name_is_named():
     unique_id = UniqueId(addresses=(("a..b", 1),), secret=b"s" * 32)
-    told_at_the_deadline(r"a\.\.b: this is no name of a host", lambda seconds: connect(unique_id, 1, 2, seconds), HubNotFound)
+    told_at_the_deadline(
+        r"a\.\.b: this is no name of a host",
+        lambda seconds: connect(unique_id, 1, 2, seconds),
+        HubNotFound,
+    )
 
 
 # --- the meeting file ---------------------------------------------------------------------------------------------------
 
 
-def test_a_meeting_file_that_cannot_be_written_leaves_nothing(monkeypatch, tmp_path, nothing_is_left):
+def test_a_meeting_file_that_cannot_be_written_leaves_nothing(
+    monkeypatch, tmp_path, nothing_is_left
+):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        with pytest.raises(SystemFailure, match=r"cannot write the meeting file .*: File too large"):
+        with pytest.raises(
+            SystemFailure, match=r"cannot write the meeting file .*: File too large"
+        ):
             meet(Launch(launcher="mpich", rank=0, nranks=2, point=FilePoint(job="j")), 1.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

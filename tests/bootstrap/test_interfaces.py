@@ -57,20 +57,38 @@ def test_the_language_of_socket_ifname(text, names):
 def test_names_that_are_no_ascii(monkeypatch, tmp_path):
     """And lines that no kernel writes."""
     fine = b"fd000000000000000000000000000001 03 40 00 82 "
-    odd = (b"", b"x", b"g" * 32 + b" 03 40 00 82 eth0", b"f" * 33 + b" 03 40 00 82 eth0", b"0" * 32 + b" 03 40 00 -- eth0", b"\xff" * 9)
-    (tmp_path / "if_inet6").write_bytes(b"\n".join((*odd, fine + b"a\xff", fine + "\u00fc\u20030".encode(), fine + b"lo", b"")))
+    odd = (
+        b"",
+        b"x",
+        b"g" * 32 + b" 03 40 00 82 eth0",
+        b"f" * 33 + b" 03 40 00 82 eth0",
+        b"0" * 32 + b" 03 40 00 -- eth0",
+        b"\xff" * 9,
+    )
+    (tmp_path / "if_inet6").write_bytes(
+        b"\n".join((*odd, fine + b"a\xff", fine + "\u00fc\u20030".encode(), fine + b"lo", b""))
+    )
     monkeypatch.setattr(interfaces, "_IF_INET6", str(tmp_path / "if_inet6"))
-    assert interfaces._ipv6_addresses() == {"a\udcff": ["fd00::1"], "\u00fc\u20030": ["fd00::1"], "lo": ["fd00::1"]}
+    assert interfaces._ipv6_addresses() == {
+        "a\udcff": ["fd00::1"],
+        "\u00fc\u20030": ["fd00::1"],
+        "lo": ["fd00::1"],
+    }
     names = [*enumerate(["a\udcff", "\u00fc\u20030", "lo"], 1)]
     monkeypatch.setattr(socket, "if_nameindex", lambda: names)  # only one of them is there
-    assert [(found.name, found.addresses) for found in list_interfaces()] == [("lo", ("127.0.0.1", "fd00::1"))]
+    assert [(found.name, found.addresses) for found in list_interfaces()] == [
+        ("lo", ("127.0.0.1", "fd00::1"))
+    ]
 
 
 def test_an_empty_filter_matches_all():
     assert NameFilter.parse("").match("anything")
 
 
-@pytest.mark.parametrize(("route", "first"), [("10.1.0.5", "eth1"), ("172.17.0.1", "docker0"), ("127.0.0.1", "lo"), ("8.8.8.8", "eth0")])
+@pytest.mark.parametrize(
+    ("route", "first"),
+    [("10.1.0.5", "eth1"), ("172.17.0.1", "docker0"), ("127.0.0.1", "lo"), ("8.8.8.8", "eth0")],
+)
 def test_the_route_to_the_meeting_point_decides(route, first):
     assert rank_interfaces(ALL, "", route)[0].name == first
 
@@ -85,7 +103,9 @@ def test_the_environment_chooses(monkeypatch, variable):
     monkeypatch.setenv(variable, "=ib0")
     assert choose_addresses(interfaces=ALL) == (("192.168.7.5",), False)
     monkeypatch.setenv(variable, "wlan")
-    with pytest.raises(InvalidUsage, match=rf"^{variable}='wlan' matches no interface .* lo, docker0, virbr0"):
+    with pytest.raises(
+        InvalidUsage, match=rf"^{variable}='wlan' matches no interface .* lo, docker0, virbr0"
+    ):
         choose_addresses(interfaces=ALL)
 
 
@@ -97,7 +117,10 @@ def test_without_a_wish_loopback_may_stand_in(monkeypatch):
 
 
 def test_the_address_family_follows_the_route(monkeypatch):
-    monkeypatch.setattr("miraccl.bootstrap.interfaces.source_address", lambda host: {"six": "fd00::5", "four": "10.0.0.5"}[host])
+    monkeypatch.setattr(
+        "miraccl.bootstrap.interfaces.source_address",
+        lambda host: {"six": "fd00::5", "four": "10.0.0.5"}[host],
+    )
     assert choose_addresses("six", ALL)[0] == ("fd00::5", "10.0.0.5")
     assert choose_addresses("four", ALL)[0] == ("10.0.0.5", "fd00::5")
 

@@ -31,7 +31,14 @@ from miraccl.bootstrap import (
 from miraccl.bootstrap.nodelist import expand_nodelist
 from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, runtime_folder
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
-from tests.bootstrap.kit import PATIENCE, free_port, in_threads, needs_ipv6, told_at_the_deadline, until
+from tests.bootstrap.kit import (
+    PATIENCE,
+    free_port,
+    in_threads,
+    needs_ipv6,
+    told_at_the_deadline,
+    until,
+)
 
 UNIQUE_ID = UniqueId(addresses=(("10.0.0.1", 1234),), secret=b"s" * 32)
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -51,7 +58,12 @@ SLURM = {
 TABLE: dict[str, tuple[dict[str, str], tuple[Any, ...], type]] = {
     "alone": ({}, ("none", 0, 1, 0), type(None)),
     "miraccl": (
-        {"MIRACCL_RANK": "2", "MIRACCL_NRANKS": "4", "MIRACCL_LOCAL_RANK": "2", "MIRACCL_UNIQUE_ID": str(UNIQUE_ID)},
+        {
+            "MIRACCL_RANK": "2",
+            "MIRACCL_NRANKS": "4",
+            "MIRACCL_LOCAL_RANK": "2",
+            "MIRACCL_UNIQUE_ID": str(UNIQUE_ID),
+        },
         ("miraccl", 2, 4, 2),
         UniqueId,
     ),
@@ -73,21 +85,63 @@ TABLE: dict[str, tuple[dict[str, str], tuple[Any, ...], type]] = {
     ),
     "world of one": ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, None), type(None)),
     "openmpi": ({**OMPI, "PMIX_NAMESPACE": "prterun-1"}, ("openmpi", 3, 8, 3), FilePoint),
-    "openmpi with master": ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", **MASTER}, ("openmpi", 3, 8, 3), PortPoint),
-    "openmpi with id": ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MIRACCL_UNIQUE_ID": str(UNIQUE_ID)}, ("openmpi", 3, 8, 3), UniqueId),
+    "openmpi with master": (
+        {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", **MASTER},
+        ("openmpi", 3, 8, 3),
+        PortPoint,
+    ),
+    "openmpi with id": (
+        {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MIRACCL_UNIQUE_ID": str(UNIQUE_ID)},
+        ("openmpi", 3, 8, 3),
+        UniqueId,
+    ),
     "hydra": ({**HYDRA, "PMI_JOBID": "j"}, ("mpich", 1, 4, 1), FilePoint),
     "hydra in an allocation": ({**HYDRA, **SLURM}, ("mpich", 1, 4, 1), FilePoint),
-    "srun with pmi2": ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"}, ("mpich", 5, 8, None), PortPoint),
-    "pmix with our number": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "n", "MIRACCL_NRANKS": "2"}, ("pmix", 1, 2, None), FilePoint),
-    "srun with pmix": ({**SLURM, "PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix"}, ("pmix", 5, 8, 1), PortPoint),
+    "srun with pmi2": (
+        {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"},
+        ("mpich", 5, 8, None),
+        PortPoint,
+    ),
+    "pmix with our number": (
+        {"PMIX_RANK": "1", "PMIX_NAMESPACE": "n", "MIRACCL_NRANKS": "2"},
+        ("pmix", 1, 2, None),
+        FilePoint,
+    ),
+    "srun with pmix": (
+        {**SLURM, "PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix"},
+        ("pmix", 5, 8, 1),
+        PortPoint,
+    ),
     "srun": (SLURM, ("slurm", 5, 8, 1), PortPoint),
-    "srun with a number of ranks from its script": ({**SLURM, **MASTER, "WORLD_SIZE": "8", "RANK": " "}, ("slurm", 5, 8, 1), PortPoint),
-    "mpirun with our number": ({**OMPI, "MIRACCL_NRANKS": "8", "PMI_SIZE": "3"}, ("openmpi", 3, 8, 3), FilePoint),
-    "variables that are empty": ({"RANK": "", "WORLD_SIZE": "", "MIRACCL_NRANKS": "", "PMIX_RANK": ""}, ("none", 0, 1, 0), type(None)),
+    "srun with a number of ranks from its script": (
+        {**SLURM, **MASTER, "WORLD_SIZE": "8", "RANK": " "},
+        ("slurm", 5, 8, 1),
+        PortPoint,
+    ),
+    "mpirun with our number": (
+        {**OMPI, "MIRACCL_NRANKS": "8", "PMI_SIZE": "3"},
+        ("openmpi", 3, 8, 3),
+        FilePoint,
+    ),
+    "variables that are empty": (
+        {"RANK": "", "WORLD_SIZE": "", "MIRACCL_NRANKS": "", "PMIX_RANK": ""},
+        ("none", 0, 1, 0),
+        type(None),
+    ),
     "srun with master": ({**SLURM, **MASTER}, ("slurm", 5, 8, 1), PortPoint),
-    "batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "1"}, ("none", 0, 1, 0), type(None)),
+    "batch script": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "1"},
+        ("none", 0, 1, 0),
+        type(None),
+    ),
     "mpirun on nodes of an allocation": (
-        {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "n", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a,b"},
+        {
+            **OMPI,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            "PMIX_NAMESPACE": "n",
+            "SLURM_JOB_ID": "1",
+            "SLURM_JOB_NODELIST": "a,b",
+        },
         ("openmpi", 3, 8, 3),
         PortPoint,
     ),
@@ -111,26 +165,47 @@ def test_detection(case):
         ({"MIRACCL_NRANKS": "2"}, "MIRACCL_NRANKS=2 is set but MIRACCL_RANK is not"),
         ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is set but MIRACCL_NRANKS or SLURM"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2 is set but OMPI_COMM_WORLD_RANK is not"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "OMPI_COMM_WORLD_SIZE=2 is set but OMPI_COMM_WORLD_RANK is not",
+        ),
         ({"PMI_SIZE": "2", "PMI_RANK": ""}, "PMI_SIZE=2 is set but PMI_RANK is not"),
         (
             {**SLURM, "WORLD_SIZE": "16"},
             r"WORLD_SIZE=16 is set without RANK, but slurm says rank 5 of 8 \(unset WORLD_SIZE, or set RANK, too\)",
         ),
-        ({**OMPI, "MIRACCL_NRANKS": "2"}, "MIRACCL_NRANKS=2 is set without MIRACCL_RANK, but openmpi says rank 3 of 8"),
+        (
+            {**OMPI, "MIRACCL_NRANKS": "2"},
+            "MIRACCL_NRANKS=2 is set without MIRACCL_RANK, but openmpi says rank 3 of 8",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: a job has at least one rank"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS=0: a job has"),
         ({"RANK": "9" * 5000, "WORLD_SIZE": "2"}, "RANK='9{40}': a number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h:29500"}, "MASTER_ADDR='h:29500': a name .*MASTER_PORT"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h:29500"},
+            "MASTER_ADDR='h:29500': a name .*MASTER_PORT",
+        ),
         ({"RANK": "2", "WORLD_SIZE": "2", **MASTER}, r"RANK=2 of 2 ranks \(ranks are 0 to 1\)"),
         ({**SLURM, "SLURM_PROCID": "99"}, "slurm: rank 99 of"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': a number"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "a number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "nothing says where they meet .*MASTER_ADDR"),
-        ({"MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2"}, "nothing says where they meet .*MIRACCL_UNIQUE_ID"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
-        ({"MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2", "MIRACCL_UNIQUE_ID": "nonsense"}, "a unique id starts with"),
-        ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, r"several hosts \(4 here\).*MASTER_ADDR .*MIRACCL_UNIQUE_ID"),
+        (
+            {"MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2"},
+            "nothing says where they meet .*MIRACCL_UNIQUE_ID",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"},
+            "MASTER_PORT=70000",
+        ),
+        (
+            {"MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2", "MIRACCL_UNIQUE_ID": "nonsense"},
+            "a unique id starts with",
+        ),
+        (
+            {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            r"several hosts \(4 here\).*MASTER_ADDR .*MIRACCL_UNIQUE_ID",
+        ),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "name no node"),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[1-"}, "unbalanced"),
     ],
@@ -143,8 +218,14 @@ def test_what_cannot_be_right_is_said(environ, message):
 @pytest.mark.parametrize(
     ("environ", "other"),
     [
-        ({**OMPI, "RANK": "0", "WORLD_SIZE": "1"}, r"RANK=0 of WORLD_SIZE=1 counts, but openmpi's variables say rank 3 of 8"),
-        ({**SLURM, **MASTER, "RANK": "0", "WORLD_SIZE": "8"}, r"slurm's variables say rank 5 of 8: unset RANK and WORLD_SIZE"),
+        (
+            {**OMPI, "RANK": "0", "WORLD_SIZE": "1"},
+            r"RANK=0 of WORLD_SIZE=1 counts, but openmpi's variables say rank 3 of 8",
+        ),
+        (
+            {**SLURM, **MASTER, "RANK": "0", "WORLD_SIZE": "8"},
+            r"slurm's variables say rank 5 of 8: unset RANK and WORLD_SIZE",
+        ),
         ({**HYDRA, **MASTER, "RANK": "0", "WORLD_SIZE": "2"}, "mpich's variables say rank 1 of 4"),
     ],
 )
@@ -160,9 +241,20 @@ def test_numbers_that_may_be_left_over_are_doubted(environ, other, caplog):
 @pytest.mark.parametrize(
     "environ",
     [
-        {**SLURM, **MASTER, "RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "r"},  # torchrun on each node
+        {
+            **SLURM,
+            **MASTER,
+            "RANK": "0",
+            "WORLD_SIZE": "8",
+            "TORCHELASTIC_RUN_ID": "r",
+        },  # torchrun on each node
         {**SLURM, **MASTER, "RANK": "5", "WORLD_SIZE": "8"},  # a script that repeats srun's numbers
-        {**OMPI, **MASTER, "RANK": "30", "WORLD_SIZE": "32"},  # ranks that a script starts on each node
+        {
+            **OMPI,
+            **MASTER,
+            "RANK": "30",
+            "WORLD_SIZE": "32",
+        },  # ranks that a script starts on each node
         {"RANK": "0", "WORLD_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "x"},
         {**OMPI, "MIRACCL_RANK": "0", "MIRACCL_NRANKS": "1"},  # miraccl run under mpirun
     ],
@@ -173,8 +265,31 @@ def test_numbers_that_may_be_meant_are_not_doubted(environ):
 
 @given(
     st.dictionaries(
-        st.sampled_from(sorted({name for environ, *_ in TABLE.values() for name in environ} | {"PMI_SIZE", "SLURM_STEPID"})),
-        st.sampled_from(["", " ", "0", "1", "2", "8", "-1", "x", "²", "1e3", "9" * 5000, "n[1-2]", "n[1-", "10.0.0.1", "h:1"]),
+        st.sampled_from(
+            sorted(
+                {name for environ, *_ in TABLE.values() for name in environ}
+                | {"PMI_SIZE", "SLURM_STEPID"}
+            )
+        ),
+        st.sampled_from(
+            [
+                "",
+                " ",
+                "0",
+                "1",
+                "2",
+                "8",
+                "-1",
+                "x",
+                "²",
+                "1e3",
+                "9" * 5000,
+                "n[1-2]",
+                "n[1-",
+                "10.0.0.1",
+                "h:1",
+            ]
+        ),
     )
 )
 def test_any_environment_is_a_launch_or_a_usage_error(environ):
@@ -198,7 +313,9 @@ def test_ports_of_a_master():
     assert _point({**plain, "TORCHELASTIC_USE_AGENT_STORE": "True"}).ports == range(29501, 29533)
     assert _point({**plain, "MASTER_ADDR": "[fd00::1]"}).host == "fd00::1"
     assert _point({**plain, "MASTER_PORT": "65530"}).ports == range(65530, 65536)
-    assert _point({**plain, "MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"}).ports == range(65535, 65536)
+    assert _point(
+        {**plain, "MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ).ports == range(65535, 65536)
     assert _point({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}).ports[0] == 29500
 
 
@@ -252,7 +369,9 @@ def test_node_lists(text, hosts):
     assert list(expand_nodelist(text)) == hosts
 
 
-@pytest.mark.parametrize("text", ["n[1", "n1]", "n[[1]]", "n[a-b]", "n[3-1]", "n[1-2-3]", "n[]", "n[1-99999999999]"])
+@pytest.mark.parametrize(
+    "text", ["n[1", "n1]", "n[[1]]", "n[a-b]", "n[3-1]", "n[1-2-3]", "n[]", "n[1-99999999999]"]
+)
 def test_node_lists_that_are_none(text):
     with pytest.raises(InvalidUsage):
         list(expand_nodelist(text))
@@ -260,20 +379,40 @@ def test_node_lists_that_are_none(text):
 
 def test_mpirun_in_an_allocation_meets_on_its_first_node():
     """The daemons of mpirun are steps of their own: whatever differs between the nodes must not be looked at."""
-    job = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[08-10]"}
-    daemon = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "gpu09"}
+    job = {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "gpu[08-10]",
+    }
+    daemon = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_STEP_NODELIST": "gpu09",
+    }
     first = _point({**job, "PMIX_NAMESPACE": "1", "OMPI_COMM_WORLD_RANK": "0"})
     assert first.host == "gpu08"
     assert first == _point({**job, **daemon, "PMIX_NAMESPACE": "1", "OMPI_COMM_WORLD_RANK": "3"})
-    assert first.secret != _point({**job, "PMIX_NAMESPACE": "2", "OMPI_COMM_WORLD_RANK": "0"}).secret
-    with pytest.raises(InvalidUsage, match="several hosts"):  # no name of the job: another mpirun of the allocation could be met
+    assert (
+        first.secret != _point({**job, "PMIX_NAMESPACE": "2", "OMPI_COMM_WORLD_RANK": "0"}).secret
+    )
+    with pytest.raises(
+        InvalidUsage, match="several hosts"
+    ):  # no name of the job: another mpirun of the allocation could be met
         _point({**job, "OMPI_COMM_WORLD_RANK": "0"})
 
 
 def test_hydra_in_an_allocation_meets_on_the_first_node_of_its_proxies():
     proxies = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
     ranks = [
-        {**proxies, "PMI_RANK": rank, "PMI_SIZE": "4", "MPI_LOCALNRANKS": here, "SLURM_PROCID": node}
+        {
+            **proxies,
+            "PMI_RANK": rank,
+            "PMI_SIZE": "4",
+            "MPI_LOCALNRANKS": here,
+            "SLURM_PROCID": node,
+        }
         for rank, here, node in (("0", "3", "0"), ("2", "3", "0"), ("3", "1", "1"))
     ]
     assert {_point(rank).host for rank in ranks} == {"gpu08"}
@@ -294,7 +433,9 @@ def _groups(draw):
         ranges, numbers = [], []
         for first in draw(st.lists(st.integers(0, 10**width - 4), min_size=1, max_size=3)):
             last = first + draw(st.integers(0, 3))
-            ranges.append(f"{first:0{width}}" if first == last else f"{first:0{width}}-{last:0{width}}")
+            ranges.append(
+                f"{first:0{width}}" if first == last else f"{first:0{width}}-{last:0{width}}"
+            )
             numbers += [f"{number:0{width}}" for number in range(first, last + 1)]
         text += f"{word}[{','.join(ranges)}]"
         hosts = [host + word + number for host in hosts for number in numbers]
@@ -304,7 +445,9 @@ def _groups(draw):
 
 @given(st.lists(st.one_of(_groups(), _WORDS.map(lambda word: (word, [word]))), max_size=4))
 def test_a_compact_list_means_its_hosts(items):
-    assert list(expand_nodelist(",".join(text for text, _ in items))) == [host for _, hosts in items for host in hosts]
+    assert list(expand_nodelist(",".join(text for text, _ in items))) == [
+        host for _, hosts in items for host in hosts
+    ]
 
 
 @given(st.text("n[]-,0123", max_size=12))
@@ -341,7 +484,10 @@ def _close(sessions: list[Session]) -> None:
 
 
 def _ranks(nranks: int, **common: str) -> list[dict[str, str]]:
-    return [{"RANK": str(rank), "WORLD_SIZE": str(nranks), "LOCAL_RANK": str(rank), **common} for rank in range(nranks)]
+    return [
+        {"RANK": str(rank), "WORLD_SIZE": str(nranks), "LOCAL_RANK": str(rank), **common}
+        for rank in range(nranks)
+    ]
 
 
 def test_one_rank_alone():
@@ -355,7 +501,10 @@ def test_ranks_meet_at_a_free_master_port(host):
     sessions = _meet_all(_ranks(3, MASTER_ADDR=host, MASTER_PORT=str(port)))
     assert sessions[0].root is not None
     assert {p for _, p in sessions[0].root.addresses} == {port}
-    assert in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in sessions]) == [[b"\0", b"\1", b"\2"]] * 3
+    assert (
+        in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in sessions])
+        == [[b"\0", b"\1", b"\2"]] * 3
+    )
     _close(sessions)
 
 
@@ -375,7 +524,9 @@ def test_ranks_meet_next_to_an_occupied_master_port(answer):
 @needs_ipv6
 @pytest.mark.parametrize("taken", ["127.0.0.1", "::1"])
 def test_a_port_that_is_half_taken_is_taken(taken):
-    with socket.create_server((taken, 0), family=socket.AF_INET6 if ":" in taken else socket.AF_INET) as server:
+    with socket.create_server(
+        (taken, 0), family=socket.AF_INET6 if ":" in taken else socket.AF_INET
+    ) as server:
         port = server.getsockname()[1]
         sessions = _meet_all(_ranks(2, MASTER_ADDR="localhost", MASTER_PORT=str(port)))
         assert sessions[0].root is not None
@@ -386,9 +537,17 @@ def test_a_port_that_is_half_taken_is_taken(taken):
 
 def test_two_jobs_of_one_master_port_do_not_mix():
     port = str(free_port())
-    jobs = [_ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID=name) for name in "ab"]
+    jobs = [
+        _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID=name)
+        for name in "ab"
+    ]
     sessions = _meet_all([*jobs[0], *jobs[1]])
-    gathered = in_threads([lambda s=s, n=n: s.all_gather(n, "job") for s, n in zip(sessions, [b"a", b"a", b"b", b"b"])])
+    gathered = in_threads(
+        [
+            lambda s=s, n=n: s.all_gather(n, "job")
+            for s, n in zip(sessions, [b"a", b"a", b"b", b"b"])
+        ]
+    )
     assert gathered == [[b"a"] * 2] * 2 + [[b"b"] * 2] * 2
     _close(sessions[:2])
     _close(sessions[2:])
@@ -403,7 +562,9 @@ def test_an_earlier_job_of_the_same_port_and_secret_is_passed_by():
     assert second[0].root is not None
     assert first[0].root.addresses[0][1] < second[0].root.addresses[0][1]
     assert in_threads([lambda s=s: s.all_gather(b"2", "x") for s in second]) == [[b"2"] * 2] * 2
-    assert isinstance(in_threads([lambda: meet(detect_launch(environs[1]), 0.2)])[0], BootstrapError)
+    assert isinstance(
+        in_threads([lambda: meet(detect_launch(environs[1]), 0.2)])[0], BootstrapError
+    )
     _close(second)
     _close(first)
 
@@ -434,11 +595,17 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
     refused = threading.Event()
 
     def hubs():
-        return [root for root in list(lifetime.hubs) if isinstance(root, Root) and root.addresses[0][1] == int(port)]
+        return [
+            root
+            for root in list(lifetime.hubs)
+            if isinstance(root, Root) and root.addresses[0][1] == int(port)
+        ]
 
     def stranger():
         until(lambda: bool(hubs()))
-        told_at_the_deadline("not the hub of this job", lambda seconds: meet(detect_launch(environs[1]), seconds))
+        told_at_the_deadline(
+            "not the hub of this job", lambda seconds: meet(detect_launch(environs[1]), seconds)
+        )
         refused.set()
 
     def impatient():
@@ -446,7 +613,9 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
         until(lambda: 0 in hubs()[0]._machine._ranks)
         return meet(detect_launch(environs[2]), patience_of_the_hub(0.2))
 
-    first, second, third = in_threads([lambda: meet(detect_launch(environs[0]), PATIENCE), stranger, impatient])
+    first, second, third = in_threads(
+        [lambda: meet(detect_launch(environs[0]), PATIENCE), stranger, impatient]
+    )
     for error in (first, third):
         assert isinstance(error, BootstrapError)
         assert "rank 1 of 3 never arrived" in str(error)
@@ -457,14 +626,19 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
 def test_all_ports_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        point = PortPoint(host="127.0.0.1", ports=range(port, port + 1), secret=bytes(32), derived=False)
+        point = PortPoint(
+            host="127.0.0.1", ports=range(port, port + 1), secret=bytes(32), derived=False
+        )
         with pytest.raises(SystemFailure, match=rf"no port of {port}\.\.{port} is free"):
             meet(Launch(launcher="x", rank=0, nranks=2, point=point), 1.0)
 
 
 def test_ranks_meet_with_a_given_id():
     unique_id, root = create_root(hosts=["127.0.0.1"])
-    environs = [{"MIRACCL_RANK": str(r), "MIRACCL_NRANKS": "2", "MIRACCL_UNIQUE_ID": str(unique_id)} for r in range(2)]
+    environs = [
+        {"MIRACCL_RANK": str(r), "MIRACCL_NRANKS": "2", "MIRACCL_UNIQUE_ID": str(unique_id)}
+        for r in range(2)
+    ]
     _close(_meet_all(environs))
     assert root.join(PATIENCE)
 
@@ -476,7 +650,10 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _mpi(nranks: int, **common: str) -> list[dict[str, str]]:
-    return [{"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": str(nranks), **common} for r in range(nranks)]
+    return [
+        {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": str(nranks), **common}
+        for r in range(nranks)
+    ]
 
 
 @pytest.mark.parametrize("job", [{"PMIX_NAMESPACE": "job-1"}, {}], ids=["named", "by parent"])
@@ -512,7 +689,10 @@ def test_a_file_of_a_job_that_crashed_does_not_stop_the_next(private):
 
 
 def test_a_file_that_never_comes(private):
-    with pytest.raises(BootstrapError, match=r"rank 0 wrote no meeting file within 0\.05 s .*several hosts need MASTER_ADDR"):
+    with pytest.raises(
+        BootstrapError,
+        match=r"rank 0 wrote no meeting file within 0\.05 s .*several hosts need MASTER_ADDR",
+    ):
         meet(detect_launch(_mpi(2, PMIX_NAMESPACE="j")[1]), 0.05)
 
 
@@ -548,8 +728,15 @@ def test_the_parent_names_the_job():
 def test_a_launcher_further_up_names_the_job():
     """Ranks started by a wrapper script have different parents and one launcher."""
     parent = os.getppid()
-    table = {parent: ("bash", 50, "7"), 50: ("env", 40, "6"), 40: ("hydra_pmi_proxy", 30, "5"), 30: ("mpiexec.hydra", 1, "4")}
+    table = {
+        parent: ("bash", 50, "7"),
+        50: ("env", 40, "6"),
+        40: ("hydra_pmi_proxy", 30, "5"),
+        30: ("mpiexec.hydra", 1, "4"),
+    }
     assert job_of_parent(table.get) == "parent 40 5"
     del table[40]
     assert job_of_parent(table.get) == f"parent {parent} 7"
-    assert job_of_parent(lambda pid: ("bash", pid, "3")) == f"parent {parent} 3"  # a chain without end
+    assert (
+        job_of_parent(lambda pid: ("bash", pid, "3")) == f"parent {parent} 3"
+    )  # a chain without end

@@ -80,7 +80,9 @@ def _remove() -> None:
 
 def _remove_stale() -> None:
     """Namespaces of a test run that was killed."""
-    names = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True, timeout=PATIENCE).stdout.split()
+    names = subprocess.run(
+        ["ip", "netns", "list"], check=False, capture_output=True, text=True, timeout=PATIENCE
+    ).stdout.split()
     for name in names:
         pid = name.removeprefix("mcbs")[:-1]
         if name.startswith("mcbs") and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
@@ -91,7 +93,12 @@ class _Rank:
     def __init__(self, host: str, **environ: str) -> None:
         command = ["ip", "netns", "exec", host, sys.executable, "-c", _RANK]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **environ}, text=True, bufsize=1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environ},
+            text=True,
+            bufsize=1,
         )
 
     def tells(self) -> dict[str, Any]:
@@ -137,7 +144,11 @@ def test_two_hosts_meet_with_a_unique_id(hosts, start):
     assert root["hosts"] == ["10.77.0.1", "fd77::1", "127.0.0.1"]  # not docker0
     others = [start(hosts[1], rank, 3, MIRACCL_UNIQUE_ID=root["unique_id"]) for rank in (1, 2)]
     for rank in (first, *others):
-        assert rank.tells() == {"addresses": ["10.77.0.1", "10.77.0.2", "10.77.0.2"], "hosts": 2, "parts": ["r0", "r1", "r2"]}
+        assert rank.tells() == {
+            "addresses": ["10.77.0.1", "10.77.0.2", "10.77.0.2"],
+            "hosts": 2,
+            "parts": ["r0", "r1", "r2"],
+        }
     others[0].process.kill()
     for rank in (first, others[1]):
         assert rank.tells() == {"event": "PeerLost", "rank": 1}
@@ -146,7 +157,9 @@ def test_two_hosts_meet_with_a_unique_id(hosts, start):
 
 
 @pytest.mark.parametrize(
-    ("address", "expected"), [("10.77.0.1", ["10.77.0.1", "10.77.0.2"]), ("fd77::1", ["fd77::1", "fd77::2"])], ids=["v4", "v6"]
+    ("address", "expected"),
+    [("10.77.0.1", ["10.77.0.1", "10.77.0.2"]), ("fd77::1", ["fd77::1", "fd77::2"])],
+    ids=["v4", "v6"],
 )
 def test_two_hosts_meet_at_a_master_address(hosts, start, address, expected):
     common = {"MASTER_ADDR": address, "MASTER_PORT": "29500"}
@@ -165,16 +178,24 @@ def test_the_named_interface_is_announced_and_the_master_elsewhere_is_still_foun
 def test_ranks_of_one_host_use_loopback_unless_an_interface_is_named(hosts, start):
     for environ, expected in (({}, "127.0.0.1"), ({"MIRACCL_SOCKET_IFNAME": "eth"}, "10.77.0.1")):
         port = "29520" if environ else "29530"
-        ranks = [start(hosts[0], rank, 2, MASTER_ADDR="10.77.0.1", MASTER_PORT=port, **environ) for rank in range(2)]
+        ranks = [
+            start(hosts[0], rank, 2, MASTER_ADDR="10.77.0.1", MASTER_PORT=port, **environ)
+            for rank in range(2)
+        ]
         for rank in ranks:
             assert rank.tells() == {"addresses": [expected] * 2, "hosts": 1, "parts": ["r0", "r1"]}
 
 
 def test_an_interface_that_does_not_exist_is_said_by_the_rank_concerned(hosts, start):
-    rank = start(hosts[0], 0, 2, MASTER_ADDR="10.77.0.1", MASTER_PORT="29540", MIRACCL_SOCKET_IFNAME="wlan")
+    rank = start(
+        hosts[0], 0, 2, MASTER_ADDR="10.77.0.1", MASTER_PORT="29540", MIRACCL_SOCKET_IFNAME="wlan"
+    )
     told = rank.tells()
     assert told["error"] == "InvalidUsage"
-    assert "there are: lo, docker0, eth0" in told["text"] or "there are: lo, eth0, docker0" in told["text"]
+    assert (
+        "there are: lo, docker0, eth0" in told["text"]
+        or "there are: lo, eth0, docker0" in told["text"]
+    )
 
 
 def test_loopback_of_another_host_is_not_tried(hosts, start):

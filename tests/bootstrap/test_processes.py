@@ -33,7 +33,9 @@ def _session(unique_id: UniqueId, rank: int, nranks: int) -> Session:
     return session
 
 
-def _from_children(unique_id: UniqueId, nranks: int, ranks: list[int], spawn: Spawn) -> dict[int, Child]:
+def _from_children(
+    unique_id: UniqueId, nranks: int, ranks: list[int], spawn: Spawn
+) -> dict[int, Child]:
     return {rank: spawn(child_rank(unique_id, rank, nranks)) for rank in ranks}
 
 
@@ -63,7 +65,10 @@ def test_a_killed_rank_is_seen_by_all_others(spawn):
     with pytest.raises(PeerDied, match="rank 2 of 4 died") as caught:
         session.all_gather(b"", "x")
     assert caught.value.peer == 2
-    assert session.request_status(PATIENCE)[2] == {"answered": False, "reason": f"died: {lost.reason}"}
+    assert session.request_status(PATIENCE)[2] == {
+        "answered": False,
+        "reason": f"died: {lost.reason}",
+    }
     children[1].pipe.send("close")  # who leaves afterwards has left, not died
     left = inbox.next()
     assert isinstance(left, PeerLeft)
@@ -77,7 +82,9 @@ def test_a_wait_ends_when_a_rank_is_killed(spawn):
     children = _from_children(unique_id, 2, [1], spawn)
     session = _session(unique_id, 0, 2)
     assert children[1].recv() == "met"
-    error, _ = in_threads([lambda: session.all_gather(b"", "x", timeout=PATIENCE), children[1].kill])
+    error, _ = in_threads(
+        [lambda: session.all_gather(b"", "x", timeout=PATIENCE), children[1].kill]
+    )
     assert isinstance(error, PeerDied)
     session.close()
 
@@ -98,8 +105,16 @@ def test_a_rank_killed_in_the_meeting_is_named_before_the_deadline(spawn):
     unique_id, root = create_root(hosts=["127.0.0.1"])
 
     def joins_and_tells(pipe):
-        sock, machine = Dialer(unique_id.addresses, secret=unique_id.secret, rank=1, nranks=3, deadline=time.monotonic() + PATIENCE).dial()
-        accepted = _talk(sock, machine, SendMessage(now=0.0, message=_join(sock, None, Deadline.after(PATIENCE))))
+        sock, machine = Dialer(
+            unique_id.addresses,
+            secret=unique_id.secret,
+            rank=1,
+            nranks=3,
+            deadline=time.monotonic() + PATIENCE,
+        ).dial()
+        accepted = _talk(
+            sock, machine, SendMessage(now=0.0, message=_join(sock, None, Deadline.after(PATIENCE)))
+        )
         pipe.send(type(accepted).__name__)
         pipe.poll(PATIENCE)
 
@@ -140,8 +155,14 @@ def test_a_hub_that_ends_with_the_last_word_has_told_everybody(spawn):
 
     def gathers_and_ends(rank: int, unique_id: UniqueId) -> Callable[[Connection], None]:
         def main(pipe: Connection) -> None:
-            root = create_root(hosts=["127.0.0.1"], port=unique_id.addresses[0][1], secret=secret) if rank == 0 else None
-            parts = connect(unique_id, rank, nranks, PATIENCE).all_gather(bytes([rank]), "last", PATIENCE)
+            root = (
+                create_root(hosts=["127.0.0.1"], port=unique_id.addresses[0][1], secret=secret)
+                if rank == 0
+                else None
+            )
+            parts = connect(unique_id, rank, nranks, PATIENCE).all_gather(
+                bytes([rank]), "last", PATIENCE
+            )
             if root is None:
                 pipe.send(b"".join(parts))
             os._exit(0)
@@ -174,7 +195,9 @@ def test_the_death_of_the_hub_in_the_meeting(spawn):
         names: list[str] = []
         while names.count("Received") < 2:
             names.append(hub.recv())
-        with socket.create_connection(unique_id.addresses[0]):  # when this is seen, what came before has been answered
+        with socket.create_connection(
+            unique_id.addresses[0]
+        ):  # when this is seen, what came before has been answered
             while names.count("Connected") < 2:
                 names.append(hub.recv())
             hub.kill()
@@ -244,7 +267,11 @@ session = connect(UniqueId.parse(sys.argv[1]), int(sys.argv[2]), 2, 20.0)
         ("session.close('all done')", PeerLeft, "all done"),
         ("pass", PeerLeft, "its interpreter exited"),
         ("sys.exit(3)", PeerLeft, "its interpreter exited"),
-        ("raise ValueError('bad luck')", PeerLeft, "its interpreter exited after ValueError: bad luck"),
+        (
+            "raise ValueError('bad luck')",
+            PeerLeft,
+            "its interpreter exited after ValueError: bad luck",
+        ),
         ("import os; os._exit(0)", PeerLost, "its process ended"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", PeerLost, "its process ended"),
         ("import os; os.abort()", PeerLost, "its process ended"),
@@ -253,7 +280,9 @@ session = connect(UniqueId.parse(sys.argv[1]), int(sys.argv[2]), 2, 20.0)
 def test_ways_to_end_are_told_apart(ending, kind, reason):
     unique_id, _ = create_root(hosts=["127.0.0.1"])
     program = _PROGRAM.format(ending=ending)
-    process = subprocess.Popen([sys.executable, "-c", program, str(unique_id), "1"], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(unique_id), "1"], stderr=subprocess.DEVNULL
+    )
     try:
         session = _session(unique_id, 0, 2)
         event = Inbox(session).next()
@@ -278,7 +307,9 @@ session.barrier("met")
 
 
 def test_rank_0_that_exits_first_has_left_and_takes_the_control_plane_with_it():
-    process = subprocess.Popen([sys.executable, "-c", _HUB_PROGRAM], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HUB_PROGRAM], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         unique_id = UniqueId.parse(process.stdout.readline())
@@ -302,7 +333,9 @@ def test_rank_0_that_exits_first_has_left_and_takes_the_control_plane_with_it():
 
 def test_rank_0_that_exits_first_waits_a_moment_for_those_who_exit_too():
     moment = f"from miraccl.bootstrap import lifetime; lifetime.LINGER_SECONDS = {PATIENCE}"
-    process = subprocess.Popen([sys.executable, "-c", moment + _HUB_PROGRAM], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", moment + _HUB_PROGRAM], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         session = _session(UniqueId.parse(process.stdout.readline()), 1, 2)

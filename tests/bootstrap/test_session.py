@@ -37,7 +37,16 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.wire.bootstrap import Received
-from tests.bootstrap.kit import PATIENCE, Inbox, free_port, in_threads, job, needs_ipv6, told_at_the_deadline, until
+from tests.bootstrap.kit import (
+    PATIENCE,
+    Inbox,
+    free_port,
+    in_threads,
+    job,
+    needs_ipv6,
+    told_at_the_deadline,
+    until,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +61,9 @@ from tests.bootstrap.kit import PATIENCE, Inbox, free_port, in_threads, job, nee
 def test_ranks_meet_and_gather(hosts):
     with job(4, hosts) as sessions:
         assert [(s.rank, s.nranks) for s in sessions] == [(r, 4) for r in range(4)]
-        results = in_threads([lambda s=s: s.all_gather(bytes([s.rank]) * s.rank, "x") for s in sessions])
+        results = in_threads(
+            [lambda s=s: s.all_gather(bytes([s.rank]) * s.rank, "x") for s in sessions]
+        )
         assert results == [[b"", b"\1", b"\2\2", b"\3\3\3"]] * 4
         assert all(len(set(s.hosts)) == 1 for s in sessions)
         assert all(s.addresses in (["127.0.0.1"] * 4, ["::1"] * 4) for s in sessions)
@@ -72,7 +83,9 @@ def test_ranks_may_come_before_the_root_and_in_any_order():
             tried.set()
         return connect(unique_id, number, 3, PATIENCE)
 
-    root, *sessions = in_threads([root_later, *(lambda number=number: rank(number) for number in (2, 0, 1))])
+    root, *sessions = in_threads(
+        [root_later, *(lambda number=number: rank(number) for number in (2, 0, 1))]
+    )
     assert [s.rank for s in sessions] == [2, 0, 1]
     for session in sessions:
         session.close()
@@ -117,7 +130,11 @@ def test_a_connection_that_is_reset_as_soon_as_it_is_made_is_tried_again(monkeyp
     class Reset(socket.socket):
         def getsockopt(self, *args):
             problem = super().getsockopt(*args)
-            if args == (socket.SOL_SOCKET, socket.SO_ERROR) and taken.fileno() >= 0 and self.getpeername() == address:
+            if (
+                args == (socket.SOL_SOCKET, socket.SO_ERROR)
+                and taken.fileno() >= 0
+                and self.getpeername() == address
+            ):
                 taken.close()
                 poll = select.poll()
                 poll.register(self, select.POLLHUP)
@@ -127,7 +144,9 @@ def test_a_connection_that_is_reset_as_soon_as_it_is_made_is_tried_again(monkeyp
     monkeypatch.setattr(dial, "socket", SimpleNamespace(**{**vars(socket), "socket": Reset}))
     ids = [create_root(hosts=["127.0.0.1"], nranks=2)[0]]
     ids.append(replace(ids[0], addresses=(address, *ids[0].addresses)))
-    for session in in_threads([lambda rank=rank: connect(ids[rank], rank, 2, PATIENCE) for rank in range(2)]):
+    for session in in_threads(
+        [lambda rank=rank: connect(ids[rank], rank, 2, PATIENCE) for rank in range(2)]
+    ):
         session.close()
     assert taken.fileno() < 0
 
@@ -135,16 +154,25 @@ def test_a_connection_that_is_reset_as_soon_as_it_is_made_is_tried_again(monkeyp
 def test_a_gather_is_as_large_as_it_says():
     data = bytes(300_000)
     with job(3) as sessions:
-        assert in_threads([lambda s=s: s.all_gather(data, "big") for s in sessions]) == [[data] * 3] * 3
+        assert (
+            in_threads([lambda s=s: s.all_gather(data, "big") for s in sessions])
+            == [[data] * 3] * 3
+        )
         with pytest.raises(InvalidUsage, match="at most"):
             sessions[0].all_gather(bytes(30 << 20), "too big")
 
 
 def test_tags_of_several_threads_do_not_mix():
     with job(2) as sessions:
-        calls = [lambda s=s, t=t: [s.all_gather(f"{t}{i}".encode(), t) for i in range(5)] for s in sessions for t in "abc"]
+        calls = [
+            lambda s=s, t=t: [s.all_gather(f"{t}{i}".encode(), t) for i in range(5)]
+            for s in sessions
+            for t in "abc"
+        ]
         results = in_threads(calls)
-        assert results == [[[f"{t}{i}".encode()] * 2 for i in range(5)] for _ in sessions for t in "abc"]
+        assert results == [
+            [[f"{t}{i}".encode()] * 2 for i in range(5)] for _ in sessions for t in "abc"
+        ]
 
 
 def test_a_barrier_holds_until_the_last():
@@ -172,7 +200,9 @@ def test_missing_ranks_are_named(patience_of_the_hub):
         return connect(unique_id, 7, 8, patience_of_the_hub(0.2))
 
     with root:
-        errors = in_threads([impatient, *(lambda r=r: connect(unique_id, r, 8, PATIENCE) for r in (0, 1, 3, 4, 6))])
+        errors = in_threads(
+            [impatient, *(lambda r=r: connect(unique_id, r, 8, PATIENCE) for r in (0, 1, 3, 4, 6))]
+        )
     for error in errors:
         assert isinstance(error, BootstrapError)
         assert "ranks 2 and 5 of 8 never arrived within the 0.2 s that rank 7 waits" in str(error)
@@ -181,12 +211,18 @@ def test_missing_ranks_are_named(patience_of_the_hub):
 def test_nobody_home_is_said_with_address_and_reason():
     port = free_port()
     unique_id = UniqueId(addresses=(("127.0.0.1", port),), secret=b"s" * 32)
-    told_at_the_deadline(rf"127\.0\.0\.1:{port}: Connection refused", lambda seconds: connect(unique_id, 1, 2, seconds))
+    told_at_the_deadline(
+        rf"127\.0\.0\.1:{port}: Connection refused",
+        lambda seconds: connect(unique_id, 1, 2, seconds),
+    )
 
 
 def test_an_unknown_host_name_is_said():
     unique_id = UniqueId(addresses=(("no-such-host.invalid", 1),), secret=b"s" * 32)
-    told_at_the_deadline(r"no-such-host\.invalid: the name is not known", lambda seconds: connect(unique_id, 1, 2, seconds))
+    told_at_the_deadline(
+        r"no-such-host\.invalid: the name is not known",
+        lambda seconds: connect(unique_id, 1, 2, seconds),
+    )
 
 
 def test_a_rank_number_used_twice():
@@ -206,7 +242,9 @@ def test_a_rank_number_used_twice():
 
     first, *twins = in_threads([rank_0, rank_1, rank_1])
     (error,) = [twin for twin in twins if isinstance(twin, BootstrapError)]
-    assert f"rank 1 is taken: process {os.getpid()} came twice, as when two of its threads" in str(error)
+    assert f"rank 1 is taken: process {os.getpid()} came twice, as when two of its threads" in str(
+        error
+    )
     assert "each process needs its own rank" in str(error)
     for session in (first, *twins):
         if session is not error:
@@ -223,7 +261,9 @@ def test_a_duplicate_that_comes_after_the_meeting():
 def test_different_nranks():
     unique_id, root = create_root(hosts=["127.0.0.1"])
     with root:
-        results = in_threads([lambda: connect(unique_id, 0, 2, PATIENCE), lambda: connect(unique_id, 1, 3, PATIENCE)])
+        results = in_threads(
+            [lambda: connect(unique_id, 0, 2, PATIENCE), lambda: connect(unique_id, 1, 3, PATIENCE)]
+        )
     for error in results:
         assert isinstance(error, BootstrapError)
         assert "nranks=2" in str(error)
@@ -281,25 +321,35 @@ def test_a_root_that_closes_in_the_meeting_ends_it():
 def test_late_ranks_are_named_by_those_who_wait(monkeypatch):
     monkeypatch.setattr(link, "GRACE_SECONDS", PATIENCE)  # for the hub, which tells who is late
     with job(3) as sessions:
-        with pytest.raises(CollectiveTimeout, match=r"all_gather 'plan' of world: ranks 1 and 2 of 3 did not come within 0\.1 s"):
+        with pytest.raises(
+            CollectiveTimeout,
+            match=r"all_gather 'plan' of world: ranks 1 and 2 of 3 did not come within 0\.1 s",
+        ):
             sessions[0].all_gather(b"", "plan", timeout=0.1)
         with pytest.raises(CollectiveTimeout):
             sessions[0].barrier("b", timeout=0.0)
 
 
-@pytest.mark.parametrize("timeout", [3e6, float("inf")])  # a month is more milliseconds than epoll can count
+@pytest.mark.parametrize(
+    "timeout", [3e6, float("inf")]
+)  # a month is more milliseconds than epoll can count
 def test_a_rank_may_wait_for_months(timeout):
     log: list[object] = []
     unique_id, root = create_root(hosts=["127.0.0.1"], log=log)
     with root:
-        sessions = in_threads([lambda rank=rank: connect(unique_id, rank, 2, timeout) for rank in range(2)])
+        sessions = in_threads(
+            [lambda rank=rank: connect(unique_id, rank, 2, timeout) for rank in range(2)]
+        )
         met = len(log)
 
         def late():
             until(lambda: len(log) > met)  # the hub knows of the other one's deadline and sleeps
             return sessions[1].all_gather(b"1", "x")
 
-        assert in_threads([lambda: sessions[0].all_gather(b"0", "x", timeout=timeout), late]) == [[b"0", b"1"]] * 2
+        assert (
+            in_threads([lambda: sessions[0].all_gather(b"0", "x", timeout=timeout), late])
+            == [[b"0", b"1"]] * 2
+        )
         for session in sessions:
             session.close()
 
@@ -322,7 +372,9 @@ def test_notices_reach_the_others_in_order():
         for number in range(20):
             sessions[1].notify({"abort": number})
         for rank in (0, 2):
-            assert [inboxes[rank].next() for _ in range(20)] == [Notice(from_rank=1, payload={"abort": n}) for n in range(20)]
+            assert [inboxes[rank].next() for _ in range(20)] == [
+                Notice(from_rank=1, payload={"abort": n}) for n in range(20)
+            ]
         assert inboxes[1].empty()
         with pytest.raises(InvalidUsage, match="plain JSON"):
             sessions[1].notify({"x": object()})
@@ -331,7 +383,9 @@ def test_notices_reach_the_others_in_order():
 def test_events_that_came_before_anybody_listened_are_delivered():
     with job(2) as sessions:
         sessions[0].notify({"n": 1})
-        in_threads([lambda s=s: s.barrier("after") for s in sessions])  # the notice is there when the barrier is through
+        in_threads(
+            [lambda s=s: s.barrier("after") for s in sessions]
+        )  # the notice is there when the barrier is through
         assert Inbox(sessions[1]).next() == Notice(from_rank=0, payload={"n": 1})
 
 
@@ -352,7 +406,10 @@ def test_what_has_arrived_is_known_after_catching_up():
         sessions[0].notify({"number": 2})
         while last.next_of(Notice).payload != {"number": 2}:  # the hub has sent it to rank 1 before
             pass
-        thread, link = threading.Thread(target=sessions[1].catch_up, args=(PATIENCE,)), sessions[1]._link
+        thread, link = (
+            threading.Thread(target=sessions[1].catch_up, args=(PATIENCE,)),
+            sessions[1]._link,
+        )
         thread.start()
         until(lambda: bool(link and link._deliveries))
         go.set()
@@ -418,7 +475,12 @@ def test_a_hub_of_many_jobs_lets_the_same_ranks_meet_again_also_before_they_have
     unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"], many=True)
 
     def meet() -> list[Session]:
-        sessions = in_threads([lambda r=r: connect(unique_id, r, 2, PATIENCE, session_timeout=PATIENCE) for r in range(2)])
+        sessions = in_threads(
+            [
+                lambda r=r: connect(unique_id, r, 2, PATIENCE, session_timeout=PATIENCE)
+                for r in range(2)
+            ]
+        )
         assert all(isinstance(session, Session) for session in sessions), sessions
         return sessions
 
@@ -427,11 +489,16 @@ def test_a_hub_of_many_jobs_lets_the_same_ranks_meet_again_also_before_they_have
     inbox = Inbox(second[0])
     third = meet()
     for name, sessions in ((b"second", second), (b"third", third)):
-        assert in_threads([lambda s=s, n=name: s.all_gather(n, "x") for s in sessions]) == [[name] * 2] * 2
+        assert (
+            in_threads([lambda s=s, n=name: s.all_gather(n, "x") for s in sessions])
+            == [[name] * 2] * 2
+        )
     assert inbox.empty()  # rank 1 has left the first job only
     for session in (first[0], *second, *third):
         session.close()
-    assert isinstance(in_threads([lambda: connect(unique_id, 0, 2, 0.1)])[0], BootstrapError)  # the next job fails alone
+    assert isinstance(
+        in_threads([lambda: connect(unique_id, 0, 2, 0.1)])[0], BootstrapError
+    )  # the next job fails alone
     last = meet()
     root.close()
     assert root.join(PATIENCE)
@@ -526,7 +593,10 @@ def test_status_of_a_rank_that_left():
         inbox = Inbox(sessions[0])
         sessions[1].close("done early")
         assert isinstance(inbox.next(), PeerLeft)
-        assert sessions[0].request_status(PATIENCE)[1] == {"answered": False, "reason": "left: done early"}
+        assert sessions[0].request_status(PATIENCE)[1] == {
+            "answered": False,
+            "reason": "left: done early",
+        }
 
 
 # --- sub ----------------------------------------------------------------------------------------------------------------
@@ -537,7 +607,10 @@ def test_a_sub_session_is_renumbered_and_separate():
         evens = [sessions[r].sub([2, 0], "evens") for r in (2, 0)]
         odds = [sessions[r].sub([1, 3], "odds") for r in (1, 3)]
         assert [(s.rank, s.nranks) for s in evens] == [(0, 2), (1, 2)]
-        calls = [lambda s=s: s.all_gather(bytes([s.rank]) + s.name.encode(), "same tag") for s in [*evens, *odds]]
+        calls = [
+            lambda s=s: s.all_gather(bytes([s.rank]) + s.name.encode(), "same tag")
+            for s in [*evens, *odds]
+        ]
         results = in_threads(calls)
         assert results[:2] == [[b"\0evens", b"\1evens"]] * 2
         assert results[2:] == [[b"\0odds", b"\1odds"]] * 2
@@ -550,7 +623,10 @@ def test_a_sub_session_is_renumbered_and_separate():
         in_threads([lambda s=s: s.barrier("all") for s in sessions])
         evens[0].close("evens end")
         assert inbox.next_of(PeerLeft) == PeerLeft(rank=0, reason="evens end")
-        assert evens[1].request_status(PATIENCE)[0] == {"answered": False, "reason": "left: evens end"}
+        assert evens[1].request_status(PATIENCE)[0] == {
+            "answered": False,
+            "reason": "left: evens end",
+        }
         in_threads([lambda s=s: s.barrier("still there") for s in sessions])
         for session in (*evens, *odds):
             session.close()
@@ -569,7 +645,9 @@ def test_a_sub_session_that_is_closed_while_a_thread_is_about_to_use_it():
         with pytest.raises(CommunicatorClosed):
             subs[0].request_status(PATIENCE)
         subs[1].close()
-        assert in_threads([lambda s=s: s.all_gather(b"", "x") for s in sessions]) == [[b"", b""]] * 2
+        assert (
+            in_threads([lambda s=s: s.all_gather(b"", "x") for s in sessions]) == [[b"", b""]] * 2
+        )
 
 
 def test_a_sub_session_outlives_its_parent_and_can_be_split_again():
@@ -578,8 +656,14 @@ def test_a_sub_session_outlives_its_parent_and_can_be_split_again():
         again = [sub.sub([1, 0], "swapped") for sub in subs]
         for session in sessions:
             session.close()
-        assert in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in subs]) == [[b"\0", b"\1"]] * 2
-        assert in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in again]) == [[b"\0", b"\1"]] * 2
+        assert (
+            in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in subs])
+            == [[b"\0", b"\1"]] * 2
+        )
+        assert (
+            in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in again])
+            == [[b"\0", b"\1"]] * 2
+        )
         inbox = Inbox(again[1])
         again[0].close()
         subs[0].close()

@@ -135,14 +135,23 @@ def test_a_thread_in_a_library_is_where_the_user_called_it():
     assert "user_function" in str(place["where"])
 
 
-@pytest.mark.parametrize("folder", [*site.getsitepackages(), site.getusersitepackages(), "/a/source/tree"])
+@pytest.mark.parametrize(
+    "folder", [*site.getsitepackages(), site.getusersitepackages(), "/a/source/tree"]
+)
 def test_libraries_lie_in_any_folder_for_them(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the user, and of the system where a virtual environment sees these, and any that is added."""
     monkeypatch.setattr(stacks_module, "_LIBRARIES", [*stacks_module._LIBRARIES])
     if folder.startswith("/a"):
         add_library(folder)
     library: dict[str, Any] = {}
-    exec(compile("def call_library(gate, patience):\n    gate.wait(patience)", os.path.join(folder, "library.py"), "exec"), library)
+    exec(
+        compile(
+            "def call_library(gate, patience):\n    gate.wait(patience)",
+            os.path.join(folder, "library.py"),
+            "exec",
+        ),
+        library,
+    )
     gate = threading.Event()
 
     def user_function() -> None:
@@ -170,8 +179,22 @@ def test_a_call_of_ours_by_a_library_is_where_the_user_called_the_library():
     """Such as DDP's backward pass."""
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
-    exec(compile("def all_reduce(wait):\n    wait(20.0)\n", stacks_module._PACKAGE + "comm/calls.py", "exec"), ours)
-    exec(compile("def backward(call, wait):\n    call(wait)\n", stacks_module._LIBRARIES[-1] + "torch/ddp.py", "exec"), theirs)
+    exec(
+        compile(
+            "def all_reduce(wait):\n    wait(20.0)\n",
+            stacks_module._PACKAGE + "comm/calls.py",
+            "exec",
+        ),
+        ours,
+    )
+    exec(
+        compile(
+            "def backward(call, wait):\n    call(wait)\n",
+            stacks_module._LIBRARIES[-1] + "torch/ddp.py",
+            "exec",
+        ),
+        theirs,
+    )
     gate = threading.Event()
 
     def user_function():
@@ -187,7 +210,9 @@ def test_a_call_of_ours_by_a_library_is_where_the_user_called_the_library():
 
 
 def test_a_thread_that_waits_in_this_package_is_where_it_called_us():
-    code = compile("def all_reduce(wait):\n    wait(20.0)\n", stacks_module._PACKAGE + "comm/calls.py", "exec")
+    code = compile(
+        "def all_reduce(wait):\n    wait(20.0)\n", stacks_module._PACKAGE + "comm/calls.py", "exec"
+    )
     names: dict[str, Any] = {}
     exec(code, names)
 
@@ -222,8 +247,14 @@ def test_several_threads_of_which_one_does_not_exist() -> None:
     assert locate([1]) == []
 
 
-@pytest.mark.parametrize("look", [lambda: locate([threading.get_ident()]), whereabouts.only_thread], ids=["locate", "only_thread"])
-def test_a_look_keeps_nothing_of_a_program_that_collects_no_garbage(look: Callable[[], object]) -> None:
+@pytest.mark.parametrize(
+    "look",
+    [lambda: locate([threading.get_ident()]), whereabouts.only_thread],
+    ids=["locate", "only_thread"],
+)
+def test_a_look_keeps_nothing_of_a_program_that_collects_no_garbage(
+    look: Callable[[], object],
+) -> None:
     class Large:
         pass
 

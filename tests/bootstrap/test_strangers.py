@@ -18,7 +18,9 @@ from tests.bootstrap.kit import PATIENCE, free_port, in_threads
 
 
 @contextlib.contextmanager
-def strangers(address: tuple[str, int], count: int, says: bytes = b"") -> Iterator[list[socket.socket]]:
+def strangers(
+    address: tuple[str, int], count: int, says: bytes = b""
+) -> Iterator[list[socket.socket]]:
     with contextlib.ExitStack() as stack:
         socks: list[socket.socket] = []
         for _ in range(count):
@@ -30,10 +32,15 @@ def strangers(address: tuple[str, int], count: int, says: bytes = b"") -> Iterat
 
 
 def _meets(unique_id: UniqueId, nranks: int) -> None:
-    sessions = in_threads([lambda r=r: connect(unique_id, r, nranks, PATIENCE) for r in range(nranks)])
+    sessions = in_threads(
+        [lambda r=r: connect(unique_id, r, nranks, PATIENCE) for r in range(nranks)]
+    )
     for session in sessions:
         assert isinstance(session, Session), session
-    assert in_threads([lambda s=s: s.all_gather(b"x", "t") for s in sessions]) == [[b"x"] * nranks] * nranks
+    assert (
+        in_threads([lambda s=s: s.all_gather(b"x", "t") for s in sessions])
+        == [[b"x"] * nranks] * nranks
+    )
     for session in sessions:
         session.close()
 
@@ -47,7 +54,8 @@ def _meets(unique_id: UniqueId, nranks: int) -> None:
         b"\xff" * 100_000,
         encode_frame(b""),
         encode_frame(encode(Hello(rank=0, nranks=2, nonce=bytes(32)))),
-        encode_frame(encode(Hello(rank=0, nranks=2, nonce=bytes(32)))) + encode_frame(bytes([3]) + bytes(32)),
+        encode_frame(encode(Hello(rank=0, nranks=2, nonce=bytes(32))))
+        + encode_frame(bytes([3]) + bytes(32)),
     ],
     ids=["silent", "http", "zeros", "ones", "empty", "hello", "wrong proof"],
 )
@@ -124,7 +132,14 @@ def odd_service(answer: bytes | None) -> Iterator[int]:
                 sock.close()
 
 
-ANSWERS = [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 1000, encode_frame(bytes([2]) + bytes(64)), encode_frame(b"\x04\0\x07")]
+ANSWERS = [
+    None,
+    b"",
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"\0" * 1000,
+    encode_frame(bytes([2]) + bytes(64)),
+    encode_frame(b"\x04\0\x07"),
+]
 ANSWER_IDS = ["silent", "hangs up", "http", "zeros", "a hub with another secret", "another version"]
 
 
@@ -134,7 +149,14 @@ def test_a_member_that_probes_ports_is_not_confused_by_other_services(answer):
         unique_id, root = create_root(hosts=["127.0.0.1"])
         targets = [("127.0.0.1", odd), ("127.0.0.1", free_port()), *unique_id.addresses]
         with root:
-            dialer = Dialer(targets, secret=unique_id.secret, rank=0, nranks=2, deadline=float("inf"), probing=True)
+            dialer = Dialer(
+                targets,
+                secret=unique_id.secret,
+                rank=0,
+                nranks=2,
+                deadline=float("inf"),
+                probing=True,
+            )
             sock, _ = dialer.dial()
             assert sock.getpeername() == unique_id.addresses[0]
             sock.close()

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from miraccl.bootstrap import UniqueId, create_root
 from miraccl.errors import InvalidUsage
 
-_hosts = st.one_of(st.sampled_from(["10.0.0.1", "::1", "fd00::17"]), st.text("abc.-019", min_size=1, max_size=20))
+_hosts = st.one_of(
+    st.sampled_from(["10.0.0.1", "::1", "fd00::17"]), st.text("abc.-019", min_size=1, max_size=20)
+)
 _ids = st.builds(
     UniqueId,
     addresses=st.lists(st.tuples(_hosts, st.integers(1, 65535)), min_size=1, max_size=4).map(tuple),
@@ -47,7 +49,18 @@ def test_arbitrary_bytes(data):
         assert UniqueId.from_bytes(data).to_bytes() == data
 
 
-@pytest.mark.parametrize("text", ["", "miraccl", "miraccl:", "miraccl:!!!", "miraccl:AAAA", "nccl:AAAA", "miraccl:" + "A" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "miraccl",
+        "miraccl:",
+        "miraccl:!!!",
+        "miraccl:AAAA",
+        "nccl:AAAA",
+        "miraccl:" + "A" * 100_000,
+    ],
+)
 def test_text_that_is_no_id(text):
     with pytest.raises(InvalidUsage, match="unique id"):
         UniqueId.parse(text)

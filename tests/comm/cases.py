@@ -17,11 +17,22 @@ from tests.comm import reference as ref
 
 GUARD = 96
 FILL = 0xA5
-EVEN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter")
+EVEN = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "gather",
+    "scatter",
+)
 UNEVEN = ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "gather_v", "scatter_v")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce", "reduce_scatter_v")
 ROOTED = ("broadcast", "reduce", "gather", "scatter", "gather_v", "scatter_v")
-IN_PLACE = tuple(name for name in (*EVEN, *UNEVEN) if name not in ("broadcast", "all_to_all", "all_to_all_v"))
+IN_PLACE = tuple(
+    name for name in (*EVEN, *UNEVEN) if name not in ("broadcast", "all_to_all", "all_to_all_v")
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,9 @@ class Case:
     give_out: bool = True
 
     def __str__(self) -> str:
-        extra = "".join(f" {w}" for w in ("in_place", "wild", "window") if getattr(self, w)) + ("" if self.give_out else " no out")
+        extra = "".join(f" {w}" for w in ("in_place", "wild", "window") if getattr(self, w)) + (
+            "" if self.give_out else " no out"
+        )
         return f"{self.name} {self.count} x {self.dtype.label} {self.op.name} root {self.root} seed {self.seed}{extra}"
 
 
@@ -70,7 +83,9 @@ class Buffers:
         for raw, start, nbytes in self._raw:
             beside = np.concatenate([raw[:start], raw[start + nbytes :]])
             where = np.flatnonzero(raw != FILL)[:8] - start
-            assert (beside == FILL).all(), f"bytes beside a buffer of {nbytes} bytes were written: {where}"
+            assert (beside == FILL).all(), (
+                f"bytes beside a buffer of {nbytes} bytes were written: {where}"
+            )
 
 
 def expect(what: str, got: Any, want: np.ndarray, op: RedOp = RedOp.SUM) -> None:
@@ -78,7 +93,9 @@ def expect(what: str, got: Any, want: np.ndarray, op: RedOp = RedOp.SUM) -> None
     if wrong.size:
         i = int(wrong[0])
         first = f"[{i}]: {got.reshape(-1)[i]!r}, not {want.reshape(-1)[i]!r}"
-        raise AssertionError(f"{what}: {wrong.size} of {want.size} elements are wrong, the first is {first}")
+        raise AssertionError(
+            f"{what}: {wrong.size} of {want.size} elements are wrong, the first is {first}"
+        )
 
 
 def perform(comm: Communicator, case: Case) -> None:
@@ -90,7 +107,9 @@ def perform(comm: Communicator, case: Case) -> None:
         _RUN[case.name](comm, case, rng, buffers)
         buffers.check()
     except AssertionError as error:
-        raise AssertionError(f"rank {comm.rank} of {comm.nranks}, plan {comm.last_plan}: {case}: {error}") from None
+        raise AssertionError(
+            f"rank {comm.rank} of {comm.nranks}, plan {comm.last_plan}: {case}: {error}"
+        ) from None
 
 
 def _draw(case: Case, rng: np.random.Generator, counts: Sequence[int]) -> list[np.ndarray]:
@@ -151,7 +170,9 @@ def _all_gather(comm: Communicator, case: Case, rng: np.random.Generator, buffer
     values = _draw(case, rng, [case.count] * comm.nranks)
     want = np.concatenate(values)
     if not case.give_out and not case.in_place:
-        return expect("result", comm.all_gather(buffers.filled(case.dtype, values[comm.rank])), want)
+        return expect(
+            "result", comm.all_gather(buffers.filled(case.dtype, values[comm.rank])), want
+        )
     out = buffers.empty(case.dtype, want.size)
     if case.in_place:
         x = out[comm.rank * case.count : (comm.rank + 1) * case.count]
@@ -164,7 +185,9 @@ def _all_gather(comm: Communicator, case: Case, rng: np.random.Generator, buffer
         expect("x (must not change)", x, values[comm.rank])
 
 
-def _all_gather_v(comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers) -> None:
+def _all_gather_v(
+    comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers
+) -> None:
     counts = _counts(case, rng, comm.nranks)
     values = _draw(case, rng, counts)
     want = np.concatenate(values)
@@ -179,7 +202,14 @@ def _all_gather_v(comm: Communicator, case: Case, rng: np.random.Generator, buff
     expect("out", got, want)
 
 
-def _scattered(comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers, counts: list[int], uneven: bool) -> None:
+def _scattered(
+    comm: Communicator,
+    case: Case,
+    rng: np.random.Generator,
+    buffers: Buffers,
+    counts: list[int],
+    uneven: bool,
+) -> None:
     values = _draw(case, rng, [sum(counts)] * comm.nranks)
     op, scalars, mine = _op(case, comm.nranks)
     start = sum(counts[: comm.rank])
@@ -197,11 +227,15 @@ def _scattered(comm: Communicator, case: Case, rng: np.random.Generator, buffers
         expect("x (must not change)", x, values[comm.rank])
 
 
-def _reduce_scatter(comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers) -> None:
+def _reduce_scatter(
+    comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers
+) -> None:
     _scattered(comm, case, rng, buffers, [case.count] * comm.nranks, False)
 
 
-def _reduce_scatter_v(comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers) -> None:
+def _reduce_scatter_v(
+    comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers
+) -> None:
     _scattered(comm, case, rng, buffers, _counts(case, rng, comm.nranks), True)
 
 
@@ -215,7 +249,9 @@ def _all_to_all(comm: Communicator, case: Case, rng: np.random.Generator, buffer
     expect("x (must not change)", x, values[comm.rank])
 
 
-def _all_to_all_v(comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers) -> None:
+def _all_to_all_v(
+    comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers
+) -> None:
     n, me = comm.nranks, comm.rank
     matrix = [_counts(case, rng, n) for _ in range(n)]
     values = _draw(case, rng, [sum(row) for row in matrix])
@@ -228,7 +264,14 @@ def _all_to_all_v(comm: Communicator, case: Case, rng: np.random.Generator, buff
     expect("x (must not change)", x, values[me])
 
 
-def _gathered(comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers, counts: list[int], uneven: bool) -> None:
+def _gathered(
+    comm: Communicator,
+    case: Case,
+    rng: np.random.Generator,
+    buffers: Buffers,
+    counts: list[int],
+    uneven: bool,
+) -> None:
     values = _draw(case, rng, counts)
     is_root = comm.rank == case.root
     out = buffers.empty(case.dtype, sum(counts)) if is_root else None
@@ -257,7 +300,14 @@ def _gather_v(comm: Communicator, case: Case, rng: np.random.Generator, buffers:
     _gathered(comm, case, rng, buffers, _counts(case, rng, comm.nranks), True)
 
 
-def _shared(comm: Communicator, case: Case, rng: np.random.Generator, buffers: Buffers, counts: list[int], uneven: bool) -> None:
+def _shared(
+    comm: Communicator,
+    case: Case,
+    rng: np.random.Generator,
+    buffers: Buffers,
+    counts: list[int],
+    uneven: bool,
+) -> None:
     (values,) = _draw(case, rng, [sum(counts)])
     is_root = comm.rank == case.root
     start = sum(counts[: comm.rank])
@@ -269,7 +319,9 @@ def _shared(comm: Communicator, case: Case, rng: np.random.Generator, buffers: B
     else:
         out = buffers.empty(case.dtype, counts[comm.rank])
     given = None if is_root and not case.give_out and not case.in_place else out
-    got = comm.scatter_v(x, counts, case.root, given) if uneven else comm.scatter(x, case.root, given)
+    got = (
+        comm.scatter_v(x, counts, case.root, given) if uneven else comm.scatter(x, case.root, given)
+    )
     expect("out", got, values[share])
     if is_root:
         assert x is not None
@@ -290,7 +342,12 @@ _RUN: dict[str, Callable[[Communicator, Case, np.random.Generator, Buffers], Non
 
 
 def random_case(
-    rng: np.random.Generator, nranks: int, counts: Sequence[int], names: Sequence[str], *, ordered: Callable[[Case], bool]
+    rng: np.random.Generator,
+    nranks: int,
+    counts: Sequence[int],
+    names: Sequence[str],
+    *,
+    ordered: Callable[[Case], bool],
 ) -> Case:
     """A case drawn from ``rng``; ``ordered`` says whether additions have the order of the ranks, so that any input has one right result."""
     from dataclasses import replace

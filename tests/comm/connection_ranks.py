@@ -133,7 +133,9 @@ def slow() -> float:
         together(comm)
         streams = comm._member.fabric._proxy._drivers[other].streams
         for stream in streams:
-            stream.send = itertools.repeat(0).__next__  # no line of this file on the proxy's thread, where it would count as the program's
+            stream.send = (
+                itertools.repeat(0).__next__
+            )  # no line of this file on the proxy's thread, where it would count as the program's
 
         def go_on() -> None:
             for stream in streams:

@@ -108,7 +108,11 @@ def goes_through(victim: int) -> Any:
     """Ranks 0 and 1 broadcast from rank 0, rank 2 from rank 1: the others are through and gone while rank 2 waits for one of them."""
     comm = miraccl.init(timeout=20)
     session, through = comm._member.session, threading.Semaphore(0)
-    session.on_event(lambda event: through.release() if getattr(event, "payload", {}).get("kind") == "through" else None)
+    session.on_event(
+        lambda event: (
+            through.release() if getattr(event, "payload", {}).get("kind") == "through" else None
+        )
+    )
     together(comm)
     x = np.ones(12)
     try:
@@ -121,7 +125,9 @@ def goes_through(victim: int) -> Any:
     except MiracclError as error:
         return seen(error)
     session.notify({"kind": "through"})
-    wait_until(lambda: bool(comm._member.fabric.history(2)))  # it has called what does not fit: else that would never begin
+    wait_until(
+        lambda: bool(comm._member.fabric.history(2))
+    )  # it has called what does not fit: else that would never begin
     if comm.rank != victim:  # which ends without a word
         comm.finalize()
     return {"type": "none"}
@@ -154,7 +160,9 @@ def unlike_messages_of_groups(what: str) -> Any:
     comm.all_reduce(np.ones(3))
     right, left = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     odd = comm.rank == 0
-    x = np.ones(13 if what == "count" and odd else 12, np.int32 if what == "dtype" and odd else np.float32)
+    x = np.ones(
+        13 if what == "count" and odd else 12, np.int32 if what == "dtype" and odd else np.float32
+    )
     try:
         with miraccl.group():
             comm.send(x, right)
@@ -208,7 +216,9 @@ def split_after_an_operation_of_another_thread() -> float:
         if comm.rank == 0:
             work = comm.all_reduce(x, async_op=True)
             wait_until(lambda: bool(comm._member.context.met[1:, 0].all()))
-            time.sleep(0.2)  # in which the operation looks whether somebody waits for this rank, and goes on
+            time.sleep(
+                0.2
+            )  # in which the operation looks whether somebody waits for this rank, and goes on
         part = comm.split(0)
         work.wait() if comm.rank == 0 else comm.all_reduce(x)
         assert part is not None
@@ -234,7 +244,11 @@ def until(right: Callable[[dict[int, dict[str, Any]]], bool], session: Any) -> N
     """Ask what all ranks are doing until ``right`` says yes."""
     while True:
         answers = session.request_status(10.0)
-        told = {rank: answer["status"] for rank, answer in answers.items() if "seq" in answer.get("status", {})}
+        told = {
+            rank: answer["status"]
+            for rank, answer in answers.items()
+            if "seq" in answer.get("status", {})
+        }
         if len(told) == len(answers) and right(told):
             return
 
@@ -313,7 +327,10 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
         from miraccl.transport.shm import ShmTransport
         from miraccl.transport.socket import SocketTransport
 
-        for transport in (ShmTransport, SocketTransport):  # after its peers were told where to find it
+        for transport in (
+            ShmTransport,
+            SocketTransport,
+        ):  # after its peers were told where to find it
             transport.connect = lambda self, infos: die(path) if infos else {}  # type: ignore[method-assign, assignment]
     if phase in ("bootstrap", "connect"):
         try:
@@ -346,7 +363,11 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
     else:
         result = survive(comm, path, lambda: comm.all_reduce(big))
     smaller = comm.shrink()
-    result["shrunk"] = [smaller.rank, smaller.nranks, float(smaller.all_reduce(np.full(70000, smaller.rank + 1.0))[-1])]
+    result["shrunk"] = [
+        smaller.rank,
+        smaller.nranks,
+        float(smaller.all_reduce(np.full(70000, smaller.rank + 1.0))[-1]),
+    ]
     smaller.barrier()
     smaller.finalize()
     comm.finalize()
@@ -418,7 +439,11 @@ def dies_for_one_that_leaves() -> Any:
     """Rank 0 finalizes while an operation is pending, for which rank 1, which is killed then, does not come any more."""
     comm = miraccl.init(timeout=30)
     session, leaving = comm._member.session, threading.Event()
-    session.on_event(lambda event: leaving.set() if getattr(event, "payload", {}).get("kind") == "for a test" else None)
+    session.on_event(
+        lambda event: (
+            leaving.set() if getattr(event, "payload", {}).get("kind") == "for a test" else None
+        )
+    )
     together(comm)
     if comm.rank == 1:
         assert leaving.wait(20)
@@ -449,6 +474,7 @@ def has_ended(pid: int) -> bool:
 
 def watch_and_die(comm: miraccl.Communicator, path: str) -> None:
     """A thread that kills this process in the middle of its fourth operation or so."""
+
     def watch() -> None:
         calls = 0
         while calls < 40:
@@ -474,12 +500,16 @@ def exits(how: str, ranks_per_host: int) -> Any:
             return "left"
         if how == "pending":  # rank 1 may or may not get to its part of this one
             comm.all_reduce(np.ones(5))
-        if how == "finalize":  # else who is through may find that rank 1 has left, and end the operation of the other one
+        if (
+            how == "finalize"
+        ):  # else who is through may find that rank 1 has left, and end the operation of the other one
             other = 2 - comm.rank
             comm.sendrecv(np.ones(5), other, np.ones(5), other)
         comm.all_reduce(np.ones(5))
     except MiracclError as error:
-        assert done or how != "finalize"  # who just ends may be missed in its last operation by a rank that is not yet through
+        assert (
+            done or how != "finalize"
+        )  # who just ends may be missed in its last operation by a rank that is not yet through
         return seen(error)
     return "nothing"
 
@@ -495,13 +525,25 @@ def absent(where: str, ranks_per_host: int) -> Any:
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=30)
     session, context = comm._member.session, comm._member.context
-    session.on_event(lambda event: context.set(at.CTX_DEADLINE, 1) if getattr(event, "payload", {}) == PASSES else None)
+    session.on_event(
+        lambda event: (
+            context.set(at.CTX_DEADLINE, 1) if getattr(event, "payload", {}) == PASSES else None
+        )
+    )
     comm.all_reduce(np.ones(3, np.float32))
-    session.barrier("all have ended it")  # what rank 1 keeps the lock from could be its last message
+    session.barrier(
+        "all have ended it"
+    )  # what rank 1 keeps the lock from could be its last message
     start = time.monotonic()
     try:
         if comm.rank == 1:
-            until(lambda told: told[0]["peer"] == 1 and all(told[rank]["state"] == at.STATE_WAITING for rank in (0, 2)), session)
+            until(
+                lambda told: (
+                    told[0]["peer"] == 1
+                    and all(told[rank]["state"] == at.STATE_WAITING for rank in (0, 2))
+                ),
+                session,
+            )
             if where == "python":
                 return elsewhere(comm)
             if where == "c":
@@ -589,7 +631,9 @@ def handled(ranks_per_host: int) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
     with miraccl.init(timeout=20) as comm:
         heard = threading.Event()
-        comm._member.session.on_event(lambda event: heard.set() if getattr(event, "payload", {}).get("kind") == "go" else None)
+        comm._member.session.on_event(
+            lambda event: heard.set() if getattr(event, "payload", {}).get("kind") == "go" else None
+        )
         together(comm)
         if comm.rank == 1:
 
@@ -698,6 +742,7 @@ def after_finalize() -> None:
                 continue
             raise AssertionError(f"call {number} of a closed communicator did not complain")
     assert "closed" in repr(comm)
-    assert x.sum() == 10 * (comm.nranks * (comm.nranks - 1) // 2)  # window memory lives on with its array
+    assert x.sum() == 10 * (
+        comm.nranks * (comm.nranks - 1) // 2
+    )  # window memory lives on with its array
     x[:] = 5
-

@@ -16,7 +16,13 @@ def main() -> None:
         kinds = {peer: wire.kind for peer, wire in comm._member.context.wires.items()}
         rng = np.random.default_rng(11)
         for _ in range(40):
-            case = cases.random_case(rng, comm.nranks, [0, 1, 7, 5000, 100_001], [*cases.EVEN, *cases.UNEVEN], ordered=lambda case: False)
+            case = cases.random_case(
+                rng,
+                comm.nranks,
+                [0, 1, 7, 5000, 100_001],
+                [*cases.EVEN, *cases.UNEVEN],
+                ordered=lambda case: False,
+            )
             cases.perform(comm, case)
         ring(comm, 600_000)
         everybody_to_everybody(comm)

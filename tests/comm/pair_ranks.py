@@ -66,7 +66,9 @@ CALLS: dict[str, Callable[[Rank], Any]] = {
 }
 
 
-def pairs(names: list[tuple[str, str]], timeout: float, ranks_per_host: int, answer_s: float | None = None) -> list[dict[str, Any]]:
+def pairs(
+    names: list[tuple[str, str]], timeout: float, ranks_per_host: int, answer_s: float | None = None
+) -> list[dict[str, Any]]:
     """What this rank saw of each pair (call of rank ODD, call of the others); ``answer_s``: how long ranks wait for answers of others."""
     if answer_s is not None:
         lookout.ANSWER_S = statuses.STATUS_WAIT_S = answer_s
@@ -100,7 +102,9 @@ def threads() -> float:
     with miraccl.init(timeout=60) as world:
         me = Rank(world, 60)
         x, y = np.ones(3), np.ones(3)
-        helper = threading.Thread(target=come_late, args=(me, y, questions(me.part._member.session)))
+        helper = threading.Thread(
+            target=come_late, args=(me, y, questions(me.part._member.session))
+        )
         if me.rank == 0:
             helper.start()
             me.comm.all_reduce(x)

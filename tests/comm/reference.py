@@ -46,7 +46,9 @@ def tame(rng: np.random.Generator, dtype: DType, count: int) -> Array:
     return values.astype(np.float32).astype(DTYPES[dtype])
 
 
-def reduce_arrays(arrays: Sequence[Array], op: RedOp | PreMulSum, scalars: Sequence[float] = ()) -> Array:
+def reduce_arrays(
+    arrays: Sequence[Array], op: RedOp | PreMulSum, scalars: Sequence[float] = ()
+) -> Array:
     """All ranks' arrays, in the order of the ranks."""
     dtype = arrays[0].dtype
     small = any(dtype == DTYPES[d] for d in SMALL_FLOATS)
@@ -68,7 +70,9 @@ def reduce_arrays(arrays: Sequence[Array], op: RedOp | PreMulSum, scalars: Seque
         if op is RedOp.AVG:
             n = len(arrays)
             if wide.kind in "iu":
-                share, rest = np.divmod(total, wide.type(n))  # rounded down, and up again where that was away from zero
+                share, rest = np.divmod(
+                    total, wide.type(n)
+                )  # rounded down, and up again where that was away from zero
                 total = share + ((total < 0) & (rest != 0)).astype(wide)
             else:
                 total = total / wide.type(n)

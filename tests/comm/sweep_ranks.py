@@ -15,7 +15,9 @@ from miraccl.schedule import catalog
 from miraccl.types import Collective, RedOp
 from tests.comm import cases
 
-COLLECTIVE = {name: Collective[name.removesuffix("_v").upper()] for name in (*cases.EVEN, *cases.UNEVEN)}
+COLLECTIVE = {
+    name: Collective[name.removesuffix("_v").upper()] for name in (*cases.EVEN, *cases.UNEVEN)
+}
 
 
 def derived(world: Communicator, label: str, **options: Any) -> Communicator:
@@ -33,7 +35,13 @@ def act_as_hosts(ranks_per_host: int) -> None:
 
 
 def random_cases(
-    seed: int, number: int, algo: str, deterministic: bool, counts: list[int], window: bool, ranks_per_host: int = 0
+    seed: int,
+    number: int,
+    algo: str,
+    deterministic: bool,
+    counts: list[int],
+    window: bool,
+    ranks_per_host: int = 0,
 ) -> int:
     """Run ``number`` random cases on an algorithm (or the model's choice); returns how many were run."""
     act_as_hosts(ranks_per_host)
@@ -44,7 +52,12 @@ def random_cases(
         if algo:
             algorithm = catalog.get(algo)
             names = [n for n in cases.EVEN if algorithm.supports(COLLECTIVE[n], comm.nranks)]
-            names += [n for n in cases.UNEVEN if COLLECTIVE[n] in algorithm.uneven and algorithm.supports(COLLECTIVE[n], comm.nranks)]
+            names += [
+                n
+                for n in cases.UNEVEN
+                if COLLECTIVE[n] in algorithm.uneven
+                and algorithm.supports(COLLECTIVE[n], comm.nranks)
+            ]
 
         def ordered(case: cases.Case) -> bool:
             return deterministic or bool(algo and catalog.get(algo).rank_ordered)
@@ -77,7 +90,11 @@ def single_copy_cases(seed: int, number: int, algo: str, counts: list[int], thre
         member.context.set(at.CTX_STREAM_FROM, 0)
         comm.barrier()
         rng = np.random.default_rng(seed)
-        names = [n for n in cases.EVEN if not algo or catalog.get(algo).supports(COLLECTIVE[n], comm.nranks)]
+        names = [
+            n
+            for n in cases.EVEN
+            if not algo or catalog.get(algo).supports(COLLECTIVE[n], comm.nranks)
+        ]
 
         def ordered(case: cases.Case) -> bool:
             return bool(algo and catalog.get(algo).rank_ordered)
@@ -140,10 +157,14 @@ def rooted_doors(root: int) -> None:
         stacked, share = np.zeros(6 * n), np.zeros(6)
 
         def gather_door(*counts: Any, out: Any = stacked, at_root: Any = root) -> int:
-            return comm._gather(mine, out if me == root else None, at_root, *(counts or (None, None)), False, None)
+            return comm._gather(
+                mine, out if me == root else None, at_root, *(counts or (None, None)), False, None
+            )
 
         def scatter_door(out: Any = share) -> int:
-            return comm._scatter(every if me == root else "not looked at", out, root, None, None, False, None)
+            return comm._scatter(
+                every if me == root else "not looked at", out, root, None, None, False, None
+            )
 
         comm.gather_v(mine, [6] * n, root, stacked if me == root else None)
         assert gather_door() == at.NEED_PLAN  # a plan of given counts is none of equal ones
@@ -154,7 +175,9 @@ def rooted_doors(root: int) -> None:
             assert gather_door() == scatter_door() == at.OK
             assert me != root or np.array_equal(stacked, every)
             assert np.array_equal(share, mine)
-        assert comm.gather(mine, root, stacked if me == root else None) is (stacked if me == root else None)
+        assert comm.gather(mine, root, stacked if me == root else None) is (
+            stacked if me == root else None
+        )
         assert comm.scatter(every if me == root else None, root, share) is share
         assert gather_door(None, [6] * n) == at.NEED_PLAN
         assert gather_door(at_root=float(root)) == at.NEED_PLAN
@@ -164,7 +187,9 @@ def rooted_doors(root: int) -> None:
         if me == root:
             assert gather_door(out=stacked[:-1]) == at.NEED_PLAN
             assert gather_door(out=None) == at.NEED_PLAN
-            assert comm._gather(stacked[:6], stacked, root, None, None, False, None) == at.NEED_PLAN  # overlapping
+            assert (
+                comm._gather(stacked[:6], stacked, root, None, None, False, None) == at.NEED_PLAN
+            )  # overlapping
         comm.barrier()
 
 
@@ -203,6 +228,8 @@ def reduce_door(root: int, algo: str) -> None:
             assert door(mine, None) == at.NEED_PLAN  # read-only
             assert door(out=got[:-1]) == at.NEED_PLAN
             assert door(out=got.astype(np.float32)) == at.NEED_PLAN
-            assert comm._reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == at.NEED_PLAN  # overlapping
+            assert (
+                comm._reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == at.NEED_PLAN
+            )  # overlapping
         comm.barrier()
         comm.finalize()

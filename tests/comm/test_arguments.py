@@ -31,7 +31,16 @@ def comm() -> Iterator[Communicator]:
 class Exporter:
     """A DLPack tensor on memory of NumPy's, as a library without NumPy would hand it out."""
 
-    def __init__(self, base: np.ndarray, code: int, bits: int, *, device: int = 1, lanes: int = 1, strides: Any = None) -> None:
+    def __init__(
+        self,
+        base: np.ndarray,
+        code: int,
+        bits: int,
+        *,
+        device: int = 1,
+        lanes: int = 1,
+        strides: Any = None,
+    ) -> None:
         self.base, self.device, self.deleted = base, device, 0
         shape = (ctypes.c_int64 * base.ndim)(*base.shape)
         steps = None if strides is None else (ctypes.c_int64 * base.ndim)(*strides)
@@ -73,7 +82,10 @@ class Exporter:
 
     def __dlpack__(self, stream: Any = None) -> Any:
         new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        new.restype, new.argtypes = (
+            ctypes.py_object,
+            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+        )
         return new(ctypes.addressof(self.tensor), b"dltensor", None)
 
 
@@ -98,7 +110,10 @@ class VersionedExporter(Exporter):
 
     def __dlpack__(self, stream: Any = None, max_version: tuple[int, int] | None = None) -> Any:
         new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        new.restype, new.argtypes = (
+            ctypes.py_object,
+            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+        )
         assert max_version == (1, 0)
         return new(ctypes.addressof(self.versioned), b"dltensor_versioned", None)
 
@@ -165,9 +180,15 @@ def test_dlpack_types(code: tuple[int, int], dtype: Any) -> None:
 
 def test_dlpack_that_may_not_be_written(comm: Communicator) -> None:
     base = np.arange(6, dtype=np.float32)
-    assert view(VersionedExporter(base, 2, 32, flags=2), "x", writes=True, where="test").address == base.ctypes.data
+    assert (
+        view(VersionedExporter(base, 2, 32, flags=2), "x", writes=True, where="test").address
+        == base.ctypes.data
+    )
     constant = VersionedExporter(base, 2, 32, flags=1)
-    with pytest.raises(InvalidUsage, match=r"all_reduce: x is read-only, but the result is written to it \(pass a copy .* or out="):
+    with pytest.raises(
+        InvalidUsage,
+        match=r"all_reduce: x is read-only, but the result is written to it \(pass a copy .* or out=",
+    ):
         comm.all_reduce(constant)
     with pytest.raises(InvalidUsage, match=r"out is read-only, but the result is written to it$"):
         comm.all_reduce(base.copy(), out=constant)
@@ -217,8 +238,14 @@ def test_arrays_without_memory_are_refused() -> None:
     for thing, why in (
         (lost, "x has 4 elements, but no memory"),
         (odd, r"x gives no DLPack tensor: 1 axes, shape \[-4\]"),
-        (endless, f"x is said to have {1 << 60} elements of float32; a process addresses {1 << 57} bytes"),
-        (said, f"x is said to have {1 << 60} elements of float32; a process addresses {1 << 57} bytes"),
+        (
+            endless,
+            f"x is said to have {1 << 60} elements of float32; a process addresses {1 << 57} bytes",
+        ),
+        (
+            said,
+            f"x is said to have {1 << 60} elements of float32; a process addresses {1 << 57} bytes",
+        ),
     ):
         with pytest.raises(InvalidUsage, match=f"a test: {why}"):
             view(thing, "x", writes=False, where="a test")
@@ -227,7 +254,10 @@ def test_arrays_without_memory_are_refused() -> None:
     parts = [whole, whole[3:]]  # whose address is 12 then
     whole.untyped_storage().resize_(0)
     for part in parts:
-        with pytest.raises(InvalidUsage, match=f"x has {part.numel()} elements, but no memory .has its storage been freed"):
+        with pytest.raises(
+            InvalidUsage,
+            match=f"x has {part.numel()} elements, but no memory .has its storage been freed",
+        ):
             view(part, "x", writes=False, where="a test")
     assert view(whole[:0], "x", writes=False, where="a test").count == 0
 
@@ -237,7 +267,9 @@ def test_masks_are_refused(comm: Communicator) -> None:
     said = Interface(np.ones(4, np.float32))
     said.__array_interface__ |= {"mask": np.zeros(4, bool)}
     for thing in (np.ma.masked_array(np.ones(4), mask=[False, True, False, False]), said):
-        with pytest.raises(InvalidUsage, match="all_reduce: x has a mask, which operations do not look at"):
+        with pytest.raises(
+            InvalidUsage, match="all_reduce: x has a mask, which operations do not look at"
+        ):
             comm.all_reduce(thing)
     said.__array_interface__ |= {"mask": None}
     assert comm.all_reduce(said) is said
@@ -263,7 +295,10 @@ WRONG: list[tuple[str, Any]] = [
     ("x has dtype complex64", lambda c: c.all_reduce(np.zeros(3, np.complex64))),
     ("x has dtype bool", lambda c: c.all_reduce(np.zeros(3, bool))),
     ("x has dtype object", lambda c: c.all_reduce(np.zeros(3, object))),
-    ("float8_e4m3, float8_e5m2 (float8_e4m3 is float8_e4m3fn here)", lambda c: c.all_reduce(np.zeros(3, ml_dtypes.float8_e4m3))),
+    (
+        "float8_e4m3, float8_e5m2 (float8_e4m3 is float8_e4m3fn here)",
+        lambda c: c.all_reduce(np.zeros(3, ml_dtypes.float8_e4m3)),
+    ),
     ("x has the other byte order", lambda c: c.all_reduce(np.zeros(3, ">f4"))),
     ("x is not contiguous", lambda c: c.all_reduce(GRID[:, 1])),
     ("x is not contiguous", lambda c: c.all_reduce(GRID.T)),
@@ -277,7 +312,10 @@ WRONG: list[tuple[str, Any]] = [
     ("different dtypes, float32 and float64", lambda c: c.all_reduce(LINE, np.zeros(12))),
     ("out has 11 elements, but needs 12", lambda c: c.all_reduce(LINE, np.zeros(11, np.float32))),
     ("out has 11 elements, but needs 12", lambda c: c.all_gather(LINE, np.zeros(11, np.float32))),
-    ("out has 13 elements, but needs 12", lambda c: c.reduce_scatter(LINE, np.zeros(13, np.float32))),
+    (
+        "out has 13 elements, but needs 12",
+        lambda c: c.reduce_scatter(LINE, np.zeros(13, np.float32)),
+    ),
     ("out has 2 elements, but needs 12", lambda c: c.all_to_all(LINE, np.zeros(2, np.float32))),
     ("out has 2 elements, but needs 12", lambda c: c.gather(LINE, 0, np.zeros(2, np.float32))),
     ("out has 2 elements, but needs 12", lambda c: c.scatter(LINE, 0, np.zeros(2, np.float32))),
@@ -293,22 +331,64 @@ WRONG: list[tuple[str, Any]] = [
     ("src is -1", lambda c: c.recv(LINE, -1)),
     ("dst is '0'", lambda c: c.sendrecv(LINE, "0", LINE, 0)),
     ("op is <built-in function sum>", lambda c: c.all_reduce(LINE, op=sum)),
-    ("the scalar 0.5 of a pre-multiplied sum is no int32", lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(0.5))),
-    ("the scalar nan of a pre-multiplied sum is no int32", lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(float("nan")))),
-    ("the scalar inf of a pre-multiplied sum is no int64", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(float("inf")))),
-    ("the scalar -2 of a pre-multiplied sum is no uint8", lambda c: c.all_reduce(np.zeros(3, np.uint8), op=PreMulSum(-2))),
-    ("the scalar 9223372036854775808 of a", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(1 << 63))),
-    ("the scalar -9223372036854775809 of a", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(-(1 << 63) - 1))),
-    ("the scalar 9.223372036854776e+18 of a", lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(2.0**63))),
-    ("the scalar 18446744073709551616 of a", lambda c: c.all_reduce(np.zeros(3, np.uint64), op=PreMulSum(1 << 64))),
-    ("the scalar 256 of a pre-multiplied sum is no uint8", lambda c: c.all_reduce(np.zeros(3, np.uint8), op=PreMulSum(256))),
-    ("the scalar 1e+300 of a pre-multiplied sum is beyond 3.4028235e+38", lambda c: c.all_reduce(LINE, op=PreMulSum(1e300))),
+    (
+        "the scalar 0.5 of a pre-multiplied sum is no int32",
+        lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(0.5)),
+    ),
+    (
+        "the scalar nan of a pre-multiplied sum is no int32",
+        lambda c: c.all_reduce(np.zeros(3, np.int32), op=PreMulSum(float("nan"))),
+    ),
+    (
+        "the scalar inf of a pre-multiplied sum is no int64",
+        lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(float("inf"))),
+    ),
+    (
+        "the scalar -2 of a pre-multiplied sum is no uint8",
+        lambda c: c.all_reduce(np.zeros(3, np.uint8), op=PreMulSum(-2)),
+    ),
+    (
+        "the scalar 9223372036854775808 of a",
+        lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(1 << 63)),
+    ),
+    (
+        "the scalar -9223372036854775809 of a",
+        lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(-(1 << 63) - 1)),
+    ),
+    (
+        "the scalar 9.223372036854776e+18 of a",
+        lambda c: c.all_reduce(np.zeros(3, np.int64), op=PreMulSum(2.0**63)),
+    ),
+    (
+        "the scalar 18446744073709551616 of a",
+        lambda c: c.all_reduce(np.zeros(3, np.uint64), op=PreMulSum(1 << 64)),
+    ),
+    (
+        "the scalar 256 of a pre-multiplied sum is no uint8",
+        lambda c: c.all_reduce(np.zeros(3, np.uint8), op=PreMulSum(256)),
+    ),
+    (
+        "the scalar 1e+300 of a pre-multiplied sum is beyond 3.4028235e+38",
+        lambda c: c.all_reduce(LINE, op=PreMulSum(1e300)),
+    ),
     ("the scalar -1e+39 of", lambda c: c.reduce(LINE, op=PreMulSum(-1e39))),
-    ("the most that float32 holds, in which float16 is added up", lambda c: c.all_reduce(np.zeros(3, np.float16), op=PreMulSum(1e39))),
-    ("in which bfloat16 is", lambda c: c.reduce_scatter(np.zeros(3, ml_dtypes.bfloat16), op=PreMulSum(1e300))),
+    (
+        "the most that float32 holds, in which float16 is added up",
+        lambda c: c.all_reduce(np.zeros(3, np.float16), op=PreMulSum(1e39)),
+    ),
+    (
+        "in which bfloat16 is",
+        lambda c: c.reduce_scatter(np.zeros(3, ml_dtypes.bfloat16), op=PreMulSum(1e300)),
+    ),
     ("a number that float64 does not reach", lambda c: c.all_reduce(LINE, op=PreMulSum(10**400))),
-    ("the scalar is 'a'; it is a number", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["text"]))),
-    ("the scalar is '2'; it is a number", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["digit"]))),
+    (
+        "the scalar is 'a'; it is a number",
+        lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["text"])),
+    ),
+    (
+        "the scalar is '2'; it is a number",
+        lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["digit"])),
+    ),
     ("the scalar is None", lambda c: c.all_reduce(LINE, op=PreMulSum(NOTHING["none"]))),
     ("counts needs 1 counts", lambda c: c.all_gather_v(LINE, [6, 6])),
     ("counts needs 1 counts of 0 or more", lambda c: c.all_gather_v(LINE, [-1])),
@@ -331,28 +411,50 @@ WRONG: list[tuple[str, Any]] = [
     ("no collective is called None; known are all_reduce", lambda c: c.explain(None, 4)),
     ("nbytes is -4", lambda c: c.explain("all_reduce", -4)),
     ("nbytes is '4K'", lambda c: c.explain("all_reduce", "4K")),
-    ("nbytes is 4611686018427387904; it is a number of bytes from 0 to", lambda c: c.explain("all_reduce", 1 << 62)),
+    (
+        "nbytes is 4611686018427387904; it is a number of bytes from 0 to",
+        lambda c: c.explain("all_reduce", 1 << 62),
+    ),
     ("dtype is None", lambda c: c.explain("all_reduce", 4, None)),
     ("device is None; allowed are cpu, cuda", lambda c: c.empty(4, device=None)),
     ("device is 'cuda:'; allowed are cpu, cuda", lambda c: c.empty(4, device="cuda:")),
-    ("device is 'cuda:99999'; allowed are cpu, cuda", lambda c: c.explain("all_reduce", 4, device="cuda:99999")),
+    (
+        "device is 'cuda:99999'; allowed are cpu, cuda",
+        lambda c: c.explain("all_reduce", 4, device="cuda:99999"),
+    ),
     ("dtype is 'half'", lambda c: c.explain("all_reduce", 4, "half")),
     ("color is 'red'", lambda c: c.split("red")),
     ("key is 'a'", lambda c: c.split(0, "a")),
-    ("all_reduce: async_op has no meaning inside a group", lambda c: grouped(c.all_reduce, LINE, async_op=True)),
-    ("send: async_op has no meaning inside a group", lambda c: grouped(c.send, LINE, 0, async_op=True)),
-    ("sendrecv: async_op has no meaning inside a group", lambda c: grouped(c.sendrecv, LINE[:6], 0, LINE[6:], 0, async_op=True)),
+    (
+        "all_reduce: async_op has no meaning inside a group",
+        lambda c: grouped(c.all_reduce, LINE, async_op=True),
+    ),
+    (
+        "send: async_op has no meaning inside a group",
+        lambda c: grouped(c.send, LINE, 0, async_op=True),
+    ),
+    (
+        "sendrecv: async_op has no meaning inside a group",
+        lambda c: grouped(c.sendrecv, LINE[:6], 0, LINE[6:], 0, async_op=True),
+    ),
 ]
 
 
 def test_scalars_that_are_not_finite_or_just_so_are_taken(comm: Communicator) -> None:
     """What the user gives is his; a scalar that rounds to the largest number is that."""
     largest = np.finfo(np.float32).max
-    for scalar, want in ((float("inf"), np.inf), (float("-inf"), -np.inf), (float("nan"), np.nan), (3.4028235e38, largest)):
+    for scalar, want in (
+        (float("inf"), np.inf),
+        (float("-inf"), -np.inf),
+        (float("nan"), np.nan),
+        (3.4028235e38, largest),
+    ):
         for dtype in (np.float32, ml_dtypes.bfloat16):
             x = np.ones(3, dtype)
             comm.all_reduce(x, op=PreMulSum(scalar))
-            np.testing.assert_array_equal(x.astype(np.float32), np.full(3, want).astype(dtype).astype(np.float32))
+            np.testing.assert_array_equal(
+                x.astype(np.float32), np.full(3, want).astype(dtype).astype(np.float32)
+            )
     x = np.ones(3)
     assert (comm.all_reduce(x, op=PreMulSum(1e300)) == 1e300).all()
 
@@ -363,7 +465,15 @@ def test_scalars_of_integers_are_exact(comm: Communicator, dtype: Any) -> None:
     limits, odd = np.iinfo(dtype), (1 << 53) + 1
     large = (odd, -odd, int(limits.max), int(limits.min), int(limits.max) - 1)
     cases: list[tuple[Any, int]] = [(s, s) for s in large if limits.min <= s <= limits.max]
-    cases += [(dtype(odd), odd), (np.array(odd), odd), (2.0**53, 1 << 53), (2.0, 2), (np.float32(3), 3), (True, 1), (np.True_, 1)]
+    cases += [
+        (dtype(odd), odd),
+        (np.array(odd), odd),
+        (2.0**53, 1 << 53),
+        (2.0, 2),
+        (np.float32(3), 3),
+        (True, 1),
+        (np.True_, 1),
+    ]
     given = np.array([1, 3, 5, limits.max], dtype)
     for scalar, whole in cases:
         want = np.array([int(v) * whole % (1 << 64) for v in given], np.uint64).view(dtype)
@@ -415,7 +525,9 @@ def grouped(call: Any, *args: Any, **options: Any) -> None:
         call(*args, **options)
 
 
-@pytest.mark.parametrize(("why", "call"), WRONG, ids=[f"{i}-{why[:30]}" for i, (why, _) in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("why", "call"), WRONG, ids=[f"{i}-{why[:30]}" for i, (why, _) in enumerate(WRONG)]
+)
 def test_refusals(comm: Communicator, why: str, call: Any) -> None:
     for _ in range(2):
         with pytest.raises(InvalidUsage) as caught:
@@ -430,15 +542,25 @@ def test_no_memory_for_a_result(comm: Communicator, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(calls, "np", types.SimpleNamespace(**vars(np) | {"empty": empty}))
     for name in ("all_gather", "reduce_scatter", "all_to_all"):
-        with pytest.raises(SystemFailure, match=rf"{name}: no memory for a result of shape \(12,\)"):
+        with pytest.raises(
+            SystemFailure, match=rf"{name}: no memory for a result of shape \(12,\)"
+        ):
             getattr(comm, name)(LINE)
     monkeypatch.undo()
     assert comm.all_gather(LINE).size == LINE.size
 
 
-def test_a_stream_is_refused_with_cpu_memory_however_often_it_was_called(comm: Communicator) -> None:
+def test_a_stream_is_refused_with_cpu_memory_however_often_it_was_called(
+    comm: Communicator,
+) -> None:
     x, out = np.ones(4), np.ones(4)
-    for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.broadcast, comm.all_to_all):
+    for call in (
+        comm.all_reduce,
+        comm.all_gather,
+        comm.reduce_scatter,
+        comm.broadcast,
+        comm.all_to_all,
+    ):
         call(*((x, out) if call == comm.all_to_all else (x,)))  # now its plan is known
         with pytest.raises(InvalidUsage, match="a stream is for operations on GPU memory"):
             call(*((x, out) if call == comm.all_to_all else (x,)), stream=0)
@@ -448,7 +570,10 @@ def test_a_prepared_operation_on_cpu_memory_takes_no_stream(comm: Communicator) 
     x, scaled = np.ones(4), np.full(4, 3.0)
     for prepared in (comm.all_reduce_init(x), comm.reduce_init(scaled, op=PreMulSum(2))):
         for _ in range(2):
-            with pytest.raises(InvalidUsage, match=r"rank 0, (all_)?reduce: a stream is for operations on GPU memory"):
+            with pytest.raises(
+                InvalidUsage,
+                match=r"rank 0, (all_)?reduce: a stream is for operations on GPU memory",
+            ):
                 prepared(stream=0)
             assert prepared(stream=None) is prepared.result
     assert scaled.tolist() == [12.0] * 4, "only what was started has changed it"
@@ -457,7 +582,9 @@ def test_a_prepared_operation_on_cpu_memory_takes_no_stream(comm: Communicator) 
 def test_the_patience_of_a_wait_is_any_number(comm: Communicator) -> None:
     for timeout in (1e300, 10**400, float("inf"), 0.5, 30):
         assert comm.all_reduce(np.ones(2), async_op=True).wait(timeout=timeout).sum() == 2
-        assert comm.all_reduce(np.ones(2), async_op=True).synchronize(timeout).sum() == 2  # as on GPU memory
+        assert (
+            comm.all_reduce(np.ones(2), async_op=True).synchronize(timeout).sum() == 2
+        )  # as on GPU memory
     assert comm.all_reduce(np.ones(2), async_op=True).wait(stream=0).sum() == 2
     work = comm.all_reduce(np.ones(2), async_op=True)
     for wrong in (float("nan"), "5", True, [1]):
@@ -474,7 +601,10 @@ def test_options_are_checked() -> None:
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"timeout": float("inf")}, "timeout is inf"),
         ({"timeout": [5]}, "timeout is .5."),
-        ({"timout": 5}, "there is no option 'timout'; there are timeout, algo, proto, deterministic, buffsize"),
+        (
+            {"timout": 5},
+            "there is no option 'timout'; there are timeout, algo, proto, deterministic, buffsize",
+        ),
         ({"algo": 3}, "algo is 3"),
         ({"algo": "fast"}, "no algorithm is called 'fast'"),
         ({"proto": "ll64"}, "protocol 'll64' does not exist"),
@@ -483,7 +613,10 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(InvalidUsage, match=why):
             miraccl.init(**options)
-    for fine in ({"timeout": 10**400}, {"proto": "LL128"}):  # that protocol is one of GPUs: CPU memory goes as without it
+    for fine in (
+        {"timeout": 10**400},
+        {"proto": "LL128"},
+    ):  # that protocol is one of GPUs: CPU memory goes as without it
         with miraccl.init(**fine) as alone:
             assert alone.all_reduce(np.ones(2)).sum() == 2
     with pytest.raises(InvalidUsage, match="nranks is 0"):
@@ -492,8 +625,16 @@ def test_options_are_checked() -> None:
         Communicator(2, miraccl.get_unique_id(), 3)
     with pytest.raises(InvalidUsage, match="rank is True"):
         Communicator(2, miraccl.get_unique_id(), True)
-    for unique_id, kind in ((3, "int"), (None, "NoneType"), (["id"], "list"), (np.zeros(4, np.uint8), "ndarray")):
-        with pytest.raises(InvalidUsage, match=rf"unique_id is a {kind}; allowed are what get_unique_id\(\) returns"):
+    for unique_id, kind in (
+        (3, "int"),
+        (None, "NoneType"),
+        (["id"], "list"),
+        (np.zeros(4, np.uint8), "ndarray"),
+    ):
+        with pytest.raises(
+            InvalidUsage,
+            match=rf"unique_id is a {kind}; allowed are what get_unique_id\(\) returns",
+        ):
             Communicator(2, unique_id, 0)  # type: ignore[arg-type]
 
 
@@ -511,9 +652,22 @@ def refused_on_all_ranks() -> None:
             (lambda: comm.all_gather(even[:4], even[1 : 4 * n + 1][: 4 * n - 1]), "out has"),
             (lambda: comm.reduce_scatter(even, even[1:5]), "overlap"),
             (lambda: comm.all_gather(even[1:5], even), "overlap"),
-            (lambda: comm.all_gather_v(even[: comm.rank], [1] * n), "counts[" if comm.rank != 1 else ""),
-            (lambda: comm.all_gather_v(even, [even.size if r == comm.rank else 1 << 61 for r in range(n)]), "there is no array of shape ("),
-            (lambda: comm.all_gather_v(even, [even.size if r == comm.rank else 1 << 70 for r in range(n)]), "there is no array of shape ("),
+            (
+                lambda: comm.all_gather_v(even[: comm.rank], [1] * n),
+                "counts[" if comm.rank != 1 else "",
+            ),
+            (
+                lambda: comm.all_gather_v(
+                    even, [even.size if r == comm.rank else 1 << 61 for r in range(n)]
+                ),
+                "there is no array of shape (",
+            ),
+            (
+                lambda: comm.all_gather_v(
+                    even, [even.size if r == comm.rank else 1 << 70 for r in range(n)]
+                ),
+                "there is no array of shape (",
+            ),
             (lambda: comm.send(even, n), "dst is"),
         ):
             if not why:

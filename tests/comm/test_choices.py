@@ -21,15 +21,44 @@ from miraccl.executor.cpu.sizes import size_class
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import barrier, copy, inp, one_channel, out, recv, recv_reduce_copy, send, signal, wait
+from miraccl.schedule.steps import (
+    barrier,
+    copy,
+    inp,
+    one_channel,
+    out,
+    recv,
+    recv_reduce_copy,
+    send,
+    signal,
+    wait,
+)
 from miraccl.types import Collective, DType, RedOp
 
-TUNED = (Collective.BROADCAST, Collective.REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+TUNED = (
+    Collective.BROADCAST,
+    Collective.REDUCE,
+    Collective.ALL_GATHER,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_REDUCE,
+)
 
 
-def chosen(collective: Collective, nbytes: int, nranks: int = 4, dtype: DType = DType.FLOAT32, **overrides: object) -> list[Candidate]:
+def chosen(
+    collective: Collective,
+    nbytes: int,
+    nranks: int = 4,
+    dtype: DType = DType.FLOAT32,
+    **overrides: object,
+) -> list[Candidate]:
     shape = Shape(nranks=nranks)
-    planner = Planner(rank=0, shape=shape, slot_bytes=1 << 18, constants=Constants(), overrides=Overrides(**overrides))  # type: ignore[arg-type]
+    planner = Planner(
+        rank=0,
+        shape=shape,
+        slot_bytes=1 << 18,
+        constants=Constants(),
+        overrides=Overrides(**overrides),  # type: ignore[arg-type]
+    )
     return planner.candidates(collective, nbytes, dtype)
 
 
@@ -37,11 +66,17 @@ def chosen(collective: Collective, nbytes: int, nranks: int = 4, dtype: DType = 
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.BROADCAST, Collective.ALL_GATHER])
+@pytest.mark.parametrize(
+    "collective", [Collective.ALL_REDUCE, Collective.BROADCAST, Collective.ALL_GATHER]
+)
 def test_only_the_lowest_prediction_is_called_so(collective: Collective, nranks: int) -> None:
     for exponent in range(3, 25):
         first, *others = chosen(collective, 1 << exponent, nranks)
-        lowest = min(row.predicted_us for row in (first, *others) if row.chosen or "times the predicted time" in row.reason)
+        lowest = min(
+            row.predicted_us
+            for row in (first, *others)
+            if row.chosen or "times the predicted time" in row.reason
+        )
         if first.predicted_us == lowest:
             assert first.reason == "lowest predicted time"
         else:
@@ -51,7 +86,10 @@ def test_only_the_lowest_prediction_is_called_so(collective: Collective, nranks:
 
 def test_equals_occur() -> None:
     first, second, *_ = chosen(Collective.ALL_REDUCE, 128 << 10)
-    assert (first.algo, first.reason) == ("ring", "preferred among equals (within 5% of the lowest predicted time)")
+    assert (first.algo, first.reason) == (
+        "ring",
+        "preferred among equals (within 5% of the lowest predicted time)",
+    )
     assert second.predicted_us < first.predicted_us
     assert second.reason.endswith("which is taken among equals (within 5%)")
 
@@ -59,23 +97,49 @@ def test_equals_occur() -> None:
 @pytest.mark.parametrize("nranks", [2, 4, 8])
 def test_sizes_of_a_class_have_one_algorithm(nranks: int) -> None:
     """... and the reason says so where another one is predicted to be faster at that very size."""
-    planner, reasons = Planner(rank=0, shape=Shape(nranks=nranks), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides()), set()
+    planner, reasons = (
+        Planner(
+            rank=0,
+            shape=Shape(nranks=nranks),
+            slot_bytes=1 << 18,
+            constants=Constants(),
+            overrides=Overrides(),
+        ),
+        set(),
+    )
     for collective in (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE_SCATTER):
         for least in [n << shift for shift in range(18) for n in (4, 5, 6, 7)]:
             names = {}
-            for nbytes in (least, least + least // 9, least * 5 // 4 - 1 if least % 4 == 0 else least):
+            for nbytes in (
+                least,
+                least + least // 9,
+                least * 5 // 4 - 1 if least % 4 == 0 else least,
+            ):
                 if size_class(nbytes) == least:
                     first, *others = planner.candidates(collective, nbytes, DType.FLOAT32)
                     names[nbytes] = first.algo
-                    lowest = min(row.predicted_us for row in (first, *others) if row.chosen or "times the predicted" in row.reason)
-                    assert first.predicted_us <= 1.05 * lowest or f"best for blocks of {least} bytes" in first.reason
+                    lowest = min(
+                        row.predicted_us
+                        for row in (first, *others)
+                        if row.chosen or "times the predicted" in row.reason
+                    )
+                    assert (
+                        first.predicted_us <= 1.05 * lowest
+                        or f"best for blocks of {least} bytes" in first.reason
+                    )
                     reasons.add(first.reason.partition(" ")[0])
             assert len(set(names.values())) == 1, names
     assert reasons >= {"lowest", "preferred"}
 
 
 def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = Planner(rank=0, shape=Shape(nranks=4), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+    planner = Planner(
+        rank=0,
+        shape=Shape(nranks=4),
+        slot_bytes=1 << 18,
+        constants=Constants(),
+        overrides=Overrides(),
+    )
     predicted: list[int] = []
 
     def predict(schedule: object, steps: object, block_bytes: int, *rest: object) -> float:
@@ -83,23 +147,41 @@ def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch
         return float(block_bytes)
 
     monkeypatch.setattr("miraccl.comm.planner.predict_us", predict)
-    ask = partial(Request, collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, root=0)
-    runs = [planner.make_run(ask(in_counts=(n,), out_counts=(n,), block_bytes=4 * n, count=n)) for n in (1100, 1101, 1200, 1279)]
+    ask = partial(
+        Request, collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, root=0
+    )
+    runs = [
+        planner.make_run(ask(in_counts=(n,), out_counts=(n,), block_bytes=4 * n, count=n))
+        for n in (1100, 1101, 1200, 1279)
+    ]
     assert set(predicted) == {4096}, "the least of the class of 4400 to 5116 bytes"
     assert len(predicted) == len(catalog.algorithms_for(Collective.ALL_REDUCE, 4))
-    assert [planner.choice_of(run.address).predicted_us for run in runs] == [4400.0, 4404.0, 4800.0, 5116.0]  # type: ignore[union-attr]
+    choices = [planner.choice_of(run.address) for run in runs]
+    assert all(choices)
+    assert [c.predicted_us for c in choices if c] == [4400.0, 4404.0, 4800.0, 5116.0]
     planner.make_run(ask(in_counts=(1280,), out_counts=(1280,), block_bytes=5120, count=1280))
     assert 5120 in predicted
 
 
 def test_an_algorithm_that_is_new_is_considered() -> None:
-    planner = Planner(rank=0, shape=Shape(nranks=4), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+    planner = Planner(
+        rank=0,
+        shape=Shape(nranks=4),
+        slot_bytes=1 << 18,
+        constants=Constants(),
+        overrides=Overrides(),
+    )
     before = planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)[0].algo
 
     def build(collective: Collective, nranks: int, root: int) -> Schedule:
         return replace(catalog.build(before, collective, nranks, root), name="twin")
 
-    register("twin", collectives=[Collective.ALL_REDUCE], sentence="", latency=lambda collective, nranks: 0)(build)
+    register(
+        "twin",
+        collectives=[Collective.ALL_REDUCE],
+        sentence="",
+        latency=lambda collective, nranks: 0,
+    )(build)
     try:
         assert planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)[0].algo == "twin"
     finally:
@@ -109,11 +191,22 @@ def test_an_algorithm_that_is_new_is_considered() -> None:
 
 @pytest.mark.parametrize("asked", ["", "for_root_2"])
 def test_a_schedule_for_one_root_is_no_candidate_for_others(asked: str) -> None:
-    catalog.register_schedule(replace(catalog.build("chain", Collective.BROADCAST, 4, 2), name="for_root_2"))
+    catalog.register_schedule(
+        replace(catalog.build("chain", Collective.BROADCAST, 4, 2), name="for_root_2")
+    )
     try:
-        planner = Planner(rank=0, shape=Shape(nranks=4), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides(algo=asked))
+        planner = Planner(
+            rank=0,
+            shape=Shape(nranks=4),
+            slot_bytes=1 << 18,
+            constants=Constants(),
+            overrides=Overrides(algo=asked),
+        )
         for root in range(4):
-            rows = [row.algo for row in planner.candidates(Collective.BROADCAST, 1024, DType.FLOAT32, root)]
+            rows = [
+                row.algo
+                for row in planner.candidates(Collective.BROADCAST, 1024, DType.FLOAT32, root)
+            ]
             assert ("for_root_2" in rows) == (root == 2)
             assert not asked or (rows[0] == asked) == (root == 2)
     finally:
@@ -124,13 +217,29 @@ def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
     """Its size would follow from counts that come with the call."""
     gather = Collective.ALL_GATHER
     register("pat_for_uneven", collectives=[gather], uneven=[gather], sentence="")(
-        lambda collective, nranks, root: replace(catalog.build("pat", collective, nranks, root), name="pat_for_uneven")
+        lambda collective, nranks, root: replace(
+            catalog.build("pat", collective, nranks, root), name="pat_for_uneven"
+        )
     )
     try:
-        planner = Planner(rank=0, shape=Shape(nranks=4), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
-        rows = {row.algo: row.reason for row in planner.candidates(gather, 1024, DType.FLOAT32, uneven=True)}
+        planner = Planner(
+            rank=0,
+            shape=Shape(nranks=4),
+            slot_bytes=1 << 18,
+            constants=Constants(),
+            overrides=Overrides(),
+        )
+        rows = {
+            row.algo: row.reason
+            for row in planner.candidates(gather, 1024, DType.FLOAT32, uneven=True)
+        }
         assert rows["pat_for_uneven"].startswith("keeps blocks in scratch memory")
-        assert "scratch" not in {row.algo: row.reason for row in planner.candidates(gather, 1024, DType.FLOAT32)}["pat_for_uneven"]
+        assert (
+            "scratch"
+            not in {
+                row.algo: row.reason for row in planner.candidates(gather, 1024, DType.FLOAT32)
+            }["pat_for_uneven"]
+        )
     finally:
         catalog.unregister("pat_for_uneven")
 
@@ -140,16 +249,30 @@ def test_signals_go_with_blocks_that_all_ranks_know() -> None:
     at_root = [copy(inp(0), out(0)), barrier(), recv(out(1), 1)]
     programs = {
         Collective.GATHER: [at_root, [barrier(), send(inp(0), 0)]],
-        Collective.ALL_GATHER: [[*at_root, send(inp(0), 1)], [barrier(), send(inp(0), 0), copy(inp(0), out(1)), recv(out(0), 0)]],
+        Collective.ALL_GATHER: [
+            [*at_root, send(inp(0), 1)],
+            [barrier(), send(inp(0), 0), copy(inp(0), out(1)), recv(out(0), 0)],
+        ],
     }
     register("signals", collectives=collectives, uneven=collectives, sentence="")(
         lambda collective, nranks, root: one_channel("signals", collective, programs[collective])
     )
     try:
-        planner = Planner(rank=0, shape=Shape(nranks=2), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+        planner = Planner(
+            rank=0,
+            shape=Shape(nranks=2),
+            slot_bytes=1 << 18,
+            constants=Constants(),
+            overrides=Overrides(),
+        )
         for collective in collectives:
-            rows = {row.algo: row.reason for row in planner.candidates(collective, 1024, DType.FLOAT32, uneven=True)}
-            assert rows["signals"].startswith("has signals, and ranks") == (collective is Collective.GATHER)
+            rows = {
+                row.algo: row.reason
+                for row in planner.candidates(collective, 1024, DType.FLOAT32, uneven=True)
+            }
+            assert rows["signals"].startswith("has signals, and ranks") == (
+                collective is Collective.GATHER
+            )
     finally:
         catalog.unregister("signals")
 
@@ -168,48 +291,104 @@ def fails(*args: object) -> Any:
 
 
 FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "no sum": (lambda *args: twins(lambda rank: [copy(inp(0), out(0))]), {}, r"channel 0, rank 0, step 0 .* at the end output\[0\]"),
+    "no sum": (
+        lambda *args: twins(lambda rank: [copy(inp(0), out(0))]),
+        {},
+        r"channel 0, rank 0, step 0 .* at the end output\[0\]",
+    ),
     "not in place": (
         lambda *args: one_channel("flawed", Collective.ALL_REDUCE, [right(0)[::-1], right(1)]),
         {},
         "contribution of rank 1 to input.* a second time",
     ),
     "not on CPUs": (
-        lambda *args: twins(lambda rank: [right(rank)[0], signal([1 - rank]), wait([1 - rank]), right(rank)[1]]),
+        lambda *args: twins(
+            lambda rank: [right(rank)[0], signal([1 - rank]), wait([1 - rank]), right(rank)[1]]
+        ),
         {},
         "CPU ranks take them in the order they were sent in",
     ),
     "too wide": (
         lambda *args: twins(
-            lambda rank: [send(inp(0, 8192), 1 - rank), recv_reduce_copy(inp(0, 8192), out(0, 8192), 1 - rank)], parts=8192
+            lambda rank: [
+                send(inp(0, 8192), 1 - rank),
+                recv_reduce_copy(inp(0, 8192), out(0, 8192), 1 - rank),
+            ],
+            parts=8192,
         ),
         {},
         "8192 chunks, too many for slots of 262144 bytes",
     ),
-    "no schedule": (fails, {}, "fails to build all_reduce over 2 ranks: ZeroDivisionError: by a test"),
-    "no condition": (lambda *args: twins(right), {"condition": fails}, "fails to say whether it has all_reduce over 2 ranks: ZeroDiv"),
-    "no latency": (lambda *args: twins(right), {"latency": fails}, "fails to tell the latency of all_reduce over 2 ranks: ZeroDiv"),
-    "not in the order it claims": (lambda *args: twins(right), {"rank_ordered": True}, "in the order of the ranks"),
+    "no schedule": (
+        fails,
+        {},
+        "fails to build all_reduce over 2 ranks: ZeroDivisionError: by a test",
+    ),
+    "no condition": (
+        lambda *args: twins(right),
+        {"condition": fails},
+        "fails to say whether it has all_reduce over 2 ranks: ZeroDiv",
+    ),
+    "no latency": (
+        lambda *args: twins(right),
+        {"latency": fails},
+        "fails to tell the latency of all_reduce over 2 ranks: ZeroDiv",
+    ),
+    "not in the order it claims": (
+        lambda *args: twins(right),
+        {"rank_ordered": True},
+        "in the order of the ranks",
+    ),
 }
 
 
 @pytest.mark.parametrize("flaw", FLAWED)
 def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(flaw: str) -> None:
     build, claims, reason = FLAWED[flaw]
-    request = partial(Request, collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, root=0, in_counts=(2,), out_counts=(2,))
+    request = partial(
+        Request,
+        collective=Collective.ALL_REDUCE,
+        dtype=DType.FLOAT32,
+        op=RedOp.SUM,
+        root=0,
+        in_counts=(2,),
+        out_counts=(2,),
+    )
     before = chosen(Collective.ALL_REDUCE, 8, 2)
-    register("flawed", collectives=[Collective.ALL_REDUCE], sentence="", **({"latency": lambda *args: 0} | claims))(build)
+    register(
+        "flawed",
+        collectives=[Collective.ALL_REDUCE],
+        sentence="",
+        **({"latency": lambda *args: 0} | claims),
+    )(build)
     try:
         for rank in range(2):
-            planner = Planner(rank=rank, shape=Shape(nranks=2), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides())
+            planner = Planner(
+                rank=rank,
+                shape=Shape(nranks=2),
+                slot_bytes=1 << 18,
+                constants=Constants(),
+                overrides=Overrides(),
+            )
             rows = planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)
             assert rows[: len(before)] == before
             (flawed,) = rows[len(before) :]
             assert (flawed.algo, flawed.predicted_us) == ("flawed", math.inf)
             assert re.match(f"left out: .*{reason}", flawed.reason)
             for in_place in (False, True):
-                assert planner.make_run(request(block_bytes=8, count=2, in_place=in_place)).program.schedule.name == before[0].algo
-        asked = Planner(rank=0, shape=Shape(nranks=2), slot_bytes=1 << 18, constants=Constants(), overrides=Overrides(algo="flawed"))
+                assert (
+                    planner.make_run(
+                        request(block_bytes=8, count=2, in_place=in_place)
+                    ).program.schedule.name
+                    == before[0].algo
+                )
+        asked = Planner(
+            rank=0,
+            shape=Shape(nranks=2),
+            slot_bytes=1 << 18,
+            constants=Constants(),
+            overrides=Overrides(algo="flawed"),
+        )
         with pytest.raises((ScheduleError, InvalidUsage), match=reason):
             asked.make_run(request(block_bytes=8, count=2, in_place=flaw == "not in place"))
     finally:
@@ -228,7 +407,10 @@ def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(
         ("Tree,NVLS", dict.fromkeys(TUNED, "double_binary_tree")),
         ("^Tree,PAT", dict.fromkeys(TUNED, "ring")),
         ("allreduce:tree", {Collective.ALL_REDUCE: "double_binary_tree"}),
-        ("Ring;allreduce:tree;broadcast:nvls", {**dict.fromkeys(TUNED[1:4], "ring"), Collective.ALL_REDUCE: "double_binary_tree"}),
+        (
+            "Ring;allreduce:tree;broadcast:nvls",
+            {**dict.fromkeys(TUNED[1:4], "ring"), Collective.ALL_REDUCE: "double_binary_tree"},
+        ),
         ("two_shot", dict.fromkeys(Collective, "two_shot")),
         ("Ring,Tree", {}),
         ("^Tree", {}),
@@ -239,7 +421,9 @@ def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(
         ("allreduces:ring", {}),
     ],
 )
-def test_what_nccl_algo_wishes(text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nccl_algo_wishes(
+    text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="miraccl"):
         command, wishes = nccl_wishes.read_algorithms({"NCCL_ALGO": text})
     assert (command, wishes) == ("", expected)
@@ -269,20 +453,38 @@ def test_an_algorithm_that_does_not_exist_is_told_with_the_variable() -> None:
 def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
     command, wishes = nccl_wishes.read_protocols({"NCCL_PROTO": text})
     assert (command, nccl_wishes.on_cpus(wishes)) == ("", expected)
-    assert nccl_wishes.read_protocols({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == ("ll128", {})
+    assert nccl_wishes.read_protocols({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == (
+        "ll128",
+        {},
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Ring", {Collective.ALL_REDUCE: "ring", Collective.BROADCAST: "chain", Collective.REDUCE: "chain"}),
+        (
+            "Ring",
+            {
+                Collective.ALL_REDUCE: "ring",
+                Collective.BROADCAST: "chain",
+                Collective.REDUCE: "chain",
+            },
+        ),
         ("allreduce:ring,nvls", {Collective.ALL_REDUCE: "ring"}),
-        ("Tree", dict.fromkeys((Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE), "double_binary_tree")),
+        (
+            "Tree",
+            dict.fromkeys(
+                (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE),
+                "double_binary_tree",
+            ),
+        ),
         ("PAT", {}),
         ("two_shot", dict.fromkeys(Collective, "two_shot")),
     ],
 )
-def test_what_gpus_have_kernels_of(text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_gpus_have_kernels_of(
+    text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
+) -> None:
     wishes = nccl_wishes.algorithms(text)
     with caplog.at_level(logging.INFO, logger="miraccl"):
         assert nccl_wishes.on_gpus(wishes) == expected
@@ -290,7 +492,9 @@ def test_what_gpus_have_kernels_of(text: str, expected: dict[Collective, str], c
 
 
 def test_what_nccl_proto_wishes_of_gpus() -> None:
-    _, wishes = nccl_wishes.read_protocols({"NCCL_PROTO": "^LL128;allreduce:LL128;broadcast:simple"})
+    _, wishes = nccl_wishes.read_protocols(
+        {"NCCL_PROTO": "^LL128;allreduce:LL128;broadcast:simple"}
+    )
     assert wishes == {Collective.ALL_REDUCE: "ll128", Collective.BROADCAST: "simple"}
 
 

@@ -29,12 +29,19 @@ from miraccl.comm.waits import (
 def place(*waits: Wait | None, made: tuple[str, ...] = (), **come: dict[str, Any]) -> Place:
     """Of a program or stream: its waits, creations it has come to, and how far it has come in communicators, by key."""
     nothing = {"sent": [0, 0, 0], "taken": [0, 0, 0]}
-    return Place([wait for wait in waits if wait], {key: Come(**(nothing | counts)) for key, counts in come.items()}, made)
+    return Place(
+        [wait for wait in waits if wait],
+        {key: Come(**(nothing | counts)) for key, counts in come.items()},
+        made,
+    )
 
 
 def names(start: str, places: Mapping[str, Place]) -> list[str]:
     """Those in the circle, from what goes between processes."""
-    told = {name: Place.from_json(json.loads(json.dumps(place.to_json()))) for name, place in places.items()}
+    told = {
+        name: Place.from_json(json.loads(json.dumps(place.to_json())))
+        for name, place in places.items()
+    }
     return [name for name, _ in circles.find_circle(start, told)[1]]
 
 
@@ -48,13 +55,33 @@ MAKES = ForCreation(key="b", awaited=("0",), op="")
     ("mine", "theirs", "circle"),
     [
         (place(IN_A, a={"meetings": 1}), place(MEETS, a={"operations": 4}), True),
-        (place(IN_A, a={"meetings": 1}), place(MEETS, a={"operations": 5}), False),  # it has come: what it sent may be under way
-        (place(IN_A, a={"meetings": 2}), place(MEETS, a={"operations": 4}), False),  # this one has been there
-        (place(IN_A, a={"meetings": 1}), place(MEETS, a={"operations": 4, "aside": True}), False),  # called, if not begun
+        (
+            place(IN_A, a={"meetings": 1}),
+            place(MEETS, a={"operations": 5}),
+            False,
+        ),  # it has come: what it sent may be under way
+        (
+            place(IN_A, a={"meetings": 2}),
+            place(MEETS, a={"operations": 4}),
+            False,
+        ),  # this one has been there
+        (
+            place(IN_A, a={"meetings": 1}),
+            place(MEETS, a={"operations": 4, "aside": True}),
+            False,
+        ),  # called, if not begun
         (place(IN_A, a={"meetings": 1}), place(None, a={"operations": 4}), False),  # it computes
         (place(IN_A, a={"meetings": 1}), place(MEETS), False),  # it has left
-        (place(TAKES, a={"meetings": 1}), place(MEETS, a={"operations": 4, "taken": [2, 0, 0]}), True),
-        (place(TAKES, a={"meetings": 1}), place(MEETS, a={"operations": 4, "taken": [3, 0, 0]}), False),
+        (
+            place(TAKES, a={"meetings": 1}),
+            place(MEETS, a={"operations": 4, "taken": [2, 0, 0]}),
+            True,
+        ),
+        (
+            place(TAKES, a={"meetings": 1}),
+            place(MEETS, a={"operations": 4, "taken": [3, 0, 0]}),
+            False,
+        ),
         (place(IN_A), place(MAKES, a={"operations": 4}), True),
         (place(IN_A, made=("b",)), place(MAKES, a={"operations": 4}), False),
     ],
@@ -86,8 +113,12 @@ def test_a_message_against_an_operation(mine: Wait, theirs: dict[str, Any], circ
     assert bool(names("0", {"0": place(mine, a={}), "1": place(other, m=theirs)})) == circle
 
 
-LAUNCH = ForOperation(key="gpu", awaited=("1/",), op="", number=5)  # of the stream of process 0, for that of process 1
-IN_CPU = ForOperation(key="a", awaited=("0",), op="", number=1, rank=1)  # of process 1, for process 0
+LAUNCH = ForOperation(
+    key="gpu", awaited=("1/",), op="", number=5
+)  # of the stream of process 0, for that of process 1
+IN_CPU = ForOperation(
+    key="a", awaited=("0",), op="", number=1, rank=1
+)  # of process 1, for process 0
 WAITS_FOR_ALL = ForStream(key="a", awaited=("0/",), op="")
 NO_CALL = ForCall(key=IN_CPU.ident, awaited=("1",), op="")
 
@@ -96,16 +127,53 @@ NO_CALL = ForCall(key=IN_CPU.ident, awaited=("1",), op="")
     ("mine", "waits", "theirs", "here", "circle"),
     [
         (WAITS_FOR_ALL, [LAUNCH], IN_CPU, place(NO_CALL, gpu={"operations": 4}), True),
-        (WAITS_FOR_ALL, [LAUNCH], IN_CPU, place(NO_CALL, gpu={"operations": 5}), False),  # it has come
-        (WAITS_FOR_ALL, [LAUNCH], IN_CPU, place(gpu={"operations": 4}), False),  # something is enqueued
-        (WAITS_FOR_ALL, [LAUNCH], replace(IN_CPU, number=2), place(NO_CALL, gpu={"operations": 4}), False),  # it has called meanwhile
-        (WAITS_FOR_ALL, [NO_CALL], IN_CPU, place(NO_CALL, gpu={"operations": 4}), False),  # there is nothing to wait for
+        (
+            WAITS_FOR_ALL,
+            [LAUNCH],
+            IN_CPU,
+            place(NO_CALL, gpu={"operations": 5}),
+            False,
+        ),  # it has come
+        (
+            WAITS_FOR_ALL,
+            [LAUNCH],
+            IN_CPU,
+            place(gpu={"operations": 4}),
+            False,
+        ),  # something is enqueued
+        (
+            WAITS_FOR_ALL,
+            [LAUNCH],
+            replace(IN_CPU, number=2),
+            place(NO_CALL, gpu={"operations": 4}),
+            False,
+        ),  # it has called meanwhile
+        (
+            WAITS_FOR_ALL,
+            [NO_CALL],
+            IN_CPU,
+            place(NO_CALL, gpu={"operations": 4}),
+            False,
+        ),  # there is nothing to wait for
         (None, [LAUNCH], IN_CPU, place(NO_CALL, gpu={"operations": 4}), False),  # it computes
-        (WAITS_FOR_ALL, [replace(LAUNCH, awaited=("2/",)), LAUNCH], IN_CPU, place(NO_CALL, gpu={"operations": 4}), True),
+        (
+            WAITS_FOR_ALL,
+            [replace(LAUNCH, awaited=("2/",)), LAUNCH],
+            IN_CPU,
+            place(NO_CALL, gpu={"operations": 4}),
+            True,
+        ),
     ],
 )
-def test_a_program_that_waits_for_its_stream(mine: Wait | None, waits: list[Wait], theirs: Wait, here: Place, circle: bool) -> None:
-    places = {"0": place(mine, a={}), "1": place(theirs, a={}), "0/": place(*waits, gpu={}), "1/": here}
+def test_a_program_that_waits_for_its_stream(
+    mine: Wait | None, waits: list[Wait], theirs: Wait, here: Place, circle: bool
+) -> None:
+    places = {
+        "0": place(mine, a={}),
+        "1": place(theirs, a={}),
+        "0/": place(*waits, gpu={}),
+        "1/": here,
+    }
     assert names("1", places) == (["1", "0", "0/", "1/"] if circle else [])
 
 
@@ -119,8 +187,16 @@ BACK = replace(LAUNCH, awaited=("0/",))
         (ROWS, place(BACK, gpu={"sent": [2, 0]}), True),
         (ROWS, place(BACK, gpu={"sent": [3, 0]}), False),
         (replace(ROWS, what="taken"), place(BACK, gpu={"sent": [3, 0], "taken": [2, 0]}), True),
-        (ROWS, place(replace(ROWS, awaited=("0/",), number=1, rank=1, holds=1), gpu={"sent": [2, 0]}), True),
-        (ROWS, place(replace(ROWS, awaited=("0/",), number=1, rank=1, holds=2), gpu={"sent": [2, 0]}), False),  # it may send
+        (
+            ROWS,
+            place(replace(ROWS, awaited=("0/",), number=1, rank=1, holds=1), gpu={"sent": [2, 0]}),
+            True,
+        ),
+        (
+            ROWS,
+            place(replace(ROWS, awaited=("0/",), number=1, rank=1, holds=2), gpu={"sent": [2, 0]}),
+            False,
+        ),  # it may send
     ],
 )
 def test_messages_in_kernels(mine: Wait, theirs: Place, circle: bool) -> None:
@@ -130,13 +206,21 @@ def test_messages_in_kernels(mine: Wait, theirs: Place, circle: bool) -> None:
 
 def test_operations_of_one_number_that_differ() -> None:
     inside = replace(LAUNCH, key="a", number=5 + (1 << 16))
-    places = {"0/": place(inside, a={"called": {"5": [7, 1]}}), "1/": place(a={"called": {"5": [8, 1], "4": [6, 1]}}), "2/": place()}
+    places = {
+        "0/": place(inside, a={"called": {"5": [7, 1]}}),
+        "1/": place(a={"called": {"5": [8, 1], "4": [6, 1]}}),
+        "2/": place(),
+    }
     assert circles.called(inside, places) == {"0/": [7, 1], "1/": [8, 1]}
 
 
 def test_circles_of_three_and_those_who_wait_for_one() -> None:
     places = {
-        str(r): place(ForOperation(key=str(r), awaited=(str((r + 1) % 3),), op="", number=1), made=(), **{str(k): {} for k in range(3)})
+        str(r): place(
+            ForOperation(key=str(r), awaited=(str((r + 1) % 3),), op="", number=1),
+            made=(),
+            **{str(k): {} for k in range(3)},
+        )
         for r in range(3)
     }
     assert names("1", places) == ["1", "2", "0"]

@@ -18,10 +18,34 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.multiprocess
 
 SLOT = 8192
-COUNTS = [0, 1, 2, 3, 7, 31, 32, 33, 127, 128, 129, 511, 1000, 2047, 2048, 2049, SLOT - 1, SLOT, SLOT + 1, 2 * SLOT + 1, 40_001]
+COUNTS = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    31,
+    32,
+    33,
+    127,
+    128,
+    129,
+    511,
+    1000,
+    2047,
+    2048,
+    2049,
+    SLOT - 1,
+    SLOT,
+    SLOT + 1,
+    2 * SLOT + 1,
+    40_001,
+]
 ALGORITHMS = [name for name in catalog.names() if name != "dissemination"]  # which is a barrier
 
-once = settings(max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+once = settings(
+    max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 quick = settings(once, max_examples=2)
 seeds = st.integers(0, 1 << 30)
 
@@ -37,7 +61,10 @@ def test_the_choice_of_the_model(nranks: int, seed: int) -> None:
 @quick
 @given(seed=seeds, nranks=st.integers(2, 5))
 def test_every_algorithm(algo: str, seed: int, nranks: int) -> None:
-    assert run_ranks(sweep_ranks.random_cases, nranks, seed, 40, algo, False, COUNTS, True) == [40] * nranks
+    assert (
+        run_ranks(sweep_ranks.random_cases, nranks, seed, 40, algo, False, COUNTS, True)
+        == [40] * nranks
+    )
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
@@ -58,7 +85,11 @@ def test_deterministic_sums_have_the_order_of_the_ranks(seed: int, nranks: int) 
     run_ranks(sweep_ranks.random_cases, nranks, seed, 40, "", True, COUNTS, True)
 
 
-@pytest.mark.parametrize("settings_of", [{"MIRACCL_CMA_DISABLE": "1"}, {"MIRACCL_SHM_DISABLE": "1"}, {"MIRACCL_PROTO": "simple"}], ids=str)
+@pytest.mark.parametrize(
+    "settings_of",
+    [{"MIRACCL_CMA_DISABLE": "1"}, {"MIRACCL_SHM_DISABLE": "1"}, {"MIRACCL_PROTO": "simple"}],
+    ids=str,
+)
 @once
 @given(seed=seeds)
 def test_with_settings(settings_of: dict[str, str], seed: int) -> None:

@@ -32,7 +32,9 @@ def test_garbage_on_a_connection_is_told_to_all() -> None:
 
 def test_a_connection_that_breaks_while_the_communicator_is_made_is_told() -> None:
     for rank, got in enumerate(run_ranks(connection_ranks.broken_early, 2, timeout=40)):
-        left = f"rank {1 - rank} of 2 left: could not connect" in got["text"]  # where it was told before this rank was
+        left = (
+            f"rank {1 - rank} of 2 left: could not connect" in got["text"]
+        )  # where it was told before this rank was
         assert got["type"] == ("BootstrapError" if left else "PeerDied"), got
         assert "has lost its connection to rank" in got["text"]
         assert got["seconds"] < SECONDS
@@ -44,7 +46,10 @@ def test_a_connection_that_is_cut_before_the_welcome_is_told_to_both() -> None:
     assert "rank 1 has lost its connection to rank 0" in got[1]["text"]
     assert got[1]["op"] == "'fabric abilities' of making world"
     assert got[0]["type"] == "PeerDied", got
-    assert "rank 1 left while the ranks were connecting: could not connect: rank 1, 'fabric abilities'" in got[0]["text"]
+    assert (
+        "rank 1 left while the ranks were connecting: could not connect: rank 1, 'fabric abilities'"
+        in got[0]["text"]
+    )
     assert max(told["seconds"] for told in got) < SECONDS
 
 

@@ -21,7 +21,12 @@ from tests.support.ranks import run_ranks
 MIB = 1 << 20
 
 
-def agreed(monkeypatch: pytest.MonkeyPatch, *environments: dict[str, str], policy: str = "", multiprocessors: int = 132) -> Ctas:
+def agreed(
+    monkeypatch: pytest.MonkeyPatch,
+    *environments: dict[str, str],
+    policy: str = "",
+    multiprocessors: int = 132,
+) -> Ctas:
     """What ranks with these environments agree on."""
     wishes = []
     for environment in environments:
@@ -34,7 +39,14 @@ def agreed(monkeypatch: pytest.MonkeyPatch, *environments: dict[str, str], polic
 
 
 def request(collective: Collective, nbytes: int, nranks: int = 2, **more: Any) -> Request:
-    return Request(collective=collective, dtype=DType.FLOAT32, op=RedOp.SUM, count=nbytes // 4, nranks=nranks, **more)
+    return Request(
+        collective=collective,
+        dtype=DType.FLOAT32,
+        op=RedOp.SUM,
+        count=nbytes // 4,
+        nranks=nranks,
+        **more,
+    )
 
 
 def test_without_a_wish_all_but_a_few_may_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,13 +57,19 @@ def test_without_a_wish_all_but_a_few_may_be_filled(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_least_number_counts_and_one_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agreed(monkeypatch, {"MIRACCL_SMS": "16"}, {}, {"MIRACCL_SMS": "24"}) == Ctas(most=16, limited=True)
+    assert agreed(monkeypatch, {"MIRACCL_SMS": "16"}, {}, {"MIRACCL_SMS": "24"}) == Ctas(
+        most=16, limited=True
+    )
     assert agreed(monkeypatch, {"MIRACCL_SMS": "0"}, {}) == Ctas(most=1, limited=True, none=True)
     assert agreed(monkeypatch, {"MIRACCL_SMS": "500"}) == Ctas(most=132 - SPARED, limited=True)
-    assert agreed(monkeypatch, {}, {"NCCL_CTA_POLICY": "1"}) == Ctas(most=132 - SPARED, efficient=True)
+    assert agreed(monkeypatch, {}, {"NCCL_CTA_POLICY": "1"}) == Ctas(
+        most=132 - SPARED, efficient=True
+    )
 
 
-def test_the_policy_of_the_environment_comes_before_that_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_of_the_environment_comes_before_that_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert agreed(monkeypatch, {}, policy="efficiency").efficient
     assert not agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "default"}, policy="efficiency").efficient
     assert agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "zero"}, policy="efficiency").none
@@ -69,8 +87,13 @@ def test_other_policies_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) 
 
 
 @pytest.mark.parametrize("nranks", [2, 4, 8])
-@pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST])
-def test_efficiency_spares_multiprocessors_of_large_operations_only(collective: Collective, nranks: int) -> None:
+@pytest.mark.parametrize(
+    "collective",
+    [Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST],
+)
+def test_efficiency_spares_multiprocessors_of_large_operations_only(
+    collective: Collective, nranks: int
+) -> None:
     ctas = Ctas(most=128, efficient=True)
     small = request(collective, MIB // 8, nranks)
     assert choose(ctas.apply(small)) == choose(replace(small, multiprocessors=128))
@@ -88,7 +111,12 @@ def test_efficiency_spares_multiprocessors_of_large_operations_only(collective: 
 def test_a_limit_holds_for_all_sizes_and_kernels(most: int, nranks: int) -> None:
     """A block for each multiprocessor: the GPU spreads small blocks over idle ones, where kernels that run beside have no room then."""
     ctas = Ctas(most=most, limited=True)
-    for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.REDUCE):
+    for collective in (
+        Collective.ALL_REDUCE,
+        Collective.ALL_GATHER,
+        Collective.ALL_TO_ALL,
+        Collective.REDUCE,
+    ):
         for nbytes in (16, 4096, 200_000, MIB, 16 * MIB, 512 * MIB):
             for proto in ("", "simple"):
                 asked = ctas.apply(request(collective, nbytes, nranks, proto=proto))
@@ -102,4 +130,6 @@ def test_a_limit_holds_for_all_sizes_and_kernels(most: int, nranks: int) -> None
 @pytest.mark.multiprocess
 @needs_compiler
 def test_communicators_keep_to_what_the_program_said() -> None:
-    run_ranks(emulated_ranks.sparing, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    run_ranks(
+        emulated_ranks.sparing, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0
+    )

@@ -20,14 +20,19 @@ from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAb
 from miraccl.executor.cuda import layout, moves
 from miraccl.types import Collective
 
-SCATTER, GATHER = moves.move_signature(Collective.SCATTER, 1, (4, 4)), moves.move_signature(Collective.GATHER, 2, (4, 4))
+SCATTER, GATHER = (
+    moves.move_signature(Collective.SCATTER, 1, (4, 4)),
+    moves.move_signature(Collective.GATHER, 2, (4, 4)),
+)
 
 
 def name(number: int, signature: int) -> str:
     return f"launch #{number}" if number else moves.describe(signature)
 
 
-def said(launch: int = 0, move: int = 0, before: int = 0, what: int = SCATTER, signature: int = 0) -> Said:
+def said(
+    launch: int = 0, move: int = 0, before: int = 0, what: int = SCATTER, signature: int = 0
+) -> Said:
     """What a rank says whose last operations are these; the collective of messages came after ``before`` launches."""
     launches = dict.fromkeys(range(launch, max(0, launch - 4), -1), signature)
     entries = {move: Move(moves.move_tag(move, before, what), what, before)} if move else {}
@@ -46,11 +51,22 @@ class Told:
         listen = functools.partial(setattr, self, "hear")
         self.answers: dict[int, dict[str, Any]] = {}
         session: Any = types.SimpleNamespace(
-            rank=0, nranks=4, on_event=listen, notify=self.notify, gone=frozenset, request_status=lambda *_, **__: self.answers
+            rank=0,
+            nranks=4,
+            on_event=listen,
+            notify=self.notify,
+            gone=frozenset,
+            request_status=lambda *_, **__: self.answers,
         )
         self.session = session
         self.faults = DeviceFaults(
-            session, self.words, 1.0, look=lambda: self.boards, name=name, refused=lambda _: None, stopped=lambda: self.stopped
+            session,
+            self.words,
+            1.0,
+            look=lambda: self.boards,
+            name=name,
+            refused=lambda _: None,
+            stopped=lambda: self.stopped,
         )
 
     def notify(self, notice: Any) -> None:
@@ -58,13 +74,20 @@ class Told:
         self.words_when_told.append(self.words.copy())
 
     def kernel(self, error: int, peer: int) -> None:
-        self.words[layout.HOST_PEER], self.words[layout.HOST_WHAT], self.words[layout.HOST_ERROR] = peer, layout.WHAT_MESSAGE, error
+        (
+            self.words[layout.HOST_PEER],
+            self.words[layout.HOST_WHAT],
+            self.words[layout.HOST_ERROR],
+        ) = peer, layout.WHAT_MESSAGE, error
 
     hear: Any = None
 
 
 LOST = PeerLost(rank=1, reason="it ended")
-ABORTED = Notice(from_rank=1, payload={NOTICE: to_words(CommunicatorAborted("rank 1 aborted the communicator: enough"))})
+ABORTED = Notice(
+    from_rank=1,
+    payload={NOTICE: to_words(CommunicatorAborted("rank 1 aborted the communicator: enough"))},
+)
 
 
 @pytest.mark.parametrize("event", [LOST, ABORTED])
@@ -107,7 +130,10 @@ def test_a_deadline_of_a_message() -> None:
     told.kernel(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="from rank 1") as raised:
         told.faults.check("recv")
-    assert (raised.value.op, raised.value.graph) == ("recv", ("rank 0: waits for a message from rank 1",))
+    assert (raised.value.op, raised.value.graph) == (
+        "recv",
+        ("rank 0: waits for a message from rank 1",),
+    )
 
 
 def test_a_deadline_says_where_programs_are() -> None:
@@ -135,7 +161,9 @@ def test_a_death_that_is_heard_while_programs_are_asked_is_what_is_told() -> Non
     told = Told()
     told.kernel(layout.ERROR_TIMEOUT, 1)
     told.session.request_status = lambda *_, **__: told.hear(LOST) or {}
-    assert isinstance(told.faults.untold(), PeerDied), "what finalize raises, if nobody has asked before"
+    assert isinstance(told.faults.untold(), PeerDied), (
+        "what finalize raises, if nobody has asked before"
+    )
     with pytest.raises(PeerDied):
         told.faults.check("recv")
     assert told.notices == []
@@ -170,7 +198,10 @@ def test_what_a_kernel_found_is_told_to_all_once() -> None:
     assert other.words[layout.HOST_ABORT] == 1
     with pytest.raises(CollectiveTimeout, match="rank 0 waited longer than") as raised:
         other.faults.check("all_reduce")
-    assert raised.value.graph == ("rank 0: waits for a message from rank 1 in launch #7", "rank 1: has begun it")
+    assert raised.value.graph == (
+        "rank 0: waits for a message from rank 1 in launch #7",
+        "rank 1: has begun it",
+    )
     assert other.notices == []
 
 
@@ -202,7 +233,10 @@ def test_a_deadline_of_a_message_says_what_others_ran_last() -> None:
     told.kernel(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="rank 1 has not come to this message") as raised:
         told.faults.check("recv")
-    assert raised.value.graph[1:] == ("rank 1: its last was launch #4", "rank 2: its last was scatter (root 1)")
+    assert raised.value.graph[1:] == (
+        "rank 1: its last was launch #4",
+        "rank 2: its last was scatter (root 1)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +258,9 @@ def test_a_deadline_of_a_message_says_what_others_ran_last() -> None:
         (said(), said(), None),
     ],
 )
-def test_operations_in_another_order_are_found(mine: Said, theirs: Said, found: tuple[int, int] | None) -> None:
+def test_operations_in_another_order_are_found(
+    mine: Said, theirs: Said, found: tuple[int, int] | None
+) -> None:
     boards = Boards(mine, {2: said(7), 3: theirs}) if mine.move == 0 else Boards(mine, {3: theirs})
     assert boards.unlike() == (None if found is None else (3, *found))
 
@@ -251,7 +287,9 @@ def test_a_wait_in_vain_that_boards_explain_is_a_mismatch(error: int) -> None:
     told.boards = Boards(said(8, 2, 7), {1: said(7, 3, 7), 2: said(8, 2, 7)})
     told.words[layout.HOST_LAUNCH] = 8
     told.kernel(error, 2)
-    with pytest.raises(CollectiveMismatch, match=r"rank 1 called another operation in the same place \(number 8") as raised:
+    with pytest.raises(
+        CollectiveMismatch, match=r"rank 1 called another operation in the same place \(number 8"
+    ) as raised:
         told.faults.check()
     assert (raised.value.op, raised.value.peer) == ("launch #8", 1)
 

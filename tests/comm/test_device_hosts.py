@@ -22,7 +22,9 @@ TWO_STEPS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"
 
 @pytest.mark.parametrize("hosts", ["AB", "ABC", "AABB", "ABAB", "AAB"])
 def test_collectives(hosts: str) -> None:
-    for used in run_ranks(fake_hosts.even_collectives, len(hosts), hosts, SIZES if hosts != "AAB" else [9], env=SMALL):
+    for used in run_ranks(
+        fake_hosts.even_collectives, len(hosts), hosts, SIZES if hosts != "AAB" else [9], env=SMALL
+    ):
         assert set(used) >= TWO_STEPS | {"gather", "scatter", "all_to_all"}
         assert used["gather"] == "staged"
         assert used["all_to_all"] == ("hierarchical" if hosts == "AABB" else "staged")
@@ -30,11 +32,23 @@ def test_collectives(hosts: str) -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "sizes", "staging"),
-    [("AB", SIZES, "64K"), ("AB", [700_001], "4M"), ("AABB", SIZES, "64K"), ("ABC", [3, 100_001], "1M")],
+    [
+        ("AB", SIZES, "64K"),
+        ("AB", [700_001], "4M"),
+        ("AABB", SIZES, "64K"),
+        ("ABC", [3, 100_001], "1M"),
+    ],
 )
 def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> None:
     """Lanes exchange small pieces themselves, and of two hosts large ones, too; of three the CPU communicator takes those."""
-    for used in run_ranks(fake_hosts.even_collectives, len(hosts), hosts, sizes, True, env={"MIRACCL_GPU_STAGING": staging}):
+    for used in run_ranks(
+        fake_hosts.even_collectives,
+        len(hosts),
+        hosts,
+        sizes,
+        True,
+        env={"MIRACCL_GPU_STAGING": staging},
+    ):
         assert set(used) >= TWO_STEPS
 
 
@@ -47,13 +61,28 @@ def test_deterministic_sums_do_not_depend_on_the_hosts(hosts: str, apart: bool) 
 @needs_compiler
 @pytest.mark.parametrize("apart", [False, True])
 def test_with_emulated_kernels(apart: bool) -> None:
-    run_ranks(fake_hosts.with_kernels, 4, "AABB", apart, env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
+    run_ranks(
+        fake_hosts.with_kernels,
+        4,
+        "AABB",
+        apart,
+        env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=180.0,
+    )
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "env"), [("host", {"NCCL_P2P_DISABLE": "1"}), ("ipc", {"MIRACCL_CUMEM": "0"})])
+@pytest.mark.parametrize(
+    ("kind", "env"), [("host", {"NCCL_P2P_DISABLE": "1"}), ("ipc", {"MIRACCL_CUMEM": "0"})]
+)
 def test_one_host_with_emulated_kernels(kind: str, env: dict[str, str]) -> None:
-    run_ranks(fake_hosts.one_host, 2, kind, env=env | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
+    run_ranks(
+        fake_hosts.one_host,
+        2,
+        kind,
+        env=env | {"MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=180.0,
+    )
 
 
 @pytest.mark.parametrize("hosts", ["AB", "AABB", "ABBA"])
@@ -61,7 +90,9 @@ def test_in_place(hosts: str) -> None:
     run_ranks(fake_hosts.in_place, len(hosts), hosts, 30_001, env=SMALL)
 
 
-@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AAB", False), ("AB", True), ("AAB", True)])
+@pytest.mark.parametrize(
+    ("hosts", "apart"), [("AB", False), ("AAB", False), ("AB", True), ("AAB", True)]
+)
 def test_uneven_collectives(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.uneven_collectives, len(hosts), hosts, apart, env=SMALL)
 
@@ -77,14 +108,27 @@ def test_counts_that_change_with_every_call_do_not_pile_up(hosts: str, apart: bo
     run_ranks(fake_hosts.changing_counts, len(hosts), hosts, apart, env=SMALL)
 
 
-@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AB", True), ("AABB", True), ("AAB", True)])
+@pytest.mark.parametrize(
+    ("hosts", "apart"),
+    [("AB", False), ("AABB", False), ("AB", True), ("AABB", True), ("AAB", True)],
+)
 def test_sends_and_receives(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.sends_and_receives, len(hosts), hosts, apart, env=SMALL)
 
 
-@pytest.mark.parametrize(("hosts", "kernels"), [("AB", False), pytest.param("AABB", True, marks=needs_compiler), ("ABC", False)])
+@pytest.mark.parametrize(
+    ("hosts", "kernels"),
+    [("AB", False), pytest.param("AABB", True, marks=needs_compiler), ("ABC", False)],
+)
 def test_operations_that_come_again(hosts: str, kernels: bool) -> None:
-    run_ranks(fake_hosts.again, len(hosts), hosts, kernels, env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
+    run_ranks(
+        fake_hosts.again,
+        len(hosts),
+        hosts,
+        kernels,
+        env=SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=180.0,
+    )
 
 
 @pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AABB", False), ("AABB", True)])
@@ -139,19 +183,28 @@ def test_a_deadline_ends_what_waits(apart: bool, sends: bool) -> None:
     assert "rank 1" in texts[0]
 
 
-@pytest.mark.parametrize(("hosts", "apart"), [("AB", False), ("AB", True), ("AABB", False), ("AABB", True)])
+@pytest.mark.parametrize(
+    ("hosts", "apart"), [("AB", False), ("AB", True), ("AABB", False), ("AABB", True)]
+)
 def test_ranks_that_call_different_operations_are_told(hosts: str, apart: bool) -> None:
     n = len(hosts)
-    pairs = [f"operator is sum on rank {rank}, max on rank {rank + n // 2}" for rank in range(n // 2)]
+    pairs = [
+        f"operator is sum on rank {rank}, max on rank {rank + n // 2}" for rank in range(n // 2)
+    ]
     for text in run_ranks(fake_hosts.differing, n, hosts, apart):
         assert text.startswith("CollectiveMismatch")
         assert any(pair in text for pair in pairs), text
 
 
-@pytest.mark.parametrize(("hosts", "apart", "count"), [("AABB", False, 100), ("AABB", True, 100), ("AB", True, fake_hosts.BIG)])
+@pytest.mark.parametrize(
+    ("hosts", "apart", "count"),
+    [("AABB", False, 100), ("AABB", True, 100), ("AB", True, fake_hosts.BIG)],
+)
 def test_errors_of_parts_name_the_call(hosts: str, apart: bool, count: int) -> None:
     """Shards and pieces have other counts than what the program has called."""
-    for text in run_ranks(fake_hosts.differing_in_counts, len(hosts), hosts, apart, count, env=SMALL):
+    for text in run_ranks(
+        fake_hosts.differing_in_counts, len(hosts), hosts, apart, count, env=SMALL
+    ):
         named = re.search(r", a part of all_reduce of (\d+) x float32 on rank (\d): ", text)
         assert named is not None, text
         assert named[1] == str(count + 4 * (int(named[2]) < len(hosts) // 2)), text
@@ -175,7 +228,15 @@ IN_DIFFERENT_CALLS = {
 @pytest.mark.parametrize("hosts", ["AB", pytest.param("AABB", marks=needs_compiler)])
 def test_ranks_that_wait_for_one_another_between_hosts_are_told_soon(hosts: str) -> None:
     cases, env = list(IN_DIFFERENT_CALLS[hosts]), WITH_EMULATOR | {"MIRACCL_SMS": "1"}
-    for errors in run_ranks(fake_hosts.in_different_calls, len(hosts), hosts, cases, hosts == "AABB", env=env, timeout=120.0):
+    for errors in run_ranks(
+        fake_hosts.in_different_calls,
+        len(hosts),
+        hosts,
+        cases,
+        hosts == "AABB",
+        env=env,
+        timeout=120.0,
+    ):
         for error, text in zip(errors, IN_DIFFERENT_CALLS[hosts].values(), strict=True):
             assert error.startswith("CollectiveMismatch: ")
             assert text in error
@@ -185,10 +246,15 @@ def test_ranks_that_wait_for_one_another_between_hosts_are_told_soon(hosts: str)
 def test_a_gpu_against_a_cpu_is_told_soon_where_a_program_waits_for_it(hosts: str) -> None:
     calls = [("synchronize", "all_reduce"), ("synchronize", "split"), ("all_reduce", "synchronize")]
     env = WITH_EMULATOR | {"MIRACCL_SMS": "1"}
-    for errors in run_ranks(fake_hosts.against_the_cpu, len(hosts), hosts, calls, hosts == "AABB", env=env):
+    for errors in run_ranks(
+        fake_hosts.against_the_cpu, len(hosts), hosts, calls, hosts == "AABB", env=env
+    ):
         for error, (others, odd) in zip(errors, calls, strict=True):
             assert error.startswith("CollectiveMismatch: ")
-            one, other = (f"waits for rank {rank} in" for rank in ((1, 0) if others == "synchronize" else (0, 1)))
+            one, other = (
+                f"waits for rank {rank} in"
+                for rank in ((1, 0) if others == "synchronize" else (0, 1))
+            )
             assert one in error
             assert other in error
             assert f"in {odd if others == 'synchronize' else others}" in error
@@ -206,7 +272,11 @@ def test_a_network_that_stands_still_in_the_middle_of_messages_closes_no_circle(
     ("count", "dtype", "text"),
     [
         (fake_hosts.BIG, DType.INT32, "dtype is float32 on rank 0, int32 on rank 1"),
-        (fake_hosts.BIG + 1, DType.FLOAT32, f"count is {fake_hosts.BIG} on rank 0, {fake_hosts.BIG + 1} on rank 1"),
+        (
+            fake_hosts.BIG + 1,
+            DType.FLOAT32,
+            f"count is {fake_hosts.BIG} on rank 0, {fake_hosts.BIG + 1} on rank 1",
+        ),
     ],
     ids=["type", "count"],
 )
@@ -216,10 +286,19 @@ def test_both_ends_of_unlike_messages_are_told(count: int, dtype: DType, text: s
         assert f"ranks called different operations: {text}" in error
 
 
-@pytest.mark.parametrize("hosts_and_kernels", ["AB", "AAB", "ABB", pytest.param("AABB kernels", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "hosts_and_kernels", ["AB", "AAB", "ABB", pytest.param("AABB kernels", marks=needs_compiler)]
+)
 def test_collectives_of_messages_that_come_again(hosts_and_kernels: str) -> None:
     hosts, _, kernels = hosts_and_kernels.partition(" ")
-    run_ranks(fake_hosts.uneven_again, len(hosts), hosts, bool(kernels), env=SMALL | WITH_EMULATOR, timeout=180.0)
+    run_ranks(
+        fake_hosts.uneven_again,
+        len(hosts),
+        hosts,
+        bool(kernels),
+        env=SMALL | WITH_EMULATOR,
+        timeout=180.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,16 +312,31 @@ def test_collectives_of_messages_that_come_again(hosts_and_kernels: str) -> None
         ("ABC", "roots", ("(root 1)",)),
     ],
 )
-def test_messages_that_nobody_took_are_not_taken_for_those_of_the_next_collective(hosts: str, case: str, texts: tuple[str, ...]) -> None:
-    for error in run_ranks(fake_hosts.unlike_collectives, len(hosts), hosts, False, case, env=SMALL):
+def test_messages_that_nobody_took_are_not_taken_for_those_of_the_next_collective(
+    hosts: str, case: str, texts: tuple[str, ...]
+) -> None:
+    for error in run_ranks(
+        fake_hosts.unlike_collectives, len(hosts), hosts, False, case, env=SMALL
+    ):
         assert error.startswith("CollectiveMismatch: ")
         assert all(text in error for text in texts)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("hosts", "case"), [("AABB", "roots"), ("AABB", "collectives"), ("AAB", "counts"), ("AAB", "one message")])
+@pytest.mark.parametrize(
+    ("hosts", "case"),
+    [("AABB", "roots"), ("AABB", "collectives"), ("AAB", "counts"), ("AAB", "one message")],
+)
 def test_nor_are_those_inside_a_host(hosts: str, case: str) -> None:
-    for error in run_ranks(fake_hosts.unlike_collectives, len(hosts), hosts, True, case, env=SMALL | WITH_EMULATOR, timeout=180.0):
+    for error in run_ranks(
+        fake_hosts.unlike_collectives,
+        len(hosts),
+        hosts,
+        True,
+        case,
+        env=SMALL | WITH_EMULATOR,
+        timeout=180.0,
+    ):
         assert error.startswith("CollectiveMismatch: ")
 
 
@@ -255,7 +349,9 @@ def test_what_is_found_inside_a_host_at_the_end_is_told() -> None:
 
 @needs_compiler
 def test_a_fault_that_is_heard_in_the_middle_of_a_call_is_told_as_what_it_is() -> None:
-    for text in run_ranks(fake_hosts.told_between_checks, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}):
+    for text in run_ranks(
+        fake_hosts.told_between_checks, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}
+    ):
         assert text.startswith("PeerDied: ")
         assert "rank 5 died: for a test" in text
 
@@ -273,7 +369,9 @@ def test_a_stream_that_breaks_ends_what_waits_for_it(sends: bool) -> None:
         assert "has lost its connection to rank" in text
 
 
-@pytest.mark.parametrize(("hosts", "apart", "sends"), [("AABB", False, False), *(("AB", *waits) for waits in WAITS)])
+@pytest.mark.parametrize(
+    ("hosts", "apart", "sends"), [("AABB", False, False), *(("AB", *waits) for waits in WAITS)]
+)
 def test_a_death_ends_what_waits(hosts: str, apart: bool, sends: bool) -> None:
     _check_death(rank_outcomes(fake_hosts.death, len(hosts), hosts, apart, sends))
 
@@ -299,7 +397,9 @@ def test_a_rank_that_leaves_is_not_waited_for(hosts: str, what: str, kernels: bo
 @needs_compiler
 def test_a_death_ends_kernels_that_wait() -> None:
     env = SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}
-    _check_death(rank_outcomes(fake_hosts.death, 4, "AABB", True, False, True, env=env, timeout=120.0))
+    _check_death(
+        rank_outcomes(fake_hosts.death, 4, "AABB", True, False, True, env=env, timeout=120.0)
+    )
 
 
 def _check_death(outcomes: Sequence[Outcome]) -> None:

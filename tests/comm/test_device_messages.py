@@ -83,21 +83,33 @@ def connected(nranks: int, timeout: float = WAIT_S, buffer_bytes: int = 0) -> It
                 end.close()
 
 
-def message(receives: bool, peer: int, count: int, host: int = 0, whole: int = 0, dtype: DType = DType.UINT8) -> Message:
+def message(
+    receives: bool, peer: int, count: int, host: int = 0, whole: int = 0, dtype: DType = DType.UINT8
+) -> Message:
     return Message(receives, peer, host, count, dtype, whole or count)
 
 
 def header(count: int, number: int, dtype: DType = DType.UINT8) -> bytes:
     """What goes ahead of a message, written down once more."""
-    return struct.pack("<qq", signature(Collective.SEND_RECV, dtype, RedOp.SUM, 0, count) | number, count * dtype.itemsize)
+    return struct.pack(
+        "<qq",
+        signature(Collective.SEND_RECV, dtype, RedOp.SUM, 0, count) | number,
+        count * dtype.itemsize,
+    )
 
 
-CALLS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 2), st.sampled_from([0, 1, 15, 4096, 70_000])), min_size=1, max_size=12)
+CALLS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 2), st.sampled_from([0, 1, 15, 4096, 70_000])),
+    min_size=1,
+    max_size=12,
+)
 
 
 @settings(max_examples=40, deadline=None)
 @given(calls=CALLS, data=st.data())
-def test_every_receive_gets_its_send_however_the_ends_group_their_calls(calls: list[tuple[int, int, int]], data: Any) -> None:
+def test_every_receive_gets_its_send_however_the_ends_group_their_calls(
+    calls: list[tuple[int, int, int]], data: Any
+) -> None:
     """``calls`` are (source, distance of the target, bytes) in the order of the program; each rank groups its part as it likes."""
     fills = np.random.default_rng(1).integers(0, 256, (len(calls), 70_000), np.uint8)
     rounds: list[list[list[tuple[Message, int]]]] = []
@@ -110,7 +122,12 @@ def test_every_receive_gets_its_send_however_the_ends_group_their_calls(calls: l
             if rank in (source, target):
                 if data.draw(st.booleans()):
                     groups.append([])
-                groups[-1].append((message(rank == target, source if rank == target else target, nbytes, host), number))
+                groups[-1].append(
+                    (
+                        message(rank == target, source if rank == target else target, nbytes, host),
+                        number,
+                    )
+                )
                 host += nbytes
         rounds.append(groups)
         sizes.append(host)
@@ -127,7 +144,10 @@ def test_every_receive_gets_its_send_however_the_ends_group_their_calls(calls: l
                 if outcomes[rank] != at.OK:
                     return
             received = [(m, number) for group in rounds[rank] for m, number in group if m.receives]
-            if all((memory[m.host : m.host + m.count] == fills[number, : m.count]).all() for m, number in received):
+            if all(
+                (memory[m.host : m.host + m.count] == fills[number, : m.count]).all()
+                for m, number in received
+            ):
                 outcomes[rank] = "all there"
 
         threads = [threading.Thread(target=play, args=(rank,)) for rank in range(3)]
@@ -147,11 +167,17 @@ def test_what_goes_over_a_stream() -> None:
     with connected(2) as ranks:
         me, (wire,) = ranks[0], ranks[1].sockets.values()
         memory = np.arange(12, dtype=np.float32)
-        sends = [message(False, 1, 3, 0, 10, DType.FLOAT32), message(False, 1, 7, 16, 10, DType.FLOAT32)]
+        sends = [
+            message(False, 1, 3, 0, 10, DType.FLOAT32),
+            message(False, 1, 7, 16, 10, DType.FLOAT32),
+        ]
         assert me.run(sends, memory)[0] == at.OK
         assert me.run(sends[:1], memory)[0] == at.OK
         parts = [memory[:3], memory[4:11], memory[:3]]
-        want = b"".join(header(10, number + 1, DType.FLOAT32) + part.tobytes() for number, part in enumerate(parts))
+        want = b"".join(
+            header(10, number + 1, DType.FLOAT32) + part.tobytes()
+            for number, part in enumerate(parts)
+        )
         assert wire.recv(1000) == want
 
 
@@ -202,19 +228,31 @@ def test_a_wait_ends_with_the_deadline(receives: bool, closed: bool) -> None:
         if closed:
             ranks[2].sockets[0].close()
         began = time.thread_time()
-        assert ranks[0].run([message(receives, 2, count)], np.zeros(count, np.uint8))[0] == at.ERR_TIMEOUT
+        assert (
+            ranks[0].run([message(receives, 2, count)], np.zeros(count, np.uint8))[0]
+            == at.ERR_TIMEOUT
+        )
         assert time.thread_time() - began < 0.15
         assert ranks[0].context.get(at.CTX_ERR_PEER) == 2
-        assert (ranks[0].board(at.BOARD_PEER), ranks[0].board(at.BOARD_STATE)) == (2, at.STATE_WAITING)
+        assert (ranks[0].board(at.BOARD_PEER), ranks[0].board(at.BOARD_STATE)) == (
+            2,
+            at.STATE_WAITING,
+        )
         assert ranks[0].board(at.BOARD_P2P_COUNT) == count
-        assert ranks[0].board(at.BOARD_P2P_SIG) == signature(Collective.SEND_RECV, DType.UINT8, RedOp.SUM, 0, count)
+        assert ranks[0].board(at.BOARD_P2P_SIG) == signature(
+            Collective.SEND_RECV, DType.UINT8, RedOp.SUM, 0, count
+        )
 
 
 def test_a_wait_ends_with_an_abort_and_when_a_peer_leaves() -> None:
     for code in (at.ERR_ABORTED, at.ERR_LEFT):
         with connected(2) as ranks:
             codes: list[int] = []
-            thread = threading.Thread(target=lambda: codes.append(ranks[0].run([message(True, 1, 1)], np.zeros(1, np.uint8))[0]))  # noqa: B023
+            thread = threading.Thread(
+                target=lambda: codes.append(  # noqa: B023
+                    ranks[0].run([message(True, 1, 1)], np.zeros(1, np.uint8))[0]
+                )
+            )
             thread.start()
             while ranks[0].board(at.BOARD_STATE) != at.STATE_WAITING:
                 pass
@@ -231,7 +269,9 @@ def test_what_a_peer_sent_before_it_left_is_taken() -> None:
     with connected(2) as ranks:
         ranks[0].context.gone[1] = 1
         got, codes = np.zeros(1, np.uint8), list[int]()
-        thread = threading.Thread(target=lambda: codes.append(ranks[0].run([message(True, 1, 1)], got)[0]))
+        thread = threading.Thread(
+            target=lambda: codes.append(ranks[0].run([message(True, 1, 1)], got)[0])
+        )
         thread.start()
         while ranks[0].board(at.BOARD_STATE) != at.STATE_WAITING:
             pass

@@ -45,9 +45,13 @@ def disjoint(copies: tuple[Copy, ...]) -> bool:
     count=st.one_of(st.integers(0, 40), st.integers(1, 60_000)),
     data=st.data(),
 )
-def test_even_collectives(collective: Collective, dtype: DType, nranks: int, count: int, data: Any) -> None:
+def test_even_collectives(
+    collective: Collective, dtype: DType, nranks: int, count: int, data: Any
+) -> None:
     root = data.draw(st.integers(0, nranks - 1))
-    shapes = [Shape.even(collective, dtype.itemsize, rank, nranks, root, count) for rank in range(nranks)]
+    shapes = [
+        Shape.even(collective, dtype.itemsize, rank, nranks, root, count) for rank in range(nranks)
+    ]
     plans = [cut(shape, SLOT) for shape in shapes]
     assert len({len(plan) for plan in plans}) == 1, "ranks cut alike"
     assert (len(plans[0]) == 0) == (count == 0)
@@ -58,21 +62,30 @@ def test_even_collectives(collective: Collective, dtype: DType, nranks: int, cou
         gives = rank == root or collective not in (Collective.BROADCAST, Collective.SCATTER)
         gets = rank == root or collective not in (Collective.REDUCE, Collective.GATHER)
         assert (down == (1 if gives else 0)).all()
-        assert (up == (1 if gets and not (collective is Collective.BROADCAST and rank == root) else 0)).all()
+        assert (
+            up == (1 if gets and not (collective is Collective.BROADCAST and rank == root) else 0)
+        ).all()
 
 
 def check_plan(shape: Shape, plan: Any) -> None:
     for piece in plan:
-        assert all(copy.host + copy.nbytes <= SLOT for copy in (*piece.down, *piece.up)), "a slot overflows"
+        assert all(copy.host + copy.nbytes <= SLOT for copy in (*piece.down, *piece.up)), (
+            "a slot overflows"
+        )
         assert disjoint(piece.down)
         assert disjoint(piece.up)
-        for begin, counts in ((piece.source, piece.source_counts), (piece.target, piece.target_counts)):
+        for begin, counts in (
+            (piece.source, piece.source_counts),
+            (piece.target, piece.target_counts),
+        ):
             assert begin % shape.itemsize == 0
             assert begin + sum(counts) * shape.itemsize <= SLOT
 
 
 @given(
-    collective=st.sampled_from([Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.GATHER, Collective.SCATTER]),
+    collective=st.sampled_from(
+        [Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.GATHER, Collective.SCATTER]
+    ),
     counts=st.lists(st.integers(0, 20_000), min_size=2, max_size=6),
 )
 def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
@@ -81,7 +94,9 @@ def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
         whole, one = tuple(counts), (mine,)
         gathers = collective in (Collective.ALL_GATHER, Collective.GATHER)
         rooted = collective.rooted and rank != 0
-        sends, receives = (one, () if rooted else whole) if gathers else (() if rooted else whole, one)
+        sends, receives = (
+            (one, () if rooted else whole) if gathers else (() if rooted else whole, one)
+        )
         more = {"counts": whole, "uneven": True, "rank": rank, "nranks": len(counts)}
         shape = Shape(collective=collective, itemsize=4, sends=sends, receives=receives, **more)  # type: ignore[arg-type]
         plans.append(cut(shape, SLOT))
@@ -95,7 +110,9 @@ def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
 
 def test_pieces_are_equal_and_smaller_for_smaller_operations() -> None:
     def sizes(nbytes: int, slot: int = 4 << 20, **more: Any) -> list[int]:
-        shape = dataclasses.replace(Shape.even(Collective.ALL_REDUCE, 4, 0, 2, 0, nbytes // 4), **more)
+        shape = dataclasses.replace(
+            Shape.even(Collective.ALL_REDUCE, 4, 0, 2, 0, nbytes // 4), **more
+        )
         return [sum(piece.source_counts) * 4 for piece in cut(shape, slot)]
 
     assert sizes(1 << 10) == [1 << 10]
@@ -111,33 +128,60 @@ def test_pieces_are_equal_and_smaller_for_smaller_operations() -> None:
 def test_neighbours_are_one_copy_and_places_are_kept() -> None:
     (piece,) = cut(Shape.even(Collective.ALL_GATHER, 4, 0, 4, 0, 10), SLOT)
     assert piece.up == (Copy(1, 0, 0, 160),)
-    shape = Shape(collective=Collective.ALL_GATHER, itemsize=4, rank=0, nranks=2, sends=(3,), receives=(3, 3), places=(6, 0))
+    shape = Shape(
+        collective=Collective.ALL_GATHER,
+        itemsize=4,
+        rank=0,
+        nranks=2,
+        sends=(3,),
+        receives=(3, 3),
+        places=(6, 0),
+    )
     (piece,) = cut(shape, SLOT)
     assert piece.up == (Copy(1, 24, 0, 12), Copy(1, 0, 12, 12))
 
 
-groups = st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 30_000)), min_size=1, max_size=8)
+groups = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 30_000)), min_size=1, max_size=8
+)
 
 
 @given(calls=groups, far=st.sampled_from([1, 4, 7, 40]))
-def test_transfers_are_cut_alike_however_they_are_grouped(calls: list[tuple[bool, int, int]], far: int) -> None:
-    transfers = [DeviceTransfer(receives=r, peer=p, memory=DeviceMemory(4096, n, DType.FLOAT32)) for r, p, n in calls]
+def test_transfers_are_cut_alike_however_they_are_grouped(
+    calls: list[tuple[bool, int, int]], far: int
+) -> None:
+    transfers = [
+        DeviceTransfer(receives=r, peer=p, memory=DeviceMemory(4096, n, DType.FLOAT32))
+        for r, p, n in calls
+    ]
     together, need = cut_transfers(transfers, SLOT, far)
     alone = [round for transfer in transfers for round in cut_transfers([transfer], SLOT, far)[0]]
 
     def lane(rounds: Any, receives: bool, peer: int) -> list[int]:
-        return [m.count for round in rounds for m in round.messages if (m.receives, m.peer) == (receives, peer)]
+        return [
+            m.count
+            for round in rounds
+            for m in round.messages
+            if (m.receives, m.peer) == (receives, peer)
+        ]
 
     for receives in (False, True):
         for peer in range(4):
             assert lane(together, receives, peer) == lane(alone, receives, peer)
     for number, transfer in enumerate(transfers):
-        copies = [c for round in together for c in (*round.piece.down, *round.piece.up) if c.buffer == number]
+        copies = [
+            c
+            for round in together
+            for c in (*round.piece.down, *round.piece.up)
+            if c.buffer == number
+        ]
         assert (covered(copies, transfer.memory.nbytes) == 1).all()
     for round in together:
         assert disjoint((*round.piece.down, *round.piece.up))
         assert all(copy.host + copy.nbytes <= need for copy in (*round.piece.down, *round.piece.up))
-        assert all(copy.nbytes <= message_bytes(SLOT, far) for copy in (*round.piece.down, *round.piece.up))
+        assert all(
+            copy.nbytes <= message_bytes(SLOT, far) for copy in (*round.piece.down, *round.piece.up)
+        )
     if 4 * sum(n for _, _, n in calls) <= SLOT:
         assert len(together) == 1, "what fits goes on together"
     if far >= 4:  # as many as there are peers here

@@ -12,7 +12,13 @@ import pytest
 from miraccl.bootstrap import solo
 from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.device.hosts.untaken import Lookout, Tally, find
-from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
+from miraccl.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    MiracclError,
+    PeerDied,
+)
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import signature
 from miraccl.types import Collective, DType, RedOp
@@ -34,24 +40,71 @@ COUNTS = PARTED + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
         ("AB", "counts", 3, COUNTS.replace("#1", "#10")),
         ("AB", "counts in a row", 0, COUNTS.replace("#1", "#2")),
         ("ABC", "counts", 0, COUNTS.replace("rank 1", "rank 2")),
-        ("AB", "scatter alone", 0, PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came"),
-        ("AB", "gather alone", 3, PARTED + "rank 1 sent in gather_v #10 (root 0), to which rank 0 never came"),
-        ("AB", "roots of scatter", 0, CALLED + "scatter_v #1 (root 0) on rank 0, scatter_v #1 (root 1) on rank 1"),
-        ("ABC", "roots of scatter", 1, CALLED + "scatter_v #4 (root 0) on rank 0, scatter_v #4 (root 1) on rank 1"),
-        ("AB", "roots of gather", 1, CALLED + "gather_v #4 (root 1) on rank 0, gather_v #4 (root 0) on rank 1"),
-        ("AB", "graph", 0, PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came"),
-        ("AB", "a plain send before", 0, PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came"),
-        pytest.param("AAB", "counts", 1, COUNTS.replace("rank 1", "rank 2").replace("#1", "#4"), marks=needs_compiler),
+        (
+            "AB",
+            "scatter alone",
+            0,
+            PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+        ),
+        (
+            "AB",
+            "gather alone",
+            3,
+            PARTED + "rank 1 sent in gather_v #10 (root 0), to which rank 0 never came",
+        ),
+        (
+            "AB",
+            "roots of scatter",
+            0,
+            CALLED + "scatter_v #1 (root 0) on rank 0, scatter_v #1 (root 1) on rank 1",
+        ),
+        (
+            "ABC",
+            "roots of scatter",
+            1,
+            CALLED + "scatter_v #4 (root 0) on rank 0, scatter_v #4 (root 1) on rank 1",
+        ),
+        (
+            "AB",
+            "roots of gather",
+            1,
+            CALLED + "gather_v #4 (root 1) on rank 0, gather_v #4 (root 0) on rank 1",
+        ),
+        (
+            "AB",
+            "graph",
+            0,
+            PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+        ),
+        (
+            "AB",
+            "a plain send before",
+            0,
+            PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+        ),
+        pytest.param(
+            "AAB",
+            "counts",
+            1,
+            COUNTS.replace("rank 1", "rank 2").replace("#1", "#4"),
+            marks=needs_compiler,
+        ),
     ],
 )
-def test_the_end_tells_all_ranks_of_several_hosts(hosts: str, case: str, before: int, text: str) -> None:
-    for answer in run_ranks(untaken_ranks.at_the_end, len(hosts), hosts, case, before, env=EMULATED):
+def test_the_end_tells_all_ranks_of_several_hosts(
+    hosts: str, case: str, before: int, text: str
+) -> None:
+    for answer in run_ranks(
+        untaken_ranks.at_the_end, len(hosts), hosts, case, before, env=EMULATED
+    ):
         assert answer == (text, "")
 
 
 @pytest.mark.multiprocess
 @needs_compiler
-@pytest.mark.parametrize("env", [{}, {"NCCL_P2P_DISABLE": "1"}, {"MIRACCL_CUMEM": "0"}], ids=["vmm", "host", "ipc"])
+@pytest.mark.parametrize(
+    "env", [{}, {"NCCL_P2P_DISABLE": "1"}, {"MIRACCL_CUMEM": "0"}], ids=["vmm", "host", "ipc"]
+)
 @pytest.mark.parametrize(
     ("case", "before", "text"),
     [
@@ -62,7 +115,9 @@ def test_the_end_tells_all_ranks_of_several_hosts(hosts: str, case: str, before:
         ("graph", 0, "rank 0 has called scatter (root 0), and rank"),
     ],
 )
-def test_the_end_tells_all_ranks_of_one_host(env: dict[str, str], case: str, before: int, text: str) -> None:
+def test_the_end_tells_all_ranks_of_one_host(
+    env: dict[str, str], case: str, before: int, text: str
+) -> None:
     for said, again in run_ranks(untaken_ranks.at_the_end, 3, "", case, before, env=EMULATED | env):
         assert text in said
         assert not again
@@ -72,7 +127,9 @@ def test_the_end_tells_all_ranks_of_one_host(env: dict[str, str], case: str, bef
 @needs_compiler
 def test_and_those_of_one_of_several_hosts() -> None:
     answers = run_ranks(untaken_ranks.at_the_end, 3, "AAB", "counts inside a host", 1, env=EMULATED)
-    assert answers == 2 * [(PARTED + "rank 0 sent more in all_to_all_v than rank 1 took", "")] + [("", "")]
+    assert answers == 2 * [(PARTED + "rank 0 sent more in all_to_all_v than rank 1 took", "")] + [
+        ("", "")
+    ]
 
 
 @pytest.mark.multiprocess
@@ -81,16 +138,30 @@ def test_and_those_of_one_of_several_hosts() -> None:
     [
         ("AB", "counts", COUNTS.replace("#1", "#7")),
         ("ABC", "counts in a row", PARTED + "rank 0 sent more in all_to_all_v #7 than rank 2 took"),
-        ("AB", "roots of gather", CALLED + "gather_v #7 (root 1) on rank 0, gather_v #7 (root 0) on rank 1"),
+        (
+            "AB",
+            "roots of gather",
+            CALLED + "gather_v #7 (root 1) on rank 0, gather_v #7 (root 0) on rank 1",
+        ),
     ],
 )
-def test_synchronize_tells_of_what_has_come_from_other_hosts(hosts: str, case: str, text: str) -> None:
+def test_synchronize_tells_of_what_has_come_from_other_hosts(
+    hosts: str, case: str, text: str
+) -> None:
     for answer in run_ranks(untaken_ranks.when_it_is_there, len(hosts), hosts, case, env=EMULATED):
         assert answer == (text, "")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("hosts", ["AB", "ABC", pytest.param("", marks=needs_compiler), pytest.param("AAB", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        "AB",
+        "ABC",
+        pytest.param("", marks=needs_compiler),
+        pytest.param("AAB", marks=needs_compiler),
+    ],
+)
 def test_nothing_is_told_to_right_programs(hosts: str) -> None:
     run_ranks(untaken_ranks.right_programs, len(hosts) or 3, hosts, env=EMULATED, timeout=120.0)
 
@@ -123,7 +194,9 @@ def test_but_not_again_and_no_abort(how: str) -> None:
         (CollectiveTimeout("for a test"), CollectiveMismatch("told by others"), False, "before"),
     ],
 )
-def test_what_no_call_has_told_is_told_at_the_end(error: MiracclError, before: MiracclError | None, stopped: bool, untold: str) -> None:
+def test_what_no_call_has_told_is_told_at_the_end(
+    error: MiracclError, before: MiracclError | None, stopped: bool, untold: str
+) -> None:
     """What a lane has found; of what others have told a mismatch, and what has ended a wait. Once, and not that somebody has aborted."""
     faults = HostsFaults(solo(), let_go=lambda _: None, abort_network=lambda _: None)
     assert faults.untold(lambda: stopped, False) is None
@@ -131,8 +204,13 @@ def test_what_no_call_has_told_is_told_at_the_end(error: MiracclError, before: M
         faults.fail(before, told=True)
     faults.found(error)
     faults.found(PeerDied("the other lane, later"))
-    assert faults.untold(lambda: stopped, False) is {"error": error, "before": before, "": None}[untold]
-    assert faults.untold(lambda: stopped, True) is (error if untold == "error" else None), "the program knows what others have told"
+    assert (
+        faults.untold(lambda: stopped, False)
+        is {"error": error, "before": before, "": None}[untold]
+    )
+    assert faults.untold(lambda: stopped, True) is (error if untold == "error" else None), (
+        "the program knows what others have told"
+    )
     with pytest.raises(MiracclError):
         faults.check()
     assert faults.untold(lambda: stopped, False) is None
@@ -145,7 +223,9 @@ def which(collective: Collective, root: int = 0) -> int:
     return signature(collective, DType.UINT8, RedOp.SUM, root, 0)
 
 
-def tally(counted: int, peers: list[tuple[int, int, int]], kind: int = which(Collective.SCATTER)) -> Tally:
+def tally(
+    counted: int, peers: list[tuple[int, int, int]], kind: int = which(Collective.SCATTER)
+) -> Tally:
     """Of a rank that has run ``counted`` collectives, all of one ``kind``."""
     words = np.full(ex.COLLECTIVES_BYTES // 8, kind, np.int64)
     words[ex.COUNTED // 8] = counted
@@ -162,11 +242,17 @@ def test_tallies_are_alike_or_not() -> None:
         assert error is not None
         assert (error.rank, error.peer) == (rank, peer)
         assert "rank 0 sent more in scatter_v #2 (root 0) than rank 1 took" in str(error)
-    assert "to which rank 1 never came" in str(find([tally(2, [none, more]), tally(1, [(0, 0, 2), none])], 0))
-    long_ago = find([tally(2 + ex.MEMORY, [none, more]), tally(2 + ex.MEMORY, [(0, 0, 2), none])], 0)
+    assert "to which rank 1 never came" in str(
+        find([tally(2, [none, more]), tally(1, [(0, 0, 2), none])], 0)
+    )
+    long_ago = find(
+        [tally(2 + ex.MEMORY, [none, more]), tally(2 + ex.MEMORY, [(0, 0, 2), none])], 0
+    )
     assert "rank 0 sent more in collective #2 than rank 1 took" in str(long_ago)
     another = tally(2, [(0, 0, 2), none], which(Collective.SCATTER, 1))
-    assert "scatter_v #2 (root 0) on rank 0, scatter_v #2 (root 1) on rank 1" in str(find([tally(2, [none, more]), another], 0))
+    assert "scatter_v #2 (root 0) on rank 0, scatter_v #2 (root 1) on rank 1" in str(
+        find([tally(2, [none, more]), another], 0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +282,10 @@ def test_what_lies_in_a_stream(kind: Collective, behind: int, counted: int, foun
         error = lookout.look(words, ways, lambda: True)
         assert (error is not None) == found
         if error is not None:
-            assert f"rank 0 sent more in scatter_v #{counted - behind} (root 0) than rank 1 took" in str(error)
+            assert (
+                f"rank 0 sent more in scatter_v #{counted - behind} (root 0) than rank 1 took"
+                in str(error)
+            )
         assert here.recv(100) == header + b"data"
 
 

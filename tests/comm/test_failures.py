@@ -31,7 +31,9 @@ def _nothing_left_behind() -> Any:
 def values(outcomes: list[Outcome], but: int | None = None) -> list[dict[str, Any]]:
     """What the ranks returned; ``but`` is the one that died."""
     for outcome in outcomes:
-        assert outcome.rank == but or outcome.ok, f"{outcome.describe()}\n{outcome.error}\n{outcome.output}"
+        assert outcome.rank == but or outcome.ok, (
+            f"{outcome.describe()}\n{outcome.error}\n{outcome.output}"
+        )
     return [o.value for o in outcomes if o.rank != but]
 
 
@@ -53,12 +55,16 @@ MISMATCHES = {
 @pytest.mark.parametrize("field", MISMATCHES)
 def test_a_mismatch_names_ranks_and_field_on_every_rank(field: str, ranks_per_host: int) -> None:
     odd = 2 if ranks_per_host else 1
-    for got in values(rank_outcomes(fault_ranks.mismatch, 3, field, odd, 12, ranks_per_host, timeout=30)):
+    for got in values(
+        rank_outcomes(fault_ranks.mismatch, 3, field, odd, 12, ranks_per_host, timeout=30)
+    ):
         assert got["type"] == "CollectiveMismatch", got
         assert MISMATCHES[field] in got["text"]
         one, two = sorted({0, 1, 2} - {odd})  # one of which may not have come yet
         assert f"on rank {odd}" in got["text"]
-        assert any(f"on rank{who}" in got["text"] for who in (f" {one}", f" {two}", f"s {one} and {two}"))
+        assert any(
+            f"on rank{who}" in got["text"] for who in (f" {one}", f" {two}", f"s {one} and {two}")
+        )
 
 
 def test_a_mismatch_of_large_operations() -> None:
@@ -69,13 +75,20 @@ def test_a_mismatch_of_large_operations() -> None:
 
 
 @pytest.mark.parametrize("ranks_per_host", [0, 1])
-@pytest.mark.parametrize(("what", "field"), [("dtype", "dtype"), ("count", "count"), ("collective", "collective"), ("size", "count")])
+@pytest.mark.parametrize(
+    ("what", "field"),
+    [("dtype", "dtype"), ("count", "count"), ("collective", "collective"), ("size", "count")],
+)
 def test_a_mismatch_of_messages(what: str, field: str, ranks_per_host: int) -> None:
-    for got in values(rank_outcomes(fault_ranks.unlike_messages, 3, what, ranks_per_host, timeout=30)):
+    for got in values(
+        rank_outcomes(fault_ranks.unlike_messages, 3, what, ranks_per_host, timeout=30)
+    ):
         assert got["type"] == "CollectiveMismatch", got
         assert f"{field} is" in got["text"]
         assert "on rank 1" in got["text"]
-        if what != "collective":  # else rank 0, whose message rank 1 leaves lying, may be on its way to the barrier
+        if (
+            what != "collective"
+        ):  # else rank 0, whose message rank 1 leaves lying, may be on its way to the barrier
             assert "on rank 0" in got["text"] or "on ranks 0" in got["text"]
 
 
@@ -107,23 +120,38 @@ def test_a_mismatch_with_a_rank_that_is_gone(killed: int) -> None:
     assert "root is" in got[2]["text"]
 
 
-SPLIT_AGAINST = [(what, what, hosts) for what in ("all_reduce", "broadcast", "barrier") for hosts in (0, 1)]
-SPLIT_AGAINST += [("recv", "send_recv", 0), ("recv", "send_recv", 1), ("sendrecv", "send_recv", 0), ("send", "send_recv", 0)]
+SPLIT_AGAINST = [
+    (what, what, hosts) for what in ("all_reduce", "broadcast", "barrier") for hosts in (0, 1)
+]
+SPLIT_AGAINST += [
+    ("recv", "send_recv", 0),
+    ("recv", "send_recv", 1),
+    ("sendrecv", "send_recv", 0),
+    ("send", "send_recv", 0),
+]
 
 
-@pytest.mark.parametrize(("what", "name", "ranks_per_host"), [*SPLIT_AGAINST, ("async", "all_reduce", 0)])
+@pytest.mark.parametrize(
+    ("what", "name", "ranks_per_host"), [*SPLIT_AGAINST, ("async", "all_reduce", 0)]
+)
 def test_split_against_another_operation(what: str, name: str, ranks_per_host: int) -> None:
     """Every rank is told the same, at once where it is certain: the deadlines of all are far away."""
-    for got in values(rank_outcomes(fault_ranks.split_against, 3, what, ranks_per_host, timeout=60)):
+    for got in values(
+        rank_outcomes(fault_ranks.split_against, 3, what, ranks_per_host, timeout=60)
+    ):
         assert got["type"] == "CollectiveMismatch", got
         text = got["text"]
         compared = "split on rank 1" in text and f"{name} on rank" in text
-        circle = "rank 1 waits for rank 0 in split" in text or "rank 1 waits for rank 2 in split" in text
+        circle = (
+            "rank 1 waits for rank 0 in split" in text or "rank 1 waits for rank 2 in split" in text
+        )
         if what == "async":  # found where the programs of the others are
             assert circle, text
             assert "waits for rank 1 in all_reduce" in text
         else:
-            assert compared or circle, text  # on a busy machine whoever looks for circles may be first
+            assert compared or circle, (
+                text
+            )  # on a busy machine whoever looks for circles may be first
 
 
 def test_split_against_another_operation_on_the_control_plane() -> None:
@@ -134,7 +162,10 @@ def test_split_against_another_operation_on_the_control_plane() -> None:
 
 
 def test_split_beside_an_operation_in_the_background() -> None:
-    assert run_ranks(fault_ranks.split_after_an_operation_of_another_thread, 3, timeout=40) == [27.0] * 3
+    assert (
+        run_ranks(fault_ranks.split_after_an_operation_of_another_thread, 3, timeout=40)
+        == [27.0] * 3
+    )
 
 
 def test_an_abort_ends_split() -> None:
@@ -144,7 +175,13 @@ def test_an_abort_ends_split() -> None:
 
 
 def board(seq: int, sig: Collective = Collective.ALL_REDUCE, **more: Any) -> dict[str, Any]:
-    words = {"seq": seq, "sig": int(sig) << 16 | seq, "peer": -1, "state": at.STATE_WAITING, "p2p_sig": 0}
+    words = {
+        "seq": seq,
+        "sig": int(sig) << 16 | seq,
+        "peer": -1,
+        "state": at.STATE_WAITING,
+        "p2p_sig": 0,
+    }
     return {"answered": True, "status": {**words, "meeting": {}, **more}}
 
 
@@ -155,14 +192,32 @@ MESSAGE = int(Collective.SEND_RECV) << 16
 @pytest.mark.parametrize(
     ("statuses", "text"),
     [
-        ([board(4), board(3, **IN_SPLIT), board(4)], "all_reduce on ranks 0 and 2, split on rank 1"),
-        ([board(4, p2p_sig=MESSAGE, peer=1), board(4, **IN_SPLIT)], "send_recv on rank 0, split on rank 1"),
-        ([board(4, p2p_sig=MESSAGE, peer=2), board(4, **IN_SPLIT), board(4)], ""),  # waits for somebody else
-        ([board(4), board(4, **IN_SPLIT), board(3)], ""),  # rank 2 is missing in operation 4, which rank 1 has behind it
-        ([board(4), board(3, meeting={"op": "split", "alone": False})], ""),  # operation 4 of rank 1 may be under way beside it
+        (
+            [board(4), board(3, **IN_SPLIT), board(4)],
+            "all_reduce on ranks 0 and 2, split on rank 1",
+        ),
+        (
+            [board(4, p2p_sig=MESSAGE, peer=1), board(4, **IN_SPLIT)],
+            "send_recv on rank 0, split on rank 1",
+        ),
+        (
+            [board(4, p2p_sig=MESSAGE, peer=2), board(4, **IN_SPLIT), board(4)],
+            "",
+        ),  # waits for somebody else
+        (
+            [board(4), board(4, **IN_SPLIT), board(3)],
+            "",
+        ),  # rank 2 is missing in operation 4, which rank 1 has behind it
+        (
+            [board(4), board(3, meeting={"op": "split", "alone": False})],
+            "",
+        ),  # operation 4 of rank 1 may be under way beside it
         ([board(4, **IN_SPLIT), board(3, **IN_SPLIT), board(3)], ""),  # both are in it
         ([board(4), {"answered": False, "reason": "died"}], ""),
-        ([board(4, **IN_SPLIT), board(4, meeting={"op": "set-up", "alone": False}), board(4)], "split on rank 0, set-up on rank 1"),
+        (
+            [board(4, **IN_SPLIT), board(4, meeting={"op": "set-up", "alone": False}), board(4)],
+            "split on rank 0, set-up on rank 1",
+        ),
     ],
 )
 def test_who_has_called_something_else(statuses: list[dict[str, Any]], text: str) -> None:
@@ -172,7 +227,9 @@ def test_who_has_called_something_else(statuses: list[dict[str, Any]], text: str
 
 
 def test_lists_of_ranks_and_values_are_told_apart() -> None:
-    found = differences({0: {"count": "4"}, 1: {"count": "5"}, 2: {"count": "4"}, 3: {"count": "4"}})
+    found = differences(
+        {0: {"count": "4"}, 1: {"count": "5"}, 2: {"count": "4"}, 3: {"count": "4"}}
+    )
     assert found.endswith(": count is 4 on ranks 0, 2 and 3, 5 on rank 1")
 
 
@@ -203,7 +260,10 @@ def test_a_rank_that_never_arrives(where: str, ranks_per_host: int) -> None:
         assert "step" in waiting["rank 0"]
         assert "fault_ranks.py" in waiting["rank 0"]
         if where != "c":
-            assert "never arrived at operation #2; its last was all_reduce #1 (3 x float32, sum)" in waiting["rank 1"]
+            assert (
+                "never arrived at operation #2; its last was all_reduce #1 (3 x float32, sum)"
+                in waiting["rank 1"]
+            )
             assert " elsewhere" in waiting["rank 1"]
 
 
@@ -223,7 +283,9 @@ def test_a_killed_rank(phase: str, victim: int, ranks_per_host: int, tmp_path: P
     assert outcomes[victim].status == -9
     for number, got in enumerate(values(outcomes, but=victim)):
         # while ranks are meeting, the first to see a death leaves, and another may see that first: it is told the reason
-        assert got["type"] == "PeerDied" or (phase in ("bootstrap", "connect") and got["type"] == "BootstrapError"), got
+        assert got["type"] == "PeerDied" or (
+            phase in ("bootstrap", "connect") and got["type"] == "BootstrapError"
+        ), got
         assert f"rank {victim}" in got["text"]
         assert got["after"] < SECONDS_TO_NOTICE
         if phase not in ("bootstrap", "connect"):
@@ -257,13 +319,18 @@ def test_a_rank_that_ends_early(how: str, ranks_per_host: int) -> None:
 
 
 def test_a_rank_dies_while_the_others_shrink(tmp_path: Path) -> None:
-    got = values(rank_outcomes(fault_ranks.killed_while_shrinking, 4, str(tmp_path / "death"), timeout=40), but=1)
+    got = values(
+        rank_outcomes(fault_ranks.killed_while_shrinking, 4, str(tmp_path / "death"), timeout=40),
+        but=1,
+    )
     assert [value["shrunk"] for value in got] == [[rank, 3, 3.0] for rank in range(3)]
 
 
 def test_the_hub_dies_with_its_rank(tmp_path: Path) -> None:
     """Rank 0 holds the meeting point and is killed: the others raise as well, and cannot go on together."""
-    got = values(rank_outcomes(fault_ranks.hub_in_rank_0, 3, str(tmp_path / "death"), timeout=40), but=0)
+    got = values(
+        rank_outcomes(fault_ranks.hub_in_rank_0, 3, str(tmp_path / "death"), timeout=40), but=0
+    )
     for value in got:
         assert value["type"] == "PeerDied", value
         assert value["after"] < SECONDS_TO_NOTICE
@@ -310,7 +377,9 @@ def test_a_forked_child_cannot_speak_for_its_parent() -> None:
     for rank, (told, total) in enumerate(run_ranks(fault_ranks.forks, 2)):
         assert len(told) == 2
         for line, op in zip(told, ("all_reduce", "shrink"), strict=True):
-            assert line.startswith(f"CommunicatorClosed: rank {rank}, {op}: the communicator belongs to the process that made it")
+            assert line.startswith(
+                f"CommunicatorClosed: rank {rank}, {op}: the communicator belongs to the process that made it"
+            )
         assert total == 2.0
 
 

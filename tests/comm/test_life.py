@@ -29,7 +29,15 @@ from miraccl.comm.fabric import Fabric
 from miraccl.comm.options import Options
 from miraccl.comm.window import PAGE, Window
 from miraccl.comm.work import Worker
-from miraccl.errors import CollectiveMismatch, CommunicatorAborted, CommunicatorClosed, InvalidUsage, MiracclError, PeerDied, SystemFailure
+from miraccl.errors import (
+    CollectiveMismatch,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    InvalidUsage,
+    MiracclError,
+    PeerDied,
+    SystemFailure,
+)
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.transport.shm import Segment, default_window_bytes, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
@@ -52,7 +60,9 @@ def in_threads(nranks: int, work: Callable[[Communicator], Any], **options: Any)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(nranks)]
+    threads = [
+        threading.Thread(target=rank, args=(number,), daemon=True) for number in range(nranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -90,7 +100,13 @@ def failing(call: Callable[[], Any]) -> tuple[threading.Thread, list[MiracclErro
 def random_cases(comm: Communicator) -> None:
     rng = np.random.default_rng(5)
     for _ in range(40):
-        case = cases.random_case(rng, comm.nranks, [0, 1, 5, 129, 5000, 70_000], [*cases.EVEN, *cases.UNEVEN], ordered=lambda case: False)
+        case = cases.random_case(
+            rng,
+            comm.nranks,
+            [0, 1, 5, 129, 5000, 70_000],
+            [*cases.EVEN, *cases.UNEVEN],
+            ordered=lambda case: False,
+        )
         cases.perform(comm, case)
 
 
@@ -171,9 +187,15 @@ def test_two_threads_in_one_communicator_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patience", "told"), [(0.2, "CommunicatorClosed: finalized while a thread was inside"), (60.0, "PeerDied: rank 1 has left")]
+    ("patience", "told"),
+    [
+        (0.2, "CommunicatorClosed: finalized while a thread was inside"),
+        (60.0, "PeerDied: rank 1 has left"),
+    ],
 )
-def test_finalize_ends_what_another_thread_is_in(patience: float, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finalize_ends_what_another_thread_is_in(
+    patience: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the awaited rank leaves, too, or else after a while, and not at the operation's deadline."""
     monkeypatch.setattr(member, "CLOSE_WAIT_S", patience)
     ranks: dict[int, Communicator] = {}
@@ -211,7 +233,9 @@ def test_finalize_ends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
             pending = comm.all_reduce(np.ones(4), async_op=True)
             comm.finalize()
             ended.set()
-            with pytest.raises(CommunicatorClosed, match="finalized while an operation was pending"):
+            with pytest.raises(
+                CommunicatorClosed, match="finalized while an operation was pending"
+            ):
                 pending.wait()
         else:
             assert ended.wait(10)
@@ -239,7 +263,9 @@ class LateRank1:
         comm.abort("for a test")
 
 
-def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_watcher_is() -> None:
+def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_watcher_is() -> (
+    None
+):
     ranks: dict[int, Communicator] = {}
     late = LateRank1(3)
 
@@ -250,18 +276,24 @@ def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_
         if comm.rank == 0:
             late.abort(comm)
         elif comm.rank == 1:
-            until(lambda: ranks[2]._member.faults.fault is not None)  # the hub has told rank 1 before
+            until(
+                lambda: ranks[2]._member.faults.fault is not None
+            )  # the hub has told rank 1 before
             faults.connection_lost(0, Loss(LossKind.RESET, "it is closed"))
             until(lambda: faults.fault is not None or late.watcher.awaited)
             late.watcher.let_go(100)
             until(lambda: faults.fault is not None)
-        with pytest.raises(CommunicatorAborted, match="rank 0 aborted the communicator: for a test"):
+        with pytest.raises(
+            CommunicatorAborted, match="rank 0 aborted the communicator: for a test"
+        ):
             comm.barrier()
 
     in_threads(3, work)
 
 
-def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """To rank 1, which sees no board of another rank, as if it were on another host."""
     monkeypatch.setattr(Fabric, "near", property(lambda fabric: [0, 1] if fabric.rank == 0 else []))
     called = threading.Barrier(2)
@@ -278,7 +310,9 @@ def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(monkeyp
     in_threads(2, work)
 
 
-def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It may end at once."""
     monkeypatch.setattr(faults, "HEARD_WAIT_S", 20.0)
     late = LateRank1(2)
@@ -300,7 +334,9 @@ def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
         thread, errors = failing(lambda: comm.recv(np.ones(4), src=1))
         aborts = threading.Thread(target=comm.abort, args=("for a test",))
         aborts.start()
-        until(lambda: bool(errors) or len(link._status) == 2)  # who aborts and who was woken ask whether rank 1 has heard
+        until(
+            lambda: bool(errors) or len(link._status) == 2
+        )  # who aborts and who was woken ask whether rank 1 has heard
         assert not errors
         assert seen == [None]  # when the others are told
         late.watcher.let_go(100)
@@ -346,7 +382,9 @@ def finalize_in_a_handler() -> str:
     signal.signal(signal.SIGALRM, lambda *_: comm.finalize())
     begun = time.monotonic()
     if comm.rank == 0:
-        threading.Thread(target=interrupt_when, args=(lambda: comm._member.context.occupied,), daemon=True).start()
+        threading.Thread(
+            target=interrupt_when, args=(lambda: comm._member.context.occupied,), daemon=True
+        ).start()
         with pytest.raises(CommunicatorClosed, match="finalized while a thread was inside"):
             comm.recv(np.ones(4), src=1)
         assert time.monotonic() - begun < 20
@@ -376,7 +414,9 @@ def finalize_in_a_handler_of_finalize() -> str:
         comm.barrier()
         if comm.rank == 0:
             work = comm.all_reduce(np.ones(4), async_op=True)
-            threading.Thread(target=interrupt_when, args=(lambda: comm._member.faults.closing,), daemon=True).start()
+            threading.Thread(
+                target=interrupt_when, args=(lambda: comm._member.faults.closing,), daemon=True
+            ).start()
             comm.finalize()
             return str(work.wait().sum())
         assert handled.wait(20)
@@ -401,7 +441,9 @@ def finalize_in_a_handler_of_a_call() -> bool:
         write(place, value)
 
     context.set = interrupted  # type: ignore[method-assign]
-    comm.recv(np.ones(4), src=1 - comm.rank, async_op=True) if comm.rank == 0 else comm.send(np.ones(4), 1 - comm.rank)
+    comm.recv(np.ones(4), src=1 - comm.rank, async_op=True) if comm.rank == 0 else comm.send(
+        np.ones(4), 1 - comm.rank
+    )
     closed = comm._member.closed and context.get(at.CTX_BUSY) != 0
     comm.finalize()
     return closed
@@ -521,7 +563,9 @@ def descriptors() -> list[int]:
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_communicator_is_neither_copied_nor_pickled(duplicate: Callable[[Any], Any]) -> None:
     with Communicator(1, miraccl.get_unique_id(), 0) as comm:
-        with pytest.raises(TypeError, match=r"neither pickled nor copied \(other processes get a rank of their own"):
+        with pytest.raises(
+            TypeError, match=r"neither pickled nor copied \(other processes get a rank of their own"
+        ):
             duplicate(comm)
         assert comm.all_reduce(np.ones(2)).tolist() == [1, 1]
 
@@ -569,7 +613,11 @@ def test_memory_is_bounded_and_linear() -> None:
     for n, ranks in used.items():
         for memory in ranks:
             assert memory["total"] <= 8 << 20
-            assert memory["fifo"] <= memory["fifo_reserved"] <= 4096 + (n - 1) * (4096 + 8 * slot_bytes_for(n - 1))
+            assert (
+                memory["fifo"]
+                <= memory["fifo_reserved"]
+                <= 4096 + (n - 1) * (4096 + 8 * slot_bytes_for(n - 1))
+            )
             assert memory["window"] == 0
     assert max(m["total"] for m in used[8]) <= 4 * max(m["total"] for m in used[2]) + (1 << 20)
 
@@ -587,12 +635,19 @@ def test_slots_share_a_budget(npeers: int, budget: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "nranks", "size"), [(4 << 40, 8, 64 << 30), (4 << 40, 192, (512 << 30) // 192), (24 << 30, 8, 24 << 30)]
+    ("memory", "nranks", "size"),
+    [(4 << 40, 8, 64 << 30), (4 << 40, 192, (512 << 30) // 192), (24 << 30, 8, 24 << 30)],
 )
-def test_windows_leave_addresses_for_other_communicators(memory: int, nranks: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_leave_addresses_for_other_communicators(
+    memory: int, nranks: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rank maps those of all: half a TiB of 128, however much memory the host has."""
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": PAGE, "SC_PHYS_PAGES": memory // PAGE}.__getitem__)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(
+        os, "sysconf", {"SC_PAGE_SIZE": PAGE, "SC_PHYS_PAGES": memory // PAGE}.__getitem__
+    )
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
     assert default_window_bytes(nranks) == size // PAGE * PAGE
 
 
@@ -604,7 +659,9 @@ def test_ranks_whose_address_space_is_limited_have_window_memory() -> None:
 
 def limited() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * PAGE + (1 << 30), resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * PAGE + (1 << 30), resource.getrlimit(resource.RLIMIT_AS)[1])
+    )
     with miraccl.init(timeout=20) as comm:
         x = comm.empty(1000, np.float32)
         x[:] = comm.rank + 1
@@ -616,7 +673,10 @@ def make_window(pages: int) -> Window:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.one_of(st.integers(0, 5 * PAGE), st.none()), max_size=40), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.one_of(st.integers(0, 5 * PAGE), st.none()), max_size=40),
+    st.randoms(use_true_random=False),
+)
 def test_window_allocation(plan: list[int | None], random: Any) -> None:
     """A number allocates so many bytes, None frees a random array: pieces never overlap, keep their contents and come back whole."""
     window = make_window(24)
@@ -632,7 +692,9 @@ def test_window_allocation(plan: list[int | None], random: Any) -> None:
             except SystemFailure:
                 room = sum(max(PAGE, -(-a.nbytes // PAGE) * PAGE) for a in live.values())
                 assert window.allocated == room
-                assert max((size for _, size in window._free), default=0) < max(PAGE, -(-nbytes // PAGE) * PAGE)
+                assert max((size for _, size in window._free), default=0) < max(
+                    PAGE, -(-nbytes // PAGE) * PAGE
+                )
                 continue
             array[:] = tag % 251
             assert array.ctypes.data % PAGE == 0
@@ -647,7 +709,9 @@ def test_window_allocation(plan: list[int | None], random: Any) -> None:
     gc.collect()
     assert window._free == [(0, 24 * PAGE)]
     assert window.allocated == 0
-    assert window.segment.file.resident_bytes(0, 24 * PAGE) == 0  # the pages went back to the system
+    assert (
+        window.segment.file.resident_bytes(0, 24 * PAGE) == 0
+    )  # the pages went back to the system
 
 
 def test_window_memory_that_the_collector_frees_inside_an_allocation() -> None:
@@ -689,7 +753,9 @@ def test_window_is_first_fit_and_views_keep_a_piece() -> None:
     part = b[100:200]
     del a, b
     assert window._free[0] == (0, PAGE)
-    assert window.empty(PAGE // 2, np.float32).shape == (PAGE // 2,)  # two pages: not in the first hole
+    assert window.empty(PAGE // 2, np.float32).shape == (
+        PAGE // 2,
+    )  # two pages: not in the first hole
     d = window.empty((2, 3), np.int16)
     assert d.ctypes.data == where
     part[:] = 7
@@ -726,7 +792,11 @@ def test_threads_agree_on_window_memory() -> None:
 
     def work(comm: Communicator) -> None:
         for turn in range(8):
-            x = comm.empty(200_000, np.float32) if (turn >> comm.rank) & 1 else np.empty(200_000, np.float32)
+            x = (
+                comm.empty(200_000, np.float32)
+                if (turn >> comm.rank) & 1
+                else np.empty(200_000, np.float32)
+            )
             x[:] = comm.rank
             comm.all_reduce(x)
             assert (x == comm.nranks * (comm.nranks - 1) / 2).all()
@@ -742,7 +812,10 @@ def test_background_work_without_a_thread_fails_alone() -> None:
         if comm.rank == 0:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(threading.Thread, "start", _no_more_threads)
-                with pytest.raises(SystemFailure, match=r"all_reduce: there can be no background work: can't start new thread"):
+                with pytest.raises(
+                    SystemFailure,
+                    match=r"all_reduce: there can be no background work: can't start new thread",
+                ):
                     comm.all_reduce(x, async_op=True)
         comm.all_reduce(x)
         comm.all_reduce(x, async_op=True).wait()
@@ -755,7 +828,9 @@ def test_a_broken_connection_is_told_without_a_thread(monkeypatch: pytest.Monkey
     with Communicator.from_session(solo(), Options.create()) as comm:
         monkeypatch.setattr(threading.Thread, "start", _no_more_threads)
         comm._member.faults.connection_lost(0, Loss(LossKind.RESET, "Connection reset by peer"))
-        with pytest.raises(PeerDied, match="rank 0 has lost its connection to rank 0: Connection reset by peer"):
+        with pytest.raises(
+            PeerDied, match="rank 0 has lost its connection to rank 0: Connection reset by peer"
+        ):
             comm.all_reduce(np.ones(2, np.float32))
 
 

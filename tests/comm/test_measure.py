@@ -38,7 +38,10 @@ def spin(seconds: float) -> None:
         pass
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="this kernel does not say who waited for a core")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/thread-self/schedstat"),
+    reason="this kernel does not say who waited for a core",
+)
 def test_a_core_that_others_took_is_noticed(crowded_core: None) -> None:
     limit = time.monotonic() + 30
     while not measure.timed(lambda: spin(0.02))[1]:
@@ -72,12 +75,18 @@ class Script:
     ("script", "taken", "best"),
     [
         (Script((3.0, False), (2.0, False), (9.0, False)), 3, 2.0),
-        (Script((9.0, True), (8.0, True), (3.0, False), (2.0, False), (7.0, True), (4.0, False)), 6, 2.0),
+        (
+            Script((9.0, True), (8.0, True), (3.0, False), (2.0, False), (7.0, True), (4.0, False)),
+            6,
+            2.0,
+        ),
         (Script((9.0, True), (8.0, True)), 3 * measure.PATIENCE, 8.0),  # never quiet
         (Script((3.0, False), (2.0, False), theirs=True), 3 * measure.PATIENCE, 2.0),
     ],
 )
-def test_repetitions_that_nobody_disturbs(monkeypatch: pytest.MonkeyPatch, script: Script, taken: int, best: float) -> None:
+def test_repetitions_that_nobody_disturbs(
+    monkeypatch: pytest.MonkeyPatch, script: Script, taken: int, best: float
+) -> None:
     monkeypatch.setattr(measure, "timed", script.timed)
     assert measure._together(script.comm, lambda: None, 3) == best * 1e6
     assert script.taken == taken

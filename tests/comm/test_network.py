@@ -38,7 +38,9 @@ def test_collectives_between_hosts(nranks: int, ranks_per_host: int, seed: int) 
     run_ranks(sweep_ranks.random_cases, nranks, seed, 60, "", False, COUNTS, True, ranks_per_host)
 
 
-@pytest.mark.parametrize("algo", [a for a in ALGORITHMS if not catalog.get(a).needs_addressable_memory])
+@pytest.mark.parametrize(
+    "algo", [a for a in ALGORITHMS if not catalog.get(a).needs_addressable_memory]
+)
 @once
 @given(seed=seeds)
 def test_every_algorithm_between_hosts(algo: str, seed: int) -> None:
@@ -93,7 +95,11 @@ def pestered(ranks_per_host: int) -> int:
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
         transports = comm._member.fabric._transports
-        mine = [(lst.getsockname()[0], lst.getsockname()[1]) for t in transports for lst in getattr(t, "_listeners", [])]
+        mine = [
+            (lst.getsockname()[0], lst.getsockname()[1])
+            for t in transports
+            for lst in getattr(t, "_listeners", [])
+        ]
         session = comm._member.session
         everyone = [eval(blob) for blob in session.all_gather(repr(mine).encode(), "ports")]
         link = session._link
@@ -112,7 +118,17 @@ def pestered(ranks_per_host: int) -> int:
                 sock.settimeout(0.2)
                 try:
                     sock.connect((host, port))
-                    sock.send(rng.choice([b"", b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(700), b"\0" * 64, b"\xff" * 4096]))
+                    sock.send(
+                        rng.choice(
+                            [
+                                b"",
+                                b"GET / HTTP/1.1\r\n\r\n",
+                                rng.randbytes(700),
+                                b"\0" * 64,
+                                b"\xff" * 4096,
+                            ]
+                        )
+                    )
                 except OSError:
                     pass
                 sent += 1
@@ -163,10 +179,32 @@ def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]
         try:
             for name in names:
                 ip("netns", "add", name)
-            ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+            ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                names[1],
+            )
             for index, name in enumerate(names, 1):
                 address = request.param.format(index)
-                ip("-n", name, "addr", "add", address, "dev", "eth0", *(["nodad"] if ":" in address else []))
+                ip(
+                    "-n",
+                    name,
+                    "addr",
+                    "add",
+                    address,
+                    "dev",
+                    "eth0",
+                    *(["nodad"] if ":" in address else []),
+                )
                 ip("-n", name, "link", "set", "eth0", "up")
                 ip("-n", name, "link", "set", "lo", "up")
         except (subprocess.SubprocessError, OSError) as error:
@@ -192,8 +230,25 @@ def test_ranks_on_hosts_with_addresses_of_their_own(namespaces: tuple[str, str, 
             "MASTER_ADDR": address,
             "MASTER_PORT": "29431",
         }
-        command = ["ip", "netns", "exec", first if rank < 2 else second, sys.executable, "-m", "tests.comm.netns_rank"]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            first if rank < 2 else second,
+            sys.executable,
+            "-m",
+            "tests.comm.netns_rank",
+        ]
+        ranks.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     outputs = []
     try:
         for process in ranks:

@@ -12,7 +12,11 @@ from miraccl.comm.notices import from_words, to_words
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.toolkit import CompileError
 
-KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MiracclError)]
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, MiracclError)
+]
 
 
 def told(error: MiracclError, rank: int = 1, source: int = 0) -> MiracclError:
@@ -40,10 +44,24 @@ def test_what_says_nothing_of_a_peer_is_about_who_told() -> None:
 
 
 def test_a_rank_that_hears_of_its_own_death_has_lost_who_told() -> None:
-    assert told(PeerDied("rank 0 has lost its connection to rank 1", peer=1), rank=1, source=0).peer == 0
+    assert (
+        told(PeerDied("rank 0 has lost its connection to rank 1", peer=1), rank=1, source=0).peer
+        == 0
+    )
     assert told(CommunicatorAborted("rank 1 aborted", peer=1), rank=1, source=0).peer == 1
 
 
-@pytest.mark.parametrize("words", [None, "enough", {}, {"kind": None}, {"kind": "SystemExit"}, {"kind": "Fault"}, {"kind": "for a test"}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        None,
+        "enough",
+        {},
+        {"kind": None},
+        {"kind": "SystemExit"},
+        {"kind": "Fault"},
+        {"kind": "for a test"},
+    ],
+)
 def test_notices_that_are_no_errors(words: Any) -> None:
     assert from_words(words, rank=0, source=1) is None

@@ -59,7 +59,12 @@ def out_of_outputs(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def sums(input_in_window: bool, output_in_window: bool) -> None:
-    register("out_of_outputs", collectives=[Collective.ALL_REDUCE], sentence="", needs_addressable_memory=True)(out_of_outputs)
+    register(
+        "out_of_outputs",
+        collectives=[Collective.ALL_REDUCE],
+        sentence="",
+        needs_addressable_memory=True,
+    )(out_of_outputs)
     with miraccl.init(algo="out_of_outputs") as comm:
         x = comm.empty(COUNT) if input_in_window else np.empty(COUNT, np.float32)
         y = comm.empty(COUNT) if output_in_window else np.empty(COUNT, np.float32)
@@ -71,7 +76,9 @@ def sums(input_in_window: bool, output_in_window: bool) -> None:
 
 @pytest.mark.parametrize("input_in_window", [False, True])
 @pytest.mark.parametrize("output_in_window", [False, True])
-def test_outputs_of_peers_are_read_where_they_lie(input_in_window: bool, output_in_window: bool) -> None:
+def test_outputs_of_peers_are_read_where_they_lie(
+    input_in_window: bool, output_in_window: bool
+) -> None:
     run_ranks(sums, 3, input_in_window, output_in_window)
 
 
@@ -91,18 +98,30 @@ def through_scratch(way: str) -> Schedule:
             yield copy(scratch(0), out(peer))
         yield copy(inp(0), out(rank))
 
-    return one_channel("through_scratch", Collective.ALL_GATHER, map(steps, range(2)), scratch_chunks=1)
+    return one_channel(
+        "through_scratch", Collective.ALL_GATHER, map(steps, range(2)), scratch_chunks=1
+    )
 
 
 def gathers(way: str) -> None:
-    register("through_scratch", collectives=[Collective.ALL_GATHER], sentence="", needs_addressable_memory=True)(
-        lambda collective, nranks, root: through_scratch(way)
-    )
+    register(
+        "through_scratch",
+        collectives=[Collective.ALL_GATHER],
+        sentence="",
+        needs_addressable_memory=True,
+    )(lambda collective, nranks, root: through_scratch(way))
     with miraccl.init(algo="through_scratch") as comm:
         x = np.full(3, comm.rank, np.int32)
-        with pytest.raises(InvalidUsage, match=f"channel 0, rank 0, step . \\({way} .*peers cannot address scratch memory on CPUs"):
+        with pytest.raises(
+            InvalidUsage,
+            match=f"channel 0, rank 0, step . \\({way} .*peers cannot address scratch memory on CPUs",
+        ):
             comm.all_gather(x)
-        assert comm.all_reduce(x).tolist() == [1, 1, 1]  # nothing was sent, and the communicator goes on
+        assert comm.all_reduce(x).tolist() == [
+            1,
+            1,
+            1,
+        ]  # nothing was sent, and the communicator goes on
 
 
 @pytest.mark.parametrize("way", ["get", "put"])
@@ -125,14 +144,19 @@ def in_two_chunks(way: str) -> Schedule:
             yield signal(peers)
             yield wait(peers)
 
-    return one_channel("in_two_chunks", Collective.ALL_REDUCE, (steps(rank, 3) for rank in range(3)), parts=2)
+    return one_channel(
+        "in_two_chunks", Collective.ALL_REDUCE, (steps(rank, 3) for rank in range(3)), parts=2
+    )
 
 
 def adds_in_two_chunks(way: str, count: int) -> None:
     needs = way != "messages"
-    register("in_two_chunks", collectives=[Collective.ALL_REDUCE], sentence="", needs_addressable_memory=needs)(
-        lambda collective, nranks, root: in_two_chunks(way)
-    )
+    register(
+        "in_two_chunks",
+        collectives=[Collective.ALL_REDUCE],
+        sentence="",
+        needs_addressable_memory=needs,
+    )(lambda collective, nranks, root: in_two_chunks(way))
     with miraccl.init(algo="in_two_chunks") as comm:
         x = np.arange(count, dtype=np.float32) + comm.rank
         assert (comm.all_reduce(x, np.empty_like(x)) == np.arange(count) * 3 + 3).all()
@@ -155,7 +179,12 @@ def handed_over(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def hands_over() -> None:
-    register("handed_over", collectives=[Collective.BROADCAST], sentence="", needs_addressable_memory=True)(handed_over)
+    register(
+        "handed_over",
+        collectives=[Collective.BROADCAST],
+        sentence="",
+        needs_addressable_memory=True,
+    )(handed_over)
     with miraccl.init(algo="handed_over") as comm:
         for count in (3, COUNT):
             x = np.full(count, 1 + comm.rank, np.float32)
@@ -170,14 +199,39 @@ def signalled_apart(collective: Collective, nranks: int, root: int) -> Schedule:
     """Signals stand before, between and after the data of their ranks, each in another place than at the peer."""
     if collective is Collective.GATHER:  # the root reads; the others have no data to move
         programs = [
-            [wait([1, 2]), copy(inp(0), out(0)), get(inp(0), out(1), 1), get(inp(0), out(2), 2), signal([2, 1])],
+            [
+                wait([1, 2]),
+                copy(inp(0), out(0)),
+                get(inp(0), out(1), 1),
+                get(inp(0), out(2), 2),
+                signal([2, 1]),
+            ],
             *[[signal([0]), wait([0])]] * 2,
         ]
     elif collective is Collective.ALL_GATHER:
         programs = [
-            [signal([1, 2]), copy(inp(0), out(0)), wait([1]), get(inp(0), out(1), 1), wait([2]), get(inp(0), out(2), 2)],
-            [copy(inp(0), out(1)), signal([0, 2]), wait([2, 0]), get(inp(0), out(2), 2), get(inp(0), out(0), 0)],
-            [wait([1, 0]), get(inp(0), out(1), 1), signal([1, 0]), get(inp(0), out(0), 0), copy(inp(0), out(2))],
+            [
+                signal([1, 2]),
+                copy(inp(0), out(0)),
+                wait([1]),
+                get(inp(0), out(1), 1),
+                wait([2]),
+                get(inp(0), out(2), 2),
+            ],
+            [
+                copy(inp(0), out(1)),
+                signal([0, 2]),
+                wait([2, 0]),
+                get(inp(0), out(2), 2),
+                get(inp(0), out(0), 0),
+            ],
+            [
+                wait([1, 0]),
+                get(inp(0), out(1), 1),
+                signal([1, 0]),
+                get(inp(0), out(0), 0),
+                copy(inp(0), out(2)),
+            ],
         ]
         programs = [[*steps, barrier()] for steps in programs]
     else:  # rank 1, which moves nothing, tells rank 2 what rank 0 tells it
@@ -191,7 +245,9 @@ def signalled_apart(collective: Collective, nranks: int, root: int) -> Schedule:
 
 def signals_apart() -> None:
     collectives = [Collective.GATHER, Collective.ALL_GATHER, Collective.BROADCAST]
-    register("signalled_apart", collectives=collectives, sentence="", needs_addressable_memory=True)(signalled_apart)
+    register(
+        "signalled_apart", collectives=collectives, sentence="", needs_addressable_memory=True
+    )(signalled_apart)
     with miraccl.init(algo="signalled_apart") as comm:
         for count in (3, 1 << 20):  # one round, many rounds
             x, want = np.full(count, 1 + comm.rank, np.float32), [[1], [2], [3]]
@@ -220,10 +276,19 @@ def read_by_all(collective: Collective, nranks: int, root: int) -> Schedule:
 
 def reads_uneven_blocks() -> None:
     gather, counts = Collective.ALL_GATHER, [1, 5, 2]
-    register("read_by_all", collectives=[gather], uneven=[gather], sentence="", needs_addressable_memory=True)(read_by_all)
+    register(
+        "read_by_all",
+        collectives=[gather],
+        uneven=[gather],
+        sentence="",
+        needs_addressable_memory=True,
+    )(read_by_all)
     with miraccl.init(algo="read_by_all") as comm:
         x = np.full(counts[comm.rank], comm.rank, np.int32)
-        with pytest.raises(InvalidUsage, match="read_by_all addresses blocks of peers, who alone know where these lie"):
+        with pytest.raises(
+            InvalidUsage,
+            match="read_by_all addresses blocks of peers, who alone know where these lie",
+        ):
             comm.all_gather_v(x, counts)
         assert comm.all_gather(x[:1]).tolist() == [0, 1, 2]
         comm._member.planner.overrides = replace(comm._member.planner.overrides, algo="")
@@ -236,7 +301,10 @@ def test_uneven_blocks_of_peers_are_not_read_at_places_that_they_alone_know() ->
 
 def right_apart(collective: Collective, nranks: int, root: int) -> Schedule:
     """Right out of place only: rank 0 sends its input after it has written the sum."""
-    programs = [[recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)], [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)]]
+    programs = [
+        [recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)],
+        [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)],
+    ]
     return one_channel("right_apart", collective, programs)
 
 
@@ -257,21 +325,31 @@ def test_each_form_is_proved_before_it_runs() -> None:
 def wrong(collective: Collective, nranks: int, root: int) -> Schedule:
     """Every rank keeps what it has, and barriers wait for nobody."""
     barrier = collective is Collective.BARRIER
-    return one_channel("wrong", collective, ([] if barrier else [copy(inp(0), out(0))] for rank in range(nranks)))
+    return one_channel(
+        "wrong", collective, ([] if barrier else [copy(inp(0), out(0))] for rank in range(nranks))
+    )
 
 
 def does_without() -> None:
     everything = (Collective.ALL_REDUCE, Collective.BARRIER)
-    register("wrong", collectives=everything, sentence="", latency=lambda collective, nranks: 0)(wrong)
+    register("wrong", collectives=everything, sentence="", latency=lambda collective, nranks: 0)(
+        wrong
+    )
     with miraccl.init() as comm:
         x = np.full(3, comm.rank, np.int32)
         comm.barrier()
         assert comm.all_reduce(x).tolist() == [1, 1, 1]
-        (row,) = [row for row in comm.explain("all_reduce", x.nbytes, "int32") if row.algo == "wrong"]
+        (row,) = [
+            row for row in comm.explain("all_reduce", x.nbytes, "int32") if row.algo == "wrong"
+        ]
         assert row.reason.startswith("left out: wrong: channel 0, rank 0, step 0")
         options = replace(comm._member.options, algo="wrong")
-        with pytest.raises(ScheduleError, match="rank 0 may leave before rank 1 has come"):  # a communicator plans its barrier at once
-            Communicator.from_session(comm._member.session.sub(range(comm.nranks), "asked"), options, parent=comm)
+        with pytest.raises(
+            ScheduleError, match="rank 0 may leave before rank 1 has come"
+        ):  # a communicator plans its barrier at once
+            Communicator.from_session(
+                comm._member.session.sub(range(comm.nranks), "asked"), options, parent=comm
+            )
 
 
 def test_a_wrong_one_harms_nobody_who_did_not_ask_for_it() -> None:
@@ -282,19 +360,31 @@ def signalled_first(collective: Collective, nranks: int, root: int) -> Schedule:
     """Nine signals to a peer before it takes one, and nine that it takes one by one."""
     waits = [*[signal([1])] * 9, *[wait([1])] * 9]
     if collective is Collective.BARRIER:
-        return one_channel("signalled_first", collective, [waits, [*[signal([0])] * 9, *[wait([0])] * 9]])
-    programs = [[copy(inp(0), out(0)), *[signal([1])] * 9, wait([1])], [*[wait([0])] * 9, get(out(0), out(0), 0), signal([0])]]
+        return one_channel(
+            "signalled_first", collective, [waits, [*[signal([0])] * 9, *[wait([0])] * 9]]
+        )
+    programs = [
+        [copy(inp(0), out(0)), *[signal([1])] * 9, wait([1])],
+        [*[wait([0])] * 9, get(out(0), out(0), 0), signal([0])],
+    ]
     return one_channel("signalled_first", collective, programs)
 
 
 def signals_first() -> None:
     collectives = [Collective.BARRIER, Collective.BROADCAST]
-    register("signalled_first", collectives=collectives, sentence="", needs_addressable_memory=True)(signalled_first)
+    register(
+        "signalled_first", collectives=collectives, sentence="", needs_addressable_memory=True
+    )(signalled_first)
     with miraccl.init() as comm:
         member, session = comm._member, comm._member.session
         options = replace(member.options, algo="signalled_first")
-        with pytest.raises(InvalidUsage, match=r"channel 0, rank 0, step 8 .*gets stuck on CPUs, where 8 messages and signals at most"):
-            Communicator.from_session(session.sub(range(2), "asked"), options, parent=comm)  # which plans its barrier
+        with pytest.raises(
+            InvalidUsage,
+            match=r"channel 0, rank 0, step 8 .*gets stuck on CPUs, where 8 messages and signals at most",
+        ):
+            Communicator.from_session(
+                session.sub(range(2), "asked"), options, parent=comm
+            )  # which plans its barrier
         member.planner.overrides = replace(member.planner.overrides, algo="signalled_first")
         assert comm.broadcast(np.full(COUNT, 1 + comm.rank, np.float32)).tolist() == [1] * COUNT
 
@@ -307,7 +397,9 @@ def made_of_others(schedule: Schedule) -> Iterator[Schedule]:
     """Right schedules of the same collective, with several channels, parts and messages under way."""
     apart = passes.split_messages(schedule)
     yield passes.pipeline(passes.split_channels(apart, 2), 3)
-    yield passes.fuse(passes.split_channels(passes.relabel(apart, [*range(1, schedule.nranks), 0]), 3))
+    yield passes.fuse(
+        passes.split_channels(passes.relabel(apart, [*range(1, schedule.nranks), 0]), 3)
+    )
 
 
 def runs_what_passes_make() -> int:
@@ -323,7 +415,9 @@ def runs_what_passes_make() -> int:
             Collective.REDUCE: lambda sub, x, root: sub.reduce(x, root),
             Collective.ALL_TO_ALL: lambda sub, x, root: sub.all_to_all(x),
             Collective.GATHER: lambda sub, x, root: sub.gather(x, root),
-            Collective.SCATTER: lambda sub, x, root: sub.scatter(x, root, np.empty(x.size // n, x.dtype)),
+            Collective.SCATTER: lambda sub, x, root: sub.scatter(
+                x, root, np.empty(x.size // n, x.dtype)
+            ),
         }
         for name, kind in BUILTIN:
             if kind not in operations or not catalog.get(name).supports(kind, n):
@@ -332,10 +426,23 @@ def runs_what_passes_make() -> int:
                 schedule = replace(made, name=f"{name}_{kind.label}_{number}")
                 catalog.register_schedule(schedule)
                 options = replace(comm._member.options, algo=schedule.name)
-                with Communicator.from_session(comm._member.session.sub(range(n), schedule.name), options, parent=comm) as sub:
+                with Communicator.from_session(
+                    comm._member.session.sub(range(n), schedule.name), options, parent=comm
+                ) as sub:
                     for count in (0, 5, COUNT):
-                        whole = count * n if kind in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.SCATTER) else count
-                        inputs = [(np.arange(whole) % 97 + rank).astype(np.float32) for rank in range(n)]
+                        whole = (
+                            count * n
+                            if kind
+                            in (
+                                Collective.REDUCE_SCATTER,
+                                Collective.ALL_TO_ALL,
+                                Collective.SCATTER,
+                            )
+                            else count
+                        )
+                        inputs = [
+                            (np.arange(whole) % 97 + rank).astype(np.float32) for rank in range(n)
+                        ]
                         want = expected(kind, inputs, root=schedule.root)[me]
                         got = operations[kind](sub, inputs[me].copy(), schedule.root)
                         assert sub.last_plan is not None

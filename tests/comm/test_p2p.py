@@ -79,7 +79,11 @@ def while_the_program_is_elsewhere(comm: Communicator) -> None:
     if peer < comm.nranks:
         out = np.zeros(BIG, np.float32)
         for elsewhere in (0, 1):
-            work = comm.recv(out, peer, async_op=True) if comm.rank % 2 else comm.send(data(comm.rank, BIG), peer, async_op=True)
+            work = (
+                comm.recv(out, peer, async_op=True)
+                if comm.rank % 2
+                else comm.send(data(comm.rank, BIG), peer, async_op=True)
+            )
             if comm.rank % 2 == elsewhere:
                 other.barrier()  # to which the other one comes when it has its message
             work.wait()
@@ -100,7 +104,9 @@ def polled_by_another_thread(comm: Communicator) -> None:
         elif comm.rank == 1:
             out = np.zeros(count, np.float32)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(comm._member, "go_on_alone", lambda: None)  # it would be taken for the thread that waits
+                patch.setattr(
+                    comm._member, "go_on_alone", lambda: None
+                )  # it would be taken for the thread that waits
                 work = comm.recv(out, 0, async_op=True)
                 waiter = threading.Thread(target=work.wait)
                 waiter.start()
@@ -127,10 +133,15 @@ def refused_while_another_thread_is_inside(comm: Communicator) -> None:
         with miraccl.group():
             comm.send(x, 1)
 
-    for inside in (comm.barrier, lambda: comm.sendrecv(x[:0], (comm.rank + 1) % n, out[:0], (comm.rank - 1) % n)):
+    for inside in (
+        comm.barrier,
+        lambda: comm.sendrecv(x[:0], (comm.rank + 1) % n, out[:0], (comm.rank - 1) % n),
+    ):
         if comm.rank == 0 and n > 1:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(comm._member, "go_on_alone", lambda: None)  # it would be taken for the thread that is inside
+                patch.setattr(
+                    comm._member, "go_on_alone", lambda: None
+                )  # it would be taken for the thread that is inside
                 waiter = threading.Thread(target=inside)
                 waiter.start()
                 while not comm._member.context.occupied:
@@ -161,7 +172,9 @@ def many_in_flight(comm: Communicator) -> None:
     to, frm = (comm.rank + 1) % comm.nranks, (comm.rank - 1) % comm.nranks
     outs = [np.zeros(1 + 900 * tag, np.float32) for tag in range(20)]
     receives = [comm.recv(out, frm, async_op=True) for out in outs]
-    sends = [comm.send(data(comm.rank, out.size, tag), to, async_op=True) for tag, out in enumerate(outs)]
+    sends = [
+        comm.send(data(comm.rank, out.size, tag), to, async_op=True) for tag, out in enumerate(outs)
+    ]
     for work in reversed([*sends, *receives]):
         work.wait()
     for tag, out in enumerate(outs):
@@ -214,7 +227,9 @@ def different_groups(comm: Communicator, count: int) -> None:
 def everybody_to_everybody(comm: Communicator) -> None:
     """A group with several messages of different types to each rank, this rank itself among them."""
     dtypes = (np.float32, np.uint8, ref.DTYPES[DType.BFLOAT16])
-    outs = {(r, t): np.zeros(17 + 3000 * t, d) for r in range(comm.nranks) for t, d in enumerate(dtypes)}
+    outs = {
+        (r, t): np.zeros(17 + 3000 * t, d) for r in range(comm.nranks) for t, d in enumerate(dtypes)
+    }
     with miraccl.group():
         for (r, t), out in outs.items():
             comm.recv(out, r)
@@ -420,20 +435,29 @@ def persistent_operations_with_parts_and_roots(comm: Communicator) -> None:
     for count in (2, 4000):
         x, whole = np.zeros(count, np.int64), np.zeros(n * count, np.int64)
         part, gathered = np.zeros(count, np.int64), np.zeros(n * count, np.int64)
-        shares, maxima = comm.reduce_scatter_init(whole), comm.reduce_scatter_init(whole, part, miraccl.MAX)
+        shares, maxima = (
+            comm.reduce_scatter_init(whole),
+            comm.reduce_scatter_init(whole, part, miraccl.MAX),
+        )
         to_root = comm.reduce_init(x, root, out=part if rank == root else None)
         exchanged = comm.all_to_all_init(whole)
         collected = comm.gather_init(x, root, out=gathered if rank == root else None)
-        spread = comm.scatter_init(whole if rank == root else None, root, out=np.zeros(count, np.int64))
+        spread = comm.scatter_init(
+            whole if rank == root else None, root, out=np.zeros(count, np.int64)
+        )
         for turn in range(3):
             x[:] = 10 * rank + turn
-            whole[:] = np.repeat(100 * rank + 10 * ranks + turn, count)  # block k of rank r is 100 r + 10 k + turn
+            whole[:] = np.repeat(
+                100 * rank + 10 * ranks + turn, count
+            )  # block k of rank r is 100 r + 10 k + turn
             assert (shares() == (100 * ranks + 10 * rank + turn).sum()).all()
             assert (maxima() == 100 * root + 10 * rank + turn).all()
             to_root()
             assert rank != root or (part == (10 * ranks + turn).sum()).all()
             assert (comm.all_reduce(np.ones(3, np.int64)) == n).all()
-            assert exchanged().reshape(n, count).tolist() == [[100 * r + 10 * rank + turn] * count for r in range(n)]
+            assert exchanged().reshape(n, count).tolist() == [
+                [100 * r + 10 * rank + turn] * count for r in range(n)
+            ]
             collected()
             assert rank != root or (gathered == np.repeat(10 * ranks + turn, count)).all()
             assert (spread() == 100 * root + 10 * rank + turn).all()

@@ -20,7 +20,9 @@ SLOT = 64 << 10
 BLOCK = 3 << 20
 
 
-def round_bytes(collective: Collective, algo: str, nranks: int = 4, block: int = BLOCK, **request: Any) -> int:
+def round_bytes(
+    collective: Collective, algo: str, nranks: int = 4, block: int = BLOCK, **request: Any
+) -> int:
     """How many bytes of a block a rank moves at a time."""
     planner = Planner(
         rank=0,
@@ -47,7 +49,14 @@ def round_bytes(collective: Collective, algo: str, nranks: int = 4, block: int =
     return int(run.words[at.RUN_ROUND_BYTES // 8])
 
 
-@pytest.mark.parametrize("algo", [a.name for a in catalog.algorithms_for(Collective.ALL_GATHER, 4) if not a.needs_addressable_memory])
+@pytest.mark.parametrize(
+    "algo",
+    [
+        a.name
+        for a in catalog.algorithms_for(Collective.ALL_GATHER, 4)
+        if not a.needs_addressable_memory
+    ],
+)
 def test_rounds_do_not_depend_on_who_works_in_place(algo: str) -> None:
     apart = round_bytes(Collective.ALL_GATHER, algo)
     assert apart == round_bytes(Collective.ALL_GATHER, algo, in_place=True)
@@ -75,13 +84,19 @@ def exchange(nbytes: int) -> None:
             comm.all_gather(mine, out)
             mine[:1] = 0  # the peers have read it
             for rank in range(comm.nranks):
-                same = out[rank] == (np.arange(nbytes, dtype=np.uint32) % 251 + rank + again).astype(np.uint8)
+                same = out[rank] == (
+                    np.arange(nbytes, dtype=np.uint32) % 251 + rank + again
+                ).astype(np.uint8)
                 assert same[1:].all()
                 assert same[0] or (rank == comm.rank == 0)
-            x = np.repeat(np.arange(comm.nranks, dtype=np.uint8) + comm.nranks * comm.rank, nbytes).reshape(comm.nranks, nbytes)
+            x = np.repeat(
+                np.arange(comm.nranks, dtype=np.uint8) + comm.nranks * comm.rank, nbytes
+            ).reshape(comm.nranks, nbytes)
             got = comm.all_to_all(x)
             x[:] = 255
-            assert (got == (np.arange(comm.nranks) * comm.nranks + comm.rank).astype(np.uint8)[:, None]).all()
+            assert (
+                got == (np.arange(comm.nranks) * comm.nranks + comm.rank).astype(np.uint8)[:, None]
+            ).all()
         comm.finalize()
 
 

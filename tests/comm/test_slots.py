@@ -61,7 +61,9 @@ def converse(comm: Communicator, swap: int, seed: int) -> list[list[int]]:
             if way == 2:
                 out = np.zeros((2, nbytes), np.uint8)
                 comm.all_gather(message(comm.rank, number, nbytes), out)
-                assert all(np.array_equal(out[rank], message(rank, number, nbytes)) for rank in range(2))
+                assert all(
+                    np.array_equal(out[rank], message(rank, number, nbytes)) for rank in range(2)
+                )
             elif way == comm.rank:
                 send(nbytes)
             else:
@@ -76,7 +78,9 @@ def converse(comm: Communicator, swap: int, seed: int) -> list[list[int]]:
 def test_messages_arrive_and_every_slot_has_one_owner(seed: int) -> None:
     first, second = in_threads(2, lambda comm: converse(comm, 1, seed))
     for mine, theirs in zip(first, second, strict=True):
-        assert sorted(mine + [number ^ at.NSLOTS for number in theirs]) == list(range(2 * at.NSLOTS))
+        assert sorted(mine + [number ^ at.NSLOTS for number in theirs]) == list(
+            range(2 * at.NSLOTS)
+        )
         assert len(mine) == at.NSLOTS
     assert any(number >= at.NSLOTS for owned in first for number in owned)
 
@@ -89,7 +93,9 @@ def test_slots_stay_where_they_are_unless_told() -> None:
 def test_ranks_need_not_agree() -> None:
     """One rank keeps what it reads, the other gives every slot back."""
     first, second = in_threads(2, lambda comm: converse(comm, comm.rank, 6))
-    assert all(len(mine) == len(theirs) == at.NSLOTS for mine, theirs in zip(first, second, strict=True))
+    assert all(
+        len(mine) == len(theirs) == at.NSLOTS for mine, theirs in zip(first, second, strict=True)
+    )
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
@@ -99,7 +105,9 @@ def test_collectives(nranks: int) -> None:
         rng = np.random.default_rng(nranks)
         for _ in range(30):
             counts = [0, 1, 5, 129, 5000, 70_000]
-            case = cases.random_case(rng, comm.nranks, counts, [*cases.EVEN, *cases.UNEVEN], ordered=lambda case: False)
+            case = cases.random_case(
+                rng, comm.nranks, counts, [*cases.EVEN, *cases.UNEVEN], ordered=lambda case: False
+            )
             cases.perform(comm, case)
 
     in_threads(nranks, perform)

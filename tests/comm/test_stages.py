@@ -18,28 +18,46 @@ from miraccl.comm import meeting
 from miraccl.comm.fabric import Fabric
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
-from miraccl.errors import BootstrapError, CollectiveTimeout, CommunicatorClosed, MiracclError, PeerDied
+from miraccl.errors import (
+    BootstrapError,
+    CollectiveTimeout,
+    CommunicatorClosed,
+    MiracclError,
+    PeerDied,
+)
 from tests.comm.test_life import failing, in_threads
 
 LIMIT_S = 20.0
-WAYS: dict[str, Callable[[Communicator], Communicator | None]] = {"split": lambda comm: comm.split(0), "shrink": lambda comm: comm.shrink()}
+WAYS: dict[str, Callable[[Communicator], Communicator | None]] = {
+    "split": lambda comm: comm.split(0),
+    "shrink": lambda comm: comm.shrink(),
+}
 
 
 class Clock:
     """Once it is ``on``, the deadline passes while rank 0 waits in the stage ``last``, before which rank 1 stops until ``told`` is set."""
 
     def __init__(self, last: str) -> None:
-        self.last, self.on, self.stopped, self.told = last, threading.Event(), threading.Event(), threading.Event()
+        self.last, self.on, self.stopped, self.told = (
+            last,
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self.deadlines: list[list[Deadline]] = [[], []]
         self._gather = Session.all_gather
 
-    def all_gather(self, session: Session, data: bytes, tag: str, timeout: Any = None) -> list[bytes]:
+    def all_gather(
+        self, session: Session, data: bytes, tag: str, timeout: Any = None
+    ) -> list[bytes]:
         if self.on.is_set() and isinstance(timeout, Deadline):
             self.deadlines[session.rank].append(timeout)
             if tag == self.last and session.rank == 1:
                 self.stopped.set()
                 assert self.told.wait(20)
-                if session.name == "world":  # which rank 0 does not leave: nobody ends this stage before the deadline
+                if (
+                    session.name == "world"
+                ):  # which rank 0 does not leave: nobody ends this stage before the deadline
                     raise BootstrapError("for a test")
             elif tag == self.last:
                 assert self.stopped.wait(20)
@@ -102,7 +120,9 @@ def test_all_stages_end_by_the_deadline_of_the_call(way: str, clock: Clock) -> N
     in_threads(2, work)
 
 
-def test_all_stages_end_by_the_deadline_for_meeting(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_stages_end_by_the_deadline_for_meeting(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ident = miraccl.get_unique_id()
     monkeypatch.setenv("MIRACCL_BOOTSTRAP_TIMEOUT", str(LIMIT_S))
 
@@ -138,7 +158,11 @@ def test_shrink_goes_on_without_a_rank_that_finalizes() -> None:
     assert sizes == [1]
 
 
-@pytest.mark.parametrize("clock", ["split 1", "fabric hello", "fabric connect", "fabric abilities", "fabric ready"], indirect=True)
+@pytest.mark.parametrize(
+    "clock",
+    ["split 1", "fabric hello", "fabric connect", "fabric abilities", "fabric ready"],
+    indirect=True,
+)
 def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(clock: Clock) -> None:
     def work(comm: Communicator) -> None:
         comm._member.session.timeout = LIMIT_S
@@ -150,7 +174,9 @@ def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(clock: Clock) -> 
 
 
 @pytest.mark.parametrize("clock", ["fabric abilities"], indirect=True)
-def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The deadline is over for both; what it can see for itself is that a segment is missing."""
     reach = Fabric._reach
     monkeypatch.setattr(fabric_module, "DEATH_NOTICE_S", 20.0)
@@ -178,7 +204,9 @@ def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(clock: Cl
     in_threads(2, work)
 
 
-def test_what_a_machine_does_at_its_first_use_is_not_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_machine_does_at_its_first_use_is_not_on_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 1000.0
 
     def compile_and_measure() -> None:

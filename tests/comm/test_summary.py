@@ -34,7 +34,10 @@ def test_how_ranks_are_reached(rank: int, hosts: tuple[int, ...], text: str) -> 
 
 def test_how_gpus_are_reached() -> None:
     text = summary.of_gpu(1, 3, {0: "vmm", 2: "host", 3: "vmm"}, (0, 2, 1, 3), "as searched", 128)
-    assert text == "rank 1 on GPU 3: vmm with 0 3; host with 2; ring 0 2 1 3 (as searched); kernels take up to 128 multiprocessors"
+    assert (
+        text
+        == "rank 1 on GPU 3: vmm with 0 3; host with 2; ring 0 2 1 3 (as searched); kernels take up to 128 multiprocessors"
+    )
     assert summary.of_gpu(0, 0, {}, (0,), "one", 8).startswith("rank 0 on GPU 0: alone; ")
 
 
@@ -43,16 +46,31 @@ def test_each_rank_tells_of_each_communicator() -> None:
     command = [warm_python(), "-m", "miraccl", "run", "-n", "2", "--", warm_python(), "-c", PROGRAM]
     for level, lines in (("info", 4), ("warn", 0)):
         env = {**os.environ, "MIRACCL_DEBUG": level, "MIRACCL_DEBUG_SUBSYS": "init"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
         assert done.returncode == 0, done.stderr
         for rank in range(2):
-            assert done.stderr.count(f": rank {rank} of 2: shared memory with {1 - rank}\n") == lines // 2
+            assert (
+                done.stderr.count(f": rank {rank} of 2: shared memory with {1 - rank}\n")
+                == lines // 2
+            )
 
 
 @pytest.mark.parametrize(("level", "lines"), [("warn", 0), ("info", 1)])
-def test_it_is_made_where_somebody_reads_it(level: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_made_where_somebody_reads_it(
+    level: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     monkeypatch.setattr(summary, "of_ranks", lambda rank, *_: made.append(rank))
-    monkeypatch.setattr(trace.logger("init"), "isEnabledFor", lambda wanted: trace.LEVELS[level] <= wanted)
+    monkeypatch.setattr(
+        trace.logger("init"), "isEnabledFor", lambda wanted: trace.LEVELS[level] <= wanted
+    )
     miraccl.init().finalize()
     assert len(made) == lines

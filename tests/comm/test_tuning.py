@@ -14,7 +14,9 @@ from miraccl.comm.model import Constants
 from miraccl.executor.cpu.context import ENGINE
 
 
-def test_the_time_for_measuring_does_not_pass_while_the_engine_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_for_measuring_does_not_pass_while_the_engine_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wanted = Constants(switch_us=3.25)
     order = []
 
@@ -28,8 +30,13 @@ def test_the_time_for_measuring_does_not_pass_while_the_engine_is_compiled(monke
     assert order == [ENGINE, "measured"]
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("2048K\n", 2 << 20), ("0K\n", 32 << 20), ("\n", 32 << 20), ("unknown", 32 << 20)])
-def test_the_cache_is_as_large_as_the_kernel_says(text: str, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("2048K\n", 2 << 20), ("0K\n", 32 << 20), ("\n", 32 << 20), ("unknown", 32 << 20)],
+)
+def test_the_cache_is_as_large_as_the_kernel_says(
+    text: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not where that is no size, as on machines that only pretend to be."""
     monkeypatch.setattr(fabric, "open", lambda path: io.StringIO(text), raising=False)
     assert fabric.last_level_cache_bytes() == nbytes

@@ -27,7 +27,9 @@ def test_blocks_of_many_rounds(ranks_per_host: int) -> None:
 def test_counts_that_are_always_new_leave_nothing_behind() -> None:
     most = 4 * uneven_ranks.PLANS
     for got in run_ranks(uneven_ranks.always_new, 2, CALLS, timeout=120):
-        assert got["long ways"] < CALLS // 10 + most  # the other calls of five collectives did not leave compiled code
+        assert (
+            got["long ways"] < CALLS // 10 + most
+        )  # the other calls of five collectives did not leave compiled code
         assert got["runs"] < most
         assert got["plans"] <= got["runs"] + 2
         assert got["private"] < 2 << 20
@@ -37,7 +39,10 @@ def test_counts_that_are_always_new_leave_nothing_behind() -> None:
 DISAGREEMENTS = ("less", "nothing", "not expected", "slots", "list", "list of the same sum")
 
 
-@pytest.mark.parametrize(("what", "then"), [*itertools.product(DISAGREEMENTS, ("barrier", "again")), ("nothing", "nothing")])
+@pytest.mark.parametrize(
+    ("what", "then"),
+    [*itertools.product(DISAGREEMENTS, ("barrier", "again")), ("nothing", "nothing")],
+)
 def test_ranks_that_disagree_are_told(what: str, then: str) -> None:
     for outcome in rank_outcomes(uneven_ranks.disagree, 3, what, then, 0, timeout=30):
         assert outcome.ok, f"{outcome.error}\n{outcome.output}"
@@ -55,7 +60,9 @@ def test_ranks_of_other_hosts_that_disagree_are_told(what: str) -> None:
 
 
 def test_a_rank_of_another_host_that_has_ended_is_told_at_the_deadline() -> None:
-    for outcome in rank_outcomes(uneven_ranks.disagree, 2, "nothing", "nothing", 1, 1.0, timeout=30):
+    for outcome in rank_outcomes(
+        uneven_ranks.disagree, 2, "nothing", "nothing", 1, 1.0, timeout=30
+    ):
         assert outcome.ok, f"{outcome.error}\n{outcome.output}"
         assert outcome.value["type"] == "CollectiveMismatch", outcome.value
         assert "rank 1 waits for rank 0, which has ended this operation" in outcome.value["text"]

@@ -39,11 +39,16 @@ def _busy_process() -> Iterator[None]:
 def sleeps() -> list[int]:
     """How often this rank slept in so many waits of a collective, and of sends and receives."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    company: Any = _busy_process() if os.environ["MIRACCL_RANK"] == "0" else contextlib.nullcontext()
+    company: Any = (
+        _busy_process() if os.environ["MIRACCL_RANK"] == "0" else contextlib.nullcontext()
+    )
     with company, miraccl.init() as comm:
         x, y = np.zeros(2, np.float32), np.zeros(2, np.float32)
         peer = 1 - comm.rank
-        actions: list[Callable[[], Any]] = [lambda: comm.all_reduce(x), lambda: comm.sendrecv(x, peer, y, peer)]
+        actions: list[Callable[[], Any]] = [
+            lambda: comm.all_reduce(x),
+            lambda: comm.sendrecv(x, peer, y, peer),
+        ]
         slept = []
         for action in actions:
             comm.barrier()

@@ -50,11 +50,16 @@ def test_threads_that_serve_events_are_the_programs() -> None:
     loop, idle = asyncio.new_event_loop(), threading.Event()
     server = socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler)
     with server, whereabouts.Waiting(lambda: HERE):
-        for serve, stop in ((loop.run_forever, lambda: loop.call_soon_threadsafe(loop.stop)), (server.serve_forever, server.shutdown)):
+        for serve, stop in (
+            (loop.run_forever, lambda: loop.call_soon_threadsafe(loop.stop)),
+            (server.serve_forever, server.shutdown),
+        ):
             assert whereabouts.current() is HERE
             thread = threading.Thread(target=serve)
             thread.start()
-            while "select" not in sys._current_frames()[thread.ident or 0].f_code.co_name:  # no line of the program's
+            while (
+                "select" not in sys._current_frames()[thread.ident or 0].f_code.co_name
+            ):  # no line of the program's
                 idle.wait(0.001)
             assert whereabouts.current() is None
             stop()

@@ -29,16 +29,30 @@ def table_of(seed: int, nranks: int, most: int) -> np.ndarray:
 def said(number: int, counts: Sequence[int]) -> Any:
     """Counts as callers have them, in seven ways; the first three need nothing of Python in the end."""
     array = np.array(counts)
-    ways = list(counts), tuple(counts), array, array.astype(np.int32), array.astype(np.uint8), list(array), np.array([array]).T[:, 0]
+    ways = (
+        list(counts),
+        tuple(counts),
+        array,
+        array.astype(np.int32),
+        array.astype(np.uint8),
+        list(array),
+        np.array([array]).T[:, 0],
+    )
     return ways[number]
 
 
-def all_to_all(comm: Communicator, table: np.ndarray, say: Callable[[list[int]], Any] = list, out: bool = True) -> None:
+def all_to_all(
+    comm: Communicator, table: np.ndarray, say: Callable[[list[int]], Any] = list, out: bool = True
+) -> None:
     """Element k of what rank a sends rank b is 1000 a + 10 b + k."""
     me, n = comm.rank, comm.nranks
     sends, receives = table[me].tolist(), table[:, me].tolist()
-    x = np.concatenate([1000 * me + 10 * b + np.arange(c, dtype=np.int32) for b, c in enumerate(sends)])
-    want = np.concatenate([1000 * a + 10 * me + np.arange(c, dtype=np.int32) for a, c in enumerate(receives)])
+    x = np.concatenate(
+        [1000 * me + 10 * b + np.arange(c, dtype=np.int32) for b, c in enumerate(sends)]
+    )
+    want = np.concatenate(
+        [1000 * a + 10 * me + np.arange(c, dtype=np.int32) for a, c in enumerate(receives)]
+    )
     y = np.full(want.size, -1, np.int32) if out else None
     got = comm.all_to_all_v(x, say(sends), say(receives), y)
     assert y is None or got is y
@@ -54,14 +68,21 @@ def others(comm: Communicator, counts: list[int], say: Callable[[list[int]], Any
     assert np.array_equal(comm.all_gather_v(part, say(counts)), whole)
     into = np.zeros_like(whole)
     into[firsts[me] : firsts[me + 1]] = part
-    assert np.array_equal(comm.all_gather_v(into[firsts[me] : firsts[me + 1]], say(counts), into), whole)
+    assert np.array_equal(
+        comm.all_gather_v(into[firsts[me] : firsts[me + 1]], say(counts), into), whole
+    )
     share = np.zeros_like(part)
-    assert np.array_equal(comm.reduce_scatter_v(whole * (me + 1), say(counts), share), part * sum(range(1, comm.nranks + 1)))
+    assert np.array_equal(
+        comm.reduce_scatter_v(whole * (me + 1), say(counts), share),
+        part * sum(range(1, comm.nranks + 1)),
+    )
     assert np.array_equal(comm.reduce_scatter_v(whole, say(counts), op=miraccl.MAX), part)
     got = comm.gather_v(part, say(counts), root, np.zeros_like(whole) if me == root else None)
     assert np.array_equal(got, whole) if me == root else got is None
     share[:] = 0
-    assert np.array_equal(comm.scatter_v(whole if me == root else None, say(counts), root, share), part)
+    assert np.array_equal(
+        comm.scatter_v(whole if me == root else None, say(counts), root, share), part
+    )
 
 
 def shapes() -> None:
@@ -73,7 +94,14 @@ def shapes() -> None:
         to_one[:, n - 1] = 7
         for a in range(n):
             turn[a, (a + 1) % n] = 5
-        for table in (np.zeros((n, n), np.int64), alone, to_one, turn, table_of(1, n, 200), table_of(2, n, 40)):
+        for table in (
+            np.zeros((n, n), np.int64),
+            alone,
+            to_one,
+            turn,
+            table_of(1, n, 200),
+            table_of(2, n, 40),
+        ):
             for number in range(7):
                 say = functools.partial(said, number)
                 all_to_all(comm, table, say, out=bool(number % 2))
@@ -84,14 +112,23 @@ def shapes() -> None:
             table = table_of(seed, n, 30)
             sends, receives = table[comm.rank].tolist(), table[:, comm.rank].tolist()
             x = np.full(sum(sends), comm.rank, np.int64)
-            work.append(comm.all_to_all_v(x, sends, receives, np.full(sum(receives), -1), async_op=True))
+            work.append(
+                comm.all_to_all_v(x, sends, receives, np.full(sum(receives), -1), async_op=True)
+            )
             all_to_all(comm, table_of(seed + 100, n, 30))
         assert work[0].wait().tolist() == [comm.rank] * n
         for seed, each in enumerate(work[1:]):
-            assert np.array_equal(each.wait(), np.repeat(np.arange(n), table_of(seed, n, 30)[:, comm.rank]))
+            assert np.array_equal(
+                each.wait(), np.repeat(np.arange(n), table_of(seed, n, 30)[:, comm.rank])
+            )
         with miraccl.group():
-            results = [comm.all_gather_v(np.full(comm.rank + k, k, np.int32), [r + k for r in range(n)]) for k in range(3)]
-        assert [r.tolist() for r in results] == [[k] * sum(r + k for r in range(n)) for k in range(3)]
+            results = [
+                comm.all_gather_v(np.full(comm.rank + k, k, np.int32), [r + k for r in range(n)])
+                for k in range(3)
+            ]
+        assert [r.tolist() for r in results] == [
+            [k] * sum(r + k for r in range(n)) for k in range(3)
+        ]
 
 
 def rounds(ranks_per_host: int) -> None:
@@ -106,7 +143,9 @@ def rounds(ranks_per_host: int) -> None:
             part = comm.empty(counts[comm.rank], np.float32)
             part[:] = comm.rank
             comm.all_gather_v(part, counts, whole)
-            assert np.array_equal(whole, np.repeat(np.arange(comm.nranks, dtype=np.float32), counts))
+            assert np.array_equal(
+                whole, np.repeat(np.arange(comm.nranks, dtype=np.float32), counts)
+            )
 
 
 def always_new(calls: int) -> dict[str, Any]:
@@ -137,7 +176,11 @@ def always_new(calls: int) -> dict[str, Any]:
             comm.scatter_v(x[: sum(counts)], counts, 0, y[: counts[me]])
             if number in (calls // 4, calls - 1):
                 found.append(resident_bytes())
-        kept = {"runs": len(member._runs), "plans": len(member.planner._plans), "private": comm.memory()["private"]}
+        kept = {
+            "runs": len(member._runs),
+            "plans": len(member.planner._plans),
+            "private": comm.memory()["private"],
+        }
         return {"long ways": long_ways[0], **kept, "grown": found[1] - found[0]}
 
 
@@ -172,7 +215,9 @@ def disagree(what: str, then: str, ranks_per_host: int, timeout: float = 4.0) ->
         call()
         if then == "nothing":
             wait_until(lambda: comm._member.faults.fault is not None)
-        for _ in range(12):  # whoever got through finds out when it takes the next message of that rank, or finds no slot for one more
+        for _ in range(
+            12
+        ):  # whoever got through finds out when it takes the next message of that rank, or finds no slot for one more
             call() if then == "again" else comm.barrier()
         return {"type": "none", "text": ""}
     except MiracclError as error:
@@ -180,5 +225,3 @@ def disagree(what: str, then: str, ranks_per_host: int, timeout: float = 4.0) ->
     finally:
         nobody_left(comm)
         comm.finalize()
-
-

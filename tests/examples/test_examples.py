@@ -73,7 +73,14 @@ def find_launcher(name: str) -> str:
         return ""
     command, environment = [found, "-n", "1", "true"], {**os.environ, **OPEN_MPI}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=20, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            timeout=20,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
         return ""
     return found if done.returncode == 0 else ""
@@ -89,13 +96,22 @@ def interpreter(words: list[str]) -> str:
 def run(command: list[str], path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **OPEN_MPI}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, stdin=subprocess.DEVNULL
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, f"{path.name}: {done.stdout}{done.stderr}"
     assert done.stdout.strip(), "an example says what it did"
 
 
-NEEDS_GPU = [path for path in EXAMPLES if re.search(r"needs an NVIDIA GPU", head_of(path), re.IGNORECASE)]
+NEEDS_GPU = [
+    path for path in EXAMPLES if re.search(r"needs an NVIDIA GPU", head_of(path), re.IGNORECASE)
+]
 
 
 @pytest.mark.parametrize("path", NEEDS_GPU, ids=lambda p: p.stem)
@@ -105,7 +121,15 @@ def test_an_example_that_finds_no_gpu_says_so(path: Path) -> None:
             pytest.skip(f"{package} is not installed")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 1
     assert "no GPU" in done.stderr
     assert "Traceback" not in done.stderr
@@ -123,7 +147,13 @@ def test_example(path: Path) -> None:
     if path in NEEDS_GPU and not have_gpu():
         pytest.skip("no NVIDIA GPU, no driver, or cuda-bindings is not installed")
     if words[0] in LAUNCHERS:
-        run([find_launcher(words[0]), *(sys.executable if word == "python" else word for word in words[1:])], path)
+        run(
+            [
+                find_launcher(words[0]),
+                *(sys.executable if word == "python" else word for word in words[1:]),
+            ],
+            path,
+        )
     else:
         python = interpreter(words)
         run([python, *COMMANDS[words[0]], *words[1:]], path)
@@ -142,6 +172,14 @@ def test_examples_run_on_other_numbers_of_ranks(nranks: int) -> None:
     everywhere = {"miraccl", "numpy", *sys.stdlib_module_names}
     for path in EXAMPLES:
         words = command_of(path)
-        if words[:3] == ["miraccl", "run", "-n"] and words[3] != str(nranks) and packages_of(path) <= everywhere:
-            launcher = [warm_python(), "-m", "miraccl", "run", "-n", str(nranks)] if nranks > 1 else [sys.executable]
+        if (
+            words[:3] == ["miraccl", "run", "-n"]
+            and words[3] != str(nranks)
+            and packages_of(path) <= everywhere
+        ):
+            launcher = (
+                [warm_python(), "-m", "miraccl", "run", "-n", str(nranks)]
+                if nranks > 1
+                else [sys.executable]
+            )
             run([*launcher, str(path)], path)

@@ -46,7 +46,11 @@ def test_a_call_enters_once_its_like_was_seen(comm: Communicator, count: int, dt
 def test_the_hash_of_huge_counts_wraps_alike(comm: Communicator, bits: int) -> None:
     """Address space without memory: in place on one rank nothing is touched."""
     for extra in (0, 1, 4097):
-        memory = mmap.mmap(-1, (1 << bits) + extra, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+        memory = mmap.mmap(
+            -1,
+            (1 << bits) + extra,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000),
+        )
         array = np.frombuffer(memory, np.uint8)
         comm.all_reduce(array)
         assert entered(comm, array) == at.OK
@@ -56,8 +60,12 @@ def test_the_hash_of_huge_counts_wraps_alike(comm: Communicator, bits: int) -> N
 words = st.integers(0, 1 << 62)
 
 
-@given(words, words, st.integers(0, 9), st.integers(0, 11), st.integers(0, 1 << 31), st.integers(0, 1))
-def test_the_hash_is_a_word(count: int, out_count: int, coll: int, dtype: int, arg: int, in_place: int) -> None:
+@given(
+    words, words, st.integers(0, 9), st.integers(0, 11), st.integers(0, 1 << 31), st.integers(0, 1)
+)
+def test_the_hash_is_a_word(
+    count: int, out_count: int, coll: int, dtype: int, arg: int, in_place: int
+) -> None:
     key = _plan_key(coll, count, out_count, dtype, arg, in_place)
     assert -(1 << 63) <= key < 1 << 63
 
@@ -130,7 +138,15 @@ def test_headers_are_read_as_numpy_has_them() -> None:
     base = np.arange(60.0)
     frozen = base[3:9]
     frozen.setflags(write=False)
-    for array in (base, base[::3], base.reshape(3, 4, 5), base.reshape(3, 4, 5).T, frozen, np.zeros((0, 4)), np.array(5, np.int8)):
+    for array in (
+        base,
+        base[::3],
+        base.reshape(3, 4, 5),
+        base.reshape(3, 4, 5).T,
+        frozen,
+        np.zeros((0, 4)),
+        np.array(5, np.int8),
+    ):
         assert arrays._reads_right(array)
     assert [arrays.dtype_of(np.zeros(1, d)) for d in ref.DTYPES.values()] == list(DType)
     for other in (np.bool_, np.complex64, np.int16, ">f4", "S4", np.longdouble):
@@ -146,9 +162,27 @@ def test_arrays_that_a_door_must_refuse(comm: Communicator) -> None:
     frozen = np.zeros(64, np.float32)
     frozen.setflags(write=False)
     odd = np.zeros(64 * 4 + 1, np.uint8)[1:].view(np.float32)
-    for bad in (good[::2], frozen, odd, good.astype(">f4"), good.reshape(8, 8).T, good.astype(np.complex64), list(good), None, 5, "x"):
+    for bad in (
+        good[::2],
+        frozen,
+        odd,
+        good.astype(">f4"),
+        good.reshape(8, 8).T,
+        good.astype(np.complex64),
+        list(good),
+        None,
+        5,
+        "x",
+    ):
         assert entered(comm, bad) == at.NEED_PLAN
-    assert comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == at.NEED_PLAN  # an overlap that is not "in place"
-    for options in ((True, None), (False, 0), (0, None), (None, None)):  # a stream, work in the background, or what only Python can tell
+    assert (
+        comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == at.NEED_PLAN
+    )  # an overlap that is not "in place"
+    for options in (
+        (True, None),
+        (False, 0),
+        (0, None),
+        (None, None),
+    ):  # a stream, work in the background, or what only Python can tell
         assert comm._all_reduce(good, None, RedOp.SUM, *options) == at.NEED_PLAN
     assert entered(comm, good) == at.OK

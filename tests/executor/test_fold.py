@@ -35,7 +35,9 @@ class Memory:
             assert (raw[start + nbytes :] == 0x5A).all()
 
 
-def fold(dtype: DType, op: RedOp, arrays: list[np.ndarray], over: int | None, rng: np.random.Generator) -> np.ndarray:
+def fold(
+    dtype: DType, op: RedOp, arrays: list[np.ndarray], over: int | None, rng: np.random.Generator
+) -> np.ndarray:
     """The result of the kernel; ``over`` is the source that it overwrites."""
     memory = Memory(rng)
     places = [memory.place(a) for a in arrays]
@@ -43,7 +45,9 @@ def fold(dtype: DType, op: RedOp, arrays: list[np.ndarray], over: int | None, rn
     keep = np.zeros(BLOCK + 8, np.int64)
     keep[BLOCK:] = 77
     sources = np.array([keep.ctypes.data, *(address for address, _ in places)], np.int64)
-    call_kernel(fold_kernel(dtype, op), target, int(sources.ctypes.data), len(arrays), arrays[0].size)
+    call_kernel(
+        fold_kernel(dtype, op), target, int(sources.ctypes.data), len(arrays), arrays[0].size
+    )
     memory.check()
     assert (keep[BLOCK:] == 77).all()
     for number, (array, (_, placed)) in enumerate(zip(arrays, places)):
@@ -63,10 +67,22 @@ def test_fold(dtype: DType, op: RedOp) -> None:
             for over in (None, 0, k - 1, k // 2):
                 got = fold(dtype, op, arrays, over, rng)
                 wrong = ref.differing(got, want, zeros_alike=op in NO_SIGN)
-                assert wrong.size == 0, (k, count, over, int(wrong[0]), [a[wrong[0]] for a in arrays], got[wrong[0]], want[wrong[0]])
+                assert wrong.size == 0, (
+                    k,
+                    count,
+                    over,
+                    int(wrong[0]),
+                    [a[wrong[0]] for a in arrays],
+                    got[wrong[0]],
+                    want[wrong[0]],
+                )
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.FLOAT16, DType.BFLOAT16], ids=lambda d: d.label)
+@pytest.mark.parametrize(
+    "dtype",
+    [DType.FLOAT8_E4M3, DType.FLOAT8_E5M2, DType.FLOAT16, DType.BFLOAT16],
+    ids=lambda d: d.label,
+)
 def test_every_pair_of_small_floats(dtype: DType) -> None:
     """All sums and products of two 8-bit floats; for 16-bit floats all values against some."""
     if dtype.itemsize == 1:
@@ -77,7 +93,10 @@ def test_every_pair_of_small_floats(dtype: DType) -> None:
         a, b = np.tile(values, 4), np.repeat(values[[1, 0x3C01, 0x7BFF, 0xFC00]], 1 << 16)
     rng = np.random.default_rng(0)
     for op in (RedOp.SUM, RedOp.PROD, RedOp.AVG):
-        assert ref.differing(fold(dtype, op, [a, b], None, rng), ref.reduce_arrays([a, b], op)).size == 0
+        assert (
+            ref.differing(fold(dtype, op, [a, b], None, rng), ref.reduce_arrays([a, b], op)).size
+            == 0
+        )
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.label)
@@ -85,14 +104,22 @@ def test_scale(dtype: DType) -> None:
     """Times a scalar (pre-multiplied sum) and divided by a number (average), in place and not."""
     rng = np.random.default_rng(dtype)
     values = ref.wild(rng, dtype, 2000)
-    largest = 0 if dtype.is_float else int(np.iinfo(ref.DTYPES[dtype]).max)  # of 64 bits: no float64
+    largest = (
+        0 if dtype.is_float else int(np.iinfo(ref.DTYPES[dtype]).max)
+    )  # of 64 bits: no float64
     for scalar in (0, 1, 3, largest) if not dtype.is_float else (0.0, 0.37, -2.5):
         for in_place in (False, True):
             memory = Memory(rng)
             source, _ = memory.place(values)
-            target, result = (source, memory._kept[0][0][memory._kept[0][1] :][: values.nbytes]) if in_place else memory.place(values * 0)
+            target, result = (
+                (source, memory._kept[0][0][memory._kept[0][1] :][: values.nbytes])
+                if in_place
+                else memory.place(values * 0)
+            )
             factor = np.array([scalar], np.float64 if dtype.is_float else ref.DTYPES[dtype])
-            call_kernel(scale_kernel(dtype, False), target, source, int(factor.ctypes.data), values.size)
+            call_kernel(
+                scale_kernel(dtype, False), target, source, int(factor.ctypes.data), values.size
+            )
             memory.check()
             want = ref.reduce_arrays([values], PreMulSum(scalar), [scalar])
             assert ref.differing(result.copy().view(ref.DTYPES[dtype]), want).size == 0
@@ -106,5 +133,8 @@ def test_scale(dtype: DType) -> None:
                 wide = np.float32 if dtype in ref.SMALL_FLOATS else ref.DTYPES[dtype]
                 want = (values.astype(wide) / np.dtype(wide).type(divisor)).astype(values.dtype)
             else:
-                want = np.array([abs(int(v)) // divisor * (-1 if int(v) < 0 else 1) for v in values], values.dtype)
+                want = np.array(
+                    [abs(int(v)) // divisor * (-1 if int(v) < 0 else 1) for v in values],
+                    values.dtype,
+                )
         assert ref.differing(result.copy().view(ref.DTYPES[dtype]), want).size == 0

@@ -16,7 +16,9 @@ def test_fields_have_places_of_their_own_inside_the_record(record: str) -> None:
     fields = {
         name: value
         for name, value in vars(at).items()
-        if name.startswith(f"{record}_") and name != f"{record}_SIZE" and not name.startswith("STEP_ASIDE")
+        if name.startswith(f"{record}_")
+        and name != f"{record}_SIZE"
+        and not name.startswith("STEP_ASIDE")
     }
     assert len(fields) > 5
     assert len(set(fields.values())) == len(fields), sorted((v, k) for k, v in fields.items())
@@ -24,7 +26,11 @@ def test_fields_have_places_of_their_own_inside_the_record(record: str) -> None:
 
 
 def test_control_page_words_do_not_overlap() -> None:
-    names = [n for n in vars(at) if n.startswith("BOARD_") or n in ("CTRL_SLEEP", "CTRL_BELL", "CTRL_ABORT")]
+    names = [
+        n
+        for n in vars(at)
+        if n.startswith("BOARD_") or n in ("CTRL_SLEEP", "CTRL_BELL", "CTRL_ABORT")
+    ]
     places = [getattr(at, n) for n in names]
     assert len(set(places)) == len(places)
     assert max(places) < at.PAGE
@@ -51,5 +57,9 @@ def test_fifo_is_the_one_of_the_transports() -> None:
 
 
 def test_results_of_kernels_differ() -> None:
-    codes = [v for n, v in vars(at).items() if n.startswith("ERR_")] + [at.OK, at.NEED_PLAN, at.BUSY]
+    codes = [v for n, v in vars(at).items() if n.startswith("ERR_")] + [
+        at.OK,
+        at.NEED_PLAN,
+        at.BUSY,
+    ]
     assert len(set(codes)) == len(codes)

@@ -8,14 +8,29 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.limits import check_limits
 from miraccl.executor.cpu.lower import lower
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import barrier, copy, get, inp, one_channel, out, put, recv, scratch, send, signal, wait
+from miraccl.schedule.steps import (
+    barrier,
+    copy,
+    get,
+    inp,
+    one_channel,
+    out,
+    put,
+    recv,
+    scratch,
+    send,
+    signal,
+    wait,
+)
 from miraccl.schedule.verify import verify
 from miraccl.types import Collective
 from tests.schedule.helpers import BUILTIN, schedules
 
 
 def broadcast(sender: list[Step], receiver: list[Step]) -> Schedule:
-    return one_channel("mine", Collective.BROADCAST, [[*sender, copy(inp(0), out(0))], receiver], scratch_chunks=1)
+    return one_channel(
+        "mine", Collective.BROADCAST, [[*sender, copy(inp(0), out(0))], receiver], scratch_chunks=1
+    )
 
 
 REFUSED = {
@@ -62,7 +77,10 @@ def test_what_cpu_ranks_cannot_run_is_refused_by_all(why: str) -> None:
 
 
 def test_signals_in_the_order_of_the_messages_are_not_refused() -> None:
-    schedule = broadcast([send(inp(0), 1), *[signal([1])] * 9, barrier()], [recv(out(0), 0), *[wait([0])] * 9, barrier()])
+    schedule = broadcast(
+        [send(inp(0), 1), *[signal([1])] * 9, barrier()],
+        [recv(out(0), 0), *[wait([0])] * 9, barrier()],
+    )
     verify(schedule)
     assert lower(schedule, 1).nsteps == 11
 

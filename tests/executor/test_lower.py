@@ -45,7 +45,15 @@ def test_thresholds_are_where_classes_begin(nbytes: int) -> None:
     assert size_class(nbytes) == nbytes
 
 
-def make(algo: str, collective: Collective, nranks: int, rank: int, count: int, slot_bytes: int = 8192, root: int = 0) -> Run:
+def make(
+    algo: str,
+    collective: Collective,
+    nranks: int,
+    rank: int,
+    count: int,
+    slot_bytes: int = 8192,
+    root: int = 0,
+) -> Run:
     schedule = catalog.build(algo, collective, nranks, root)
     run = make_run(algo, collective, nranks, rank, 4 * count, slot_bytes, root)
     ins = [count] * (schedule.input_chunks // schedule.parts)
@@ -54,7 +62,15 @@ def make(algo: str, collective: Collective, nranks: int, rank: int, count: int, 
     return run
 
 
-def make_run(algo: str, collective: Collective, nranks: int, rank: int, block_bytes: int, slot_bytes: int = 8192, root: int = 0) -> Run:
+def make_run(
+    algo: str,
+    collective: Collective,
+    nranks: int,
+    rank: int,
+    block_bytes: int,
+    slot_bytes: int = 8192,
+    root: int = 0,
+) -> Run:
     """Without counts."""
     program = lower(catalog.build(algo, collective, nranks, root), rank)
     return Run(
@@ -73,8 +89,13 @@ def word(run: Run, place: int) -> int:
     return int(run.words[place // 8])
 
 
-@given(st.lists(st.lists(st.integers(0, 90_000), min_size=4, max_size=4), min_size=1, max_size=3), st.sampled_from(["one_shot", "ring"]))
-def test_a_run_takes_new_counts_and_keeps_nothing_of_the_old(lists: list[list[int]], algo: str) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 90_000), min_size=4, max_size=4), min_size=1, max_size=3),
+    st.sampled_from(["one_shot", "ring"]),
+)
+def test_a_run_takes_new_counts_and_keeps_nothing_of_the_old(
+    lists: list[list[int]], algo: str
+) -> None:
     """A gather of uneven blocks; the window run that it may give way to has the same counts."""
     run, other = (make_run(name, Collective.ALL_GATHER, 4, 1, 0) for name in (algo, "two_shot_put"))
     run.prefer_memory(other, [0, 2, 3])
@@ -88,26 +109,36 @@ def test_a_run_takes_new_counts_and_keeps_nothing_of_the_old(lists: list[list[in
             assert word(each, at.RUN_OUT_BYTES) == 4 * sum(counts)
             assert word(each, at.RUN_IN_BYTES) == 4 * counts[1]
             assert word(each, at.RUN_STREAM) == (4 * sum(counts) + 4 * counts[1] >= 1 << 20)
-            assert word(each, at.RUN_NROUNDS) == max(1, -(-4 * max(counts) // word(each, at.RUN_ROUND_BYTES)))
-            assert word(each, at.RUN_TEMPLATE) == signature(Collective.ALL_GATHER, DType.FLOAT32, RedOp.SUM, 0, sum(counts))
+            assert word(each, at.RUN_NROUNDS) == max(
+                1, -(-4 * max(counts) // word(each, at.RUN_ROUND_BYTES))
+            )
+            assert word(each, at.RUN_TEMPLATE) == signature(
+                Collective.ALL_GATHER, DType.FLOAT32, RedOp.SUM, 0, sum(counts)
+            )
             assert word(each, at.RUN_COUNT) == 77
 
 
 COLLECTIVES = [c for c in Collective if c is not Collective.SEND_RECV]
-EVERYTHING = [(name, c) for name in catalog.names() for c in COLLECTIVES if catalog.get(name).supports(c, 6)]
+EVERYTHING = [
+    (name, c) for name in catalog.names() for c in COLLECTIVES if catalog.get(name).supports(c, 6)
+]
 
 
 @pytest.mark.parametrize(("algo", "collective"), EVERYTHING, ids=str)
 def test_all_ranks_cut_rounds_alike(algo: str, collective: Collective) -> None:
     for count in (0, 1, 100, 2048, 2049, 12_345):
         runs = [make(algo, collective, 6, rank, count) for rank in range(6)]
-        assert len({(word(run, at.RUN_NROUNDS), word(run, at.RUN_ROUND_BYTES)) for run in runs}) == 1
+        assert (
+            len({(word(run, at.RUN_NROUNDS), word(run, at.RUN_ROUND_BYTES)) for run in runs}) == 1
+        )
         piece = word(runs[0], at.RUN_ROUND_BYTES)
         schedule = runs[0].program.schedule
         assert piece * schedule.widest <= 8192
         assert word(runs[0], at.RUN_NROUNDS) >= 1
         if collective is not Collective.BARRIER:
-            assert word(runs[0], at.RUN_NROUNDS) * piece >= min(chunk_bytes(4 * count, schedule.parts, 4), max(1, 4 * count))
+            assert word(runs[0], at.RUN_NROUNDS) * piece >= min(
+                chunk_bytes(4 * count, schedule.parts, 4), max(1, 4 * count)
+            )
 
 
 @pytest.mark.parametrize(("algo", "collective"), EVERYTHING, ids=str)
@@ -127,7 +158,9 @@ def test_programs_say_what_schedules_say(algo: str, collective: Collective) -> N
             if step.peers:
                 first = (int(row[at.STEP_PEERS // 8]) - program.peers.ctypes.data) // 8
                 assert tuple(program.peers[first : first + npeers]) == step.peers
-        assert sorted(set(program.sends.tolist())) == sorted({s.send_peer for s in steps if s.send_peer is not None and s.op.sends})
+        assert sorted(set(program.sends.tolist())) == sorted(
+            {s.send_peer for s in steps if s.send_peer is not None and s.op.sends}
+        )
 
 
 def test_a_slot_too_small_for_a_step_is_refused() -> None:
@@ -152,7 +185,9 @@ def test_scratch_has_room_for_all_chunks() -> None:
     st.integers(0, 4095),
     st.integers(0, 1 << 62),
 )
-def test_signatures_fit_a_word_and_can_be_read(collective: Collective, dtype: DType, op: RedOp, root: int, count: int) -> None:
+def test_signatures_fit_a_word_and_can_be_read(
+    collective: Collective, dtype: DType, op: RedOp, root: int, count: int
+) -> None:
     sig = signature(collective, dtype, op, root, count)
     assert 0 <= sig < 1 << 63
     assert sig & 0xFFFF == 0

@@ -23,7 +23,9 @@ def letters(*programs: list[Step], opened: bool = False) -> list[str]:
 def test_what_says_ready_and_what_says_done_are_done_once() -> None:
     for peers in (2, 5):
         rows = rounds_of(catalog.build("two_shot_put", Collective.ALL_REDUCE, peers), opened=False)
-        assert {(row[:2] == [FIRST_ROUND] * 2, row[-2:] == [LAST_ROUND] * 2) for row in rows} == {(True, True)}
+        assert {(row[:2] == [FIRST_ROUND] * 2, row[-2:] == [LAST_ROUND] * 2) for row in rows} == {
+            (True, True)
+        }
         assert {when for row in rows for when in row[2:-2]} <= {EVERY_ROUND}
     around = [signal([1]), wait([1]), MOVE, barrier()], [signal([0]), wait([0]), MOVE, barrier()]
     assert letters(*around) == ["ff.l"] * 2
@@ -34,17 +36,41 @@ def test_what_says_ready_and_what_says_done_are_done_once() -> None:
     ("programs", "expected"),
     [
         (([signal([1]), MOVE, wait([1])], [wait([0]), MOVE, signal([0])]), ["f.l", "f.l"]),
-        (([signal([1]), MOVE], [MOVE, wait([0]), MOVE]), ["..", "..."]),  # a signal before data for a wait between data
-        (([MOVE, signal([1])], [wait([0]), MOVE]), ["..", ".."]),  # one after data for a wait before data: a piece at a time
+        (
+            ([signal([1]), MOVE], [MOVE, wait([0]), MOVE]),
+            ["..", "..."],
+        ),  # a signal before data for a wait between data
+        (
+            ([MOVE, signal([1])], [wait([0]), MOVE]),
+            ["..", ".."],
+        ),  # one after data for a wait before data: a piece at a time
         (([MOVE, barrier()], [barrier(), MOVE]), ["..", ".."]),
         (([signal([1]), barrier(), MOVE], [wait([0]), MOVE, barrier()]), ["f..", "f.."]),
-        (([wait([1]), MOVE, signal([1])], [signal([0]), wait([0])]), ["f.l", "fl"]),  # rank 1 has no data
+        (
+            ([wait([1]), MOVE, signal([1])], [signal([0]), wait([0])]),
+            ["f.l", "fl"],
+        ),  # rank 1 has no data
         (([signal([1]), barrier()], [wait([0]), barrier()]), ["ff", "ff"]),  # nobody has
         (([signal([1]), signal([1]), MOVE], [wait([0]), MOVE, wait([0])]), ["f..", "f.."]),
-        (([MOVE, signal([1])], [wait([0]), signal([2])], [wait([1]), MOVE]), ["..", "..", ".."]),  # handed on by rank 1
-        (([signal([1, 2]), MOVE], [wait([0]), MOVE], [MOVE, wait([0]), MOVE]), ["..", "..", "..."]),  # one of a step's two ends
-        (([signal([1]), MOVE], [wait([0]), wait([2]), signal([2]), MOVE], [MOVE, signal([1]), wait([1])]), ["f.", "f...", "..."]),
+        (
+            ([MOVE, signal([1])], [wait([0]), signal([2])], [wait([1]), MOVE]),
+            ["..", "..", ".."],
+        ),  # handed on by rank 1
+        (
+            ([signal([1, 2]), MOVE], [wait([0]), MOVE], [MOVE, wait([0]), MOVE]),
+            ["..", "..", "..."],
+        ),  # one of a step's two ends
+        (
+            (
+                [signal([1]), MOVE],
+                [wait([0]), wait([2]), signal([2]), MOVE],
+                [MOVE, signal([1]), wait([1])],
+            ),
+            ["f.", "f...", "..."],
+        ),
     ],
 )
-def test_a_signal_and_its_wait_are_done_in_the_same_rounds(programs: tuple[list[Step], ...], expected: list[str]) -> None:
+def test_a_signal_and_its_wait_are_done_in_the_same_rounds(
+    programs: tuple[list[Step], ...], expected: list[str]
+) -> None:
     assert letters(*programs) == expected

@@ -21,9 +21,16 @@ DL_CPU = 1
 
 def torch_with_doors() -> Any:
     """PyTorch, whose tensors compiled code can read; skips the test, or the module that asks, where there is none."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+    torch = pytest.importorskip(
+        "torch",
+        reason="PyTorch is not installed (pip install 'miraccl[torch]')",
+        exc_type=ImportError,
+    )
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+        pytest.skip(
+            f"tensors of PyTorch {torch.__version__} have no interface for compiled code",
+            allow_module_level=True,
+        )
     return torch
 
 
@@ -31,14 +38,28 @@ class Side:
     """The doors of a rank, the first of two, as a communicator has them, on tensors in CPU memory, whose stream is 0."""
 
     def __init__(self, rank: int = 0, nranks: int = 2) -> None:
-        self.abort, self.order, self.cpu_plan = ctypes.c_uint32(0), ctypes.c_int64(7), ctypes.c_int64(9)
+        self.abort, self.order, self.cpu_plan = (
+            ctypes.c_uint32(0),
+            ctypes.c_int64(7),
+            ctypes.c_int64(9),
+        )
         self.held: list[tuple[list[Any], int]] = []
         self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
         self.signatures: list[int] = []  # of what was handed over
         address = groups.address()
         groups.hasten(*group_builtins(address))
         abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)
-        self.doors = Doors(rank, nranks, 0, abort=abort, order=order, own=7, groups=address, hand_over=self.hand_over, hold=self.hold)
+        self.doors = Doors(
+            rank,
+            nranks,
+            0,
+            abort=abort,
+            order=order,
+            own=7,
+            groups=address,
+            hand_over=self.hand_over,
+            hold=self.hold,
+        )
         self.doors._put(at.STATE_DEVICE, DL_CPU)
         self.doors.also_clear(ctypes.addressof(self.cpu_plan))
         self.doors.learn_types()
@@ -68,29 +89,47 @@ class Side:
         number: int | None = None,
     ) -> Any:
         """A launch whose function is its number, that of elements if none is given."""
-        made: Any = types.SimpleNamespace(block=self.driver.block(count if number is None else number))
+        made: Any = types.SimpleNamespace(
+            block=self.driver.block(count if number is None else number)
+        )
         self.doors.remember(collective, dtype, count, op, root, made, fills)
         return made
 
     def remember_messages(
-        self, number: int, *messages: tuple[bool, int, int, DType], fills: bool = False, signature: int = 0
+        self,
+        number: int,
+        *messages: tuple[bool, int, int, DType],
+        fills: bool = False,
+        signature: int = 0,
     ) -> Any:
         """A launch with this function for messages (received, peer, elements, type), whose addresses stand in its argument the other way
         around."""
         made: Any = types.SimpleNamespace(block=self.driver.block(number, len(messages)))
         argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
         places = [argument + 8 * (len(messages) - 1 - place) for place in range(len(messages))]
-        rows = [Message(receives, peer, 0, count * dtype.itemsize, int(dtype)) for receives, peer, count, dtype in messages]
+        rows = [
+            Message(receives, peer, 0, count * dtype.itemsize, int(dtype))
+            for receives, peer, count, dtype in messages
+        ]
         self.doors.remember_messages(rows, places, made, fills, signature)
         return made
 
-    def remember_shape(self, number: int, messages: list[Message], comm_args: CommArgs, rules: LaneRules, signature: int = 0) -> Any:
+    def remember_shape(
+        self,
+        number: int,
+        messages: list[Message],
+        comm_args: CommArgs,
+        rules: LaneRules,
+        signature: int = 0,
+    ) -> Any:
         """A launch with this function, lowered for these messages, for all that differ from them in sizes only."""
         lowered = lower_messages(messages, comm_args, rules, signature)
         made: Any = types.SimpleNamespace(block=self.driver.block(number, len(lowered.args) // 8))
         argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
         ctypes.memmove(argument, bytes(lowered.args), len(lowered.args))
-        self.doors.remember_shape(messages, lowered, comm_args.rank, rules, argument, made, signature)
+        self.doors.remember_shape(
+            messages, lowered, comm_args.rank, rules, argument, made, signature
+        )
         return made
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> int:

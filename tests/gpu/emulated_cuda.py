@@ -68,7 +68,18 @@ class EmulatedCuda(FakeCuda):
         return (Result.CUDA_SUCCESS,)
 
     def cuLaunchKernel(
-        self, code: Module, blocks: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int, params: int, extra: int
+        self,
+        code: Module,
+        blocks: int,
+        y: int,
+        z: int,
+        threads: int,
+        ty: int,
+        tz: int,
+        shared: int,
+        stream: int,
+        params: int,
+        extra: int,
     ) -> tuple[Any, ...]:
         if self.current is None:
             return (Result.CUDA_ERROR_INVALID_CONTEXT,)

@@ -217,7 +217,9 @@ def death_between_copies() -> None:
         me.comm.barrier(stream=0)
         me.synchronize()
         if me.rank == 1:
-            vars(staged_copies)["StagedLaunch"].run = lambda self, source, target, stream: self._before.run(source, target, stream)
+            vars(staged_copies)["StagedLaunch"].run = lambda self, source, target, stream: (
+                self._before.run(source, target, stream)
+            )
             me.comm.all_gather(x, out, stream=0)
             me.synchronize()
             os._exit(3)
@@ -245,7 +247,9 @@ def ready_for_copies() -> Iterator[tuple[Rank, DeviceCommunicator, Any, Any]]:
 def never_comes_to_copies() -> dict[str, Any]:
     """Rank 1 does not come to copies through staging memory, and nobody else looks at rank 0's GPU, which waits for them."""
     with ready_for_copies() as (me, device, x, out):
-        device._engines._comm_args = dataclasses.replace(device._engines._comm_args, timeout_ns=int(0.3e9))  # only now: compilers have run
+        device._engines._comm_args = dataclasses.replace(
+            device._engines._comm_args, timeout_ns=int(0.3e9)
+        )  # only now: compilers have run
         device._engines._launches.clear()
         try:
             if me.rank == 0:
@@ -282,7 +286,10 @@ def copies_stop(captured: bool) -> dict[str, Any]:
         try:
             if captured and me.rank == 0:
                 stream = me.cuda.make_stream()
-                device.gpu.launch_graph(device.gpu.capture(stream, lambda s: me.comm.all_gather(x, out, stream=s)), stream)
+                device.gpu.launch_graph(
+                    device.gpu.capture(stream, lambda s: me.comm.all_gather(x, out, stream=s)),
+                    stream,
+                )
             else:
                 me.comm.all_gather(x, out, stream=0)
             me.synchronize()
@@ -323,22 +330,38 @@ def unlike_messages(case: str) -> dict[str, Any]:
         def gather(root: int) -> Any:
             return comm.gather(one, root, out=me.zeros(3) if mine == root else None, stream=0)
 
-        swapped: list[Callable[[], Any]] = [lambda: gather(0), lambda: comm.all_reduce(all_ones, stream=0)]
+        swapped: list[Callable[[], Any]] = [
+            lambda: gather(0),
+            lambda: comm.all_reduce(all_ones, stream=0),
+        ]
         calls: dict[str, Callable[[], Any]] = {
             "roots of scatter": lambda: scatter(mine + 100, 1 if mine == 1 else 0),
             "roots of gather": lambda: gather(mine),
             "counts": lambda: comm.all_gather_v(
-                me.put(np.ones((1, 2, 1)[mine])), [1, 0, 1] if mine == 2 else [1, 2, 1], me.zeros(2 if mine == 2 else 4), stream=0
+                me.put(np.ones((1, 2, 1)[mine])),
+                [1, 0, 1] if mine == 2 else [1, 2, 1],
+                me.zeros(2 if mine == 2 else 4),
+                stream=0,
             ),
             "gather and scatter": lambda: gather(0) if mine == 1 else scatter(5, 1),
             "gather and barrier": lambda: gather(0) if mine == 1 else comm.barrier(stream=0),
-            "gather and all_reduce": lambda: gather(0) if mine == 1 else comm.all_reduce(all_ones, stream=0),
-            "barrier and all_reduce": lambda: comm.barrier(stream=0) if mine == 1 else comm.all_reduce(all_ones, stream=0),
+            "gather and all_reduce": lambda: (
+                gather(0) if mine == 1 else comm.all_reduce(all_ones, stream=0)
+            ),
+            "barrier and all_reduce": lambda: (
+                comm.barrier(stream=0) if mine == 1 else comm.all_reduce(all_ones, stream=0)
+            ),
             "gather and send": lambda: comm.send(one, 0, stream=0) if mine == 1 else gather(0),
             "gather and recv": lambda: comm.recv(one, 1, stream=0) if mine == 0 else gather(0),
-            "all_reduce and recv": lambda: comm.recv(one, 1, stream=0) if mine == 0 else comm.all_reduce(all_ones, stream=0),
-            "broadcast and recv": lambda: comm.recv(one, 1, stream=0) if mine == 0 else comm.broadcast(all_ones, 0, stream=0),
-            "reduce and send": lambda: comm.send(large, 0, stream=0) if mine == 1 else comm.reduce(all_ones, 0, stream=0),
+            "all_reduce and recv": lambda: (
+                comm.recv(one, 1, stream=0) if mine == 0 else comm.all_reduce(all_ones, stream=0)
+            ),
+            "broadcast and recv": lambda: (
+                comm.recv(one, 1, stream=0) if mine == 0 else comm.broadcast(all_ones, 0, stream=0)
+            ),
+            "reduce and send": lambda: (
+                comm.send(large, 0, stream=0) if mine == 1 else comm.reduce(all_ones, 0, stream=0)
+            ),
             "order": lambda: [call() for call in swapped[:: -1 if mine == 1 else 1]],
         }
         try:
@@ -388,9 +411,14 @@ def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     All have time."""
     lookout.LOOK_AT_STREAMS_AFTER_S, lookout.TICK_S = 0.05, 0.1
     layout.BULK_FROM, layout.CHUNK_BYTES, layout.BULK_BYTES = 5000, 1024, 6 * 1024
-    vars(whereabouts)["only_thread"] = lambda: threading.main_thread().ident  # those of the emulated GPU are no program's
+    vars(whereabouts)["only_thread"] = lambda: (
+        threading.main_thread().ident
+    )  # those of the emulated GPU are no program's
     with session() as world:
-        return [_in_different_calls(Rank(world.sub(range(world.nranks), case), 600.0), case) for case in cases]
+        return [
+            _in_different_calls(Rank(world.sub(range(world.nranks), case), 600.0), case)
+            for case in cases
+        ]
 
 
 def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
@@ -398,14 +426,24 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
     x, large, left = me.zeros(10), me.zeros(3000), (mine + 1) % me.nranks
     calls: dict[str, Callable[[], Any]] = {
         "split": lambda: comm.split(0) if mine == 1 else comm.recv(x, 1, stream=0),
-        "broadcast": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.recv(x, left, stream=0),
-        "large": lambda: comm.broadcast(x, 1, stream=0) if mine == 0 else comm.send(large, left, stream=0),
-        "work": lambda: comm.split(0) if mine == 1 else comm.recv(x, 1, async_op=True).synchronize(),
-        "copies": lambda: comm.split(0) if mine == 1 else comm.all_gather(x, me.zeros(10 * me.nranks), stream=0),
+        "broadcast": lambda: (
+            comm.broadcast(x, 1, stream=0) if mine == 0 else comm.recv(x, left, stream=0)
+        ),
+        "large": lambda: (
+            comm.broadcast(x, 1, stream=0) if mine == 0 else comm.send(large, left, stream=0)
+        ),
+        "work": lambda: (
+            comm.split(0) if mine == 1 else comm.recv(x, 1, async_op=True).synchronize()
+        ),
+        "copies": lambda: (
+            comm.split(0) if mine == 1 else comm.all_gather(x, me.zeros(10 * me.nranks), stream=0)
+        ),
     }
     try:
         for _ in range(2):  # rows, and large messages, are counted on
-            comm.sendrecv(large, (mine + 1) % me.nranks, me.zeros(3000), (mine - 1) % me.nranks, stream=0)
+            comm.sendrecv(
+                large, (mine + 1) % me.nranks, me.zeros(3000), (mine - 1) % me.nranks, stream=0
+            )
             comm.all_gather(x, me.zeros(10 * me.nranks), stream=0)
         comm.all_reduce(x, stream=0)
         comm.synchronize()

@@ -69,7 +69,12 @@ class Part:
 
     def __init__(self, memory: Any, dtype: Any, **said: Any) -> None:
         self.array = seen(memory)
-        interface = {"shape": (memory.count,), "typestr": dtype.str, "data": (memory.address, False), "version": 3}
+        interface = {
+            "shape": (memory.count,),
+            "typestr": dtype.str,
+            "data": (memory.address, False),
+            "version": 3,
+        }
         self.__cuda_array_interface__ = interface | said
 
     __cuda_array_interface__: Any = None  # the class is asked first
@@ -79,7 +84,9 @@ class Without:
     """An array whose memory was freed; ``said`` is said otherwise."""
 
     def __init__(self, array: FakeArray, address: int | None = 0, **said: Any) -> None:
-        self.__cuda_array_interface__ = array.__cuda_array_interface__ | {"data": (address, False)} | said
+        self.__cuda_array_interface__ = (
+            array.__cuda_array_interface__ | {"data": (address, False)} | said
+        )
 
     __cuda_array_interface__: Any = None
 
@@ -93,7 +100,18 @@ class OnlyDlpack:
         self.capsules: list[Any] = []
         self._shape = (ctypes.c_int64 * 1)(memory.count)
         bits = 8 * memory.dtype.itemsize
-        self._tensor = DLTensor(memory.address, 2, 0, 1, 2, bits, 1, ctypes.cast(self._shape, ctypes.POINTER(ctypes.c_int64)), None, 0)
+        self._tensor = DLTensor(
+            memory.address,
+            2,
+            0,
+            1,
+            2,
+            bits,
+            1,
+            ctypes.cast(self._shape, ctypes.POINTER(ctypes.c_int64)),
+            None,
+            0,
+        )
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, ordinal_at(self.memory.address) or 0
@@ -101,7 +119,10 @@ class OnlyDlpack:
     def __dlpack__(self, *, stream: int) -> Any:
         self.streams.append(stream)
         new: Any = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        new.restype, new.argtypes = (
+            ctypes.py_object,
+            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+        )
         self.capsules.append(new(ctypes.addressof(self._tensor), b"dltensor", None))
         return self.capsules[-1]
 
@@ -130,7 +151,9 @@ class SparingRank(Rank):
 
     def __init__(self, world: Any, timeout: float) -> None:
         super().__init__(world, timeout)
-        self.comm = Communicator.from_session(world, Options.create(timeout=timeout, cta_policy="efficiency"))
+        self.comm = Communicator.from_session(
+            world, Options.create(timeout=timeout, cta_policy="efficiency")
+        )
 
 
 def sparing() -> None:
@@ -165,7 +188,9 @@ def by_copy_engines() -> None:
             assert getattr(comm._device.last_plan, "proto", "") == "copy"
             me.synchronize()
             same(out, everybody)
-            mine = me.put(np.concatenate([me.data(me.rank * 10 + r, count) for r in range(me.nranks)]))
+            mine = me.put(
+                np.concatenate([me.data(me.rank * 10 + r, count) for r in range(me.nranks)])
+            )
             comm.all_to_all(mine, out, stream=0)
             me.synchronize()
             same(out, np.concatenate([me.data(r * 10 + me.rank, count) for r in range(me.nranks)]))
@@ -191,8 +216,13 @@ def by_copy_engines() -> None:
         assert comm._device is not None
         gpu, stream = comm._device.gpu, comm._device.gpu.make_stream()
         x = me.put(me.data(me.rank, count))
-        graphs = [gpu.capture(stream, lambda captured: comm.all_gather(x, window, stream=captured)) for _ in range(2)]
-        replays: list[Callable[[], Any]] = [partial(gpu.launch_graph, graph, stream) for graph in graphs]
+        graphs = [
+            gpu.capture(stream, lambda captured: comm.all_gather(x, window, stream=captured))
+            for _ in range(2)
+        ]
+        replays: list[Callable[[], Any]] = [
+            partial(gpu.launch_graph, graph, stream) for graph in graphs
+        ]
         for run in (*replays, lambda: comm.all_gather(x, window, stream=0)):
             inside[:] = 0
             comm.barrier(stream=0)
@@ -238,7 +268,12 @@ def point_to_point() -> int:
     with rank() as me:
         comm, right, left = me.comm, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
         comm.barrier(stream=0)
-        for count, dtype, offset in ((1, "float32", 0), (1000, "uint8", 3), (20_001, "float16", 1), (0, "int64", 0)):
+        for count, dtype, offset in (
+            (1, "float32", 0),
+            (1000, "uint8", 3),
+            (20_001, "float16", 1),
+            (0, "int64", 0),
+        ):
             x, out = me.put(me.data(me.rank, count, dtype), dtype, offset), me.zeros(count, dtype)
             assert comm.sendrecv(x, right, out, left) is out
             me.synchronize()
@@ -320,7 +355,9 @@ def uneven() -> None:
             same(share, me.data(n - 1, total)[begin : begin + mine])
             for root in (0, n - 1):
                 out = me.zeros(total)
-                found = comm.gather_v(me.put(me.data(me.rank, mine)), counts, root, out if me.rank == root else None)
+                found = comm.gather_v(
+                    me.put(me.data(me.rank, mine)), counts, root, out if me.rank == root else None
+                )
                 share = me.zeros(mine)
                 comm.scatter_v(me.put(every) if me.rank == root else None, counts, root, share)
                 me.synchronize()
@@ -331,7 +368,12 @@ def uneven() -> None:
         sends = [10 * me.rank + r for r in range(n)]
         receives = [10 * r + me.rank for r in range(n)]
         out = me.zeros(sum(receives))
-        comm.all_to_all_v(me.put(np.concatenate([np.full(c, 100 * me.rank + r) for r, c in enumerate(sends)])), sends, receives, out)
+        comm.all_to_all_v(
+            me.put(np.concatenate([np.full(c, 100 * me.rank + r) for r, c in enumerate(sends)])),
+            sends,
+            receives,
+            out,
+        )
         me.synchronize()
         same(out, np.concatenate([np.full(c, 100 * r + me.rank) for r, c in enumerate(receives)]))
         out, share = me.zeros(6 * n), me.zeros(4)
@@ -344,14 +386,24 @@ def uneven() -> None:
         out = me.zeros(2 * n)
         once: Any = iter([2] * n)
         with miraccl.group():
-            comm.all_gather_v(me.put(me.data(me.rank, 2)), once, out)  # looked at when it is noted, and when it runs
+            comm.all_gather_v(
+                me.put(me.data(me.rank, 2)), once, out
+            )  # looked at when it is noted, and when it runs
         me.synchronize()
         same(out, np.concatenate([me.data(r, 2) for r in range(n)]))
         parts = [me.zeros(6) for _ in range(n)]
-        for more in (False, True):  # the root has an array for each rank; a send and a receive of the same group
+        for more in (
+            False,
+            True,
+        ):  # the root has an array for each rank; a send and a receive of the same group
             with miraccl.group():
                 if more:
-                    comm.sendrecv(me.put(me.data(me.rank, 3)), (me.rank + 1) % n, me.zeros(3), (me.rank - 1) % n)
+                    comm.sendrecv(
+                        me.put(me.data(me.rank, 3)),
+                        (me.rank + 1) % n,
+                        me.zeros(3),
+                        (me.rank - 1) % n,
+                    )
                 if me.rank == 1:
                     comm.send(me.put(me.data(1, 6)), 1)
                     for peer, part in enumerate(parts):
@@ -433,10 +485,25 @@ def refusals() -> None:
             (lambda: comm.sendrecv(x, 0, x, 0), "x and out must not overlap"),
             (lambda: comm.sendrecv(part(0), 0, part(1), 0), "x and out must not overlap"),
             (lambda: comm.sendrecv(part(1), 0, part(0), 0), "x and out must not overlap"),
-            (lambda: grouped(lambda: comm.sendrecv(part(1), 0, part(0), 0)), "x and out must not overlap"),
+            (
+                lambda: grouped(lambda: comm.sendrecv(part(1), 0, part(0), 0)),
+                "x and out must not overlap",
+            ),
             (lambda: comm.all_reduce(part(0), part(1)), "overlap"),
-            (lambda: comm.all_gather(part(1), x) if me.rank == 0 else comm.all_gather(part(0), x), "overlap"),
-            (lambda: comm.reduce_scatter(x, part(1)) if me.rank == 0 else comm.reduce_scatter(x, part(0)), "overlap"),
+            (
+                lambda: (
+                    comm.all_gather(part(1), x) if me.rank == 0 else comm.all_gather(part(0), x)
+                ),
+                "overlap",
+            ),
+            (
+                lambda: (
+                    comm.reduce_scatter(x, part(1))
+                    if me.rank == 0
+                    else comm.reduce_scatter(x, part(0))
+                ),
+                "overlap",
+            ),
             (lambda: comm.all_reduce(host, stream=0), "a stream is for operations on GPU memory"),
             (lambda: comm.send(x, me.nranks), "dst is"),
             (lambda: comm.all_reduce(me.zeros(0), None, "sum"), "all_reduce: op is 'sum'"),
@@ -445,23 +512,56 @@ def refusals() -> None:
             (lambda: comm.empty(4, "complex64", device="cuda"), "cannot be communicated"),
             (lambda: comm.empty(1 << 62, device="cuda"), "float32 take 18446744073709551616 bytes"),
             (lambda: comm.empty((1 << 40, 1 << 40), "int8", device="cuda"), "int8 take"),
-            (lambda: comm.all_reduce(x, stream=-1), "stream is -1; allowed are a CUstream as a number from 0 on"),
+            (
+                lambda: comm.all_reduce(x, stream=-1),
+                "stream is -1; allowed are a CUstream as a number from 0 on",
+            ),
             (lambda: comm.send(x, 0, stream=True), "stream is True; allowed"),
             (lambda: comm.barrier(stream=False), "stream is False; allowed"),
             (lambda: comm.all_reduce(x, stream=-2, async_op=True), "stream is -2; allowed"),
-            (lambda: comm.all_reduce(x, op=PreMulSum(1e300)), "all_reduce: the scalar 1e.300 of a .* is beyond 3.4028235e.38"),
-            (lambda: comm.reduce_scatter_v(x, [2, 2], me.zeros(2), PreMulSum(-1e39)), "the scalar -1e.39 of"),
+            (
+                lambda: comm.all_reduce(x, op=PreMulSum(1e300)),
+                "all_reduce: the scalar 1e.300 of a .* is beyond 3.4028235e.38",
+            ),
+            (
+                lambda: comm.reduce_scatter_v(x, [2, 2], me.zeros(2), PreMulSum(-1e39)),
+                "the scalar -1e.39 of",
+            ),
             (lambda: comm.all_reduce(me.zeros(0), op=PreMulSum(1e300)), "the scalar 1e.300 of"),
-            (lambda: comm.all_reduce(me.put([1], "int64"), op=PreMulSum(1 << 63)), "of a pre-multiplied sum is no int64"),
+            (
+                lambda: comm.all_reduce(me.put([1], "int64"), op=PreMulSum(1 << 63)),
+                "of a pre-multiplied sum is no int64",
+            ),
             (lambda: comm.all_reduce(Without(x)), "all_reduce: x has 4 elements, but no memory"),
-            (lambda: comm.all_reduce(x, Without(x)), "all_reduce: out has 4 elements, but no memory"),
-            (lambda: comm.sendrecv(x, 0, Without(x), 0), "sendrecv: out has 4 elements, but no memory"),
-            (lambda: grouped(lambda: comm.broadcast(Without(x))), "broadcast: x has 4 elements, but no memory"),
-            (lambda: comm.all_reduce(Without(x, None)), "all_reduce: x has 4 elements, but no memory"),
-            (lambda: comm.all_reduce(Without(x, data=None)), "__cuda_array_interface__ whose data is None"),
+            (
+                lambda: comm.all_reduce(x, Without(x)),
+                "all_reduce: out has 4 elements, but no memory",
+            ),
+            (
+                lambda: comm.sendrecv(x, 0, Without(x), 0),
+                "sendrecv: out has 4 elements, but no memory",
+            ),
+            (
+                lambda: grouped(lambda: comm.broadcast(Without(x))),
+                "broadcast: x has 4 elements, but no memory",
+            ),
+            (
+                lambda: comm.all_reduce(Without(x, None)),
+                "all_reduce: x has 4 elements, but no memory",
+            ),
+            (
+                lambda: comm.all_reduce(Without(x, data=None)),
+                "__cuda_array_interface__ whose data is None",
+            ),
             (lambda: comm.all_gather_v(x, [1] * me.nranks, x), "x has 4 elements, but needs 1"),
-            (lambda: comm.all_to_all_v(x, [4] + [0] * (me.nranks - 1), [0] * me.nranks, x), "" if me.rank else "sends itself"),
-            (lambda: comm.scatter(None, (me.rank + 1) % me.nranks, None, stream=0), "stream is for"),
+            (
+                lambda: comm.all_to_all_v(x, [4] + [0] * (me.nranks - 1), [0] * me.nranks, x),
+                "" if me.rank else "sends itself",
+            ),
+            (
+                lambda: comm.scatter(None, (me.rank + 1) % me.nranks, None, stream=0),
+                "stream is for",
+            ),
         ):
             with pytest.raises(InvalidUsage, match=words):
                 call()
@@ -482,14 +582,33 @@ def refused_when_prepared() -> None:
         comm, n, mine = me.comm, me.nranks, np.ones(4, np.float32)
         comm.barrier(stream=0)
         wrong: list[tuple[str, tuple[Any, ...], str]] = [
-            *((name, (mine, root), f"{name}: root is") for name in ("broadcast", "reduce", "gather", "scatter") for root in (n, True, 1.0)),
-            *(("all_reduce", (mine, None, op), "all_reduce: op is") for op in (7, "sum", RedOp.PREMUL_SUM)),
-            ("reduce_scatter", (mine, np.ones(4 // n, np.float32), None), "reduce_scatter: op is None"),
+            *(
+                (name, (mine, root), f"{name}: root is")
+                for name in ("broadcast", "reduce", "gather", "scatter")
+                for root in (n, True, 1.0)
+            ),
+            *(
+                ("all_reduce", (mine, None, op), "all_reduce: op is")
+                for op in (7, "sum", RedOp.PREMUL_SUM)
+            ),
+            (
+                "reduce_scatter",
+                (mine, np.ones(4 // n, np.float32), None),
+                "reduce_scatter: op is None",
+            ),
             ("reduce", (mine, 0, None, sum), "reduce: op is"),
-            ("all_reduce", (mine.astype("int32"), None, PreMulSum(0.5)), "the scalar 0.5 of a pre-multiplied sum is no int32"),
+            (
+                "all_reduce",
+                (mine.astype("int32"), None, PreMulSum(0.5)),
+                "the scalar 0.5 of a pre-multiplied sum is no int32",
+            ),
             ("reduce", (mine, 0, None, PreMulSum(1e300)), "the scalar 1e.300 of"),
             ("all_reduce", (mine, np.ones(5, np.float32)), "all_reduce: (out has 5|input and out)"),
-            ("all_reduce", (mine, np.ones(4)), "all_reduce: (out has 4 x float64|input and out have different dtypes)"),
+            (
+                "all_reduce",
+                (mine, np.ones(4)),
+                "all_reduce: (out has 4 x float64|input and out have different dtypes)",
+            ),
             ("all_gather", (mine, mine.copy()), "all_gather: out has 4"),
             ("reduce_scatter", (np.ones(5, np.float32),), "ranks cannot share evenly"),
             ("all_to_all", (np.ones(5, np.float32),), "ranks cannot share evenly"),
@@ -500,28 +619,47 @@ def refused_when_prepared() -> None:
         ]
         before = me.cuda.launches
         for name, args, words in wrong:
-            there = [me.put(given, given.dtype.name) if isinstance(given, np.ndarray) else given for given in args]
+            there = [
+                me.put(given, given.dtype.name) if isinstance(given, np.ndarray) else given
+                for given in args
+            ]
             for given in (args, there):
                 with pytest.raises(InvalidUsage, match=words):
                     getattr(comm, f"{name}_init")(*given)
             with miraccl.group(), pytest.raises(InvalidUsage, match=words):
                 getattr(comm, name)(*there)
         whole = me.put(np.ones(4 * n))
-        part, never = Part(place_of(whole).part(1, 4), whole.array.dtype), Immutable(place_of(whole))
+        part, never = (
+            Part(place_of(whole).part(1, 4), whole.array.dtype),
+            Immutable(place_of(whole)),
+        )
         for call, words in (
             (lambda: comm.all_gather_init(part, whole), "overlap"),
             (lambda: comm.all_to_all_init(whole, whole), "must not overlap"),
             (lambda: comm.all_reduce_init(never), "the result's array cannot be written"),
-            (lambda: comm.broadcast_init(never, (me.rank + 1) % n), "the result's array cannot be written"),
-            (lambda: comm.gather_init(part, me.rank, Immutable(place_of(me.zeros(4 * n)))), "the result's array cannot be written"),
-            (lambda: comm.scatter_init(part, (me.rank + 1) % n), "gives out, the array for its share"),
+            (
+                lambda: comm.broadcast_init(never, (me.rank + 1) % n),
+                "the result's array cannot be written",
+            ),
+            (
+                lambda: comm.gather_init(part, me.rank, Immutable(place_of(me.zeros(4 * n)))),
+                "the result's array cannot be written",
+            ),
+            (
+                lambda: comm.scatter_init(part, (me.rank + 1) % n),
+                "gives out, the array for its share",
+            ),
         ):
             with pytest.raises(InvalidUsage, match=words):
                 call()
         assert me.cuda.launches == before
         root: Any = np.int64(0)
         x = me.put([me.rank])
-        for prepared in (comm.reduce_init(x, root, me.zeros(1)), comm.gather_init(x, root, me.zeros(n)), comm.broadcast_init(x, root)):
+        for prepared in (
+            comm.reduce_init(x, root, me.zeros(1)),
+            comm.gather_init(x, root, me.zeros(n)),
+            comm.broadcast_init(x, root),
+        ):
             result = prepared()
             assert result is prepared.result
             me.synchronize()
@@ -553,9 +691,19 @@ def one_rank() -> None:
             for factor in factors:
                 me.comm.all_reduce(x, out, op=PreMulSum(factor))
                 me.synchronize()
-                same(out, np.array([int(factor) * v % (1 << 64) for v in (1, 3, 5)], np.uint64).view(dtype), dtype)
+                same(
+                    out,
+                    np.array([int(factor) * v % (1 << 64) for v in (1, 3, 5)], np.uint64).view(
+                        dtype
+                    ),
+                    dtype,
+                )
         x, out = me.put(np.ones(5)), me.zeros(5)
-        for factor, want in ((np.inf, np.inf), (np.nan, np.nan), (3.4028235e38, np.finfo(np.float32).max)):
+        for factor, want in (
+            (np.inf, np.inf),
+            (np.nan, np.nan),
+            (3.4028235e38, np.finfo(np.float32).max),
+        ):
             me.comm.all_reduce(x, out, op=PreMulSum(factor))
             me.synchronize()
             same(out, np.full(5, want))
@@ -566,7 +714,12 @@ def operators_again() -> None:
     with rank() as me:
         comm, n = me.comm, me.nranks
         for factor in (0.0, -0.0, 0, -0.0):
-            op, x, out, share = PreMulSum(factor), me.put([1, 2, 3, 4]), me.zeros(4), me.zeros(4 // n)
+            op, x, out, share = (
+                PreMulSum(factor),
+                me.put([1, 2, 3, 4]),
+                me.zeros(4),
+                me.zeros(4 // n),
+            )
             for result in (
                 comm.all_reduce(x, out, op),
                 comm.reduce_scatter(x, share, op),
@@ -583,7 +736,19 @@ def operators_again() -> None:
             me.synchronize()
             same(out, 2.0 * n * np.arange(1, 5))
         share = me.zeros(4 // n)
-        wrongs: list[Any] = [0, False, np.int64(0), 0.0, 1, True, RedOp.PREMUL_SUM, 2.0, [RedOp.SUM], {}, np.zeros(2)]
+        wrongs: list[Any] = [
+            0,
+            False,
+            np.int64(0),
+            0.0,
+            1,
+            True,
+            RedOp.PREMUL_SUM,
+            2.0,
+            [RedOp.SUM],
+            {},
+            np.zeros(2),
+        ]
         calls: list[Callable[[Any], Any]] = [
             lambda op: comm.all_reduce(x, op=op),
             lambda op: comm.reduce(x, 0, op=op),
@@ -647,7 +812,10 @@ def on_another_gpu() -> None:
             (lambda: comm.all_reduce(far, async_op=True), "all_reduce: x"),
             (lambda: comm.all_reduce_init(x, far), "all_reduce: out"),
         ):
-            with pytest.raises(InvalidUsage, match=f"{name} lies on GPU {there}, but this communicator works on GPU {here}"):
+            with pytest.raises(
+                InvalidUsage,
+                match=f"{name} lies on GPU {there}, but this communicator works on GPU {here}",
+            ):
                 call()
 
         def grouped() -> None:
@@ -657,14 +825,19 @@ def on_another_gpu() -> None:
 
         with pytest.raises(InvalidUsage, match=f"all_gather: x lies on GPU {there}"):
             grouped()
-        with pytest.raises(InvalidUsage, match=f"'cuda:{there}', but this communicator works on GPU {here}"):
+        with pytest.raises(
+            InvalidUsage, match=f"'cuda:{there}', but this communicator works on GPU {here}"
+        ):
             comm.empty(4, device=f"cuda:{there}")
         assert me.cuda.launches == before
         comm.all_reduce(x)
         me.synchronize()
         same(x, np.full(4, me.nranks))
         window = comm.empty(4, device="cuda")
-        for thing, address in ((x, x.memory.address), (window, window.address)):  # an address may get memory of another GPU
+        for thing, address in (
+            (x, x.memory.address),
+            (window, window.address),
+        ):  # an address may get memory of another GPU
             comm.all_reduce(thing)
             me.cuda.placed[address] = there
             with pytest.raises(InvalidUsage, match=f"all_reduce: x lies on GPU {there}"):
@@ -695,7 +868,10 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
         me.rank, me.nranks = world.rank, world.nranks
         first, count = me.put(np.ones(4)), 20_001
         me.comm.all_reduce(first)
-        data = [np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32) for r in range(me.nranks)]
+        data = [
+            np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32)
+            for r in range(me.nranks)
+        ]
         device: Any = me.comm._device
         for algo, rooted in (("ring", "chain"), ("double_binary_tree", "double_binary_tree")):
             device.planner.algo = algo
@@ -739,7 +915,12 @@ def explanations() -> None:
         x, cpu = me.put(np.ones(100_000)), np.ones(100, np.float32)
         comm.reduce(x)
         last: Any = comm.last_plan
-        assert (last.algo, last.proto, last.blocks, last.reason) == (found[0].algo, found[0].proto, found[0].blocks, found[0].reason)
+        assert (last.algo, last.proto, last.blocks, last.reason) == (
+            found[0].algo,
+            found[0].proto,
+            found[0].blocks,
+            found[0].reason,
+        )
         comm.all_reduce(cpu)
         on_cpu: Any = comm.last_plan
         assert on_cpu.algo == comm.explain("all_reduce", 400)[0].algo
@@ -748,7 +929,12 @@ def explanations() -> None:
         for call, algo in (
             (prepared, "chain"),
             (lambda: comm.all_reduce(small), "one_shot"),
-            (lambda: comm.sendrecv(small, (me.rank + 1) % me.nranks, me.zeros(4), (me.rank - 1) % me.nranks), "p2p"),
+            (
+                lambda: comm.sendrecv(
+                    small, (me.rank + 1) % me.nranks, me.zeros(4), (me.rank - 1) % me.nranks
+                ),
+                "p2p",
+            ),
             (lambda: comm.all_reduce(small, async_op=True), "one_shot"),
         ):
             comm.all_reduce(cpu)
@@ -756,7 +942,10 @@ def explanations() -> None:
             call()
             last = comm.last_plan
             assert (last.algo, last.blocks > 0) == (algo, True)
-        for device, words in (("gpu", "explain: device is 'gpu'; allowed are cpu, cuda"), ("cuda:1", "works on GPU 0")):
+        for device, words in (
+            ("gpu", "explain: device is 'gpu'; allowed are cpu, cuda"),
+            ("cuda:1", "works on GPU 0"),
+        ):
             with pytest.raises(InvalidUsage, match=words):
                 comm.explain("reduce", 4, device=device)
         with pytest.raises(InvalidUsage, match="no collective is called"):
@@ -820,13 +1009,19 @@ def several_in_threads() -> list[int]:
     with session() as world:
         options = Options.create(timeout=60)
         me, shared = Rank(world, options.timeout), Orders()
-        whole = Communicator.from_session(world.sub(range(world.nranks), "first"), options, orders=lambda: shared)
+        whole = Communicator.from_session(
+            world.sub(range(world.nranks), "first"), options, orders=lambda: shared
+        )
         part = whole.split(0)
         assert part is not None
         comms = [whole, part]
 
         def beside() -> None:
-            comms.append(Communicator.from_session(world.sub(range(world.nranks), "third"), options, orders=lambda: shared))
+            comms.append(
+                Communicator.from_session(
+                    world.sub(range(world.nranks), "third"), options, orders=lambda: shared
+                )
+            )
             for comm, x, stream in zip(comms, arrays, streams, strict=True):
                 comm.all_reduce(x, stream=stream)
 
@@ -942,10 +1137,20 @@ def beside_torch() -> None:
     with rank() as me:
         comm, n, peer = me.comm, me.nranks, 1 - me.rank
         torchs, cupys = me.cuda.make_stream(), me.cuda.make_stream()
-        current = types.SimpleNamespace(get_current_stream=lambda _: types.SimpleNamespace(ptr=int(cupys)))
-        torch: Any = types.SimpleNamespace(Tensor=OwnStream, _C=types.SimpleNamespace(_cuda_getCurrentRawStream=lambda _: int(torchs)))
-        vars(sys)["modules"] |= {"torch": torch, "cupy": types.SimpleNamespace(cuda=current, ndarray=Cupys)}
-        x, other, out = (kind(me.cuda, np.full(9, me.rank + 1, np.float32)) for kind in (Cupys, FakeArray, Cupys))
+        current = types.SimpleNamespace(
+            get_current_stream=lambda _: types.SimpleNamespace(ptr=int(cupys))
+        )
+        torch: Any = types.SimpleNamespace(
+            Tensor=OwnStream,
+            _C=types.SimpleNamespace(_cuda_getCurrentRawStream=lambda _: int(torchs)),
+        )
+        vars(sys)["modules"] |= {
+            "torch": torch,
+            "cupy": types.SimpleNamespace(cuda=current, ndarray=Cupys),
+        }
+        x, other, out = (
+            kind(me.cuda, np.full(9, me.rank + 1, np.float32)) for kind in (Cupys, FakeArray, Cupys)
+        )
         prepared = comm.all_reduce_init(x, op=RedOp.MAX)
         device: Any = comm._device
 
@@ -1033,7 +1238,12 @@ def as_threads(nranks: int) -> None:
     def work(comm: Communicator) -> None:
         me = Rank.__new__(Rank)
         me.cuda, me.comm, me.rank, me.nranks = cuda, comm, comm.rank, comm.nranks
-        n, right, left, cuda.home = me.nranks, (me.rank + 1) % nranks, (me.rank - 1) % nranks, me.rank
+        n, right, left, cuda.home = (
+            me.nranks,
+            (me.rank + 1) % nranks,
+            (me.rank - 1) % nranks,
+            me.rank,
+        )
         if me.rank % 2:
             cuda.choose(me.rank)
         stream, count = cuda.make_stream(), 1000
@@ -1042,7 +1252,11 @@ def as_threads(nranks: int) -> None:
         part = comm.split(0)
         assert part is not None
         for each in (comm, part):
-            x, out, total = me.put(me.data(me.rank, count)), me.zeros(count), sum(me.data(r, count) for r in range(n))
+            x, out, total = (
+                me.put(me.data(me.rank, count)),
+                me.zeros(count),
+                sum(me.data(r, count) for r in range(n)),
+            )
             each.all_reduce(x, out)
             each.all_reduce(x, out, stream=stream)
             work = each.all_gather(x, window, async_op=True)
@@ -1058,7 +1272,9 @@ def as_threads(nranks: int) -> None:
             same(wide, everybody)
             same(out, me.data(left, count))
             assert isinstance(each._device, DeviceCommunicator)
-            assert each._device.symmetric.kinds == ["self" if r == me.rank else "process" for r in range(n)]
+            assert each._device.symmetric.kinds == [
+                "self" if r == me.rank else "process" for r in range(n)
+            ]
         part.finalize()
         assert cuda.current == context_of(me.rank)
 
@@ -1070,8 +1286,18 @@ def as_threads(nranks: int) -> None:
 def _with_another_gpu_current(me: Rank) -> None:
     """A thread in which the program has chosen another GPU calls: all goes to the communicator's, and the choice stays."""
     comm, n, right, left = me.comm, me.nranks, (me.rank + 1) % me.nranks, (me.rank - 1) % me.nranks
-    x, out, wide, total = me.put(np.full(9, me.rank + 1)), me.zeros(9), me.zeros(9 * n), np.full(9, n * (n + 1) / 2)
-    beside, legacy, found, chosen = me.cuda.make_stream(), me.cuda.streams.legacy[context_of(me.rank)], [], me.cuda.choose(7)
+    x, out, wide, total = (
+        me.put(np.full(9, me.rank + 1)),
+        me.zeros(9),
+        me.zeros(9 * n),
+        np.full(9, n * (n + 1) / 2),
+    )
+    beside, legacy, found, chosen = (
+        me.cuda.make_stream(),
+        me.cuda.streams.legacy[context_of(me.rank)],
+        [],
+        me.cuda.choose(7),
+    )
 
     def in_group() -> None:
         with miraccl.group():
@@ -1096,7 +1322,9 @@ def _with_another_gpu_current(me: Rank) -> None:
         lambda: comm.empty(4, device=f"cuda:{me.rank}"),
         lambda: comm.explain("reduce", 99, device=f"cuda:{me.rank}"),
         in_group,
-        lambda: comm.all_reduce(Part(place_of(x), x.array.dtype, stream=beside), out),  # which a producer has in another stream
+        lambda: comm.all_reduce(
+            Part(place_of(x), x.array.dtype, stream=beside), out
+        ),  # which a producer has in another stream
         in_background,
         comm.synchronize,
     ]

@@ -39,7 +39,14 @@ from miraccl.types import Collective, RedOp
 WAIT_LIMIT_S = 60.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _PORTABLE = 0x01  # cuda.h CU_MEMHOSTALLOC_PORTABLE
 _NONE, _READ_WRITE, _SHARED, _PRIVATE, _FIXED, _ANONYMOUS = 0, 3, 1, 2, 0x10, 0x20
@@ -137,7 +144,10 @@ class _Streams(dict[int, Stream]):
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
-        self.cuda, self.legacy = cuda, {context_of(ordinal): Stream(context_of(ordinal)) for ordinal in range(cuda.ngpus)}
+        self.cuda, self.legacy = (
+            cuda,
+            {context_of(ordinal): Stream(context_of(ordinal)) for ordinal in range(cuda.ngpus)},
+        )
 
     def __missing__(self, number: int) -> Stream:
         if number not in (0, 1) or self.cuda.current is None:
@@ -145,7 +155,11 @@ class _Streams(dict[int, Stream]):
         return self.legacy[self.cuda.current]
 
     def of(self, context: int) -> list[Stream]:
-        return [stream for stream in (*self.legacy.values(), *self.values()) if stream.context == context]
+        return [
+            stream
+            for stream in (*self.legacy.values(), *self.values())
+            if stream.context == context
+        ]
 
 
 class _Area(NamedTuple):
@@ -174,7 +188,11 @@ def _needs_context(call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
     def checked(self: FakeCuda, *args: Any) -> tuple[Any, ...]:
         if self.current is None:
             return Result.CUDA_ERROR_INVALID_CONTEXT, None
-        return call(self, *args) if self.retained[self.current] else (Result.CUDA_ERROR_CONTEXT_IS_DESTROYED, None)
+        return (
+            call(self, *args)
+            if self.retained[self.current]
+            else (Result.CUDA_ERROR_CONTEXT_IS_DESTROYED, None)
+        )
 
     return checked
 
@@ -200,16 +218,26 @@ class FakeCuda:
     CUmemAllocationProp = CUmemAccessDesc = CUipcMemHandle = _Record
 
     def __init__(
-        self, ngpus: int = 8, refuse: Sequence[str] = (), access: Callable[[int, int], bool] = lambda a, b: True, home: int = 0
+        self,
+        ngpus: int = 8,
+        refuse: Sequence[str] = (),
+        access: Callable[[int, int], bool] = lambda a, b: True,
+        home: int = 0,
     ) -> None:
         self.ngpus, self.refuse, self.access, self._home = ngpus, set(refuse), access, home
-        self.live: dict[int, tuple[int, int]] = {}  # address -> (descriptor, bytes) of cuMemAlloc and cuMemCreate's mappings
-        self.placed: dict[int, int] = {}  # address -> GPU, where the driver is to say another one than it is
+        self.live: dict[
+            int, tuple[int, int]
+        ] = {}  # address -> (descriptor, bytes) of cuMemAlloc and cuMemCreate's mappings
+        self.placed: dict[
+            int, int
+        ] = {}  # address -> GPU, where the driver is to say another one than it is
         self.handles: dict[int, tuple[int, int | None]] = {}  # handle -> (descriptor, GPU)
         self.pinned: set[int] = set()
         self.streams = _Streams(self)
         self.destroyed: list[Stream] = []  # whose work goes on
-        self.enabled: set[tuple[int, int]] = set()  # (context, that of a peer whose memory it may use)
+        self.enabled: set[tuple[int, int]] = (
+            set()
+        )  # (context, that of a peer whose memory it may use)
         self.retained: Counter[int] = Counter()  # contexts
         self.faults: list[str] = []  # what a GPU would have faulted on
         self._areas: list[_Area] = []  # sorted
@@ -257,7 +285,11 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, self.ngpus
 
     def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS, ordinal) if ordinal < self.ngpus else (Result.CUDA_ERROR_INVALID_VALUE, None)
+        return (
+            (Result.CUDA_SUCCESS, ordinal)
+            if ordinal < self.ngpus
+            else (Result.CUDA_ERROR_INVALID_VALUE, None)
+        )
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
         self.retained[context_of(device)] += 1
@@ -314,8 +346,17 @@ class FakeCuda:
 
     # memory
 
-    def _note(self, address: int, nbytes: int, owner: int | None, gpus: set[int] | None, plain: bool = False) -> None:
-        bisect.insort(self._areas, _Area(address, nbytes, owner, gpus, plain), key=lambda area: area.start)
+    def _note(
+        self,
+        address: int,
+        nbytes: int,
+        owner: int | None,
+        gpus: set[int] | None,
+        plain: bool = False,
+    ) -> None:
+        bisect.insort(
+            self._areas, _Area(address, nbytes, owner, gpus, plain), key=lambda area: area.start
+        )
 
     def _area(self, address: int) -> _Area | None:
         """The memory in which an address lies."""
@@ -329,15 +370,27 @@ class FakeCuda:
     def reaches(self, context: int, address: int, copies: bool = False) -> bool:
         """Whether what runs in a context may use an address. Copies reach plain memory everywhere."""
         area = self._area(address)
-        if area is None or area.gpus is None or _ordinal_of(context) in area.gpus or (copies and area.plain):
+        if (
+            area is None
+            or area.gpus is None
+            or _ordinal_of(context) in area.gpus
+            or (copies and area.plain)
+        ):
             return True
-        return area.plain and area.owner is not None and (context, context_of(area.owner)) in self.enabled
+        return (
+            area.plain
+            and area.owner is not None
+            and (context, context_of(area.owner)) in self.enabled
+        )
 
     def _touches(self, stream: int, *addresses: int, copies: bool = False) -> bool:
         """Whether the GPU of a stream may use these addresses; what may not be is noted."""
         context = self.streams[int(stream)].context
         wrong = [address for address in addresses if not self.reaches(context, address, copies)]
-        self.faults += [f"GPU {_ordinal_of(context)} has no access to {address:#x}: {self._area(address)}" for address in wrong]
+        self.faults += [
+            f"GPU {_ordinal_of(context)} has no access to {address:#x}: {self._area(address)}"
+            for address in wrong
+        ]
         return not wrong
 
     @property
@@ -400,7 +453,11 @@ class FakeCuda:
         return Result.CUDA_SUCCESS, 2 << 20
 
     def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[Any, ...]:
-        assert (properties.type, properties.requestedHandleTypes, properties.location.type) == (1, 1, 1)
+        assert (properties.type, properties.requestedHandleTypes, properties.location.type) == (
+            1,
+            1,
+            1,
+        )
         assert nbytes % (2 << 20) == 0
         fd = _memory("physical", nbytes)
         return Result.CUDA_SUCCESS, self._handle(fd, properties.location.id)
@@ -416,17 +473,25 @@ class FakeCuda:
     def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, self._handle(os.dup(fd), None)
 
-    def cuMemAddressReserve(self, nbytes: int, alignment: int, at: int, flags: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, int(_libc.mmap(None, nbytes, _NONE, _PRIVATE | _ANONYMOUS, -1, 0))
+    def cuMemAddressReserve(
+        self, nbytes: int, alignment: int, at: int, flags: int
+    ) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, int(
+            _libc.mmap(None, nbytes, _NONE, _PRIVATE | _ANONYMOUS, -1, 0)
+        )
 
-    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[Any, ...]:
+    def cuMemMap(
+        self, address: int, nbytes: int, offset: int, handle: int, flags: int
+    ) -> tuple[Any, ...]:
         fd, owner = self.handles[handle]
         _map(fd, nbytes, address)
         self.live[address] = (-1, nbytes)
         self._note(address, nbytes, owner, set())
         return (Result.CUDA_SUCCESS,)
 
-    def cuMemSetAccess(self, address: int, nbytes: int, records: list[Any], count: int) -> tuple[Any, ...]:
+    def cuMemSetAccess(
+        self, address: int, nbytes: int, records: list[Any], count: int
+    ) -> tuple[Any, ...]:
         assert (len(records), count, records[0].flags) == (1, 1, 3)
         area = self._area(address)
         assert area is not None
@@ -465,7 +530,11 @@ class FakeCuda:
     @_needs_context
     def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:
         assert self.current is not None
-        return (Result.CUDA_SUCCESS, address) if self.reaches(self.current, address) else (Result.CUDA_ERROR_INVALID_VALUE, None)
+        return (
+            (Result.CUDA_SUCCESS, address)
+            if self.reaches(self.current, address)
+            else (Result.CUDA_ERROR_INVALID_VALUE, None)
+        )
 
     @_needs_context
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[Any, ...]:
@@ -502,7 +571,13 @@ class FakeCuda:
         return (Result.CUDA_SUCCESS,)
 
     @_needs_context
-    def _use(self, stream: int, addresses: tuple[int, ...], work: Callable[[], None], copies: bool = False) -> tuple[Any, ...]:
+    def _use(
+        self,
+        stream: int,
+        addresses: tuple[int, ...],
+        work: Callable[[], None],
+        copies: bool = False,
+    ) -> tuple[Any, ...]:
         """The same of work on memory."""
         if not self._touches(stream, *addresses, copies=copies):
             return (Result.CUDA_ERROR_ILLEGAL_ADDRESS,)
@@ -515,12 +590,19 @@ class FakeCuda:
 
     @_needs_context
     def cuStreamQuery(self, stream: int) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS if self.streams[stream].idle else self.CUresult.CUDA_ERROR_NOT_READY,)
+        return (
+            Result.CUDA_SUCCESS
+            if self.streams[stream].idle
+            else self.CUresult.CUDA_ERROR_NOT_READY,
+        )
 
     @_needs_context
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
         assert self.current is not None
-        for stream in [*self.streams.of(self.current), *(stream for stream in self.destroyed if stream.context == self.current)]:
+        for stream in [
+            *self.streams.of(self.current),
+            *(stream for stream in self.destroyed if stream.context == self.current),
+        ]:
             stream.synchronize()
         assert not self.faults, self.faults
         return (Result.CUDA_SUCCESS,)
@@ -543,7 +625,9 @@ class FakeCuda:
     def cuEventRecord(self, event: Any, stream: int) -> tuple[Any, ...]:
         if event.context != self.streams[stream].context:
             return (Result.CUDA_ERROR_INVALID_HANDLE,)
-        recorded = event.recorded = threading.Event()  # who waits later waits for this record, who waits already for the one before
+        recorded = event.recorded = (
+            threading.Event()
+        )  # who waits later waits for this record, who waits already for the one before
         event.graph = self.streams[stream].graph
         return self._put(stream, recorded.set)
 
@@ -576,15 +660,23 @@ class FakeCuda:
 
     cuMemcpyDtoDAsync = cuMemcpyDtoHAsync = cuMemcpyHtoDAsync = _copy
 
-    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:
+    def cuStreamWriteValue32(
+        self, stream: int, address: int, value: int, flags: int
+    ) -> tuple[Any, ...]:
         def write() -> None:
             ctypes.c_uint32.from_address(address).value = value
 
         return self._use(stream, (address,), write)
 
-    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:
+    def cuStreamWaitValue32(
+        self, stream: int, address: int, value: int, flags: int
+    ) -> tuple[Any, ...]:
         assert flags == 1
-        return self._use(stream, (address,), lambda: self._wait(lambda: ctypes.c_uint32.from_address(address).value == value))
+        return self._use(
+            stream,
+            (address,),
+            lambda: self._wait(lambda: ctypes.c_uint32.from_address(address).value == value),
+        )
 
     @staticmethod
     def _wait(ready: Callable[[], bool]) -> None:
@@ -640,7 +732,12 @@ class FakeArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": self.array.shape, "typestr": self.array.dtype.str, "data": (self.memory.address, False), "version": 3}
+        return {
+            "shape": self.array.shape,
+            "typestr": self.array.dtype.str,
+            "data": (self.memory.address, False),
+            "version": 3,
+        }
 
 
 def place(cuda: FakeCuda, array: np.ndarray) -> DeviceMemory:
@@ -664,7 +761,15 @@ def seen(memory: DeviceMemory) -> np.ndarray:
 class FakeLocal:
     """``comm.device.DeviceCommunicator`` for ranks of a host without kernels: streams call a CPU communicator."""
 
-    def __init__(self, session: Any, ordinal: int, options: Any, stages: Any, called: Sequence[int], orders: Any) -> None:
+    def __init__(
+        self,
+        session: Any,
+        ordinal: int,
+        options: Any,
+        stages: Any,
+        called: Sequence[int],
+        orders: Any,
+    ) -> None:
         from miraccl.comm.communicator import Communicator
         from miraccl.comm.device.faults import DeviceFaults
 
@@ -676,7 +781,12 @@ class FakeLocal:
         self._cpu = Communicator.from_session(part, options, stages=stages.part(part))
         self._stream = -1
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
-        ways: Any = {"look": lambda: None, "name": lambda *_: "", "refused": lambda _: None, "stopped": lambda: False}
+        ways: Any = {
+            "look": lambda: None,
+            "name": lambda *_: "",
+            "refused": lambda _: None,
+            "stopped": lambda: False,
+        }
         self.faults = DeviceFaults(session, self.words, options.timeout, **ways, called=called)
         self._looks: Any = None
         self.calls: list[Collective] = []
@@ -703,7 +813,9 @@ class FakeLocal:
     def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
         assert all(view.keep is None for view in views)
 
-    def exchange(self, transfers: Sequence[Any], *, stream: int, name: str, signature: int = 0) -> None:
+    def exchange(
+        self, transfers: Sequence[Any], *, stream: int, name: str, signature: int = 0
+    ) -> None:
         def run() -> None:
             works = []
             for t in transfers:
@@ -714,7 +826,9 @@ class FakeLocal:
 
         self._put(Collective.SEND_RECV, stream, run)
 
-    def _like(self, out: DeviceMemory, source: DeviceMemory, count: int, where: str, stream: Any) -> DeviceMemory:
+    def _like(
+        self, out: DeviceMemory, source: DeviceMemory, count: int, where: str, stream: Any
+    ) -> DeviceMemory:
         from miraccl.comm.device.communicator import DeviceCommunicator
 
         return DeviceCommunicator._like(self, out, source, count, where, stream)  # type: ignore[arg-type]
@@ -723,16 +837,24 @@ class FakeLocal:
         self.calls.append(collective)
 
         def run() -> None:
-            with contextlib.suppress(MiracclError):  # kernels end when their communicator is aborted; ``check`` tells
+            with contextlib.suppress(
+                MiracclError
+            ):  # kernels end when their communicator is aborted; ``check`` tells
                 work()
 
         self.cuda.streams[stream].put(run)
 
     def all_reduce(self, x: DeviceMemory, out: DeviceMemory, op: RedOp, *, stream: int) -> None:
-        self._put(Collective.ALL_REDUCE, stream, lambda: self._cpu.all_reduce(seen(x), seen(out), op))
+        self._put(
+            Collective.ALL_REDUCE, stream, lambda: self._cpu.all_reduce(seen(x), seen(out), op)
+        )
 
     def reduce_scatter(self, x: DeviceMemory, out: DeviceMemory, op: RedOp, *, stream: int) -> None:
-        self._put(Collective.REDUCE_SCATTER, stream, lambda: self._cpu.reduce_scatter(seen(x), seen(out), op))
+        self._put(
+            Collective.REDUCE_SCATTER,
+            stream,
+            lambda: self._cpu.reduce_scatter(seen(x), seen(out), op),
+        )
 
     def all_gather(self, x: DeviceMemory, out: DeviceMemory, *, stream: int) -> None:
         self._put(Collective.ALL_GATHER, stream, lambda: self._cpu.all_gather(seen(x), seen(out)))
@@ -743,7 +865,9 @@ class FakeLocal:
     def broadcast(self, x: DeviceMemory, root: int, *, stream: int) -> None:
         self._put(Collective.BROADCAST, stream, lambda: self._cpu.broadcast(seen(x), root))
 
-    def reduce(self, x: DeviceMemory, root: int, out: DeviceMemory | None, op: RedOp, *, stream: int) -> None:
+    def reduce(
+        self, x: DeviceMemory, root: int, out: DeviceMemory | None, op: RedOp, *, stream: int
+    ) -> None:
         target = seen(out) if out is not None else None
         self._put(Collective.REDUCE, stream, lambda: self._cpu.reduce(seen(x), root, target, op))
 

@@ -53,7 +53,14 @@ class World:
     """A rank with its communicator. ``kernels``: those of a host run in the emulator, else the CPU stands in for them; ``apart``: the CPU
     communicators take the ranks for ranks of several hosts, too, and connect them over TCP."""
 
-    def __init__(self, world: Session, hosts: str, timeout: float = 120.0, kernels: bool = False, apart: bool = False) -> None:
+    def __init__(
+        self,
+        world: Session,
+        hosts: str,
+        timeout: float = 120.0,
+        kernels: bool = False,
+        apart: bool = False,
+    ) -> None:
         self.cuda: FakeCuda
         if kernels:
             self.cuda = EmulatedCuda(home=world.rank).install()
@@ -97,7 +104,9 @@ def numbers(rank: int, count: int, dtype: DType, seed: int = 0) -> np.ndarray:
 def check(got: DeviceMemory, want: np.ndarray | None, what: str) -> None:
     if want is not None:
         found = seen(got).astype(np.float64)
-        assert (found == want.astype(np.float64)).all(), f"{what}: {found[:8]} instead of {want[:8]}"
+        assert (found == want.astype(np.float64)).all(), (
+            f"{what}: {found[:8]} instead of {want[:8]}"
+        )
 
 
 def even_collectives(hosts: str, sizes: Sequence[int], apart: bool = False) -> dict[str, str]:
@@ -114,16 +123,30 @@ def even_collectives(hosts: str, sizes: Sequence[int], apart: bool = False) -> d
     return used
 
 
-def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str], ops: Sequence[RedOp] = (RedOp.SUM, RedOp.MAX)) -> None:
+def _even(
+    w: World,
+    count: int,
+    dtype: DType,
+    root: int,
+    used: dict[str, str],
+    ops: Sequence[RedOp] = (RedOp.SUM, RedOp.MAX),
+) -> None:
     comm, n = w.comm, w.nranks
 
-    def run(collective: Collective, blocks: int, op: RedOp, call: Callable[[DeviceMemory, np.ndarray], DeviceMemory | None]) -> None:
+    def run(
+        collective: Collective,
+        blocks: int,
+        op: RedOp,
+        call: Callable[[DeviceMemory, np.ndarray], DeviceMemory | None],
+    ) -> None:
         inputs = [numbers(r, count * blocks, dtype, count) for r in range(n)]
         want = expected(collective, list(inputs), op=op, root=root)[w.rank]
         x = w.put(inputs[w.rank])
         out = call(x, np.zeros(0 if want is None else want.size, NUMPY_DTYPE[dtype]))
         comm.synchronize()
-        what = f"{collective.label} of {count} x {dtype.label}, {op.name}, root {root}, rank {w.rank}"
+        what = (
+            f"{collective.label} of {count} x {dtype.label}, {op.name}, root {root}, rank {w.rank}"
+        )
         if out is not None:
             check(out, want, what)
         if out is not x:
@@ -133,22 +156,45 @@ def _even(w: World, count: int, dtype: DType, root: int, used: dict[str, str], o
         if count >= n and collective not in (Collective.GATHER, Collective.SCATTER):
             explained = comm.explain(collective, count * dtype.itemsize, dtype, op)[0]
             assert comm.last_plan is not None
-            assert (explained.algo, explained.reason) == (comm.last_plan.algo, comm.last_plan.reason), what
+            assert (explained.algo, explained.reason) == (
+                comm.last_plan.algo,
+                comm.last_plan.reason,
+            ), what
             assert all(w.rank in pair or kind != "staging" for pair, kind, _ in explained.ways)
 
     def reductions(op: RedOp) -> None:
         run(Collective.ALL_REDUCE, 1, op, lambda x, like: comm.all_reduce(x, w.put(like), op))
         run(Collective.ALL_REDUCE, 1, op, lambda x, like: comm.all_reduce(x, None, op))
-        run(Collective.REDUCE_SCATTER, n, op, lambda x, like: comm.reduce_scatter(x, w.put(like), op))
-        run(Collective.REDUCE, 1, op, lambda x, like: comm.reduce(x, root, w.put(like) if like.size else None, op))
+        run(
+            Collective.REDUCE_SCATTER,
+            n,
+            op,
+            lambda x, like: comm.reduce_scatter(x, w.put(like), op),
+        )
+        run(
+            Collective.REDUCE,
+            1,
+            op,
+            lambda x, like: comm.reduce(x, root, w.put(like) if like.size else None, op),
+        )
 
     for op in ops:
         reductions(op)
     run(Collective.ALL_GATHER, 1, RedOp.SUM, lambda x, like: comm.all_gather(x, w.put(like)))
     run(Collective.ALL_TO_ALL, n, RedOp.SUM, lambda x, like: comm.all_to_all(x, w.put(like)))
     run(Collective.BROADCAST, 1, RedOp.SUM, lambda x, like: comm.broadcast(x, root))
-    run(Collective.GATHER, 1, RedOp.SUM, lambda x, like: comm.gather(x, root, w.put(like) if like.size else None))
-    run(Collective.SCATTER, n, RedOp.SUM, lambda x, like: comm.scatter(x if w.rank == root else None, root, w.put(like)))
+    run(
+        Collective.GATHER,
+        1,
+        RedOp.SUM,
+        lambda x, like: comm.gather(x, root, w.put(like) if like.size else None),
+    )
+    run(
+        Collective.SCATTER,
+        n,
+        RedOp.SUM,
+        lambda x, like: comm.scatter(x if w.rank == root else None, root, w.put(like)),
+    )
 
 
 def in_rank_order(hosts: str, apart: bool) -> None:
@@ -159,17 +205,35 @@ def in_rank_order(hosts: str, apart: bool) -> None:
         comm, n = w.comm, w.nranks
         for dtype, count in itertools.product((DType.FLOAT32, DType.BFLOAT16), (n, 1000 * n)):
             rng = np.random.default_rng(count)
-            inputs = [(rng.normal(size=count) * 10.0 ** rng.integers(-3, 8, count)).astype(NUMPY_DTYPE[dtype]) for _ in range(n)]
-            want = functools.reduce(np.add, [x.astype(np.float32) for x in inputs]).astype(NUMPY_DTYPE[dtype])
-            out, part, share = w.zeros(count, dtype), w.zeros(count, dtype), w.zeros(count // n, dtype)
+            inputs = [
+                (rng.normal(size=count) * 10.0 ** rng.integers(-3, 8, count)).astype(
+                    NUMPY_DTYPE[dtype]
+                )
+                for _ in range(n)
+            ]
+            want = functools.reduce(np.add, [x.astype(np.float32) for x in inputs]).astype(
+                NUMPY_DTYPE[dtype]
+            )
+            out, part, share = (
+                w.zeros(count, dtype),
+                w.zeros(count, dtype),
+                w.zeros(count // n, dtype),
+            )
             comm.all_reduce(w.put(inputs[w.rank]), out)
             assert comm.last_plan is not None
-            assert (comm.last_plan.algo, "deterministic" in comm.last_plan.reason) == ("staged", len(set(hosts)) < n)
+            assert (comm.last_plan.algo, "deterministic" in comm.last_plan.reason) == (
+                "staged",
+                len(set(hosts)) < n,
+            )
             comm.reduce(w.put(inputs[w.rank]), 0, part)
             comm.reduce_scatter(w.put(inputs[w.rank]), share)
             comm.synchronize()
             mine = slice(w.rank * (count // n), (w.rank + 1) * (count // n))
-            for got, expected_bits in ((out, want), (share, want[mine]), *([(part, want)] if w.rank == 0 else [])):
+            for got, expected_bits in (
+                (out, want),
+                (share, want[mine]),
+                *([(part, want)] if w.rank == 0 else []),
+            ):
                 assert seen(got).tobytes() == expected_bits.tobytes(), (dtype, count)
         x = numbers(w.rank, 1000, DType.INT32)
         comm.all_reduce(w.put(x), w.zeros(1000, DType.INT32))
@@ -190,16 +254,29 @@ def with_kernels(hosts: str, apart: bool) -> None:
         near = [((a, b), kind) for (a, b), kind, _ in comm.ways() if hosts[a] == hosts[b]]
         assert [kind for _, kind in near] == ["vmm"]
         everybody = [
-            DeviceTransfer(receives=k, peer=p, memory=w.put(numbers(r, 3000, DType.INT8))) for p in range(n) for k in (False, True)
+            DeviceTransfer(receives=k, peer=p, memory=w.put(numbers(r, 3000, DType.INT8)))
+            for p in range(n)
+            for k in (False, True)
         ]
         comm.exchange([t for t in everybody if t.peer != r])
         comm.synchronize()
         for transfer in everybody:
-            check(transfer.memory, numbers(transfer.peer if transfer.receives else r, 3000, DType.INT8), "everybody")
+            check(
+                transfer.memory,
+                numbers(transfer.peer if transfer.receives else r, 3000, DType.INT8),
+                "everybody",
+            )
         table = [[700 * ((i + 2 * j) % 4) for j in range(n)] for i in range(n)]  # what i sends to j
-        blocks = [[numbers(10 * i + j, table[i][j], DType.INT32) for j in range(n)] for i in range(n)]
+        blocks = [
+            [numbers(10 * i + j, table[i][j], DType.INT32) for j in range(n)] for i in range(n)
+        ]
         receives = [table[i][r] for i in range(n)]
-        out = comm.all_to_all_v(w.put(np.concatenate(blocks[r])), table[r], receives, w.zeros(sum(receives), DType.INT32))
+        out = comm.all_to_all_v(
+            w.put(np.concatenate(blocks[r])),
+            table[r],
+            receives,
+            w.zeros(sum(receives), DType.INT32),
+        )
         comm.synchronize()
         check(out, np.concatenate([blocks[i][r] for i in range(n)]), "all_to_all_v")
         w.finish()
@@ -234,7 +311,11 @@ def in_place(hosts: str, count: int) -> None:
         whole = w.put(inputs[w.rank])
         comm.reduce_scatter(whole, whole.part(w.rank * count, count))
         comm.synchronize()
-        check(whole.part(w.rank * count, count), expected(Collective.REDUCE_SCATTER, list(inputs))[w.rank], "reduce_scatter")
+        check(
+            whole.part(w.rank * count, count),
+            expected(Collective.REDUCE_SCATTER, list(inputs))[w.rank],
+            "reduce_scatter",
+        )
         gathered = w.zeros(count * n, DType.FLOAT32)
         mine = gathered.part(w.rank * count, count)
         seen(mine)[:] = inputs[w.rank][:count]
@@ -248,14 +329,24 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
     with session() as world:
         w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
-        for counts in ([0] * n, [5 * i for i in range(n)], [BIG if i == 1 else 0 for i in range(n)]):
+        for counts in (
+            [0] * n,
+            [5 * i for i in range(n)],
+            [BIG if i == 1 else 0 for i in range(n)],
+        ):
             parts = [numbers(i, counts[i], DType.FLOAT32) for i in range(n)]
             got = comm.all_gather_v(w.put(parts[r]), counts, w.zeros(sum(counts), DType.FLOAT32))
-            gathered = comm.gather_v(w.put(parts[r]), counts, 1, w.zeros(sum(counts), DType.FLOAT32) if r == 1 else None)
+            gathered = comm.gather_v(
+                w.put(parts[r]), counts, 1, w.zeros(sum(counts), DType.FLOAT32) if r == 1 else None
+            )
             whole = numbers(7, sum(counts), DType.FLOAT32)
-            share = comm.scatter_v(w.put(whole) if r == 0 else None, counts, 0, w.zeros(counts[r], DType.FLOAT32))
+            share = comm.scatter_v(
+                w.put(whole) if r == 0 else None, counts, 0, w.zeros(counts[r], DType.FLOAT32)
+            )
             wholes = [numbers(i, sum(counts), DType.FLOAT32) for i in range(n)]
-            summed = comm.reduce_scatter_v(w.put(wholes[r]), counts, w.zeros(counts[r], DType.FLOAT32))
+            summed = comm.reduce_scatter_v(
+                w.put(wholes[r]), counts, w.zeros(counts[r], DType.FLOAT32)
+            )
             comm.synchronize()
             begin = sum(counts[:r])
             places = w.zeros(sum(counts), DType.FLOAT32)
@@ -263,7 +354,11 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
             seen(mine)[:] = parts[r]
             comm.gather_v(mine, counts, 1, places if r == 1 else None)
             comm.synchronize()
-            check(places if r == 1 else mine, np.concatenate(parts) if r == 1 else parts[r], "gather_v in place")
+            check(
+                places if r == 1 else mine,
+                np.concatenate(parts) if r == 1 else parts[r],
+                "gather_v in place",
+            )
             check(got, np.concatenate(parts), "all_gather_v")
             if r == 1:
                 check(gathered, np.concatenate(parts), "gather_v")
@@ -272,13 +367,19 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
             check(share, whole[begin : begin + counts[r]], "scatter_v")
             check(summed, np.sum(wholes, axis=0)[begin : begin + counts[r]], "reduce_scatter_v")
         for scale in (0, 1, 9001):
-            table = [[scale * ((3 * i + j) % 4) for j in range(n)] for i in range(n)]  # what i sends to j
-            blocks = [[numbers(10 * i + j, table[i][j], DType.INT32) for j in range(n)] for i in range(n)]
+            table = [
+                [scale * ((3 * i + j) % 4) for j in range(n)] for i in range(n)
+            ]  # what i sends to j
+            blocks = [
+                [numbers(10 * i + j, table[i][j], DType.INT32) for j in range(n)] for i in range(n)
+            ]
             x = w.put(np.concatenate(blocks[r]))
             receives = [table[i][r] for i in range(n)]
             out = comm.all_to_all_v(x, table[r], receives, w.zeros(sum(receives), DType.INT32))
             comm.synchronize()
-            check(out, np.concatenate([blocks[i][r] for i in range(n)]), f"all_to_all_v times {scale}")
+            check(
+                out, np.concatenate([blocks[i][r] for i in range(n)]), f"all_to_all_v times {scale}"
+            )
         w.finish()
 
 
@@ -289,7 +390,10 @@ def anywhere_in_windows(hosts: str) -> None:
         count, total = 1001, w.nranks * (w.nranks + 1) / 2
         window: DeviceMemory = w.comm.empty(4 * count, "float32").miraccl_view
         x = w.put(np.full(count, w.rank + 1.0, np.float32))
-        for y in (window.part(w.rank * count, count), window.part(0, count) if w.rank == 1 else w.zeros(count, DType.FLOAT32)):
+        for y in (
+            window.part(w.rank * count, count),
+            window.part(0, count) if w.rank == 1 else w.zeros(count, DType.FLOAT32),
+        ):
             for root in range(2):  # the second time as a graph
                 w.comm.all_reduce(x, y)
                 w.comm.synchronize()
@@ -347,7 +451,9 @@ def sends_and_receives(hosts: str, apart: bool) -> None:
             peer = 1 - r
             if r == 0:
                 sends = [DeviceTransfer(receives=False, peer=1, memory=w.put(a)) for a in arrays]
-                comm.exchange([*sends, *(DeviceTransfer(receives=True, peer=1, memory=o) for o in outs)])
+                comm.exchange(
+                    [*sends, *(DeviceTransfer(receives=True, peer=1, memory=o) for o in outs)]
+                )
             else:
                 for o in outs:
                     comm.recv(o, 0)
@@ -357,12 +463,18 @@ def sends_and_receives(hosts: str, apart: bool) -> None:
             for o in outs:
                 check(o, numbers(peer, o.count, DType.INT32, o.count), "grouped and not")
         everybody = [
-            DeviceTransfer(receives=k, peer=p, memory=w.put(numbers(r, 20_000, DType.INT8))) for p in range(n) for k in (False, True)
+            DeviceTransfer(receives=k, peer=p, memory=w.put(numbers(r, 20_000, DType.INT8)))
+            for p in range(n)
+            for k in (False, True)
         ]
         comm.exchange([t for t in everybody if t.peer != r])
         comm.synchronize()
         for transfer in everybody:
-            check(transfer.memory, numbers(transfer.peer if transfer.receives else r, 20_000, DType.INT8), "everybody")
+            check(
+                transfer.memory,
+                numbers(transfer.peer if transfer.receives else r, 20_000, DType.INT8),
+                "everybody",
+            )
         _many(w)
         w.finish()
 
@@ -371,12 +483,18 @@ def _many(w: World) -> None:
     """Messages of all sizes to and from the ranks of other hosts, empty ones among them; even ranks group what odd ones do one by one."""
     hosts = {rank: number for number, ranks in enumerate(w.comm.groups) for rank in ranks}
     sizes = (3, 0, 20_000, 1, 7, 40_000)
-    for low, high in [(a, b) for a in range(w.nranks) for b in range(a) if hosts[a] != hosts[b] and (a + b) % 2]:
+    for low, high in [
+        (a, b) for a in range(w.nranks) for b in range(a) if hosts[a] != hosts[b] and (a + b) % 2
+    ]:
         if w.rank not in (low, high):
             continue
         peer = low + high - w.rank
         transfers = [
-            DeviceTransfer(receives=receives, peer=peer, memory=w.put(numbers(w.rank, size, DType.FLOAT16, number)))
+            DeviceTransfer(
+                receives=receives,
+                peer=peer,
+                memory=w.put(numbers(w.rank, size, DType.FLOAT16, number)),
+            )
             for number, size in enumerate(sizes)
             for receives in (w.rank % 2 == 0, w.rank % 2 == 1)
         ]
@@ -385,7 +503,11 @@ def _many(w: World) -> None:
         w.comm.synchronize()
         for number, transfer in enumerate(transfers):
             rank = peer if transfer.receives else w.rank
-            check(transfer.memory, numbers(rank, transfer.memory.count, DType.FLOAT16, number // 2), f"message {number} with rank {peer}")
+            check(
+                transfer.memory,
+                numbers(rank, transfer.memory.count, DType.FLOAT16, number // 2),
+                f"message {number} with rank {peer}",
+            )
 
 
 def graphs(hosts: str, apart: bool) -> None:
@@ -395,7 +517,11 @@ def graphs(hosts: str, apart: bool) -> None:
         comm, n, r = w.comm, w.nranks, w.rank
         to, frm = (r + 1) % n, (r - 1) % n
         stream = w.cuda.make_stream()
-        x, y, passed = w.zeros(BIG, DType.FLOAT32), w.zeros(BIG * n, DType.FLOAT32), w.zeros(BIG, DType.FLOAT32)
+        x, y, passed = (
+            w.zeros(BIG, DType.FLOAT32),
+            w.zeros(BIG * n, DType.FLOAT32),
+            w.zeros(BIG, DType.FLOAT32),
+        )
         w.cuda.begin_capture(stream)
         comm.all_reduce(x, stream=stream)
         comm.all_gather(x, y, stream=stream)
@@ -449,10 +575,15 @@ def again(hosts: str, kernels: bool) -> None:
             seen(ones)[:], seen(many)[:] = r + round, r
             comm.all_gather(ones, every, stream=stream)
             comm.reduce_scatter(many, part, stream=stream)
-            comm.all_to_all(many, many_out := w.zeros(60 * n, DType.FLOAT32), stream=stream)  # another place each time
+            comm.all_to_all(
+                many, many_out := w.zeros(60 * n, DType.FLOAT32), stream=stream
+            )  # another place each time
             comm.all_reduce(ones, stream=stream)
             comm.broadcast(ones, n - 1, stream=stream)
-            around = [comm.transfer(mine, (r + d) % n, d < 0, "group") for d, mine in ((1, many), (-1, before))]
+            around = [
+                comm.transfer(mine, (r + d) % n, d < 0, "group")
+                for d, mine in ((1, many), (-1, before))
+            ]
             comm.exchange(around, stream=stream)
             comm.synchronize()
             check(before, np.full(60 * n, (r - 1) % n), f"round {round}, around")
@@ -461,7 +592,9 @@ def again(hosts: str, kernels: bool) -> None:
             check(many_out, np.repeat(np.arange(n), 60), f"round {round}, exchanged")
             check(ones, np.full(60, total + n * round), f"round {round}, summed up")
             assert comm.last_plan is not None
-        assert len(launched) == 5 * (rounds - 1), "from the second time on, but for what is at another place each time"
+        assert len(launched) == 5 * (rounds - 1), (
+            "from the second time on, but for what is at another place each time"
+        )
         assert set(launched) == set(streams)
         with_others = [w.zeros(8, DType.FLOAT32) for _ in range(8)]
         for _ in range(3):
@@ -486,12 +619,17 @@ def special(hosts: str, apart: bool) -> None:
         odd = [(1 << 53) + 1 + 4 * i for i in range(n)]  # no float64s: all would be rounded down
         whole = w.put(np.arange(500))
         comm.all_reduce(whole, None, PreMulSum(odd[r]))
-        empty, constant = w.zeros(0, DType.FLOAT32), w.zeros(0, DType.FLOAT32)._replace(read_only=True)
+        empty, constant = (
+            w.zeros(0, DType.FLOAT32),
+            w.zeros(0, DType.FLOAT32)._replace(read_only=True),
+        )
         ones, zeros = w.put(np.ones(5, np.float32)), w.zeros(5, DType.FLOAT32)
         for factor in (0.0, 0.0, -0.0, -0.0):  # what comes again is replayed
             comm.all_reduce(ones, zeros, PreMulSum(factor))
             comm.synchronize()
-            assert (np.signbit(seen(zeros)) == np.signbit(factor)).all(), "a factor that is equal to the one before as a number only"
+            assert (np.signbit(seen(zeros)) == np.signbit(factor)).all(), (
+                "a factor that is equal to the one before as a number only"
+            )
         comm.all_reduce(empty)
         comm.barrier()
         comm.synchronize()
@@ -509,7 +647,9 @@ def special(hosts: str, apart: bool) -> None:
             lambda: comm.all_gather_v(x, [1] * n, w.zeros(n, DType.INT32)),
             lambda: comm.all_to_all(x, x),
             lambda: comm.sendrecv(x.part(0, 2), (r + 1) % n, x.part(1, 2), (r - 1) % n),
-            lambda: comm.gather(x.part(1, 2), r, x.part(0, 2 * n)),  # an overlap that is not "in place"
+            lambda: comm.gather(
+                x.part(1, 2), r, x.part(0, 2 * n)
+            ),  # an overlap that is not "in place"
             lambda: comm.scatter(None, (r + 1) % n),
             lambda: comm.scatter_v(None, [0] * n, (r + 1) % n, constant),
         ):
@@ -536,7 +676,11 @@ def public_way() -> None:
         comm._device.synchronize()  # type: ignore[union-attr]
         assert (x.array == 3).all()
         assert (cpu == 2).all()
-        for refused in (lambda: comm.broadcast_init(x, 2), lambda: comm.all_reduce_init(x, op=7), lambda: comm.all_reduce_init(x, cpu)):
+        for refused in (
+            lambda: comm.broadcast_init(x, 2),
+            lambda: comm.all_reduce_init(x, op=7),
+            lambda: comm.all_reduce_init(x, cpu),
+        ):
             try:
                 refused()
             except InvalidUsage:
@@ -547,7 +691,11 @@ def public_way() -> None:
         comm.synchronize()
         assert (x.array == 3).all()
         chosen = cuda.choose(7)
-        for call in (prepared, lambda: comm.all_reduce(x, op=RedOp.MAX), lambda: comm.all_reduce(x, op=RedOp.MAX, async_op=True).wait()):
+        for call in (
+            prepared,
+            lambda: comm.all_reduce(x, op=RedOp.MAX),
+            lambda: comm.all_reduce(x, op=RedOp.MAX, async_op=True).wait(),
+        ):
             for _ in range(3):  # at once, to be captured, as a graph
                 call()
                 comm.synchronize()
@@ -686,7 +834,10 @@ def in_different_calls(hosts: str, cases: Sequence[str], kernels: bool = False) 
     deadline."""
     lookout.LOOK_AT_STREAMS_AFTER_S = 0.05
     with session() as world:
-        return [_in_different_calls(World(_sub(world, case), hosts, 600.0, kernels, True), case) for case in cases]
+        return [
+            _in_different_calls(World(_sub(world, case), hosts, 600.0, kernels, True), case)
+            for case in cases
+        ]
 
 
 def _sub(world: Session, name: str) -> Session:
@@ -696,7 +847,12 @@ def _sub(world: Session, name: str) -> Session:
 def _in_different_calls(w: World, case: str) -> str:
     """Most ranks go on with an all_reduce."""
     comm, n, r = w.comm, w.nranks, w.rank
-    x, large, ones, few = w.zeros(1000, DType.FLOAT32), w.zeros(1 << 22, DType.FLOAT32), [1] * n, w.zeros(n, DType.FLOAT32)
+    x, large, ones, few = (
+        w.zeros(1000, DType.FLOAT32),
+        w.zeros(1 << 22, DType.FLOAT32),
+        [1] * n,
+        w.zeros(n, DType.FLOAT32),
+    )
     first: dict[str, Callable[[], Any]] = {
         **dict.fromkeys(("recv", "reduce"), lambda: comm.recv(x, n - 1)),
         "send": lambda: comm.send(large, n - 1),
@@ -724,17 +880,27 @@ def _in_different_calls(w: World, case: str) -> str:
     return _fault(w, x, (CollectiveMismatch,))
 
 
-def against_the_cpu(hosts: str, calls: Sequence[tuple[str, str]], kernels: bool = False) -> list[str]:
+def against_the_cpu(
+    hosts: str, calls: Sequence[tuple[str, str]], kernels: bool = False
+) -> list[str]:
     """Rank 1 calls something else than the others, who wait for what they have called on GPU memory, or the other way round: what they
     raise of each pair of calls, of the others and of rank 1."""
     lookout.LOOK_AT_STREAMS_AFTER_S, lookout.TICK_S = 0.05, 0.1
-    vars(whereabouts)["only_thread"] = lambda: threading.main_thread().ident  # those of the pretended driver are no program's
+    vars(whereabouts)["only_thread"] = lambda: (
+        threading.main_thread().ident
+    )  # those of the pretended driver are no program's
     errors = []
     with session() as world:
         os.environ["MIRACCL_HOSTID"] = f"host {hosts[world.rank]}"
-        cuda = EmulatedCuda(home=world.rank).install() if kernels else FakeCuda(home=world.rank).install()
+        cuda = (
+            EmulatedCuda(home=world.rank).install()
+            if kernels
+            else FakeCuda(home=world.rank).install()
+        )
         for pair in calls:
-            comm = Communicator.from_session(_sub(world, "/".join(pair)), Options.create(timeout=600.0))
+            comm = Communicator.from_session(
+                _sub(world, "/".join(pair)), Options.create(timeout=600.0)
+            )
             x, y = FakeArray(cuda, np.ones(10, np.float32)), np.ones(10, np.float32)
             made: dict[str, Callable[..., Any]] = {
                 "synchronize": Communicator.synchronize,
@@ -800,7 +966,9 @@ def stands_still() -> None:
         elif r == 1:
             _through_python(comm.jobs.messages, 0, 2_080_000, functools.partial(await_two, asked))
             both = ((large, 0), (z, 2))
-            comm.exchange([DeviceTransfer(receives=True, peer=peer, memory=memory) for memory, peer in both])
+            comm.exchange(
+                [DeviceTransfer(receives=True, peer=peer, memory=memory) for memory, peer in both]
+            )
         else:
             comm.recv(y, 0)
             comm.send(z, 1)
@@ -871,8 +1039,16 @@ def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
         calls: dict[str, Callable[[], Any]] = {
             "roots": lambda: scatter(1 if r == 1 else 0),
             "collectives": lambda: gather(1) if r == 0 else scatter(1),
-            "counts": lambda: comm.all_to_all_v(every.part(0, n * own), [own] * n, [own] + [0] * (n - 1), one.part(0, own), stream=stream),
-            "one message": lambda: comm.all_to_all_v(every.part(0, own), [0, own] + [0] * (n - 2), [0] * n, one.part(0, 0), stream=stream),
+            "counts": lambda: comm.all_to_all_v(
+                every.part(0, n * own),
+                [own] * n,
+                [own] + [0] * (n - 1),
+                one.part(0, own),
+                stream=stream,
+            ),
+            "one message": lambda: comm.all_to_all_v(
+                every.part(0, own), [0, own] + [0] * (n - 2), [0] * n, one.part(0, 0), stream=stream
+            ),
             "send": lambda: comm.send(one, n - 1, stream=stream) if r == 0 else None,
             "graph": lambda: captured() if r == 0 else scatter(1),
         }
@@ -909,8 +1085,15 @@ def uneven_again(hosts: str, kernels: bool) -> None:
         counts = [0 if i == n - 1 else 3 + i for i in range(n)]
         counts[0] = 40_000  # several rounds of the smallest slots
         begin, total = sum(counts[:r]), sum(counts)
-        whole, mine, spread = w.zeros(total, DType.FLOAT32), w.zeros(counts[r], DType.FLOAT32), w.zeros(counts[r], DType.FLOAT32)
-        sends, receives = [2 * (r == 0 and j == n - 1) for j in range(n)], [2 * (r == n - 1 and i == 0) for i in range(n)]
+        whole, mine, spread = (
+            w.zeros(total, DType.FLOAT32),
+            w.zeros(counts[r], DType.FLOAT32),
+            w.zeros(counts[r], DType.FLOAT32),
+        )
+        sends, receives = (
+            [2 * (r == 0 and j == n - 1) for j in range(n)],
+            [2 * (r == n - 1 and i == 0) for i in range(n)],
+        )
         few, got = w.put(np.full(sum(sends), 7, np.int32)), w.zeros(sum(receives), DType.INT32)
         gathered = w.zeros(total, DType.FLOAT32)
         _begin_at(w, ex.MARK_MASK - 6)
@@ -1024,7 +1207,9 @@ def told_by_a_lane_later() -> str:
     """What a call of a new kind raises when the network is broken, and the lane that has found that is about to tell. The end does not."""
     with session() as world:
         w = World(world, "AB")
-        broken = w.comm.jobs.world._member.faults.settle(PeerDied("rank 5 died: for a test", rank=w.rank, peer=5))
+        broken = w.comm.jobs.world._member.faults.settle(
+            PeerDied("rank 5 died: for a test", rank=w.rank, peer=5)
+        )
         try:
             w.comm.all_reduce(w.zeros(10, DType.FLOAT32))
         except MiracclError as error:
@@ -1044,7 +1229,10 @@ def cut(sends: bool) -> str:
         world.barrier("before the end of the stream")
         if w.rank == 1:
             assert w.comm.jobs.messages is not None
-            for streams in (w.comm.jobs.messages._streams, *(direct._streams for direct in w.comm.jobs.direct)):
+            for streams in (
+                w.comm.jobs.messages._streams,
+                *(direct._streams for direct in w.comm.jobs.direct),
+            ):
                 streams._keeper.streams[0].shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(MiracclError):  # rank 1 may have told by now
             _begin(w, x, sends)

@@ -25,8 +25,12 @@ class Driver:
         self.ordinals: dict[int, int | None] = {}
         self.capturing: set[int] = set()
         self._codes = codes
-        self._attribute = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(self._asked_attribute)
-        self._capturing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(self._asked_capturing)
+        self._attribute = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
+        )(self._asked_attribute)
+        self._capturing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(
+            self._asked_capturing
+        )
         self._function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launched)
         self._arguments: dict[int, Any] = {}
         self._keep: list[Any] = []
@@ -45,7 +49,10 @@ class Driver:
 
     def questions(self) -> tuple[int, int]:
         """Addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
-        first, second = (ctypes.cast(function, ctypes.c_void_p).value for function in (self._attribute, self._capturing))
+        first, second = (
+            ctypes.cast(function, ctypes.c_void_p).value
+            for function in (self._attribute, self._capturing)
+        )
         return first or 0, second or 0
 
     def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
@@ -53,19 +60,30 @@ class Driver:
         argument = self._arguments[parameters]  # as if the address of the argument stood there
         shape = (*said.grid, *said.block, said.shared_bytes, said.stream or 0)
         attribute = said.attributes[0]
-        assert (said.nattributes, attribute.id, attribute.value[0], ctypes.sizeof(attribute)) == (1, 6, 1, 72)
+        assert (said.nattributes, attribute.id, attribute.value[0], ctypes.sizeof(attribute)) == (
+            1,
+            6,
+            1,
+            72,
+        )
         self.seen.append((function, extra or 0, *shape, *argument[:-1]))
         return self._codes[len(self.seen) - 1] if len(self.seen) <= len(self._codes) else 0
 
     def block(self, function: int, words: int = 2) -> int:
         """The words of a launch of ``function`` with so many words as its argument."""
         argument = (ctypes.c_uint64 * (words + 1))()
-        config = launch._Config((528, 1, 2), (256, 3, 4), 48, None, ctypes.pointer(launch._Attribute(6, (1,))), 1)
+        config = launch._Config(
+            (528, 1, 2), (256, 3, 4), 48, None, ctypes.pointer(launch._Attribute(6, (1,))), 1
+        )
         assert (ctypes.sizeof(config), launch._Config.stream.offset) == (56, at.CONFIG_STREAM)
         address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
         self._arguments[ctypes.addressof(argument)] = argument
         block = (ctypes.c_uint64 * at.BLOCK_WORDS)(
-            address, ctypes.addressof(argument), ctypes.addressof(config), function, ctypes.addressof(argument)
+            address,
+            ctypes.addressof(argument),
+            ctypes.addressof(config),
+            function,
+            ctypes.addressof(argument),
         )
         self._keep += [config, block]
         return ctypes.addressof(block)

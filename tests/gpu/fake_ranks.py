@@ -41,12 +41,21 @@ def talk(memory: SymmetricMemory, world: Session) -> None:
     world.barrier("read")
 
 
-def connect(refuse: Sequence[str], deny: Sequence[Sequence[int]], environ: dict[str, dict[str, str]], window: bool) -> dict[str, Any]:
+def connect(
+    refuse: Sequence[str],
+    deny: Sequence[Sequence[int]],
+    environ: dict[str, dict[str, str]],
+    window: bool,
+) -> dict[str, Any]:
     """Make symmetric memory, use it, close it; says how it went. ``environ`` is by rank."""
     rank = int(os.environ["MIRACCL_RANK"])
     os.environ.update(environ.get(str(rank), {}))
-    mine = [name for name in refuse if ":" not in name] + [n.partition(":")[2] for n in refuse if n.startswith(f"{rank}:")]
-    cuda = FakeCuda(refuse=mine, access=lambda a, b: [a, b] not in [list(pair) for pair in deny]).install()
+    mine = [name for name in refuse if ":" not in name] + [
+        n.partition(":")[2] for n in refuse if n.startswith(f"{rank}:")
+    ]
+    cuda = FakeCuda(
+        refuse=mine, access=lambda a, b: [a, b] not in [list(pair) for pair in deny]
+    ).install()
     with session() as world:
         gpu = Gpu(rank % int(os.environ.get("TEST_GPUS", "8")))
         opened = len(os.listdir("/proc/self/fd"))

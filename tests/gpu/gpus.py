@@ -26,7 +26,10 @@ ON_GPUS = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,
     NEEDS_GPU,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the ranks of these tests make their tensors with PyTorch"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None,
+        reason="the ranks of these tests make their tensors with PyTorch",
+    ),
 ]
 
 

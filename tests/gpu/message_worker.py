@@ -78,11 +78,15 @@ class Rank:
         torch = self.torch
         generator = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
         whole = torch.zeros(nbytes + offset, dtype=torch.uint8, device="cuda")
-        whole[offset:] = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda", generator=generator)
+        whole[offset:] = torch.randint(
+            0, 256, (nbytes,), dtype=torch.uint8, device="cuda", generator=generator
+        )
         return whole[offset:]
 
     def zeros(self, nbytes: int, offset: int = 0) -> Any:
-        return self.torch.full((nbytes + offset,), 0x5A, dtype=self.torch.uint8, device="cuda")[offset:]
+        return self.torch.full((nbytes + offset,), 0x5A, dtype=self.torch.uint8, device="cuda")[
+            offset:
+        ]
 
     def same(self, got: Any, want: Any, what: str) -> None:
         self.device.check()
@@ -94,10 +98,16 @@ class Rank:
     def sizes(self) -> None:
         """A ring of sendrecv for every size and several addresses."""
         for size in SIZES:
-            for offset, out_offset in ((0, 0), (1, 0), (2, 4), (8, 3)) if size < 1_000_000 else ((0, 0), (8, 4)):
+            for offset, out_offset in (
+                ((0, 0), (1, 0), (2, 4), (8, 3)) if size < 1_000_000 else ((0, 0), (8, 4))
+            ):
                 x, out = self.bytes_of(self.rank, size, size, offset), self.zeros(size, out_offset)
                 self.comm.sendrecv(x, self.right, out, self.left)
-                self.same(out, self.bytes_of(self.left, size, size), f"{size} bytes at {offset} and {out_offset}")
+                self.same(
+                    out,
+                    self.bytes_of(self.left, size, size),
+                    f"{size} bytes at {offset} and {out_offset}",
+                )
 
     def all_pairs(self) -> None:
         """Everything at once, sends first, in one launch; repeated, so that rings are used again."""
@@ -112,7 +122,11 @@ class Rank:
                     for r in range(n):
                         self.comm.recv(outs[r], r)
                 for r in range(n):
-                    self.same(outs[r], self.bytes_of(r * n + self.rank, size + self.rank, seed), f"{size} bytes from {r}")
+                    self.same(
+                        outs[r],
+                        self.bytes_of(r * n + self.rank, size + self.rank, seed),
+                        f"{size} bytes from {r}",
+                    )
 
     def many(self) -> None:
         """More messages than the arguments of a launch hold, twice without waiting; and the same from a graph."""
@@ -171,9 +185,16 @@ class Rank:
                 for source, target in ((short, got), (x, out), (short, got)):
                     comm.send(source, self.right)
                     comm.recv(target, self.left)
-            self.same(out, self.bytes_of(self.left, size, size), f"{size} bytes at {offset} and {out_offset}")
+            self.same(
+                out,
+                self.bytes_of(self.left, size, size),
+                f"{size} bytes at {offset} and {out_offset}",
+            )
             self.same(got, self.bytes_of(self.left, 1000, 1), "1000 bytes beside")
-        x, outs = self.bytes_of(self.rank, big), [self.zeros(big) for _ in range(self.nranks if self.rank == 0 else 0)]
+        x, outs = (
+            self.bytes_of(self.rank, big),
+            [self.zeros(big) for _ in range(self.nranks if self.rank == 0 else 0)],
+        )
         with miraccl.group():
             comm.send(x, 0)
             for r, out in enumerate(outs):
@@ -211,13 +232,22 @@ class Rank:
             self.same(comm.all_gather_v(x, counts), every, "all_gather_v")
             placed = self.zeros(total)
             placed[begin : begin + mine] = x
-            self.same(comm.all_gather_v(placed[begin : begin + mine], counts, placed), every, "all_gather_v in place")
+            self.same(
+                comm.all_gather_v(placed[begin : begin + mine], counts, placed),
+                every,
+                "all_gather_v in place",
+            )
             for root in {0, n - 1}:
                 found = comm.gather_v(x, counts, root)
                 assert (found is None) == (self.rank != root)
                 if found is not None:
                     self.same(found, every, "gather_v")
-                share = comm.scatter_v(every if self.rank == root else None, counts, root, None if self.rank == root else self.zeros(mine))
+                share = comm.scatter_v(
+                    every if self.rank == root else None,
+                    counts,
+                    root,
+                    None if self.rank == root else self.zeros(mine),
+                )
                 self.same(share, x, "scatter_v")
             values = torch.arange(total, device="cuda", dtype=torch.float32) + self.rank
             share = comm.reduce_scatter_v(values, counts)
@@ -225,8 +255,18 @@ class Rank:
             self.same(share, want[begin : begin + mine], "reduce_scatter_v")
         sends = [1000 * self.rank + r for r in range(n)]
         receives = [1000 * r + self.rank for r in range(n)]
-        x = torch.cat([torch.full((c,), 10 * self.rank + r, dtype=torch.int32, device="cuda") for r, c in enumerate(sends)])
-        want = torch.cat([torch.full((c,), 10 * r + self.rank, dtype=torch.int32, device="cuda") for r, c in enumerate(receives)])
+        x = torch.cat(
+            [
+                torch.full((c,), 10 * self.rank + r, dtype=torch.int32, device="cuda")
+                for r, c in enumerate(sends)
+            ]
+        )
+        want = torch.cat(
+            [
+                torch.full((c,), 10 * r + self.rank, dtype=torch.int32, device="cuda")
+                for r, c in enumerate(receives)
+            ]
+        )
         self.same(comm.all_to_all_v(x, sends, receives), want, "all_to_all_v")
         gathered = comm.gather(torch.full((4,), self.rank, device="cuda"), 1)
         shares = torch.arange(4 * n, device="cuda") if self.rank == 0 else None
@@ -273,7 +313,10 @@ class Rank:
             y = x * 2
             self.same(y, torch.full_like(y, n * (n + 1)), "all_reduce in the background")
             del other
-        a, b = torch.full((3,), self.rank, device="cuda"), torch.empty(3, dtype=torch.int64, device="cuda")
+        a, b = (
+            torch.full((3,), self.rank, device="cuda"),
+            torch.empty(3, dtype=torch.int64, device="cuda"),
+        )
         works = [comm.send(a, self.right, async_op=True), comm.recv(b, self.left, async_op=True)]
         assert works[1].synchronize(self.timeout) is b
         assert works[1].done()
@@ -283,7 +326,11 @@ class Rank:
             getattr(comm, kind)(x, async_op=True).wait()
         works[0].wait()
         del works
-        graph, stream, x = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros(1000, device="cuda")
+        graph, stream, x = (
+            torch.cuda.CUDAGraph(),
+            torch.cuda.Stream(),
+            torch.zeros(1000, device="cuda"),
+        )
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.graph(graph, stream=stream):
             x += 1
@@ -337,7 +384,10 @@ class Rank:
         """No test: what sendrecv in a ring takes, in a graph and plain."""
         torch, lines = self.torch, []
         for size in (16, 16 << 10, 256 << 10, 4 << 20, 64 << 20, 1 << 30):
-            x, out = torch.zeros(size, dtype=torch.uint8, device="cuda"), torch.zeros(size, dtype=torch.uint8, device="cuda")
+            x, out = (
+                torch.zeros(size, dtype=torch.uint8, device="cuda"),
+                torch.zeros(size, dtype=torch.uint8, device="cuda"),
+            )
             repeat = 50 if size <= 4 << 20 else 5
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             self.comm.sendrecv(x, self.right, out, self.left)
@@ -365,7 +415,9 @@ class Rank:
             plan = self.device.last_plan
             assert plan is not None
             shape = f"{plan.proto} {plan.blocks} x {getattr(plan, 'threads', 0)}"
-            lines.append(f"sendrecv {size:>11} bytes: {us:9.2f} us {size / us / 1e3:7.1f} GB/s, host {host:.2f} us, {shape}")
+            lines.append(
+                f"sendrecv {size:>11} bytes: {us:9.2f} us {size / us / 1e3:7.1f} GB/s, host {host:.2f} us, {shape}"
+            )
         return "\n".join(lines)
 
     # ---- cases that break the communicator
@@ -388,7 +440,11 @@ class Rank:
         one, many = torch.ones(1, device="cuda"), torch.ones(3, device="cuda")
 
         def scatter(value: float, root: int) -> None:
-            comm.scatter(torch.full((self.nranks,), float(value), device="cuda") if mine == root else None, root, one)
+            comm.scatter(
+                torch.full((self.nranks,), float(value), device="cuda") if mine == root else None,
+                root,
+                one,
+            )
 
         def gather(root: int) -> None:
             comm.gather(one, root)

@@ -15,7 +15,19 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import one_sided
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import barrier, copy, get, inp, one_channel, others, out, put, scratch, signal, wait
+from miraccl.schedule.steps import (
+    barrier,
+    copy,
+    get,
+    inp,
+    one_channel,
+    others,
+    out,
+    put,
+    scratch,
+    signal,
+    wait,
+)
 from miraccl.types import Collective, RedOp
 from tests.gpu.emulated_faults import outcome
 from tests.gpu.emulated_ranks import Part, Rank, same
@@ -46,10 +58,22 @@ def register() -> None:
             yield copy(scratch(peer), out(peer))
         yield copy(inp(rank), out(rank))
 
-    def add(name: str, collective: Collective, steps: Callable[[int, int], Iterator[Step]], chunks: Callable[[int], int]) -> None:
-        @catalog.register(name, collectives=[collective], sentence="For a test.", needs_addressable_memory=True)
+    def add(
+        name: str,
+        collective: Collective,
+        steps: Callable[[int, int], Iterator[Step]],
+        chunks: Callable[[int], int],
+    ) -> None:
+        @catalog.register(
+            name, collectives=[collective], sentence="For a test.", needs_addressable_memory=True
+        )
         def build(asked: Collective, nranks: int, root: int) -> Schedule:
-            return one_channel(name, asked, (steps(rank, nranks) for rank in range(nranks)), scratch_chunks=chunks(nranks))
+            return one_channel(
+                name,
+                asked,
+                (steps(rank, nranks) for rank in range(nranks)),
+                scratch_chunks=chunks(nranks),
+            )
 
     if "gets" not in catalog.names():
         add("gets", Collective.ALL_GATHER, gather, lambda _: 0)
@@ -89,7 +113,11 @@ def two_shot_put() -> None:
         total = sum(me.data(r, COUNT) for r in range(n))
         for at in (0, 64, 3):  # the last on no boundary of 16 bytes
             x, y = me.part(first, at, me.data(me.rank, COUNT)), me.part(second, at, np.zeros(COUNT))
-            for op, want in ((RedOp.SUM, total), (RedOp.AVG, total / np.float32(n)), (RedOp.MAX, me.data(n - 1, COUNT))):
+            for op, want in (
+                (RedOp.SUM, total),
+                (RedOp.AVG, total / np.float32(n)),
+                (RedOp.MAX, me.data(n - 1, COUNT)),
+            ):
                 comm.all_reduce(x, y, op, stream=0)
                 me.synchronize()
                 np.testing.assert_allclose(y.array, want, rtol=1e-6)
@@ -103,15 +131,21 @@ def two_shot_put() -> None:
         world.barrier("cleared")
         comm.all_gather(share, whole, stream=0)  # only outputs are addressed
         me.synchronize()
-        np.testing.assert_array_equal(whole.array, np.concatenate([me.data(r, COUNT) for r in range(n)]))
+        np.testing.assert_array_equal(
+            whole.array, np.concatenate([me.data(r, COUNT) for r in range(n)])
+        )
         mine = me.zeros(COUNT)
         comm.reduce_scatter(whole, mine, stream=0)  # only inputs
         me.synchronize()
         same(mine, n * me.data(me.rank, COUNT))
         small = me.put(np.ones(10))
-        with pytest.raises(InvalidUsage, match="ranks address each other's input, and this one is in no window"):
+        with pytest.raises(
+            InvalidUsage, match="ranks address each other's input, and this one is in no window"
+        ):
             comm.all_reduce(small, stream=0)
-        with pytest.raises(InvalidUsage, match="ranks address each other's output, and this one is in no window"):
+        with pytest.raises(
+            InvalidUsage, match="ranks address each other's output, and this one is in no window"
+        ):
             comm.all_reduce(me.part(first, 0, np.ones(10)), me.zeros(10), stream=0)
         comm.broadcast(small, stream=0)  # which that algorithm does not know
         me.synchronize()
@@ -128,7 +162,11 @@ def many_places() -> None:
 
         def places() -> list[int]:
             assert isinstance(comm._device, DeviceCommunicator)
-            return [len(launch._launches) for launch in comm._device._launches.values() if isinstance(launch, one_sided.OneSidedLaunch)]
+            return [
+                len(launch._launches)
+                for launch in comm._device._launches.values()
+                if isinstance(launch, one_sided.OneSidedLaunch)
+            ]
 
         found: list[int] = []
         for at in (0, 0, 4, 3, 0):
@@ -136,12 +174,13 @@ def many_places() -> None:
             world.barrier("cleared")
             comm.all_gather(share, whole, stream=0)
             me.synchronize()
-            np.testing.assert_array_equal(whole.array, np.concatenate([me.data(r, 100) for r in range(n)]))
+            np.testing.assert_array_equal(
+                whole.array, np.concatenate([me.data(r, 100) for r in range(n)])
+            )
             found += places()
             world.barrier("seen")
         assert found == [1, 1, 2, 1, 2]
         comm.finalize()
-
 
 
 def user_schedules() -> None:

@@ -25,7 +25,9 @@ def patterns(card: Card, arena: Arena) -> None:
         device_check.poison(card, array)
         assert device_check.count_wrong(card, case, array, 1, 7) == array.count, dtype
         for rank in range(3):
-            device_check.fill_input(card, case, array[rank * case.count : (rank + 1) * case.count], rank, 7)
+            device_check.fill_input(
+                card, case, array[rank * case.count : (rank + 1) * case.count], rank, 7
+            )
         host: Any = np.empty(array.count, array.dtype)
         card.read(array.address, host)
         assert data.count_wrong(case, host, data.expected_output(case, 1, 7)) == 0, dtype

@@ -20,7 +20,13 @@ def free_port() -> int:
 
 
 def environment(rank: int, nranks: int, port: int) -> dict[str, str]:
-    settings = {"RANK": rank, "WORLD_SIZE": nranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nranks, "MASTER_PORT": port}
+    settings = {
+        "RANK": rank,
+        "WORLD_SIZE": nranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": nranks,
+        "MASTER_PORT": port,
+    }
     return {
         **os.environ,
         **{name: str(value) for name, value in settings.items()},
@@ -30,7 +36,13 @@ def environment(rank: int, nranks: int, port: int) -> dict[str, str]:
     }
 
 
-def run_cases(cases: list[dict[str, Any]], nranks: int, *, timeout: float = 300.0, module: str = "tests.gpu.worker") -> list[list[str]]:
+def run_cases(
+    cases: list[dict[str, Any]],
+    nranks: int,
+    *,
+    timeout: float = 300.0,
+    module: str = "tests.gpu.worker",
+) -> list[list[str]]:
     """``answers[case][rank]``: what was wrong, or an empty string."""
     port = free_port()
     workers = [
@@ -57,7 +69,9 @@ def run_cases(cases: list[dict[str, Any]], nranks: int, *, timeout: float = 300.
             out, err = worker.communicate(timeout=timeout)
             lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
             if not lines:
-                raise AssertionError(f"rank {rank} ended with {worker.returncode} and no result:\n{err[-4000:]}")
+                raise AssertionError(
+                    f"rank {rank} ended with {worker.returncode} and no result:\n{err[-4000:]}"
+                )
             answers.append(json.loads(lines[0][7:]))
     finally:
         for worker in workers:

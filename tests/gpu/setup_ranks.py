@@ -61,7 +61,12 @@ class Rank:
         try:
             call()
         except MiracclError as error:
-            return {**seen(error), "op": error.op, "peer": error.peer, "seconds": time.monotonic() - start}
+            return {
+                **seen(error),
+                "op": error.op,
+                "peer": error.peer,
+                "seconds": time.monotonic() - start,
+            }
         return {"type": "none", "seconds": time.monotonic() - start}
 
 
@@ -128,10 +133,16 @@ def in_stages(apart: bool, what: str) -> dict[str, Any]:
 
         def passed(deadline: Deadline) -> Deadline:
             """Nobody leaves because there is no window: rank 1 must not wait for rank 0, either."""
-            return replace(deadline, at=time.monotonic()) if what == "window" and len(deadlines) > 2 else deadline
+            return (
+                replace(deadline, at=time.monotonic())
+                if what == "window" and len(deadlines) > 2
+                else deadline
+            )
 
         _at_stages(("gpu", "fabric", "direct"), third)
-        cast(Any, Door).take = lambda door, peers, deadline, *more: take(door, peers, passed(deadline), *more)
+        cast(Any, Door).take = lambda door, peers, deadline, *more: take(
+            door, peers, passed(deadline), *more
+        )
         begun = time.monotonic()
         told = clock.told(me, me.set_up if what == "set-up" else me.window)
         in_time = begun <= deadlines[0].at - CALL_S <= time.monotonic()
@@ -203,7 +214,9 @@ def two_threads(fails: bool) -> tuple[int, list[dict[str, Any]]]:
         vars_of: Any = DeviceCommunicator
         vars_of.__init__ = begin_slowly
         told: list[dict[str, Any]] = []
-        threads = [threading.Thread(target=lambda: told.append(me.told(me.set_up))) for _ in range(2)]
+        threads = [
+            threading.Thread(target=lambda: told.append(me.told(me.set_up))) for _ in range(2)
+        ]
         threads[0].start()
         assert inside.wait(LIMIT_S)
         threads[1].start()

@@ -16,7 +16,9 @@ SHOWN = 12
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ranks", nargs="?", type=int, default=2)
-    parser.add_argument("--match", default="", help="only cases whose name has this regular expression in it")
+    parser.add_argument(
+        "--match", default="", help="only cases whose name has this regular expression in it"
+    )
     parser.add_argument("--elements", type=int, help="only cases of at most so many elements")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all of them")
     options = parser.parse_args()
@@ -26,10 +28,17 @@ def main() -> None:
         cases = [case for case in cases if case["count"] <= options.elements]
     begin = time.monotonic()
     answers = run_cases(cases, options.ranks, timeout=options.timeout)
-    wrong = [(case, rank, text) for case, row in zip(cases, answers, strict=True) for rank, text in enumerate(row) if text]
+    wrong = [
+        (case, rank, text)
+        for case, row in zip(cases, answers, strict=True)
+        for rank, text in enumerate(row)
+        if text
+    ]
     for case, rank, text in wrong[:SHOWN]:
         print(f"{name_of(case)} rank {rank}: {text[-900:]}")
-    print(f"{len(cases)} cases, {options.ranks} ranks, {len(wrong)} wrong, {time.monotonic() - begin:.1f} s")
+    print(
+        f"{len(cases)} cases, {options.ranks} ranks, {len(wrong)} wrong, {time.monotonic() - begin:.1f} s"
+    )
 
 
 if __name__ == "__main__":

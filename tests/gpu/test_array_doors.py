@@ -145,7 +145,13 @@ def test_arrays_that_go_the_long_way(side: Without, make: Callable[..., Any]) ->
     side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
     x = make(zeros(12))
     for thing in wrong:
-        assert side.all_reduce(thing) == side.send(thing) == side.sendrecv(thing, x) == side.sendrecv(x, thing) == 1
+        assert (
+            side.all_reduce(thing)
+            == side.send(thing)
+            == side.sendrecv(thing, x)
+            == side.sendrecv(x, thing)
+            == 1
+        )
         assert side.all_reduce(x, thing) == 1 or thing is None
     side.driver.seen.clear()
     assert side.all_reduce(x) == side.sendrecv(x, make(zeros(12))) == 0
@@ -182,7 +188,9 @@ def test_attributes_of_another_kind(monkeypatch: pytest.MonkeyPatch, wrong: dict
     assert side.all_reduce(Array(zeros(12))) == 0
 
 
-def test_a_library_without_these_attributes_goes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_these_attributes_goes_the_long_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Other:
         size = dtype = data = None
 
@@ -234,9 +242,16 @@ def test_arrays_in_groups(side: Without, make: Callable[..., Any]) -> None:
 def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]) -> None:
     """Unlike PyTorch's, empty arrays of CuPy's have an address."""
     whole = zeros(12)
-    side.remember_messages(1, (True, 1, 12, F32), signature=move_signature(Collective.ALL_GATHER, counts=(0, 12)))
+    side.remember_messages(
+        1, (True, 1, 12, F32), signature=move_signature(Collective.ALL_GATHER, counts=(0, 12))
+    )
     for first in range(13):
-        assert side.door["all_gather_v"](make(whole[first:first]), make(whole), None, None, [0, 12], False, None) == 0
+        assert (
+            side.door["all_gather_v"](
+                make(whole[first:first]), make(whole), None, None, [0, 12], False, None
+            )
+            == 0
+        )
         assert side.driver.seen.pop()[-1] == whole.ctypes.data
 
 
@@ -258,7 +273,9 @@ def test_references_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- beside PyTorch
 
 
-def test_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]) -> None:
+def test_tensors_and_arrays(
+    monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]
+) -> None:
     """Whichever library comes first: one table of launches, and each array in the current stream of its library. That of PyTorch's
     tensors is asked of compiled code where doors knew of PyTorch at the first operation."""
     torch = torch_with_doors()
@@ -289,11 +306,18 @@ def test_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, library: tuple[Any,
         assert side.all_reduce(things[second]) == 1
         modules[second] = {"torch": torch, "cupy": cupy}[second]
         side.doors.learn_types()
-        assert side.all_reduce(tensor) == side.all_reduce(array) == side.all_reduce(tensor, make(zeros(12))) == 0
+        assert (
+            side.all_reduce(tensor)
+            == side.all_reduce(array)
+            == side.all_reduce(tensor, make(zeros(12)))
+            == 0
+        )
         assert set(asked) == ({"cupy"} if first == "torch" else {"cupy", "torch"})
 
 
-def test_each_in_the_stream_of_its_library(monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]) -> None:
+def test_each_in_the_stream_of_its_library(
+    monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]
+) -> None:
     """That of the first array that is used."""
     torch, (cupy, make) = torch_with_doors(), library
     monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules={"torch": torch, "cupy": cupy}))
@@ -302,8 +326,12 @@ def test_each_in_the_stream_of_its_library(monkeypatch: pytest.MonkeyPatch, libr
     side.remember(Collective.ALL_REDUCE, F32, 12)
     side.remember_messages(1, (False, 1, 12, F32))
     side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
-    side.remember_messages(3, (True, 1, 12, F32), signature=move_signature(Collective.SCATTER, 1, (12, 12)))
-    side.remember_messages(4, (False, 1, 12, F32), signature=move_signature(Collective.GATHER, 1, (12, 12)))
+    side.remember_messages(
+        3, (True, 1, 12, F32), signature=move_signature(Collective.SCATTER, 1, (12, 12))
+    )
+    side.remember_messages(
+        4, (False, 1, 12, F32), signature=move_signature(Collective.GATHER, 1, (12, 12))
+    )
     calls: list[Callable[[], int]] = [
         lambda: side.all_reduce(array, tensor),
         lambda: side.send(array),
@@ -312,7 +340,9 @@ def test_each_in_the_stream_of_its_library(monkeypatch: pytest.MonkeyPatch, libr
         lambda: side.door["gather"](array, None, 1, None, None, False, None),
         lambda: side.door["reduce_scatter_v"](blocks, array, RedOp.SUM, False, None, [12, 12]),
     ]
-    assert [call() for call in calls] == [1] * len(calls)  # the last operation was in stream 0; there is no event to follow it
+    assert [call() for call in calls] == [1] * len(
+        calls
+    )  # the last operation was in stream 0; there is no event to follow it
     assert side.all_reduce(tensor, array) == 0
     side.doors.stream = 5
     assert side.all_reduce(tensor, array) == 1

@@ -43,9 +43,21 @@ CIRCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
     # ranks, messages to which one side comes, the circle that each rank reports
     "receives": (2, [Send(1, 0, 40, half=0), Send(0, 1, 4000, half=1)], {0: [0, 1], 1: [1, 0]}),
     "sends": (2, [Send(0, 1, LONG, half=0), Send(1, 0, LONG, half=1)], {0: [0, 1], 1: [1, 0]}),
-    "a ring of receives": (4, [Send((r + 1) % 4, r, 40, half=r) for r in range(4)], {r: [(r + i) % 4 for i in range(4)] for r in range(4)}),
-    "a ring of sends": (3, [Send(r, (r + 1) % 3, LONG, half=r) for r in range(3)], {r: [(r + i) % 3 for i in range(3)] for r in range(3)}),
-    "of both": (3, [Send(0, 1, LONG, half=0), Send(2, 1, 9, half=1), Send(0, 2, 9, half=2)], {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]}),
+    "a ring of receives": (
+        4,
+        [Send((r + 1) % 4, r, 40, half=r) for r in range(4)],
+        {r: [(r + i) % 4 for i in range(4)] for r in range(4)},
+    ),
+    "a ring of sends": (
+        3,
+        [Send(r, (r + 1) % 3, LONG, half=r) for r in range(3)],
+        {r: [(r + i) % 3 for i in range(3)] for r in range(3)},
+    ),
+    "of both": (
+        3,
+        [Send(0, 1, LONG, half=0), Send(2, 1, 9, half=1), Send(0, 2, 9, half=2)],
+        {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1]},
+    ),
     "with a group": (
         3,
         [Send(1, 0, 9, half=0), Send(0, 1, 9, half=1), Send(1, 2, LONG), Send(2, 1, LONG)],
@@ -54,9 +66,15 @@ CIRCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize(("frame", "pool"), [(Frame.LINE, False), (Frame.PAIR, False), (Frame.LINE, True)], ids=["line", "pair", "bulk"])
+@pytest.mark.parametrize(
+    ("frame", "pool"),
+    [(Frame.LINE, False), (Frame.PAIR, False), (Frame.LINE, True)],
+    ids=["line", "pair", "bulk"],
+)
 @pytest.mark.parametrize("case", CIRCLES)
-def test_ranks_that_wait_for_one_another_are_told(monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Frame) -> None:
+def test_ranks_that_wait_for_one_another_are_told(
+    monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Frame
+) -> None:
     """Long before the deadline, also after messages that were right."""
     nranks, sends, circles = CIRCLES[case]
     if pool:
@@ -66,7 +84,9 @@ def test_ranks_that_wait_for_one_another_are_told(monkeypatch: pytest.MonkeyPatc
         right_before = [send for send in before if max(send.src, send.dst) < nranks]
         assert [text for text in run(where, few(nranks, frame), right_before) if text] == []
     run(where, few(nranks, frame), sends)
-    assert where.errors() == [layout.ERROR_CIRCLE if rank in circles else 0 for rank in range(nranks)]
+    assert where.errors() == [
+        layout.ERROR_CIRCLE if rank in circles else 0 for rank in range(nranks)
+    ]
     assert {rank: circle_of(where, rank) for rank in circles} == circles
 
 
@@ -95,7 +115,10 @@ def test_what_was_said_of_a_wait_that_has_ended_closes_no_circle() -> None:
     where = Machine(2, timeout_s=0.5)
     run(where, rules(2), [Send(1, 0, 40)], only=[0])
     assert where.errors() == [layout.ERROR_TIMEOUT, 0]
-    for words in (*where.host, where.memory[0][layout.STATE_OFFSET + 8 * layout.STATE_STOPPED :][:8]):
+    for words in (
+        *where.host,
+        where.memory[0][layout.STATE_OFFSET + 8 * layout.STATE_STOPPED :][:8],
+    ):
         words[:] = 0  # as if the wait had not ended by its deadline
     where.timeout_ns = int(20e9)
     assert [text for text in run(where, rules(2), [Send(1, 0, 40)]) if text] == []
@@ -120,7 +143,10 @@ def test_nothing_is_sent_behind_a_wait_that_has_failed(signature: int) -> None:
 SIZES = (0, 9, 40, 1000, 4999, 20_000, 60_000)
 
 
-OFTEN = {"++w.spins >= WARP_SPINS_BEFORE_CHECK": "++w.spins >= 2", "++w.spins < SPINS_BEFORE_CHECK": "++w.spins < 3"}
+OFTEN = {
+    "++w.spins >= WARP_SPINS_BEFORE_CHECK": "++w.spins >= 2",
+    "++w.spins < SPINS_BEFORE_CHECK": "++w.spins < 3",
+}
 
 
 @pytest.fixture
@@ -163,15 +189,23 @@ def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
 
     with ThreadPoolExecutor(nranks) as ranks:
         list(ranks.map(follow, programs))
-    wrong = sum(not np.array_equal(source, target) for source, target in zip(sources, targets, strict=True))
-    return f"seed {seed}: errors {where.errors()}, {wrong} messages wrong" if wrong or any(where.errors()) else ""
+    wrong = sum(
+        not np.array_equal(source, target) for source, target in zip(sources, targets, strict=True)
+    )
+    return (
+        f"seed {seed}: errors {where.errors()}, {wrong} messages wrong"
+        if wrong or any(where.errors())
+        else ""
+    )
 
 
 @pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
 @pytest.mark.parametrize("weak", [False, True])
 @pytest.mark.parametrize("flaw", [("", "")], indirect=True, ids=["none"])
 @pytest.mark.usefixtures("flaw")
-def test_programs_that_end_are_in_no_circle(monkeypatch: pytest.MonkeyPatch, weak: bool, pool: bool) -> None:
+def test_programs_that_end_are_in_no_circle(
+    monkeypatch: pytest.MonkeyPatch, weak: bool, pool: bool
+) -> None:
     if pool:
         shrink_pool(monkeypatch)
     for seed in range(1, 9):

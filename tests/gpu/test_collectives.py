@@ -53,7 +53,9 @@ def test_streams_communicators_and_windows(nranks: int) -> None:
     scenes = ["streams", "windows", "one_sided"]
     if nranks <= GPUS:  # ranks that share a GPU cannot both fill it
         scenes.append("communicators")
-    assert run_cases([{"scene": scene} for scene in scenes], nranks) == [[""] * nranks] * len(scenes)
+    assert run_cases([{"scene": scene} for scene in scenes], nranks) == [[""] * nranks] * len(
+        scenes
+    )
 
 
 def test_communicator_takes_tensors() -> None:

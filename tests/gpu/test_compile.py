@@ -11,7 +11,15 @@ import pytest
 from miraccl.errors import MiracclError, MissingDependency
 from miraccl.executor.cuda import layout, toolkit
 from miraccl.executor.cuda.messages import LaneRules
-from miraccl.executor.cuda.source import FAMILIES, PACKET_MODES, SHOTS, Frame, KernelSpec, fan_of, write_source
+from miraccl.executor.cuda.source import (
+    FAMILIES,
+    PACKET_MODES,
+    SHOTS,
+    Frame,
+    KernelSpec,
+    fan_of,
+    write_source,
+)
 from miraccl.tools.perf import card
 from miraccl.types import DType, RedOp
 
@@ -25,15 +33,42 @@ pytestmark = pytest.mark.skipif(not ARCHS, reason=f"no NVRTC: {REASON}")
 MOVES = ("all_gather", "all_to_all", "broadcast", "broadcast_chain", "broadcast_tree")
 
 
-FLOATS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
-FRAMES = (*((dtype, Frame.WORD) for dtype in FLOATS), (DType.INT8, Frame.PAIR), (DType.INT64, Frame.MASK))
+FLOATS = (
+    DType.FLOAT32,
+    DType.BFLOAT16,
+    DType.FLOAT16,
+    DType.FLOAT64,
+    DType.FLOAT8_E4M3,
+    DType.FLOAT8_E5M2,
+)
+FRAMES = (
+    *((dtype, Frame.WORD) for dtype in FLOATS),
+    (DType.INT8, Frame.PAIR),
+    (DType.INT64, Frame.MASK),
+)
 
 
 def packets(
-    mode: str, dtype: DType, frame: Frame, nranks: int = 4, op: RedOp = RedOp.SUM, single: bool = False, fan: int = 1
+    mode: str,
+    dtype: DType,
+    frame: Frame,
+    nranks: int = 4,
+    op: RedOp = RedOp.SUM,
+    single: bool = False,
+    fan: int = 1,
 ) -> KernelSpec:
     reduces = mode not in MOVES
-    return KernelSpec(family="packets", mode=mode, nranks=nranks, dtype=dtype, op=op, frame=frame, reduces=reduces, single=single, fan=fan)
+    return KernelSpec(
+        family="packets",
+        mode=mode,
+        nranks=nranks,
+        dtype=dtype,
+        op=op,
+        frame=frame,
+        reduces=reduces,
+        single=single,
+        fan=fan,
+    )
 
 
 def fans(mode: str, dtype: DType, frame: Frame, nranks: int) -> KernelSpec:
@@ -42,19 +77,40 @@ def fans(mode: str, dtype: DType, frame: Frame, nranks: int) -> KernelSpec:
 
 
 def messages(nranks: int) -> list[KernelSpec]:
-    every = (LaneRules(nranks=nranks, multiprocessors=128, frame=frame) for frame in (Frame.LINE, Frame.PAIR))
-    rooms = ((False, layout.few_bytes(nranks)), (False, layout.MANY_BYTES), (True, layout.MANY_BYTES))
+    every = (
+        LaneRules(nranks=nranks, multiprocessors=128, frame=frame)
+        for frame in (Frame.LINE, Frame.PAIR)
+    )
+    rooms = (
+        (False, layout.few_bytes(nranks)),
+        (False, layout.MANY_BYTES),
+        (True, layout.MANY_BYTES),
+    )
     return [rules.spec(bulk, room) for rules in every for bulk, room in rooms]
 
 
 def few() -> list[KernelSpec]:
     """Every file, frame and type once."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
-    found += [packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True), packets("all_to_all", DType.UINT8, Frame.PAIR, single=True)]
-    found += [replace(packets("two_shot", dtype, frame, 3), in_parts=True) for dtype, frame in FRAMES[-3:]]
-    found += [fans("two_shot", DType.BFLOAT16, Frame.WORD, 4), fans("all_to_all", DType.UINT8, Frame.PAIR, 8)]
-    found += [packets("broadcast_chain", DType.UINT8, Frame.MASK), packets("ring", DType.BFLOAT16, Frame.WORD)]
-    found += [packets("all_reduce_tree", dtype, frame) for dtype, frame in ((DType.BFLOAT16, Frame.WORD), FRAMES[-1])]
+    found += [
+        packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True),
+        packets("all_to_all", DType.UINT8, Frame.PAIR, single=True),
+    ]
+    found += [
+        replace(packets("two_shot", dtype, frame, 3), in_parts=True) for dtype, frame in FRAMES[-3:]
+    ]
+    found += [
+        fans("two_shot", DType.BFLOAT16, Frame.WORD, 4),
+        fans("all_to_all", DType.UINT8, Frame.PAIR, 8),
+    ]
+    found += [
+        packets("broadcast_chain", DType.UINT8, Frame.MASK),
+        packets("ring", DType.BFLOAT16, Frame.WORD),
+    ]
+    found += [
+        packets("all_reduce_tree", dtype, frame)
+        for dtype, frame in ((DType.BFLOAT16, Frame.WORD), FRAMES[-1])
+    ]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
     found.append(KernelSpec(family="scale", nranks=2, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))
     found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
@@ -65,15 +121,29 @@ def many() -> list[KernelSpec]:
     """Every mode, too, and the largest number of ranks."""
     found = []
     for mode, files in PACKET_MODES.items():
-        frames = ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.MASK)) if mode in MOVES else FRAMES[-3:]
+        frames = (
+            ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.MASK)) if mode in MOVES else FRAMES[-3:]
+        )
         found += [packets(mode, dtype, frame) for dtype, frame in frames]
-        found += [packets(mode, *frames[0], single=True), fans(mode, *frames[0], 3)] if files is SHOTS else []
-    found += [packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM), packets("two_shot", DType.BFLOAT16, Frame.WORD, 8)]
+        found += (
+            [packets(mode, *frames[0], single=True), fans(mode, *frames[0], 3)]
+            if files is SHOTS
+            else []
+        )
+    found += [
+        packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM),
+        packets("two_shot", DType.BFLOAT16, Frame.WORD, 8),
+    ]
     found.append(replace(packets("two_shot", DType.BFLOAT16, Frame.WORD, 8), in_parts=True))
     found.append(packets("all_reduce_tree", DType.BFLOAT16, Frame.WORD, 8, RedOp.AVG))
-    found += [KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op) for op in (RedOp.SUM, RedOp.PREMUL_SUM)]
+    found += [
+        KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op)
+        for op in (RedOp.SUM, RedOp.PREMUL_SUM)
+    ]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
-    found.append(KernelSpec(family="steps", nranks=8, dtype=DType.FLOAT32, room=layout.STEP_ROOMS[-1]))
+    found.append(
+        KernelSpec(family="steps", nranks=8, dtype=DType.FLOAT32, room=layout.STEP_ROOMS[-1])
+    )
     return [*few(), *found, *messages(8)]
 
 
@@ -85,13 +155,17 @@ def test_kernels_compile(arch: int) -> None:
         cubin = toolkit.compile_cubin(write_source(spec, arch), arch, spec.name)
         assert cubin[:4] == b"\x7fELF", spec.name
     for itemsize in card.WIDTHS:
-        assert toolkit.compile_cubin(card.source(itemsize), arch, f"perf-{itemsize}")[:4] == b"\x7fELF"
+        assert (
+            toolkit.compile_cubin(card.source(itemsize), arch, f"perf-{itemsize}")[:4] == b"\x7fELF"
+        )
 
 
 def ptx(source: str, arch: int) -> str:
     nvrtc = toolkit.bindings("nvrtc")
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
-    options = [option.encode() for option in (f"--gpu-architecture=compute_{arch}", *toolkit.OPTIONS)]
+    options = [
+        option.encode() for option in (f"--gpu-architecture=compute_{arch}", *toolkit.OPTIONS)
+    ]
     assert int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]) == 0
     text: bytes = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
     nvrtc.nvrtcGetPTX(program, text)
@@ -101,7 +175,11 @@ def ptx(source: str, arch: int) -> str:
 
 MEMORY = re.compile(r"(?<![\w.%])((?:ld|st|atom|red|fence|membar|multimem|cp|ldu)\.[\w.:]+)")
 #: of what only this GPU touches: tickets and numbers
-OWN = {"atom.relaxed.gpu.global.inc.u32", "atom.relaxed.gpu.global.add.u64", "red.relaxed.gpu.global.add.u64"}
+OWN = {
+    "atom.relaxed.gpu.global.inc.u32",
+    "atom.relaxed.gpu.global.add.u64",
+    "red.relaxed.gpu.global.add.u64",
+}
 
 
 @pytest.mark.skipif(90 not in ARCHS, reason="NVRTC does not know sm_90")
@@ -110,22 +188,38 @@ def test_what_other_gpus_see_is_stored_and_loaded_for_the_system() -> None:
     neither scopes nor caches, and one GPU with several ranks needs neither."""
     for spec in few():
         words = set(MEMORY.findall(ptx(write_source(spec, 90), 90)))
-        scoped = {word for word in words if re.search(r"\.(cta|cluster|gpu|gl|sys)\b|^(fence|membar)", word)}
+        scoped = {
+            word
+            for word in words
+            if re.search(r"\.(cta|cluster|gpu|gl|sys)\b|^(fence|membar)", word)
+        }
         assert all(".sys" in word for word in scoped - OWN), (spec.name, scoped)
-        assert not [word for word in words if ".nc" in word or word.startswith(("multimem", "cp", "ldu"))], (spec.name, words)
+        assert not [
+            word for word in words if ".nc" in word or word.startswith(("multimem", "cp", "ldu"))
+        ], (spec.name, words)
 
 
 def test_every_file_and_family_is_among_those_of_all_architectures() -> None:
-    every = {path.name for path in resources.files("miraccl.executor.cuda").joinpath("source").iterdir() if path.name.endswith(".cuh")}
+    every = {
+        path.name
+        for path in resources.files("miraccl.executor.cuda").joinpath("source").iterdir()
+        if path.name.endswith(".cuh")
+    }
     assert {name for spec in few() for name in spec.files} == every
     assert {spec.family for spec in few()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
     ("arch", "words"),
-    [(61, "of sm_70 or newer, this one is sm_61"), (70, "sm_75 to sm_121, not for sm_70.*cuda12"), (130, "not for sm_130.*--upgrade")],
+    [
+        (61, "of sm_70 or newer, this one is sm_61"),
+        (70, "sm_75 to sm_121, not for sm_70.*cuda12"),
+        (130, "not for sm_130.*--upgrade"),
+    ],
 )
-def test_what_to_install_for_other_gpus(arch: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_to_install_for_other_gpus(
+    arch: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As NVRTC 13 knows them, which has no sm_70."""
     monkeypatch.setattr(toolkit, "version", lambda: (13, 2))
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (75, 80, 90, 100, 121))
@@ -139,13 +233,17 @@ def test_only_shots_have_a_kernel_of_one_piece() -> None:
 
 
 def test_only_two_shot_has_a_kernel_in_parts() -> None:
-    with pytest.raises(ValueError, match="only two_shot on packets, of several pieces, has a kernel in parts"):
+    with pytest.raises(
+        ValueError, match="only two_shot on packets, of several pieces, has a kernel in parts"
+    ):
         replace(packets("all_reduce", DType.BFLOAT16, Frame.WORD), in_parts=True)
 
 
 def test_an_error_shows_the_compilers_words() -> None:
     with pytest.raises(toolkit.CompileError, match="undefined_thing"):
-        toolkit.compile_cubin('extern "C" __global__ void f() { undefined_thing(); }', ARCHS[-1], "broken")
+        toolkit.compile_cubin(
+            'extern "C" __global__ void f() { undefined_thing(); }', ARCHS[-1], "broken"
+        )
 
 
 def test_the_cache_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,17 @@ from miraccl.types import Collective
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("collective", [collective for collective in Collective if possible(collective, 3)])
+@pytest.mark.parametrize(
+    "collective", [collective for collective in Collective if possible(collective, 3)]
+)
 def test_every_block_arrives_once(collective: Collective, nranks: int) -> None:
     schedule = catalog.build("one_shot", collective, nranks)
     all_copies = [copies_of(schedule, rank) for rank in range(nranks)]
-    arrived = {(copy.peer, copy.target): (rank, copy.source) for rank, copies in enumerate(all_copies) for copy in copies}
+    arrived = {
+        (copy.peer, copy.target): (rank, copy.source)
+        for rank, copies in enumerate(all_copies)
+        for copy in copies
+    }
     assert len(arrived) == sum(map(len, all_copies)) == nranks * nranks
     for (peer, target), (rank, source) in arrived.items():
         assert target == rank
@@ -31,23 +37,37 @@ def test_every_block_arrives_once(collective: Collective, nranks: int) -> None:
 def test_ranks_write_to_different_peers_at_a_time(nranks: int) -> None:
     schedule = catalog.build("one_shot", Collective.ALL_GATHER, nranks)
     for place in range(nranks):
-        assert {copies_of(schedule, rank)[place].peer for rank in range(nranks)} == set(range(nranks))
+        assert {copies_of(schedule, rank)[place].peer for rank in range(nranks)} == set(
+            range(nranks)
+        )
 
 
 def test_a_rank_begins_with_itself() -> None:
-    assert copies_of(catalog.build("one_shot", Collective.ALL_GATHER, 3), 1)[0] == Copy(peer=1, source=0, target=1)
+    assert copies_of(catalog.build("one_shot", Collective.ALL_GATHER, 3), 1)[0] == Copy(
+        peer=1, source=0, target=1
+    )
 
 
 @pytest.mark.parametrize(
-    ("algo", "collective"), [("ring", Collective.ALL_GATHER), ("ring", Collective.ALL_REDUCE), ("chain", Collective.BROADCAST)]
+    ("algo", "collective"),
+    [
+        ("ring", Collective.ALL_GATHER),
+        ("ring", Collective.ALL_REDUCE),
+        ("chain", Collective.BROADCAST),
+    ],
 )
 def test_what_copy_engines_cannot_do_is_refused(algo: str, collective: Collective) -> None:
     with pytest.raises(InvalidUsage, match="copy engines"):
         copies_of(catalog.build(algo, collective, 3), 1)
 
 
-@pytest.mark.parametrize(("nranks", "none", "windows"), [(2, False, True), (2, False, False), (4, False, True), (4, True, False)])
-def test_what_copy_engines_never_take_goes_through_doors(nranks: int, none: bool, windows: bool) -> None:
+@pytest.mark.parametrize(
+    ("nranks", "none", "windows"),
+    [(2, False, True), (2, False, False), (4, False, True), (4, True, False)],
+)
+def test_what_copy_engines_never_take_goes_through_doors(
+    nranks: int, none: bool, windows: bool
+) -> None:
     """A door knows sizes, not where memory lies: it is shut where that decides."""
     gpu, kernels, comm_args = Mock(), Mock(), Mock()
     engines = CopyEngines(gpu, kernels, comm_args, Mock(nranks=nranks), Ctas(most=128, none=none))

@@ -61,7 +61,12 @@ class Gpu:
 
 class Described:
     def __init__(self, **said: Any) -> None:
-        self.__cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3} | said
+        self.__cuda_array_interface__ = {
+            "shape": (4,),
+            "typestr": "<f4",
+            "data": (4096, False),
+            "version": 3,
+        } | said
 
 
 class Packed:
@@ -106,7 +111,9 @@ def view(x: Any, stream: Any = None, gpu: Any = None) -> DeviceMemory:
         (2, 2, []),
     ],
 )
-def test_the_operation_waits_for_the_stream_of_the_interface(producer: Any, stream: Any, ordered: Any) -> None:
+def test_the_operation_waits_for_the_stream_of_the_interface(
+    producer: Any, stream: Any, ordered: Any
+) -> None:
     """Version 3 of the interface; 1 is the legacy default stream."""
     gpu = Gpu()
     view(Described(stream=producer), stream, gpu)
@@ -129,13 +136,17 @@ def test_arrays_of_cupy_name_the_current_stream(monkeypatch: pytest.MonkeyPatch)
     assert memory.kinds == {}
 
 
-def test_the_current_stream_is_that_of_a_library_that_came_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_stream_is_that_of_a_library_that_came_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As one that a program imports after its first operation."""
     for name in ("torch", "cupy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     ask = find_current_stream()
     assert ask(0) == 0
-    streams = types.SimpleNamespace(get_current_stream=lambda ordinal: types.SimpleNamespace(ptr=5 + ordinal))
+    streams = types.SimpleNamespace(
+        get_current_stream=lambda ordinal: types.SimpleNamespace(ptr=5 + ordinal)
+    )
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=streams))
     assert ask(0) == find_current_stream()(0) == 5
     assert ask(3) == find_current_stream()(3) == 8  # of that GPU, whichever is current
@@ -169,9 +180,25 @@ def test_an_owner_of_a_stream_is_kept_beside_who_borrows_it() -> None:
     assert ends == ["stream"]
 
 
-@pytest.mark.parametrize("stream", [True, False, -1, -(1 << 62), 1 << 63, 1 << 70, 1.0, "0", types.SimpleNamespace(cuda_stream=-1)])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        True,
+        False,
+        -1,
+        -(1 << 62),
+        1 << 63,
+        1 << 70,
+        1.0,
+        "0",
+        types.SimpleNamespace(cuda_stream=-1),
+    ],
+)
 def test_streams_that_are_none_are_refused(stream: Any) -> None:
-    with pytest.raises(InvalidUsage, match="allowed are a CUstream as a number from 0 on, and objects that have one"):
+    with pytest.raises(
+        InvalidUsage,
+        match="allowed are a CUstream as a number from 0 on, and objects that have one",
+    ):
         number_of(stream)
 
 
@@ -184,13 +211,27 @@ def test_streams_that_are_none_are_refused(stream: Any) -> None:
     ],
 )
 def test_streams_that_do_not_tell_their_number_are_refused(said: dict[str, Any]) -> None:
-    with pytest.raises(InvalidUsage, match=r"stream is namespace.*, which gives no number: (Type|Value|Index)Error"):
+    with pytest.raises(
+        InvalidUsage, match=r"stream is namespace.*, which gives no number: (Type|Value|Index)Error"
+    ):
         number_of(types.SimpleNamespace(**said))
 
 
 def test_streams_of_all_makes() -> None:
-    named = [types.SimpleNamespace(cuda_stream=5), types.SimpleNamespace(ptr=5), types.SimpleNamespace(__cuda_stream__=lambda: (0, 5))]
-    assert [number_of(stream) for stream in (0, 1, 5, (1 << 63) - 1, *named)] == [0, 1, 5, (1 << 63) - 1, 5, 5, 5]
+    named = [
+        types.SimpleNamespace(cuda_stream=5),
+        types.SimpleNamespace(ptr=5),
+        types.SimpleNamespace(__cuda_stream__=lambda: (0, 5)),
+    ]
+    assert [number_of(stream) for stream in (0, 1, 5, (1 << 63) - 1, *named)] == [
+        0,
+        1,
+        5,
+        (1 << 63) - 1,
+        5,
+        5,
+        5,
+    ]
 
 
 def test_outputs_wait_in_the_stream_of_the_operation() -> None:
@@ -223,17 +264,27 @@ class Freed(Packed):
 
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
-        tensor = DLTensor.from_address(pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR)
+        tensor = DLTensor.from_address(
+            pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR
+        )
         tensor.data, tensor.byte_offset = None, 8
         return capsule
 
 
 def test_arrays_without_memory_are_refused() -> None:
-    for thing in (Described(data=(0, False)), Described(data=(None, False)), Freed(np.zeros(4, np.float32))):
+    for thing in (
+        Described(data=(0, False)),
+        Described(data=(None, False)),
+        Freed(np.zeros(4, np.float32)),
+    ):
         with pytest.raises(InvalidUsage, match="a test: x has 4 elements, but no memory"):
             view(thing)
     assert not memory.kinds
-    for empty in (Described(data=(0, False), shape=(3, 0)), Described(data=(None, False), shape=(0,)), Freed(np.zeros(0, np.float32))):
+    for empty in (
+        Described(data=(0, False), shape=(3, 0)),
+        Described(data=(None, False), shape=(0,)),
+        Freed(np.zeros(0, np.float32)),
+    ):
         assert view(empty).count == 0
 
 
@@ -247,7 +298,10 @@ def test_tensors_whose_storage_was_freed_are_refused() -> None:
     assert [view(part, gpu=gpu).address for part in parts] == [part.data_ptr() for part in parts]
     whole.untyped_storage().resize_(0)
     for part in parts:
-        with pytest.raises(InvalidUsage, match=f"a test: x has {part.numel()} elements, but no memory .has its storage been freed"):
+        with pytest.raises(
+            InvalidUsage,
+            match=f"a test: x has {part.numel()} elements, but no memory .has its storage been freed",
+        ):
             view(part, gpu=gpu)
     assert view(whole[:0], gpu=gpu).count == 0
 
@@ -285,22 +339,35 @@ def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> N
     with pytest.raises(InvalidUsage, match=f"an array has a __cuda_array_interface__ .*{words}"):
         memory.ordinal_of(given)
     if not said.keys() & {"strides", "stream"}:  # may be left out
-        with pytest.raises(InvalidUsage, match=f"x has a __cuda_array_interface__ whose {next(iter(said))} is None"):
+        with pytest.raises(
+            InvalidUsage, match=f"x has a __cuda_array_interface__ whose {next(iter(said))} is None"
+        ):
             view(lacking)
     assert not memory.kinds
 
 
 @pytest.mark.parametrize(
     ("said", "count"),
-    [({"shape": (1 << 60,)}, 1 << 60), ({"shape": (1 << 31, 1 << 31, 4)}, 1 << 64), ({"shape": (1 << 58,), "typestr": "|i1"}, 1 << 58)],
+    [
+        ({"shape": (1 << 60,)}, 1 << 60),
+        ({"shape": (1 << 31, 1 << 31, 4)}, 1 << 64),
+        ({"shape": (1 << 58,), "typestr": "|i1"}, 1 << 58),
+    ],
     ids=str,
 )
 def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], count: int) -> None:
-    with pytest.raises(InvalidUsage, match=f"a test: x is said to have {count} elements of .*; a process addresses {1 << 57} bytes"):
+    with pytest.raises(
+        InvalidUsage,
+        match=f"a test: x is said to have {count} elements of .*; a process addresses {1 << 57} bytes",
+    ):
         view(Described(**said))
-    with pytest.raises(InvalidUsage, match=f"a test: x is said to have {1 << 60} elements of float32"):
+    with pytest.raises(
+        InvalidUsage, match=f"a test: x is said to have {1 << 60} elements of float32"
+    ):
         view(Endless(np.zeros(4, np.float32)))
-    with pytest.raises(InvalidUsage, match=r"a test: x gives no DLPack tensor: 1 axes, shape \[-4\]"):
+    with pytest.raises(
+        InvalidUsage, match=r"a test: x gives no DLPack tensor: 1 axes, shape \[-4\]"
+    ):
         view(Endless(np.zeros(4, np.float32), -4))
     assert view(Described(shape=(1 << 55,))).count == 1 << 55
     assert Endless not in memory.kinds
@@ -315,12 +382,19 @@ class Endless(Packed):
 
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
-        DLTensor.from_address(pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR).shape[0] = self.length
+        DLTensor.from_address(
+            pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR
+        ).shape[0] = self.length
         return capsule
 
 
-@pytest.mark.parametrize(("shape", "strides"), [((0, 4), (7, 7)), ((4, 0), (0, 0)), ((0,), (-4,)), ((2, 0, 3), (1, 2, 3))])
-def test_steps_of_nothing_are_not_looked_at(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((0, 4), (7, 7)), ((4, 0), (0, 0)), ((0,), (-4,)), ((2, 0, 3), (1, 2, 3))],
+)
+def test_steps_of_nothing_are_not_looked_at(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
     """As with DLPack, and with NumPy on CPUs."""
     assert view(Described(shape=shape, strides=strides)) == DeviceMemory(4096, 0, DType.FLOAT32)
 
@@ -331,7 +405,9 @@ def test_bools_are_refused() -> None:
         view(Described(typestr="|b1"))
     torch, gpu = torch_with_doors(), Gpu()
     gpu.ordinal = -1
-    with pytest.raises(InvalidUsage, match=r"a test: x has dtype torch.bool; allowed are int8, uint8"):
+    with pytest.raises(
+        InvalidUsage, match=r"a test: x has dtype torch.bool; allowed are int8, uint8"
+    ):
         view(torch.zeros(4, dtype=torch.bool), gpu=gpu)
     assert view(torch.zeros(4, dtype=torch.bool).view(torch.uint8), gpu=gpu).dtype is DType.UINT8
 
@@ -342,9 +418,13 @@ def test_tensors_that_are_negated_lazily_are_refused() -> None:
     gpu.ordinal = -1
     for x in (torch._neg_view(torch.ones(4)), torch.ones(1, dtype=torch.complex64).conj().imag):
         assert x.is_contiguous()
-        with pytest.raises(InvalidUsage, match=r"a test: x is negated lazily \(is_neg\(\)\).*pass x.resolve_neg"):
+        with pytest.raises(
+            InvalidUsage, match=r"a test: x is negated lazily \(is_neg\(\)\).*pass x.resolve_neg"
+        ):
             view(x, gpu=gpu)
-        with pytest.raises(InvalidUsage, match=r"a test: x is negated lazily \(is_neg\(\)\).*pass x.resolve_neg"):
+        with pytest.raises(
+            InvalidUsage, match=r"a test: x is negated lazily \(is_neg\(\)\).*pass x.resolve_neg"
+        ):
             cpu_view(x, "x", writes=False, where="a test")
         assert view(x.resolve_neg(), gpu=gpu).count == x.numel()
 
@@ -397,9 +477,13 @@ def test_whether_an_array_lies_on_a_gpu_never_raises(thing: Any, there: bool) ->
 
 
 def test_an_interface_that_raises_is_named() -> None:
-    with pytest.raises(InvalidUsage, match="a test: x gives no __cuda_array_interface__: RuntimeError: no context"):
+    with pytest.raises(
+        InvalidUsage, match="a test: x gives no __cuda_array_interface__: RuntimeError: no context"
+    ):
         view(Raising())
-    with pytest.raises(InvalidUsage, match="an array gives no __cuda_array_interface__: RuntimeError: no context"):
+    with pytest.raises(
+        InvalidUsage, match="an array gives no __cuda_array_interface__: RuntimeError: no context"
+    ):
         memory.ordinal_of(Raising())
 
 
@@ -434,16 +518,22 @@ class Gpus:
         self.current = before
 
 
-def test_results_in_new_arrays_of_cupy_lie_where_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_in_new_arrays_of_cupy_lie_where_the_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpus = Gpus()
-    cupy = types.SimpleNamespace(ndarray=types.SimpleNamespace, empty=lambda count, dtype: (count, dtype, gpus.current))
+    cupy = types.SimpleNamespace(
+        ndarray=types.SimpleNamespace, empty=lambda count, dtype: (count, dtype, gpus.current)
+    )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     x = types.SimpleNamespace(device=gpus.at(2), dtype="f4")
     assert (memory.empty_like(x, 5, "all_gather"), gpus.current) == ((5, "f4", 2), 0)
 
 
-def test_the_current_gpu_is_the_drivers_where_no_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_gpu_is_the_drivers_where_no_library_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As that of Numba; memory that all GPUs see is of none."""
     for name in ("torch", "cupy"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -454,26 +544,68 @@ def test_the_current_gpu_is_the_drivers_where_no_library_says(monkeypatch: pytes
     cuda.install()
     assert memory.current_ordinal() == memory.ordinal_of(x) == 3
     cuda.choose(2)
-    assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (2, 3, 2)
+    assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (
+        2,
+        3,
+        2,
+    )
     cuda.cuCtxSetCurrent(None)
-    assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (0, 3, 0)
+    assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (
+        0,
+        3,
+        0,
+    )
 
 
-@pytest.mark.parametrize("dtype", ["f4", "<f4", "FLOAT32", float, "float", np.int8, np.dtype("u4"), DType.BFLOAT16, "float8_e4m3fn", None])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "f4",
+        "<f4",
+        "FLOAT32",
+        float,
+        "float",
+        np.int8,
+        np.dtype("u4"),
+        DType.BFLOAT16,
+        "float8_e4m3fn",
+        None,
+    ],
+)
 def test_windows_have_the_types_that_those_on_cpus_have(dtype: Any) -> None:
     assert NUMPY_DTYPE[_element_type(dtype)] == element_type(dtype)
 
 
-@pytest.mark.parametrize("dtype", [">f4", np.dtype(">f4"), np.dtype(">i8"), "int16", "complex64", "hello", ",,", object, "V", 7, "3f4"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        ">f4",
+        np.dtype(">f4"),
+        np.dtype(">i8"),
+        "int16",
+        "complex64",
+        "hello",
+        ",,",
+        object,
+        "V",
+        7,
+        "3f4",
+    ],
+)
 def test_windows_of_types_that_cannot_be_communicated_are_refused(dtype: Any) -> None:
-    with pytest.raises(InvalidUsage, match=r"empty: (dtype .* cannot be communicated|there is no window memory of dtype)"):
+    with pytest.raises(
+        InvalidUsage,
+        match=r"empty: (dtype .* cannot be communicated|there is no window memory of dtype)",
+    ):
         _element_type(dtype)
 
 
 def test_what_is_no_interface_is_refused() -> None:
     thing = Described()
     thing.__cuda_array_interface__ = [4096]  # type: ignore[assignment]
-    with pytest.raises(InvalidUsage, match="x has a __cuda_array_interface__ that is a list; it is a dict"):
+    with pytest.raises(
+        InvalidUsage, match="x has a __cuda_array_interface__ that is a list; it is a dict"
+    ):
         view(thing)
     with pytest.raises(InvalidUsage, match="x has type '<f4,'"):
         view(Described(typestr="<f4,"))
@@ -496,7 +628,11 @@ def test_windows_are_shown_to_others_as_numbers_that_they_know(code: DType) -> N
     window = DeviceArray(4096, (2, 3), code, None)
     shown = np.dtype(window.__cuda_array_interface__["typestr"])
     kind = NUMPY_DTYPE[code]
-    assert shown == kind if kind.isbuiltin == 1 else (shown.kind, shown.itemsize) == ("u", kind.itemsize)
+    assert (
+        shown == kind
+        if kind.isbuiltin == 1
+        else (shown.kind, shown.itemsize) == ("u", kind.itemsize)
+    )
     assert view(window) == DeviceMemory(4096, 6, code)
     assert memory.kinds == {}
 
@@ -511,7 +647,10 @@ def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         return torch.zeros(flat.nbytes, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    memory: Any = types.SimpleNamespace(gpu=types.SimpleNamespace(ordinal=1), window=lambda nbytes, stages: types.SimpleNamespace(own=4096))
+    memory: Any = types.SimpleNamespace(
+        gpu=types.SimpleNamespace(ordinal=1),
+        window=lambda nbytes, stages: types.SimpleNamespace(own=4096),
+    )
     plane: Any = types.SimpleNamespace(meet=lambda what, name, asked, deadline: [asked])
     stages: Any = types.SimpleNamespace(what="", deadline=None)
     tensor = Windows(memory).empty((2, 3), torch.bfloat16, plane, stages)
@@ -531,7 +670,11 @@ def test_doors_are_told_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
     view(Described())
     view(Packed(good))
     assert view(Jax(good)).read_only
-    want = {Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Jax: Kind(dlpack=True, immutable=True)}
+    want = {
+        Described: Kind(dlpack=False),
+        Packed: Kind(dlpack=True),
+        Jax: Kind(dlpack=True, immutable=True),
+    }
     assert memory.kinds == want
     for number in range(at.MOST_KINDS):
         view(type(f"Kind{number}", (Described,), {})())

@@ -23,13 +23,18 @@ def test_the_picture_of_the_memory_has_the_offsets_of_the_layout() -> None:
     assert found == {name: getattr(layout, name) for name in found}
     assert list(found.values()) == sorted(found.values())
     missing = {name for name in vars(layout) if name.endswith("_OFFSET")} - found.keys()
-    assert all(name.startswith("BULK_") for name in missing), "the words of large messages are one line"
+    assert all(name.startswith("BULK_") for name in missing), (
+        "the words of large messages are one line"
+    )
 
 
 def test_figures_of_the_memory_are_those_of_the_layout() -> None:
     assert f"bank 0, {layout.BANK_BYTES // layout.MIB} MiB" in PAGE
     assert f"{layout.RING_ROWS} rows of {layout.ROW_BYTES} bytes per" in PAGE
-    assert f"{layout.BULK_BYTES // layout.CHUNK_BYTES} chunks of {layout.CHUNK_BYTES // layout.KIB} KiB" in PAGE
+    assert (
+        f"{layout.BULK_BYTES // layout.CHUNK_BYTES} chunks of {layout.CHUNK_BYTES // layout.KIB} KiB"
+        in PAGE
+    )
     lanes = [layout.message_lanes(nranks) for nranks in (2, 4, 8)]
     assert "up to {} lanes between 2 ranks, {} between 4, {} between 8".format(*lanes) in PAGE
     assert f"{layout.MAX_MESSAGES} messages fit into the arguments" in PAGE
@@ -37,13 +42,20 @@ def test_figures_of_the_memory_are_those_of_the_layout() -> None:
 
 def test_files_that_are_named_are_there() -> None:
     """Names with a folder are below the package or the repository, .cuh files among the kernels' text."""
-    named = re.findall(r"`((?:executor|comm|transport|proxy|schedule|source|tests|bench)/[\w/]+\.(?:py|cuh|h))`", PAGE)
+    named = re.findall(
+        r"`((?:executor|comm|transport|proxy|schedule|source|tests|bench)/[\w/]+\.(?:py|cuh|h))`",
+        PAGE,
+    )
     named += [f"source/{name}" for name in re.findall(r"`(\w+\.cuh)`", PAGE)]
     table = PAGE.partition("| files of `tests/gpu` |")[2].partition("\n\n")[0]
     named += [f"tests/gpu/{name}" for name in re.findall(r"`([\w/]+\.py)`", table)]
     assert len(named) > 60
     folders = (ROOT / "src" / "miraccl", ROOT / "src" / "miraccl" / "executor" / "cuda", ROOT)
-    missing = [name for name in named if "NAME" not in name and not any((folder / name).exists() for folder in folders)]
+    missing = [
+        name
+        for name in named
+        if "NAME" not in name and not any((folder / name).exists() for folder in folders)
+    ]
     assert missing == []
 
 

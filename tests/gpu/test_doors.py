@@ -138,7 +138,11 @@ def test_more_launches_than_the_table_holds(side: Side) -> None:
 
 def test_powers_of_two_find_places_of_their_own(side: Side) -> None:
     """What a program uses: sizes that differ by factors of two, of several collectives, types and operators."""
-    kinds = [(collective, op) for collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER) for op in (RedOp.SUM, RedOp.MAX)]
+    kinds = [
+        (collective, op)
+        for collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+        for op in (RedOp.SUM, RedOp.MAX)
+    ]
     dtypes = (DType.FLOAT32, DType.BFLOAT16, DType.INT64)
     for collective, op in kinds:
         for dtype in dtypes:
@@ -183,7 +187,12 @@ def test_reduce_looks_at_the_root(side: Side) -> None:
 def test_in_place(rank: int) -> None:
     """Each operation in its own form; any other overlap is Python's."""
     side = Side(rank, 3)
-    for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
+    for collective in (
+        Collective.ALL_REDUCE,
+        Collective.ALL_GATHER,
+        Collective.REDUCE_SCATTER,
+        Collective.ALL_TO_ALL,
+    ):
         side.remember(collective, F32, 4)
     side.remember(Collective.REDUCE, F32, 4, root=rank)
     room = torch.zeros(36)
@@ -191,14 +200,22 @@ def test_in_place(rank: int) -> None:
     for first in range(8, 25):
         part = room[first : first + 4]
         fits = first == 12 + 4 * rank or first == 8 or first == 24
-        assert side.all_gather(part, whole) == side.reduce_scatter(whole, part, RedOp.SUM) == int(not fits)
+        assert (
+            side.all_gather(part, whole)
+            == side.reduce_scatter(whole, part, RedOp.SUM)
+            == int(not fits)
+        )
         same = first == 12 or not 8 < first < 16
-        assert side.all_reduce(part, whole[:4]) == side.reduce(part, rank, whole[:4]) == int(not same)
+        assert (
+            side.all_reduce(part, whole[:4]) == side.reduce(part, rank, whole[:4]) == int(not same)
+        )
         if fits:
             side.all_gather(part, whole)
             assert side.driver.seen[-1][-2:] == (part.data_ptr(), whole.data_ptr())
     for first in range(25):
-        assert side.door["all_to_all"](whole, room[first : first + 12], None, False, None) == int(0 < first < 24)
+        assert side.door["all_to_all"](whole, room[first : first + 12], None, False, None) == int(
+            0 < first < 24
+        )
 
 
 def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: Side) -> None:
@@ -221,7 +238,11 @@ def test_what_a_door_does_not_take_goes_to_the_next(side: Side) -> None:
     assert first["all_reduce"](x, None, RedOp.SUM, False, None) == 0
     assert first["send"](x, 1, False, None) == 0
     assert first["sendrecv"](x, 1, y, 0, False, None) == 0
-    assert first["recv"](x, 1, False, None) == first["all_reduce"](y, None, RedOp.SUM, False, None) == 1
+    assert (
+        first["recv"](x, 1, False, None)
+        == first["all_reduce"](y, None, RedOp.SUM, False, None)
+        == 1
+    )
     assert not side.driver.seen
     assert [row[0] for row in other.driver.seen] == [13, 5, 6]
     assert other.driver.seen[-1][-2:] == (y.data_ptr(), x.data_ptr())
@@ -304,7 +325,13 @@ def test_messages_that_go_the_long_way(side: Side) -> None:
         torch.nn.Parameter(torch.zeros(12)),
         torch.zeros(12, device="meta"),
     ):
-        assert side.send(thing) == side.recv(thing) == side.sendrecv(x, thing) == side.sendrecv(thing, x) == 1
+        assert (
+            side.send(thing)
+            == side.recv(thing)
+            == side.sendrecv(x, thing)
+            == side.sendrecv(thing, x)
+            == 1
+        )
     for first, second in ((0, 0), (0, 11), (11, 0), (5, 7)):
         assert side.sendrecv(whole[first : first + 12], whole[second : second + 12]) == 1
     assert not side.driver.seen
@@ -326,8 +353,16 @@ def test_messages_that_go_the_long_way(side: Side) -> None:
 
 
 def test_messages_of_many_kinds_find_places_of_their_own(side: Side) -> None:
-    x, counts = torch.zeros(1 << 12), sorted({(1 << bits) + more for bits in range(12) for more in range(3)})
-    kinds = [(receives, peer, count, F32) for receives in (False, True) for peer in range(2) for count in counts]
+    x, counts = (
+        torch.zeros(1 << 12),
+        sorted({(1 << bits) + more for bits in range(12) for more in range(3)}),
+    )
+    kinds = [
+        (receives, peer, count, F32)
+        for receives in (False, True)
+        for peer in range(2)
+        for count in counts
+    ]
     for number, kind in enumerate(kinds, 1):
         side.remember_messages(number, kind)
     for number, (receives, peer, count, _) in enumerate(kinds, 1):
@@ -361,7 +396,15 @@ def test_a_group_is_noted_and_launched(grouping: Side) -> None:
                 assert grouping.recv(y) == 0
             assert grouping.recv(z, 0) == 0
             assert not grouping.driver.seen
-        assert grouping.driver.seen.pop() == (4, 0, *SHAPE, 0, z.data_ptr(), y.data_ptr(), x.data_ptr())
+        assert grouping.driver.seen.pop() == (
+            4,
+            0,
+            *SHAPE,
+            0,
+            z.data_ptr(),
+            y.data_ptr(),
+            x.data_ptr(),
+        )
         assert grouping.all_reduce(x) == 0
         grouping.driver.seen.clear()
     assert not grouping.handed_over
@@ -371,7 +414,9 @@ def test_what_is_noted_lives_until_it_is_launched(grouping: Side) -> None:
     arrays = [torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)]
     alive = [weakref.ref(array) for array in arrays]
     with miraccl.group():
-        assert grouping.send(arrays[0]) == grouping.recv(arrays[1]) == grouping.recv(arrays[2], 0) == 0
+        assert (
+            grouping.send(arrays[0]) == grouping.recv(arrays[1]) == grouping.recv(arrays[2], 0) == 0
+        )
         del arrays
         assert all(array() is not None for array in alive)
     assert len(grouping.driver.seen) == 1
@@ -388,7 +433,10 @@ def test_a_group_that_python_looks_at_is_pythons(grouping: Side) -> None:
             assert whole is not None
             assert whole.depth == 2
             ((stream, notes),) = grouping.handed_over
-            assert (stream, addresses(notes)) == (0, [(x.data_ptr(), 1, False), (y.data_ptr(), 1, True), (x.data_ptr(), 0, True)])
+            assert (stream, addresses(notes)) == (
+                0,
+                [(x.data_ptr(), 1, False), (y.data_ptr(), 1, True), (x.data_ptr(), 0, True)],
+            )
             assert grouping.send(x) == 1
         assert groups.current() is whole
         with miraccl.group():
@@ -424,7 +472,10 @@ def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) ->
     except ZeroDivisionError:
         assert why == "exception"
     ((stream, notes),) = grouping.handed_over
-    assert (stream, addresses(notes[:2])) == (0, [(x.data_ptr(), 1, False), (y.data_ptr(), 1, True)])
+    assert (stream, addresses(notes[:2])) == (
+        0,
+        [(x.data_ptr(), 1, False), (y.data_ptr(), 1, True)],
+    )
     assert len(grouping.driver.seen) == (why == "failed")
     assert groups.current() is None
     with miraccl.group():
@@ -435,19 +486,42 @@ def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) ->
 def test_what_is_not_noted(grouping: Side) -> None:
     """Python checks it, and says what is wrong."""
     x, whole = torch.zeros(12), torch.zeros(24)
-    wrong = (torch.zeros(3, dtype=torch.bool), torch.zeros(2, dtype=torch.complex64), whole[::2], None, np.zeros(12, np.float32))
-    inner = {name: grouping.doors.door(name) for name in ("send", "recv", "sendrecv")}  # for calls that are to be made at once
+    wrong = (
+        torch.zeros(3, dtype=torch.bool),
+        torch.zeros(2, dtype=torch.complex64),
+        whole[::2],
+        None,
+        np.zeros(12, np.float32),
+    )
+    inner = {
+        name: grouping.doors.door(name) for name in ("send", "recv", "sendrecv")
+    }  # for calls that are to be made at once
     with miraccl.group():
         for _ in range(2):
             for thing in wrong:
-                assert grouping.send(thing) == grouping.recv(thing) == grouping.sendrecv(x, thing) == grouping.sendrecv(thing, x) == 1
+                assert (
+                    grouping.send(thing)
+                    == grouping.recv(thing)
+                    == grouping.sendrecv(x, thing)
+                    == grouping.sendrecv(thing, x)
+                    == 1
+                )
             for peer in (-1, 2, True):
                 assert grouping.send(x, peer) == 1
-            assert grouping.sendrecv(whole[:12], whole[11:23]) == grouping.send(x, async_op=True) == grouping.send(x, stream=3) == 1
+            assert (
+                grouping.sendrecv(whole[:12], whole[11:23])
+                == grouping.send(x, async_op=True)
+                == grouping.send(x, stream=3)
+                == 1
+            )
             grouping.abort.value = 1
             assert grouping.send(x) == 1
             grouping.abort.value = 0
-        assert inner["send"](x, 1, False, None) == inner["sendrecv"](whole[:12], 1, whole[12:], 1, False, None) == 1
+        assert (
+            inner["send"](x, 1, False, None)
+            == inner["sendrecv"](whole[:12], 1, whole[12:], 1, False, None)
+            == 1
+        )
         groups.current()
         assert not grouping.handed_over
     with miraccl.group():

@@ -55,12 +55,16 @@ def test_the_context_of_a_program_is_known_and_stays() -> None:
         gpu.close()
 
 
-def test_what_is_held_waits_for_the_gpu_of_its_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_waits_for_the_gpu_of_its_communicator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, gate = EmulatedCuda(), threading.Event()
     monkeypatch.setattr(driver, "bindings", lambda name: cuda)
     kept, thing = Kept(Gpu(1)), Thing()
     there = weakref.ref(thing)
-    cuda.streams.legacy[context_of(1)].put(lambda: None if gate.wait(30) else pytest.fail("nobody opens the gate"))
+    cuda.streams.legacy[context_of(1)].put(
+        lambda: None if gate.wait(30) else pytest.fail("nobody opens the gate")
+    )
     cuda.choose(0)
     kept.hold([thing], 0)
     del thing
@@ -82,8 +86,12 @@ def test_memory_that_no_gpu_has() -> None:
     assert ordinal_at(4096) is None
 
 
-@pytest.mark.parametrize(("compiler", "hint"), [(13, "CUDA 12: a newer one, or .*cuda12"), (12, "")])
-def test_machine_code_that_the_driver_refuses(compiler: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "hint"), [(13, "CUDA 12: a newer one, or .*cuda12"), (12, "")]
+)
+def test_machine_code_that_the_driver_refuses(
+    compiler: int, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver that is imitated is of CUDA 12."""
     cuda = FakeCuda(refuse=["cuModuleLoadData"])
     monkeypatch.setattr(driver, "bindings", lambda name: cuda)
@@ -93,7 +101,9 @@ def test_machine_code_that_the_driver_refuses(compiler: int, hint: str, monkeypa
     assert bool(raised.value.hint) == bool(hint)
 
 
-def test_a_driver_that_does_not_start_is_told_with_who_knows_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_start_is_told_with_who_knows_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda = FakeCuda(refuse=["cuInit"])
     monkeypatch.setattr(driver, "bindings", lambda name: cuda)
     with pytest.raises(SystemFailure, match=r"cuInit: CUDA_ERROR_NOT_SUPPORTED.*miraccl doctor"):
@@ -125,7 +135,11 @@ def test_communicators_of_a_gpu_load_a_kernel_once(monkeypatch: pytest.MonkeyPat
     first, second, other = Gpu(6), Gpu(6), Gpu(7)
     assert first.load(b"code", "kernel") == second.load(b"code", "kernel")
     assert cuda.loaded == 1
-    assert second.load(b"other code", "kernel") != other.load(b"code", "kernel") != first.load(b"code", "kernel")
+    assert (
+        second.load(b"other code", "kernel")
+        != other.load(b"code", "kernel")
+        != first.load(b"code", "kernel")
+    )
     assert cuda.loaded == 3
     first.close()
     other.close()

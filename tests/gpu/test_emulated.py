@@ -51,7 +51,10 @@ ALL_REDUCE = [
 def test_all_reduce(algo: str, proto: str, dtype: DType, nranks: int) -> None:
     for count in (1, 3001):
         request = asked(Collective.ALL_REDUCE, dtype, count, nranks, algo, proto)
-        assert run(machine(nranks), request, small(request), repeat=2, close=algo == "ring") == [""] * nranks
+        assert (
+            run(machine(nranks), request, small(request), repeat=2, close=algo == "ring")
+            == [""] * nranks
+        )
 
 
 ONE_PIECE = [
@@ -65,7 +68,9 @@ ONE_PIECE = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "proto"), [(DType.BFLOAT16, "ll128"), (DType.INT32, "ll"), (DType.INT32, "ll128")])
+@pytest.mark.parametrize(
+    ("dtype", "proto"), [(DType.BFLOAT16, "ll128"), (DType.INT32, "ll"), (DType.INT32, "ll128")]
+)
 @pytest.mark.parametrize(("collective", "algo"), ONE_PIECE)
 def test_one_piece(collective: Collective, algo: str, dtype: DType, proto: str) -> None:
     """The kernel of one piece, in turns with that of many, which uses the same memory."""
@@ -85,7 +90,9 @@ IN_PARTS += [(DType.FLOAT64, "ll128", 2, 3), (DType.INT8, "ll128", 2, 3)]
 @pytest.mark.parametrize(("dtype", "proto", "unroll", "nranks"), IN_PARTS)
 def test_parts(nranks: int, dtype: DType, proto: str, unroll: int) -> None:
     """Two to five of them, of whatever sizes, in turns with launches of one piece and of several, which use the same banks."""
-    plan = DevicePlan(algo="two_shot", proto=proto, blocks=2, threads=64, unroll=unroll, in_parts=True)
+    plan = DevicePlan(
+        algo="two_shot", proto=proto, blocks=2, threads=64, unroll=unroll, in_parts=True
+    )
     part = plan.piece * (8 if proto == "ll" else 16) // dtype.itemsize * nranks
     for count, launches in ((part + 1, 2), (2 * part, 2), (2 * part + 100, 3), (5 * part - 77, 5)):
         request = asked(Collective.ALL_REDUCE, dtype, count, nranks, "two_shot", proto)
@@ -138,23 +145,34 @@ FANS = [
     (collective, algo, dtype, proto)
     for collective, algo in ONE_PIECE
     for dtype, proto in ((DType.BFLOAT16, "ll128"), (DType.FLOAT64, "ll128"), (DType.INT32, "ll"))
-    if frame_of(asked(collective, dtype, 1, 3, algo, proto), proto) is not Frame.MASK  # masked packets are the work of whole warps
+    if frame_of(asked(collective, dtype, 1, 3, algo, proto), proto)
+    is not Frame.MASK  # masked packets are the work of whole warps
 ]
 
 
 # fans of 4 threads with one to spare and without, of 8; those without one to spare of one type
-OF_RANKS = [(*fan, nranks) for fan in FANS for nranks in (3, 4, 8) if nranks != 4 or DType.BFLOAT16 in fan]
+OF_RANKS = [
+    (*fan, nranks) for fan in FANS for nranks in (3, 4, 8) if nranks != 4 or DType.BFLOAT16 in fan
+]
 
 
 @pytest.mark.parametrize(("collective", "algo", "dtype", "proto", "nranks"), OF_RANKS)
-def test_threads_that_share_a_packet(collective: Collective, algo: str, dtype: DType, proto: str, nranks: int) -> None:
+def test_threads_that_share_a_packet(
+    collective: Collective, algo: str, dtype: DType, proto: str, nranks: int
+) -> None:
     """Fans, in turns with the kernel of many pieces, which uses the same memory."""
     for count, offset in ((1, 0), (203, 1), (4001, 0), (96, 0)):
         request = asked(collective, dtype, count, nranks, algo, proto, root=nranks - 1)
         packets = vectors_of(request, algo, frame_of(request, proto))
         plan = small(request)
         if packets * fan_of(nranks) <= 2048:
-            plan = replace(plan, threads=64, unroll=1, fan=fan_of(nranks), blocks=-(-packets * fan_of(nranks) // 64))
+            plan = replace(
+                plan,
+                threads=64,
+                unroll=1,
+                fan=fan_of(nranks),
+                blocks=-(-packets * fan_of(nranks) // 64),
+            )
         assert kernel_spec(plan, request).fan == plan.fan
         assert run(machine(nranks), request, plan, repeat=2, offset=offset) == [""] * nranks
 
@@ -162,9 +180,16 @@ def test_threads_that_share_a_packet(collective: Collective, algo: str, dtype: D
 @pytest.mark.parametrize(("collective", "algo"), OTHERS)
 @pytest.mark.parametrize("proto", ["ll", "ll128", "simple"])
 def test_others(collective: Collective, algo: str, proto: str) -> None:
-    for dtype, count, root, offset in ((DType.FLOAT32, 1, 0, 0), (DType.FLOAT32, 1501, 2, 1), (DType.INT32, 1501, 1, 0)):
+    for dtype, count, root, offset in (
+        (DType.FLOAT32, 1, 0, 0),
+        (DType.FLOAT32, 1501, 2, 1),
+        (DType.INT32, 1501, 1, 0),
+    ):
         request = asked(collective, dtype, count, 3, algo, proto, root=root)
-        assert run(machine(3), request, small(request), repeat=2, offset=offset, close=True) == [""] * 3
+        assert (
+            run(machine(3), request, small(request), repeat=2, offset=offset, close=True)
+            == [""] * 3
+        )
 
 
 EVERY = [
@@ -179,7 +204,11 @@ EVERY = [
 @pytest.mark.parametrize(("name", "collective", "nranks"), EVERY)
 def test_every_schedule(name: str, collective: Collective, nranks: int) -> None:
     """In protocol Simple: FIFOs, scratch memory, steps on memory of peers."""
-    for count, blocks in ((1, 1), (2003, 3), (90_001, 1)):  # the last in several pieces, where there are FIFOs or scratch memory
+    for count, blocks in (
+        (1, 1),
+        (2003, 3),
+        (90_001, 1),
+    ):  # the last in several pieces, where there are FIFOs or scratch memory
         request = asked(collective, DType.INT32, count, nranks, name, "simple", root=nranks - 1)
         plan = replace(choose(request), blocks=blocks, threads=64)
         assert run(machine(nranks), request, plan, repeat=2) == [""] * nranks
@@ -198,7 +227,9 @@ REUSED = [
 @pytest.mark.parametrize("nranks", [2, 3])
 @pytest.mark.parametrize(("collective", "algo"), REUSED)
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
-def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, dtype: DType, nranks: int) -> None:
+def test_slots_are_used_again(
+    monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, dtype: DType, nranks: int
+) -> None:
     """Banks that hold a fraction of the operation."""
     monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
     request = asked(collective, dtype, 40001, nranks, algo, "ll128", root=1)
@@ -206,19 +237,29 @@ def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Colle
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
     field = layout.ARGS["nslots"]
     (nslots,) = struct.unpack_from("<" + field.code, args, field.offset)
-    pieces = -(-vectors_of(request, algo, frame_of(request, "ll128")) // (plan.threads * plan.unroll))
+    pieces = -(
+        -vectors_of(request, algo, frame_of(request, "ll128")) // (plan.threads * plan.unroll)
+    )
     assert nslots < pieces
     assert run(machine(nranks), request, plan, repeat=2, close=True) == [""] * nranks
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
-def test_a_ring_with_as_few_slots_as_are_enough(monkeypatch: pytest.MonkeyPatch, nranks: int) -> None:
+def test_a_ring_with_as_few_slots_as_are_enough(
+    monkeypatch: pytest.MonkeyPatch, nranks: int
+) -> None:
     request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 20001, nranks, "ring", "ll128")
     plan = replace(small(request), blocks=1)
     least = least_slots("ring", nranks)
-    monkeypatch.setattr(layout, "BANK_BYTES", 16 * least * slot_packets(request, "ring", plan.piece, frame_of(request, "ll128")))
+    monkeypatch.setattr(
+        layout,
+        "BANK_BYTES",
+        16 * least * slot_packets(request, "ring", plan.piece, frame_of(request, "ll128")),
+    )
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
-    assert struct.unpack_from("<" + layout.ARGS["nslots"].code, args, layout.ARGS["nslots"].offset) == (least,)
+    assert struct.unpack_from(
+        "<" + layout.ARGS["nslots"].code, args, layout.ARGS["nslots"].offset
+    ) == (least,)
     assert run(Machine(nranks), request, plan, repeat=3, close=True) == [""] * nranks
 
 
@@ -230,7 +271,13 @@ def sends_first() -> Iterator[str]:
     @catalog.register(name, collectives=[Collective.ALL_REDUCE], sentence="For a test.")
     def build(collective: Collective, nranks: int, root: int) -> Schedule:
         both = (1, 0)
-        ranks = ([*(send(inp(p), to) for p in parts), *(recv_reduce_copy(inp(p), out(p), to) for p in parts)] for to in both)
+        ranks = (
+            [
+                *(send(inp(p), to) for p in parts),
+                *(recv_reduce_copy(inp(p), out(p), to) for p in parts),
+            ]
+            for to in both
+        )
         return one_channel(name, collective, ranks, parts=len(parts))
 
     yield name
@@ -249,9 +296,21 @@ def halves(schedule: Schedule) -> Schedule:
 
 MADE = {
     "pipeline": (lambda s: passes.pipeline(s, 4), "ring", Collective.ALL_REDUCE),
-    "channels": (lambda s: passes.split_channels(s, 2), "double_binary_tree", Collective.ALL_REDUCE),
-    "many channels": (lambda s: passes.pipeline(passes.split_channels(s, 16), 4), "ring", Collective.ALL_REDUCE),
-    "scratch in channels": (lambda s: passes.split_channels(passes.split_messages(s), 2), "pat", Collective.ALL_GATHER),
+    "channels": (
+        lambda s: passes.split_channels(s, 2),
+        "double_binary_tree",
+        Collective.ALL_REDUCE,
+    ),
+    "many channels": (
+        lambda s: passes.pipeline(passes.split_channels(s, 16), 4),
+        "ring",
+        Collective.ALL_REDUCE,
+    ),
+    "scratch in channels": (
+        lambda s: passes.split_channels(passes.split_messages(s), 2),
+        "pat",
+        Collective.ALL_GATHER,
+    ),
     "side by side": (halves, "two_shot_put", Collective.ALL_REDUCE),
     "order": (lambda s: passes.relabel(s, (2, 0, 3, 1)), "pat", Collective.REDUCE_SCATTER),
     "fused": (lambda s: passes.fuse(passes.split_messages(s)), "pairwise", Collective.ALL_TO_ALL),
@@ -286,16 +345,28 @@ IN_ORDER = [
 
 @pytest.mark.parametrize(("collective", "algo", "proto"), IN_ORDER)
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
-def test_neighbours_in_another_order(monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType) -> None:
+def test_neighbours_in_another_order(
+    monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType
+) -> None:
     """Rings and chains that are not in the order of the ranks, from every root, with slots that are used again."""
     monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
     four = Machine(4)
-    inputs = [np.random.default_rng(r).integers(-100, 100, 6001 * (4 if collective is Collective.REDUCE_SCATTER else 1)) for r in range(4)]
-    typed = [x.astype(np.float32 if dtype is DType.FLOAT32 else np.int32) for x in inputs]  # whole numbers: sums are exact in any order
+    inputs = [
+        np.random.default_rng(r).integers(
+            -100, 100, 6001 * (4 if collective is Collective.REDUCE_SCATTER else 1)
+        )
+        for r in range(4)
+    ]
+    typed = [
+        x.astype(np.float32 if dtype is DType.FLOAT32 else np.int32) for x in inputs
+    ]  # whole numbers: sums are exact in any order
     for order in ((0, 2, 1, 3), (3, 1, 0, 2)):
         for root in range(4) if collective.rooted else (0,):
             request = asked(collective, dtype, 6001, 4, algo, proto, root=root)
-            assert run(four, request, replace(small(request), blocks=1), inputs=typed, order=order) == [""] * 4
+            assert (
+                run(four, request, replace(small(request), blocks=1), inputs=typed, order=order)
+                == [""] * 4
+            )
 
 
 def test_only_neighbours_of_the_order_talk() -> None:
@@ -312,7 +383,12 @@ class OneWay(Machine):
     def comm_args(self, rank: int, order: Sequence[int] = ()) -> lower.CommArgs:
         usual, nowhere = super().comm_args(rank, order), self.nowhere.ctypes.data
         following = order[(order.index(rank) + 1) % self.nranks]
-        return replace(usual, outboxes=tuple(box if peer == following else nowhere for peer, box in enumerate(usual.outboxes)))
+        return replace(
+            usual,
+            outboxes=tuple(
+                box if peer == following else nowhere for peer, box in enumerate(usual.outboxes)
+            ),
+        )
 
     nowhere = np.zeros(layout.TOTAL_BYTES, np.uint8)
 
@@ -324,7 +400,9 @@ def test_a_ring_writes_to_the_next_of_the_order_only() -> None:
 
 @pytest.mark.parametrize("nranks", [2, 3])
 @pytest.mark.parametrize(("collective", "algo"), REUSED)
-def test_fifos_go_around(monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int) -> None:
+def test_fifos_go_around(
+    monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int
+) -> None:
     """Protocol Simple with slots that hold a fraction of the operation; the banks are full of ones again."""
     monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
     request = asked(collective, DType.INT32, 30001, nranks, algo, "simple", root=1)
@@ -336,19 +414,36 @@ def test_fifos_go_around(monkeypatch: pytest.MonkeyPatch, collective: Collective
 MASKED = [
     (Collective.ALL_GATHER, "one_shot"),
     (Collective.BROADCAST, "one_shot"),
-    *((collective, algo) for collective in (Collective.BROADCAST, Collective.REDUCE) for algo in ("chain", "double_binary_tree")),
-    *((Collective.ALL_REDUCE, algo) for algo in ("one_shot", "two_shot", "ring", "double_binary_tree")),
+    *(
+        (collective, algo)
+        for collective in (Collective.BROADCAST, Collective.REDUCE)
+        for algo in ("chain", "double_binary_tree")
+    ),
+    *(
+        (Collective.ALL_REDUCE, algo)
+        for algo in ("one_shot", "two_shot", "ring", "double_binary_tree")
+    ),
 ]
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
 @pytest.mark.parametrize(("collective", "algo"), MASKED)
-def test_words_that_the_mask_makes_ones(monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int) -> None:
+def test_words_that_the_mask_makes_ones(
+    monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int
+) -> None:
     """Many pieces, whose slots are used again; in sums all other ranks have zeros."""
     monkeypatch.setattr(layout, "BANK_BYTES", 128 << 10)
     fresh = Machine(nranks)
     for launch in range(3):
-        request = asked(collective, DType.UINT32, 1201 if algo == "one_shot" else 20001, nranks, algo, "ll128", root=nranks - 1)
+        request = asked(
+            collective,
+            DType.UINT32,
+            1201 if algo == "one_shot" else 20001,
+            nranks,
+            algo,
+            "ll128",
+            root=nranks - 1,
+        )
         inputs = [special(request.count, launch, 2 * launch + rank) for rank in range(nranks)]
         if request.reduces:
             inputs[1:] = [np.zeros_like(x) for x in inputs[1:]]
@@ -359,14 +454,28 @@ def test_words_that_the_mask_makes_ones(monkeypatch: pytest.MonkeyPatch, collect
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_words_that_the_mask_makes_ones_in_parts(nranks: int) -> None:
     """Every chunk of a part is masked as its own launch."""
-    fresh, plan = Machine(nranks), DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=2, in_parts=True)
-    request = asked(Collective.ALL_REDUCE, DType.UINT32, 3 * 4 * plan.piece * nranks, nranks, "two_shot", "ll128")
+    fresh, plan = (
+        Machine(nranks),
+        DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=2, in_parts=True),
+    )
+    request = asked(
+        Collective.ALL_REDUCE,
+        DType.UINT32,
+        3 * 4 * plan.piece * nranks,
+        nranks,
+        "two_shot",
+        "ll128",
+    )
     for seed in range(3):
         launch = fresh.launches(0)
-        x = np.concatenate([special(request.count // nranks, launch, seed + chunk) for chunk in range(nranks)])
+        x = np.concatenate(
+            [special(request.count // nranks, launch, seed + chunk) for chunk in range(nranks)]
+        )
         for part in (1, 2):
             places = slice(part * 4 * plan.piece, (part + 1) * 4 * plan.piece)
-            x.reshape(nranks, -1)[:, places] = special(request.count // nranks, launch + part, seed)[places]
+            x.reshape(nranks, -1)[:, places] = special(
+                request.count // nranks, launch + part, seed
+            )[places]
         inputs = [np.zeros_like(x) for _ in range(nranks)]
         inputs[seed % nranks] = x
         assert run(fresh, request, plan, inputs=inputs) == [""] * nranks
@@ -385,42 +494,75 @@ def _late(condition: str, seconds: float) -> str:
     ],
     ids=["a block that is parts behind", "a block that is ahead of the boards"],
 )
-def test_parts_whose_blocks_are_apart_agree(monkeypatch: pytest.MonkeyPatch, begins: str, sends: str) -> None:
+def test_parts_whose_blocks_are_apart_agree(
+    monkeypatch: pytest.MonkeyPatch, begins: str, sends: str
+) -> None:
     """Blocks that wait look at what their own rank has run, which block 0 writes down part by part."""
 
     def write_delayed(spec: KernelSpec, arch: int, machine: str = "") -> str:
         text = write_source(spec, arch, machine)
         if spec.in_parts:
-            text = text.replace("  if (works) send_part(a, g, w, 0);\n", _late(begins, 0.4) + "  if (works) send_part(a, g, w, 0);\n")
-            text = text.replace("      send_part(a, g, w, k);\n", _late(sends, 0.15) + "      send_part(a, g, w, k);\n")
+            text = text.replace(
+                "  if (works) send_part(a, g, w, 0);\n",
+                _late(begins, 0.4) + "  if (works) send_part(a, g, w, 0);\n",
+            )
+            text = text.replace(
+                "      send_part(a, g, w, k);\n",
+                _late(sends, 0.15) + "      send_part(a, g, w, k);\n",
+            )
         return text
 
     monkeypatch.setattr(emulator, "write_source", write_delayed)
-    fresh, plan = Machine(2), DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=1, in_parts=True)
+    fresh, plan = (
+        Machine(2),
+        DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=1, in_parts=True),
+    )
     before = asked(Collective.ALL_REDUCE, DType.FLOAT32, 203, 2, "one_shot", "ll128")
     for _ in range(layout.BOARD_ENTRIES + 1):
         assert run(fresh, before, small(before)) == ["", ""]
-    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 4 * 2 * 4 * plan.piece, 2, "two_shot", "ll128")
+    request = asked(
+        Collective.ALL_REDUCE, DType.FLOAT32, 4 * 2 * 4 * plan.piece, 2, "two_shot", "ll128"
+    )
     assert run(fresh, request, plan) == ["", ""]
 
 
-@pytest.mark.parametrize(("algo", "proto"), [("one_shot", "ll128"), ("two_shot", "ll"), ("ring", "simple"), ("one_shot", "simple")])
+@pytest.mark.parametrize(
+    ("algo", "proto"),
+    [("one_shot", "ll128"), ("two_shot", "ll"), ("ring", "simple"), ("one_shot", "simple")],
+)
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT32])
 def test_premultiplied_sum(algo: str, proto: str, dtype: DType) -> None:
-    request = replace(asked(Collective.ALL_REDUCE, dtype, 2001, 3, algo, proto), op=RedOp.PREMUL_SUM)
-    assert run(machine(3), request, small(request), scalars=[2.0, -1.5 if dtype.is_float else 5, 0.5], close=algo == "ring") == [""] * 3
+    request = replace(
+        asked(Collective.ALL_REDUCE, dtype, 2001, 3, algo, proto), op=RedOp.PREMUL_SUM
+    )
+    assert (
+        run(
+            machine(3),
+            request,
+            small(request),
+            scalars=[2.0, -1.5 if dtype.is_float else 5, 0.5],
+            close=algo == "ring",
+        )
+        == [""] * 3
+    )
 
 
 @pytest.mark.parametrize("dtype", [DType.INT64, DType.UINT64])
 def test_scalars_of_integers_are_exact(dtype: DType) -> None:
     """Also where a float64 does not hold them."""
-    request = replace(asked(Collective.ALL_REDUCE, dtype, 203, 3, "one_shot", "ll128"), op=RedOp.PREMUL_SUM)
+    request = replace(
+        asked(Collective.ALL_REDUCE, dtype, 203, 3, "one_shot", "ll128"), op=RedOp.PREMUL_SUM
+    )
     inputs = [np.arange(203).astype(NUMPY_DTYPE[dtype]) + rank for rank in range(3)]
     scalars = [(1 << 53) + 1, int(np.iinfo(NUMPY_DTYPE[dtype]).max), 3]
     assert run(machine(3), request, small(request), inputs=inputs, scalars=scalars) == [""] * 3
 
 
-AVERAGED = [("ring", Collective.ALL_REDUCE), ("double_binary_tree", Collective.ALL_REDUCE), ("chain", Collective.REDUCE)]
+AVERAGED = [
+    ("ring", Collective.ALL_REDUCE),
+    ("double_binary_tree", Collective.ALL_REDUCE),
+    ("chain", Collective.REDUCE),
+]
 
 
 @pytest.mark.parametrize(("algo", "collective"), AVERAGED)
@@ -434,16 +576,23 @@ def test_an_average_divides_once(algo: str, collective: Collective, dtype: DType
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     lonely = Machine(2, timeout_s=0.2)
-    launch_each(lonely, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128"), None])
+    launch_each(
+        lonely, [asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 2, "one_shot", "ll128"), None]
+    )
     assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
-    assert [int(lonely.host[0][word]) for word in (layout.HOST_PEER, layout.HOST_WHAT, layout.HOST_LAUNCH)] == [1, layout.WHAT_PACKET, 1]
+    assert [
+        int(lonely.host[0][word])
+        for word in (layout.HOST_PEER, layout.HOST_WHAT, layout.HOST_LAUNCH)
+    ] == [1, layout.WHAT_PACKET, 1]
 
 
 @pytest.mark.parametrize("seconds", [-5, 1000])
 def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
     """A clock that goes back by a little was taken for one that has gone round: a deadline of centuries had passed."""
     two, clock = Machine(2, timeout_s=60), Clock()
-    request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128")  # one thread waits
+    request = asked(
+        Collective.ALL_REDUCE, DType.FLOAT32, 1, 2, "one_shot", "ll128"
+    )  # one thread waits
     with ThreadPoolExecutor(1) as other:
         waits = other.submit(launch_each, two, [request, None])
 
@@ -500,7 +649,9 @@ def test_ranks_meet() -> None:
 @pytest.mark.parametrize("field", ["signature", "count"])
 def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
     three = Machine(3)
-    said: list[dict[str, Any]] = [{"signature": 7, "count": 4096} | {field: 8 if rank == 1 else 9} for rank in range(3)]
+    said: list[dict[str, Any]] = [
+        {"signature": 7, "count": 4096} | {field: 8 if rank == 1 else 9} for rank in range(3)
+    ]
     args = [lower.pack_args(three.comm_args(rank), **said[rank]) for rank in range(3)]
     three.launch(meeting(3), args, 1)
     assert three.errors() == [layout.ERROR_MISMATCH] * 3
@@ -510,9 +661,15 @@ def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
 def told_needs(where: Machine, by: int, to: int, launch: int) -> int:
     """Whom a rank does not end a launch without, as another one's board says; -1: it says nothing of this launch."""
     place = (by * layout.BOARD_ENTRIES + launch % layout.BOARD_ENTRIES) * 16
-    number, _, _, word = struct.unpack("<IIII", ctypes.string_at(where.comm_args(to).inboxes[by] + layout.BOARD_OFFSET + place, 16))
+    number, _, _, word = struct.unpack(
+        "<IIII", ctypes.string_at(where.comm_args(to).inboxes[by] + layout.BOARD_OFFSET + place, 16)
+    )
     above = layout.NEEDS_ALL_SHIFT + 1
-    return word & (1 << above) - 1 if (number, word >> above) == (launch, launch & (1 << 32 - above) - 1) else -1
+    return (
+        word & (1 << above) - 1
+        if (number, word >> above) == (launch, launch & (1 << 32 - above) - 1)
+        else -1
+    )
 
 
 @pytest.mark.parametrize(
@@ -529,18 +686,33 @@ def told_needs(where: Machine, by: int, to: int, launch: int) -> int:
 )
 def test_launches_tell_whom_they_need(collective: Collective, algo: str, proto: str) -> None:
     three, every = Machine(3), layout.NEEDS_ALL
-    request = asked(collective, DType.INT32, 1000, 3, algo, proto, root=1 if collective.rooted else 0)
+    request = asked(
+        collective, DType.INT32, 1000, 3, algo, proto, root=1 if collective.rooted else 0
+    )
     assert run(three, request, small(request), repeat=2) == [""] * 3
-    needs = {Collective.BROADCAST: [2, 0, 2], Collective.REDUCE: [0, every, 0]}.get(collective, [every] * 3)
+    needs = {Collective.BROADCAST: [2, 0, 2], Collective.REDUCE: [0, every, 0]}.get(
+        collective, [every] * 3
+    )
     if proto == "simple":  # whose ranks hear all others at the end
         needs = [every] * 3
     for by, to in itertools.permutations(range(3), 2):
-        assert [told_needs(three, by, to, launch) for launch in (1, 2, 3)] == [needs[by], needs[by], -1], (by, to)
+        assert [told_needs(three, by, to, launch) for launch in (1, 2, 3)] == [
+            needs[by],
+            needs[by],
+            -1,
+        ], (by, to)
 
 
 def test_meetings_tell_that_they_need_all() -> None:
     two = Machine(2)
-    two.launch(meeting(2), [lower.pack_args(two.comm_args(rank), count=(1 << 40) + 4096, signature=7) for rank in range(2)], 1)
+    two.launch(
+        meeting(2),
+        [
+            lower.pack_args(two.comm_args(rank), count=(1 << 40) + 4096, signature=7)
+            for rank in range(2)
+        ],
+        1,
+    )
     assert told_needs(two, 0, 1, 1) & layout.NEEDS_ALL
 
 
@@ -550,7 +722,13 @@ def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
     for _ in range(10):
         two = Machine(2, timeout_s=60)
         two.host[0][layout.HOST_ABORT] = left
-        launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (4000, 100)])
+        launch_each(
+            two,
+            [
+                asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
+                for count in (4000, 100)
+            ],
+        )
         if two.errors()[0] != 0:
             break  # else the other's threads came so late that it had heard of the end before
     assert two.errors()[0] == layout.ERROR_MISMATCH
@@ -559,7 +737,10 @@ def test_a_mismatch_ends_the_wait_of_who_expects_more(left: bool) -> None:
 
 def test_a_mismatch_is_told_to_who_goes_on_though_the_other_has_ended() -> None:
     """Rank 0 has all that it waits for; rank 1 has not, is told, and does not come to the next launch."""
-    less, more = (asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (500, 501))
+    less, more = (
+        asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
+        for count in (500, 501)
+    )
     for _ in range(10):
         two = Machine(2, timeout_s=60)
         launch_each(two, [less, more])
@@ -575,7 +756,13 @@ def test_a_mismatch_is_told_to_who_goes_on_though_the_other_has_ended() -> None:
 def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
     for _ in range(10):
         two = Machine(2)
-        launch_each(two, [asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128") for count in (99, 100)])
+        launch_each(
+            two,
+            [
+                asked(Collective.ALL_REDUCE, DType.FLOAT32, count, 2, "one_shot", "ll128")
+                for count in (99, 100)
+            ],
+        )
         if two.errors() == [0, 0]:
             break  # else one has waited, as the other's threads came late
     assert two.errors() == [0, 0]
@@ -589,10 +776,15 @@ def test_a_mismatch_that_nobody_waits_for_is_told_one_launch_later() -> None:
     [
         ({"count": 4000}, {"count": 100}),  # other numbers of messages
         ({"count": 99}, {"count": 100}),  # the same messages
-        ({"collective": Collective.BROADCAST, "algo": "chain"}, {"collective": Collective.BROADCAST, "algo": "chain", "root": 1}),
+        (
+            {"collective": Collective.BROADCAST, "algo": "chain"},
+            {"collective": Collective.BROADCAST, "algo": "chain", "root": 1},
+        ),
     ],
 )
-def test_a_mismatch_in_steps_is_told_in_the_same_launch(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+def test_a_mismatch_in_steps_is_told_in_the_same_launch(
+    mine: dict[str, Any], theirs: dict[str, Any]
+) -> None:
     three = Machine(3, timeout_s=60)
     usual = asked(Collective.ALL_REDUCE, DType.FLOAT32, 100, 3, "two_shot", "simple")
     launch_each(three, [replace(usual, **mine), replace(usual, **mine), replace(usual, **theirs)])
@@ -616,5 +808,7 @@ def test_steps_and_packets_take_turns() -> None:
     ):
         request = asked(collective, DType.INT32, 1001, 3, algo, proto, root=turn % 3)
         assert run(fresh, request, small(request)) == [""] * 3
-        numbers = [int(memory[layout.STATE_OFFSET :][:8].view(np.uint64)[0]) for memory in fresh.memory]
+        numbers = [
+            int(memory[layout.STATE_OFFSET :][:8].view(np.uint64)[0]) for memory in fresh.memory
+        ]
         assert numbers == [turn + 1] * 3

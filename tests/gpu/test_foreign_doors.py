@@ -43,7 +43,13 @@ class Described:
     def __cuda_array_interface__(self) -> Any:
         self.asked()
         given = self.array.__array_interface__
-        usual = {"shape": given["shape"], "typestr": given["typestr"], "data": given["data"], "strides": given["strides"], "version": 3}
+        usual = {
+            "shape": given["shape"],
+            "typestr": given["typestr"],
+            "data": given["data"],
+            "strides": given["strides"],
+            "version": 3,
+        }
         return {name: value for name, value in (usual | self.said).items() if value is not Ellipsis}
 
 
@@ -109,24 +115,46 @@ def test_arrays_find_the_launch(side: Side, make: Any) -> None:
     side.remember(Collective.REDUCE_SCATTER, F32, 12)
     side.remember(Collective.BROADCAST, F32, 12, root=1)
     side.remember_messages(1, (False, 1, 12, F32))
-    side.remember_messages(3, (False, 1, 12, F32), signature=move_signature(Collective.GATHER, 1, (12, 12)))
+    side.remember_messages(
+        3, (False, 1, 12, F32), signature=move_signature(Collective.GATHER, 1, (12, 12))
+    )
     side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
     for part in (host[:12], host[12:], host[5:17].reshape(3, 4), host[3:15].reshape(1, 12, 1)):
         assert side.all_reduce(make(part)) == 0
         assert side.driver.seen[-1] == (12, 0, *SHAPE, 0, part.ctypes.data, part.ctypes.data)
     assert side.all_reduce(make(out), make(host[12:])) == 0
     assert side.driver.seen[-1][-2:] == (out.ctypes.data, host[12:].ctypes.data)
-    assert side.all_gather(make(out), make(whole)) == side.reduce_scatter(make(whole), make(out), RedOp.SUM) == 0
+    assert (
+        side.all_gather(make(out), make(whole))
+        == side.reduce_scatter(make(whole), make(out), RedOp.SUM)
+        == 0
+    )
     assert side.driver.seen[-1][-2:] == (whole.ctypes.data, out.ctypes.data)
     assert side.broadcast(make(out), 1) == 0
     assert side.send(make(host[2:14])) == side.sendrecv(make(host[:12]), make(host[12:])) == 0
     assert side.driver.seen[-1][-2:] == (host[12:].ctypes.data, host.ctypes.data)
     assert side.door["gather"](make(out), None, 1, None, None, False, None) == 0
-    assert side.door["reduce_scatter_v"](make(whole), make(out), RedOp.SUM, False, None, [12, 12]) == 0
+    assert (
+        side.door["reduce_scatter_v"](make(whole), make(out), RedOp.SUM, False, None, [12, 12]) == 0
+    )
     seen = len(side.driver.seen)
-    assert side.all_reduce(make(zeros(11))) == side.all_reduce(make(zeros(12, np.int32))) == side.all_reduce(make(host[::2])) == 1
-    assert side.all_reduce(make(host[:12].reshape(3, 4).T)) == side.all_reduce(make(zeros(0))) == side.send(make(zeros(0))) == 1
-    assert side.all_reduce(make(host[:12]), make(host[6:18])) == side.all_reduce(make(host[:12]), make(zeros(12, np.int32))) == 1
+    assert (
+        side.all_reduce(make(zeros(11)))
+        == side.all_reduce(make(zeros(12, np.int32)))
+        == side.all_reduce(make(host[::2]))
+        == 1
+    )
+    assert (
+        side.all_reduce(make(host[:12].reshape(3, 4).T))
+        == side.all_reduce(make(zeros(0)))
+        == side.send(make(zeros(0)))
+        == 1
+    )
+    assert (
+        side.all_reduce(make(host[:12]), make(host[6:18]))
+        == side.all_reduce(make(host[:12]), make(zeros(12, np.int32)))
+        == 1
+    )
     assert side.sendrecv(make(host[:12]), make(host[6:18])) == 1
     assert side.all_reduce(make(zeros(13).view(np.uint8)[1:49].view(np.float32))) == 1
     assert len(side.driver.seen) == seen
@@ -143,17 +171,46 @@ def test_what_is_read_only_is_not_written(side: Side, make: Any) -> None:
         side.remember_messages(1 + receives, (receives, 1, 12, F32))
     side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
     gathered = move_signature(Collective.GATHER, 0, (12, 12))
-    side.remember_messages(4, (False, 0, 12, F32), (True, 0, 12, F32), (True, 1, 12, F32), signature=gathered)
-    assert side.all_reduce(make(x), make(out)) == side.send(make(x)) == side.sendrecv(make(x), make(out)) == 0
-    assert side.broadcast(make(x), 0) == side.reduce(make(x), 1) == side.reduce(make(x), 0, make(out)) == 0
+    side.remember_messages(
+        4, (False, 0, 12, F32), (True, 0, 12, F32), (True, 1, 12, F32), signature=gathered
+    )
+    assert (
+        side.all_reduce(make(x), make(out))
+        == side.send(make(x))
+        == side.sendrecv(make(x), make(out))
+        == 0
+    )
+    assert (
+        side.broadcast(make(x), 0)
+        == side.reduce(make(x), 1)
+        == side.reduce(make(x), 0, make(out))
+        == 0
+    )
     seen = len(side.driver.seen)
-    assert side.all_reduce(make(x)) == side.all_reduce(make(out), make(x)) == side.recv(make(x)) == side.sendrecv(make(out), make(x)) == 1
-    assert side.broadcast(make(x), 1) == side.reduce(make(x), 0) == side.reduce(make(out), 0, make(x)) == 1
+    assert (
+        side.all_reduce(make(x))
+        == side.all_reduce(make(out), make(x))
+        == side.recv(make(x))
+        == side.sendrecv(make(out), make(x))
+        == 1
+    )
+    assert (
+        side.broadcast(make(x), 1)
+        == side.reduce(make(x), 0)
+        == side.reduce(make(out), 0, make(x))
+        == 1
+    )
     assert side.door["gather"](make(out), make(frozen(zeros(24))), 0, None, None, False, None) == 1
-    assert side.door["reduce_scatter_v"](make(zeros(24)), make(x), RedOp.SUM, False, None, [12, 12]) == 1
+    assert (
+        side.door["reduce_scatter_v"](make(zeros(24)), make(x), RedOp.SUM, False, None, [12, 12])
+        == 1
+    )
     assert len(side.driver.seen) == seen
     assert side.door["gather"](make(out), make(zeros(24)), 0, None, None, False, None) == 0
-    assert side.door["reduce_scatter_v"](make(zeros(24)), make(out), RedOp.SUM, False, None, [12, 12]) == 0
+    assert (
+        side.door["reduce_scatter_v"](make(zeros(24)), make(out), RedOp.SUM, False, None, [12, 12])
+        == 0
+    )
 
 
 @both
@@ -161,11 +218,21 @@ def test_only_types_that_are_known_are_asked(side: Side, make: Any) -> None:
     def never() -> None:
         raise AssertionError
 
-    for thing in (Subclass(zeros()), object.__new__(make), types.SimpleNamespace(), make, None, zeros()):
+    for thing in (
+        Subclass(zeros()),
+        object.__new__(make),
+        types.SimpleNamespace(),
+        make,
+        None,
+        zeros(),
+    ):
         if isinstance(thing, Subclass):
             thing.asked = never
         assert side.all_reduce(thing) == side.send(thing) == 1
-    many = {type(f"Kind{number}", (make,), {}): Kind(dlpack=make is Packed) for number in range(at.MOST_KINDS)}
+    many = {
+        type(f"Kind{number}", (make,), {}): Kind(dlpack=make is Packed)
+        for number in range(at.MOST_KINDS)
+    }
     side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True)} | many)
     taken = [side.all_reduce(kind(zeros())) for kind in many]
     assert taken == [0] * (at.MOST_KINDS - 2) + [1] * 2  # as many as there is room for
@@ -194,9 +261,15 @@ def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("miraccl.executor.cuda.doors.table.words_of", add)
     side.remember(Collective.ALL_REDUCE, F32, 12)
     side.doors.learn_kinds(kinds)
-    assert (side.all_reduce(Described(zeros()), stream=0), side.all_reduce(Packed(zeros()), stream=0)) == (0, 1)
+    assert (
+        side.all_reduce(Described(zeros()), stream=0),
+        side.all_reduce(Packed(zeros()), stream=0),
+    ) == (0, 1)
     side.doors.learn_kinds(kinds)
-    assert (side.all_reduce(Described(zeros()), stream=0), side.all_reduce(Packed(zeros()), stream=0)) == (0, 0)
+    assert (
+        side.all_reduce(Described(zeros()), stream=0),
+        side.all_reduce(Packed(zeros()), stream=0),
+    ) == (0, 0)
 
 
 @both
@@ -209,7 +282,13 @@ def test_arrays_that_say_no_go_the_long_way(side: Side, make: Any, error: type[E
         raise error
 
     x.asked = refuse
-    assert side.all_reduce(x) == side.all_reduce(good, x) == side.send(x) == side.sendrecv(good, x) == 1
+    assert (
+        side.all_reduce(x)
+        == side.all_reduce(good, x)
+        == side.send(x)
+        == side.sendrecv(good, x)
+        == 1
+    )
     assert side.all_reduce(good) == 0
 
 
@@ -221,7 +300,12 @@ def test_what_ends_programs_does(side: Side, make: Any) -> None:
         raise KeyboardInterrupt
 
     x.asked = interrupt
-    for call in (lambda: side.all_reduce(x), lambda: side.all_reduce(good, x), lambda: side.sendrecv(good, x), lambda: side.recv(x)):
+    for call in (
+        lambda: side.all_reduce(x),
+        lambda: side.all_reduce(good, x),
+        lambda: side.sendrecv(good, x),
+        lambda: side.recv(x),
+    ):
         with pytest.raises(KeyboardInterrupt):
             call()
     with pytest.raises(KeyboardInterrupt):
@@ -238,7 +322,9 @@ def test_calls_that_asking_makes(side: Side, make: Any) -> None:
     answers: list[int] = []
 
     def compute() -> None:
-        answers.extend((side.all_reduce(other), side.send(other), side.sendrecv(other, make(zeros()))))
+        answers.extend(
+            (side.all_reduce(other), side.send(other), side.sendrecv(other, make(zeros())))
+        )
 
     x.asked = out.asked = compute
     assert side.all_reduce(x, out) == 0
@@ -262,9 +348,19 @@ def test_the_stream_is_looked_at_before_the_array(side: Side, make: Any) -> None
         raise AssertionError
 
     x.asked = never
-    assert side.all_reduce(x, stream=5) == side.send(x, stream=5) == side.all_reduce(x, stream=None, op=None) == 1
+    assert (
+        side.all_reduce(x, stream=5)
+        == side.send(x, stream=5)
+        == side.all_reduce(x, stream=None, op=None)
+        == 1
+    )
     side.stream = 7  # type: ignore[attr-defined]
-    assert side.all_reduce(x) == side.sendrecv(x, x) == side.door["all_gather_v"](x, x, None, None, [12, 0], False, None) == 1
+    assert (
+        side.all_reduce(x)
+        == side.sendrecv(x, x)
+        == side.door["all_gather_v"](x, x, None, None, [12, 0], False, None)
+        == 1
+    )
     side.abort.value = 1
     assert side.all_reduce(x, stream=0) == 1
 
@@ -281,11 +377,18 @@ def test_without_the_driver_nobody_is_asked(side: Side) -> None:
 def test_every_type_that_the_interface_can_say(side: Side, code: DType) -> None:
     side.remember(Collective.ALL_REDUCE, code, 8)
     dtype = NUMPY_DTYPE[code]
-    assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.str)) == int(dtype.isbuiltin != 1)
-    assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.name)) == int(dtype.isbuiltin == 1)  # where it has no code
+    assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.str)) == int(
+        dtype.isbuiltin != 1
+    )
+    assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.name)) == int(
+        dtype.isbuiltin == 1
+    )  # where it has no code
     for other in DType:
         for text in (NUMPY_DTYPE[other].str, NUMPY_DTYPE[other].name):
-            assert side.all_reduce(Described(zeros(8, NUMPY_DTYPE[other]), typestr=text)) == 1 or other is code
+            assert (
+                side.all_reduce(Described(zeros(8, NUMPY_DTYPE[other]), typestr=text)) == 1
+                or other is code
+            )
     assert side.all_reduce(Described(zeros(8, np.bool_))) == 1
 
 
@@ -338,7 +441,13 @@ def test_every_type_that_the_interface_can_say(side: Side, code: DType) -> None:
 def test_interfaces_that_go_the_long_way(side: Side, said: dict[str, Any]) -> None:
     good, bad = Described(zeros()), Described(zeros(), **said)
     side.remember_messages(1, (False, 1, 12, F32), (True, 1, 12, F32))
-    assert side.all_reduce(bad) == side.all_reduce(good, bad) == side.sendrecv(good, bad) == side.sendrecv(bad, good) == 1
+    assert (
+        side.all_reduce(bad)
+        == side.all_reduce(good, bad)
+        == side.sendrecv(good, bad)
+        == side.sendrecv(bad, good)
+        == 1
+    )
     assert not side.driver.seen
     bad.said = {}
     assert side.all_reduce(bad) == 0
@@ -348,7 +457,12 @@ def test_an_interface_that_is_no_dictionary(side: Side) -> None:
     class Sized(dict[str, Any]):
         pass
 
-    for other in (None, 5, Sized(Described(zeros()).__cuda_array_interface__), list(Described(zeros()).__cuda_array_interface__.items())):
+    for other in (
+        None,
+        5,
+        Sized(Described(zeros()).__cuda_array_interface__),
+        list(Described(zeros()).__cuda_array_interface__.items()),
+    ):
         kind = type("Other", (), {"__cuda_array_interface__": other})
         apart = Side()
         apart.remember(Collective.ALL_REDUCE, F32, 12)
@@ -357,10 +471,18 @@ def test_an_interface_that_is_no_dictionary(side: Side) -> None:
 
 
 def test_what_an_interface_may_leave_out(side: Side) -> None:
-    nothing: tuple[dict[str, Any], ...] = ({"strides": None}, {"strides": ...}, {"stream": None}, {"mask": None}, {"version": ...})
+    nothing: tuple[dict[str, Any], ...] = (
+        {"strides": None},
+        {"strides": ...},
+        {"stream": None},
+        {"mask": None},
+        {"version": ...},
+    )
     for said in (*nothing, {"strides": (4,)}, {"descr": [("", "<f4")]}):
         assert side.all_reduce(Described(zeros(), **said)) == 0
-    assert side.all_reduce(Described(zeros(), shape=(1, 12, 1), strides=(77, 4, 0))) == 0  # steps along axes of one
+    assert (
+        side.all_reduce(Described(zeros(), shape=(1, 12, 1), strides=(77, 4, 0))) == 0
+    )  # steps along axes of one
 
 
 def test_where_an_address_is_the_driver_says(side: Side) -> None:
@@ -411,8 +533,18 @@ def test_references_of_interfaces_are_given_back(side: Side) -> None:
 
     good, other = Constant(), Constant()
     good.__cuda_array_interface__, other.__cuda_array_interface__ = interface, wrong  # type: ignore[attr-defined]
-    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Constant: Kind(dlpack=False)})
-    watched = (interface, wrong, interface["data"], interface["shape"], interface["typestr"], good, other)
+    side.doors.learn_kinds(
+        {Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Constant: Kind(dlpack=False)}
+    )
+    watched = (
+        interface,
+        wrong,
+        interface["data"],
+        interface["shape"],
+        interface["typestr"],
+        good,
+        other,
+    )
     counts = [sys.getrefcount(thing) for thing in watched]
     for _ in range(100):
         assert side.all_reduce(good) == 0
@@ -480,10 +612,19 @@ def test_capsules_are_handed_over_with_their_stream(side: Side) -> None:
 
 def test_a_stream_is_left_with_nothing_held_of_it(side: Side) -> None:
     """The program may destroy it then."""
-    record, wait = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64), ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3)
+    record, wait = (
+        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
+        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 3),
+    )
     ask, current = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int64)), [7]
-    calls = record(lambda event, stream: 0), wait(lambda stream, event, flags: 0), ask(lambda place: place.__setitem__(0, current[0]) or 0)
-    side.doors.follow_streams(1, [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls], context=7)
+    calls = (
+        record(lambda event, stream: 0),
+        wait(lambda stream, event, flags: 0),
+        ask(lambda place: place.__setitem__(0, current[0]) or 0),
+    )
+    side.doors.follow_streams(
+        1, [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls], context=7
+    )
     x = Packed(zeros())
     assert (side.all_reduce(x, stream=0), len(side.doors.held)) == (0, 1)
     assert (side.all_reduce(x, stream=5), side.doors.stream) == (1, 0)
@@ -497,7 +638,13 @@ def test_a_stream_is_left_with_nothing_held_of_it(side: Side) -> None:
 
 def test_what_is_not_done_is_not_held(side: Side) -> None:
     x, odd, unknown = Packed(zeros()), Packed(zeros(24)[::2]), Packed(zeros(13))
-    assert side.all_reduce(odd) == side.all_reduce(unknown) == side.all_reduce(x, unknown) == side.all_reduce(x, odd) == 1
+    assert (
+        side.all_reduce(odd)
+        == side.all_reduce(unknown)
+        == side.all_reduce(x, unknown)
+        == side.all_reduce(x, odd)
+        == 1
+    )
     assert side.send(x) == side.sendrecv(x, odd) == side.all_reduce(x, None, RedOp.MAX) == 1
     side.driver._codes = (700,)
     assert side.all_reduce(x, Packed(zeros())) == 1
@@ -535,7 +682,9 @@ def test_what_a_graph_reads_is_pythons_to_keep(side: Side) -> None:
 @pytest.fixture
 def grouping(side: Side) -> Side:
     """A side that knows the launch of a send, a receive and a pair."""
-    side.remember_messages(4, (False, 1, 12, F32), (True, 1, 12, F32), (False, 1, 12, F32), (True, 1, 12, F32))
+    side.remember_messages(
+        4, (False, 1, 12, F32), (True, 1, 12, F32), (False, 1, 12, F32), (True, 1, 12, F32)
+    )
     return side
 
 
@@ -544,7 +693,11 @@ def test_capsules_in_groups(grouping: Side) -> None:
     for turn in range(1, at.MOST_HELD // 4 + 1):
         with miraccl.group():
             assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
-            assert (x.capsules, y.capsules, len(side.doors.held)) == (2 * turn, 2 * turn, 4 * (turn - 1))
+            assert (x.capsules, y.capsules, len(side.doors.held)) == (
+                2 * turn,
+                2 * turn,
+                4 * (turn - 1),
+            )
         assert side.driver.seen.pop()[-1] == x.array.ctypes.data
         assert not side.driver.seen
         assert len(side.doors.held) == 4 * turn % at.MOST_HELD
@@ -603,7 +756,9 @@ def test_where_handing_over_the_capsules_of_a_group_fails_it_is_told(grouping: S
 
     def exchange() -> None:
         with miraccl.group():
-            assert side.send(x) == side.recv(Packed(zeros())) == side.sendrecv(x, Packed(zeros())) == 0
+            assert (
+                side.send(x) == side.recv(Packed(zeros())) == side.sendrecv(x, Packed(zeros())) == 0
+            )
 
     for _ in range(at.MOST_HELD // 4 - 1):
         exchange()
@@ -623,7 +778,10 @@ def test_what_cannot_be_held_stays(grouping: Side) -> None:
     assert side.all_reduce(x) == 0
     side.doors._hold = refuse
     side.doors.stream = side.stream = 5  # type: ignore[attr-defined]
-    with pytest.raises(ZeroDivisionError), miraccl.group():  # where those of the other stream were to be handed over first
+    with (
+        pytest.raises(ZeroDivisionError),
+        miraccl.group(),
+    ):  # where those of the other stream were to be handed over first
         assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
     assert (x.capsules, y.capsules, len(side.doors.held)) == (3, 2, 1)
     with pytest.raises(ZeroDivisionError):
@@ -671,9 +829,19 @@ class Telling(Packed):
 @pytest.mark.parametrize("kind", [Old, Telling])
 @pytest.mark.parametrize("immutable", [False, True])
 def test_producers_of_all_ages(side: Side, kind: Any, immutable: bool) -> None:
-    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True), kind: Kind(dlpack=True, immutable=immutable)})
+    side.doors.learn_kinds(
+        {
+            Described: Kind(dlpack=False),
+            Packed: Kind(dlpack=True),
+            kind: Kind(dlpack=True, immutable=immutable),
+        }
+    )
     assert side.all_reduce(kind(zeros()), Packed(zeros())) == 0
-    assert side.all_reduce(kind(zeros())) == side.all_reduce(Packed(zeros()), kind(zeros())) == int(immutable)
+    assert (
+        side.all_reduce(kind(zeros()))
+        == side.all_reduce(Packed(zeros()), kind(zeros()))
+        == int(immutable)
+    )
 
 
 class Later(Packed):
@@ -681,12 +849,16 @@ class Later(Packed):
 
     def __dlpack__(self, **given: Any) -> Any:
         capsule = self.capsule(max_version=given["max_version"])
-        ctypes.c_uint32.from_address(pointer_of(capsule, b"dltensor_versioned")).value = at.DL_MAJOR + 1
+        ctypes.c_uint32.from_address(pointer_of(capsule, b"dltensor_versioned")).value = (
+            at.DL_MAJOR + 1
+        )
         return capsule
 
 
 def test_a_capsule_of_another_version(side: Side) -> None:
-    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Later: Kind(dlpack=True)})
+    side.doors.learn_kinds(
+        {Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Later: Kind(dlpack=True)}
+    )
     x = Later(zeros())
     assert side.all_reduce(x) == 1
     assert x.capsules == 0
@@ -694,7 +866,9 @@ def test_a_capsule_of_another_version(side: Side) -> None:
 
 def test_what_is_no_capsule(side: Side) -> None:
     used = zeros().__dlpack__()
-    np.from_dlpack(types.SimpleNamespace(__dlpack__=lambda **_: used, __dlpack_device__=lambda: (1, 0)))
+    np.from_dlpack(
+        types.SimpleNamespace(__dlpack__=lambda **_: used, __dlpack_device__=lambda: (1, 0))
+    )
     for thing in (None, 5, used, zeros().__array_struct__):
         other = Packed(zeros())
         kind = type("Other", (), {"__dlpack__": lambda self, thing=thing, **_: thing})
@@ -717,7 +891,9 @@ class Freed(Packed):
 
 
 def test_capsules_without_memory(side: Side) -> None:
-    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Freed: Kind(dlpack=True)})
+    side.doors.learn_kinds(
+        {Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Freed: Kind(dlpack=True)}
+    )
     side.remember_messages(1, (False, 1, 12, F32))
     x = Freed(zeros())
     assert side.all_reduce(x) == side.all_reduce(Packed(zeros()), x) == side.send(x) == 1
@@ -757,7 +933,9 @@ def test_the_function_beneath_the_method(side: Side, monkeypatch: pytest.MonkeyP
         given.append((x, stream))
         return x.capsule()
 
-    monkeypatch.setitem(sys.modules, "a_library", types.SimpleNamespace(buffer_to_dlpack_managed_tensor=export))
+    monkeypatch.setitem(
+        sys.modules, "a_library", types.SimpleNamespace(buffer_to_dlpack_managed_tensor=export)
+    )
     shardings = types.SimpleNamespace(SingleDeviceSharding=SingleDeviceSharding)
     monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(sharding=shardings))
     monkeypatch.setattr(Sharded, "__module__", "a_library")

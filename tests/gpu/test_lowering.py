@@ -16,7 +16,16 @@ from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch_shape import MOST_PARTS
-from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of, kernel_spec, rounds_of, vectors_of
+from miraccl.executor.cuda.plan import (
+    ALGORITHMS,
+    TREES,
+    DevicePlan,
+    Request,
+    frame_of,
+    kernel_spec,
+    rounds_of,
+    vectors_of,
+)
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.types import Collective, DType, RedOp
@@ -28,13 +37,26 @@ MOVED = tuple(c for c in Collective if c <= Collective.ALL_TO_ALL)
 
 def comm_args(nranks: int, rank: int = 0) -> lower.CommArgs:
     boxes = tuple(1 << 40 | r for r in range(nranks))
-    return lower.CommArgs(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
+    return lower.CommArgs(
+        rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9
+    )
 
 
 def request(
-    collective: Collective = Collective.ALL_REDUCE, dtype: DType = DType.BFLOAT16, count: int = 1000, nranks: int = 2, **more: object
+    collective: Collective = Collective.ALL_REDUCE,
+    dtype: DType = DType.BFLOAT16,
+    count: int = 1000,
+    nranks: int = 2,
+    **more: object,
 ) -> Request:
-    return Request(collective=collective, dtype=dtype, op=RedOp.SUM, count=count, nranks=nranks, **more)  # type: ignore[arg-type]
+    return Request(
+        collective=collective,
+        dtype=dtype,
+        op=RedOp.SUM,
+        count=count,
+        nranks=nranks,
+        **more,  # type: ignore[arg-type]
+    )
 
 
 def field(block: bytearray, name: str) -> int:
@@ -47,7 +69,13 @@ def requests() -> Iterator[Request]:
             for dtype in (DType.BFLOAT16, DType.INT32, DType.FLOAT64, DType.UINT8):
                 for power in range(0, 31, 3):
                     for algo in ("", TREES) if TREES in ALGORITHMS[collective] else ("",):
-                        yield request(collective, dtype, max(1, (1 << power) // dtype.itemsize), nranks, algo=algo)
+                        yield request(
+                            collective,
+                            dtype,
+                            max(1, (1 << power) // dtype.itemsize),
+                            nranks,
+                            algo=algo,
+                        )
 
 
 def test_every_size_has_a_plan_that_fits() -> None:
@@ -60,12 +88,20 @@ def test_every_size_has_a_plan_that_fits() -> None:
             continue
         block = lower.lower_packets(plan, asked, comm_args(asked.nranks))
         piece = plan.piece
-        slots = field(block, "nslots") * slot_packets(asked, plan.algo, piece, frame_of(asked, plan.proto))
+        slots = field(block, "nslots") * slot_packets(
+            asked, plan.algo, piece, frame_of(asked, plan.proto)
+        )
         assert (slots + word_packets(asked, plan.algo, piece)) * 16 <= layout.BANK_BYTES
-        assert plan.blocks <= plan.min_blocks * asked.multiprocessors, "blocks that wait for one another are on the GPU together"
+        assert plan.blocks <= plan.min_blocks * asked.multiprocessors, (
+            "blocks that wait for one another are on the GPU together"
+        )
 
 
-@given(count=st.integers(1, 1 << 32), nranks=st.sampled_from([2, 3, 4, 8]), algo=st.sampled_from(["one_shot", "two_shot", "ring", TREES]))
+@given(
+    count=st.integers(1, 1 << 32),
+    nranks=st.sampled_from([2, 3, 4, 8]),
+    algo=st.sampled_from(["one_shot", "two_shot", "ring", TREES]),
+)
 @settings(max_examples=200, deadline=None)
 def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, algo: str) -> None:
     asked = request(count=count, nranks=nranks, algo=algo, proto="ll128")
@@ -79,7 +115,10 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     assert nslots >= 1
     if plan.in_parts and pieces > 1:  # each has a bank
         assert (pieces <= MOST_PARTS, nslots, ahead) == (True, 1, 0)
-        assert slot_packets(asked, algo, plan.piece, frame_of(asked, "ll128")) <= layout.BANK_BYTES // 16
+        assert (
+            slot_packets(asked, algo, plan.piece, frame_of(asked, "ll128"))
+            <= layout.BANK_BYTES // 16
+        )
     elif pieces > nslots:
         assert nslots >= least_slots(algo, nranks)
         assert algo == "ring" or nslots >= (ahead if algo == TREES else 2 * ahead) + 2
@@ -89,8 +128,14 @@ def test_all_ranks_choose_alike() -> None:
     for asked in requests():
         assert choose(asked) == choose(asked)
         plan, ranks = choose(asked), range(asked.nranks)
-        blocks = [lower.lower_packets(plan, asked, comm_args(asked.nranks, r)) for r in ranks if plan.by_packets]
-        assert len({(field(b, "count"), field(b, "nslots"), field(b, "ahead")) for b in blocks}) <= 1
+        blocks = [
+            lower.lower_packets(plan, asked, comm_args(asked.nranks, r))
+            for r in ranks
+            if plan.by_packets
+        ]
+        assert (
+            len({(field(b, "count"), field(b, "nslots"), field(b, "ahead")) for b in blocks}) <= 1
+        )
 
 
 def test_parts_of_the_memory_do_not_overlap() -> None:
@@ -108,9 +153,13 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
     asked = request(dtype=DType.INT32, count=1 << 20, nranks=nranks, algo="ring", proto="simple")
     schedule = catalog.build("ring", Collective.ALL_REDUCE, nranks)
     for rank in range(nranks):
-        block = bytes(schedules.lower_steps(schedule, choose(asked), asked, comm_args(nranks, rank)))
+        block = bytes(
+            schedules.lower_steps(schedule, choose(asked), asked, comm_args(nranks, rank))
+        )
         at = layout.args_bytes(nranks)
-        part, piece, parts, channels, *first, slot, behind, scratch = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[:SHAPE]
+        part, piece, parts, channels, *first, slot, behind, scratch = struct.unpack_from(
+            layout.PROGRAM_HEAD, block, at
+        )[:SHAPE]
         *apart, here, there = struct.unpack_from(layout.PROGRAM_HEAD, block, at)[SHAPE:]
         steps = schedule.channels[0][rank]
         assert (parts, channels, first[:2]) == (nranks, 1, [0, len(steps)])
@@ -121,10 +170,18 @@ def test_steps_are_written_as_the_kernel_reads_them(nranks: int) -> None:
         assert (here, there) == (bytes(layout.MAX_RANKS),) * 2  # each rank has one that sends to it
         at += struct.calcsize(layout.PROGRAM_HEAD)
         for step in steps:
-            op, _, _, _, frm, to, chunks, whole, src, dst, _ = struct.unpack_from(layout.STEP, block, at)
+            op, _, _, _, frm, to, chunks, whole, src, dst, _ = struct.unpack_from(
+                layout.STEP, block, at
+            )
             assert (op, chunks, whole) == (step.op, step.chunks, False)  # nothing to divide
-            assert (frm, to) == (-1 if step.recv_peer is None else step.recv_peer, -1 if step.send_peer is None else step.send_peer)
-            assert (src, dst) == (step.src.index if step.src else 0, step.dst.index if step.dst else 0)
+            assert (frm, to) == (
+                -1 if step.recv_peer is None else step.recv_peer,
+                -1 if step.send_peer is None else step.send_peer,
+            )
+            assert (src, dst) == (
+                step.src.index if step.src else 0,
+                step.dst.index if step.dst else 0,
+            )
             at += struct.calcsize(layout.STEP)
 
 
@@ -136,7 +193,9 @@ def test_large_sums_take_the_ring_where_they_may() -> None:
         request(count=large - 1, nranks=4),
         request(count=large, nranks=4, ordered=True),
         request(count=large, nranks=4, proto="ll128"),
-        request(count=2 * large, nranks=4, dtype=DType.FLOAT8_E4M3),  # rounded at every hop, these would not be worth much
+        request(
+            count=2 * large, nranks=4, dtype=DType.FLOAT8_E4M3
+        ),  # rounded at every hop, these would not be worth much
     )
     assert {choose(other).algo for other in others} == {"two_shot"}
     assert choose(request(count=(32 << 20) // 2, nranks=8)).algo == "ring"
@@ -152,7 +211,10 @@ def test_large_sums_take_the_ring_where_they_may() -> None:
 
 @pytest.mark.parametrize("collective", [Collective.BROADCAST, Collective.REDUCE])
 def test_many_ranks_take_trees_between_one_shot_and_chain(collective: Collective) -> None:
-    names = [choose(request(collective, count=nbytes // 2, nranks=8)).algo for nbytes in (64 << 10, 65 << 10, 512 << 10, 513 << 10)]
+    names = [
+        choose(request(collective, count=nbytes // 2, nranks=8)).algo
+        for nbytes in (64 << 10, 65 << 10, 512 << 10, 513 << 10)
+    ]
     assert names == ["one_shot", "double_binary_tree", "double_binary_tree", "chain"]
     assert choose(request(collective, count=200 << 9, nranks=4)).algo == "one_shot"
     assert choose(request(collective, count=300 << 10, nranks=4)).algo == "chain"
@@ -161,15 +223,22 @@ def test_many_ranks_take_trees_between_one_shot_and_chain(collective: Collective
 def test_threads_share_packets_where_they_have_all_in_one_piece() -> None:
     def fan(nbytes: int, nranks: int, multiprocessors: int = 128) -> int:
         plan = choose(request(count=nbytes // 2, nranks=nranks, multiprocessors=multiprocessors))
-        assert plan.fan == 1 or plan.blocks * plan.threads >= plan.fan * -(-nbytes // 16 // (nranks if plan.algo == "two_shot" else 1))
+        assert plan.fan == 1 or plan.blocks * plan.threads >= plan.fan * -(
+            -nbytes // 16 // (nranks if plan.algo == "two_shot" else 1)
+        )
         return plan.fan
 
     assert [fan(n << 10, 8) for n in (1, 64, 128, 1024, 1025)] == [8, 8, 8, 8, 1]
     assert [fan(n << 10, 4) for n in (1, 64, 128, 1024, 1025)] == [4, 4, 4, 4, 1]
     assert fan(1 << 10, 2) == 1
     assert fan(64 << 10, 8, multiprocessors=8) == 1  # not in one piece
-    assert [choose(request(Collective.ALL_GATHER, count=n << 9, nranks=8)).proto for n in (64, 65)] == ["ll", "ll128"]
-    assert choose(request(Collective.ALL_GATHER, count=64 << 9, nranks=8, multiprocessors=8)).proto == "ll128"
+    assert [
+        choose(request(Collective.ALL_GATHER, count=n << 9, nranks=8)).proto for n in (64, 65)
+    ] == ["ll", "ll128"]
+    assert (
+        choose(request(Collective.ALL_GATHER, count=64 << 9, nranks=8, multiprocessors=8)).proto
+        == "ll128"
+    )
     assert choose(request(Collective.ALL_GATHER, count=64 << 9, nranks=2)).proto == "ll128"
 
 
@@ -181,7 +250,9 @@ def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
     lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
-@pytest.mark.parametrize(("nbytes", "parts"), [(9 << 20, 2), (16 << 20, 2), (20 << 20, 3), ((32 << 20) - 2, 4)])
+@pytest.mark.parametrize(
+    ("nbytes", "parts"), [(9 << 20, 2), (16 << 20, 2), (20 << 20, 3), ((32 << 20) - 2, 4)]
+)
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.INT32])
 def test_eight_ranks_need_parts_above(dtype: DType, nbytes: int, parts: int) -> None:
     asked = request(count=nbytes // dtype.itemsize, dtype=dtype, nranks=8, multiprocessors=128)
@@ -202,19 +273,28 @@ def test_parts_are_for_many_gpus_and_for_most_multiprocessors() -> None:
 def test_parts_of_more_than_the_kernel_can_count_are_refused() -> None:
     asked = request(count=1 << 30, nranks=8, algo="two_shot", proto="ll128")
     plan = replace(choose(asked), blocks=128, threads=512, in_parts=True)
-    with pytest.raises(InvalidUsage, match="2147483648 bytes are too many for parts; allowed are 1073741824"):
+    with pytest.raises(
+        InvalidUsage, match="2147483648 bytes are too many for parts; allowed are 1073741824"
+    ):
         lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
 def test_steps_beyond_the_room_of_a_launch_are_refused() -> None:
     ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
-    assert [schedules.step_room(passes.pipeline(ring, depth)) for depth in (1, 8, 30)] == [120, 120, 480]
+    assert [schedules.step_room(passes.pipeline(ring, depth)) for depth in (1, 8, 30)] == [
+        120,
+        120,
+        480,
+    ]
     with pytest.raises(InvalidUsage, match=r"has 1500 steps of a rank; a launch has room for 1280"):
         schedules.step_room(passes.pipeline(ring, 100))
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
-    head, step = layout.args_bytes(layout.MAX_RANKS) + struct.calcsize(layout.PROGRAM_HEAD), struct.calcsize(layout.STEP)
+    head, step = (
+        layout.args_bytes(layout.MAX_RANKS) + struct.calcsize(layout.PROGRAM_HEAD),
+        struct.calcsize(layout.STEP),
+    )
     assert head + layout.STEP_ROOMS[0] * step <= layout.FEW_ARGUMENT_BYTES
     assert head + layout.STEP_ROOMS[-1] * step <= layout.MANY_ARGUMENT_BYTES
 
@@ -227,7 +307,9 @@ def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None
     asked = request(dtype=DType.FLOAT32, count=1 << 24, nranks=8, algo="ring", proto="simple")
     blocks = schedules.grid_of(choose(asked), schedule)
     block = bytes(schedules.lower_steps(schedule, choose(asked), asked, comm_args(8)))
-    _, piece, *_, slot, behind, chunks = struct.unpack_from(layout.PROGRAM_HEAD, block, layout.args_bytes(8))[:SHAPE]
+    _, piece, *_, slot, behind, chunks = struct.unpack_from(
+        layout.PROGRAM_HEAD, block, layout.args_bytes(8)
+    )[:SHAPE]
     words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
     assert (chunks, slot) == (scratch, 4 * piece)
     assert piece > 0
@@ -237,7 +319,12 @@ def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None
 def test_what_cannot_run_is_refused() -> None:
     asked = request(dtype=DType.FLOAT32, nranks=4, algo="two_shot_put", proto="simple")
     with pytest.raises(InvalidUsage, match="in no window"):
-        schedules.lower_steps(catalog.build("two_shot_put", Collective.ALL_REDUCE, 4), choose(asked), asked, comm_args(4))
+        schedules.lower_steps(
+            catalog.build("two_shot_put", Collective.ALL_REDUCE, 4),
+            choose(asked),
+            asked,
+            comm_args(4),
+        )
 
 
 def test_bad_requests_are_refused() -> None:

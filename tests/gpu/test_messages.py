@@ -40,7 +40,11 @@ def machine(nranks: int, frame: Frame) -> Machine:
 def rules(nranks: int, frame: Frame = Frame.LINE, lanes: int = 2) -> LaneRules:
     """Few lanes, so that short messages go around rings."""
     found = LaneRules(nranks=nranks, multiprocessors=128, frame=frame)
-    return _Narrow(nranks=nranks, multiprocessors=128, frame=frame, width=lanes) if lanes < found.lanes else found
+    return (
+        _Narrow(nranks=nranks, multiprocessors=128, frame=frame, width=lanes)
+        if lanes < found.lanes
+        else found
+    )
 
 
 class _Narrow(LaneRules):
@@ -75,7 +79,10 @@ def test_sizes(frame: Frame) -> None:
 @pytest.mark.parametrize("frame", FRAMES)
 def test_addresses(frame: Frame) -> None:
     offsets = [1, 2, 4, 8, 12]
-    right([Send(0, 1, 1000 + a, a, b) for a, b in itertools.product(offsets, [0, *offsets])], frame=frame)
+    right(
+        [Send(0, 1, 1000 + a, a, b) for a, b in itertools.product(offsets, [0, *offsets])],
+        frame=frame,
+    )
 
 
 @needs_compiler
@@ -103,7 +110,9 @@ def test_four_ranks() -> None:
 def test_orders_that_would_deadlock_one_by_one() -> None:
     """Rank 0 names its sends first, rank 1, too: each has more than the rings hold."""
     big = 2 * layout.RING_ROWS * layout.ROW_BYTES
-    right([Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], lanes=1)
+    right(
+        [Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], lanes=1
+    )
 
 
 @needs_compiler
@@ -136,7 +145,9 @@ def refused(where: Machine) -> int | None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("sent", "expected"), [(100, 99), (0, 1), (16, 0), (5000, 100), (100, 5000), (200_000, 300_000)])
+@pytest.mark.parametrize(
+    ("sent", "expected"), [(100, 99), (0, 1), (16, 0), (5000, 100), (100, 5000), (200_000, 300_000)]
+)
 @pytest.mark.parametrize("frame", FRAMES)
 def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) -> None:
     where = Machine(2)
@@ -145,10 +156,16 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
     assert host[layout.HOST_ERROR] == layout.ERROR_SIZES
     assert (host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (0, layout.WHAT_RECV)
     tag = int(DType.UINT8) << layout.TYPE_SHIFT
-    assert host[layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [expected | tag, sent | tag]
+    assert host[layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [
+        expected | tag,
+        sent | tag,
+    ]
     assert refused(where) == sent | tag
     if where.host[0][layout.HOST_ERROR]:  # the sender had to wait for room
-        assert where.host[0][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [sent | tag, expected | tag]
+        assert where.host[0][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [
+            sent | tag,
+            expected | tag,
+        ]
     # whoever did not wait hears of it with the next message that needs room
     run(where, rules(2, frame), [Send(0, 1, 1 << 17)], only=[0])
     assert where.host[0][layout.HOST_ERROR] == layout.ERROR_SIZES
@@ -156,12 +173,18 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
 
 # ---- collectives that are messages
 
-GATHER, SCATTER = move_signature(Collective.GATHER, 0, (40, 40)), move_signature(Collective.SCATTER, 0, (40, 40))
+GATHER, SCATTER = (
+    move_signature(Collective.GATHER, 0, (40, 40)),
+    move_signature(Collective.SCATTER, 0, (40, 40)),
+)
 
 
 def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
     """How many collectives that are messages a rank has begun, and by peer what it has been told."""
-    (_, count), boards = read_head(GPU, where.comm_args(rank)).place, read_boards(GPU, where.comm_args(rank))
+    (_, count), boards = (
+        read_head(GPU, where.comm_args(rank)).place,
+        read_boards(GPU, where.comm_args(rank)),
+    )
     assert count == boards.mine.move
     return count, {peer: said.move for peer, said in boards.theirs.items()}
 
@@ -173,10 +196,18 @@ def test_collectives_that_are_messages_are_counted(frame: Frame) -> None:
     where = Machine(3)
     for number in range(1, 2 * layout.MOVE_ENTRIES):
         sends = [Send(1, 0, 40), Send(2, 0, 5000), Send(0, 0, 9)][: number % 4]
-        assert run(where, rules(3, frame), sends, seed=number, signatures=[GATHER] * 3) == [""] * len(sends)
-        assert run(where, rules(3, frame), [Send(0, 1, 100), Send(1, 2, 3)], seed=number) == ["", ""]
+        assert run(where, rules(3, frame), sends, seed=number, signatures=[GATHER] * 3) == [
+            ""
+        ] * len(sends)
+        assert run(where, rules(3, frame), [Send(0, 1, 100), Send(1, 2, 3)], seed=number) == [
+            "",
+            "",
+        ]
         for rank in range(3):
-            assert moves_of(where, rank) == (number, {peer: number for peer in range(3) if peer != rank})
+            assert moves_of(where, rank) == (
+                number,
+                {peer: number for peer in range(3) if peer != rank},
+            )
     assert where.errors() == [0] * 3
 
 
@@ -215,18 +246,32 @@ def test_waits_end_that_are_in_another_collective(other: str) -> None:
         run(where, rules(2), [], only=[1], signatures=[0, SCATTER])
     if other == "launch":
         run(where, rules(2), [], signatures=[SCATTER] * 2)
-        entry = where.comm_args(0).inboxes[1] + layout.BOARD_OFFSET + (1 * layout.BOARD_ENTRIES + 1) * 16
+        entry = (
+            where.comm_args(0).inboxes[1]
+            + layout.BOARD_OFFSET
+            + (1 * layout.BOARD_ENTRIES + 1) * 16
+        )
         ctypes.memmove(entry, struct.pack("<IIII", 1, 5, 0, 0), 16)
-    run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[SCATTER if other == "later" else GATHER, 0])
+    run(
+        where,
+        rules(2),
+        [Send(1, 0, 40)],
+        only=[0],
+        signatures=[SCATTER if other == "later" else GATHER, 0],
+    )
     assert where.errors() == [layout.ERROR_MISMATCH, 0]
     assert moves_of(where, 0)[0] == 1 + (other == "launch")
     run(where, rules(2), [], only=[0], signatures=[GATHER, 0])
-    assert moves_of(where, 0)[0] == 1 + (other == "launch"), "what follows a failed wait is not begun"
+    assert moves_of(where, 0)[0] == 1 + (other == "launch"), (
+        "what follows a failed wait is not begun"
+    )
 
 
 @needs_compiler
 @pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
-def test_what_hangs_on_a_wait_that_has_failed_is_not_sent(monkeypatch: pytest.MonkeyPatch, pool: bool) -> None:
+def test_what_hangs_on_a_wait_that_has_failed_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, pool: bool
+) -> None:
     if pool:
         shrink_pool(monkeypatch)
     where = Machine(2, timeout_s=0.3)
@@ -235,9 +280,15 @@ def test_what_hangs_on_a_wait_that_has_failed_is_not_sent(monkeypatch: pytest.Mo
     assert where.errors() == [layout.ERROR_TIMEOUT] * 2
 
 
-def in_launch(where: Machine, rank: int, peer: int, number: int, needs: int, flag: int | None = None) -> None:
+def in_launch(
+    where: Machine, rank: int, peer: int, number: int, needs: int, flag: int | None = None
+) -> None:
     """A peer says that it is in a launch, which does not end there without ``needs``."""
-    entry = where.comm_args(rank).inboxes[peer] + layout.BOARD_OFFSET + (peer * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * 16
+    entry = (
+        where.comm_args(rank).inboxes[peer]
+        + layout.BOARD_OFFSET
+        + (peer * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * 16
+    )
     word = (number if flag is None else flag) << layout.NEEDS_ALL_SHIFT + 1 & 0xFFFFFFFF | needs
     ctypes.memmove(entry, struct.pack("<IIII", number, 5, 0, word), 16)
 
@@ -245,19 +296,27 @@ def in_launch(where: Machine, rank: int, peer: int, number: int, needs: int, fla
 @needs_compiler
 @pytest.mark.parametrize("pool", [False, True], ids=["lanes", "bulk"])
 @pytest.mark.parametrize(("src", "needs"), [(1, layout.NEEDS_ALL), (1, 1), (0, layout.NEEDS_ALL)])
-def test_a_plain_wait_for_one_who_waits_in_a_launch_ends(monkeypatch: pytest.MonkeyPatch, src: int, needs: int, pool: bool) -> None:
+def test_a_plain_wait_for_one_who_waits_in_a_launch_ends(
+    monkeypatch: pytest.MonkeyPatch, src: int, needs: int, pool: bool
+) -> None:
     if pool:
         shrink_pool(monkeypatch)
     where = Machine(2, timeout_s=600)
     in_launch(where, 0, 1, 1, needs)
     run(where, few(2), [Send(src, 1 - src, 60_000)], only=[0])
     assert where.errors() == [layout.ERROR_CROSSED, 0]
-    assert where.host[0][[layout.HOST_PEER, layout.HOST_LAUNCH, layout.HOST_SIGNATURE]].tolist() == [1, 1, 5]
+    assert where.host[0][
+        [layout.HOST_PEER, layout.HOST_LAUNCH, layout.HOST_SIGNATURE]
+    ].tolist() == [1, 1, 5]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("needs", "flag"), [(0, None), (2, None), (layout.NEEDS_ALL, 0), (layout.NEEDS_ALL, 2)])
-def test_a_plain_wait_for_one_in_a_launch_that_ends_without_this_rank_goes_on(needs: int, flag: int | None) -> None:
+@pytest.mark.parametrize(
+    ("needs", "flag"), [(0, None), (2, None), (layout.NEEDS_ALL, 0), (layout.NEEDS_ALL, 2)]
+)
+def test_a_plain_wait_for_one_in_a_launch_that_ends_without_this_rank_goes_on(
+    needs: int, flag: int | None
+) -> None:
     """Also where only half of the entry has come, whose other half is of a launch before."""
     where = Machine(2, timeout_s=0.3)
     in_launch(where, 0, 1, 1, needs, flag)
@@ -266,7 +325,9 @@ def test_a_plain_wait_for_one_in_a_launch_that_ends_without_this_rank_goes_on(ne
 
 
 @needs_compiler
-def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A warp may wait in a launch of which no warp that draws has run so far: this rank's last entry is that of the launch before."""
 
     def draws_nothing(*args: Any) -> Lowered:
@@ -287,7 +348,9 @@ def test_a_peer_whose_wait_has_failed_is_not_past_anything() -> None:
     where = Machine(2, timeout_s=0.3)
     run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[GATHER, 0])
     entry = where.comm_args(1).inboxes[0] + layout.BOARD_OFFSET + 16
-    ctypes.memmove(entry, struct.pack("<IIII", 1, 5, 0, 0), 16)  # a launch that it has begun all the same
+    ctypes.memmove(
+        entry, struct.pack("<IIII", 1, 5, 0, 0), 16
+    )  # a launch that it has begun all the same
     run(where, rules(2), [Send(0, 1, 40)], only=[1], signatures=[0, GATHER])
     assert where.errors() == [layout.ERROR_TIMEOUT] * 2
 
@@ -299,18 +362,27 @@ def test_a_peer_that_is_ahead_has_sent_its_message() -> None:
     for number in range(12):
         run(where, rules(2), [Send(1, 0, 40)], seed=number, only=[1], signatures=[0, GATHER])
     for number in range(12):
-        assert run(where, rules(2), [Send(1, 0, 40)], seed=number, only=[0], signatures=[GATHER, 0]) == [""]
+        assert run(
+            where, rules(2), [Send(1, 0, 40)], seed=number, only=[0], signatures=[GATHER, 0]
+        ) == [""]
     assert where.errors() == [0, 0]
 
 
 def test_a_collective_in_words() -> None:
-    assert [describe(GATHER), describe(move_signature(Collective.BARRIER))] == ["gather (root 0)", "barrier"]
+    assert [describe(GATHER), describe(move_signature(Collective.BARRIER))] == [
+        "gather (root 0)",
+        "barrier",
+    ]
     assert describe(move_signature(Collective.ALL_TO_ALL)) == "all_to_all_v"
-    many = [move_signature(Collective.SCATTER, root, (1, 2)) for root in range(1000)]  # over several hosts
+    many = [
+        move_signature(Collective.SCATTER, root, (1, 2)) for root in range(1000)
+    ]  # over several hosts
     assert len(set(many)) == len(many)
     assert {describe(signature) for signature in many[15:]} == {"scatter (root 15 or above)"}
     assert describe(many[14]) == "scatter (root 14)"
-    assert move_signature(Collective.ALL_GATHER, 3, (1, 2)) != move_signature(Collective.ALL_GATHER, 3, (2, 1))
+    assert move_signature(Collective.ALL_GATHER, 3, (1, 2)) != move_signature(
+        Collective.ALL_GATHER, 3, (2, 1)
+    )
 
 
 @needs_compiler
@@ -320,7 +392,11 @@ def test_waiting_ends(alone: int) -> None:
     run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
     host = where.host[alone]
     what = layout.WHAT_MESSAGE if alone else layout.WHAT_ROOM
-    assert (host[layout.HOST_ERROR], host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (layout.ERROR_TIMEOUT, 1 - alone, what)
+    assert (host[layout.HOST_ERROR], host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (
+        layout.ERROR_TIMEOUT,
+        1 - alone,
+        what,
+    )
 
 
 @needs_compiler
@@ -366,7 +442,9 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> LaneRules:
     """Rules by which launches have about ``blocks`` blocks for large messages."""
-    return _Narrow(nranks=nranks, multiprocessors=max(2 * (nranks - 1), blocks // 2 + 1), frame=frame, width=2)
+    return _Narrow(
+        nranks=nranks, multiprocessors=max(2 * (nranks - 1), blocks // 2 + 1), frame=frame, width=2
+    )
 
 
 @needs_compiler
@@ -374,7 +452,13 @@ def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> LaneRules:
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages(frame: Frame) -> None:
     where = Machine(2)
-    for sizes in ([5000], [5001, 9000, 4999], [40_000, 16, 30_001], [5000] * 5, [1792 + 1024, 5000, 1792 + 5 * 1024]):
+    for sizes in (
+        [5000],
+        [5001, 9000, 4999],
+        [40_000, 16, 30_001],
+        [5000] * 5,
+        [1792 + 1024, 5000, 1792 + 5 * 1024],
+    ):
         both = [Send(src, 1 - src, size) for size in sizes for src in (0, 1)]
         assert [text for text in run(where, few(2, frame), both) if text] == []
         assert [text for text in run(where, few(2, frame), both[::2]) if text] == []
@@ -396,8 +480,17 @@ def test_large_messages_of_fewer_chunks_than_blocks(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages_share_the_pool_of_their_receiver() -> None:
     where = Machine(4)
-    everybody = [Send(a, b, 8000 + 500 * a + 77 * b, offset=a, out_offset=b) for a in range(4) for b in range(4)]
-    for sends in (everybody, everybody[::-1], [Send(r, (r + 1) % 4, 20_000) for r in range(4)], [Send(r, 3, 9000) for r in range(3)]):
+    everybody = [
+        Send(a, b, 8000 + 500 * a + 77 * b, offset=a, out_offset=b)
+        for a in range(4)
+        for b in range(4)
+    ]
+    for sends in (
+        everybody,
+        everybody[::-1],
+        [Send(r, (r + 1) % 4, 20_000) for r in range(4)],
+        [Send(r, 3, 9000) for r in range(3)],
+    ):
         assert [text for text in run(where, few(4, blocks=14), sends) if text] == []
     assert where.errors() == [0] * 4
 
@@ -415,15 +508,22 @@ def test_large_messages_may_be_distributed_over_launches_differently() -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("small_pool")
-@pytest.mark.parametrize(("sent", "expected"), [(100, 9000), (9000, 100), (9000, 9001), (0, 5000), (90_000, 9000)])
+@pytest.mark.parametrize(
+    ("sent", "expected"), [(100, 9000), (9000, 100), (9000, 9001), (0, 5000), (90_000, 9000)]
+)
 def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: int) -> None:
     where = Machine(2)
     run(where, few(2), [Send(0, 1, sent, expected=expected)])
     tag = int(DType.UINT8) << layout.TYPE_SHIFT
     assert where.errors()[1] == layout.ERROR_SIZES
-    assert where.host[1][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [expected | tag, sent | tag]
+    assert where.host[1][layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [
+        expected | tag,
+        sent | tag,
+    ]
     assert refused(where) == sent | tag
-    if expected < layout.BULK_FROM <= sent or sent > 2 * expected:  # the sender waits for a grant, or for a slot that is never freed
+    if (
+        expected < layout.BULK_FROM <= sent or sent > 2 * expected
+    ):  # the sender waits for a grant, or for a slot that is never freed
         assert where.errors()[0] == layout.ERROR_SIZES
 
 
@@ -431,7 +531,16 @@ def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: i
 @pytest.mark.usefixtures("small_pool")
 def test_which_of_several_large_messages_was_refused_is_left_with_its_sender() -> None:
     where = Machine(2)
-    run(where, few(2), [Send(0, 1, 9000), Send(0, 1, 40_000), Send(0, 1, 20_000, expected=20_001), Send(0, 1, 50_000)])
+    run(
+        where,
+        few(2),
+        [
+            Send(0, 1, 9000),
+            Send(0, 1, 40_000),
+            Send(0, 1, 20_000, expected=20_001),
+            Send(0, 1, 50_000),
+        ],
+    )
     assert where.errors()[1] == layout.ERROR_SIZES
     assert refused(where) == 20_000 | int(DType.UINT8) << layout.TYPE_SHIFT
 
@@ -442,7 +551,9 @@ def test_a_refusal_that_is_heard_between_two_large_messages_ends_all_threads() -
     where = Machine(2)
     run(where, few(2), [Send(0, 1, 100, expected=50)])
     assert where.errors() == [0, layout.ERROR_SIZES]
-    struct.pack_into("<Q", where.memory[0], layout.BULK_GRANTS_OFFSET + layout.BULK_STRIDE, 1 << 32 | 6)  # of the first one, before that
+    struct.pack_into(
+        "<Q", where.memory[0], layout.BULK_GRANTS_OFFSET + layout.BULK_STRIDE, 1 << 32 | 6
+    )  # of the first one, before that
     run(where, few(2), [Send(0, 1, 5000), Send(0, 1, 5000)], only=[0])
     assert where.errors()[0] == layout.ERROR_SIZES
 
@@ -453,7 +564,10 @@ def test_a_refusal_that_is_heard_between_two_large_messages_ends_all_threads() -
 def test_waiting_with_large_messages_ends(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
     run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
-    assert (where.errors()[alone], int(where.host[alone][layout.HOST_PEER])) == (layout.ERROR_TIMEOUT, 1 - alone)
+    assert (where.errors()[alone], int(where.host[alone][layout.HOST_PEER])) == (
+        layout.ERROR_TIMEOUT,
+        1 - alone,
+    )
 
 
 @needs_compiler
@@ -496,7 +610,9 @@ sends = st.builds(
 def test_whatever_is_sent_arrives(program: list[list[Send]], lanes: int, frame: Frame) -> None:
     where = Machine(3)
     for number, launch in enumerate(program):
-        assert [text for text in run(where, rules(3, frame, lanes), launch, seed=number) if text] == []
+        assert [
+            text for text in run(where, rules(3, frame, lanes), launch, seed=number) if text
+        ] == []
     assert where.errors() == [0, 0, 0]
 
 
@@ -505,7 +621,9 @@ def test_whatever_is_sent_arrives(program: list[list[Send]], lanes: int, frame: 
 
 def comm_args(nranks: int, rank: int = 0) -> CommArgs:
     boxes = tuple(1 << 40 | r for r in range(nranks))
-    return CommArgs(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
+    return CommArgs(
+        rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9
+    )
 
 
 def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType.UINT8) -> Message:
@@ -523,14 +641,18 @@ def test_arguments_stay_below_the_limit_of_a_launch() -> None:
 @pytest.mark.parametrize(("nranks", "most"), [(2, 448), (8, 1024)])
 def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -> None:
     """Which the driver copies with every launch."""
-    barrier = [message(peer, 0, receives) for peer in range(1, nranks) for receives in (False, True)]
+    barrier = [
+        message(peer, 0, receives) for peer in range(1, nranks) for receives in (False, True)
+    ]
     to_all = [message(peer, 1000, receives) for peer in range(nranks) for receives in (False, True)]
     several = [message(1, 1000, receives) for receives in (False, True) for _ in range(6)]
     for messages in ([message(1, 5)], barrier, to_all, several):
         lowered = lower_messages(messages, comm_args(nranks), rules(nranks))
         assert lowered.room == layout.few_bytes(nranks)
         assert len(lowered.args) <= most
-    longest = lower_messages([message(1, 5)] * (len(to_all) + 12 * nranks), comm_args(nranks), rules(nranks))
+    longest = lower_messages(
+        [message(1, 5)] * (len(to_all) + 12 * nranks), comm_args(nranks), rules(nranks)
+    )
     assert longest.room == layout.MANY_BYTES
 
 
@@ -538,10 +660,15 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
     for nranks in range(2, layout.MAX_RANKS + 1):
         lanes, rows = layout.message_lanes(nranks), layout.RING_ROWS
         assert (nranks - 1) * lanes * rows * 512 <= layout.RINGS_BYTES
-        assert nranks * lanes * layout.WORD_STRIDE <= layout.LANE_TAKEN_OFFSET - layout.LANE_SENT_OFFSET
+        assert (
+            nranks * lanes * layout.WORD_STRIDE
+            <= layout.LANE_TAKEN_OFFSET - layout.LANE_SENT_OFFSET
+        )
         slots = layout.BULK_BYTES // layout.CHUNK_BYTES
         assert slots * layout.BULK_STRIDE <= layout.BULK_FREED_OFFSET - layout.BULK_ARRIVED_OFFSET
-        assert rows & (rows - 1) == 0, "rows are counted beyond any number, and places follow from the lowest bits"
+        assert rows & (rows - 1) == 0, (
+            "rows are counted beyond any number, and places follow from the lowest bits"
+        )
         assert 8 + rows // 4 - 1 <= rows, "credit that is not yet given back leaves room for a step"
 
 
@@ -549,7 +676,9 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
 def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) -> None:
     where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
-    everything = [message(peer, 1 << 20, receives) for peer in range(nranks) for receives in (False, True)]
+    everything = [
+        message(peer, 1 << 20, receives) for peer in range(nranks) for receives in (False, True)
+    ]
     lowered = lower_messages(everything, comm_args(nranks), where)
     assert lowered.threads <= 512
     assert lowered.blocks <= multiprocessors
@@ -561,15 +690,25 @@ def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) ->
 
 def queues(args: bytearray, nranks: int, count: int) -> list[tuple[int, ...]]:
     start = layout.args_bytes(nranks) + struct.calcsize(layout.EXCHANGE_HEAD)
-    return [struct.unpack_from(layout.QUEUE, args, start + struct.calcsize(layout.QUEUE) * i) for i in range(count)]
+    return [
+        struct.unpack_from(layout.QUEUE, args, start + struct.calcsize(layout.QUEUE) * i)
+        for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize("multiprocessors", [2, 14, 128])
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
-def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(nranks: int, multiprocessors: int) -> None:
+def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(
+    nranks: int, multiprocessors: int
+) -> None:
     where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
     sizes = (1 << 20, layout.BULK_FROM)
-    everything = [message(peer, size, receives) for peer in range(nranks) for size in sizes for receives in (False, True)]
+    everything = [
+        message(peer, size, receives)
+        for peer in range(nranks)
+        for size in sizes
+        for receives in (False, True)
+    ]
     lowered = lower_messages(everything, comm_args(nranks), where)
     if multiprocessors < 2 * (nranks - 1):  # too few for one block each: then no message is large
         assert lowered.bulk == 0
@@ -577,11 +716,21 @@ def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(nranks:
     assert lowered.threads == 512
     assert lowered.blocks <= 2 * multiprocessors
     heads = queues(lowered.args, nranks, 4 * nranks - 3)
-    lanes, blocks = [h for h in heads if h[0] <= layout.TO_SELF], [h for h in heads if h[0] > layout.TO_SELF]
+    lanes, blocks = (
+        [h for h in heads if h[0] <= layout.TO_SELF],
+        [h for h in heads if h[0] > layout.TO_SELF],
+    )
     warps = sum(h[2] for h in lanes)
     assert warps <= (lowered.blocks - lowered.bulk) * 16
-    assert [b for _, _, each, begin, *_ in blocks for b in range(begin, begin + each)] == list(range(lowered.bulk))
-    slots = [s for kind, *_, slot, each in blocks if kind == layout.FROM_BULK for s in range(slot, slot + each)]
+    assert [b for _, _, each, begin, *_ in blocks for b in range(begin, begin + each)] == list(
+        range(lowered.bulk)
+    )
+    slots = [
+        s
+        for kind, *_, slot, each in blocks
+        if kind == layout.FROM_BULK
+        for s in range(slot, slot + each)
+    ]
     assert len(slots) == len(set(slots)) > 0
     assert max(slots) < layout.BULK_BYTES // layout.CHUNK_BYTES
 
@@ -599,7 +748,11 @@ def test_messages_to_oneself_pair_up() -> None:
     with pytest.raises(InvalidUsage, match="sends itself 1 messages and receives 0"):
         lower_messages([message(0, 5)], comm_args(2), rules(2))
     with pytest.raises(InvalidUsage, match=r"5 x uint8 .* and receives 1 x float32"):
-        lower_messages([message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)], comm_args(2), rules(2))
+        lower_messages(
+            [message(0, 5), message(0, 4, receives=True, dtype=DType.FLOAT32)],
+            comm_args(2),
+            rules(2),
+        )
 
 
 @pytest.mark.parametrize(
@@ -612,7 +765,9 @@ def test_messages_to_oneself_pair_up() -> None:
         (None, IPC, 80, Frame.PAIR),
     ],
 )
-def test_lines_are_used_where_paths_keep_them_whole(path: PathType | None, kind: str, arch: int, frame: Frame) -> None:
+def test_lines_are_used_where_paths_keep_them_whole(
+    path: PathType | None, kind: str, arch: int, frame: Frame
+) -> None:
     memory: Any = types.SimpleNamespace(
         ways={(0, 1): Choice(kind=kind, why="")},
         facts=[types.SimpleNamespace(arch=arch)] * 2,

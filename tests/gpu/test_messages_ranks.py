@@ -18,7 +18,13 @@ pytestmark = [
 
 def run(target: Any, nranks: int, *args: Any) -> list[Any]:
     """Two multiprocessors: few lanes, so that messages go around their rings."""
-    return run_ranks(target, nranks, *args, env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    return run_ranks(
+        target,
+        nranks,
+        *args,
+        env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=100.0,
+    )
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
@@ -41,11 +47,21 @@ def test_background_groups_and_prepared_operations() -> None:
 
 @pytest.mark.parametrize("nranks", [2, 4])
 def test_copy_engines(nranks: int) -> None:
-    run_ranks(emulated_ranks.by_copy_engines, nranks, env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    run_ranks(
+        emulated_ranks.by_copy_engines,
+        nranks,
+        env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=100.0,
+    )
 
 
 def test_copy_engines_of_many_shapes() -> None:
-    run_ranks(emulated_ranks.of_many_shapes, 2, env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    run_ranks(
+        emulated_ranks.of_many_shapes,
+        2,
+        env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=100.0,
+    )
 
 
 def test_refusals() -> None:
@@ -60,13 +76,23 @@ def test_arrays_on_another_gpu() -> None:
     run(emulated_ranks.on_another_gpu, 2)
 
 
-def test_large_operations_of_several_communicators_are_ordered_whichever_threads_they_began_in() -> None:
+def test_large_operations_of_several_communicators_are_ordered_whichever_threads_they_began_in() -> (
+    None
+):
     env = {"MIRACCL_SMS": "6", "MIRACCL_EMULATOR_CACHE": str(folder())}
-    assert run_ranks(emulated_ranks.several_in_threads, 2, env=env, timeout=100.0) == [[1, 0, 1, 1, 0, 1, 1]] * 2
+    assert (
+        run_ranks(emulated_ranks.several_in_threads, 2, env=env, timeout=100.0)
+        == [[1, 0, 1, 1, 0, 1, 1]] * 2
+    )
 
 
 def test_what_runs_waits_for_what_ran_before_a_capture() -> None:
-    run_ranks(emulated_ranks.after_a_capture, 2, env={"MIRACCL_SMS": "6", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    run_ranks(
+        emulated_ranks.after_a_capture,
+        2,
+        env={"MIRACCL_SMS": "6", "MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=100.0,
+    )
 
 
 def test_threads_that_have_no_context_yet_or_that_of_another_gpu() -> None:
@@ -75,13 +101,22 @@ def test_threads_that_have_no_context_yet_or_that_of_another_gpu() -> None:
 
 def test_ranks_that_are_threads_with_a_gpu_each() -> None:
     """By kernels and by copy engines."""
-    run_ranks(emulated_ranks.as_threads, 1, 2, env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    run_ranks(
+        emulated_ranks.as_threads,
+        1,
+        2,
+        env={"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=100.0,
+    )
 
 
 def test_a_forked_child_has_no_gpu() -> None:
     for rank, told in enumerate(run(emulated_ranks.forks, 2)):
         names = ("all_reduce", "all_reduce", "send", "barrier", "empty", "")
-        who = [f"CommunicatorClosed: rank {rank}{name and ', '}{name}: the communicator belongs to the process" for name in names]
+        who = [
+            f"CommunicatorClosed: rank {rank}{name and ', '}{name}: the communicator belongs to the process"
+            for name in names
+        ]
         assert [line[: len(start)] for line, start in zip(told, who, strict=True)] == who
 
 
@@ -121,7 +156,10 @@ USUAL = {
     [
         ({"NCCL_ALGO": "^Tree", "NCCL_PROTO": "LL,LL128"}, {}, {}),
         (
-            {"NCCL_ALGO": "allreduce:ring,nvls;broadcast:ring;reduce:tree", "NCCL_PROTO": "allgather:simple;broadcast:LL128"},
+            {
+                "NCCL_ALGO": "allreduce:ring,nvls;broadcast:ring;reduce:tree",
+                "NCCL_PROTO": "allgather:simple;broadcast:LL128",
+            },
             {},
             {
                 "all_reduce": "ring ll128",
@@ -130,22 +168,38 @@ USUAL = {
                 "all_gather": "one_shot simple",
             },
         ),
-        ({"NCCL_PROTO": "LL128"}, {}, {"broadcast": "one_shot ll128", "all_gather": "one_shot ll128"}),
+        (
+            {"NCCL_PROTO": "LL128"},
+            {},
+            {"broadcast": "one_shot ll128", "all_gather": "one_shot ll128"},
+        ),
         ({"NCCL_ALGO": "Ring"}, {"deterministic": True}, {"broadcast": "chain ll"}),
         (
             {"MIRACCL_ALGO": "double_binary_tree", "MIRACCL_PROTO": "LL"},
             {},
-            {name: f"{'one_shot' if name in ('all_gather', 'all_to_all') else 'double_binary_tree'} ll" for name in USUAL},
+            {
+                name: f"{'one_shot' if name in ('all_gather', 'all_to_all') else 'double_binary_tree'} ll"
+                for name in USUAL
+            },
         ),
         ({"NCCL_ALGO": "Tree"}, {"deterministic": True}, {"broadcast": "double_binary_tree ll"}),
-        ({"MIRACCL_ALGO": "two_shot"}, {}, {"all_reduce": "two_shot ll128", "all_gather": "two_shot ll"}),
+        (
+            {"MIRACCL_ALGO": "two_shot"},
+            {},
+            {"all_reduce": "two_shot ll128", "all_gather": "two_shot ll"},
+        ),
     ],
 )
-def test_what_is_asked_for_in_words_of_nccl(settings: dict[str, str], options: dict[str, Any], changes: dict[str, str]) -> None:
+def test_what_is_asked_for_in_words_of_nccl(
+    settings: dict[str, str], options: dict[str, Any], changes: dict[str, str]
+) -> None:
     assert run(emulated_ranks.plans, 3, settings, options)[0] == USUAL | changes
 
 
-@pytest.mark.parametrize(("algo", "broadcast"), [("ring", "one_shot ll"), ("double_binary_tree", "double_binary_tree ll")])
+@pytest.mark.parametrize(
+    ("algo", "broadcast"),
+    [("ring", "one_shot ll"), ("double_binary_tree", "double_binary_tree ll")],
+)
 def test_an_order_that_the_algorithm_does_not_keep_is_refused(algo: str, broadcast: str) -> None:
     answer = run(emulated_ranks.plans, 3, {}, {"algo": algo, "deterministic": True}, 10)[0]
     assert f"all_reduce: {algo} does not add in the order of the ranks" in answer["all_reduce"]
@@ -165,28 +219,45 @@ def test_a_mismatch_names_both_messages(later: bool) -> None:
     assert f"rank 0 sends {sent} where rank 1 receives 100 x float32 (400 bytes)" in first
 
 
-MESSAGES = ["roots of scatter", "roots of gather", "counts", "gather and scatter", "gather and barrier", "gather and all_reduce"]
+MESSAGES = [
+    "roots of scatter",
+    "roots of gather",
+    "counts",
+    "gather and scatter",
+    "gather and barrier",
+    "gather and all_reduce",
+]
 
 
 CROSSED = ["all_reduce and recv", "broadcast and recv", "reduce and send"]
 
 
-@pytest.mark.parametrize("case", [*MESSAGES, *CROSSED, "barrier and all_reduce", "gather and send", "gather and recv", "order"])
+@pytest.mark.parametrize(
+    "case",
+    [*MESSAGES, *CROSSED, "barrier and all_reduce", "gather and send", "gather and recv", "order"],
+)
 def test_collectives_that_are_messages_are_told_apart(case: str) -> None:
     """A message that nobody has taken is not taken for one of the next collective, and no rank waits for its deadline."""
     answers = run(emulated_faults.unlike_messages, 3, case)
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * 3, answers
 
 
-def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_are_told_soon() -> None:
+def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_are_told_soon() -> (
+    None
+):
     texts = {
         "split": "rank 1 waits for rank 0 in split of",
         "broadcast": "rank 0 waits for rank 1 in broadcast #4 (10 x float32, root 1; ",
         "large": "rank 2 waits for rank 0 in send/recv on GPU memory",
         "work": "rank 1 waits for rank 0 in split of",
     }
-    env = {"MIRACCL_SMS": "4", "MIRACCL_EMULATOR_CACHE": str(folder())}  # as many as large messages need
-    for answers in run_ranks(emulated_faults.in_different_calls, 3, list(texts), env=env, timeout=100.0):
+    env = {
+        "MIRACCL_SMS": "4",
+        "MIRACCL_EMULATOR_CACHE": str(folder()),
+    }  # as many as large messages need
+    for answers in run_ranks(
+        emulated_faults.in_different_calls, 3, list(texts), env=env, timeout=100.0
+    ):
         for answer, text in zip(answers, texts.values(), strict=True):
             assert answer["type"] == "CollectiveMismatch"
             assert "ranks wait for one another, so none goes on" in answer["text"]
@@ -200,9 +271,14 @@ def test_a_work_that_has_ended_is_waited_for_no_longer() -> None:
 
 def test_ranks_that_wait_for_one_another_in_copies_and_other_calls_are_told_soon() -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
-    for (answer,) in run_ranks(emulated_faults.in_different_calls, 2, ["copies"], env=env, timeout=100.0):
+    for (answer,) in run_ranks(
+        emulated_faults.in_different_calls, 2, ["copies"], env=env, timeout=100.0
+    ):
         assert answer["type"] == "CollectiveMismatch"
-        assert "rank 0 waits for rank 1 in all_gather #6 (10 x float32; one_shot, copy)" in answer["text"]
+        assert (
+            "rank 0 waits for rank 1 in all_gather #6 (10 x float32; one_shot, copy)"
+            in answer["text"]
+        )
 
 
 @pytest.mark.parametrize("case", ["recv", "send"])
@@ -212,7 +288,9 @@ def test_ranks_that_wait_for_one_another_in_messages_are_told(nranks: int, case:
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * nranks, answers
     whom = {"recv": f"a message from rank {nranks - 1}", "send": "rank 1 to receive"}[case]
     for answer in answers:
-        assert "ranks wait for one another, so none goes on: rank 0 waits for" in answer["text"], answers
+        assert "ranks wait for one another, so none goes on: rank 0 waits for" in answer["text"], (
+            answers
+        )
         assert f"rank 0 waits for {whom}" in answer["text"], answers
 
 
@@ -230,7 +308,9 @@ def test_what_a_rank_calls_when_the_others_finalize_is_told_to_all(case: str) ->
 @pytest.mark.parametrize("case", ["gather", "scatter", "nothing"])
 def test_finalize_tells_of_what_only_some_ranks_have_called(case: str) -> None:
     answers = run(emulated_faults.one_more, 3, case)
-    assert [answer["type"] for answer in answers] == ["none" if case == "nothing" else "CollectiveMismatch"] * 3, answers
+    assert [answer["type"] for answer in answers] == [
+        "none" if case == "nothing" else "CollectiveMismatch"
+    ] * 3, answers
     if case != "nothing":
         assert all(f"rank 1 has called {case}" in answer["text"] for answer in answers), answers
 
@@ -285,9 +365,14 @@ def test_a_deadline_names_who_did_not_come_on_every_rank() -> None:
         assert answer["op"] == f"all_reduce #2 {what}"
         assert f"rank {rank}, all_reduce #2" in answer["text"]
         assert "rank 0 waited longer than" in answer["text"]
-        does, where = zip(*(line.split("; its program is at ") for line in answer["graph"]), strict=True)
+        does, where = zip(
+            *(line.split("; its program is at ") for line in answer["graph"]), strict=True
+        )
         assert does[0].endswith(f"in all_reduce #2 {what}")
-        assert does[1:] == ("rank 1: has begun it", f"rank 2: never came to it; its last was all_reduce #1 {what}")
+        assert does[1:] == (
+            "rank 1: has begun it",
+            f"rank 2: never came to it; its last was all_reduce #1 {what}",
+        )
         assert "emulated_faults.py" in where[2]
         assert where[2].endswith(" never_comes")
 
@@ -333,7 +418,10 @@ def test_streams_that_copy_are_let_go_of_when_a_deadline_has_passed() -> None:
     for answer in run_ranks(emulated_faults.never_comes_to_copies, 2, env=env):
         assert answer["type"] == "CollectiveTimeout", answer
         assert answer["op"] == "all_gather #3 (1000 x float32; one_shot, copy)"
-        assert "rank 1: never came to it; its last was all_gather #2 (1000 x float32; one_shot, copy)" in answer["graph"][1]
+        assert (
+            "rank 1: never came to it; its last was all_gather #2 (1000 x float32; one_shot, copy)"
+            in answer["graph"][1]
+        )
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -342,7 +430,9 @@ def test_copies_have_a_deadline_also_when_all_ranks_have_met(captured: bool) -> 
     first, second = run_ranks(emulated_faults.copies_stop, 2, captured, env=env)
     for answer in (first, second):
         assert answer["type"] == "CollectiveTimeout", answer
-        assert "rank 0 waited longer than 0.3 s for a copy, or room for one," in answer["text"], answer
+        assert "rank 0 waited longer than 0.3 s for a copy, or room for one," in answer["text"], (
+            answer
+        )
     assert "stands" in first["graph"][1], "where the program of rank 1 is"
     assert first["op"] == "all_gather #3 (1000 x float32; one_shot, copy)"
 
@@ -353,11 +443,16 @@ def test_a_mismatch_in_the_last_operation_is_told(how: str) -> None:
     for answer in run(emulated_faults.differs_at_the_end, 3, how):
         assert answer["type"] == "CollectiveMismatch", answer
         assert "called another operation in the same place (number 3 of" in answer["text"]
-        assert answer["op"] in [f"all_reduce #3 (1000 x float32, {op}; one_shot, ll128)" for op in ("sum", "max")]
+        assert answer["op"] in [
+            f"all_reduce #3 (1000 x float32, {op}; one_shot, ll128)" for op in ("sum", "max")
+        ]
 
 
 def test_kernels_end_that_wait_for_a_rank_whose_gpu_side_was_not_made() -> None:
     answers = run(emulated_faults.fails_when_others_are_ready, 3)
     assert [answer["type"] for answer in answers] == ["PeerDied", "SystemFailure", "PeerDied"]
     for answer in (answers[0], answers[2]):
-        assert "rank 1 has left the communicator (gave the first operation on GPU memory up: cuEventCreate" in answer["text"]
+        assert (
+            "rank 1 has left the communicator (gave the first operation on GPU memory up: cuEventCreate"
+            in answer["text"]
+        )

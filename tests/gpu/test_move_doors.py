@@ -59,9 +59,18 @@ def test_doors_find_what_python_would_send(
         sends = receives = [first[0]] * nranks
     if collective is Collective.ALL_TO_ALL:
         receives[rank] = sends[rank]
-    splits_in, splits_out = collective in (Collective.SCATTER, Collective.ALL_TO_ALL), collective is not Collective.SCATTER
-    gives, takes = collective is not Collective.SCATTER or rank == root, collective is not Collective.GATHER or rank == root
-    x, out = torch.zeros(sum(sends) if splits_in else receives[rank]), torch.zeros(sum(receives) if splits_out else sends[rank])
+    splits_in, splits_out = (
+        collective in (Collective.SCATTER, Collective.ALL_TO_ALL),
+        collective is not Collective.SCATTER,
+    )
+    gives, takes = (
+        collective is not Collective.SCATTER or rank == root,
+        collective is not Collective.GATHER or rank == root,
+    )
+    x, out = (
+        torch.zeros(sum(sends) if splits_in else receives[rank]),
+        torch.zeros(sum(receives) if splits_out else sends[rank]),
+    )
     apart = True
     if shift is not None and gives and takes:
         whole, part, sizes = (x, out, sends) if splits_in else (out, x, receives)
@@ -69,7 +78,10 @@ def test_doors_find_what_python_would_send(
         whole, start = room[32 : 32 + whole.numel()], 32 + sum(sizes[:rank]) + shift
         part = room[start : start + part.numel()]
         x, out = (whole, part) if splits_in else (part, whole)
-        apart = part.data_ptr() >= whole.data_ptr() + 4 * whole.numel() or whole.data_ptr() >= part.data_ptr() + 4 * part.numel()
+        apart = (
+            part.data_ptr() >= whole.data_ptr() + 4 * whole.numel()
+            or whole.data_ptr() >= part.data_ptr() + 4 * part.numel()
+        )
         apart = apart or not part.numel() or not whole.numel()
     asked = Uneven(
         collective=collective,
@@ -85,34 +97,82 @@ def test_doors_find_what_python_would_send(
     parts = [(False, *part) for part in sent] + [(True, *part) for part in received]
     if parts:
         rows = [(receive, peer, part.count, F32) for receive, peer, part in parts]
-        side.remember_messages(1, *rows, signature=move_signature(asked.collective, asked.root, asked.counts))
-        side.remember_messages(2, *rows)  # the same messages as a group of sends and receives, and of another collective
-        side.remember_messages(3, *rows, signature=move_signature(asked.collective, asked.root, [*asked.counts, 1]))
+        side.remember_messages(
+            1, *rows, signature=move_signature(asked.collective, asked.root, asked.counts)
+        )
+        side.remember_messages(
+            2, *rows
+        )  # the same messages as a group of sends and receives, and of another collective
+        side.remember_messages(
+            3, *rows, signature=move_signature(asked.collective, asked.root, [*asked.counts, 1])
+        )
     uneven = name.endswith("_v")
     arrays = x if gives else None, out if takes else None
-    sizes = kind(sends) if uneven and splits_in else None, kind(receives) if uneven and splits_out else None
+    sizes = (
+        kind(sends) if uneven and splits_in else None,
+        kind(receives) if uneven and splits_out else None,
+    )
     code = side.door[name](*arrays, root if collective.rooted else None, *sizes, False, None)
     right = apart or (shift == 0 and collective is not Collective.ALL_TO_ALL)
     assert code == int(not parts or not right)
     if parts and right:
-        assert side.driver.seen == [(1, 0, *SHAPE, 0, *(part.address for _, _, part in reversed(parts)))]
+        assert side.driver.seen == [
+            (1, 0, *SHAPE, 0, *(part.address for _, _, part in reversed(parts)))
+        ]
 
 
 def test_what_goes_the_long_way() -> None:
     side = Side()
     x, out, whole = torch.zeros(5), torch.zeros(4), torch.zeros(9)
-    varying, even = move_signature(Collective.ALL_TO_ALL), move_signature(Collective.SCATTER, 0, (2, 2))
-    side.remember_messages(1, (False, 0, 2, F32), (False, 1, 3, F32), (True, 0, 2, F32), (True, 1, 2, F32), signature=varying)
-    side.remember_messages(2, (False, 0, 2, F32), (False, 1, 2, F32), (True, 0, 2, F32), signature=even)
+    varying, even = (
+        move_signature(Collective.ALL_TO_ALL),
+        move_signature(Collective.SCATTER, 0, (2, 2)),
+    )
+    side.remember_messages(
+        1,
+        (False, 0, 2, F32),
+        (False, 1, 3, F32),
+        (True, 0, 2, F32),
+        (True, 1, 2, F32),
+        signature=varying,
+    )
+    side.remember_messages(
+        2, (False, 0, 2, F32), (False, 1, 2, F32), (True, 0, 2, F32), signature=even
+    )
     door = side.door["all_to_all_v"]
 
-    def call(x: Any = x, out: Any = out, sends: Any = (2, 3), receives: Any = (2, 2), async_op: Any = False, stream: Any = None) -> int:
+    def call(
+        x: Any = x,
+        out: Any = out,
+        sends: Any = (2, 3),
+        receives: Any = (2, 2),
+        async_op: Any = False,
+        stream: Any = None,
+    ) -> int:
         return door(x, out, None, sends, receives, async_op, stream)
 
     assert call() == call(sends=[2, 3]) == call(stream=0) == 0
-    for wrong in ((2, 4), (2,), (2, 3, 0), (-2, 7), (2.0, 3), (True, 4), np.array([2, 3]), torch.tensor([2, 3]), None, 5, {2: 1, 3: 1}):
+    for wrong in (
+        (2, 4),
+        (2,),
+        (2, 3, 0),
+        (-2, 7),
+        (2.0, 3),
+        (True, 4),
+        np.array([2, 3]),
+        torch.tensor([2, 3]),
+        None,
+        5,
+        {2: 1, 3: 1},
+    ):
         assert call(sends=wrong) == call(receives=wrong) == 1
-    for thing in (None, torch.zeros(6), torch.zeros(5, dtype=torch.int64), torch.zeros(10)[::2], np.zeros(5, np.float32)):
+    for thing in (
+        None,
+        torch.zeros(6),
+        torch.zeros(5, dtype=torch.int64),
+        torch.zeros(10)[::2],
+        np.zeros(5, np.float32),
+    ):
         assert call(x=thing) == call(out=thing) == 1
     for first in range(9 - 4):
         assert call(whole[:5], whole[first : first + 4]) == 1
@@ -127,11 +187,17 @@ def test_what_goes_the_long_way() -> None:
 
     scatter = side.door["scatter"]
     assert scatter(whole[:4], out[:2], 0, None, None, False, None) == 0
-    assert scatter(whole[:5], out[:2], 0, None, None, False, None) == 1  # which two ranks cannot share
+    assert (
+        scatter(whole[:5], out[:2], 0, None, None, False, None) == 1
+    )  # which two ranks cannot share
     assert scatter(whole[:4], out[:3], 0, None, None, False, None) == 1
     for root in (2, -1, True, None):
         assert scatter(whole[:4], out[:2], root, None, None, False, None) == 1
-    assert scatter(None, None, 1, None, None, False, None) == scatter(whole[:4], None, 0, None, None, False, None) == 1
+    assert (
+        scatter(None, None, 1, None, None, False, None)
+        == scatter(whole[:4], None, 0, None, None, False, None)
+        == 1
+    )
     assert len(side.driver.seen) == 7
 
 
@@ -146,11 +212,17 @@ def test_sizes_and_signatures_are_written_together() -> None:
     side.remember_shape(1, made(first, 2), place, rules)
     gather = side.door["gather"]
     assert gather(x, None, 2, None, None, False, None) == 1
-    side.remember_shape(2, made(first, 2), place, rules, move_signature(Collective.GATHER, 2, [7] * 3))
+    side.remember_shape(
+        2, made(first, 2), place, rules, move_signature(Collective.GATHER, 2, [7] * 3)
+    )
     assert gather(x, None, 2, None, None, False, None) == 0
-    assert side.driver.seen.pop() == launched(2, made(x, 2), place, rules, move_signature(Collective.GATHER, 2, [900] * 3))
+    assert side.driver.seen.pop() == launched(
+        2, made(x, 2), place, rules, move_signature(Collective.GATHER, 2, [900] * 3)
+    )
     assert side.door["gather_v"](x, None, 2, None, [5, 900, 0], False, None) == 0
-    assert side.driver.seen.pop() == launched(2, made(x, 2), place, rules, move_signature(Collective.GATHER, 2, [5, 900, 0]))
+    assert side.driver.seen.pop() == launched(
+        2, made(x, 2), place, rules, move_signature(Collective.GATHER, 2, [5, 900, 0])
+    )
     assert gather(x, None, 0, None, None, False, None) == 1
     assert side.door["send"](x, 2, False, None) == 0
     assert side.driver.seen.pop() == launched(1, made(x, 2), place, rules)

@@ -15,7 +15,12 @@ pytestmark = [pytest.mark.multiprocess, needs_compiler]
 
 def run(target: Any, nranks: int) -> list[Any]:
     """Two multiprocessors: few blocks, which go around several times."""
-    return run_ranks(target, nranks, env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    return run_ranks(
+        target,
+        nranks,
+        env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=100.0,
+    )
 
 
 @pytest.mark.parametrize("nranks", [2, 3])

@@ -23,13 +23,17 @@ pytestmark = [
 WHERE = ("--devices", "cuda:0,1") if GPUS > 1 else ("--devices", "cuda:0", "--ranks", "2")
 QUICK = ("--batches", "2", "--timeout", "200")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-with_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="NCCL comes with PyTorch")
+with_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="NCCL comes with PyTorch"
+)
 
 
 def run(*words: str, module: str = "miraccl") -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     command = [sys.executable, "-m", module, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environ, cwd=ROOT)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=environ, cwd=ROOT
+    )
 
 
 def rows_of(*words: str) -> list[dict[str, Any]]:
@@ -45,7 +49,10 @@ def test_patterns_graphs_and_clock() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv"])
+@pytest.mark.parametrize(
+    "op",
+    ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "sendrecv"],
+)
 def test_every_operation_is_right(op: str) -> None:
     for extra in ((), ("--graph", "--dtype", "bfloat16")):
         rows = rows_of(op, *WHERE, "--sizes", "8,1000,300K,5M", *extra)
@@ -81,13 +88,18 @@ def test_nccl_is_measured_in_the_same_call() -> None:
     for extra in (("--graph",), ()):
         for op in ("all_reduce", "sendrecv"):
             rows = rows_of(op, *WHERE, "--sizes", "1K,1M", "--compare", "nccl", *extra)
-            assert all(row["nccl_us"] > 0 and row["ratio"] > 0 and row["nccl_host_us"] > 0 for row in rows)
+            assert all(
+                row["nccl_us"] > 0 and row["ratio"] > 0 and row["nccl_host_us"] > 0 for row in rows
+            )
 
 
 @two_gpus
 @with_torch
 def test_nccl_beside_threads_has_processes_of_its_own() -> None:
-    assert all(row["nccl_us"] > 0 for row in rows_of("all_gather", *WHERE, "--threads", "--sizes", "1K", "--compare", "nccl"))
+    assert all(
+        row["nccl_us"] > 0
+        for row in rows_of("all_gather", *WHERE, "--threads", "--sizes", "1K", "--compare", "nccl")
+    )
 
 
 def test_gpus_that_are_not_there_are_named() -> None:

@@ -36,11 +36,20 @@ def run_seeds(seeds: list[tuple[int, str]], ranks_per_host: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize(("nranks", "ranks_per_host"), [(2, 0), (2, 1)])
 def test_programs_on_emulated_gpus(nranks: int, ranks_per_host: int) -> None:
-    run_ranks(run_seeds, nranks, RUN, ranks_per_host, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=180.0)
+    run_ranks(
+        run_seeds,
+        nranks,
+        RUN,
+        ranks_per_host,
+        env={"MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=180.0,
+    )
 
 
 @pytest.mark.parametrize("nranks", [3, 4])
-def test_calls_name_streams_for_gpu_memory_alone_and_leave_the_background_alone(nranks: int) -> None:
+def test_calls_name_streams_for_gpu_memory_alone_and_leave_the_background_alone(
+    nranks: int,
+) -> None:
     """Also where all memory on GPUs is in the background, or there is none: then the first operation there has nothing to work on."""
     for seed in SEEDS:
         program = draw(seed, "own", nranks, "emulated", nsteps=30, dtypes=["int32"])
@@ -70,7 +79,9 @@ def every_call(step: at.Step) -> list[at.Call | at.Messages]:
 
 
 @pytest.mark.parametrize("api", ["torch", "both"])
-def test_pytorch_is_refused_on_emulated_gpus(api: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pytorch_is_refused_on_emulated_gpus(
+    api: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["programs", "--device", "emulated", "--api", api, "--show"])
     with pytest.raises(SystemExit, match="2"):
         command.main()
@@ -80,10 +91,21 @@ def test_pytorch_is_refused_on_emulated_gpus(api: str, monkeypatch: pytest.Monke
     assert not said.out
 
 
-@pytest.mark.parametrize(("device", "apis"), [("emulated", ["own", "own"]), ("cpu", ["own", "torch"])])
+@pytest.mark.parametrize(
+    ("device", "apis"), [("emulated", ["own", "own"]), ("cpu", ["own", "torch"])]
+)
 def test_programs_of_emulated_gpus_are_miraccls_own(
-    device: str, apis: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str,
+    apis: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["programs", "--device", device, "--seeds", "2", "--steps", "5", "--show"])
+    monkeypatch.setattr(
+        sys, "argv", ["programs", "--device", device, "--seeds", "2", "--steps", "5", "--show"]
+    )
     assert command.main() == 0
-    assert [line.split(", ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("seed ")] == apis
+    assert [
+        line.split(", ")[1]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("seed ")
+    ] == apis

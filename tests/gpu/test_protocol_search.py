@@ -28,7 +28,11 @@ MOST = 40_000  # states of a search
 
 def agree(system: System) -> bool:
     """Whether nothing goes wrong. Nothing is lost where the search takes several operations for a step, nor where one order is for all."""
-    every, few, one = search(system, every=True, most=MOST), search(system, most=MOST), unordered(system)
+    every, few, one = (
+        search(system, every=True, most=MOST),
+        search(system, most=MOST),
+        unordered(system),
+    )
     assert bool(every.wrong) == bool(few.wrong) == bool(one), f"{every}\n\n{few}\n\n{one}"
     return not one
 
@@ -36,18 +40,41 @@ def agree(system: System) -> bool:
 def small_systems() -> Iterator[tuple[str, System]]:
     for nslots in (1, 2, 3):
         for rounds in (1, 2):
-            yield f"shots {nslots} {rounds}", shots(2, pieces=6 - rounds, nslots=nslots, ahead=int(nslots == 3), rounds=rounds)
+            yield (
+                f"shots {nslots} {rounds}",
+                shots(2, pieces=6 - rounds, nslots=nslots, ahead=int(nslots == 3), rounds=rounds),
+            )
         yield f"ring {nslots}", ring(2, pieces=5, nslots=nslots)
-    for weaker in ({}, {"settles": False}, {"early": 1}, {"all_acks": True}, {"greets": False}, {"banks": 1}):
+    for weaker in (
+        {},
+        {"settles": False},
+        {"early": 1},
+        {"all_acks": True},
+        {"greets": False},
+        {"banks": 1},
+    ):
         yield f"chain {weaker}", chain(2, pieces=3, nslots=1, launches=2, **weaker)
     for settles in (True, False):
         yield f"shots, settles {settles}", shots(2, pieces=5, nslots=4, ahead=1, settles=settles)
-        yield f"tree, settles {settles}", trees(Collective.ALL_REDUCE, 2, pieces=5, nslots=2, which=(0,), settles=settles)
+        yield (
+            f"tree, settles {settles}",
+            trees(Collective.ALL_REDUCE, 2, pieces=5, nslots=2, which=(0,), settles=settles),
+        )
     for banks in (1, 2):
-        yield f"three ranks, banks {banks}", shots(3, pieces=1, nslots=1, ahead=0, launches=3, banks=banks)
+        yield (
+            f"three ranks, banks {banks}",
+            shots(3, pieces=1, nslots=1, ahead=0, launches=3, banks=banks),
+        )
         yield f"two threads, banks {banks}", rooted(2, falls=True, launches=3, banks=banks)
     for nslots in (1, 2):
-        for more in ({}, {"left": 0}, {"fences": False}, {"last_heads": False}, {"reads": True}, {"reads": True, "last_heads": False}):
+        for more in (
+            {},
+            {"left": 0},
+            {"fences": False},
+            {"last_heads": False},
+            {"reads": True},
+            {"reads": True, "last_heads": False},
+        ):
             yield f"steps {nslots} {more}", steps(line(2, 3), Simple(nslots=nslots, **more))
     for more in ({}, {"early": 1}, {"credit_first": True}):
         yield f"lane {more}", lane([1, 2, 1, 2, 2], ring=4, quarter=1, **more)
@@ -76,12 +103,22 @@ def random_system(rng: random.Random) -> System:
     for number in range(rng.randint(1, 4)):
         src, dst = rng.sample(range(nranks), 2)
         kind = rng.choice([Kind.PACKET, Kind.PACKET, *Kind])
-        ways.append((threads[src], threads[dst], [Cell(f"cell {number} of bank {bank}", dst, kind, bank) for bank in range(2)]))
+        ways.append(
+            (
+                threads[src],
+                threads[dst],
+                [Cell(f"cell {number} of bank {bank}", dst, kind, bank) for bank in range(2)],
+            )
+        )
     banks = rng.choice([1, 2, 2])
     for launch in range(launches):
         for thread in threads:
             thread.begin(launch, launch % banks)
-        random_launch(rng, [(source, target, cells[launch % banks]) for source, target, cells in ways], 8 // launches)
+        random_launch(
+            rng,
+            [(source, target, cells[launch % banks]) for source, target, cells in ways],
+            8 // launches,
+        )
         for thread in threads:
             thread.end()
     return system

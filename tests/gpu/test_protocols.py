@@ -50,7 +50,9 @@ SCHEDULES = [
 
 def ahead_of(algo: str, nranks: int, nslots: int) -> int:
     """What an operation of many pieces is given."""
-    request = Request(collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, count=1, nranks=nranks)
+    request = Request(
+        collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, count=1, nranks=nranks
+    )
     plan = DevicePlan(algo=algo, proto="ll128", blocks=1, threads=32, unroll=1)
     return lower._ahead(plan, request, 1000, nslots)
 
@@ -62,7 +64,9 @@ def built(algo: str, collective: Collective, nranks: int) -> Schedule:
 def holds(system: System) -> bool:
     """Whether nothing goes wrong, as far as ``search`` and ``order`` agree."""
     found = search(system, most=MOST)
-    assert bool(found.wrong) == bool(unordered(system)), f"{found}\nbut {unordered(system) or 'all is in order'}"
+    assert bool(found.wrong) == bool(unordered(system)), (
+        f"{found}\nbut {unordered(system) or 'all is in order'}"
+    )
     return not found.wrong
 
 
@@ -86,8 +90,19 @@ def test_shots_need_twice_the_pieces_ahead_and_two(nranks: int, rounds: int) -> 
     for ahead in (0, 1):
         nslots = enough(ahead, rounds)
         assert look(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds))
-        assert not look(shots(nranks, pieces=2 * nslots + 1, nslots=nslots - 1, ahead=ahead, rounds=rounds))
-        assert not look(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds, settles=False))
+        assert not look(
+            shots(nranks, pieces=2 * nslots + 1, nslots=nslots - 1, ahead=ahead, rounds=rounds)
+        )
+        assert not look(
+            shots(
+                nranks,
+                pieces=2 * nslots + 1,
+                nslots=nslots,
+                ahead=ahead,
+                rounds=rounds,
+                settles=False,
+            )
+        )
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -100,8 +115,12 @@ def test_shots_of_any_number_of_ranks_and_slots(rounds: int) -> None:
             assert usual <= most
             assert usual == most or rounds == 2
             for ahead in {usual, most}:
-                assert always(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds))
-            assert not always(shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=most + 1, rounds=rounds))
+                assert always(
+                    shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=ahead, rounds=rounds)
+                )
+            assert not always(
+                shots(nranks, pieces=2 * nslots + 1, nslots=nslots, ahead=most + 1, rounds=rounds)
+            )
 
 
 @pytest.mark.parametrize("nranks", RANKS)
@@ -112,7 +131,9 @@ def test_parts_are_launches(counts: Sequence[int], nranks: int) -> None:
     assert look(parts(nranks, counts))
     assert always(parts(nranks, counts, threads=2))
     assert len(counts) > 1 or not unkept(parts(nranks, counts))
-    assert look(parts(nranks, counts, settles=False)) == (counts == (2,)), "nobody uses these places again"
+    assert look(parts(nranks, counts, settles=False)) == (counts == (2,)), (
+        "nobody uses these places again"
+    )
     assert always(parts(nranks, counts, hears=False)) == (max(counts) == 2)
     assert always(parts(nranks, counts, uneven=True, threads=2)) == (counts == (2,))
 
@@ -138,7 +159,9 @@ def test_acks_of_a_chain(nranks: int) -> None:
         assert holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots))
         assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, early=1))
         assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, settles=False))
-        assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, all_acks=True)), "an ack that nobody waits for stays behind"
+        assert not holds(chain(nranks, pieces=2 * nslots + 1, nslots=nslots, all_acks=True)), (
+            "an ack that nobody waits for stays behind"
+        )
 
 
 @pytest.mark.parametrize("nranks", RANKS)
@@ -147,9 +170,24 @@ def test_acks_along_trees(collective: Collective, nranks: int) -> None:
     look = holds if nranks <= 4 else always
     for nslots in (1, 2):
         for which in ((0,), (1,)):
-            assert look(trees(collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which))
-            assert not look(trees(collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which, early=1))
-            assert not look(trees(collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which, settles=False))
+            assert look(
+                trees(collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which)
+            )
+            assert not look(
+                trees(
+                    collective, nranks, pieces=2 * nslots + 1, nslots=nslots, which=which, early=1
+                )
+            )
+            assert not look(
+                trees(
+                    collective,
+                    nranks,
+                    pieces=2 * nslots + 1,
+                    nslots=nslots,
+                    which=which,
+                    settles=False,
+                )
+            )
 
 
 @pytest.mark.parametrize("nranks", RANKS)
@@ -157,11 +195,43 @@ def test_all_reduce_along_trees_needs_two_slots_more_than_its_lag(nranks: int) -
     usual = double_binary_tree.latency(Collective.ALL_REDUCE, nranks)
     for nslots in range(2, usual + 4):
         lag = ahead_of(TREES, nranks, nslots)
-        look = holds if nranks == 2 or (nranks == 3 and nslots <= 4) or (nranks == 4 and nslots == 2) else always
+        look = (
+            holds
+            if nranks == 2 or (nranks == 3 and nslots <= 4) or (nranks == 4 and nslots == 2)
+            else always
+        )
         for which in ((0,), (1,)) if look is holds else ((0, 1),):
-            assert look(trees(Collective.ALL_REDUCE, nranks, pieces=2 * nslots + 1, nslots=nslots, lag=lag, which=which))
-            assert not look(trees(Collective.ALL_REDUCE, nranks, pieces=2 * nslots + 1, nslots=nslots, lag=nslots - 1, which=which))
-            assert not look(trees(Collective.ALL_REDUCE, nranks, pieces=2 * nslots + 1, nslots=nslots, lag=lag, which=which, settles=False))
+            assert look(
+                trees(
+                    Collective.ALL_REDUCE,
+                    nranks,
+                    pieces=2 * nslots + 1,
+                    nslots=nslots,
+                    lag=lag,
+                    which=which,
+                )
+            )
+            assert not look(
+                trees(
+                    Collective.ALL_REDUCE,
+                    nranks,
+                    pieces=2 * nslots + 1,
+                    nslots=nslots,
+                    lag=nslots - 1,
+                    which=which,
+                )
+            )
+            assert not look(
+                trees(
+                    Collective.ALL_REDUCE,
+                    nranks,
+                    pieces=2 * nslots + 1,
+                    nslots=nslots,
+                    lag=lag,
+                    which=which,
+                    settles=False,
+                )
+            )
 
 
 # ---- from launch to launch
@@ -172,23 +242,56 @@ def test_two_banks_where_results_are_of_everybody(nranks: int) -> None:
     tree = double_binary_tree.latency(Collective.ALL_REDUCE, nranks)
     for banks in (2, 1):
         look = holds if nranks < 4 else always
-        assert look(shots(nranks, pieces=1, nslots=1, ahead=0, launches=4, banks=banks)) == (banks == 2)
-        assert look(shots(nranks, pieces=1, nslots=1, ahead=0, rounds=2, launches=4, banks=banks)) == (banks == 2)
+        assert look(shots(nranks, pieces=1, nslots=1, ahead=0, launches=4, banks=banks)) == (
+            banks == 2
+        )
+        assert look(
+            shots(nranks, pieces=1, nslots=1, ahead=0, rounds=2, launches=4, banks=banks)
+        ) == (banks == 2)
         look = holds if nranks < 3 else always
         assert look(ring(nranks, pieces=1, nslots=1, launches=4, banks=banks)) == (banks == 2)
-        assert always(trees(Collective.ALL_REDUCE, nranks, pieces=3, nslots=3, lag=min(2, tree), launches=5, banks=banks)) == (banks == 2)
+        assert always(
+            trees(
+                Collective.ALL_REDUCE,
+                nranks,
+                pieces=3,
+                nslots=3,
+                lag=min(2, tree),
+                launches=5,
+                banks=banks,
+            )
+        ) == (banks == 2)
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 def test_two_banks_and_greetings_where_data_go_one_way(nranks: int) -> None:
     for banks, greets in ((2, True), (1, True), (2, False)):
         right = banks == 2 and greets
-        assert holds(chain(nranks, pieces=1, nslots=1, launches=4, banks=banks, greets=greets)) == right
+        assert (
+            holds(chain(nranks, pieces=1, nslots=1, launches=4, banks=banks, greets=greets))
+            == right
+        )
         for falls in (True, False):
             look = holds if nranks == 2 else always
-            assert look(rooted(nranks, falls=falls, launches=4, banks=banks, greets=greets)) == right
+            assert (
+                look(rooted(nranks, falls=falls, launches=4, banks=banks, greets=greets)) == right
+            )
         for collective in ONE_WAY:
-            assert holds(trees(collective, nranks, pieces=1, nslots=1, which=(0,), launches=3, banks=banks, greets=greets)) == right
+            assert (
+                holds(
+                    trees(
+                        collective,
+                        nranks,
+                        pieces=1,
+                        nslots=1,
+                        which=(0,),
+                        launches=3,
+                        banks=banks,
+                        greets=greets,
+                    )
+                )
+                == right
+            )
 
 
 def everybody_sends(nranks: int, pieces: int) -> Iterator[System]:
@@ -215,7 +318,9 @@ def test_any_kernel_may_follow_any_other(nranks: int) -> None:
         for system in (*everybody_sends(nranks, pieces), *one_way(nranks, pieces)):
             assert unkept(system) == ""
     for algo, collective in SCHEDULES:
-        assert unkept(steps(built(algo, collective, nranks), Simple(nslots=layout.FIFO_SLOTS))) == ""
+        assert (
+            unkept(steps(built(algo, collective, nranks), Simple(nslots=layout.FIFO_SLOTS))) == ""
+        )
     for system in one_way(nranks, 1, greets=False):
         assert "may end before all have begun" in unkept(system)
 
@@ -230,9 +335,15 @@ def test_heads_and_tails(algo: str, collective: Collective, reads: bool) -> None
         schedule = built(algo, collective, nranks)
         assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), rounds=3))
         assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), launches=5))
-        assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), launches=3, banks=1))
-        assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, fences=False, reads=reads)))
-        assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, last_heads=False, reads=reads)))
+        assert not always(
+            steps(schedule, Simple(nslots=layout.FIFO_SLOTS, reads=reads), launches=3, banks=1)
+        )
+        assert not always(
+            steps(schedule, Simple(nslots=layout.FIFO_SLOTS, fences=False, reads=reads))
+        )
+        assert not always(
+            steps(schedule, Simple(nslots=layout.FIFO_SLOTS, last_heads=False, reads=reads))
+        )
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -248,12 +359,26 @@ def test_heads_and_tails_of_a_few_messages(nranks: int, reads: bool) -> None:
 @pytest.mark.parametrize("nranks", RANKS)
 def test_signals(nranks: int) -> None:
     """All that are sent are heard, so none comes after its word has been cleared; those of an all_reduce tell of all ranks."""
-    for algo, collective in (("two_shot_put", Collective.ALL_REDUCE), ("two_shot_put", Collective.ALL_GATHER)):
+    for algo, collective in (
+        ("two_shot_put", Collective.ALL_REDUCE),
+        ("two_shot_put", Collective.ALL_GATHER),
+    ):
         schedule = built(algo, collective, nranks)
         assert unkept(steps(schedule, Simple(nslots=layout.FIFO_SLOTS), rounds=2)) == ""
         assert always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=4))
-        assert not always(steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=3, banks=1))
-    assert unkept(steps(built("dissemination", Collective.BARRIER, nranks), Simple(nslots=layout.FIFO_SLOTS), rounds=2)) == ""
+        assert not always(
+            steps(schedule, Simple(nslots=layout.FIFO_SLOTS, hears=False), launches=3, banks=1)
+        )
+    assert (
+        unkept(
+            steps(
+                built("dissemination", Collective.BARRIER, nranks),
+                Simple(nslots=layout.FIFO_SLOTS),
+                rounds=2,
+            )
+        )
+        == ""
+    )
 
 
 def test_two_slots_of_a_fifo_are_enough_for_the_schedules_of_the_catalog() -> None:
@@ -264,7 +389,15 @@ def test_two_slots_of_a_fifo_are_enough_for_the_schedules_of_the_catalog() -> No
                 schedule = built(algo, collective, nranks)
                 assert schedules.fifo_slots(schedule) == layout.FIFO_SLOTS
                 for channel in schedule.channels:
-                    assert unkept(steps(replace(schedule, channels=(channel,)), Simple(nslots=layout.FIFO_SLOTS))) == ""
+                    assert (
+                        unkept(
+                            steps(
+                                replace(schedule, channels=(channel,)),
+                                Simple(nslots=layout.FIFO_SLOTS),
+                            )
+                        )
+                        == ""
+                    )
                     looked += 1
     assert looked > 60
 
@@ -320,16 +453,27 @@ def test_grants_and_slots_of_large_messages(blocks: int, taking: int) -> None:
 
 
 def test_queues_that_share_the_pool_from_launch_to_launch() -> None:
-    both, second, first = [Queue(1, (4,), 0, 2), Queue(2, (3, 3), 2, 2)], [Queue(2, (5,), 0, 4)], [Queue(1, (3, 6), 0, 4)]
+    both, second, first = (
+        [Queue(1, (4,), 0, 2), Queue(2, (3, 3), 2, 2)],
+        [Queue(2, (5,), 0, 4)],
+        [Queue(1, (3, 6), 0, 4)],
+    )
     for blocks, taking in ((1, 1), (2, 3), (3, 2)):
         assert always(chunks([both, second, first, both], Bulk(), blocks=blocks, taking=taking))
-        assert not always(chunks([both, second, first, both], Bulk(waits_grant=False), blocks=blocks, taking=taking))
+        assert not always(
+            chunks(
+                [both, second, first, both], Bulk(waits_grant=False), blocks=blocks, taking=taking
+            )
+        )
 
 
 def test_every_block_of_a_sender_has_a_chunk() -> None:
     """A block without one might miss a grant, for nobody waits for it. Large messages have more chunks than any launch has blocks."""
     assert not holds(chunks([[Queue(1, (1, 1, 1), 0, 2)]], Bulk(), blocks=2, taking=1))
-    least = -(-(layout.BULK_FROM - 16 * max(first for _, first in layout.GROUPS.values())) // layout.CHUNK_BYTES)
+    least = -(
+        -(layout.BULK_FROM - 16 * max(first for _, first in layout.GROUPS.values()))
+        // layout.CHUNK_BYTES
+    )
     assert least == 1024 > 2 * 256, "two blocks for each of more multiprocessors than a GPU has"
 
 

@@ -22,7 +22,15 @@ torch = torch_with_doors()
 F32, SUM = DType.FLOAT32, RedOp.SUM
 
 
-def call(side: Side, x: Any, out: Any, counts: Any, op: Any = SUM, async_op: Any = False, stream: Any = None) -> int:
+def call(
+    side: Side,
+    x: Any,
+    out: Any,
+    counts: Any,
+    op: Any = SUM,
+    async_op: Any = False,
+    stream: Any = None,
+) -> int:
     return side.door["reduce_scatter_v"](x, out, op, async_op, stream, counts)
 
 
@@ -42,15 +50,23 @@ def remember_all(side: Side, counts: list[int], op: RedOp = SUM) -> None:
     op=st.sampled_from([RedOp.SUM, RedOp.MAX, RedOp.AVG]),
     shift=st.sampled_from([None, None, 0, 1, -1]),
 )
-def test_doors_launch_what_python_would(nranks: int, rank: int, counts: Any, kind: Any, op: RedOp, shift: int | None) -> None:
+def test_doors_launch_what_python_would(
+    nranks: int, rank: int, counts: Any, kind: Any, op: RedOp, shift: int | None
+) -> None:
     """``shift``: ``out`` overlaps ``x``, so far from the form in place."""
     rank, counts = rank % nranks, counts[:nranks]
     side = Side(rank, nranks)
     remember_all(side, counts, op)
     room = torch.zeros(64)
     x, first = room[32 : 32 + sum(counts)], 32 + sum(counts[:rank])
-    out = torch.zeros(counts[rank]) if shift is None else room[first + shift : first + shift + counts[rank]]
-    apart = shift is None or not counts[rank] or not 32 - counts[rank] < first + shift < 32 + x.numel()
+    out = (
+        torch.zeros(counts[rank])
+        if shift is None
+        else room[first + shift : first + shift + counts[rank]]
+    )
+    apart = (
+        shift is None or not counts[rank] or not 32 - counts[rank] < first + shift < 32 + x.numel()
+    )
     right = sum(counts) > 0 and (apart or shift == 0)
     assert call(side, x, out, kind(counts), op) == int(not right)
     source, target = DeviceMemory(x.data_ptr(), x.numel(), F32), out.data_ptr()
@@ -58,7 +74,10 @@ def test_doors_launch_what_python_would(nranks: int, rank: int, counts: Any, kin
         want = [(1000 + counts[0], source.address, target)]
     else:
         parts = parts_of(source, counts)
-        want = [(100 * root + p.count, p.address, target if root == rank else p.address) for root, p in parts]
+        want = [
+            (100 * root + p.count, p.address, target if root == rank else p.address)
+            for root, p in parts
+        ]
     assert [(row[0], *row[-2:]) for row in side.driver.seen] == (want if right else [])
     assert all(row[1:-2] == (0, *SHAPE, 0) for row in side.driver.seen)
 
@@ -69,11 +88,36 @@ def test_what_goes_the_long_way() -> None:
     x, out = torch.zeros(5), torch.zeros(2)
     assert call(side, x, out, [2, 3]) == call(side, x, out, (2, 3), stream=0) == 0
     side.driver.seen.clear()
-    for counts in ((2, 4), (3, 2), (2,), (2, 3, 0), (-2, 7), (2.0, 3), (True, 4), np.array([2, 3]), torch.tensor([2, 3]), None, 5):
+    for counts in (
+        (2, 4),
+        (3, 2),
+        (2,),
+        (2, 3, 0),
+        (-2, 7),
+        (2.0, 3),
+        (True, 4),
+        np.array([2, 3]),
+        torch.tensor([2, 3]),
+        None,
+        5,
+    ):
         assert call(side, x, out, counts) == 1
-    for thing in (None, torch.zeros(6), torch.zeros(5, dtype=torch.int32), torch.zeros(10)[::2], np.zeros(5, np.float32)):
+    for thing in (
+        None,
+        torch.zeros(6),
+        torch.zeros(5, dtype=torch.int32),
+        torch.zeros(10)[::2],
+        np.zeros(5, np.float32),
+    ):
         assert call(side, thing, out, [2, 3]) == 1
-    for thing in (None, torch.zeros(3), torch.zeros(2, dtype=torch.int32), torch.zeros(4)[::2], np.zeros(2, np.float32), x[1:3]):
+    for thing in (
+        None,
+        torch.zeros(3),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(4)[::2],
+        np.zeros(2, np.float32),
+        x[1:3],
+    ):
         assert call(side, x, thing, [2, 3]) == 1
     for op in (RedOp.MAX, 0, None, PreMulSum(2.0)):
         assert call(side, x, out, [2, 3], op) == 1

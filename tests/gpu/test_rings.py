@@ -32,18 +32,34 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def bus_ids() -> list[str]:
     """Of the GPUs of the topology in use, in the order of the file."""
     nodes = load_topology().root.walk()
-    return [node.attrs["busid"] for node in nodes if node.name == "pci" and any(child.name == "gpu" for child in node.children)]
+    return [
+        node.attrs["busid"]
+        for node in nodes
+        if node.name == "pci" and any(child.name == "gpu" for child in node.children)
+    ]
 
 
 def ring_of(ids: list[str], paths: Paths | None = None) -> Ring:
     facts = [
-        Facts(rank=r, process="p", pid=1, pid_namespace=0, ordinal=r, bus_id=text, arch=90, nbytes=1, descriptors=True)
+        Facts(
+            rank=r,
+            process="p",
+            pid=1,
+            pid_namespace=0,
+            ordinal=r,
+            bus_id=text,
+            arch=90,
+            nbytes=1,
+            descriptors=True,
+        )
         for r, text in enumerate(ids)
     ]
     return find_ring(facts, paths or read_paths(ids))
 
 
-def test_neighbours_are_joined_by_nvlink_whatever_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_are_joined_by_nvlink_whatever_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "nvidia-dgx1v.xml"))
     ids = bus_ids()
     for ranks in ([0, 1, 2, 3, 4, 5, 6, 7], [5, 0, 3, 6, 1, 7, 2, 4]):
@@ -58,7 +74,9 @@ def test_neighbours_are_joined_by_nvlink_whatever_the_ranks(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["nvidia-dgxh100", "v100-4gpu-mesh-1nic"])
-def test_equal_gpus_are_not_searched(monkeypatch: pytest.MonkeyPatch, plans: Path, name: str) -> None:
+def test_equal_gpus_are_not_searched(
+    monkeypatch: pytest.MonkeyPatch, plans: Path, name: str
+) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / f"{name}.xml"))
     ring = ring_of(bus_ids()[::-1])
     assert ring.lowered == ()
@@ -69,13 +87,20 @@ def test_equal_gpus_are_not_searched(monkeypatch: pytest.MonkeyPatch, plans: Pat
 def test_a_graph_file_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "hgx-a100-4gpu.xml"))
     ids = bus_ids()
-    devices = [int(g.attrs["dev"]) for n in load_topology().root.walk() for g in n.children if g.name == "gpu"]
+    devices = [
+        int(g.attrs["dev"])
+        for n in load_topology().root.walk()
+        for g in n.children
+        if g.name == "gpu"
+    ]
     order = [devices[i] for i in (0, 2, 1, 3)]
     gpus = "".join(f'<gpu dev="{device}"/>' for device in order)
     channel = f"<channel>{gpus}</channel>"
     graph = '<graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="20" speedinter="20" latencyinter="0" typeintra="NVL"'
     file = tmp_path / "graph.xml"
-    file.write_text(f'<graphs version="1">{graph} typeinter="PIX" samechannels="1">{channel}</graph></graphs>')
+    file.write_text(
+        f'<graphs version="1">{graph} typeinter="PIX" samechannels="1">{channel}</graph></graphs>'
+    )
     monkeypatch.setenv("NCCL_GRAPH_FILE", str(file))
     ring = ring_of(ids)
     assert (ring.order, "graph.xml" in ring.why) == ((0, 2, 1, 3), True)
@@ -94,13 +119,18 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> Non
     assert ring_of(bus_ids()).why.startswith("no ring was found: the search gave [0, 3, 3, 2]")
 
 
-def test_where_nothing_is_found_the_order_is_that_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_found_the_order_is_that_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "pcie4-2s-nonic.xml"))
     ids = bus_ids()
     for chosen, why in (
         (ids[:2], "up to two ranks"),
         ([ids[0], ids[1], ids[1]], "ranks share a GPU"),
-        ([ids[0], ids[1], "0000:fe:00.0"], "no ring was found: the topology has no GPU 0000:fe:00.0"),
+        (
+            [ids[0], ids[1], "0000:fe:00.0"],
+            "no ring was found: the topology has no GPU 0000:fe:00.0",
+        ),
     ):
         ring = ring_of(chosen)
         assert ring.lowered == ()
@@ -111,7 +141,9 @@ def test_where_nothing_is_found_the_order_is_that_of_the_ranks(monkeypatch: pyte
 
 @pytest.mark.multiprocess
 @needs_compiler
-def test_kernels_follow_the_order_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_follow_the_order_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four GPUs of a DGX-1, of which those of ranks 1 and 2 are exchanged."""
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "nvidia-dgx1v.xml"))
     text = (MACHINES / "nvidia-dgx1v.xml").read_text()
@@ -120,6 +152,8 @@ def test_kernels_follow_the_order_of_the_machine(tmp_path: Path, monkeypatch: py
     file = tmp_path / "machine.xml"
     file.write_text(text)
     env = {"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}
-    answers = run_ranks(emulated_ranks.in_the_order_of_the_machine, 4, str(file), env=env, timeout=200.0)
+    answers = run_ranks(
+        emulated_ranks.in_the_order_of_the_machine, 4, str(file), env=env, timeout=200.0
+    )
     assert [tuple(order) for order, _ in answers] == [(0, 2, 1, 3)] * 4
     assert "channel search" in answers[0][1]

@@ -27,11 +27,15 @@ kinds = st.tuples(st.booleans(), st.integers(0, NRANKS - 1), st.sampled_from(lis
 
 def comm_args(rank: int) -> CommArgs:
     boxes = tuple(1 << 40 | r << 20 for r in range(NRANKS))
-    return CommArgs(rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9)
+    return CommArgs(
+        rank=rank, own=1 << 41, inboxes=boxes, outboxes=boxes, host=4096, timeout_ns=10**9
+    )
 
 
 def tensors(shape: Any, sizes: Any) -> list[Any]:
-    return [torch.zeros(size, dtype=dtype) for (_, _, dtype), size in zip(shape, sizes, strict=True)]
+    return [
+        torch.zeros(size, dtype=dtype) for (_, _, dtype), size in zip(shape, sizes, strict=True)
+    ]
 
 
 def messages(shape: Any, arrays: Any) -> list[Message]:
@@ -47,7 +51,9 @@ def call(side: Side, shape: Any, arrays: Any) -> None:
             assert (side.recv if receives else side.send)(x, peer) == 0
 
 
-def launched(number: int, made: list[Message], place: CommArgs, rules: LaneRules, signature: int = 0) -> tuple[int, ...]:
+def launched(
+    number: int, made: list[Message], place: CommArgs, rules: LaneRules, signature: int = 0
+) -> tuple[int, ...]:
     lowered = lower_messages(made, place, rules, signature)
     words = struct.unpack(f"<{len(lowered.args) // 8}Q", lowered.args)
     return (number, 0, lowered.blocks, *SHAPE[1:3], lowered.threads, *SHAPE[4:], 0, *words)
@@ -62,16 +68,28 @@ def launched(number: int, made: list[Message], place: CommArgs, rules: LaneRules
     multiprocessors=st.sampled_from([4, 132]),
     data=st.data(),
 )
-def test_doors_write_what_python_lowers(shape: Any, to_self: int, rank: int, frame: Frame, multiprocessors: int, data: Any) -> None:
+def test_doors_write_what_python_lowers(
+    shape: Any, to_self: int, rank: int, frame: Frame, multiprocessors: int, data: Any
+) -> None:
     """Several messages in a queue, queues that come in any order, a rank that sends to itself: the same in arguments and grid."""
     own = [(False, rank, torch.float32)] * to_self
-    mixed = [*own, *[kind for kind in shape if kind[1] != rank], *[(True, *kind[1:]) for kind in own]]
-    side, place, rules = Side(rank, NRANKS), comm_args(rank), LaneRules(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame)
+    mixed = [
+        *own,
+        *[kind for kind in shape if kind[1] != rank],
+        *[(True, *kind[1:]) for kind in own],
+    ]
+    side, place, rules = (
+        Side(rank, NRANKS),
+        comm_args(rank),
+        LaneRules(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame),
+    )
     if not mixed:
         return
     side.remember_shape(5, messages(mixed, tensors(mixed, [7] * len(mixed))), place, rules)
     for _ in range(2):
-        middle = data.draw(st.lists(counts, min_size=len(mixed) - 2 * to_self, max_size=len(mixed) - 2 * to_self))
+        middle = data.draw(
+            st.lists(counts, min_size=len(mixed) - 2 * to_self, max_size=len(mixed) - 2 * to_self)
+        )
         mine = data.draw(st.lists(counts, min_size=to_self, max_size=to_self))
         arrays = tensors(mixed, [*mine, *middle, *mine])
         call(side, mixed, arrays)
@@ -80,14 +98,24 @@ def test_doors_write_what_python_lowers(shape: Any, to_self: int, rank: int, fra
 
 
 def test_another_shape_is_another_launch() -> None:
-    side, place, rules = Side(0, NRANKS), comm_args(0), LaneRules(nranks=NRANKS, multiprocessors=132)
-    there, back, both = [(False, 1, torch.float32)], [(True, 1, torch.float32)], [(False, 1, torch.float32), (True, 2, torch.float32)]
+    side, place, rules = (
+        Side(0, NRANKS),
+        comm_args(0),
+        LaneRules(nranks=NRANKS, multiprocessors=132),
+    )
+    there, back, both = (
+        [(False, 1, torch.float32)],
+        [(True, 1, torch.float32)],
+        [(False, 1, torch.float32), (True, 2, torch.float32)],
+    )
     assert not side.doors.knows_shape(messages(there, tensors(there, [1])))
     for number, shape in enumerate((there, both), 1):
         side.remember_shape(number, messages(shape, tensors(shape, [1] * len(shape))), place, rules)
         assert side.doors.knows_shape(messages(shape, tensors(shape, [9] * len(shape))))
     assert not side.doors.knows_shape(messages(back, tensors(back, [1])))
-    assert not side.doors.knows_shape(messages([(False, 1, torch.int64)], [torch.zeros(1, dtype=torch.int64)]))
+    assert not side.doors.knows_shape(
+        messages([(False, 1, torch.int64)], [torch.zeros(1, dtype=torch.int64)])
+    )
     x = torch.zeros(3)
     assert side.recv(x) == side.send(x, 2) == side.send(torch.zeros(3, dtype=torch.int64)) == 1
     assert side.send(x) == side.sendrecv(x, torch.zeros(4), 1, 2) == 0
@@ -102,7 +130,9 @@ def test_what_is_left_to_python() -> None:
     rules = LaneRules(nranks=NRANKS, multiprocessors=132)
     own = [(False, 0, torch.uint8), (True, 0, torch.uint8)]
     side.remember_shape(1, messages(own, tensors(own, [8, 8])), place, rules)
-    side.remember_shape(2, messages([(False, 1, torch.uint8)], [torch.zeros(8, dtype=torch.uint8)]), place, rules)
+    side.remember_shape(
+        2, messages([(False, 1, torch.uint8)], [torch.zeros(8, dtype=torch.uint8)]), place, rules
+    )
     call(side, own, tensors(own, [9, 9]))
     assert len(side.driver.seen) == 1
     call(side, own, tensors(own, [9, 10]))

@@ -14,7 +14,11 @@ from tests.gpu.ranks import run_cases
 
 pytestmark = ON_GPUS
 WORKER = "tests.gpu.transport_worker"
-WAYS = {"vmm": {"MIRACCL_CUMEM": "1"}, "ipc": {"MIRACCL_CUMEM": "0"}, "host": {"MIRACCL_P2P_DISABLE": "1"}}
+WAYS = {
+    "vmm": {"MIRACCL_CUMEM": "1"},
+    "ipc": {"MIRACCL_CUMEM": "0"},
+    "host": {"MIRACCL_P2P_DISABLE": "1"},
+}
 RANKS = sorted({2, min(4, GPUS)} - {0, 1})
 
 
@@ -60,24 +64,49 @@ def test_nccls_level_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
 def hosts_cases(two_steps: bool) -> list[dict[str, Any]]:
     cases: list[dict[str, Any]] = []
     for count in (1, 1001, 300_007, 5_000_000):
-        cases += [{"collective": "all_reduce", "dtype": dtype, "count": count} for dtype in ("float32", "bfloat16")]
-        cases += [{"collective": c, "dtype": "float32", "count": count // 3 + 1} for c in ("all_gather", "reduce_scatter", "all_to_all")]
+        cases += [
+            {"collective": "all_reduce", "dtype": dtype, "count": count}
+            for dtype in ("float32", "bfloat16")
+        ]
+        cases += [
+            {"collective": c, "dtype": "float32", "count": count // 3 + 1}
+            for c in ("all_gather", "reduce_scatter", "all_to_all")
+        ]
     for collective in ("broadcast", "reduce", "gather", "scatter"):
-        cases += [{"collective": collective, "dtype": "float16", "count": 100_003, "root": root} for root in (0, 1)]
-    cases += [{"collective": "all_reduce", "dtype": "int64", "count": 9999, "op": op} for op in ("MAX", "MIN", "PROD")]
+        cases += [
+            {"collective": collective, "dtype": "float16", "count": 100_003, "root": root}
+            for root in (0, 1)
+        ]
+    cases += [
+        {"collective": "all_reduce", "dtype": "int64", "count": 9999, "op": op}
+        for op in ("MAX", "MIN", "PROD")
+    ]
     cases += [{"collective": "all_reduce", "dtype": "float8_e4m3", "count": 999}]
     cases += [{"collective": "all_reduce", "dtype": "float32", "count": 70_001, "in_place": True}]
-    cases += [{"collective": "all_reduce", "dtype": "bfloat16", "count": count, "graph": 5} for count in (1000, 6_000_000)]
+    cases += [
+        {"collective": "all_reduce", "dtype": "bfloat16", "count": count, "graph": 5}
+        for count in (1000, 6_000_000)
+    ]
     cases += [
         {"collective": "all_gather", "dtype": "float32", "count": 70_000, "graph": 5},
         {"transfers": 1_000_000},
         {"communicator": True},
     ]
-    cases += [{"collective": "all_reduce", "dtype": "float32", "count": 4096, "algo": "hierarchical" if two_steps else "staged"}]
+    cases += [
+        {
+            "collective": "all_reduce",
+            "dtype": "float32",
+            "count": 4096,
+            "algo": "hierarchical" if two_steps else "staged",
+        }
+    ]
     return cases
 
 
-@pytest.mark.parametrize("hosts", ["AB", *(["AABB", "ABAB", "AAB"] if GPUS >= 4 or os.environ.get("TEST_GPU_SHARED") else [])])
+@pytest.mark.parametrize(
+    "hosts",
+    ["AB", *(["AABB", "ABAB", "AAB"] if GPUS >= 4 or os.environ.get("TEST_GPU_SHARED") else [])],
+)
 def test_collectives_over_hosts(hosts: str) -> None:
     cases = [{"hosts": hosts}, *hosts_cases(hosts in ("AABB", "ABAB"))]
     rows = run_cases(cases, len(hosts), module=WORKER)
@@ -86,7 +115,9 @@ def test_collectives_over_hosts(hosts: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort", "death"])
-def test_a_stream_that_waits_for_another_host_is_let_go(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_waits_for_another_host_is_let_go(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TEST_TIMEOUT", "2" if how == "timeout" else "60")
     rows = run_cases([{"hosts": "AB"}, {"failure": how}], 2, module=WORKER)
     assert rows == [["", ""], ["", ""]]

@@ -18,25 +18,53 @@ from miraccl.schedule.algos.double_binary_tree import Place, places
 from miraccl.schedule.reduction import NUMPY_DTYPE, fold, premultiply
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import Machine, needs_compiler
-from tests.gpu.emulator.collective import asked, launch_each, machine, run, run_in_a_row, small, special
+from tests.gpu.emulator.collective import (
+    asked,
+    launch_each,
+    machine,
+    run,
+    run_in_a_row,
+    small,
+    special,
+)
 from tests.gpu.worker import make_input
 
 ALONG_TREES = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 
 
-def along(collective: Collective, dtype: DType, count: int, nranks: int, proto: str = "ll128", root: int = 0) -> Request:
+def along(
+    collective: Collective,
+    dtype: DType,
+    count: int,
+    nranks: int,
+    proto: str = "ll128",
+    root: int = 0,
+) -> Request:
     return asked(collective, dtype, count, nranks, TREES, proto, root)
 
 
-def branches(request: Request, rank: int, order: Sequence[int] = ()) -> list[tuple[int, list[int], int]]:
+def branches(
+    request: Request, rank: int, order: Sequence[int] = ()
+) -> list[tuple[int, list[int], int]]:
     """(parent, children, which child) of a rank in both trees, as a kernel reads them."""
     comm_args = lower.CommArgs(
-        rank=rank, own=0, inboxes=(0,) * request.nranks, outboxes=(0,) * request.nranks, host=0, timeout_ns=1, order=tuple(order)
+        rank=rank,
+        own=0,
+        inboxes=(0,) * request.nranks,
+        outboxes=(0,) * request.nranks,
+        host=0,
+        timeout_ns=1,
+        order=tuple(order),
     )
-    args, size = lower.lower_packets(choose(request), request, comm_args), struct.calcsize(layout.BRANCH)
+    args, size = (
+        lower.lower_packets(choose(request), request, comm_args),
+        struct.calcsize(layout.BRANCH),
+    )
     found = []
     for tree in range(2):
-        up, *down, child = struct.unpack_from(layout.BRANCH, args, layout.ARGS["trees"].offset + tree * size)
+        up, *down, child = struct.unpack_from(
+            layout.BRANCH, args, layout.ARGS["trees"].offset + tree * size
+        )
         found.append((up, [peer for peer in down if peer != layout.NOBODY], child))
     return found
 
@@ -51,23 +79,45 @@ ORDERS: dict[int, list[tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("collective", ALONG_TREES)
-@pytest.mark.parametrize(("nranks", "order"), [(nranks, order) for nranks, orders in ORDERS.items() for order in orders])
-def test_trees_are_those_of_the_schedule(collective: Collective, nranks: int, order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("nranks", "order"), [(nranks, order) for nranks, orders in ORDERS.items() for order in orders]
+)
+def test_trees_are_those_of_the_schedule(
+    collective: Collective, nranks: int, order: tuple[int, ...]
+) -> None:
     for root in range(nranks) if collective.rooted else (0,):
         schedule = catalog.build(TREES, collective, nranks, root, order=order)
         request = along(collective, DType.FLOAT32, 1000, nranks, root=root)
         mine = [branches(request, rank, order) for rank in range(nranks)]
         for tree, channel in enumerate(schedule.channels):
-            sent = {(rank, step.send_peer) for rank in range(nranks) for step in channel[rank] if step.send_peer is not None}
-            ups = {(rank, mine[rank][tree][0]) for rank in range(nranks) if mine[rank][tree][0] != layout.NOBODY}
+            sent = {
+                (rank, step.send_peer)
+                for rank in range(nranks)
+                for step in channel[rank]
+                if step.send_peer is not None
+            }
+            ups = {
+                (rank, mine[rank][tree][0])
+                for rank in range(nranks)
+                if mine[rank][tree][0] != layout.NOBODY
+            }
             downs = {(rank, peer) for rank in range(nranks) for peer in mine[rank][tree][1]}
-            assert sent == {Collective.ALL_REDUCE: ups | downs, Collective.BROADCAST: downs, Collective.REDUCE: ups}[collective]
+            assert (
+                sent
+                == {
+                    Collective.ALL_REDUCE: ups | downs,
+                    Collective.BROADCAST: downs,
+                    Collective.REDUCE: ups,
+                }[collective]
+            )
             assert ups == {(child, parent) for parent, child in downs}
             for rank, up in ups:
                 assert mine[up][tree][1][mine[rank][tree][2]] == rank
 
 
-def along_trees(request: Request, inputs: Sequence[Any], order: Sequence[int], run_of_vectors: int) -> Any:
+def along_trees(
+    request: Request, inputs: Sequence[Any], order: Sequence[int], run_of_vectors: int
+) -> Any:
     """What an all_reduce gives: sums of own, first child's and second child's data at every node, rounded there; each tree for every other
     run of so many elements."""
     order = order or tuple(range(request.nranks))
@@ -75,17 +125,26 @@ def along_trees(request: Request, inputs: Sequence[Any], order: Sequence[int], r
     def sums(tree: int, position: int) -> Any:
         place = of(position)[tree]
         divisor = request.nranks if request.op is RedOp.AVG and place.up is None else None
-        return fold([inputs[order[position]], *(sums(tree, child) for child in place.down)], request.op, divisor)
+        return fold(
+            [inputs[order[position]], *(sums(tree, child) for child in place.down)],
+            request.op,
+            divisor,
+        )
 
     def of(position: int) -> tuple[Place, Place]:
         return places(request.collective, position, request.nranks)
 
-    roots = [next(position for position in range(request.nranks) if of(position)[tree].up is None) for tree in range(2)]
+    roots = [
+        next(position for position in range(request.nranks) if of(position)[tree].up is None)
+        for tree in range(2)
+    ]
     second = np.arange(request.count) // run_of_vectors % 2 == 1
     return np.where(second, sums(1, roots[1]), sums(0, roots[0]))
 
 
-def check_sums(machine: Machine, request: Request, plan: DevicePlan, order: Sequence[int] = (), repeat: int = 1) -> list[str]:
+def check_sums(
+    machine: Machine, request: Request, plan: DevicePlan, order: Sequence[int] = (), repeat: int = 1
+) -> list[str]:
     """Runs an all_reduce and compares every bit."""
     inputs = [make_input(rank, request.count, request.dtype, 1) for rank in range(request.nranks)]
     scalars = [0.5 - rank if request.dtype.is_float else rank + 2 for rank in range(request.nranks)]
@@ -93,7 +152,16 @@ def check_sums(machine: Machine, request: Request, plan: DevicePlan, order: Sequ
     taken = [premultiply(x, s) for x, s in zip(inputs, scalars)] if scaled else inputs
     vector = (16 if plan.proto == "ll128" else 8) // request.dtype.itemsize
     want = along_trees(request, taken, order, 32 * plan.unroll * vector)
-    return run(machine, request, plan, repeat=repeat, scalars=scalars if scaled else None, inputs=inputs, order=order, want=want)
+    return run(
+        machine,
+        request,
+        plan,
+        repeat=repeat,
+        scalars=scalars if scaled else None,
+        inputs=inputs,
+        order=order,
+        want=want,
+    )
 
 
 DTYPES = [
@@ -122,12 +190,17 @@ def test_all_reduce_of_every_type(dtype: DType, proto: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
-@pytest.mark.parametrize(("dtype", "proto"), [(DType.BFLOAT16, "ll128"), (DType.INT32, "ll128"), (DType.BFLOAT16, "ll")])
+@pytest.mark.parametrize(
+    ("dtype", "proto"), [(DType.BFLOAT16, "ll128"), (DType.INT32, "ll128"), (DType.BFLOAT16, "ll")]
+)
 def test_all_reduce_among_any_number(nranks: int, dtype: DType, proto: str) -> None:
     for count, unroll in ((1, 1), (4099, 1), (6007, 2)):
         request = along(Collective.ALL_REDUCE, dtype, count, nranks, proto)
         for order in ORDERS[nranks]:
-            assert check_sums(machine(nranks), request, small(request, unroll=unroll), order) == [""] * nranks
+            assert (
+                check_sums(machine(nranks), request, small(request, unroll=unroll), order)
+                == [""] * nranks
+            )
 
 
 @needs_compiler
@@ -147,16 +220,26 @@ def test_which_elements_a_tree_adds_does_not_depend_on_the_launch() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("collective", [Collective.BROADCAST, Collective.REDUCE])
-@pytest.mark.parametrize(("dtype", "proto"), [(DType.FLOAT32, "ll128"), (DType.INT32, "ll128"), (DType.UINT8, "ll")])
-def test_from_and_to_every_root(monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, proto: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "proto"), [(DType.FLOAT32, "ll128"), (DType.INT32, "ll128"), (DType.UINT8, "ll")]
+)
+def test_from_and_to_every_root(
+    monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, proto: str
+) -> None:
     """Whole numbers, whose sums are exact in any order; in two orders of the ranks, with slots that are used again."""
     monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
     four = Machine(4)
-    inputs = [np.random.default_rng(rank).integers(0, 60, 6001).astype(NUMPY_DTYPE[dtype]) for rank in range(4)]
+    inputs = [
+        np.random.default_rng(rank).integers(0, 60, 6001).astype(NUMPY_DTYPE[dtype])
+        for rank in range(4)
+    ]
     for order in ORDERS[4]:
         for root in range(4):
             request = along(collective, dtype, 6001, 4, proto, root)
-            assert run(four, request, replace(small(request), blocks=1), inputs=inputs, order=order) == [""] * 4
+            assert (
+                run(four, request, replace(small(request), blocks=1), inputs=inputs, order=order)
+                == [""] * 4
+            )
 
 
 @needs_compiler
@@ -165,21 +248,39 @@ def test_from_and_to_every_root(monkeypatch: pytest.MonkeyPatch, collective: Col
 def test_one_way_among_any_number(collective: Collective, nranks: int) -> None:
     for count, unroll in ((1, 1), (4099, 2)):
         request = along(collective, DType.FLOAT32, count, nranks, root=nranks - 1)
-        assert run(machine(nranks), request, small(request, unroll=unroll), repeat=2, offset=1, close=True) == [""] * nranks
+        assert (
+            run(
+                machine(nranks),
+                request,
+                small(request, unroll=unroll),
+                repeat=2,
+                offset=1,
+                close=True,
+            )
+            == [""] * nranks
+        )
 
 
 @needs_compiler
 @pytest.mark.parametrize("nranks", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT32])
 @pytest.mark.parametrize("collective", ALONG_TREES)
-def test_slots_are_used_again(monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, nranks: int) -> None:
+def test_slots_are_used_again(
+    monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, nranks: int
+) -> None:
     """As few slots as there may be, and as much lag as these allow."""
     request = along(collective, dtype, 24_001, nranks, root=1)
     plan = replace(small(request), blocks=1, ahead=1000)
     lanes = {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2, Collective.BROADCAST: 1}[collective]
-    monkeypatch.setattr(layout, "BANK_BYTES", 16 * (4 * lanes * (64 if dtype is DType.FLOAT32 and request.reduces else 68) + 20))
+    monkeypatch.setattr(
+        layout,
+        "BANK_BYTES",
+        16 * (4 * lanes * (64 if dtype is DType.FLOAT32 and request.reduces else 68) + 20),
+    )
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
-    nslots, ahead = (struct.unpack_from("<I", args, layout.ARGS[name].offset)[0] for name in ("nslots", "ahead"))
+    nslots, ahead = (
+        struct.unpack_from("<I", args, layout.ARGS[name].offset)[0] for name in ("nslots", "ahead")
+    )
     assert (nslots, ahead) == (4, 2)
     fresh = Machine(nranks)
     assert run(fresh, request, plan, repeat=3, close=True) == [""] * nranks
@@ -194,7 +295,10 @@ class OnlyNeighbours(Machine):
         usual = super().comm_args(rank, order)
         request = along(Collective.ALL_REDUCE, DType.INT32, 1, self.nranks)
         near = {peer for up, down, _ in branches(request, rank, order) for peer in (up, *down)}
-        boxes = (box if peer in near else self.nowhere.ctypes.data for peer, box in enumerate(usual.outboxes))
+        boxes = (
+            box if peer in near else self.nowhere.ctypes.data
+            for peer, box in enumerate(usual.outboxes)
+        )
         return replace(usual, outboxes=tuple(boxes))
 
 
@@ -213,7 +317,9 @@ def test_only_neighbours_in_the_trees_talk() -> None:
 def test_words_that_the_mask_makes_ones(collective: Collective, nranks: int) -> None:
     """The greatest of equal words goes up as it is, so words that have to be told apart from empty places go over every edge."""
     fresh = Machine(nranks)
-    request = replace(along(collective, DType.UINT32, 20_001, nranks, root=nranks - 1), op=RedOp.MAX)
+    request = replace(
+        along(collective, DType.UINT32, 20_001, nranks, root=nranks - 1), op=RedOp.MAX
+    )
     for launch in range(3):
         words = special(request.count, launch, launch)
         assert run(fresh, request, small(request), inputs=[words] * nranks) == [""] * nranks
@@ -238,8 +344,12 @@ KINDS = [
 def test_ranks_that_run_ahead(collective: Collective | None) -> None:
     """Launches in a row, nobody waiting for others between them: banks are used in turn, whatever kernel runs."""
     operations = []
-    for turn, (kind, algo, proto) in enumerate(KINDS * 3 if collective is None else [(collective, TREES, "ll128")] * 30):
-        request = asked(kind, DType.INT32, (1, 2003, 100)[turn % 3], 4, algo, proto, root=turn // 7 % 4)
+    for turn, (kind, algo, proto) in enumerate(
+        KINDS * 3 if collective is None else [(collective, TREES, "ll128")] * 30
+    ):
+        request = asked(
+            kind, DType.INT32, (1, 2003, 100)[turn % 3], 4, algo, proto, root=turn // 7 % 4
+        )
         operations.append((request, small(request)))
     assert [text for text in run_in_a_row(Machine(4), operations) if text] == []
 
@@ -257,7 +367,10 @@ def test_a_rank_that_does_not_come_ends_the_wait(collective: Collective) -> None
 @needs_compiler
 def test_ranks_that_call_different_sizes_are_told() -> None:
     three = Machine(3, timeout_s=60)
-    launch_each(three, [along(Collective.ALL_REDUCE, DType.FLOAT32, count, 3) for count in (4000, 4000, 100)])
+    launch_each(
+        three,
+        [along(Collective.ALL_REDUCE, DType.FLOAT32, count, 3) for count in (4000, 4000, 100)],
+    )
     assert layout.ERROR_MISMATCH in three.errors()
 
 
@@ -266,8 +379,12 @@ def test_trees_run_on_request_and_between_one_shot_and_chain() -> None:
     for collective in ALONG_TREES:
         for nranks in (2, 3, 4, 8):
             for power in range(0, 30, 3):
-                free = replace(along(collective, DType.BFLOAT16, 1 << power, nranks), algo="", proto="")
-                middle = nranks > 4 and collective.rooted and 64 << 10 < free.block_bytes <= 512 << 10
+                free = replace(
+                    along(collective, DType.BFLOAT16, 1 << power, nranks), algo="", proto=""
+                )
+                middle = (
+                    nranks > 4 and collective.rooted and 64 << 10 < free.block_bytes <= 512 << 10
+                )
                 assert (choose(free).algo == TREES) == middle
                 plan = choose(replace(free, algo=TREES))
                 assert (plan.algo, plan.by_packets) == (TREES, True)

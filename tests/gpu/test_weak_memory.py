@@ -23,7 +23,9 @@ from tests.gpu.test_messages import few, rules, shrink_pool
 pytestmark = needs_compiler
 
 SEEDS = (1, 2, 3)
-MANY = range(1, 10_000)  # until a flaw is found, which hangs on the order of threads, too: 20 or 200, rarely more than 1000
+MANY = range(
+    1, 10_000
+)  # until a flaw is found, which hangs on the order of threads, too: 20 or 200, rarely more than 1000
 BANK_BYTES = 18 << 10
 PACKETS = [
     (Collective.ALL_REDUCE, "one_shot", 2),
@@ -59,7 +61,11 @@ def small_bank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_packets(
-    collective: Collective, algo: str, nranks: int, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
+    collective: Collective,
+    algo: str,
+    nranks: int,
+    seeds: Sequence[int] = SEEDS,
+    timeout_s: float = 60.0,
 ) -> Iterator[str]:
     """What was wrong in several launches in a row, each with more pieces than slots, for each seed."""
     request = asked(collective, DType.INT32, 6001, nranks, algo, "ll128", root=nranks - 1)
@@ -79,8 +85,16 @@ def test_packets(collective: Collective, algo: str, nranks: int) -> None:
     ("flaw", "collective", "algo"),
     [
         (Flaw("      settle(a, g, w, t, turn, watch);\n"), Collective.REDUCE, "double_binary_tree"),
-        (Flaw("      settle(a, g, w, t, turn, watch);\n"), Collective.ALL_REDUCE, "double_binary_tree"),
-        (Flaw("    if (w.reuse) settle(a, g, w, k, slot, 0, watch);\n"), Collective.ALL_REDUCE, "one_shot"),
+        (
+            Flaw("      settle(a, g, w, t, turn, watch);\n"),
+            Collective.ALL_REDUCE,
+            "double_binary_tree",
+        ),
+        (
+            Flaw("    if (w.reuse) settle(a, g, w, k, slot, 0, watch);\n"),
+            Collective.ALL_REDUCE,
+            "one_shot",
+        ),
     ],
     indirect=["flaw"],
 )
@@ -89,16 +103,27 @@ def test_places_that_were_not_seen_cleared_are_found(collective: Collective, alg
     assert next(wrong_packets(collective, algo, 2, MANY, timeout_s=1.0))
 
 
-def wrong_parts(nranks: int, between: int = 1, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0) -> Iterator[str]:
+def wrong_parts(
+    nranks: int, between: int = 1, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
+) -> Iterator[str]:
     """What was wrong in launches in parts in a row, with so many of one piece in between."""
-    request = asked(Collective.ALL_REDUCE, DType.INT32, 128 * 2 * nranks + 5, nranks, "two_shot", "ll128")
+    request = asked(
+        Collective.ALL_REDUCE, DType.INT32, 128 * 2 * nranks + 5, nranks, "two_shot", "ll128"
+    )
     plan = DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=32, unroll=1, in_parts=True)
     less = asked(Collective.ALL_REDUCE, DType.INT32, 60 * nranks, nranks, "two_shot", "ll128")
     more = asked(Collective.ALL_REDUCE, DType.INT32, 128 * 4 * nranks, nranks, "two_shot", "ll128")
     for seed in seeds:
         with weak_memory(seed):
             once = [(less, plan)] * between
-            launches = [(request, plan), (request, plan), *once, (more, plan), *once, (request, plan)]
+            launches = [
+                (request, plan),
+                (request, plan),
+                *once,
+                (more, plan),
+                *once,
+                (request, plan),
+            ]
             yield from filter(None, run_in_a_row(Machine(nranks, timeout_s), launches))
 
 
@@ -109,7 +134,11 @@ def test_parts(nranks: int) -> None:
 
 @pytest.mark.parametrize(
     "flaw",
-    [Flaw("      settle(a, before, w, k - 1, 0, 0, watch);\n      settle(a, before, w, k - 1, 0, 1, watch);\n")],
+    [
+        Flaw(
+            "      settle(a, before, w, k - 1, 0, 0, watch);\n      settle(a, before, w, k - 1, 0, 1, watch);\n"
+        )
+    ],
     indirect=True,
     ids=["settle"],
 )
@@ -137,20 +166,26 @@ def test_steps(algo: str) -> None:
     assert not list(wrong_steps(algo))
 
 
-@pytest.mark.parametrize("flaw", [Flaw("{ fence(); store_word(tail_of", "{ store_word(tail_of")], indirect=True)
+@pytest.mark.parametrize(
+    "flaw", [Flaw("{ fence(); store_word(tail_of", "{ store_word(tail_of")], indirect=True
+)
 @pytest.mark.usefixtures("bank_for_steps", "flaw")
 def test_a_message_that_is_announced_without_a_fence_is_found() -> None:
     assert next(wrong_steps("ring", MANY, timeout_s=1.0))
 
 
-def wrong_messages(large: bool, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0) -> Iterator[str]:
+def wrong_messages(
+    large: bool, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
+) -> Iterator[str]:
     sizes = (5000, 9000, 40_000) if large else (1, 500, 9000)
     sends = [Send(src, 1 - src, size) for size in sizes for src in (0, 1)]
     for seed in seeds:
         where = Machine(2, timeout_s)
         with weak_memory(seed):
             for _ in range(3):
-                yield from filter(None, exchange(where, few(2) if large else rules(2, Frame.PAIR), sends))
+                yield from filter(
+                    None, exchange(where, few(2) if large else rules(2, Frame.PAIR), sends)
+                )
 
 
 @pytest.fixture
@@ -164,7 +199,9 @@ def test_messages(large: bool) -> None:
     assert not list(wrong_messages(large))
 
 
-@pytest.mark.parametrize("flaw", [Flaw("{ fence(); store_word(arrived_of", "{ store_word(arrived_of")], indirect=True)
+@pytest.mark.parametrize(
+    "flaw", [Flaw("{ fence(); store_word(arrived_of", "{ store_word(arrived_of")], indirect=True
+)
 @pytest.mark.usefixtures("small_pool", "flaw")
 def test_a_chunk_that_is_announced_without_a_fence_is_found() -> None:
     assert next(wrong_messages(True, MANY, timeout_s=1.0))

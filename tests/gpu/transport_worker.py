@@ -42,8 +42,16 @@ class OneHost(worker.Rank):
 
     def run(self, case: dict[str, Any]) -> str:
         if "kinds" in case:
-            got = [kind for rank, kind in enumerate(self.comm.symmetric.kinds) if rank != self.comm.rank]
-            return "" if set(got) == set(case["kinds"]) else f"the ways are {self.comm.symmetric.explain()}"
+            got = [
+                kind
+                for rank, kind in enumerate(self.comm.symmetric.kinds)
+                if rank != self.comm.rank
+            ]
+            return (
+                ""
+                if set(got) == set(case["kinds"])
+                else f"the ways are {self.comm.symmetric.explain()}"
+            )
         if "window" in case:
             return self.window(case["window"])
         return super().run(case)
@@ -55,7 +63,9 @@ class OneHost(worker.Rank):
         if not second.addressable:
             first.close()
             second.close()
-            return "" if self.comm.symmetric.kinds.count("host") else "the window is not addressable"
+            return (
+                "" if self.comm.symmetric.kinds.count("host") else "the window is not addressable"
+            )
         stream = torch.cuda.current_stream().cuda_stream
         mine = torch.full((4,), self.comm.rank + 1, dtype=torch.int32, device="cuda")
         for address in second.addresses:
@@ -64,7 +74,9 @@ class OneHost(worker.Rank):
         self.session.barrier("window written")
         got = torch.empty(4 * self.comm.nranks, dtype=torch.int32, device="cuda")
         self.comm.gpu.copy(got.data_ptr(), second.own, 16 * self.comm.nranks, stream)
-        want = torch.arange(1, self.comm.nranks + 1, dtype=torch.int32, device="cuda").repeat_interleave(4)
+        want = torch.arange(
+            1, self.comm.nranks + 1, dtype=torch.int32, device="cuda"
+        ).repeat_interleave(4)
         wrong = "" if torch.equal(got, want) else f"got {got.tolist()}"
         torch.cuda.synchronize()
         self.session.barrier("window read")
@@ -95,15 +107,25 @@ class Threads:
                 torch.cuda.set_device(ordinal)
                 torch.zeros(1, device="cuda")
                 gpu, stages = Gpu(ordinal), room.stages(rank)
-                memory = SymmetricMemory(gpu, rank, n, 1 << 20, ((4096, 4096, 7),), stages=stages, settings=Settings())
+                memory = SymmetricMemory(
+                    gpu, rank, n, 1 << 20, ((4096, 4096, 7),), stages=stages, settings=Settings()
+                )
                 mine = torch.full((16,), rank + 1, dtype=torch.int32, device="cuda")
                 gpu.copy(memory.outboxes[1 - rank], mine.data_ptr(), 64, 0)
                 torch.cuda.synchronize()
                 stages.gather("written")
                 got = torch.empty(2048, dtype=torch.int32, device="cuda")
                 gpu.copy(got.data_ptr(), memory.inboxes[1 - rank], 8192, 0)
-                right = bool((got[:16] == 2 - rank).all()) and bool((got[16:1024] == 0).all()) and bool((got[1024:] == 7).all())
-                found[rank] = "" if right and memory.kinds[1 - rank] == "process" else f"{memory.explain()} {got[:20].tolist()}"
+                right = (
+                    bool((got[:16] == 2 - rank).all())
+                    and bool((got[16:1024] == 0).all())
+                    and bool((got[1024:] == 7).all())
+                )
+                found[rank] = (
+                    ""
+                    if right and memory.kinds[1 - rank] == "process"
+                    else f"{memory.explain()} {got[:20].tolist()}"
+                )
                 stages.gather("read")
                 memory.close()
             except Exception:
@@ -134,14 +156,17 @@ class ManyHosts:
         torch.cuda.set_device(self.ordinal)
         torch.zeros(1, device="cuda")
         self.session = meet(launch)
-        comm = make_device_communicator(self.session, self.ordinal, Options.create(timeout=TIMEOUT), open_cpu=open_cpu)
+        comm = make_device_communicator(
+            self.session, self.ordinal, Options.create(timeout=TIMEOUT), open_cpu=open_cpu
+        )
         assert isinstance(comm, HostsCommunicator)
         self.comm = comm
 
     def run(self, case: dict[str, Any]) -> str:
         if "hosts" in case:
             names = "".join(
-                chr(ord("A") + next(h for h, ranks in enumerate(self.comm.groups) if r in ranks)) for r in range(self.comm.nranks)
+                chr(ord("A") + next(h for h, ranks in enumerate(self.comm.groups) if r in ranks))
+                for r in range(self.comm.nranks)
             )
             return "" if names == case["hosts"] else f"the hosts are {self.comm.groups}"
         if "failure" in case:
@@ -161,11 +186,21 @@ class ManyHosts:
         comm, torch = self.comm, self.torch
         collective, dtype = Collective[case["collective"].upper()], DType[case["dtype"].upper()]
         op, count, root = RedOp[case.get("op", "SUM")], case["count"], case.get("root", 0)
-        blocks = comm.nranks if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.SCATTER) else 1
-        inputs = [self.input(r, count * blocks, dtype, collective.reduces) for r in range(comm.nranks)]
+        blocks = (
+            comm.nranks
+            if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.SCATTER)
+            else 1
+        )
+        inputs = [
+            self.input(r, count * blocks, dtype, collective.reduces) for r in range(comm.nranks)
+        ]
         want = expected(collective, list(inputs), op=op, root=root)[comm.rank]
         x = to_gpu(torch, inputs[comm.rank], dtype, case.get("offset", 0))
-        out = None if want is None or case.get("in_place") else to_gpu(torch, np.zeros(want.size, NUMPY_DTYPE[dtype]), dtype, 0)
+        out = (
+            None
+            if want is None or case.get("in_place")
+            else to_gpu(torch, np.zeros(want.size, NUMPY_DTYPE[dtype]), dtype, 0)
+        )
         run = self.call(collective, x, out, op, root)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -186,9 +221,15 @@ class ManyHosts:
         comm.check()
         if "algo" in case and (comm.last_plan is None or comm.last_plan.algo != case["algo"]):
             return f"the plan is {comm.last_plan}"
-        return "" if want is None or result is None else compare(to_cpu(torch, result, dtype), want, dtype, None)
+        return (
+            ""
+            if want is None or result is None
+            else compare(to_cpu(torch, result, dtype), want, dtype, None)
+        )
 
-    def call(self, collective: Collective, x: Any, out: Any, op: RedOp, root: int) -> Callable[[], Any]:
+    def call(
+        self, collective: Collective, x: Any, out: Any, op: RedOp, root: int
+    ) -> Callable[[], Any]:
         comm = self.comm
         return {
             Collective.ALL_REDUCE: lambda: comm.all_reduce(x, out, op),
@@ -209,23 +250,38 @@ class ManyHosts:
         out = torch.zeros_like(x)
         comm.sendrecv(x, (r + 1) % n, out, (r - 1) % n)
         torch.cuda.synchronize()
-        if not torch.equal(out, torch.arange(count, device="cuda", dtype=torch.float32) + (r - 1) % n):
+        if not torch.equal(
+            out, torch.arange(count, device="cuda", dtype=torch.float32) + (r - 1) % n
+        ):
             return "sendrecv"
         counts = [count // (i + 1) for i in range(n)]
         gathered = comm.all_gather_v(x[: counts[r]], counts)
         scaled = comm.all_reduce(torch.ones(count, device="cuda"), None, PreMulSum(r + 1.0))
-        averaged = comm.all_reduce(torch.full((7,), 4 * r, device="cuda", dtype=torch.int32), None, RedOp.AVG)
+        averaged = comm.all_reduce(
+            torch.full((7,), 4 * r, device="cuda", dtype=torch.int32), None, RedOp.AVG
+        )
         comm.barrier()
         torch.cuda.synchronize()
         comm.check()
-        want = torch.cat([torch.arange(c, device="cuda", dtype=torch.float32) + i for i, c in enumerate(counts)])
-        right = torch.equal(gathered, want) and bool((scaled == n * (n + 1) / 2).all()) and bool((averaged == 2 * (n - 1)).all())
+        want = torch.cat(
+            [torch.arange(c, device="cuda", dtype=torch.float32) + i for i, c in enumerate(counts)]
+        )
+        right = (
+            torch.equal(gathered, want)
+            and bool((scaled == n * (n + 1) / 2).all())
+            and bool((averaged == 2 * (n - 1)).all())
+        )
         return "" if right else "all_gather_v, PreMulSum or average"
 
     def through_communicator(self) -> str:
         torch, session = self.torch, self.session.sub(range(self.session.nranks), "public")
         comm = Communicator.from_session(session, Options.create(timeout=TIMEOUT))
-        x = torch.full((100_000,), float(comm.rank + 1), device="cuda", dtype=torch_dtype(torch, DType.BFLOAT16))
+        x = torch.full(
+            (100_000,),
+            float(comm.rank + 1),
+            device="cuda",
+            dtype=torch_dtype(torch, DType.BFLOAT16),
+        )
         cpu = np.full(1000, float(comm.rank + 1), np.float32)
         comm.all_reduce(x)
         comm.all_reduce(cpu)
@@ -238,7 +294,11 @@ class ManyHosts:
     def fail(self, how: str) -> str:
         """What ends a stream that waits for others; the GPU stays usable."""
         comm, torch = self.comm, self.torch
-        kinds: dict[str, type[MiracclError]] = {"timeout": CollectiveTimeout, "abort": CommunicatorAborted, "death": PeerDied}
+        kinds: dict[str, type[MiracclError]] = {
+            "timeout": CollectiveTimeout,
+            "abort": CommunicatorAborted,
+            "death": PeerDied,
+        }
         x = torch.ones(1 << 20, device="cuda")
         if how == "death" and comm.rank == comm.nranks - 1:
             print("RESULT " + json.dumps([""] * int(os.environ["TEST_CASES"])), flush=True)
@@ -253,7 +313,11 @@ class ManyHosts:
             try:
                 comm.check()
             except kinds[how]:
-                return "" if float(torch.ones(5, device="cuda").sum()) == 5 else "the GPU is not usable"
+                return (
+                    ""
+                    if float(torch.ones(5, device="cuda").sum()) == 5
+                    else "the GPU is not usable"
+                )
             except MiracclError as error:
                 return f"unexpected: {error}"
             told.wait(0.005)

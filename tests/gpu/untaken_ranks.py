@@ -27,12 +27,19 @@ class Rank:
     def __init__(self, world: Session, hosts: str, timeout: float = 60.0) -> None:
         if hosts:
             os.environ["MIRACCL_HOSTID"] = f"host {hosts[world.rank]}"
-        self.cuda: FakeCuda = FakeCuda(home=world.rank) if len(set(hosts)) == len(hosts) > 0 else EmulatedCuda(home=world.rank)
+        self.cuda: FakeCuda = (
+            FakeCuda(home=world.rank)
+            if len(set(hosts)) == len(hosts) > 0
+            else EmulatedCuda(home=world.rank)
+        )
         self.cuda.install()
         self.world = world
         self.comm = Communicator.from_session(world, Options.create(timeout=timeout))
         self.rank, self.nranks = world.rank, world.nranks
-        self.one, self.every = self.put(np.full(1, float(self.rank))), self.put(np.zeros(self.nranks))
+        self.one, self.every = (
+            self.put(np.full(1, float(self.rank))),
+            self.put(np.zeros(self.nranks)),
+        )
         self.comm.barrier(stream=0)
         self.comm.synchronize()
 
@@ -44,10 +51,22 @@ class Rank:
         self.comm.all_to_all_v(source, sends, receives, target, stream=stream)
 
     def scatter(self, root: int, stream: int = 0) -> None:
-        self.comm.scatter_v(self.every if self.rank == root else None, [1] * self.nranks, root, self.one, stream=stream)
+        self.comm.scatter_v(
+            self.every if self.rank == root else None,
+            [1] * self.nranks,
+            root,
+            self.one,
+            stream=stream,
+        )
 
     def gather(self, root: int, stream: int = 0) -> None:
-        self.comm.gather_v(self.one, [1] * self.nranks, root, self.every if self.rank == root else None, stream=stream)
+        self.comm.gather_v(
+            self.one,
+            [1] * self.nranks,
+            root,
+            self.every if self.rank == root else None,
+            stream=stream,
+        )
 
     def right(self, times: int) -> None:
         for number in range(times):
@@ -164,7 +183,9 @@ def right_programs(hosts: str) -> None:
             me.stay()
             comm.synchronize()
             comm.recv(me.put(np.zeros(3)), 0, stream=0) if last else None
-        comm.send(me.one, n - 1, stream=0) if first else None  # as on CPU memory, nobody asks for it
+        comm.send(
+            me.one, n - 1, stream=0
+        ) if first else None  # as on CPU memory, nobody asks for it
         comm.finalize()
 
 

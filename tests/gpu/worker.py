@@ -38,7 +38,9 @@ def make_input(rank: int, count: int, dtype: DType, seed: int) -> Any:
     kind = NUMPY_DTYPE[dtype]
     rng = np.random.default_rng((seed, rank))
     if not dtype.is_float:
-        return rng.integers(-100 if dtype in (DType.INT8, DType.INT32, DType.INT64) else 0, 100, count).astype(kind)
+        return rng.integers(
+            -100 if dtype in (DType.INT8, DType.INT32, DType.INT64) else 0, 100, count
+        ).astype(kind)
     values = (rng.standard_normal(count) * 4).astype(kind)
     if count > 64:
         values[rank::61] = np.array(-0.0).astype(kind)
@@ -48,7 +50,9 @@ def make_input(rank: int, count: int, dtype: DType, seed: int) -> Any:
 def to_gpu(torch: Any, array: Any, dtype: DType, offset: int) -> Any:
     """A tensor with the bits of ``array``, ``offset`` elements into its allocation."""
     signed = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
-    whole = torch.full((array.size + offset,), 7, dtype=getattr(torch, np.dtype(signed).name), device="cuda")
+    whole = torch.full(
+        (array.size + offset,), 7, dtype=getattr(torch, np.dtype(signed).name), device="cuda"
+    )
     whole[offset:] = torch.from_numpy(array.view(signed).copy()).cuda()
     return whole.view(torch_dtype(torch, dtype))[offset:]
 
@@ -74,7 +78,11 @@ class Rank:
         torch.cuda.set_device(self.ordinal)
         torch.zeros(1, device="cuda")
         self.session = meet(launch)
-        self.comm = DeviceCommunicator(self.session, self.ordinal, Options.create(timeout=float(os.environ.get("TEST_TIMEOUT", "60"))))
+        self.comm = DeviceCommunicator(
+            self.session,
+            self.ordinal,
+            Options.create(timeout=float(os.environ.get("TEST_TIMEOUT", "60"))),
+        )
 
     def run(self, case: dict[str, Any]) -> str:
         comm, torch = self.comm, self.torch
@@ -92,9 +100,16 @@ class Rank:
         comm.planner.use_none()
         if "plan" in case:
             comm.use_plan(collective, dtype, count, DevicePlan(**case["plan"]), op)
-        blocks = comm.nranks if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL) else 1
-        inputs = [make_input(r, count * blocks, dtype, case.get("seed", 1)) for r in range(comm.nranks)]
-        whole = [i if collective is not Collective.BROADCAST or r == root else None for r, i in enumerate(inputs)]
+        blocks = (
+            comm.nranks if collective in (Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL) else 1
+        )
+        inputs = [
+            make_input(r, count * blocks, dtype, case.get("seed", 1)) for r in range(comm.nranks)
+        ]
+        whole = [
+            i if collective is not Collective.BROADCAST or r == root else None
+            for r, i in enumerate(inputs)
+        ]
         scalars = [r + 2 if not dtype.is_float else 0.5 - r for r in range(comm.nranks)]
         want = expected(collective, whole, op=op, root=root, scalars=scalars)[comm.rank]
         x = to_gpu(torch, inputs[comm.rank], dtype, case.get("offset", 0))
@@ -124,7 +139,11 @@ class Rank:
             want = inputs[comm.rank]
         scale = None
         if case.get("close"):
-            scale = sum(np.abs(part.astype(np.float64)) for part in inputs) if collective.reduces else np.abs(want.astype(np.float64))
+            scale = (
+                sum(np.abs(part.astype(np.float64)) for part in inputs)
+                if collective.reduces
+                else np.abs(want.astype(np.float64))
+            )
             if collective is Collective.REDUCE_SCATTER:
                 scale = scale[comm.rank * count : (comm.rank + 1) * count]
         return compare(got, want, dtype, scale)
@@ -139,7 +158,11 @@ class Rank:
                     self.comm.all_reduce(self.torch.ones(1000 + self.comm.rank, device="cuda"))
                     self.comm.synchronize()
             except CollectiveMismatch as error:
-                return "" if error.peer != self.comm.rank and self.is_usable() else f"unexpected: {error}"
+                return (
+                    ""
+                    if error.peer != self.comm.rank and self.is_usable()
+                    else f"unexpected: {error}"
+                )
             return "different sizes were not noticed"
         if how.startswith("death"):
             return self.outlive(working=how == "death while it works")
@@ -179,7 +202,11 @@ class Rank:
             self.comm.synchronize()
         except PeerDied as error:
             waited = time.monotonic() - begin
-            return "" if error.peer == 1 and self.is_usable() and waited < 30 else f"unexpected: {error} after {waited:.1f} s"
+            return (
+                ""
+                if error.peer == 1 and self.is_usable() and waited < 30
+                else f"unexpected: {error} after {waited:.1f} s"
+            )
         return "nobody was missed"
 
     def stop_before_copies(self, captured: bool) -> str:
@@ -188,7 +215,11 @@ class Rank:
         from miraccl.executor.cuda.staged_copies import StagedLaunch
 
         torch, comm = self.torch, self.comm
-        x, out, stream = torch.ones(1000, device="cuda"), torch.empty(1000 * comm.nranks, device="cuda"), torch.cuda.Stream()
+        x, out, stream = (
+            torch.ones(1000, device="cuda"),
+            torch.empty(1000 * comm.nranks, device="cuda"),
+            torch.cuda.Stream(),
+        )
         comm.all_gather(x, out)
         comm.synchronize()
         self.session.barrier("ready")
@@ -215,9 +246,15 @@ class Rank:
             answer = "the wait ended without an error"
         except CollectiveTimeout as error:
             waited = time.monotonic() - begin
-            whom = "between ranks" if captured else "from rank 1"  # in graphs nobody counts the copies
+            whom = (
+                "between ranks" if captured else "from rank 1"
+            )  # in graphs nobody counts the copies
             told = comm.rank == 1 or whom in str(error)
-            answer = "" if told and self.is_usable() and waited < 20 else f"unexpected: {error} after {waited:.1f} s"
+            answer = (
+                ""
+                if told and self.is_usable() and waited < 20
+                else f"unexpected: {error} after {waited:.1f} s"
+            )
         self.session.barrier("told")
         return answer
 
@@ -233,7 +270,12 @@ class Rank:
         comm.all_reduce(array)
         gathered = comm.all_gather(x[:5])
         total = comm.nranks * (comm.nranks + 1) / 2
-        right = bool((x == total).all()) and bool((array == total).all()) and gathered.numel() == 5 * comm.nranks and same
+        right = (
+            bool((x == total).all())
+            and bool((array == total).all())
+            and gathered.numel() == 5 * comm.nranks
+            and same
+        )
         begin = time.perf_counter()
         for _ in range(200):
             comm.all_reduce(x)
@@ -264,7 +306,11 @@ class Rank:
     def communicators(self) -> str:
         """Two communicators whose kernels each fill the GPU, begun on every GPU in another order if nothing prevents it."""
         torch, first = self.torch, self.comm
-        second = DeviceCommunicator(self.session.sub(range(first.nranks), "second"), self.ordinal, Options.create(timeout=30))
+        second = DeviceCommunicator(
+            self.session.sub(range(first.nranks), "second"),
+            self.ordinal,
+            Options.create(timeout=30),
+        )
         a, b = torch.cuda.Stream(), torch.cuda.Stream()
         x, y = torch.ones(8 << 20, device="cuda"), torch.full((8 << 20,), 2.0, device="cuda")
         torch.cuda.synchronize()
@@ -288,7 +334,12 @@ class Rank:
         comm.synchronize()
         if comm.last_plan is None or comm.last_plan.proto != "copy":
             return f"not done by copy engines: {comm.last_plan}"
-        want = torch.cat([torch.arange(count, device="cuda", dtype=torch.float32) + r for r in range(comm.nranks)])
+        want = torch.cat(
+            [
+                torch.arange(count, device="cuda", dtype=torch.float32) + r
+                for r in range(comm.nranks)
+            ]
+        )
         if not bool((whole == want).all()):
             return "all_gather is wrong"
         whole.zero_()
@@ -322,8 +373,15 @@ class Rank:
         for count in (5, 100_003, 3_000_000):
             x, y = comm.empty(count, torch.float32), comm.empty(count, torch.float32)
             request = comm.request(Collective.ALL_REDUCE, DType.FLOAT32, count)
-            comm.use_plan(Collective.ALL_REDUCE, DType.FLOAT32, count, choose(replace(request, algo="two_shot_put", proto="simple")))
-            want = (torch.arange(count, device="cuda") % 1000 + 1).float() * sum(r + 1 for r in range(comm.nranks))
+            comm.use_plan(
+                Collective.ALL_REDUCE,
+                DType.FLOAT32,
+                count,
+                choose(replace(request, algo="two_shot_put", proto="simple")),
+            )
+            want = (torch.arange(count, device="cuda") % 1000 + 1).float() * sum(
+                r + 1 for r in range(comm.nranks)
+            )
             x.copy_((torch.arange(count, device="cuda") % 1000 + 1).float() * (comm.rank + 1))
             torch.cuda.synchronize()
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -332,7 +390,11 @@ class Rank:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=stream):
                 comm.all_reduce(x, y)
-            for run in (functools.partial(comm.all_reduce, x, y, stream=stream), graph.replay, graph.replay):
+            for run in (
+                functools.partial(comm.all_reduce, x, y, stream=stream),
+                graph.replay,
+                graph.replay,
+            ):
                 y.zero_()
                 torch.cuda.synchronize()
                 self.session.barrier("zeroed")
@@ -343,13 +405,23 @@ class Rank:
             if comm.last_plan is None or comm.last_plan.algo != "two_shot_put":
                 return f"done by {comm.last_plan}"
             request = comm.request(Collective.ALL_GATHER, DType.FLOAT32, count)
-            comm.use_plan(Collective.ALL_GATHER, DType.FLOAT32, count, choose(replace(request, algo="pat", proto="simple")))
+            comm.use_plan(
+                Collective.ALL_GATHER,
+                DType.FLOAT32,
+                count,
+                choose(replace(request, algo="pat", proto="simple")),
+            )
             whole = torch.empty(count * comm.nranks, device="cuda")
             for _ in range(3):
                 whole.zero_()
                 comm.all_gather(x.clone(), whole)
                 ramp = (torch.arange(count, device="cuda") % 1000 + 1).float()
-                if not bool((whole.view(comm.nranks, count) == torch.stack([ramp * (r + 1) for r in range(comm.nranks)])).all()):
+                if not bool(
+                    (
+                        whole.view(comm.nranks, count)
+                        == torch.stack([ramp * (r + 1) for r in range(comm.nranks)])
+                    ).all()
+                ):
                     return f"pat of {count} elements is wrong"
         return self.many_steps()
 
@@ -362,7 +434,12 @@ class Rank:
         try:
             for count in (1000, 5_000_000):
                 request = comm.request(Collective.ALL_REDUCE, DType.FLOAT32, count)
-                comm.use_plan(Collective.ALL_REDUCE, DType.FLOAT32, count, choose(replace(request, algo=schedule.name, proto="simple")))
+                comm.use_plan(
+                    Collective.ALL_REDUCE,
+                    DType.FLOAT32,
+                    count,
+                    choose(replace(request, algo=schedule.name, proto="simple")),
+                )
                 x = torch.full((count,), float(comm.rank + 1), device="cuda")
                 comm.all_reduce(x)
                 if not bool((x == sum(r + 1 for r in range(comm.nranks))).all()):
@@ -371,11 +448,26 @@ class Rank:
             catalog.unregister(schedule.name)
         return ""
 
-    def call(self, collective: Collective, x: Any, dtype: DType, op: Operator, root: int, case: dict[str, Any], want: Any) -> Any:
+    def call(
+        self,
+        collective: Collective,
+        x: Any,
+        dtype: DType,
+        op: Operator,
+        root: int,
+        case: dict[str, Any],
+        want: Any,
+    ) -> Any:
         comm, torch = self.comm, self.torch
         out = None
-        if not case.get("in_place") and collective is not Collective.BROADCAST and not (collective is Collective.REDUCE and want is None):
-            out = to_gpu(torch, np.zeros(want.size, NUMPY_DTYPE[dtype]), dtype, case.get("out_offset", 0))
+        if (
+            not case.get("in_place")
+            and collective is not Collective.BROADCAST
+            and not (collective is Collective.REDUCE and want is None)
+        ):
+            out = to_gpu(
+                torch, np.zeros(want.size, NUMPY_DTYPE[dtype]), dtype, case.get("out_offset", 0)
+            )
         match collective:
             case Collective.ALL_REDUCE:
                 return lambda: comm.all_reduce(x, out, op)

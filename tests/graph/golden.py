@@ -37,7 +37,14 @@ def sample(every: int, offset: int = 0) -> list[Any]:
     """Parameters for a test: each ``every``-th case from ``offset``, all with ``MIRACCL_GOLDEN_FULL``, a skipped one if there are none."""
     chosen = all_cases() if FULL else all_cases()[offset::every]
     if not chosen:
-        return [pytest.param(None, marks=pytest.mark.skip(reason="no reference results; MIRACCL_GOLDEN names their folder"))]
+        return [
+            pytest.param(
+                None,
+                marks=pytest.mark.skip(
+                    reason="no reference results; MIRACCL_GOLDEN names their folder"
+                ),
+            )
+        ]
     return [pytest.param(case, id=case.name) for case in chosen]
 
 
@@ -49,16 +56,28 @@ def differences(want: Any, got: Any, where: str = "") -> list[str]:
         return [
             line
             for key, value in want.items()
-            for line in (differences(value, got[key], f"{where}.{key}") if key in got else [f"{where}.{key}: missing"])
+            for line in (
+                differences(value, got[key], f"{where}.{key}")
+                if key in got
+                else [f"{where}.{key}: missing"]
+            )
         ]
     if isinstance(want, list):
         if not isinstance(got, list) or len(got) != len(want):
-            return [f"{where}: {len(got) if isinstance(got, list) else got!r} items, expected {len(want)}"]
+            return [
+                f"{where}: {len(got) if isinstance(got, list) else got!r} items, expected {len(want)}"
+            ]
         if want == got:
             return []
-        return [line for i, (a, b) in enumerate(zip(want, got)) for line in differences(a, b, f"{where}[{i}]")]
+        return [
+            line
+            for i, (a, b) in enumerate(zip(want, got))
+            for line in differences(a, b, f"{where}[{i}]")
+        ]
     if isinstance(want, float) or isinstance(got, float):
-        same = isinstance(got, int | float) and abs(want - got) <= 2e-6 * max(abs(want), abs(got), 1e-9)
+        same = isinstance(got, int | float) and abs(want - got) <= 2e-6 * max(
+            abs(want), abs(got), 1e-9
+        )
         return [] if same else [f"{where}: {got!r}, expected {want!r}"]
     return [] if want == got else [f"{where}: {got!r}, expected {want!r}"]
 
@@ -69,16 +88,25 @@ def recorded_domains(want: dict[str, Any]) -> list[PlannedDomain]:
     system = system_from_json(want["system"])
     paths = paths_from_json(want["paths"], system)
     result = []
-    for ranks, graphs in zip(want["domains"], [want["graphs"], *want.get("other_domain_graphs", [])]):
+    for ranks, graphs in zip(
+        want["domains"], [want["graphs"], *want.get("other_domain_graphs", [])]
+    ):
         if len(ranks) != len(system.gpus):
-            pytest.skip("the systems of further domains are not recorded; test_plan covers the case")
+            pytest.skip(
+                "the systems of further domains are not recorded; test_plan covers the case"
+            )
         records = {graph.kind: graph for graph in map(graph_from_json, graphs)}
         assert set(records) == set(GraphKind)
-        result.append(PlannedDomain(system=_renumbered(system, sorted(ranks)), paths=paths, graphs=records))
+        result.append(
+            PlannedDomain(system=_renumbered(system, sorted(ranks)), paths=paths, graphs=records)
+        )
     return result
 
 
 def _renumbered(system: System, ranks: list[int]) -> System:
     names = dict(zip(sorted(gpu.rank for gpu in system.gpus), ranks))
-    nodes = (replace(node, rank=names[node.rank]) if isinstance(node, GpuNode) else node for node in system.nodes)
+    nodes = (
+        replace(node, rank=names[node.rank]) if isinstance(node, GpuNode) else node
+        for node in system.nodes
+    )
     return replace(system, nodes=tuple(nodes))

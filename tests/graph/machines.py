@@ -34,8 +34,14 @@ def topology_texts(draw: Any, max_gpus: int = 4) -> str:
             links = f'<nvlink target="{_NVSWITCH}" count="{draw(st.integers(1, 6))}" tclass="0x068000"/>'
         elif nvlinks == "mesh":
             peers = (peer for peer in range(ngpus) if peer != gpu)
-            counts = [(peer, (gpu * peer + gpu + peer + sm) % 3) for peer in peers]  # the same from both sides
-            links = "".join(f'<nvlink target="{_bus(peer)}" count="{n}" tclass="0x030200"/>' for peer, n in counts if n)
+            counts = [
+                (peer, (gpu * peer + gpu + peer + sm) % 3) for peer in peers
+            ]  # the same from both sides
+            links = "".join(
+                f'<nvlink target="{_bus(peer)}" count="{n}" tclass="0x030200"/>'
+                for peer, n in counts
+                if n
+            )
         slots[draw(st.integers(0, len(slots) - 1))].append(
             f'<pci busid="{_bus(gpu)}" class="0x030200" link_speed="{draw(_SPEEDS)}" link_width="16">'
             f'<gpu dev="{gpu}" sm="{sm}" rank="{gpu}" gdr="1">{links}</gpu></pci>'
@@ -51,7 +57,9 @@ def topology_texts(draw: Any, max_gpus: int = 4) -> str:
         text.append(f'<cpu numaid="{socket}" affinity="ffff" {cpu}>')
         for slot in (2 * socket, 2 * socket + 1):
             bus = f"0000:{0xC0 + slot:02x}:00.0"
-            text.append(f'<pci busid="{bus}" class="0x060400" link_speed="16.0 GT/s PCIe" link_width="16">{"".join(slots[slot])}</pci>')
+            text.append(
+                f'<pci busid="{bus}" class="0x060400" link_speed="16.0 GT/s PCIe" link_width="16">{"".join(slots[slot])}</pci>'
+            )
         text.append("</cpu>")
     return "\n".join([*text, "</system>"])
 
@@ -69,6 +77,11 @@ def domains(draw: Any, max_gpus: int = 4) -> Domain:
     options = TopoOptions(
         nodes=draw(st.integers(1, 2)),
         collnet=draw(st.booleans()),
-        paths=PathOptions(p2p_level=draw(st.sampled_from((None, PathType.SYS))), net_per_gpu=draw(st.sampled_from((0, 0, -1, 1)))),
+        paths=PathOptions(
+            p2p_level=draw(st.sampled_from((None, PathType.SYS))),
+            net_per_gpu=draw(st.sampled_from((0, 0, -1, 1))),
+        ),
     )
-    return analyse_topology(load_topology_text(draw(topology_texts(max_gpus))).root, options).domains[0]
+    return analyse_topology(
+        load_topology_text(draw(topology_texts(max_gpus))).root, options
+    ).domains[0]

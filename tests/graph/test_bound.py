@@ -10,7 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, TopologyError
-from miraccl.graph.bound import bandwidth_bound, bound_of_network, collecting_limit, least_connection, narrowest_cut
+from miraccl.graph.bound import (
+    bandwidth_bound,
+    bound_of_network,
+    collecting_limit,
+    least_connection,
+    narrowest_cut,
+)
 from miraccl.graph.flow_network import FlowNetwork, flow_network
 from miraccl.graph.max_flow import MaxFlow
 from miraccl.topo.jsonform import system_from_json
@@ -41,8 +47,12 @@ def networks(draw: st.DrawFn) -> FlowNetwork:
 def cuts(graph: FlowNetwork) -> list[tuple[frozenset[int], Fraction]]:
     """Every set of vertices and the capacity that leaves it."""
     vertices = range(len(graph.names))
-    sets = [frozenset(chosen) for k in range(len(graph.names)) for chosen in combinations(vertices, k)]
-    return [(s, sum((c for a, b, c in graph.edges if a in s and b not in s), Fraction(0))) for s in sets]
+    sets = [
+        frozenset(chosen) for k in range(len(graph.names)) for chosen in combinations(vertices, k)
+    ]
+    return [
+        (s, sum((c for a, b, c in graph.edges if a in s and b not in s), Fraction(0))) for s in sets
+    ]
 
 
 @settings(deadline=None, max_examples=150)
@@ -73,13 +83,31 @@ def test_the_ceiling_of_all_reduce_is_above_what_can_be_reached(graph: FlowNetwo
         assert not narrowest_cut(graph).rate or not narrowest_cut(graph.reversed()).rate
         return
     assert bound.all_reduce <= bound.all_reduce_ceiling
-    assert min(bound.all_gather, bound.reduce_scatter) <= bound.all_reduce <= max(bound.all_gather, bound.reduce_scatter)
+    assert (
+        min(bound.all_gather, bound.reduce_scatter)
+        <= bound.all_reduce
+        <= max(bound.all_gather, bound.reduce_scatter)
+    )
 
 
 def unbalanced() -> FlowNetwork:
     """Relays 3 and 5 can receive more than they can send: they would have to add."""
-    whole = {(0, 2): 2, (0, 3): 1, (0, 5): 2, (1, 0): 4, (1, 5): 1, (2, 3): 1, (3, 4): 1, (4, 1): 1, (5, 2): 2}
-    return network(3, 3, {(2, 1): Fraction(7, 2), **{pair: Fraction(capacity) for pair, capacity in whole.items()}})
+    whole = {
+        (0, 2): 2,
+        (0, 3): 1,
+        (0, 5): 2,
+        (1, 0): 4,
+        (1, 5): 1,
+        (2, 3): 1,
+        (3, 4): 1,
+        (4, 1): 1,
+        (5, 2): 2,
+    }
+    return network(
+        3,
+        3,
+        {(2, 1): Fraction(7, 2), **{pair: Fraction(capacity) for pair, capacity in whole.items()}},
+    )
 
 
 def test_what_relays_would_have_to_add_is_not_promised() -> None:
@@ -96,7 +124,9 @@ def test_what_relays_would_have_to_add_is_not_promised() -> None:
     assert bound.all_reduce_ceiling == Fraction(25, 6)
     told = bound.sentences()
     assert told[1] == "no reduce-scatter without reducing switches can pass 4.16667 GB/s"
-    assert told[3:] == ["the bound on reduce-scatter may be out of reach: what can be sent is less than what can be received at 3, 5"]
+    assert told[3:] == [
+        "the bound on reduce-scatter may be out of reach: what can be sent is less than what can be received at 3, 5"
+    ]
 
 
 def test_the_ceiling_of_that_network_is_reached() -> None:
@@ -127,7 +157,9 @@ def in_tree(root: int, links: list[tuple[int, int]]) -> bool:
     """Whether these links lead each of 3 ranks to ``root``, every other rank sending once."""
     parent = dict(links)
     others = {0, 1, 2} - {root}
-    return set(parent) == others and all(root in (parent[rank], parent.get(parent[rank])) for rank in others)
+    return set(parent) == others and all(
+        root in (parent[rank], parent.get(parent[rank])) for rank in others
+    )
 
 
 @st.composite
@@ -135,7 +167,12 @@ def networks_of_forwarders(draw: st.DrawFn) -> FlowNetwork:
     """No relay can send more than it can receive."""
     ranks, relays = draw(st.integers(2, 4)), draw(st.integers(1, 2))
     size = ranks + relays
-    edges = {(a, b): Fraction(draw(st.integers(0, 6))) for a in range(size) for b in range(size) if a != b and draw(st.booleans())}
+    edges = {
+        (a, b): Fraction(draw(st.integers(0, 6)))
+        for a in range(size)
+        for b in range(size)
+        if a != b and draw(st.booleans())
+    }
     for relay in range(ranks, size):
         lack = -network(ranks, relays, edges).surplus[relay]
         feeder = draw(st.integers(0, ranks - 1))
@@ -149,15 +186,26 @@ def without_relays(graph: FlowNetwork, rate: Fraction) -> FlowNetwork:
     """
     capacity = {(start, end): bw for start, end, bw in graph.edges}
     ranks = set(graph.ranks)
-    sets = [frozenset(s) for k in range(1, len(graph.names)) for s in combinations(range(len(graph.names)), k)]
+    sets = [
+        frozenset(s)
+        for k in range(1, len(graph.names))
+        for s in combinations(range(len(graph.names)), k)
+    ]
     spare = {s: -rate * len(s & ranks) for s in sets if s & ranks and not s >= ranks}
     for s in spare:
-        spare[s] += sum((bw for (a, b), bw in capacity.items() if a in s and b not in s), Fraction(0))
+        spare[s] += sum(
+            (bw for (a, b), bw in capacity.items() if a in s and b not in s), Fraction(0)
+        )
     for relay in graph.relays:
         others = [vertex for vertex in range(len(graph.names)) if vertex != relay]
         for end, start in product(others, others):
-            narrowed = [s for s in spare if ((start in s) == (end in s)) and ((start in s) != (relay in s))]
-            into, out = capacity.get((start, relay), Fraction(0)), capacity.get((relay, end), Fraction(0))
+            narrowed = [
+                s for s in spare if ((start in s) == (end in s)) and ((start in s) != (relay in s))
+            ]
+            into, out = (
+                capacity.get((start, relay), Fraction(0)),
+                capacity.get((relay, end), Fraction(0)),
+            )
             amount = min(into, out, *(spare[s] for s in narrowed))
             for s in narrowed:
                 spare[s] -= amount
@@ -174,10 +222,15 @@ def test_bounds_are_reached_where_relays_only_forward(graph: FlowNetwork) -> Non
     assume(narrowest_cut(graph).rate and narrowest_cut(graph.reversed()).rate)
     bound = bound_of_network(graph)
     assert bound.all_gather_reached
-    assert narrowest_cut(without_relays(graph, bound.all_gather_cut.rate)).rate == bound.all_gather_cut.rate
+    assert (
+        narrowest_cut(without_relays(graph, bound.all_gather_cut.rate)).rate
+        == bound.all_gather_cut.rate
+    )
     turned = bound_of_network(graph.reversed())
     assert turned.reduce_scatter_reached
-    assert turned.reduce_scatter == bound.all_gather  # how often data enters ranks is no further limit
+    assert (
+        turned.reduce_scatter == bound.all_gather
+    )  # how often data enters ranks is no further limit
     assert turned.all_gather_reached == bound.reduce_scatter_reached
 
 
@@ -187,7 +240,13 @@ def test_rings_and_stars_reach_their_link(ranks: int) -> None:
     star = {edge: Fraction(7) for a in range(ranks) for edge in ((a, ranks), (ranks, a))}
     for graph in (network(ranks, 0, ring), network(ranks, 1, star)):
         bound = bound_of_network(graph)
-        assert bound.all_gather == bound.reduce_scatter == bound.all_reduce == bound.all_reduce_ceiling == 7
+        assert (
+            bound.all_gather
+            == bound.reduce_scatter
+            == bound.all_reduce
+            == bound.all_reduce_ceiling
+            == 7
+        )
 
 
 def test_one_slow_rank_limits_an_all_gather_but_less_an_all_reduce() -> None:
@@ -200,9 +259,14 @@ def test_one_slow_rank_limits_an_all_gather_but_less_an_all_reduce() -> None:
     assert bound.all_reduce_ceiling == Fraction(3, 2)
 
 
-@pytest.mark.parametrize(("ranks", "words"), [(2, "rank 0 has 3 GB/s over 1 link ("), (3, "2 ranks (0, 1) share 3 GB/s over 1 link (")])
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(2, "rank 0 has 3 GB/s over 1 link ("), (3, "2 ranks (0, 1) share 3 GB/s over 1 link (")],
+)
 def test_the_narrowest_cut_is_a_sentence(ranks: int, words: str) -> None:
-    line = {(a, a + 1): Fraction(3) for a in range(ranks - 1)} | {(a + 1, a): Fraction(9) for a in range(ranks - 1)}
+    line = {(a, a + 1): Fraction(3) for a in range(ranks - 1)} | {
+        (a + 1, a): Fraction(9) for a in range(ranks - 1)
+    }
     assert bound_of_network(network(ranks, 0, line)).all_gather_cut.sentence().startswith(words)
 
 
@@ -211,10 +275,14 @@ def test_copies_of_a_node_are_taken_as_alike(nodes: int) -> None:
     """The short cut through symmetry gives what the whole graph gives."""
     system = small_system()
     graph = flow_network(system, nodes, network=True)
-    whole = FlowNetwork(names=graph.names, ranks=graph.ranks, edges=graph.edges, groups=(graph.ranks,))
+    whole = FlowNetwork(
+        names=graph.names, ranks=graph.ranks, edges=graph.edges, groups=(graph.ranks,)
+    )
     assert narrowest_cut(graph).rate == narrowest_cut(whole).rate
     assert least_connection(graph) == least_connection(whole)
-    assert collecting_limit(graph) <= collecting_limit(whole)  # knows of the nodes as groups besides
+    assert collecting_limit(graph) <= collecting_limit(
+        whole
+    )  # knows of the nodes as groups besides
 
 
 def small_system(*, nvlink: float = 40.0, second: float = 12.0, up: float = 24.0) -> System:
@@ -229,11 +297,30 @@ def small_system(*, nvlink: float = 40.0, second: float = 12.0, up: float = 24.0
     pci = (12.0, second)
     gpus = []
     for g, bw in enumerate(pci):
-        gpus.append(GpuNode(id=g, dev=g, rank=g, sm=80, links=(link(LinkType.NVL, nvlink, 1 - g), link(LinkType.PCI, bw, 2))))
+        gpus.append(
+            GpuNode(
+                id=g,
+                dev=g,
+                rank=g,
+                sm=80,
+                links=(link(LinkType.NVL, nvlink, 1 - g), link(LinkType.PCI, bw, 2)),
+            )
+        )
     down = (link(LinkType.PCI, bw, g) for g, bw in enumerate(pci))
     cpu = TopoNode(type=NodeType.CPU, id=0, links=(*down, link(LinkType.PCI, up, 3)))
-    nic = TopoNode(type=NodeType.NIC, id=9, links=(link(LinkType.PCI, 24.0, 2), link(LinkType.NET, 10.0, 4), link(LinkType.NET, 5.0, 5)))
-    nets = tuple(NetNode(id=n, dev=n, asic=1, port=1, bw=bw, links=(link(LinkType.NET, bw, 3),)) for n, bw in enumerate((10.0, 5.0)))
+    nic = TopoNode(
+        type=NodeType.NIC,
+        id=9,
+        links=(
+            link(LinkType.PCI, 24.0, 2),
+            link(LinkType.NET, 10.0, 4),
+            link(LinkType.NET, 5.0, 5),
+        ),
+    )
+    nets = tuple(
+        NetNode(id=n, dev=n, asic=1, port=1, bw=bw, links=(link(LinkType.NET, bw, 3),))
+        for n, bw in enumerate((10.0, 5.0))
+    )
     return System(nodes=(*gpus, cpu, nic, *nets))
 
 
@@ -261,7 +348,11 @@ def test_the_bound_of_some_nodes_or_more_bounds_more(nvlink: float, second: floa
         assert more.all_reduce <= some.all_reduce
         assert more.all_reduce_ceiling <= some.all_reduce_ceiling
     if second == 1:
-        assert more.all_reduce_ceiling == 2 * Fraction(13, 14) > bandwidth_bound(system, 2).all_reduce_ceiling
+        assert (
+            more.all_reduce_ceiling
+            == 2 * Fraction(13, 14)
+            > bandwidth_bound(system, 2).all_reduce_ceiling
+        )
 
 
 def test_what_leaves_an_unbalanced_node_does_not_bound_more_of_them() -> None:

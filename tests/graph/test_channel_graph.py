@@ -28,7 +28,9 @@ from tests.topo.golden import GoldenCase
 
 def machine(ngpus: int, inter: int) -> System:
     """GPUs whose device numbers differ from their ranks, and two nets."""
-    gpus = tuple(GpuNode(id=0x1000 * (g + 1), dev=ngpus - 1 - g, rank=g, sm=80) for g in range(ngpus))
+    gpus = tuple(
+        GpuNode(id=0x1000 * (g + 1), dev=ngpus - 1 - g, rank=g, sm=80) for g in range(ngpus)
+    )
     return System(nodes=(*gpus, NetNode(id=0, dev=0), NetNode(id=17, dev=17)), inter=inter)
 
 
@@ -42,7 +44,9 @@ def channel_graphs(draw: st.DrawFn) -> tuple[ChannelGraph, System]:
     steps = 1 if kind is GraphKind.NVLS else ngpus
     graph = ChannelGraph(
         kind=kind,
-        pattern=Pattern.TREE if kind is GraphKind.TREE and ngpus == 1 else draw(st.sampled_from(Pattern)),
+        pattern=Pattern.TREE
+        if kind is GraphKind.TREE and ngpus == 1
+        else draw(st.sampled_from(Pattern)),
         bw_intra=draw(floats),
         bw_inter=draw(floats),
         latency_inter=draw(floats),
@@ -52,7 +56,11 @@ def channel_graphs(draw: st.DrawFn) -> tuple[ChannelGraph, System]:
         cross_nic=draw(st.integers(0, 2)),
         n_hops=draw(st.integers(0, 500)),
         intra=tuple(tuple(draw(st.permutations(range(ngpus)))[:steps]) for _ in range(count)),
-        inter=tuple((draw(st.sampled_from((0, 17))), draw(st.sampled_from((0, 17)))) for _ in range(count)) if inter else (),
+        inter=tuple(
+            (draw(st.sampled_from((0, 17))), draw(st.sampled_from((0, 17)))) for _ in range(count)
+        )
+        if inter
+        else (),
     )
     return graph, machine(ngpus, inter)
 
@@ -69,9 +77,13 @@ def test_xml_keeps_what_its_format_has(made: tuple[ChannelGraph, System]) -> Non
     (back,) = graphs_from_xml(graphs_to_xml([graph], system), system).values()
     start = start_graph(graph.kind, graph.n_channels)
     for name in ("bw_intra", "bw_inter", "latency_inter"):
-        assert getattr(back, name) == pytest.approx(getattr(graph, name), rel=1e-5)  # six digits, as %g has
+        assert getattr(back, name) == pytest.approx(
+            getattr(graph, name), rel=1e-5
+        )  # six digits, as %g has
         graph = replace(graph, **{name: getattr(back, name)})
-    assert back == replace(graph, n_hops=0, min_channels=start.min_channels, max_channels=start.max_channels)
+    assert back == replace(
+        graph, n_hops=0, min_channels=start.min_channels, max_channels=start.max_channels
+    )
 
 
 @pytest.mark.golden
@@ -111,9 +123,7 @@ def test_xml_is_laid_out_as_nccl_does() -> None:
     )
 
 
-GRAPH = (
-    '<graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="1" speedinter="1" typeintra="NVL" typeinter="PIX" samechannels="1">'
-)
+GRAPH = '<graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="1" speedinter="1" typeintra="NVL" typeinter="PIX" samechannels="1">'
 
 NVLS = GRAPH.replace('id="0" pattern="4"', 'id="3" pattern="5"')
 GPU0, GPU1 = '<gpu dev="0"/>', '<gpu dev="0x1"/>'
@@ -131,25 +141,64 @@ def file_of(graph: str, *channels: str) -> str:
         ('<system version="1"/>', "begins with <system>"),
         ('<graphs version="2"/>', "version '2'"),
         (file_of(GRAPH), "announces 1 channels and holds 0"),
-        (file_of(GRAPH.replace('nchannels="1"', 'nchannels="-1"'), CHANNEL, CHANNEL), "announces -1 channels and holds 2"),
-        (file_of(GRAPH, '<channel><gpu dev="9"/></channel>'), "channel 0 of the ring graph of the file names GPU 0x9"),
-        (file_of(GRAPH, "<channel><gpu/></channel>"), "has a <gpu> whose dev is ''; wanted is its device number in hex"),
-        (file_of(GRAPH, "<channel/>"), "holds the GPUs of ranks none; wanted is each of the 2 GPUs once"),
-        (file_of(GRAPH, f"<channel>{GPU0}</channel>"), "channel 0 of the ring graph of the file holds the GPUs of ranks 1; wanted"),
+        (
+            file_of(GRAPH.replace('nchannels="1"', 'nchannels="-1"'), CHANNEL, CHANNEL),
+            "announces -1 channels and holds 2",
+        ),
+        (
+            file_of(GRAPH, '<channel><gpu dev="9"/></channel>'),
+            "channel 0 of the ring graph of the file names GPU 0x9",
+        ),
+        (
+            file_of(GRAPH, "<channel><gpu/></channel>"),
+            "has a <gpu> whose dev is ''; wanted is its device number in hex",
+        ),
+        (
+            file_of(GRAPH, "<channel/>"),
+            "holds the GPUs of ranks none; wanted is each of the 2 GPUs once",
+        ),
+        (
+            file_of(GRAPH, f"<channel>{GPU0}</channel>"),
+            "channel 0 of the ring graph of the file holds the GPUs of ranks 1; wanted",
+        ),
         (file_of(GRAPH, f"<channel>{GPU0}{GPU0}</channel>"), "ranks 1 1; wanted"),
         (file_of(NVLS, "<channel/>"), "channel 0 of the nvls graph of the file names no GPU"),
         ('<graphs version="1"><graph id="0"/></graphs>', "'nchannels' is missing"),
         (file_of(GRAPH.replace("NVL", "FAR"), CHANNEL), "'FAR' is missing or not a path type"),
-        (file_of(GRAPH.replace('speedintra="1"', 'speedintra="nan"'), CHANNEL), "'nan' is no speed"),
+        (
+            file_of(GRAPH.replace('speedintra="1"', 'speedintra="nan"'), CHANNEL),
+            "'nan' is no speed",
+        ),
         (file_of(GRAPH.replace('speedinter="1"', 'speedinter="-1"'), CHANNEL), "'-1' is no speed"),
-        (file_of(GRAPH.replace('speedintra="1"', 'speedintra="1e-44"'), CHANNEL), "'1e-44' is no speed; allowed are 0 and 1e-06 to 1e"),
-        (file_of(GRAPH.replace(">", ' latencyinter="3e38">'), CHANNEL), "'3e38' is no latency; allowed are 0 to 1e"),
-        (file_of(GRAPH.replace('crossnic="0"', 'crossnic="99"'), CHANNEL), "with id '0': crossnic is '99'; allowed are 0 to 2"),
-        (file_of(GRAPH.replace('samechannels="1"', 'samechannels="-5"'), CHANNEL), "samechannels is '-5'; allowed are 0 to 1"),
-        (file_of(GRAPH.replace('nchannels="1"', 'nchannels="x"'), CHANNEL), "nchannels is 'x'; allowed are whole numbers"),
-        (file_of(GRAPH.replace('pattern="4"', 'pattern="7"'), CHANNEL), "pattern is '7'; allowed are 1 to 6"),
+        (
+            file_of(GRAPH.replace('speedintra="1"', 'speedintra="1e-44"'), CHANNEL),
+            "'1e-44' is no speed; allowed are 0 and 1e-06 to 1e",
+        ),
+        (
+            file_of(GRAPH.replace(">", ' latencyinter="3e38">'), CHANNEL),
+            "'3e38' is no latency; allowed are 0 to 1e",
+        ),
+        (
+            file_of(GRAPH.replace('crossnic="0"', 'crossnic="99"'), CHANNEL),
+            "with id '0': crossnic is '99'; allowed are 0 to 2",
+        ),
+        (
+            file_of(GRAPH.replace('samechannels="1"', 'samechannels="-5"'), CHANNEL),
+            "samechannels is '-5'; allowed are 0 to 1",
+        ),
+        (
+            file_of(GRAPH.replace('nchannels="1"', 'nchannels="x"'), CHANNEL),
+            "nchannels is 'x'; allowed are whole numbers",
+        ),
+        (
+            file_of(GRAPH.replace('pattern="4"', 'pattern="7"'), CHANNEL),
+            "pattern is '7'; allowed are 1 to 6",
+        ),
         (file_of(GRAPH.replace('id="0"', 'id="7"')), "id is '7'; allowed are 0 to 4"),
-        ('<!DOCTYPE g [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><graphs version="1">&b;</graphs>', "document type"),
+        (
+            '<!DOCTYPE g [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><graphs version="1">&b;</graphs>',
+            "document type",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_a_reason(text: str, complaint: str) -> None:
@@ -159,9 +208,14 @@ def test_a_wrong_file_is_refused_with_a_reason(text: str, complaint: str) -> Non
 
 def test_nets_of_a_channel_are_those_of_the_system() -> None:
     text = file_of(GRAPH, f'<channel><net dev="0x77"/>{GPU0}{GPU1}<net dev="0"/></channel>')
-    with pytest.raises(TopologyError, match="channel 0 of the ring graph of the file names NET 0x77, which is not in the system"):
+    with pytest.raises(
+        TopologyError,
+        match="channel 0 of the ring graph of the file names NET 0x77, which is not in the system",
+    ):
         graphs_from_xml(text, machine(2, 1))
-    assert graphs_from_xml(text, machine(2, 0))[GraphKind.RING].inter == ()  # a node alone needs none
+    assert (
+        graphs_from_xml(text, machine(2, 0))[GraphKind.RING].inter == ()
+    )  # a node alone needs none
     without = System(nodes=machine(2, 1).gpus, inter=1)  # the search, too, writes 0 there
     assert graphs_from_xml(text.replace("0x77", "0"), without)[GraphKind.RING].inter == ((0, 0),)
 
@@ -171,7 +225,10 @@ def test_a_tree_of_one_gpu_has_one_pattern() -> None:
     text = file_of(tree, f"<channel>{GPU0}</channel>")
     assert graphs_from_xml(text.format(3), machine(1, 0))[GraphKind.TREE].intra == ((0,),)
     for pattern in (1, 2):
-        with pytest.raises(TopologyError, match=f"has one GPU; pattern {pattern} needs two, a tree on one GPU is pattern 3"):
+        with pytest.raises(
+            TopologyError,
+            match=f"has one GPU; pattern {pattern} needs two, a tree on one GPU is pattern 3",
+        ):
             graphs_from_xml(text.format(pattern), machine(1, 0))
 
 
@@ -187,10 +244,14 @@ def test_an_illegal_graph_cannot_exist() -> None:
     with pytest.raises(TopologyError, match="no channel graph"):
         graph_from_json({"id": 0})
     with pytest.raises(TopologyError, match="names rank 5"):
-        graphs_to_xml([ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((5,),))], machine(2, 0))
+        graphs_to_xml(
+            [ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((5,),))], machine(2, 0)
+        )
 
 
 def test_bandwidths_are_single_precision() -> None:
-    data = graph_to_json(ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, bw_intra=f32(20.6)))
+    data = graph_to_json(
+        ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, bw_intra=f32(20.6))
+    )
     assert struct.pack("f", data["bwIntra"]) == struct.pack("f", 20.6)
     assert data["bwIntra"] == 20.6000004

@@ -60,7 +60,9 @@ def test_both_trees_over_nodes_are_trees(n: int) -> None:
 
 @pytest.mark.parametrize("n", range(2, 34))
 def test_a_node_is_inside_one_of_the_two_trees_only(n: int) -> None:
-    inner = [(tree.down0 >= 0) | ((tree.down1 >= 0) & (tree.up >= 0)) for tree in double_binary_tree(n)]
+    inner = [
+        (tree.down0 >= 0) | ((tree.down1 >= 0) & (tree.up >= 0)) for tree in double_binary_tree(n)
+    ]
     if n % 2 == 0:
         assert not (inner[0] & inner[1]).any()
     else:  # shifted by one, the last node can be inside both
@@ -80,13 +82,17 @@ def layouts(draw: st.DrawFn) -> tuple[RankLayout, list[list[int]]]:
     for size in sizes:
         domains.append(tuple(ranks[at : at + size]))
         at += size
-    layout = RankLayout(hosts=draw(st.integers(1, 9)), gpus_per_host=len(ranks), domains=tuple(domains))
+    layout = RankLayout(
+        hosts=draw(st.integers(1, 9)), gpus_per_host=len(ranks), domains=tuple(domains)
+    )
     return layout, [draw(st.permutations(domain)) for domain in domains]
 
 
 @given(layouts())
 @settings(max_examples=60, deadline=None)
-def test_a_ring_visits_nodes_in_order_and_everybody_once(drawn: tuple[RankLayout, list[list[int]]]) -> None:
+def test_a_ring_visits_nodes_in_order_and_everybody_once(
+    drawn: tuple[RankLayout, list[list[int]]],
+) -> None:
     layout, orders = drawn
     rings = build_rings(layout, [[order] for order in orders], [False] * len(orders), 1)
     ring = rings[0].tolist()
@@ -99,16 +105,25 @@ def test_a_ring_visits_nodes_in_order_and_everybody_once(drawn: tuple[RankLayout
 
 @given(layouts(), st.sampled_from([Pattern.TREE, Pattern.SPLIT_TREE, Pattern.BALANCED_TREE]))
 @settings(max_examples=60, deadline=None)
-def test_rank_trees_hang_together(drawn: tuple[RankLayout, list[list[int]]], pattern: Pattern) -> None:
+def test_rank_trees_hang_together(
+    drawn: tuple[RankLayout, list[list[int]]], pattern: Pattern
+) -> None:
     layout, orders = drawn
-    chains = [TreeOrder(order=tuple(order), pattern=pattern if len(order) > 1 else Pattern.TREE) for order in orders]
+    chains = [
+        TreeOrder(order=tuple(order), pattern=pattern if len(order) > 1 else Pattern.TREE)
+        for order in orders
+    ]
     for tree in connect_tree(layout, chains, double_binary_tree(layout.nnodes)):
         assert (tree.up == -1).sum() == 1
         children = [set(row[row >= 0].tolist()) for row in tree.down]
         assert sum(map(len, children)) == layout.nranks - 1
         for rank, parent in enumerate(tree.up.tolist()):
             assert parent == -1 or rank in children[parent]
-        holes = [row for row in tree.down.tolist() if -1 in row and any(x >= 0 for x in row[row.index(-1) :])]
+        holes = [
+            row
+            for row in tree.down.tolist()
+            if -1 in row and any(x >= 0 for x in row[row.index(-1) :])
+        ]
         assert holes == []
 
 
@@ -119,7 +134,14 @@ def test_odd_nodes_swap_the_pair_of_a_crossing_ring() -> None:
 
 
 def facts(**changes: object) -> CountFacts:
-    values: dict[str, object] = {"searched": 4, "nnodes": 1, "nranks": 8, "min_sm": 80, "ring_bw_intra": 20.0, "collnet": None}
+    values: dict[str, object] = {
+        "searched": 4,
+        "nnodes": 1,
+        "nranks": 8,
+        "min_sm": 80,
+        "ring_bw_intra": 20.0,
+        "collnet": None,
+    }
     return CountFacts(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -158,20 +180,35 @@ def test_copies_take_the_channels_in_turn() -> None:
 def small_domain(ranks: tuple[int, ...], *, channels: int = 2, sm: int = 80) -> PlannedDomain:
     gpus = tuple(GpuNode(id=rank, dev=rank, rank=rank, sm=sm) for rank in ranks)
     system = System(nodes=gpus)
-    row = tuple(tuple(Path(type=PathType.NVL if i != j else PathType.LOC, bw=60.0) for j in range(len(ranks))) for i in range(len(ranks)))
+    row = tuple(
+        tuple(
+            Path(type=PathType.NVL if i != j else PathType.LOC, bw=60.0) for j in range(len(ranks))
+        )
+        for i in range(len(ranks))
+    )
     orders = tuple(tuple(ranks) for _ in range(channels))
     found = {GraphKind.RING: Pattern.RING, GraphKind.TREE: Pattern.TREE}
     graphs = {
         kind: ChannelGraph(
-            kind=kind, pattern=found.get(kind, Pattern.TREE), bw_intra=20.0, bw_inter=20.0, intra=orders if kind in found else ()
+            kind=kind,
+            pattern=found.get(kind, Pattern.TREE),
+            bw_intra=20.0,
+            bw_inter=20.0,
+            intra=orders if kind in found else (),
         )
         for kind in GraphKind
     }
-    return PlannedDomain(system=system, paths=PathTable(rows={(NodeType.GPU, NodeType.GPU): row}), graphs=graphs)
+    return PlannedDomain(
+        system=system, paths=PathTable(rows={(NodeType.GPU, NodeType.GPU): row}), graphs=graphs
+    )
 
 
 def two_domains() -> Connections:
-    return connect([small_domain((0, 1, 2), channels=2), small_domain((3,), channels=1)], hosts=2, gpus_per_host=4)
+    return connect(
+        [small_domain((0, 1, 2), channels=2), small_domain((3,), channels=1)],
+        hosts=2,
+        gpus_per_host=4,
+    )
 
 
 def test_domains_agree_on_the_fewest_channels_and_are_nodes_of_their_own() -> None:
@@ -184,13 +221,18 @@ def test_domains_agree_on_the_fewest_channels_and_are_nodes_of_their_own() -> No
 
 def test_ranks_with_different_counts_are_listed() -> None:
     plan = replace(two_domains(), per_domain=((2, 0, 2, 2), (2, 0, 2, 1)))
-    assert connections_to_json(plan)["perRank"] == [[2, 0, 2, 2]] * 3 + [[2, 0, 2, 1]] + [[2, 0, 2, 2]] * 3 + [[2, 0, 2, 1]]
+    assert connections_to_json(plan)["perRank"] == [[2, 0, 2, 2]] * 3 + [[2, 0, 2, 1]] + [
+        [2, 0, 2, 2]
+    ] * 3 + [[2, 0, 2, 1]]
     assert "perRank" not in connections_to_json(two_domains())
 
 
 def test_p2p_channels_follow_the_nvlinks() -> None:
     plan = connect([small_domain((0, 1), channels=6)], hosts=1, gpus_per_host=2)
-    assert (plan.p2p.total, plan.p2p.per_peer) == (16, 8)  # 12 channels; three NVLinks of 20 GB/s make 6 per peer; both to a power of two
+    assert (plan.p2p.total, plan.p2p.per_peer) == (
+        16,
+        8,
+    )  # 12 channels; three NVLinks of 20 GB/s make 6 per peer; both to a power of two
 
 
 def test_a_domain_without_a_ring_is_refused() -> None:

@@ -36,20 +36,29 @@ def test_domains_are_visited_in_the_given_order():
     assert order_ranks(places((0, 0), (0, 1), (0, 2)), domains=[2, 0, 1]) == (2, 0, 1)
 
 
-@pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER])
+@pytest.mark.parametrize(
+    "collective", [Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER]
+)
 def test_an_ordered_ring_is_still_right_and_crosses_each_border_once(collective):
     hosts = (0, 1, 0, 1, 0, 1)
     order = order_ranks([RankPlace(host=h) for h in hosts])
     schedule = relabel(catalog.build("ring", collective, 6), order)
     verify(schedule)
-    links = {(rank, step.send_peer) for rank, steps in enumerate(schedule.channels[0]) for step in steps if step.op.sends}
+    links = {
+        (rank, step.send_peer)
+        for rank, steps in enumerate(schedule.channels[0])
+        for step in steps
+        if step.op.sends
+    }
     assert sum(hosts[a] != hosts[b] for a, b in links if b is not None) == 2
 
 
 def test_this_machine_is_a_topology_of_its_ranks():
     topology = detect_host(3)
     assert len(topology.system.gpus) == 3
-    assert sorted(domain_order(topology)) == sorted({domain_order(topology)[i] for i in range(len(domain_order(topology)))})
+    assert sorted(domain_order(topology)) == sorted(
+        {domain_order(topology)[i] for i in range(len(domain_order(topology)))}
+    )
 
 
 def test_domains_follow_the_paths(tmp_path):

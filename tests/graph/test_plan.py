@@ -20,7 +20,17 @@ from miraccl.topo.records import NodeType, System
 from tests.graph.golden import differences, sample
 from tests.topo.golden import TOPOLOGIES, GoldenCase
 
-SECTIONS = ("nranks", "gpus_per_node", "domains", "system", "paths", "graphs", "other_domain_graphs", "comm", "tuning")
+SECTIONS = (
+    "nranks",
+    "gpus_per_node",
+    "domains",
+    "system",
+    "paths",
+    "graphs",
+    "other_domain_graphs",
+    "comm",
+    "tuning",
+)
 H100 = TOPOLOGIES / "nvidia-dgxh100.xml"
 PCIE = TOPOLOGIES / "pcie8-2s-2nic.xml"
 
@@ -30,8 +40,15 @@ PCIE = TOPOLOGIES / "pcie8-2s-2nic.xml"
 def test_plans_are_those_of_nccl(case: GoldenCase) -> None:
     want = case.load()
     options = case.options
-    got = plan_to_json(plan(case.topology, options.nodes, options.gpus, options.collnet, options.fuse, case.env))
-    assert [line for name in SECTIONS if name in want for line in differences(want[name], got.get(name), name)] == []
+    got = plan_to_json(
+        plan(case.topology, options.nodes, options.gpus, options.collnet, options.fuse, case.env)
+    )
+    assert [
+        line
+        for name in SECTIONS
+        if name in want
+        for line in differences(want[name], got.get(name), name)
+    ] == []
     assert got["env"] == want["env"]
 
 
@@ -47,9 +64,14 @@ def test_nodes_of_a_host_are_numbered_by_rank_not_by_place() -> None:
     there, back = plan(PCIE, 2), plan(PCIE, 2, gpus=(4, 5, 6, 7, 0, 1, 2, 3))
     first, second = plan_to_json(there), plan_to_json(back)
     assert [gpu.dev for gpu in back.topology.system.gpus] == [4, 5, 6, 7]
-    assert [second[key] for key in ("domains", "comm", "tuning")] == [first[key] for key in ("domains", "comm", "tuning")]
+    assert [second[key] for key in ("domains", "comm", "tuning")] == [
+        first[key] for key in ("domains", "comm", "tuning")
+    ]
     mixed = plan_to_json(plan(PCIE, 2, gpus=(7, 1, 6, 0)))
-    assert (mixed["domains"], mixed["comm"]["rankToNode"]) == ([[2, 0], [3, 1]], [0, 1, 0, 1, 2, 3, 2, 3])
+    assert (mixed["domains"], mixed["comm"]["rankToNode"]) == (
+        [[2, 0], [3, 1]],
+        [0, 1, 0, 1, 2, 3, 2, 3],
+    )
 
 
 def test_a_file_that_lists_ranks_in_another_order_can_be_split() -> None:
@@ -67,7 +89,11 @@ def test_gpus_are_chosen_in_a_file_only() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "error"),
-    [({"nodes": 0}, InvalidUsage), ({"gpus": [99]}, TopologyError), ({"env": {"NCCL_ALGO": "rong"}}, InvalidUsage)],
+    [
+        ({"nodes": 0}, InvalidUsage),
+        ({"gpus": [99]}, TopologyError),
+        ({"env": {"NCCL_ALGO": "rong"}}, InvalidUsage),
+    ],
 )
 def test_wrong_requests_are_refused(changes: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
@@ -101,7 +127,11 @@ def test_a_thousand_nodes() -> None:
     made = plan(H100, nodes=1024)
     assert made.connections.rings.shape == (made.connections.channels, 8192)
     assert made.connections.nvls is not None
-    assert plan_to_json(made)["tuning"]["choice"]["AllReduce"][-1][1] in ("NVLSTree", "Tree", "Ring")
+    assert plan_to_json(made)["tuning"]["choice"]["AllReduce"][-1][1] in (
+        "NVLSTree",
+        "Tree",
+        "Ring",
+    )
 
 
 # Kept plans
@@ -116,7 +146,8 @@ def test_keys_follow_content_settings_and_kind() -> None:
         key(),
         key(nodes=2),
         key(gpus=(0, 1)),
-        PlanRequest.read({"NCCL_ALGO": "ring"}) and plan_key(b"<system/>", PlanRequest.read({"NCCL_ALGO": "ring"})),
+        PlanRequest.read({"NCCL_ALGO": "ring"})
+        and plan_key(b"<system/>", PlanRequest.read({"NCCL_ALGO": "ring"})),
         plan_key(b"<system />", PlanRequest()),
         plan_key(b"<system/>", PlanRequest(), flavour="explain"),
     }
@@ -138,7 +169,14 @@ def test_a_plan_is_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda t: b"", lambda t: t[:-4], lambda t: b"garbage", lambda t: t.replace(b"42", b"43"), lambda t: b"{}\n"]
+    "damage",
+    [
+        lambda t: b"",
+        lambda t: t[:-4],
+        lambda t: b"garbage",
+        lambda t: t.replace(b"42", b"43"),
+        lambda t: b"{}\n",
+    ],
 )
 def test_a_damaged_file_is_made_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     kept = tmp_path / "plan-k"
@@ -171,7 +209,12 @@ def test_old_plans_make_room(tmp_path: Path) -> None:
 def explained() -> dict[str, object]:
     notes = PathNotes()
     made = make_plan(H100, PlanRequest.read({}, nodes=2), recorder=notes)
-    return {"plan": made, "json": plan_to_json(made), "explain": explain_plan(made, notes), "bound": bound_section(made)}
+    return {
+        "plan": made,
+        "json": plan_to_json(made),
+        "explain": explain_plan(made, notes),
+        "bound": bound_section(made),
+    }
 
 
 def test_reasons_are_plain_data(explained: dict[str, object]) -> None:
@@ -181,7 +224,11 @@ def test_reasons_are_plain_data(explained: dict[str, object]) -> None:
 def test_every_path_has_a_reason(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
     paths = explained["json"]["paths"]
     count = sum(
-        len(row[kind]) for source in ("GPU", "NET") for row in paths[source] for kind in ("GPU", "NET", "CPU", "NVS") if kind in row
+        len(row[kind])
+        for source in ("GPU", "NET")
+        for row in paths[source]
+        for kind in ("GPU", "NET", "CPU", "NVS")
+        if kind in row
     )
     assert len(explained["explain"]["paths"]) == count
     assert all(path["type_reason"] for path in explained["explain"]["paths"])
@@ -205,7 +252,10 @@ def test_curves_have_all_sizes(explained: dict[str, dict]) -> None:  # type: ign
 
 def test_the_story_names_counts_and_reasons(explained: dict[str, dict]) -> None:  # type: ignore[type-arg]
     stories = explained["explain"]["sentences"]
-    assert "8 channels become 16: each searched channel carries both trees of a double binary tree" in stories["Channels"]
+    assert (
+        "8 channels become 16: each searched channel carries both trees of a double binary tree"
+        in stories["Channels"]
+    )
     assert any("collectives run on 16 channels" in line for line in stories["Channels"])
     assert any("CollNet is not in use" in line for line in stories["Choice"])
     assert any("PXN" in line for line in stories["Paths"])
@@ -224,8 +274,12 @@ def test_a_switch_that_reduces_passes_the_bound_of_an_all_reduce_only() -> None:
     bound = bound_section(plan(H100, env={"NCCL_ALGO": "NVLS"}))
     assert bound is not None
     assert bound["reached"] == {"allGather": True, "reduceScatter": True, "allReduceByTwo": True}
-    assert [bound["plan"][name]["with"] for name in ("ReduceScatter", "AllReduce")] == ["NVLS/Simple"] * 2
-    assert [bound["plan"][name]["switchReduces"] for name in ("AllGather", "ReduceScatter", "AllReduce")] == [False, True, True]
+    assert [bound["plan"][name]["with"] for name in ("ReduceScatter", "AllReduce")] == [
+        "NVLS/Simple"
+    ] * 2
+    assert [
+        bound["plan"][name]["switchReduces"] for name in ("AllGather", "ReduceScatter", "AllReduce")
+    ] == [False, True, True]
     assert [line for line in bound["sentences"] if "may pass" in line] == bound["sentences"][-1:]
 
 
@@ -233,8 +287,15 @@ def test_more_than_16_nodes_have_the_bound_of_16_or_more() -> None:
     bound, at_16 = (bound_section(plan(PCIE, nodes=nodes)) for nodes in (40, 16))
     assert bound is not None
     assert at_16 is not None
-    assert [bound[key] for key in ("nodes", "allGather", "allReduce")] == [16, at_16["allGather"], at_16["allReduce"]]
-    assert bound["sentences"][0] == "the bound is that of 16 nodes or more; this number of them alone may have a slightly lower one"
+    assert [bound[key] for key in ("nodes", "allGather", "allReduce")] == [
+        16,
+        at_16["allGather"],
+        at_16["allReduce"],
+    ]
+    assert (
+        bound["sentences"][0]
+        == "the bound is that of 16 nodes or more; this number of them alone may have a slightly lower one"
+    )
     assert bound["sentences"][1] == at_16["sentences"][0]
 
 
@@ -245,14 +306,20 @@ def test_an_unbalanced_machine_is_told_apart() -> None:
     for index, node in enumerate(whole.nodes):
         if node.type == NodeType.PCI:
             to_nic = [whole.nodes[link.target].type == NodeType.NIC for link in node.links]
-            narrowed = (replace(link, bw=6.0) if nic else link for link, nic in zip(node.links, to_nic, strict=True))
+            narrowed = (
+                replace(link, bw=6.0) if nic else link
+                for link, nic in zip(node.links, to_nic, strict=True)
+            )
             nodes[index] = replace(node, links=tuple(narrowed))
     bound = bound_section(plan(System(nodes=tuple(nodes)), nodes=40))
     assert bound is not None
     assert bound["reached"] == {"allGather": False, "reduceScatter": False, "allReduceByTwo": False}
     assert "more of them may pass it" in bound["sentences"][0]
     told = [line for line in bound["sentences"] if "may be out of reach" in line]
-    assert [("NIC/0-20000@0" in line, "PCI/0-18000@0" in line) for line in told] == [(True, False), (False, True)]
+    assert [("NIC/0-20000@0" in line, "PCI/0-18000@0" in line) for line in told] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_one_gpu_has_no_bound() -> None:

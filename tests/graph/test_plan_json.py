@@ -37,7 +37,9 @@ def assert_same(loaded: Plan, made: Plan) -> None:
     assert loaded.topology.nranks == made.topology.nranks
     for ours, theirs in zip(loaded.topology.domains, made.topology.domains, strict=True):
         assert (ours.ranks, ours.paths) == (theirs.ranks, theirs.paths)
-    assert [search.graphs for search in loaded.searches] == [search.graphs for search in made.searches]
+    assert [search.graphs for search in loaded.searches] == [
+        search.graphs for search in made.searches
+    ]
     assert loaded.model == made.model
     for name in ("graphs", "count", "p2p", "per_domain", "tree_depth", "min_sm", "max_sm"):
         assert getattr(loaded.connections, name) == getattr(made.connections, name)
@@ -64,7 +66,9 @@ def test_a_plan_of_one_gpu_with_collnet_comes_back(nodes: int) -> None:
 def test_what_nccl_decided_is_read_too(case: GoldenCase) -> None:
     recorded = case.load()
     if len(recorded["domains"]) > 1:
-        with pytest.raises(TopologyError, match="whole is missing; a plan of several domains has it"):
+        with pytest.raises(
+            TopologyError, match="whole is missing; a plan of several domains has it"
+        ):
             plan_from_json(recorded)
     else:
         assert plan_to_json(plan_from_json(recorded)) == recorded
@@ -98,7 +102,11 @@ GONE = object()
 
 @cache
 def documents() -> dict[str, dict[str, Any]]:
-    made = {"single": plan(SMALL, nodes=2), "pairs": plan(PAIRS, nodes=2), "apart": plan(APART, nodes=2)}
+    made = {
+        "single": plan(SMALL, nodes=2),
+        "pairs": plan(PAIRS, nodes=2),
+        "apart": plan(APART, nodes=2),
+    }
     return {name: written(one) for name, one in made.items()}
 
 
@@ -123,35 +131,137 @@ def edited(name: str, path: str, to: Any) -> dict[str, Any]:
         ("pairs", "format", 2, "format is 2; allowed is 1"),
         ("pairs", "nccl_version", "2.27", "nccl_version is '2.27'; allowed is '2.28.9-1'"),
         ("pairs", "nodes", 0, "nodes is 0; allowed is a whole number from 1 to"),
-        ("pairs", "nodes", 2_000_000_000, "nranks is 8; allowed is nodes times gpus_per_node, 8000000000"),
+        (
+            "pairs",
+            "nodes",
+            2_000_000_000,
+            "nranks is 8; allowed is nodes times gpus_per_node, 8000000000",
+        ),
         ("pairs", "collnet", True, "collnet is True; allowed is 0 or 1"),
-        ("pairs", "comm/rankToNode", [0], "comm.rankToNode has 1 entries; allowed is one for each of the 8 ranks"),
+        (
+            "pairs",
+            "comm/rankToNode",
+            [0],
+            "comm.rankToNode has 1 entries; allowed is one for each of the 8 ranks",
+        ),
         ("pairs", "env/NCCL_ALGO", 1, "env.NCCL_ALGO is 1; allowed is a text"),
-        ("pairs", "env/NCCL_HOME", "x", "env.NCCL_HOME is 'x'; from the rest of the document follows nothing"),
-        ("pairs", "system/GPU/1/sm", "90", r"system.GPU\[1\].sm is '90'; allowed is a whole number"),
-        ("pairs", "system/GPU/1/rank", 0, r"the GPUs of system have ranks \[0, 0, 2, 3\]; allowed is each from 0 to 3 once"),
-        ("pairs", "system/GPU/0/name", "CPU/0-0", r"system.GPU\[0\].name is 'CPU/0-0'; allowed is a name such as GPU/0-1a000"),
-        ("pairs", "system/GPU/0/links/0/0", "PIC", r"system.GPU\[0\].links\[0\]\[0\] is 'PIC'; allowed is 'LOC' or 'NVL' or"),
-        ("pairs", "system/GPU/0/links/0/2", "PCI/0-1", "system: a link of GPU/0-32000 leads to PCI/0-1, which is not in it"),
-        ("pairs", "graphs/0/typeIntra", "XYZ", r"graphs\[0\].typeIntra is 'XYZ'; allowed is 'LOC' or 'NVL'"),
-        ("pairs", "graphs/0/bwIntra", float("nan"), r"graphs\[0\].bwIntra is nan; allowed is a finite number"),
+        (
+            "pairs",
+            "env/NCCL_HOME",
+            "x",
+            "env.NCCL_HOME is 'x'; from the rest of the document follows nothing",
+        ),
+        (
+            "pairs",
+            "system/GPU/1/sm",
+            "90",
+            r"system.GPU\[1\].sm is '90'; allowed is a whole number",
+        ),
+        (
+            "pairs",
+            "system/GPU/1/rank",
+            0,
+            r"the GPUs of system have ranks \[0, 0, 2, 3\]; allowed is each from 0 to 3 once",
+        ),
+        (
+            "pairs",
+            "system/GPU/0/name",
+            "CPU/0-0",
+            r"system.GPU\[0\].name is 'CPU/0-0'; allowed is a name such as GPU/0-1a000",
+        ),
+        (
+            "pairs",
+            "system/GPU/0/links/0/0",
+            "PIC",
+            r"system.GPU\[0\].links\[0\]\[0\] is 'PIC'; allowed is 'LOC' or 'NVL' or",
+        ),
+        (
+            "pairs",
+            "system/GPU/0/links/0/2",
+            "PCI/0-1",
+            "system: a link of GPU/0-32000 leads to PCI/0-1, which is not in it",
+        ),
+        (
+            "pairs",
+            "graphs/0/typeIntra",
+            "XYZ",
+            r"graphs\[0\].typeIntra is 'XYZ'; allowed is 'LOC' or 'NVL'",
+        ),
+        (
+            "pairs",
+            "graphs/0/bwIntra",
+            float("nan"),
+            r"graphs\[0\].bwIntra is nan; allowed is a finite number",
+        ),
         ("pairs", "graphs/1/id", 0, r"graphs\[1\].id is 0; allowed is 1"),
         ("pairs", "graphs/0/intra", [], r"graphs\[0\].intra is \[\]; allowed is a list of 1 to 64"),
-        ("pairs", "graphs/0/intra/0", [0, 2, 4], r"graphs\[0\].intra\[0\] is \[0, 2, 4\]; allowed is an order of the ranks \[0, 1, 2, 3\]"),
-        ("pairs", "graphs/3/intra", [[7]], r"graphs\[3\].intra\[0\] is \[7\]; allowed is some of the ranks \[0, 1, 2, 3\]"),
-        ("pairs", "comm/rings/0/3", 99, r"comm.rings\[0\]\[3\] is 99; from the rest of the document follows \d+"),
-        ("pairs", "paths/GPU/0/GPU/1/1", 3.5, r"paths.GPU\[0\].GPU\[1\]\[1\] is 3.5; from the rest of the document follows"),
-        ("pairs", "tuning/maxThreads", GONE, "tuning.maxThreads is missing; from the rest of the document follows dict of"),
-        ("pairs", "domains", [[0, 1], [2, 3]], "other_domain_graphs is missing; a plan of several domains has it"),
+        (
+            "pairs",
+            "graphs/0/intra/0",
+            [0, 2, 4],
+            r"graphs\[0\].intra\[0\] is \[0, 2, 4\]; allowed is an order of the ranks \[0, 1, 2, 3\]",
+        ),
+        (
+            "pairs",
+            "graphs/3/intra",
+            [[7]],
+            r"graphs\[3\].intra\[0\] is \[7\]; allowed is some of the ranks \[0, 1, 2, 3\]",
+        ),
+        (
+            "pairs",
+            "comm/rings/0/3",
+            99,
+            r"comm.rings\[0\]\[3\] is 99; from the rest of the document follows \d+",
+        ),
+        (
+            "pairs",
+            "paths/GPU/0/GPU/1/1",
+            3.5,
+            r"paths.GPU\[0\].GPU\[1\]\[1\] is 3.5; from the rest of the document follows",
+        ),
+        (
+            "pairs",
+            "tuning/maxThreads",
+            GONE,
+            "tuning.maxThreads is missing; from the rest of the document follows dict of",
+        ),
+        (
+            "pairs",
+            "domains",
+            [[0, 1], [2, 3]],
+            "other_domain_graphs is missing; a plan of several domains has it",
+        ),
         ("pairs", "whole", {}, "whole is for plans of several domains"),
-        ("apart", "domains", [[0, 1], [2, 3], [4, 5, 6, 7]], "other_domain_graphs has 1 entries; allowed is 2, one less than domains"),
+        (
+            "apart",
+            "domains",
+            [[0, 1], [2, 3], [4, 5, 6, 7]],
+            "other_domain_graphs has 1 entries; allowed is 2, one less than domains",
+        ),
         ("apart", "whole", GONE, "whole is missing; a plan of several domains has it"),
-        ("pairs", "env", {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "domains has 1 entries; the GPUs of system fall into 4"),
-        ("single", "graphs/1/pattern", 1, r"a tree of pattern 1 \(balanced_tree\) has two GPUs or more of a node, not \[0\]; allowed is 3"),
-        ("apart", "other_domain_graphs/0/0/intra/0/0", 0, r"other_domain_graphs\[0\]\[0\].intra\[0\] is \[0, .*; allowed is an order of"),
+        (
+            "pairs",
+            "env",
+            {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+            "domains has 1 entries; the GPUs of system fall into 4",
+        ),
+        (
+            "single",
+            "graphs/1/pattern",
+            1,
+            r"a tree of pattern 1 \(balanced_tree\) has two GPUs or more of a node, not \[0\]; allowed is 3",
+        ),
+        (
+            "apart",
+            "other_domain_graphs/0/0/intra/0/0",
+            0,
+            r"other_domain_graphs\[0\]\[0\].intra\[0\] is \[0, .*; allowed is an order of",
+        ),
     ],
 )
-def test_what_is_no_plan_is_refused_with_the_place(name: str, path: str, to: Any, message: str) -> None:
+def test_what_is_no_plan_is_refused_with_the_place(
+    name: str, path: str, to: Any, message: str
+) -> None:
     with pytest.raises(TopologyError, match=message):
         plan_from_json(edited(name, path, to))
 
@@ -168,7 +278,9 @@ def test_a_setting_that_is_not_allowed_is_refused_by_its_name() -> None:
 
 def places(value: Any, path: str = "") -> Iterator[str]:
     """The paths of everything inside."""
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    ):
         yield f"{path}{key}"
         yield from places(value[key], f"{path}{key}/")
 
@@ -177,10 +289,14 @@ def places(value: Any, path: str = "") -> Iterator[str]:
 def test_a_changed_document_is_refused_or_is_the_plan_it_says(name: str) -> None:
     """No other error leaves, and nothing of what is read gets lost."""
     rng, refused, runs = random.Random(name), 0, 150
-    sections = [list(places({key: value})) for key, value in documents()[name].items()]  # equally often, large and small
+    sections = [
+        list(places({key: value})) for key, value in documents()[name].items()
+    ]  # equally often, large and small
     for _ in range(runs):
         path = rng.choice(rng.choice([section for section in sections if section]))
-        document = edited(name, path, rng.choice([GONE, None, True, -1, 1, 10**30, 0.5, "x", [], {}]))
+        document = edited(
+            name, path, rng.choice([GONE, None, True, -1, 1, 10**30, 0.5, "x", [], {}])
+        )
         try:
             loaded = written(plan_from_json(document))
         except MiracclError:

@@ -15,7 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import TopologyError
-from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, graph_to_json, graphs_to_xml
+from miraccl.graph.channel_graph import (
+    ChannelGraph,
+    GraphKind,
+    Pattern,
+    graph_to_json,
+    graphs_to_xml,
+)
 from miraccl.graph.search import End, Origin, SearchResult, SearchSettings, Stop, search_channels
 from miraccl.graph.search.explain import explain_search
 from miraccl.graph.search.kernel.board import Board
@@ -30,7 +36,11 @@ from tests.topo.golden import DATA, GoldenCase, golden_cases
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-SLOW = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SLOW = settings(
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 # NCCL's results
@@ -42,9 +52,15 @@ def test_graphs_are_those_of_nccl(case: GoldenCase) -> None:
     want = case.load()
     system = system_from_json(want["system"])
     result = search_channels(system, paths_from_json(want["paths"], system), _settings(case, want))
-    assert differences(want["graphs"], [graph_to_json(graph) for graph in result.graphs], "graphs") == []
+    assert (
+        differences(want["graphs"], [graph_to_json(graph) for graph in result.graphs], "graphs")
+        == []
+    )
     if "other_domain_graphs" in want:  # their systems are not recorded
-        others = [search_channels(domain.system, domain.paths, _settings(case, want)) for domain in case.analyse().domains[1:]]
+        others = [
+            search_channels(domain.system, domain.paths, _settings(case, want))
+            for domain in case.analyse().domains[1:]
+        ]
         got = [[graph_to_json(graph) for graph in other.graphs] for other in others]
         assert differences(want["other_domain_graphs"], got, "other_domain_graphs") == []
 
@@ -58,9 +74,14 @@ def _machines() -> list[Any]:
 @pytest.mark.parametrize("case", _machines())
 def test_graphs_of_unusual_machines_are_those_of_nccl(case: dict[str, Any]) -> None:
     system = system_from_json(case["system"])
-    asked = SearchSettings(cross_nic=case["cross_nic"], net_per_gpu=case["net_per_gpu"], collnet=case["collnet"])
+    asked = SearchSettings(
+        cross_nic=case["cross_nic"], net_per_gpu=case["net_per_gpu"], collnet=case["collnet"]
+    )
     result = search_channels(system, paths_from_json(case["paths"], system), asked)
-    assert differences(case["graphs"], [graph_to_json(graph) for graph in result.graphs], "graphs") == []
+    assert (
+        differences(case["graphs"], [graph_to_json(graph) for graph in result.graphs], "graphs")
+        == []
+    )
 
 
 def _settings(case: GoldenCase, want: dict[str, Any]) -> SearchSettings:
@@ -72,8 +93,12 @@ def _settings(case: GoldenCase, want: dict[str, Any]) -> SearchSettings:
 
 @SLOW
 @given(domains(), st.sampled_from((0, 1, 2)), st.booleans())
-def test_channels_visit_each_gpu_once_and_stay_inside_the_links(domain: Domain, cross_nic: int, collnet: bool) -> None:
-    result = search_channels(domain.system, domain.paths, SearchSettings(cross_nic=cross_nic, collnet=collnet))
+def test_channels_visit_each_gpu_once_and_stay_inside_the_links(
+    domain: Domain, cross_nic: int, collnet: bool
+) -> None:
+    result = search_channels(
+        domain.system, domain.paths, SearchSettings(cross_nic=cross_nic, collnet=collnet)
+    )
     ranks = sorted(gpu.rank for gpu in domain.system.gpus)
     nets = {net.id for net in domain.system.nets}
     for graph, report in zip(result.graphs, result.reports):
@@ -97,7 +122,10 @@ def _check_bandwidth(graph: ChannelGraph, system: System, paths: PathTable) -> N
         hops = [(paths.gpu_gpu(a, b), graph.bw_intra) for a, b in pairwise(order)]
         if graph.inter:
             first, last = (by_id[id] for id in graph.inter[c])
-            hops += [(paths.net_gpu(first, order[0]), graph.bw_inter), (paths.gpu_net(order[-1], last), graph.bw_inter)]
+            hops += [
+                (paths.net_gpu(first, order[0]), graph.bw_inter),
+                (paths.gpu_net(order[-1], last), graph.bw_inter),
+            ]
             assert all(path.type <= graph.type_inter for path, _ in hops[-2:])
         elif len(order) > 1:
             hops.append((paths.gpu_gpu(order[-1], order[0]), graph.bw_intra))
@@ -129,7 +157,10 @@ def test_compiled_and_interpreted_walks_agree(domain: Domain, budget: int, skipp
         return run
 
     search = SearchSettings(collnet=True)
-    results = [search_channels(domain.system, domain.paths, search, walk=some_of(w)) for w in (walk_compiled, walk_interpreted)]
+    results = [
+        search_channels(domain.system, domain.paths, search, walk=some_of(w))
+        for w in (walk_compiled, walk_interpreted)
+    ]
     assert results[0] == results[1]
     for name, a, b in zip(Board._fields, boards[0], boards[1]):
         assert a.tobytes() == b.tobytes(), name
@@ -165,7 +196,9 @@ def test_reports_tell_what_happened(domain: Domain) -> None:
             assert any(t.improved for t in report.tries)
         if report.tries:
             assert report.tries[0].reason is Reason.START
-            assert (report.stop is Stop.PERFECT) == any(t.end is End.PERFECT and t.phase is Phase.FIND for t in report.tries)
+            assert (report.stop is Stop.PERFECT) == any(
+                t.end is End.PERFECT and t.phase is Phase.FIND for t in report.tries
+            )
         assert all(0 <= link.left < link.bw for link in report.full_links)
         explained = explain_search(report)
         assert json.loads(json.dumps(explained)) == explained
@@ -196,7 +229,9 @@ def test_a_graph_file_replaces_the_search(domain: Domain) -> None:
 def _search(name: str, **changes: Any) -> SearchResult:
     want = _case(name).load()
     system = system_from_json(want["system"])
-    return search_channels(system, paths_from_json(want["paths"], system), SearchSettings(**changes))
+    return search_channels(
+        system, paths_from_json(want["paths"], system), SearchSettings(**changes)
+    )
 
 
 def _case(name: str) -> GoldenCase:
@@ -207,7 +242,11 @@ def test_hopper_rings_are_doubled() -> None:
     result = _search("device-8xH200-vm.1n")
     report = result.reports[GraphKind.RING]
     assert report.duplication is not None
-    assert report.duplication.after == 2 * report.duplication.before == result.graph(GraphKind.RING).n_channels
+    assert (
+        report.duplication.after
+        == 2 * report.duplication.before
+        == result.graph(GraphKind.RING).n_channels
+    )
     assert any("became" in line for line in explain_search(report)["sentences"])
 
 
@@ -216,7 +255,9 @@ def test_full_links_say_why_there_is_no_further_channel() -> None:
     full = result.reports[GraphKind.RING].full_links
     assert len(full) == 16  # every GPU to the NVSwitch and back: 12 channels of 30 GB/s on 370.8
     assert {(round(link.bw, 1), link.left) for link in full} == {(370.8, 10.8)}
-    assert "10.8 of 370.8 GB/s left" in explain_search(result.reports[GraphKind.RING])["sentences"][-1]
+    assert (
+        "10.8 of 370.8 GB/s left" in explain_search(result.reports[GraphKind.RING])["sentences"][-1]
+    )
     assert result.reports[GraphKind.NVLS].full_links == ()
 
 
@@ -232,7 +273,11 @@ def test_nvls_can_be_switched_off_and_needs_a_switch() -> None:
 
 def test_collnet_is_searched_on_demand() -> None:
     assert not _search("gh200-4gpu-mesh.2n.crossnic0").graph(GraphKind.COLLNET_CHAIN).computed
-    assert _search("gh200-4gpu-mesh.2n.crossnic0", collnet=True).graph(GraphKind.COLLNET_CHAIN).computed
+    assert (
+        _search("gh200-4gpu-mesh.2n.crossnic0", collnet=True)
+        .graph(GraphKind.COLLNET_CHAIN)
+        .computed
+    )
 
 
 def test_cross_nic_is_kept_out_when_forbidden() -> None:

@@ -45,12 +45,18 @@ def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) 
     """GPUs at one CPU with 12 GB/s each, and a net of 10 GB/s at the CPU."""
     cpu = gpus
     nodes = (
-        *(GpuNode(id=0x10 + g, dev=g, rank=g, sm=sm, links=(link(LinkType.PCI, 12.0, cpu),)) for g in range(gpus)),
+        *(
+            GpuNode(id=0x10 + g, dev=g, rank=g, sm=sm, links=(link(LinkType.PCI, 12.0, cpu),))
+            for g in range(gpus)
+        ),
         CpuNode(
             id=0,
             arch=CpuArch.X86,
             vendor=vendor,
-            links=(*(link(LinkType.PCI, 12.0, g) for g in range(gpus)), link(LinkType.PCI, 12.0, cpu + 1)),
+            links=(
+                *(link(LinkType.PCI, 12.0, g) for g in range(gpus)),
+                link(LinkType.PCI, 12.0, cpu + 1),
+            ),
         ),
         NetNode(id=0, dev=0, bw=10.0, local_gpu=0, links=(link(LinkType.PCI, 12.0, cpu),)),
     )
@@ -65,9 +71,18 @@ def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) 
 
     paths = PathTable(
         rows={
-            (NodeType.GPU, NodeType.GPU): tuple(tuple(between(a, b) for b in range(gpus)) for a in range(gpus)),
-            (NodeType.GPU, NodeType.NET): tuple((Path(type=PathType.PHB, bw=10.0, hops=(to_cpu[g], cpu_net)),) for g in range(gpus)),
-            (NodeType.NET, NodeType.GPU): (tuple(Path(type=PathType.PHB, bw=10.0, hops=(net_cpu, from_cpu[g])) for g in range(gpus)),),
+            (NodeType.GPU, NodeType.GPU): tuple(
+                tuple(between(a, b) for b in range(gpus)) for a in range(gpus)
+            ),
+            (NodeType.GPU, NodeType.NET): tuple(
+                (Path(type=PathType.PHB, bw=10.0, hops=(to_cpu[g], cpu_net)),) for g in range(gpus)
+            ),
+            (NodeType.NET, NodeType.GPU): (
+                tuple(
+                    Path(type=PathType.PHB, bw=10.0, hops=(net_cpu, from_cpu[g]))
+                    for g in range(gpus)
+                ),
+            ),
         }
     )
     return Nearest(system, paths)
@@ -75,7 +90,13 @@ def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) 
 
 def board_for(nearest: Nearest, **graph: Any) -> Board:
     board = make_board(nearest)
-    defaults = {"pattern": Pattern.RING, "type_intra": PathType.SYS, "type_inter": PathType.SYS, "bw_intra": 5.0, "bw_inter": 5.0}
+    defaults = {
+        "pattern": Pattern.RING,
+        "type_intra": PathType.SYS,
+        "type_inter": PathType.SYS,
+        "bw_intra": 5.0,
+        "bw_inter": 5.0,
+    }
     for name, value in {**defaults, **graph}.items():
         board.graphs[NOW][name] = value
     return board
@@ -104,7 +125,9 @@ def test_less_keeps_the_first_touch_of_a_link() -> None:
 
 
 @pytest.mark.parametrize(("vendor", "takes"), [(CpuVendor.INTEL, 6.0), (CpuVendor.AMD, 5.0)])
-def test_peer_to_peer_through_an_intel_host_bridge_costs_a_fifth_more(vendor: CpuVendor, takes: float) -> None:
+def test_peer_to_peer_through_an_intel_host_bridge_costs_a_fifth_more(
+    vendor: CpuVendor, takes: float
+) -> None:
     board = board_for(pcie_pair(vendor))
     assert moves.follow(board, 0, 1, ONE)
     assert left(board)[0] == left(board)[3] == 12 - takes
@@ -182,7 +205,10 @@ def test_gpus_alike_are_tried_backwards_when_a_later_one_goes_to_the_net() -> No
     assert list(board.choices[0, :2]) == [0, 2]
 
 
-@pytest.mark.parametrize(("pattern", "expected"), [(Pattern.RING, [0, 2]), (Pattern.BALANCED_TREE, [2, 0]), (Pattern.TREE, [2])])
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [(Pattern.RING, [0, 2]), (Pattern.BALANCED_TREE, [2, 0]), (Pattern.TREE, [2])],
+)
 def test_with_an_nvswitch_only_neighbours_are_tried(pattern: Pattern, expected: list[int]) -> None:
     board = board_for(pcie_pair(gpus=4), pattern=pattern)
     board.state[0].nvs = 5
@@ -208,7 +234,10 @@ def test_nets_are_the_preferred_ones_then_all_others_up_to_the_path_type() -> No
 
 def test_a_gpu_without_a_net_ends_the_search() -> None:
     base = pcie_pair()
-    rows = {**base.paths.rows, (NodeType.GPU, NodeType.NET): (base.paths.row(NodeType.GPU, 0, NodeType.NET), ())}
+    rows = {
+        **base.paths.rows,
+        (NodeType.GPU, NodeType.NET): (base.paths.row(NodeType.GPU, 0, NodeType.NET), ()),
+    }
     nearest = Nearest(base.system, PathTable(rows=rows))
     assert candidate_nets(nearest, [0, 1], PathType.SYS) == []
     assert candidate_nets(nearest, [0], PathType.SYS) == [0]
@@ -216,9 +245,15 @@ def test_a_gpu_without_a_net_ends_the_search() -> None:
 
 def several_nets(types: list[PathType], net_per_gpu: int) -> Nearest:
     """One GPU and nets at these path types, the nearest first."""
-    nodes = (GpuNode(id=1, dev=0, rank=0, sm=80), *(NetNode(id=n, dev=n, bw=10.0) for n in range(len(types))))
+    nodes = (
+        GpuNode(id=1, dev=0, rank=0, sm=80),
+        *(NetNode(id=n, dev=n, bw=10.0) for n in range(len(types))),
+    )
     row = tuple(Path(type=kind, bw=10.0) for kind in types)
-    rows = {(NodeType.GPU, NodeType.NET): (row,), (NodeType.NET, NodeType.GPU): tuple((path,) for path in row)}
+    rows = {
+        (NodeType.GPU, NodeType.NET): (row,),
+        (NodeType.NET, NodeType.GPU): tuple((path,) for path in row),
+    }
     return Nearest(System(nodes=nodes), PathTable(rows=rows), net_per_gpu)
 
 

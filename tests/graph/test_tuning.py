@@ -13,7 +13,13 @@ from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
 from miraccl.graph.connect import connect
 from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
 from miraccl.graph.tuning import TuningModel, build_model
-from miraccl.graph.tuning_choice import TABLE_SIZES, candidates, choose, predict_time, tuning_to_json
+from miraccl.graph.tuning_choice import (
+    TABLE_SIZES,
+    candidates,
+    choose,
+    predict_time,
+    tuning_to_json,
+)
 from miraccl.graph.tuning_constants import TUNED, Algorithm
 from miraccl.graph.tuning_facts import TuningFacts
 from miraccl.graph.tuning_filter import Wish, parse_wishes
@@ -70,7 +76,10 @@ def said(limits: tuple[str, ...]) -> float:
 def test_the_reasons_of_a_bandwidth_make_that_bandwidth(case: GoldenCase) -> None:
     for key, estimate in recorded_model(case).estimates.items():
         if estimate.bandwidth:
-            assert said(estimate.limits) == pytest.approx(estimate.bandwidth, rel=0.01), (key, estimate)
+            assert said(estimate.limits) == pytest.approx(estimate.bandwidth, rel=0.01), (
+                key,
+                estimate,
+            )
 
 
 def graph(kind: GraphKind, pattern: Pattern, **changes: object) -> ChannelGraph:
@@ -95,7 +104,9 @@ def facts(**changes: object) -> TuningFacts:
             GraphKind.TREE: graph(GraphKind.TREE, Pattern.TREE),
             GraphKind.COLLNET_CHAIN: graph(GraphKind.COLLNET_CHAIN, Pattern.TREE, **none),
             GraphKind.NVLS: graph(GraphKind.NVLS, Pattern.NVLS, **none),
-            GraphKind.COLLNET_DIRECT: graph(GraphKind.COLLNET_DIRECT, Pattern.COLLNET_DIRECT, **none),
+            GraphKind.COLLNET_DIRECT: graph(
+                GraphKind.COLLNET_DIRECT, Pattern.COLLNET_DIRECT, **none
+            ),
         },
         "nnodes": 2,
         "nranks": 8,
@@ -122,18 +133,27 @@ def test_the_choice_is_the_fastest_candidate() -> None:
         for nbytes in TABLE_SIZES:
             choice = choose(model, coll, nbytes)
             assert choice is not None
-            assert choice.time == min(c.time for c in candidates(model, coll, nbytes) if c.time is not None)
+            assert choice.time == min(
+                c.time for c in candidates(model, coll, nbytes) if c.time is not None
+            )
 
 
 def test_time_never_falls_with_size_of_a_ring() -> None:
     model = build_model(facts())
-    times = [predict_time(model, ALL_REDUCE, Algorithm.RING, Protocol.LL, nbytes) for nbytes in TABLE_SIZES]
+    times = [
+        predict_time(model, ALL_REDUCE, Algorithm.RING, Protocol.LL, nbytes)
+        for nbytes in TABLE_SIZES
+    ]
     assert all(a is not None and b is not None and a < b for a, b in itertools.pairwise(times))
 
 
 def test_channels_shrink_for_small_sizes() -> None:
     model = build_model(facts())
-    counts = [choice.channels for nbytes in TABLE_SIZES if (choice := choose(model, Collective.ALL_GATHER, nbytes))]
+    counts = [
+        choice.channels
+        for nbytes in TABLE_SIZES
+        if (choice := choose(model, Collective.ALL_GATHER, nbytes))
+    ]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (1, 16)
 
@@ -166,21 +186,39 @@ def test_ll128_is_off_on_far_paths_unless_asked_for() -> None:
     by_default = build_model(facts(graphs=far)).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128)
     assert by_default.bandwidth == 0
     assert "PHB" in by_default.off
-    asked = build_model(facts(graphs=far), TuningSettings(proto="ll128")).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128)
+    asked = build_model(facts(graphs=far), TuningSettings(proto="ll128")).estimate(
+        ALL_REDUCE, Algorithm.RING, Protocol.LL128
+    )
     assert asked.bandwidth > 0
 
 
 def test_ll128_needs_equal_gpus() -> None:
-    assert "sm 80 to 90" in build_model(facts(max_sm=90)).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128).off
+    assert (
+        "sm 80 to 90"
+        in build_model(facts(max_sm=90)).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128).off
+    )
 
 
-@pytest.mark.parametrize(("threads", "got"), [(0, 512), (96, 96), (100, 512), (32, 64), (4096, 512)])
+@pytest.mark.parametrize(
+    ("threads", "got"), [(0, 512), (96, 96), (100, 512), (32, 64), (4096, 512)]
+)
 def test_thread_wishes_are_brought_into_range(threads: int, got: int) -> None:
-    assert build_model(facts(), TuningSettings(threads=threads)).max_threads[Algorithm.RING][Protocol.LL] == got
+    assert (
+        build_model(facts(), TuningSettings(threads=threads)).max_threads[Algorithm.RING][
+            Protocol.LL
+        ]
+        == got
+    )
 
 
 def test_settings_come_from_the_environment() -> None:
-    read = TuningSettings.read({"NCCL_THREAD_THRESHOLDS": "1 -2 3 4 x 9", "NCCL_NET_OVERHEAD": "2500", "NCCL_PAT_ENABLE": "0"})
+    read = TuningSettings.read(
+        {
+            "NCCL_THREAD_THRESHOLDS": "1 -2 3 4 x 9",
+            "NCCL_NET_OVERHEAD": "2500",
+            "NCCL_PAT_ENABLE": "0",
+        }
+    )
     assert read.thread_thresholds == (1, -2, 3, 4)
     assert read.net_overhead_us == pytest.approx(2.5)
     assert read.pat == 0
@@ -190,7 +228,14 @@ def test_settings_come_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("1-2", (1, -2)), ("1+2 3", (1, 2, 3)), ("5 - 3", (5,)), ("9" * 5000, ((1 << 63) - 1,)), ("x", ())]
+    ("text", "numbers"),
+    [
+        ("1-2", (1, -2)),
+        ("1+2 3", (1, 2, 3)),
+        ("5 - 3", (5,)),
+        ("9" * 5000, ((1 << 63) - 1,)),
+        ("x", ()),
+    ],
 )
 def test_thread_thresholds_are_read_as_nccl_scans_them(text: str, numbers: tuple[int, ...]) -> None:
     assert TuningSettings.read({"NCCL_THREAD_THRESHOLDS": text}).thread_thresholds == numbers
@@ -198,14 +243,25 @@ def test_thread_thresholds_are_read_as_nccl_scans_them(text: str, numbers: tuple
 
 @pytest.mark.parametrize("text", ["1" + "0" * 400, "-" + "9" * 40])
 def test_overheads_without_end_are_refused(text: str) -> None:
-    with pytest.raises(InvalidUsage, match="NCCL_NET_OVERHEAD: allowed are -1000000000000000 to 1000000000000000 ns"):
+    with pytest.raises(
+        InvalidUsage,
+        match="NCCL_NET_OVERHEAD: allowed are -1000000000000000 to 1000000000000000 ns",
+    ):
         TuningSettings.read({"NCCL_NET_OVERHEAD": text})
 
 
 def test_pat_needs_one_rank_per_node() -> None:
     one = facts(nnodes=8, nranks=8, max_local_ranks=1)
-    assert build_model(one).estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE).bandwidth > 0
-    assert build_model(facts()).estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE).bandwidth == 0
+    assert (
+        build_model(one).estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE).bandwidth
+        > 0
+    )
+    assert (
+        build_model(facts())
+        .estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE)
+        .bandwidth
+        == 0
+    )
 
 
 def test_amd_hosts_pay_more_for_posting() -> None:
@@ -226,7 +282,10 @@ LABELS = {algo: algo.label for algo in Algorithm}
 
 def test_a_later_entry_replaces_an_earlier_one_for_its_collective() -> None:
     wishes = parse_wishes("ring,COLLNETdirect;allreduce:^tree", LABELS, "NCCL_ALGO")
-    assert [a for a, w in wishes[Collective.BROADCAST].items() if w == Wish.YES] == [Algorithm.RING, Algorithm.COLLNET_DIRECT]
+    assert [a for a, w in wishes[Collective.BROADCAST].items() if w == Wish.YES] == [
+        Algorithm.RING,
+        Algorithm.COLLNET_DIRECT,
+    ]
     assert [a for a, w in wishes[ALL_REDUCE].items() if w == Wish.NO] == [Algorithm.TREE]
     assert set(parse_wishes("", LABELS, "NCCL_ALGO")[ALL_REDUCE].values()) == {Wish.FREE}
 

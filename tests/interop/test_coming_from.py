@@ -39,8 +39,12 @@ def test_calls_exist_and_take_these_arguments(text: str) -> None:
 
 
 def test_names_exist() -> None:
-    for owner, name in re.findall(r"\b(comm|miraccl)\.([A-Za-z_]+)", re.sub(r"\[[^]]*\]\([^)]*\)", "", PAGE)):
-        assert hasattr(OBJECTS[owner], name) or name in ("local_rank", "nranks", "rank"), f"{owner}.{name}"
+    for owner, name in re.findall(
+        r"\b(comm|miraccl)\.([A-Za-z_]+)", re.sub(r"\[[^]]*\]\([^)]*\)", "", PAGE)
+    ):
+        assert hasattr(OBJECTS[owner], name) or name in ("local_rank", "nranks", "rank"), (
+            f"{owner}.{name}"
+        )
     for name in re.findall(r"`([A-Z][A-Za-z]+)`", PAGE):
         if name.startswith(("Collective", "Peer", "PreMul")):
             assert hasattr(miraccl, name), name
@@ -48,7 +52,11 @@ def test_names_exist() -> None:
 
 def test_what_the_page_has_of_the_api() -> None:
     """A call that is added has to be put beside those of the others."""
-    ours = {name for name, value in vars(miraccl.Communicator).items() if inspect.isfunction(value) and not name.startswith("_")}
+    ours = {
+        name
+        for name, value in vars(miraccl.Communicator).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
     inner = {"look_before_running", "split_by"}
     prepared = {name for name in ours if name.endswith("_init")}
     missing = {name for name in ours - inner - prepared if f"comm.{name}(" not in PAGE}

@@ -28,7 +28,11 @@ def collectives(dtype: str) -> dict[str, list[float]]:
         x = (cupy.arange(4 * n) % 7 + comm.rank).astype(dtype)
         kept = x.copy()
         out = cupy.empty_like(x)
-        results = {"out": comm.all_reduce(x, out=out), "gather": comm.all_gather(x), "scatter": comm.reduce_scatter(x)}
+        results = {
+            "out": comm.all_reduce(x, out=out),
+            "gather": comm.all_gather(x),
+            "scatter": comm.reduce_scatter(x),
+        }
         assert results["out"] is out
         assert all(isinstance(result, cupy.ndarray) for result in results.values())
         with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -41,7 +45,10 @@ def collectives(dtype: str) -> dict[str, list[float]]:
         assert bool((x == kept).all())
         with pytest.raises(miraccl.InvalidUsage, match="not contiguous"):
             comm.all_reduce(x[::2])
-        return {name: cupy.asnumpy(result).astype(np.float64).reshape(-1).tolist() for name, result in results.items()}
+        return {
+            name: cupy.asnumpy(result).astype(np.float64).reshape(-1).tolist()
+            for name, result in results.items()
+        }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int32", "uint8"])
@@ -91,7 +98,12 @@ def test_in_the_current_stream_beside_pytorch() -> None:
     pytest.importorskip("torch")
     for got in run_ranks(beside_torch, 2, timeout=180.0):
         other = 2.0 * (1 - got["rank"] + 1)
-        assert got == {"plain": 6.0, "in the background": 6.0, "message": other, "rank": got["rank"]}
+        assert got == {
+            "plain": 6.0,
+            "in the background": 6.0,
+            "message": other,
+            "rank": got["rank"],
+        }
 
 
 def streams_that_end(given: bool) -> list[float]:

@@ -17,5 +17,7 @@ print(*sorted({"torch", "ray", "mpi4py", "jax", "jaxlib", "cupy", "cuda"} & (set
 
 
 def test_a_communicator_imports_no_library_of_others() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == ""

@@ -17,7 +17,17 @@ from tests.support.ranks import run_ranks
 jax = pytest.importorskip("jax")
 jax.config.update("jax_platforms", "cpu")
 jnp = jax.numpy
-DTYPES = ["int8", "uint8", "int32", "uint32", "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
+DTYPES = [
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,14 +51,18 @@ def test_nothing_writes_to_a_constant(dtype: str) -> None:
             lambda: comm.all_reduce_init(x),
             lambda: comm.all_reduce(np.ones(4, x.dtype), out=x),
         ):
-            with pytest.raises(miraccl.InvalidUsage, match="is read-only, but the result is written to it"):
+            with pytest.raises(
+                miraccl.InvalidUsage, match="is read-only, but the result is written to it"
+            ):
                 call()
     assert np.asarray(x, np.float32).tolist() == [1.0] * 4
 
 
 def test_values_that_are_not_there_yet() -> None:
     def inside(x: Any) -> Any:
-        with pytest.raises(miraccl.InvalidUsage, match="gives no DLPack tensor: Abstract tracer value"):
+        with pytest.raises(
+            miraccl.InvalidUsage, match="gives no DLPack tensor: Abstract tracer value"
+        ):
             comm.all_reduce(x, out=np.empty(3, np.float32))
         return x
 
@@ -83,7 +97,9 @@ def collectives() -> dict[str, list[Any]]:
         y = np.empty(x.shape, x.dtype)
         results = {
             "all_reduce": comm.all_reduce(x, out=y),
-            "background": comm.all_reduce(x, out=np.empty_like(y), op=miraccl.MAX, async_op=True).wait(),
+            "background": comm.all_reduce(
+                x, out=np.empty_like(y), op=miraccl.MAX, async_op=True
+            ).wait(),
             "all_gather": comm.all_gather(x),
             "reduce_scatter": comm.reduce_scatter(x),
             "all_to_all": comm.all_to_all(x),

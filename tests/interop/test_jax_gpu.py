@@ -18,12 +18,17 @@ pytestmark = [
     pytest.mark.multiprocess,
     NEEDS_GPU,
     pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed"),
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="results are PyTorch's tensors, and PyTorch is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None,
+        reason="results are PyTorch's tensors, and PyTorch is not installed",
+    ),
 ]
 
 
 def collectives(dtype: str) -> dict[str, list[float]]:
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the communicator and PyTorch need memory, too
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = (
+        "false"  # the communicator and PyTorch need memory, too
+    )
     import jax
     import jax.numpy as jnp
     import torch
@@ -45,9 +50,16 @@ def collectives(dtype: str) -> dict[str, list[float]]:
                 again = x + (busy @ busy)[0, 0].astype(dtype) * 0
                 out.zero_()
                 comm.all_reduce(again, out=out)
-                assert n == 1 or doors.last is not None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+                assert (
+                    n == 1
+                    or doors.last is not None
+                    or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+                )
                 del again
-            gathered, scattered = torch.empty(4 * n * n, dtype=out.dtype, device="cuda"), torch.empty(4, dtype=out.dtype, device="cuda")
+            gathered, scattered = (
+                torch.empty(4 * n * n, dtype=out.dtype, device="cuda"),
+                torch.empty(4, dtype=out.dtype, device="cuda"),
+            )
             comm.all_gather(x, out=gathered)
             comm.reduce_scatter(x, out=scattered)
             results = {"out": out, "gather": gathered, "scatter": scattered}
@@ -55,12 +67,20 @@ def collectives(dtype: str) -> dict[str, list[float]]:
                 comm.all_reduce(x)
             if n <= torch.cuda.device_count() and n > 1:
                 other = jax.device_put(x, jax.devices("gpu")[(ordinal + 1) % n])
-                with pytest.raises(miraccl.InvalidUsage, match=f"x lies on GPU {(ordinal + 1) % n}"):
+                with pytest.raises(
+                    miraccl.InvalidUsage, match=f"x lies on GPU {(ordinal + 1) % n}"
+                ):
                     comm.all_reduce(other, out=out)
                 torch.cuda.set_device(ordinal)  # JAX left the other one as the thread's
             back = {name: jax.dlpack.from_dlpack(result) for name, result in results.items()}
-            assert all(array.unsafe_buffer_pointer() == results[name].data_ptr() for name, array in back.items())
-            return {name: np.asarray(array * 2).astype(np.float64).tolist() for name, array in back.items()}
+            assert all(
+                array.unsafe_buffer_pointer() == results[name].data_ptr()
+                for name, array in back.items()
+            )
+            return {
+                name: np.asarray(array * 2).astype(np.float64).tolist()
+                for name, array in back.items()
+            }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])

@@ -33,10 +33,19 @@ class Ended:
     stderr: str
 
 
-def run_together(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], timeout: float = 90.0) -> list[Ended]:
+def run_together(
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    timeout: float = 90.0,
+) -> list[Ended]:
     """Run the commands at the same time, each with its additions to the environment; ``AssertionError`` when they take too long."""
     word = secrets.token_hex(8)
-    base = {**os.environ, _WORD: word, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "OMP_NUM_THREADS": "1"}
+    base = {
+        **os.environ,
+        _WORD: word,
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+        "OMP_NUM_THREADS": "1",
+    }
     deadline, started = time.monotonic() + timeout, []
     try:
         for command, environment in zip(commands, environments, strict=True):
@@ -88,6 +97,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def torchrun(arguments: Sequence[str], program: str, *words: str, python: str = sys.executable) -> list[str]:
+def torchrun(
+    arguments: Sequence[str], program: str, *words: str, python: str = sys.executable
+) -> list[str]:
     """The command line of ``torchrun`` for one of the rank programs of this folder, which run under the same Python as it does."""
     return [python, "-m", "torch.distributed.run", *arguments, str(RANK_PROGRAMS / program), *words]

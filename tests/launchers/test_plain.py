@@ -14,17 +14,29 @@ from tests.support.warm_python import TORCH, warm_python
 
 pytestmark = pytest.mark.multiprocess
 needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed (pip install 'miraccl[torch]')"
+    importlib.util.find_spec("torch") is None,
+    reason="PyTorch is not installed (pip install 'miraccl[torch]')",
 )
 
 
 @pytest.mark.parametrize(
-    ("kind", "address"), [("init", "127.0.0.1"), ("init", "localhost"), pytest.param("torch", "localhost", marks=needs_torch)]
+    ("kind", "address"),
+    [
+        ("init", "127.0.0.1"),
+        ("init", "localhost"),
+        pytest.param("torch", "localhost", marks=needs_torch),
+    ],
 )
 def test_ranks_started_by_hand(kind: str, address: str, tmp_path: Path) -> None:
     nranks, port = 3, free_port()
     environments = [
-        {"MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(nranks)} for rank in range(nranks)
+        {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(nranks),
+        }
+        for rank in range(nranks)
     ]
     python = warm_python(*TORCH) if kind == "torch" else sys.executable
     command = [python, str(RANK_PROGRAMS / "add_up.py"), kind, str(tmp_path)]

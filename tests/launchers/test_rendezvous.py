@@ -26,21 +26,36 @@ def anywhere(folder: Path) -> list[str]:
 
 def check(folder: Path, nranks: int) -> None:
     for rank in range(nranks):
-        assert json.loads((folder / f"{rank}.json").read_text()) == [nranks, [int("1" * nranks)] * 2]
+        assert json.loads((folder / f"{rank}.json").read_text()) == [
+            nranks,
+            [int("1" * nranks)] * 2,
+        ]
 
 
 def openmpi(rank: int, folder: Path) -> dict[str, str]:
     size = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
-    return {**size, "OMPI_COMM_WORLD_RANK": str(rank), "PMIX_NAMESPACE": "job", "XDG_RUNTIME_DIR": str(folder)}
+    return {
+        **size,
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "PMIX_NAMESPACE": "job",
+        "XDG_RUNTIME_DIR": str(folder),
+    }
 
 
 def slurm(rank: int, folder: Path) -> dict[str, str]:
-    step = {"SLURM_JOB_ID": folder.name, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "localhost"}
+    step = {
+        "SLURM_JOB_ID": folder.name,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
     return {**step, "SLURM_PROCID": str(rank)}
 
 
 @pytest.mark.parametrize("launcher", [openmpi, slurm])
-def test_the_environment_of_a_launcher_is_enough(launcher: Callable[[int, Path], dict[str, str]], tmp_path: Path) -> None:
+def test_the_environment_of_a_launcher_is_enough(
+    launcher: Callable[[int, Path], dict[str, str]], tmp_path: Path
+) -> None:
     folder = tmp_path / secrets.token_hex(8)
     folder.mkdir(mode=0o700)
     environments: list[Mapping[str, str]] = [launcher(rank, folder) for rank in range(3)]
@@ -58,7 +73,17 @@ def test_miraccl_run(tmp_path: Path) -> None:
 
 def test_torchrun_keeps_its_store(tmp_path: Path) -> None:
     python = warm_python(*TORCH)
-    (ended,) = run_together([torchrun(["--standalone", "--nproc-per-node", "2"], "anywhere.py", str(tmp_path), python=python)], [{}])
+    (ended,) = run_together(
+        [
+            torchrun(
+                ["--standalone", "--nproc-per-node", "2"],
+                "anywhere.py",
+                str(tmp_path),
+                python=python,
+            )
+        ],
+        [{}],
+    )
     assert ended.status == 0, ended.stderr
     check(tmp_path, 2)
 
@@ -77,5 +102,7 @@ def test_numbers_of_its_own_beside_those_of_the_launcher_are_refused() -> None:
 def test_a_launch_that_contradicts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_RANK", "2")
     monkeypatch.setenv("PMI_SIZE", "2")
-    with pytest.raises(miraccl.torch.BackendError, match=r"PMI_RANK=2 of 2 ranks \(ranks are 0 to 1\)"):
+    with pytest.raises(
+        miraccl.torch.BackendError, match=r"PMI_RANK=2 of 2 ranks \(ranks are 0 to 1\)"
+    ):
         dist.init_process_group(miraccl.torch.NAME, "miraccl://")

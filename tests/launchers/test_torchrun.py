@@ -23,7 +23,15 @@ NRANKS, STEPS, FATAL = 3, 6, 3  # the last two are those of programs/resume.py
 
 
 def static(port: int, *more: str, local_ranks: int = NRANKS) -> list[str]:
-    return ["--nproc-per-node", str(local_ranks), "--master-addr", "127.0.0.1", "--master-port", str(port), *more]
+    return [
+        "--nproc-per-node",
+        str(local_ranks),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+        *more,
+    ]
 
 
 def run(*commands: Sequence[str]) -> list[Ended]:
@@ -40,22 +48,47 @@ def said(folder: Path, rank: int) -> list[dict[str, Any]]:
 def test_one_agent(tmp_path: Path) -> None:
     run(torchrun(static(free_port()), "add_up.py", ",".join(KINDS), str(tmp_path)))
     for rank in range(NRANKS):
-        assert said(tmp_path, rank) == [{"kind": kind, "rank": rank, "nranks": NRANKS, "total": 111} for kind in KINDS]
+        assert said(tmp_path, rank) == [
+            {"kind": kind, "rank": rank, "nranks": NRANKS, "total": 111} for kind in KINDS
+        ]
 
 
 def test_two_agents(tmp_path: Path) -> None:
     """As on two hosts: ranks of both agents meet at the first one's address."""
     port = free_port()
     agents = [static(port, "--nnodes", "2", "--node-rank", str(i), local_ranks=2) for i in range(2)]
-    run(*(torchrun(agent, "add_up.py", ",".join(KINDS), str(tmp_path), python=warm_python(*TORCH)) for agent in agents))
+    run(
+        *(
+            torchrun(agent, "add_up.py", ",".join(KINDS), str(tmp_path), python=warm_python(*TORCH))
+            for agent in agents
+        )
+    )
     for rank in range(4):
-        assert said(tmp_path, rank) == [{"kind": kind, "rank": rank, "nranks": 4, "total": 1111} for kind in KINDS]
+        assert said(tmp_path, rank) == [
+            {"kind": kind, "rank": rank, "nranks": 4, "total": 1111} for kind in KINDS
+        ]
 
 
-@pytest.mark.parametrize(("kind", "victim", "way"), [("init", 0, "elastic"), ("init", 2, "static"), ("torch", 1, "elastic")])
+@pytest.mark.parametrize(
+    ("kind", "victim", "way"),
+    [("init", 0, "elastic"), ("init", 2, "static"), ("torch", 1, "elastic")],
+)
 def test_a_killed_rank_is_started_again(kind: str, victim: int, way: str, tmp_path: Path) -> None:
-    how = ["--standalone", "--nproc-per-node", str(NRANKS)] if way == "elastic" else static(free_port())
-    run(torchrun([*how, "--max-restarts", "1"], "resume.py", kind, str(tmp_path), str(victim), python=warm_python(*TORCH)))
+    how = (
+        ["--standalone", "--nproc-per-node", str(NRANKS)]
+        if way == "elastic"
+        else static(free_port())
+    )
+    run(
+        torchrun(
+            [*how, "--max-restarts", "1"],
+            "resume.py",
+            kind,
+            str(tmp_path),
+            str(victim),
+            python=warm_python(*TORCH),
+        )
+    )
     total = sum(step + rank for step in range(STEPS) for rank in range(NRANKS))
     for rank in range(NRANKS):
         *before, last = said(tmp_path, rank)
@@ -72,8 +105,27 @@ def test_a_killed_rank_is_started_again(kind: str, victim: int, way: str, tmp_pa
 
 def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
     """Ranks of the first generation are ended by torchrun; the next one has others and a new meeting point."""
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", "last_call_timeout=1"]
-    how = ["--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-id", "grow", "--local-addr", "127.0.0.1", "--max-restarts", "1", *meeting]
+    meeting = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--rdzv-conf",
+        "last_call_timeout=1",
+    ]
+    how = [
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-id",
+        "grow",
+        "--local-addr",
+        "127.0.0.1",
+        "--max-restarts",
+        "1",
+        *meeting,
+    ]
     agent = torchrun(how, "grow.py", "init", str(tmp_path), python=warm_python(*TORCH))
     later = [warm_python(*TORCH), str(RANK_PROGRAMS / "when.py"), str(tmp_path / "running"), *agent]
     # PyTorch 2.13's own agents wait for each other in vain after a second one has joined, if they share a store as they do by default.
@@ -84,8 +136,29 @@ def test_a_second_agent_joins_a_running_job(tmp_path: Path) -> None:
 
 
 def test_perf() -> None:
-    command = [warm_python(*TORCH), "-m", "torch.distributed.run", *static(free_port(), local_ranks=2)]
-    (ended,) = run([*command, "-m", "miraccl", "perf", "all_reduce", "--sizes", "8,64K", "--iters", "2", "--batches", "1", "--json", "-"])
+    command = [
+        warm_python(*TORCH),
+        "-m",
+        "torch.distributed.run",
+        *static(free_port(), local_ranks=2),
+    ]
+    (ended,) = run(
+        [
+            *command,
+            "-m",
+            "miraccl",
+            "perf",
+            "all_reduce",
+            "--sizes",
+            "8,64K",
+            "--iters",
+            "2",
+            "--batches",
+            "1",
+            "--json",
+            "-",
+        ]
+    )
     rows = json.loads(ended.stdout)
     assert {row["bytes"] for row in rows} == {8, 65536}
     assert all(row["ranks"] == 2 and row["wrong"] == 0 for row in rows)

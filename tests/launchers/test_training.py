@@ -20,17 +20,31 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.multiprocess
 
 
-ARMS = {2: "gloo,miraccl,miraccl:one_shot,none", 4: "gloo,miraccl,miraccl:two_shot,miraccl:one_shot,gloo:rank_order,miraccl:down_ring,none"}
+ARMS = {
+    2: "gloo,miraccl,miraccl:one_shot,none",
+    4: "gloo,miraccl,miraccl:two_shot,miraccl:one_shot,gloo:rank_order,miraccl:down_ring,none",
+}
 
 
 @pytest.fixture(scope="module", params=list(ARMS))
-def record(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def record(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What the benchmark found on 2, and on 4 ranks."""
     path = tmp_path_factory.mktemp("training") / "record.json"
-    command = [warm_python(*TORCH), str(ROOT / "bench" / "training.py"), "--ranks", str(request.param), "--backend", ARMS[request.param]]
+    command = [
+        warm_python(*TORCH),
+        str(ROOT / "bench" / "training.py"),
+        "--ranks",
+        str(request.param),
+        "--backend",
+        ARMS[request.param],
+    ]
     command += ["--size", "small", "--steps", "2", "--rounds", "1", "--json", str(path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(path.read_text())
     return result
@@ -38,7 +52,9 @@ def record(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
-def test_losses_and_weights_are_the_same_bits(record: dict[str, Any], model: str, parallel: str) -> None:
+def test_losses_and_weights_are_the_same_bits(
+    record: dict[str, Any], model: str, parallel: str
+) -> None:
     """On two ranks whatever the algorithm; on four where the additions are made in Gloo's order, or by all in the order of the ranks."""
     (one,) = (r for r in record["records"] if (r["model"], r["parallel"]) == (model, parallel))
     seen = {arm: (of_arm["losses"], of_arm["digests"]) for arm, of_arm in one["arms"].items()}
@@ -53,7 +69,9 @@ def test_losses_and_weights_are_the_same_bits(record: dict[str, Any], model: str
     assert seen["none"][1] != digests, "training alone gives other weights"
 
 
-def test_the_benchmark_tells_one_bit(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_tells_one_bit(
+    record: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     training = importlib.import_module("training")
     assert training.broken(record["records"]) == record["broken"] == []

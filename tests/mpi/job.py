@@ -24,7 +24,13 @@ def world() -> dict[str, Any]:
             sums.append(float(comm.all_reduce(np.full(1000, comm.rank + 10.0 * turn))[999]))
             ranks = comm.all_gather(np.array([comm.rank])).tolist()
             mine = {"rank": comm.rank, "nranks": comm.nranks, "local_rank": comm.local_rank}
-    return {**mine, "launcher": launch.launcher, "point": type(launch.point).__name__, "sums": sums, "ranks": ranks}
+    return {
+        **mine,
+        "launcher": launch.launcher,
+        "point": type(launch.point).__name__,
+        "sums": sums,
+        "ranks": ranks,
+    }
 
 
 def death() -> dict[str, Any]:

@@ -35,7 +35,9 @@ class Mpirun:
     def command(self, nranks: int) -> list[str]:
         words = [self.path]
         if self.library.startswith("ompi"):
-            words += ["--map-by", ":OVERSUBSCRIBE"] if self.library == "ompi5" else ["--oversubscribe"]
+            words += (
+                ["--map-by", ":OVERSUBSCRIBE"] if self.library == "ompi5" else ["--oversubscribe"]
+            )
             words += ["--bind-to", "none"]
             words += ["--allow-run-as-root"] if os.getuid() == 0 else []
         return [*words, "-n", str(nranks)]
@@ -43,15 +45,32 @@ class Mpirun:
 
 def _listed() -> list[str]:
     given = os.environ.get("MIRACCL_TEST_MPIRUN", "")
-    return [entry for entry in given.split(":") if entry] or [path for path in [shutil.which("mpirun")] if path]
+    return [entry for entry in given.split(":") if entry] or [
+        path for path in [shutil.which("mpirun")] if path
+    ]
 
 
 def _find(entry: str) -> Mpirun:
     path, _, python = entry.partition("=")
     beside = Path(path).with_name("python")
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
-    library = "mpich" if "HYDRA" in text else "ompi" + text.split("(Open MPI) ")[1][0] if "(Open MPI) " in text else "unknown"
-    return Mpirun(path, python or (str(beside) if beside.exists() and beside.parent != Path("/usr/bin") else sys.executable), library)
+    text = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, timeout=PATIENCE, check=False
+    ).stdout
+    library = (
+        "mpich"
+        if "HYDRA" in text
+        else "ompi" + text.split("(Open MPI) ")[1][0]
+        if "(Open MPI) " in text
+        else "unknown"
+    )
+    return Mpirun(
+        path,
+        python
+        or (
+            str(beside) if beside.exists() and beside.parent != Path("/usr/bin") else sys.executable
+        ),
+        library,
+    )
 
 
 MPIRUNS = [_find(entry) for entry in _listed()]
@@ -67,12 +86,19 @@ def lacks(python: str, *modules: str) -> str:
     """Why ``python`` cannot run programs with these modules and miraccl, empty if it can."""
     names = ", ".join(["miraccl.comm.start", *modules])
     done = subprocess.run(
-        [python, "-c", f"import {names}"], env=environment(), capture_output=True, text=True, timeout=PATIENCE, check=False
+        [python, "-c", f"import {names}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     return f"{python}: {done.stderr.strip().splitlines()[-1]}" if done.returncode else ""
 
 
-def run_job(command: list[str], scenario: str, folder: Path, *, python: str = sys.executable, **env: str) -> list[dict[str, Any]]:
+def run_job(
+    command: list[str], scenario: str, folder: Path, *, python: str = sys.executable, **env: str
+) -> list[dict[str, Any]]:
     """Run ``job.py`` under ``command``; the results of the ranks that wrote one, in order of rank."""
     folder.mkdir(exist_ok=True)
     program = [python, str(Path(__file__).with_name("job.py")), scenario, str(folder)]
@@ -85,5 +111,10 @@ def run_job(command: list[str], scenario: str, folder: Path, *, python: str = sy
         check=False,
         stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}"
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda p: int(p.stem))]
+    assert done.returncode == 0, (
+        f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    )
+    return [
+        json.loads(path.read_text())
+        for path in sorted(folder.glob("*.json"), key=lambda p: int(p.stem))
+    ]

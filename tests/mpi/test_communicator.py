@@ -85,7 +85,9 @@ def test_wrong_options_are_refused_on_every_rank() -> None:
 
 @pytest.mark.parametrize("wrong", [3, "world", object(), {"timeout": 3}])
 def test_what_is_no_communicator(wrong: Any) -> None:
-    with pytest.raises(miraccl.InvalidUsage, match=r"has no Get_rank, Get_size, bcast .*options are given by name"):
+    with pytest.raises(
+        miraccl.InvalidUsage, match=r"has no Get_rank, Get_size, bcast .*options are given by name"
+    ):
         miraccl.init(wrong)
 
 

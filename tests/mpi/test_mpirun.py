@@ -11,7 +11,9 @@ import pytest
 from tests.bootstrap.kit import free_port
 from tests.mpi.launchers import MPIRUNS, Mpirun, lacks, run_job
 
-NO_MPIRUN = pytest.param(None, marks=pytest.mark.skip("no mpirun on PATH, and MIRACCL_TEST_MPIRUN names none"), id="none")
+NO_MPIRUN = pytest.param(
+    None, marks=pytest.mark.skip("no mpirun on PATH, and MIRACCL_TEST_MPIRUN names none"), id="none"
+)
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.parametrize("mpirun", [pytest.param(m, id=m.id) for m in MPIRUNS] or [NO_MPIRUN]),
@@ -34,7 +36,11 @@ def test_the_environment_is_enough(mpirun: Mpirun, nranks: int, tmp_path: Path) 
 def test_jobs_at_the_same_time_do_not_meet(mpirun: Mpirun, tmp_path: Path) -> None:
     found: dict[int, list[Any]] = {}
     threads = [
-        threading.Thread(target=lambda job=job: found.update({job: run_job(mpirun.command(2), "world", tmp_path / str(job))}))
+        threading.Thread(
+            target=lambda job=job: found.update(
+                {job: run_job(mpirun.command(2), "world", tmp_path / str(job))}
+            )
+        )
         for job in range(2)
     ]
     for thread in threads:
@@ -45,7 +51,9 @@ def test_jobs_at_the_same_time_do_not_meet(mpirun: Mpirun, tmp_path: Path) -> No
 
 
 def test_a_port_instead_of_a_file(mpirun: Mpirun, tmp_path: Path) -> None:
-    results = run_job(mpirun.command(2), "world", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    results = run_job(
+        mpirun.command(2), "world", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+    )
     assert [(r["point"], r["ranks"]) for r in results] == [("PortPoint", [0, 1])] * 2
 
 

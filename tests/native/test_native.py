@@ -42,7 +42,15 @@ def test_packed_objects_are_whole_or_nothing() -> None:
     data = native._pack(objects)
     assert native._unpack(data) == objects
     assert native._unpack(native._pack([])) == []
-    for broken in (b"", data[:-1], data[1:], data[:50], data + b"x", bytes([data[0] ^ 1]) + data[1:], data[:60] + b"?" + data[61:]):
+    for broken in (
+        b"",
+        data[:-1],
+        data[1:],
+        data[:50],
+        data + b"x",
+        bytes([data[0] ^ 1]) + data[1:],
+        data[:60] + b"?" + data[61:],
+    ):
         assert native._unpack(broken) is None
 
 
@@ -58,7 +66,9 @@ def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[[], list[str]]:
     """What the cache has logged, once each."""
     cache._tell.cache_clear()
     monkeypatch.setattr(cache.log, "handle", caplog.handler.handle)
@@ -85,7 +95,9 @@ def test_a_cache_folder_that_cannot_be_written_is_told_once(
     assert message.startswith(f"MIRACCL_CACHE_DIR={tmp_path}/file cannot be written (File exists)")
 
 
-def test_a_cache_folder_that_may_only_be_read_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: Path) -> None:
+def test_a_cache_folder_that_may_only_be_read_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: Path
+) -> None:
     """As one of an image that comes with compiled kernels."""
     monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path))
     (tmp_path / "old").write_bytes(b"compiled before")
@@ -161,7 +173,11 @@ def test_a_folder_of_somebody_else_below_the_temporary_one_is_left_alone(
 
 @pytest.mark.parametrize("somebody_elses", [False, True])
 def test_a_user_without_a_home(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: Path, told: Callable[[], list[str]], somebody_elses: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    below: Path,
+    told: Callable[[], list[str]],
+    somebody_elses: bool,
 ) -> None:
     """As one whose number has no name, in a container: nothing is made where the program happens to be."""
     for name in ("MIRACCL_CACHE_DIR", "HOME"):
@@ -184,7 +200,9 @@ def test_a_user_without_a_home(
     assert not told()
 
 
-def test_a_file_system_without_locks_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_system_without_locks_makes_nobody_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def flock(handle: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -194,10 +212,15 @@ def test_a_file_system_without_locks_makes_nobody_wait(monkeypatch: pytest.Monke
         assert first
 
 
-def test_no_descriptor_for_compiled_code_is_a_system_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_for_compiled_code_is_a_system_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native, "_known_key", native._key)
-    with few_descriptors(0), pytest.raises(SystemFailure, match=r"words cannot be loaded: Too many open files"):
+    with (
+        few_descriptors(0),
+        pytest.raises(SystemFailure, match=r"words cannot be loaded: Too many open files"),
+    ):
         native.library("miraccl.native.words")
 
 
@@ -207,11 +230,20 @@ def test_a_broken_cache_is_compiled_anew(tmp_path: Path) -> None:
         "from miraccl.native import atomics; import ctypes; word = ctypes.c_int64(5);"
         "print(atomics.load_acquire(ctypes.addressof(word)))"
     )
-    (other := tmp_path / "other").mkdir()  # instead of the one that others may have used in the place of theirs
+    (
+        other := tmp_path / "other"
+    ).mkdir()  # instead of the one that others may have used in the place of theirs
     env = {**os.environ, "MIRACCL_CACHE_DIR": str(tmp_path), "TMPDIR": str(other)}
 
     def run() -> str:
-        return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout.strip()
 
     assert run() == "5"
     (kept,) = tmp_path.glob("words-*.o")
@@ -223,15 +255,26 @@ def test_a_broken_cache_is_compiled_anew(tmp_path: Path) -> None:
 
 
 def test_keys_differ_by_source_and_are_stable() -> None:
-    engine, words = native._key("miraccl.executor.cpu.kernels.engine"), native._key("miraccl.native.words")
+    engine, words = (
+        native._key("miraccl.executor.cpu.kernels.engine"),
+        native._key("miraccl.native.words"),
+    )
     assert engine == native._key("miraccl.executor.cpu.kernels.engine")
     assert len(engine) == len(words) == 20
 
 
 def test_a_change_of_what_stands_apart_compiles_nothing_else_anew() -> None:
-    apart, engine = (set(native.sources_of(f"miraccl.executor.cpu.kernels.{name}")) for name in ("unlocked.operations", "engine"))
+    apart, engine = (
+        set(native.sources_of(f"miraccl.executor.cpu.kernels.{name}"))
+        for name in ("unlocked.operations", "engine")
+    )
     assert engine < apart
-    assert {path.name for path in apart - engine} == {"__init__.py", "layout.py", "operations.py", "streams.py"}
+    assert {path.name for path in apart - engine} == {
+        "__init__.py",
+        "layout.py",
+        "operations.py",
+        "streams.py",
+    }
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -240,7 +283,11 @@ def _imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("miraccl."):
             found = importlib.util.find_spec(str(node.module))
             assert found is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names) if found.submodule_search_locations else (found.name,)
+            yield from (
+                (f"{node.module}.{alias.name}" for alias in node.names)
+                if found.submodule_search_locations
+                else (found.name,)
+            )
 
 
 @pytest.mark.parametrize("module", LIBRARIES)
@@ -252,7 +299,9 @@ def test_keys_cover_everything_that_is_compiled(module: str) -> None:
     while left:
         name = left.pop()
         (path,) = native._files_of(name)
-        assert path in covered, f"{module} is made of {name}, which its key leaves out: list it in SOURCES"
+        assert path in covered, (
+            f"{module} is made of {name}, which its key leaves out: list it in SOURCES"
+        )
         seen.add(name)
         if path.parent in packages:  # other modules only give numbers and functions of their own
             left += [more for more in _imports(path) if more not in seen]
@@ -309,5 +358,12 @@ def test_builtins_may_be_there_until_the_interpreter_ends() -> None:
         "sys.kept = native.builtin('repr', ctypes.cast(ctypes.pythonapi.PyObject_Repr, ctypes.c_void_p).value, 1); print(sys.kept())"
     )
     environment = os.environ | {"PYTHONMALLOC": "malloc", "MALLOC_PERTURB_": "255"}
-    done = subprocess.run([sys.executable, "-c", command], env=environment, timeout=60, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        env=environment,
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

@@ -32,7 +32,8 @@ class Desk:
         self.atomics = StaleOnce()
         self.memory = FifoMemory(SLOT), FifoMemory(SLOT)
         pair = FifoPair(
-            send=Fifo.at(self.memory[0].address, SLOT, kind=FifoKind.NET), recv=Fifo.at(self.memory[1].address, SLOT, kind=FifoKind.NET)
+            send=Fifo.at(self.memory[0].address, SLOT, kind=FifoKind.NET),
+            recv=Fifo.at(self.memory[1].address, SLOT, kind=FifoKind.NET),
         )
         here, self.there = socket.socketpair()
         self.losses: list[tuple[int, Loss]] = []
@@ -94,18 +95,24 @@ def test_advance_says_whether_more_can_be_done_at_once(desk):
     assert desk.driver.dirty
     memory = Memory(1 << 24)
     desk.send.post_address(memory.address, 1 << 24)
-    desk.there.sendall(encode_frame(Frame(FrameType.WANT, 0, 0, 0, 1 << 24))[7:])  # the header begins with the 7 bytes above
+    desk.there.sendall(
+        encode_frame(Frame(FrameType.WANT, 0, 0, 0, 1 << 24))[7:]
+    )  # the header begins with the 7 bytes above
     desk.driver.streams[0].edge(1)
     desk.driver.advance()
     assert desk.losses[0][1].kind is LossKind.PROTOCOL  # and with them it is no frame
 
 
-def test_what_a_peer_sent_before_it_closed_counts_though_it_takes_nothing_any_more(desk, monkeypatch):
+def test_what_a_peer_sent_before_it_closed_counts_though_it_takes_nothing_any_more(
+    desk, monkeypatch
+):
     """It waited in vain for this process, which was stopped: there is more to read than in one round, and something to be sent."""
     monkeypatch.setattr(driver, "CALLS", 1)
     payload = bytes(range(256)) * (SLOT // 256)
     for number in range(NSLOTS):
-        desk.there.sendall(encode_frame(Frame(FrameType.DATA, 0, number, 1, SLOT, 0, SLOT)) + payload)
+        desk.there.sendall(
+            encode_frame(Frame(FrameType.DATA, 0, number, 1, SLOT, 0, SLOT)) + payload
+        )
     desk.there.sendall(encode_frame(Frame(FrameType.CLOSE, 0, NSLOTS)))
     desk.there.close()
     desk.send.post(b"an answer")

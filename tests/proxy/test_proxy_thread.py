@@ -20,7 +20,14 @@ from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import FifoMemory, Memory, Mode, memory_at, native_atomics
 from miraccl.wire.proxy_records import LossKind
-from miraccl.wire.stream import HEADER_BYTES, MAX_TEXT_BYTES, Frame, FrameType, decode_frame, encode_frame
+from miraccl.wire.stream import (
+    HEADER_BYTES,
+    MAX_TEXT_BYTES,
+    Frame,
+    FrameType,
+    decode_frame,
+    encode_frame,
+)
 
 SLOT = 8192
 WAIT_S = 20.0
@@ -44,11 +51,21 @@ class Rig:
         ends = [socket.socketpair() for _ in range(nstreams)]
         memory = FifoMemory(SLOT), FifoMemory(SLOT)
         door: Any = {"kind": FifoKind.NET, "bell": self.proxy.bell, "asleep": self.proxy.asleep}
-        pair = FifoPair(send=Fifo.at(memory[0].address, SLOT, **door), recv=Fifo.at(memory[1].address, SLOT, **door), memory=memory)
+        pair = FifoPair(
+            send=Fifo.at(memory[0].address, SLOT, **door),
+            recv=Fifo.at(memory[1].address, SLOT, **door),
+            memory=memory,
+        )
         for _, there in ends:
             there.settimeout(WAIT_S)
             self.peers.append(there)
-        self.proxy.attach([NetConnection(peer=rank, streams=[here for here, _ in ends], pair=pair, peer_slot_bytes=SLOT)])
+        self.proxy.attach(
+            [
+                NetConnection(
+                    peer=rank, streams=[here for here, _ in ends], pair=pair, peer_slot_bytes=SLOT
+                )
+            ]
+        )
         return pair
 
     def on_wake(self, rank):
@@ -99,7 +116,12 @@ def rig():
 
 
 def message(number, payload, signature=1, ack=0):
-    return encode_frame(Frame(FrameType.DATA, 0, number, signature, len(payload), 0, len(payload), ack)) + payload
+    return (
+        encode_frame(
+            Frame(FrameType.DATA, 0, number, signature, len(payload), 0, len(payload), ack)
+        )
+        + payload
+    )
 
 
 def test_frames_that_come_byte_by_byte(rig):
@@ -113,7 +135,9 @@ def test_frames_that_come_byte_by_byte(rig):
 
 
 def test_many_frames_in_one_segment(rig):
-    rig.peers[0].sendall(b"".join(message(i, bytes([i]) * (i * 700), signature=i) for i in range(8)))
+    rig.peers[0].sendall(
+        b"".join(message(i, bytes([i]) * (i * 700), signature=i) for i in range(8))
+    )
     for i in range(8):
         rig.wait(rig.recv.peek)
         got = rig.recv.peek()
@@ -147,7 +171,9 @@ BAD = {
     "noise": b"\xa5" * 4096,
     "another protocol": b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n",
     "piece too long": encode_frame(Frame(FrameType.DATA, 0, 0, 1, 10, 5, 6)),
-    "message too large for a slot": encode_frame(Frame(FrameType.DATA, 0, 0, 1, SLOT + 1, 0, SLOT + 1)),
+    "message too large for a slot": encode_frame(
+        Frame(FrameType.DATA, 0, 0, 1, SLOT + 1, 0, SLOT + 1)
+    ),
     "message number": encode_frame(Frame(FrameType.DATA, 0, 8, 1, 1, 0, 1)),
     "stream": encode_frame(Frame(FrameType.DATA, 1, 0, 1, 1, 0, 1)),
     "credit": encode_frame(Frame(FrameType.CREDIT, 0, ack=1)),
@@ -274,7 +300,9 @@ def test_nobody_waits_for_a_proxy_that_has_failed(monkeypatch, command):
 
     def give() -> None:
         try:
-            getattr(rig.proxy, command)(*calls[command], **({"linger": 10 * WAIT_S} if command == "detach" else {}))
+            getattr(rig.proxy, command)(
+                *calls[command], **({"linger": 10 * WAIT_S} if command == "detach" else {})
+            )
         except CommunicatorClosed as error:
             caught.append(error)
 
@@ -330,7 +358,10 @@ def test_same_peer_twice_is_refused(rig):
 def test_connections_that_cannot_all_be_served_are_closed(rig):
     good, bad = socket.socketpair(), socket.socketpair()
     streams = {8: [good[0]], 9: [bad[0], bad[0]]}
-    connections = [NetConnection(peer=peer, streams=socks, pair=rig.pair, peer_slot_bytes=SLOT) for peer, socks in streams.items()]
+    connections = [
+        NetConnection(peer=peer, streams=socks, pair=rig.pair, peer_slot_bytes=SLOT)
+        for peer, socks in streams.items()
+    ]
     with pytest.raises(FileExistsError):
         rig.proxy.attach(connections)
     for _, there in (good, bad):
@@ -377,7 +408,10 @@ def test_large_payload_is_sent_from_and_received_into_memory_without_a_copy(rig)
     rig.recv.want(target.address, nbytes)
     assert rig.frame()[0].type is FrameType.WANT
     for at in range(0, nbytes, 1 << 20):
-        rig.peers[0].sendall(encode_frame(Frame(FrameType.DATA, 0, 0, 4, nbytes, at, 1 << 20)) + got[at : at + (1 << 20)])
+        rig.peers[0].sendall(
+            encode_frame(Frame(FrameType.DATA, 0, 0, 4, nbytes, at, 1 << 20))
+            + got[at : at + (1 << 20)]
+        )
     rig.wait(rig.recv.peek)
     assert rig.recv.peek().mode is Mode.LANDED
     assert memory_at(target.address, nbytes) == got

@@ -27,20 +27,40 @@ from miraccl.proxy.kernels.layout import (
 from miraccl.proxy.staging import StagingProxy, slot_of
 
 NSLOTS, LANES = 4, 2
-SPIN_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = SPIN_NS / 1e9, SHORTEST_PAUSE_NS / 1e9, LONGEST_PAUSE_NS / 1e9
-FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+SPIN_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = (
+    SPIN_NS / 1e9,
+    SHORTEST_PAUSE_NS / 1e9,
+    LONGEST_PAUSE_NS / 1e9,
+)
+FUNCTION = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64
+)
 
 
 class Job:
     """Pieces are run in Python, or with ``codes`` by a call of compiled code that gives these, one a piece."""
 
-    def __init__(self, npieces: int, captured: bool = False, fails_at: int = -1, stride: int = 1, codes: list[int] | None = None) -> None:
-        self.npieces, self.captured, self.fails_at, self.stride = npieces, captured, fails_at, stride
+    def __init__(
+        self,
+        npieces: int,
+        captured: bool = False,
+        fails_at: int = -1,
+        stride: int = 1,
+        codes: list[int] | None = None,
+    ) -> None:
+        self.npieces, self.captured, self.fails_at, self.stride = (
+            npieces,
+            captured,
+            fails_at,
+            stride,
+        )
         self.ran: list[tuple[int, int]] = []
         self.called: list[int] = []
         self._function = FUNCTION(self._call)
         function = ctypes.cast(self._function, ctypes.c_void_p).value
-        self._calls = np.array([[function, piece, code] for piece, code in enumerate(codes or [])], np.int64)
+        self._calls = np.array(
+            [[function, piece, code] for piece, code in enumerate(codes or [])], np.int64
+        )
         assert self._calls.nbytes == len(codes or []) * CALL_BYTES
         self.calls = self._calls.ctypes.data if codes else 0
 
@@ -63,7 +83,10 @@ class Side:
     def __init__(self) -> None:
         self.words, self.faults = np.zeros(NSLOTS * SLOT_STRIDE // 8, np.int64), list[Exception]()
         flags = self.words.ctypes.data
-        self.proxies = [StagingProxy(flags, NSLOTS, on_fault=self.faults.append, lane=lane, lanes=LANES) for lane in range(LANES)]
+        self.proxies = [
+            StagingProxy(flags, NSLOTS, on_fault=self.faults.append, lane=lane, lanes=LANES)
+            for lane in range(LANES)
+        ]
         self._next = itertools.cycle(self.proxies)
 
     def stream(self, job: Job) -> list[Callable[[], bool]]:
@@ -84,7 +107,10 @@ class Side:
                 proxy.announce()
 
     def _write(self, slot: int, number: int) -> Callable[[], bool]:
-        done, ready = (slot * SLOT_STRIDE + DONE_OFFSET) // 8, (slot * SLOT_STRIDE + READY_OFFSET) // 8
+        done, ready = (
+            (slot * SLOT_STRIDE + DONE_OFFSET) // 8,
+            (slot * SLOT_STRIDE + READY_OFFSET) // 8,
+        )
 
         def write() -> bool:
             self.words[done] = 0
@@ -272,7 +298,9 @@ def test_the_thread_ends_with_its_process() -> None:
         "proxy = staging.StagingProxy(words.ctypes.data, 1, on_fault=print);"
         "atexit.register(lambda: print('alive' if proxy._thread.is_alive() else 'ended')); proxy.start('test')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "ended"), done.stderr
 
 

@@ -30,7 +30,9 @@ SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": Fa
 def two_nodes() -> Iterator[Cluster]:
     """Workers inherit the environment of their node: they find miraccl and the tests as this process does, and wait no longer."""
     before = dict(os.environ)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    )
     os.environ["MIRACCL_TIMEOUT"] = "60"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = Cluster(initialize_head=True, head_node_args=SMALL)
@@ -112,7 +114,9 @@ class Plain:
             return self.join(nranks, rank, meet_timeout=10.0)
 
     def make_group_with(self, others: list[Any]) -> None:
-        miraccl.ray.create_group([*others, ray.get_runtime_context().current_actor], meet_timeout=0.5)
+        miraccl.ray.create_group(
+            [*others, ray.get_runtime_context().current_actor], meet_timeout=0.5
+        )
 
     def die_when_told_to_meet(self) -> None:
         members.__dict__["connect"] = lambda *_args, **_options: os._exit(1)
@@ -144,7 +148,10 @@ def actors(count: int, cls: Any = Plain, **options: Any) -> list[Any]:
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
     made = ray.remote(num_cpus=0, **options)(cls)
     return [
-        made.options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[i % len(nodes)], soft=False)).remote() for i in range(count)
+        made.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[i % len(nodes)], soft=False)
+        ).remote()
+        for i in range(count)
     ]
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 ray = pytest.importorskip("ray")
-pytest.importorskip("ray.util.collective.backend_registry", reason="this version of Ray takes no backends of others")
+pytest.importorskip(
+    "ray.util.collective.backend_registry", reason="this version of Ray takes no backends of others"
+)
 
 import ray.util.collective as col  # noqa: E402
 from ray.util.collective.types import ReduceOp  # noqa: E402
@@ -19,7 +21,12 @@ from miraccl.errors import InvalidUsage  # noqa: E402
 from tests.ray.cluster import actors, get  # noqa: E402
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("cluster")]
-OPS: dict[Any, Any] = {ReduceOp.SUM: np.sum, ReduceOp.PRODUCT: np.prod, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max}
+OPS: dict[Any, Any] = {
+    ReduceOp.SUM: np.sum,
+    ReduceOp.PRODUCT: np.prod,
+    ReduceOp.MIN: np.min,
+    ReduceOp.MAX: np.max,
+}
 
 
 class Worker:
@@ -52,7 +59,9 @@ class Worker:
             out = np.zeros_like(row[0])
             col.reducescatter(out, row, group, *args)
             return out
-        getattr(col, name)(x, *args[:-1], group_name=group, **args[-1]) if args else getattr(col, name)(x, group)
+        getattr(col, name)(x, *args[:-1], group_name=group, **args[-1]) if args else getattr(
+            col, name
+        )(x, group)
         return x
 
     def barrier(self, group: str) -> None:
@@ -74,7 +83,10 @@ class Worker:
         torch = __import__("torch")
         x = torch.full((4,), col.get_rank(group) + 1.0, dtype=torch.bfloat16)
         col.allreduce(x, group)
-        row = [torch.zeros(4, dtype=torch.bfloat16) for _ in range(col.get_collective_group_size(group))]
+        row = [
+            torch.zeros(4, dtype=torch.bfloat16)
+            for _ in range(col.get_collective_group_size(group))
+        ]
         col.allgather(row, x, group)
         assert all(bool((part == x).all()) for part in row)
         return x.tolist()
@@ -107,7 +119,10 @@ def pair(cluster: Any) -> Iterator[list[Any]]:
 
 def test_places(pair: list[Any]) -> None:
     get([actor.barrier.remote("declared") for actor in pair])  # the first use makes the group
-    assert get([actor.place.remote("declared") for actor in pair]) == [(0, 2, "MIRACCL"), (1, 2, "MIRACCL")]
+    assert get([actor.place.remote("declared") for actor in pair]) == [
+        (0, 2, "MIRACCL"),
+        (1, 2, "MIRACCL"),
+    ]
 
 
 def _all(pair: list[Any], name: str, xs: list[np.ndarray], *args: Any) -> Any:
@@ -141,7 +156,9 @@ def test_torch_tensors(pair: list[Any]) -> None:
 
 
 def test_refusals(pair: list[Any]) -> None:
-    several, short, unlike, strided, op = get([actor.refused.remote("declared") for actor in pair])[0]
+    several, short, unlike, strided, op = get([actor.refused.remote("declared") for actor in pair])[
+        0
+    ]
     assert "2 tensors of one process" in several
     assert "1 tensors for 2 ranks" in short
     assert "has 3 elements of float64, but tensor has 4" in unlike
@@ -152,5 +169,8 @@ def test_refusals(pair: list[Any]) -> None:
 def test_groups_joined_by_hand_and_again(pair: list[Any]) -> None:
     for _ in range(2):
         get([actor.join.remote(2, 1 - rank, "by hand") for rank, actor in enumerate(pair)])
-        assert [place[0] for place in get([actor.place.remote("by hand") for actor in pair])] == [1, 0]
+        assert [place[0] for place in get([actor.place.remote("by hand") for actor in pair])] == [
+            1,
+            0,
+        ]
         get([actor.leave.remote("by hand") for actor in pair])

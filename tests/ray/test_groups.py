@@ -43,7 +43,14 @@ def test_actors_on_two_nodes(three: list[Any]) -> None:
         assert (group.nranks, group.name) == (3, "default")
         assert get([actor.total.remote(5) for actor in three]) == [[6.0] * 5] * 3
         assert group.run(lambda comm: (comm.rank, comm.nranks)) == [(0, 3), (1, 3), (2, 3)]
-        assert group.run(lambda comm, k: comm.all_gather(np.array([comm.rank * k])).tolist(), 7, timeout=PATIENCE) == [[0, 7, 14]] * 3
+        assert (
+            group.run(
+                lambda comm, k: comm.all_gather(np.array([comm.rank * k])).tolist(),
+                7,
+                timeout=PATIENCE,
+            )
+            == [[0, 7, 14]] * 3
+        )
         constant = ray.put(np.full(4, 2.0))
         assert get([actor.read_only.remote(constant) for actor in three]) == [[6.0] * 4] * 3
     with pytest.raises(InvalidUsage, match=r"not in a group 'default' \(it is in: none\)"):
@@ -97,11 +104,14 @@ def test_groups_that_threads_make_at_the_same_time_of_the_same_actors(three: lis
 def test_a_name_that_is_taken(three: list[Any]) -> None:
     with miraccl.ray.create_group(three[:2], "all"):
         with pytest.raises(
-            BootstrapError, match="group 'all' was not made, rank 1 could not join: rank 1: this actor is in a group 'all'"
+            BootstrapError,
+            match="group 'all' was not made, rank 1 could not join: rank 1: this actor is in a group 'all'",
         ) as caught:
             miraccl.ray.create_group([three[2], three[1]], "all")
         assert caught.value.peer == 1
-        assert get([actor.total.remote(1, "all") for actor in three[:2]]) == [[3.0]] * 2, "the group that was there goes on"
+        assert get([actor.total.remote(1, "all") for actor in three[:2]]) == [[3.0]] * 2, (
+            "the group that was there goes on"
+        )
     with miraccl.ray.create_group([three[2], three[1]], "all") as group:
         assert group.run(lambda comm: comm.rank) == [0, 1]
 
@@ -118,7 +128,10 @@ def test_the_death_of_an_actor(three: list[Any], victim: int) -> None:
         assert f"rank {victim}" in str(caught.value)
         assert getattr(caught.value, "cause").peer == victim  # noqa: B009
     if victim != 0:  # the control plane lives with rank 0
-        assert get([actor.total_of_the_living.remote() for actor in survivors]) == [[2.0, 0], [2.0, 1]]
+        assert get([actor.total_of_the_living.remote() for actor in survivors]) == [
+            [2.0, 0],
+            [2.0, 1],
+        ]
     miraccl.ray.destroy_group()
     with miraccl.ray.create_group(survivors) as group:
         assert group.run(lambda comm: comm.all_reduce(np.ones(1)).tolist()) == [[2.0]] * 2
@@ -144,14 +157,19 @@ def test_the_death_of_an_actor_while_the_group_is_made_frees_the_others(three: l
 
 
 def test_a_deadline(three: list[Any]) -> None:
-    with miraccl.ray.create_group(three[:2], timeout=1.0), pytest.raises(CollectiveTimeout, match="rank 1"):
+    with (
+        miraccl.ray.create_group(three[:2], timeout=1.0),
+        pytest.raises(CollectiveTimeout, match="rank 1"),
+    ):
         get(three[0].total.remote(3))
 
 
 def test_an_actor_that_is_busy_or_dead(three: list[Any], gates: list[Any]) -> None:
     get([actor.where.remote() for actor in three])  # they have started
     busy = three[1].hold.remote(gates[0])
-    with pytest.raises(BootstrapError, match=r"nothing heard of rank 1 of 3 before the deadline .*busy"):
+    with pytest.raises(
+        BootstrapError, match=r"nothing heard of rank 1 of 3 before the deadline .*busy"
+    ):
         miraccl.ray.create_group(three, meet_timeout=2.0)
     get(gates[0].open.remote())
     get(busy)
@@ -170,7 +188,10 @@ def test_asynchronous_actors(gates: list[Any]) -> None:
 
 def test_actors_with_threads_and_nodes_that_share_no_memory() -> None:
     """Their names of hosts differ, as on two machines: all data goes over TCP."""
-    pair = [actors(1, max_concurrency=2, runtime_env={"env_vars": {"MIRACCL_HOSTID": name}})[0] for name in "ab"]
+    pair = [
+        actors(1, max_concurrency=2, runtime_env={"env_vars": {"MIRACCL_HOSTID": name}})[0]
+        for name in "ab"
+    ]
     try:
         with miraccl.ray.create_group(pair) as group:
             assert group.run(lambda comm: comm.local_rank) == [0, 0]
@@ -182,7 +203,10 @@ def test_actors_with_threads_and_nodes_that_share_no_memory() -> None:
 
 def test_without_a_driver(three: list[Any]) -> None:
     for _ in range(2):
-        assert get([actor.join.remote(3, rank) for rank, actor in enumerate(three)]) == [[10, 11, 12]] * 3
+        assert (
+            get([actor.join.remote(3, rank) for rank, actor in enumerate(three)])
+            == [[10, 11, 12]] * 3
+        )
         get([actor.leave.remote("by hand") for actor in three])
     with pytest.raises(BootstrapError, match="rank 0 put no unique id"):
         get(three[1].join.remote(2, 1, meet_timeout=0.5))
@@ -190,7 +214,9 @@ def test_without_a_driver(three: list[Any]) -> None:
         get(three[0].join.remote(2, 0, meet_timeout=0.5))
     with pytest.raises(InvalidUsage, match="rank is 2"):
         get(three[0].join.remote(2, 2))
-    assert get([actor.join.remote(3, rank) for rank, actor in enumerate(three)]) == [[10, 11, 12]] * 3
+    assert (
+        get([actor.join.remote(3, rank) for rank, actor in enumerate(three)]) == [[10, 11, 12]] * 3
+    )
 
 
 def test_two_that_join_as_rank_0(three: list[Any]) -> None:
@@ -240,7 +266,10 @@ def test_what_is_refused_before_anything_is_sent(three: list[Any]) -> None:
 
 
 def test_an_actor_that_makes_a_group_with_itself(three: list[Any]) -> None:
-    with pytest.raises(BootstrapError, match=r"nothing heard of rank 1 of 2 .*rank 1 is the actor that calls .* join_group"):
+    with pytest.raises(
+        BootstrapError,
+        match=r"nothing heard of rank 1 of 2 .*rank 1 is the actor that calls .* join_group",
+    ):
         get(three[0].make_group_with.remote([three[1]]))
 
 

@@ -17,21 +17,35 @@ ALL_TO_ALL = Collective.ALL_TO_ALL
 COLLECTIVES = [collective for collective in Collective if collective is not Collective.SEND_RECV]
 
 #: (algorithm, collective) of everything built in
-BUILTIN = [(name, collective) for name in catalog.names() for collective in sorted(catalog.get(name).collectives)]
+BUILTIN = [
+    (name, collective)
+    for name in catalog.names()
+    for collective in sorted(catalog.get(name).collectives)
+]
 
 
-def schedules(name: str, collective: Collective, sizes: Sequence[int], roots: str = "some") -> Iterator[Schedule]:
+def schedules(
+    name: str, collective: Collective, sizes: Sequence[int], roots: str = "some"
+) -> Iterator[Schedule]:
     """The schedules of a built-in algorithm for those ``sizes`` it supports; for rooted collectives with first and last root."""
     algorithm = catalog.get(name)
     for nranks in sizes:
         if not algorithm.supports(collective, nranks):
             continue
-        choice = {0} if not collective.rooted else set(range(nranks)) if roots == "all" else {0, nranks // 2, nranks - 1}
+        choice = (
+            {0}
+            if not collective.rooted
+            else set(range(nranks))
+            if roots == "all"
+            else {0, nranks // 2, nranks - 1}
+        )
         for root in sorted(choice):
             yield algorithm.build(collective, nranks, root)
 
 
-def make_inputs(schedule: Schedule, counts: Counts, seed: int = 0, dtype: Any = np.int64) -> list[Any]:
+def make_inputs(
+    schedule: Schedule, counts: Counts, seed: int = 0, dtype: Any = np.int64
+) -> list[Any]:
     """Random inputs for each rank of ``schedule``; ``None`` for ranks without one."""
     rng = np.random.default_rng(seed)
     inputs: list[Any] = []
@@ -44,7 +58,9 @@ def make_inputs(schedule: Schedule, counts: Counts, seed: int = 0, dtype: Any = 
     return inputs
 
 
-def hand_made(collective: Collective, *ranks: Iterable[Step], parts: int = 1, root: int = 0, scratch: int = 0) -> Schedule:
+def hand_made(
+    collective: Collective, *ranks: Iterable[Step], parts: int = 1, root: int = 0, scratch: int = 0
+) -> Schedule:
     """A schedule with one channel from the steps of each rank."""
     return Schedule(
         name="hand",
@@ -57,7 +73,9 @@ def hand_made(collective: Collective, *ranks: Iterable[Step], parts: int = 1, ro
     )
 
 
-def edited(schedule: Schedule, rank: int, number: int, *steps: Step, channel: int = 0, drop: int = 1) -> Schedule:
+def edited(
+    schedule: Schedule, rank: int, number: int, *steps: Step, channel: int = 0, drop: int = 1
+) -> Schedule:
     """``schedule`` with ``drop`` steps of a rank from ``number`` on replaced by ``steps``."""
     program = list(schedule.channels[channel][rank])
     program[number : number + drop] = steps

@@ -26,7 +26,9 @@ def agree(got, want):
             np.testing.assert_array_equal(a, b)
 
 
-PLACED = [(name, collective, in_place) for name, collective in BUILTIN for in_place in forms(collective)]
+PLACED = [
+    (name, collective, in_place) for name, collective in BUILTIN for in_place in forms(collective)
+]
 
 
 @pytest.mark.parametrize(("name", "collective", "in_place"), PLACED)
@@ -45,7 +47,10 @@ def test_every_root(name, collective):
         agree(interpret(schedule, inputs), expected(collective, inputs, root=schedule.root))
 
 
-@pytest.mark.parametrize(("name", "collective", "in_place"), [c for c in PLACED if catalog.direct_safe(c[0], c[1], 2, in_place=c[2])])
+@pytest.mark.parametrize(
+    ("name", "collective", "in_place"),
+    [c for c in PLACED if catalog.direct_safe(c[0], c[1], 2, in_place=c[2])],
+)
 def test_direct_and_shuffled(name, collective, in_place):
     """Where the catalog says so, receivers may read the sender's memory, in whatever order ranks run."""
     rng = random.Random(name)
@@ -64,7 +69,9 @@ def test_in_place_one_shot_is_rightly_not_direct():
     assert any(not np.array_equal(a, b) for a, b in zip(got, want))
 
 
-@pytest.mark.parametrize(("name", "collective"), [case for case in BUILTIN if case[1] in catalog.get(case[0]).uneven])
+@pytest.mark.parametrize(
+    ("name", "collective"), [case for case in BUILTIN if case[1] in catalog.get(case[0]).uneven]
+)
 def test_uneven_blocks(name, collective):
     for schedule in schedules(name, collective, (2, 3, 4, 7, 8)):
         n = schedule.nranks
@@ -93,11 +100,17 @@ def test_operators(name, collective):
         n = schedule.nranks
         inputs = make_inputs(schedule, 6)
         for op in (RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG):
-            agree(interpret(schedule, inputs, op=op), expected(collective, inputs, root=schedule.root, op=op))
+            agree(
+                interpret(schedule, inputs, op=op),
+                expected(collective, inputs, root=schedule.root, op=op),
+            )
         scalars = [float(r + 1) for r in range(n)]
         floats = [x.astype(np.float64) for x in inputs]
         got = interpret(schedule, floats, op=RedOp.PREMUL_SUM, scalars=scalars)
-        agree(got, expected(collective, floats, root=schedule.root, op=RedOp.PREMUL_SUM, scalars=scalars))
+        agree(
+            got,
+            expected(collective, floats, root=schedule.root, op=RedOp.PREMUL_SUM, scalars=scalars),
+        )
 
 
 @pytest.mark.parametrize(("name", "collective"), REDUCING)
@@ -109,7 +122,10 @@ def test_rounding_and_order_are_as_declared(name, collective):
         rng = np.random.default_rng(n)
         size = (n if collective is Collective.REDUCE_SCATTER else 1) * 50
         low = [rng.standard_normal(size).astype(ml_dtypes.bfloat16) for _ in range(n)]
-        single = [(rng.standard_normal(size) * 10.0 ** rng.integers(-4, 4, size)).astype(np.float32) for _ in range(n)]
+        single = [
+            (rng.standard_normal(size) * 10.0 ** rng.integers(-4, 4, size)).astype(np.float32)
+            for _ in range(n)
+        ]
         for inputs, claim in ((low, algorithm.rounds_once), (single, algorithm.rank_ordered)):
             whole = reference(inputs, RedOp.SUM)
             got: list[Any] = interpret(schedule, inputs)
@@ -120,7 +136,9 @@ def test_rounding_and_order_are_as_declared(name, collective):
             assert same == claim
 
 
-@pytest.mark.parametrize(("name", "collective"), [case for case in BUILTIN if case[1] is Collective.ALL_REDUCE])
+@pytest.mark.parametrize(
+    ("name", "collective"), [case for case in BUILTIN if case[1] is Collective.ALL_REDUCE]
+)
 def test_all_ranks_get_the_same_bits(name, collective):
     for schedule in schedules(name, collective, (3, 7, 8)):
         rng = np.random.default_rng(schedule.nranks)
@@ -167,7 +185,10 @@ def test_trees_are_trees(nranks):
                 assert all(nodes[child].up == rank for child in node.down)
             assert sum(len(node.down) for node in nodes) == nranks - 1
     if nranks > 2:
-        inner = [[len(double_tree(rank, nranks)[tree].down) == 2 for tree in range(2)] for rank in range(nranks)]
+        inner = [
+            [len(double_tree(rank, nranks)[tree].down) == 2 for tree in range(2)]
+            for rank in range(nranks)
+        ]
         assert not any(first and second for first, second in inner)  # nobody has two children twice
 
 
@@ -192,7 +213,11 @@ def test_pat_sends_far_first_and_one_or_two_messages_a_round():
 
 def test_messages_start_at_the_next_rank():
     """So that not all ranks turn to rank 0 at once."""
-    for name, collective in (("one_shot", Collective.ALL_REDUCE), ("two_shot", Collective.ALL_REDUCE), ("one_shot", Collective.ALL_GATHER)):
+    for name, collective in (
+        ("one_shot", Collective.ALL_REDUCE),
+        ("two_shot", Collective.ALL_REDUCE),
+        ("one_shot", Collective.ALL_GATHER),
+    ):
         for rank, steps in enumerate(catalog.build(name, collective, 5).channels[0]):
             sends = [s.send_peer for s in steps if s.op is Op.SEND][:4]
             assert sends == [(rank + d) % 5 for d in range(1, 5)]
@@ -203,4 +228,7 @@ def test_one_rank_copies_or_does_nothing():
         for schedule in schedules(name, collective, (1,)):
             steps = [s for ranks in schedule.channels for steps in ranks for s in steps]
             assert {s.op for s in steps} <= {Op.COPY}
-            assert all(s.src and s.dst and s.src.buffer is Buffer.INPUT and s.dst.buffer is Buffer.OUTPUT for s in steps)
+            assert all(
+                s.src and s.dst and s.src.buffer is Buffer.INPUT and s.dst.buffer is Buffer.OUTPUT
+                for s in steps
+            )

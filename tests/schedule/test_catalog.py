@@ -23,12 +23,18 @@ C = Collective
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_collective_has_an_algorithm_without_addressable_memory(collective):
     for nranks in (*range(1, 34), 1000):
-        assert [a for a in catalog.algorithms_for(collective, nranks) if not a.needs_addressable_memory]
+        assert [
+            a for a in catalog.algorithms_for(collective, nranks) if not a.needs_addressable_memory
+        ]
 
 
 def test_deterministic_choice_exists_for_every_reduction():
     for collective in (c for c in COLLECTIVES if c.reduces):
-        assert [a for a in catalog.algorithms_for(collective, 7) if a.rank_ordered and a.rounds_once and not a.needs_addressable_memory]
+        assert [
+            a
+            for a in catalog.algorithms_for(collective, 7)
+            if a.rank_ordered and a.rounds_once and not a.needs_addressable_memory
+        ]
 
 
 def test_names_are_those_of_the_files():
@@ -38,19 +44,33 @@ def test_names_are_those_of_the_files():
         assert algorithm.builder.__module__.endswith(f".{name}")
         assert algorithm.sentence.endswith(".")
         assert algorithm.build(min(algorithm.collectives), 2).name == name
-    assert {"ring", "double_binary_tree", "pat", "one_shot", "two_shot", "two_shot_put", "bruck", "chain"} <= set(catalog.names())
+    assert {
+        "ring",
+        "double_binary_tree",
+        "pat",
+        "one_shot",
+        "two_shot",
+        "two_shot_put",
+        "bruck",
+        "chain",
+    } <= set(catalog.names())
 
 
 def test_unsupported():
     with pytest.raises(InvalidUsage, match=r"no algorithm is called 'rnig'; known are: .*ring"):
         catalog.get("rnig")
-    with pytest.raises(InvalidUsage, match=r"'ring' has no broadcast over 3 ranks \(these have: chain, .*one_shot\)"):
+    with pytest.raises(
+        InvalidUsage,
+        match=r"'ring' has no broadcast over 3 ranks \(these have: chain, .*one_shot\)",
+    ):
         catalog.build("ring", C.BROADCAST, 3)
     with pytest.raises(InvalidUsage, match="has no all_gather over 6 ranks"):
         catalog.build("recursive_halving_doubling", C.ALL_GATHER, 6)
     with pytest.raises(InvalidUsage, match=r"root 3 is not in 0\.\.2"):
         catalog.build("chain", C.BROADCAST, 3, 3)
-    assert "recursive_halving_doubling" not in [a.name for a in catalog.algorithms_for(C.ALL_GATHER, 6)]
+    assert "recursive_halving_doubling" not in [
+        a.name for a in catalog.algorithms_for(C.ALL_GATHER, 6)
+    ]
 
 
 def test_built_once_and_root_matters_where_there_is_one():
@@ -63,11 +83,18 @@ def mine() -> Iterator[list[int]]:
     """An all-reduce of two ranks that is right out of place only; the list counts how often it was built."""
     built: list[int] = []
 
-    @catalog.register("mine", collectives=[C.ALL_REDUCE], sentence="For tests.", condition=lambda collective, nranks: nranks == 2)
+    @catalog.register(
+        "mine",
+        collectives=[C.ALL_REDUCE],
+        sentence="For tests.",
+        condition=lambda collective, nranks: nranks == 2,
+    )
     def build(collective, nranks, root):
         built.append(nranks)
         late = [recv_reduce_copy(inp(0), out(0), 1), send(inp(0), 1)]
-        return one_channel("mine", collective, [late, [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)]])
+        return one_channel(
+            "mine", collective, [late, [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)]]
+        )
 
     yield built
     catalog.unregister("mine")
@@ -88,7 +115,9 @@ def test_registered_schedules_are_proved_before_they_are_handed_out(mine):
 
 def test_a_name_is_taken_once(mine):
     with pytest.raises(InvalidUsage, match="registered already"):
-        catalog.register("mine", collectives=[C.BROADCAST], sentence="Again.")(lambda collective, nranks, root: None)  # type: ignore[arg-type,return-value]
+        catalog.register("mine", collectives=[C.BROADCAST], sentence="Again.")(
+            lambda collective, nranks, root: None  # type: ignore[arg-type,return-value]
+        )
 
 
 def test_names_of_built_in_algorithms_are_taken_from_the_beginning():
@@ -102,20 +131,29 @@ catalog.unregister("chain")
 catalog.register("chain", collectives=[], sentence="Mine.")(print)
 print(catalog.get("ring").builtin, catalog.get("chain").builtin)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.splitlines() == ["algorithm 'ring' is registered already", "True False"]
 
 
 @pytest.mark.parametrize("wrong", ["all_reduce", 0])
 def test_the_collectives_of_an_algorithm_are_collectives(wrong):
-    with pytest.raises(InvalidUsage, match=f"'named': collectives has {wrong!r}; allowed are members of miraccl.Collective"):
-        catalog.register("named", collectives=[C.REDUCE, wrong], sentence="For tests.")(catalog.get("ring").builder)
+    with pytest.raises(
+        InvalidUsage,
+        match=f"'named': collectives has {wrong!r}; allowed are members of miraccl.Collective",
+    ):
+        catalog.register("named", collectives=[C.REDUCE, wrong], sentence="For tests.")(
+            catalog.get("ring").builder
+        )
     assert "named" not in catalog.names()
 
 
 @pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ("ring", "str"), ([[]], "list")])
 def test_an_algorithm_builds_a_schedule(made, name):
-    catalog.register("odd", collectives=[C.BROADCAST], sentence="For tests.")(lambda collective, nranks, root: made)
+    catalog.register("odd", collectives=[C.BROADCAST], sentence="For tests.")(
+        lambda collective, nranks, root: made
+    )
     try:
         with pytest.raises(ScheduleError, match=f"algorithm 'odd' built a {name}, not a Schedule"):
             catalog.build("odd", C.BROADCAST, 2)
@@ -131,9 +169,15 @@ def test_a_builder_that_fails_is_named_with_what_to_do():
         return one_channel("picky", collective, ([signal([])] for _ in range(nranks)))
 
     try:
-        with pytest.raises(ScheduleError, match=r"'picky' fails to build barrier over 3 ranks: ValueError: powers of two .*condition="):
+        with pytest.raises(
+            ScheduleError,
+            match=r"'picky' fails to build barrier over 3 ranks: ValueError: powers of two .*condition=",
+        ):
             catalog.build("picky", C.BARRIER, 3)
-        with pytest.raises(ScheduleError, match="'picky' fails to build barrier over 4 ranks: ValueError: SIGNAL needs peers"):
+        with pytest.raises(
+            ScheduleError,
+            match="'picky' fails to build barrier over 4 ranks: ValueError: SIGNAL needs peers",
+        ):
             catalog.build("picky", C.BARRIER, 4)
     finally:
         catalog.unregister("picky")
@@ -144,7 +188,9 @@ def test_an_algorithm_in_the_place_of_a_built_in_one_is_proved(monkeypatch):
     catalog.names()  # loads those that are built in
     monkeypatch.setattr(catalog, "_ALGORITHMS", Registry("algorithm"))
     catalog.register("ring", collectives=[C.BROADCAST], sentence="For tests.")(
-        lambda collective, nranks, root: one_channel("ring", collective, [[] for _ in range(nranks)])
+        lambda collective, nranks, root: one_channel(
+            "ring", collective, [[] for _ in range(nranks)]
+        )
     )
     try:
         with pytest.raises(ScheduleError, match="is never written"):
@@ -156,11 +202,16 @@ def test_an_algorithm_in_the_place_of_a_built_in_one_is_proved(monkeypatch):
 def test_an_algorithm_builds_what_it_is_asked_for():
     @catalog.register("off", collectives=[C.BROADCAST], sentence="For tests.")
     def build(collective, nranks, root):
-        return one_channel("off", collective, [[copy(inp(0), out(0)), send(inp(0), 1)], [recv(out(0), 0)]])
+        return one_channel(
+            "off", collective, [[copy(inp(0), out(0)), send(inp(0), 1)], [recv(out(0), 0)]]
+        )
 
     try:
         assert catalog.build("off", C.BROADCAST, 2).nranks == 2
-        with pytest.raises(ScheduleError, match="built broadcast over 2 ranks, root 0; asked for: broadcast over 3, root 1"):
+        with pytest.raises(
+            ScheduleError,
+            match="built broadcast over 2 ranks, root 0; asked for: broadcast over 3, root 1",
+        ):
             catalog.build("off", C.BROADCAST, 3, 1)
     finally:
         catalog.unregister("off")

@@ -9,7 +9,19 @@ import pytest
 from miraccl.errors import ScheduleError
 from miraccl.schedule import catalog
 from miraccl.schedule.cost import compute_cost
-from miraccl.schedule.steps import barrier, copy, get, inp, out, recv, reduce_from_peers, scratch, send, signal, wait
+from miraccl.schedule.steps import (
+    barrier,
+    copy,
+    get,
+    inp,
+    out,
+    recv,
+    reduce_from_peers,
+    scratch,
+    send,
+    signal,
+    wait,
+)
 from miraccl.types import Collective
 from tests.schedule.helpers import BUILTIN, hand_made, schedules
 
@@ -31,7 +43,9 @@ def test_lower_bounds():
     """No all-reduce in fewer than log2(n) steps with one partner each, none with fewer bytes than a ring's."""
     for n in (2, 3, 8, 13, 16):
         for algorithm in catalog.algorithms_for(C.ALL_REDUCE, n):
-            assert compute_cost(algorithm.build(C.ALL_REDUCE, n)).wire_blocks >= Fraction(2 * (n - 1), n)
+            assert compute_cost(algorithm.build(C.ALL_REDUCE, n)).wire_blocks >= Fraction(
+                2 * (n - 1), n
+            )
 
 
 def test_what_is_counted():
@@ -52,11 +66,21 @@ def test_what_is_counted():
 
 
 def test_remote_reads_signals_and_barriers_are_steps():
-    reads = hand_made(C.REDUCE, [wait([1]), reduce_from_peers(inp(0), out(0), (0, 1)), signal([1])], [signal([0]), wait([0])])
+    reads = hand_made(
+        C.REDUCE,
+        [wait([1]), reduce_from_peers(inp(0), out(0), (0, 1)), signal([1])],
+        [signal([0]), wait([0])],
+    )
     cost = compute_cost(reads)
     assert (cost.latency_steps, cost.messages) == (3, 1)
     assert cost.wire_blocks == cost.reduce_blocks == 1
-    fetch = hand_made(C.ALL_GATHER, *([barrier(), get(inp(0), out(1 - r), 1 - r), copy(inp(0), out(r)), barrier()] for r in range(2)))
+    fetch = hand_made(
+        C.ALL_GATHER,
+        *(
+            [barrier(), get(inp(0), out(1 - r), 1 - r), copy(inp(0), out(r)), barrier()]
+            for r in range(2)
+        ),
+    )
     assert compute_cost(fetch).latency_steps == 3
 
 

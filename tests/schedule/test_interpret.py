@@ -63,8 +63,16 @@ S = [send(inp(0), 0)]
         ([copy(inp(0), out(0)), recv_reduce(out(0), 1)], S, "(a0+b0)"),
         ([recv_copy_send(out(0), 1, 1)], [*S, recv(scratch(0), 0)], "b0"),
         ([recv_reduce_copy(inp(0), out(0), 1)], S, "(a0+b0)"),
-        ([recv_reduce_copy_send(inp(0), out(0), 1, 1), recv(out(0), 1)], [*S, recv_reduce_send(inp(0), 0, 0)], "(b0+(a0+b0))"),
-        ([recv_reduce_send(inp(0), 1, 1), recv(out(0), 1)], [*S, recv_reduce_send(inp(0), 0, 0)], "(b0+(a0+b0))"),
+        (
+            [recv_reduce_copy_send(inp(0), out(0), 1, 1), recv(out(0), 1)],
+            [*S, recv_reduce_send(inp(0), 0, 0)],
+            "(b0+(a0+b0))",
+        ),
+        (
+            [recv_reduce_send(inp(0), 1, 1), recv(out(0), 1)],
+            [*S, recv_reduce_send(inp(0), 0, 0)],
+            "(b0+(a0+b0))",
+        ),
         ([recv_reduce_all(inp(0), out(0), (1, 0))], S, "(b0+a0)"),
         ([recv_reduce_all(inp(0), out(0), (1,))], S, "(b0)"),
         ([wait([1])], [put(inp(0), out(0), 0), signal([0])], "b0"),
@@ -78,18 +86,42 @@ def test_primitives(zero, one, want):
 
 
 def test_a_message_is_a_copy_unless_direct():
-    steps = [copy(inp(0), scratch(0)), send(scratch(0), 1), copy(inp(1), scratch(0)), copy(inp(0), out(0)), copy(inp(1), out(1))]
-    schedule = hand_made(C.BROADCAST, [*steps, send(inp(1), 1)], [recv(out(0), 0), recv(out(1), 0)], parts=2, scratch=2)
+    steps = [
+        copy(inp(0), scratch(0)),
+        send(scratch(0), 1),
+        copy(inp(1), scratch(0)),
+        copy(inp(0), out(0)),
+        copy(inp(1), out(1)),
+    ]
+    schedule = hand_made(
+        C.BROADCAST,
+        [*steps, send(inp(1), 1)],
+        [recv(out(0), 0), recv(out(1), 0)],
+        parts=2,
+        scratch=2,
+    )
     late_receiver = {"shuffle": lambda turns: turns.sort()}
     assert on_letters(schedule, **late_receiver)[1] == ["a0", "a1"]
-    slow = hand_made(C.BROADCAST, [*steps, send(inp(1), 1), signal([1])], [wait([0]), recv(out(0), 0), recv(out(1), 0)], parts=2, scratch=2)
+    slow = hand_made(
+        C.BROADCAST,
+        [*steps, send(inp(1), 1), signal([1])],
+        [wait([0]), recv(out(0), 0), recv(out(1), 0)],
+        parts=2,
+        scratch=2,
+    )
     assert on_letters(slow)[1] == ["a0", "a1"]
     assert on_letters(slow, direct=True)[1] == ["a1", "a1"]
 
 
 def test_barrier_holds_everybody_back():
     def program(rank: int) -> list[Any]:
-        return [copy(inp(0), scratch(0)), barrier(), get(scratch(0), scratch(1), (rank + 1) % 3), barrier(), copy(scratch(1), out(0))]
+        return [
+            copy(inp(0), scratch(0)),
+            barrier(),
+            get(scratch(0), scratch(1), (rank + 1) % 3),
+            barrier(),
+            copy(scratch(1), out(0)),
+        ]
 
     got = on_letters(hand_made(C.ALL_REDUCE, *(program(rank) for rank in range(3)), scratch=2))
     assert got == [["b0"], ["c0"], ["a0"]]
@@ -101,12 +133,18 @@ def test_barrier_holds_everybody_back():
         (([recv(out(0), 1)], []), "stuck: channel 0, rank 0 waits at step 0 (RECV)"),
         (([], [send(inp(0), 0)]), "1 messages from rank 1 to rank 0 are never received"),
         (([], [signal([0])]), "1 signals from rank 1 to rank 0 are never waited for"),
-        (([copy(scratch(0), out(0))], []), "rank 0, step 0 (COPY): scratch[0] of rank 0 is read before it is written"),
+        (
+            ([copy(scratch(0), out(0))], []),
+            "rank 0, step 0 (COPY): scratch[0] of rank 0 is read before it is written",
+        ),
         (([copy(inp(1), out(0))], []), "input[1] is outside of the memory of rank 0"),
         (([put(inp(0), out(0), 1)], []), "output[0] is outside of the memory of rank 1"),
         (([recv(out(0), 1)], [send(scratch(0, 2), 0)]), "scratch[0+2] of rank 1 is read before"),
         (([barrier()], []), "stuck: channel 0, rank 0"),
-        (([recv_reduce_all(inp(0), out(0), (1, 1))], [send(inp(0), 0)]), "several messages from rank 1 at a time"),
+        (
+            ([recv_reduce_all(inp(0), out(0), (1, 1))], [send(inp(0), 0)]),
+            "several messages from rank 1 at a time",
+        ),
     ],
 )
 def test_refusals(programs, words):
@@ -116,7 +154,10 @@ def test_refusals(programs, words):
 
 
 def test_fifo_depth_can_make_it_stuck():
-    both = ([send(inp(0), 1 - r), send(inp(0), 1 - r), recv(scratch(0), 1 - r), recv(scratch(0), 1 - r)] for r in range(2))
+    both = (
+        [send(inp(0), 1 - r), send(inp(0), 1 - r), recv(scratch(0), 1 - r), recv(scratch(0), 1 - r)]
+        for r in range(2)
+    )
     schedule = hand_made(C.ALL_REDUCE, *both, scratch=1)
     on_letters(schedule, fifo_depth=2)
     with pytest.raises(ScheduleError, match="stuck"):
@@ -181,7 +222,9 @@ def test_operators():
     assert list(fold([a, b, b], RedOp.SUM)) == [203 - 256, 9]
     assert list(fold([a, b], RedOp.PROD)) == [300 - 256, -35]
     assert list(reference([a, np.array([4, -2], np.int8)], RedOp.AVG)) == [3, -3]
-    np.testing.assert_array_equal(reference([np.array([1.5]), np.array([2.0])], RedOp.PREMUL_SUM, [2.0, 3.0]), [9.0])
+    np.testing.assert_array_equal(
+        reference([np.array([1.5]), np.array([2.0])], RedOp.PREMUL_SUM, [2.0, 3.0]), [9.0]
+    )
     assert np.isnan(fold([np.array([1.0]), np.array([np.nan])], RedOp.MAX)[0])
     with pytest.raises(InvalidUsage, match="one scalar per rank"):
         reference([a, b], RedOp.PREMUL_SUM)
@@ -223,7 +266,9 @@ def test_the_definition_of_collectives():
 def test_where_sums_are_whole(name, collective, primitives):
     schedule = catalog.build(name, collective, 4)
     whole = completing_steps(schedule)
-    steps = [(rank, schedule.channels[channel][rank][position]) for channel, rank, position in whole]
+    steps = [
+        (rank, schedule.channels[channel][rank][position]) for channel, rank, position in whole
+    ]
     assert {step.op.name for _, step in steps} == primitives
     if collective is C.ALL_REDUCE:  # on every rank
         assert {rank for rank, _ in steps} == {0, 1, 2, 3}
@@ -234,5 +279,7 @@ def test_sums_are_completed_by_steps_that_reduce(name, collective):
     """An average divides there; one rank alone has nothing to divide."""
     for schedule in schedules(name, collective, (1, 2, 5, 8)):
         steps = completing_steps(schedule)
-        assert all(schedule.channels[channel][rank][number].op.reduces for channel, rank, number in steps)
+        assert all(
+            schedule.channels[channel][rank][number].op.reduces for channel, rank, number in steps
+        )
         assert bool(steps) == (schedule.nranks > 1)

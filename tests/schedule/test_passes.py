@@ -12,20 +12,34 @@ from miraccl.schedule.cost import compute_cost
 from miraccl.schedule.interpret import expected, interpret
 from miraccl.schedule.ir import Op, Schedule
 from miraccl.schedule.layout import forms
-from miraccl.schedule.steps import inp, out, recv, recv_copy_send, recv_reduce, recv_reduce_copy, send
+from miraccl.schedule.steps import (
+    inp,
+    out,
+    recv,
+    recv_copy_send,
+    recv_reduce,
+    recv_reduce_copy,
+    send,
+)
 from miraccl.schedule.verify import verify
 from miraccl.types import Collective
 from tests.schedule.helpers import BUILTIN, hand_made, make_inputs, schedules
 
 C = Collective
-SPLITTABLE = [case for case in BUILTIN if passes.supports_channels(catalog.build(*case, 8)) and case[1] is not C.BARRIER]
+SPLITTABLE = [
+    case
+    for case in BUILTIN
+    if passes.supports_channels(catalog.build(*case, 8)) and case[1] is not C.BARRIER
+]
 
 
 def check(schedule: Schedule, fifo_depth: int = 8) -> None:
     for in_place in forms(schedule.collective):
         verify(schedule, in_place=in_place, fifo_depth=fifo_depth)
     inputs = make_inputs(schedule, 2 * schedule.parts + 1)
-    for got, want in zip(interpret(schedule, inputs), expected(schedule.collective, inputs, root=schedule.root)):
+    for got, want in zip(
+        interpret(schedule, inputs), expected(schedule.collective, inputs, root=schedule.root)
+    ):
         assert (got is None) == (want is None)
         assert got is None or want is None or (got == want).all()
 
@@ -73,14 +87,21 @@ def test_relabel(name, collective):
         else:
             check(moved)
         if catalog.get(name).rank_ordered:
-            assert all(step.peers == tuple(sorted(step.peers)) for steps in moved.channels[0] for step in steps if step.op.reduces)
+            assert all(
+                step.peers == tuple(sorted(step.peers))
+                for steps in moved.channels[0]
+                for step in steps
+                if step.op.reduces
+            )
         assert passes.relabel(schedule, range(5)).channels == schedule.channels
 
 
 def test_rings_that_follow_their_own_orders():
     """Two rings, one each way, side by side: what a channel search hands over."""
     ring = catalog.build("ring", C.ALL_GATHER, 4)
-    both = passes.interleave([passes.relabel(ring, order) for order in ([0, 2, 1, 3], [3, 1, 2, 0])], name="rings")
+    both = passes.interleave(
+        [passes.relabel(ring, order) for order in ([0, 2, 1, 3], [3, 1, 2, 0])], name="rings"
+    )
     assert both.name == "rings"
     check(both)
     assert {step.send_peer for step in both.channels[0][0]} - {None} == {2}
@@ -88,7 +109,12 @@ def test_rings_that_follow_their_own_orders():
 
 
 def test_interleave_different_algorithms():
-    mixed = passes.interleave([catalog.build(name, C.ALL_REDUCE, 4) for name in ("ring", "double_binary_tree", "one_shot")])
+    mixed = passes.interleave(
+        [
+            catalog.build(name, C.ALL_REDUCE, 4)
+            for name in ("ring", "double_binary_tree", "one_shot")
+        ]
+    )
     assert mixed.nchannels == 4
     check(mixed)
 
@@ -109,10 +135,16 @@ def test_fuse():
     fused = passes.fuse(plain)
     assert fused.channels[0][1] == (recv_copy_send(out(0), 0, 2),)
     check(fused)
-    summed = hand_made(C.ALL_REDUCE, [send(inp(0), 1), recv(out(0), 1)], [recv_reduce_copy(inp(0), out(0), 0), send(out(0), 0)])
+    summed = hand_made(
+        C.ALL_REDUCE,
+        [send(inp(0), 1), recv(out(0), 1)],
+        [recv_reduce_copy(inp(0), out(0), 0), send(out(0), 0)],
+    )
     assert [step.op for step in passes.fuse(summed).channels[0][1]] == [Op.RECV_REDUCE_COPY_SEND]
     check(passes.fuse(summed))
-    added = replace(summed, channels=((summed.channels[0][0], (recv_reduce(out(0), 0), send(out(0), 0))),))
+    added = replace(
+        summed, channels=((summed.channels[0][0], (recv_reduce(out(0), 0), send(out(0), 0))),)
+    )
     assert passes.fuse(added).channels[0][1][0].src == out(0)
     other = hand_made(C.BROADCAST, [], [recv(out(0), 0), send(out(1), 2)], [])
     assert passes.fuse(other) == other

@@ -30,11 +30,19 @@ def test_a_ref_has_chunks():
 
 @pytest.mark.parametrize("op", list(Op))
 def test_a_step_has_the_operands_of_its_primitive(op):
-    every: dict[str, Any] = {"src": inp(0), "dst": out(0), "recv_peer": 0, "send_peer": 1, "peers": (0, 1)}
+    every: dict[str, Any] = {
+        "src": inp(0),
+        "dst": out(0),
+        "recv_peer": 0,
+        "send_peer": 1,
+        "peers": (0, 1),
+    }
     mine = {name: value for (name, value), has in zip(every.items(), OPERANDS[op]) if has}
     assert Step(op=op, **mine).chunks == (1 if "src" in mine or "dst" in mine else 0)
     for name, value in every.items():
-        wrong = {k: v for k, v in mine.items() if k != name} if name in mine else {**mine, name: value}
+        wrong = (
+            {k: v for k, v in mine.items() if k != name} if name in mine else {**mine, name: value}
+        )
         with pytest.raises(ValueError, match=f"{op.name} (needs|has no) {name}"):
             Step(op=op, **wrong)
 
@@ -45,10 +53,19 @@ def test_src_and_dst_have_the_same_size():
 
 
 def test_kinds_of_primitives():
-    assert [op.name for op in Op if op.sends] == ["SEND", "RECV_COPY_SEND", "RECV_REDUCE_SEND", "RECV_REDUCE_COPY_SEND"]
+    assert [op.name for op in Op if op.sends] == [
+        "SEND",
+        "RECV_COPY_SEND",
+        "RECV_REDUCE_SEND",
+        "RECV_REDUCE_COPY_SEND",
+    ]
     assert all(op.receives == op.name.startswith("RECV") for op in Op)
     assert all(op.reduces == ("REDUCE" in op.name) for op in Op)
-    assert [op.name for op in Op if op.needs_addressable_memory] == ["PUT", "GET", "REDUCE_FROM_PEERS"]
+    assert [op.name for op in Op if op.needs_addressable_memory] == [
+        "PUT",
+        "GET",
+        "REDUCE_FROM_PEERS",
+    ]
 
 
 def test_a_schedule_is_whole():
@@ -58,15 +75,21 @@ def test_a_schedule_is_whole():
         hand_made(C.REDUCE, [], parts=0)
     good = hand_made(C.REDUCE, [recv(out(0), 1)], [send(inp(0), 0)])
     with pytest.raises(ValueError, match="channel 1 has 1 ranks, not 2"):
-        type(good)(name="x", collective=C.REDUCE, nranks=2, parts=1, channels=(good.channels[0], ((),)))
+        type(good)(
+            name="x", collective=C.REDUCE, nranks=2, parts=1, channels=(good.channels[0], ((),))
+        )
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_blocks(collective):
     assert input_blocks(collective, 5) in (0, 1, 5)
     assert output_blocks(collective, 5) in (0, 1, 5)
-    assert (input_blocks(collective, 5) == 5) == (collective in (C.REDUCE_SCATTER, C.SCATTER, C.ALL_TO_ALL))
-    assert (output_blocks(collective, 5) == 5) == (collective in (C.ALL_GATHER, C.GATHER, C.ALL_TO_ALL))
+    assert (input_blocks(collective, 5) == 5) == (
+        collective in (C.REDUCE_SCATTER, C.SCATTER, C.ALL_TO_ALL)
+    )
+    assert (output_blocks(collective, 5) == 5) == (
+        collective in (C.ALL_GATHER, C.GATHER, C.ALL_TO_ALL)
+    )
 
 
 @given(count=st.integers(0, 1000), parts=st.integers(1, 40))
@@ -100,7 +123,9 @@ def test_in_place_overlap_is_nccls(collective):
             assert cells.cells == max(cells.sizes[0], cells.sizes[1]) + cells.sizes[2]
             first_in, first_out = cells.of(inp(0))[0], cells.of(out(0))[0]
             own = rank * parts
-            want = {C.ALL_GATHER: own, C.GATHER: own, C.REDUCE_SCATTER: -own, C.SCATTER: -own}.get(collective, 0)
+            want = {C.ALL_GATHER: own, C.GATHER: own, C.REDUCE_SCATTER: -own, C.SCATTER: -own}.get(
+                collective, 0
+            )
             assert first_in - first_out == want
 
 

@@ -92,7 +92,9 @@ def test_what_people_write():
     assert schedule.root == 1
     assert schedule.notes == ("n",)
     assert [len(steps) for steps in schedule.channels[0]] == [1, 1]
-    assert place(schedule, 0, 1, 0).endswith("channel 0, rank 1, step 0 (recv_reduce_copy input[0] -> output[0] from 0)")
+    assert place(schedule, 0, 1, 0).endswith(
+        "channel 0, rank 1, step 0 (recv_reduce_copy input[0] -> output[0] from 0)"
+    )
 
 
 HEAD = 'schedule "x" all_reduce nranks 1 parts 2\nchannel 0\nrank 0\n'
@@ -106,15 +108,27 @@ HEAD = 'schedule "x" all_reduce nranks 1 parts 2\nchannel 0\nrank 0\n'
         ("schedule x all_reduce nranks 1", "line 1: cannot read"),
         ('schedule "x" all_reduce nranks', "line 1: cannot read"),
         ('schedule "x" all_reduce nranks ' + "9" * 5000, "line 1: cannot read"),
-        ('schedule "x" all_recude nranks 1', "line 1: 'all_recude' is no collective; there are all_reduce"),
+        (
+            'schedule "x" all_recude nranks 1',
+            "line 1: 'all_recude' is no collective; there are all_reduce",
+        ),
         ('schedule "x" all_reduce ranks 1', "line 1: unknown field 'ranks'"),
         ('schedule "x" all_reduce parts 1', "line 1: nranks is missing"),
         ('schedule "\\q" all_reduce nranks 1', 'line 1: "\\q" is no quoted text'),
         (HEAD + HEAD, "line 4: a second schedule"),
         ('schedule "x" all_reduce nranks 1\nrank 0', "line 2: a rank comes after a channel"),
-        ('schedule "x" all_reduce nranks 1\nchannel 1', "line 2: channels are numbered in order: wanted is channel 0"),
-        ('schedule "x" all_reduce nranks 1\nchannel 0\nrank 1', "line 3: ranks are numbered in order: wanted is rank 0"),
-        ('schedule "x" all_reduce nranks 1\nchannel 0\ncopy input[0] -> output[0]', "line 3: a step comes after a channel and a rank"),
+        (
+            'schedule "x" all_reduce nranks 1\nchannel 1',
+            "line 2: channels are numbered in order: wanted is channel 0",
+        ),
+        (
+            'schedule "x" all_reduce nranks 1\nchannel 0\nrank 1',
+            "line 3: ranks are numbered in order: wanted is rank 0",
+        ),
+        (
+            'schedule "x" all_reduce nranks 1\nchannel 0\ncopy input[0] -> output[0]',
+            "line 3: a step comes after a channel and a rank",
+        ),
         ('schedule "x" all_reduce nranks 2\nchannel 0\nrank 0', "channel 0 has 1 ranks, not 2"),
         ('schedule "x" all_reduce nranks 1', "at least 1"),
         (HEAD + "note 7", "line 4: 7 is no quoted text"),

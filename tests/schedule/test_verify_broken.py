@@ -60,57 +60,105 @@ def step_number(schedule: Schedule, rank: int, op: Op) -> int:
 
 def test_missing_receive_is_a_message_left_over():
     last = len(RING.channels[0][2]) - 1
-    refused(edited(RING, 2, last), "channel 0, rank 1, step", "rank 2 never receives this message", "1 are left over")
+    refused(
+        edited(RING, 2, last),
+        "channel 0, rank 1, step",
+        "rank 2 never receives this message",
+        "1 are left over",
+    )
 
 
 def test_missing_send_is_a_rank_stuck():
     number = len(GATHER.channels[0][1]) - 1
     forwards = recv(out(0), 0)  # instead of receiving and passing on
     broken = edited(GATHER, 1, number - 1, forwards)
-    refused(broken, f"channel 0, rank 2, step {number} (recv -> output[0] from 1)", "waits for a message from rank 1, but rank 1 has ended")
+    refused(
+        broken,
+        f"channel 0, rank 2, step {number} (recv -> output[0] from 1)",
+        "waits for a message from rank 1, but rank 1 has ended",
+    )
 
 
 def test_swapped_peer():
     broken = edited(GATHER, 0, 0, send(inp(0), 2))
     refused(
-        broken, "channel 0, rank 1, step 2 (recv_copy_send -> output[0] from 0", "puts input[0] of ranks 2", "sent by rank 0 in its step 2"
+        broken,
+        "channel 0, rank 1, step 2 (recv_copy_send -> output[0] from 0",
+        "puts input[0] of ranks 2",
+        "sent by rank 0 in its step 2",
     )
 
 
 def test_message_of_another_size():
-    right = hand_made(C.BROADCAST, [send(inp(0, 2), 1), copy(inp(0, 2), out(0, 2))], [recv(out(0, 2), 0)], parts=2)
+    right = hand_made(
+        C.BROADCAST, [send(inp(0, 2), 1), copy(inp(0, 2), out(0, 2))], [recv(out(0, 2), 0)], parts=2
+    )
     verify(right)
     broken = edited(right, 1, 0, recv(out(0), 0))
     refused(
-        broken, "channel 0, rank 1, step 0 (recv -> output[0] from 0)", "expects 1 chunks", "message has 2", "sent by rank 0 in its step 0"
+        broken,
+        "channel 0, rank 1, step 0 (recv -> output[0] from 0)",
+        "expects 1 chunks",
+        "message has 2",
+        "sent by rank 0 in its step 0",
     )
 
 
 def test_circular_wait_is_named_around_the_circle():
-    broken = hand_made(C.ALL_GATHER, *([recv(out(1 - r), 1 - r), send(inp(0), 1 - r), copy(inp(0), out(r))] for r in range(2)))
-    refused(broken, "deadlock", "rank 0, step 0", "waits for a message from rank 1;", "rank 1, step 0", "waits for a message from rank 0")
+    broken = hand_made(
+        C.ALL_GATHER,
+        *([recv(out(1 - r), 1 - r), send(inp(0), 1 - r), copy(inp(0), out(r))] for r in range(2)),
+    )
+    refused(
+        broken,
+        "deadlock",
+        "rank 0, step 0",
+        "waits for a message from rank 1;",
+        "rank 1, step 0",
+        "waits for a message from rank 0",
+    )
 
 
 def two_messages_each() -> Schedule:
-    both = ([send(inp(p), 1 - r) for p in range(2)] + [recv_reduce_copy(inp(p), out(p), 1 - r) for p in range(2)] for r in range(2))
+    both = (
+        [send(inp(p), 1 - r) for p in range(2)]
+        + [recv_reduce_copy(inp(p), out(p), 1 - r) for p in range(2)]
+        for r in range(2)
+    )
     return hand_made(C.ALL_REDUCE, *both, parts=2)
 
 
 def test_deadlock_where_the_fifo_is_shallow():
     verify(two_messages_each(), fifo_depth=2)
-    refused(two_messages_each(), "deadlock", "channel 0, rank 0, step 1", "room in the FIFO to rank 1 (1 messages)", fifo_depth=1)
+    refused(
+        two_messages_each(),
+        "deadlock",
+        "channel 0, rank 0, step 1",
+        "room in the FIFO to rank 1 (1 messages)",
+        fifo_depth=1,
+    )
 
 
 def test_signals_are_matched():
     number = len(PUTS.channels[0][1]) - 1
-    refused(edited(PUTS, 1, number, wait([0])), "channel 0, rank 2", "rank 1 never waits for 1 signals")
-    refused(edited(PUTS, 1, number - 1, signal([2])), "channel 0, rank 0, step", "waits for a signal from rank 1, but rank 1 has ended")
+    refused(
+        edited(PUTS, 1, number, wait([0])), "channel 0, rank 2", "rank 1 never waits for 1 signals"
+    )
+    refused(
+        edited(PUTS, 1, number - 1, signal([2])),
+        "channel 0, rank 0, step",
+        "waits for a signal from rank 1, but rank 1 has ended",
+    )
 
 
 def test_rank_that_skips_a_barrier_op():
     right = hand_made(C.BARRIER, [barrier()], [barrier()], [barrier()])
     verify(right)
-    refused(edited(right, 1, 0), "channel 0, rank 0, step 0 (barrier)", "waits for rank 1 to come to the barrier, but rank 1 has ended")
+    refused(
+        edited(right, 1, 0),
+        "channel 0, rank 0, step 0 (barrier)",
+        "waits for rank 1 to come to the barrier, but rank 1 has ended",
+    )
 
 
 def test_barrier_that_somebody_leaves_too_early():
@@ -125,7 +173,11 @@ def test_barrier_that_somebody_leaves_too_early():
 def test_receive_into_the_wrong_chunk():
     number = step_number(GATHER, 0, Op.RECV_COPY_SEND)
     broken = edited(GATHER, 0, number, recv_copy_send(out(1), 2, 1))
-    refused(broken, f"channel 0, rank 0, step {number} (recv_copy_send", "puts input[0] of ranks 2 into output[1] of rank 0")
+    refused(
+        broken,
+        f"channel 0, rank 0, step {number} (recv_copy_send",
+        "puts input[0] of ranks 2 into output[1] of rank 0",
+    )
 
 
 def test_contribution_added_twice():
@@ -134,12 +186,20 @@ def test_contribution_added_twice():
         [send(inp(0), 1), copy(inp(0), out(0)), recv_reduce(out(0), 1)],
         [copy(inp(0), out(0)), recv_reduce_send(inp(0), 0, 0)],
     )
-    refused(own_twice, "channel 0, rank 0, step 2 (recv_reduce -> output[0] from 1)", "contribution of rank 0 to input[0] a second time")
+    refused(
+        own_twice,
+        "channel 0, rank 0, step 2 (recv_reduce -> output[0] from 1)",
+        "contribution of rank 0 to input[0] a second time",
+    )
 
 
 def test_different_chunks_added():
     broken = edited(RING, 2, 1, recv_reduce_send(inp(3), 1, 3))
-    refused(broken, "channel 0, rank 2, step 1 (recv_reduce_send input[3] from 1 to 3)", "reduces input[3] with input[0]")
+    refused(
+        broken,
+        "channel 0, rank 2, step 1 (recv_reduce_send input[3] from 1 to 3)",
+        "reduces input[3] with input[0]",
+    )
 
 
 def test_sum_that_lacks_somebody():
@@ -157,30 +217,64 @@ def test_output_never_written():
     refused(edited(GATHER, 1, number), "rank 1: output[1] of rank 1 is never written")
     verify(edited(GATHER, 1, number), in_place=True)  # where the copy is not needed
     refused(hand_made(C.ALL_REDUCE, [], []), "output[0] of rank 0 is never written")
-    refused(hand_made(C.ALL_REDUCE, [], []), "no channel", "output[0] of rank 0 holds input[0] of ranks 0", in_place=True)
+    refused(
+        hand_made(C.ALL_REDUCE, [], []),
+        "no channel",
+        "output[0] of rank 0 holds input[0] of ranks 0",
+        in_place=True,
+    )
 
 
 def test_read_of_undefined_memory():
     broken = hand_made(C.ALL_REDUCE, [copy(scratch(0), out(0))], scratch=1)
-    refused(broken, "channel 0, rank 0, step 0 (copy scratch[0] -> output[0])", "reads scratch[0] of rank 0, which nothing has written")
-    refused(edited(GATHER, 0, 0, send(out(0), 1)), "channel 0, rank 0, step 0", "reads output[0] of rank 0, which nothing has written")
+    refused(
+        broken,
+        "channel 0, rank 0, step 0 (copy scratch[0] -> output[0])",
+        "reads scratch[0] of rank 0, which nothing has written",
+    )
+    refused(
+        edited(GATHER, 0, 0, send(out(0), 1)),
+        "channel 0, rank 0, step 0",
+        "reads output[0] of rank 0, which nothing has written",
+    )
 
 
 def test_reduction_in_a_collective_without():
-    broken = hand_made(C.ALL_GATHER, *([send(inp(0), 1 - r), copy(inp(0), out(r)), recv_reduce(out(r), 1 - r)] for r in range(2)))
+    broken = hand_made(
+        C.ALL_GATHER,
+        *(
+            [send(inp(0), 1 - r), copy(inp(0), out(r)), recv_reduce(out(r), 1 - r)]
+            for r in range(2)
+        ),
+    )
     refused(broken, "channel 0, rank 1, step 2", "all_gather does not reduce")
 
 
 def test_parts_keep_their_size():
     """Part 0 may be one element longer than part 1."""
-    broken = hand_made(C.ALL_REDUCE, [copy(inp(0), scratch(1)), copy(scratch(1), out(0)), copy(inp(1), out(1))], parts=2, scratch=2)
-    refused(broken, "channel 0, rank 0, step 0", "scratch[1] of rank 0 is a part 1, input[0] is not")
+    broken = hand_made(
+        C.ALL_REDUCE,
+        [copy(inp(0), scratch(1)), copy(scratch(1), out(0)), copy(inp(1), out(1))],
+        parts=2,
+        scratch=2,
+    )
+    refused(
+        broken, "channel 0, rank 0, step 0", "scratch[1] of rank 0 is a part 1, input[0] is not"
+    )
 
 
 def test_copy_that_overlaps_itself():
-    steps = [copy(inp(0, 2), scratch(0, 2)), copy(scratch(0, 2), scratch(1, 2)), copy(inp(0), out(0))]
+    steps = [
+        copy(inp(0, 2), scratch(0, 2)),
+        copy(scratch(0, 2), scratch(1, 2)),
+        copy(inp(0), out(0)),
+    ]
     refused(hand_made(C.ALL_REDUCE, steps, scratch=3), "channel 0, rank 0, step 0", "out of range")
-    two = hand_made(C.REDUCE_SCATTER, *([copy(inp(0, 2), scratch(0, 2)), copy(scratch(0, 2), scratch(1, 2))] for _ in range(2)), scratch=3)
+    two = hand_made(
+        C.REDUCE_SCATTER,
+        *([copy(inp(0, 2), scratch(0, 2)), copy(scratch(0, 2), scratch(1, 2))] for _ in range(2)),
+        scratch=3,
+    )
     refused(two, "channel 0, rank 0, step 1", "scratch[0+2] and scratch[1+2] overlap in part")
 
 
@@ -191,7 +285,12 @@ def test_what_is_right_out_of_place_only():
         [send(inp(0), 0), recv_reduce_copy(inp(0), out(0), 0)],
     )
     verify(one_after_the_other)
-    refused(one_after_the_other, "channel 0, rank 1, step 1", "contribution of rank 1 to input[0] a second time", in_place=True)
+    refused(
+        one_after_the_other,
+        "channel 0, rank 1, step 1",
+        "contribution of rank 1 to input[0] a second time",
+        in_place=True,
+    )
     with pytest.raises(InvalidUsage, match="no in-place form"):
         verify(catalog.build("pairwise", C.ALL_TO_ALL, 3), in_place=True)
 
@@ -205,7 +304,10 @@ def test_what_is_right_out_of_place_only():
         ([send(inp(4), 1)], "input[4] is out of range: the input of rank 0 has 4 chunks"),
         ([send(inp(3, 2), 1)], "input[3+2] is out of range"),
         ([recv(out(1), 1)], "output[1] is out of range: the output of rank 0 has 1 chunks"),
-        ([copy(inp(0), scratch(2))], "scratch[2] is out of range: the scratch of rank 0 has 2 chunks"),
+        (
+            [copy(inp(0), scratch(2))],
+            "scratch[2] is out of range: the scratch of rank 0 has 2 chunks",
+        ),
         ([copy(inp(0), inp(1))], "input[1] is written, but the input is read only"),
         ([send(inp(0), 4)], "rank 4 is out of range, there are 4 ranks"),
         ([recv(out(0), -1)], "rank -1 is out of range"),
@@ -219,12 +321,24 @@ def test_what_is_right_out_of_place_only():
     ],
 )
 def test_references_and_peers_in_range(steps, words):
-    refused(hand_made(C.REDUCE_SCATTER, steps, [], [], [], scratch=2), "channel 0, rank 0, step 0", words)
+    refused(
+        hand_made(C.REDUCE_SCATTER, steps, [], [], [], scratch=2),
+        "channel 0, rank 0, step 0",
+        words,
+    )
 
 
 def test_buffers_that_only_the_root_has():
-    refused(hand_made(C.REDUCE, [], [copy(inp(0), out(0))]), "channel 0, rank 1, step 0", "the output of rank 1 has 0 chunks")
-    refused(hand_made(C.SCATTER, [send(inp(0), 1)], [recv(out(0), 0)], root=1), "rank 0, step 0", "the input of rank 0 has 0 chunks")
+    refused(
+        hand_made(C.REDUCE, [], [copy(inp(0), out(0))]),
+        "channel 0, rank 1, step 0",
+        "the output of rank 1 has 0 chunks",
+    )
+    refused(
+        hand_made(C.SCATTER, [send(inp(0), 1)], [recv(out(0), 0)], root=1),
+        "rank 0, step 0",
+        "the input of rank 0 has 0 chunks",
+    )
 
 
 def test_too_large_to_verify():
@@ -235,9 +349,20 @@ def test_too_large_to_verify():
 # order
 
 
-def two_channels(first: list[Step], second: list[Step], collective: Collective = C.BROADCAST, parts: int = 2, scratch: int = 0) -> Schedule:
+def two_channels(
+    first: list[Step],
+    second: list[Step],
+    collective: Collective = C.BROADCAST,
+    parts: int = 2,
+    scratch: int = 0,
+) -> Schedule:
     return Schedule(
-        name="two", collective=collective, nranks=1, parts=parts, scratch_chunks=scratch, channels=((tuple(first),), (tuple(second),))
+        name="two",
+        collective=collective,
+        nranks=1,
+        parts=parts,
+        scratch_chunks=scratch,
+        channels=((tuple(first),), (tuple(second),)),
     )
 
 
@@ -245,13 +370,30 @@ def test_race_between_channels():
     verify(two_channels([copy(inp(0), out(0))], [copy(inp(1), out(1))]))
     broken = two_channels([copy(inp(0), out(0))], [copy(inp(1), out(1)), copy(inp(0), out(0))])
     refused(
-        broken, "channel 1, rank 0, step 1", "writes output[0] of rank 0, which two: channel 0, rank 0, step 0", "channels keep no order"
+        broken,
+        "channel 1, rank 0, step 1",
+        "writes output[0] of rank 0, which two: channel 0, rank 0, step 0",
+        "channels keep no order",
     )
-    reads = two_channels([copy(inp(0), scratch(0))], [copy(scratch(0), out(0)), copy(inp(1), out(1))], scratch=2)
-    refused(reads, "channel 1, rank 0, step 0", "reads scratch[0] of rank 0, which two: channel 0", "writes, and channels keep no order")
-    over = two_channels([copy(inp(0), scratch(0)), copy(scratch(0), out(0))], [copy(inp(0), scratch(0)), copy(inp(1), out(1))], scratch=2)
+    reads = two_channels(
+        [copy(inp(0), scratch(0))], [copy(scratch(0), out(0)), copy(inp(1), out(1))], scratch=2
+    )
     refused(
-        over, "channel 1, rank 0, step 0", "writes scratch[0] of rank 0, which two: channel 0, rank 0, step 0", "channels keep no order"
+        reads,
+        "channel 1, rank 0, step 0",
+        "reads scratch[0] of rank 0, which two: channel 0",
+        "writes, and channels keep no order",
+    )
+    over = two_channels(
+        [copy(inp(0), scratch(0)), copy(scratch(0), out(0))],
+        [copy(inp(0), scratch(0)), copy(inp(1), out(1))],
+        scratch=2,
+    )
+    refused(
+        over,
+        "channel 1, rank 0, step 0",
+        "writes scratch[0] of rank 0, which two: channel 0, rank 0, step 0",
+        "channels keep no order",
     )
 
 
@@ -273,40 +415,78 @@ def test_race_between_channels_in_place():
     extra = edited(extra, 0, 0, copy(inp(1), scratch(1)), send(inp(0), 1), channel=0)
     verify(extra)
     refused(
-        extra, "channel 1, rank 0, step 1", "writes output[1] of rank 0, which cross: channel 0, rank 0, step 0", "reads", in_place=True
+        extra,
+        "channel 1, rank 0, step 1",
+        "writes output[1] of rank 0, which cross: channel 0, rank 0, step 0",
+        "reads",
+        in_place=True,
     )
 
 
 def test_put_before_the_peer_has_come():
-    broken = replace(PUTS, channels=(tuple(tuple(s for i, s in enumerate(steps) if i > 1) for steps in PUTS.channels[0]),))
-    refused(broken, "channel 0, rank 0, step 0 (reduce_from_peers", "touches input[0] of rank 1 before a signal says that rank 1 has come")
+    broken = replace(
+        PUTS,
+        channels=(
+            tuple(tuple(s for i, s in enumerate(steps) if i > 1) for steps in PUTS.channels[0]),
+        ),
+    )
+    refused(
+        broken,
+        "channel 0, rank 0, step 0 (reduce_from_peers",
+        "touches input[0] of rank 1 before a signal says that rank 1 has come",
+    )
 
 
 def test_put_that_the_peer_does_not_wait_for():
     broken = replace(PUTS, channels=(tuple(steps[:-2] for steps in PUTS.channels[0]),))
-    refused(broken, "channel 0, rank 2, step 2 (reduce_from_peers", "rank 0 may end before input[2] of rank 0 has been touched")
+    refused(
+        broken,
+        "channel 0, rank 2, step 2 (reduce_from_peers",
+        "rank 0 may end before input[2] of rank 0 has been touched",
+    )
 
 
 def test_get_that_its_owner_does_not_wait_for():
     def gets(rank: int, ends: bool) -> Iterator[Step]:
-        yield from (signal([1 - rank]), wait([1 - rank]), copy(inp(0), out(rank)), get(inp(0), out(1 - rank), 1 - rank))
+        yield from (
+            signal([1 - rank]),
+            wait([1 - rank]),
+            copy(inp(0), out(rank)),
+            get(inp(0), out(1 - rank), 1 - rank),
+        )
         if ends:
             yield from (signal([1 - rank]), wait([1 - rank]))
 
     verify(hand_made(C.ALL_GATHER, *(gets(rank, True) for rank in range(2))))
-    refused(hand_made(C.ALL_GATHER, *(gets(rank, False) for rank in range(2))), "rank 1, step 3 (get", "rank 0 may end before input[0]")
+    refused(
+        hand_made(C.ALL_GATHER, *(gets(rank, False) for rank in range(2))),
+        "rank 1, step 3 (get",
+        "rank 0 may end before input[0]",
+    )
 
 
 def test_two_puts_nobody_orders():
     def program(rank: int) -> Iterator[Step]:
-        yield from (signal([r for r in range(3) if r != rank]), wait([r for r in range(3) if r != rank]))
+        yield from (
+            signal([r for r in range(3) if r != rank]),
+            wait([r for r in range(3) if r != rank]),
+        )
         if rank < 2:
             yield put(inp(0), scratch(0), 2)
-        yield from (signal([r for r in range(3) if r != rank]), wait([r for r in range(3) if r != rank]))
+        yield from (
+            signal([r for r in range(3) if r != rank]),
+            wait([r for r in range(3) if r != rank]),
+        )
         yield from (copy(inp(0), out(0)), recv_reduce_all(inp(0), out(0), (rank,)))
 
     broken = hand_made(C.ALL_REDUCE, *(program(rank) for rank in range(3)), scratch=1)
-    refused(broken, "channel 0, rank 1, step 2 (put", "writes scratch[0] of rank 2, which", "rank 0, step 2", "nothing orders the two")
+    refused(
+        broken,
+        "channel 0, rank 1, step 2 (put",
+        "writes scratch[0] of rank 2, which",
+        "rank 0, step 2",
+        "nothing orders the two",
+    )
 
 
 def test_put_into_what_the_peer_still_reads():
@@ -322,7 +502,13 @@ def test_put_into_what_the_peer_still_reads():
             copy(inp(0), out(0)),
             signal([1]),
         ]
-        one = [signal([0]), wait([0]), copy(out(0), scratch(0)), *([signal([0])] if waits else []), wait([0])]
+        one = [
+            signal([0]),
+            wait([0]),
+            copy(out(0), scratch(0)),
+            *([signal([0])] if waits else []),
+            wait([0]),
+        ]
         return hand_made(C.BROADCAST, zero, one, scratch=1)
 
     verify(program(True))
@@ -338,7 +524,11 @@ def test_barrier_orders_puts():
             yield barrier()
 
     verify(hand_made(C.ALL_GATHER, *(program(rank, True) for rank in range(2))))
-    refused(hand_made(C.ALL_GATHER, *(program(rank, False) for rank in range(2))), "rank 1, step 1 (put", "rank 0 may end before output[1]")
+    refused(
+        hand_made(C.ALL_GATHER, *(program(rank, False) for rank in range(2))),
+        "rank 1, step 1 (put",
+        "rank 0 may end before output[1]",
+    )
 
 
 # direct
@@ -346,7 +536,11 @@ def test_barrier_orders_puts():
 
 def overwriting(acknowledged: bool) -> Schedule:
     """Rank 0 reuses the chunk that it has sent, with or without hearing that rank 1 has read it."""
-    zero = [copy(inp(0), scratch(0)), send(scratch(0), 1), *([recv(scratch(1), 1)] if acknowledged else [])]
+    zero = [
+        copy(inp(0), scratch(0)),
+        send(scratch(0), 1),
+        *([recv(scratch(1), 1)] if acknowledged else []),
+    ]
     zero += [copy(inp(0), scratch(0)), copy(inp(0), out(0))]
     one = [recv(out(0), 0), *([send(out(0), 0)] if acknowledged else [])]
     return hand_made(C.BROADCAST, zero, one, scratch=2)
@@ -355,9 +549,12 @@ def overwriting(acknowledged: bool) -> Schedule:
 def test_overwritten_source_of_a_direct_send():
     verify(overwriting(False))
     assert not is_direct_safe(overwriting(False), in_place=False)
-    text = refused(overwriting(False), "scratch[0] of rank 0", "nothing orders the two", direct=True)
+    text = refused(
+        overwriting(False), "scratch[0] of rank 0", "nothing orders the two", direct=True
+    )
     assert re.search(
-        r"rank 0, step 2 \(copy.*\): writes .* rank 1, step 0 \(recv|rank 1, step 0 \(recv.*\): reads .* rank 0, step 2 \(copy", text
+        r"rank 0, step 2 \(copy.*\): writes .* rank 1, step 0 \(recv|rank 1, step 0 \(recv.*\): reads .* rank 0, step 2 \(copy",
+        text,
     )
     assert is_direct_safe(overwriting(True), in_place=False)
 
@@ -371,7 +568,17 @@ def test_one_shot_in_place_is_not_direct():
 
 def test_room_in_the_fifo_is_no_order():
     """With a FIFO of one message the second send would follow the first receive; a deeper one does not promise that."""
-    zero = [send(scratch(0), 1), copy(inp(0), scratch(0)), send(scratch(0), 1), copy(inp(0), out(0))]
-    schedule = hand_made(C.BROADCAST, [copy(inp(0), scratch(0)), *zero], [recv(out(0), 0), recv(out(0), 0)], scratch=1)
+    zero = [
+        send(scratch(0), 1),
+        copy(inp(0), scratch(0)),
+        send(scratch(0), 1),
+        copy(inp(0), out(0)),
+    ]
+    schedule = hand_made(
+        C.BROADCAST,
+        [copy(inp(0), scratch(0)), *zero],
+        [recv(out(0), 0), recv(out(0), 0)],
+        scratch=1,
+    )
     verify(schedule, fifo_depth=1)
     assert not is_direct_safe(schedule, in_place=False)

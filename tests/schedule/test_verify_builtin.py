@@ -22,8 +22,12 @@ def test_right_for_1_to_33_ranks(name, collective):
     ordered = catalog.get(name).rank_ordered
     for schedule in schedules(name, collective, range(1, 34)):
         for in_place in forms(collective):
-            direct = catalog.direct_safe(name, collective, schedule.nranks, schedule.root, in_place=in_place)
-            verify(schedule, in_place=in_place, fifo_depth=SHALLOW, direct=direct, rank_ordered=ordered)
+            direct = catalog.direct_safe(
+                name, collective, schedule.nranks, schedule.root, in_place=in_place
+            )
+            verify(
+                schedule, in_place=in_place, fifo_depth=SHALLOW, direct=direct, rank_ordered=ordered
+            )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,11 @@ def test_right_for_1_to_33_ranks(name, collective):
 )
 def test_right_for_many_ranks(name, collective, nranks):
     for schedule in schedules(name, collective, (nranks,)):
-        verify(schedule, in_place=collective is not ALL_TO_ALL, rank_ordered=catalog.get(name).rank_ordered)
+        verify(
+            schedule,
+            in_place=collective is not ALL_TO_ALL,
+            rank_ordered=catalog.get(name).rank_ordered,
+        )
 
 
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)
@@ -57,10 +65,16 @@ def test_direct_is_declared_as_it_is(name, collective):
     algorithm = catalog.get(name)
     for in_place in forms(collective):
         if collective not in (algorithm.direct_in_place if in_place else algorithm.direct):
-            assert not all(is_direct_safe(schedule, in_place) for schedule in schedules(name, collective, range(2, 9)))
+            assert not all(
+                is_direct_safe(schedule, in_place)
+                for schedule in schedules(name, collective, range(2, 9))
+            )
 
 
-@pytest.mark.parametrize(("name", "collective"), [case for case in BUILTIN if case[1].reduces and not catalog.get(case[0]).rank_ordered])
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [case for case in BUILTIN if case[1].reduces and not catalog.get(case[0]).rank_ordered],
+)
 def test_what_is_not_declared_as_ordered_is_not(name, collective):
     """What is declared is, for every size (above)."""
     for schedule in schedules(name, collective, (4, 8)):

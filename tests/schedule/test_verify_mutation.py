@@ -49,12 +49,21 @@ def _changed_ref(draw: Any, ref: Ref) -> Ref:
 
 def _changed_step(draw: Any, step: Step, nranks: int) -> Step:
     """``step`` with one operand changed, or another primitive with the same operands."""
-    fields = [field for field in ("src", "dst", "recv_peer", "send_peer", "peers") if getattr(step, field) not in (None, ())]
+    fields = [
+        field
+        for field in ("src", "dst", "recv_peer", "send_peer", "peers")
+        if getattr(step, field) not in (None, ())
+    ]
     field = draw(st.sampled_from([*fields, "op"]))
     if field == "op":
-        return replace(step, op=draw(st.sampled_from([op for op in Op if OPERANDS[op] == OPERANDS[step.op]])))
+        return replace(
+            step, op=draw(st.sampled_from([op for op in Op if OPERANDS[op] == OPERANDS[step.op]]))
+        )
     if field == "peers":
-        return replace(step, peers=tuple(draw(st.lists(st.integers(0, nranks - 1), min_size=1, max_size=nranks))))
+        return replace(
+            step,
+            peers=tuple(draw(st.lists(st.integers(0, nranks - 1), min_size=1, max_size=nranks))),
+        )
     if field.endswith("peer"):
         return replace(step, **{field: draw(st.integers(0, nranks - 1))})
     changed: dict[str, Any] = {field: _changed_ref(draw, getattr(step, field))}
@@ -66,10 +75,17 @@ def mutants(draw: Any) -> Schedule:
     """A right schedule with one step changed, dropped, doubled, swapped with the next or moved to another rank or channel."""
     schedule: Schedule = draw(right_schedules())
     channels = [[list(steps) for steps in ranks] for ranks in schedule.channels]
-    spots = [(c, r, k) for c, ranks in enumerate(channels) for r, steps in enumerate(ranks) for k in range(len(steps))]
+    spots = [
+        (c, r, k)
+        for c, ranks in enumerate(channels)
+        for r, steps in enumerate(ranks)
+        for k in range(len(steps))
+    ]
     channel, rank, number = draw(st.sampled_from(spots))
     steps = channels[channel][rank]
-    kind = draw(st.sampled_from(["change", "change", "change", "drop", "double", "swap", "rank", "channel"]))
+    kind = draw(
+        st.sampled_from(["change", "change", "change", "drop", "double", "swap", "rank", "channel"])
+    )
     if kind == "change":
         try:
             steps[number] = _changed_step(draw, steps[number], schedule.nranks)
@@ -84,18 +100,31 @@ def mutants(draw: Any) -> Schedule:
         steps[number], steps[number + 1] = steps[number + 1], steps[number]
     else:
         step = steps.pop(number)
-        target = channels[channel][draw(st.integers(0, schedule.nranks - 1))] if kind == "rank" else draw(st.sampled_from(channels))[rank]
+        target = (
+            channels[channel][draw(st.integers(0, schedule.nranks - 1))]
+            if kind == "rank"
+            else draw(st.sampled_from(channels))[rank]
+        )
         target.insert(draw(st.integers(0, len(target))), step)
-    return replace(schedule, channels=tuple(tuple(tuple(steps) for steps in ranks) for ranks in channels))
+    return replace(
+        schedule, channels=tuple(tuple(tuple(steps) for steps in ranks) for ranks in channels)
+    )
 
 
 def is_right(schedule: Schedule, in_place: bool, direct: bool, seed: int) -> bool:
     """Whether the interpreter gets what the collective is defined to return, however the ranks take turns."""
     inputs = make_inputs(schedule, 2 * schedule.parts + 1, seed)
     want = expected(schedule.collective, inputs, root=schedule.root)
-    for shuffle in (None, random.Random(seed).shuffle, random.Random(seed + 1).shuffle, lambda turns: turns.sort(reverse=True)):
+    for shuffle in (
+        None,
+        random.Random(seed).shuffle,
+        random.Random(seed + 1).shuffle,
+        lambda turns: turns.sort(reverse=True),
+    ):
         try:
-            got = interpret(schedule, inputs, in_place=in_place, fifo_depth=2, direct=direct, shuffle=shuffle)
+            got = interpret(
+                schedule, inputs, in_place=in_place, fifo_depth=2, direct=direct, shuffle=shuffle
+            )
         except ScheduleError:
             return False
         for a, b in zip(got, want):
@@ -104,7 +133,11 @@ def is_right(schedule: Schedule, in_place: bool, direct: bool, seed: int) -> boo
     return True
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
 @given(mutant=mutants(), direct=st.booleans(), in_place=st.booleans(), seed=st.integers(0, 1000))
 def test_what_is_accepted_is_right(mutant, direct, in_place, seed):
     in_place = in_place and True in forms(mutant.collective)
@@ -133,6 +166,8 @@ def test_every_dropped_step_is_noticed(name):
             for number in range(len(steps)):
                 channels = [[list(s) for s in r] for r in schedule.channels]
                 del channels[channel][rank][number]
-                mutant = replace(schedule, channels=tuple(tuple(tuple(s) for s in r) for r in channels))
+                mutant = replace(
+                    schedule, channels=tuple(tuple(tuple(s) for s in r) for r in channels)
+                )
                 with pytest.raises(ScheduleError):
                     verify(mutant)

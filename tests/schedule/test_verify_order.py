@@ -36,7 +36,10 @@ C = Collective
 
 def fold(*peers: int, root: int = 0) -> Schedule:
     """``root`` adds what it gets in one step, in the order of ``peers``."""
-    ranks = ([recv_reduce_all(inp(0), out(0), peers)] if rank == root else [send(inp(0), root)] for rank in range(len(peers)))
+    ranks = (
+        [recv_reduce_all(inp(0), out(0), peers)] if rank == root else [send(inp(0), root)]
+        for rank in range(len(peers))
+    )
     return hand_made(C.REDUCE, *ranks, root=root)
 
 
@@ -47,40 +50,73 @@ def one_by_one(first: int, *rest: int) -> Schedule:
 
 
 def from_memory(*peers: int) -> Schedule:
-    steps = [barrier(), reduce_from_peers(inp(0), out(0), peers), *(put(out(0), out(0), rank) for rank in range(1, len(peers))), barrier()]
+    steps = [
+        barrier(),
+        reduce_from_peers(inp(0), out(0), peers),
+        *(put(out(0), out(0), rank) for rank in range(1, len(peers))),
+        barrier(),
+    ]
     return hand_made(C.ALL_REDUCE, steps, *([barrier(), barrier()] for _ in peers[1:]))
 
 
 def sum_passed_on() -> Schedule:
     """Rank 0 sends x0 + x1 to rank 2, which puts itself on the right of it."""
-    return hand_made(C.REDUCE, [recv_reduce_send(inp(0), 1, 2)], [send(inp(0), 0)], [recv_reduce_all(inp(0), out(0), (0, 2))], root=2)
+    return hand_made(
+        C.REDUCE,
+        [recv_reduce_send(inp(0), 1, 2)],
+        [send(inp(0), 0)],
+        [recv_reduce_all(inp(0), out(0), (0, 2))],
+        root=2,
+    )
 
 
 def tree() -> Schedule:
     """(x0 + x1) + (x2 + x3)"""
     top = [recv_reduce_copy(inp(0), out(0), 1), recv_reduce(out(0), 2)]
-    return hand_made(C.REDUCE, top, [send(inp(0), 0)], [recv_reduce_send(inp(0), 3, 0)], [send(inp(0), 2)])
+    return hand_made(
+        C.REDUCE, top, [send(inp(0), 0)], [recv_reduce_send(inp(0), 3, 0)], [send(inp(0), 2)]
+    )
 
 
 def chain() -> Schedule:
     """x2 + (x1 + x0): each rank stands on the left of what it gets."""
-    return hand_made(C.REDUCE, [send(inp(0), 1)], [recv_reduce_send(inp(0), 0, 2)], [recv_reduce_copy(inp(0), out(0), 1)], root=2)
+    return hand_made(
+        C.REDUCE,
+        [send(inp(0), 1)],
+        [recv_reduce_send(inp(0), 0, 2)],
+        [recv_reduce_copy(inp(0), out(0), 1)],
+        root=2,
+    )
 
 
 def inputs_of(schedule: Schedule) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
     rng = np.random.default_rng(schedule.nranks)
-    return [(rng.standard_normal(200) * 10.0 ** rng.integers(-4, 4, 200)).astype(np.float32) for _ in range(schedule.nranks)]
+    return [
+        (rng.standard_normal(200) * 10.0 ** rng.integers(-4, 4, 200)).astype(np.float32)
+        for _ in range(schedule.nranks)
+    ]
 
 
 def adds_in_order(schedule: Schedule) -> bool:
     """Whether the interpreter's result has the bits of ((x0 + x1) + x2) + ..."""
     inputs = inputs_of(schedule)
-    return all(np.array_equal(result, reference(inputs, RedOp.SUM)) for result in interpret(schedule, inputs) if result is not None)
+    return all(
+        np.array_equal(result, reference(inputs, RedOp.SUM))
+        for result in interpret(schedule, inputs)
+        if result is not None
+    )
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [fold(0, 1, 2, 3), fold(0, 1, 2, 3, root=2), one_by_one(1, 2, 3), from_memory(0, 1, 2, 3), sum_passed_on(), fold(0)],
+    [
+        fold(0, 1, 2, 3),
+        fold(0, 1, 2, 3, root=2),
+        one_by_one(1, 2, 3),
+        from_memory(0, 1, 2, 3),
+        sum_passed_on(),
+        fold(0),
+    ],
     ids=["fold", "fold_elsewhere", "one_by_one", "from_memory", "sum_passed_on", "alone"],
 )
 def test_right_orders_are_proved(schedule):
@@ -107,8 +143,16 @@ def test_right_orders_are_proved(schedule):
             "adds input[0] of ranks 3 to input[0] of ranks 0,1; in the order of the ranks rank 2 alone comes next; "
             "the message was sent by rank 3 in its step 0",
         ),
-        (from_memory(0, 1, 3, 2), "channel 0, rank 0, step 1 (reduce_from_peers", "rank 2 alone comes next"),
-        (tree(), "channel 0, rank 2, step 0 (recv_reduce_send", "adds input[0] of ranks 3 to input[0] of ranks 2"),
+        (
+            from_memory(0, 1, 3, 2),
+            "channel 0, rank 0, step 1 (reduce_from_peers",
+            "rank 2 alone comes next",
+        ),
+        (
+            tree(),
+            "channel 0, rank 2, step 0 (recv_reduce_send",
+            "adds input[0] of ranks 3 to input[0] of ranks 2",
+        ),
     ],
     ids=["fold", "fold_elsewhere", "one_by_one", "from_memory", "tree"],
 )
@@ -123,7 +167,10 @@ def test_other_orders_are_refused_with_the_place(schedule, place, problem):
 
 def test_sides_count():
     verify(chain())
-    with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*adds input\[0\] of ranks 0 to input\[0\] of ranks 1; .*begins"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 1, step 0 .*adds input\[0\] of ranks 0 to input\[0\] of ranks 1; .*begins",
+    ):
         verify(chain(), rank_ordered=True)
 
 
@@ -139,7 +186,10 @@ def test_one_of_all_orders_is_that_of_the_ranks():
 
 def test_every_chunk_and_channel_is_looked_at():
     both = interleave([fold(0, 1, 2), one_by_one(2, 1)])
-    with pytest.raises(ScheduleError, match=r"channel 1, rank 0, step 0 .*adds input\[1\] of ranks 2 to input\[1\] of ranks 0;"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"channel 1, rank 0, step 0 .*adds input\[1\] of ranks 2 to input\[1\] of ranks 0;",
+    ):
         verify(both, rank_ordered=True)
     verify(interleave([fold(0, 1, 2), one_by_one(1, 2)]), rank_ordered=True)
 
@@ -151,13 +201,19 @@ def test_copies_have_any_order():
 @pytest.fixture
 def claims() -> Iterator[None]:
     """Algorithms over three ranks: ``ordered`` keeps what it claims, ``disordered`` does not, ``silent`` claims nothing."""
-    made = {"ordered": (fold(0, 1, 2), True), "disordered": (fold(0, 2, 1), True), "silent": (fold(0, 2, 1), False)}
+    made = {
+        "ordered": (fold(0, 1, 2), True),
+        "disordered": (fold(0, 2, 1), True),
+        "silent": (fold(0, 2, 1), False),
+    }
 
     def build(name: str, schedule: Schedule) -> catalog.Build:
         return lambda collective, nranks, root: replace(schedule, name=name)
 
     for name, (schedule, claim) in made.items():
-        catalog.register(name, collectives=[C.REDUCE], sentence="For tests.", rank_ordered=claim)(build(name, schedule))
+        catalog.register(name, collectives=[C.REDUCE], sentence="For tests.", rank_ordered=claim)(
+            build(name, schedule)
+        )
     yield
     for name in made:
         catalog.unregister(name)
@@ -168,5 +224,7 @@ def test_what_a_user_registers_keeps_its_claim_or_is_not_handed_out():
     assert catalog.build("ordered", C.REDUCE, 3).name == "ordered"
     assert catalog.build("silent", C.REDUCE, 3).name == "silent"
     for in_place in (False, True):
-        with pytest.raises(ScheduleError, match=r"disordered: channel 0, rank 0, step 0 .*rank 1 alone comes next"):
+        with pytest.raises(
+            ScheduleError, match=r"disordered: channel 0, rank 0, step 0 .*rank 1 alone comes next"
+        ):
             catalog.build("disordered", C.REDUCE, 3, in_place=in_place)

@@ -10,7 +10,20 @@ from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule import catalog
 from miraccl.schedule.cost import compute_cost
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import barrier, copy, get, inp, one_channel, out, put, recv, recv_reduce, send, signal, wait
+from miraccl.schedule.steps import (
+    barrier,
+    copy,
+    get,
+    inp,
+    one_channel,
+    out,
+    put,
+    recv,
+    recv_reduce,
+    send,
+    signal,
+    wait,
+)
 from miraccl.sim.clock import simulate
 from miraccl.sim.links import Links, Route, mesh, switch
 from miraccl.types import Collective
@@ -22,7 +35,12 @@ def pipe(*bandwidths: float, latency_us: float = 0.0) -> Links:
     """Two ranks with one link from 0 to 1 after another, and one back."""
     names = tuple(f"hop {number}" for number in range(len(bandwidths)))
     there = Route(tuple(range(len(bandwidths))), latency_us)
-    return Links(nranks=2, names=(*names, "back"), bandwidths=(*bandwidths, 100.0), routes={(0, 1): there, (1, 0): Route((2,), latency_us)})
+    return Links(
+        nranks=2,
+        names=(*names, "back"),
+        bandwidths=(*bandwidths, 100.0),
+        routes={(0, 1): there, (1, 0): Route((2,), latency_us)},
+    )
 
 
 def broadcast(*ranks: list[Step], parts: int = 1) -> Schedule:
@@ -55,13 +73,17 @@ def test_a_ring_takes_two_times_n_less_one_steps(nranks: int) -> None:
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
 def test_one_shot_leaves_a_rank_one_message_after_another(nranks: int) -> None:
     shot = catalog.build("one_shot", Collective.ALL_REDUCE, nranks)
-    assert simulate(shot, switch(nranks, 100.0, 3.0), MB).time_us == pytest.approx((nranks - 1) * 10 + 3)
+    assert simulate(shot, switch(nranks, 100.0, 3.0), MB).time_us == pytest.approx(
+        (nranks - 1) * 10 + 3
+    )
 
 
 @pytest.mark.parametrize("nranks", [1, 2, 3, 7, 8])
 def test_a_dissemination_barrier_takes_log_n_latencies(nranks: int) -> None:
     schedule = catalog.build("dissemination", Collective.BARRIER, nranks)
-    assert simulate(schedule, switch(nranks, 100.0, 2.0), 0).time_us == pytest.approx(2 * math.ceil(math.log2(nranks)))
+    assert simulate(schedule, switch(nranks, 100.0, 2.0), 0).time_us == pytest.approx(
+        2 * math.ceil(math.log2(nranks))
+    )
 
 
 def two_senders() -> Schedule:
@@ -85,7 +107,11 @@ def test_sharing_is_max_min_fair() -> None:
         ((send(inp(0), 2),), (send(inp(0), 2),), (recv(out(0), 0), recv(out(1), 1)), ()),
         ((), (send(inp(0), 3),), (), (recv(out(1), 1),)),
     )
-    run = simulate(Schedule(name="fair", collective=Collective.ALL_GATHER, nranks=4, parts=1, channels=steps), links, MB)
+    run = simulate(
+        Schedule(name="fair", collective=Collective.ALL_GATHER, nranks=4, parts=1, channels=steps),
+        links,
+        MB,
+    )
     ends = {(step.channel, step.rank): step.end for step in run.steps}
     assert ends[1, 1] == pytest.approx(MB / 70e3)  # 100 less the 30 that the other one gets
     assert ends[0, 0] == ends[0, 1] == pytest.approx(MB / 30e3)
@@ -120,9 +146,13 @@ def test_a_full_fifo_makes_the_sender_wait() -> None:
 def test_memory_is_a_link_that_operands_cross() -> None:
     alone = broadcast([copy(inp(0), out(0))])
     assert simulate(alone, switch(1, 100.0), MB).time_us == 0
-    assert simulate(alone, switch(1, 100.0), MB, memory_bandwidth=100.0).time_us == pytest.approx(20)  # read and written
+    assert simulate(alone, switch(1, 100.0), MB, memory_bandwidth=100.0).time_us == pytest.approx(
+        20
+    )  # read and written
     run = simulate(two_senders(), mesh(3, 100.0, 0.0), MB, memory_bandwidth=200.0)
-    assert run.time_us == pytest.approx(40)  # the root's: a copy of 2, two additions of 3 operands of 5 us each
+    assert run.time_us == pytest.approx(
+        40
+    )  # the root's: a copy of 2, two additions of 3 operands of 5 us each
 
 
 def test_puts_gets_signals_and_barriers() -> None:
@@ -135,10 +165,22 @@ def test_puts_gets_signals_and_barriers() -> None:
 
 
 def test_a_barrier_waits_for_the_last() -> None:
-    schedule = one_channel("late", Collective.BROADCAST, [[send(inp(0), 1), barrier()], [recv(out(0), 0), barrier()], [barrier()]])
+    schedule = one_channel(
+        "late",
+        Collective.BROADCAST,
+        [[send(inp(0), 1), barrier()], [recv(out(0), 0), barrier()], [barrier()]],
+    )
     run = simulate(schedule, switch(3, 100.0, 1.0), MB)
-    assert {step.rank: step.end for step in run.steps if step.number == len(schedule.channels[0][step.rank]) - 1} == pytest.approx(
-        {0: 12, 1: 11, 2: 12}  # rank 1 comes at 11 and knows that rank 0 came at 10; the others hear of it at 12
+    assert {
+        step.rank: step.end
+        for step in run.steps
+        if step.number == len(schedule.channels[0][step.rank]) - 1
+    } == pytest.approx(
+        {
+            0: 12,
+            1: 11,
+            2: 12,
+        }  # rank 1 comes at 11 and knows that rank 0 came at 10; the others hear of it at 12
     )
 
 
@@ -154,24 +196,34 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("name", "collective", "nranks"), EVERY)
-def test_no_run_is_faster_than_its_latencies_and_its_bytes(name: str, collective: Collective, nranks: int) -> None:
+def test_no_run_is_faster_than_its_latencies_and_its_bytes(
+    name: str, collective: Collective, nranks: int
+) -> None:
     schedule = catalog.build(name, collective, nranks)
     links, cost = mesh(nranks, 100.0, 2.0), compute_cost(schedule)
     block = 0.0 if collective is Collective.BARRIER else MB
     run = simulate(schedule, links, block, slot_bytes=MB / 3)
     assert run.time_us >= cost.latency_steps * 2.0 - 1e-9
     assert all(part <= 1 + 1e-9 for part, _ in run.use(links))
-    assert len(run.steps) == run.rounds * sum(len(steps) for channel in schedule.channels for steps in channel)
+    assert len(run.steps) == run.rounds * sum(
+        len(steps) for channel in schedule.channels for steps in channel
+    )
     assert all(step.ready <= step.start <= step.end <= run.time_us for step in run.steps)
     sent = [0.0] * nranks
-    for nbytes, (sender, _) in zip(run.carried, ((a, b) for a in range(nranks) for b in range(nranks) if a != b), strict=True):
+    for nbytes, (sender, _) in zip(
+        run.carried, ((a, b) for a in range(nranks) for b in range(nranks) if a != b), strict=True
+    ):
         sent[sender] += nbytes
     if not schedule.needs_addressable_memory:  # where ranks read, the bytes leave somebody else
         assert max(sent) == pytest.approx(float(cost.wire_blocks) * block)
 
 
-@pytest.mark.parametrize(("name", "collective", "nranks"), [entry for entry in EVERY if entry[2] == 5])
-def test_twice_the_bandwidth_and_half_the_latency_is_half_the_time(name: str, collective: Collective, nranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "collective", "nranks"), [entry for entry in EVERY if entry[2] == 5]
+)
+def test_twice_the_bandwidth_and_half_the_latency_is_half_the_time(
+    name: str, collective: Collective, nranks: int
+) -> None:
     schedule = catalog.build(name, collective, nranks)
     slow = simulate(schedule, switch(nranks, 50.0, 2.0), MB, slot_bytes=MB / 7)
     fast = simulate(schedule, switch(nranks, 100.0, 1.0), MB, slot_bytes=MB / 7)
@@ -182,7 +234,10 @@ def test_twice_the_bandwidth_and_half_the_latency_is_half_the_time(name: str, co
 
 
 def test_a_schedule_that_gets_stuck_is_told_with_a_place() -> None:
-    with pytest.raises(ScheduleError, match=r"test: channel 0, rank 1, step 0 \(recv -> output\[0\] from 0\): waits for ever"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"test: channel 0, rank 1, step 0 \(recv -> output\[0\] from 0\): waits for ever",
+    ):
         simulate(broadcast([copy(inp(0), out(0))], [recv(out(0), 0)]), switch(2, 100.0), MB)
     crossed = broadcast([send(inp(0), 1), send(inp(0), 1)], [wait([0])])
     with pytest.raises(ScheduleError, match="waits for ever"):

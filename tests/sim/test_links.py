@@ -20,20 +20,27 @@ from tests.topo.golden import TOPOLOGIES
 
 
 def topology(name: str, nodes: int = 1, gpus: tuple[int, ...] = ()) -> Topology:
-    return analyse_topology(load_topology(TOPOLOGIES / f"{name}.xml").root, TopoOptions(nodes=nodes, gpus=gpus))
+    return analyse_topology(
+        load_topology(TOPOLOGIES / f"{name}.xml").root, TopoOptions(nodes=nodes, gpus=gpus)
+    )
 
 
 def test_a_switch_has_two_links_per_rank_and_a_mesh_one_per_pair() -> None:
     assert len(switch(4, 10.0).names) == 8
     assert switch(4, 10.0).route(1, 2).links == (1, 6)
     assert len(mesh(4, 10.0).names) == 12
-    assert len({mesh(4, 10.0).route(a, b).links for a in range(4) for b in range(4) if a != b}) == 12
+    assert (
+        len({mesh(4, 10.0).route(a, b).links for a in range(4) for b in range(4) if a != b}) == 12
+    )
 
 
 def test_gpus_of_an_nvswitch_go_through_it() -> None:
     links = machine(topology("nvidia-dgxh100"))
     assert links.nranks == 8
-    assert [links.names[link] for link in links.route(0, 3).links] == ["NVL GPU/0-1b000 to NVS/0-0", "NVL NVS/0-0 to GPU/0-61000"]
+    assert [links.names[link] for link in links.route(0, 3).links] == [
+        "NVL GPU/0-1b000 to NVS/0-0",
+        "NVL NVS/0-0 to GPU/0-61000",
+    ]
 
 
 def test_nodes_are_joined_by_the_nets_nearest_to_their_gpus() -> None:
@@ -47,7 +54,10 @@ def test_nodes_are_joined_by_the_nets_nearest_to_their_gpus() -> None:
     assert route.latency_us == 3.0
 
 
-@pytest.mark.parametrize(("name", "nodes"), [("nvidia-dgxh100", 1), ("nvidia-dgx1v", 1), ("pcie8-2s-nonic", 1), ("gh200-4gpu-mesh", 2)])
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [("nvidia-dgxh100", 1), ("nvidia-dgx1v", 1), ("pcie8-2s-nonic", 1), ("gh200-4gpu-mesh", 2)],
+)
 @pytest.mark.parametrize("algo", ["ring", "two_shot", "recursive_halving_doubling"])
 def test_no_schedule_passes_the_bound_of_the_machine(name: str, nodes: int, algo: str) -> None:
     """The bound is by cuts; the simulator knows only routes and shares."""
@@ -60,7 +70,9 @@ def test_no_schedule_passes_the_bound_of_the_machine(name: str, nodes: int, algo
     assert busbw <= float(bound.all_gather) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(("name", "who"), [("pcie8-2s-2nic", "2 groups of GPUs"), ("split-nvlink-2x4", "GPUs 0 and 4")])
+@pytest.mark.parametrize(
+    ("name", "who"), [("pcie8-2s-2nic", "2 groups of GPUs"), ("split-nvlink-2x4", "GPUs 0 and 4")]
+)
 def test_machines_whose_gpus_only_the_network_joins_are_refused(name: str, who: str) -> None:
     with pytest.raises(TopologyError, match=f"only the network joins {who} of this machine"):
         machine(topology(name))
@@ -84,4 +96,6 @@ def test_latencies_and_routes_are_checked() -> None:
     with pytest.raises(InvalidUsage, match="2 links have 1 bandwidths"):
         Links(nranks=1, names=("a", "b"), bandwidths=(1.0,), routes={})
     with pytest.raises(InvalidUsage, match="no link leads from rank 1 to rank 0"):
-        Links(nranks=2, names=("a",), bandwidths=(1.0,), routes={(0, 1): Route((0,), 0.0)}).route(1, 0)
+        Links(nranks=2, names=("a",), bandwidths=(1.0,), routes={(0, 1): Route((0,), 0.0)}).route(
+            1, 0
+        )

@@ -39,7 +39,9 @@ class Sweep:
         self._accident: tuple[str, int, int] | None = None
         self._patch(patch)
 
-    def accidents(self, plan: Mapping[str, Sequence[int]], scenario: Callable[[], object]) -> Iterator[Accident]:
+    def accidents(
+        self, plan: Mapping[str, Sequence[int]], scenario: Callable[[], object]
+    ) -> Iterator[Accident]:
         """One for each call of these kinds that ``scenario`` makes, and each error."""
         self.set(None)
         scenario()
@@ -72,7 +74,9 @@ class Sweep:
         sweep, start, epoll, eventfd = self, threading.Thread.start, select.epoll, os.eventfd
 
         class Socket(socket.socket):
-            def __init__(self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None) -> None:
+            def __init__(
+                self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None
+            ) -> None:
                 if fileno is None:
                     sweep.check("socket")
                 super().__init__(family, type, proto, fileno)
@@ -133,7 +137,9 @@ class Sweep:
 
         patch.setattr(socket, "socket", Socket)
         patch.setattr(os, "eventfd", checked("eventfd", eventfd))
-        patch.setattr(selectors.EpollSelector, "_selector_cls", staticmethod(checked("epoll", epoll)))
+        patch.setattr(
+            selectors.EpollSelector, "_selector_cls", staticmethod(checked("epoll", epoll))
+        )
         patch.setattr(threading.Thread, "start", start_thread)
 
 
@@ -151,7 +157,12 @@ class Accident:
         self._sweep.set(self._what)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._sweep.set(None)
 
 

@@ -17,7 +17,12 @@ from miraccl.tools.processes import die_with_parent
 from miraccl.tools.spawn import Context, Outcome, Ranks
 
 # what ranks would import each for itself when they come to it
-ALWAYS = ("miraccl.comm.device.hosts.communicator", "miraccl.comm.network", "numpy.testing", "encodings.idna")
+ALWAYS = (
+    "miraccl.comm.device.hosts.communicator",
+    "miraccl.comm.network",
+    "numpy.testing",
+    "encodings.idna",
+)
 APART = "tests.interop."  # with JAX and its like, which begin threads and are not for ranks of other tests
 _LENGTH = struct.Struct("<Q")
 
@@ -41,7 +46,10 @@ def _import(module: str) -> None:
 def _serve(request: dict[str, Any]) -> list[Outcome]:
     nranks, arguments = request["nranks"], (request["module"], request["function"], request["args"])
     _import(request["module"])
-    with launch.local_job(nranks, request["env"]) as environ, Ranks(_run_target, nranks, arguments, environ=environ, capture=True) as ranks:
+    with (
+        launch.local_job(nranks, request["env"]) as environ,
+        Ranks(_run_target, nranks, arguments, environ=environ, capture=True) as ranks,
+    ):
         ranks.wait(time.monotonic() + request["timeout"], grace=request["timeout"])
         return ranks.outcomes
 

@@ -75,7 +75,9 @@ class _Server:
                 raise TimeoutError("the server of test ranks does not answer")
             part = os.read(fd, length - len(data))
             if not part:
-                raise TimeoutError(f"the server of test ranks ended with status {self._process.wait(10)}")
+                raise TimeoutError(
+                    f"the server of test ranks ended with status {self._process.wait(10)}"
+                )
             data += part
         return data
 
@@ -104,7 +106,11 @@ def _server(modules: tuple[str, ...]) -> _Server:
 
 
 def rank_outcomes(
-    target: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
+    target: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """Run ``target(*args)`` in ``n`` ranks; returns how each ended: status, value, error (traceback), output.
 
@@ -113,7 +119,9 @@ def rank_outcomes(
     """
     qualname = target.__qualname__
     if "<" in qualname:
-        raise ValueError(f"{qualname} is not at the top of its module: another process cannot find it")
+        raise ValueError(
+            f"{qualname} is not at the top of its module: another process cannot find it"
+        )
     request = {
         "module": target.__module__,
         "function": qualname,
@@ -125,11 +133,19 @@ def rank_outcomes(
     return _server(TORCH if target.__module__.startswith("tests.torch.") else ()).run(request)
 
 
-def run_ranks(target: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> list[Any]:
+def run_ranks(
+    target: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Run ``target(*args)`` in ``n`` ranks, all of which must succeed; returns their results in order of rank."""
     outcomes = rank_outcomes(target, n, *args, timeout=timeout, env=env)
     if not all(o.ok for o in outcomes):
-        raise AssertionError("\n".join(_report(o) for o in sorted(outcomes, key=lambda o: (o.ok, o.order))))
+        raise AssertionError(
+            "\n".join(_report(o) for o in sorted(outcomes, key=lambda o: (o.ok, o.order)))
+        )
     return [o.value for o in outcomes]
 
 

@@ -45,15 +45,33 @@ def program(tmp_path: Path) -> str:
 
 def run(python: str, *words: str, cwd: Path | None = None) -> tuple[int, list[str], str]:
     environ = {**os.environ, "SAID": "some thing"}
-    done = subprocess.run([python, *words], env=environ, cwd=cwd, input="typed", capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stdout.splitlines()[1:], done.stderr.splitlines()[-1] if done.stderr else ""
+    done = subprocess.run(
+        [python, *words],
+        env=environ,
+        cwd=cwd,
+        input="typed",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return (
+        done.returncode,
+        done.stdout.splitlines()[1:],
+        done.stderr.splitlines()[-1] if done.stderr else "",
+    )
 
 
 @pytest.mark.parametrize("way", ["say", "raise", "text", "kill"])
 def test_a_program_ends_as_in_python(program: str, way: str, tmp_path: Path) -> None:
-    warm, cold = (run(python, "-u", program, way, "a b", cwd=tmp_path) for python in (warm_python(), sys.executable))
+    warm, cold = (
+        run(python, "-u", program, way, "a b", cwd=tmp_path)
+        for python in (warm_python(), sys.executable)
+    )
     if way == "say":
-        assert [(warm[1][0].split()[-1]), cold[1][0].split()[-1]] == ["True", "False"], "one of them has imported miraccl already"
+        assert [(warm[1][0].split()[-1]), cold[1][0].split()[-1]] == ["True", "False"], (
+            "one of them has imported miraccl already"
+        )
         assert warm[1][0].rpartition(" ")[0] == cold[1][0].rpartition(" ")[0]
         assert warm[1][1:] == cold[1][1:] == ["the end"]
     else:
@@ -72,12 +90,18 @@ def test_modules_and_what_only_python_can_do() -> None:
     assert run(warm_python(), "-c", "print(1); print(2)") == (0, ["2"], "")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 5), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 5), (signal.SIGKILL, -signal.SIGKILL)]
+)
 def test_signals_reach_the_program(program: str, number: int, status: int) -> None:
-    with subprocess.Popen([warm_python(), program, "term"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [warm_python(), program, "term"], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(number)
         assert process.wait(30) == status
-        assert process.stdout.read() == ("the end\n" if status == 5 else ""), "its streams are closed: it has ended"
+        assert process.stdout.read() == ("the end\n" if status == 5 else ""), (
+            "its streams are closed: it has ended"
+        )

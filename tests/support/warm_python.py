@@ -22,7 +22,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCH = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api", "miraccl.torch")
+TORCH = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "miraccl.torch",
+)
 _PATIENCE_S = 100.0  # for the first compilation on a machine
 
 
@@ -32,21 +37,36 @@ def warm_python(*modules: str) -> str:
     folder = Path(tempfile.mkdtemp(prefix="miraccl-warm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     executable, meeting = folder / "python", folder / "socket"
-    words = [sys.executable, "-I", "-S", str(Path(__file__).with_name("warm_client.py")), sys.executable, str(executable), str(meeting)]
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(__file__).with_name("warm_client.py")),
+        sys.executable,
+        str(executable),
+        str(meeting),
+    ]
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     executable.chmod(0o700)
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm_server", str(meeting), *modules],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},  # which OpenMP reads when it is loaded
+        env={
+            **os.environ,
+            "PYTHONPATH": paths,
+            "OMP_NUM_THREADS": "1",
+        },  # which OpenMP reads when it is loaded
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )
     atexit.register(server.wait, 10)
     atexit.register(server.kill)
     assert server.stdout is not None
-    if not select.select([server.stdout], [], [], _PATIENCE_S)[0] or server.stdout.readline() != b"ready\n":
+    if (
+        not select.select([server.stdout], [], [], _PATIENCE_S)[0]
+        or server.stdout.readline() != b"ready\n"
+    ):
         server.kill()
         raise RuntimeError("the server of warm interpreters does not start")
     return str(executable)

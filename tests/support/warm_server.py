@@ -24,7 +24,11 @@ from typing import Any, NoReturn
 from miraccl.tools import launch
 from miraccl.tools.processes import die_with_parent
 
-ALWAYS = ("miraccl.tools.perf.cli", "miraccl.tools.perf.device_ranks", "miraccl.comm.device.hosts.communicator")
+ALWAYS = (
+    "miraccl.tools.perf.cli",
+    "miraccl.tools.perf.device_ranks",
+    "miraccl.comm.device.hosts.communicator",
+)
 MOST = 128 << 10  # bytes of a request, which is one packet
 
 

@@ -118,7 +118,13 @@ class FakeCuda:
         return self.submit(lambda: _kernel(name, itemsize, values))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("cuEventSynchronize", "cuStreamSynchronize", "cuGraphDestroy", "cuEventDestroy", "cuStreamDestroy"):
+        if name in (
+            "cuEventSynchronize",
+            "cuStreamSynchronize",
+            "cuGraphDestroy",
+            "cuEventDestroy",
+            "cuStreamDestroy",
+        ):
             return lambda *args: (0,)
         raise AttributeError(name)
 
@@ -171,7 +177,11 @@ class FakeCommunicator:
         self.gpu = FakeGpu(ordinal)
         if os.environ.get("FAKE_TELLS"):
             print(f"rank {self.rank} on GPU {ordinal}", file=sys.stderr)
-        self.algo, self.proto, self.aborted = options.algo or "one_shot", options.proto or "ll128", False
+        self.algo, self.proto, self.aborted = (
+            options.algo or "one_shot",
+            options.proto or "ll128",
+            False,
+        )
         self.last_plan: Any = None
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, *, stream: int) -> None:
@@ -189,7 +199,9 @@ class FakeCommunicator:
     def broadcast(self, x: Any, root: int = 0, *, stream: int) -> None:
         self._run(Collective.BROADCAST, x, x, root=root)
 
-    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Any = RedOp.SUM, *, stream: int) -> None:
+    def reduce(
+        self, x: Any, root: int = 0, out: Any = None, op: Any = RedOp.SUM, *, stream: int
+    ) -> None:
         self._run(Collective.REDUCE, x, x if out is None else out, op, root)
 
     def sendrecv(self, x: Any, out: Any, dst: int, src: int, *, stream: int) -> None:
@@ -215,22 +227,39 @@ class FakeCommunicator:
         if not self.aborted:
             self.session.barrier("fake close")
 
-    def _run(self, collective: Collective, x: Any, out: Any, op: Any = RedOp.SUM, root: int = 0) -> None:
-        source, target = device_view(x, "x", collective.label), device_view(out, "out", collective.label)
+    def _run(
+        self, collective: Collective, x: Any, out: Any, op: Any = RedOp.SUM, root: int = 0
+    ) -> None:
+        source, target = (
+            device_view(x, "x", collective.label),
+            device_view(out, "out", collective.label),
+        )
         if os.environ.get("FAKE_REFUSES") == collective.label:
             raise InvalidUsage(f"{collective.label} is refused on purpose", rank=self.rank)
         if os.environ.get("FAKE_DIES") == collective.label and self.rank == 1 and source.count > 4:
             os.kill(os.getpid(), signal.SIGKILL)
         reason = f"for {collective.label} of {source.count}"
-        self.last_plan = SimpleNamespace(algo=self.algo, proto=self.proto, blocks=3, threads=64, unroll=1, reason=reason)
+        self.last_plan = SimpleNamespace(
+            algo=self.algo, proto=self.proto, blocks=3, threads=64, unroll=1, reason=reason
+        )
         self.gpu.cuda.submit(lambda: self._now(collective, source, target, op, root))
 
-    def _now(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Any, root: int) -> None:
+    def _now(
+        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Any, root: int
+    ) -> None:
         kind = NUMPY_DTYPE[source.dtype]
         scalars = None
-        inputs = [np.frombuffer(blob, kind) for blob in self.session.all_gather(view(source.address, source.nbytes).tobytes(), "fake")]
+        inputs = [
+            np.frombuffer(blob, kind)
+            for blob in self.session.all_gather(
+                view(source.address, source.nbytes).tobytes(), "fake"
+            )
+        ]
         if isinstance(op, PreMulSum):
-            scalars = [float(blob) for blob in self.session.all_gather(str(op.scalar).encode(), "fake scalar")]
+            scalars = [
+                float(blob)
+                for blob in self.session.all_gather(str(op.scalar).encode(), "fake scalar")
+            ]
             op = RedOp.PREMUL_SUM
         if collective is Collective.SEND_RECV:
             result: Any = inputs[(self.rank - 1) % self.nranks]
@@ -280,11 +309,23 @@ _of_thread = threading.local()
 def facts(count: int, problem: str = "") -> CudaFacts:
     gpus = tuple(
         GpuInfo(
-            ordinal=i, name=NAME, bus_id=f"0000:{i:02x}:00.0", sm=90, multiprocessors=4, memory_bytes=1 << 30, posix_handles=True, mode=0
+            ordinal=i,
+            name=NAME,
+            bus_id=f"0000:{i:02x}:00.0",
+            sm=90,
+            multiprocessors=4,
+            memory_bytes=1 << 30,
+            posix_handles=True,
+            mode=0,
         )
         for i in range(count)
     )
-    peers = tuple(PeerAccess(source=i, target=j, allowed=True, atomics=True) for i in range(count) for j in range(count) if i != j)
+    peers = tuple(
+        PeerAccess(source=i, target=j, allowed=True, atomics=True)
+        for i in range(count)
+        for j in range(count)
+        if i != j
+    )
     return CudaFacts(problem=problem, driver="13.0", bindings="13.0", gpus=gpus, peers=peers)
 
 
@@ -321,9 +362,13 @@ def install(count: int) -> None:
         (gpu_facts, "read_facts"): lambda: facts(count),
         (cuda, "Gpu"): gpu,
         (toolkit, "compile_cubin"): compile_nothing,
-        (device_hosts, "make_device_communicator"): lambda *args, open_cpu, plane=None: FakeCommunicator(*args),
+        (device_hosts, "make_device_communicator"): lambda *args, open_cpu, plane=None: (
+            FakeCommunicator(*args)
+        ),
         (device_nccl, "load_torch"): lambda: SimpleNamespace(
-            __version__="0", version=SimpleNamespace(cuda="0"), cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (0, 0)))
+            __version__="0",
+            version=SimpleNamespace(cuda="0"),
+            cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (0, 0))),
         ),
         (device_nccl, "check_torch"): lambda: None,
         (device_nccl, "TorchStream"): FakeTorchStream,

@@ -23,15 +23,40 @@ pytestmark = pytest.mark.multiprocess
         ("idle_cpu.py", ["--seconds", "0.05"]),
         ("memory.py", ["--ranks", "2", "--bytes", "100000"]),
         ("staging.py", ["--rounds", "1", "--sizes", "1K,1M"]),
-        ("torch_calls.py", ["--rounds", "1", "--calls", "3", "--ranks", "2", "--only", "all_gather,futures,recv"]),
+        (
+            "torch_calls.py",
+            ["--rounds", "1", "--calls", "3", "--ranks", "2", "--only", "all_gather,futures,recv"],
+        ),
         ("uneven_counts.py", ["--rounds", "1", "--calls", "3", "--ranks", "2"]),
-        ("peers.py", ["--rounds", "1", "--ranks", "2", "--ops", "all_reduce", "--sizes", "8", "--batches", "1", "--variants", "window"]),
+        (
+            "peers.py",
+            [
+                "--rounds",
+                "1",
+                "--ranks",
+                "2",
+                "--ops",
+                "all_reduce",
+                "--sizes",
+                "8",
+                "--batches",
+                "1",
+                "--variants",
+                "window",
+            ],
+        ),
     ],
 )
 def test_a_benchmark_writes_its_results(script: str, args: list[str], tmp_path: Path) -> None:
     if script.startswith("torch"):
         pytest.importorskip("torch", reason="PyTorch is not installed", exc_type=ImportError)
-    command = [warm_python(), str(ROOT / "bench" / script), *args, "--out", str(tmp_path / "result")]
+    command = [
+        warm_python(),
+        str(ROOT / "bench" / script),
+        *args,
+        "--out",
+        str(tmp_path / "result"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["machine"]["cores"] >= 1
@@ -39,13 +64,26 @@ def test_a_benchmark_writes_its_results(script: str, args: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "command", ["gpu_hosts.py", "gpu_links.py", "gpu_clock.py", "gpu_sweep.py", "gpu_versions.py", "call_overhead.py --devices cuda"]
+    "command",
+    [
+        "gpu_hosts.py",
+        "gpu_links.py",
+        "gpu_clock.py",
+        "gpu_sweep.py",
+        "gpu_versions.py",
+        "call_overhead.py --devices cuda",
+    ],
 )
 def test_without_a_gpu_a_line_says_what_is_missing(command: str) -> None:
     script, *words = command.split()
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [warm_python(), str(ROOT / "bench" / script), *words], capture_output=True, text=True, timeout=120, check=False, env=environ
+        [warm_python(), str(ROOT / "bench" / script), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environ,
     )
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -46,7 +46,9 @@ def test_version_and_help() -> None:
 
 def test_the_overview_imports_nothing_slow() -> None:
     code = "import sys; from miraccl.tools import cli; cli.cli(['--help'], standalone_mode=False); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
     assert not {"numpy", "numba", "rich", "matplotlib", "miraccl.comm"} & set(loaded)
 
 
@@ -93,7 +95,14 @@ def test_a_misspelt_command_is_recognised() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("plan", "--json"), ("plan", "--html"), ("topo", "show", "--json"), ("topo", "detect", "--out"), ("env", "--json")]
+    "args",
+    [
+        ("plan", "--json"),
+        ("plan", "--html"),
+        ("topo", "show", "--json"),
+        ("topo", "detect", "--out"),
+        ("env", "--json"),
+    ],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(args: tuple[str, ...]) -> None:
     result = invoke(*args, "/no such folder/out")
@@ -103,29 +112,50 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(args: tuple
 
 def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
     """Where the output is strict about its encoding."""
-    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "MIRACCL_TOPO_FILE": os.fsdecode(bytes(tmp_path) + b"/b\xffr.xml")}
-    done = subprocess.run([sys.executable, "-m", "miraccl", "env"], capture_output=True, env=env, timeout=60, check=False)
+    env = {
+        **os.environ,
+        "PYTHONIOENCODING": "utf-8:strict",
+        "MIRACCL_TOPO_FILE": os.fsdecode(bytes(tmp_path) + b"/b\xffr.xml"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "miraccl", "env"],
+        capture_output=True,
+        env=env,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"/b\\udcffr.xml" in done.stdout
 
 
 def test_commands_run_without_standard_output() -> None:
     done = subprocess.run(
-        ["sh", "-c", f"{shlex.quote(sys.executable)} -m miraccl perf all_reduce -r 2 -s 8 -n 1 --batches 1 >&-"],
+        [
+            "sh",
+            "-c",
+            f"{shlex.quote(sys.executable)} -m miraccl perf all_reduce -r 2 -s 8 -n 1 --batches 1 >&-",
+        ],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0
-    assert all(line.startswith("miraccl: ") for line in done.stderr.splitlines()), done.stderr  # it compiles and measures at first use
+    assert all(line.startswith("miraccl: ") for line in done.stderr.splitlines()), (
+        done.stderr
+    )  # it compiles and measures at first use
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_a_full_disk_is_told_in_a_line() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "miraccl", "env"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            [sys.executable, "-m", "miraccl", "env"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
         )
     assert done.returncode == 1
     assert done.stderr == "miraccl: the output cannot be written: No space left on device\n"
@@ -146,11 +176,17 @@ def test_a_full_disk_is_told_in_a_line() -> None:
         (["all_reduce", "--factor", "1"], "--factor"),
         (["all_reduce", "--devices", "cuda:0,0"], "names a GPU twice"),
         (["all_reduce", "--peer-python", "python3"], "--compare"),
-        (["all_reduce", "--compare", "mpi", "--peer-python", "/nonexistent/python"], "pip install mpi4py"),
+        (
+            ["all_reduce", "--compare", "mpi", "--peer-python", "/nonexistent/python"],
+            "pip install mpi4py",
+        ),
         (["sendrecv", "--persistent"], "no persistent form"),
         (["all_reduce", "--root", "0"], "broadcast, reduce, gather, scatter"),
         (["all_reduce", "--min-bytes", "0"], "at least 1 byte"),
-        (["all_reduce", "--ranks", "3", "--sizes", "1000000G"], f"the buffers of 3 ranks take {6000000 << 30} bytes, and this machine has"),
+        (
+            ["all_reduce", "--ranks", "3", "--sizes", "1000000G"],
+            f"the buffers of 3 ranks take {6000000 << 30} bytes, and this machine has",
+        ),
         (["all_reduce", "--factor", "nan"], "finite"),
         (["all_reduce", "--factor", "1.0001"], "x>=1.01"),
         (["all_reduce", "--timeout", "inf"], "finite"),
@@ -160,17 +196,29 @@ def test_a_full_disk_is_told_in_a_line() -> None:
         (["all_reduce", "--plot", "rows.xyz"], ".svg, .png, .pdf"),
         (["all_reduce", "--sizes", "9" * 400], "less than 2**63 bytes"),
         (["all_reduce", "--algo", "nope"], "known are: bruck, chain"),
-        (["all_reduce", "--algo", "pairwise"], "--algo pairwise has no all_reduce over 2 ranks; these have: "),
+        (
+            ["all_reduce", "--algo", "pairwise"],
+            "--algo pairwise has no all_reduce over 2 ranks; these have: ",
+        ),
         (["sendrecv", "--algo", "ring"], "--algo is for collectives"),
         (["sendrecv", "--explain"], "--explain is for operations with a choice; sendrecv has none"),
         (["barrier", "--explain"], "--explain is for operations with a choice; barrier has none"),
-        (["all_reduce", "--explain", "--json", "-"], "--explain stands in the table, which --json - leaves out: give --json a file"),
+        (
+            ["all_reduce", "--explain", "--json", "-"],
+            "--explain stands in the table, which --json - leaves out: give --json a file",
+        ),
         (["all_reduce", "--proto", "ll128"], "allowed are simple and ll"),
         (["barrier", "--sizes", "8"], "a barrier has no size"),
         (["barrier", "--max-bytes", "8"], "a barrier has no size"),
-        (["all_reduce", "--sizes", "8,1K", "--factor", "4"], "--factor is for a range of sizes: give --min-bytes or --max-bytes"),
+        (
+            ["all_reduce", "--sizes", "8,1K", "--factor", "4"],
+            "--factor is for a range of sizes: give --min-bytes or --max-bytes",
+        ),
         (["barrier", "--plot", "rows.svg"], "--plot draws busbw, which is 0 of a barrier"),
-        (["all_reduce", "--ranks", "1", "--plot", "rows.svg"], "--plot draws busbw, which is 0 of all_reduce of one rank"),
+        (
+            ["all_reduce", "--ranks", "1", "--plot", "rows.svg"],
+            "--plot draws busbw, which is 0 of all_reduce of one rank",
+        ),
     ],
 )
 def test_errors_of_perf_say_what_is_allowed(args: list[str], expected: str) -> None:
@@ -219,9 +267,17 @@ def test_every_algorithm_can_be_drawn(name: str, collective: Collective, nranks:
     per_lane: dict[tuple[int, int], list[int]] = {}
     for event in timeline.events:
         per_lane.setdefault((event.channel, event.rank), []).append(event.start)
-    assert all(sorted(set(starts)) == starts for starts in per_lane.values()), "a rank does one step at a time, in order"
+    assert all(sorted(set(starts)) == starts for starts in per_lane.values()), (
+        "a rank does one step at a time, in order"
+    )
     drawing = ET.fromstring(draw_svg(schedule))
-    assert sum(element.tag.endswith("}g") and element.find("{*}title") is not None for element in drawing.iter()) == steps
+    assert (
+        sum(
+            element.tag.endswith("}g") and element.find("{*}title") is not None
+            for element in drawing.iter()
+        )
+        == steps
+    )
 
 
 _WRONG_PLUGIN = """
@@ -239,8 +295,20 @@ def build(collective, nranks, root):
 def test_a_wrong_schedule_is_refused(tmp_path: Path) -> None:
     plugin = tmp_path / "plugin.py"
     plugin.write_text(_WRONG_PLUGIN)
-    command = ["-m", "miraccl", "schedule", "verify", "broken_for_a_test", "--load", str(plugin), "--ranks", "2"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        "-m",
+        "miraccl",
+        "schedule",
+        "verify",
+        "broken_for_a_test",
+        "--load",
+        str(plugin),
+        "--ranks",
+        "2",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert "WRONG" in done.stdout
 
@@ -273,21 +341,32 @@ def test_schedule_errors(args: list[str]) -> None:
         (["--load", "plugin.py"], "--load is for algorithms that a Python file registers"),
     ],
 )
-def test_options_that_contradict_the_schedule_in_a_file_are_refused(command: str, args: list[str], words: str, tmp_path: Path) -> None:
+def test_options_that_contradict_the_schedule_in_a_file_are_refused(
+    command: str, args: list[str], words: str, tmp_path: Path
+) -> None:
     name = str(tmp_path / "ring")
     Path(name).write_text(invoke("schedule", "show", "ring", "--ranks", "3").output)
-    assert invoke("schedule", command, name, "--ranks", "3", "--collective", "all_reduce", "--root", "0").exit_code == 0
+    assert (
+        invoke(
+            "schedule", command, name, "--ranks", "3", "--collective", "all_reduce", "--root", "0"
+        ).exit_code
+        == 0
+    )
     result = invoke("schedule", command, name, *args)
     assert result.exit_code == 2
     assert words in message(result).replace(name, "ring")
 
 
-def test_the_name_of_a_file_with_a_schedule_needs_no_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_file_with_a_schedule_needs_no_dot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine").write_text(invoke("schedule", "show", "ring", "--ranks", "3").output)
     Path("two_shot").write_text("an algorithm has this name, too")
     assert "ring all_reduce over 3 ranks: right" in invoke("schedule", "verify", "mine").output
-    assert "two_shot all_reduce over 4 ranks: right" in invoke("schedule", "verify", "two_shot").output
+    assert (
+        "two_shot all_reduce over 4 ranks: right" in invoke("schedule", "verify", "two_shot").output
+    )
 
 
 def test_a_rank_that_there_is_not_is_refused_before_anything_is_shown() -> None:
@@ -301,8 +380,14 @@ def test_a_rank_that_there_is_not_is_refused_before_anything_is_shown() -> None:
     [
         ("\n\ndef (", "SyntaxError: invalid syntax (plugin.py, line 3)"),
         ("import miraccl\n\n1 / 0", "plugin.py, line 3: ZeroDivisionError: division by zero"),
-        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
-        ("from miraccl.schedule import catalog\ncatalog.get('nope')", "no algorithm is called 'nope'"),
+        (
+            "import no_such_module_at_all",
+            "ModuleNotFoundError: No module named 'no_such_module_at_all'",
+        ),
+        (
+            "from miraccl.schedule import catalog\ncatalog.get('nope')",
+            "no algorithm is called 'nope'",
+        ),
     ],
 )
 def test_a_plugin_that_fails_is_told_with_its_line(tmp_path: Path, text: str, words: str) -> None:
@@ -314,10 +399,36 @@ def test_a_plugin_that_fails_is_told_with_its_line(tmp_path: Path, text: str, wo
 
 
 def test_schedules_are_simulated_on_links_and_machines(tmp_path: Path) -> None:
-    rows = json.loads(invoke("schedule", "simulate", "ring", "-r", "4", "-s", "8,4M", "--bandwidth", "100", "--json", "-").output)
+    rows = json.loads(
+        invoke(
+            "schedule",
+            "simulate",
+            "ring",
+            "-r",
+            "4",
+            "-s",
+            "8,4M",
+            "--bandwidth",
+            "100",
+            "--json",
+            "-",
+        ).output
+    )
     assert [row["bytes"] for row in rows] == [8, 4 << 20]
-    assert rows[1]["time_us"] == pytest.approx(12 * ((1 << 19) / 1e5 + 1), rel=1e-6)  # two rounds of 6 messages
-    text = invoke("schedule", "simulate", "two_shot", "--topo", str(TOPOLOGIES / "nvidia-dgxh100.xml"), "--nodes", "2", "-s", "1M").output
+    assert rows[1]["time_us"] == pytest.approx(
+        12 * ((1 << 19) / 1e5 + 1), rel=1e-6
+    )  # two rounds of 6 messages
+    text = invoke(
+        "schedule",
+        "simulate",
+        "two_shot",
+        "--topo",
+        str(TOPOLOGIES / "nvidia-dgxh100.xml"),
+        "--nodes",
+        "2",
+        "-s",
+        "1M",
+    ).output
     assert "two_shot all_reduce over 16 ranks, 128 links" in text
     assert "PCI GPU/0-1b000 to PCI/0-15000@0, " in text
     assert "over 4 ranks" in invoke("schedule", "simulate", "dissemination", "-c", "barrier").output
@@ -325,13 +436,28 @@ def test_schedules_are_simulated_on_links_and_machines(tmp_path: Path) -> None:
 
 def test_a_simulated_run_is_a_trace(tmp_path: Path) -> None:
     target = tmp_path / "run.json"
-    assert invoke("schedule", "simulate", "ring", "-r", "3", "-s", "3000", "--trace", str(target)).exit_code == 0
-    events = [event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert (
+        invoke(
+            "schedule", "simulate", "ring", "-r", "3", "-s", "3000", "--trace", str(target)
+        ).exit_code
+        == 0
+    )
+    events = [
+        event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"
+    ]
     steps = [event for event in events if event["name"] != "wait"]
-    assert len(steps) == sum(len(steps) for channel in catalog.build("ring", Collective.ALL_REDUCE, 3).channels for steps in channel)
+    assert len(steps) == sum(
+        len(steps)
+        for channel in catalog.build("ring", Collective.ALL_REDUCE, 3).channels
+        for steps in channel
+    )
     for rank in range(3):
-        mine = sorted((event for event in events if event["pid"] == rank), key=lambda event: event["ts"])
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-9 for a, b in itertools.pairwise(mine)), "waits and steps follow one another"
+        mine = sorted(
+            (event for event in events if event["pid"] == rank), key=lambda event: event["ts"]
+        )
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-9 for a, b in itertools.pairwise(mine)), (
+            "waits and steps follow one another"
+        )
 
 
 @pytest.mark.parametrize(
@@ -364,7 +490,12 @@ def test_a_wrong_schedule_is_not_simulated(tmp_path: Path) -> None:
 
 
 def test_env_tells_where_a_value_is_from() -> None:
-    records = {r["name"]: r for r in env.collect({"MIRACCL_TIMEOUT": "7", "NCCL_ALGO": "RING", "MIRACCL_BUFFSIZE": "lots"})}
+    records = {
+        r["name"]: r
+        for r in env.collect(
+            {"MIRACCL_TIMEOUT": "7", "NCCL_ALGO": "RING", "MIRACCL_BUFFSIZE": "lots"}
+        )
+    }
     assert (records["TIMEOUT"]["value"], records["TIMEOUT"]["source"]) == (7.0, "MIRACCL_TIMEOUT")
     assert (records["ALGO"]["value"], records["ALGO"]["source"]) == ("ring", "NCCL_ALGO")
     assert "a size is" in records["BUFFSIZE"]["error"]
@@ -373,7 +504,10 @@ def test_env_tells_where_a_value_is_from() -> None:
 
 def test_env_prints_and_writes_json() -> None:
     assert "MIRACCL_ALGO" in invoke("env").output
-    assert {r["name"] for r in json.loads(invoke("env", "--json", "-").output)} >= {"ALGO", "TIMEOUT"}
+    assert {r["name"] for r in json.loads(invoke("env", "--json", "-").output)} >= {
+        "ALGO",
+        "TIMEOUT",
+    }
     only = invoke("env", "--set", env={"MIRACCL_PROTO": "ll"}).output
     assert "MIRACCL_PROTO" in only
     assert "MIRACCL_TIMEOUT" not in only
@@ -381,7 +515,9 @@ def test_env_prints_and_writes_json() -> None:
 
 
 def test_env_points_out_variables_that_mean_nothing() -> None:
-    assert env.unknown_variables({"MIRACCL_TIMEOUTS": "3", "MIRACCL_RANK": "0", "OTHER": ""}) == [("MIRACCL_TIMEOUTS", "MIRACCL_TIMEOUT")]
+    assert env.unknown_variables({"MIRACCL_TIMEOUTS": "3", "MIRACCL_RANK": "0", "OTHER": ""}) == [
+        ("MIRACCL_TIMEOUTS", "MIRACCL_TIMEOUT")
+    ]
 
 
 def test_doctor_finds_what_is_needed() -> None:

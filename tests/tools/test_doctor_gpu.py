@@ -38,7 +38,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def findings() -> dict[str, Finding]:
-    return {finding.name: finding for check in doctor_gpu.CHECKS.values() if (finding := check()) is not None}
+    return {
+        finding.name: finding
+        for check in doctor_gpu.CHECKS.values()
+        if (finding := check()) is not None
+    }
 
 
 def seen(finding: Finding | None) -> Finding:
@@ -48,13 +52,18 @@ def seen(finding: Finding | None) -> Finding:
 
 def test_a_machine_without_anything(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line says that there is no GPU and one what to install; nothing has "nothing to look at"."""
-    machine(replace(NOTHING, problem="GPU memory needs cuda.bindings.driver: No module named 'cuda'"))
+    machine(
+        replace(NOTHING, problem="GPU memory needs cuda.bindings.driver: No module named 'cuda'")
+    )
     monkeypatch.setattr(doctor_gpu, "bindings_version", lambda: "")
     found = findings()
     assert list(found) == ["gpu", "cuda-bindings", "settings"]
     assert (found["gpu"].status, found["gpu"].found) == ("note", "no NVIDIA GPU")
     bindings = found["cuda-bindings"]
-    assert (bindings.status, bindings.advice) == ("note", "pip install 'miraccl[cuda]': only GPU memory needs it")
+    assert (bindings.status, bindings.advice) == (
+        "note",
+        "pip install 'miraccl[cuda]': only GPU memory needs it",
+    )
 
 
 def test_packages_for_gpus_on_a_machine_without(machine: Any) -> None:
@@ -66,8 +75,14 @@ def test_packages_for_gpus_on_a_machine_without(machine: Any) -> None:
     assert found["cuda-bindings"].status == found["nvrtc"].status == "ok"
 
 
-def test_a_gpu_that_cuda_cannot_use_is_a_note(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "read_text", lambda path: "NVRM version: NVIDIA UNIX Open Kernel Module 580\nmore")
+def test_a_gpu_that_cuda_cannot_use_is_a_note(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        doctor_gpu,
+        "read_text",
+        lambda path: "NVRM version: NVIDIA UNIX Open Kernel Module 580\nmore",
+    )
     machine(NOTHING)
     assert doctor_gpu.check_gpu().found.endswith("580")
     cuda = seen(doctor_gpu.check_cuda())
@@ -75,7 +90,10 @@ def test_a_gpu_that_cuda_cannot_use_is_a_note(machine: Any, monkeypatch: pytest.
     monkeypatch.setattr(doctor_gpu, "bindings_version", lambda: "")
     assert doctor_gpu.check_cuda() is None
     bindings = doctor_gpu.check_bindings()
-    assert (bindings.status, bindings.advice) == ("note", "pip install 'miraccl[cuda]': GPU memory needs it")
+    assert (bindings.status, bindings.advice) == (
+        "note",
+        "pip install 'miraccl[cuda]': GPU memory needs it",
+    )
 
 
 def test_gpus_are_listed(machine: Any) -> None:
@@ -126,7 +144,9 @@ def test_pairs_without_peer_access_are_named(machine: Any) -> None:
     assert "nobody to reach" in seen(doctor_gpu.check_peers()).found
 
 
-def test_ipc_is_tried_with_a_gpu_that_is_reached(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipc_is_tried_with_a_gpu_that_is_reached(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = []
 
     def try_ipc(owner: int, mapper: int) -> str:
@@ -140,7 +160,11 @@ def test_ipc_is_tried_with_a_gpu_that_is_reached(machine: Any, monkeypatch: pyte
     assert seen(doctor_gpu.check_ipc()).status == "ok"
     failed = seen(doctor_gpu.check_ipc())
     assert tried == [(0, 0), (0, 1), (0, 1)]
-    assert (failed.status, "refused" in failed.found, "--ipc=host" in failed.advice) == ("note", True, True)
+    assert (failed.status, "refused" in failed.found, "--ipc=host" in failed.advice) == (
+        "note",
+        True,
+        True,
+    )
 
 
 def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuFacts:
@@ -150,16 +174,28 @@ def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuFacts:
 @pytest.mark.parametrize(
     ("gpus", "status", "told"),
     [
-        ([gpu(0, ("fffffff:ff:ff.0", 18)), gpu(1, ("fffffff:ff:ff.0", 18))], "ok", "18 links up per GPU, to switches"),
-        ([gpu(0, ("0000:01:00.0", 4)), gpu(1, ("0000:00:00.0", 4))], "ok", "4 links up per GPU, from GPU to GPU"),
+        (
+            [gpu(0, ("fffffff:ff:ff.0", 18)), gpu(1, ("fffffff:ff:ff.0", 18))],
+            "ok",
+            "18 links up per GPU, to switches",
+        ),
+        (
+            [gpu(0, ("0000:01:00.0", 4)), gpu(1, ("0000:00:00.0", 4))],
+            "ok",
+            "4 links up per GPU, from GPU to GPU",
+        ),
         ([gpu(0, ("x", 18)), gpu(1, ("x", 16))], "note", "fewer on GPU 1"),
         ([gpu(0), gpu(1)], "ok", "over PCI"),
         ([], "note", "not installed"),
     ],
 )
-def test_nvlinks(machine: Any, monkeypatch: pytest.MonkeyPatch, gpus: list[nvml.GpuFacts], status: str, told: str) -> None:
+def test_nvlinks(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, gpus: list[nvml.GpuFacts], status: str, told: str
+) -> None:
     machine(fake_gpu.facts(2))
-    monkeypatch.setattr(nvml, "read_gpus", lambda: (gpus, "the package nvidia-ml-py is not installed"))
+    monkeypatch.setattr(
+        nvml, "read_gpus", lambda: (gpus, "the package nvidia-ml-py is not installed")
+    )
     found = seen(doctor_gpu.check_nvlink())
     assert found.status == status
     assert told in found.found
@@ -195,7 +231,12 @@ def test_the_fabric(state: str, status: str, expected: str, told: str) -> None:
 
 def test_without_a_fabric_there_is_nothing_to_say() -> None:
     assert doctor_gpu.judge_fabric("").status == "ok"
-    assert "no NVSwitch" in doctor_gpu.judge_fabric(_SMI.format("N/A", "N/A").replace("Completed", "N/A").replace("Success", "N/A")).found
+    assert (
+        "no NVSwitch"
+        in doctor_gpu.judge_fabric(
+            _SMI.format("N/A", "N/A").replace("Completed", "N/A").replace("Success", "N/A")
+        ).found
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,19 +244,35 @@ def test_without_a_fabric_there_is_nothing_to_say() -> None:
     [
         ({}, "ok", "none is set"),
         ({"PATH": "/bin", "MIRACCL_RANK": "1"}, "ok", "none is set"),
-        ({"CUDA_VISIBLE_DEVICES": "1,2", "NCCL_DEBUG": "INFO"}, "ok", "CUDA_VISIBLE_DEVICES=1,2, NCCL_DEBUG=INFO"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "1,2", "NCCL_DEBUG": "INFO"},
+            "ok",
+            "CUDA_VISIBLE_DEVICES=1,2, NCCL_DEBUG=INFO",
+        ),
         ({"CUDA_VISIBLE_DEVICES": ""}, "note", "hides every GPU"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "note", "every launch waits"),
         ({"NCCL_P2P_DISABLE": "1"}, "note", "may not address"),
         ({"NCCL_P2P_DISABLE": "0"}, "ok", "NCCL_P2P_DISABLE=0"),
         ({"MIRACCL_ALGO": "ring"}, "note", "overridden"),
-        ({"MIRACCL_ALGO": "", "MIRACCL_PROTO": " ", "NCCL_ALGO": "", "NCCL_PROTO": ""}, "ok", "MIRACCL_ALGO="),
+        (
+            {"MIRACCL_ALGO": "", "MIRACCL_PROTO": " ", "NCCL_ALGO": "", "NCCL_PROTO": ""},
+            "ok",
+            "MIRACCL_ALGO=",
+        ),
         ({"MIRACCL_ALGO": "rings"}, "note", "no algorithm is called so"),
         ({"MIRACCL_PROTO": "LL128"}, "note", "overridden"),
         ({"MIRACCL_PROTO": "ll129"}, "note", "allowed are simple, ll, ll128"),
         ({"MIRACCL_DEBUG": "loud"}, "note", "MIRACCL_DEBUG='loud': allowed are none, warn"),
-        ({"MIRACCL_DEBUG_SUBSYS": "^sockets"}, "note", "MIRACCL_DEBUG_SUBSYS: allowed are all, bootstrap, cache"),
-        ({"MIRACCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_SUBSYS": "COLL"}, "ok", "MIRACCL_DEBUG_SUBSYS=INIT,NET"),
+        (
+            {"MIRACCL_DEBUG_SUBSYS": "^sockets"},
+            "note",
+            "MIRACCL_DEBUG_SUBSYS: allowed are all, bootstrap, cache",
+        ),
+        (
+            {"MIRACCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_SUBSYS": "COLL"},
+            "ok",
+            "MIRACCL_DEBUG_SUBSYS=INIT,NET",
+        ),
         ({"MIRACCL_SMSS": "4"}, "note", "did you mean MIRACCL_SMS?"),
         ({"MIRACCL_SMS": "many"}, "note", "whole number"),
     ],
@@ -240,7 +297,9 @@ def test_the_doctor_has_all_of_them() -> None:
 
 
 def test_facts_survive_the_way_through_json() -> None:
-    facts = replace(fake_gpu.facts(2), peers=(PeerAccess(source=0, target=1, allowed=True, rank=1),))
+    facts = replace(
+        fake_gpu.facts(2), peers=(PeerAccess(source=0, target=1, allowed=True, rank=1),)
+    )
     assert gpu_facts.facts_from_json(json.loads(json.dumps(asdict(facts)))) == facts
     assert facts.of([1]).names == "1 x NVIDIA Cardboard"
 
@@ -253,9 +312,14 @@ def test_this_machine_is_asked() -> None:
 
 @pytest.mark.parametrize(
     ("code", "told"),
-    [("import os; os.kill(os.getpid(), 11)", "status -11"), ("raise RuntimeError('driver trouble')", "driver trouble")],
+    [
+        ("import os; os.kill(os.getpid(), 11)", "status -11"),
+        ("raise RuntimeError('driver trouble')", "driver trouble"),
+    ],
 )
-def test_a_driver_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch, code: str, told: str) -> None:
+def test_a_driver_that_crashes_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, code: str, told: str
+) -> None:
     monkeypatch.setattr(gpu_facts, "_command", lambda *words: [sys.executable, "-c", code])
     facts = gpu_facts.read_facts()
     assert not facts.gpus
@@ -264,7 +328,9 @@ def test_a_driver_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch, cod
 
 def test_a_driver_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = {"facts": "import signal; signal.pause()", "share": "import sys; sys.stdin.read()"}
-    monkeypatch.setattr(gpu_facts, "_command", lambda *words: [sys.executable, "-c", hangs[words[0]]])
+    monkeypatch.setattr(
+        gpu_facts, "_command", lambda *words: [sys.executable, "-c", hangs[words[0]]]
+    )
     monkeypatch.setattr(gpu_facts, "PROBE_SECONDS", 0.05)
     assert "did not answer" in gpu_facts.read_facts().problem
     assert "did not answer" in gpu_facts.try_ipc(0, 1)
@@ -274,7 +340,12 @@ _OWNER = "print('handle 00', flush=True); input()"
 
 
 @pytest.mark.parametrize(
-    ("mapper", "told"), [("print('mapped')", ""), ("print('refused by a test')", "refused by a test"), ("raise SystemExit(3)", "status 3")]
+    ("mapper", "told"),
+    [
+        ("print('mapped')", ""),
+        ("print('refused by a test')", "refused by a test"),
+        ("raise SystemExit(3)", "status 3"),
+    ],
 )
 def test_ipc_between_processes(monkeypatch: pytest.MonkeyPatch, mapper: str, told: str) -> None:
     def command(*words: str) -> list[str]:

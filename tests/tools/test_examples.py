@@ -26,7 +26,9 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
     program = tmp_path / "readme.py"
     program.write_text(block)
     command = [warm_python(), "-m", "miraccl", "run", "-n", "2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stderr
     assert "Candidate" in done.stdout
 
@@ -38,11 +40,15 @@ def test_the_table_of_settings_is_up_to_date() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", document.read_text()):
+    for target, anchor in re.findall(
+        r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", document.read_text()
+    ):
         linked = document.parent / target if target else document
         assert linked.exists(), f"{document.name} links to {target}, which is not there"
         headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in [
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+        ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
@@ -65,19 +71,37 @@ def _helps(command: click.Command, context: click.Context) -> Iterator[str]:
 def _commands() -> list[str]:
     """What follows the word miraccl in lines of documents, examples and help texts that are commands."""
     files = [*DOCUMENTS, *sorted((ROOT / "examples").glob("*.py"))]
-    texts = [*(file.read_text() for file in files), *_helps(cli.cli, click.Context(cli.cli, info_name="miraccl"))]
+    texts = [
+        *(file.read_text() for file in files),
+        *_helps(cli.cli, click.Context(cli.cli, info_name="miraccl")),
+    ]
     prefix = r"(?:[A-Z_]+=\S+ )*(?:(?:torchrun|mpirun|srun) .*)?"
-    lines = [line for text in texts for line in re.findall(rf"^(?:    +|\$ )?{prefix}\bmiraccl ([a-z].*)$", text, re.MULTILINE)]
+    lines = [
+        line
+        for text in texts
+        for line in re.findall(rf"^(?:    +|\$ )?{prefix}\bmiraccl ([a-z].*)$", text, re.MULTILINE)
+    ]
     found = [re.split(r"[|>]", part)[0] for line in lines for part in line.split("; miraccl ")]
-    inline = [text for file in files[: len(DOCUMENTS)] for text in re.findall(r"`miraccl ([a-z][^`|]*)`", file.read_text())]
+    inline = [
+        text
+        for file in files[: len(DOCUMENTS)]
+        for text in re.findall(r"`miraccl ([a-z][^`|]*)`", file.read_text())
+    ]
     return sorted({" ".join(shlex.split(text, comments=True)) for text in [*found, *inline]})
 
 
-@pytest.mark.parametrize("command", [command for command in _commands() if command.split()[-1] != "--help"])
-def test_a_command_is_understood_as_printed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command", [command for command in _commands() if command.split()[-1] != "--help"]
+)
+def test_a_command_is_understood_as_printed(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Options, names and values; what it says of files and GPUs is not looked at."""
     monkeypatch.chdir(tmp_path)
-    context, words = click.Context(cli.cli), [_PLACEHOLDERS.get(word, word) for word in shlex.split(command)]
+    context, words = (
+        click.Context(cli.cli),
+        [_PLACEHOLDERS.get(word, word) for word in shlex.split(command)],
+    )
     found: click.Command = cli.cli
     while isinstance(found, click.Group) and words:
         _, inner, words = found.resolve_command(context, words)

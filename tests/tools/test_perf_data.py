@@ -31,13 +31,21 @@ def obvious_result(case: Case, rank: int) -> np.ndarray:
     """What the collective means, written as plainly as possible, in float64."""
     x, n, count = inputs_of(case), case.nranks, case.count
     if case.op in REDUCING:
-        scaled = [data.premul_scalar(r) * a if case.redop == "premul_sum" else a for r, a in enumerate(x)]
+        scaled = [
+            data.premul_scalar(r) * a if case.redop == "premul_sum" else a for r, a in enumerate(x)
+        ]
         fold: Any = {"prod": np.prod, "min": np.min, "max": np.max}.get(case.redop, np.sum)
         total = fold(np.stack(scaled), axis=0)
         if case.redop == "avg":
             total = total / n
-            total = np.trunc(total) if np.issubdtype(data.numpy_dtype(case.dtype), np.integer) else total
-        return np.asarray(total[rank * count : (rank + 1) * count] if case.op == "reduce_scatter" else total)
+            total = (
+                np.trunc(total)
+                if np.issubdtype(data.numpy_dtype(case.dtype), np.integer)
+                else total
+            )
+        return np.asarray(
+            total[rank * count : (rank + 1) * count] if case.op == "reduce_scatter" else total
+        )
     if case.op in ("all_gather", "gather"):
         return np.concatenate(x)
     if case.op == "all_to_all":
@@ -56,9 +64,14 @@ def output_of(case: Case, rank: int) -> np.ndarray:
 @pytest.mark.parametrize("op", DATA_OPERATIONS)
 @pytest.mark.parametrize("nranks", [1, 3, 4])
 def test_right_results_have_no_wrong_elements(op: str, nranks: int) -> None:
-    case = build_case(op, 4 * 3 * (data.PERIOD + 11), nranks=nranks, dtype="float32", root=nranks - 1)
+    case = build_case(
+        op, 4 * 3 * (data.PERIOD + 11), nranks=nranks, dtype="float32", root=nranks - 1
+    )
     for rank in range(nranks):
-        assert data.count_wrong(case, output_of(case, rank), data.expected_output(case, rank, SEED)) == 0
+        assert (
+            data.count_wrong(case, output_of(case, rank), data.expected_output(case, rank, SEED))
+            == 0
+        )
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZES)
@@ -70,7 +83,9 @@ def test_reductions_are_exact_in_every_type(dtype: str, redop: str, nranks: int)
     rounded = exact.astype(data.numpy_dtype(dtype))
     assert np.isfinite(exact).all()
     if redop != "avg":
-        assert np.array_equal(rounded.astype(np.float64), exact), "a result that the type cannot hold cannot be checked for equality"
+        assert np.array_equal(rounded.astype(np.float64), exact), (
+            "a result that the type cannot hold cannot be checked for equality"
+        )
     assert data.count_wrong(case, rounded, data.expected_output(case, 0, SEED)) == 0
 
 
@@ -116,7 +131,10 @@ def test_memory_that_nobody_wrote_is_wrong(dtype: str, redop: str) -> None:
 def test_blocks_in_the_wrong_order_are_found(op: str) -> None:
     case = build_case(op, 4 * 1024, nranks=4, dtype="int32")
     shifted = np.roll(output_of(case, 0), 64)
-    assert data.count_wrong(case, shifted, data.expected_output(case, 0, SEED)) > 900 * case.output_count // 1024
+    assert (
+        data.count_wrong(case, shifted, data.expected_output(case, 0, SEED))
+        > 900 * case.output_count // 1024
+    )
 
 
 def test_the_result_of_the_check_before_is_not_right_in_the_next() -> None:
@@ -132,7 +150,9 @@ def test_in_place_buffers_overlap_as_nccl_defines(op: str, rank: int) -> None:
     if x.size and y.size:
         assert np.shares_memory(x, y)
         whole, block = (x, y) if x.size >= y.size else (y, x)
-        assert block.ctypes.data - whole.ctypes.data == (0 if x.size == y.size else rank * case.count * 4)
+        assert block.ctypes.data - whole.ctypes.data == (
+            0 if x.size == y.size else rank * case.count * 4
+        )
     out_x, out_y = place_buffers(case, rank, False, lambda count: np.zeros(count, np.int32))
     assert not np.shares_memory(out_x, out_y)
     assert (out_x.size, out_y.size) == (x.size, y.size)

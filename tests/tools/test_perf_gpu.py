@@ -32,18 +32,34 @@ from tests.tools import fake_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("--iters", "2", "--warmup", "0", "--batches", "1", "--timeout", "100")
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "gather", "scatter", "sendrecv")
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "sendrecv",
+)
 ONE_FORM = {"broadcast": [True], "all_to_all": [False], "sendrecv": [False]}
 
 
-def perf(gpus: int, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def perf(
+    gpus: int, *args: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return start(gpus, "perf", *args, env=env)
 
 
-def start(gpus: int, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def start(
+    gpus: int, *words: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
     command = [warm_python(), "-m", "tests.tools.fake_gpu", str(gpus), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environ, cwd=ROOT)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=150, check=False, env=environ, cwd=ROOT
+    )
 
 
 # ---------------------------------------------------------------------- what the user means
@@ -63,7 +79,9 @@ def test_devices_are_read(text: str, expected: Devices) -> None:
     assert DevicesType().convert(text, None, None) == expected
 
 
-@pytest.mark.parametrize("text", ["gpu", "0,1", "cuda:", "cuda:0-3", "cuda:0,0", "cuda:0,x", "", "cpu,cuda"])
+@pytest.mark.parametrize(
+    "text", ["gpu", "0,1", "cuda:", "cuda:0-3", "cuda:0,0", "cuda:0,x", "", "cpu,cuda"]
+)
 def test_devices_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         DevicesType().convert(text, None, None)
@@ -72,7 +90,9 @@ def test_devices_that_mean_nothing_are_refused(text: str) -> None:
 def test_devices_are_looked_up() -> None:
     assert resolve(Devices(kind="cuda"), fake_gpu.facts(3)) == (0, 1, 2)
     assert resolve(Devices(kind="cuda", ordinals=(2, 0)), fake_gpu.facts(3)) == (2, 0)
-    with pytest.raises(InvalidUsage, match=r"no cuda:3, cuda:7; this process sees cuda:0 to cuda:2"):
+    with pytest.raises(
+        InvalidUsage, match=r"no cuda:3, cuda:7; this process sees cuda:0 to cuda:2"
+    ):
         resolve(Devices(kind="cuda", ordinals=(0, 3, 7)), fake_gpu.facts(3))
     with pytest.raises(InvalidUsage, match="cuda:0 only"):
         resolve(Devices(kind="cuda", ordinals=(1,)), fake_gpu.facts(1))
@@ -91,19 +111,36 @@ def test_devices_are_looked_up() -> None:
         (("--devices", "cuda", "--compare", "gloo"), "is for CPU memory"),
         (("--devices", "cuda", "--fresh"), "--fresh is for CPU memory"),
         (("--devices", "cuda:4"), "there is no cuda:4"),
-        (("--devices", "cuda", "--sizes", "600M"), "the buffers take 1258291200 bytes of a GPU, which has 1073741824"),
-        (("--devices", "cuda:0", "--sizes", "300M", "--ranks", "2"), "the buffers of 2 ranks take 1258291200 bytes"),
+        (
+            ("--devices", "cuda", "--sizes", "600M"),
+            "the buffers take 1258291200 bytes of a GPU, which has 1073741824",
+        ),
+        (
+            ("--devices", "cuda:0", "--sizes", "300M", "--ranks", "2"),
+            "the buffers of 2 ranks take 1258291200 bytes",
+        ),
         (("--devices", "cuda", "--proto", "ll129"), "allowed are simple, ll and ll128"),
         (("--devices", "cuda", "--algo", "rings"), "no algorithm is called 'rings'"),
         (("--devices", "cuda", "--algo", "bruck"), "--algo bruck has no all_reduce over 2 ranks"),
         (("--devices", "cuda:0", "--ranks", "2", "--compare", "nccl"), "NCCL refuses"),
-        (("--devices", "cuda", "--threads", "--hosts", "2", "--ranks", "2"), "a process for each rank"),
+        (
+            ("--devices", "cuda", "--threads", "--hosts", "2", "--ranks", "2"),
+            "a process for each rank",
+        ),
         (("--devices", "cuda", "--ranks", "9"), "at most 8 ranks of a host, not 9"),
-        (("--devices", "cuda", "--ranks", "17", "--hosts", "2"), "at most 8 ranks of a host, not 9"),
-        (("--devices", "cuda", "--deterministic", "--algo", "ring"), "not --algo ring; for all_reduce these do: one_shot, two_shot"),
+        (
+            ("--devices", "cuda", "--ranks", "17", "--hosts", "2"),
+            "at most 8 ranks of a host, not 9",
+        ),
+        (
+            ("--devices", "cuda", "--deterministic", "--algo", "ring"),
+            "not --algo ring; for all_reduce these do: one_shot, two_shot",
+        ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(args: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_do_not_fit_are_refused(
+    args: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
     result = CliRunner().invoke(cli.cli, ["perf", "all_reduce", *args])
     assert result.exit_code == 2 or isinstance(result.exception, InvalidUsage)
@@ -119,7 +156,16 @@ def test_options_that_do_not_fit_are_refused(args: tuple[str, ...], told: str, m
         (("--ranks", "9"), {"MIRACCL_P2P_DISABLE": "1", "MIRACCL_SHM_DISABLE": "1"}),
         (("--ranks", "1", "--deterministic", "--algo", "ring"), {}),
         (("--ranks", "4", "--hosts", "2", "--deterministic", "--algo", "ring"), {}),
-        ((), {"WORLD_SIZE": "16", "RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}),
+        (
+            (),
+            {
+                "WORLD_SIZE": "16",
+                "RANK": "0",
+                "LOCAL_WORLD_SIZE": "8",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "1",
+            },
+        ),
     ],
 )
 def test_options_that_ranks_may_accept_are_left_to_them(
@@ -128,19 +174,28 @@ def test_options_that_ranks_may_accept_are_left_to_them(
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
     monkeypatch.setattr(perf_cli, "_run_own", lambda request: None)
     monkeypatch.setattr(perf_cli, "_run_joined", lambda request: None)
-    result = CliRunner().invoke(cli.cli, ["perf", "all_reduce", "--devices", "cuda", *args], env=environ)
+    result = CliRunner().invoke(
+        cli.cli, ["perf", "all_reduce", "--devices", "cuda", *args], env=environ
+    )
     assert result.exit_code == 0, f"{result.output} {result.exception}"
 
 
-def test_nccl_is_looked_for_before_ranks_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nccl_is_looked_for_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """In another process: this one would fork ranks."""
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    for text, told in ((_CPU_BUILD, "PyTorch 9.9 has no CUDA"), ("raise ImportError('no such thing')", "needs PyTorch: no such thing")):
+    for text, told in (
+        (_CPU_BUILD, "PyTorch 9.9 has no CUDA"),
+        ("raise ImportError('no such thing')", "needs PyTorch: no such thing"),
+    ):
         (tmp_path / "torch").mkdir(exist_ok=True)
         (tmp_path / "torch" / "__init__.py").write_text(text)
         (tmp_path / "torch" / "distributed.py").write_text("")
-        result = CliRunner().invoke(cli.cli, ["perf", "all_reduce", "--devices", "cuda", "--compare", "nccl"])
+        result = CliRunner().invoke(
+            cli.cli, ["perf", "all_reduce", "--devices", "cuda", "--compare", "nccl"]
+        )
         assert isinstance(result.exception, MissingDependency), result.exception
         assert told in str(result.exception)
         assert "a build with CUDA" in str(result.exception)
@@ -157,8 +212,23 @@ class cuda:
 def test_choices_reach_the_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     monkeypatch.setattr(gpu_facts, "read_facts", lambda: fake_gpu.facts(2))
-    monkeypatch.setattr(perf_cli, "_run_own", lambda request: jobs.append(perf_cli._device_job(request)))
-    result = CliRunner().invoke(cli.cli, ["perf", "broadcast", "--devices", "cuda", "--deterministic", "--algo", "chain", "--proto", "ll"])
+    monkeypatch.setattr(
+        perf_cli, "_run_own", lambda request: jobs.append(perf_cli._device_job(request))
+    )
+    result = CliRunner().invoke(
+        cli.cli,
+        [
+            "perf",
+            "broadcast",
+            "--devices",
+            "cuda",
+            "--deterministic",
+            "--algo",
+            "chain",
+            "--proto",
+            "ll",
+        ],
+    )
     assert result.exit_code == 0, result.output
     assert jobs[0].init == {"deterministic": True, "algo": "chain", "proto": "ll"}
 
@@ -202,22 +272,30 @@ def test_arrays_of_an_arena_do_not_overlap(card: Any) -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
-def test_one_wrong_element_is_found(card: Any, dtype: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_element_is_found(
+    card: Any, dtype: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_check, "HOST_BYTES", 1 << 30 if on_cpu else 0)
     monkeypatch.setattr(device_check, "_CHUNK", 2 * data.PERIOD)
-    case = build_case("all_gather", ITEMSIZES[dtype] * 3 * (2 * data.PERIOD + 5), nranks=3, dtype=dtype)
+    case = build_case(
+        "all_gather", ITEMSIZES[dtype] * 3 * (2 * data.PERIOD + 5), nranks=3, dtype=dtype
+    )
     output = arena_of(card).take(case.output_count, dtype)
     device_check.poison(card, output)
     assert device_check.count_wrong(card, case, output, 0, 5) == case.output_count
     for rank in range(3):
-        device_check.fill_input(card, case, output[rank * case.count : (rank + 1) * case.count], rank, 5)
+        device_check.fill_input(
+            card, case, output[rank * case.count : (rank + 1) * case.count], rank, 5
+        )
     assert device_check.count_wrong(card, case, output, 0, 5) == 0
     fake_gpu.view(output.address, output.nbytes)[-1] ^= 1
     fake_gpu.view(output.address, output.nbytes)[0] ^= 1
     assert device_check.count_wrong(card, case, output, 0, 5) == 2
 
 
-def test_averages_that_round_are_compared_on_the_cpu(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_that_round_are_compared_on_the_cpu(
+    card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_check, "HOST_BYTES", 0)
     case = build_case("all_reduce", 4 * 1000, nranks=3, dtype="float32", redop="avg")
     output = arena_of(card).take(case.count, "float32")
@@ -238,9 +316,16 @@ def test_calm_buffers_hold_the_neutral_element(card: Any, redop: str, value: flo
 
 @pytest.mark.parametrize(
     ("op", "in_place", "repeatable"),
-    [("all_reduce", False, True), ("all_reduce", True, False), ("reduce_scatter", True, False), ("all_gather", True, True)],
+    [
+        ("all_reduce", False, True),
+        ("all_reduce", True, False),
+        ("reduce_scatter", True, False),
+        ("all_gather", True, True),
+    ],
 )
-def test_only_reductions_in_place_change_their_input(card: Any, op: str, in_place: bool, repeatable: bool) -> None:
+def test_only_reductions_in_place_change_their_input(
+    card: Any, op: str, in_place: bool, repeatable: bool
+) -> None:
     case, arena = build_case(op, 4 * 300, nranks=3, dtype="float32"), arena_of(card)
     x, y = place_buffers(case, 1, in_place, lambda count: arena.take(count, "float32"))
     assert isinstance(x, DeviceArray)
@@ -270,20 +355,41 @@ def _fails() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_operation_is_right(op: str) -> None:
-    done = perf(3, op, "--devices", "cuda", "--sizes", "1,50000", "--dtype", "bfloat16", "--json", "-", "--graph", *QUICK)
+    done = perf(
+        3,
+        op,
+        "--devices",
+        "cuda",
+        "--sizes",
+        "1,50000",
+        "--dtype",
+        "bfloat16",
+        "--json",
+        "-",
+        "--graph",
+        *QUICK,
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert [row["in_place"] for row in rows] == ONE_FORM.get(op, [False, True]) * 2
     for row in rows:
         assert (row["op"], row["ranks"], row["dtype"], row["wrong"]) == (op, 3, "bfloat16", 0)
-        assert (row["device"], row["graph"], row["algo"], row["threads"]) == (fake_gpu.NAME, True, "one_shot", 64)
+        assert (row["device"], row["graph"], row["algo"], row["threads"]) == (
+            fake_gpu.NAME,
+            True,
+            "one_shot",
+            64,
+        )
         assert row["time_us"] > 0
         assert row["host_us"] > 0
         assert "peer" not in row
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("options", [("--threads",), ("--ranks", "2", "--hosts", "2"), ("--redop", "premul_sum", "--explain")])
+@pytest.mark.parametrize(
+    "options",
+    [("--threads",), ("--ranks", "2", "--hosts", "2"), ("--redop", "premul_sum", "--explain")],
+)
 def test_kinds_of_ranks(options: tuple[str, ...]) -> None:
     done = perf(2, "all_reduce", "--devices", "cuda:1,0", "--sizes", "3000", *options, *QUICK)
     assert done.returncode == 0, done.stderr
@@ -295,14 +401,41 @@ def test_kinds_of_ranks(options: tuple[str, ...]) -> None:
 
 @pytest.mark.multiprocess
 def test_more_ranks_than_gpus_share_them() -> None:
-    done = perf(1, "all_reduce", "--devices", "cuda", "--ranks", "3", "--sizes", "3000", "--json", "-", *QUICK)
+    done = perf(
+        1,
+        "all_reduce",
+        "--devices",
+        "cuda",
+        "--ranks",
+        "3",
+        "--sizes",
+        "3000",
+        "--json",
+        "-",
+        *QUICK,
+    )
     assert [row["ranks"] for row in json.loads(done.stdout)] == [3, 3], done.stderr
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", [(), ("--threads",)])
 def test_nccl_is_measured_in_the_same_call(how: tuple[str, ...]) -> None:
-    done = perf(2, "reduce", "--root", "1", "--devices", "cuda", "--sizes", "8,3000", "--compare", "nccl", "--json", "-", *how, *QUICK)
+    done = perf(
+        2,
+        "reduce",
+        "--root",
+        "1",
+        "--devices",
+        "cuda",
+        "--sizes",
+        "8,3000",
+        "--compare",
+        "nccl",
+        "--json",
+        "-",
+        *how,
+        *QUICK,
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert len(rows) == 4
@@ -316,7 +449,20 @@ def test_nccl_is_measured_in_the_same_call(how: tuple[str, ...]) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", [(), ("--threads",)])
 def test_a_peer_that_cannot_be_captured_is_left_out(how: tuple[str, ...]) -> None:
-    words = ("all_gather", "--devices", "cuda", "--sizes", "3000", "--compare", "nccl", "--graph", "--json", "-", *how, *QUICK)
+    words = (
+        "all_gather",
+        "--devices",
+        "cuda",
+        "--sizes",
+        "3000",
+        "--compare",
+        "nccl",
+        "--graph",
+        "--json",
+        "-",
+        *how,
+        *QUICK,
+    )
     done = perf(2, *words, env={"FAKE_SHY": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("not while I am watched") == 2, "once for each form"
@@ -325,18 +471,40 @@ def test_a_peer_that_cannot_be_captured_is_left_out(how: tuple[str, ...]) -> Non
 
 @pytest.mark.multiprocess
 def test_a_wrong_element_is_counted_before_and_after() -> None:
-    done = perf(2, "all_gather", "--devices", "cuda", "--sizes", "3000", "--json", "-", *QUICK, env={"FAKE_WRONG": "1"})
+    done = perf(
+        2,
+        "all_gather",
+        "--devices",
+        "cuda",
+        "--sizes",
+        "3000",
+        "--json",
+        "-",
+        *QUICK,
+        env={"FAKE_WRONG": "1"},
+    )
     assert done.returncode == 1
     assert [row["wrong"] for row in json.loads(done.stdout)] == [2, 2]
 
 
 @pytest.mark.multiprocess
 def test_what_is_refused_is_told_once() -> None:
-    done = perf(2, "all_gather", "--devices", "cuda", "--sizes", "3000", *QUICK, env={"FAKE_REFUSES": "all_gather"})
+    done = perf(
+        2,
+        "all_gather",
+        "--devices",
+        "cuda",
+        "--sizes",
+        "3000",
+        *QUICK,
+        env={"FAKE_REFUSES": "all_gather"},
+    )
     assert done.returncode == 2
     assert done.stderr.count("refused on purpose") == 1
     assert "Traceback" not in done.stderr
-    done = perf(2, "gather", "--devices", "cuda", "--sizes", "3000", *QUICK, env={"FAKE_LACKS": "gather"})
+    done = perf(
+        2, "gather", "--devices", "cuda", "--sizes", "3000", *QUICK, env={"FAKE_LACKS": "gather"}
+    )
     assert done.returncode == 2
     assert "no such form on GPU memory" in done.stderr
 
@@ -344,7 +512,17 @@ def test_what_is_refused_is_told_once() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", [(), ("--threads",)])
 def test_a_rank_that_dies_ends_the_run(how: tuple[str, ...]) -> None:
-    done = perf(2, "all_gather", "--devices", "cuda", "--sizes", "3000", *how, *QUICK, env={"FAKE_DIES": "all_gather"})
+    done = perf(
+        2,
+        "all_gather",
+        "--devices",
+        "cuda",
+        "--sizes",
+        "3000",
+        *how,
+        *QUICK,
+        env={"FAKE_DIES": "all_gather"},
+    )
     assert done.returncode == 1
     assert "SIGKILL" in done.stderr
 
@@ -353,12 +531,36 @@ def test_a_rank_that_dies_ends_the_run(how: tuple[str, ...]) -> None:
 def test_ranks_of_torchrun_take_the_gpu_of_their_local_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "of-a-gpu-test"}
-    command = [warm_python(), "-m", "tests.tools.fake_gpu", "4", "perf", "all_reduce", "--devices", "cuda:3,1", "--sizes", "8", *QUICK]
+    names = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "of-a-gpu-test",
+    }
+    command = [
+        warm_python(),
+        "-m",
+        "tests.tools.fake_gpu",
+        "4",
+        "perf",
+        "all_reduce",
+        "--devices",
+        "cuda:3,1",
+        "--sizes",
+        "8",
+        *QUICK,
+    ]
     ranks = [
         subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "FAKE_TELLS": "1", **names, "RANK": str(r), "LOCAL_RANK": str(r)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "FAKE_TELLS": "1",
+                **names,
+                "RANK": str(r),
+                "LOCAL_RANK": str(r),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -380,18 +582,29 @@ def test_ranks_of_torchrun_take_the_gpu_of_their_local_rank() -> None:
 # ---------------------------------------------------------------------- the scripts that make tables
 
 
-def bench(script: str, out: Path, *words: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
+def bench(
+    script: str, out: Path, *words: str, env: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any], str]:
     """Exit status, the JSON and the markdown of a script of bench/."""
-    done = start(2, str(ROOT / "bench" / script), "--out", str(out), "--batches", "1", *words, env=env)
+    done = start(
+        2, str(ROOT / "bench" / script), "--out", str(out), "--batches", "1", *words, env=env
+    )
     assert out.with_suffix(".json").exists(), done.stderr
-    return done.returncode, json.loads(out.with_suffix(".json").read_text()), out.with_suffix(".md").read_text()
+    return (
+        done.returncode,
+        json.loads(out.with_suffix(".json").read_text()),
+        out.with_suffix(".md").read_text(),
+    )
 
 
 @pytest.mark.multiprocess
 def test_tables_are_made(tmp_path: Path) -> None:
     status, record, text = bench("gpu_all_reduce.py", tmp_path / "result", "--sizes", "16,4096")
     assert status == 0
-    assert [(row["bytes"], row["graph"], row["wrong"]) for row in record["rows"]] == [(16, True, 0), (4096, True, 0)]
+    assert [(row["bytes"], row["graph"], row["wrong"]) for row in record["rows"]] == [
+        (16, True, 0),
+        (4096, True, 0),
+    ]
     assert record["machine"]["gpus"] == f"2 x {fake_gpu.NAME}"
     assert record["failures"] == record["not_measured"] == []
     assert "## all_reduce, bfloat16" in text
@@ -401,14 +614,27 @@ def test_tables_are_made(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_a_cell_that_fails_is_reported_and_the_rest_is_measured(tmp_path: Path) -> None:
     words = ("--ops", "reduce,all_gather,broadcast", "--dtypes", "float32", "--sizes", "8,1024")
-    status, record, text = bench("gpu_collectives.py", tmp_path / "dies", *words, env={"FAKE_DIES": "all_gather"})
+    status, record, text = bench(
+        "gpu_collectives.py", tmp_path / "dies", *words, env={"FAKE_DIES": "all_gather"}
+    )
     assert status == 1
-    assert [row["op"] for row in record["rows"]] == ["reduce", "reduce", "all_gather", "broadcast", "broadcast"]
+    assert [row["op"] for row in record["rows"]] == [
+        "reduce",
+        "reduce",
+        "all_gather",
+        "broadcast",
+        "broadcast",
+    ]
     assert [entry["cell"] for entry in record["failures"]] == ["all_gather float32 1024 graph"]
     assert "SIGKILL" in text
-    status, record, text = bench("gpu_collectives.py", tmp_path / "refused", *words, env={"FAKE_REFUSES": "all_gather"})
+    status, record, text = bench(
+        "gpu_collectives.py", tmp_path / "refused", *words, env={"FAKE_REFUSES": "all_gather"}
+    )
     assert [row["op"] for row in record["rows"]] == ["reduce", "reduce", "broadcast", "broadcast"]
-    assert [entry["cell"] for entry in record["failures"]] == ["all_gather float32 8 graph", "all_gather float32 1024 graph"]
+    assert [entry["cell"] for entry in record["failures"]] == [
+        "all_gather float32 8 graph",
+        "all_gather float32 1024 graph",
+    ]
 
 
 @pytest.mark.multiprocess

@@ -31,7 +31,14 @@ _ONE_FORM = {"broadcast": [True], "all_to_all": [False], "sendrecv": [False], "b
 
 def perf(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [warm_python(), "-m", "miraccl", "perf", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **(env or {})})
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -41,7 +48,9 @@ def test_every_operation_is_right(op: str) -> None:
     done = perf(op, "--ranks", "3", *sizes, "--json", "-", *root, *_QUICK)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    assert [r["in_place"] for r in rows] == _ONE_FORM.get(op, [False, True]) * (1 if op == "barrier" else 2)
+    assert [r["in_place"] for r in rows] == _ONE_FORM.get(op, [False, True]) * (
+        1 if op == "barrier" else 2
+    )
     for row in rows:
         assert (row["op"], row["ranks"], row["dtype"]) == (op, 3, "float32")
         assert row["wrong"] == (None if op == "barrier" else 0)
@@ -52,7 +61,9 @@ def test_every_operation_is_right(op: str) -> None:
 
 
 def test_the_table_and_the_explanation() -> None:
-    done = perf("all_reduce", "--ranks", "2", "--sizes", "4K", "--algo", "ring", "--explain", *_QUICK)
+    done = perf(
+        "all_reduce", "--ranks", "2", "--sizes", "4K", "--algo", "ring", "--explain", *_QUICK
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "busbw" in lines[2]
@@ -63,7 +74,12 @@ def test_the_table_and_the_explanation() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [("--dtype", "bfloat16", "--redop", "avg"), ("--dtype", "int8", "--redop", "premul_sum"), ("--window",), ("--persistent", "--fresh")],
+    [
+        ("--dtype", "bfloat16", "--redop", "avg"),
+        ("--dtype", "int8", "--redop", "premul_sum"),
+        ("--window",),
+        ("--persistent", "--fresh"),
+    ],
 )
 def test_types_operators_and_kinds_of_buffers(options: tuple[str, ...]) -> None:
     done = perf("all_reduce", "--ranks", "2", "--sizes", "3000", *options, *_QUICK)
@@ -73,8 +89,21 @@ def test_types_operators_and_kinds_of_buffers(options: tuple[str, ...]) -> None:
 
 def test_on_a_terminal_lines_stay_whole_beside_the_progress_bar() -> None:
     ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "miraccl", "perf", "all_reduce", "--ranks", "1", "--sizes", "8,64", *_QUICK]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "miraccl",
+        "perf",
+        "all_reduce",
+        "--ranks",
+        "1",
+        "--sizes",
+        "8,64",
+        *_QUICK,
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
+    ) as process:
         os.close(theirs)
         shown = b""
         while select.select([ours], [], [], 60)[0]:
@@ -86,7 +115,11 @@ def test_on_a_terminal_lines_stay_whole_beside_the_progress_bar() -> None:
     os.close(ours)
     assert process.returncode == 0
     assert "measuring" in shown.decode()
-    lines = [line for line in shown.decode().splitlines() if "float32" in line and "one_shot" in line.split("float32")[1]]
+    lines = [
+        line
+        for line in shown.decode().splitlines()
+        if "float32" in line and "one_shot" in line.split("float32")[1]
+    ]
     assert [len(line.split("float32")[1].split()) for line in lines] == [12, 12]
 
 
@@ -100,13 +133,25 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('hidden by a test')")
-    done = perf("all_reduce", "--ranks", "1", "--sizes", "8", "--plot", "x.svg", *_QUICK, env={"PYTHONPATH": str(tmp_path)})
+    done = perf(
+        "all_reduce",
+        "--ranks",
+        "1",
+        "--sizes",
+        "8",
+        "--plot",
+        "x.svg",
+        *_QUICK,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
     assert done.returncode == 2
     assert "pip install matplotlib" in done.stderr
 
 
 def test_usage_errors_of_ranks_are_told_once() -> None:
-    done = perf("all_reduce", "--ranks", "3", "--sizes", "8", *_QUICK, env={"MIRACCL_ALGO": "no_such"})
+    done = perf(
+        "all_reduce", "--ranks", "3", "--sizes", "8", *_QUICK, env={"MIRACCL_ALGO": "no_such"}
+    )
     assert done.returncode == 2
     assert done.stderr.count("no algorithm is called") == 1
     assert "Traceback" not in done.stderr
@@ -115,20 +160,42 @@ def test_usage_errors_of_ranks_are_told_once() -> None:
 @pytest.mark.parametrize(
     ("args", "env", "told"),
     [
-        (("--deterministic", "--algo", "ring"), {}, "--deterministic needs an algorithm that adds in the order of the ranks"),
-        (("--ranks", "1", "--algo", "ring"), {"MIRACCL_DETERMINISTIC": "1"}, "MIRACCL_DETERMINISTIC needs an algorithm"),
-        (("--deterministic",), {"MIRACCL_ALGO": "ring"}, "not MIRACCL_ALGO ring; for all_reduce these do: one_shot, two_shot"),
+        (
+            ("--deterministic", "--algo", "ring"),
+            {},
+            "--deterministic needs an algorithm that adds in the order of the ranks",
+        ),
+        (
+            ("--ranks", "1", "--algo", "ring"),
+            {"MIRACCL_DETERMINISTIC": "1"},
+            "MIRACCL_DETERMINISTIC needs an algorithm",
+        ),
+        (
+            ("--deterministic",),
+            {"MIRACCL_ALGO": "ring"},
+            "not MIRACCL_ALGO ring; for all_reduce these do: one_shot, two_shot",
+        ),
     ],
 )
-def test_an_algorithm_of_another_order_is_refused_before_ranks_start(args: tuple[str, ...], env: dict[str, str], told: str) -> None:
+def test_an_algorithm_of_another_order_is_refused_before_ranks_start(
+    args: tuple[str, ...], env: dict[str, str], told: str
+) -> None:
     done = perf("all_reduce", "--sizes", "8", *args, *_QUICK, env=env)
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr
 
 
 def test_an_algorithm_that_keeps_the_order_or_adds_nothing_runs() -> None:
-    assert perf("all_reduce", "--sizes", "8", "--deterministic", "--algo", "two_shot", *_QUICK).returncode == 0
-    assert perf("all_gather", "--sizes", "8", "--deterministic", "--algo", "ring", *_QUICK).returncode == 0
+    assert (
+        perf(
+            "all_reduce", "--sizes", "8", "--deterministic", "--algo", "two_shot", *_QUICK
+        ).returncode
+        == 0
+    )
+    assert (
+        perf("all_gather", "--sizes", "8", "--deterministic", "--algo", "ring", *_QUICK).returncode
+        == 0
+    )
 
 
 _CRASH = """
@@ -158,7 +225,9 @@ cli.main(["perf", "all_reduce", "--ranks", "3", "--sizes", "8", "--timeout", "60
 )
 def test_a_rank_that_crashes_ends_the_run(what: str, told: str, tracebacks: int) -> None:
     code = _CRASH.format(what=what)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1
     assert told in done.stderr
     assert done.stderr.count("Traceback") == tracebacks
@@ -166,7 +235,9 @@ def test_a_rank_that_crashes_ends_the_run(what: str, told: str, tracebacks: int)
 
 def test_a_run_that_takes_too_long_is_ended() -> None:
     code = _CRASH.format(what="signal.pause()").replace('"60"', '"0.5"')
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1
     assert "did not finish in time" in done.stderr
 
@@ -185,7 +256,9 @@ conductor.OwnGroup.pump = interrupted
 signal.signal(signal.SIGINT, signal.default_int_handler)
 cli.main(["perf", "all_reduce", "--ranks", "2", "--sizes", "8"])
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (130, "miraccl: interrupted\n")
     for pid in done.stdout.splitlines()[-1].split():
         assert not os.path.exists(f"/proc/{pid}")
@@ -194,8 +267,24 @@ cli.main(["perf", "all_reduce", "--ranks", "2", "--sizes", "8"])
 def test_ranks_of_torchrun() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "of-a-test"}
-    command = [warm_python(), "-m", "miraccl", "perf", "all_reduce", "--sizes", "8", "--json", "-", *_QUICK]
+    names = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "of-a-test",
+    }
+    command = [
+        warm_python(),
+        "-m",
+        "miraccl",
+        "perf",
+        "all_reduce",
+        "--sizes",
+        "8",
+        "--json",
+        "-",
+        *_QUICK,
+    ]
     ranks = [
         subprocess.Popen(
             command,
@@ -238,12 +327,17 @@ def _measure_carelessly(engine: type[MiracclEngine]) -> list[Any]:
     case = build_case("all_reduce", 4000, nranks=2, dtype="float32")
     options = Options(iters=1, warmup=0, batches=1)
     with miraccl.init() as comm:
-        rows = [measure(engine(comm), case, in_place, options, lambda: None) for in_place in (False, True)]
+        rows = [
+            measure(engine(comm), case, in_place, options, lambda: None)
+            for in_place in (False, True)
+        ]
     return [row.wrong for row in rows if row is not None]
 
 
 def test_one_wrong_element_on_one_rank_is_counted() -> None:
-    assert run_ranks(_measure_carelessly, 2, _Careless) == [[2, 2]] * 2, "one before and one after the timed calls"
+    assert run_ranks(_measure_carelessly, 2, _Careless) == [[2, 2]] * 2, (
+        "one before and one after the timed calls"
+    )
     assert run_ranks(_measure_carelessly, 2, MiracclEngine) == [[0, 0]] * 2
 
 
@@ -297,14 +391,27 @@ def fake_mpi(tmp_path: Path) -> str:
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path / "site"}" exec "{sys.executable}" "$@"\n')
     launcher = folder / "mpirun"
-    launcher.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo a launcher; exit; }\nshift 2\nexec "$@"\n')
+    launcher.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo a launcher; exit; }\nshift 2\nexec "$@"\n'
+    )
     for path in (python, launcher):
         path.chmod(0o755)
     return str(python)
 
 
 def test_a_peer_is_measured_in_turns(fake_mpi: str) -> None:
-    arguments = ("all_reduce", "--ranks", "1", "--sizes", "8,4K", "--compare", "mpi", "--peer-python", fake_mpi, *_QUICK)
+    arguments = (
+        "all_reduce",
+        "--ranks",
+        "1",
+        "--sizes",
+        "8,4K",
+        "--compare",
+        "mpi",
+        "--peer-python",
+        fake_mpi,
+        *_QUICK,
+    )
     done = perf(*arguments, "--json", "-")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
@@ -317,10 +424,23 @@ def test_a_peer_is_measured_in_turns(fake_mpi: str) -> None:
     assert "Geometric mean" in table
 
 
-def test_a_launcher_that_is_not_there_is_told_before_ranks_start(fake_mpi: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_is_not_there_is_told_before_ranks_start(
+    fake_mpi: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (Path(fake_mpi).parent / "mpirun").unlink()
     monkeypatch.setenv("PATH", str(Path(fake_mpi).parent))
-    done = perf("all_reduce", "--ranks", "1", "--sizes", "8", "--compare", "mpi", "--peer-python", fake_mpi, *_QUICK)
+    done = perf(
+        "all_reduce",
+        "--ranks",
+        "1",
+        "--sizes",
+        "8",
+        "--compare",
+        "mpi",
+        "--peer-python",
+        fake_mpi,
+        *_QUICK,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert "no mpirun or mpiexec" in done.stderr
 
@@ -328,7 +448,18 @@ def test_a_launcher_that_is_not_there_is_told_before_ranks_start(fake_mpi: str, 
 def test_a_peer_that_fails_ends_the_run(fake_mpi: str) -> None:
     module = Path(fake_mpi).parents[1] / "site" / "mpi4py" / "MPI.py"
     module.write_text(_FAKE_MPI.replace("y[0][:] = x[0]", "raise RuntimeError('peer trouble')"))
-    done = perf("all_reduce", "--ranks", "1", "--sizes", "8", "--compare", "mpi", "--peer-python", fake_mpi, *_QUICK)
+    done = perf(
+        "all_reduce",
+        "--ranks",
+        "1",
+        "--sizes",
+        "8",
+        "--compare",
+        "mpi",
+        "--peer-python",
+        fake_mpi,
+        *_QUICK,
+    )
     assert done.returncode == 1
     assert "peer trouble" in done.stderr
 
@@ -336,7 +467,18 @@ def test_a_peer_that_fails_ends_the_run(fake_mpi: str) -> None:
 def test_a_peer_that_is_wrong_is_not_compared_with(fake_mpi: str) -> None:
     module = Path(fake_mpi).parents[1] / "site" / "mpi4py" / "MPI.py"
     module.write_text(_FAKE_MPI.replace("y[0][:] = x[0]", "y[0][:] = 0"))
-    done = perf("all_reduce", "--ranks", "1", "--sizes", "400", "--compare", "mpi", "--peer-python", fake_mpi, *_QUICK)
+    done = perf(
+        "all_reduce",
+        "--ranks",
+        "1",
+        "--sizes",
+        "400",
+        "--compare",
+        "mpi",
+        "--peer-python",
+        fake_mpi,
+        *_QUICK,
+    )
     assert done.returncode == 1
     assert "wrong values" in done.stderr
 

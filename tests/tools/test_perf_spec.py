@@ -33,7 +33,11 @@ def test_busbw_factors_are_those_of_nccl_tests(op: str, factor: float) -> None:
 @pytest.mark.parametrize("nranks", [1, 3, 4])
 def test_the_size_is_the_larger_buffer(op: str, nbytes: int, nranks: int) -> None:
     case = build_case(op, nbytes, nranks=nranks, dtype="float32")
-    smallest = 4 * nranks if op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter") else 4
+    smallest = (
+        4 * nranks
+        if op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+        else 4
+    )
     assert case.nbytes == max(case.input_count, case.output_count) * 4
     assert case.nbytes == max(smallest, nbytes // smallest * smallest)
 
@@ -102,7 +106,9 @@ def test_numbers_are_below_their_headings() -> None:
 
 
 def test_the_peer_is_beside_each_form() -> None:
-    words = table.line(row(peer="gloo", peer_time_us=5000.0, ratio=4.05), row(in_place=True, peer="gloo"), "gloo").split()
+    words = table.line(
+        row(peer="gloo", peer_time_us=5000.0, ratio=4.05), row(in_place=True, peer="gloo"), "gloo"
+    ).split()
     assert words[9:11] == ["5000.0", "4.05"]
     assert words[15:17] == ["N/A", "N/A"]
 

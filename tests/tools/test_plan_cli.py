@@ -32,7 +32,9 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def call(*args: str, status: int = 0, **environ: str) -> str:
-    result = CliRunner().invoke(plan_cli.plan, args, catch_exceptions=False, env={**environ, "COLUMNS": "160"})
+    result = CliRunner().invoke(
+        plan_cli.plan, args, catch_exceptions=False, env={**environ, "COLUMNS": "160"}
+    )
     assert result.exit_code == status, result.output
     return result.stdout
 
@@ -67,7 +69,9 @@ def test_explain_says_why() -> None:
     text = call("--topo", H100, "--explain")
     assert "Why: search" in text
     assert "each searched channel carries both trees" in text
-    assert "18 NVLinks of 20.6 GB/s (sm 90)" in " ".join(text.split())  # lines are as wide as the terminal
+    assert "18 NVLinks of 20.6 GB/s (sm 90)" in " ".join(
+        text.split()
+    )  # lines are as wide as the terminal
 
 
 @pytest.mark.parametrize("what", ["--topo", "--accelerators", "NCCL_GRAPH_FILE"])
@@ -80,13 +84,20 @@ def test_endless_files_are_refused(what: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_cpu_ranks_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect_machine", lambda: detect_machine(gpus=[], cpu_ranks=2))
-    assert call().startswith("this machine (CPU ranks, planned as if they were GPUs): 1 x 2 GPUs, 2 ranks")
+    assert call().startswith(
+        "this machine (CPU ranks, planned as if they were GPUs): 1 x 2 GPUs, 2 ranks"
+    )
 
 
-def test_tables_in_a_file_are_not_broken_at_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_in_a_file_are_not_broken_at_the_width_of_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = CliRunner().invoke(plan_cli.plan, ["--topo", H100, "--nodes", "2"]).stdout.splitlines()
-    assert any(line.split() == ["size", "Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce"] for line in lines)
+    assert any(
+        line.split() == ["size", "Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce"]
+        for line in lines
+    )
     assert max(map(len, lines)) > 100
 
 
@@ -112,12 +123,25 @@ def test_settings_of_the_environment_count() -> None:
 
 
 def test_collnet_that_is_switched_off_stays_off() -> None:
-    on, off = (json.loads(call("--topo", H100, "--nodes", "2", "--collnet", "--json", "-", NCCL_COLLNET_ENABLE=text)) for text in "10")
+    on, off = (
+        json.loads(
+            call(
+                "--topo", H100, "--nodes", "2", "--collnet", "--json", "-", NCCL_COLLNET_ENABLE=text
+            )
+        )
+        for text in "10"
+    )
     assert (on["collnet"], on["comm"]["collnetEnable"]) == (1, 1)
-    assert (off["collnet"], off["comm"]["collnetEnable"], off["env"]) == (0, 0, {"NCCL_COLLNET_ENABLE": "0"})
+    assert (off["collnet"], off["comm"]["collnetEnable"], off["env"]) == (
+        0,
+        0,
+        {"NCCL_COLLNET_ENABLE": "0"},
+    )
     plain = json.loads(call("--topo", H100, "--nodes", "2", "--json", "-", NCCL_COLLNET_ENABLE="0"))
     assert plain == off  # what was read of the environment is recorded either way
-    assert off["tuning"] == json.loads(call("--topo", H100, "--nodes", "2", "--json", "-"))["tuning"]
+    assert (
+        off["tuning"] == json.loads(call("--topo", H100, "--nodes", "2", "--json", "-"))["tuning"]
+    )
 
 
 def test_the_second_time_it_is_known(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +161,9 @@ def test_graphs_in_nccls_format_can_replace_the_search(tmp_path: Path) -> None:
     data = json.loads(call("--topo", H100, "--json", "-"))
     call("--topo", H100, "--graph-xml", str(file))
     graphs = graphs_from_xml(file.read_text(), system_from_json(data["system"]))
-    assert [graphs[g.kind].intra for g in map(graph_from_json, data["graphs"])] == [g.intra for g in map(graph_from_json, data["graphs"])]
+    assert [graphs[g.kind].intra for g in map(graph_from_json, data["graphs"])] == [
+        g.intra for g in map(graph_from_json, data["graphs"])
+    ]
     again = json.loads(call("--topo", H100, "--json", "-", NCCL_GRAPH_FILE=str(file)))
     assert again["comm"] == data["comm"]
 
@@ -156,10 +182,16 @@ def test_an_empty_graph_file_is_no_wish_to_search(tmp_path: Path) -> None:
 def test_the_topology_that_is_used_goes_where_nccls_variable_says(tmp_path: Path) -> None:
     dump, sipu = tmp_path / "dump.xml", DATA / "accelerators"
     described = ["--topo", str(sipu / "sipu.xml"), "--accelerators", str(sipu / "sipu.toml")]
-    for args in (["--topo", H100, "--gpus", "2,0"], [*described, "--gpus", "3,1"], [*described, "--collnet", "--fuse"]):
+    for args in (
+        ["--topo", H100, "--gpus", "2,0"],
+        [*described, "--gpus", "3,1"],
+        [*described, "--collnet", "--fuse"],
+    ):
         plan = json.loads(call(*args, "--json", "-", NCCL_TOPO_DUMP_FILE=str(dump)))
         again = json.loads(call("--topo", str(dump), "--json", "-"))
-        assert {key: again[key] for key in ("system", "paths", "domains")} == {key: plan[key] for key in ("system", "paths", "domains")}
+        assert {key: again[key] for key in ("system", "paths", "domains")} == {
+            key: plan[key] for key in ("system", "paths", "domains")
+        }
 
 
 def test_a_topology_may_come_from_a_pipe(tmp_path: Path) -> None:
@@ -180,7 +212,9 @@ def test_pictures(tmp_path: Path) -> None:
 
 def test_described_accelerators() -> None:
     sipu = DATA / "accelerators"
-    text = call("--topo", str(sipu / "sipu.xml"), "--accelerators", str(sipu / "sipu.toml"), "--json", "-")
+    text = call(
+        "--topo", str(sipu / "sipu.xml"), "--accelerators", str(sipu / "sipu.toml"), "--json", "-"
+    )
     assert json.loads(text)["nranks"] > 0
 
 

@@ -28,7 +28,14 @@ from miraccl.topo.records import NodeType
 from tests.graph.golden import all_cases
 from tests.topo.golden import TOPOLOGIES, GoldenCase
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
+)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
@@ -36,7 +43,11 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not in
 def document(name: str, nodes: int = 1) -> dict[str, Any]:
     notes = PathNotes()
     made = make_plan(TOPOLOGIES / f"{name}.xml", PlanRequest.read({}, nodes=nodes), recorder=notes)
-    return {**plan_to_json(made), "bound": bound_section(made), "explain": explain_plan(made, notes)}
+    return {
+        **plan_to_json(made),
+        "bound": bound_section(made),
+        "explain": explain_plan(made, notes),
+    }
 
 
 def _one_case_per_machine() -> list[Any]:
@@ -58,12 +69,21 @@ def test_boxes_do_not_overlap(case: GoldenCase) -> None:
             assert b.top >= a.bottom or b.bottom <= a.top, f"{a.title} overlaps {b.title}"
 
 
-@pytest.mark.parametrize("name", ["nvidia-dgxh100", "nvidia-dgx1v", "nvidia-hgx-b300", "nvidia-gb200-4gpu", "pcie8-bcm-pcilink"])
+@pytest.mark.parametrize(
+    "name",
+    ["nvidia-dgxh100", "nvidia-dgx1v", "nvidia-hgx-b300", "nvidia-gb200-4gpu", "pcie8-bcm-pcilink"],
+)
 def test_every_link_is_drawn_once(name: str) -> None:
     system = system_from_json(document(name)["system"])
     drawing = draw_system(system)
-    links = {(min(i, link.target), max(i, link.target), link.type) for i, node in enumerate(system.nodes) for link in node.links}
-    assert sorted((min(w.source, w.target), max(w.source, w.target), w.type) for w in drawing.wires) == sorted(links)
+    links = {
+        (min(i, link.target), max(i, link.target), link.type)
+        for i, node in enumerate(system.nodes)
+        for link in node.links
+    }
+    assert sorted(
+        (min(w.source, w.target), max(w.source, w.target), w.type) for w in drawing.wires
+    ) == sorted(links)
 
 
 def test_nvlinks_of_one_height_do_not_overlap() -> None:
@@ -125,7 +145,11 @@ def test_embedded_data_survives() -> None:
 
 
 def test_a_page_without_reasons_is_still_a_page() -> None:
-    plain = {key: value for key, value in document("nvidia-dgxh100").items() if key not in ("explain", "bound")}
+    plain = {
+        key: value
+        for key, value in document("nvidia-dgxh100").items()
+        if key not in ("explain", "bound")
+    }
     assert "<svg" in render_page(plain)
 
 
@@ -140,9 +164,24 @@ def in_browser(page: str, script: str, folder: Path) -> Any:
         "document.body.dataset.result=JSON.stringify({value:value,errors:window.failures,pwned:window.pwned||0})})()</script>"
     )
     file = folder / "page.html"
-    file.write_text(page.replace("<head>", "<head>" + watch, 1).replace("</body>", probe + "</body>"), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", f"--user-data-dir={folder / 'profile'}"]
+    file.write_text(
+        page.replace("<head>", "<head>" + watch, 1).replace("</body>", probe + "</body>"),
+        encoding="utf-8",
+    )
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ]
+    flags += [
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
     command = [str(CHROMIUM), *flags, "--virtual-time-budget=2000", "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     found = re.search(r'data-result="([^"]*)"', done.stdout)
@@ -209,7 +248,9 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert seen["why"] > 1000
     assert "16ranks" in seen["cards"]
     assert seen["circles"] == 2
-    assert seen["tree"] == "Tree of channel 15 over the nodes7>1501"  # rank 7 of node 0 hangs on rank 15 of node 1
+    assert (
+        seen["tree"] == "Tree of channel 15 over the nodes7>1501"
+    )  # rank 7 of node 0 hangs on rank 15 of node 1
 
 
 @needs_chromium

@@ -28,7 +28,10 @@ def script(tmp_path: Path) -> Script:
 
     def write(text: str) -> str:
         path = tmp_path / "a program.py"
-        path.write_text("import os, signal, sys\nrank = int(os.environ['MIRACCL_RANK'])\n" + textwrap.dedent(text))
+        path.write_text(
+            "import os, signal, sys\nrank = int(os.environ['MIRACCL_RANK'])\n"
+            + textwrap.dedent(text)
+        )
         return str(path)
 
     return write
@@ -36,7 +39,9 @@ def script(tmp_path: Path) -> Script:
 
 def run(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "miraccl", "run", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+    )
 
 
 def test_every_rank_knows_who_it_is(script: Script) -> None:
@@ -56,12 +61,16 @@ def test_all_ranks_share_one_unique_id(script: Script) -> None:
 
 
 def test_lines_are_tagged(script: Script) -> None:
-    done = run("-n", "2", "--tag", script("print('out'); print('no newline', end='', file=sys.stderr)"))
+    done = run(
+        "-n", "2", "--tag", script("print('out'); print('no newline', end='', file=sys.stderr)")
+    )
     assert sorted(done.stdout.splitlines()) == ["[0] out", "[1] out"]
     assert sorted(done.stderr.splitlines()) == ["[0] no newline", "[1] no newline"]
 
 
-def test_the_end_of_a_rank_may_be_seen_before_its_output(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_rank_may_be_seen_before_its_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As of a program that ends before it is watched."""
     opened = os.pidfd_open
 
@@ -70,7 +79,10 @@ def test_the_end_of_a_rank_may_be_seen_before_its_output(monkeypatch: pytest.Mon
         return opened(pid)
 
     monkeypatch.setattr(os, "pidfd_open", open_ended)
-    assert Job(["sh", "-c", "echo out; echo err >&2"], 2, lambda rank: {}, tag=True, grace=0.0).run() == 0
+    assert (
+        Job(["sh", "-c", "echo out; echo err >&2"], 2, lambda rank: {}, tag=True, grace=0.0).run()
+        == 0
+    )
     out, err = capfd.readouterr()
     assert (out.splitlines(), err.splitlines()) == (["[0] out", "[1] out"], ["[0] err", "[1] err"])
 
@@ -81,7 +93,10 @@ def test_all_output_arrives_also_where_somebody_has_made_it_non_blocking(script:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     command = [sys.executable, "-m", "miraccl", "run", "--tag", path]
-    with subprocess.Popen(command, stdout=writer, stdin=subprocess.DEVNULL) as job, os.fdopen(reader) as output:
+    with (
+        subprocess.Popen(command, stdout=writer, stdin=subprocess.DEVNULL) as job,
+        os.fdopen(reader) as output,
+    ):
         os.close(writer)
         assert sum(line == "[0] " + "x" * 99 + "\n" for line in output) == 5000
         assert job.wait(60) == 0
@@ -90,8 +105,21 @@ def test_all_output_arrives_also_where_somebody_has_made_it_non_blocking(script:
 def test_the_status_of_a_rank_is_known_where_children_are_ignored(script: Script) -> None:
     """``trap '' CHLD``, or a parent that never asks: a program inherits it."""
     ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
-    command = [sys.executable, "-c", ignore, sys.executable, "-m", "miraccl", "run", "-n", "2", script("sys.exit(7 * rank)")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-c",
+        ignore,
+        sys.executable,
+        "-m",
+        "miraccl",
+        "run",
+        "-n",
+        "2",
+        script("sys.exit(7 * rank)"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 7, done.stderr
     assert "rank 1 ended with status 7" in done.stderr
 
@@ -102,7 +130,9 @@ def test_a_rank_that_a_nameless_signal_ended(script: Script) -> None:
     assert "rank 0 was ended by signal 40" in done.stderr
 
 
-@pytest.mark.parametrize("count", range(10))  # 3 are for the launcher itself, 3 for each rank, and more while one is started
+@pytest.mark.parametrize(
+    "count", range(10)
+)  # 3 are for the launcher itself, 3 for each rank, and more while one is started
 def test_a_launcher_that_is_short_of_descriptors_says_so_and_leaves_nothing(count: int) -> None:
     files, jobs = open_files(), []
 
@@ -119,7 +149,10 @@ def test_a_launcher_that_is_short_of_descriptors_says_so_and_leaves_nothing(coun
 
 def test_modules_and_other_programs() -> None:
     assert run("-n", "2", "-m", "platform").returncode == 0
-    assert run("-n", "2", "--", "sh", "-c", "echo $MIRACCL_RANK").stdout.split() in (["0", "1"], ["1", "0"])
+    assert run("-n", "2", "--", "sh", "-c", "echo $MIRACCL_RANK").stdout.split() in (
+        ["0", "1"],
+        ["1", "0"],
+    )
 
 
 def test_the_first_failure_ends_all_and_gives_the_status(script: Script) -> None:
@@ -133,7 +166,9 @@ def test_the_others_may_have_years_to_end(script: Script) -> None:
     """More milliseconds than epoll can count."""
     program = script("sys.exit(7) if rank == 1 else sys.stdin.read()")
     command = [sys.executable, "-m", "miraccl", "run", "-n", "2", "--grace", "1e9", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         assert "rank 1 ended with status 7; ending the others" in process.stderr.readline()
         assert process.communicate(timeout=60)[1] == ""  # closes rank 0's standard input
@@ -158,7 +193,9 @@ class Launched:
 
     def __init__(self, *args: str) -> None:
         command = [sys.executable, "-m", "miraccl", "run", *args]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         assert self.process.stdout is not None
         self._fd = self.process.stdout.fileno()
         self._text = b""
@@ -172,7 +209,9 @@ class Launched:
 
     def line(self) -> str:
         while b"\n" not in self._text:
-            assert select.select([self._fd], [], [], 30)[0], f"no line after 30 s, only {self._text!r}"
+            assert select.select([self._fd], [], [], 30)[0], (
+                f"no line after 30 s, only {self._text!r}"
+            )
             data = os.read(self._fd, 4096)
             assert data, f"the program ended after {self._text!r}"
             self._text += data
@@ -208,7 +247,9 @@ def test_what_a_rank_started_ends_with_it(script: Script) -> None:
     """
     done = run("-n", "1", script(text))
     assert done.returncode == 3
-    with contextlib.suppress(ProcessLookupError):  # it has been killed, but may still have to be run for that
+    with contextlib.suppress(
+        ProcessLookupError
+    ):  # it has been killed, but may still have to be run for that
         pidfd = os.pidfd_open(int(done.stdout))
         assert select.select([pidfd], [], [], 30)[0], "what a rank started outlived it"
         os.close(pidfd)
@@ -236,7 +277,9 @@ def test_a_signal_ends_a_job_that_is_still_starting() -> None:
     assert started == [0, 1, 2, 3]
 
 
-def test_a_setting_that_leaves_no_place_to_meet_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+def test_a_setting_that_leaves_no_place_to_meet_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, script: Script
+) -> None:
     monkeypatch.setenv("MIRACCL_SOCKET_IFNAME", "=nosuch0")
     done = run("-n", "2", script("pass"))
     assert done.returncode == 2
@@ -253,7 +296,12 @@ def test_usage_errors(tmp_path: Path) -> None:
 
 
 def test_commands() -> None:
-    assert build_command("package.module", ("a",), as_module=True) == [sys.executable, "-m", "package.module", "a"]
+    assert build_command("package.module", ("a",), as_module=True) == [
+        sys.executable,
+        "-m",
+        "package.module",
+        "a",
+    ]
     assert build_command("sh", ("-c", "true"), as_module=False)[0].endswith("/sh")
 
 
@@ -286,7 +334,9 @@ _MEET = """
 @pytest.mark.multiprocess
 def test_ranks_meet_on_one_host(script: Script) -> None:
     done = run("-n", "3", script(_MEET))
-    assert sorted(done.stdout.splitlines()) == [f"{r} of 3, local {r}: 3" for r in range(3)], done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{r} of 3, local {r}: 3" for r in range(3)], (
+        done.stderr
+    )
 
 
 @pytest.mark.multiprocess
@@ -296,7 +346,10 @@ def test_two_hosts_meet_at_the_master(script: Script, monkeypatch: pytest.Monkey
         port = probe.getsockname()[1]
     path = script(_MEET)
     common = ("-n", "2", "--nnodes", "2", "--master", f"127.0.0.1:{port}")
-    with Launched(*common, "--node-rank", "1", path) as second, Launched(*common, "--node-rank", "0", path) as first:
+    with (
+        Launched(*common, "--node-rank", "1", path) as second,
+        Launched(*common, "--node-rank", "0", path) as first,
+    ):
         lines = [launched.line() for launched in (first, first, second, second)]
         assert sorted(lines) == [f"{r} of 4, local {r % 2}: 6" for r in range(4)]
         assert [first.process.wait(60), second.process.wait(60)] == [0, 0]

@@ -48,7 +48,10 @@ def test_a_value_that_cannot_be_is_an_error_that_names_the_variable(name: str, t
 
 
 def test_flags_of_nccl_are_numbers_or_words() -> None:
-    values = {text: params.P2P_DISABLE.read({"NCCL_P2P_DISABLE": text}) for text in ("1", "0x2", "yes", "off")}
+    values = {
+        text: params.P2P_DISABLE.read({"NCCL_P2P_DISABLE": text})
+        for text in ("1", "0x2", "yes", "off")
+    }
     assert values == {"1": 1, "0x2": 2, "yes": 1, "off": 0}
 
 
@@ -101,13 +104,17 @@ def levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("^ALL", set()),
     ],
 )
-def test_subsystems_that_are_logged(monkeypatch: pytest.MonkeyPatch, subsystems: str, told: set[str]) -> None:
+def test_subsystems_that_are_logged(
+    monkeypatch: pytest.MonkeyPatch, subsystems: str, told: set[str]
+) -> None:
     for log in map(trace.logger, trace.SUBSYSTEMS):
         log.setLevel(logging.NOTSET)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_DEBUG_SUBSYS", subsystems)
     trace.configure()
-    assert {name for name in trace.SUBSYSTEMS if trace.logger(name).isEnabledFor(logging.INFO)} == told
+    assert {
+        name for name in trace.SUBSYSTEMS if trace.logger(name).isEnabledFor(logging.INFO)
+    } == told
     assert all(trace.logger(name).isEnabledFor(logging.WARNING) for name in trace.SUBSYSTEMS)
 
 
@@ -120,16 +127,25 @@ def test_no_logging_is_none_of_any_subsystem(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("variable", ["MIRACCL_DEBUG", "NCCL_DEBUG"])
-def test_a_wrong_level_is_told_by_the_name_of_its_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_a_wrong_level_is_told_by_the_name_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     monkeypatch.setenv(variable, "loud")
     with pytest.raises(InvalidUsage, match=f"^{variable}='loud': allowed are none, warn"):
         trace.configure()
 
 
 @pytest.mark.parametrize("subsystems", ["bootstap", "init,coll", "^sockets"])
-def test_a_subsystem_that_there_is_not_is_refused_in_a_variable_of_ours(monkeypatch: pytest.MonkeyPatch, subsystems: str) -> None:
+def test_a_subsystem_that_there_is_not_is_refused_in_a_variable_of_ours(
+    monkeypatch: pytest.MonkeyPatch, subsystems: str
+) -> None:
     monkeypatch.setenv("MIRACCL_DEBUG_SUBSYS", subsystems)
-    with pytest.raises(InvalidUsage, match=re.escape(f"MIRACCL_DEBUG_SUBSYS={subsystems!r}: allowed are all, bootstrap, cache, ")):
+    with pytest.raises(
+        InvalidUsage,
+        match=re.escape(
+            f"MIRACCL_DEBUG_SUBSYS={subsystems!r}: allowed are all, bootstrap, cache, "
+        ),
+    ):
         trace.configure()
 
 

@@ -16,8 +16,12 @@ from miraccl.tools.spawn import Context, Outcome, Ranks
 from tests.support.accidents import few_descriptors, open_files
 
 
-def run(target: Any, nranks: int, *args: Any, timeout: float = 30.0, grace: float = 30.0) -> list[Outcome]:
-    with Ranks(target, nranks, args, environ=lambda rank: {"SPAWN_TEST": str(rank)}, capture=True) as ranks:
+def run(
+    target: Any, nranks: int, *args: Any, timeout: float = 30.0, grace: float = 30.0
+) -> list[Outcome]:
+    with Ranks(
+        target, nranks, args, environ=lambda rank: {"SPAWN_TEST": str(rank)}, capture=True
+    ) as ranks:
         ranks.wait(time.monotonic() + timeout, grace=grace)
     return ranks.outcomes
 
@@ -178,8 +182,12 @@ def test_messages_both_ways() -> None:
     assert all(o.ok for o in ranks.outcomes)
 
 
-@pytest.mark.parametrize("count", range(8))  # 1 for the parent, 3 for each rank, and 2 more while one is started
-def test_a_parent_that_is_short_of_descriptors_says_so_and_leaves_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "count", range(8)
+)  # 1 for the parent, 3 for each rank, and 2 more while one is started
+def test_a_parent_that_is_short_of_descriptors_says_so_and_leaves_nothing(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files, fork = open_files(), os.fork
     forked: list[int] = []
 

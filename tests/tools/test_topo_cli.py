@@ -15,7 +15,11 @@ from tests.topo.golden import DATA, TOPOLOGIES
 
 H100 = str(TOPOLOGIES / "nvidia-dgxh100.xml")
 A100 = str(TOPOLOGIES / "nvidia-dgxa100.xml")
-SIPU = [str(DATA / "accelerators" / "sipu.xml"), "--accelerators", str(DATA / "accelerators" / "sipu.toml")]
+SIPU = [
+    str(DATA / "accelerators" / "sipu.xml"),
+    "--accelerators",
+    str(DATA / "accelerators" / "sipu.toml"),
+]
 
 
 def call(*args: str, status: int = 0) -> str:
@@ -54,12 +58,29 @@ def test_show_explains():
 
 
 def test_show_says_why_gpus_count_as_nodes():
-    text = call("show", str(TOPOLOGIES / "pcie4-4nic-netfaster.xml"), "--nodes", "2", "--explain", "GPU0,GPU1")
+    text = call(
+        "show",
+        str(TOPOLOGIES / "pcie4-4nic-netfaster.xml"),
+        "--nodes",
+        "2",
+        "--explain",
+        "GPU0,GPU1",
+    )
     assert "count as different nodes: both GPUs have a NIC within PXB" in text
 
 
 @pytest.mark.parametrize(
-    "wanted", ["", "GPU0", "GPU0,GPU99", "GPU0,GPU" + "9" * 5000, "CPU0,GPU0", "x,y", "GPU0,NET0,NET1", "NET0,NET1"]
+    "wanted",
+    [
+        "",
+        "GPU0",
+        "GPU0,GPU99",
+        "GPU0,GPU" + "9" * 5000,
+        "CPU0,GPU0",
+        "x,y",
+        "GPU0,NET0,NET1",
+        "NET0,NET1",
+    ],
 )
 def test_nodes_that_do_not_exist(wanted):
     with pytest.raises(InvalidUsage, match="--explain"):
@@ -67,11 +88,16 @@ def test_nodes_that_do_not_exist(wanted):
 
 
 def test_the_nodes_that_there_are_are_named():
-    with pytest.raises(InvalidUsage, match=r"'GPU9' is not one of GPU0 to GPU7, NET0 to NET7, CPU0 to CPU1, NVS0$"):
+    with pytest.raises(
+        InvalidUsage, match=r"'GPU9' is not one of GPU0 to GPU7, NET0 to NET7, CPU0 to CPU1, NVS0$"
+    ):
         call("show", H100, "--explain", "GPU0,GPU9")
 
 
-@pytest.mark.parametrize("args", [["show", ""], ["check", ""], ["dump", ""], ["diff", H100, ""], ["detect", "--base", ""]])
+@pytest.mark.parametrize(
+    "args",
+    [["show", ""], ["check", ""], ["dump", ""], ["diff", H100, ""], ["detect", "--base", ""]],
+)
 def test_an_empty_name_is_not_this_machine(args):
     refused = CliRunner().invoke(topo, args)
     assert refused.exit_code == 2
@@ -89,7 +115,9 @@ def test_wrong_gpus():
 def test_names_in_a_file_are_no_markup(tmp_path):
     file = tmp_path / "[bold].xml"
     text = (TOPOLOGIES / "nvidia-dgxh100.xml").read_text()
-    file.write_text(text.replace('"mlx5_0"', '"[/b]:cat:"').replace('sm="90"', 'sm="90" accelerator="[/x]"'))
+    file.write_text(
+        text.replace('"mlx5_0"', '"[/b]:cat:"').replace('sm="90"', 'sm="90" accelerator="[/x]"')
+    )
     assert "NET/0-0 [/b]:cat: (400 Gbit/s" in call("show", str(file))
     table = call("diff", H100, str(file), status=1)
     assert "[bold].xml" in table
@@ -108,7 +136,9 @@ def test_dump_keeps_a_file_and_selects(tmp_path):
 def test_check_reports_and_its_status_tells(tmp_path):
     assert call("check", A100) == "nothing to say: the file is complete\n"
     text = call("check", *SIPU)
-    assert "link_speed of a nic is 'Unknown': 8 GT/s assumed, with 16 lanes 12 GB/s (2 times)" in text
+    assert (
+        "link_speed of a nic is 'Unknown': 8 GT/s assumed, with 16 lanes 12 GB/s (2 times)" in text
+    )
     assert "mend: write the real one" in text
     broken = tmp_path / "broken.xml"
     broken.write_text('<system version="1">\n<cpu numaid="0">')
@@ -137,7 +167,11 @@ def test_detect_writes_a_file_that_can_be_shown(tmp_path):
 
 def test_detect_writes_both_files_that_are_asked_for(tmp_path):
     out = tmp_path / "here.xml"
-    tree = json.loads(call("detect", "--root", str(tmp_path), "--cpu-ranks", "3", "--out", str(out), "--json", "-"))
+    tree = json.loads(
+        call(
+            "detect", "--root", str(tmp_path), "--cpu-ranks", "3", "--out", str(out), "--json", "-"
+        )
+    )
     assert tree["element"] == "system"
     assert call("show", str(out)).startswith("maxBw 12 GB/s, totalBw 12 GB/s, 3 GPUs, 0 nets")
     with pytest.raises(InvalidUsage, match="only one of --out and --json"):
@@ -153,5 +187,8 @@ def test_the_environment_counts(monkeypatch):
 def test_as_many_cpu_ranks_are_detected_as_a_file_can_have(tmp_path):
     file = str(tmp_path / "machine.xml")
     call("detect", "--cpu-ranks", str(MAX_NODES), "--out", file)
-    assert len(build_system(parse_topology((tmp_path / "machine.xml").read_text()).root).gpus) == MAX_NODES
+    assert (
+        len(build_system(parse_topology((tmp_path / "machine.xml").read_text()).root).gpus)
+        == MAX_NODES
+    )
     call("detect", "--cpu-ranks", str(MAX_NODES + 1), status=2)

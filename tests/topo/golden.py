@@ -47,7 +47,9 @@ class GoldenCase:
 
     def load(self) -> dict[str, Any]:
         data = self.file.read_bytes()
-        loaded: dict[str, Any] = json.loads(gzip.decompress(data) if self.file.suffix == ".gz" else data)
+        loaded: dict[str, Any] = json.loads(
+            gzip.decompress(data) if self.file.suffix == ".gz" else data
+        )
         return loaded
 
     def analyse(self) -> Topology:

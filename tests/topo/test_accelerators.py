@@ -42,13 +42,20 @@ def test_nics_of_a_virtual_machine_carry_something():
     """Their PCI link says speed Unknown and width 0: 16 lanes of 8 GT/s, never 0."""
     found = sipu()
     nics = found.system.of(NodeType.NIC)
-    assert [link.bw for nic in nics for link in nic.links if link.type == LinkType.PCI] == [12.0, 12.0]
+    assert [link.bw for nic in nics for link in nic.links if link.type == LinkType.PCI] == [
+        12.0,
+        12.0,
+    ]
 
 
 def test_each_net_is_there_once():
     found = sipu()
     assert [(net.label, net.dev) for net in found.system.nets] == [("mlx5_0", 0), ("mlx5_1", 1)]
-    reached = [found.system.nodes[link.target].name for nic in found.system.of(NodeType.NIC) for link in nic.links]
+    reached = [
+        found.system.nodes[link.target].name
+        for nic in found.system.of(NodeType.NIC)
+        for link in nic.links
+    ]
     assert sorted(name for name in reached if name.startswith("NET")) == ["NET/0-0", "NET/0-1"]
 
 
@@ -62,7 +69,10 @@ def test_paths_lead_over_the_nics(environ):
             assert path.bw == 12.0
             assert nic.type == NodeType.NIC
     if environ:
-        assert {found.paths.gpu_gpu(i, j).type for i in range(4) for j in range(4) if i != j} == {PathType.PHB, PathType.SYS}
+        assert {found.paths.gpu_gpu(i, j).type for i in range(4) for j in range(4) if i != j} == {
+            PathType.PHB,
+            PathType.SYS,
+        }
 
 
 def test_without_peer_and_shared_memory_the_nics_join_the_devices():
@@ -110,7 +120,11 @@ def test_a_device_with_its_own_element_and_peer_links():
                 "npu": {
                     "element": "npu",
                     "sm": 90,
-                    "link": {"element": "lane", "only": "gpu", "bw": {"attribute": "model", "default": 10, "x2": 25.5}},
+                    "link": {
+                        "element": "lane",
+                        "only": "gpu",
+                        "bw": {"attribute": "model", "default": 10, "x2": 25.5},
+                    },
                 }
             },
         }
@@ -119,7 +133,9 @@ def test_a_device_with_its_own_element_and_peer_links():
     for i, model in ((1, "x1"), (2, "x2a")):
         text += f'<pci busid="0000:0{i}:00.0" link_width="8"><npu dev="{i - 1}" model="{model}">'
         text += f'<lane target="0000:0{3 - i}:00.0" count="2"/></npu></pci>'
-    found = analyse_topology(load_topology_text(text + "</cpu></system>", accelerators=description).root)
+    found = analyse_topology(
+        load_topology_text(text + "</cpu></system>", accelerators=description).root
+    )
     assert [gpu.links[0].bw for gpu in found.system.gpus] == [20.0, 51.0]
     assert [gpu.sm for gpu in found.system.gpus] == [90, 90]
     assert found.system.count(NodeType.NVS) == 0
@@ -138,7 +154,9 @@ def test_a_dump_of_what_was_used_reads_the_same(tmp_path):
 
 @pytest.mark.parametrize("lost", ["kind", "count", "bw"])
 def test_links_of_ours_need_their_attributes(lost):
-    link = re.sub(rf'{lost}="[^"]*" ?', "", '<xlink kind="switch" count="4" bw="100.0" switch="s"/>')
+    link = re.sub(
+        rf'{lost}="[^"]*" ?', "", '<xlink kind="switch" count="4" bw="100.0" switch="s"/>'
+    )
     text = f'<system version="1"><cpu numaid="0"><pci busid="1"><gpu sm="80">{link}</gpu></pci></cpu></system>'
     with pytest.raises(TopologyError, match=f"line 1: <xlink> has no {lost}"):
         analyse_topology(load_topology_text(text).root)
@@ -157,7 +175,10 @@ def amd(gcn: str, count: int = 1, version: int = 2) -> Topology:
     return analyse_topology(load_topology_text(text).root)
 
 
-@pytest.mark.parametrize(("gcn", "count", "bw"), [("gfx942", 1, 48.0), ("gfx90a", 4, 144.0), ("910", 1, 36.0), ("906", 2, 48.0)])
+@pytest.mark.parametrize(
+    ("gcn", "count", "bw"),
+    [("gfx942", 1, 48.0), ("gfx90a", 4, 144.0), ("910", 1, 36.0), ("906", 2, 48.0)],
+)
 def test_xgmi_is_read_as_what_it_is(gcn, count, bw):
     found = amd(gcn, count)
     assert found.paths.gpu_gpu(0, 1).bw == bw
@@ -179,15 +200,27 @@ def test_in_a_file_of_version_1_xgmi_is_nothing_as_for_nccl():
         ("format = 1\nother = 1", "'other'; known are format, accelerator"),
         ("format = 1\naccelerator = 3", "accelerator is 3, expected a table"),
         ("format = 1\n[accelerator.a]\nspeed = 1", "accelerator.a has 'speed'"),
-        ('format = 1\n[accelerator.a]\nsm = "x"', "accelerator.a.sm is 'x', expected a compute capability"),
+        (
+            'format = 1\n[accelerator.a]\nsm = "x"',
+            "accelerator.a.sm is 'x', expected a compute capability",
+        ),
         ("format = 1\n[accelerator.a.link]\nbw = 0", "accelerator.a.link.bw is 0, expected GB/s"),
         ('format = 1\n[accelerator.a.link]\nbw = 1\nkind = "t"', "needs both kind and values"),
         ('format = 1\n[accelerator.a.link]\nbw = 1\nonly = "ring"', "only is 'ring'"),
-        ("format = 1\n[accelerator.a]\npci_class = [3]", "pci_class is [3], expected a text or a list"),
+        (
+            "format = 1\n[accelerator.a]\npci_class = [3]",
+            "pci_class is [3], expected a text or a list",
+        ),
         ("format = ", "Invalid value"),
         ('format = 1\n[accelerator.""]', "an accelerator is called ''; expected a name"),
-        ('format = 1\n[accelerator.a]\nlabel = ["gcn"]', "accelerator.a.label is ['gcn'], expected a text"),
-        ("format = 1\n[accelerator.a]\nversion = true", "accelerator.a.version is True, expected 1 or 2"),
+        (
+            'format = 1\n[accelerator.a]\nlabel = ["gcn"]',
+            "accelerator.a.label is ['gcn'], expected a text",
+        ),
+        (
+            "format = 1\n[accelerator.a]\nversion = true",
+            "accelerator.a.version is True, expected 1 or 2",
+        ),
         (
             'format = 1\n[accelerator.a.link]\nbw = 1\nkind = "t"\ngpu = ["x"]\ncpu = ["x"]',
             "accelerator.a.link has 'x' for both gpu and cpu",
@@ -205,5 +238,7 @@ def test_wrong_descriptions_are_named(toml, message, tmp_path):
 
 def test_links_of_an_unknown_kind_are_named():
     text = SIPU_XML.read_text().replace('type="switch"', 'type="ring"')
-    with pytest.raises(TopologyError, match="line 5: <silink> has type='ring'; its description knows switch, peer"):
+    with pytest.raises(
+        TopologyError, match="line 5: <silink> has type='ring'; its description knows switch, peer"
+    ):
         load_topology_text(text, accelerators=read_accelerators(SIPU_TOML))

@@ -34,17 +34,59 @@ FLAWS = {
         9,
         "link_speed of a nic is 'Unknown'",
     ),
-    "width": ('link_width="16">\n<nic', 'link_width="0">\n<nic', "note", 9, "link_width of a nic is 0: 16 lanes assumed, 24 GB/s"),
-    "negative width": ('link_width="16">\n<nic', 'link_width="-4">\n<nic', "warning", 9, "link_width is -4"),
-    "slow link": ('"16.0 GT/s PCIe" link_width="16">\n<nic', '"2.5 GT/s" link_width="1">\n<nic', "note", 9, "the PCI link limits them"),
+    "width": (
+        'link_width="16">\n<nic',
+        'link_width="0">\n<nic',
+        "note",
+        9,
+        "link_width of a nic is 0: 16 lanes assumed, 24 GB/s",
+    ),
+    "negative width": (
+        'link_width="16">\n<nic',
+        'link_width="-4">\n<nic',
+        "warning",
+        9,
+        "link_width is -4",
+    ),
+    "slow link": (
+        '"16.0 GT/s PCIe" link_width="16">\n<nic',
+        '"2.5 GT/s" link_width="1">\n<nic',
+        "note",
+        9,
+        "the PCI link limits them",
+    ),
     "numa": ('numaid="0"', 'numaid="-1"', "note", 2, "numaid is -1"),
     "arch": (' arch="x86_64"', "", "warning", 2, "cpu without arch"),
     "vendor": (' vendor="AuthenticAMD"', "", "warning", 2, "x86 cpu without vendor"),
     "busid": ('busid="0000:03:00.0"', 'busid="3"', "warning", 9, "is not like 0000:1b:00.0"),
-    "same busid": ('busid="0000:03:00.0"', 'busid="0000:02:00.0"', "warning", 9, "busid 0000:02:00.0 again, first in line 6"),
-    "self link": ('target="0000:02:00.0"', 'target="0000:01:00.0"', "warning", 4, "a GPU linked to itself"),
-    "dangling link": ('target="0000:02:00.0"', 'target="0000:09:00.0"', "warning", 4, "a link to 0000:09:00.0, where no GPU is"),
-    "one-sided link": ('target="0000:02:00.0" count="4"', 'target="0000:02:00.0" count="2"', "warning", 4, "2 links to 2000, but 4 back"),
+    "same busid": (
+        'busid="0000:03:00.0"',
+        'busid="0000:02:00.0"',
+        "warning",
+        9,
+        "busid 0000:02:00.0 again, first in line 6",
+    ),
+    "self link": (
+        'target="0000:02:00.0"',
+        'target="0000:01:00.0"',
+        "warning",
+        4,
+        "a GPU linked to itself",
+    ),
+    "dangling link": (
+        'target="0000:02:00.0"',
+        'target="0000:09:00.0"',
+        "warning",
+        4,
+        "a link to 0000:09:00.0, where no GPU is",
+    ),
+    "one-sided link": (
+        'target="0000:02:00.0" count="4"',
+        'target="0000:02:00.0" count="2"',
+        "warning",
+        4,
+        "2 links to 2000, but 4 back",
+    ),
     "net twice": (
         '<net name="mlx5_0"',
         '<net name="mlx5_0" dev="0" speed="100000"/><net name="mlx5_0"',
@@ -53,7 +95,13 @@ FLAWS = {
         "listed again, first in line 10",
     ),
     "net without dev": ('name="mlx5_0" dev="0"', 'name="mlx5_0"', "warning", 10, "net without dev"),
-    "net speed": ('speed="100000"', 'speed="-1"', "warning", 10, "net speed is -1: 10 Gbit/s assumed"),
+    "net speed": (
+        'speed="100000"',
+        'speed="-1"',
+        "warning",
+        10,
+        "net speed is -1: 10 Gbit/s assumed",
+    ),
     "net gdr": ('speed="100000" gdr="1"', 'speed="100000"', "note", 10, "net without gdr"),
     "gpu rank": (' rank="1"', "", "note", 7, "gpu without rank: numbered by dev"),
     "gpu gdr": ('sm="80" gdr="1"', 'sm="80"', "note", 4, "gpu without gdr"),
@@ -65,19 +113,61 @@ FLAWS = {
         10,
         "net mlx5_0, port missing, is listed again as dev 0, first in line 10: it counts twice",
     ),
-    "two nics": ("<nic>", "<nic/><nic>", "warning", 10, "another nic in the pci element of line 9: only the first counts"),
-    "sm": ('rank="1" sm="80"', 'rank="1" sm="a"', "warning", 7, "sm of a gpu is 'a', read as 0: no GPU has it"),
-    "nameless accelerator": ('sm="80" gdr="1"', 'sm="80" accelerator=""', "note", 4, "gpu without gdr"),
+    "two nics": (
+        "<nic>",
+        "<nic/><nic>",
+        "warning",
+        10,
+        "another nic in the pci element of line 9: only the first counts",
+    ),
+    "sm": (
+        'rank="1" sm="80"',
+        'rank="1" sm="a"',
+        "warning",
+        7,
+        "sm of a gpu is 'a', read as 0: no GPU has it",
+    ),
+    "nameless accelerator": (
+        'sm="80" gdr="1"',
+        'sm="80" accelerator=""',
+        "note",
+        4,
+        "gpu without gdr",
+    ),
     "gpu dev": ('dev="1"', 'dev="0"', "warning", 7, "dev 0 again, first in line 4"),
     "gpu sm": ('rank="1" sm="80"', 'rank="1" sm="90"', "note", 4, "GPUs of different sm (80, 90)"),
     "no sm": ('rank="1" sm="80"', 'rank="1"', "error", 7, "has no sm"),
     "same rank": ('rank="1"', 'rank="0"', "error", 4, "two GPUs have rank 0"),
     "version": ('version="1"', 'version="2"', "note", 1, "version 2 is AMD's dialect"),
-    "empty switch": ("<pci busid", '<pci busid="0000:04:00.0" class="0x060400"/><pci busid', "note", 3, "a PCI switch without GPU and NIC"),
-    "foreign device": ("<pci busid", '<pci busid="0000:04:00.0" class="0x020000"/><pci busid', "note", 3, "without gpu or nic element"),
+    "empty switch": (
+        "<pci busid",
+        '<pci busid="0000:04:00.0" class="0x060400"/><pci busid',
+        "note",
+        3,
+        "a PCI switch without GPU and NIC",
+    ),
+    "foreign device": (
+        "<pci busid",
+        '<pci busid="0000:04:00.0" class="0x020000"/><pci busid',
+        "note",
+        3,
+        "without gpu or nic element",
+    ),
     "ignored": ("<nic>", "<nic><led/>", "note", 10, "<led> inside <nic> is ignored"),
-    "two hosts": ("</cpu>", '</cpu><cpu numaid="1" host_hash="0x7" arch="arm64"/>', "note", 1, "cpu elements of 2 hosts"),
-    "same numa": ("</cpu>", '</cpu><cpu numaid="0" arch="arm64"/>', "warning", 12, "numaid 0 again, first in line 2"),
+    "two hosts": (
+        "</cpu>",
+        '</cpu><cpu numaid="1" host_hash="0x7" arch="arm64"/>',
+        "note",
+        1,
+        "cpu elements of 2 hosts",
+    ),
+    "same numa": (
+        "</cpu>",
+        '</cpu><cpu numaid="0" arch="arm64"/>',
+        "warning",
+        12,
+        "numaid 0 again, first in line 2",
+    ),
 }
 
 
@@ -90,7 +180,9 @@ def test_flaws_are_found(flaw):
     old, new, severity, line, text = FLAWS[flaw]
     assert old in GOOD
     findings = check_topology(load_topology_text(GOOD.replace(old, new, 1)))
-    assert [f for f in findings if f.severity == severity and f.line == line and text in f.text], findings
+    assert [f for f in findings if f.severity == severity and f.line == line and text in f.text], (
+        findings
+    )
 
 
 def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
@@ -105,7 +197,10 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("cut", "line", "text"),
-    [(GOOD.index("class"), 3, "unclosed token"), (GOOD.index("</pci>"), 5, "no element found: <pci> of line 3 is not closed")],
+    [
+        (GOOD.index("class"), 3, "unclosed token"),
+        (GOOD.index("</pci>"), 5, "no element found: <pci> of line 3 is not closed"),
+    ],
 )
 def test_a_file_that_ends_too_early_says_what_to_close(cut, line, text, tmp_path):
     (tmp_path / "a, b.xml").write_text(GOOD[:cut])
@@ -116,7 +211,9 @@ def test_a_file_that_ends_too_early_says_what_to_close(cut, line, text, tmp_path
 
 def test_the_line_of_an_error_is_said_once(tmp_path):
     (tmp_path / "x.xml").write_text(GOOD.replace(' sm="80"', ""))
-    assert [(f.line, f.text) for f in check_file(tmp_path / "x.xml") if f.severity == "error"] == [(4, "<gpu> has no sm")]
+    assert [(f.line, f.text) for f in check_file(tmp_path / "x.xml") if f.severity == "error"] == [
+        (4, "<gpu> has no sm")
+    ]
 
 
 @pytest.mark.parametrize("where", ["second in its element", "below a NIC"])
@@ -124,19 +221,32 @@ def test_gpus_that_do_not_get_into_the_machine_are_refused(where):
     second = '<gpu dev="1" rank="1" sm="80" gdr="1"/>'
     text = GOOD.replace("<nvlink", "<nothing")
     if where == "below a NIC":
-        text = text.replace("<nic>", f'<pci busid="0000:04:00.0" class="0x0302">{second.replace("1", "7")}</pci><nic>')
+        text = text.replace(
+            "<nic>",
+            f'<pci busid="0000:04:00.0" class="0x0302">{second.replace("1", "7")}</pci><nic>',
+        )
     else:
         text = text.replace("</gpu>\n</pci>", f"</gpu>{second.replace('1', '7')}\n</pci>", 1)
-    (error,) = [finding for finding in check_topology(load_topology_text(text)) if finding.severity == "error"]
+    (error,) = [
+        finding
+        for finding in check_topology(load_topology_text(text))
+        if finding.severity == "error"
+    ]
     assert error.text.startswith("the GPU with dev 7 is not in the machine")
 
 
 def test_bus_ids_and_numbers_are_of_one_host():
     cpu = GOOD[GOOD.index("<cpu") : GOOD.index("</system>")]
     second = cpu.replace('rank="1"', 'rank="3"').replace('rank="0"', 'rank="2"')
-    both = cpu.replace("<cpu", '<cpu host_hash="0x1"') + second.replace("<cpu", '<cpu host_hash="0x2"')
+    both = cpu.replace("<cpu", '<cpu host_hash="0x1"') + second.replace(
+        "<cpu", '<cpu host_hash="0x2"'
+    )
     found = check_topology(load_topology_text(f'<system version="1">{both}</system>'))
-    assert [finding.text for finding in found if "again" in finding.text or finding.severity == "warning"] == []
+    assert [
+        finding.text
+        for finding in found
+        if "again" in finding.text or finding.severity == "warning"
+    ] == []
     assert any("2 hosts" in finding.text for finding in found)
 
 
@@ -162,7 +272,10 @@ def test_a_machine_is_like_itself():
 
 
 def test_two_models_differ_in_what_matters():
-    found = {d.where: (d.left, d.right, d.count) for d in compare_topologies(machine("nvidia-dgxa100"), machine("nvidia-dgxh100"))}
+    found = {
+        d.where: (d.left, d.right, d.count)
+        for d in compare_topologies(machine("nvidia-dgxa100"), machine("nvidia-dgxh100"))
+    }
     assert found["GPU sm"] == ("80", "90", 8)
     assert found["GPU to GPU path"] == ("NVL 240 GB/s", "NVL 370.8 GB/s", 56)
     assert found["number of CPU nodes"][:2] == ("4", "2")
@@ -178,8 +291,12 @@ def test_one_slow_link_is_seen():
     ]
 
 
-@pytest.mark.parametrize(("attribute", "left", "right"), [("latency", "0 us", "30 us"), ("maxconn", "64", "1")])
+@pytest.mark.parametrize(
+    ("attribute", "left", "right"), [("latency", "0 us", "30 us"), ("maxconn", "64", "1")]
+)
 def test_numbers_of_a_net_are_compared(attribute, left, right):
     changed = GOOD.replace('speed="100000"', f'speed="100000" {attribute}="{right.split()[0]}"')
     one, two = (analyse_topology(load_topology_text(text).root) for text in (GOOD, changed))
-    assert [(d.where, d.left, d.right) for d in compare_topologies(one, two)] == [(f"NET {attribute}", left, right)]
+    assert [(d.where, d.left, d.right) for d in compare_topologies(one, two)] == [
+        (f"NET {attribute}", left, right)
+    ]

@@ -19,7 +19,12 @@ from miraccl.topo.xmlfile import format_topology, parse_topology, read_topology
 from tests.topo.fake_sysfs import FakeMachine
 from tests.topo.golden import TOPOLOGIES
 
-DEVICE = {"vendor": "0x10de", "device": "0x2335", "subsystem_vendor": "0x10de", "subsystem_device": "0x18bf"}
+DEVICE = {
+    "vendor": "0x10de",
+    "device": "0x2335",
+    "subsystem_vendor": "0x10de",
+    "subsystem_device": "0x18bf",
+}
 
 
 @pytest.fixture
@@ -32,8 +37,14 @@ def machine(tmp_path):
     up = "pci0000:00/0000:00:01.0/0000:01:00.0"
     fake.pci("pci0000:00/0000:00:01.0", cls="0x060400")
     fake.pci(up, cls="0x060400", vendor="0x1000", device="0xc010")
-    for slot, (bus, cls) in enumerate((("0000:03:00.0", "0x030200"), ("0000:05:00.0", "0x020700"), ("0000:04:00.0", "0x030200"))):
-        fake.pci(f"{up}/0000:02:0{slot}.0", cls="0x060400", speed="8.0 GT/s PCIe" if slot == 2 else "16.0 GT/s PCIe")
+    for slot, (bus, cls) in enumerate(
+        (("0000:03:00.0", "0x030200"), ("0000:05:00.0", "0x020700"), ("0000:04:00.0", "0x030200"))
+    ):
+        fake.pci(
+            f"{up}/0000:02:0{slot}.0",
+            cls="0x060400",
+            speed="8.0 GT/s PCIe" if slot == 2 else "16.0 GT/s PCIe",
+        )
         fake.pci(f"{up}/0000:02:0{slot}.0/{bus}", cls=cls, **(DEVICE if cls == "0x030200" else {}))
     fake.pci("pci0000:80/0000:80:01.0", cls="0x060400", numa="1")
     fake.pci("pci0000:80/0000:80:01.0/0000:81:00.0", cls="0x030200", numa="1", width="8")
@@ -46,45 +57,50 @@ def machine(tmp_path):
 GPUS = [
     GpuFacts(dev=0, bus_id="0000:03:00.0", sm=80, nvlinks=(("0000:04:00.0", 4),)),
     GpuFacts(dev=1, bus_id="0000:04:00.0", sm=80, nvlinks=(("0000:03:00.0", 4),)),
-    GpuFacts(dev=2, bus_id="0000:81:00.0", sm=80, nvlinks=(("fffffff:ffff:ff", 6),), c2c=(44712, 10)),
+    GpuFacts(
+        dev=2, bus_id="0000:81:00.0", sm=80, nvlinks=(("fffffff:ffff:ff", 6),), c2c=(44712, 10)
+    ),
 ]
 
 
 def test_a_machine_becomes_the_file_nccl_would_write(machine):
     file = detect_machine(machine.root, gpus=GPUS, arch="x86_64")
-    assert format_topology(file.root).splitlines() == [
-        '<system version="1">',
-        '  <cpu numaid="0" affinity="0f" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">',
-        '    <pci busid="0000:01:00.0" class="0x060400" vendor="0x1000" device="0xc010" link_speed="16.0 GT/s PCIe" link_width="16">',
-        '      <pci busid="0000:03:00.0" class="0x030200" vendor="0x10de" device="0x2335" subsystem_vendor="0x10de" '
-        'subsystem_device="0x18bf" link_speed="16.0 GT/s PCIe" link_width="16">',
-        '        <gpu dev="0" sm="80" rank="0" gdr="1">',
-        '          <nvlink target="0000:04:00.0" count="4" tclass="0x030200"/>',
-        "        </gpu>",
-        "      </pci>",
-        '      <pci busid="0000:05:00.0" class="0x020700" link_speed="16.0 GT/s PCIe" link_width="16">',
-        "        <nic>",
-        '          <net name="mlx5_0" dev="0" latency="0" speed="200000" port="1" guid="0x1e95b50003fd7010" maxconn="131072" gdr="1"/>',
-        "        </nic>",
-        "      </pci>",
-        '      <pci busid="0000:04:00.0" class="0x030200" vendor="0x10de" device="0x2335" subsystem_vendor="0x10de" '
-        'subsystem_device="0x18bf" link_speed="8.0 GT/s PCIe" link_width="16">',  # the port is slower than the GPU
-        '        <gpu dev="1" sm="80" rank="1" gdr="1">',
-        '          <nvlink target="0000:03:00.0" count="4" tclass="0x030200"/>',
-        "        </gpu>",
-        "      </pci>",
-        "    </pci>",
-        "  </cpu>",
-        '  <cpu numaid="1" affinity="f0" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">',
-        '    <pci busid="0000:81:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="8">',
-        '      <gpu dev="2" sm="80" rank="2" gdr="1">',
-        '        <nvlink target="fffffff:ffff:ff" count="6" tclass="0x068000"/>',
-        '        <c2c bw="44712" count="10"/>',
-        "      </gpu>",
-        "    </pci>",
-        "  </cpu>",
-        "</system>",
-    ]
+    assert (
+        format_topology(file.root).splitlines()
+        == [
+            '<system version="1">',
+            '  <cpu numaid="0" affinity="0f" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">',
+            '    <pci busid="0000:01:00.0" class="0x060400" vendor="0x1000" device="0xc010" link_speed="16.0 GT/s PCIe" link_width="16">',
+            '      <pci busid="0000:03:00.0" class="0x030200" vendor="0x10de" device="0x2335" subsystem_vendor="0x10de" '
+            'subsystem_device="0x18bf" link_speed="16.0 GT/s PCIe" link_width="16">',
+            '        <gpu dev="0" sm="80" rank="0" gdr="1">',
+            '          <nvlink target="0000:04:00.0" count="4" tclass="0x030200"/>',
+            "        </gpu>",
+            "      </pci>",
+            '      <pci busid="0000:05:00.0" class="0x020700" link_speed="16.0 GT/s PCIe" link_width="16">',
+            "        <nic>",
+            '          <net name="mlx5_0" dev="0" latency="0" speed="200000" port="1" guid="0x1e95b50003fd7010" maxconn="131072" gdr="1"/>',
+            "        </nic>",
+            "      </pci>",
+            '      <pci busid="0000:04:00.0" class="0x030200" vendor="0x10de" device="0x2335" subsystem_vendor="0x10de" '
+            'subsystem_device="0x18bf" link_speed="8.0 GT/s PCIe" link_width="16">',  # the port is slower than the GPU
+            '        <gpu dev="1" sm="80" rank="1" gdr="1">',
+            '          <nvlink target="0000:03:00.0" count="4" tclass="0x030200"/>',
+            "        </gpu>",
+            "      </pci>",
+            "    </pci>",
+            "  </cpu>",
+            '  <cpu numaid="1" affinity="f0" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="143">',
+            '    <pci busid="0000:81:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="8">',
+            '      <gpu dev="2" sm="80" rank="2" gdr="1">',
+            '        <nvlink target="fffffff:ffff:ff" count="6" tclass="0x068000"/>',
+            '        <c2c bw="44712" count="10"/>',
+            "      </gpu>",
+            "    </pci>",
+            "  </cpu>",
+            "</system>",
+        ]
+    )
 
 
 def test_a_detected_machine_can_be_planned_on(machine):
@@ -104,7 +120,11 @@ def test_without_verbs_the_interfaces_are_the_nets(machine):
     machine.net("docker0", None)
     machine.net("eth3", None, state="down")
     found = analyse_topology(detect_machine(machine.root, gpus=GPUS, arch="x86_64").root)
-    assert [(net.label, net.bw, net.gdr) for net in found.system.nets] == [("eth10", 12.5, 0), ("eth0", 3.125, 0), ("eth2", 1.25, 0)]
+    assert [(net.label, net.bw, net.gdr) for net in found.system.nets] == [
+        ("eth10", 12.5, 0),
+        ("eth0", 3.125, 0),
+        ("eth2", 1.25, 0),
+    ]
     assert [n.name for n in found.system.of(NodeType.NIC)] == ["NIC/0-5000", "NIC/0-0"]
 
 
@@ -113,12 +133,17 @@ def test_ports_of_a_nic_are_one_device(machine):
     second = machine.pci(f"{up}/0000:05:00.1", cls="0x020700")
     machine.infiniband("mlx5_1", second, rate="400 Gb/sec (4X NDR)")
     found = analyse_topology(detect_machine(machine.root, gpus=GPUS, arch="x86_64").root)
-    assert [(net.label, net.bw) for net in found.system.nets] == [("mlx5_0", 25.0), ("mlx5_1", 50.0)]
+    assert [(net.label, net.bw) for net in found.system.nets] == [
+        ("mlx5_0", 25.0),
+        ("mlx5_1", 50.0),
+    ]
     assert found.system.count(NodeType.NIC) == 1
 
 
 def test_a_gpu_that_sysfs_does_not_show(machine):
-    file = detect_machine(machine.root, gpus=[GpuFacts(dev=0, bus_id="0000:77:00.0", sm=90)], arch="x86_64")
+    file = detect_machine(
+        machine.root, gpus=[GpuFacts(dev=0, bus_id="0000:77:00.0", sm=90)], arch="x86_64"
+    )
     assert [cpu.attrs["numaid"] for cpu in file.root.children] == ["-1", "0"]
     assert any("0000:77:00.0 is not in sysfs" in text for _, text in file.notes)
     assert analyse_topology(file.root).system.gpus[0].links[0].bw == 12.0
@@ -138,7 +163,9 @@ PROVIDED = """<system version="1">
 def test_a_provider_s_tree_is_completed(machine, place):
     """What the file says goes before what the kernel shows; devices it lacks are added, those nobody uses are dropped."""
     if place == "named":
-        file = detect_machine(machine.root, gpus=GPUS[:1], arch="x86_64", base=parse_topology(PROVIDED).root)
+        file = detect_machine(
+            machine.root, gpus=GPUS[:1], arch="x86_64", base=parse_topology(PROVIDED).root
+        )
     else:
         machine.file("var/run/nvidia-topologyd/virtualTopology.xml", PROVIDED)
         file = detect_machine(machine.root, gpus=GPUS[:1], arch="x86_64")
@@ -148,7 +175,9 @@ def test_a_provider_s_tree_is_completed(machine, place):
     assert found.system.cpus[0].vendor == CpuVendor.INTEL
     assert [pci.name for pci in found.system.pcis] == ["PCI/0-ffffff010", "PCI/0-1000"]
     gpu = found.system.gpus[0]
-    assert [(link.type, link.bw) for link in gpu.links] == [(LinkType.PCI, 24.0)]  # 8 lanes of 32 GT/s, as the file says
+    assert [(link.type, link.bw) for link in gpu.links] == [
+        (LinkType.PCI, 24.0)
+    ]  # 8 lanes of 32 GT/s, as the file says
     assert found.paths.gpu_net(0, 0).type == PathType.SYS
 
 
@@ -165,7 +194,10 @@ def test_a_host_of_cpus_is_a_topology(machine):
 
 def test_a_host_that_shows_nothing(tmp_path):
     file = detect_machine(tmp_path, gpus=[], arch="aarch64")
-    assert file.notes[0][1] == f"{tmp_path}/sys cannot be read: PCI tree, NUMA domains and nets are not known"
+    assert (
+        file.notes[0][1]
+        == f"{tmp_path}/sys cannot be read: PCI tree, NUMA domains and nets are not known"
+    )
     found = analyse_topology(file.root)
     assert len(found.system.gpus) == 1
     assert found.system.cpus[0].name == "CPU/0-ffffffffffffff"
@@ -200,7 +232,9 @@ def test_a_kernel_s_file_that_is_odd(machine, name):
         elif name == "loop":
             path.symlink_to(path)
         for gpus, cpu_ranks in ((GPUS, 2), ((), 4)):
-            text = format_topology(detect_machine(machine.root, gpus=gpus, cpu_ranks=cpu_ranks, arch="x86_64").root)
+            text = format_topology(
+                detect_machine(machine.root, gpus=gpus, cpu_ranks=cpu_ranks, arch="x86_64").root
+            )
             again = parse_topology(text)
             assert format_topology(again.root) == text, path
             assert len(analyse_topology(again.root).whole.gpus) == len(gpus) + cpu_ranks, path
@@ -219,7 +253,11 @@ def test_names_that_are_odd(machine):
     (machine.root / "sys/class/infiniband/mlx5_0/ports/one/state").write_text("4: ACTIVE")
     (machine.root / "sys/class/infiniband/mlx5_0/ports/1/state").unlink()
     text = format_topology(detect_machine(machine.root, gpus=(), cpu_ranks=2, arch="x86_64").root)
-    assert {net.attrs["name"] for net in parse_topology(text).root.walk() if net.name == "net"} == {"a??\u00b2", "eth0", "\u00b2"}
+    assert {net.attrs["name"] for net in parse_topology(text).root.walk() if net.name == "net"} == {
+        "a??\u00b2",
+        "eth0",
+        "\u00b2",
+    }
 
 
 def test_a_device_that_is_above_itself(machine):
@@ -239,7 +277,11 @@ def test_a_device_that_is_above_itself(machine):
 
 @pytest.mark.parametrize(
     ("vendor", "family", "model", "expected"),
-    [("AuthenticAMD", 25, 17, ("175", "17")), ("AuthenticAMD", 23, 49, ("143", "49")), ("GenuineIntel", 6, 207, ("6", "207"))],
+    [
+        ("AuthenticAMD", 25, 17, ("175", "17")),
+        ("AuthenticAMD", 23, 49, ("143", "49")),
+        ("GenuineIntel", 6, 207, ("6", "207")),
+    ],
 )
 def test_family_numbers_are_those_of_cpuid(tmp_path, vendor, family, model, expected):
     FakeMachine(tmp_path).cpuinfo(vendor, family, model)
@@ -303,7 +345,9 @@ class FakeNvml:
 
     legacy: ClassVar[dict[str, bytes]] = {}
 
-    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:  # noqa: N802
+    def nvmlDeviceGetFieldValues(  # noqa: N802
+        self, handle: int, fields: list[tuple[int, int]]
+    ) -> list[SimpleNamespace]:
         value = {170: 2, 171: 1 - fields[0][1], 172: 44712}[fields[0][0]]
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=value))]
 
@@ -312,7 +356,11 @@ def test_facts_from_nvml(monkeypatch):
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     gpus, _ = read_gpus()
-    assert gpus == [GpuFacts(dev=0, bus_id="0000:1b:00.0", sm=90, nvlinks=(("ffffffff:ff:ff.0", 2),), c2c=(44712, 1))]
+    assert gpus == [
+        GpuFacts(
+            dev=0, bus_id="0000:1b:00.0", sm=90, nvlinks=(("ffffffff:ff:ff.0", 2),), c2c=(44712, 1)
+        )
+    ]
     assert nvml.closed
     nvml.legacy = {"busIdLegacy": b"FFFFFFF:FF:FF.0"}  # type: ignore[misc]
     assert read_gpus()[0][0].nvlinks == (("fffffff:ff:ff.0", 2),)
@@ -324,7 +372,13 @@ def test_a_virtual_machine_as_nccl_dumped_it(tmp_path):
     fake.cpuinfo("GenuineIntel", 6, 207)
     fake.numa(0, "0-31")
     for slot in (6, 7):
-        folder = fake.pci(f"pci0000:00/0000:00:0{slot}.0", cls="0x030200", speed="32.0 GT/s PCIe", numa="-1", **DEVICE)
+        folder = fake.pci(
+            f"pci0000:00/0000:00:0{slot}.0",
+            cls="0x030200",
+            speed="32.0 GT/s PCIe",
+            numa="-1",
+            **DEVICE,
+        )
         assert (folder / "max_link_width").read_text() == "16\n"  # but there is no port above it
     virtio = tmp_path / "sys/devices/pci0000:00/0000:00:03.0/virtio2"
     virtio.mkdir(parents=True)
@@ -333,12 +387,18 @@ def test_a_virtual_machine_as_nccl_dumped_it(tmp_path):
     links = (("fffffff:ff:ff.0", 18),)
     gpus = [GpuFacts(dev=i, bus_id=f"0000:00:0{6 + i}.0", sm=90, nvlinks=links) for i in range(2)]
     dumped = read_topology(TOPOLOGIES / "device-2xH200-vm.xml").root
-    assert format_topology(detect_machine(tmp_path, gpus=gpus, arch="x86_64").root) == format_topology(dumped)
+    assert format_topology(
+        detect_machine(tmp_path, gpus=gpus, arch="x86_64").root
+    ) == format_topology(dumped)
 
 
 @pytest.mark.parametrize(
     ("nvml", "why"),
-    [(None, "nvidia-ml-py is not installed"), (FakeNvml(fails=True), "Driver Not Loaded"), (FakeNvml(count=0), "NVML shows no GPU")],
+    [
+        (None, "nvidia-ml-py is not installed"),
+        (FakeNvml(fails=True), "Driver Not Loaded"),
+        (FakeNvml(count=0), "NVML shows no GPU"),
+    ],
 )
 def test_no_gpus_have_a_reason(monkeypatch, nvml, why):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)

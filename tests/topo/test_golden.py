@@ -25,7 +25,9 @@ def test_stage_agrees_with_nccl(topology):
 
 
 @pytest.mark.golden
-@pytest.mark.skipif(LARGER is None, reason="no larger collection: MIRACCL_GOLDEN names no folder with an index.json")
+@pytest.mark.skipif(
+    LARGER is None, reason="no larger collection: MIRACCL_GOLDEN names no folder with an index.json"
+)
 @pytest.mark.parametrize("topology", MORE)
 def test_stage_agrees_with_nccl_on_the_larger_collection(topology):
     for case in MORE[topology]:

@@ -10,7 +10,17 @@ from miraccl.topo.analyse import Topology, analyse_topology
 from miraccl.topo.explain import RULES, PathNotes, explain_path, explain_paths
 from miraccl.topo.options import PathOptions, TopoOptions
 from miraccl.topo.paths import compute_paths, merged_type
-from miraccl.topo.queries import GdrMode, Nearest, gdr_mode, local_cpu, mirror_bits, nearest, p2p_level, pxn_relay, relay_gpu
+from miraccl.topo.queries import (
+    GdrMode,
+    Nearest,
+    gdr_mode,
+    local_cpu,
+    mirror_bits,
+    nearest,
+    p2p_level,
+    pxn_relay,
+    relay_gpu,
+)
 from miraccl.topo.records import DISCONNECTED, NodeType, Path, PathTable, PathType
 from miraccl.topo.xmlfile import read_topology
 from tests.topo.golden import TOPOLOGIES
@@ -21,11 +31,17 @@ GPU, NET = NodeType.GPU, NodeType.NET
 def topology(name: str, nodes: int = 1, **rules: object) -> tuple[Topology, PathNotes]:
     notes = PathNotes()
     options = TopoOptions(nodes=nodes, paths=replace(PathOptions(), **rules))  # type: ignore[arg-type]
-    return analyse_topology(read_topology(TOPOLOGIES / f"{name}.xml").root, options, recorder=notes), notes
+    return analyse_topology(
+        read_topology(TOPOLOGIES / f"{name}.xml").root, options, recorder=notes
+    ), notes
 
 
 def rules(notes: PathNotes) -> set[str]:
-    return {change.rule for changes in (*notes.changes.values(), *notes.whole.values()) for change in changes}
+    return {
+        change.rule
+        for changes in (*notes.changes.values(), *notes.whole.values())
+        for change in changes
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,7 +85,9 @@ def test_every_rule_leaves_a_sentence():
 
 def test_recording_changes_nothing():
     system = topology("nvidia-dgx1v")[0].whole
-    assert compute_paths(system, PathOptions()) == compute_paths(system, PathOptions(), recorder=PathNotes())
+    assert compute_paths(system, PathOptions()) == compute_paths(
+        system, PathOptions(), recorder=PathNotes()
+    )
 
 
 def test_reason_of_a_relayed_path():
@@ -95,7 +113,9 @@ def test_every_path_is_explained_by_a_hop_of_its_bandwidth():
 def test_amd_pairs_may_access_each_other_everywhere():
     small, _ = topology("pcie8-amd-direct-1nic")
     assert p2p_level(small.system, PathOptions()) == PathType.PXB
-    two = analyse_topology(read_topology(TOPOLOGIES / "pcie8-amd-direct-1nic.xml").root, TopoOptions(gpus=(0, 1)))
+    two = analyse_topology(
+        read_topology(TOPOLOGIES / "pcie8-amd-direct-1nic.xml").root, TopoOptions(gpus=(0, 1))
+    )
     assert p2p_level(two.system, PathOptions()) == PathType.SYS
     assert p2p_level(two.system, PathOptions(p2p_level=PathType.LOC)) == PathType.LOC
 
@@ -103,7 +123,9 @@ def test_amd_pairs_may_access_each_other_everywhere():
 def test_domains_become_systems_of_their_own():
     found, notes = topology("pcie4-4nic-netfaster", 2)
     assert found.local_ranks == ((0, 1), (2, 3))
-    assert {(i, j) for i, j, _ in notes.separations()} == {(i, j) for i in range(4) for j in range(4) if (i < 2) != (j < 2)}
+    assert {(i, j) for i, j, _ in notes.separations()} == {
+        (i, j) for i in range(4) for j in range(4) if (i < 2) != (j < 2)
+    }
     assert "they use the network" in next(notes.separations())[2]
     for domain in found.domains:
         assert len(domain.system.gpus) == 2
@@ -118,7 +140,13 @@ def path(type: PathType, bw: float) -> Path:
 
 
 def test_nearest_prefers_bandwidth_then_type():
-    row = [path(PathType.PHB, 12), path(PathType.PIX, 12), path(PathType.SYS, 24), path(PathType.PIX, 12), path(PathType.SYS, 24)]
+    row = [
+        path(PathType.PHB, 12),
+        path(PathType.PIX, 12),
+        path(PathType.SYS, 24),
+        path(PathType.PIX, 12),
+        path(PathType.SYS, 24),
+    ]
     assert nearest(row) == [2, 4]
     assert nearest(row[:2] + row[3:4]) == [1, 2]
     assert nearest([]) == []
@@ -151,19 +179,31 @@ def test_gpudirect():
     system, paths, options = found.system, found.paths, PathOptions()
     assert gdr_mode(system, paths, options, 0, 0, read=False) == GdrMode.DEFAULT
     assert gdr_mode(system, paths, options, 0, 3, read=True) == GdrMode.DEFAULT  # over the relay
-    assert gdr_mode(system, paths, replace(options, gdr_read=0), 0, 0, read=True) == GdrMode.DISABLED
-    assert gdr_mode(system, paths, replace(options, gdr_level=PathType.LOC), 0, 0, read=False) == GdrMode.DISABLED
+    assert (
+        gdr_mode(system, paths, replace(options, gdr_read=0), 0, 0, read=True) == GdrMode.DISABLED
+    )
+    assert (
+        gdr_mode(system, paths, replace(options, gdr_level=PathType.LOC), 0, 0, read=False)
+        == GdrMode.DISABLED
+    )
     assert pxn_relay(system, paths, 0, 3) == Nearest(system, paths).gpu(3)
     v100 = topology("pcie4-4nic-netfaster", 2, net_intra=False)[0]
-    assert gdr_mode(v100.system, v100.paths, options, 0, 0, read=True) == GdrMode.DISABLED  # before Ampere, PCI is busy
-    assert gdr_mode(v100.system, v100.paths, replace(options, gdr_read=1), 0, 0, read=True) == GdrMode.DEFAULT
+    assert (
+        gdr_mode(v100.system, v100.paths, options, 0, 0, read=True) == GdrMode.DISABLED
+    )  # before Ampere, PCI is busy
+    assert (
+        gdr_mode(v100.system, v100.paths, replace(options, gdr_read=1), 0, 0, read=True)
+        == GdrMode.DEFAULT
+    )
     grace = topology("nvidia-gb200-4gpu", 2)[0]
     assert gdr_mode(grace.system, grace.paths, options, 0, 0, read=False) == GdrMode.DEFAULT
 
 
 def test_relays_over_nvlink():
     found, _ = topology("nvidia-dgx1v")
-    relayed = [(i, j) for i in range(8) for j in range(8) if found.paths.gpu_gpu(i, j).type == PathType.NVB]
+    relayed = [
+        (i, j) for i in range(8) for j in range(8) if found.paths.gpu_gpu(i, j).type == PathType.NVB
+    ]
     assert relayed
     assert all(relay_gpu(found.system, found.paths, i, j) >= 0 for i, j in relayed)
     assert relay_gpu(found.system, found.paths, 0, 1) == -1
@@ -173,7 +213,16 @@ def test_relays_over_nvlink():
 
 def test_local_cpu_and_merged_types():
     found, _ = topology("nvidia-dgxh100")
-    assert [local_cpu(found.system, found.paths, gpu) for gpu in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [local_cpu(found.system, found.paths, gpu) for gpu in range(8)] == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+    ]
     assert merged_type(PathType.PHB, PathType.C2C) == PathType.P2C
     assert merged_type(PathType.PIX, PathType.SYS) == PathType.SYS
 

@@ -17,7 +17,9 @@ def pci(bus: str, inside: str, cls: str = "0x030200") -> str:
 
 
 def tree(inside: str) -> XmlNode:
-    return parse_topology(f'<system version="1"><cpu numaid="0" arch="x86_64" vendor="AuthenticAMD">{inside}</cpu></system>').root
+    return parse_topology(
+        f'<system version="1"><cpu numaid="0" arch="x86_64" vendor="AuthenticAMD">{inside}</cpu></system>'
+    ).root
 
 
 def gpus(root: XmlNode) -> list[tuple[str, str]]:
@@ -29,21 +31,32 @@ def test_missing_numbers_follow_the_bus_id():
     selected = select_topology(root, TopoOptions())
     assert gpus(selected) == [("1", "1"), ("0", "0")]
     assert [n.attrs["gdr"] for n in selected.walk() if n.name == "gpu"] == ["1", "1"]
-    assert "dev" not in root.children[0].children[0].children[0].attrs  # the file itself is left alone
+    assert (
+        "dev" not in root.children[0].children[0].children[0].attrs
+    )  # the file itself is left alone
 
 
 def test_missing_ranks_follow_dev():
-    root = tree(pci("0000:01:00.0", '<gpu dev="5" sm="80"/>') + pci("0000:02:00.0", '<gpu dev="2" sm="80"/>'))
+    root = tree(
+        pci("0000:01:00.0", '<gpu dev="5" sm="80"/>')
+        + pci("0000:02:00.0", '<gpu dev="2" sm="80"/>')
+    )
     assert gpus(select_topology(root, TopoOptions())) == [("5", "1"), ("2", "0")]
 
 
 def test_ranks_of_another_node_become_local():
-    root = tree(pci("0000:01:00.0", '<gpu dev="0" rank="9" sm="80"/>') + pci("0000:02:00.0", '<gpu dev="1" rank="8" sm="80"/>'))
+    root = tree(
+        pci("0000:01:00.0", '<gpu dev="0" rank="9" sm="80"/>')
+        + pci("0000:02:00.0", '<gpu dev="1" rank="8" sm="80"/>')
+    )
     assert gpus(select_topology(root, TopoOptions())) == [("0", "1"), ("1", "0")]
 
 
 def test_two_gpus_of_one_rank_are_refused():
-    root = tree(pci("0000:01:00.0", '<gpu dev="0" rank="0" sm="80"/>') + pci("0000:02:00.0", '<gpu dev="1" rank="0" sm="80"/>'))
+    root = tree(
+        pci("0000:01:00.0", '<gpu dev="0" rank="0" sm="80"/>')
+        + pci("0000:02:00.0", '<gpu dev="1" rank="0" sm="80"/>')
+    )
     with pytest.raises(TopologyError, match="two GPUs have rank 0"):
         select_topology(root, TopoOptions())
 
@@ -52,13 +65,18 @@ def switch(bus: str, inside: str) -> str:
     return pci(bus, inside, "0x060400")
 
 
-FOUR = "".join(switch(f"0000:{i}0:00.0", pci(f"0000:{i}1:00.0", f'<gpu dev="{i}" rank="{i}" sm="80"/>')) for i in range(4))
+FOUR = "".join(
+    switch(f"0000:{i}0:00.0", pci(f"0000:{i}1:00.0", f'<gpu dev="{i}" rank="{i}" sm="80"/>'))
+    for i in range(4)
+)
 
 
 def test_chosen_gpus_are_ranked_in_the_order_of_the_choice():
     selected = select_topology(tree(FOUR), TopoOptions(gpus=(2, 0)))
     assert gpus(selected) == [("0", "1"), ("2", "0")]
-    assert len([n for n in selected.walk() if n.name == "pci"]) == 4  # switches without a GPU are gone
+    assert (
+        len([n for n in selected.walk() if n.name == "pci"]) == 4
+    )  # switches without a GPU are gone
 
 
 def test_choices_that_make_no_sense():
@@ -72,16 +90,32 @@ def test_choices_that_make_no_sense():
 
 def test_collnet_marks_nets_that_do_not_say():
     root = tree(FOUR + '<nic><net dev="0"/><net dev="1" coll="0"/></nic>')
-    nets = [n.attrs["coll"] for n in select_topology(root, TopoOptions(collnet=True)).walk() if n.name == "net"]
+    nets = [
+        n.attrs["coll"]
+        for n in select_topology(root, TopoOptions(collnet=True)).walk()
+        if n.name == "net"
+    ]
     assert nets == ["1", "0"]
 
 
 def test_fusion_appends_what_a_rank_adds():
     """Rank 1 stands first in the file; merged in rank order it comes second, behind the net that rank 0 brought."""
-    one, zero = pci("0000:01:00.0", '<gpu dev="1" rank="1" sm="80"/>'), pci("0000:02:00.0", '<gpu dev="0" rank="0" sm="80"/>')
-    root = tree(one + zero + pci("0000:03:00.0", '<nic><net dev="0"/></nic>', "0x020000") + pci("0000:04:00.0", "", "0x060400"))
+    one, zero = (
+        pci("0000:01:00.0", '<gpu dev="1" rank="1" sm="80"/>'),
+        pci("0000:02:00.0", '<gpu dev="0" rank="0" sm="80"/>'),
+    )
+    root = tree(
+        one
+        + zero
+        + pci("0000:03:00.0", '<nic><net dev="0"/></nic>', "0x020000")
+        + pci("0000:04:00.0", "", "0x060400")
+    )
     fused = select_topology(root, TopoOptions(fuse=True))
-    assert [child.attrs["busid"] for child in fused.children[0].children] == ["0000:02:00.0", "0000:03:00.0", "0000:01:00.0"]
+    assert [child.attrs["busid"] for child in fused.children[0].children] == [
+        "0000:02:00.0",
+        "0000:03:00.0",
+        "0000:01:00.0",
+    ]
 
 
 def test_fusion_leaves_a_merged_tree_alone():
@@ -96,11 +130,28 @@ def test_no_gpu_is_said():
 
 def test_settings_are_read_from_either_name():
     assert PathOptions.read({}) == PathOptions()
-    environ = {"NCCL_P2P_LEVEL": "SYS", "NCCL_NET_GDR_LEVEL": "2", "NCCL_NETDEVS_POLICY": "MAX:3", "MIRACCL_NVB_DISABLE": "1"}
+    environ = {
+        "NCCL_P2P_LEVEL": "SYS",
+        "NCCL_NET_GDR_LEVEL": "2",
+        "NCCL_NETDEVS_POLICY": "MAX:3",
+        "MIRACCL_NVB_DISABLE": "1",
+    }
     options = PathOptions.read(environ)
-    assert (options.p2p_level, options.gdr_level, options.net_per_gpu, options.nvb) == (PathType.SYS, PathType.PXB, 3, False)
-    assert PathOptions.read({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "SYS"}).p2p_level == PathType.LOC
+    assert (options.p2p_level, options.gdr_level, options.net_per_gpu, options.nvb) == (
+        PathType.SYS,
+        PathType.PXB,
+        3,
+        False,
+    )
+    assert (
+        PathOptions.read({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "SYS"}).p2p_level
+        == PathType.LOC
+    )
     assert PathOptions.read({"NCCL_P2P_LEVEL": "9"}).p2p_level == PathType.SYS
-    for name, value in (("NCCL_P2P_LEVEL", "FAR"), ("NCCL_NETDEVS_POLICY", "MAX:0"), ("NCCL_NET_GDR_C2C", "yes please")):
+    for name, value in (
+        ("NCCL_P2P_LEVEL", "FAR"),
+        ("NCCL_NETDEVS_POLICY", "MAX:0"),
+        ("NCCL_NET_GDR_C2C", "yes please"),
+    ):
         with pytest.raises(InvalidUsage, match=name):
             PathOptions.read({name: value})

@@ -34,16 +34,31 @@ REFUSED = {
     "no version": ("<system/>", "no version"),
     "unknown version": ('<system version="3"/>', "version 3"),
     "unclosed": ('<system version="1">\n<cpu numaid="0">\n', "<cpu> of line 2 is not closed"),
-    "crossed": ('<system version="1">\n<cpu numaid="0">\n<pci busid="0">\n</cpu></system>', "line 4: mismatched tag: <pci> of line 3"),
-    "duplicate attribute": ('<system version="1">\n<cpu numaid="0" numaid="1"/></system>', "line 2: duplicate attribute"),
+    "crossed": (
+        '<system version="1">\n<cpu numaid="0">\n<pci busid="0">\n</cpu></system>',
+        "line 4: mismatched tag: <pci> of line 3",
+    ),
+    "duplicate attribute": (
+        '<system version="1">\n<cpu numaid="0" numaid="1"/></system>',
+        "line 2: duplicate attribute",
+    ),
     "text": ('<system version="1">\n words\n</system>', "text between elements: 'words'"),
-    "two roots": ('<system version="1"/>\n<system version="1"/>', "line 2: junk after document element"),
+    "two roots": (
+        '<system version="1"/>\n<system version="1"/>',
+        "line 2: junk after document element",
+    ),
     "doctype": ('<!DOCTYPE system>\n<system version="1"/>', "no document type"),
-    "entity": ('<!DOCTYPE s [<!ENTITY a "b">]><system version="1">&a;</system>', "no document type"),
+    "entity": (
+        '<!DOCTYPE s [<!ENTITY a "b">]><system version="1">&a;</system>',
+        "no document type",
+    ),
     "undeclared entity": ('<system version="1" name="&a;"/>', "undefined entity"),
     "unknown encoding": ('<?xml version="1.0" encoding="klingon"?><system version="1"/>', "line 1"),
     "long value": (f'<system version="1" name="{"x" * 300}"/>', "longer than 254"),
-    "deep": ('<system version="1">' + '<cpu numaid="0">' + '<pci busid="1">' * 100, "nested deeper than 64"),
+    "deep": (
+        '<system version="1">' + '<cpu numaid="0">' + '<pci busid="1">' * 100,
+        "nested deeper than 64",
+    ),
     "many": ('<system version="1">' + '<cpu numaid="0"/>' * 20_001, "more than 20000 elements"),
 }
 
@@ -74,7 +89,10 @@ def test_large_files_are_refused_unread(tmp_path):
 
 
 def test_more_nodes_than_nccl_has_room_for_are_refused():
-    gpus = "".join(f'<pci busid="{i:x}" class="0x030200"><gpu dev="{i}" rank="{i}" sm="80"/></pci>' for i in range(577))
+    gpus = "".join(
+        f'<pci busid="{i:x}" class="0x030200"><gpu dev="{i}" rank="{i}" sm="80"/></pci>'
+        for i in range(577)
+    )
     file = parse_topology(f'<system version="1"><cpu numaid="0">{gpus}</cpu></system>')
     with pytest.raises(TopologyError, match="more than 576 GPU nodes"):
         analyse_topology(file.root)
@@ -105,7 +123,10 @@ def test_tolerated_and_noted():
         '\n\n<?xml version="1.0"?>\n<!-- a comment --><system version="1">\n<gpu/><cpu numaid="0">'
         '\n<fan speed="3"><gpu/></fan>\t</cpu></system>'
     )
-    assert file.notes == ((5, "<gpu> inside <system> is ignored"), (6, "<fan> inside <cpu> is ignored"))
+    assert file.notes == (
+        (5, "<gpu> inside <system> is ignored"),
+        (6, "<fan> inside <cpu> is ignored"),
+    )
     assert [child.name for child in file.root.children] == ["cpu"]
     assert file.root.children[0].children == []
 
@@ -127,7 +148,9 @@ def test_limits_of_nccl_are_noted():
 
 
 def test_single_elements_are_told_from_empty_ones():
-    root = parse_topology('<system version="1"><cpu numaid="0"/><cpu numaid="1"></cpu></system>').root
+    root = parse_topology(
+        '<system version="1"><cpu numaid="0"/><cpu numaid="1"></cpu></system>'
+    ).root
     assert [child.single for child in root.children] == [True, False]
 
 
@@ -144,7 +167,18 @@ def test_markup_in_values_survives():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("12", 12), ("0x1f", 31), ("010", 8), ("-1", -1), (" 7x", 7), ("", 0), ("abc", 0), ("0x", 0), ("4294967296", 0), ("9" * 40, -1)],
+    [
+        ("12", 12),
+        ("0x1f", 31),
+        ("010", 8),
+        ("-1", -1),
+        (" 7x", 7),
+        ("", 0),
+        ("abc", 0),
+        ("0x", 0),
+        ("4294967296", 0),
+        ("9" * 40, -1),
+    ],
 )
 def test_integers_as_c_reads_them(text, value):
     assert c_int(text) == value
@@ -164,7 +198,20 @@ def test_other_numbers_as_c_reads_them():
 
 # Files nobody should have written: the answer is a topology or a TopologyError, never anything else.
 
-NAMES = ("system", "cpu", "pci", "gpu", "nic", "net", "nvlink", "c2c", "pcilink", "xgmi", "xlink", "other")
+NAMES = (
+    "system",
+    "cpu",
+    "pci",
+    "gpu",
+    "nic",
+    "net",
+    "nvlink",
+    "c2c",
+    "pcilink",
+    "xgmi",
+    "xlink",
+    "other",
+)
 KEYS = {
     "cpu": ("numaid", "arch", "vendor", "familyid", "modelid", "host_hash"),
     "pci": ("busid", "class", "vendor", "device", "link_speed", "link_width"),
@@ -179,7 +226,17 @@ KEYS = {
 NUMBERS = ("0", "1", "2", "-1", "6", "80", "207", "400000", "nan", "1e99", "99999999999999999999")
 BUS_IDS = ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:01:00.1", "")
 CLASSES = ("0x060400", "0x030200", "0x068000", "0x068001", "0x020000", "0x120000")
-TEXTS = ("x86_64", "arm64", "GenuineIntel", "AuthenticAMD", "16.0 GT/s PCIe", "Unknown", "", "é", "&")
+TEXTS = (
+    "x86_64",
+    "arm64",
+    "GenuineIntel",
+    "AuthenticAMD",
+    "16.0 GT/s PCIe",
+    "Unknown",
+    "",
+    "é",
+    "&",
+)
 KINDS = ("switch", "gpu", "cpu", "")
 LIKELY = {
     **dict.fromkeys(("busid", "target"), BUS_IDS),
@@ -197,7 +254,11 @@ def values(key: str) -> st.SearchStrategy[str]:
 @st.composite
 def elements(draw: st.DrawFn, parent: str = "system", depth: int = 0) -> XmlNode:
     allowed = xmlfile.CHILDREN.get(parent, ())
-    name = draw(st.sampled_from(allowed or NAMES)) if draw(st.integers(0, 9)) else draw(st.sampled_from(NAMES))
+    name = (
+        draw(st.sampled_from(allowed or NAMES))
+        if draw(st.integers(0, 9))
+        else draw(st.sampled_from(NAMES))
+    )
     keys = KEYS.get(name, ())
     attrs = {key: draw(values(key)) for key in keys if draw(st.integers(0, 12))}
     count = 0 if depth > 4 else draw(st.integers(0, 3))
@@ -210,8 +271,12 @@ def test_a_machine_with_strange_parts_is_a_topology_or_an_error(data, version):
     root = read_topology(TOPOLOGIES / "pcie2-intel-nic200.xml").root
     root.attrs["version"] = version
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.sampled_from([node for node in root.walk() if node.name in xmlfile.CHILDREN]))
-        place.children.insert(data.draw(st.integers(0, len(place.children))), data.draw(elements(place.name, 2)))
+        place = data.draw(
+            st.sampled_from([node for node in root.walk() if node.name in xmlfile.CHILDREN])
+        )
+        place.children.insert(
+            data.draw(st.integers(0, len(place.children))), data.draw(elements(place.name, 2))
+        )
     try:
         file = load_topology_text(format_topology(root))
     except TopologyError:

@@ -30,7 +30,9 @@ def layouts(path: str) -> None:
                 "offset": base[1:3],
                 "scalar": torch.tensor(3.0 + rank),
                 "nothing": torch.empty(0, 5),
-                "channels_last": base.reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+                "channels_last": base.reshape(1, 2, 3, 4).contiguous(
+                    memory_format=torch.channels_last
+                ),
                 "leaf": base.clone().requires_grad_(),
             }
 
@@ -47,10 +49,17 @@ def layouts(path: str) -> None:
                 dist.broadcast(x, nranks - 1, group=group)
                 return x.detach()
 
-            wanted = sum(before.detach() - 100 * rank + 100 * r for r in range(nranks)) if name != "scalar" else None
+            wanted = (
+                sum(before.detach() - 100 * rank + 100 * r for r in range(nranks))
+                if name != "scalar"
+                else None
+            )
             got = all_reduce(None)
             assert wanted is None or torch.equal(got, wanted), name
-            assert torch.equal(broadcast(None), before.detach() + (nranks - 1 - rank) * (1 if name == "scalar" else 100)), name
+            assert torch.equal(
+                broadcast(None),
+                before.detach() + (nranks - 1 - rank) * (1 if name == "scalar" else 100),
+            ), name
             if name not in ("columns", "transposed"):  # Gloo wants dense tensors
                 both(all_reduce, other)
         imaginary = torch.tensor([1 + 2j, 3 - 1j]).conj().imag  # torch only notes the minus
@@ -79,41 +88,72 @@ def uneven(path: str) -> None:
 
         def single(group: Any) -> Any:
             out = torch.zeros(sum(receives), 3)
-            dist.all_to_all_single(out, torch.arange(sum(sends) * 3.0).reshape(-1, 3) + 1000 * rank, receives, sends, group=group)
+            dist.all_to_all_single(
+                out,
+                torch.arange(sum(sends) * 3.0).reshape(-1, 3) + 1000 * rank,
+                receives,
+                sends,
+                group=group,
+            )
             return out
 
         both(single, other)
-        kinds: list[Any] = [tuple, np.array, lambda c: list(np.array(c)), lambda c: [torch.tensor(n) for n in c]]
+        kinds: list[Any] = [
+            tuple,
+            np.array,
+            lambda c: list(np.array(c)),
+            lambda c: [torch.tensor(n) for n in c],
+        ]
         for turn, kind in enumerate(kinds):
             out = torch.zeros(sum(receives), 3)
-            dist.all_to_all_single(out, torch.full((sum(sends), 3), float(rank + turn)), kind(receives), kind(sends))
-            assert out[:, 0].tolist() == [float(r + turn) for r, n in enumerate(receives) for _ in range(n)]
+            dist.all_to_all_single(
+                out, torch.full((sum(sends), 3), float(rank + turn)), kind(receives), kind(sends)
+            )
+            assert out[:, 0].tolist() == [
+                float(r + turn) for r, n in enumerate(receives) for _ in range(n)
+            ]
         rng, works = np.random.default_rng(2), []
-        for turn in range(20):  # splits that no call before had, while those of other calls are still to be run
-            table = rng.integers(0, 50, (nranks, nranks)) * (rng.random((nranks, nranks)) < 0.7 if turn else 0)
+        for turn in range(
+            20
+        ):  # splits that no call before had, while those of other calls are still to be run
+            table = rng.integers(0, 50, (nranks, nranks)) * (
+                rng.random((nranks, nranks)) < 0.7 if turn else 0
+            )
             rows, columns = table[rank].tolist(), table[:, rank].tolist()
-            out, x = torch.zeros(sum(columns), dtype=torch.int64), torch.full((sum(rows),), rank + turn)
+            out, x = (
+                torch.zeros(sum(columns), dtype=torch.int64),
+                torch.full((sum(rows),), rank + turn),
+            )
             work = dist.all_to_all_single(out, x, columns, rows, async_op=bool(turn % 3))
             works.append((work, out, [r + turn for r, n in enumerate(columns) for _ in range(n)]))
         for work, out, want in works:
             assert work is None or work.wait()
             assert out.tolist() == want
-        outs = [torch.zeros(n, 2, dtype=torch.int16) for n in receives]  # Gloo's list form wants equal sizes
-        dist.all_to_all(outs, [torch.full((n, 2), 10 * rank + j, dtype=torch.int16) for j, n in enumerate(sends)])
+        outs = [
+            torch.zeros(n, 2, dtype=torch.int16) for n in receives
+        ]  # Gloo's list form wants equal sizes
+        dist.all_to_all(
+            outs,
+            [torch.full((n, 2), 10 * rank + j, dtype=torch.int16) for j, n in enumerate(sends)],
+        )
         assert all((out == 10 * r + rank).all() for r, out in enumerate(outs))
         outs = [torch.zeros(r + 1) for r in range(nranks)]
         dist.all_gather(outs, torch.full((rank + 1,), float(rank)))
         assert [o.tolist() for o in outs] == [[float(r)] * (r + 1) for r in range(nranks)]
         for op, factor in ((dist.ReduceOp.SUM, nranks), (dist.ReduceOp.BAND, 1)):
             share = torch.zeros(rank, dtype=torch.int32)
-            dist.reduce_scatter(share, [torch.full((r,), r, dtype=torch.int32) for r in range(nranks)], op=op)
+            dist.reduce_scatter(
+                share, [torch.full((r,), r, dtype=torch.int32) for r in range(nranks)], op=op
+            )
             assert share.tolist() == [rank * factor] * rank
 
 
 def gathered_out(x: Any, group: Any) -> Any:
     """The functional collective that Inductor's passes make of several; what it registers must outlive this frame."""
     out = torch.zeros(group.size() * x.numel(), dtype=x.dtype)
-    result = torch.ops._c10d_functional.all_gather_into_tensor_out(x, group.size(), group.group_name, out=out)
+    result = torch.ops._c10d_functional.all_gather_into_tensor_out(
+        x, group.size(), group.group_name, out=out
+    )
     gc.collect()
     assert torch.ops._c10d_functional.wait_tensor(result).data_ptr() == out.data_ptr()
     return out
@@ -125,7 +165,9 @@ def exchanged(rank: int, group: Any) -> list[Any]:
         return []
     to, frm = (rank + 1) % group.size(), (rank - 1) % group.size()
     sent, received = torch.full((2000,), float(rank)), torch.zeros(2000)
-    results = torch.ops._c10d_functional.batch_p2p_ops(["isend", "irecv"], [to, frm], [3, 3], [sent, received], group.group_name)
+    results = torch.ops._c10d_functional.batch_p2p_ops(
+        ["isend", "irecv"], [to, frm], [3, 3], [sent, received], group.group_name
+    )
     gc.collect()
     waited = [torch.ops._c10d_functional.wait_tensor(result) for result in results]
     assert received.tolist() == [float(frm)] * 2000
@@ -145,7 +187,11 @@ def handles(path: str) -> None:
         assert all(w.wait() for w in works)
         assert all((x == sum(range(nranks))).all() for x in xs)
         assert torch.equal(works[0].get_future().wait()[0], xs[0])
-        chained = dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda f: f.value()[0] * 10)
+        chained = (
+            dist.all_reduce(torch.ones(4), async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0] * 10)
+        )
         assert chained.wait().tolist() == [10.0 * nranks] * 4
         first, second = torch.zeros(3), torch.ones(3)
 
@@ -155,10 +201,17 @@ def handles(path: str) -> None:
 
         nested = dist.all_reduce(first, async_op=True).get_future().then(inside)
         assert nested.wait()[0].tolist() == [float(nranks)] * 3
-        for x in (torch.ones(300, 300), torch.ones(300, 300)[:, ::2], torch.ones(40_000, dtype=torch.int16)):  # two have temporaries
+        for x in (
+            torch.ones(300, 300),
+            torch.ones(300, 300)[:, ::2],
+            torch.ones(40_000, dtype=torch.int16),
+        ):  # two have temporaries
             works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
             parts = [torch.zeros_like(x) for _ in range(nranks)]
-            works += [dist.all_gather(parts, x, async_op=True), dist.reduce_scatter(x, parts, async_op=True)]
+            works += [
+                dist.all_gather(parts, x, async_op=True),
+                dist.reduce_scatter(x, parts, async_op=True),
+            ]
             for work in works:
                 work.wait()
             assert (x == nranks**4).all()  # each saw what the ones before it had written
@@ -179,23 +232,45 @@ def handles(path: str) -> None:
             for out, n in zip(outs, (2, 3), strict=True):
                 dist.all_gather_into_tensor(out, torch.full((n,), float(rank)))
         manager.wait()
-        assert [o.tolist() for o in outs] == [[float(r) for r in range(nranks) for _ in range(n)] for n in (2, 3)]
+        assert [o.tolist() for o in outs] == [
+            [float(r) for r in range(nranks) for _ in range(n)] for n in (2, 3)
+        ]
         lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(nranks)]
-        dist.all_gather_coalesced(lists, [torch.full((2,), float(rank)), torch.full((3,), rank + 0.5)])
-        assert [[t[0].item() for t in of_rank] for of_rank in lists] == [[r, r + 0.5] for r in range(nranks)]
+        dist.all_gather_coalesced(
+            lists, [torch.full((2,), float(rank)), torch.full((3,), rank + 0.5)]
+        )
+        assert [[t[0].item() for t in of_rank] for of_rank in lists] == [
+            [r, r + 0.5] for r in range(nranks)
+        ]
 
         group, last_rank = dist.group.WORLD, nranks - 1
         assert group is not None
         options = dist.distributed_c10d.GatherOptions()
         options.rootRank = last_rank
         rows = torch.zeros(nranks, 2) if rank == last_rank else torch.empty(0)
-        group.gather_single(rows, torch.full((2,), float(rank)), options).wait()  # dist.gather_single of PyTorch 2.15
+        group.gather_single(
+            rows, torch.full((2,), float(rank)), options
+        ).wait()  # dist.gather_single of PyTorch 2.15
         assert rows.tolist() == ([[r, r] for r in range(nranks)] if rank == last_rank else [])
         both(lambda g: functional.all_reduce(torch.ones(3) * rank, "sum", g or group) + 0, other)
         both(lambda g: functional.all_gather_tensor(torch.ones(3) * rank, 0, g or group) + 0, other)
-        both(lambda g: functional.reduce_scatter_tensor(torch.arange(2.0 * nranks), "sum", 0, g or group) + 0, other)
+        both(
+            lambda g: (
+                functional.reduce_scatter_tensor(torch.arange(2.0 * nranks), "sum", 0, g or group)
+                + 0
+            ),
+            other,
+        )
         both(lambda g: functional.broadcast(torch.ones(3) * rank, 1, g or group) + 0, other)
-        both(lambda g: functional.all_to_all_single(torch.arange(1.0 * nranks) + rank, None, None, g or group) + 0, other)
+        both(
+            lambda g: (
+                functional.all_to_all_single(
+                    torch.arange(1.0 * nranks) + rank, None, None, g or group
+                )
+                + 0
+            ),
+            other,
+        )
         both(lambda g: gathered_out(torch.full((3,), float(rank)), g or group), other)
         both(lambda g: exchanged(rank, g or group), other)
 
@@ -214,13 +289,21 @@ def profiled(path: str) -> None:
             received.wait()
             dist.barrier()
         assert (x[0].item(), y[0].item()) == (nranks**2, left)
-        shown = {event.key: event.count for event in profile.key_averages() if event.key.startswith("miraccl:")}
+        shown = {
+            event.key: event.count
+            for event in profile.key_averages()
+            if event.key.startswith("miraccl:")
+        }
         wanted = {"all_reduce": 2, "broadcast": 1, "send": 1, "recv": 1, "barrier": 1}
         assert shown == {f"miraccl:{name}": count for name, count in wanted.items()}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            chained = dist.all_reduce(x, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+            chained = (
+                dist.all_reduce(x, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+            )
             assert chained.wait()[0].item() == 2 * nranks**3
-        assert [event.count for event in profile.key_averages() if event.key == "miraccl:all_reduce"] == [1]
+        assert [
+            event.count for event in profile.key_averages() if event.key == "miraccl:all_reduce"
+        ] == [1]
 
 
 def pending(path: str) -> None:
@@ -230,7 +313,9 @@ def pending(path: str) -> None:
 
         def run(group: Any) -> list[Any]:
             def sums() -> Any:
-                result = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", group or dist.group.WORLD)
+                result = functional.all_reduce(
+                    torch.full((3,), rank + 1.0), "sum", group or dist.group.WORLD
+                )
                 assert isinstance(result, functional.AsyncCollectiveTensor)
                 return result
 
@@ -265,7 +350,12 @@ def short_forms(path: str) -> None:
 
         def run(g: Any) -> list[Any]:
             group = g or dist.group.WORLD
-            xs, out, outs, gathered = [mine() for _ in range(7)], torch.zeros(2), row(), row() if rank == last else []
+            xs, out, outs, gathered = (
+                [mine() for _ in range(7)],
+                torch.zeros(2),
+                row(),
+                row() if rank == last else [],
+            )
             parts, mixed = list(mine(2 * nranks).chunk(nranks)), torch.zeros(nranks)
             works = [
                 group.allreduce(xs[0]),
@@ -283,7 +373,15 @@ def short_forms(path: str) -> None:
             ]
             for work in works:
                 work.wait()
-            return [*xs[:5], *(xs[5:6] if rank == last else []), xs[6], out, *outs, *gathered, mixed]
+            return [
+                *xs[:5],
+                *(xs[5:6] if rank == last else []),
+                xs[6],
+                out,
+                *outs,
+                *gathered,
+                mixed,
+            ]
 
         both(run, other)
         group = dist.group.WORLD

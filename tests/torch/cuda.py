@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed._symmetric_memory as symmetric_memory
-from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
+from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import (
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -60,7 +63,10 @@ class Gate:
     def __enter__(self) -> Gate:
         driver = bindings("driver")
         stream = torch.cuda.current_stream().cuda_stream
-        check(driver.cuStreamWaitValue32(stream, self._word.data_ptr(), 1, WAIT_VALUE_EQ), "cuStreamWaitValue32")
+        check(
+            driver.cuStreamWaitValue32(stream, self._word.data_ptr(), 1, WAIT_VALUE_EQ),
+            "cuStreamWaitValue32",
+        )
         self._late.start()
         return self
 
@@ -74,7 +80,10 @@ def order(path: str) -> None:
     with world(path) as (rank, nranks):
         use_gpu(rank)
         total = float(sum(range(nranks)))
-        for asynchronous in (True, False):  # what is made once is made now: streams, and kernels, whose loading waits for the GPU
+        for asynchronous in (
+            True,
+            False,
+        ):  # what is made once is made now: streams, and kernels, whose loading waits for the GPU
             dist.all_reduce(filled(LARGE, 0), async_op=asynchronous)
         assert (torch.zeros(LARGE, device="cuda").fill_(rank) * 2 == 2 * rank).all()
         torch.cuda.synchronize()
@@ -104,7 +113,9 @@ def order(path: str) -> None:
         work.wait()  # here, in another stream than where it was called
         assert (z + 1 == total + 1).all()
         works = [dist.all_reduce(filled(n, 1), async_op=True) for n in (1, LARGE, 3)]
-        dist.all_reduce(last := filled(2, 1))  # in the current stream, after those of the group's own
+        dist.all_reduce(
+            last := filled(2, 1)
+        )  # in the current stream, after those of the group's own
         assert last.tolist() == [float(nranks)] * 2
         assert all(w.wait(LIMIT) and w.is_success() and w.exception() is None for w in works)
 
@@ -118,9 +129,14 @@ def memory(path: str) -> None:
             dist.all_reduce(x, async_op=True)
 
         def columns() -> Any:
-            return torch.ones(64, 64, device="cuda")[:, ::2]  # goes through a temporary, which is let go of at once
+            return torch.ones(64, 64, device="cuda")[
+                :, ::2
+            ]  # goes through a temporary, which is let go of at once
 
-        for x in (filled(LARGE, 0), columns()):  # what is made once is made now: the streams, the kernels, the memory of two tensors
+        for x in (
+            filled(LARGE, 0),
+            columns(),
+        ):  # what is made once is made now: the streams, the kernels, the memory of two tensors
             begin(x)
         spare = filled(LARGE, 0)
         torch.cuda.synchronize()
@@ -161,7 +177,10 @@ def futures(path: str) -> None:
         x = functional.all_reduce(filled(3, rank), "sum", dist.group.WORLD)
         assert (x + 0).tolist() == [float(sum(range(nranks)))] * 3
         mine = torch.full((2, 3), float(rank), device="cuda")
-        for own in (mine, mine.t().contiguous().t()):  # as PyTorch passes most lists, and through temporaries
+        for own in (
+            mine,
+            mine.t().contiguous().t(),
+        ):  # as PyTorch passes most lists, and through temporaries
             outputs = [torch.empty_like(own) for _ in range(nranks)]
             work = dist.all_gather(outputs, own, async_op=True)
             (whole,) = work.get_future().wait()  # one tensor, as with NCCL
@@ -216,15 +235,27 @@ def shapes(path: str) -> None:
         sizes = [[(i * 2 + j) % 4 for j in range(nranks)] for i in range(nranks)]
         sends, receives = sizes[rank], [row[rank] for row in sizes]
         out = torch.zeros(sum(receives), 3, device="cuda")
-        given = torch.repeat_interleave(torch.arange(nranks), torch.tensor(sends)).float().cuda()[:, None].expand(-1, 3) + 100 * rank
+        given = (
+            torch.repeat_interleave(torch.arange(nranks), torch.tensor(sends))
+            .float()
+            .cuda()[:, None]
+            .expand(-1, 3)
+            + 100 * rank
+        )
         dist.all_to_all_single(out, given.contiguous(), receives, sends)
-        assert out[:, 0].tolist() == [float(100 * r + rank) for r, n in enumerate(receives) for _ in range(n)]
+        assert out[:, 0].tolist() == [
+            float(100 * r + rank) for r, n in enumerate(receives) for _ in range(n)
+        ]
         outs = [filled(r + 1, 0) for r in range(nranks)]
         dist.all_gather(outs, filled(rank + 1, rank))
         assert [o.tolist() for o in outs] == [[float(r)] * (r + 1) for r in range(nranks)]
         for op, factor in ((dist.ReduceOp.SUM, nranks), (dist.ReduceOp.BOR, 1)):
             share = torch.zeros(rank, dtype=torch.int32, device="cuda")
-            dist.reduce_scatter(share, [torch.full((r,), r, dtype=torch.int32, device="cuda") for r in range(nranks)], op=op)
+            dist.reduce_scatter(
+                share,
+                [torch.full((r,), r, dtype=torch.int32, device="cuda") for r in range(nranks)],
+                op=op,
+            )
             assert share.tolist() == [rank * factor] * rank
         with dist._coalescing_manager(device=torch.device("cuda"), async_ops=True) as manager:
             for t in (first := filled(3, 1), second := filled(LARGE, 2)):
@@ -255,13 +286,21 @@ def messages(path: str) -> None:
         dist.all_reduce(filled(1, 0))
         for count in (1, 1000, 4 * LARGE):
             out = filled(count, -1)
-            ops = [dist.P2POp(dist.isend, filled(count, rank), to), dist.P2POp(dist.irecv, out, fro)]
+            ops = [
+                dist.P2POp(dist.isend, filled(count, rank), to),
+                dist.P2POp(dist.irecv, out, fro),
+            ]
             works = dist.batch_isend_irecv(ops)
             assert len(works) == 1
             works[0].wait()
             assert (out == fro).all()
         strided = torch.zeros(8, 8, device="cuda")
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, strided[:, 1], fro), dist.P2POp(dist.isend, filled(8, rank), to)]):
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, strided[:, 1], fro),
+                dist.P2POp(dist.isend, filled(8, rank), to),
+            ]
+        ):
             work.wait()
         assert strided[:, 1].tolist() == [float(fro)] * 8
         assert strided[:, 0].tolist() == [0.0] * 8
@@ -292,7 +331,10 @@ def beside(path: str) -> None:
                 dist.all_reduce(x := torch.ones(3, device=device))
                 dist.all_gather_into_tensor(out := torch.zeros(3 * nranks, device=device), x)
                 assert (x.tolist(), out.sum().item()) == ([float(nranks)] * 3, 3.0 * nranks**2)
-            ops = [dist.P2POp(dist.isend, filled(3, rank), (rank + 1) % nranks), dist.P2POp(dist.irecv, filled(3, 0), (rank - 1) % nranks)]
+            ops = [
+                dist.P2POp(dist.isend, filled(3, rank), (rank + 1) % nranks),
+                dist.P2POp(dist.irecv, filled(3, 0), (rank - 1) % nranks),
+            ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             assert group.communicator.last_plan is not None
@@ -304,7 +346,9 @@ def bound(path: str) -> None:
     """A group that knows its GPU from the start may be split, and meshes are split from it, also where another backend has CPU memory."""
     with world(f"{path}-mixed", "cpu:gloo,cuda:miraccl", device=True) as (_, nranks):
         mesh = init_device_mesh("cuda", (1, nranks), mesh_dim_names=("a", "b"))
-        assert isinstance(mesh["b"].get_group()._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+        assert isinstance(
+            mesh["b"].get_group()._get_backend(torch.device("cpu")), dist.ProcessGroupGloo
+        )
         for device in ("cpu", "cuda"):
             dist.all_reduce(x := torch.ones(3, device=device), group=mesh["b"].get_group())
             assert x.tolist() == [float(nranks)] * 3
@@ -333,7 +377,11 @@ def training(path: str) -> None:
     with world(path) as (rank, nranks):
         device = use_gpu(rank)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        other = dist.new_group(backend="nccl", timeout=LIMIT) if torch.cuda.device_count() >= nranks else None
+        other = (
+            dist.new_group(backend="nccl", timeout=LIMIT)
+            if torch.cuda.device_count() >= nranks
+            else None
+        )
         alone = _losses(lambda layers, _: layers, 0, 1, None, device, nranks)
         for name, wrap in (("ddp", _ddp), ("fsdp2", _fsdp2)):
             ours = _losses(wrap, rank, nranks, None, device, nranks)
@@ -350,7 +398,9 @@ def quantized(path: str) -> None:
         device = use_gpu(rank)
         for hook in (quantization_pertensor_hook, quantization_perchannel_hook):
             torch.manual_seed(0)
-            layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
+            layers = torch.nn.Sequential(
+                torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+            ).to(device)
             x = torch.randn(4, 8, device=device) * (rank + 1)
             layers(x).square().sum().backward()
             exact = [p.grad.clone() for p in layers.parameters()]
@@ -383,7 +433,9 @@ def _fsdp2(layers: Any, group: Any) -> Any:
 
 def _losses(wrap: Any, part: int, parts: int, group: Any, device: Any, nranks: int) -> list[float]:
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    ).to(device)
     model = wrap(layers, group)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     whole = torch.randn(16 * nranks, 8, generator=torch.Generator().manual_seed(7)).to(device)
@@ -405,7 +457,10 @@ def tensors(path: str) -> None:
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
         whole = torch.arange(8.0 * nranks, device="cuda").reshape(2 * nranks, 4)
         rows = distribute_tensor(whole, mesh, [Shard(0)])
-        assert torch.equal((rows @ rows.redistribute(placements=[Replicate()]).t()).full_tensor(), whole @ whole.t())
+        assert torch.equal(
+            (rows @ rows.redistribute(placements=[Replicate()]).t()).full_tensor(),
+            whole @ whole.t(),
+        )
 
         def step(x: Any) -> Any:
             y = functional.all_reduce(x * 2, "sum", dist.group.WORLD)

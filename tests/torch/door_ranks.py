@@ -43,7 +43,9 @@ class Direct:
     def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
         said = launch._Config.from_address(config)
         kernel = self._cuda.modules[function]
-        code = self._cuda.cuLaunchKernel(kernel, said.grid[0], 1, 1, said.block[0], 1, 1, 0, said.stream or 0, parameters, 0)[0]
+        code = self._cuda.cuLaunchKernel(
+            kernel, said.grid[0], 1, 1, said.block[0], 1, 1, 0, said.stream or 0, parameters, 0
+        )[0]
         self.refused += code != 0
         return int(code)
 
@@ -53,7 +55,9 @@ class Rank(emulated_ranks.Rank):
 
     def __init__(self, world: Any, timeout: float) -> None:
         super().__init__(world, timeout)
-        if hasattr(torch._C, "_cuda_getCurrentRawStream"):  # of a build for CUDA, which asks the real driver
+        if hasattr(
+            torch._C, "_cuda_getCurrentRawStream"
+        ):  # of a build for CUDA, which asks the real driver
             del torch._C._cuda_getCurrentRawStream
         self._direct = Direct(self.cuda)
         vars(driver)["pointer_attribute"] = lambda kind, address: None  # of no GPU, as tensors
@@ -98,12 +102,18 @@ class StreamOrder:
         self.changes: list[tuple[int, int]] = []
         self._recorded = -1
         self._functions = (
-            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint32))(self._captures),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint32))(
+                self._captures
+            ),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)(self._record),
-            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)(self._wait),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)(
+                self._wait
+            ),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))(self._ask_context),
         )
-        captures, record, wait, context = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
+        captures, record, wait, context = (
+            ctypes.cast(function, ctypes.c_void_p).value for function in self._functions
+        )
         doors.ask_the_driver(0, captures)
         doors.follow_streams(self.EVENT, (record, wait, context), context_of(cuda.home))
 
@@ -236,15 +246,27 @@ def new_counts() -> None:
         rng = np.random.default_rng(5)
         for turn in range(12):
             table = rng.integers(1, 3000 if turn % 3 else 40, (n, n))
-            sends, receives, counts = table[rank].tolist(), table[:, rank].tolist(), table[0].tolist()
-            blocks = [[me.tensor(10 * a + b + turn, int(table[a, b])) for b in range(n)] for a in range(n)]
+            sends, receives, counts = (
+                table[rank].tolist(),
+                table[:, rank].tolist(),
+                table[0].tolist(),
+            )
+            blocks = [
+                [me.tensor(10 * a + b + turn, int(table[a, b])) for b in range(n)] for a in range(n)
+            ]
             x, out = torch.cat(blocks[rank]), torch.zeros(sum(receives))
             assert comm.all_to_all_v(x, sends, receives, out) is out
             assert me.through_a_door() == (turn > 0)
             me.same(out, torch.cat([blocks[a][rank] for a in range(n)]))
             plan: Any = comm.last_plan
-            assert f"{2 * n} messages, up to {plan.blocks * plan.threads // 32} warps" == plan.reason
-            parts, out, root = [me.tensor(r + turn, c) for r, c in enumerate(counts)], torch.zeros(sum(counts)), turn % n
+            assert (
+                f"{2 * n} messages, up to {plan.blocks * plan.threads // 32} warps" == plan.reason
+            )
+            parts, out, root = (
+                [me.tensor(r + turn, c) for r, c in enumerate(counts)],
+                torch.zeros(sum(counts)),
+                turn % n,
+            )
             assert comm.all_gather_v(parts[rank], counts, out) is out
             assert me.through_a_door()  # of the shape of all_to_all_v
             me.same(out, torch.cat(parts))
@@ -267,7 +289,10 @@ def moves() -> None:
         first = sum(counts[:rank])
         for turn in range(2):
             mine, part = me.tensor(rank + turn, 300), me.tensor(rank + turn, counts[rank])
-            alike, parts = (torch.cat([me.tensor(r + turn, count) for r, count in enumerate(c)]) for c in ([300] * n, counts))
+            alike, parts = (
+                torch.cat([me.tensor(r + turn, count) for r, count in enumerate(c)])
+                for c in ([300] * n, counts)
+            )
             for root in range(n):
                 chief, out = rank == root, torch.zeros(300 * n)
                 assert comm.gather(mine, root, out) is (out if chief else None)
@@ -275,7 +300,9 @@ def moves() -> None:
                 me.same(out, alike if chief else torch.zeros_like(out))
                 out = torch.zeros(sum(counts))
                 assert comm.gather_v(part, counts, root, out) is (out if chief else None)
-                assert me.through_a_door() or turn == 0 or counts[rank] == 0  # who has nothing to send launches nothing
+                assert (
+                    me.through_a_door() or turn == 0 or counts[rank] == 0
+                )  # who has nothing to send launches nothing
                 me.same(out, parts if chief else torch.zeros_like(out))
                 out = torch.zeros(300)
                 assert comm.scatter(alike if chief else None, root, out) is out
@@ -308,7 +335,9 @@ def moves() -> None:
                 assert me.through_a_door() == (turn == 1)
                 me.same(out, want, sizes)
                 own = inputs[rank][begin : begin + sizes[rank]]
-                assert comm.reduce_scatter_v(inputs[rank], sizes, own) is own  # in place it is the same launches
+                assert (
+                    comm.reduce_scatter_v(inputs[rank], sizes, own) is own
+                )  # in place it is the same launches
                 assert me.through_a_door()
                 me.same(own, want, sizes)
 
@@ -330,7 +359,9 @@ def arrays() -> None:
     """CuPy's beside tensors: what one has done a door knows of the other."""
     with started() as me:
         comm, n, rank = me.comm, me.nranks, me.rank
-        streams = types.SimpleNamespace(get_current_stream=lambda ordinal: types.SimpleNamespace(ptr=0))
+        streams = types.SimpleNamespace(
+            get_current_stream=lambda ordinal: types.SimpleNamespace(ptr=0)
+        )
         sys.modules["cupy"] = types.SimpleNamespace(ndarray=Array, cuda=streams)  # type: ignore[assignment]
         everybody = [me.data(r, 500) for r in range(n)]
         for turn in range(2):
@@ -371,20 +402,29 @@ def protocols() -> None:
     """Arrays with nothing but ``__cuda_array_interface__`` or DLPack."""
     with started() as me:
         comm, rank = me.comm, me.rank
-        ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(lambda out, kind, address: answer(out, 0))
-        captures = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(lambda stream, out: answer(out, 0))
+        ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(
+            lambda out, kind, address: answer(out, 0)
+        )
+        captures = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)(
+            lambda stream, out: answer(out, 0)
+        )
 
         def answer(out: int, value: int) -> int:
             ctypes.c_int32.from_address(out).value = value
             return 0
 
         side: Any = comm._device
-        side._doors.ask_the_driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (ask, captures)))
+        side._doors.ask_the_driver(
+            *(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (ask, captures))
+        )
         side.gpu.owner = lambda address: NO_DEVICE
         everybody = [me.data(r, 500) for r in range(me.nranks)]
         want = torch.from_numpy(sum(everybody))
         for turn in range(40):
-            x, out = FakeArray(me.cuda, everybody[rank]), FakeArray(me.cuda, np.zeros(500, np.float32))
+            x, out = (
+                FakeArray(me.cuda, everybody[rank]),
+                FakeArray(me.cuda, np.zeros(500, np.float32)),
+            )
             assert comm.all_reduce(x, out) is out
             assert me.through_a_door() == (turn > 0)
             me.same(torch.from_numpy(out.array), want)
@@ -416,7 +456,10 @@ def messages() -> None:
                 assert comm.recv(out, 0) is out
                 me.same(out, me.tensor(turn, 5000), turn)
             assert me.through_a_door() == (turn > 0)
-            ins, outs = ([torch.zeros(700 + c, dtype=torch.int64) for c in counts] for counts in ([rank] * n, range(n)))
+            ins, outs = (
+                [torch.zeros(700 + c, dtype=torch.int64) for c in counts]
+                for counts in ([rank] * n, range(n))
+            )
             small, little = me.tensor(rank, 3), torch.zeros(3)
             before = me.cuda.launches
             with miraccl.group():
@@ -541,7 +584,11 @@ def after_the_end() -> None:
             me.comm.all_reduce(x)
             me.comm.sendrecv(x, me.right, out, me.left)
         me.comm.finalize()
-        for call in (lambda: me.comm.all_reduce(x), lambda: me.comm.send(x, me.right), lambda: me.comm.reduce(x)):
+        for call in (
+            lambda: me.comm.all_reduce(x),
+            lambda: me.comm.send(x, me.right),
+            lambda: me.comm.reduce(x),
+        ):
             with pytest.raises(CommunicatorClosed):
                 call()
         with pytest.raises(CommunicatorClosed), miraccl.group():

@@ -36,10 +36,17 @@ def refusals(path: str) -> None:
             with refused("a split", "count"):
                 dist.all_to_all_single(torch.ones(4), torch.ones(4), wrong, wrong)
         expanded = torch.ones(1).expand(4)
-        for into_shared_memory in (dist.all_reduce, lambda x: dist.all_gather([x] * nranks, torch.ones(4)), lambda x: dist.recv(x, 0)):
+        for into_shared_memory in (
+            dist.all_reduce,
+            lambda x: dist.all_gather([x] * nranks, torch.ones(4)),
+            lambda x: dist.recv(x, 0),
+        ):
             with refused("(4,)", "share memory", "clone()"):
                 into_shared_memory(expanded)
-        few, many = [torch.zeros(2 * nranks)], [torch.zeros(1) for _ in range(2 * nranks)]  # sizes that would do, one after another
+        few, many = (
+            [torch.zeros(2 * nranks)],
+            [torch.zeros(1) for _ in range(2 * nranks)],
+        )  # sizes that would do, one after another
         with refused("all_gather", "1 tensors", f"{nranks} ranks"):
             dist.all_gather(few, torch.ones(2))
         with refused("reduce_scatter", f"{2 * nranks} tensors", f"{nranks} ranks"):
@@ -47,7 +54,9 @@ def refusals(path: str) -> None:
         with refused("all_to_all", f"{2 * nranks} tensors"):
             dist.all_to_all(many, many)
         if rank == 0:
-            uneven = [torch.zeros(2 * r + 1) for r in range(nranks)]  # as many as equal parts, in all
+            uneven = [
+                torch.zeros(2 * r + 1) for r in range(nranks)
+            ]  # as many as equal parts, in all
             with refused("gather", str([2 * r + 1 for r in range(nranks)]), f"needs {nranks}"):
                 dist.gather(torch.ones(nranks), uneven)
             with refused("scatter", f"needs {nranks}"):
@@ -56,7 +65,11 @@ def refusals(path: str) -> None:
             with refused("tag is -1", "0 and more"):
                 message([torch.ones(1)], 0, -1)
         two = [torch.ones(1), torch.ones(1)]  # Gloo adds these up as well, NCCL refuses them
-        for several in (group.allreduce, group.broadcast, lambda xs: group.allgather([[x] * nranks for x in xs], xs)):
+        for several in (
+            group.allreduce,
+            group.broadcast,
+            lambda xs: group.allgather([[x] * nranks for x in xs], xs),
+        ):
             with refused("one tensor", "got 2"):
                 several(two)
         with refused("one tensor", "got 2"):
@@ -91,7 +104,9 @@ def other_splits(path: str) -> str:
     """Rank 0 sends rank 1 less than that expects; the text of the error."""
     with world(path) as (rank, _):
         try:
-            dist.all_to_all_single(torch.zeros(8), torch.zeros(8 - (rank == 0)), [4, 4], [4, 4 - (rank == 0)])
+            dist.all_to_all_single(
+                torch.zeros(8), torch.zeros(8 - (rank == 0)), [4, 4], [4, 4 - (rank == 0)]
+            )
             dist.barrier()
         except BackendError as error:
             return str(error)
@@ -114,14 +129,20 @@ def aborted(path: str) -> str:
 
 
 def _late(
-    path: str, operation: Callable[[], Any], *, before: Callable[[], Any] = dist.barrier, failure: type[Exception] = BackendError
+    path: str,
+    operation: Callable[[], Any],
+    *,
+    before: Callable[[], Any] = dist.barrier,
+    failure: type[Exception] = BackendError,
 ) -> str:
     """An operation to which only rank 0 comes, after one of all ranks; the text of its error."""
     with world(path) as (rank, _):
         before()
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
-        group.set_timeout(datetime.timedelta(seconds=1))  # not that of the meeting: ranks may start far apart
+        group.set_timeout(
+            datetime.timedelta(seconds=1)
+        )  # not that of the meeting: ranks may start far apart
         if rank == 0:
             try:
                 operation()
@@ -147,7 +168,12 @@ def late_backward(path: str) -> str:
     def backward() -> None:
         models[0](torch.ones(1, 2)).sum().backward()
 
-    return _late(path, backward, before=lambda: models.append(DistributedDataParallel(torch.nn.Linear(2, 2))), failure=RuntimeError)
+    return _late(
+        path,
+        backward,
+        before=lambda: models.append(DistributedDataParallel(torch.nn.Linear(2, 2))),
+        failure=RuntimeError,
+    )
 
 
 def late_future(path: str) -> str:
@@ -205,7 +231,9 @@ def interrupted(path: str) -> str:
         def ring(number: int, frame: Any) -> None:
             if context.interrupted:
                 raise TimeoutError("from a handler")
-            signal.setitimer(signal.ITIMER_REAL, 0.002)  # where nothing is under way, an exception does no harm
+            signal.setitimer(
+                signal.ITIMER_REAL, 0.002
+            )  # where nothing is under way, an exception does no harm
 
         before = signal.signal(signal.SIGALRM, ring)
         all_here("there", nranks)

@@ -37,7 +37,9 @@ def objects_and_groups(path: str) -> None:
         dist.broadcast_object_list(box, src=nranks - 1)
         assert box == [f"from {nranks - 1}"]
         got: list[Any] = [None]
-        dist.scatter_object_list(got, [f"for {r}" for r in range(nranks)] if rank == 0 else None, src=0)
+        dist.scatter_object_list(
+            got, [f"for {r}" for r in range(nranks)] if rank == 0 else None, src=0
+        )
         assert got == [f"for {rank}"]
         here: list[Any] = [None] * nranks
         dist.gather_object(rank, here if rank == 1 else None, dst=1)
@@ -50,7 +52,10 @@ def objects_and_groups(path: str) -> None:
             dist.broadcast(x, nranks - 1, group=pair)
             dist.destroy_process_group(pair)
         dist.barrier(async_op=True).wait()
-    with world(f"{path}-again", "cpu:miraccl") as (rank, nranks):  # a process may begin anew, and name the device
+    with world(f"{path}-again", "cpu:miraccl") as (
+        rank,
+        nranks,
+    ):  # a process may begin anew, and name the device
         dist.all_reduce(x := torch.ones(2))
         assert x.tolist() == [float(nranks)] * 2
 
@@ -60,8 +65,14 @@ def beside_gloo(path: str) -> None:
     with world(path, "gloo") as (rank, nranks):
         group = dist.new_group(backend="miraccl", timeout=LIMIT)
         assert isinstance(group, ProcessGroupMiraccl)
-        assert (dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)) == (rank, nranks, "miraccl")
-        alone = dist.new_group([rank], backend="miraccl", use_local_synchronization=True, timeout=LIMIT)
+        assert (dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)) == (
+            rank,
+            nranks,
+            "miraccl",
+        )
+        alone = dist.new_group(
+            [rank], backend="miraccl", use_local_synchronization=True, timeout=LIMIT
+        )
         dist.all_reduce(x := torch.ones(2), group=alone)
         assert x.tolist() == [1.0] * 2
         for g in (group, None):
@@ -95,7 +106,9 @@ def same_file_at_once(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.PrefixStore, "set", late)
         for _ in range(2):
-            dist.init_process_group("miraccl", store=store, rank=rank, world_size=nranks, timeout=LIMIT)
+            dist.init_process_group(
+                "miraccl", store=store, rank=rank, world_size=nranks, timeout=LIMIT
+            )
             dist.destroy_process_group()
 
 
@@ -123,7 +136,9 @@ def several_backends(path: str) -> None:
         everything: list[Any] = [None] * nranks
         dist.all_gather_object(everything, rank)
         assert everything == list(range(nranks))
-        y = functional.all_reduce(torch.ones(3) * rank, "sum", group)  # these two reach the group from C++
+        y = functional.all_reduce(
+            torch.ones(3) * rank, "sum", group
+        )  # these two reach the group from C++
         assert (y + 0).tolist() == [float(sum(range(nranks)))] * 3
         assert gathered_out(torch.full((1,), float(rank)), group).tolist() == gathered.tolist()
         exchanged(rank, group)
@@ -140,11 +155,26 @@ def several_backends(path: str) -> None:
             turned = pair.split_group([1, 0])
             assert isinstance(turned._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
             assert turned.rank() == turned._get_backend(torch.device("cuda")).rank() == 1 - rank
-        for turn in range(2):  # under one name, which PyTorch gives again when the first group has gone
-            part = group.split_group([0, nranks - 1] if rank in (0, nranks - 1) else [*range(1, nranks - 1)], group_name="ends")
+        for turn in range(
+            2
+        ):  # under one name, which PyTorch gives again when the first group has gone
+            part = group.split_group(
+                [0, nranks - 1] if rank in (0, nranks - 1) else [*range(1, nranks - 1)],
+                group_name="ends",
+            )
             assert isinstance(part._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
             part.allreduce([z := torch.full((2,), float(rank + turn))]).wait()
-            assert z.tolist() == [float(nranks - 1 + 2 * turn if rank in (0, nranks - 1) else sum(range(1, nranks - 1)) + turn)] * 2
+            assert (
+                z.tolist()
+                == [
+                    float(
+                        nranks - 1 + 2 * turn
+                        if rank in (0, nranks - 1)
+                        else sum(range(1, nranks - 1)) + turn
+                    )
+                ]
+                * 2
+            )
             assert part.communicator.last_plan is None
             part.shutdown()
         part = group.split_group([*range(nranks)], device_types=[torch.device("cuda")])
@@ -168,7 +198,9 @@ def descriptors(path: str) -> None:
             dist.all_reduce(torch.ones(2), group=group)
         during = _open_files()
         assert not [name for name in during if "memfd" in name], during
-        assert len(during) - len(before) <= len(several) * (4 if rank else 32)  # rank 0 has the meeting point
+        assert len(during) - len(before) <= len(several) * (
+            4 if rank else 32
+        )  # rank 0 has the meeting point
         for group in several:
             dist.destroy_process_group(group)
         _wait_until_closed(before)
@@ -186,7 +218,9 @@ def _open_files() -> list[str]:
     """What the descriptors of this process are of."""
     names = []
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself, and those that another thread closes meanwhile
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # that of the listing itself, and those that another thread closes meanwhile
             names.append(os.readlink(f"/proc/self/fd/{number}"))
     return names
 
@@ -195,7 +229,11 @@ def split(path: str) -> None:
     with world(path) as (rank, nranks):
         world_group = dist.group.WORLD
         assert isinstance(world_group, ProcessGroupMiraccl)
-        part = world_group.split_group([nranks - 1, 0] if rank in (0, nranks - 1) else [0, nranks - 1], timeout=LIMIT, group_name="ends")
+        part = world_group.split_group(
+            [nranks - 1, 0] if rank in (0, nranks - 1) else [0, nranks - 1],
+            timeout=LIMIT,
+            group_name="ends",
+        )
         assert (part is not None) == (rank in (0, nranks - 1))
         if part is not None:
             assert part.communicator._member.options.cta_policy == "efficiency"
@@ -210,7 +248,9 @@ def split(path: str) -> None:
         dist.all_reduce(y := torch.ones(2), group=half)
         assert y.tolist() == [nranks - 1.0 if rank < nranks - 1 else 1.0] * 2
         assert dist.split_group(split_ranks=[[0]]) is None or rank == 0
-        ends = dist.split_group(None, [[nranks - 1, 0], [*range(1, nranks - 1)]], LIMIT)  # which are not in as many groups
+        ends = dist.split_group(
+            None, [[nranks - 1, 0], [*range(1, nranks - 1)]], LIMIT
+        )  # which are not in as many groups
         dist.all_reduce(y := torch.ones(2), group=ends)
         assert y.tolist() == [2.0 if rank in (0, nranks - 1) else nranks - 2.0] * 2
         for parts in ([[0], [0, 1]], [[0, 0]], [[0], []], [[nranks]]):
@@ -218,7 +258,9 @@ def split(path: str) -> None:
                 dist.split_group(split_ranks=parts)
         if "sort_ranks" in inspect.signature(dist.new_group).parameters:
             turned = dist.new_group([*range(1, nranks), 0], sort_ranks=False, timeout=LIMIT)
-            assert dist.get_process_group_ranks(dist.split_group(turned, [[*range(nranks)]], LIMIT)) == [*range(1, nranks), 0]
+            assert dist.get_process_group_ranks(
+                dist.split_group(turned, [[*range(nranks)]], LIMIT)
+            ) == [*range(1, nranks), 0]
         assert world_group.comm_split_count() == 4
         dist.barrier()
 
@@ -238,7 +280,11 @@ def by_hand(path: str) -> None:
         assert work.wait()
         assert work.is_completed()
         assert work.is_success()
-        assert (x.tolist(), y.tolist(), z.tolist()) == ([nranks] * 3, [0.0] * 2, [(rank - 1) % nranks] * 2)
+        assert (x.tolist(), y.tolist(), z.tolist()) == (
+            [nranks] * 3,
+            [0.0] * 2,
+            [(rank - 1) % nranks] * 2,
+        )
         with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
             dist.all_reduce(first := torch.ones(2), op=dist.ReduceOp.MAX)
             dist.all_reduce(second := torch.full((2,), float(rank)), op=dist.ReduceOp.MAX)
@@ -259,7 +305,9 @@ def by_hand(path: str) -> None:
 
         def some_splits(g: Any) -> Any:
             given = (rows, rows) if rank % 2 else (None, None)
-            dist.all_to_all_single(out := torch.zeros(nranks), torch.arange(1.0 * nranks) + rank, *given, group=g)
+            dist.all_to_all_single(
+                out := torch.zeros(nranks), torch.arange(1.0 * nranks) + rank, *given, group=g
+            )
             return out
 
         both(some_splits, other)
@@ -289,7 +337,13 @@ def monitored(path: str) -> None:
         last = nranks - 1
         if rank != last:
             _reports_come_first(group, "all but one", last)
-            with refused("CollectiveTimeout", "monitored_barrier", f"rank {last} did not come", f"rank {last}:", "groups.py"):
+            with refused(
+                "CollectiveTimeout",
+                "monitored_barrier",
+                f"rank {last} did not come",
+                f"rank {last}:",
+                "groups.py",
+            ):
                 group.monitored_barrier(SHORT)
         dist.barrier()
         if rank == last:
@@ -297,10 +351,14 @@ def monitored(path: str) -> None:
                 group.monitored_barrier(SHORT)
         dist.barrier()
         if not rank:
-            everybody = "rank 1" if nranks == 2 else f"ranks {', '.join(str(r) for r in range(1, nranks))}"
+            everybody = (
+                "rank 1" if nranks == 2 else f"ranks {', '.join(str(r) for r in range(1, nranks))}"
+            )
             with refused(f"{everybody} did not come"):
                 dist.monitored_barrier(timeout=SHORT, wait_all_ranks=True)
-            with refused("rank 1 did not come within 0 s"):  # and not within the group's own timeout, which 0 means elsewhere
+            with refused(
+                "rank 1 did not come within 0 s"
+            ):  # and not within the group's own timeout, which 0 means elsewhere
                 dist.monitored_barrier(timeout=datetime.timedelta(0))
         else:
             dist.barrier(async_op=True)
@@ -385,7 +443,9 @@ def deadlines(path: str) -> None:
         if not rank:  # the others do not come to this group
             with pytest.raises(BackendError) as caught:
                 dist.new_group([0, 1], timeout=SHORT, use_local_synchronization=True)
-            assert isinstance(caught.value.error, BootstrapError)  # in words that hang on how far the thread of the hub has come
+            assert isinstance(
+                caught.value.error, BootstrapError
+            )  # in words that hang on how far the thread of the hub has come
         dist.barrier()
 
 

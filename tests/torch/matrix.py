@@ -51,21 +51,38 @@ _FOLDS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def reduce_op(name: str) -> Any:
-    return dist._make_nccl_premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+    return (
+        dist._make_nccl_premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+    )
 
 
 def reduced(parts: list[Any], op: str) -> Any:
     """What a reduction gives: computed in a wide type, rounded once; whole numbers are cut towards zero; bools stay 0 and 1."""
     dtype = parts[0].dtype
-    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
-    total = functools.reduce(_FOLDS[op], [p.to(torch.float32).to(wide) if dtype.is_floating_point else p.to(wide) for p in parts])
+    wide = (
+        torch.complex128
+        if dtype.is_complex
+        else torch.float64
+        if dtype.is_floating_point
+        else torch.int64
+    )
+    total = functools.reduce(
+        _FOLDS[op],
+        [p.to(torch.float32).to(wide) if dtype.is_floating_point else p.to(wide) for p in parts],
+    )
     if dtype is torch.bool:
         return total != 0
     if op == "AVG":
-        total = total / len(parts) if wide is not torch.int64 else torch.div(total, len(parts), rounding_mode="trunc")
+        total = (
+            total / len(parts)
+            if wide is not torch.int64
+            else torch.div(total, len(parts), rounding_mode="trunc")
+        )
     if op == "PREMUL_SUM":
         total = total * (FACTOR if wide is not torch.int64 else int(FACTOR))
-    return (total.to(torch.float32) if dtype.is_floating_point and dtype.itemsize < 4 else total).to(dtype)
+    return (
+        total.to(torch.float32) if dtype.is_floating_point and dtype.itemsize < 4 else total
+    ).to(dtype)
 
 
 class Cells:
@@ -80,7 +97,10 @@ class Cells:
         return self.mine.clone()
 
     def empties(self, count: int) -> list[Any]:
-        return [torch.zeros(count, dtype=self.mine.dtype, device=self.mine.device) for _ in range(self.nranks)]
+        return [
+            torch.zeros(count, dtype=self.mine.dtype, device=self.mine.device)
+            for _ in range(self.nranks)
+        ]
 
     def halves(self) -> list[Any]:
         return list(self.copy().chunk(self.nranks))
@@ -146,7 +166,10 @@ class Cells:
     def send_recv(self, group: Any) -> Any:
         out = torch.zeros_like(self.mine)
         to, fro = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
-        ops = [dist.P2POp(dist.isend, self.copy(), to, group), dist.P2POp(dist.irecv, out, fro, group)]
+        ops = [
+            dist.P2POp(dist.isend, self.copy(), to, group),
+            dist.P2POp(dist.irecv, out, fro, group),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return out
@@ -154,7 +177,10 @@ class Cells:
     def wanted(self, call: str, op: str) -> Any:
         if op:
             total = reduced(self.parts, op)
-            return {"all_reduce": total, "reduce": total if self.rank == 1 else self.parts[self.rank]}.get(call, self.share(total))
+            return {
+                "all_reduce": total,
+                "reduce": total if self.rank == 1 else self.parts[self.rank],
+            }.get(call, self.share(total))
         everything = torch.stack(self.parts)
         return {
             "broadcast": self.parts[1],
@@ -170,8 +196,21 @@ class Cells:
 
 ROWS = [
     *(("all_reduce", op) for op in OPS),
-    *((call, op) for call in ("reduce", "reduce_scatter", "reduce_scatter_tensor") for op in ("SUM", "MAX", "BOR")),
-    *((call, "") for call in ("broadcast", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single")),
+    *(
+        (call, op)
+        for call in ("reduce", "reduce_scatter", "reduce_scatter_tensor")
+        for op in ("SUM", "MAX", "BOR")
+    ),
+    *(
+        (call, "")
+        for call in (
+            "broadcast",
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_to_all",
+            "all_to_all_single",
+        )
+    ),
     *((call, "") for call in ("gather", "scatter", "send_recv")),
 ]
 
@@ -199,7 +238,11 @@ def _table(rank: int, nranks: int, device: str, other: Any) -> dict[str, dict[st
             cells = Cells(rank, nranks, dtype, device)
             args = (op,) if op else ()
             peer = None if device == "cuda" and label in NOT_OF_NCCL else other
-            row[label] = _mark(lambda group: getattr(cells, call)(group, *args).cpu(), lambda: cells.wanted(call, op), peer)  # noqa: B023
+            row[label] = _mark(
+                lambda group: getattr(cells, call)(group, *args).cpu(),  # noqa: B023
+                lambda: cells.wanted(call, op),  # noqa: B023
+                peer,
+            )
     return table
 
 
@@ -220,12 +263,19 @@ def _mark(run: Callable[[Any], Any], wanted: Callable[[], Any], other: Any) -> s
         return ALONE
     try:
         theirs = run(other)
-    except (RuntimeError, TypeError, ValueError):  # NCCL's group has a TypeError for types that it lacks
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # NCCL's group has a TypeError for types that it lacks
         return ALONE
     return AS_GLOO if equal(got, theirs) else OTHERWISE
 
 
 def markdown(table: dict[str, dict[str, str]]) -> str:
     lines = ["| call | " + " | ".join(DTYPES) + " |", "|" + "---|" * (len(DTYPES) + 1)]
-    lines += [f"| {name} | " + " | ".join(row[label] for label in DTYPES) + " |" for name, row in table.items()]
+    lines += [
+        f"| {name} | " + " | ".join(row[label] for label in DTYPES) + " |"
+        for name, row in table.items()
+    ]
     return "\n".join(lines)

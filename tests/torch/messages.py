@@ -23,7 +23,10 @@ def point_to_point(path: str) -> None:
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         for count in (0, 1, 5, 200000):
             out = torch.empty(count)
-            ops = [dist.P2POp(dist.isend, torch.full((count,), float(rank)), to), dist.P2POp(dist.irecv, out, fro)]
+            ops = [
+                dist.P2POp(dist.isend, torch.full((count,), float(rank)), to),
+                dist.P2POp(dist.irecv, out, fro),
+            ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             assert (out == fro).all()
@@ -38,7 +41,9 @@ def point_to_point(path: str) -> None:
         with pytest.raises(IndexError):  # as on other groups
             dist.batch_isend_irecv([])
         to_self = torch.zeros(3)
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), rank), dist.P2POp(dist.irecv, to_self, rank)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, torch.ones(3), rank), dist.P2POp(dist.irecv, to_self, rank)]
+        ):
             work.wait()
         assert to_self.tolist() == [1.0] * 3
         if rank == 0:
@@ -61,7 +66,10 @@ def tags(path: str) -> None:
 
         def crossed(group: Any) -> list[Any]:
             sizes = {7: 3, 0: LARGE, 9: 1, 8: 0}
-            sends = [dist.isend(torch.full((n,), 10.0 * rank + tag), to, group, tag) for tag, n in sizes.items()]
+            sends = [
+                dist.isend(torch.full((n,), 10.0 * rank + tag), to, group, tag)
+                for tag, n in sizes.items()
+            ]
             sends += [dist.isend(torch.full((2,), 0.5 + rank), to, group, 7)]
             got = {tag: torch.zeros(sizes[tag]) for tag in (8, 9, 0, 7)}
             for tag, out in got.items():
@@ -94,14 +102,19 @@ def floods(path: str) -> None:
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         sizes = [LARGE if i in (4, 20) else i % 7 for i in range(40)]
         for turn in range(2):
-            sends = [dist.isend(torch.full((n,), 100.0 * rank + i + turn), to, tag=i % 3) for i, n in enumerate(sizes)]
+            sends = [
+                dist.isend(torch.full((n,), 100.0 * rank + i + turn), to, tag=i % 3)
+                for i, n in enumerate(sizes)
+            ]
             for tag in (2, 0, 1):
                 for i in range(tag, len(sizes), 3):
                     dist.recv(out := torch.zeros(sizes[i]), fro, tag=tag)
                     assert (out == 100.0 * fro + i + turn).all(), (turn, i)
             assert all(work is not None and work.wait() for work in sends)
         got = torch.zeros(2)
-        for i in range(20):  # one after the other, while a receive of another tag waits for the same rank
+        for i in range(
+            20
+        ):  # one after the other, while a receive of another tag waits for the same rank
             waits = dist.irecv(other := torch.zeros(1), fro, tag=50)
             dist.send(torch.full((2,), float(i)), to, tag=51)
             dist.recv(got, fro, tag=51)
@@ -181,7 +194,10 @@ def without_help(path: str) -> None:
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         put, taken = _results(post._wire, "_put"), _results(post._wire, "_take")
         sizes = (0, 1, at.SHORT_BYTES - 1, at.SHORT_BYTES, at.SHORT_BYTES + 1, 5000)
-        sends = [dist.isend(torch.full((n,), i + 10 * rank, dtype=torch.uint8), to, tag=i) for i, n in enumerate(sizes)]
+        sends = [
+            dist.isend(torch.full((n,), i + 10 * rank, dtype=torch.uint8), to, tag=i)
+            for i, n in enumerate(sizes)
+        ]
         assert put == [at.OK] * len(sizes)
         assert all(work is not None and work.is_completed() for work in sends)
         dist.barrier()
@@ -252,7 +268,10 @@ def _woken_by_any(rank: int, post: Any) -> None:
             post.send(torch.ones(1), 0, 0)
         dist.barrier()
         if rank == 1:
-            assert wire.go_on([wire.start(np.zeros(20 * LARGE, np.uint8), 0, receives=True)], LIMIT.total_seconds())
+            assert wire.go_on(
+                [wire.start(np.zeros(20 * LARGE, np.uint8), 0, receives=True)],
+                LIMIT.total_seconds(),
+            )
     dist.barrier()
 
 
@@ -279,9 +298,13 @@ def told_meanwhile(path: str) -> None:
         patch.setattr(progress, "watch", lambda post: None)
         group: Any = dist.group.WORLD
         post, told = group._post, list[list[tuple[int, bool]]]()
-        patch.setattr(post, "_take", lambda message: False)  # compiled code would not tell in between
+        patch.setattr(
+            post, "_take", lambda message: False
+        )  # compiled code would not tell in between
         if rank == 0:
-            dist.recv(torch.zeros(1), tag=9)  # of rank 2; the next header of rank 1 is awaited from now on
+            dist.recv(
+                torch.zeros(1), tag=9
+            )  # of rank 2; the next header of rank 1 is awaited from now on
             post._wanted, post._early = _Told(post, told), _Told(post, told)
             told.append(post._transfers())
             dist.barrier()
@@ -297,7 +320,11 @@ def told_meanwhile(path: str) -> None:
             if rank == 2:
                 dist.send(torch.zeros(1), 0, tag=9)
             dist.barrier()
-            sends = [dist.isend(torch.ones(5 * LARGE), 0, tag=7), dist.isend(torch.ones(1), 0, tag=6)] if rank == 1 else []
+            sends = (
+                [dist.isend(torch.ones(5 * LARGE), 0, tag=7), dist.isend(torch.ones(1), 0, tag=6)]
+                if rank == 1
+                else []
+            )
             sends += [dist.isend(torch.ones(1), 0, tag=8)] if rank == 2 else []
             assert all(send is not None and send.wait() for send in sends)
         dist.barrier()
@@ -315,7 +342,11 @@ def _told_of_waits(post: Any) -> None:
         patch.setattr(post, "_sort", look)
         post.wait(message)
     assert waits
-    assert all(wait is None or wait.number < received for wait, received in waits if received == waits[-1][1]), waits
+    assert all(
+        wait is None or wait.number < received
+        for wait, received in waits
+        if received == waits[-1][1]
+    ), waits
 
 
 def closed_meanwhile(path: str) -> None:
@@ -343,14 +374,19 @@ def closed_meanwhile(path: str) -> None:
 def in_turn_from_anyone(path: str) -> None:
     """No rank's messages wait for all those of another one: where only calls go on with messages, ranks have turns."""
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "watch", lambda post: None)  # it would be there first at times, and begin with rank 1 again
+        patch.setattr(
+            progress, "watch", lambda post: None
+        )  # it would be there first at times, and begin with rank 1 again
         rounds = 3
         if rank:
             for i in range(rounds):
                 dist.send(torch.full((2,), float(i)), 0)
         dist.barrier()
         if rank == 0:
-            got = [(dist.recv(out := torch.zeros(2)), out[0].item()) for _ in range(rounds * (nranks - 1))]
+            got = [
+                (dist.recv(out := torch.zeros(2)), out[0].item())
+                for _ in range(rounds * (nranks - 1))
+            ]
             assert got == [(peer, float(i)) for i in range(rounds) for peer in range(1, nranks)]
 
 
@@ -370,7 +406,9 @@ def any_source(path: str) -> None:
                 seen.add(source)
             return [torch.tensor(sorted(seen))]
 
-        assert (both(collect, other) or [torch.arange(1, nranks)])[0].tolist() == list(range(1, nranks))
+        assert (both(collect, other) or [torch.arange(1, nranks)])[0].tolist() == list(
+            range(1, nranks)
+        )
         if rank:
             dist.send_object_list([{"from": rank}, "text"], dst=0)
         else:
@@ -392,7 +430,10 @@ def threads(path: str) -> None:
     with world(path) as (rank, nranks):
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         answers = [torch.zeros(1) for _ in range(3)]
-        waiters = [threading.Thread(target=dist.recv, args=(answer, to), kwargs={"tag": i}) for i, answer in enumerate(answers)]
+        waiters = [
+            threading.Thread(target=dist.recv, args=(answer, to), kwargs={"tag": i})
+            for i, answer in enumerate(answers)
+        ]
         for waiter in waiters:
             waiter.start()
         question = torch.zeros(1)
@@ -402,7 +443,9 @@ def threads(path: str) -> None:
             dist.send(question + 1, fro, tag=i)
         for waiter in waiters:
             waiter.join(LIMIT.total_seconds())
-        assert [answer.item() for answer in answers] == [10.0 * rank + i + 1 for i in range(len(answers))]
+        assert [answer.item() for answer in answers] == [
+            10.0 * rank + i + 1 for i in range(len(answers))
+        ]
         future = dist.irecv(late := torch.zeros(2), fro, tag=1).get_future()
         dist.send(torch.ones(2), to, tag=1)
         assert future.wait()[0].tolist() == late.tolist() == [1.0] * 2

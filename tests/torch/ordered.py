@@ -22,9 +22,13 @@ def deterministic(path: str) -> None:
         with world(path) as (rank, nranks):
             _sums(rank, nranks)
             other = gloo()
-            small, large = (_losses(rank, allreduce_hook, megabytes, None) for megabytes in (0.001, 25))
+            small, large = (
+                _losses(rank, allreduce_hook, megabytes, None) for megabytes in (0.001, 25)
+            )
             assert small == large
-            assert large == _losses(rank, lambda group, bucket: _in_order(group, bucket), 25, other)  # DDP looks at annotations
+            assert large == _losses(
+                rank, lambda group, bucket: _in_order(group, bucket), 25, other
+            )  # DDP looks at annotations
             assert large[-1] < large[0]
     finally:
         del os.environ["MIRACCL_DETERMINISTIC"]
@@ -50,7 +54,9 @@ def _in_order(group: Any, bucket: Any) -> Any:
 
 def _losses(rank: int, hook: Any, megabytes: float, group: Any) -> list[float]:
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(8, 16384), torch.nn.ReLU(), torch.nn.Linear(16384, 4))
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(8, 16384), torch.nn.ReLU(), torch.nn.Linear(16384, 4)
+    )
     model: Any = DistributedDataParallel(layers, process_group=group, bucket_cap_mb=megabytes)
     model.register_comm_hook(group, hook)
     optimizer = torch.optim.SGD(model.parameters(), 0.001, foreach=False)

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+pytest.importorskip(
+    "torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError
+)
 
 from tests.support.ranks import ROOT, run_ranks
 from tests.torch import calls, failures, gradients, groups, matrix, messages, ordered, training
@@ -26,23 +28,56 @@ TABLE = ("<!-- table -->\n", "\n<!-- end of table -->")
 
 def test_miraccl_alone_does_not_import_torch() -> None:
     command = "import sys, miraccl.comm.start; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT / "src", timeout=60, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", command], cwd=ROOT / "src", timeout=60, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
     tables = run_ranks(matrix.measure, 2, str(tmp_path / "meet"), timeout=200.0)
     marks = (matrix.AS_GLOO, matrix.ALONE, matrix.OTHERWISE, matrix.REFUSED)  # from good to bad
-    table = {row: {column: max((t[row][column] for t in tables), key=marks.index) for column in matrix.DTYPES} for row in tables[0]}
+    table = {
+        row: {
+            column: max((t[row][column] for t in tables), key=marks.index)
+            for column in matrix.DTYPES
+        }
+        for row in tables[0]
+    }
     text = (ROOT / "docs" / "torch.md").read_text("utf-8")
     documented = text.partition(TABLE[0])[2].partition(TABLE[1])[0]
-    assert documented == matrix.markdown(table), f"docs/torch.md should say:\n{matrix.markdown(table)}"
+    assert documented == matrix.markdown(table), (
+        f"docs/torch.md should say:\n{matrix.markdown(table)}"
+    )
 
 
 @pytest.mark.parametrize(
     ("nranks", "checks"),
     [
-        (3, (calls.layouts, calls.uneven, calls.handles, calls.profiled, calls.pending, calls.short_forms)),
-        (3, (messages.point_to_point, messages.tags, messages.floods, messages.any_source, messages.threads, messages.futures)),
+        (
+            3,
+            (
+                calls.layouts,
+                calls.uneven,
+                calls.handles,
+                calls.profiled,
+                calls.pending,
+                calls.short_forms,
+            ),
+        ),
+        (
+            3,
+            (
+                messages.point_to_point,
+                messages.tags,
+                messages.floods,
+                messages.any_source,
+                messages.threads,
+                messages.futures,
+            ),
+        ),
         (
             3,
             (
@@ -98,14 +133,26 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
             ),
         ),
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else " ".join(check.__name__ for check in value),
+    ids=lambda value: (
+        str(value) if isinstance(value, int) else " ".join(check.__name__ for check in value)
+    ),
 )
 def test_calls(nranks: int, checks: tuple[Any, ...], tmp_path: Path) -> None:
-    run_ranks(in_turn, nranks, str(tmp_path / "meet"), [(check.__module__, check.__name__) for check in checks], timeout=200.0)
+    run_ranks(
+        in_turn,
+        nranks,
+        str(tmp_path / "meet"),
+        [(check.__module__, check.__name__) for check in checks],
+        timeout=200.0,
+    )
 
 
-@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.skipif(not os.environ.get("TEST_SLOW"), reason="slow: make test-engines runs it (TEST_SLOW=1)")
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler"
+)
+@pytest.mark.skipif(
+    not os.environ.get("TEST_SLOW"), reason="slow: make test-engines runs it (TEST_SLOW=1)"
+)
 def test_compiled_by_inductor(tmp_path: Path) -> None:
     run_ranks(training.compiled_by_inductor, 2, str(tmp_path / "meet"), timeout=200.0)
 
@@ -114,18 +161,49 @@ def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
     """(rank that is told: words of its error) for each kind of failure."""
     expected: dict[Any, list[tuple[str, ...]]] = {
         failures.mismatch: [("CollectiveMismatch", "count")] * 2,
-        failures.other_splits: [("CollectiveMismatch", "rank 1 expects 16 bytes, rank 0 sent 12")] * 2,
+        failures.other_splits: [("CollectiveMismatch", "rank 1 expects 16 bytes, rank 0 sent 12")]
+        * 2,
         failures.lonely: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
-        failures.late_message: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ("CollectiveTimeout",)],
-        failures.late_backward: [("CollectiveTimeout", "deadline of 1 s", "rank 1: ", "failures.py"), ()],
-        failures.late_future: [("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "), ()],
-        failures.late_from_anyone: [("CollectiveTimeout", "deadline of 1 s", "any rank", "tag 6", "rank 0: waits for any rank"), ()],
+        failures.late_message: [
+            ("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "),
+            ("CollectiveTimeout",),
+        ],
+        failures.late_backward: [
+            ("CollectiveTimeout", "deadline of 1 s", "rank 1: ", "failures.py"),
+            (),
+        ],
+        failures.late_future: [
+            ("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "),
+            (),
+        ],
+        failures.late_from_anyone: [
+            (
+                "CollectiveTimeout",
+                "deadline of 1 s",
+                "any rank",
+                "tag 6",
+                "rank 0: waits for any rank",
+            ),
+            (),
+        ],
         failures.aborted: [(), ("CommunicatorAborted", "rank 0")],
         failures.all_aborted: [(), ("CommunicatorAborted", "rank 0")],
-        failures.interrupted: [("from a handler",), ("CommunicatorAborted", "signal handler", "rank 0")],
-        failures.interrupted_in_between: [("from a handler",), ("CommunicatorAborted", "TimeoutError", "rank 0")],
+        failures.interrupted: [
+            ("from a handler",),
+            ("CommunicatorAborted", "signal handler", "rank 0"),
+        ],
+        failures.interrupted_in_between: [
+            ("from a handler",),
+            ("CommunicatorAborted", "TimeoutError", "rank 0"),
+        ],
     }
-    told = run_ranks(failures.in_turn, 2, str(tmp_path / "meet"), [check.__name__ for check in expected], timeout=120.0)
+    told = run_ranks(
+        failures.in_turn,
+        2,
+        str(tmp_path / "meet"),
+        [check.__name__ for check in expected],
+        timeout=120.0,
+    )
     for rank, texts in enumerate(told):
         for check, text in zip(expected, texts, strict=True):
             words = expected[check][rank]

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+pytest.importorskip(
+    "torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError
+)
 
 from tests.gpu.gpus import GPUS, NEEDS_GPU
 from tests.support.ranks import ROOT, run_ranks
@@ -43,7 +45,13 @@ TIMEOUT_S = 300.0
     ids=lambda check: check.__name__,
 )
 def test_gpu_memory(check: Any, nranks: int, tmp_path: Path) -> None:
-    run_ranks(in_turn, nranks, str(tmp_path / "meet"), [(check.__module__, check.__name__)], timeout=TIMEOUT_S)
+    run_ranks(
+        in_turn,
+        nranks,
+        str(tmp_path / "meet"),
+        [(check.__module__, check.__name__)],
+        timeout=TIMEOUT_S,
+    )
 
 
 @pytest.mark.parametrize("nranks", [2, 4])
@@ -64,10 +72,18 @@ def test_every_cell_of_the_table_for_gpu_memory(tmp_path: Path) -> None:
     machine where every rank has a GPU."""
     tables = run_ranks(matrix.measure_on_gpu, 2, str(tmp_path / "meet"), timeout=TIMEOUT_S)
     marks = (matrix.AS_GLOO, matrix.ALONE, matrix.OTHERWISE, matrix.REFUSED)
-    table = {row: {column: max((t[row][column] for t in tables), key=marks.index) for column in matrix.DTYPES} for row in tables[0]}
+    table = {
+        row: {
+            column: max((t[row][column] for t in tables), key=marks.index)
+            for column in matrix.DTYPES
+        }
+        for row in tables[0]
+    }
     (tmp_path / "table.md").write_text(matrix.markdown(table))
     print(matrix.markdown(table))
     text = (ROOT / "docs" / "torch.md").read_text("utf-8")
     documented = text.partition(TABLE[0])[2].partition(TABLE[1])[0]
     if documented and GPUS >= 2:
-        assert documented == matrix.markdown(table), f"docs/torch.md should say:\n{matrix.markdown(table)}"
+        assert documented == matrix.markdown(table), (
+            f"docs/torch.md should say:\n{matrix.markdown(table)}"
+        )

@@ -9,9 +9,14 @@ import pytest
 from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError
+)
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-    pytest.skip(f"tensors of PyTorch {torch.__version__} have no interface for compiled code", allow_module_level=True)
+    pytest.skip(
+        f"tensors of PyTorch {torch.__version__} have no interface for compiled code",
+        allow_module_level=True,
+    )
 
 from tests.torch import door_ranks  # noqa: E402
 
@@ -22,7 +27,12 @@ pytestmark = [
 
 
 def run(target: Any, nranks: int) -> list[Any]:
-    return run_ranks(target, nranks, env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0)
+    return run_ranks(
+        target,
+        nranks,
+        env={"MIRACCL_SMS": "2", "MIRACCL_EMULATOR_CACHE": str(folder())},
+        timeout=100.0,
+    )
 
 
 def test_collectives() -> None:
@@ -59,8 +69,13 @@ def test_groups_of_all_kinds() -> None:
 
 def test_messages_that_do_not_match() -> None:
     first, second = run(door_ranks.unlike, 2)
-    assert "rank 1 receives 60 x float32 (240 bytes) where rank 0 sends 100000 x float32 (400000 bytes)" in second
-    assert "rank 0 sends 100000 x float32 (400000 bytes) where rank 1 receives 60 x float32" in first
+    assert (
+        "rank 1 receives 60 x float32 (240 bytes) where rank 0 sends 100000 x float32 (400000 bytes)"
+        in second
+    )
+    assert (
+        "rank 0 sends 100000 x float32 (400000 bytes) where rank 1 receives 60 x float32" in first
+    )
 
 
 def test_closed_communicators() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+pytest.importorskip(
+    "torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError
+)
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,15 @@ from miraccl import get_unique_id, params
 from miraccl.bootstrap import stacks
 from miraccl.comm.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, PeerDied
-from miraccl.torch import BackendError, ProcessGroupMiraccl, everyday, operators, tensors, transfers, wrapped
+from miraccl.torch import (
+    BackendError,
+    ProcessGroupMiraccl,
+    everyday,
+    operators,
+    tensors,
+    transfers,
+    wrapped,
+)
 from miraccl.torch.channel import timeout_of
 from miraccl.torch.streams import Streams, StreamWork
 from miraccl.torch.work import Lane, Work, seconds
@@ -68,7 +78,10 @@ def test_a_lane_without_a_thread_takes_nothing_and_goes_on(monkeypatch: pytest.M
     lane, work = Lane("test"), Work("first", [])
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
-        with pytest.raises(BackendError, match=r"there can be no operation in the background: can't start new thread"):
+        with pytest.raises(
+            BackendError,
+            match=r"there can be no operation in the background: can't start new thread",
+        ):
             lane.submit(Work("none", []), lambda: None)
     lane.submit(work, lambda: None)
     assert work.wait(datetime.timedelta(seconds=LIMIT_S))
@@ -193,18 +206,29 @@ def test_errors_belong_to_the_work_and_leave_the_lane_running() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3, tensors.SMALL_BYTES])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.bool, torch.int16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.bool, torch.int16]
+)
 def test_a_list_is_one_array_and_back(count: int, dtype: torch.dtype) -> None:
     """Whether its tensors are copied as bytes or by PyTorch: large, strided, conjugate and widened ones."""
     values = torch.arange(4 * count).reshape(4, count) % 5
     plain = [row.clone() for row in values.to(dtype)]
     strided = [torch.stack([row, row], 1)[:, 0] for row in plain]
-    lists = [plain, strided, [plain[0], *strided[1:]], *([[row.conj() for row in plain]] if dtype.is_complex else [])]
+    lists = [
+        plain,
+        strided,
+        [plain[0], *strided[1:]],
+        *([[row.conj() for row in plain]] if dtype.is_complex else []),
+    ]
     for form in tensors.Form:
         if form is tensors.Form.WIDE and dtype not in tensors.WIDENED:
             continue
         for given in lists:
-            want = torch.cat(given).to(torch.int32) if form is tensors.Form.WIDE else torch.cat(given).resolve_conj()
+            want = (
+                torch.cat(given).to(torch.int32)
+                if form is tensors.Form.WIDE
+                else torch.cat(given).resolve_conj()
+            )
             staged = tensors.stage_list(given, "test", form)
             assert staged.count == sum(staged.counts) == staged.array.size
             assert len(set(staged.counts)) == 1
@@ -218,14 +242,18 @@ def test_a_list_is_one_array_and_back(count: int, dtype: torch.dtype) -> None:
 
 
 def test_errors_of_other_processes_are_the_same() -> None:
-    error = BackendError(CollectiveTimeout("waited", rank=0, peer=1, op="all_reduce", graph=("rank 1: never came",)))
+    error = BackendError(
+        CollectiveTimeout("waited", rank=0, peer=1, op="all_reduce", graph=("rank 1: never came",))
+    )
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(again) is BackendError
         assert (str(again), again.error.peer) == (str(error), 1)
 
 
 def test_a_list_is_of_one_type() -> None:
-    with pytest.raises(InvalidUsage, match=r"have one dtype, got \['torch.float32', 'torch.int32'\]"):
+    with pytest.raises(
+        InvalidUsage, match=r"have one dtype, got \['torch.float32', 'torch.int32'\]"
+    ):
         tensors.stage_list([torch.zeros(2), torch.zeros(2, dtype=torch.int32)], "test")
 
 
@@ -329,7 +357,13 @@ def _streams() -> tuple[Streams, _Cuda]:
 
 def test_an_asynchronous_operation_waits_for_the_current_stream_and_wait_for_it() -> None:
     streams, cuda = _streams()
-    work = streams.run("op", [], [_Tensor(cuda.log)], lambda: cuda.log.append(f"op in {cuda.current.name}"), asynchronous=True)
+    work = streams.run(
+        "op",
+        [],
+        [_Tensor(cuda.log)],
+        lambda: cuda.log.append(f"op in {cuda.current.name}"),
+        asynchronous=True,
+    )
     assert cuda.log == ["own1 waits for current", "op in own1", "memory of own1"]
     cuda.log.clear()
     assert work.wait()
@@ -340,7 +374,9 @@ def test_an_asynchronous_operation_waits_for_the_current_stream_and_wait_for_it(
     with pytest.raises(BackendError, match="not finished within"):
         work.wait(datetime.timedelta(milliseconds=5))
     cuda.capturing = True
-    assert work.wait(datetime.timedelta(milliseconds=5))  # a graph that is captured never waits on the host
+    assert work.wait(
+        datetime.timedelta(milliseconds=5)
+    )  # a graph that is captured never waits on the host
 
 
 def test_an_operation_of_the_communicator_is_told_its_stream() -> None:
@@ -360,7 +396,9 @@ def test_an_operation_of_the_communicator_is_told_its_stream() -> None:
     assert work.wait()
     assert work.result() == ["x"]
     assert len(cuda.log) == 3
-    cuda.elsewhere = True  # the group's GPU is not the current one, whose stream the operation would take
+    cuda.elsewhere = (
+        True  # the group's GPU is not the current one, whose stream the operation would take
+    )
     work = streams.call("op", [], [], operation, (4,), asynchronous=True)
     assert told[2:] == [((4,), None)]
     assert cuda.log[3:] == ["on the group's GPU", "own1 waits for current"]
@@ -388,7 +426,13 @@ def test_events_serve_again_once_nobody_can_wait_for_them() -> None:
 
 def test_a_synchronous_operation_runs_in_the_current_stream_and_costs_no_event() -> None:
     streams, cuda = _streams()
-    work = streams.run("op", [], [_Tensor(cuda.log)], lambda: cuda.log.append(f"op in {cuda.current.name}"), asynchronous=False)
+    work = streams.run(
+        "op",
+        [],
+        [_Tensor(cuda.log)],
+        lambda: cuda.log.append(f"op in {cuda.current.name}"),
+        asynchronous=False,
+    )
     assert work.wait()
     assert (cuda.log, cuda.current.events, cuda.made) == (["op in current"], 0, 0)
     here = cuda.current
@@ -405,7 +449,9 @@ def test_what_kernels_found_is_raised_by_wait_and_told_by_exception() -> None:
     assert work.exception() is None
     comm: Any = streams.comm
     comm._device = _Broken()
-    with pytest.raises(BackendError, match="CollectiveTimeout: op: waited for rank 1\n  rank 1: never came"):
+    with pytest.raises(
+        BackendError, match="CollectiveTimeout: op: waited for rank 1\n  rank 1: never came"
+    ):
         work.wait()
     assert isinstance(work.exception(), BackendError)
     assert not work.is_success()
@@ -420,7 +466,10 @@ def test_messages_that_start_together_are_one_operation() -> None:
 
     def start() -> None:
         for name in ("send", "recv"):
-            begin, after = functools.partial(log.append, name), functools.partial(log.append, f"{name} ended")
+            begin, after = (
+                functools.partial(log.append, name),
+                functools.partial(log.append, f"{name} ended"),
+            )
             works.append(streams.transfer(name, [name], [_Tensor(log)], begin, after))
         with pytest.raises(BackendError, match="batch has not ended"):
             works[0].wait()
@@ -429,7 +478,14 @@ def test_messages_that_start_together_are_one_operation() -> None:
 
     whole = streams.together(start)
     assert whole is not None
-    assert log == ["own1 waits for current", "send", "recv", "send ended", "recv ended", *["memory of own1"] * 2]
+    assert log == [
+        "own1 waits for current",
+        "send",
+        "recv",
+        "send ended",
+        "recv ended",
+        *["memory of own1"] * 2,
+    ]
     assert all(work.wait() for work in [*works, whole])
     assert whole.result() == ["send", "recv"]
     assert streams.together(lambda: None) is None
@@ -514,9 +570,16 @@ class _Told:
         return lambda *args, stream=None: self.calls.append((name, *args))
 
 
-def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ordinary(tensor: Any, ordinal: int | None) -> bool:
-        return ordinal == 0 and type(tensor) is torch.Tensor and tensor.is_contiguous() and tensor.dtype in tensors.NATIVE
+        return (
+            ordinal == 0
+            and type(tensor) is torch.Tensor
+            and tensor.is_contiguous()
+            and tensor.dtype in tensors.NATIVE
+        )
 
     monkeypatch.setattr(everyday, "is_everyday_on", ordinary)
     monkeypatch.setattr(group, "_go", lambda *_: "staged")
@@ -526,7 +589,11 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group:
     plain, average, scaled = (dist.AllreduceOptions() for _ in range(3))
     average.reduceOp = dist.ReduceOp.AVG
     scaled.reduceOp = dist._make_nccl_premul_sum(2.0)
-    gather, scatter, exchange = c10d.AllgatherOptions(), c10d.ReduceScatterOptions(), c10d.AllToAllOptions()
+    gather, scatter, exchange = (
+        c10d.AllgatherOptions(),
+        c10d.ReduceScatterOptions(),
+        c10d.AllToAllOptions(),
+    )
     column, pairs, pairs_out = torch.zeros(6, 2)[:, 0], torch.ones(3, 2), torch.zeros(3, 2)
     straight: list[tuple[str, Any, Any]] = [
         ("allreduce", ([x], plain), ("all_reduce", x, x, RedOp.SUM)),
@@ -538,7 +605,11 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group:
         ("_reduce_scatter_base", (out, x, scatter), ("reduce_scatter", x, out, RedOp.SUM)),
         ("alltoall_base", (out, x, [], [], exchange), ("all_to_all", x, out)),
         ("alltoall_base", (out, x, [6], [6], exchange), ("all_to_all_v", x, [6], [6], out)),
-        ("alltoall_base", (pairs_out, pairs, [3], [3], exchange), ("all_to_all_v", pairs, [6], [6], pairs_out)),
+        (
+            "alltoall_base",
+            (pairs_out, pairs, [3], [3], exchange),
+            ("all_to_all_v", pairs, [6], [6], pairs_out),
+        ),
     ]
     others: list[tuple[str, Any]] = [
         ("allreduce", ([x], scaled)),
@@ -571,9 +642,15 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(group:
     monkeypatch.setattr(group, "communicator", real)
 
 
-def test_lists_of_everyday_tensors_take_no_staging(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_everyday_tensors_take_no_staging(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     staged: list[str] = []
-    monkeypatch.setattr(everyday, "is_everyday_on", lambda tensor, ordinal: tensor.is_contiguous() and tensor.dtype in tensors.NATIVE)
+    monkeypatch.setattr(
+        everyday,
+        "is_everyday_on",
+        lambda tensor, ordinal: tensor.is_contiguous() and tensor.dtype in tensors.NATIVE,
+    )
     monkeypatch.setattr(group, "_go", lambda name, *_: staged.append(name))
     told: list[Any] = []  # to the GPU side, which is not there
     monkeypatch.setattr(group.communicator, "_are_collective", lambda *what: told.append(what))
@@ -596,7 +673,11 @@ def test_lists_of_everyday_tensors_take_no_staging(group: Any, monkeypatch: pyte
         assert call(out).wait()
         assert torch.equal(out, x)
     assert not staged
-    assert told == [(Collective.ALL_TO_ALL, 0, (), 2), (Collective.GATHER, 0, (6,), 2), (Collective.SCATTER, 0, (6,), 2)]
+    assert told == [
+        (Collective.ALL_TO_ALL, 0, (), 2),
+        (Collective.GATHER, 0, (6,), 2),
+        (Collective.SCATTER, 0, (6,), 2),
+    ]
     for other in (out.view(-1), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.int16)):
         group.allgather([[other]], [x], gather)
     assert staged == ["all_gather"] * 3
@@ -647,9 +728,13 @@ def test_tensors_of_a_future_are_found_as_pytorch_finds_them() -> None:
         find(BackendError(PeerDied("rank 1 died")))
 
 
-def test_symmetric_memory_is_refused_before_it_ends_the_process(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_is_refused_before_it_ends_the_process(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rendezvous = wrapped._rendezvous(lambda tensor, group: "met")
-    monkeypatch.setattr(distributed_c10d, "_resolve_process_group", lambda name: group if name == "ours" else None)
+    monkeypatch.setattr(
+        distributed_c10d, "_resolve_process_group", lambda name: group if name == "ours" else None
+    )
     for given in (group, "ours"):
         with pytest.raises(BackendError, match=r"symmetric memory.*gloo"):
             rendezvous(None, given)
@@ -658,13 +743,17 @@ def test_symmetric_memory_is_refused_before_it_ends_the_process(group: Any, monk
 
 def test_the_flight_recorder_leaves_groups_in_python_alone(group: Any) -> None:
     recorded: list[Any] = []
-    attach = wrapped._maybe_attach_flight_recorder(lambda pg, config, global_ranks: recorded.append((pg, global_ranks)))
+    attach = wrapped._maybe_attach_flight_recorder(
+        lambda pg, config, global_ranks: recorded.append((pg, global_ranks))
+    )
     attach(group, None, [0])
     attach("theirs", None, [0])
     assert recorded == [("theirs", [0])]
 
 
-def test_a_block_of_coalesced_calls_needs_no_gpu_where_there_is_none(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_of_coalesced_calls_needs_no_gpu_where_there_is_none(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As ``_abort_process_group`` of PyTorch 2.15 opens one for the accelerator that the build is for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     group._streams = None
@@ -675,7 +764,9 @@ def test_a_block_of_coalesced_calls_needs_no_gpu_where_there_is_none(group: Any,
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("count", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.complex64, torch.float32])
-def test_a_part_of_a_column_is_an_array_of_any_form(dtype: Any, count: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_column_is_an_array_of_any_form(
+    dtype: Any, count: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors of one element or none are contiguous whatever their stride."""
     monkeypatch.setattr(tensors, "_on_gpu", lambda _: on_gpu)
     column = torch.arange(6).to(dtype).reshape(3, 2)[1 : 1 + count, 1]
@@ -691,7 +782,12 @@ def test_a_part_of_a_column_is_an_array_of_any_form(dtype: Any, count: int, on_g
 def test_factors_of_integers_are_exact() -> None:
     """A tensor may have one that no float64 is."""
     odd = (1 << 53) + 1
-    for factor, want in ((torch.tensor([odd]), odd), (torch.tensor(odd), odd), (torch.tensor([2.5]), 2.5), (2.0, 2.0)):
+    for factor, want in (
+        (torch.tensor([odd]), odd),
+        (torch.tensor(odd), odd),
+        (torch.tensor([2.5]), 2.5),
+        (2.0, 2.0),
+    ):
         op = operators.recipe(dist._make_nccl_premul_sum(factor), torch.int64, "test").op
         assert op == PreMulSum(want), (factor, op)
 
@@ -704,5 +800,7 @@ def test_bitwise_operators_fold_tensors(name: str, wanted: int) -> None:
 
     comm: Any = Comm()
     x = torch.tensor([0b1100], dtype=torch.uint8)
-    operators.all_reduce(comm, x, operators.recipe(getattr(dist.ReduceOp, name), torch.uint8, "test"))
+    operators.all_reduce(
+        comm, x, operators.recipe(getattr(dist.ReduceOp, name), torch.uint8, "test")
+    )
     assert x.tolist() == [wanted]

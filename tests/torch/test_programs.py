@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+pytest.importorskip(
+    "torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError
+)
 
 from tests.gpu.programs import records as at
 from tests.gpu.programs.conductor import Crew, Job
@@ -25,7 +27,15 @@ SEEDS = range(40)
 @pytest.mark.parametrize("nranks", [2, 3])
 def test_programs_on_cpu_memory(api: str, nranks: int, tmp_path: Path) -> None:
     first = 1000 * nranks
-    run_ranks(programs.run_seeds, nranks, str(tmp_path / "meet"), api, list(range(first, first + 4)), 30, timeout=120.0)
+    run_ranks(
+        programs.run_seeds,
+        nranks,
+        str(tmp_path / "meet"),
+        api,
+        list(range(first, first + 4)),
+        30,
+        timeout=120.0,
+    )
 
 
 @pytest.mark.parametrize("api", ["own", "torch"])
@@ -67,7 +77,11 @@ def test_programs_keep_the_rules(api: str, device: str) -> None:
 def bodies(steps: Any) -> list[Any]:
     """These steps, and those of graphs and threads."""
     inner = [step.body for step in steps if isinstance(step, at.Graph)]
-    return [steps, *inner, *(body for step in steps if isinstance(step, at.Beside) for body in step.bodies)]
+    return [
+        steps,
+        *inner,
+        *(body for step in steps if isinstance(step, at.Beside) for body in step.bodies),
+    ]
 
 
 def test_a_wrong_element_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +96,14 @@ def test_a_wrong_element_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.multiprocess
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
-    job = Job(seeds=range(1), nranks=2, device="cpu", apis=("own",), limit_s=120.0, options={"nsteps": 20, "dtypes": ["int32"]})
+    job = Job(
+        seeds=range(1),
+        nranks=2,
+        device="cpu",
+        apis=("own",),
+        limit_s=120.0,
+        options={"nsteps": 20, "dtypes": ["int32"]},
+    )
     crew = Crew(job, tmp_path)
 
     def waits_for_the_other() -> bool:

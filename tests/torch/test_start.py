@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError)
+pytest.importorskip(
+    "torch", reason="PyTorch is not installed (pip install 'miraccl[torch]')", exc_type=ImportError
+)
 
 import torch
 import torch.distributed as dist
@@ -28,14 +30,20 @@ from tests.support.accidents import few_descriptors, open_files
 def no_meeting_point_is_left() -> Iterator[None]:
     files, threads = open_files(), threading.enumerate()
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("miraccl") and thread not in threads]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("miraccl") and thread not in threads
+    ]
     assert open_files() <= files
 
 
 def meet(store: Any, rank: int, patience: float) -> int:
     """One of two ranks on its way into a group; says with how many it has met."""
     timeout = datetime.timedelta(seconds=patience)
-    opts = types.SimpleNamespace(timeout=timeout, group_id="", group_rank=rank, global_ranks_in_group=[])
+    opts = types.SimpleNamespace(
+        timeout=timeout, group_id="", group_rank=rank, global_ranks_in_group=[]
+    )
     with start._meet(store, rank, 2, Deadline.after(patience), start._NewGroup(opts)) as comm:
         return int(comm.all_reduce(np.ones(1))[0])
 
@@ -71,11 +79,15 @@ def meet_again(store: WatchedStore) -> None:
     assert store.values == {start.KEY: b"none"}
 
 
-def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(no_meeting_point_is_left: None) -> None:
+def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(
+    no_meeting_point_is_left: None,
+) -> None:
     store = dist.HashStore()
     with few_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
         meet(store, 0, 1.0)
-    with pytest.raises(BootstrapError, match=r"rank 0 could not open the meeting point: .*Too many open files"):
+    with pytest.raises(
+        BootstrapError, match=r"rank 0 could not open the meeting point: .*Too many open files"
+    ):
         meet(store, 1, 1.0)
 
 
@@ -123,7 +135,9 @@ def test_a_second_try_after_rank_0_was_killed() -> None:
 
 
 def test_a_rank_0_that_gives_up_closes_the_meeting_point(no_meeting_point_is_left: None) -> None:
-    with pytest.raises(BootstrapError):  # in words that hang on how far the thread of the meeting point has come
+    with pytest.raises(
+        BootstrapError
+    ):  # in words that hang on how far the thread of the meeting point has come
         meet(dist.HashStore(), 0, 0.05)
 
 
@@ -140,7 +154,11 @@ def test_a_group_of_one_needs_no_meeting_point() -> None:
     before = threading.enumerate()
     dist.init_process_group("miraccl", rank=0, world_size=1, store=dist.HashStore())
     try:
-        assert not [thread for thread in threading.enumerate() if thread.name == "miraccl-hub" and thread not in before]
+        assert not [
+            thread
+            for thread in threading.enumerate()
+            if thread.name == "miraccl-hub" and thread not in before
+        ]
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [1.0, 1.0]

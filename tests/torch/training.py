@@ -13,12 +13,26 @@ import torch.distributed._functional_collectives as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -80,7 +94,9 @@ def _builtin_fp16(layers: Any, group: Group) -> Any:
 
 def _power_sgd(layers: Any, group: Group) -> Any:
     model = _ddp(layers, group)
-    state = PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    state = PowerSGDState(
+        group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
     model.register_comm_hook(state, powerSGD_hook)
     return model
 
@@ -94,7 +110,9 @@ def _fsdp2(layers: Any, group: Group) -> Any:
 
 
 def _static(layers: Any, group: Group) -> Any:
-    return DistributedDataParallel(layers, process_group=group, static_graph=True, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        layers, process_group=group, static_graph=True, gradient_as_bucket_view=True
+    )
 
 
 def _compiled(layers: Any, group: Group) -> Any:
@@ -111,18 +129,29 @@ def _fsdp1_mixed(layers: Any, group: Group) -> Any:
     """It resizes the storages of tensors that it has communicated."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     cpu = torch.device("cpu")
-    return FullyShardedDataParallel(layers, process_group=group, device_id=cpu, use_orig_params=True, mixed_precision=precision)
+    return FullyShardedDataParallel(
+        layers, process_group=group, device_id=cpu, use_orig_params=True, mixed_precision=precision
+    )
 
 
 def _fsdp2_mixed(layers: Any, group: Group) -> Any:
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
-    return fully_shard(layers, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    return fully_shard(
+        layers,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
 
 
 def _tensor_parallel(layers: Any, group: Group) -> Any:
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
     return parallelize_module(
-        layers, mesh, {"0": ColwiseParallel(output_layouts=Replicate()), "3": RowwiseParallel(input_layouts=Replicate())}
+        layers,
+        mesh,
+        {
+            "0": ColwiseParallel(output_layouts=Replicate()),
+            "3": RowwiseParallel(input_layouts=Replicate()),
+        },
     )
 
 
@@ -143,13 +172,20 @@ WRAPS = {
 }
 
 
-def _losses(name: str, wrap: Callable[[Any, Group], Any], rank: int, steps: int, group: Group) -> list[float]:
+def _losses(
+    name: str, wrap: Callable[[Any, Group], Any], rank: int, steps: int, group: Group
+) -> list[float]:
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.LayerNorm(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    )
     model = wrap(layers, group)
     if name == "zero":
         optimizer: Any = ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01, process_group=group or dist.group.WORLD
+            model.parameters(),
+            optimizer_class=torch.optim.AdamW,
+            lr=0.01,
+            process_group=group or dist.group.WORLD,
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
@@ -179,7 +215,11 @@ def sparse(path: str) -> None:
             for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64):
                 for entries in (0, rank, 3):  # none, none on some ranks, and the same place twice
                     places = torch.arange(2 * entries).reshape(2, entries) % 3
-                    x = torch.sparse_coo_tensor(places, (torch.arange(2 * entries).reshape(entries, 2) + rank).to(dtype), (4, 4, 2))
+                    x = torch.sparse_coo_tensor(
+                        places,
+                        (torch.arange(2 * entries).reshape(entries, 2) + rank).to(dtype),
+                        (4, 4, 2),
+                    )
                     dist.all_reduce(x, group=group)
                     results.append(x.to_dense())
             torch.manual_seed(0)
@@ -218,7 +258,13 @@ def dtensor(path: str) -> None:
             uneven = distribute_tensor(whole[: nranks + 1], mesh, [Shard(0)])
             summed = rows.sum()
             assert isinstance(summed, DTensor)
-            return [columns.full_tensor(), product.full_tensor(), uneven.full_tensor(), summed.full_tensor(), rows.to_local()]
+            return [
+                columns.full_tensor(),
+                product.full_tensor(),
+                uneven.full_tensor(),
+                summed.full_tensor(),
+                rows.to_local(),
+            ]
 
         got = both(moves, other)
         assert torch.equal(got[0], whole)
@@ -232,8 +278,14 @@ def pipelines(path: str) -> None:
     """GPipe, 1F1B and interleaved 1F1B: outputs, losses and gradients as on Gloo."""
     with world(path) as (rank, nranks):
         other = gloo()
-        for schedule, chunks in ((ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):
-            ours, theirs = (_pipeline(schedule, chunks, rank, nranks, group) for group in (None, other))
+        for schedule, chunks in (
+            (ScheduleGPipe, 1),
+            (Schedule1F1B, 1),
+            (ScheduleInterleaved1F1B, 2),
+        ):
+            ours, theirs = (
+                _pipeline(schedule, chunks, rank, nranks, group) for group in (None, other)
+            )
             assert len(ours) == len(theirs)
             assert all(equal(a, b) for a, b in zip(ours, theirs, strict=True)), schedule
 
@@ -243,13 +295,22 @@ def _pipeline(schedule: Any, stages_here: int, rank: int, nranks: int, group: Gr
     total = nranks * stages_here
     modules = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(total)]
     indices = [rank + i * nranks for i in range(stages_here)]
-    stages = [PipelineStage(modules[i], i, total, torch.device("cpu"), group=group) for i in indices]
-    run = schedule(stages[0] if stages_here == 1 else stages, n_microbatches=2 * nranks, loss_fn=torch.nn.functional.mse_loss)
+    stages = [
+        PipelineStage(modules[i], i, total, torch.device("cpu"), group=group) for i in indices
+    ]
+    run = schedule(
+        stages[0] if stages_here == 1 else stages,
+        n_microbatches=2 * nranks,
+        loss_fn=torch.nn.functional.mse_loss,
+    )
     x = torch.randn(4 * nranks, 6, generator=torch.Generator().manual_seed(1))
     losses: list[Any] = []
     last = rank == nranks - 1
     run.step(*([x] if rank == 0 else []), **({"target": x * 2, "losses": losses} if last else {}))
-    return [*(loss.detach() for loss in losses), *(p.grad for i in indices for p in modules[i].parameters())]
+    return [
+        *(loss.detach() for loss in losses),
+        *(p.grad for i in indices for p in modules[i].parameters()),
+    ]
 
 
 # ---- compiled code
@@ -292,14 +353,23 @@ def _compiled_with(path: str, backend: str) -> None:
                 break
             with torch._dynamo.config.patch(enable_p2p_compilation=whole):
                 x = torch.arange(4.0) + rank
-                both(lambda g: torch.compile(_around, backend=backend, fullgraph=whole)(x, rank, g or dist.group.WORLD), other)  # noqa: B023
+                both(
+                    lambda g: torch.compile(_around, backend=backend, fullgraph=whole)(  # noqa: B023
+                        x,  # noqa: B023
+                        rank,
+                        g or dist.group.WORLD,
+                    ),
+                    other,
+                )
             torch._dynamo.reset()
 
 
 def recorded(path: str) -> None:
     """``make_fx`` records functional collectives; the others, which it would leave out, are refused, and so are tensors without values."""
     with world(path) as (rank, nranks):
-        graph = make_fx(lambda x: functional.all_reduce(x, "sum", dist.group.WORLD) + 1)(torch.ones(2))
+        graph = make_fx(lambda x: functional.all_reduce(x, "sum", dist.group.WORLD) + 1)(
+            torch.ones(2)
+        )
         assert graph(torch.full((2,), float(rank))).tolist() == [sum(range(nranks)) + 1.0] * 2
         with refused("broadcast", "make_fx", "_functional_collectives"):
             make_fx(lambda x: dist.broadcast(x, 0))(torch.ones(2))

@@ -21,16 +21,29 @@ LIMIT = datetime.timedelta(seconds=20)
 
 @contextmanager
 def world(
-    path: str, backend: str = miraccl.torch.NAME, timeout: datetime.timedelta = LIMIT, *, device: bool = False
+    path: str,
+    backend: str = miraccl.torch.NAME,
+    timeout: datetime.timedelta = LIMIT,
+    *,
+    device: bool = False,
 ) -> Iterator[tuple[int, int]]:
     """(rank, nranks) of the default group, which meets at a file; with ``device`` it is told its GPU."""
     torch.set_num_threads(1)
-    statuses.STATUS_WAIT_S = LIMIT.total_seconds() / 2  # who is asked where it is may be late to say so
+    statuses.STATUS_WAIT_S = (
+        LIMIT.total_seconds() / 2
+    )  # who is asked where it is may be late to say so
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
     gpu = torch.device("cuda", rank % torch.cuda.device_count()) if device else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=nranks, timeout=timeout, device_id=gpu)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=nranks,
+        timeout=timeout,
+        device_id=gpu,
+    )
     try:
         yield rank, nranks
     finally:
@@ -60,7 +73,13 @@ def values(dtype: Any, rank: int, count: int = 32) -> Any:
     """Whole numbers that the type holds exactly, different on every rank; those of wide integers need two bytes."""
     source = torch.Generator().manual_seed(1000 + rank)
     real = not dtype.is_floating_point and not dtype.is_complex
-    low = 0 if dtype is torch.bool or (real and not dtype.is_signed) else -300 if real and dtype.itemsize > 1 else -3
+    low = (
+        0
+        if dtype is torch.bool or (real and not dtype.is_signed)
+        else -300
+        if real and dtype.itemsize > 1
+        else -3
+    )
     high = 2 if dtype is torch.bool else 300 if real and dtype.itemsize > 1 else 4
     numbers = torch.randint(low, high, (count,), generator=source)
     if dtype.is_complex:
@@ -72,7 +91,11 @@ def equal(a: Any, b: Any) -> bool:
     """Same dtype, shape and values; of types that torch cannot compare, the same bytes."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
-    return bool((a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all())
+    return bool(
+        (
+            a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)
+        ).all()
+    )
 
 
 def both(run: Callable[[Any], Any], other: Any) -> Any:

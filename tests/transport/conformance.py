@@ -22,7 +22,15 @@ import pytest
 from miraccl.errors import ProtocolError
 from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
 from miraccl.transport.ends import Message, RecvEnd, SendEnd
-from miraccl.transport.fifo import INLINE_BYTES, NSLOTS, Atomics, Memory, Mode, memory_at, native_atomics
+from miraccl.transport.fifo import (
+    INLINE_BYTES,
+    NSLOTS,
+    Atomics,
+    Memory,
+    Mode,
+    memory_at,
+    native_atomics,
+)
 from miraccl.wire.proxy_records import Loss
 
 WAIT_S = 20.0
@@ -43,7 +51,9 @@ class World:
     def connect(self) -> None:
         """All ranks at once, each in a thread, as real ranks would."""
         infos = {rank: transport.setup() for rank, transport in self.transports.items()}
-        self.in_parallel(lambda rank: self.connect_rank(rank, {r: i for r, i in infos.items() if r != rank}))
+        self.in_parallel(
+            lambda rank: self.connect_rank(rank, {r: i for r, i in infos.items() if r != rank})
+        )
 
     def connect_rank(self, rank: int, infos: Mapping[int, bytes]) -> None:
         self.pairs.setdefault(rank, {}).update(self.transports[rank].connect(infos))
@@ -148,7 +158,11 @@ class TransportConformance:
         for way in (there, back):
             for nbytes in sorted(n for n in sizes if n <= largest):
                 payload = pattern(nbytes, nbytes)
-                world.wait(lambda way=way, payload=payload, n=nbytes: way.send.post(payload, signature=-n - 1, mode=mode))
+                world.wait(
+                    lambda way=way, payload=payload, n=nbytes: way.send.post(
+                        payload, signature=-n - 1, mode=mode
+                    )
+                )
                 data, message = way.take()
                 assert data == payload
                 assert message.signature == -nbytes - 1
@@ -179,7 +193,9 @@ class TransportConformance:
             assert message.signature == 9
             if message.mode is Mode.LANDED:
                 assert memory_at(target.address, nbytes) == pattern(nbytes)
-            world.wait(lambda: way.send.taken == way.send.posted, "the sender never got its memory back")
+            world.wait(
+                lambda: way.send.taken == way.send.posted, "the sender never got its memory back"
+            )
 
     # --- many messages
 
@@ -207,7 +223,10 @@ class TransportConformance:
         world.wait(lambda: way.recv.peek())
         # Give a transport that would overrun every chance: post as much as it lets us, and wait until it lets us.
         while posted < way.limit:
-            world.wait(lambda p=posted: way.send.post(pattern(100, p)), "the transport holds less than it says")
+            world.wait(
+                lambda p=posted: way.send.post(pattern(100, p)),
+                "the transport holds less than it says",
+            )
             posted += 1
         assert not way.send.post(b"one too many")
         for i in range(posted):
@@ -232,7 +251,9 @@ class TransportConformance:
 
         def step() -> bool:
             for i, way in enumerate(ways):
-                if sent[i] < total and way.send.post(pattern(sizes[sent[i] % 4], sent[i] + i), signature=i):
+                if sent[i] < total and way.send.post(
+                    pattern(sizes[sent[i] % 4], sent[i] + i), signature=i
+                ):
                     sent[i] += 1
                 if way.recv.peek():
                     data, message = way.take()

@@ -60,7 +60,9 @@ def test_who_does_not_come_is_missing(doors: list[Door]) -> None:
     assert got == {1: []}
 
 
-def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(doors: list[Door], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(
+    doors: list[Door], monkeypatch: pytest.MonkeyPatch
+) -> None:
     doors[1].push(1, doors[0].address, [])
     with contextlib.ExitStack() as shortage:
         shortage.enter_context(few_descriptors(0))
@@ -69,7 +71,10 @@ def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(doors: list[Door], m
 
 
 def test_a_door_that_cannot_be_opened_is_a_failure_of_the_system() -> None:
-    with few_descriptors(0), pytest.raises(SystemFailure, match="cannot listen on a Unix socket: Too many open files"):
+    with (
+        few_descriptors(0),
+        pytest.raises(SystemFailure, match="cannot listen on a Unix socket: Too many open files"),
+    ):
         Door(1, 0)
 
 
@@ -81,7 +86,9 @@ def test_strangers_are_dropped(doors: list[Door], how: str) -> None:
         doors[1].push(1, dataclasses.replace(here, token="00" * 16), [fd])
     elif how == "rank":
         doors[1].push(7, here, [fd])
-    elif how == "process":  # the right token, but the control plane said that rank 1 is another process
+    elif (
+        how == "process"
+    ):  # the right token, but the control plane said that rank 1 is another process
         doors[1].push(1, here, [fd])
         there = dataclasses.replace(there, pid=1)
     with socket.socket(socket.AF_UNIX) as sock:
@@ -105,7 +112,9 @@ def test_a_closed_door_and_a_false_one_are_told(doors: list[Door]) -> None:
         doors[0].push(0, gone, [])
     with pytest.raises(SystemFailure, match="instead of process 1 "):
         doors[0].push(0, dataclasses.replace(doors[1].address, pid=1), [])
-    doors[0].push(0, dataclasses.replace(doors[1].address, pid=1, pid_namespace=-1), [])  # numbers of another namespace mean nothing
+    doors[0].push(
+        0, dataclasses.replace(doors[1].address, pid=1, pid_namespace=-1), []
+    )  # numbers of another namespace mean nothing
 
 
 def test_addresses_travel_as_text(doors: list[Door]) -> None:
@@ -117,7 +126,10 @@ def pass_around() -> list[str]:
 
     session = meet(detect_launch(os.environ))
     door, mine = Door(session.nranks, pid_namespace()), file_with(f"from {session.rank}".encode())
-    addresses = [Address.from_json(blob.decode()) for blob in session.all_gather(door.address.to_json().encode(), "doors")]
+    addresses = [
+        Address.from_json(blob.decode())
+        for blob in session.all_gather(door.address.to_json().encode(), "doors")
+    ]
     peers = {p: a for p, a in enumerate(addresses) if p != session.rank}
     for address in peers.values():
         door.push(session.rank, address, [mine])

@@ -31,12 +31,19 @@ def connected(
     by_rank: dict[str, dict[str, str]] | None = None,
     window: bool = True,
 ) -> list[dict[str, Any]]:
-    return run_ranks(fake_ranks.connect, nranks, list(refuse), list(deny), by_rank or {}, window, env=env)
+    return run_ranks(
+        fake_ranks.connect, nranks, list(refuse), list(deny), by_rank or {}, window, env=env
+    )
 
 
 @pytest.mark.parametrize(
     ("env", "kind"),
-    [({}, "vmm"), ({"NCCL_CUMEM_ENABLE": "0"}, "ipc"), ({"NCCL_P2P_DISABLE": "1"}, "host"), ({"TEST_GPUS": "1"}, "vmm")],
+    [
+        ({}, "vmm"),
+        ({"NCCL_CUMEM_ENABLE": "0"}, "ipc"),
+        ({"NCCL_P2P_DISABLE": "1"}, "host"),
+        ({"TEST_GPUS": "1"}, "vmm"),
+    ],
 )
 def test_all_pairs_in_one_way(env: dict[str, str], kind: str) -> None:
     for rank, got in enumerate(connected(3, env=env)):
@@ -51,14 +58,25 @@ def test_ways_may_differ_between_pairs(cumem: str) -> None:
     """GPU 0 and GPU 1 do not reach each other: one direction is enough."""
     direct = "ipc" if cumem == "0" else "vmm"
     results = connected(3, deny=[[1, 0]], env={"MIRACCL_CUMEM": cumem})
-    assert [got["kinds"] for got in results] == [["self", "host", direct], ["host", "self", direct], [direct, direct, "self"]]
+    assert [got["kinds"] for got in results] == [
+        ["self", "host", direct],
+        ["host", "self", direct],
+        [direct, direct, "self"],
+    ]
     assert [got["pinned"] > 0 for got in results] == [True, True, False]
     assert all(got["addressable"] is False and got["why"] == results[0]["why"] for got in results)
     assert "driver" in results[0]["why"][0][2]
 
 
 @pytest.mark.parametrize(
-    "call", ["cuMemCreate", "1:cuMemCreate", "0:cuMemExportToShareableHandle", "1:cuMemImportFromShareableHandle", "cuMemMap"]
+    "call",
+    [
+        "cuMemCreate",
+        "1:cuMemCreate",
+        "0:cuMemExportToShareableHandle",
+        "1:cuMemImportFromShareableHandle",
+        "cuMemMap",
+    ],
 )
 def test_what_fails_on_one_rank_is_left_by_all(call: str) -> None:
     for rank, got in enumerate(connected(2, refuse=[call])):
@@ -67,8 +85,13 @@ def test_what_fails_on_one_rank_is_left_by_all(call: str) -> None:
 
 
 def test_a_rank_that_nobody_maps_takes_plain_memory_beside_others_with_descriptors() -> None:
-    for rank, got in enumerate(connected(3, refuse=["2:cuMemCreate"], by_rank={"2": {"MIRACCL_P2P_DISABLE": "1"}})):
-        assert got["kinds"] == [["self", "vmm", "host"], ["vmm", "self", "host"], ["host", "host", "self"]][rank]
+    for rank, got in enumerate(
+        connected(3, refuse=["2:cuMemCreate"], by_rank={"2": {"MIRACCL_P2P_DISABLE": "1"}})
+    ):
+        assert (
+            got["kinds"]
+            == [["self", "vmm", "host"], ["vmm", "self", "host"], ["host", "host", "self"]][rank]
+        )
         assert got["descriptors"]
 
 
@@ -79,10 +102,15 @@ def test_host_memory_is_the_last_way() -> None:
 
 
 def test_no_way_is_an_error_that_names_the_pair_on_every_rank() -> None:
-    outcomes = rank_outcomes(fake_ranks.connect, 2, ["cuMemHostRegister"], [], {"1": {"NCCL_P2P_DISABLE": "1"}}, False)
+    outcomes = rank_outcomes(
+        fake_ranks.connect, 2, ["cuMemHostRegister"], [], {"1": {"NCCL_P2P_DISABLE": "1"}}, False
+    )
     for outcome in outcomes:
         assert outcome.error is not None
-        assert "SystemFailure: ranks 0 and 1 have no way to exchange GPU data: P2P_DISABLE is 1 on rank 1" in outcome.error
+        assert (
+            "SystemFailure: ranks 0 and 1 have no way to exchange GPU data: P2P_DISABLE is 1 on rank 1"
+            in outcome.error
+        )
         assert "cuMemHostRegister" in outcome.error
 
 
@@ -98,7 +126,9 @@ def test_threads_of_one_process_use_plain_pointers(cuda: FakeCuda) -> None:
     memories: list[SymmetricMemory | None] = [None] * nranks
 
     def rank(number: int) -> None:
-        memories[number] = SymmetricMemory(Gpu(number), number, nranks, 4096, stages=room.stages(number), settings=Settings())
+        memories[number] = SymmetricMemory(
+            Gpu(number), number, nranks, 4096, stages=room.stages(number), settings=Settings()
+        )
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(nranks)]
     for thread in threads:
@@ -109,10 +139,14 @@ def test_threads_of_one_process_use_plain_pointers(cuda: FakeCuda) -> None:
     assert len(made) == nranks
     owns = [memory.own for memory in made]
     for number, memory in enumerate(made):
-        assert memory.kinds == [pairs.PROCESS if peer != number else pairs.SELF for peer in range(nranks)]
+        assert memory.kinds == [
+            pairs.PROCESS if peer != number else pairs.SELF for peer in range(nranks)
+        ]
         assert memory.outboxes == owns
         assert memory.inboxes == [owns[number]] * nranks
-    assert cuda.enabled == {(context_of(a), context_of(b)) for a, b in itertools.permutations(range(nranks), 2)}
+    assert cuda.enabled == {
+        (context_of(a), context_of(b)) for a, b in itertools.permutations(range(nranks), 2)
+    }
     for number, memory in enumerate(made):
         cuda.cuCtxSetCurrent(context_of(number))
         memory.close()

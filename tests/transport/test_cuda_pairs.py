@@ -16,18 +16,35 @@ from miraccl.transport.cuda_pairs import HOST, IPC, PROCESS, VMM, Choice, Facts,
 
 
 def facts(rank: int, **more: Any) -> Facts:
-    given: dict[str, Any] = {"process": f"p{rank}", "pid": 100 + rank, "pid_namespace": 1, "ordinal": rank, "arch": 90, "nbytes": 4096}
+    given: dict[str, Any] = {
+        "process": f"p{rank}",
+        "pid": 100 + rank,
+        "pid_namespace": 1,
+        "ordinal": rank,
+        "arch": 90,
+        "nbytes": 4096,
+    }
     given |= {"bus_id": f"0000:{rank:02x}:00.0", "descriptors": True}
     return Facts(rank=rank, **(given | more))
 
 
 def paths(type: PathType = PathType.NVL, n: int = 4) -> Paths:
-    return Paths(types={(facts(a).bus_id, facts(b).bus_id): type for a in range(n) for b in range(a + 1, n)})
+    return Paths(
+        types={(facts(a).bus_id, facts(b).bus_id): type for a in range(n) for b in range(a + 1, n)}
+    )
 
 
-def way(a: Facts, b: Facts, table: Paths | None = None, access: tuple[pairs.Access, ...] = (1, 1), refused: Any = ()) -> Choice:
+def way(
+    a: Facts,
+    b: Facts,
+    table: Paths | None = None,
+    access: tuple[pairs.Access, ...] = (1, 1),
+    refused: Any = (),
+) -> Choice:
     descriptors, _ = pairs.uses_descriptors([a, b], dict(refused))
-    return pairs.choose_way(a, b, access, paths() if table is None else table, descriptors, dict(refused))
+    return pairs.choose_way(
+        a, b, access, paths() if table is None else table, descriptors, dict(refused)
+    )
 
 
 def test_virtual_memory_management_is_the_first_choice() -> None:
@@ -52,7 +69,9 @@ def test_what_one_rank_says_counts_for_the_pair(more: dict[str, Any], kind: str)
     assert way(facts(1, **more), facts(0)).kind == kind
 
 
-@pytest.mark.parametrize(("path", "kind"), [(PathType.PXB, VMM), (PathType.PHB, HOST), (PathType.SYS, HOST)])
+@pytest.mark.parametrize(
+    ("path", "kind"), [(PathType.PXB, VMM), (PathType.PHB, HOST), (PathType.SYS, HOST)]
+)
 def test_nccls_default_level(path: PathType, kind: str) -> None:
     assert way(facts(0), facts(1), paths(path)).kind == kind
     assert path.name in way(facts(0), facts(1), paths(path)).why
@@ -79,7 +98,9 @@ def test_without_a_topology_the_driver_decides() -> None:
     assert way(facts(0), facts(1), table).kind == VMM
     assert "nvidia-ml-py" in way(facts(0), facts(1), table).why
     assert way(facts(0), facts(1), table, (1, 0)).kind == HOST
-    assert way(facts(0), facts(1), table, (None, None)).kind == VMM, "a GPU that this process does not see may still be mapped"
+    assert way(facts(0), facts(1), table, (None, None)).kind == VMM, (
+        "a GPU that this process does not see may still be mapped"
+    )
     assert way(facts(0), facts(1, p2p_level=int(PathType.NVL)), table).kind == HOST
 
 
@@ -113,7 +134,9 @@ def test_a_rank_may_insist_on_virtual_memory_management() -> None:
 
 def test_a_pair_without_a_way_is_named() -> None:
     three = [facts(0), facts(1, shm_disable=True, p2p_disable=True), facts(2)]
-    with pytest.raises(SystemFailure, match=r"ranks 0 and 1 have no way.*P2P_DISABLE is 1 on rank 1.*SHM_DISABLE") as caught:
+    with pytest.raises(
+        SystemFailure, match=r"ranks 0 and 1 have no way.*P2P_DISABLE is 1 on rank 1.*SHM_DISABLE"
+    ) as caught:
         pairs.choose_ways(three, [[1] * 3] * 3, paths(), {})
     assert "MIRACCL_HOSTID" in str(caught.value)
 
@@ -136,11 +159,17 @@ some_facts: st.SearchStrategy[dict[str, Any]] = st.builds(
     rows=st.lists(st.lists(answers, min_size=4, max_size=4), min_size=4, max_size=4),
     path=st.sampled_from(PathType),
     refused=st.dictionaries(
-        st.tuples(st.sampled_from([(0, 1), (0, 2), (1, 2)]), st.sampled_from([VMM, IPC, HOST, PROCESS])), st.just("why")
+        st.tuples(
+            st.sampled_from([(0, 1), (0, 2), (1, 2)]), st.sampled_from([VMM, IPC, HOST, PROCESS])
+        ),
+        st.just("why"),
     ),
 )
 def test_every_decision_keeps_the_rules_and_is_the_same_seen_from_both_ends(
-    given_facts: list[dict[str, Any]], rows: list[list[pairs.Access]], path: PathType, refused: dict[Any, str]
+    given_facts: list[dict[str, Any]],
+    rows: list[list[pairs.Access]],
+    path: PathType,
+    refused: dict[Any, str],
 ) -> None:
     ranks = [dataclasses.replace(facts(rank), **more) for rank, more in enumerate(given_facts)]
     table = paths(path, 3)
@@ -186,7 +215,9 @@ def test_settings_take_nccls_names() -> None:
         "NCCL_P2P_DISABLE": "1",
         "MIRACCL_P2P_DISABLE": "0",
     }
-    assert Settings.read(environ) == Settings(cumem=0, p2p_disable=False, p2p_level=int(PathType.NVL), shm_disable=True)
+    assert Settings.read(environ) == Settings(
+        cumem=0, p2p_disable=False, p2p_level=int(PathType.NVL), shm_disable=True
+    )
     assert Settings.read({"NCCL_CUMEM_ENABLE": "-2"}) == Settings()
     with pytest.raises(InvalidUsage, match="auto, 0 and 1"):
         Settings.read({"MIRACCL_CUMEM": "2"})

@@ -16,15 +16,54 @@ from miraccl.transport.fifo import FifoMemory, Memory, Mode, PlainAtomics, memor
 def test_numbers_of_the_layout():
     """Changing one of these breaks every executor that was compiled before."""
     assert (fifo.NSLOTS, fifo.LINE_BYTES, fifo.INLINE_BYTES) == (8, 64, 32)
-    assert (fifo.POST_OFFSET, fifo.WANT_OFFSET, fifo.TAIL_OFFSET, fifo.SLOTS_OFFSET) == (0, 512, 1024, 4096)
-    assert (fifo.WORD_FLAG, fifo.WORD_SIGNATURE, fifo.WORD_NBYTES, fifo.WORD_MODE, fifo.WORD_ADDRESS) == (0, 1, 2, 3, 4)
-    assert [mode.name for mode in sorted(Mode)] == ["SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE", "SIGNAL", "MOVED"]
+    assert (fifo.POST_OFFSET, fifo.WANT_OFFSET, fifo.TAIL_OFFSET, fifo.SLOTS_OFFSET) == (
+        0,
+        512,
+        1024,
+        4096,
+    )
+    assert (
+        fifo.WORD_FLAG,
+        fifo.WORD_SIGNATURE,
+        fifo.WORD_NBYTES,
+        fifo.WORD_MODE,
+        fifo.WORD_ADDRESS,
+    ) == (0, 1, 2, 3, 4)
+    assert [mode.name for mode in sorted(Mode)] == [
+        "SLOT",
+        "INLINE",
+        "WINDOW",
+        "ADDRESS",
+        "LANDED",
+        "OVERSIZE",
+        "SIGNAL",
+        "MOVED",
+    ]
 
 
 def test_compiled_code_uses_the_same_numbers():
-    assert (layout.NSLOTS, layout.LINE, layout.INLINE_BYTES) == (fifo.NSLOTS, fifo.LINE_BYTES, fifo.INLINE_BYTES)
-    words = (layout.POST_FLAG, layout.POST_SIG, layout.POST_BYTES, layout.POST_MODE, layout.POST_ADDR)
-    assert words == tuple(8 * w for w in (fifo.WORD_FLAG, fifo.WORD_SIGNATURE, fifo.WORD_NBYTES, fifo.WORD_MODE, fifo.WORD_ADDRESS))
+    assert (layout.NSLOTS, layout.LINE, layout.INLINE_BYTES) == (
+        fifo.NSLOTS,
+        fifo.LINE_BYTES,
+        fifo.INLINE_BYTES,
+    )
+    words = (
+        layout.POST_FLAG,
+        layout.POST_SIG,
+        layout.POST_BYTES,
+        layout.POST_MODE,
+        layout.POST_ADDR,
+    )
+    assert words == tuple(
+        8 * w
+        for w in (
+            fifo.WORD_FLAG,
+            fifo.WORD_SIGNATURE,
+            fifo.WORD_NBYTES,
+            fifo.WORD_MODE,
+            fifo.WORD_ADDRESS,
+        )
+    )
     assert layout.POST_INLINE == 8 * fifo.WORD_INLINE
     for mode in Mode:
         assert getattr(layout, f"MODE_{mode.name}") == mode
@@ -34,7 +73,12 @@ def test_parts_of_a_fifo_do_not_overlap():
     memory = FifoMemory(8192)
     end = Fifo.at(memory.address, 8192, kind=FifoKind.SHM)
     parts = sorted(
-        [(end.post, 512), (end.want, 512), (end.tail, 128), *((end.slots + i * 8192, 8192) for i in range(8))],
+        [
+            (end.post, 512),
+            (end.want, 512),
+            (end.tail, 128),
+            *((end.slots + i * 8192, 8192) for i in range(8)),
+        ],
     )
     assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(parts))
     assert parts[-1][0] + parts[-1][1] == memory.address + fifo.fifo_bytes(8192)
@@ -47,7 +91,9 @@ def test_slots_are_whole_pages(slot_bytes):
         FifoMemory(slot_bytes)
 
 
-@pytest.mark.parametrize(("address", "nbytes"), [(0, 1), (100, 8), (1 << 47, 1), ((1 << 47) - 1, 2), (8192, -1)])
+@pytest.mark.parametrize(
+    ("address", "nbytes"), [(0, 1), (100, 8), (1 << 47, 1), ((1 << 47) - 1, 2), (8192, -1)]
+)
 def test_memory_outside_user_space_is_refused(address, nbytes):
     with pytest.raises(ValueError, match="no memory"):
         memory_at(address, nbytes)
@@ -85,7 +131,11 @@ def test_ends_talk_through_one_piece_of_memory():
     for i in range(fifo.NSLOTS):
         message = recv.peek()
         assert message is not None
-        assert (message.number, message.signature, message.payload) == (i, i, memory_at(message_place(end, i, i * 500), i * 500))
+        assert (message.number, message.signature, message.payload) == (
+            i,
+            i,
+            memory_at(message_place(end, i, i * 500), i * 500),
+        )
         recv.consume()
     assert send.taken == send.posted
     with pytest.raises(ValueError, match="cannot be posted"):

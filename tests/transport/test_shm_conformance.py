@@ -17,7 +17,10 @@ class TestShm(TransportConformance):
     def build(self, nranks):
         endpoints = {r: Endpoint(rank=r, hostid="here", pid=os.getpid()) for r in range(nranks)}
         transports = {
-            r: ShmTransport(endpoints[r], {p: e for p, e in endpoints.items() if p != r}, window_bytes=1 << 20) for r in range(nranks)
+            r: ShmTransport(
+                endpoints[r], {p: e for p, e in endpoints.items() if p != r}, window_bytes=1 << 20
+            )
+            for r in range(nranks)
         }
         world = World(transports=dict(transports))
         for transport in transports.values():
@@ -28,6 +31,9 @@ class TestShm(TransportConformance):
 @pytest.mark.parametrize("count", range(2))
 def test_a_rank_that_is_short_of_descriptors_says_so_and_leaves_none(count):
     files = open_files()
-    with few_descriptors(count), pytest.raises(SystemFailure, match=r"cannot make a shared segment .* Too many open files"):
+    with (
+        few_descriptors(count),
+        pytest.raises(SystemFailure, match=r"cannot make a shared segment .* Too many open files"),
+    ):
         ShmTransport(Endpoint(rank=0, hostid="here", pid=os.getpid()), {})
     assert open_files() <= files

@@ -12,7 +12,14 @@ from contextlib import nullcontext
 import pytest
 
 from miraccl.deadline import Deadline
-from miraccl.errors import AuthenticationError, BootstrapError, CommunicatorClosed, InvalidUsage, ProtocolError, SystemFailure
+from miraccl.errors import (
+    AuthenticationError,
+    BootstrapError,
+    CommunicatorClosed,
+    InvalidUsage,
+    ProtocolError,
+    SystemFailure,
+)
 from miraccl.transport import meeting
 from miraccl.transport.base import Endpoint
 from miraccl.transport.fifo import Memory, Mode, memory_at
@@ -165,7 +172,9 @@ def test_address_that_does_not_answer_is_passed_over(world):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound and not listening: refused
         refused = ("127.0.0.1", unused.getsockname()[1])
-        better = ConnectInfo(addresses=(refused, *info.addresses), nstreams=info.nstreams, slot_bytes=info.slot_bytes)
+        better = ConnectInfo(
+            addresses=(refused, *info.addresses), nstreams=info.nstreams, slot_bytes=info.slot_bytes
+        )
         infos = {0: world.transports[0].setup(), 1: better.encode()}
         world.in_parallel(lambda rank: world.connect_rank(rank, {1 - rank: infos[1 - rank]}))
     way = world.way(0, 1)
@@ -178,8 +187,12 @@ def test_peer_that_cannot_be_reached_is_named(world, monkeypatch):
     transport = build_rank(world, 0)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        info = ConnectInfo(addresses=(("127.0.0.1", unused.getsockname()[1]),), nstreams=2, slot_bytes=4096)
-        with pytest.raises(SystemFailure, match=r"rank 4 at 127.0.0.1: Connection refused") as caught:
+        info = ConnectInfo(
+            addresses=(("127.0.0.1", unused.getsockname()[1]),), nstreams=2, slot_bytes=4096
+        )
+        with pytest.raises(
+            SystemFailure, match=r"rank 4 at 127.0.0.1: Connection refused"
+        ) as caught:
             transport.connect({4: info.encode()})
     assert caught.value.peer == 4
 
@@ -201,7 +214,9 @@ def test_accidents_on_the_way_to_a_stream_pass(monkeypatch):
         infos = {rank: transport.setup() for rank, transport in world.transports.items()}
         try:
             with accident or nullcontext():
-                world.in_parallel(lambda rank: world.connect_rank(rank, {1 - rank: infos[1 - rank]}))
+                world.in_parallel(
+                    lambda rank: world.connect_rank(rank, {1 - rank: infos[1 - rank]})
+                )
         except Exception as error:
             raise AssertionError(accident) from error
         finally:
@@ -245,10 +260,19 @@ def test_no_memory_for_slots_is_a_system_failure_and_leaves_no_connection():
 
         def body(rank):
             if rank:
-                with pytest.raises(SystemFailure, match=r"there are no \d+ bytes of memory: Cannot allocate memory"):
+                with pytest.raises(
+                    SystemFailure, match=r"there are no \d+ bytes of memory: Cannot allocate memory"
+                ):
                     world.connect_rank(1, {0: infos[0]})
             else:
-                world.connect_rank(0, {1: ConnectInfo(**{**vars(ConnectInfo.decode(infos[1])), "slot_bytes": SLOT}).encode()})
+                world.connect_rank(
+                    0,
+                    {
+                        1: ConnectInfo(
+                            **{**vars(ConnectInfo.decode(infos[1])), "slot_bytes": SLOT}
+                        ).encode()
+                    },
+                )
 
         world.in_parallel(body)
         world.wait(lambda: world.losses[0], "rank 0 was not told")
@@ -281,7 +305,10 @@ def test_call_that_reaches_itself_is_made_again(world, monkeypatch):
 def test_address_that_the_host_has_lost_is_left_out(world):
     info = build_rank(world, 0, addresses=("192.0.2.77", "127.0.0.1")).setup()
     assert [address for address, _ in ConnectInfo.decode(info).addresses] == ["127.0.0.1"]
-    with pytest.raises(SystemFailure, match=r"rank 1: cannot listen on 192\.0\.2\.77: Cannot assign requested address"):
+    with pytest.raises(
+        SystemFailure,
+        match=r"rank 1: cannot listen on 192\.0\.2\.77: Cannot assign requested address",
+    ):
         build_rank(world, 1, addresses=("192.0.2.77",)).setup()
 
 
@@ -293,10 +320,15 @@ def test_rank_that_is_short_of_descriptors_says_so_and_leaves_none(count):
     def connect():
         transport = build_rank(world, 0, timeout=0.1)
         transport.setup()
-        transport.connect({1: ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()})
+        transport.connect(
+            {1: ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()}
+        )
 
     try:
-        with few_descriptors(count), pytest.raises((SystemFailure, BootstrapError), match="Too many open files"):
+        with (
+            few_descriptors(count),
+            pytest.raises((SystemFailure, BootstrapError), match="Too many open files"),
+        ):
             connect()
     finally:
         world.close()
@@ -308,7 +340,9 @@ def test_peer_that_never_asks_is_named_after_the_deadline(world, rank):
     for r in range(2):
         build_rank(world, r, timeout=0.2)
     infos = {r: transport.setup() for r, transport in world.transports.items()}
-    with pytest.raises(BootstrapError, match=rf"no TCP connection with ranks \[{1 - rank}\] after 0.2 s"):
+    with pytest.raises(
+        BootstrapError, match=rf"no TCP connection with ranks \[{1 - rank}\] after 0.2 s"
+    ):
         world.transports[rank].connect({1 - rank: infos[1 - rank]})
 
 
@@ -317,7 +351,9 @@ def test_a_deadline_that_has_passed_leaves_connect_no_time(world):
     transport = build_rank(world, 0, timeout=Deadline(seconds=3600.0, at=0.0))
     absent = ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()
     for _ in range(2):
-        with pytest.raises(BootstrapError, match=r"no TCP connection with ranks \[1\] after 3600 s"):
+        with pytest.raises(
+            BootstrapError, match=r"no TCP connection with ranks \[1\] after 3600 s"
+        ):
             transport.connect({1: absent})
 
 
@@ -353,7 +389,11 @@ def test_strangers_and_garbage_do_not_disturb_a_meeting(world):
         build_rank(world, rank)
     strangers = [call(world.transports[1]) for _ in range(meeting.MAX_STRANGERS + 20)]
     for i, stranger in enumerate(strangers):
-        stranger.sendall([b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 4096, pattern(HELLO_BYTES)][i % 4])
+        stranger.sendall(
+            [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 4096, pattern(HELLO_BYTES)][
+                i % 4
+            ]
+        )
     world.connect()
     way = world.way(0, 1)
     way.post(b"x")
@@ -382,7 +422,9 @@ def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world
     monkeypatch.setattr(meeting, "time", clock)
     transport = build_rank(world, 1)
     want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=2)
-    hello = InitiatorHandshake(key=derive_key(b"guess", b"test"), nonce=b"n" * 32, deadline=1, want=want).hello
+    hello = InitiatorHandshake(
+        key=derive_key(b"guess", b"test"), nonce=b"n" * 32, deadline=1, want=want
+    ).hello
     liar, silent = call(transport), call(transport)
     absent = ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()
     with liar, silent, ThreadPoolExecutor(1) as other:
@@ -404,7 +446,9 @@ def test_peer_with_another_number_of_streams_is_dropped_and_named(world, monkeyp
     for rank in range(2):
         build_rank(world, rank)
     want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=3)
-    machine = InitiatorHandshake(key=derive_key(b"secret", b"test"), nonce=b"n" * 32, deadline=1, want=want)
+    machine = InitiatorHandshake(
+        key=derive_key(b"secret", b"test"), nonce=b"n" * 32, deadline=1, want=want
+    )
     with call(world.transports[1]) as liar:
         liar.sendall(machine.hello)
         infos = {rank: transport.setup() for rank, transport in world.transports.items()}
@@ -425,7 +469,9 @@ def test_peer_with_another_number_of_streams_is_dropped_and_named(world, monkeyp
 
 
 def test_listener_is_bound_to_the_given_address_only(world):
-    (address,) = ConnectInfo.decode(build_rank(world, 0, addresses=("127.0.0.2",)).setup()).addresses
+    (address,) = ConnectInfo.decode(
+        build_rank(world, 0, addresses=("127.0.0.2",)).setup()
+    ).addresses
     assert address[0] == "127.0.0.2"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", address[1]), timeout=5)
@@ -483,8 +529,18 @@ def test_abort_tells_the_peer_why_and_touches_no_memory_afterwards(pair):
 
 def test_streams_from_the_environment():
     assert SocketOptions.from_environment({}).nstreams == 2
-    assert SocketOptions.from_environment({"NCCL_SOCKET_NTHREADS": "4", "MIRACCL_NSOCKS_PERTHREAD": "3"}).nstreams == 12
-    assert SocketOptions.from_environment({"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "16"}).nstreams == 64
+    assert (
+        SocketOptions.from_environment(
+            {"NCCL_SOCKET_NTHREADS": "4", "MIRACCL_NSOCKS_PERTHREAD": "3"}
+        ).nstreams
+        == 12
+    )
+    assert (
+        SocketOptions.from_environment(
+            {"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "16"}
+        ).nstreams
+        == 64
+    )
     assert SocketOptions.from_environment({"MIRACCL_SOCKET_BUFFER": "0"}).buffer_bytes == 0
     with pytest.raises(InvalidUsage):
         SocketOptions.from_environment({"NCCL_SOCKET_NTHREADS": "x"})
@@ -518,7 +574,9 @@ def test_connect_info_that_makes_no_sense_is_refused(data):
 def test_connects_ranks_with_addresses_of_one_family():
     same = [Endpoint(rank=r, hostid="h", pid=r, addresses=("10.0.0.1",)) for r in (0, 1)]
     assert SocketTransport.can_connect(*same)
-    assert not SocketTransport.can_connect(same[0], Endpoint(rank=1, hostid="h", pid=1, addresses=("fd00::1",)))
+    assert not SocketTransport.can_connect(
+        same[0], Endpoint(rank=1, hostid="h", pid=1, addresses=("fd00::1",))
+    )
 
 
 def test_no_address_and_no_port_left_are_system_failures(world):

@@ -53,10 +53,23 @@ class Member:
     """One end: machine, bytes on their way to it, and what it told the layer above."""
 
     def __init__(
-        self, net: Net, conn: int, rank: int, nranks: int, secret: bytes, timeout: float, pid: int | None, last: bytes = b""
+        self,
+        net: Net,
+        conn: int,
+        rank: int,
+        nranks: int,
+        secret: bytes,
+        timeout: float,
+        pid: int | None,
+        last: bytes = b"",
     ) -> None:
         self.net, self.conn, self.rank, self.timeout, self.pid = net, conn, rank, timeout, pid
-        self.machine = MemberMachine(secret=secret, rank=rank, nranks=nranks, nonce=nonce_of_call(secret, nonce(("member", conn)), last))
+        self.machine = MemberMachine(
+            secret=secret,
+            rank=rank,
+            nranks=nranks,
+            nonce=nonce_of_call(secret, nonce(("member", conn)), last),
+        )
         self.news: list[Any] = []
         self.inbox = bytearray()
         self.outbox = bytearray()
@@ -67,7 +80,9 @@ class Member:
             if isinstance(output, Send):
                 self.outbox += output.data
             elif isinstance(output, HubProved):
-                self.input(SendMessage(now=self.net.now, message=a_join(self.rank, self.timeout, self.pid)))
+                self.input(
+                    SendMessage(now=self.net.now, message=a_join(self.rank, self.timeout, self.pid))
+                )
             elif isinstance(output, Arrived):
                 self.news.append(output.message)
             elif isinstance(output, HubLost | HubRejected):
@@ -86,7 +101,9 @@ class Member:
 class Net:
     """``chunk`` cuts bytes in flight: it gets how many wait and returns how many move now (at least 1)."""
 
-    def __init__(self, nranks: int | None = None, chunk: Callable[[int], int] = lambda n: n, **options: Any) -> None:
+    def __init__(
+        self, nranks: int | None = None, chunk: Callable[[int], int] = lambda n: n, **options: Any
+    ) -> None:
         self.now = 0.0
         self.log: list[Any] = []
         self.options = {"secret": SECRET, "token": b"hub-proc", "nranks": nranks, **options}
@@ -118,7 +135,9 @@ class Net:
     def connect(self) -> int:
         conn, self._next = self._next, self._next + 1
         self.raw[conn] = bytearray()
-        self.hub_input(Connected(now=self.now, conn=conn, nonce=nonce(("hub", conn)), peer=f"10.0.0.9:{conn}"))
+        self.hub_input(
+            Connected(now=self.now, conn=conn, nonce=nonce(("hub", conn)), peer=f"10.0.0.9:{conn}")
+        )
         return conn
 
     def member(
@@ -167,7 +186,11 @@ class Net:
             data, member.inbox = bytes(member.inbox[:count]), member.inbox[count:]
             member.input(Received(now=self.now, data=data))
             return True
-        if member.conn in self.dropped and member.open and member.machine.state is not MemberState.CLOSED:
+        if (
+            member.conn in self.dropped
+            and member.open
+            and member.machine.state is not MemberState.CLOSED
+        ):
             member.open = False
             member.input(Disconnected(now=self.now, reason="connection closed"))
             return True
@@ -189,7 +212,9 @@ class Net:
         self.hub_input(CloseHub(now=self.now, reason=reason))
 
 
-def meet(nranks: int, order: Iterable[int] | None = None, **options: Any) -> tuple[Net, list[Member]]:
+def meet(
+    nranks: int, order: Iterable[int] | None = None, **options: Any
+) -> tuple[Net, list[Member]]:
     """A job that has met; members in rank order."""
     net = Net(**options)
     members = [net.member(rank, nranks) for rank in (order if order is not None else range(nranks))]

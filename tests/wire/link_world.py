@@ -44,12 +44,18 @@ class World:
     """``sizes[i]`` are the messages that side i posts; ``rooms[i]`` the wants of side i, by message."""
 
     def __init__(
-        self, config: rec.LinkConfig, sizes: tuple[list[int], list[int]], rooms: tuple[dict[int, int], dict[int, int]] | None = None
+        self,
+        config: rec.LinkConfig,
+        sizes: tuple[list[int], list[int]],
+        rooms: tuple[dict[int, int], dict[int, int]] | None = None,
     ) -> None:
         self.config = config
         self.sizes = sizes
         rooms = rooms or ({}, {})
-        self.sides = [Side(link=Link(config, log=[]), to_post=deque(sizes[i]), rooms=dict(rooms[i])) for i in (0, 1)]
+        self.sides = [
+            Side(link=Link(config, log=[]), to_post=deque(sizes[i]), rooms=dict(rooms[i]))
+            for i in (0, 1)
+        ]
         for side in self.sides:
             side.wire = [deque() for _ in range(config.nstreams)]
             side.taken = [deque() for _ in range(config.nstreams)]
@@ -71,7 +77,9 @@ class World:
             limit = {
                 rec.Placement.INLINE: self.config.inline_bytes,
                 rec.Placement.SLOT: self.config.recv_slot_bytes,
-                rec.Placement.WANTED: side.rooms.get(do.message, 0) if do.message in side.wanted else 0,
+                rec.Placement.WANTED: side.rooms.get(do.message, 0)
+                if do.message in side.wanted
+                else 0,
                 rec.Placement.OVERSIZE: 0,
             }[do.placement]
             assert 0 <= do.offset < do.offset + do.length <= limit
@@ -105,7 +113,10 @@ class World:
             if side.consumed < len(side.delivered):
                 found.append(partial(self.consume, i))
             for message in side.rooms:
-                if message not in side.wanted and side.consumed <= message < side.consumed + self.config.nslots:
+                if (
+                    message not in side.wanted
+                    and side.consumed <= message < side.consumed + self.config.nslots
+                ):
                     found.append(partial(self.want, i, message))
             for stream in range(self.config.nstreams):
                 if side.taken[stream]:
@@ -160,13 +171,21 @@ class World:
             assert side.loss is None
             expected = self.sizes[1 - i]
             assert [d.nbytes for d in side.delivered] == expected
-            assert [d.signature for d in side.delivered] == [1000 * (1 - i) + m + 1 for m in range(len(expected))]
+            assert [d.signature for d in side.delivered] == [
+                1000 * (1 - i) + m + 1 for m in range(len(expected))
+            ]
             assert self.sides[1 - i].tail == len(expected)
             for message, nbytes in enumerate(expected):
                 ranges = sorted(side.placed.get(message, []))
                 assert sum(high - low for low, high in ranges) == nbytes
-                assert [low for low, _ in ranges] == [0, *(high for _, high in ranges[:-1])][: len(ranges)]
+                assert [low for low, _ in ranges] == [0, *(high for _, high in ranges[:-1])][
+                    : len(ranges)
+                ]
 
     def frames(self, i: int, kind: FrameType) -> list[Frame]:
         """Frames of a kind that side i was asked to send."""
-        return [do.frame for do in self.sides[i].did if isinstance(do, rec.Send) and do.frame.type is kind]
+        return [
+            do.frame
+            for do in self.sides[i].did
+            if isinstance(do, rec.Send) and do.frame.type is kind
+        ]

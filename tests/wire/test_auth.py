@@ -21,7 +21,10 @@ def test_both_sides_of_a_handshake_agree():
     member, hub = Handshake(SECRET, HELLO, NONCE), Handshake(SECRET, HELLO, NONCE)
     member.check_hub(hub.hub_proof())
     hub.check_member(member.member_proof())
-    for (sealer, _), (_, opener) in ((member.member_side(), hub.hub_side()), (hub.hub_side(), member.member_side())):
+    for (sealer, _), (_, opener) in (
+        (member.member_side(), hub.hub_side()),
+        (hub.hub_side(), member.member_side()),
+    ):
         for body in (b"", b"x", b"y" * 1000):
             assert opener.open(sealer.seal(body)[HEADER.size :]) == body
 
@@ -85,7 +88,9 @@ def test_only_the_sent_order_is_accepted(order):
         if position == index:
             opener.open(frames[index])
         else:
-            with pytest.raises(ProtocolError, match=f"frame {index} came where frame {position} was due"):
+            with pytest.raises(
+                ProtocolError, match=f"frame {index} came where frame {position} was due"
+            ):
                 opener.open(frames[index])
             break
 

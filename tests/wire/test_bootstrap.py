@@ -52,7 +52,14 @@ from miraccl.wire.framing import encode, encode_frame
 from tests.wire.bootstrap_kit import SECRET, Member, Net, meet, nonce
 
 
-def _gather(member: Member, data: bytes, tag: str = "t", number: int = 0, group: int = 0, timeout: float = 5.0) -> None:
+def _gather(
+    member: Member,
+    data: bytes,
+    tag: str = "t",
+    number: int = 0,
+    group: int = 0,
+    timeout: float = 5.0,
+) -> None:
     member.send(Gather(group=group, tag=tag, round=number, timeout=timeout, data=data))
 
 
@@ -78,7 +85,11 @@ def test_a_job_of_one():
 
 
 @pytest.mark.parametrize(
-    ("pid", "told"), [(110, "process 101 from 10.0.0.9:2 came first, then process 110 from 10.0.0.9:3"), (101, "process 101 came twice")]
+    ("pid", "told"),
+    [
+        (110, "process 101 from 10.0.0.9:2 came first, then process 110 from 10.0.0.9:3"),
+        (101, "process 101 came twice"),
+    ],
 )
 def test_a_rank_number_used_twice_is_refused_and_the_job_goes_on(pid, told):
     net = Net()
@@ -111,7 +122,11 @@ def test_a_rank_that_calls_again_when_the_others_have_begun_counts_as_dead_at_on
     again = net.member(1, 2, after=cut)
     net.run()
     (gone,) = first.got(Gone)
-    assert (gone.rank, gone.left, gone.reason) == (1, False, "its connection was cut before it was welcome")
+    assert (gone.rank, gone.left, gone.reason) == (
+        1,
+        False,
+        "its connection was cut before it was welcome",
+    )
     (refused,) = again.got(Refused)
     assert refused.code == Refusal.DIED
     assert "rank 1 counts as dead: its connection was cut before it was welcome" in refused.text
@@ -250,14 +265,20 @@ def test_a_member_that_ignores_the_wrong_proof_of_the_hub_gets_nowhere():
 def test_another_version_is_answered_with_ours():
     net = Net()
     conn = net.connect()
-    net.bytes_to_hub(conn, encode_frame(encode(Hello(version=9, rank=0, nranks=1, nonce=bytes(32)))))
+    net.bytes_to_hub(
+        conn, encode_frame(encode(Hello(version=9, rank=0, nranks=1, nonce=bytes(32))))
+    )
     assert conn in net.dropped
     member = MemberMachine(secret=SECRET, rank=0, nranks=1, nonce=nonce(1))
     member.handle(Start(now=0.0))
     answer = bytes(net.raw[conn]).replace(b"\x04\x00\x01", b"\x04\x00\x07")
     (_, rejected) = member.handle(Received(now=0.0, data=answer))
-    assert rejected == HubRejected(kind="version", reason="the hub speaks version 7, this is version 1")
-    assert framing.decode(bytes(net.raw[conn])[4:], {Unsupported.KIND: Unsupported}) == Unsupported()
+    assert rejected == HubRejected(
+        kind="version", reason="the hub speaks version 7, this is version 1"
+    )
+    assert (
+        framing.decode(bytes(net.raw[conn])[4:], {Unsupported.KIND: Unsupported}) == Unsupported()
+    )
 
 
 def test_a_silent_stranger_is_dropped_at_the_handshake_deadline():
@@ -384,7 +405,9 @@ def test_a_handshake_with_an_altered_shortened_or_doubled_flight_is_never_accept
     for flight in range(3):
         box = member.inbox if flight == 1 else member.outbox
         if flight == spoilt:
-            how = data.draw(st.sampled_from(["flip", "cut", "double"] if flight < 2 else ["flip", "cut"]))
+            how = data.draw(
+                st.sampled_from(["flip", "cut", "double"] if flight < 2 else ["flip", "cut"])
+            )
             if how == "flip":
                 bit = data.draw(st.integers(0, len(box) * 8 - 1))
                 box[bit // 8] ^= 1 << bit % 8
@@ -408,7 +431,9 @@ def test_altered_frames_of_a_rank_make_it_lost_and_harm_nobody_else(data):
     frame = b.outbox
     how = data.draw(st.sampled_from(["flip", "garbage", "replay"]))
     if how == "flip":
-        bit = data.draw(st.integers(32, len(frame) * 8 - 1))  # not the length: a longer one only waits for more
+        bit = data.draw(
+            st.integers(32, len(frame) * 8 - 1)
+        )  # not the length: a longer one only waits for more
         frame[bit // 8] ^= 1 << bit % 8
     elif how == "garbage":
         frame[:] = encode_frame(data.draw(st.binary(max_size=60)))
@@ -496,11 +521,17 @@ def test_ranks_of_the_hubs_own_process_hear_last_what_all_are_told():
         word()
         net.run()
         told.append(net.outputs[-1])
-    for outputs, others in zip(told, ((0, 2, 3), (0, 2, 3), (2, 3), (2, 3), (0, 2), (0, 2)), strict=True):
+    for outputs, others in zip(
+        told, ((0, 2, 3), (0, 2, 3), (2, 3), (2, 3), (0, 2), (0, 2)), strict=True
+    ):
         conns = [output.conn for output in outputs if isinstance(output, Send)]
         hears_last = conns.index(b.conn)
-        assert set(conns[hears_last:]) == {b.conn}  # the answer to its question among them, which came before the notice
-        assert conns[hears_last - len(others) : hears_last] == [[a, b, c, d][rank].conn for rank in others]
+        assert set(conns[hears_last:]) == {
+            b.conn
+        }  # the answer to its question among them, which came before the notice
+        assert conns[hears_last - len(others) : hears_last] == [
+            [a, b, c, d][rank].conn for rank in others
+        ]
 
 
 def test_a_gather_with_a_rank_that_is_gone_is_not_kept():
@@ -632,7 +663,9 @@ def test_two_parts_for_one_gather_break_the_rules():
 
 # --- any course of events -----------------------------------------------------------------------------------------------
 
-_ACTIONS = st.sampled_from(["arrive", "stranger", "gather", "notify", "die", "leave", "move", "tick", "garbage", "open"])
+_ACTIONS = st.sampled_from(
+    ["arrive", "stranger", "gather", "notify", "die", "leave", "move", "tick", "garbage", "open"]
+)
 
 
 @settings(max_examples=120, deadline=None)

@@ -14,7 +14,14 @@ from miraccl.errors import InvalidUsage, ProtocolError
 from miraccl.wire import auth, bootstrap_messages, framing
 from miraccl.wire.bootstrap_messages import TO_HUB, TO_MEMBER, Gather, Join, NoticeMessage, Welcome
 
-RECORDS: list[Any] = [*{**TO_HUB, **TO_MEMBER}.values(), auth.Hello, auth.Challenge, auth.Proof, auth.Unsupported, auth.Distrust]
+RECORDS: list[Any] = [
+    *{**TO_HUB, **TO_MEMBER}.values(),
+    auth.Hello,
+    auth.Challenge,
+    auth.Proof,
+    auth.Unsupported,
+    auth.Distrust,
+]
 
 _u32 = st.integers(0, 2**32 - 1)
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -34,12 +41,16 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def _records() -> st.SearchStrategy[Any]:
-    return st.sampled_from(RECORDS).flatmap(lambda record: st.builds(record, **{name: _FIELDS[codec] for name, codec in record.LAYOUT}))
+    return st.sampled_from(RECORDS).flatmap(
+        lambda record: st.builds(record, **{name: _FIELDS[codec] for name, codec in record.LAYOUT})
+    )
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_a_layout_names_the_fields_of_its_record(record):
-    assert [name for name, _ in record.LAYOUT] == [field.name for field in dataclasses.fields(record)]
+    assert [name for name, _ in record.LAYOUT] == [
+        field.name for field in dataclasses.fields(record)
+    ]
 
 
 def test_kinds_are_unique():
@@ -72,7 +83,10 @@ def test_arbitrary_bytes_decode_to_a_record_or_a_protocol_error(body):
         assert framing.encode(record) == body  # there is one way to write a record
 
 
-@given(st.lists(st.binary(max_size=50), max_size=8), st.lists(st.integers(1, 30), min_size=1, max_size=200))
+@given(
+    st.lists(st.binary(max_size=50), max_size=8),
+    st.lists(st.integers(1, 30), min_size=1, max_size=200),
+)
 def test_a_stream_cut_anywhere_gives_the_same_frames(bodies, cuts):
     stream = b"".join(map(framing.encode_frame, bodies))
     reader = framing.FrameReader()
@@ -112,7 +126,18 @@ def test_a_time_is_a_plain_number_of_seconds(seconds):
 
 
 def test_text_is_utf8_and_a_flag_is_a_bit():
-    body = framing.encode(Join(host="ab", network="n", token=b"", pid=1, addresses=(), loopback=True, patience=1, timeout=1))
+    body = framing.encode(
+        Join(
+            host="ab",
+            network="n",
+            token=b"",
+            pid=1,
+            addresses=(),
+            loopback=True,
+            patience=1,
+            timeout=1,
+        )
+    )
     assert body.count(b"ab") == 1
     with pytest.raises(ProtocolError, match="UTF-8"):
         framing.decode(body.replace(b"ab", b"\xff\xfe"), TO_HUB)
@@ -126,8 +151,14 @@ def test_a_number_that_does_not_fit_its_field_is_the_senders_fault():
 
 
 _json = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -137,7 +168,9 @@ def test_a_payload_survives_the_wire(payload):
     assert framing.decode_json(framing.encode_json(payload)) == payload
 
 
-@pytest.mark.parametrize("payload", [{"x": float("nan")}, {"x": object()}, {"x": {1, 2}}, [1], "text"])
+@pytest.mark.parametrize(
+    "payload", [{"x": float("nan")}, {"x": object()}, {"x": {1, 2}}, [1], "text"]
+)
 def test_a_payload_that_is_not_plain_is_refused_by_the_sender(payload):
     with pytest.raises(InvalidUsage):
         framing.encode_json(payload)
@@ -145,7 +178,17 @@ def test_a_payload_that_is_not_plain_is_refused_by_the_sender(payload):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[1]", b"1", b"{", b'{"a": NaN}', b'{"a": Infinity}', b"\xff\xfe", b'{"a":' + b"[" * 100_000, b'{"a": ' + b"9" * 9999 + b"}"],
+    [
+        b"",
+        b"[1]",
+        b"1",
+        b"{",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b"\xff\xfe",
+        b'{"a":' + b"[" * 100_000,
+        b'{"a": ' + b"9" * 9999 + b"}",
+    ],
 )
 def test_a_payload_that_is_not_an_object_is_refused_by_the_receiver(data):
     with pytest.raises(ProtocolError):

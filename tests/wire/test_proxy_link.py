@@ -10,18 +10,31 @@ from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, Protocol
 from miraccl.wire import proxy_records as rec
 from miraccl.wire.proxy import Link, replay
 from miraccl.wire.proxy_check import validate_state
-from miraccl.wire.proxy_states import LINK_TABLE, RECV_TABLE, SEND_TABLE, LinkState, RecvState, SendState
+from miraccl.wire.proxy_states import (
+    LINK_TABLE,
+    RECV_TABLE,
+    SEND_TABLE,
+    LinkState,
+    RecvState,
+    SendState,
+)
 from miraccl.wire.stream import MIN_PIECE_BYTES, Frame, FrameType
 from tests.wire.link_world import World
 
 SLOT = 8192
 BIG = 5 * MIN_PIECE_BYTES + 7
-CONFIG = rec.LinkConfig(nstreams=2, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=2 * MIN_PIECE_BYTES)
+CONFIG = rec.LinkConfig(
+    nstreams=2, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=2 * MIN_PIECE_BYTES
+)
 ONE_STREAM = rec.LinkConfig(nstreams=1, send_slot_bytes=SLOT, recv_slot_bytes=SLOT)
 
 
 def sends(instructions, kind=None):
-    return [do.frame for do in instructions if isinstance(do, rec.Send) and (kind is None or do.frame.type is kind)]
+    return [
+        do.frame
+        for do in instructions
+        if isinstance(do, rec.Send) and (kind is None or do.frame.type is kind)
+    ]
 
 
 def lost(instructions: list[rec.Instruction]) -> rec.Loss:
@@ -31,9 +44,25 @@ def lost(instructions: list[rec.Instruction]) -> rec.Loss:
 
 
 def data(
-    message: int = 0, nbytes: int = 10, *, stream: int = 0, offset: int = 0, length: int | None = None, signature: int = 5, ack: int = 0
+    message: int = 0,
+    nbytes: int = 10,
+    *,
+    stream: int = 0,
+    offset: int = 0,
+    length: int | None = None,
+    signature: int = 5,
+    ack: int = 0,
 ) -> Frame:
-    return Frame(FrameType.DATA, stream, message, signature, nbytes, offset, nbytes - offset if length is None else length, ack)
+    return Frame(
+        FrameType.DATA,
+        stream,
+        message,
+        signature,
+        nbytes,
+        offset,
+        nbytes - offset if length is None else length,
+        ack,
+    )
 
 
 # --- messages arrive ---
@@ -214,18 +243,30 @@ def test_memory_is_released_only_when_the_kernel_has_taken_it_in_order():
     assert sends(link.handle(rec.Posted(1, 1, 20)))[0].message == 1
     on_stream_0 = sum(1 for f in [*first, *pieces] if f.stream == 0) + 1
     assert link.handle(rec.Taken(0, on_stream_0)) == []  # message 1 is taken, message 0 is not
-    assert link.handle(rec.Taken(1, sum(1 for f in [*first, *pieces] if f.stream == 1))) == [rec.Release(2)]
+    assert link.handle(rec.Taken(1, sum(1 for f in [*first, *pieces] if f.stream == 1))) == [
+        rec.Release(2)
+    ]
 
 
 # --- every order ---
 
-SIZES = st.lists(st.sampled_from([0, 1, 32, 33, SLOT, SLOT + 1, MIN_PIECE_BYTES, MIN_PIECE_BYTES + 1, BIG]), max_size=14)
+SIZES = st.lists(
+    st.sampled_from([0, 1, 32, 33, SLOT, SLOT + 1, MIN_PIECE_BYTES, MIN_PIECE_BYTES + 1, BIG]),
+    max_size=14,
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=st.tuples(SIZES, SIZES), nstreams=st.integers(1, 3), extra=st.sets(st.integers(0, 13)), rng=st.randoms(use_true_random=False))
+@given(
+    sizes=st.tuples(SIZES, SIZES),
+    nstreams=st.integers(1, 3),
+    extra=st.sets(st.integers(0, 13)),
+    rng=st.randoms(use_true_random=False),
+)
 def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rng):
-    config = rec.LinkConfig(nstreams=nstreams, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=MIN_PIECE_BYTES)
+    config = rec.LinkConfig(
+        nstreams=nstreams, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=MIN_PIECE_BYTES
+    )
     rooms = [{m: BIG for m, n in enumerate(sizes[1 - i]) if n > SLOT or m in extra} for i in (0, 1)]
     world = World(config, sizes, (rooms[0], rooms[1]))
     world.run(lambda n: rng.randrange(n))
@@ -343,7 +384,14 @@ def test_loss_becomes_an_error_that_names_the_peer(kind, error):
 
 @pytest.mark.parametrize(
     "event",
-    [rec.Posted(1, 0, 0), rec.Posted(0, 0, -1), rec.Posted(0, 0, 1 << 50), rec.Consumed(1), rec.Consumed(-1), rec.InternalError("bug")],
+    [
+        rec.Posted(1, 0, 0),
+        rec.Posted(0, 0, -1),
+        rec.Posted(0, 0, 1 << 50),
+        rec.Consumed(1),
+        rec.Consumed(-1),
+        rec.InternalError("bug"),
+    ],
 )
 def test_impossible_event_of_this_side_ends_the_link_as_internal(event):
     link = Link(CONFIG)
@@ -423,14 +471,18 @@ def test_piece_that_contradicts_another_piece_ends_the_link(second):
 def test_nothing_comes_after_close():
     link = Link(CONFIG)
     link.handle(rec.FrameIn(0, Frame(FrameType.CLOSE, 0)))
-    assert lost(link.handle(rec.FrameIn(0, Frame(FrameType.CREDIT, 0)))).kind is rec.LossKind.PROTOCOL
+    assert (
+        lost(link.handle(rec.FrameIn(0, Frame(FrameType.CREDIT, 0)))).kind is rec.LossKind.PROTOCOL
+    )
 
 
 def test_garbage_names_itself():
     assert "xyz" in lost(Link(CONFIG).handle(rec.Garbage(1, "xyz"))).detail
 
 
-NUMBERS = st.one_of(st.integers(0, 10), st.sampled_from([SLOT, SLOT + 1, BIG, MIN_PIECE_BYTES, 1 << 45, 1 << 62]))
+NUMBERS = st.one_of(
+    st.integers(0, 10), st.sampled_from([SLOT, SLOT + 1, BIG, MIN_PIECE_BYTES, 1 << 45, 1 << 62])
+)
 FRAMES = st.builds(
     Frame,
     type=st.sampled_from([t for t in FrameType if t is not FrameType.ABORT]),
@@ -492,7 +544,9 @@ def test_validate_state_notices_a_broken_link():
         validate_state(link)
 
 
-@pytest.mark.parametrize("numbers", [{"nstreams": 0}, {"nstreams": 65}, {"nstreams": 1, "piece_bytes": 4096}])
+@pytest.mark.parametrize(
+    "numbers", [{"nstreams": 0}, {"nstreams": 65}, {"nstreams": 1, "piece_bytes": 4096}]
+)
 def test_config_refuses_what_cannot_work(numbers):
     with pytest.raises(ValueError, match=r"streams|piece"):
         rec.LinkConfig(send_slot_bytes=SLOT, recv_slot_bytes=SLOT, **numbers)

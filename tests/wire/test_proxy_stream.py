@@ -52,7 +52,9 @@ def test_frame_that_contradicts_itself_is_refused(frame):
         decode_frame(encode_frame(frame))
 
 
-@pytest.mark.parametrize(("at", "value", "what"), [(0, 0, "starts with"), (2, 0, "type 0"), (2, 7, "type 7")])
+@pytest.mark.parametrize(
+    ("at", "value", "what"), [(0, 0, "starts with"), (2, 0, "type 0"), (2, 7, "type 7")]
+)
 def test_bytes_that_are_no_frame_are_refused(at, value, what):
     data = bytearray(encode_frame(GOOD[0]))
     data[at] = value
@@ -60,7 +62,11 @@ def test_bytes_that_are_no_frame_are_refused(at, value, what):
         decode_frame(data)
 
 
-@given(st.binary(min_size=ws.HEADER_BYTES, max_size=ws.HEADER_BYTES), st.sampled_from(GOOD), st.booleans())
+@given(
+    st.binary(min_size=ws.HEADER_BYTES, max_size=ws.HEADER_BYTES),
+    st.sampled_from(GOOD),
+    st.booleans(),
+)
 def test_decoded_frame_encodes_to_the_same_bytes(noise, frame, whole):
     """Any bytes: either refused with ProtocolError, or a frame that this codec would have written."""
     data = noise if whole else encode_frame(frame)[:3] + noise[3:]
@@ -105,7 +111,9 @@ def test_initiator_learns_at_once_that_the_acceptor_has_another_secret():
 
 def test_another_job_with_the_same_secret_is_a_stranger():
     with pytest.raises(AuthenticationError, match="does not know the secret"):
-        initiator().receive(acceptor(key=ws.derive_key(b"secret", b"other job")).receive(initiator().hello))
+        initiator().receive(
+            acceptor(key=ws.derive_key(b"secret", b"other job")).receive(initiator().hello)
+        )
 
 
 @pytest.mark.parametrize("at", [0, 31])
@@ -180,7 +188,9 @@ def test_stranger_cannot_make_the_acceptor_read_more_than_a_handshake():
     assert total + machine.needs == ws.HANDSHAKE_BYTES
 
 
-@given(st.binary(min_size=ws.HELLO_BYTES, max_size=ws.HELLO_BYTES), st.binary(min_size=32, max_size=32))
+@given(
+    st.binary(min_size=ws.HELLO_BYTES, max_size=ws.HELLO_BYTES), st.binary(min_size=32, max_size=32)
+)
 def test_no_bytes_make_an_acceptor_believe(hello, proof):
     machine = acceptor()
     for data in (b"MIRACCL1" + hello[8:], proof):

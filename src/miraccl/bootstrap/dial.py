@@ -24,8 +24,13 @@ from miraccl.wire.bootstrap_member import MemberMachine
 
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.6, 0.1  # seconds between tries of one address
 CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 5.0  # after which a try is given up
-VERDICT_SECONDS = 0.25  # a wrong secret at one address is final unless another address proves itself meanwhile
-RESOLVE_SECONDS, RESOLVE_NAP = 1.0, 0.005  # between look-ups of a name, and between looks whether one has ended
+VERDICT_SECONDS = (
+    0.25  # a wrong secret at one address is final unless another address proves itself meanwhile
+)
+RESOLVE_SECONDS, RESOLVE_NAP = (
+    1.0,
+    0.005,
+)  # between look-ups of a name, and between looks whether one has ended
 
 
 class HubNotFound(BootstrapError):
@@ -84,7 +89,12 @@ class Dialer:
         look: Callable[[], None] = lambda: None,
     ) -> None:
         self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
-        self._deadline, self._probing, self._not_before, self._look = deadline, probing, not_before or {}, look
+        self._deadline, self._probing, self._not_before, self._look = (
+            deadline,
+            probing,
+            not_before or {},
+            look,
+        )
         self._refusals, self._last = refusals, last
         self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
         self._unresolved: dict[str, str] = dict.fromkeys((host for host, _ in targets), "not tried")
@@ -109,9 +119,17 @@ class Dialer:
                 self._start_tries(now)
                 winner = self._turn()
                 if winner is None and self._nobody_listens():
-                    raise HubNotFound("nobody listens where the hub of this job was", rank=self._rank)
-                if winner is None and time.monotonic() >= self._deadline:  # each address is tried once, whatever the deadline
-                    raise HubNotFound(self._explain(), rank=self._rank, hint="is rank 0 running, and is its address right?")
+                    raise HubNotFound(
+                        "nobody listens where the hub of this job was", rank=self._rank
+                    )
+                if (
+                    winner is None and time.monotonic() >= self._deadline
+                ):  # each address is tried once, whatever the deadline
+                    raise HubNotFound(
+                        self._explain(),
+                        rank=self._rank,
+                        hint="is rank 0 running, and is its address right?",
+                    )
             self._selector.unregister(winner.sock)
             self._tries.remove(winner)
             self.hub = winner.endpoint.address
@@ -129,19 +147,31 @@ class Dialer:
             troubles.setdefault(endpoint.trouble, []).append(endpoint.name)
         for host, trouble in self._unresolved.items():
             troubles.setdefault(trouble, []).append(host)
-        details = [f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {t}" for t, names in troubles.items()]
+        details = [
+            f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {t}"
+            for t, names in troubles.items()
+        ]
         return f"no hub of this job answered before the deadline; {'; '.join(details)}"
 
     def _nobody_listens(self) -> bool:
-        since = max((endpoint.refused_since for endpoint in self._endpoints.values()), default=float("inf"))
+        since = max(
+            (endpoint.refused_since for endpoint in self._endpoints.values()), default=float("inf")
+        )
         return not self._unresolved and time.monotonic() - since >= self._refusals
 
     def _check_verdict(self, now: float) -> None:
         verdict = self._verdict
-        if verdict is not None and (now >= self._verdict_at or (not self._tries and all(e.next_try > 0 for e in self._endpoints.values()))):
+        if verdict is not None and (
+            now >= self._verdict_at
+            or (not self._tries and all(e.next_try > 0 for e in self._endpoints.values()))
+        ):
             if verdict.kind == "secret":
-                raise AuthenticationError(verdict.reason, rank=self._rank, hint="do all ranks have the same unique id?")
-            raise BootstrapError(verdict.reason, rank=self._rank, hint="run the same version of miraccl on all ranks")
+                raise AuthenticationError(
+                    verdict.reason, rank=self._rank, hint="do all ranks have the same unique id?"
+                )
+            raise BootstrapError(
+                verdict.reason, rank=self._rank, hint="run the same version of miraccl on all ranks"
+            )
 
     def _resolve(self, now: float) -> None:
         """Have every name looked up, those that are not known again and again."""
@@ -157,7 +187,9 @@ class Dialer:
             for family, _, _, _, address in found.get(host, ()):
                 name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
                 key = (address[0], port, *address[2:])
-                endpoint = _Endpoint(family=family, address=key, name=name, next_try=self._not_before.get(key, 0.0))
+                endpoint = _Endpoint(
+                    family=family, address=key, name=name, next_try=self._not_before.get(key, 0.0)
+                )
                 self._endpoints.setdefault(key, endpoint)
         for host in found:
             del self._unresolved[host]
@@ -182,8 +214,12 @@ class Dialer:
                 sock.close()
                 continue
             nonce = nonce_of_call(self._secret, os.urandom(NONCE_BYTES), self._last)
-            machine = MemberMachine(secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=nonce)
-            attempt = _Try(endpoint=endpoint, sock=sock, machine=machine, give_up=now + CONNECT_SECONDS)
+            machine = MemberMachine(
+                secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=nonce
+            )
+            attempt = _Try(
+                endpoint=endpoint, sock=sock, machine=machine, give_up=now + CONNECT_SECONDS
+            )
             try:
                 self._selector.register(sock, selectors.EVENT_WRITE, attempt)
             except OSError as error:  # no memory for it, or none allowed
@@ -197,14 +233,20 @@ class Dialer:
         now = time.monotonic()
         busy = {id(attempt.endpoint) for attempt in self._tries}
         times = [self._deadline, self._verdict_at]
-        times += [endpoint.next_try for endpoint in self._endpoints.values() if id(endpoint) not in busy]
+        times += [
+            endpoint.next_try for endpoint in self._endpoints.values() if id(endpoint) not in busy
+        ]
         times += [attempt.give_up for attempt in self._tries]
-        times += [now + RESOLVE_NAP] if self._lookups else [self._resolve_at] if self._unresolved else []
+        times += (
+            [now + RESOLVE_NAP] if self._lookups else [self._resolve_at] if self._unresolved else []
+        )
         ready = self._selector.select(min(max(0.0, min(times) - now), LONGEST_NAP))
         proved = [key.data for key, _ in ready if self._advance(key.data)]
         now = time.monotonic()
         # A process that was stopped finds the hub's answer and its own patience at an end: the answer counts.
-        for attempt in [attempt for attempt in self._tries if attempt.give_up <= now and attempt not in proved]:
+        for attempt in [
+            attempt for attempt in self._tries if attempt.give_up <= now and attempt not in proved
+        ]:
             self._end(attempt, attempt.silence)
         return proved[0] if proved else None
 
@@ -241,7 +283,9 @@ class Dialer:
             elif isinstance(output, Send):
                 try:
                     sent = attempt.sock.send(output.data)
-                    if sent < len(output.data):  # below a hundred bytes into an empty buffer: only where memory is short
+                    if sent < len(
+                        output.data
+                    ):  # below a hundred bytes into an empty buffer: only where memory is short
                         raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
                 except OSError as error:
                     self._end(attempt, error.strerror or str(error))

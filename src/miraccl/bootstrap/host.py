@@ -17,7 +17,10 @@ def network_fingerprint() -> str:
     The kernel's boot id names the machine, the namespace's inode the network on it.  Where there is no boot id (some sandboxes) the
     host's name and machine id stand in.
     """
-    words = [_read("/proc/sys/kernel/random/boot_id") or f"{socket.gethostname()} {_read('/etc/machine-id')}"]
+    words = [
+        _read("/proc/sys/kernel/random/boot_id")
+        or f"{socket.gethostname()} {_read('/etc/machine-id')}"
+    ]
     try:
         words.append(str(os.stat("/proc/self/ns/net").st_ino))
     except OSError:

@@ -28,12 +28,25 @@ from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.sockets import passes
 from miraccl.wire.auth import NONCE_BYTES, SECRET_BYTES
-from miraccl.wire.bootstrap import CloseHub, Connected, Disconnected, Drop, Finished, MeetingState, Received, Send, Tick
+from miraccl.wire.bootstrap import (
+    CloseHub,
+    Connected,
+    Disconnected,
+    Drop,
+    Finished,
+    MeetingState,
+    Received,
+    Send,
+    Tick,
+)
 from miraccl.wire.bootstrap_hub import HubMachine
 
 _log = trace.logger("bootstrap")
 BACKLOG = 1024
-FULL_SECONDS, SHORTAGE_SECONDS = 0.003, 0.05  # pauses of listening: too many strangers, no descriptors
+FULL_SECONDS, SHORTAGE_SECONDS = (
+    0.003,
+    0.05,
+)  # pauses of listening: too many strangers, no descriptors
 ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the ranks waiting
 READ_BYTES = 1 << 18
 #: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
@@ -64,7 +77,12 @@ class Root:
     """A running hub, which owns the listening sockets. ``addresses`` are theirs; ``next_job`` makes the machine of the next job, if it
     serves many.  Raises ``SystemFailure``."""
 
-    def __init__(self, listeners: Sequence[socket.socket], machine: HubMachine, next_job: Callable[[], HubMachine] | None = None) -> None:
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        machine: HubMachine,
+        next_job: Callable[[], HubMachine] | None = None,
+    ) -> None:
         self._machine, self._next_job = machine, next_job
         self._met: list[HubMachine] = []  # of earlier jobs whose ranks are still there
         self._listeners = list(listeners)
@@ -74,10 +92,15 @@ class Root:
         self._listen_again_at: float | None = None
         self._finished = False
         self._thread = threading.Thread(target=self._run, name="miraccl-hub", daemon=True)
-        with as_system_failure("the meeting point of the ranks cannot be opened"), contextlib.ExitStack() as unless_it_runs:
+        with (
+            as_system_failure("the meeting point of the ranks cannot be opened"),
+            contextlib.ExitStack() as unless_it_runs,
+        ):
             for sock in listeners:
                 unless_it_runs.callback(sock.close)
-            self.addresses = tuple((str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners)
+            self.addresses = tuple(
+                (str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners
+            )
             self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
             self._bell = Bell()
             unless_it_runs.callback(self._bell.close)
@@ -123,13 +146,19 @@ class Root:
             while not self._finished or self._lines:
                 ready = self._selector.select(self._patience())
                 # Who is here already is heard before newcomers are let in: a rank in its handshake is not pushed out by a flood.
-                for key, mask in sorted(ready, key=lambda item: isinstance(item[0].data, socket.socket)):
+                for key, mask in sorted(
+                    ready, key=lambda item: isinstance(item[0].data, socket.socket)
+                ):
                     self._ready(key.data, mask)
                 if self._close_reason is not None and not self._finished:
                     for machine in [*self._met, self._machine]:
-                        self._feed(machine, CloseHub(now=time.monotonic(), reason=self._close_reason))
+                        self._feed(
+                            machine, CloseHub(now=time.monotonic(), reason=self._close_reason)
+                        )
                 self._clock()
-        except Exception:  # a hub that fails must not fail silently: its connections close and every rank sees it
+        except (
+            Exception
+        ):  # a hub that fails must not fail silently: its connections close and every rank sees it
             _log.exception("the hub of the job failed")
         finally:
             for sock in [*self._listeners, *(line.sock for line in self._lines.values())]:
@@ -139,7 +168,15 @@ class Root:
 
     def _patience(self) -> float | None:
         times = [line.close_by for line in self._lines.values() if line.closing]
-        times += [t for t in (self._machine.deadline(), *(m.deadline() for m in self._met), self._listen_again_at) if t is not None]
+        times += [
+            t
+            for t in (
+                self._machine.deadline(),
+                *(m.deadline() for m in self._met),
+                self._listen_again_at,
+            )
+            if t is not None
+        ]
         return min(max(0.0, min(times) - time.monotonic()), LONGEST_NAP) if times else None
 
     def _clock(self) -> None:
@@ -150,7 +187,9 @@ class Root:
             deadline = machine.deadline()
             if deadline is not None and deadline <= now:
                 self._feed(machine, Tick(now=now))
-        for line in [line for line in self._lines.values() if line.closing and line.close_by <= now]:
+        for line in [
+            line for line in self._lines.values() if line.closing and line.close_by <= now
+        ]:
             self._hang_up(line)
 
     def _ready(self, data: Any, mask: int) -> None:
@@ -192,7 +231,12 @@ class Root:
             self._next_conn += 1
             self._lines[line.conn] = line
             peer = f"{address[0]}:{address[1]}"
-            self._feed(line.machine, Connected(now=time.monotonic(), conn=line.conn, nonce=os.urandom(NONCE_BYTES), peer=peer))
+            self._feed(
+                line.machine,
+                Connected(
+                    now=time.monotonic(), conn=line.conn, nonce=os.urandom(NONCE_BYTES), peer=peer
+                ),
+            )
 
     def _pause_listening(self, seconds: float) -> None:
         """A listening socket that is not accepted from would be ready for ever; its connections wait in the kernel's queue."""
@@ -227,7 +271,9 @@ class Root:
     def _lost(self, line: _Line, reason: str) -> None:
         self._hang_up(line)
         if not line.closing:
-            self._feed(line.machine, Disconnected(now=time.monotonic(), conn=line.conn, reason=reason))
+            self._feed(
+                line.machine, Disconnected(now=time.monotonic(), conn=line.conn, reason=reason)
+            )
 
     def _hang_up(self, line: _Line) -> None:
         if self._lines.pop(line.conn, None) is not None:
@@ -260,7 +306,9 @@ class Root:
             try:
                 sent = line.sock.send(line.unsent)
             except OSError as error:
-                if not passes(error):  # what it said before it went is still to be read, and then the end
+                if not passes(
+                    error
+                ):  # what it said before it went is still to be read, and then the end
                     line.unsent.clear()
                     line.broken = f"its connection broke ({error.strerror})"
                     end_sending(line.sock)
@@ -334,7 +382,9 @@ def listen(host: str, port: int) -> socket.socket:
     if not host:
         if socket.has_dualstack_ipv6():
             try:
-                return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+                return socket.create_server(
+                    ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+                )
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise
@@ -358,7 +408,9 @@ def _listen_on(hosts: Iterable[str], port: int) -> list[socket.socket]:
                 break
     if not listeners:
         reason = problem.strerror if problem else "no address"
-        raise SystemFailure(f"cannot listen for the ranks of the job on {', '.join(hosts)} port {port}: {reason}")
+        raise SystemFailure(
+            f"cannot listen for the ranks of the job on {', '.join(hosts)} port {port}: {reason}"
+        )
     return listeners
 
 
@@ -383,7 +435,9 @@ def create_root(
         chosen, loopback = choose_addresses()
         hosts = [*chosen, *(["127.0.0.1"] if loopback else [])]
     secret = os.urandom(SECRET_BYTES) if secret is None else secret
-    job = functools.partial(HubMachine, secret=secret, token=process_token(), nranks=nranks, log=log)
+    job = functools.partial(
+        HubMachine, secret=secret, token=process_token(), nranks=nranks, log=log
+    )
     root = Root(_listen_on(hosts, port), job(), job if many else None)
     return UniqueId(addresses=root.addresses, secret=secret, host=network_fingerprint()), root
 

@@ -78,7 +78,11 @@ class NameFilter:
         rest = rest.removeprefix("^")
         exact = rest.startswith("=")
         rest = rest.removeprefix("=")
-        return cls(names=tuple(word.partition(":")[0].strip() for word in rest.split(",") if word.strip()), exclude=exclude, exact=exact)
+        return cls(
+            names=tuple(word.partition(":")[0].strip() for word in rest.split(",") if word.strip()),
+            exclude=exclude,
+            exact=exact,
+        )
 
     def match(self, name: str) -> bool:
         if not self.names:
@@ -98,7 +102,10 @@ def list_interfaces() -> list[Interface]:
     """All interfaces that are up, in kernel order. Raises ``SystemFailure``."""
     ipv6 = _ipv6_addresses()
     found: list[Interface] = []
-    with as_system_failure("the network interfaces cannot be listed"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with (
+        as_system_failure("the network interfaces cannot be listed"),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", os.fsencode(name)[:15])
             try:
@@ -110,7 +117,11 @@ def list_interfaces() -> list[Interface]:
                 ipv4.append(socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]))
             if flags & IFF_UP:
                 addresses = (*ipv4, *ipv6.get(name, ()))
-                found.append(Interface(name=name, addresses=addresses, up=True, loopback=bool(flags & IFF_LOOPBACK)))
+                found.append(
+                    Interface(
+                        name=name, addresses=addresses, up=True, loopback=bool(flags & IFF_LOOPBACK)
+                    )
+                )
     return found
 
 
@@ -171,7 +182,9 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def rank_interfaces(interfaces: Iterable[Interface], names: str = "", route: str | None = None) -> list[Interface]:
+def rank_interfaces(
+    interfaces: Iterable[Interface], names: str = "", route: str | None = None
+) -> list[Interface]:
     """Usable interfaces, best first. ``route`` is the local address that leads to the meeting point, when there is one."""
     usable = [interface for interface in interfaces if interface.up and interface.addresses]
     if names:
@@ -179,10 +192,14 @@ def rank_interfaces(interfaces: Iterable[Interface], names: str = "", route: str
         usable = [interface for interface in usable if chosen.match(interface.name)]
         if not chosen.exclude:
             return sorted(usable, key=lambda interface: chosen.order(interface.name))
-    return sorted(usable, key=lambda i: (not (route and route in i.addresses), i.loopback, i.virtual))
+    return sorted(
+        usable, key=lambda i: (not (route and route in i.addresses), i.loopback, i.virtual)
+    )
 
 
-def choose_addresses(peer: str | None = None, interfaces: Sequence[Interface] | None = None) -> tuple[tuple[str, ...], bool]:
+def choose_addresses(
+    peer: str | None = None, interfaces: Sequence[Interface] | None = None
+) -> tuple[tuple[str, ...], bool]:
     """Addresses of the interface this process should announce, and whether loopback may replace them on one host.
 
     ``peer`` is the meeting point's host, when it is known.  With SOCKET_IFNAME set only those interfaces count, and loopback
@@ -198,7 +215,9 @@ def choose_addresses(peer: str | None = None, interfaces: Sequence[Interface] | 
     if not ranked:
         if names:
             have = ", ".join(i.name for i in interfaces if i.addresses) or "none"
-            raise InvalidUsage(f"{variable}={names!r} matches no interface that is up and has an address; there are: {have}")
+            raise InvalidUsage(
+                f"{variable}={names!r} matches no interface that is up and has an address; there are: {have}"
+            )
         raise BootstrapError("no network interface is up and has an address, not even loopback")
     best = ranked[0]
     family = 6 if route and ":" in route else 4

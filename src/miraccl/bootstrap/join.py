@@ -81,7 +81,11 @@ def _check_rank(rank: int, nranks: int) -> None:
     if nranks > MAX_RANKS:
         raise BootstrapError(f"nranks={nranks}, a job has at most {MAX_RANKS} ranks", rank=rank)
     if not 0 <= rank < nranks:
-        raise BootstrapError(f"rank {rank} is out of range for nranks={nranks}", rank=rank, hint="ranks are 0..nranks-1")
+        raise BootstrapError(
+            f"rank {rank} is out of range for nranks={nranks}",
+            rank=rank,
+            hint="ranks are 0..nranks-1",
+        )
 
 
 def _targets(unique_id: UniqueId) -> list[tuple[str, int]]:
@@ -138,7 +142,13 @@ def join_job(
     )
     link, meeting = search.meet()
     session = Session(
-        link=link, meeting=meeting, ranks=tuple(range(nranks)), rank=rank, timeout=session_timeout, root=root, thread_ids=thread_ids
+        link=link,
+        meeting=meeting,
+        ranks=tuple(range(nranks)),
+        rank=rank,
+        timeout=session_timeout,
+        root=root,
+        thread_ids=thread_ids,
     )
     session.data_key = hashlib.sha256(b"miraccl data" + secret).digest()
     return session

@@ -85,7 +85,10 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.nranks:
-            raise InvalidUsage(f"{self.launcher}: rank {self.rank} of {self.nranks}", hint=f"ranks are 0 to {self.nranks - 1}")
+            raise InvalidUsage(
+                f"{self.launcher}: rank {self.rank} of {self.nranks}",
+                hint=f"ranks are 0 to {self.nranks - 1}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,14 @@ class _Launcher:
     by_hand: bool = False
 
 
-_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID", "I_MPI_HYDRA_UUID", "PMI_PORT")
+_MPI_JOBS = (
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PMI_JOBID",
+    "HYDRA_JOBID",
+    "I_MPI_HYDRA_UUID",
+    "PMI_PORT",
+)
 _LAUNCHERS = (
     _Launcher(
         name="miraccl", rank="MIRACCL_RANK", nranks=("MIRACCL_NRANKS",), local_rank="MIRACCL_LOCAL_RANK",
@@ -154,7 +164,9 @@ def _check_lone_sizes(environ: Mapping[str, str], launch: Launch) -> None:
         if nranks is None or nranks == launch.nranks:
             continue
         if launch.launcher == "none":
-            raise InvalidUsage(f"{name}={nranks} is set but {launcher.rank} is not", hint="a launcher sets both")
+            raise InvalidUsage(
+                f"{name}={nranks} is set but {launcher.rank} is not", hint="a launcher sets both"
+            )
         if launcher.by_hand:
             text = f"{name}={nranks} is set without {launcher.rank}, but {launch.launcher} says rank {launch.rank} of {launch.nranks}"
             raise InvalidUsage(text, hint=f"unset {name}, or set {launcher.rank}, too")
@@ -174,7 +186,10 @@ def _doubt(environ: Mapping[str, str], launch: Launch) -> str:
         return ""
     if other.nranks < launch.nranks or (other.nranks, other.rank) == (launch.nranks, launch.rank):
         return ""
-    ours, theirs = f"RANK={launch.rank} of WORLD_SIZE={launch.nranks}", f"rank {other.rank} of {other.nranks}"
+    ours, theirs = (
+        f"RANK={launch.rank} of WORLD_SIZE={launch.nranks}",
+        f"rank {other.rank} of {other.nranks}",
+    )
     return f"{ours} counts, but {other.launcher}'s variables say {theirs}: unset RANK and WORLD_SIZE if they are left over from elsewhere"
 
 
@@ -183,17 +198,33 @@ def _from_launcher(environ: Mapping[str, str], launcher: _Launcher) -> Launch:
     nranks = next((_size(environ, name) for name in launcher.nranks if name in environ), None)
     assert rank is not None, "its variable is there, and not empty"
     if nranks is None:
-        raise InvalidUsage(f"{launcher.rank}={rank} is set but {' or '.join(launcher.nranks)} is not", hint="a launcher sets both")
+        raise InvalidUsage(
+            f"{launcher.rank}={rank} is set but {' or '.join(launcher.nranks)} is not",
+            hint="a launcher sets both",
+        )
     if rank >= nranks:
-        raise InvalidUsage(f"{launcher.rank}={rank} of {nranks} ranks", hint=f"ranks are 0 to {nranks - 1}")
+        raise InvalidUsage(
+            f"{launcher.rank}={rank} of {nranks} ranks", hint=f"ranks are 0 to {nranks - 1}"
+        )
     local_rank = _number(environ, launcher.local_rank)
     local_nranks = _number(environ, launcher.local_nranks)
     point = None if nranks == 1 else _meeting_point(environ, launcher, rank, nranks, local_nranks)
-    return Launch(launcher=launcher.name, rank=rank, nranks=nranks, local_rank=local_rank, local_nranks=local_nranks, point=point)
+    return Launch(
+        launcher=launcher.name,
+        rank=rank,
+        nranks=nranks,
+        local_rank=local_rank,
+        local_nranks=local_nranks,
+        point=point,
+    )
 
 
 def _meeting_point(
-    environ: Mapping[str, str], launcher: _Launcher, rank: int, nranks: int, local_nranks: int | None
+    environ: Mapping[str, str],
+    launcher: _Launcher,
+    rank: int,
+    nranks: int,
+    local_nranks: int | None,
 ) -> UniqueId | PortPoint | FilePoint:
     given = _given_point(environ)
     if given is not None:
@@ -203,7 +234,11 @@ def _meeting_point(
             f"{launcher.rank}={rank} of {nranks} ranks, but nothing says where they meet",
             hint="set MASTER_ADDR and MASTER_PORT, or MIRACCL_UNIQUE_ID",
         )
-    if _in_slurm_step(environ) and _number(environ, "SLURM_PROCID") == rank and _slurm_size(environ) == nranks:
+    if (
+        _in_slurm_step(environ)
+        and _number(environ, "SLURM_PROCID") == rank
+        and _slurm_size(environ) == nranks
+    ):
         return _slurm_point(environ)
     job = next((environ[name] for name in launcher.job if environ.get(name)), "")
     if local_nranks is not None and local_nranks < nranks:
@@ -227,28 +262,43 @@ def _given_point(environ: Mapping[str, str]) -> UniqueId | PortPoint | None:
     if not host:
         return None
     if host.count(":") == 1:
-        raise InvalidUsage(f"MASTER_ADDR={host!r}: a name or an address alone", hint="the port belongs into MASTER_PORT")
+        raise InvalidUsage(
+            f"MASTER_ADDR={host!r}: a name or an address alone",
+            hint="the port belongs into MASTER_PORT",
+        )
     port = _number(environ, "MASTER_PORT")
     port = DEFAULT_MASTER_PORT if port is None else port
     if not 0 < port < 65536:
         raise InvalidUsage(f"MASTER_PORT={port}: a port is 1..65535")
     # torchrun's agent keeps its own store at MASTER_PORT; asking there would only put a warning into its log.
-    first = min(65535, port + (1 if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1") else 0))
+    first = min(
+        65535,
+        port
+        + (1 if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1") else 0),
+    )
     words = ["port", str(port), environ.get("TORCHELASTIC_RUN_ID", "")]
     return _port_point(environ, host, first, port + PORT_SPAN, words)
 
 
-def _port_point(environ: Mapping[str, str], host: str, first: int, last: int, words: list[str]) -> PortPoint:
+def _port_point(
+    environ: Mapping[str, str], host: str, first: int, last: int, words: list[str]
+) -> PortPoint:
     given = params.SECRET.read(environ)
     key = given if given else f"user {os.getuid()}"
     secret = hashlib.sha256("\0".join(["miraccl job secret", key, *words]).encode()).digest()
-    return PortPoint(host=host, ports=range(first, min(last, 65535) + 1), secret=secret, derived=not given)
+    return PortPoint(
+        host=host, ports=range(first, min(last, 65535) + 1), secret=secret, derived=not given
+    )
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Under ``srun``, and not merely in a batch script or an interactive shell of an allocation."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    return "SLURM_PROCID" in environ and re.fullmatch("[0-9]{1,10}", step) is not None and int(step) < SLURM_SPECIAL_STEPS
+    return (
+        "SLURM_PROCID" in environ
+        and re.fullmatch("[0-9]{1,10}", step) is not None
+        and int(step) < SLURM_SPECIAL_STEPS
+    )
 
 
 def _slurm_size(environ: Mapping[str, str]) -> int | None:
@@ -261,11 +311,22 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     if rank is None or nranks is None:
         raise InvalidUsage("SLURM_PROCID is set but SLURM_NTASKS is not", hint="srun sets both")
     point = None if nranks == 1 else _given_point(environ) or _slurm_point(environ)
-    return Launch(launcher="slurm", rank=rank, nranks=nranks, local_rank=_number(environ, "SLURM_LOCALID"), point=point)
+    return Launch(
+        launcher="slurm",
+        rank=rank,
+        nranks=nranks,
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        point=point,
+    )
 
 
 def _slurm_point(environ: Mapping[str, str]) -> PortPoint:
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    nodes = (
+        environ.get("SLURM_STEP_NODELIST")
+        or environ.get("SLURM_NODELIST")
+        or environ.get("SLURM_JOB_NODELIST")
+        or ""
+    )
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     return _first_node(environ, nodes, ["slurm", _slurm_job(environ), step])
 
@@ -275,7 +336,9 @@ def _allocation_point(environ: Mapping[str, str], mpi_job: str) -> PortPoint:
 
     The variables of the step are those of mpirun's own daemons, another step on each node: only the allocation's are the same everywhere.
     """
-    return _first_node(environ, environ["SLURM_JOB_NODELIST"], ["slurm", _slurm_job(environ), "mpirun", mpi_job])
+    return _first_node(
+        environ, environ["SLURM_JOB_NODELIST"], ["slurm", _slurm_job(environ), "mpirun", mpi_job]
+    )
 
 
 def _slurm_job(environ: Mapping[str, str]) -> str:
@@ -285,9 +348,14 @@ def _slurm_job(environ: Mapping[str, str]) -> str:
 def _first_node(environ: Mapping[str, str], nodes: str, words: list[str]) -> PortPoint:
     host = next(expand_nodelist(nodes), "")
     if not host:
-        raise InvalidUsage("Slurm's variables name no node (SLURM_STEP_NODELIST)", hint="set MASTER_ADDR and MASTER_PORT")
+        raise InvalidUsage(
+            "Slurm's variables name no node (SLURM_STEP_NODELIST)",
+            hint="set MASTER_ADDR and MASTER_PORT",
+        )
     low, high = SLURM_PORTS
-    port = low + int.from_bytes(hashlib.sha256("\0".join(words).encode()).digest()[:4], "big") % (high - low - PORT_SPAN)
+    port = low + int.from_bytes(hashlib.sha256("\0".join(words).encode()).digest()[:4], "big") % (
+        high - low - PORT_SPAN
+    )
     return _port_point(environ, host, port, port + PORT_SPAN, words)
 
 
@@ -310,7 +378,9 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 # --- meeting ------------------------------------------------------------------------------------------------------------
 
 
-def meet(launch: Launch, timeout: float | Deadline | None = None, session_timeout: float | None = None) -> Session:
+def meet(
+    launch: Launch, timeout: float | Deadline | None = None, session_timeout: float | None = None
+) -> Session:
     """Meet the other ranks of this launch; ``timeout`` and errors as in ``connect``."""
     deadline = Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
@@ -319,7 +389,9 @@ def meet(launch: Launch, timeout: float | Deadline | None = None, session_timeou
     if launch.nranks == 1:
         return solo(session_timeout)
     if isinstance(launch.point, UniqueId):
-        return connect(launch.point, launch.rank, launch.nranks, deadline, session_timeout=session_timeout)
+        return connect(
+            launch.point, launch.rank, launch.nranks, deadline, session_timeout=session_timeout
+        )
     if isinstance(launch.point, PortPoint):
         return _meet_at_port(launch, launch.point, deadline, session_timeout)
     if isinstance(launch.point, FilePoint):
@@ -327,14 +399,21 @@ def meet(launch: Launch, timeout: float | Deadline | None = None, session_timeou
     raise InvalidUsage("this launch does not say where its ranks meet", rank=launch.rank)
 
 
-def _meet_at_port(launch: Launch, point: PortPoint, deadline: Deadline, session_timeout: float) -> Session:
+def _meet_at_port(
+    launch: Launch, point: PortPoint, deadline: Deadline, session_timeout: float
+) -> Session:
     if point.derived and not is_loopback(point.host) and launch.rank == 0:
-        _log.info("the job's secret is derived from its id; set MIRACCL_SECRET where the network is not trusted")
+        _log.info(
+            "the job's secret is derived from its id; set MIRACCL_SECRET where the network is not trusted"
+        )
     root: Root | None = None
     targets = [(point.host, port) for port in point.ports]
     if launch.rank == 0:
         root = _listen_in(point, launch.nranks)
-        targets = [(host if host not in ("::", "0.0.0.0") else "127.0.0.1", port) for host, port in root.addresses]
+        targets = [
+            (host if host not in ("::", "0.0.0.0") else "127.0.0.1", port)
+            for host, port in root.addresses
+        ]
     try:
         return join_job(
             targets, secret=point.secret, rank=launch.rank, nranks=launch.nranks, timeout=deadline, session_timeout=session_timeout,
@@ -367,24 +446,36 @@ def _listen_in(point: PortPoint, nranks: int) -> Root:
             return create_root(nranks=nranks, hosts=hosts, port=port, secret=point.secret)[1]
         except SystemFailure as error:
             trouble = error.message
-    raise SystemFailure(f"no port of {point.ports.start}..{point.ports.stop - 1} is free for the ranks to meet: {trouble}", rank=0)
+    raise SystemFailure(
+        f"no port of {point.ports.start}..{point.ports.stop - 1} is free for the ranks to meet: {trouble}",
+        rank=0,
+    )
 
 
-def _meet_by_file(launch: Launch, point: FilePoint, deadline: Deadline, session_timeout: float) -> Session:
+def _meet_by_file(
+    launch: Launch, point: FilePoint, deadline: Deadline, session_timeout: float
+) -> Session:
     job = point.job or job_of_parent()
     if launch.rank != 0:
         return wait_for_id(
             job,
             deadline,
             lambda unique_id, dial: connect(
-                unique_id, launch.rank, launch.nranks, deadline, session_timeout=session_timeout, dial_timeout=dial
+                unique_id,
+                launch.rank,
+                launch.nranks,
+                deadline,
+                session_timeout=session_timeout,
+                dial_timeout=dial,
             ),
         )
     unique_id, root = create_root(nranks=launch.nranks)
     path = ""
     try:
         path = publish_id(job, unique_id)
-        return connect(unique_id, 0, launch.nranks, deadline, session_timeout=session_timeout, root=root)
+        return connect(
+            unique_id, 0, launch.nranks, deadline, session_timeout=session_timeout, root=root
+        )
     except BaseException as error:
         root.give_up(error)
         raise

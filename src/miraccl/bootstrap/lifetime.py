@@ -33,8 +33,14 @@ hubs: weakref.WeakSet[Hub] = weakref.WeakSet()
 
 
 def _close_at_exit() -> None:
-    problem = getattr(sys, "last_value", None)  # set by the interpreter when it shows an exception nobody caught
-    reason = f"its interpreter exited after {type(problem).__name__}: {problem}" if problem is not None else "its interpreter exited"
+    problem = getattr(
+        sys, "last_value", None
+    )  # set by the interpreter when it shows an exception nobody caught
+    reason = (
+        f"its interpreter exited after {type(problem).__name__}: {problem}"
+        if problem is not None
+        else "its interpreter exited"
+    )
     for link in list(links):
         link.close(reason[:MAX_REASON])
     give_up = time.monotonic() + (LINGER_SECONDS if problem is None else SHORT_LINGER_SECONDS)

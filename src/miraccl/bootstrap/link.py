@@ -20,11 +20,27 @@ from miraccl import trace
 from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.bell import Bell
 from miraccl.bootstrap.hub import READ_BYTES, end_sending
-from miraccl.errors import BootstrapError, CommunicatorClosed, InvalidUsage, PeerDied, ProtocolError, as_system_failure
+from miraccl.errors import (
+    BootstrapError,
+    CommunicatorClosed,
+    InvalidUsage,
+    PeerDied,
+    ProtocolError,
+    as_system_failure,
+)
 from miraccl.params import FOREVER
 from miraccl.sockets import passes
 from miraccl.wire import framing
-from miraccl.wire.bootstrap import Arrived, Disconnected, Drop, HubLost, MemberState, Received, Send, SendMessage
+from miraccl.wire.bootstrap import (
+    Arrived,
+    Disconnected,
+    Drop,
+    HubLost,
+    MemberState,
+    Received,
+    Send,
+    SendMessage,
+)
 from miraccl.wire.bootstrap_member import MemberMachine
 from miraccl.wire.bootstrap_messages import (
     Accepted,
@@ -105,7 +121,9 @@ class HubVanished(Exception):
 class Link:
     """Takes over a connected socket whose machine waits for ``Join``, unless it raises ``SystemFailure``."""
 
-    def __init__(self, sock: socket.socket, machine: MemberMachine, *, rank: int, nranks: int) -> None:
+    def __init__(
+        self, sock: socket.socket, machine: MemberMachine, *, rank: int, nranks: int
+    ) -> None:
         self.rank, self.nranks = rank, nranks
         self.meeting: Meeting | None = None
         self._sock, self._machine = sock, machine
@@ -126,8 +144,13 @@ class Link:
         self._deliveries: deque[Callable[[], None]] = deque()
         self._closed = False
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True)
-        with as_system_failure("the connection to the hub cannot be watched", rank=rank), contextlib.ExitStack() as unless_it_runs:
+        self._thread = threading.Thread(
+            target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True
+        )
+        with (
+            as_system_failure("the connection to the hub cannot be watched", rank=rank),
+            contextlib.ExitStack() as unless_it_runs,
+        ):
             self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
             self._bell = Bell()
             unless_it_runs.callback(self._bell.close)
@@ -161,8 +184,12 @@ class Link:
         if lost is not None and lost.state in (MemberState.PROVED, MemberState.JOINING):
             raise HubVanished(lost.reason)
         if lost is not None:
-            raise PeerDied(f"the hub died while the ranks were meeting: {lost.reason}", rank=self.rank, peer=0)
-        raise BootstrapError("the hub took this rank in and then said nothing until the deadline", rank=self.rank)
+            raise PeerDied(
+                f"the hub died while the ranks were meeting: {lost.reason}", rank=self.rank, peer=0
+            )
+        raise BootstrapError(
+            "the hub took this rank in and then said nothing until the deadline", rank=self.rank
+        )
 
     # --- views ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +212,9 @@ class Link:
                 return
             for waiter in self._waiters.values():
                 if waiter.group == group and not waiter.done:
-                    waiter.problem = Problem(kind="closed", reason="the session was closed by another thread")
+                    waiter.problem = Problem(
+                        kind="closed", reason="the session was closed by another thread"
+                    )
             self._ended = {key: problem for key, problem in self._ended.items() if key[0] != group}
             self._cond.notify_all()
             if self._views and self._machine.state is MemberState.UP:
@@ -220,17 +249,23 @@ class Link:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def gather(self, group: int, tag: str, data: bytes, timeout: float) -> tuple[bytes, ...] | Problem:
+    def gather(
+        self, group: int, tag: str, data: bytes, timeout: float
+    ) -> tuple[bytes, ...] | Problem:
         """The parts of all ranks of the group in its order, or why there are none."""
         if self.on_watcher:
-            raise InvalidUsage("a callback of a session cannot wait for other ranks; hand the event to another thread", rank=self.rank)
+            raise InvalidUsage(
+                "a callback of a session cannot wait for other ranks; hand the event to another thread",
+                rank=self.rank,
+            )
         timeout = min(max(timeout, 0.0), FOREVER)
         with self._cond:
             self._check_open(group)
             ranks = self._view_ranks[group]
             if len(data) * len(ranks) + 64 * len(ranks) + 1024 > framing.MAX_FRAME_BYTES:
                 raise InvalidUsage(
-                    f"all_gather moves at most {framing.MAX_FRAME_BYTES} bytes in all over the control plane", rank=self.rank
+                    f"all_gather moves at most {framing.MAX_FRAME_BYTES} bytes in all over the control plane",
+                    rank=self.rank,
                 )
             problem = self._ended.get((group, tag)) or self._group_problem(group)
             if problem is not None:
@@ -241,7 +276,9 @@ class Link:
             key = (group, tag, number)
             self._waiters[key] = waiter
             try:
-                self._command(Gather(group=group, tag=tag, round=number, timeout=timeout, data=data))
+                self._command(
+                    Gather(group=group, tag=tag, round=number, timeout=timeout, data=data)
+                )
                 self._cond.wait_for(lambda: waiter.done, timeout + GRACE_SECONDS)
             finally:
                 del self._waiters[key]
@@ -266,10 +303,15 @@ class Link:
             self._command(NoticeMessage(group=group, rank=self.rank, payload=payload))
             return None
 
-    def ask_status(self, group: int, timeout: float, without: Collection[int] = ()) -> tuple[dict[int, bytes], dict[int, Problem]]:
+    def ask_status(
+        self, group: int, timeout: float, without: Collection[int] = ()
+    ) -> tuple[dict[int, bytes], dict[int, Problem]]:
         """Answers by rank, and what is known of those that cannot answer; those of ``without`` are not waited for."""
         if self.on_watcher:
-            raise InvalidUsage("a callback of a session cannot wait for other ranks; hand the event to another thread", rank=self.rank)
+            raise InvalidUsage(
+                "a callback of a session cannot wait for other ranks; hand the event to another thread",
+                rank=self.rank,
+            )
         with self._cond:
             self._check_open(group)
             ranks = self._view_ranks[group]
@@ -280,8 +322,12 @@ class Link:
                 self._command(StatusAsk(group=group, rank=self.rank, ident=ident))
 
                 def complete() -> bool:
-                    awaited = (r for r in ranks if r not in (self.rank, *without) and r not in replies)
-                    return self._hub_problem is not None or all(self._problem(group, r) for r in awaited)
+                    awaited = (
+                        r for r in ranks if r not in (self.rank, *without) and r not in replies
+                    )
+                    return self._hub_problem is not None or all(
+                        self._problem(group, r) for r in awaited
+                    )
 
                 self._cond.wait_for(complete, min(timeout, FOREVER))
             del self._status[ident]
@@ -293,7 +339,9 @@ class Link:
     def gone(self, group: int) -> list[int]:
         """Ranks of the group, by their numbers in the world, that have died or left it, as far as is known here."""
         with self._cond:
-            return [rank for rank in self._view_ranks[group] if self._problem(group, rank) is not None]
+            return [
+                rank for rank in self._view_ranks[group] if self._problem(group, rank) is not None
+            ]
 
     def _problem(self, group: int, rank: int) -> Problem | None:
         """Why a rank is not in the group any more, if that is so."""
@@ -313,7 +361,9 @@ class Link:
         try:
             self._run(self._machine.handle(SendMessage(now=time.monotonic(), message=message)))
         except ProtocolError as error:  # the state does not allow it: the connection is over
-            raise CommunicatorClosed(f"the control connection is over: {error.message}", rank=self.rank) from None
+            raise CommunicatorClosed(
+                f"the control connection is over: {error.message}", rank=self.rank
+            ) from None
 
     def _run(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -351,7 +401,9 @@ class Link:
             self._left[message.group, message.rank] = problem
             self._end_waits(problem, lambda waiter: waiter.group == message.group)
             if message.group in self._views:
-                self._deliver(self._views[message.group].peer_gone, message.rank, True, message.reason)
+                self._deliver(
+                    self._views[message.group].peer_gone, message.rank, True, message.reason
+                )
         elif isinstance(message, NoticeMessage):
             if message.group in self._views:
                 self._deliver(self._views[message.group].notice, message.rank, message.payload)
@@ -390,7 +442,9 @@ class Link:
             waiter.parts = message.parts
 
     def _peer_gone(self, message: Gone) -> None:
-        problem = Problem(kind="left" if message.left else "lost", ranks=(message.rank,), reason=message.reason)
+        problem = Problem(
+            kind="left" if message.left else "lost", ranks=(message.rank,), reason=message.reason
+        )
         self._gone[message.rank] = problem
         self._end_waits(problem, lambda waiter: message.rank in waiter.ranks)
         for group, view in self._views.items():
@@ -406,9 +460,13 @@ class Link:
         known = self._gone.get(rank)
         left = output.left or (known is not None and known.kind == "left")
         reason = output.reason if known is None else known.reason
-        self._hub_problem = Problem(kind="hub left" if left else "hub", ranks=(rank,) if rank >= 0 else (), reason=reason)
+        self._hub_problem = Problem(
+            kind="hub left" if left else "hub", ranks=(rank,) if rank >= 0 else (), reason=reason
+        )
         if rank >= 0 and known is None:
-            self._gone[rank] = Problem(kind="left" if left else "lost", ranks=(rank,), reason=reason)
+            self._gone[rank] = Problem(
+                kind="left" if left else "lost", ranks=(rank,), reason=reason
+            )
         self._end_waits(self._hub_problem, lambda waiter: True)
         for view in self._views.values():
             self._deliver(view.hub_gone, rank if known is None else -1, left, reason)
@@ -444,15 +502,24 @@ class Link:
 
     def _answer_status(self, ask: StatusAsk) -> None:
         view = self._views.get(ask.group)
-        payload = framing.encode_json({"answered": True, "closed": True}) if view is None else view.status_asked(ask.rank, ask.ident)
+        payload = (
+            framing.encode_json({"answered": True, "closed": True})
+            if view is None
+            else view.status_asked(ask.rank, ask.ident)
+        )
         with self._cond, contextlib.suppress(CommunicatorClosed):
-            self._command(StatusReply(group=ask.group, rank=ask.rank, ident=ask.ident, payload=payload))
+            self._command(
+                StatusReply(group=ask.group, rank=ask.rank, ident=ask.ident, payload=payload)
+            )
 
     def _watch(self) -> None:
         selector = self._selector
         try:
             while self._machine.state is not MemberState.CLOSED:
-                selector.modify(self._sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0))
+                selector.modify(
+                    self._sock,
+                    selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0),
+                )
                 for key, mask in selector.select():
                     if key.fileobj is self._bell:
                         self._bell.silence()
@@ -467,7 +534,11 @@ class Link:
             _log.exception("the watcher of rank %d failed", self.rank)
         finally:
             with self._cond:
-                self._run(self._machine.handle(Disconnected(now=time.monotonic(), reason="the watcher ended")))
+                self._run(
+                    self._machine.handle(
+                        Disconnected(now=time.monotonic(), reason="the watcher ended")
+                    )
+                )
             self._over.set()
             self._run_deliveries()
             selector.close()
@@ -484,7 +555,9 @@ class Link:
         except OSError as error:
             if passes(error):
                 return
-            event = Disconnected(now=now, reason=f"the connection to the hub broke ({error.strerror})")
+            event = Disconnected(
+                now=now, reason=f"the connection to the hub broke ({error.strerror})"
+            )
         with self._cond:
             self._run(self._machine.handle(event))
 
@@ -511,7 +584,12 @@ def _refusal(refused: Refused, rank: int) -> BootstrapError | PeerDied:
     if refused.code == Refusal.DIED:
         return PeerDied(refused.text, rank=rank, peer=peer)
     if refused.code == Refusal.OVER:
-        return JobOver(refused.text, rank=rank, peer=peer, hint="each process needs its own rank, and each job its own id or port")
+        return JobOver(
+            refused.text,
+            rank=rank,
+            peer=peer,
+            hint="each process needs its own rank, and each job its own id or port",
+        )
     if refused.code == Refusal.DUPLICATE:
         return RankTaken(refused.text, rank=rank, peer=peer, hint="each process needs its own rank")
     hint = "all ranks need the same nranks" if refused.code == Refusal.NRANKS else None

@@ -32,7 +32,9 @@ def _combine(choices: list[Callable[[], Iterator[str]] | str]) -> Iterator[str]:
 def _expand_ranges(text: str) -> Iterator[str]:
     for piece in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
-        if match is None or (match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 1_000_000):
+        if match is None or (
+            match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 1_000_000
+        ):
             raise InvalidUsage(f"a range of nodes is such as 08-12, got {piece!r}")
         for number in range(int(match[1]), int(match[2] or match[1]) + 1):
             yield f"{number:0{len(match[1])}d}"

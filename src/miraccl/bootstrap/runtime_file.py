@@ -19,13 +19,28 @@ from miraccl.bootstrap.dial import HubNotFound
 from miraccl.bootstrap.session import Session
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
-from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, SystemFailure, as_system_failure
+from miraccl.errors import (
+    AuthenticationError,
+    BootstrapError,
+    InvalidUsage,
+    SystemFailure,
+    as_system_failure,
+)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 #: How long (seconds) one reading of the file is trusted while nobody answers at its address.
 TRUST_SECONDS = 0.25
 #: Names of the processes that start ranks on a host, as in /proc (at most 15 characters).
-LAUNCHERS = ("hydra_pmi_proxy", "mpirun", "mpiexec", "orted", "orterun", "prte", "slurmstepd", "pbs_demux")
+LAUNCHERS = (
+    "hydra_pmi_proxy",
+    "mpirun",
+    "mpiexec",
+    "orted",
+    "orterun",
+    "prte",
+    "slurmstepd",
+    "pbs_demux",
+)
 MAX_ANCESTORS = 16
 
 
@@ -41,7 +56,10 @@ def runtime_folder() -> str:
             os.mkdir(path, 0o700)
         info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise SystemFailure(f"{path} is not a folder of this user alone (mode 0700)", hint="remove it, or set XDG_RUNTIME_DIR")
+        raise SystemFailure(
+            f"{path} is not a folder of this user alone (mode 0700)",
+            hint="remove it, or set XDG_RUNTIME_DIR",
+        )
     return path
 
 
@@ -87,7 +105,9 @@ def _read_id(path: str) -> UniqueId | None:
         return None
 
 
-def wait_for_id(job: str, deadline: Deadline, join: Callable[[UniqueId, float], Session]) -> Session:
+def wait_for_id(
+    job: str, deadline: Deadline, join: Callable[[UniqueId, float], Session]
+) -> Session:
     """``join(unique_id, seconds to find the hub)`` with the id rank 0 writes for ``job``.
 
     Raises ``BootstrapError`` at the deadline when there is none, or what ``join`` raised last.
@@ -105,7 +125,8 @@ def wait_for_id(job: str, deadline: Deadline, join: Callable[[UniqueId, float], 
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, LONGEST_PAUSE)
     raise problem or BootstrapError(
-        f"rank 0 wrote no meeting file within {deadline.seconds:.3g} s", hint=f"it would be {path}; ranks on several hosts need MASTER_ADDR"
+        f"rank 0 wrote no meeting file within {deadline.seconds:.3g} s",
+        hint=f"it would be {path}; ranks on several hosts need MASTER_ADDR",
     )
 
 

@@ -70,7 +70,13 @@ class Session:
         #: Key from which data transports derive theirs; set by ``connect``, its own for every session split from this one.
         self.data_key = b""
         self.thread_ids: tuple[int, ...] = tuple(thread_ids) or (threading.get_ident(),)
-        self._link, self._meeting, self._ranks, self._group, self._root = link, meeting, ranks, group, root
+        self._link, self._meeting, self._ranks, self._group, self._root = (
+            link,
+            meeting,
+            ranks,
+            group,
+            root,
+        )
         self._of_world = {world: local for local, world in enumerate(ranks)}
         self.hosts = [meeting.members[r].host for r in ranks]
         self.pids = [meeting.members[r].pid for r in ranks]
@@ -105,7 +111,9 @@ class Session:
 
     # --- collective calls -------------------------------------------------------------------------------------------
 
-    def all_gather(self, data: bytes, tag: str, timeout: float | Deadline | None = None) -> list[bytes]:
+    def all_gather(
+        self, data: bytes, tag: str, timeout: float | Deadline | None = None
+    ) -> list[bytes]:
         """Every rank's ``data`` in rank order. Calls with different tags may overlap; calls with one tag meet in order.
         ``timeout`` in seconds, or the deadline of more than this.
 
@@ -148,7 +156,11 @@ class Session:
 
     def gone(self) -> frozenset[int]:
         """The ranks that have died or left, as far as the control plane has told."""
-        return frozenset(self._of_world[rank] for rank in self._link.gone(self._group)) if self._link is not None else frozenset()
+        return (
+            frozenset(self._of_world[rank] for rank in self._link.gone(self._group))
+            if self._link is not None
+            else frozenset()
+        )
 
     def wait_until_heard(self, timeout: float, without: Collection[int] = ()) -> None:
         """Returns when the others have dealt with what this rank has sent them, at most after ``timeout`` seconds.
@@ -159,7 +171,9 @@ class Session:
         if self._link is not None:  # each answers after what came before the question
             self._link.ask_status(self._group, timeout, [self._ranks[r] for r in without])
 
-    def request_status(self, timeout: float = 1.0, without: Collection[int] = ()) -> dict[int, dict[str, Any]]:
+    def request_status(
+        self, timeout: float = 1.0, without: Collection[int] = ()
+    ) -> dict[int, dict[str, Any]]:
         """What each rank is doing, by rank, after at most ``timeout`` seconds; those in ``without`` are not waited for.
 
         An answer has ``answered: True``, pid, host, ``threads`` (for each thread ``where``: file:line function outside this package, and
@@ -168,7 +182,9 @@ class Session:
         self._check_open("request_status")
         answers = {self.rank: framing.decode_json(self._own_status())}
         if self._link is not None:
-            replies, absent = self._link.ask_status(self._group, timeout, [self._ranks[r] for r in without])
+            replies, absent = self._link.ask_status(
+                self._group, timeout, [self._ranks[r] for r in without]
+            )
             for world, payload in replies.items():
                 if world in self._of_world:
                     with contextlib.suppress(ProtocolError):
@@ -177,7 +193,9 @@ class Session:
                 reason = f"{_verb(problem)}: {problem.reason}"
                 answers.setdefault(self._of_world[world], {"answered": False, "reason": reason})
         for rank in range(self.nranks):
-            answers.setdefault(rank, {"answered": False, "reason": f"no answer within {timeout:.3g} s"})
+            answers.setdefault(
+                rank, {"answered": False, "reason": f"no answer within {timeout:.3g} s"}
+            )
         return dict(sorted(answers.items()))
 
     def sub(self, ranks: Sequence[int], name: str) -> Session:
@@ -187,10 +205,20 @@ class Session:
         """
         self._check_open("sub")
         chosen = tuple(ranks)
-        if not chosen or len(set(chosen)) != len(chosen) or not all(0 <= r < self.nranks for r in chosen):
-            raise InvalidUsage(f"ranks of {name!r} are different numbers of 0..{self.nranks - 1}, got {list(ranks)}", rank=self.rank)
+        if (
+            not chosen
+            or len(set(chosen)) != len(chosen)
+            or not all(0 <= r < self.nranks for r in chosen)
+        ):
+            raise InvalidUsage(
+                f"ranks of {name!r} are different numbers of 0..{self.nranks - 1}, got {list(ranks)}",
+                rank=self.rank,
+            )
         if self.rank not in chosen:
-            raise InvalidUsage(f"rank {self.rank} is not one of the ranks {list(ranks)} of {name!r}", rank=self.rank)
+            raise InvalidUsage(
+                f"rank {self.rank} is not one of the ranks {list(ranks)} of {name!r}",
+                rank=self.rank,
+            )
         with self._lock:
             number = self._subs.get((chosen, name), 0)
             self._subs[chosen, name] = number + 1
@@ -300,13 +328,17 @@ class Session:
         peer = ranks[0] if len(ranks) == 1 else None
         who = f"{name_ranks(ranks)} of {self.nranks}" if ranks else "the process of the hub"
         if problem.kind == "late":
-            return CollectiveTimeout(f"{who} did not come within {timeout:.3g} s", rank=self.rank, peer=peer, op=op)
+            return CollectiveTimeout(
+                f"{who} did not come within {timeout:.3g} s", rank=self.rank, peer=peer, op=op
+            )
         if problem.kind == "closed":
             return CommunicatorClosed(problem.reason, rank=self.rank, op=op)
         if problem.kind == "ended":
             return CommunicatorAborted(problem.reason, rank=self.rank, op=op)
         if problem.kind == "silent":
-            return CollectiveTimeout(f"no answer within {timeout:.3g} s: {problem.reason}", rank=self.rank, peer=0, op=op)
+            return CollectiveTimeout(
+                f"no answer within {timeout:.3g} s: {problem.reason}", rank=self.rank, peer=0, op=op
+            )
         text = f"{who} {_verb(problem)}: {problem.reason}"
         if problem.kind in ("lost", "hub"):
             return PeerDied(text, rank=self.rank, peer=peer, op=op)
@@ -314,16 +346,20 @@ class Session:
 
 
 def _verb(problem: Problem) -> str:
-    return {"lost": "died", "hub": "died, and the control plane with it", "hub left": "left, and the control plane with it"}.get(
-        problem.kind, "left"
-    )
+    return {
+        "lost": "died",
+        "hub": "died, and the control plane with it",
+        "hub left": "left, and the control plane with it",
+    }.get(problem.kind, "left")
 
 
 def _addresses(members: list[Join]) -> list[str]:
     """One address per rank that the others reach: loopback when all share one and may use it."""
     if all(member.loopback and member.network == members[0].network for member in members):
         six = all(":" in member.addresses[0] for member in members if member.addresses)
-        return ["::1" if six and any(member.addresses for member in members) else "127.0.0.1"] * len(members)
+        return [
+            "::1" if six and any(member.addresses for member in members) else "127.0.0.1"
+        ] * len(members)
     return [member.addresses[0] if member.addresses else "127.0.0.1" for member in members]
 
 
@@ -339,4 +375,10 @@ def solo(timeout: float = 60.0) -> Session:
         patience=timeout,
         timeout=timeout,
     )
-    return Session(link=None, meeting=Meeting(members=(member,), hub_rank=0), ranks=(0,), rank=0, timeout=timeout)
+    return Session(
+        link=None,
+        meeting=Meeting(members=(member,), hub_rank=0),
+        ranks=(0,),
+        rank=0,
+        timeout=timeout,
+    )

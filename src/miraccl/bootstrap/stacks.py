@@ -14,7 +14,9 @@ from types import FrameType
 import miraccl
 
 _PACKAGE = os.path.dirname(os.path.abspath(miraccl.__file__)) + os.sep
-_FOLDERS = [sysconfig.get_paths().get(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+_FOLDERS = [
+    sysconfig.get_paths().get(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")
+]
 #: A virtual environment may see those of the system and of the user as well.
 _FOLDERS += [*site.getsitepackages(), site.getusersitepackages()]
 _LIBRARIES = sorted({os.path.abspath(path) + os.sep for path in _FOLDERS if path})
@@ -31,7 +33,12 @@ def add_library(folder: str) -> None:
 _LOOPS = tuple(
     os.path.join(folder, path)
     for folder in filter(None, _FOLDERS[:2])
-    for path in ("asyncio" + os.sep, "socketserver.py", "concurrent/futures/process.py", "multiprocessing/pool.py")
+    for path in (
+        "asyncio" + os.sep,
+        "socketserver.py",
+        "concurrent/futures/process.py",
+        "multiprocessing/pool.py",
+    )
 )
 #: Ours that runs no program's code, but for signal handlers.
 _CALLS = tuple(_PACKAGE + folder + os.sep for folder in ("comm", "torch"))
@@ -138,7 +145,11 @@ def may_call_user_code(frame: FrameType, thread: threading.Thread | None) -> boo
             return True
         at = at.f_back
     begins = (getattr(thread, "_target", None), getattr(type(thread), "run", None))
-    return any(_is_users(code.co_filename) for code in (getattr(function, "__code__", None) for function in begins) if code is not None)
+    return any(
+        _is_users(code.co_filename)
+        for code in (getattr(function, "__code__", None) for function in begins)
+        if code is not None
+    )
 
 
 def is_called_back(frame: FrameType) -> bool:

@@ -34,9 +34,15 @@ class UniqueId:
 
     def __post_init__(self) -> None:
         if len(self.secret) != SECRET_BYTES:
-            raise InvalidUsage(f"the secret of a job has {SECRET_BYTES} bytes, got {len(self.secret)}")
-        if not self.addresses or not all(host and 0 < port < 65536 for host, port in self.addresses):
-            raise InvalidUsage("a unique id has one or more addresses, each a host and a port of 1..65535")
+            raise InvalidUsage(
+                f"the secret of a job has {SECRET_BYTES} bytes, got {len(self.secret)}"
+            )
+        if not self.addresses or not all(
+            host and 0 < port < 65536 for host, port in self.addresses
+        ):
+            raise InvalidUsage(
+                "a unique id has one or more addresses, each a host and a port of 1..65535"
+            )
 
     def to_bytes(self) -> bytes:
         return framing.encode(
@@ -60,7 +66,12 @@ class UniqueId:
                 raise ProtocolError("hosts and ports do not match")
         except ProtocolError as error:
             raise InvalidUsage(f"this is not a unique id of miraccl: {error.message}") from None
-        return cls(addresses=tuple(zip(fields.hosts, fields.ports)), secret=fields.secret, host=fields.host, version=fields.version)
+        return cls(
+            addresses=tuple(zip(fields.hosts, fields.ports)),
+            secret=fields.secret,
+            host=fields.host,
+            version=fields.version,
+        )
 
     def __str__(self) -> str:
         """Printable form without spaces, for an environment variable. It contains the secret."""

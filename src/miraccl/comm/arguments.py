@@ -57,17 +57,37 @@ def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
         _check_foreign(thing, array, name, where)
     dtype = dtype_of(array)
     if dtype is None:
-        reason = "has the other byte order" if array.dtype.newbyteorder() in NUMPY_DTYPE.values() else f"has dtype {array.dtype}"
-        meant = next((NUMPY_DTYPE[code] for code in DType if code.label == str(array.dtype)), None)  # ml_dtypes has a float8_e4m3, too
-        raise InvalidUsage(f"{where}: {name} {reason}; allowed are {ALLOWED}", hint=f"{array.dtype} is {meant} here" if meant else None)
+        reason = (
+            "has the other byte order"
+            if array.dtype.newbyteorder() in NUMPY_DTYPE.values()
+            else f"has dtype {array.dtype}"
+        )
+        meant = next(
+            (NUMPY_DTYPE[code] for code in DType if code.label == str(array.dtype)), None
+        )  # ml_dtypes has a float8_e4m3, too
+        raise InvalidUsage(
+            f"{where}: {name} {reason}; allowed are {ALLOWED}",
+            hint=f"{array.dtype} is {meant} here" if meant else None,
+        )
     if not array.flags.c_contiguous:
         hint = "pass numpy.ascontiguousarray(...) and copy the result back if you need it there"
-        raise InvalidUsage(f"{where}: {name} is not contiguous (shape {array.shape}, strides {array.strides})", hint=hint)
+        raise InvalidUsage(
+            f"{where}: {name} is not contiguous (shape {array.shape}, strides {array.strides})",
+            hint=hint,
+        )
     if not array.flags.aligned:
-        raise InvalidUsage(f"{where}: {name} is not aligned to its element size of {array.itemsize} bytes")
+        raise InvalidUsage(
+            f"{where}: {name} is not aligned to its element size of {array.itemsize} bytes"
+        )
     if writes and not array.flags.writeable:
-        advice = "pass a copy that may be written to, or out= where the call takes it" if name == "x" else None
-        raise InvalidUsage(f"{where}: {name} is read-only, but the result is written to it", hint=advice)
+        advice = (
+            "pass a copy that may be written to, or out= where the call takes it"
+            if name == "x"
+            else None
+        )
+        raise InvalidUsage(
+            f"{where}: {name} is read-only, but the result is written to it", hint=advice
+        )
     return Memory(array, dtype, thing)
 
 
@@ -76,7 +96,11 @@ def _check_foreign(thing: Any, array: Array, name: str, where: str) -> None:
     if array.nbytes > MOST_BYTES:
         raise too_large(array.size, str(array.dtype), name, where)
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
-    interface = None if isinstance(thing, np.ndarray) or hasattr(thing, "__dlpack__") else getattr(thing, "__array_interface__", None)
+    interface = (
+        None
+        if isinstance(thing, np.ndarray) or hasattr(thing, "__dlpack__")
+        else getattr(thing, "__array_interface__", None)
+    )
     if isinstance(thing, masked) or (interface is not None and interface.get("mask") is not None):
         raise has_mask(name, where)
 
@@ -84,7 +108,9 @@ def _check_foreign(thing: Any, array: Array, name: str, where: str) -> None:
 def _as_array(thing: Any, name: str, where: str) -> Array:
     if isinstance(thing, np.ndarray):
         return thing
-    if isinstance(thing, np.generic):  # a scalar: NumPy makes a copy, which its owner would never see written
+    if isinstance(
+        thing, np.generic
+    ):  # a scalar: NumPy makes a copy, which its owner would never see written
         array = np.asarray(thing)
         array.flags.writeable = False
         return array
@@ -94,7 +120,9 @@ def _as_array(thing: Any, name: str, where: str) -> Array:
         if hasattr(thing, "__array_interface__"):
             return np.asarray(thing)
     except Exception as error:  # a property may raise anything
-        raise InvalidUsage(f"{where}: {name} gives no __array_interface__: {type(error).__name__}: {error}") from error
+        raise InvalidUsage(
+            f"{where}: {name} gives no __array_interface__: {type(error).__name__}: {error}"
+        ) from error
     try:
         return np.asarray(memoryview(thing))
     except (TypeError, ValueError, BufferError) as error:
@@ -125,7 +153,10 @@ class DLTensor(ctypes.Structure):
 _DL_CPU = 1
 _DL_VERSION = (1, 0)
 _DL_READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
-_DL_FLAGS_AT, _DL_TENSOR_AT = 24, 32  # offsets in DLManagedTensorVersioned: version, context, deleter, flags, tensor
+_DL_FLAGS_AT, _DL_TENSOR_AT = (
+    24,
+    32,
+)  # offsets in DLManagedTensorVersioned: version, context, deleter, flags, tensor
 #: Libraries whose arrays never change, and whose DLPack tensors do not say so.
 IMMUTABLE = ("jax", "jaxlib")
 
@@ -144,7 +175,11 @@ def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
         pointer = pointer_of(capsule, name)
         flags = ctypes.c_uint64.from_address(pointer + _DL_FLAGS_AT).value
         return capsule, pointer + _DL_TENSOR_AT, bool(flags & _DL_READ_ONLY)
-    return capsule, pointer_of(capsule, b"dltensor"), type(thing).__module__.partition(".")[0] in IMMUTABLE
+    return (
+        capsule,
+        pointer_of(capsule, b"dltensor"),
+        type(thing).__module__.partition(".")[0] in IMMUTABLE,
+    )
 
 
 def has_mask(name: str, where: str) -> InvalidUsage:
@@ -152,23 +187,32 @@ def has_mask(name: str, where: str) -> InvalidUsage:
 
 
 def too_large(count: int, dtype: str, name: str, where: str) -> InvalidUsage:
-    return InvalidUsage(f"{where}: {name} is said to have {count} elements of {dtype}; a process addresses {MOST_BYTES} bytes")
+    return InvalidUsage(
+        f"{where}: {name} is said to have {count} elements of {dtype}; a process addresses {MOST_BYTES} bytes"
+    )
 
 
 def without_memory(name: str, where: str, count: int) -> InvalidUsage:
-    return InvalidUsage(f"{where}: {name} has {count} elements, but no memory", hint="has its storage been freed?")
+    return InvalidUsage(
+        f"{where}: {name} has {count} elements, but no memory", hint="has its storage been freed?"
+    )
 
 
 def shape_of(tensor: DLTensor, name: str, where: str) -> tuple[int, ...]:
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     if tensor.ndim < 0 or min(shape, default=0) < 0:
-        raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {tensor.ndim} axes, shape {list(shape)}")
+        raise InvalidUsage(
+            f"{where}: {name} gives no DLPack tensor: {tensor.ndim} axes, shape {list(shape)}"
+        )
     return shape
 
 
 def negated(name: str, where: str) -> InvalidUsage:
     """The refusal of a tensor of PyTorch's with the lazy negative bit, whose memory holds the negatives of its values."""
-    return InvalidUsage(f"{where}: {name} is negated lazily (is_neg()): its values are not in its memory", hint="pass x.resolve_neg()")
+    return InvalidUsage(
+        f"{where}: {name} is negated lazily (is_neg()): its values are not in its memory",
+        hint="pass x.resolve_neg()",
+    )
 
 
 def _from_dlpack(thing: Any, name: str, where: str) -> Array:
@@ -178,9 +222,13 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     except Exception as error:
         raise InvalidUsage(f"{where}: {name} gives no DLPack device: {error}") from error
     if kind != _DL_CPU:
-        raise InvalidUsage(f"{where}: {name} lies on a device (DLPack type {kind}); this communicator works on CPU memory")
+        raise InvalidUsage(
+            f"{where}: {name} lies on a device (DLPack type {kind}); this communicator works on CPU memory"
+        )
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.Tensor) and thing.is_neg():  # DLPack does not tell
+    if (
+        torch is not None and isinstance(thing, torch.Tensor) and thing.is_neg()
+    ):  # DLPack does not tell
         raise negated(name, where)
     try:
         capsule, pointer, read_only = capsule_of(thing)
@@ -189,15 +237,27 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     tensor = DLTensor.from_address(pointer)
     code = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if code is None:
-        raise InvalidUsage(f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}")
+        raise InvalidUsage(
+            f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}"
+        )
     shape = shape_of(tensor, name, where)
     dtype = NUMPY_DTYPE[code]
-    strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)) if tensor.strides else None
+    strides = (
+        tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim))
+        if tensor.strides
+        else None
+    )
     start = (tensor.data or 0) + tensor.byte_offset
     if 0 in shape:
         return np.empty(shape, dtype)
-    if not tensor.data or (torch is not None and isinstance(thing, torch.Tensor) and not thing.untyped_storage().nbytes()):
-        raise without_memory(name, where, math.prod(shape))  # of a part of a tensor whose storage was freed its offset is left
+    if not tensor.data or (
+        torch is not None
+        and isinstance(thing, torch.Tensor)
+        and not thing.untyped_storage().nbytes()
+    ):
+        raise without_memory(
+            name, where, math.prod(shape)
+        )  # of a part of a tensor whose storage was freed its offset is left
     if math.prod(shape) * dtype.itemsize > MOST_BYTES:
         raise too_large(math.prod(shape), code.label, name, where)
     base = _Exporter(start, shape, strides, dtype, capsule, read_only)
@@ -208,7 +268,13 @@ class _Exporter:
     """Hands memory to NumPy through the array interface, which knows bytes of any size but not every type."""
 
     def __init__(
-        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: Any, owner: Any, read_only: bool
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        dtype: Any,
+        owner: Any,
+        read_only: bool,
     ) -> None:
         plain = np.dtype(f"<u{dtype.itemsize}") if dtype.kind == "V" or dtype.num > 23 else dtype
         self.owner = owner
@@ -231,7 +297,9 @@ def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
     if isinstance(op, PreMulSum):
         if not dtype.is_float:
             if not _is_integer(op.scalar, dtype):
-                raise InvalidUsage(f"{where}: the scalar {op.scalar} of a pre-multiplied sum is no {dtype.label}")
+                raise InvalidUsage(
+                    f"{where}: the scalar {op.scalar} of a pre-multiplied sum is no {dtype.label}"
+                )
             return RedOp.PREMUL_SUM, int(op.scalar)
         scalar = float(op.scalar)
         if _WITHOUT_DOUBT < abs(scalar) < math.inf:
@@ -240,7 +308,9 @@ def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
     if isinstance(op, RedOp) and op is not RedOp.PREMUL_SUM:
         return op, 1.0
     names = ", ".join(o.name for o in RedOp if o is not RedOp.PREMUL_SUM)
-    raise InvalidUsage(f"{where}: op is {op!r}; allowed are miraccl.{names} and miraccl.PreMulSum(scalar)")
+    raise InvalidUsage(
+        f"{where}: op is {op!r}; allowed are miraccl.{names} and miraccl.PreMulSum(scalar)"
+    )
 
 
 def _is_integer(scalar: float, dtype: DType) -> bool:
@@ -255,7 +325,9 @@ def _expect_finite(scalar: float, dtype: DType, where: str) -> None:
     with np.errstate(over="ignore"):
         if np.isfinite(wide.type(scalar)):
             return
-    limit = f"{np.finfo(wide).max:.8g}, the most that {wide} holds, in which {dtype.label} is added up"
+    limit = (
+        f"{np.finfo(wide).max:.8g}, the most that {wide} holds, in which {dtype.label} is added up"
+    )
     raise InvalidUsage(f"{where}: the scalar {scalar:g} of a pre-multiplied sum is beyond {limit}")
 
 
@@ -276,7 +348,11 @@ def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
     """A rank that was named: of a root, or of who is sent to or received from."""
     if type(value) is int and 0 <= value < nranks:
         return value  # calls on GPU memory are counted in fractions of a microsecond
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < nranks:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or not 0 <= value < nranks
+    ):
         raise InvalidUsage(f"{where}: {name} is {value!r}; allowed are the ranks 0 to {nranks - 1}")
     return int(value)
 
@@ -284,17 +360,25 @@ def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
 def refuse_stream(stream: Any, rank: int, name: str | None = None) -> None:
     """Of an operation on CPU memory."""
     if stream is not None:
-        raise InvalidUsage("a stream is for operations on GPU memory; these arrays lie in CPU memory", rank=rank, op=name)
+        raise InvalidUsage(
+            "a stream is for operations on GPU memory; these arrays lie in CPU memory",
+            rank=rank,
+            op=name,
+        )
 
 
 def same_dtype(a: Memory, b: Memory, names: str, where: str) -> None:
     if a.dtype is not b.dtype:
-        raise InvalidUsage(f"{where}: {names} have different dtypes, {a.dtype.label} and {b.dtype.label}")
+        raise InvalidUsage(
+            f"{where}: {names} have different dtypes, {a.dtype.label} and {b.dtype.label}"
+        )
 
 
 def expect_count(memory: Memory, count: int, name: str, why: str, where: str) -> None:
     if memory.count != count:
-        raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count} ({why})")
+        raise InvalidUsage(
+            f"{where}: {name} has {memory.count} elements, but needs {count} ({why})"
+        )
 
 
 def counts_of(values: Any, name: str, nranks: int, where: str) -> list[int]:
@@ -304,7 +388,11 @@ def counts_of(values: Any, name: str, nranks: int, where: str) -> list[int]:
             raise TypeError
         counts = [whole_number(v) for v in values]
     except TypeError as error:
-        raise InvalidUsage(f"{where}: {name} is a list of {nranks} element counts, got {values!r}") from error
+        raise InvalidUsage(
+            f"{where}: {name} is a list of {nranks} element counts, got {values!r}"
+        ) from error
     if len(counts) != nranks or min(counts) < 0:
-        raise InvalidUsage(f"{where}: {name} needs {nranks} counts of 0 or more, one a rank, got {counts}")
+        raise InvalidUsage(
+            f"{where}: {name} needs {nranks} counts of 0 or more, one a rank, got {counts}"
+        )
     return counts

@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.arguments import Array, Memory, counts_of, expect_count, operator, peer_rank, same_dtype, view
+from miraccl.comm.arguments import (
+    Array,
+    Memory,
+    counts_of,
+    expect_count,
+    operator,
+    peer_rank,
+    same_dtype,
+    view,
+)
 from miraccl.comm.planner import Request
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.executor.cpu.context import call_kernel, scale_kernel
@@ -58,7 +67,9 @@ def refuse_overlap(a: Memory, b: Memory, allowed: int | None, place: Place) -> b
         return False
     if allowed is not None and second - first == allowed:
         return True
-    raise InvalidUsage(f"{place.where}: input and output overlap, but not as this operation's in-place form does")
+    raise InvalidUsage(
+        f"{place.where}: input and output overlap, but not as this operation's in-place form does"
+    )
 
 
 def _result(out: Any, like: Memory, shape: tuple[int, ...], place: Place) -> Memory:
@@ -76,7 +87,9 @@ def _new(shape: tuple[int, ...], dtype: Any, place: Place) -> Array:
     except ValueError as error:
         raise InvalidUsage(f"{place.where}: there is no array of shape {shape}: {error}") from error
     except MemoryError as error:
-        raise SystemFailure(f"{place.where}: no memory for a result of shape {shape}", rank=place.rank) from error
+        raise SystemFailure(
+            f"{place.where}: no memory for a result of shape {shape}", rank=place.rank
+        ) from error
 
 
 def _premultiply(call: Call, memory: Memory, op: RedOp, scalar: float, writes_input: bool) -> Call:
@@ -145,7 +158,15 @@ def all_reduce(place: Place, x: Any, out: Any, op: Any) -> Call:
     target = source if out is None else _result(out, source, source.array.shape, place)
     expect_count(target, source.count, "out", "as many as x", place.where)
     in_place = out is None or refuse_overlap(source, target, 0, place)
-    call = _call(Collective.ALL_REDUCE, source, target, [source.count], [source.count], kind, in_place=in_place)
+    call = _call(
+        Collective.ALL_REDUCE,
+        source,
+        target,
+        [source.count],
+        [source.count],
+        kind,
+        in_place=in_place,
+    )
     return _premultiply(call, source, kind, scalar, in_place)
 
 
@@ -153,11 +174,25 @@ def reduce(place: Place, x: Any, root: Any, out: Any, op: Any) -> Call:
     root = place.root(root)
     source = view(x, "x", writes=out is None and place.rank == root, where=place.where)
     kind, scalar = operator(op, source.dtype, place.where)
-    target = source if out is None or place.rank != root else _result(out, source, source.array.shape, place)
+    target = (
+        source
+        if out is None or place.rank != root
+        else _result(out, source, source.array.shape, place)
+    )
     expect_count(target, source.count, "out", "as many as x", place.where)
     in_place = target is source or refuse_overlap(source, target, 0, place)
     arg = root << 3 | kind  # as the door's
-    call = _call(Collective.REDUCE, source, target, [source.count], [source.count], kind, root, in_place=in_place, plan_arg=arg)
+    call = _call(
+        Collective.REDUCE,
+        source,
+        target,
+        [source.count],
+        [source.count],
+        kind,
+        root,
+        in_place=in_place,
+        plan_arg=arg,
+    )
     if place.rank != root:
         call.result = x  # and a schedule has no output there
     return _premultiply(call, source, kind, scalar, in_place and place.rank == root)
@@ -167,7 +202,15 @@ def broadcast(place: Place, x: Any, root: Any) -> Call:
     root = place.root(root)
     memory = view(x, "x", writes=place.rank != root, where=place.where)
     return _call(
-        Collective.BROADCAST, memory, memory, [memory.count], [memory.count], RedOp.SUM, root, in_place=True, plan_arg=root
+        Collective.BROADCAST,
+        memory,
+        memory,
+        [memory.count],
+        [memory.count],
+        RedOp.SUM,
+        root,
+        in_place=True,
+        plan_arg=root,
     )
 
 
@@ -176,7 +219,14 @@ def all_gather(place: Place, x: Any, out: Any) -> Call:
     target = _result(out, source, _stacked(source.array, place.nranks), place)
     expect_count(target, source.count * place.nranks, "out", f"{place.nranks} times x", place.where)
     in_place = refuse_overlap(target, source, place.rank * source.nbytes, place)
-    return _call(Collective.ALL_GATHER, source, target, [source.count], [source.count] * place.nranks, in_place=in_place)
+    return _call(
+        Collective.ALL_GATHER,
+        source,
+        target,
+        [source.count],
+        [source.count] * place.nranks,
+        in_place=in_place,
+    )
 
 
 def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
@@ -185,8 +235,19 @@ def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
     expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
     target = _result(out, source, (sum(sizes),), place)
     expect_count(target, sum(sizes), "out", "the sum of counts", place.where)
-    in_place = refuse_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
-    return _call(Collective.ALL_GATHER, source, target, [source.count], sizes, agreed=sizes, uneven=True, in_place=in_place)
+    in_place = refuse_overlap(
+        target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place
+    )
+    return _call(
+        Collective.ALL_GATHER,
+        source,
+        target,
+        [source.count],
+        sizes,
+        agreed=sizes,
+        uneven=True,
+        in_place=in_place,
+    )
 
 
 def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
@@ -198,7 +259,15 @@ def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
     target = _result(out, source, _share(source.array, place.nranks), place)
     expect_count(target, count, "out", f"x shared by {place.nranks} ranks", place.where)
     in_place = refuse_overlap(source, target, place.rank * target.nbytes, place)
-    call = _call(Collective.REDUCE_SCATTER, source, target, [count] * place.nranks, [count], kind, in_place=in_place)
+    call = _call(
+        Collective.REDUCE_SCATTER,
+        source,
+        target,
+        [count] * place.nranks,
+        [count],
+        kind,
+        in_place=in_place,
+    )
     return _premultiply(call, source, kind, scalar, False)
 
 
@@ -209,8 +278,20 @@ def reduce_scatter_v(place: Place, x: Any, counts: Any, out: Any, op: Any) -> Ca
     expect_count(source, sum(sizes), "x", "the sum of counts", place.where)
     target = _result(out, source, (sizes[place.rank],), place)
     expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
-    in_place = refuse_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
-    call = _call(Collective.REDUCE_SCATTER, source, target, sizes, [target.count], kind, agreed=sizes, uneven=True, in_place=in_place)
+    in_place = refuse_overlap(
+        source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place
+    )
+    call = _call(
+        Collective.REDUCE_SCATTER,
+        source,
+        target,
+        sizes,
+        [target.count],
+        kind,
+        agreed=sizes,
+        uneven=True,
+        in_place=in_place,
+    )
     return _premultiply(call, source, kind, scalar, False)
 
 
@@ -222,7 +303,9 @@ def all_to_all(place: Place, x: Any, out: Any) -> Call:
     expect_count(target, source.count, "out", "as many as x", place.where)
     refuse_overlap(source, target, None, place)
     count = source.count // place.nranks
-    return _call(Collective.ALL_TO_ALL, source, target, [count] * place.nranks, [count] * place.nranks)
+    return _call(
+        Collective.ALL_TO_ALL, source, target, [count] * place.nranks, [count] * place.nranks
+    )
 
 
 def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: Any) -> Call:
@@ -242,7 +325,11 @@ def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: 
 def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Call:
     root = place.root(root)
     source = view(x, "x", writes=False, where=place.where)
-    sizes = [source.count] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
+    sizes = (
+        [source.count] * place.nranks
+        if counts is None
+        else counts_of(counts, "counts", place.nranks, place.where)
+    )
     expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
     shape = _stacked(source.array, place.nranks) if counts is None else (sum(sizes),)
     if place.rank == root:
@@ -253,7 +340,15 @@ def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Cal
         target = source
     mine = sizes if place.rank == root else [0] * place.nranks
     call = _call(
-        Collective.GATHER, source, target, [source.count], mine, root=root, agreed=sizes, uneven=counts is not None, plan_arg=root
+        Collective.GATHER,
+        source,
+        target,
+        [source.count],
+        mine,
+        root=root,
+        agreed=sizes,
+        uneven=counts is not None,
+        plan_arg=root,
     )
     if place.rank != root:
         call.result = None
@@ -267,7 +362,11 @@ def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Ca
         source = view(x, "x", writes=False, where=place.where)
         if counts is None and source.count % place.nranks:
             raise _uneven_share(source, place, "scatter_v")
-        sizes = [source.count // place.nranks] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
+        sizes = (
+            [source.count // place.nranks] * place.nranks
+            if counts is None
+            else counts_of(counts, "counts", place.nranks, place.where)
+        )
         expect_count(source, sum(sizes), "x", "the sum of counts", place.where)
         shape = _share(source.array, place.nranks) if counts is None else (sizes[place.rank],)
         target = _result(out, source, shape, place)
@@ -275,14 +374,28 @@ def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Ca
         refuse_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
     else:
         if out is None:
-            raise InvalidUsage(f"{place.where}: a rank that is not the root gives out, the array for its share")
+            raise InvalidUsage(
+                f"{place.where}: a rank that is not the root gives out, the array for its share"
+            )
         target = view(out, "out", writes=True, where=place.where)
-        sizes = [target.count] * place.nranks if counts is None else counts_of(counts, "counts", place.nranks, place.where)
+        sizes = (
+            [target.count] * place.nranks
+            if counts is None
+            else counts_of(counts, "counts", place.nranks, place.where)
+        )
         expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
         source = target
     blocks = sizes if place.rank == root else [0] * place.nranks
     return _call(
-        Collective.SCATTER, source, target, blocks, [target.count], root=root, agreed=sizes, uneven=counts is not None, plan_arg=root
+        Collective.SCATTER,
+        source,
+        target,
+        blocks,
+        [target.count],
+        root=root,
+        agreed=sizes,
+        uneven=counts is not None,
+        plan_arg=root,
     )
 
 
@@ -336,7 +449,12 @@ def _call(
 
 
 def _counts(in_counts: Sequence[int], out_counts: Sequence[int], agreed: Sequence[int]) -> Counts:
-    return Counts(in_counts, out_counts, agreed=functools.reduce(mix, agreed, 0), shown=sum(agreed or in_counts))
+    return Counts(
+        in_counts,
+        out_counts,
+        agreed=functools.reduce(mix, agreed, 0),
+        shown=sum(agreed or in_counts),
+    )
 
 
 def _stacked(array: Array, nranks: int) -> tuple[int, ...]:

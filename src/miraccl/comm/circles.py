@@ -33,7 +33,12 @@ def find_circle(start: str, places: Places) -> tuple[Wait | None, Circle]:
             trail.append((name, wait))
             for other in wait.awaited:
                 theirs = places.get(other)
-                if theirs is not None and theirs.waits and wait.is_held_up(theirs) and (circle := follow(other)):
+                if (
+                    theirs is not None
+                    and theirs.waits
+                    and wait.is_held_up(theirs)
+                    and (circle := follow(other))
+                ):
                     return list(circle)
             trail.pop()
         return []
@@ -47,5 +52,9 @@ def called(wait: Wait, places: Places) -> dict[str, Sequence[int]]:
     if not isinstance(wait, ForOperation):
         return {}
     number = str(wait.number & at.SEQ_MASK)
-    here = {name: place.come[wait.key].called for name, place in places.items() if wait.key in place.come}
+    here = {
+        name: place.come[wait.key].called
+        for name, place in places.items()
+        if wait.key in place.come
+    }
     return {name: theirs[number] for name, theirs in here.items() if number in theirs}

@@ -52,7 +52,9 @@ class Communicator(Operations):
     One thread at a time may be inside a communicator; ``abort`` may be called from any.
     """
 
-    def __init__(self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any) -> None:
+    def __init__(
+        self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any
+    ) -> None:
         opts = Options.create(**options)
         deadline = begin()
         session = meet_by_id(nranks, unique_id, rank, opts, deadline)
@@ -90,7 +92,9 @@ class Communicator(Operations):
         self._orders = parent._orders if parent else orders
         context = member.context
         word = at.CTX_LAST_PLAN // 8
-        self._cpu_plan = context.words.data[word : word + 1]  # 0: the last operation was on GPU memory
+        self._cpu_plan = context.words.data[
+            word : word + 1
+        ]  # 0: the last operation was on GPU memory
         self._cpu_plan_address = context.address + at.CTX_LAST_PLAN
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
         self._all_gather = context.door("collective", Collective.ALL_GATHER)
@@ -134,16 +138,34 @@ class Communicator(Operations):
 
     @overload
     def explain(
-        self, collective: str | Collective, nbytes: int, dtype: Any = ..., op: Any = ..., *, device: Literal["cpu"] = ...
+        self,
+        collective: str | Collective,
+        nbytes: int,
+        dtype: Any = ...,
+        op: Any = ...,
+        *,
+        device: Literal["cpu"] = ...,
     ) -> list[Candidate]: ...
 
     @overload
     def explain(
-        self, collective: str | Collective, nbytes: int, dtype: Any = ..., op: Any = ..., *, device: Any
+        self,
+        collective: str | Collective,
+        nbytes: int,
+        dtype: Any = ...,
+        op: Any = ...,
+        *,
+        device: Any,
     ) -> list[Candidate] | list[DeviceCandidate]: ...
 
     def explain(
-        self, collective: str | Collective, nbytes: int, dtype: Any = DType.FLOAT32, op: Any = SUM, *, device: Any = "cpu"
+        self,
+        collective: str | Collective,
+        nbytes: int,
+        dtype: Any = DType.FLOAT32,
+        op: Any = SUM,
+        *,
+        device: Any = "cpu",
     ) -> list[Candidate] | list[DeviceCandidate]:
         """All ways to run ``collective`` on a buffer of ``nbytes`` (the larger of the whole input and output), the chosen one first.
 
@@ -153,14 +175,20 @@ class Communicator(Operations):
         kind, block_bytes, element = self._member.question(collective, nbytes, dtype)
         if str(device) == "cpu":
             return self._member.planner.candidates(kind, block_bytes, element)
-        found: list[DeviceCandidate] = self._on_device(device, "explain").explain(kind, block_bytes, element, op)
+        found: list[DeviceCandidate] = self._on_device(device, "explain").explain(
+            kind, block_bytes, element, op
+        )
         return found
 
     @property
     def last_plan(self) -> Candidate | DevicePlan | HostsPlan | None:
         """The plan of the last operation: of the last collective on CPU memory, or of what was started on GPU memory after it."""
         on_cpu = self._cpu_plan[0]
-        return self._member.planner.choice_of(on_cpu) if on_cpu or self._device is None else self._device.last_plan
+        return (
+            self._member.planner.choice_of(on_cpu)
+            if on_cpu or self._device is None
+            else self._device.last_plan
+        )
 
     # ---- life
 
@@ -207,7 +235,10 @@ class Communicator(Operations):
             self._background.close()
         untold = None
         if self._device is not None:
-            with self._waiting_for(self._device), self._member.faults.control.attend(FINALIZE):  # it waits for the other ranks
+            with (
+                self._waiting_for(self._device),
+                self._member.faults.control.attend(FINALIZE),
+            ):  # it waits for the other ranks
                 untold = visiting(self._device).close(self._member.faults.raised)
         self._member.finalize()
         if untold is not None:
@@ -222,7 +253,9 @@ class Communicator(Operations):
     def _waiting_for(self, device: DeviceCommunicator | HostsCommunicator) -> whereabouts.Waiting:
         """The program's wait for all that it has called on GPU memory."""
         self._gpu_waits += 1
-        return whereabouts.Waiting(functools.partial(self._member.seat.wait_for_stream, device.seat.name, self._gpu_waits))
+        return whereabouts.Waiting(
+            functools.partial(self._member.seat.wait_for_stream, device.seat.name, self._gpu_waits)
+        )
 
     def __enter__(self) -> Communicator:
         return self
@@ -239,7 +272,9 @@ class Communicator(Operations):
     def __reduce__(self) -> NoReturn:
         """A shallow copy would count parts by itself, and have a GPU side of its own."""
         advice = "other processes get a rank of their own, by miraccl.init() or a unique id"
-        raise TypeError(f"a Communicator belongs to the process that made it and can be neither pickled nor copied ({advice})")
+        raise TypeError(
+            f"a Communicator belongs to the process that made it and can be neither pickled nor copied ({advice})"
+        )
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._member.closed else ''}>"

@@ -30,7 +30,9 @@ COUNTED_RANKS = 64
 class Plane(Protocol):
     """The control plane, for operations of several stages; the first one is where the ranks meet who may be in another operation."""
 
-    def meet(self, name: str, tag: str, data: bytes, deadline: Deadline | None = None, /) -> list[bytes]:
+    def meet(
+        self, name: str, tag: str, data: bytes, deadline: Deadline | None = None, /
+    ) -> list[bytes]:
         """Everybody's ``data``."""
 
     def ending(self, stages: Stages, /) -> AbstractContextManager[None]:
@@ -43,7 +45,9 @@ class Bare:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def meet(self, name: str, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
+    def meet(
+        self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
+    ) -> list[bytes]:
         return self._session.all_gather(data, tag, deadline)
 
     def ending(self, stages: Stages) -> AbstractContextManager[None]:
@@ -53,13 +57,17 @@ class Bare:
 class Control:
     """This rank's operations on the control plane. ``alone`` says whether nothing else of this rank is under way."""
 
-    def __init__(self, session: Session, fabric: Fabric, alone: Callable[[], bool], long: Callable[[], None]) -> None:
+    def __init__(
+        self, session: Session, fabric: Fabric, alone: Callable[[], bool], long: Callable[[], None]
+    ) -> None:
         """``long`` is called, on any thread, when an operation takes long."""
         self._session, self._fabric, self._alone, self._long = session, fabric, alone, long
         self._lock = threading.Lock()
         self._completed = 0
         self._now: dict[str, Any] = {}
-        self._told: dict[int, dict[str, Any]] = {}  # what others have told since this rank's last operation here
+        self._told: dict[
+            int, dict[str, Any]
+        ] = {}  # what others have told since this rank's last operation here
 
     @property
     def now(self) -> dict[str, Any]:
@@ -87,8 +95,12 @@ class Control:
             self._fabric.context.met[:] = 0
         after = max(TELL_AFTER_S, TELL_US * 1e-6 * self._session.nranks**2)
         over = threading.Event()
-        teller = threading.Thread(target=self._tell, args=(after, over), name="miraccl control plane", daemon=True)
-        with suppress(RuntimeError):  # no thread can be started: the others wait for the deadline, as they do for a rank that is late
+        teller = threading.Thread(
+            target=self._tell, args=(after, over), name="miraccl control plane", daemon=True
+        )
+        with suppress(
+            RuntimeError
+        ):  # no thread can be started: the others wait for the deadline, as they do for a rank that is late
             teller.start()
         try:
             yield
@@ -120,7 +132,11 @@ class Control:
             self._told[rank] = word
             if not self._now:
                 sent = word.get("sent")
-                self._fabric.context.meets(rank, int(word["seq"]), int(sent[self._session.rank]) if isinstance(sent, list) else -1)
+                self._fabric.context.meets(
+                    rank,
+                    int(word["seq"]),
+                    int(sent[self._session.rank]) if isinstance(sent, list) else -1,
+                )
         self._fabric.wake(self._session.rank)
 
     def told_by(self, rank: int) -> str:
@@ -131,7 +147,11 @@ class Control:
         """By rank the operations that take the place of the one that this rank is in, if there is one that differs; with this rank's."""
         with self._lock:
             now = self._now
-            ops = {rank: str(word.get("op")) for rank, word in self._told.items() if now and word.get("number") == now["number"]}
+            ops = {
+                rank: str(word.get("op"))
+                for rank, word in self._told.items()
+                if now and word.get("number") == now["number"]
+            }
         if not now or FINALIZE in (now["op"], *ops.values()) or set(ops.values()) <= {now["op"]}:
             return {}
         return {self._session.rank: now["op"], **ops}

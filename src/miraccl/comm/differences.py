@@ -20,9 +20,15 @@ def compared(entries: dict[int, tuple[int, int]]) -> str:
     """
     if len({sig for sig, _ in entries.values()}) < 2:
         return ""
-    told = len({sig >> at.SIG_COUNT_SHIFT for sig, _ in entries.values()}) > 1  # else the counts may differ, as those of uneven blocks do
-    fields = {rank: _fields(sig, count if told else -1) for rank, (sig, count) in sorted(entries.items())}
-    return differences(fields) or differences({rank: _fields(sig, -1) for rank, (sig, _) in sorted(entries.items())})
+    told = (
+        len({sig >> at.SIG_COUNT_SHIFT for sig, _ in entries.values()}) > 1
+    )  # else the counts may differ, as those of uneven blocks do
+    fields = {
+        rank: _fields(sig, count if told else -1) for rank, (sig, count) in sorted(entries.items())
+    }
+    return differences(fields) or differences(
+        {rank: _fields(sig, -1) for rank, (sig, _) in sorted(entries.items())}
+    )
 
 
 def in_vain(rank: int, peer: int) -> str:
@@ -32,7 +38,10 @@ def in_vain(rank: int, peer: int) -> str:
 
 def has_ended(board: dict[str, int], theirs: dict[str, Any]) -> bool:
     """Whether the rank with the board ``theirs`` has ended the collective on ``board``."""
-    return bool(theirs["seq"] > board["seq"] or (theirs["seq"] == board["seq"] and theirs["state"] == at.STATE_IDLE))
+    return bool(
+        theirs["seq"] > board["seq"]
+        or (theirs["seq"] == board["seq"] and theirs["state"] == at.STATE_IDLE)
+    )
 
 
 def of_another_operation(rank: int, peer: int, want: int, got: int) -> str:
@@ -64,18 +73,33 @@ def differences(fields_of: dict[int, dict[str, str]]) -> str:
         if len(values) < 2:
             continue
         if all(value.startswith("hash ") for value in values):
-            parts.append(f"{field} differs between " + " and ".join(_ranks(who) for who in values.values()))
+            parts.append(
+                f"{field} differs between " + " and ".join(_ranks(who) for who in values.values())
+            )
         else:
-            shown = (("another" if value.startswith("hash ") else value, who) for value, who in values.items())
-            parts.append(f"{field} is " + ", ".join(f"{value} on {_ranks(who)}" for value, who in shown))
+            shown = (
+                ("another" if value.startswith("hash ") else value, who)
+                for value, who in values.items()
+            )
+            parts.append(
+                f"{field} is " + ", ".join(f"{value} on {_ranks(who)}" for value, who in shown)
+            )
     return "ranks called different operations: " + "; ".join(parts) if parts else ""
 
 
 def parted(statuses: dict[int, dict[str, Any]]) -> str:
     """Which ranks are in an operation on the control plane while others wait for them in another one, there or elsewhere; empty if none
     are."""
-    boards = {r: s["status"] for r, s in statuses.items() if isinstance(s.get("status"), dict) and "seq" in s["status"]}
-    at_meeting = {r: board["meeting"] for r, board in boards.items() if isinstance(board.get("meeting"), dict) and board["meeting"]}
+    boards = {
+        r: s["status"]
+        for r, s in statuses.items()
+        if isinstance(s.get("status"), dict) and "seq" in s["status"]
+    }
+    at_meeting = {
+        r: board["meeting"]
+        for r, board in boards.items()
+        if isinstance(board.get("meeting"), dict) and board["meeting"]
+    }
     names: dict[int, dict[str, str]] = {}
     if len({meeting.get("op") for meeting in at_meeting.values()}) > 1:
         names = {met: {"collective": str(meeting.get("op"))} for met, meeting in at_meeting.items()}
@@ -84,11 +108,18 @@ def parted(statuses: dict[int, dict[str, Any]]) -> str:
             if rank in at_meeting or not meeting.get("alone"):
                 continue
             if board["p2p_sig"]:
-                sig = board["p2p_sig"] if board["state"] == at.STATE_WAITING and board["peer"] == met else 0
+                sig = (
+                    board["p2p_sig"]
+                    if board["state"] == at.STATE_WAITING and board["peer"] == met
+                    else 0
+                )
             else:
                 sig = board["sig"] if board["seq"] > boards[met]["seq"] else 0
             if sig:
-                names[rank], names[met] = {"collective": describe_signature(sig)["collective"]}, {"collective": str(meeting.get("op"))}
+                names[rank], names[met] = (
+                    {"collective": describe_signature(sig)["collective"]},
+                    {"collective": str(meeting.get("op"))},
+                )
     return differences(dict(sorted(names.items())))
 
 

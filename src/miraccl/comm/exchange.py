@@ -49,7 +49,9 @@ class Exchange:
     A second thread that comes to ``advance`` is refused, and has changed nothing; ``advance`` waits for ``advance_alone``, which is short.
     """
 
-    def __init__(self, rank: int, wires: Mapping[int, Wires], door: Callable[[int, int], int]) -> None:
+    def __init__(
+        self, rank: int, wires: Mapping[int, Wires], door: Callable[[int, int], int]
+    ) -> None:
         self._rank, self._wires, self._door = rank, wires, door
         self._open: list[Entry] = []
         self._to_self: list[Entry] = []
@@ -75,7 +77,9 @@ class Exchange:
             self._open += [e for e in entries if e.transfer.peer != self._rank]
             self._to_self += mine
         for send, receive in pairs:
-            np.copyto(receive.transfer.memory.array.reshape(-1), send.transfer.memory.array.reshape(-1))
+            np.copyto(
+                receive.transfer.memory.array.reshape(-1), send.transfer.memory.array.reshape(-1)
+            )
             send.done = receive.done = True
         self._to_self = [e for e in self._to_self if not e.done]
         return entries
@@ -109,14 +113,19 @@ class Exchange:
     def refuse_lonely(self, transfers: Sequence[Transfer]) -> None:
         """Raise if one of these, which are waited for together, can never end because its other half on this rank is missing."""
         mine = [t for t in transfers if t.peer == self._rank]
-        sends = sum(not t.receives for t in mine) + sum(not e.transfer.receives for e in self._to_self)
+        sends = sum(not t.receives for t in mine) + sum(
+            not e.transfer.receives for e in self._to_self
+        )
         receives = sum(t.receives for t in mine) + sum(e.transfer.receives for e in self._to_self)
         if mine and sends != receives:
             raise self._lonely(sends, receives)
 
     def _lonely(self, sends: int, receives: int) -> InvalidUsage:
         text = f"rank {self._rank} sends itself {sends} messages and receives {receives} of them"
-        return InvalidUsage(text, hint="a rank that sends to itself needs the receive in the same group, or before it")
+        return InvalidUsage(
+            text,
+            hint="a rank that sends to itself needs the receive in the same group, or before it",
+        )
 
     def check_can_end(self, entries: Sequence[Entry]) -> None:
         """Raise if one of these is a message of this rank to itself whose other half is missing."""
@@ -126,11 +135,19 @@ class Exchange:
 
     @staticmethod
     def _match(entries: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
-        pairs = list(zip([e for e in entries if not e.transfer.receives], [e for e in entries if e.transfer.receives], strict=False))
+        pairs = list(
+            zip(
+                [e for e in entries if not e.transfer.receives],
+                [e for e in entries if e.transfer.receives],
+                strict=False,
+            )
+        )
         for send, receive in pairs:
             a, b = send.transfer.memory, receive.transfer.memory
             if a.dtype is not b.dtype or a.count != b.count:
-                raise InvalidUsage(f"a rank sends itself {a.count} x {a.dtype.label} and receives {b.count} x {b.dtype.label}")
+                raise InvalidUsage(
+                    f"a rank sends itself {a.count} x {a.dtype.label} and receives {b.count} x {b.dtype.label}"
+                )
         return pairs
 
     def _entry(self, transfer: Transfer) -> Entry:
@@ -156,7 +173,12 @@ class Exchange:
             row[place // 8] = value
         return row
 
-    def advance(self, must: Sequence[Entry], among: Sequence[Entry] | None = None, any_of: Sequence[Entry] = ()) -> int:
+    def advance(
+        self,
+        must: Sequence[Entry],
+        among: Sequence[Entry] | None = None,
+        any_of: Sequence[Entry] = (),
+    ) -> int:
         """Go on with everything (or ``among`` these alone) until all of ``must`` has ended, or one of ``any_of`` (without either: do what
         can be done at once); a result of the engine."""
         if not self._turn.acquire(blocking=False):
@@ -182,14 +204,20 @@ class Exchange:
         entries = self.open
         return len(entries), sum(int(e.words[_DONE]) for e in entries)
 
-    def _advance(self, must: Sequence[Entry], among: Sequence[Entry] | None, any_of: Sequence[Entry]) -> int:
+    def _advance(
+        self, must: Sequence[Entry], among: Sequence[Entry] | None, any_of: Sequence[Entry]
+    ) -> int:
         with self._lock:
             entries = [e for e in self._open if among is None or e in among]
         if not entries:
             return at.OK
         wanted = {id(e): at.ANY for e in any_of} | {id(e): at.ALL for e in must}
         alone = len(entries) == 1
-        code = self._advance_one(entries[0], wanted.get(id(entries[0]), 0)) if alone else self._advance_all(entries, wanted)
+        code = (
+            self._advance_one(entries[0], wanted.get(id(entries[0]), 0))
+            if alone
+            else self._advance_all(entries, wanted)
+        )
         with self._lock:
             self._open = [e for e in self._open if not e.done]
         return code
@@ -222,4 +250,6 @@ class Exchange:
             return False
         if row[_RECEIVES] or not row[_MARK]:
             return True
-        return int(row[_MARK]) <= atomics.load_acquire(self._wires[int(row[at.OP_PEER // 8])].send_tail)
+        return int(row[_MARK]) <= atomics.load_acquire(
+            self._wires[int(row[at.OP_PEER // 8])].send_tail
+        )

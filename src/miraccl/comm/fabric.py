@@ -36,7 +36,9 @@ NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
 ALONE = WaitPolicy(spin=1000, yields=5)
 CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
 
-DEATH_NOTICE_S = 1.0  # in which the control plane tells of a death that a system call has shown already
+DEATH_NOTICE_S = (
+    1.0  # in which the control plane tells of a death that a system call has shown already
+)
 NOTICE_FIRST_S = 0.5  # in which it may tell why a connection has ended
 CATCH_UP_S = 5.0  # until what it has told by then is known here, where the watcher is late
 
@@ -60,7 +62,9 @@ class Beliefs:
 class Fabric:
     """Connections of one rank in one communicator. Owns the transports and the context; ``close`` may be called twice."""
 
-    def __init__(self, stages: Stages, beliefs: Beliefs, *, timeout: float, on_lost: OnLost) -> None:
+    def __init__(
+        self, stages: Stages, beliefs: Beliefs, *, timeout: float, on_lost: OnLost
+    ) -> None:
         """``timeout`` is that of operations."""
         self.session = session = stages.session
         self.rank, self.nranks = session.rank, session.nranks
@@ -84,10 +88,16 @@ class Fabric:
             rank=self.rank,
             hostid=f"{host}/rank{self.rank}" if params.SHM_DISABLE.read() else host,
             pid=os.getpid(),
-            addresses=tuple(self.session.all_addresses[self.rank]) or (self.session.addresses[self.rank],),
+            addresses=tuple(self.session.all_addresses[self.rank])
+            or (self.session.addresses[self.rank],),
         )
         if self.session.addresses[self.rank] not in me.addresses:
-            me = Endpoint(rank=me.rank, hostid=me.hostid, pid=me.pid, addresses=(self.session.addresses[self.rank], *me.addresses))
+            me = Endpoint(
+                rank=me.rank,
+                hostid=me.hostid,
+                pid=me.pid,
+                addresses=(self.session.addresses[self.rank], *me.addresses),
+            )
         hello = {
             "beliefs": beliefs.to_dict(),
             "hostid": me.hostid,
@@ -102,20 +112,31 @@ class Fabric:
         _compare([record["beliefs"] for record in records])
         self.constants_text = str(records[0]["beliefs"]["constants"])
         self.endpoints = {
-            r: Endpoint(rank=r, hostid=rec["hostid"], pid=rec["pid"], addresses=tuple(rec["addresses"])) for r, rec in enumerate(records)
+            r: Endpoint(
+                rank=r, hostid=rec["hostid"], pid=rec["pid"], addresses=tuple(rec["addresses"])
+            )
+            for r, rec in enumerate(records)
         }
         names = list(dict.fromkeys(e.hostid for e in self.endpoints.values()))
         self.hosts = tuple(names.index(self.endpoints[r].hostid) for r in range(self.nranks))
         self.local = [r for r in range(self.nranks) if records[r]["host"] == host]
-        self.places = [RankPlace(host=self.hosts[r], numa=int(rec["numa"])) for r, rec in enumerate(records)]
+        self.places = [
+            RankPlace(host=self.hosts[r], numa=int(rec["numa"])) for r, rec in enumerate(records)
+        ]
         # Ranks that only act as several hosts share the cores of one machine.
         machines = [record["machine"] for record in records]
-        self.ranks_per_core = max(machines.count(rec["machine"]) / max(1, int(rec["cores"])) for rec in records)
+        self.ranks_per_core = max(
+            machines.count(rec["machine"]) / max(1, int(rec["cores"])) for rec in records
+        )
         self.threaded = len({(machines[r], e.pid) for r, e in self.endpoints.items()}) < self.nranks
         self._open_transports(me, beliefs)
 
     def _open_transports(self, me: Endpoint, beliefs: Beliefs) -> None:
-        near = {r: e for r, e in self.endpoints.items() if r != self.rank and ShmTransport.can_connect(me, e)}
+        near = {
+            r: e
+            for r, e in self.endpoints.items()
+            if r != self.rank and ShmTransport.can_connect(me, e)
+        }
         far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
         largest = NET_SLOT if far else LARGEST_SLOT
         shm = ShmTransport(me, near, budget=beliefs.buffsize, largest_slot=largest)
@@ -128,7 +149,11 @@ class Fabric:
         if network:
             pairs.update(self._reach(network, {r: bytes.fromhex(infos[r]["net"]) for r in far}))
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
-        mine = {"readable": readable, "membarrier": atomics.register_membarrier(), "domains": self._domains()}
+        mine = {
+            "readable": readable,
+            "membarrier": atomics.register_membarrier(),
+            "domains": self._domains(),
+        }
         abilities = self._stages.exchange("fabric abilities", mine)
         shm.release()
         order = order_ranks(self.places, abilities[0]["domains"])
@@ -152,7 +177,9 @@ class Fabric:
             stream_from=self.stream_from,
         )
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
-        self.slot_bytes = min(int(n) for n in self._stages.exchange("fabric ready", slot_bytes))  # hosts with many ranks have smaller slots
+        self.slot_bytes = min(
+            int(n) for n in self._stages.exchange("fabric ready", slot_bytes)
+        )  # hosts with many ranks have smaller slots
 
     def _reach(self, transport: Transport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
         """Connect; where that fails because a process is gone, its death is the error. It may have left because all that shares the
@@ -170,7 +197,10 @@ class Fabric:
         """The order of this host's NUMA domains, where its ranks are in several."""
         if len({place.numa for place in self.places if place.host == self.hosts[self.rank]}) < 2:
             return []
-        from miraccl.graph.cpu_host import detect_host, domain_order  # most hosts have one domain and need none of it
+        from miraccl.graph.cpu_host import (
+            detect_host,
+            domain_order,
+        )  # most hosts have one domain and need none of it
 
         return domain_order(detect_host(len(self.local)))
 
@@ -181,13 +211,19 @@ class Fabric:
             if isinstance(event, PeerLost | PeerLeft):
                 who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
                 verb = "died" if isinstance(event, PeerLost) else "left"
-                raise PeerDied(f"{who} {verb} while the ranks were connecting: {event.reason}", rank=self.rank, peer=event.rank)
+                raise PeerDied(
+                    f"{who} {verb} while the ranks were connecting: {event.reason}",
+                    rank=self.rank,
+                    peer=event.rank,
+                )
 
     def _network(self, me: Endpoint, nfar: int) -> Transport:
         from miraccl.comm.network import open_network
 
         slots = slot_bytes_for(nfar, NET_BUDGET, NET_SLOT)
-        transport, self._proxy = open_network(self._stages, me, slots, self.wake, self._lost, self._check)
+        transport, self._proxy = open_network(
+            self._stages, me, slots, self.wake, self._lost, self._check
+        )
         self._transports.append(transport)
         return transport
 
@@ -264,7 +300,11 @@ class Fabric:
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""
-        network = sum(2 * at.NSLOTS * wire.slot_bytes for wire in self.context.wires.values() if wire.kind == at.KIND_NET)
+        network = sum(
+            2 * at.NSLOTS * wire.slot_bytes
+            for wire in self.context.wires.values()
+            if wire.kind == at.KIND_NET
+        )
         return {
             "fifo": self.shm.segment.file.resident_bytes(0, self.shm.segment.nbytes),
             "fifo_reserved": self.shm.segment.nbytes,
@@ -296,7 +336,9 @@ def after_notice(session: Session, loss: Loss, act: Callable[[], None]) -> None:
         session.catch_up(CATCH_UP_S)
         act()
 
-    timer = threading.Timer(NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0, look)
+    timer = threading.Timer(
+        NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0, look
+    )
     timer.daemon, timer.name = True, "miraccl connection lost"
     try:
         timer.start()
@@ -338,5 +380,10 @@ def _compare(beliefs: list[dict[str, Any]]) -> None:
         values = [b.get(field) for b in beliefs]
         if any(v != values[0] for v in values):
             groups = {repr(v): [r for r, w in enumerate(values) if w == v] for v in values}
-            text = "; ".join(f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}" for value, who in groups.items())
-            raise PlanMismatch(f"ranks disagree on {field}: {text}", hint="give all ranks the same settings")
+            text = "; ".join(
+                f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+                for value, who in groups.items()
+            )
+            raise PlanMismatch(
+                f"ranks disagree on {field}: {text}", hint="give all ranks the same settings"
+            )

@@ -59,7 +59,9 @@ class Faults:
         """``alone``: see ``control``."""
         self.session, self.fabric = session, fabric
         self.rank, self.nranks = session.rank, session.nranks
-        self.called: Sequence[int] = range(session.nranks)  # the numbers of the ranks in errors of operations
+        self.called: Sequence[int] = range(
+            session.nranks
+        )  # the numbers of the ranks in errors of operations
         self._alone = alone
         self.fault: MiracclError | None = None
         self.lost: dict[int, str] = {}
@@ -80,15 +82,27 @@ class Faults:
     # ---- what this rank is doing
 
     def status(self) -> dict[str, Any]:
-        history = [[number, sig, count] for number, (sig, count) in self.fabric.history(self.rank).items()]
+        history = [
+            [number, sig, count] for number, (sig, count) in self.fabric.history(self.rank).items()
+        ]
         if whereabouts.needs_look():
             lookout.lookout.call()
-        counted = {"sent": self.fabric.context.sent()} if self.nranks <= control.COUNTED_RANKS else {}
-        return {**self.fabric.board(), "history": history, "meeting": self.control.now, **counted, "program": whereabouts.report()}
+        counted = (
+            {"sent": self.fabric.context.sent()} if self.nranks <= control.COUNTED_RANKS else {}
+        )
+        return {
+            **self.fabric.board(),
+            "history": history,
+            "meeting": self.control.now,
+            **counted,
+            "program": whereabouts.report(),
+        }
 
     # ---- operations on the control plane
 
-    def meet(self, name: str, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
+    def meet(
+        self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
+    ) -> list[bytes]:
         """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends."""
         with self.control.attend(name, tag):
             try:
@@ -106,14 +120,18 @@ class Faults:
 
     def _explain_meeting(self, error: MiracclError, name: str, tag: str) -> MiracclError:
         self.raised = True
-        if isinstance(error, BootstrapError | PeerDied):  # a rank is gone, perhaps with a fault of which the notice is under way
+        if isinstance(
+            error, BootstrapError | PeerDied
+        ):  # a rank is gone, perhaps with a fault of which the notice is under way
             self._await_news(NOTICE_FIRST_S)
         if self.fault is not None:
             self._let_hear()
             return self.fault
         if isinstance(error, CollectiveTimeout):
             if differing := parted(self.statuses()):
-                return self.spread(CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT))
+                return self.spread(
+                    CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT)
+                )
             error.op = f"{tag!r} of {name}"
         return error
 
@@ -129,7 +147,10 @@ class Faults:
         try:
             self.check()
             yield
-        except (BootstrapError, PeerDied):  # of a rank that has left because of a fault, which another thread may still be telling here
+        except (
+            BootstrapError,
+            PeerDied,
+        ):  # of a rank that has left because of a fault, which another thread may still be telling here
             self.raised = True
             with self._lock:
                 fault = self.fault
@@ -197,7 +218,9 @@ class Faults:
         if payload.get("kind") == lookout.KIND:
             lookout.hear(payload)
             return
-        if (error := from_words(payload, rank=self.called[self.rank], source=self._name(source))) is not None:
+        if (
+            error := from_words(payload, rank=self.called[self.rank], source=self._name(source))
+        ) is not None:
             error.hint = error.hint or HINT
             self.settle(self._behind(error))
 
@@ -233,7 +256,9 @@ class Faults:
         return settled
 
     def _tell(self, error: MiracclError) -> None:
-        with contextlib.suppress(MiracclError):  # the control plane may be gone as well; the others find out by themselves
+        with contextlib.suppress(
+            MiracclError
+        ):  # the control plane may be gone as well; the others find out by themselves
             self.session.notify(to_words(error))
             self._unheard = True
 
@@ -244,7 +269,9 @@ class Faults:
                 self.session.wait_until_heard(HEARD_WAIT_S, without=self._silent)
                 self._unheard = False
 
-    def _behind(self, error: MiracclError, statuses: dict[int, dict[str, Any]] | None = None) -> MiracclError:
+    def _behind(
+        self, error: MiracclError, statuses: dict[int, dict[str, Any]] | None = None
+    ) -> MiracclError:
         """What is behind ``error``: a mismatch, where a rank has died, left or aborted after ranks had called different operations.
 
         The boards of this host's ranks tell, which outlive them, and ``statuses``.
@@ -252,9 +279,13 @@ class Faults:
         if self.fault is not None or not isinstance(error, PeerDied | CommunicatorAborted):
             return error
         now = self.fabric.board()["seq"]
-        for number in sorted(self.fabric.history(self.rank), key=lambda number: (number - now - 1) & at.SEQ_MASK):  # the oldest first
+        for number in sorted(
+            self.fabric.history(self.rank), key=lambda number: (number - now - 1) & at.SEQ_MASK
+        ):  # the oldest first
             if differing := self._compared(number, statuses or {}):
-                return CollectiveMismatch(differing, rank=self.called[self.rank], peer=error.peer, op=error.op, hint=HINT)
+                return CollectiveMismatch(
+                    differing, rank=self.called[self.rank], peer=error.peer, op=error.op, hint=HINT
+                )
         return error
 
     # ---- from the thread that was waiting
@@ -269,7 +300,9 @@ class Faults:
         op, rank, whom = describe_operation(board), self.called[self.rank], self._name(peer)
         if code in _BEHIND_S:
             self._await_news(_BEHIND_S[code])
-            if self.fault is not None and self.fault.op is None:  # a death: it is told what it has interrupted
+            if (
+                self.fault is not None and self.fault.op is None
+            ):  # a death: it is told what it has interrupted
                 self.fault.op = op
             self._let_hear()
         if code == at.ERR_ABORTED:
@@ -279,12 +312,22 @@ class Faults:
             return self.fault
         if code == at.ERR_TIMEOUT:
             statuses = self.statuses()
-            differing = "" if board["p2p_sig"] else self._compared(board["sig"] & at.SEQ_MASK, statuses)
-            if differing := differing or parted(statuses) or self._waits_in_vain(peer, board, statuses):
-                return self.spread(CollectiveMismatch(differing, rank=rank, peer=whom, op=op, hint=HINT))
+            differing = (
+                "" if board["p2p_sig"] else self._compared(board["sig"] & at.SEQ_MASK, statuses)
+            )
+            if (
+                differing := differing
+                or parted(statuses)
+                or self._waits_in_vain(peer, board, statuses)
+            ):
+                return self.spread(
+                    CollectiveMismatch(differing, rank=rank, peer=whom, op=op, hint=HINT)
+                )
             graph = self.wait_for_graph(statuses)
             text = f"rank {rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {whom} in step {step}"
-            return self.spread(CollectiveTimeout(text, graph=graph, rank=rank, peer=whom, op=op, hint=HINT))
+            return self.spread(
+                CollectiveTimeout(text, graph=graph, rank=rank, peer=whom, op=op, hint=HINT)
+            )
         if code == at.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
             return self.spread(self._parted(peer, op))
         if code in (at.ERR_LEFT, at.ERR_PARTED) or (code == at.ERR_CUT and peer in self.left):
@@ -294,12 +337,18 @@ class Faults:
         if code == at.ERR_MISMATCH:
             if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
                 op = "send/recv"  # of a group that has not waited yet: the board shows what was before it
-            return self.spread(CollectiveMismatch(self._mismatch(peer, want, got), rank=rank, peer=whom, op=op, hint=HINT))
+            return self.spread(
+                CollectiveMismatch(
+                    self._mismatch(peer, want, got), rank=rank, peer=whom, op=op, hint=HINT
+                )
+            )
         if code == at.ERR_SIZE:
             text = f"ranks disagree on the size of a message: rank {rank} expects {want} bytes, rank {whom} sent {got}"
             return self.spread(CollectiveMismatch(text, rank=rank, peer=whom, op=op, hint=HINT))
         if code == at.ERR_ENDED:
-            return self.spread(CollectiveMismatch(self._in_vain(peer), rank=rank, peer=whom, op=op, hint=HINT))
+            return self.spread(
+                CollectiveMismatch(self._in_vain(peer), rank=rank, peer=whom, op=op, hint=HINT)
+            )
         if code == at.ERR_CUT:
             return self._tell_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), op)
         if code == at.ERR_CMA:
@@ -315,21 +364,39 @@ class Faults:
     def _in_vain(self, peer: int) -> str:
         return in_vain(self.called[self.rank], self.called[peer])
 
-    def _waits_in_vain(self, peer: int, board: dict[str, int], statuses: dict[int, dict[str, Any]]) -> str:
+    def _waits_in_vain(
+        self, peer: int, board: dict[str, int], statuses: dict[int, dict[str, Any]]
+    ) -> str:
         """Where ``peer`` has ended the operation on ``board``, and nothing of what it sent is under way: so in words; else empty."""
         theirs = statuses.get(peer, {}).get("status")
-        if board["p2p_sig"] or not isinstance(theirs, dict) or "sent" not in theirs or not has_ended(board, theirs):
+        if (
+            board["p2p_sig"]
+            or not isinstance(theirs, dict)
+            or "sent" not in theirs
+            or not has_ended(board, theirs)
+        ):
             return ""
-        return self._in_vain(peer) if theirs["sent"][self.rank] == self.fabric.context.received(peer) else ""
+        return (
+            self._in_vain(peer)
+            if theirs["sent"][self.rank] == self.fabric.context.received(peer)
+            else ""
+        )
 
     def _parted(self, peer: int, op: str) -> MiracclError:
         """The error of a wait for a rank that waits on the control plane."""
         statuses, board = self.statuses(), self.fabric.board()
-        names = {peer: self.control.told_by(peer), self.rank: describe_signature(board["p2p_sig"] or board["sig"])["collective"]}
-        text = parted(statuses) or differences({rank: {"collective": name} for rank, name in sorted(names.items())})
+        names = {
+            peer: self.control.told_by(peer),
+            self.rank: describe_signature(board["p2p_sig"] or board["sig"])["collective"],
+        }
+        text = parted(statuses) or differences(
+            {rank: {"collective": name} for rank, name in sorted(names.items())}
+        )
         return CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT)
 
-    def unlike_messages(self, peer: int, mine: tuple[int, int], theirs: tuple[int, int], text: str = "") -> MiracclError:
+    def unlike_messages(
+        self, peer: int, mine: tuple[int, int], theirs: tuple[int, int], text: str = ""
+    ) -> MiracclError:
         """The error of a message that ``peer`` sent and that is not what this rank receives; (signature, elements) of each, and how they
         differ, where not by these."""
         if self.fault is not None:
@@ -340,17 +407,28 @@ class Faults:
 
     def _mismatch(self, peer: int, want: int, got: int) -> str:
         """Which field differs, and which ranks have which value."""
-        if SEND_RECV in (describe_signature(want)["collective"], describe_signature(got)["collective"]):
+        if SEND_RECV in (
+            describe_signature(want)["collective"],
+            describe_signature(got)["collective"],
+        ):
             return self._unlike(peer, want, got)
-        statuses = self.statuses()  # a message of an earlier operation than this: that is where ranks parted
+        statuses = (
+            self.statuses()
+        )  # a message of an earlier operation than this: that is where ranks parted
         for number in (got & at.SEQ_MASK, want & at.SEQ_MASK):
             if differing := self._compared(number, statuses):
                 return differing
-        return of_another_operation(self.called[self.rank], self.called[peer], want, got) or self._unlike(peer, want, got)
+        return of_another_operation(
+            self.called[self.rank], self.called[peer], want, got
+        ) or self._unlike(peer, want, got)
 
     def _compared(self, number: int, statuses: dict[int, dict[str, Any]]) -> str:
         """How the ranks' operations with this number (``SEQ_MASK``) differ, as far as boards and ``statuses`` tell; else empty."""
-        found = {rank: entry for rank in self.fabric.near if (entry := self.fabric.history(rank).get(number))}
+        found = {
+            rank: entry
+            for rank in self.fabric.near
+            if (entry := self.fabric.history(rank).get(number))
+        }
         for rank, answer in statuses.items():
             status = answer.get("status")
             for entry in status.get("history", ()) if isinstance(status, dict) else ():
@@ -361,9 +439,20 @@ class Faults:
     def _unlike(self, peer: int, want: int, got: int) -> str:
         """Two ranks whose messages do not belong together."""
         board = self.fabric.board()
-        count = board["p2p_count"] if board["p2p_sig"] == want else board["count"] if board["sig"] == want else -1
+        count = (
+            board["p2p_count"]
+            if board["p2p_sig"] == want
+            else board["count"]
+            if board["sig"] == want
+            else -1
+        )
         same_count = describe_signature(want)["count"] == describe_signature(got)["count"]
-        return unlike_messages(self.called[self.rank], (want, count), self.called[peer], (got, count if same_count else -1))
+        return unlike_messages(
+            self.called[self.rank],
+            (want, count),
+            self.called[peer],
+            (got, count if same_count else -1),
+        )
 
     def statuses(self) -> dict[int, dict[str, Any]]:
         """What all ranks are doing, as ``statuses.ask`` has it."""
@@ -373,16 +462,28 @@ class Faults:
 
     def wait_for_graph(self, statuses: dict[int, dict[str, Any]]) -> tuple[str, ...]:
         """One line per rank: what it is doing, for whom it waits, and where its program is."""
-        seqs = [s["status"]["seq"] for s in statuses.values() if isinstance(s.get("status"), dict) and "seq" in s["status"]]
+        seqs = [
+            s["status"]["seq"]
+            for s in statuses.values()
+            if isinstance(s.get("status"), dict) and "seq" in s["status"]
+        ]
         newest = max(seqs, default=0)
         lines = []
         for rank in range(self.nranks):
             answer = statuses.get(rank, {"answered": False, "reason": "no answer"})
             board = answer.get("status")
             if rank in self.left:
-                lines.append(graph_line(self.called[rank], f"left the communicator ({self.left[rank]})"))
+                lines.append(
+                    graph_line(self.called[rank], f"left the communicator ({self.left[rank]})")
+                )
             elif not answer.get("answered") or not isinstance(board, dict) or "seq" not in board:
                 lines.append(graph_line(self.called[rank], silence(answer)))
             else:
-                lines.append(graph_line(self.called[rank], activity({**board, "peer": self._name(board["peer"])}, newest), place(answer)))
+                lines.append(
+                    graph_line(
+                        self.called[rank],
+                        activity({**board, "peer": self._name(board["peer"])}, newest),
+                        place(answer),
+                    )
+                )
         return tuple(lines)

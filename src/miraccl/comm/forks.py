@@ -23,7 +23,9 @@ def tell(thing: Forkable) -> None:
 def why_closed(foreign: bool) -> str:
     """Why a communicator takes no calls: ``foreign``, in a forked child, or as it has ended."""
     if foreign:
-        return "the communicator belongs to the process that made it, from which this one was forked"
+        return (
+            "the communicator belongs to the process that made it, from which this one was forked"
+        )
     return "the communicator has been finalized"
 
 

@@ -102,7 +102,9 @@ class Group:
 
 
 class _Local(threading.local):
-    group: Group | None = None  # of the class: asking for what a thread has not set would cost half a microsecond
+    group: Group | None = (
+        None  # of the class: asking for what a thread has not set would cost half a microsecond
+    )
 
 
 _local = _Local()
@@ -116,7 +118,9 @@ def _begin() -> None:
     whole.depth += 1
 
 
-def _end(kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+def _end(
+    kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+) -> None:
     whole = current()
     assert whole is not None
     whole.depth -= 1
@@ -142,7 +146,12 @@ class Block:
     def __enter__(self) -> None:
         _begin()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         _end(kind, value, trace)
 
 
@@ -161,7 +170,9 @@ def group() -> Block:
 # ---- groups that compiled code has begun
 
 HandOver = Callable[[Group], None]
-_noted: list[HandOver] = []  # by whom calls of the group are noted in which ``_record`` has a thread
+_noted: list[
+    HandOver
+] = []  # by whom calls of the group are noted in which ``_record`` has a thread
 
 
 def _is_compiled() -> int:
@@ -169,10 +180,17 @@ def _is_compiled() -> int:
     return 0
 
 
-def hasten(begin: Callable[..., None], end: Callable[..., None], is_compiled: Callable[[], int]) -> None:
+def hasten(
+    begin: Callable[..., None], end: Callable[..., None], is_compiled: Callable[[], int]
+) -> None:
     """Begin and end blocks by these builtins from now on; they hand to Python what they do not take."""
     global _is_compiled
-    for where, value in ((at.GROUPS_NOTED, _noted), (at.GROUPS_BEGIN, _begin), (at.GROUPS_END, _end), (at.GROUPS_NONE, None)):
+    for where, value in (
+        (at.GROUPS_NOTED, _noted),
+        (at.GROUPS_BEGIN, _begin),
+        (at.GROUPS_END, _end),
+        (at.GROUPS_NONE, None),
+    ):
         _record[where // 8] = id(value)
     _is_compiled = is_compiled
     Block.__enter__, Block.__exit__ = begin, end  # type: ignore[method-assign]

@@ -61,7 +61,9 @@ class Lookout:
 
     def _begin(self, bell: int) -> None:
         try:
-            threading.Thread(target=self._watch, args=(bell,), name="miraccl lookout", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(bell,), name="miraccl lookout", daemon=True
+            ).start()
         except RuntimeError:
             os.close(bell)
         else:
@@ -106,8 +108,13 @@ class Lookout:
         poll = select.poll()
         poll.register(bell, select.POLLIN)
         while waits := whereabouts.own_waits(look=True):
-            sessions = {name: _session_with(wait) if stream is None else stream.session for name, wait, stream in waits}
-            looks = {name: _Look.at(name, waits, sessions[name], looks.get(name)) for name in sessions}
+            sessions = {
+                name: _session_with(wait) if stream is None else stream.session
+                for name, wait, stream in waits
+            }
+            looks = {
+                name: _Look.at(name, waits, sessions[name], looks.get(name)) for name in sessions
+            }
             for name, look in looks.items():
                 if time.monotonic() >= look.due:
                     session = sessions[name]
@@ -126,22 +133,39 @@ class Lookout:
             if any(program.get("looks") for program in _programs(answers).values()):  # now they do
                 time.sleep(LOOKED_S)
                 answers = session.request_status(ANSWER_S)
-        except MiracclError:  # the communicator was closed meanwhile: where this process is now is to be seen again
+        except (
+            MiracclError
+        ):  # the communicator was closed meanwhile: where this process is now is to be seen again
             return False
         known = whereabouts.places(_programs(answers))
         _, circle = circles.find_circle(name, known)
         text = _unlike(name, known, session)
         if text:
-            waits = {one: wait.ident for one in known for wait in known[one].waits if _unlike(one, known, session)}
+            waits = {
+                one: wait.ident
+                for one in known
+                for wait in known[one].waits
+                if _unlike(one, known, session)
+            }
         elif circle:
-            at = {answer["status"]["program"]["token"]: place(answer) for answer in answers.values() if _programs({0: answer})}
+            at = {
+                answer["status"]["program"]["token"]: place(answer)
+                for answer in answers.values()
+                if _programs({0: answer})
+            }
             text = _describe(circle, at, session)
-            waits = {one: wait.ident for one in known if (wait := circles.find_circle(one, known)[0]) is not None}
+            waits = {
+                one: wait.ident
+                for one in known
+                if (wait := circles.find_circle(one, known)[0]) is not None
+            }
         else:
             return False
         with contextlib.suppress(MiracclError):
             session.notify({"kind": KIND, "message": text, "waits": waits})
-            end(text, {name: ident for name, ident in waits.items() if "/" in name})  # before others leave, for whom streams wait
+            end(
+                text, {name: ident for name, ident in waits.items() if "/" in name}
+            )  # before others leave, for whom streams wait
             session.wait_until_heard(HEARD_S)
         end(text, waits)
         return True
@@ -149,7 +173,11 @@ class Lookout:
 
 def _programs(answers: Mapping[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What programs report, by token."""
-    found = [program for answer in answers.values() if (program := answer.get("status", {}).get("program"))]
+    found = [
+        program
+        for answer in answers.values()
+        if (program := answer.get("status", {}).get("program"))
+    ]
     return {program["token"]: program for program in found}
 
 
@@ -162,7 +190,13 @@ class _Look:
     due: float
 
     @classmethod
-    def at(cls, name: str, waits: list[tuple[str, Wait, Stream | None]], session: Session | None, before: _Look | None) -> _Look:
+    def at(
+        cls,
+        name: str,
+        waits: list[tuple[str, Wait, Stream | None]],
+        session: Session | None,
+        before: _Look | None,
+    ) -> _Look:
         """About what a program or stream waits for of all these; ``before``: the last one."""
         ident = " ".join(wait.ident for other, wait, _ in waits if other == name)
         if before is not None and before.ident == ident:
@@ -182,7 +216,14 @@ class Creation:
     Whoever waits calls ``look`` every so often, which raises if the others will not come.  ``wake`` ends a wait that cannot.
     """
 
-    def __init__(self, key: str, awaited: Iterable[str], op: str, rank: int, wake: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        key: str,
+        awaited: Iterable[str],
+        op: str,
+        rank: int,
+        wake: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._rank, self._op, self._wake = rank, op, wake
         self._ended = ""
         others = tuple(token for token in awaited if token != process_token().hex())
@@ -225,21 +266,42 @@ def end(text: str, waits: dict[str, Any]) -> None:
 
 def _session_with(wait: Wait) -> Session | None:
     """That of the communicator with the most ranks that knows all who are awaited: circles may go through any of them."""
-    sessions = [(session, seat.key == wait.key) for seat in whereabouts.seats if (session := seat.session) is not None]
-    fitting = [(s.nranks, own, s) for s, own in sessions if set(wait.awaited) <= set(s.tokens) and s.nranks <= COUNTED_RANKS]
+    sessions = [
+        (session, seat.key == wait.key)
+        for seat in whereabouts.seats
+        if (session := seat.session) is not None
+    ]
+    fitting = [
+        (s.nranks, own, s)
+        for s, own in sessions
+        if set(wait.awaited) <= set(s.tokens) and s.nranks <= COUNTED_RANKS
+    ]
     return max(fitting, key=lambda entry: entry[:2], default=(0, False, None))[2]
 
 
 def _describe(circle: Circle, places: dict[str, str], session: Session) -> str:
     """Who waits for whom, and where its program is. Where two ranks wait for each other on GPU memory: which calls differ."""
-    last = [(name, wait) for (name, wait), then in zip(circle, [*circle[1:], circle[0]], strict=True) if not _same(name, then[0])]
+    last = [
+        (name, wait)
+        for (name, wait), then in zip(circle, [*circle[1:], circle[0]], strict=True)
+        if not _same(name, then[0])
+    ]
     ranks = [_rank_of(name, session) for name, _ in last]
-    calls = {rank: {"collective": wait.collective} for rank, (_, wait) in zip(ranks, last, strict=True)}
-    if len(last) == 2 and all("/" in name and wait.collective for name, wait in last) and (text := differences(calls)):
+    calls = {
+        rank: {"collective": wait.collective} for rank, (_, wait) in zip(ranks, last, strict=True)
+    }
+    if (
+        len(last) == 2
+        and all("/" in name and wait.collective for name, wait in last)
+        and (text := differences(calls))
+    ):
         return text
 
     def says(i: int, j: int) -> str:
-        return together(f"rank {ranks[i]} waits for rank {ranks[j]} in {last[i][1].op}", places.get(last[i][0].partition("/")[0], ""))
+        return together(
+            f"rank {ranks[i]} waits for rank {ranks[j]} in {last[i][1].op}",
+            places.get(last[i][0].partition("/")[0], ""),
+        )
 
     return circle_of(ranks, says)
 
@@ -247,7 +309,10 @@ def _describe(circle: Circle, places: dict[str, str], session: Session) -> str:
 def _unlike(name: str, known: dict[str, Place], session: Session) -> str:
     """How the operations differ that ranks have in the place of one that the stream ``name`` waits in; empty if they do not."""
     for wait in known.get(name, Place()).waits:
-        found = {_rank_of(one, session): (int(sig), int(count)) for one, (sig, count) in circles.called(wait, known).items()}
+        found = {
+            _rank_of(one, session): (int(sig), int(count))
+            for one, (sig, count) in circles.called(wait, known).items()
+        }
         if text := compared(found):
             return text
     return ""
@@ -255,13 +320,21 @@ def _unlike(name: str, known: dict[str, Place], session: Session) -> str:
 
 def _same(name: str, other: str) -> bool:
     """Whether these are a program and a stream of one process."""
-    return name != other and name.partition("/")[0] == other.partition("/")[0] and not ("/" in name and "/" in other)
+    return (
+        name != other
+        and name.partition("/")[0] == other.partition("/")[0]
+        and not ("/" in name and "/" in other)
+    )
 
 
 def _rank_of(name: str, session: Session) -> int:
     """The rank of a program or stream. Only streams may be of ranks that are threads of one process."""
     token, _, stream = name.partition("/")
-    return session.tokens.index(token) if session.tokens.count(token) == 1 else int(stream.rpartition("/")[2])
+    return (
+        session.tokens.index(token)
+        if session.tokens.count(token) == 1
+        else int(stream.rpartition("/")[2])
+    )
 
 
 lookout = Lookout()

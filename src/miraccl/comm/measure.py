@@ -28,12 +28,17 @@ from miraccl.types import DType, RedOp
 SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 PATIENCE = 6
 TURNS = 3  # of ways that are compared
-PLACES = 4  # of buffers: how well they fit into the caches depends on where their pages happen to lie
+PLACES = (
+    4  # of buffers: how well they fit into the caches depends on where their pages happen to lie
+)
 DISTURBED = 0.02  # share of a repetition that a rank spends waiting for a core
 CLEAR_GAIN = 0.9  # a single copy has to take less than this share of the time of two copies
 EXCHANGE_SIZES = tuple(128 << 10 << i for i in range(6))  # blocks
 EXCHANGE_GAIN = 0.95  # as CLEAR_GAIN, for blocks that are read whole
-SWAP_SIZES = (8 << 10, 128 << 10)  # blocks of the exchanges that tell whether slots had better change hands
+SWAP_SIZES = (
+    8 << 10,
+    128 << 10,
+)  # blocks of the exchanges that tell whether slots had better change hands
 SWAP_GAIN = 0.97  # each takes less than this share of the time then
 
 
@@ -132,24 +137,36 @@ def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
     for size in constants.sizes:
         x = np.zeros(size // 2 // 4, np.float32)  # the working set is one vector on each side
         count = max(1, min(200, (8 << 20) // x.nbytes))
-        copies.append(round(count * x.nbytes / _together(comm, partial(_stream, comm, x, count), 6), 1))
+        copies.append(
+            round(count * x.nbytes / _together(comm, partial(_stream, comm, x, count), 6), 1)
+        )
     small = np.zeros(1, np.float32)
     latency = _together(comm, _round_trips(comm, small, 200), 8) / 400
     single, swaps = _single_copy_from(comm), _swaps_slots(comm)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
-    for word, value in ((at.CTX_SPIN, CROWDED.spin), (at.CTX_YIELDS, CROWDED.yields), (at.CTX_STEP_ASIDE, 0)):
+    for word, value in (
+        (at.CTX_SPIN, CROWDED.spin),
+        (at.CTX_YIELDS, CROWDED.yields),
+        (at.CTX_STEP_ASIDE, 0),
+    ):
         comm._member.context.set(word, value)
     switch = _together(comm, _round_trips(comm, small, 50), 5) / 100
     os.sched_setaffinity(0, cores)
-    constants = replace(constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3))
+    constants = replace(
+        constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3)
+    )
     exchange = _exchange_copy_from(comm, swaps)
-    return replace(constants, single_copy_from=single, exchange_copy_from=exchange, swap_slots=swaps)
+    return replace(
+        constants, single_copy_from=single, exchange_copy_from=exchange, swap_slots=swaps
+    )
 
 
 def _single_copy_from(comm: Communicator) -> int:
     member = comm._member
-    if not member.fabric.addressable:  # all ranks see this alike; one that may read need not be one that is read
+    if (
+        not member.fabric.addressable
+    ):  # all ranks see this alike; one that may read need not be one that is read
         return -1
     verdict = np.array([-1], np.int64)
     for size in reversed(SINGLE_COPY_SIZES):
@@ -167,7 +184,11 @@ def _single_copy_from(comm: Communicator) -> int:
     return int(verdict[0])
 
 
-def _in_turns(comm: Communicator, ways: Sequence[Callable[[], None]], before: Callable[[], None] = lambda: None) -> list[float]:
+def _in_turns(
+    comm: Communicator,
+    ways: Sequence[Callable[[], None]],
+    before: Callable[[], None] = lambda: None,
+) -> list[float]:
     """The shortest time of the slowest rank for each of some ways to do the same, taking turns: thrice a turn that nobody disturbs."""
     best, worst = [float("inf")] * len(ways), np.zeros(2)
     for _ in range(TURNS):
@@ -195,7 +216,9 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
 
     def copying(single_copy: str) -> Communicator:
         session = member.session.sub(range(comm.nranks), f"single copy {single_copy}")
-        return Communicator.from_session(session, replace(member.options, single_copy=single_copy), parent=comm)
+        return Communicator.from_session(
+            session, replace(member.options, single_copy=single_copy), parent=comm
+        )
 
     with copying("never") as twice, copying("1") as once:
         twice._member.context.set(at.CTX_SWAP, int(swaps))
@@ -205,7 +228,11 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
                 x = np.zeros(comm.nranks * size // 4, np.float32)
                 out = np.zeros_like(x)
                 places.append((x, out))  # the next ones lie elsewhere
-                times += _in_turns(comm, [partial(each.all_to_all, x, out) for each in (twice, once)], partial(x.fill, 0))
+                times += _in_turns(
+                    comm,
+                    [partial(each.all_to_all, x, out) for each in (twice, once)],
+                    partial(x.fill, 0),
+                )
             shares.append(float(times[1] / times[0]))
     verdict = np.array([_first_gain(EXCHANGE_SIZES, shares)], np.int64)
     comm.broadcast(verdict)

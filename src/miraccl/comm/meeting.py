@@ -20,7 +20,9 @@ def begin(timeout: float | None = None) -> Deadline:
     return Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
 
 
-def meet_by_id(nranks: int, unique_id: UniqueId | bytes | str, rank: int, options: Options, deadline: Deadline) -> Session:
+def meet_by_id(
+    nranks: int, unique_id: UniqueId | bytes | str, rank: int, options: Options, deadline: Deadline
+) -> Session:
     """The session of the job with this id."""
     check_place(nranks, rank)
     ident = _as_unique_id(unique_id)
@@ -42,4 +44,6 @@ def _as_unique_id(given: UniqueId | bytes | str) -> UniqueId:
         return UniqueId.parse(given)
     if isinstance(given, bytes | bytearray):
         return UniqueId.from_bytes(bytes(given))
-    raise InvalidUsage(f"unique_id is a {type(given).__name__}; allowed are what get_unique_id() returns, its bytes and its text")
+    raise InvalidUsage(
+        f"unique_id is a {type(given).__name__}; allowed are what get_unique_id() returns, its bytes and its text"
+    )

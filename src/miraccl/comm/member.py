@@ -53,7 +53,12 @@ class Member:
     """Everything behind a ``Communicator``; made collectively, closed by each rank for itself."""
 
     def __init__(
-        self, session: Session, options: Options, *, constants: Constants | None = None, stages: Stages | None = None
+        self,
+        session: Session,
+        options: Options,
+        *,
+        constants: Constants | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.session, self.options = session, options
         self.rank, self.nranks = session.rank, session.nranks
@@ -68,16 +73,25 @@ class Member:
         mine = constants or prepare()
         beliefs = Beliefs(
             version=__version__,
-            algo=options.algo or " ".join(f"{collective.label}:{name}" for collective, name in options.wishes),
-            proto=" ".join(f"{collective.label}:{name}" for collective, name in options.protocols) or options.proto,
+            algo=options.algo
+            or " ".join(f"{collective.label}:{name}" for collective, name in options.wishes),
+            proto=" ".join(f"{collective.label}:{name}" for collective, name in options.protocols)
+            or options.proto,
             deterministic=options.deterministic,
             buffsize=options.buffsize,
             single_copy=options.single_copy,
             constants=mine.to_json(),
         )
-        overrides = Overrides(algo=options.algo, proto=options.proto, deterministic=options.deterministic, wishes=dict(options.wishes))
+        overrides = Overrides(
+            algo=options.algo,
+            proto=options.proto,
+            deterministic=options.deterministic,
+            wishes=dict(options.wishes),
+        )
         try:
-            self.fabric = Fabric(stages or Stages(session), beliefs, timeout=options.timeout, on_lost=self._lost)
+            self.fabric = Fabric(
+                stages or Stages(session), beliefs, timeout=options.timeout, on_lost=self._lost
+            )
         except BaseException as error:
             session.close(f"could not connect: {error}"[:500])
             raise
@@ -90,29 +104,42 @@ class Member:
         self.planner = Planner(
             rank=self.rank,
             shape=Shape(
-                nranks=self.nranks, ranks_per_core=max(1.0, self.fabric.ranks_per_core), hosts=hosts, order=self.fabric.order
+                nranks=self.nranks,
+                ranks_per_core=max(1.0, self.fabric.ranks_per_core),
+                hosts=hosts,
+                order=self.fabric.order,
             ),
             slot_bytes=self.fabric.slot_bytes,
             constants=self.constants,
             overrides=overrides,
             stream_from=self.fabric.stream_from,
             single_copy=self._copy_once_from(options.single_copy, self.constants.single_copy_from),
-            exchange_copy=self._copy_once_from(options.single_copy, self.constants.exchange_copy_from),
+            exchange_copy=self._copy_once_from(
+                options.single_copy, self.constants.exchange_copy_from
+            ),
             addressable=self.fabric.addressable,
         )
         self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
         self.context.set(at.CTX_SWAP, int(self.constants.swap_slots))
         self.seat = MemberSeat(self)
-        self._worker = Worker(f"miraccl-work-{session.name}", self.look_before_running, self.seat.wait_inside)
+        self._worker = Worker(
+            f"miraccl-work-{session.name}", self.look_before_running, self.seat.wait_inside
+        )
         self._runs: dict[Request, Run] = {}
-        self._exchange = Exchange(self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV))
+        self._exchange = Exchange(
+            self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV)
+        )
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
             self.context.set(at.CTX_LOOKOUT, lookout.open())
             whereabouts.seats.take(self.seat)
         session.on_event(self.underway.hear)
         forks.tell(self)
         if _log.isEnabledFor(logging.INFO):  # with many ranks the line takes time
-            _log.info("%s: %s", session.name, summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]))
+            _log.info(
+                "%s: %s",
+                session.name,
+                summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]),
+            )
 
     def _copy_once_from(self, asked: str, measured: int) -> int:
         """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
@@ -140,7 +167,11 @@ class Member:
     def _reasons(self) -> int:
         """Background work, an end, sends or receives that are open."""
         pending = REASON_PENDING if self._worker.pending else 0
-        return pending | (REASON_CLOSED if self.closed else 0) | (REASON_OPEN if self._exchange.has_open else 0)
+        return (
+            pending
+            | (REASON_CLOSED if self.closed else 0)
+            | (REASON_OPEN if self._exchange.has_open else 0)
+        )
 
     def check(self, code: int, name: str) -> None:
         """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
@@ -156,7 +187,10 @@ class Member:
 
     def _conclude(self, code: int, name: str) -> None:
         if code == at.BUSY:
-            raise InvalidUsage(f"{name}: another thread is inside this communicator", hint="give each thread its own with split()")
+            raise InvalidUsage(
+                f"{name}: another thread is inside this communicator",
+                hint="give each thread its own with split()",
+            )
         if code != at.OK:
             self._fail(code, name)
 
@@ -179,9 +213,19 @@ class Member:
             run = self._runs[call.request] = self.planner.make_run(call.request)
         if call.cacheable:
             request = call.request
-            sizes = (request.block_bytes, 0) if request.uneven else (sum(request.in_counts), sum(request.out_counts))
+            sizes = (
+                (request.block_bytes, 0)
+                if request.uneven
+                else (sum(request.in_counts), sum(request.out_counts))
+            )
             self.context.remember(
-                run, request.collective, *sizes, request.dtype, call.plan_arg, request.in_place, uneven=request.uneven
+                run,
+                request.collective,
+                *sizes,
+                request.dtype,
+                call.plan_arg,
+                request.in_place,
+                uneven=request.uneven,
             )
         return run
 
@@ -216,7 +260,9 @@ class Member:
 
     # ---- sends and receives
 
-    def exchange(self, transfers: Sequence[Transfer], result: Any, name: str, async_op: bool) -> Any:
+    def exchange(
+        self, transfers: Sequence[Transfer], result: Any, name: str, async_op: bool
+    ) -> Any:
         """Run sends and receives together. Those in the background begin at once, as far as they can, and go on inside later calls
         of this communicator, or by themselves; they are waited for before a collective, whose messages take the same ways."""
         if not async_op:
@@ -266,7 +312,9 @@ class Member:
             self._advance(entries, name)
         return True
 
-    def _advance(self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None) -> None:
+    def _advance(
+        self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None
+    ) -> None:
         code = self._exchange.advance([e for e in must if not e.done], among)
         self._watch()
         self.look_before_running()
@@ -305,7 +353,9 @@ class Member:
         if not self._exchange.open:
             return
         entries = self._exchange.open
-        if background or self._worker.pending:  # what is added until that runs comes after the operation that this is for
+        if (
+            background or self._worker.pending
+        ):  # what is added until that runs comes after the operation that this is for
             self._worker.submit("send/recv", lambda: self._advance(entries, "send/recv", entries))
         else:
             self._advance(entries, "send/recv")
@@ -327,20 +377,32 @@ class Member:
         parts = self.fabric.memory()
         return {"total": parts["fifo"] + parts["network"] + parts["private"], **parts}
 
-    def question(self, collective: str | Collective, nbytes: int, dtype: Any) -> tuple[Collective, int, DType]:
+    def question(
+        self, collective: str | Collective, nbytes: int, dtype: Any
+    ) -> tuple[Collective, int, DType]:
         """What ``explain`` is asked about: (collective, bytes of a block, type)."""
-        name = collective.upper() if isinstance(collective, str) else getattr(collective, "name", "")
+        name = (
+            collective.upper() if isinstance(collective, str) else getattr(collective, "name", "")
+        )
         if name not in Collective.__members__ or name == "SEND_RECV":
             known = ", ".join(c.label for c in Collective if c is not Collective.SEND_RECV)
             raise InvalidUsage(f"no collective is called {collective!r}; known are {known}")
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer) or not 0 <= nbytes <= MOST_BYTES:
-            raise InvalidUsage(f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 to {MOST_BYTES}")
+        if (
+            isinstance(nbytes, bool)
+            or not isinstance(nbytes, int | np.integer)
+            or not 0 <= nbytes <= MOST_BYTES
+        ):
+            raise InvalidUsage(
+                f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 to {MOST_BYTES}"
+            )
         kind = Collective[name]
         return kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype)
 
     # ---- other communicators
 
-    def meet(self, name: str, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
+    def meet(
+        self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
+    ) -> list[bytes]:
         """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
         with whereabouts.Waiting(self.seat.meeting):
             return self.faults.meet(name, tag, data, deadline)
@@ -361,17 +423,28 @@ class Member:
 
     def waits_only(self) -> bool:
         """Whether nothing of this rank is under way beside its program."""
-        return not self._worker.pending and not self._exchange.open and not self.context.get(at.CTX_ASIDE)
+        return (
+            not self._worker.pending
+            and not self._exchange.open
+            and not self.context.get(at.CTX_ASIDE)
+        )
 
     def split(self, color: int | None, key: int, number: int, deadline: Deadline) -> Session | None:
         """The session of this rank's color."""
         self.check(0, "split")
-        if color is not None and (isinstance(color, bool) or not isinstance(color, int | np.integer)):
-            raise InvalidUsage(f"split: color is {color!r}; it is a whole number, or None to stay out")
+        if color is not None and (
+            isinstance(color, bool) or not isinstance(color, int | np.integer)
+        ):
+            raise InvalidUsage(
+                f"split: color is {color!r}; it is a whole number, or None to stay out"
+            )
         if isinstance(key, bool) or not isinstance(key, int | np.integer):
             raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
         mine = f"{'' if color is None else int(color)},{int(key)}".encode()
-        everyone = [tuple(blob.decode().split(",")) for blob in self.meet("split", f"split {number}", mine, deadline)]
+        everyone = [
+            tuple(blob.decode().split(","))
+            for blob in self.meet("split", f"split {number}", mine, deadline)
+        ]
         if color is None:
             return None
         chosen = sorted((int(k), r) for r, (c, k) in enumerate(everyone) if c == str(int(color)))
@@ -386,7 +459,9 @@ class Member:
 
     def end_underway(self) -> None:
         """The ranks that make another communicator of this one's go on without this rank."""
-        text = "the communicator was finalized while the ranks that live were making another one of it"
+        text = (
+            "the communicator was finalized while the ranks that live were making another one of it"
+        )
         self.underway.end(CommunicatorClosed(text, rank=self.rank, op="shrink"))
 
     def finalize(self) -> None:
@@ -402,7 +477,9 @@ class Member:
     def _leave(self) -> None:
         self.faults.closing = True
         if self.faults.fault is None:
-            with contextlib.suppress(MiracclError):  # what was pending may have failed: its Work says so
+            with contextlib.suppress(
+                MiracclError
+            ):  # what was pending may have failed: its Work says so
                 self.flush(background=True)
         if not self._worker.close(CLOSE_WAIT_S):
             self._end_while("an operation was pending")
@@ -425,7 +502,9 @@ class Member:
             self._left_alone()
 
     def _end_while(self, what: str) -> None:
-        self.faults.settle(CommunicatorClosed(f"the communicator was finalized while {what}", rank=self.rank))
+        self.faults.settle(
+            CommunicatorClosed(f"the communicator was finalized while {what}", rank=self.rank)
+        )
 
     def _left_alone(self) -> bool:
         """Whether no thread is in the engine, in ``CLOSE_WAIT_S`` at the latest."""
@@ -460,7 +539,9 @@ class _OpenWork(Work):
         deadline = time.monotonic() + timeout
         while not self.done():
             if time.monotonic() >= deadline:
-                raise CollectiveTimeout(f"not finished within {timeout:g} s; it goes on", op=self.name)
+                raise CollectiveTimeout(
+                    f"not finished within {timeout:g} s; it goes on", op=self.name
+                )
             time.sleep(0.0005)
 
     def done(self) -> bool:

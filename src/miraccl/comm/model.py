@@ -49,7 +49,9 @@ class Constants:
         values: Any = json.loads(text)
         if not isinstance(values, dict) or set(values) != {f.name for f in fields(cls)}:
             raise ValueError("these are not the constants of this version")
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        arguments: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
         return cls(**arguments)
 
     def at(self, table: Sequence[float], size: float) -> float:
@@ -98,14 +100,22 @@ _SAMPLE = 4096  # steps of a schedule from which on one rank stands for all
 
 
 def predict_us(
-    schedule: Schedule, latency_steps: int, block_bytes: int, dtype: DType, round_bytes: int, shape: Shape, constants: Constants
+    schedule: Schedule,
+    latency_steps: int,
+    block_bytes: int,
+    dtype: DType,
+    round_bytes: int,
+    shape: Shape,
+    constants: Constants,
 ) -> float:
     """Predicted time in microseconds of one operation whose blocks have ``block_bytes`` bytes."""
     chunk = min(chunk_bytes(block_bytes, schedule.parts, dtype.itemsize), max(block_bytes, 1))
     rounds = -(-chunk // round_bytes) if block_bytes else 1
     whole = sum(len(steps) for steps in schedule.channels[0]) <= _SAMPLE
     ranks = range(schedule.nranks) if whole else range(1)
-    works = [_work_us(schedule, rank, chunk, block_bytes, rounds, shape, constants) for rank in ranks]
+    works = [
+        _work_us(schedule, rank, chunk, block_bytes, rounds, shape, constants) for rank in ranks
+    ]
     total = sum(works) * schedule.nranks / len(works)
     cores = schedule.nranks / max(1.0, shape.ranks_per_core)
     return max(max(works), total / cores) + _waits_us(latency_steps, rounds, shape, constants)
@@ -121,7 +131,15 @@ def _waits_us(latency_steps: int, rounds: int, shape: Shape, constants: Constant
     return latency_steps * constants.latency_us
 
 
-def _work_us(schedule: Schedule, rank: int, chunk: int, block_bytes: int, rounds: int, shape: Shape, constants: Constants) -> float:
+def _work_us(
+    schedule: Schedule,
+    rank: int,
+    chunk: int,
+    block_bytes: int,
+    rounds: int,
+    shape: Shape,
+    constants: Constants,
+) -> float:
     """What one rank's steps cost, waiting aside."""
     blocks = max(schedule.input_chunks, schedule.output_chunks) / schedule.parts
     cached = 1 / constants.at(constants.copy, min(256 << 10, 2.0 * chunk))

@@ -26,8 +26,14 @@ _PROTOCOLS = {Protocol.SIMPLE: "simple", Protocol.LL: "ll", Protocol.LL128: "ll1
 _ON_CPUS = ("simple", "ll")
 #: algorithm -> what it is on GPUs, by collective; NCCL has rings of broadcast and reduce, too, which are chains here
 _ON_GPUS = {name: dict.fromkeys(Collective, name) for name in ("one_shot", "two_shot", "chain")} | {
-    "ring": {Collective.ALL_REDUCE: "ring", Collective.BROADCAST: "chain", Collective.REDUCE: "chain"},
-    "double_binary_tree": dict.fromkeys((Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE), "double_binary_tree"),
+    "ring": {
+        Collective.ALL_REDUCE: "ring",
+        Collective.BROADCAST: "chain",
+        Collective.REDUCE: "chain",
+    },
+    "double_binary_tree": dict.fromkeys(
+        (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE), "double_binary_tree"
+    ),
 }
 _log = trace.logger("tuning")
 
@@ -48,7 +54,11 @@ def read_algorithms(environ: Mapping[str, str] | None = None) -> tuple[str, dict
 def read_protocols(environ: Mapping[str, str] | None = None) -> tuple[str, dict[Collective, str]]:
     """The protocol that ``MIRACCL_PROTO`` commands for everything, and what ``NCCL_PROTO`` wishes where there is no command."""
     value, source = params.PROTO.resolve(environ)
-    return (value, {}) if source != "NCCL_PROTO" else ("", _understand(value, PROTOCOL_LABELS, _PROTOCOLS, "NCCL_PROTO"))
+    return (
+        (value, {})
+        if source != "NCCL_PROTO"
+        else ("", _understand(value, PROTOCOL_LABELS, _PROTOCOLS, "NCCL_PROTO"))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +83,10 @@ def on_cpus(protocols: Mapping[Collective, str]) -> str:
     if len(wished) == 1 and wished <= set(_ON_CPUS):
         return wished.pop()
     if any(wished):
-        _log.info("NCCL_PROTO is left aside on CPU ranks: they have %s, for all collectives alike", " and ".join(_ON_CPUS))
+        _log.info(
+            "NCCL_PROTO is left aside on CPU ranks: they have %s, for all collectives alike",
+            " and ".join(_ON_CPUS),
+        )
     return ""
 
 
@@ -83,13 +96,22 @@ def on_gpus(algorithms: Mapping[Collective, str]) -> dict[Collective, str]:
     for collective, name in algorithms.items():
         if found := _ON_GPUS.get(name, {}).get(collective):
             result[collective] = found
-    aside = [f"{name} for {coll.label}" for coll, name in algorithms.items() if coll in TUNED and coll not in result]
+    aside = [
+        f"{name} for {coll.label}"
+        for coll, name in algorithms.items()
+        if coll in TUNED and coll not in result
+    ]
     if aside:
-        _log.info("NCCL_ALGO is left aside on GPU memory, which has no kernel of %s: the model chooses", ", ".join(aside))
+        _log.info(
+            "NCCL_ALGO is left aside on GPU memory, which has no kernel of %s: the model chooses",
+            ", ".join(aside),
+        )
     return result
 
 
-def _understand(text: str, labels: Mapping[E, str], ours: Mapping[E, str], variable: str) -> dict[Collective, str]:
+def _understand(
+    text: str, labels: Mapping[E, str], ours: Mapping[E, str], variable: str
+) -> dict[Collective, str]:
     try:
         parsed = parse_wishes(text, labels, variable)
     except InvalidUsage as error:
@@ -101,5 +123,11 @@ def _understand(text: str, labels: Mapping[E, str], ours: Mapping[E, str], varia
         if len(left) == 1:
             result[collective] = left[0]
         elif Wish.FREE not in wishes.values():
-            _log.info("%s=%s leaves %s of ours for %s: the model chooses", variable, text, ", ".join(left) or "none", collective.label)
+            _log.info(
+                "%s=%s leaves %s of ours for %s: the model chooses",
+                variable,
+                text,
+                ", ".join(left) or "none",
+                collective.label,
+            )
     return result

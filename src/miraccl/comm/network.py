@@ -12,7 +12,12 @@ from miraccl.transport.socket import SocketTransport
 
 
 def open_network(
-    stages: Stages, me: Endpoint, slot_bytes: int, wake: Callable[[int], None], on_lost: OnLost, check: Callable[[], None]
+    stages: Stages,
+    me: Endpoint,
+    slot_bytes: int,
+    wake: Callable[[int], None],
+    on_lost: OnLost,
+    check: Callable[[], None],
 ) -> tuple[SocketTransport, Any]:
     """The transport and its proxy; the caller closes them in this order. ``check`` raises if a rank dies while they connect."""
     proxy = Proxy(rank=me.rank, wake=wake, on_lost=on_lost)

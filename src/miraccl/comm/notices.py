@@ -19,19 +19,33 @@ def of_death(lost: PeerLost, *, rank: int, called: Sequence[int] | None = None) 
 
 def of_leave(peer: int, why: str, *, rank: int, op: str | None) -> PeerDied:
     """The error of ``rank``, which waited in ``op`` for a peer that has left in good order."""
-    return PeerDied(f"rank {peer} has left the communicator ({why}) and will not take part", rank=rank, peer=peer, op=op)
+    return PeerDied(
+        f"rank {peer} has left the communicator ({why}) and will not take part",
+        rank=rank,
+        peer=peer,
+        op=op,
+    )
 
 
 def of_abort(rank: int, reason: str) -> CommunicatorAborted:
     """The error of ``rank``, which has aborted the communicator."""
-    return CommunicatorAborted(f"rank {rank} aborted the communicator: {reason}", rank=rank, peer=rank)
+    return CommunicatorAborted(
+        f"rank {rank} aborted the communicator: {reason}", rank=rank, peer=rank
+    )
 
 
 def to_words(error: MiracclError) -> dict[str, Any]:
     """What a notice says of ``error``, in plain JSON values. One that another module defines is told as what it is derived from."""
     kind = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
     graph = list(error.graph) if isinstance(error, CollectiveTimeout) else []
-    return {"kind": kind.__name__, "message": error.message, "peer": error.peer, "op": error.op, "hint": error.hint, "graph": graph}
+    return {
+        "kind": kind.__name__,
+        "message": error.message,
+        "peer": error.peer,
+        "op": error.op,
+        "hint": error.hint,
+        "graph": graph,
+    }
 
 
 def from_words(words: Any, *, rank: int, source: int) -> MiracclError | None:
@@ -40,7 +54,9 @@ def from_words(words: Any, *, rank: int, source: int) -> MiracclError | None:
     if not (isinstance(kind, type) and issubclass(kind, MiracclError)):
         return None
     peer, op, hint = words.get("peer"), words.get("op"), words.get("hint")
-    if not isinstance(peer, int) or (kind is PeerDied and peer == rank):  # a rank that hears of its own death lives: it has lost the source
+    if not isinstance(peer, int) or (
+        kind is PeerDied and peer == rank
+    ):  # a rank that hears of its own death lives: it has lost the source
         peer = source
     error = kind(str(words.get("message", "")), rank=rank, peer=peer)
     error.op, error.hint = (str(op) if op else None), (str(hint) if hint else None)

@@ -25,12 +25,20 @@ class Persistent:
         self._run.words[at.RUN_IN // 8] = call.source
         self._run.words[at.RUN_OUT // 8] = call.target
         self._plain = call.before is None
-        self._door = member.context.door("prepared", call.request.collective, run=self._run) if self._plain else no_door
+        self._door = (
+            member.context.door("prepared", call.request.collective, run=self._run)
+            if self._plain
+            else no_door
+        )
 
     def unlocked(self) -> tuple[int, int, int] | None:
         """(function, context, run) for compiled code without the interpreter's lock, which calls ``function(context, run, 0, 0)``
         (``executor.cpu.kernels.unlocked``) as long as this object lives; None where Python has a part in the operation."""
-        return (unlocked_kernel("run_unlocked"), self._member.context.address, self._run.address) if self._plain else None
+        return (
+            (unlocked_kernel("run_unlocked"), self._member.context.address, self._run.address)
+            if self._plain
+            else None
+        )
 
     def conclude(self, code: int) -> None:
         """Raise what a code of that function means."""

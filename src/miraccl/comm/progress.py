@@ -95,7 +95,9 @@ class Progress:
     def _look_after(self, post: Movable) -> bool | None:
         try:
             return post.go_on_alone()
-        except Exception:  # it must go on with the others; whoever waits for these meets the same error
+        except (
+            Exception
+        ):  # it must go on with the others; whoever waits for these meets the same error
             _log.exception("messages do not go on by themselves")
             return None
 

@@ -34,7 +34,11 @@ class MemberSeat:
     @property
     def session(self) -> Session | None:
         faults = self._member.faults
-        return None if self._member.closed or faults.closing or faults.fault is not None else self._member.session
+        return (
+            None
+            if self._member.closed or faults.closing or faults.fault is not None
+            else self._member.session
+        )
 
     @property
     def hurried(self) -> bool:
@@ -55,10 +59,17 @@ class MemberSeat:
         member, context = self._member, self._member.context
         if member.closed or member.faults.fault is not None or self.hurried:
             return None
-        received = [context.received(rank) for rank in range(member.nranks)]  # before the rest, as it only grows
+        received = [
+            context.received(rank) for rank in range(member.nranks)
+        ]  # before the rest, as it only grows
         board = member.fabric.board()
         taken = context.get(at.CTX_SENDS)
-        if board["state"] != at.STATE_WAITING or taken < 0 or board != member.fabric.board() or board["peer"] == at.ANYBODY:
+        if (
+            board["state"] != at.STATE_WAITING
+            or taken < 0
+            or board != member.fabric.board()
+            or board["peer"] == at.ANYBODY
+        ):
             return None
         peer, op = board["peer"], f"{describe_operation(board)} of {member.session.name}"
         if board["p2p_sig"]:
@@ -75,7 +86,9 @@ class MemberSeat:
         if self._member.faults.fault is not None:
             return None
         end, key = functools.partial(self._end, op), f"{self.key} {op}"
-        return ForStream(key=key, awaited=(stream,), op=op, end=end, number=number, rank=self._member.rank)
+        return ForStream(
+            key=key, awaited=(stream,), op=op, end=end, number=number, rank=self._member.rank
+        )
 
     def meeting(self) -> Wait | None:
         """The meeting on the control plane that this rank is in."""
@@ -83,12 +96,20 @@ class MemberSeat:
         if not now or now["op"] == FINALIZE or member.faults.fault is not None:
             return None
         others = [rank for rank in range(member.nranks) if rank != member.rank]
-        return ForMeeting(number=now["number"], **self._for(others, f"{now['op']} of {member.session.name}"))
+        return ForMeeting(
+            number=now["number"], **self._for(others, f"{now['op']} of {member.session.name}")
+        )
 
     def _for(self, ranks: Sequence[int], op: str) -> dict[str, Any]:
         """What is alike in the waits of this seat."""
         awaited = tuple(self._member.session.tokens[rank] for rank in ranks)
-        return {"key": self.key, "awaited": awaited, "op": op, "end": functools.partial(self._end, op), "rank": self._member.rank}
+        return {
+            "key": self.key,
+            "awaited": awaited,
+            "op": op,
+            "end": functools.partial(self._end, op),
+            "rank": self._member.rank,
+        }
 
     def come(self) -> Come:
         member, aside = self._member, self.aside()  # first: what ends meanwhile is in the counts
@@ -104,4 +125,6 @@ class MemberSeat:
         )
 
     def _end(self, op: str, text: str) -> None:
-        self._member.faults.spread(CollectiveMismatch(text, rank=self._member.rank, op=op, hint=HINT))
+        self._member.faults.spread(
+            CollectiveMismatch(text, rank=self._member.rank, op=op, hint=HINT)
+        )

@@ -28,15 +28,22 @@ def shrink(member: Member, number: int, make: Callable[[Session, Stages], T]) ->
     name = f"shrink {number} of {member.session.key}"  # whoever they take for living: those who know less will learn it
     while True:
         ranks = _living(member)
-        session = member.session.sub(ranks, f"{member.session.name}/shrink{number}:{','.join(map(str, ranks))}")
+        session = member.session.sub(
+            ranks, f"{member.session.name}/shrink{number}:{','.join(map(str, ranks))}"
+        )
         stages = Stages(session, deadline)
 
         def end(text: str, stages: Stages = stages) -> None:
             stages.end(CollectiveMismatch(text, rank=member.rank, op="shrink"))
 
-        with Creation(name, session.tokens, "shrink", member.rank, end), member.underway.attend(stages, ranks):
+        with (
+            Creation(name, session.tokens, "shrink", member.rank, end),
+            member.underway.attend(stages, ranks),
+        ):
             try:
-                if _living(member) == ranks:  # else somebody has left before the stages could be told
+                if (
+                    _living(member) == ranks
+                ):  # else somebody has left before the stages could be told
                     return make(session, stages)
             except (CommunicatorAborted, PeerDied, BootstrapError):
                 if not _fewer_live(member, ranks):

@@ -16,7 +16,14 @@ from typing import Any
 
 from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.deadline import Deadline
-from miraccl.errors import BootstrapError, CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied, ProtocolError
+from miraccl.errors import (
+    BootstrapError,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    MiracclError,
+    PeerDied,
+    ProtocolError,
+)
 
 HINT = "all its stages share one deadline"
 
@@ -58,7 +65,10 @@ class Stages:
             self.look()
             raise
         except (CollectiveTimeout, BootstrapError, PeerDied) as error:
-            error.op, error.hint = self._op, HINT if isinstance(error, CollectiveTimeout) else error.hint
+            error.op, error.hint = (
+                self._op,
+                HINT if isinstance(error, CollectiveTimeout) else error.hint,
+            )
             raise
 
     @property
@@ -75,7 +85,11 @@ class Stages:
                 died = isinstance(event, PeerLost)
                 who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
                 text = f"{who} {'died' if died else 'left'}: {event.reason}"
-                self.end((PeerDied if died else BootstrapError)(text, rank=self.session.rank, peer=event.rank))
+                self.end(
+                    (PeerDied if died else BootstrapError)(
+                        text, rank=self.session.rank, peer=event.rank
+                    )
+                )
 
         self.session.on_event(hear)
         try:
@@ -125,7 +139,12 @@ class Underway:
         if isinstance(event, PeerLeft):
             for stages, ranks in list(self._open.items()):
                 if event.rank in ranks:
-                    stages.end(PeerDied(f"rank {event.rank} has left the communicator ({event.reason})", peer=event.rank))
+                    stages.end(
+                        PeerDied(
+                            f"rank {event.rank} has left the communicator ({event.reason})",
+                            peer=event.rank,
+                        )
+                    )
 
     def end(self, error: MiracclError) -> None:
         """This rank leaves."""

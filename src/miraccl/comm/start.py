@@ -45,7 +45,11 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
     else:
         text = mpi.bcast(None, root=0)
         if not isinstance(text, str) or text.startswith(_FAILED):
-            raise BootstrapError(f"rank 0 could not open the meeting point: {str(text).removeprefix(_FAILED)}", rank=rank, peer=0)
+            raise BootstrapError(
+                f"rank 0 could not open the meeting point: {str(text).removeprefix(_FAILED)}",
+                rank=rank,
+                peer=0,
+            )
         opts, ident = Options.create(**options), UniqueId.parse(text)
     deadline = begin()
     try:
@@ -60,15 +64,24 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
 def _place_in(mpi: Any) -> tuple[int, int]:
     """(rank, size) in an MPI communicator."""
     if isinstance(mpi, type):
-        raise InvalidUsage(f"init() was given the class {mpi.__name__}; it takes a communicator, such as MPI.COMM_WORLD")
-    missing = [name for name in ("Get_rank", "Get_size", "bcast") if not callable(getattr(mpi, name, None))]
+        raise InvalidUsage(
+            f"init() was given the class {mpi.__name__}; it takes a communicator, such as MPI.COMM_WORLD"
+        )
+    missing = [
+        name for name in ("Get_rank", "Get_size", "bcast") if not callable(getattr(mpi, name, None))
+    ]
     if missing:
         raise InvalidUsage(
             f"init() takes an MPI communicator such as mpi4py's MPI.COMM_WORLD; a {type(mpi).__name__} has no {', '.join(missing)}",
             hint="options are given by name, such as init(timeout=60)",
         )
     if not mpi:  # so does mpi4py say COMM_NULL
-        raise InvalidUsage("init() was given a null communicator: this process is not in the group, or has freed it")
+        raise InvalidUsage(
+            "init() was given a null communicator: this process is not in the group, or has freed it"
+        )
     if getattr(mpi, "Is_inter", bool)():
-        raise InvalidUsage("init() was given an intercommunicator, which has two groups", hint="pass mpi_comm.Merge()")
+        raise InvalidUsage(
+            "init() was given an intercommunicator, which has two groups",
+            hint="pass mpi_comm.Merge()",
+        )
     return int(mpi.Get_rank()), int(mpi.Get_size())

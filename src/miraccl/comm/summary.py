@@ -14,7 +14,14 @@ def of_ranks(rank: int, hosts: Sequence[int], address: str) -> str:
     return f"rank {rank} of {len(hosts)}: {'; '.join(parts) or 'alone'}"
 
 
-def of_gpu(rank: int, ordinal: int, ways: Mapping[int, str], order: Sequence[int], why: str, multiprocessors: int) -> str:
+def of_gpu(
+    rank: int,
+    ordinal: int,
+    ways: Mapping[int, str],
+    order: Sequence[int],
+    why: str,
+    multiprocessors: int,
+) -> str:
     """``ways`` by peer; ``order`` is that of neighbours, and ``why``."""
     by_way: dict[str, list[int]] = {}
     for peer, way in sorted(ways.items()):

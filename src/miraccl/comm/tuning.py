@@ -45,16 +45,26 @@ def prepare() -> Constants:
 
 
 def _measure() -> Constants:
-    native.library(ENGINE)  # on a machine's first use its compilation may take longer than what measures has
+    native.library(
+        ENGINE
+    )  # on a machine's first use its compilation may take longer than what measures has
     sys.stderr.write("miraccl: measuring this machine (once, about 2 s) ...\n")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MIRACCL_", "NCCL_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MIRACCL_", "NCCL_"))
+    }
     if "MIRACCL_CACHE_DIR" in os.environ:
         environ["MIRACCL_CACHE_DIR"] = os.environ["MIRACCL_CACHE_DIR"]
     environ[MEASURING] = "1"
     command = [sys.executable, "-m", "miraccl.comm.measure"]
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, timeout=LIMIT_S, check=True, text=True)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, timeout=LIMIT_S, check=True, text=True
+        )
         return Constants.from_json(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        trace.logger("tuning").warning("this machine could not be measured, defaults are used: %s", error)
+        trace.logger("tuning").warning(
+            "this machine could not be measured, defaults are used: %s", error
+        )
         return Constants()

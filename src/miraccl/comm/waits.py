@@ -58,12 +58,17 @@ class Wait(abc.ABC):
         """Whether one of ``awaited``, which is in a wait of its own, has not come."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **{name: getattr(self, name) for name in _told(type(self))}}
+        return {
+            "kind": type(self).__name__,
+            **{name: getattr(self, name) for name in _told(type(self))},
+        }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Wait:
         kind = _KINDS[data["kind"]]
-        return kind(**{name: data[name] for name in _told(kind)} | {"awaited": tuple(data["awaited"])})
+        return kind(
+            **{name: data[name] for name in _told(kind)} | {"awaited": tuple(data["awaited"])}
+        )
 
 
 def _told(kind: type[Wait]) -> list[str]:
@@ -131,7 +136,12 @@ class ForMessage(OfPair):
 
     def is_held_up(self, theirs: Place) -> bool:
         come = theirs.come.get(self.key)
-        return come is not None and not come.aside and self.rank not in come.sends and come.sent[self.rank] == self.number
+        return (
+            come is not None
+            and not come.aside
+            and self.rank not in come.sends
+            and come.sent[self.rank] == self.number
+        )
 
 
 class ForRoom(OfPair):
@@ -167,7 +177,17 @@ class ForRows(OfPair):
 
 
 _KINDS: dict[str, type[Wait]] = {
-    kind.__name__: kind for kind in (ForStream, ForCall, ForCreation, ForMeeting, ForOperation, ForMessage, ForRoom, ForRows)
+    kind.__name__: kind
+    for kind in (
+        ForStream,
+        ForCall,
+        ForCreation,
+        ForMeeting,
+        ForOperation,
+        ForMessage,
+        ForRoom,
+        ForRows,
+    )
 }
 
 
@@ -182,7 +202,11 @@ class Place:
 
     def to_json(self) -> dict[str, Any]:
         come = {key: dataclasses.asdict(come) for key, come in self.come.items()}
-        return {"waits": [wait.to_json() for wait in self.waits], "come": come, "made": list(self.made)}
+        return {
+            "waits": [wait.to_json() for wait in self.waits],
+            "come": come,
+            "made": list(self.made),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Place:

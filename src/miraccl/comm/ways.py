@@ -42,7 +42,9 @@ class Ways:
     _member: Member
     _device: DeviceCommunicator | HostsCommunicator | None
     _background: Background | None
-    _making: AbstractContextManager[bool]  # held by the thread that makes the GPU side; reentrant, for signal handlers
+    _making: AbstractContextManager[
+        bool
+    ]  # held by the thread that makes the GPU side; reentrant, for signal handlers
     _orders: Callable[[], Orders]  # asked in the first operation on a GPU
     _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
     _cpu_plan_address: int
@@ -75,14 +77,23 @@ class Ways:
         """What has the methods of the GPU side, for a device in words (torch.device is written alike)."""
         match = _DEVICE.fullmatch(str(device))
         if match is None:
-            raise InvalidUsage(f"{name}: device is {device!r}; allowed are cpu, cuda and cuda:<number>", rank=self.rank)
+            raise InvalidUsage(
+                f"{name}: device is {device!r}; allowed are cpu, cuda and cuda:<number>",
+                rank=self.rank,
+            )
         side = self._device_side(int(match[1]) if match[1] else current_ordinal())
         if match[1] and int(match[1]) != side.gpu.ordinal:
             text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
-            raise InvalidUsage(text, rank=self.rank, hint="a rank works on one GPU: that of the first array it passed")
+            raise InvalidUsage(
+                text,
+                rank=self.rank,
+                hint="a rank works on one GPU: that of the first array it passed",
+            )
         return visiting(side)
 
-    def _are_collective(self, collective: Collective, root: int, counts: Sequence[int], count: int) -> None:
+    def _are_collective(
+        self, collective: Collective, root: int, counts: Sequence[int], count: int
+    ) -> None:
         """The last ``count`` sends and receives of a group, of GPU memory on one host, are a collective
         (``comm.device.grouped.GroupableByDoors.are_collective``)."""
         self._device.are_collective(collective, root, counts, count)  # type: ignore[union-attr]
@@ -94,7 +105,10 @@ class Ways:
         group = groups.current()
         if group is not None:
             if async_op:
-                raise InvalidUsage("async_op has no meaning inside a group; the group is one operation", rank=self.rank)
+                raise InvalidUsage(
+                    "async_op has no meaning inside a group; the group is one operation",
+                    rank=self.rank,
+                )
             return device.grouped(group)
         if not async_op:
             return visiting(device)
@@ -102,7 +116,9 @@ class Ways:
             from miraccl.comm.device.work import Background
 
             with self._making:
-                wait = functools.partial(self._member.seat.wait_for_stream, device.seat.name, op="work.synchronize()")
+                wait = functools.partial(
+                    self._member.seat.wait_for_stream, device.seat.name, op="work.synchronize()"
+                )
                 self._background = self._background or Background(device, wait)
         return self._background
 
@@ -110,14 +126,18 @@ class Ways:
         """The GPU side; made with the first call, by all ranks together. That of another thread waits meanwhile; after a failure it tries
         again."""
         if self._device is None:
-            self._member.check(0, SET_UP)  # in a forked child before the lock, which a thread of the parent may have had
+            self._member.check(
+                0, SET_UP
+            )  # in a forked child before the lock, which a thread of the parent may have had
             with self._making:
                 if self._device is None:
                     self._make_device_side(ordinal)
         return self._device  # type: ignore[return-value]
 
     def _make_device_side(self, ordinal: int) -> None:
-        from miraccl.comm.device.hosts.communicator import make_device_communicator  # most programs have no GPU and need none of it
+        from miraccl.comm.device.hosts.communicator import (
+            make_device_communicator,
+        )  # most programs have no GPU and need none of it
         from miraccl.executor.cuda.contexts import keeping_context
 
         self._member.check(0, SET_UP)
@@ -130,7 +150,9 @@ class Ways:
                 plane=self._member,
                 orders=self._orders(),
             )
-        doors = self._device.stand_before(lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address)
+        doors = self._device.stand_before(
+            lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address
+        )
         vars(self).update({f"_{name}": door for name, door in doors.items()})
 
     # ---- the long way
@@ -143,10 +165,19 @@ class Ways:
         """The group that this call goes into, if one is open."""
         group = groups.current()
         if group is not None and async_op:
-            raise InvalidUsage(f"{name}: async_op has no meaning inside a group; the group is one operation")
+            raise InvalidUsage(
+                f"{name}: async_op has no meaning inside a group; the group is one operation"
+            )
         return group
 
-    def _long_way(self, make: Callable[..., Call], args: tuple[Any, ...], name: str, async_op: bool, code: int = 0) -> Any:
+    def _long_way(
+        self,
+        make: Callable[..., Call],
+        args: tuple[Any, ...],
+        name: str,
+        async_op: bool,
+        code: int = 0,
+    ) -> Any:
         """``make(place, *args)`` is the call; ``code`` is what the door said, 0 if it was not asked.
 
         Callers give ``make`` and ``args`` instead of a lambda: one over a function's arguments would turn these into cells, which cost time
@@ -160,21 +191,31 @@ class Ways:
             return call.result
         return self._member.submit(call, name) if async_op else self._member.run(call, name)
 
-    def _prepare(self, make: Callable[..., Call], name: str, *args: Any) -> Persistent | DevicePersistent:
+    def _prepare(
+        self, make: Callable[..., Call], name: str, *args: Any
+    ) -> Persistent | DevicePersistent:
         self._member.check(0, name)
         on_gpu = next((x for x in args if lies_on_gpu(x)), None)
         if on_gpu is not None:
             from miraccl.comm.device.persistent import DevicePersistent
 
-            return DevicePersistent(self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan)
+            return DevicePersistent(
+                self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan
+            )
         return Persistent(self._member, make(self._place(name), *args), name)
 
-    def _checked(self, x: Any, peer: Any, receives: bool, name: str, argument: str = "x") -> Transfer:
+    def _checked(
+        self, x: Any, peer: Any, receives: bool, name: str, argument: str = "x"
+    ) -> Transfer:
         self._member.check(0, name)
         other = peer_rank(peer, "src" if receives else "dst", self.nranks, name)
-        return Transfer(receives=receives, peer=other, memory=view(x, argument, writes=receives, where=name))
+        return Transfer(
+            receives=receives, peer=other, memory=view(x, argument, writes=receives, where=name)
+        )
 
-    def _transfer(self, x: Any, peer: Any, receives: bool, name: str, async_op: bool, code: int) -> Any:
+    def _transfer(
+        self, x: Any, peer: Any, receives: bool, name: str, async_op: bool, code: int
+    ) -> Any:
         self._member.check(code, name)
         transfer = self._checked(x, peer, receives, name)
         result = x if receives else None

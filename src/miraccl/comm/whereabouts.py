@@ -86,7 +86,9 @@ class Register(Generic[Known]):
         self._known.pop(id(one), None)
 
     def __iter__(self) -> Iterator[Known]:
-        return iter([one for reference in self._known.valuerefs() if (one := reference()) is not None])
+        return iter(
+            [one for reference in self._known.valuerefs() if (one := reference()) is not None]
+        )
 
     def clear(self) -> None:
         self._known.clear()
@@ -144,7 +146,11 @@ def only_thread() -> int | None:
             for ident, frame in innermost.items()
             if ident == main or _may_be_the_programs(threads.get(ident), frame)
         }
-    return next((ident for ident, inside in found.items() if inside), None) if len(found) == 1 else None
+    return (
+        next((ident for ident, inside in found.items() if inside), None)
+        if len(found) == 1
+        else None
+    )
 
 
 def _may_be_the_programs(thread: threading.Thread | None, frame: FrameType) -> bool:
@@ -173,7 +179,9 @@ def own_waits(*, look: bool) -> list[tuple[str, Wait, Stream | None]]:
         if stream.needs_look:
             stream.look()
     program = current()
-    found: list[tuple[str, Wait, Stream | None]] = [] if program is None else [(process_token().hex(), program, None)]
+    found: list[tuple[str, Wait, Stream | None]] = (
+        [] if program is None else [(process_token().hex(), program, None)]
+    )
     for stream in streams:
         waits = stream.report(None).get(stream.name, Place()).waits
         found += [(stream.name, wait, stream) for wait in waits if not isinstance(wait, ForCall)]
@@ -204,7 +212,11 @@ def _come() -> dict[str, Come]:
 
 def places(reports: Mapping[str, dict[str, Any]]) -> dict[str, Place]:
     """Where programs and streams are, by name."""
-    return {name: Place.from_json(place) for report in reports.values() for name, place in report["places"].items()}
+    return {
+        name: Place.from_json(place)
+        for report in reports.values()
+        for name, place in report["places"].items()
+    }
 
 
 def needs_look() -> bool:

@@ -30,7 +30,9 @@ class Window:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self._free: list[tuple[int, int]] = [(0, segment.nbytes // PAGE * PAGE)]  # (offset, bytes), sorted, never adjacent
+        self._free: list[tuple[int, int]] = [
+            (0, segment.nbytes // PAGE * PAGE)
+        ]  # (offset, bytes), sorted, never adjacent
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._lock = threading.Lock()
         self.allocated = 0
@@ -46,14 +48,24 @@ class Window:
         return np.frombuffer(raw, np.uint8, nbytes).view(kind).reshape(dims)
 
     def holds(self, address: int, nbytes: int) -> bool:
-        return self.segment.address <= address and address + nbytes <= self.segment.address + self.segment.nbytes
+        return (
+            self.segment.address <= address
+            and address + nbytes <= self.segment.address + self.segment.nbytes
+        )
 
     def resident_bytes(self) -> int:
         """Bytes of memory that the pieces in use hold."""
         with self._lock:
             self._merge()
-            ends = [0, *(bound for start, room in self._free for bound in (start, start + room)), self.segment.nbytes // PAGE * PAGE]
-        return sum(self.segment.file.resident_bytes(a, b - a) for a, b in zip(ends[::2], ends[1::2], strict=True))
+            ends = [
+                0,
+                *(bound for start, room in self._free for bound in (start, start + room)),
+                self.segment.nbytes // PAGE * PAGE,
+            ]
+        return sum(
+            self.segment.file.resident_bytes(a, b - a)
+            for a, b in zip(ends[::2], ends[1::2], strict=True)
+        )
 
     def _take(self, size: int) -> int:
         with self._lock:
@@ -63,7 +75,9 @@ class Window:
                     self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
                     self.allocated += size
                     return offset
-        raise SystemFailure(f"window memory has no room for {size} bytes; {self.allocated} of {self.segment.nbytes} are in use")
+        raise SystemFailure(
+            f"window memory has no room for {size} bytes; {self.allocated} of {self.segment.nbytes} are in use"
+        )
 
     def _give(self, offset: int, size: int) -> None:
         """Take a piece back. The garbage collector may call this anywhere, inside ``_take`` too: whoever holds the lock does the rest."""
@@ -94,20 +108,34 @@ def element_type(dtype: Any) -> Any:
     """The NumPy type for a ``DType``, its label, or whatever NumPy takes as a data type; ``InvalidUsage`` for what is none."""
     try:
         label = dtype.label if isinstance(dtype, DType) else dtype
-        kind = NUMPY_DTYPE[DType[label.upper()]] if isinstance(label, str) and label.upper() in DType.__members__ else np.dtype(label)
+        kind = (
+            NUMPY_DTYPE[DType[label.upper()]]
+            if isinstance(label, str) and label.upper() in DType.__members__
+            else np.dtype(label)
+        )
     except (TypeError, ValueError, SyntaxError) as error:
-        raise InvalidUsage(f"empty: there is no window memory of dtype {dtype!r}: {error}") from None
+        raise InvalidUsage(
+            f"empty: there is no window memory of dtype {dtype!r}: {error}"
+        ) from None
     if kind.hasobject or not kind.itemsize:
-        raise InvalidUsage(f"empty: there is no window memory of dtype {dtype!r}: its elements do not lie in the array")
+        raise InvalidUsage(
+            f"empty: there is no window memory of dtype {dtype!r}: its elements do not lie in the array"
+        )
     return kind
 
 
 def dimensions(shape: Any) -> tuple[int, ...]:
     """The shape of window memory, on CPUs and GPUs; ``InvalidUsage`` for what is none."""
     try:
-        dims = tuple(operator.index(n) for n in shape) if isinstance(shape, tuple | list) else (operator.index(shape),)
+        dims = (
+            tuple(operator.index(n) for n in shape)
+            if isinstance(shape, tuple | list)
+            else (operator.index(shape),)
+        )
     except TypeError:
         dims = (-1,)
     if any(n < 0 for n in dims):
-        raise InvalidUsage(f"empty: there is no window memory of shape {shape!r}; a shape is a number or a tuple of numbers from 0 on")
+        raise InvalidUsage(
+            f"empty: there is no window memory of shape {shape!r}; a shape is a number or a tuple of numbers from 0 on"
+        )
     return dims

@@ -17,7 +17,9 @@ def patience(timeout: float | None) -> float | None:
     """The seconds that a ``wait`` was given, of which there may be any number from 0 on; None waits for the operation's own deadline."""
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout != timeout:  # NaN
+    if (
+        isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout != timeout
+    ):  # NaN
         raise InvalidUsage(f"wait: timeout is {timeout!r}; it is a number of seconds, or None")
     return float(min(timeout, params.FOREVER))
 
@@ -41,7 +43,9 @@ class Work:
             with Waiting(self._where):
                 self._done.wait()
         if not self._done.wait(patience(timeout)):
-            raise CollectiveTimeout(f"not finished within {timeout:g} s; it goes on in the background", op=self.name)
+            raise CollectiveTimeout(
+                f"not finished within {timeout:g} s; it goes on in the background", op=self.name
+            )
         if self._error is not None:
             raise self._error
         return self._result
@@ -76,7 +80,9 @@ class Worker:
     queues up behind them.
     """
 
-    def __init__(self, name: str, changed: Callable[[], None], where: Callable[[], Wait | None]) -> None:
+    def __init__(
+        self, name: str, changed: Callable[[], None], where: Callable[[], Wait | None]
+    ) -> None:
         """``where``: what its thread waits in."""
         self._name, self._changed, self._where = name, changed, where
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -102,7 +108,9 @@ class Worker:
             self._pending += 1
             if self._pending == 1:
                 self._changed()
-            self._queue.put((work, action))  # with the lock: what is put in after the end would never be run
+            self._queue.put(
+                (work, action)
+            )  # with the lock: what is put in after the end would never be run
         return work
 
     def _loop(self) -> None:

@@ -44,7 +44,11 @@ class Bottleneck:
     def sentence(self) -> str:
         shown = _some([f"{a} to {b}" for a, b, _ in self.links], 4)
         links = f"{len(self.links)} link{'' if len(self.links) == 1 else 's'}"
-        ranks = f"rank {self.inside[0]} has" if len(self.inside) == 1 else f"{len(self.inside)} ranks ({_some(self.inside, 8)}) share"
+        ranks = (
+            f"rank {self.inside[0]} has"
+            if len(self.inside) == 1
+            else f"{len(self.inside)} ranks ({_some(self.inside, 8)}) share"
+        )
         return f"{ranks} {float(self.capacity):g} GB/s over {links} ({shown})"
 
 
@@ -92,7 +96,10 @@ class BandwidthBound:
             f"no other without reducing switches can pass {float(self.all_reduce_ceiling):g} GB/s",
             *(
                 f"the bound on {name} may be out of reach: what can be sent is {how} than what can be received at {_some(relays, 4)}"
-                for name, relays, how in (("all-gather", self.widening, "more"), ("reduce-scatter", self.narrowing, "less"))
+                for name, relays, how in (
+                    ("all-gather", self.widening, "more"),
+                    ("reduce-scatter", self.narrowing, "less"),
+                )
                 if relays
             ),
         ]
@@ -102,13 +109,17 @@ def _some(words: Sequence[object], count: int) -> str:
     return ", ".join(map(str, words[:count])) + (", ..." if len(words) > count else "")
 
 
-def bandwidth_bound(system: System, nodes: int = 1, *, network: bool | None = None) -> BandwidthBound:
+def bandwidth_bound(
+    system: System, nodes: int = 1, *, network: bool | None = None
+) -> BandwidthBound:
     """The bound for a job on ``nodes`` machines like ``system``, one rank per GPU.
 
     ``network``: whether NICs may be used; by default between nodes only. Raises ``InvalidUsage`` for less than two ranks and
     ``TopologyError`` when some rank cannot reach another one.
     """
-    return bound_of_network(flow_network(system, nodes, network=nodes > 1 if network is None else network))
+    return bound_of_network(
+        flow_network(system, nodes, network=nodes > 1 if network is None else network)
+    )
 
 
 def bound_of_network(graph: FlowNetwork, *, or_more: bool = False) -> BandwidthBound:
@@ -120,7 +131,9 @@ def bound_of_network(graph: FlowNetwork, *, or_more: bool = False) -> BandwidthB
     but not to the links across. Else ``InvalidUsage`` is raised.
     """
     if or_more and (len(graph.groups) < 2 or any(graph.surplus)):
-        raise InvalidUsage("the bound of some nodes is one of more of them only for 2 or more nodes whose every vertex is balanced")
+        raise InvalidUsage(
+            "the bound of some nodes is one of more of them only for 2 or more nodes whose every vertex is balanced"
+        )
     count = len(graph.ranks)
     gather = narrowest_cut(graph)
     scatter = narrowest_cut(graph.reversed())
@@ -149,7 +162,9 @@ def bound_of_network(graph: FlowNetwork, *, or_more: bool = False) -> BandwidthB
 def narrowest_cut(graph: FlowNetwork) -> Bottleneck:
     """The set S with the least ``capacity leaving S / ranks in S`` among those that lack a rank (1/x* in the paper)."""
     everything = frozenset(range(len(graph.names)))
-    best = min((_bottleneck(graph, everything - {rank}) for rank in graph.images), key=lambda cut: cut.rate)
+    best = min(
+        (_bottleneck(graph, everything - {rank}) for rank in graph.images), key=lambda cut: cut.rate
+    )
     source = len(graph.names)
     flow = MaxFlow(source + 1, [*graph.pairs, *((source, vertex) for vertex in graph.ranks)])
     for sink in graph.images:
@@ -157,14 +172,18 @@ def narrowest_cut(graph: FlowNetwork) -> Bottleneck:
         while best.rate:
             rate = best.rate * graph.unit
             feeds = [rate.numerator] * len(graph.ranks)
-            if flow.push(source, sink, [*(rate.denominator * c for c in graph.capacities), *feeds]) == sum(feeds):
+            if flow.push(
+                source, sink, [*(rate.denominator * c for c in graph.capacities), *feeds]
+            ) == sum(feeds):
                 break
             best = _bottleneck(graph, flow.reachable(source) - {source})
     return best
 
 
 def _bottleneck(graph: FlowNetwork, inside: frozenset[int]) -> Bottleneck:
-    across = [edge for edge in graph.edges if edge[0] in inside and edge[1] not in inside and edge[2]]
+    across = [
+        edge for edge in graph.edges if edge[0] in inside and edge[1] not in inside and edge[2]
+    ]
     ranks = tuple(rank for rank, vertex in enumerate(graph.ranks) if vertex in inside)
     capacity = sum((edge[2] for edge in across), Fraction(0))
     links = tuple((graph.names[start], graph.names[end], bw) for start, end, bw in across)

@@ -66,7 +66,11 @@ def count_channels(facts: CountFacts, settings: ConnectSettings) -> ChannelCount
         del channels[count:]
 
     steps.append(
-        CountStep(before=facts.searched, after=2 * facts.searched, why="each searched channel carries both trees of a double binary tree")
+        CountStep(
+            before=facts.searched,
+            after=2 * facts.searched,
+            why="each searched channel carries both trees of a double binary tree",
+        )
     )
     resize(min(MAX_CHANNELS, len(channels)), f"{MAX_CHANNELS} is the most")
     if facts.collnet and facts.collnet[0] > facts.collnet[1] and facts.nranks > facts.nnodes:
@@ -75,7 +79,12 @@ def count_channels(facts: CountFacts, settings: ConnectSettings) -> ChannelCount
             min(MAX_CHANNELS, len(channels) * 3 // 2),
             f"half as many again: the CollNet chain has {inside:g} GB/s inside the node, {between:g} GB/s beyond",
         )
-    if facts.min_sm >= 90 and facts.nnodes > 1 and facts.ring_bw_intra > FAST_NODE_BW and len(channels) < FEW_CHANNELS:
+    if (
+        facts.min_sm >= 90
+        and facts.nnodes > 1
+        and facts.ring_bw_intra > FAST_NODE_BW
+        and len(channels) < FEW_CHANNELS
+    ):
         resize(
             2 * len(channels),
             f"sm {facts.min_sm} over {facts.nnodes} nodes with {facts.ring_bw_intra:g} GB/s per ring channel (more than {FAST_NODE_BW:g}) "
@@ -87,4 +96,6 @@ def count_channels(facts: CountFacts, settings: ConnectSettings) -> ChannelCount
     least = max(settings.min_channels, settings.min_ctas)
     if len(channels) < least:
         resize(least, f"the setting for the least channels is {least}")
-    return ChannelCount(source=tuple(c for c, _ in channels), tree=tuple(t for _, t in channels), steps=tuple(steps))
+    return ChannelCount(
+        source=tuple(c for c, _ in channels), tree=tuple(t for _, t in channels), steps=tuple(steps)
+    )

@@ -89,9 +89,13 @@ class ChannelGraph:
 
     def __post_init__(self) -> None:
         if len(self.intra) > MAX_CHANNELS:
-            raise TopologyError(f"the {self.kind.label} graph has {len(self.intra)} channels, allowed are {MAX_CHANNELS}")
+            raise TopologyError(
+                f"the {self.kind.label} graph has {len(self.intra)} channels, allowed are {MAX_CHANNELS}"
+            )
         if self.inter and len(self.inter) != len(self.intra):
-            raise TopologyError(f"the {self.kind.label} graph has nets for {len(self.inter)} of {len(self.intra)} channels")
+            raise TopologyError(
+                f"the {self.kind.label} graph has nets for {len(self.inter)} of {len(self.intra)} channels"
+            )
 
     @property
     def n_channels(self) -> int:
@@ -102,10 +106,18 @@ def start_graph(kind: GraphKind, ring_channels: int) -> ChannelGraph:
     """The graph before its search. Trees and CollNet chains ask for the channel count of the ring (NCCL ``initTransportsRank``)."""
     match kind:
         case GraphKind.RING:
-            return ChannelGraph(kind=kind, pattern=Pattern.RING, computed=False, max_channels=MAX_CHANNELS // 2)
+            return ChannelGraph(
+                kind=kind, pattern=Pattern.RING, computed=False, max_channels=MAX_CHANNELS // 2
+            )
         case GraphKind.TREE | GraphKind.COLLNET_CHAIN:
             pattern = Pattern.BALANCED_TREE if kind is GraphKind.TREE else Pattern.TREE
-            return ChannelGraph(kind=kind, pattern=pattern, computed=False, min_channels=ring_channels, max_channels=ring_channels)
+            return ChannelGraph(
+                kind=kind,
+                pattern=pattern,
+                computed=False,
+                min_channels=ring_channels,
+                max_channels=ring_channels,
+            )
         case GraphKind.NVLS:
             return ChannelGraph(kind=kind, pattern=Pattern.NVLS, computed=False)
         case GraphKind.COLLNET_DIRECT:
@@ -166,7 +178,13 @@ def graph_from_json(data: Mapping[str, Any]) -> ChannelGraph:
 
 # NCCL's graph XML. Devices are written in hex as ``dev`` numbers with the system number above bit 56; the order of graphs is NCCL's.
 
-_DUMP_ORDER = (GraphKind.RING, GraphKind.TREE, GraphKind.COLLNET_DIRECT, GraphKind.COLLNET_CHAIN, GraphKind.NVLS)
+_DUMP_ORDER = (
+    GraphKind.RING,
+    GraphKind.TREE,
+    GraphKind.COLLNET_DIRECT,
+    GraphKind.COLLNET_CHAIN,
+    GraphKind.NVLS,
+)
 
 
 def graphs_to_xml(graphs: Iterable[ChannelGraph], system: System) -> str:
@@ -208,11 +226,17 @@ def _graph_lines(graph: ChannelGraph, devices: Mapping[int, int]) -> list[str]:
     for c, ranks in enumerate(graph.intra):
         unknown = [rank for rank in ranks if rank not in devices]
         if unknown:
-            raise TopologyError(f"channel {c} of the {graph.kind.label} graph names rank {unknown[0]}, which is not in the system")
+            raise TopologyError(
+                f"channel {c} of the {graph.kind.label} graph names rank {unknown[0]}, which is not in the system"
+            )
         steps = [f'      <gpu dev="{_hex(devices[rank])}"/>' for rank in ranks]
         if graph.inter:
             first, last = graph.inter[c]
-            steps = [f'      <net dev="{_hex(first)}"/>', *steps, f'      <net dev="{_hex(last)}"/>']
+            steps = [
+                f'      <net dev="{_hex(first)}"/>',
+                *steps,
+                f'      <net dev="{_hex(last)}"/>',
+            ]
         lines += ["    <channel>", *steps, "    </channel>"]
     lines.append("  </graph>")
     return lines
@@ -228,8 +252,12 @@ def graphs_from_xml(text: str, system: System) -> dict[GraphKind, ChannelGraph]:
 
     Raises ``TopologyError`` naming the graph and what is wrong.
     """
-    if "<!" in text.replace("<!--", ""):  # a document type could define entities that grow without bound
-        raise TopologyError("the graph file has a document type or CDATA, which its format does not use")
+    if "<!" in text.replace(
+        "<!--", ""
+    ):  # a document type could define entities that grow without bound
+        raise TopologyError(
+            "the graph file has a document type or CDATA, which its format does not use"
+        )
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
@@ -237,7 +265,9 @@ def graphs_from_xml(text: str, system: System) -> dict[GraphKind, ChannelGraph]:
     if root.tag != "graphs":
         raise TopologyError(f"the graph file begins with <{root.tag}>, expected <graphs>")
     if root.get("version") != str(GRAPH_XML_VERSION):
-        raise TopologyError(f"the graph file has version {root.get('version')!r}, allowed is {GRAPH_XML_VERSION}")
+        raise TopologyError(
+            f"the graph file has version {root.get('version')!r}, allowed is {GRAPH_XML_VERSION}"
+        )
     graphs: dict[GraphKind, ChannelGraph] = {}
     for element in root.findall("graph"):
         graph = _graph_from_element(element, system)
@@ -250,9 +280,14 @@ def _graph_from_element(element: ElementTree.Element, system: System) -> Channel
         kind = GraphKind(_whole(element, "id", 0, max(GraphKind)))
         count = _whole(element, "nchannels")
         pattern = Pattern(_whole(element, "pattern", min(Pattern), max(Pattern)))
-        channels = [_channel_from_element(channel, number, kind, system) for number, channel in enumerate(element)]
+        channels = [
+            _channel_from_element(channel, number, kind, system)
+            for number, channel in enumerate(element)
+        ]
         if not 0 <= count <= len(channels):
-            raise TopologyError(f"the {kind.label} graph of the file announces {count} channels and holds {len(channels)}")
+            raise TopologyError(
+                f"the {kind.label} graph of the file announces {count} channels and holds {len(channels)}"
+            )
         channels = channels[:count]
         for number, (ranks, _) in enumerate(channels):
             _check_channel(ranks, number, kind, pattern, system)
@@ -284,7 +319,9 @@ def _which(element: ElementTree.Element) -> str:
     return f"the <graph> of the file with id {element.get('id', '')[:40]!r}"
 
 
-def _check_channel(ranks: Sequence[int], number: int, kind: GraphKind, pattern: Pattern, system: System) -> None:
+def _check_channel(
+    ranks: Sequence[int], number: int, kind: GraphKind, pattern: Pattern, system: System
+) -> None:
     """An NVLS channel has a head; every other one holds each GPU once, and only pattern TREE fits on one."""
     name = f"channel {number} of the {kind.label} graph of the file"
     if kind is GraphKind.NVLS:
@@ -293,12 +330,18 @@ def _check_channel(ranks: Sequence[int], number: int, kind: GraphKind, pattern: 
         return
     if sorted(ranks) != sorted(gpu.rank for gpu in system.gpus):
         given = " ".join(map(str, ranks)) or "none"
-        raise TopologyError(f"{name} holds the GPUs of ranks {given}; wanted is each of the {len(system.gpus)} GPUs once")
+        raise TopologyError(
+            f"{name} holds the GPUs of ranks {given}; wanted is each of the {len(system.gpus)} GPUs once"
+        )
     if kind is GraphKind.TREE and len(ranks) == 1 and pattern is not Pattern.TREE:
-        raise TopologyError(f"{name} has one GPU; pattern {int(pattern)} needs two, a tree on one GPU is pattern {int(Pattern.TREE)}")
+        raise TopologyError(
+            f"{name} has one GPU; pattern {int(pattern)} needs two, a tree on one GPU is pattern {int(Pattern.TREE)}"
+        )
 
 
-def _whole(element: ElementTree.Element, name: str, low: int | None = None, high: int | None = None) -> int:
+def _whole(
+    element: ElementTree.Element, name: str, low: int | None = None, high: int | None = None
+) -> int:
     """An attribute that is a whole number, of those from ``low`` to ``high``."""
     text = element.attrib[name]
     allowed = "whole numbers" if low is None else f"{low} to {high}"
@@ -315,7 +358,9 @@ def _speed(text: str) -> float:
     """GB/s."""
     value = f32(float(text))
     if value and not MIN_SPEED <= value <= MAX_SPEED:
-        raise ValueError(f"{text!r} is no speed; allowed are 0 and {MIN_SPEED:g} to {MAX_SPEED:g} GB/s")
+        raise ValueError(
+            f"{text!r} is no speed; allowed are 0 and {MIN_SPEED:g} to {MAX_SPEED:g} GB/s"
+        )
     return value
 
 
@@ -343,7 +388,9 @@ def _channel_from_element(
             device = int(text, 16)
         except ValueError:
             what = f"a <{step.tag}> whose dev is {text[:40]!r}; wanted is its device number in hex"
-            raise TopologyError(f"channel {number} of the {kind.label} graph of the file has {what}") from None
+            raise TopologyError(
+                f"channel {number} of the {kind.label} graph of the file has {what}"
+            ) from None
         if device not in ranks if step.tag == "gpu" else system.inter and device not in known:
             raise TopologyError(
                 f"channel {number} of the {kind.label} graph of the file names {step.tag.upper()} {device:#x}, which is not in the system"

@@ -81,4 +81,10 @@ def connect_direct(layout: RankLayout, orders: Sequence[Orders]) -> DirectPlan:
                 up[rank] = tuple(offset + h for h in heads[d] if h != local)
                 if own >= 0:
                     down[rank] = tuple(offset + r for r in orders[d][own] if r != local)
-    return DirectPlan(heads=count, head_rank=tuple(head_rank.tolist()), shift=tuple(shift.tolist()), up=tuple(up), down=tuple(down))
+    return DirectPlan(
+        heads=count,
+        head_rank=tuple(head_rank.tolist()),
+        shift=tuple(shift.tolist()),
+        up=tuple(up),
+        down=tuple(down),
+    )

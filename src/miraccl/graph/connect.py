@@ -106,21 +106,34 @@ def agree_graphs(domains: Sequence[PlannedDomain]) -> dict[GraphKind, ChannelGra
         )
     both = min(agreed[GraphKind.RING].n_channels, agreed[GraphKind.TREE].n_channels)
     for kind in (GraphKind.RING, GraphKind.TREE):
-        agreed[kind] = replace(agreed[kind], intra=agreed[kind].intra[:both], inter=agreed[kind].inter[:both])
+        agreed[kind] = replace(
+            agreed[kind], intra=agreed[kind].intra[:both], inter=agreed[kind].inter[:both]
+        )
     return agreed
 
 
 def connect(
-    domains: Sequence[PlannedDomain], *, hosts: int, gpus_per_host: int, collnet: bool = False, settings: ConnectSettings | None = None
+    domains: Sequence[PlannedDomain],
+    *,
+    hosts: int,
+    gpus_per_host: int,
+    collnet: bool = False,
+    settings: ConnectSettings | None = None,
 ) -> Connections:
     """Connect ``hosts`` copies of a machine whose GPUs fall into ``domains``. ``collnet``: a CollNet plugin is there and enabled."""
     settings = settings or ConnectSettings()
     if not domains or any(domain.graphs[GraphKind.RING].n_channels == 0 for domain in domains):
         raise InvalidUsage("a domain has no ring: nothing can be connected")
-    layout = RankLayout(hosts=hosts, gpus_per_host=gpus_per_host, domains=tuple(domain.ranks for domain in domains))
+    layout = RankLayout(
+        hosts=hosts, gpus_per_host=gpus_per_host, domains=tuple(domain.ranks for domain in domains)
+    )
     graphs = agree_graphs(domains)
     sms = [gpu.sm for domain in domains for gpu in domain.system.gpus]
-    collnet = collnet and graphs[GraphKind.COLLNET_CHAIN].n_channels > 0 and layout.nnodes >= settings.collnet_node_threshold
+    collnet = (
+        collnet
+        and graphs[GraphKind.COLLNET_CHAIN].n_channels > 0
+        and layout.nnodes >= settings.collnet_node_threshold
+    )
     chain = graphs[GraphKind.COLLNET_CHAIN]
     searched = graphs[GraphKind.RING].n_channels
     facts = CountFacts(
@@ -134,9 +147,21 @@ def connect(
     count = count_channels(facts, settings)
     trees = double_binary_tree(layout.nnodes)
     nvls_support = graphs[GraphKind.NVLS].n_channels > 0
-    nvls = connect_nvls(layout, [unique_heads(d.graphs[GraphKind.NVLS].intra) for d in domains], trees) if nvls_support else None
-    nvls_channels = [nvls_channel_count(min(g.sm for g in d.system.gpus), hosts, settings) if nvls_support else 0 for d in domains]
-    p2p = [count_p2p_channels(d.system, d.paths, channels=count.total, nranks=layout.nranks, settings=settings) for d in domains]
+    nvls = (
+        connect_nvls(layout, [unique_heads(d.graphs[GraphKind.NVLS].intra) for d in domains], trees)
+        if nvls_support
+        else None
+    )
+    nvls_channels = [
+        nvls_channel_count(min(g.sm for g in d.system.gpus), hosts, settings) if nvls_support else 0
+        for d in domains
+    ]
+    p2p = [
+        count_p2p_channels(
+            d.system, d.paths, channels=count.total, nranks=layout.nranks, settings=settings
+        )
+        for d in domains
+    ]
     alternate = [d.graphs[GraphKind.RING].cross_nic == 2 and searched % 2 == 0 for d in domains]
     return Connections(
         layout=layout,
@@ -152,9 +177,18 @@ def connect(
         tree_depth=tree_depth(layout),
         min_sm=min(sms),
         max_sm=max(sms),
-        search_rings=build_rings(layout, [d.graphs[GraphKind.RING].intra for d in domains], alternate, searched),
+        search_rings=build_rings(
+            layout, [d.graphs[GraphKind.RING].intra for d in domains], alternate, searched
+        ),
         search_trees=tuple(
-            connect_tree(layout, [TreeOrder(order=g.intra[c], pattern=Pattern(g.pattern)) for g in _tree_graphs(domains)], trees)
+            connect_tree(
+                layout,
+                [
+                    TreeOrder(order=g.intra[c], pattern=Pattern(g.pattern))
+                    for g in _tree_graphs(domains)
+                ],
+                trees,
+            )
             for c in range(searched)
         ),
         nvls=nvls,
@@ -167,12 +201,22 @@ def _tree_graphs(domains: Sequence[PlannedDomain]) -> list[ChannelGraph]:
 
 
 def _all_nvlink(paths: PathTable, gpus: int) -> bool:
-    return all(paths.gpu_gpu(i, j).type < PathType.PIX for i in range(gpus) for j in range(gpus) if i != j)
+    return all(
+        paths.gpu_gpu(i, j).type < PathType.PIX for i in range(gpus) for j in range(gpus) if i != j
+    )
 
 
-def _connect_collnet(layout: RankLayout, domains: Sequence[PlannedDomain], searched: int, nvls: NvlsPlan | None) -> CollnetPlan:
+def _connect_collnet(
+    layout: RankLayout, domains: Sequence[PlannedDomain], searched: int, nvls: NvlsPlan | None
+) -> CollnetPlan:
     chains = tuple(
-        connect_chain(layout, [g.intra[c] if c < g.n_channels else () for g in (d.graphs[GraphKind.COLLNET_CHAIN] for d in domains)])
+        connect_chain(
+            layout,
+            [
+                g.intra[c] if c < g.n_channels else ()
+                for g in (d.graphs[GraphKind.COLLNET_CHAIN] for d in domains)
+            ],
+        )
         for c in range(searched)
     )
     orders = [domain.graphs[GraphKind.COLLNET_DIRECT].intra for domain in domains]
@@ -196,7 +240,10 @@ def connections_to_json(plan: Connections) -> dict[str, Any]:
         "isAllNvlink": int(plan.all_nvlink),
         "maxTreePattern": int(plan.max_tree_pattern),
         "rings": plan.rings.tolist(),
-        "trees": [{"depth": plan.tree_depth, "up": tree.up.tolist(), "down": tree.down.tolist()} for tree in plan.trees],
+        "trees": [
+            {"depth": plan.tree_depth, "up": tree.up.tolist(), "down": tree.down.tolist()}
+            for tree in plan.trees
+        ],
     }
     if plan.nvls:
         result["nvls"] = _nvls_to_json(plan.nvls)

@@ -23,5 +23,13 @@ def domain_order(topology: Topology) -> list[int]:
     while len(order) < len(homes):
         last = homes[order[-1]]
         rest = [cpu for cpu in sorted(homes) if cpu not in order]
-        order.append(min(rest, key=lambda cpu: (paths.gpu_gpu(last, homes[cpu]).type, -paths.gpu_gpu(last, homes[cpu]).bw)))
+        order.append(
+            min(
+                rest,
+                key=lambda cpu: (
+                    paths.gpu_gpu(last, homes[cpu]).type,
+                    -paths.gpu_gpu(last, homes[cpu]).bw,
+                ),
+            )
+        )
     return [system.cpus[cpu].id for cpu in order]

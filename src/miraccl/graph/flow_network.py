@@ -72,7 +72,9 @@ class FlowNetwork:
     @property
     def others(self) -> tuple[int, ...]:
         """Ranks that stand for all but the first, seen from there."""
-        return tuple(vertex for group in self.groups[:2] for vertex in group if vertex != self.ranks[0])
+        return tuple(
+            vertex for group in self.groups[:2] for vertex in group if vertex != self.ranks[0]
+        )
 
     def reversed(self) -> FlowNetwork:
         """The same graph with every link turned round: an all-gather on it, backwards in time, is a reduce-scatter on this one.
@@ -88,12 +90,18 @@ def flow_network(system: System, nodes: int, *, network: bool) -> FlowNetwork:
     if nodes < 1:
         raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
     size = len(system.nodes)
-    names = [f"{node.name}@{copy}" if nodes > 1 else node.name for copy in range(nodes) for node in system.nodes]
+    names = [
+        f"{node.name}@{copy}" if nodes > 1 else node.name
+        for copy in range(nodes)
+        for node in system.nodes
+    ]
     edges: dict[tuple[int, int], Fraction] = {}
 
     def join(start: int, end: int, bw: float) -> None:
         if start != end:
-            edges[start, end] = edges.get((start, end), Fraction(0)) + Fraction(round(bw * DECIMALS), DECIMALS)
+            edges[start, end] = edges.get((start, end), Fraction(0)) + Fraction(
+                round(bw * DECIMALS), DECIMALS
+            )
 
     for copy in range(nodes):
         for start, link in zip(system.link_source, system.links, strict=True):
@@ -111,7 +119,9 @@ def flow_network(system: System, nodes: int, *, network: bool) -> FlowNetwork:
     )
 
 
-def _join_network(system: System, nodes: int, names: list[str], join: Callable[[int, int, float], None]) -> None:
+def _join_network(
+    system: System, nodes: int, names: list[str], join: Callable[[int, int, float], None]
+) -> None:
     """Append the switch and one vertex per port, and join them."""
     size = len(system.nodes)
     switch = len(names)

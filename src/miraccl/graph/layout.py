@@ -36,7 +36,9 @@ class RankLayout:
         if self.hosts < 1 or not self.domains:
             raise InvalidUsage("a plan needs at least one host and one GPU")
         if sorted(r for domain in self.domains for r in domain) != list(range(self.gpus_per_host)):
-            raise InvalidUsage(f"the domains {self.domains} do not hold each local rank of {self.gpus_per_host} once")
+            raise InvalidUsage(
+                f"the domains {self.domains} do not hold each local rank of {self.gpus_per_host} once"
+            )
         if any(min(a) > min(b) for a, b in zip(self.domains, self.domains[1:])):
             raise InvalidUsage("domains are listed by their lowest rank")
 
@@ -65,7 +67,9 @@ class RankLayout:
     @cached_property
     def node_offset(self) -> Ints:
         """[nodes] what turns a local rank into a global one."""
-        return np.repeat(np.arange(self.hosts, dtype=np.int32) * np.int32(self.gpus_per_host), len(self.domains))
+        return np.repeat(
+            np.arange(self.hosts, dtype=np.int32) * np.int32(self.gpus_per_host), len(self.domains)
+        )
 
     @cached_property
     def rank_to_node(self) -> Ints:
@@ -73,7 +77,11 @@ class RankLayout:
         local = np.empty(self.gpus_per_host, dtype=np.int32)
         for d, ranks in enumerate(self.domains):
             local[list(ranks)] = d
-        return (np.arange(self.hosts, dtype=np.int32)[:, None] * np.int32(len(self.domains)) + local).ravel().astype(np.int32)
+        return (
+            (np.arange(self.hosts, dtype=np.int32)[:, None] * np.int32(len(self.domains)) + local)
+            .ravel()
+            .astype(np.int32)
+        )
 
     def nodes_of(self, domain: int) -> Ints:
         """The nodes that are copies of ``domain``, ascending."""

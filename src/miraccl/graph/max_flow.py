@@ -9,7 +9,9 @@ class MaxFlow:
     """Dinic's algorithm on whole numbers, again and again over the same edges."""
 
     def __init__(self, size: int, edges: Sequence[tuple[int, int]]) -> None:
-        self.leaving: list[list[int]] = [[] for _ in range(size)]  # arcs by vertex; arc a ^ 1 is arc a turned round
+        self.leaving: list[list[int]] = [
+            [] for _ in range(size)
+        ]  # arcs by vertex; arc a ^ 1 is arc a turned round
         self.end: list[int] = []
         self.left: list[int] = []
         for start, end in edges:

@@ -49,10 +49,14 @@ def unique_heads(orders: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(order[0] for order in orders))
 
 
-def connect_nvls(layout: RankLayout, heads: Sequence[Sequence[int]], trees: tuple[NodeTree, NodeTree]) -> NvlsPlan:
+def connect_nvls(
+    layout: RankLayout, heads: Sequence[Sequence[int]], trees: tuple[NodeTree, NodeTree]
+) -> NvlsPlan:
     """``heads[d]`` are the heads of domain d (local ranks); all nodes use as many as the poorest has."""
     count = min(len(h) for h in heads)
-    by_node = np.stack([layout.per_node([h[i] for h in heads]) for i in range(count)])  # [heads, nodes]
+    by_node = np.stack(
+        [layout.per_node([h[i] for h in heads]) for i in range(count)]
+    )  # [heads, nodes]
     head_rank = np.full(layout.nranks, -1, dtype=np.int32)
     for i in range(count):
         head_rank[by_node[i]] = i
@@ -60,7 +64,12 @@ def connect_nvls(layout: RankLayout, heads: Sequence[Sequence[int]], trees: tupl
         return NvlsPlan(heads=count, head_rank=head_rank)
     group = layout.nranks + 1 + head_rank
     connected = [_head_tree(by_node, group, tree) for tree in trees]
-    return NvlsPlan(heads=count, head_rank=head_rank, up=tuple(up for up, _ in connected), down=tuple(down for _, down in connected))
+    return NvlsPlan(
+        heads=count,
+        head_rank=head_rank,
+        up=tuple(up for up, _ in connected),
+        down=tuple(down for _, down in connected),
+    )
 
 
 def _head_tree(by_node: Ints, group: Ints, tree: NodeTree) -> tuple[Ints, Ints]:

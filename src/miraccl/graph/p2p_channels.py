@@ -30,19 +30,29 @@ class P2pChannels:
     why: str
 
 
-def count_p2p_channels(system: System, paths: PathTable, *, channels: int, nranks: int, settings: ConnectSettings) -> P2pChannels:
+def count_p2p_channels(
+    system: System, paths: PathTable, *, channels: int, nranks: int, settings: ConnectSettings
+) -> P2pChannels:
     """``channels`` is the number of collective channels; ``system`` and ``paths`` are those of the rank's own domain."""
     total = max(min(channels, settings.max_p2p_channels), settings.min_p2p_channels)
     least, why = total, "nothing but their number"
     beyond = nranks > len(system.gpus)
     for g, gpu in enumerate(system.gpus):
         candidates = [
-            (_local_channels(paths, g, peer, gpu.sm), f"{gpu.name} to {system.gpus[peer].name} ({paths.gpu_gpu(peer, g).type.name})")
+            (
+                _local_channels(paths, g, peer, gpu.sm),
+                f"{gpu.name} to {system.gpus[peer].name} ({paths.gpu_gpu(peer, g).type.name})",
+            )
             for peer in range(len(system.gpus))
             if peer != g
         ]
         if beyond:
-            candidates.append((_network_channels(system, paths, g, total, nranks, settings), f"{gpu.name} over the network"))
+            candidates.append(
+                (
+                    _network_channels(system, paths, g, total, nranks, settings),
+                    f"{gpu.name} over the network",
+                )
+            )
         for count, pair in candidates:
             if count < least:
                 least, why = count, pair
@@ -58,7 +68,9 @@ def _local_channels(paths: PathTable, gpu: int, peer: int, sm: int) -> int:
     return 2 * max(1, int(f32(path.bw / nvlink_bw(sm))))
 
 
-def _network_channels(system: System, paths: PathTable, gpu: int, total: int, nranks: int, settings: ConnectSettings) -> int:
+def _network_channels(
+    system: System, paths: PathTable, gpu: int, total: int, nranks: int, settings: ConnectSettings
+) -> int:
     """Two per peer, halved while all peers together would put more than four on a channel, but enough to drive the GPU's NICs."""
     if settings.channels_per_net_peer:
         return settings.channels_per_net_peer
@@ -70,7 +82,9 @@ def _network_channels(system: System, paths: PathTable, gpu: int, total: int, nr
 
 def _nics_to_fill(system: System, paths: PathTable, gpu: int) -> int:
     """How many of the nearest NICs it takes to use the GPU's link to its CPU (0 where no such link exists)."""
-    to_cpu = [link.bw for link in system.gpus[gpu].links if system.nodes[link.target].type == NodeType.CPU]
+    to_cpu = [
+        link.bw for link in system.gpus[gpu].links if system.nodes[link.target].type == NodeType.CPU
+    ]
     gpu_bw = to_cpu[-1] if to_cpu else 0.0
     row = paths.row(NodeType.GPU, gpu, NodeType.NET)
     best = max(((path.bw, -path.type) for path in row), default=(0.0, 0))

@@ -76,7 +76,9 @@ class PlanRequest:
 
     @property
     def topo(self) -> TopoOptions:
-        return TopoOptions(nodes=self.nodes, gpus=self.gpus, fuse=self.fuse, collnet=self.collnet, paths=self.paths)
+        return TopoOptions(
+            nodes=self.nodes, gpus=self.gpus, fuse=self.fuse, collnet=self.collnet, paths=self.paths
+        )
 
 
 class _Seen(Mapping[str, str]):
@@ -130,18 +132,28 @@ def plan(
     return make_plan(source, request, recorder=recorder)
 
 
-def make_plan(source: Source, request: PlanRequest, *, recorder: PathRecorder | None = None) -> Plan:
+def make_plan(
+    source: Source, request: PlanRequest, *, recorder: PathRecorder | None = None
+) -> Plan:
     """Like :func:`plan`, for a request that is already put together."""
     topology = _analyse(source, request, recorder)
-    searches = tuple(search_channels(domain.system, domain.paths, request.search) for domain in topology.domains)
+    searches = tuple(
+        search_channels(domain.system, domain.paths, request.search) for domain in topology.domains
+    )
     name = Path(source).name if isinstance(source, str | os.PathLike) else ""
     return plan_of_graphs(request, topology, searches, name=name)
 
 
-def plan_of_graphs(request: PlanRequest, topology: Topology, searches: Sequence[SearchResult], *, name: str = "") -> Plan:
+def plan_of_graphs(
+    request: PlanRequest, topology: Topology, searches: Sequence[SearchResult], *, name: str = ""
+) -> Plan:
     """The stages after the search, on what it found (``searches[d]`` on domain d)."""
     domains = [
-        PlannedDomain(system=domain.system, paths=domain.paths, graphs={graph.kind: graph for graph in search.graphs})
+        PlannedDomain(
+            system=domain.system,
+            paths=domain.paths,
+            graphs={graph.kind: graph for graph in search.graphs},
+        )
         for domain, search in zip(topology.domains, searches, strict=True)
     ]
     connections = connect(
@@ -152,13 +164,22 @@ def plan_of_graphs(request: PlanRequest, topology: Topology, searches: Sequence[
         settings=request.connect,
     )
     model = build_model(TuningFacts.of(connections, topology.system), request.tuning)
-    return Plan(request=request, name=name, topology=topology, searches=tuple(searches), connections=connections, model=model)
+    return Plan(
+        request=request,
+        name=name,
+        topology=topology,
+        searches=tuple(searches),
+        connections=connections,
+        model=model,
+    )
 
 
 def _analyse(source: Source, request: PlanRequest, recorder: PathRecorder | None) -> Topology:
     if isinstance(source, System):
         if request.gpus or request.fuse:
-            raise InvalidUsage("GPUs are chosen and ranks are fused in a topology file, not in a system that was built already")
+            raise InvalidUsage(
+                "GPUs are chosen and ranks are fused in a topology file, not in a system that was built already"
+            )
         return analyse_system(source, nodes=request.nodes, options=request.paths, recorder=recorder)
     root = source if isinstance(source, XmlNode) else read_topology(source).root
     return analyse_topology(root, request.topo, recorder=recorder)

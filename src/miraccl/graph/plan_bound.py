@@ -42,7 +42,11 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
         Collective.REDUCE_SCATTER: float(bound.reduce_scatter),
         Collective.ALL_REDUCE: float(bound.all_reduce_ceiling),
     }
-    plan = {TUNED[coll]: share for coll, limit in best.items() if (share := _share(made.model, coll, limit))}
+    plan = {
+        TUNED[coll]: share
+        for coll, limit in best.items()
+        if (share := _share(made.model, coll, limit))
+    }
     return {
         "nodes": nodes,
         "allGather": number(best[Collective.ALL_GATHER]),
@@ -67,12 +71,18 @@ def bus_factor(coll: Collective, nranks: int) -> float:
     """Bus bandwidth is algorithm bandwidth times this (nccl-tests, PERFORMANCE.md)."""
     if coll == Collective.ALL_REDUCE:
         return 2 * (nranks - 1) / nranks
-    return (nranks - 1) / nranks if coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) else 1.0
+    return (
+        (nranks - 1) / nranks if coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) else 1.0
+    )
 
 
 def _share(model: TuningModel, coll: Collective, limit: float) -> dict[str, Any] | None:
     """The plan's highest bus bandwidth for a collective."""
-    found = [(model.estimate(coll, algo, proto).bandwidth, algo, proto) for algo in Algorithm for proto in Protocol]
+    found = [
+        (model.estimate(coll, algo, proto).bandwidth, algo, proto)
+        for algo in Algorithm
+        for proto in Protocol
+    ]
     bandwidth, algo, proto = max(found, key=lambda one: one[0])
     if not bandwidth or not limit:
         return None
@@ -94,4 +104,8 @@ def _for_fewer(nodes: int, balanced: bool) -> str:
 
 def _in_words(name: str, share: dict[str, Any]) -> str:
     text = f"the plan's best for {name} is {share['with']} with {share['busBw']:.4g} GB/s by the model, {share['share']:.0%} of the bound"
-    return f"{text} (which it may pass: the switch reduces)" if share["switchReduces"] and name == TUNED[Collective.ALL_REDUCE] else text
+    return (
+        f"{text} (which it may pass: the switch reduces)"
+        if share["switchReduces"] and name == TUNED[Collective.ALL_REDUCE]
+        else text
+    )

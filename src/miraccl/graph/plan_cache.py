@@ -40,7 +40,13 @@ class PlanDocument:
 def plan_key(content: bytes, request: PlanRequest, *, flavour: str = "") -> str:
     """A name for the plan of a topology with this content; ``flavour`` tells documents with different contents apart."""
     digest = hashlib.sha256()
-    for part in (miraccl.__version__.encode(), _code_stamp(), flavour.encode(), repr(request).encode(), content):
+    for part in (
+        miraccl.__version__.encode(),
+        _code_stamp(),
+        flavour.encode(),
+        repr(request).encode(),
+        content,
+    ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
@@ -51,10 +57,14 @@ def _code_stamp() -> bytes:
     """Size and time of change of every source that a plan depends on: a version number alone does not change while somebody edits."""
     package = Path(miraccl.__file__).parent
     files = sorted(file for room in ("graph", "topo") for file in (package / room).rglob("*.py"))
-    return repr([(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]).encode()
+    return repr(
+        [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    ).encode()
 
 
-def cached_document(folder: Path | None, key: str, make: Callable[[], dict[str, Any]]) -> PlanDocument:
+def cached_document(
+    folder: Path | None, key: str, make: Callable[[], dict[str, Any]]
+) -> PlanDocument:
     """The document kept under ``key`` in ``folder``, or the one that ``make`` returns, kept from now on (not without a folder)."""
     target = folder / f"{_PREFIX}{key}" if folder else None
     if target:

@@ -35,7 +35,10 @@ Json = dict[str, Any]
 
 def explain_plan(made: Plan, notes: PathNotes) -> Json:
     """The value of the key ``explain``. ``notes`` is the recorder that :func:`plan.make_plan` was given."""
-    paths = [reason.to_json() for reason in explain_paths(made.topology.system, made.topology.paths, notes)]
+    paths = [
+        reason.to_json()
+        for reason in explain_paths(made.topology.system, made.topology.paths, notes)
+    ]
     search = [[explain_search(report) for report in result.reports] for result in made.searches]
     return {
         "paths": paths,
@@ -44,7 +47,9 @@ def explain_plan(made: Plan, notes: PathNotes) -> Json:
         "tuning": _tuning(made.model),
         "sentences": {
             "Paths": _path_sentences(paths),
-            "Search": [line for graphs in search for graph in graphs for line in graph["sentences"]],
+            "Search": [
+                line for graphs in search for graph in graphs for line in graph["sentences"]
+            ],
             "Channels": channel_sentences(made.connections),
             "Choice": choice_sentences(made.model),
         },
@@ -77,22 +82,38 @@ def _path_sentences(paths: list[Json]) -> list[str]:
 
 def _channels(connections: Connections) -> Json:
     return {
-        "steps": [{"before": s.before, "after": s.after, "why": s.why} for s in connections.count.steps],
-        "p2p": {"channels": connections.p2p.total, "perPeer": connections.p2p.per_peer, "why": connections.p2p.why},
+        "steps": [
+            {"before": s.before, "after": s.after, "why": s.why} for s in connections.count.steps
+        ],
+        "p2p": {
+            "channels": connections.p2p.total,
+            "perPeer": connections.p2p.per_peer,
+            "why": connections.p2p.why,
+        },
     }
 
 
 def channel_sentences(connections: Connections) -> list[str]:
     """From what the search found to what runs."""
     several = connections.layout.nnodes > 1
-    rings, trees = (_graph_in_words(connections.graphs[kind], several) for kind in (GraphKind.RING, GraphKind.TREE))
+    rings, trees = (
+        _graph_in_words(connections.graphs[kind], several)
+        for kind in (GraphKind.RING, GraphKind.TREE)
+    )
     result = [f"the search found {rings} for rings and {trees} for trees"]
-    result += [f"{step.before} channels become {step.after}: {step.why}" for step in connections.count.steps]
+    result += [
+        f"{step.before} channels become {step.after}: {step.why}"
+        for step in connections.count.steps
+    ]
     result.append(f"collectives run on {connections.channels} channels")
     p2p = connections.p2p
-    result.append(f"send and receive use {p2p.total} channels (a power of two) and up to {p2p.per_peer} for one peer, limited by {p2p.why}")
+    result.append(
+        f"send and receive use {p2p.total} channels (a power of two) and up to {p2p.per_peer} for one peer, limited by {p2p.why}"
+    )
     if connections.nvls:
-        result.append(f"NVLS uses {connections.nvls_channels} channels and {connections.nvls.heads} heads per node")
+        result.append(
+            f"NVLS uses {connections.nvls_channels} channels and {connections.nvls.heads} heads per node"
+        )
     if connections.collnet_enabled:
         result.append("CollNet is in use")
     return result
@@ -100,8 +121,14 @@ def channel_sentences(connections: Connections) -> list[str]:
 
 def _graph_in_words(graph: ChannelGraph, several: bool) -> str:
     """``several``: there are several nodes, so the network counts."""
-    inside = f"{graph.n_channels} channels of {graph.bw_intra:g} GB/s inside ({graph.type_intra.name})"
-    return f"{inside} and {graph.bw_inter:g} GB/s between nodes ({graph.type_inter.name})" if several else inside
+    inside = (
+        f"{graph.n_channels} channels of {graph.bw_intra:g} GB/s inside ({graph.type_intra.name})"
+    )
+    return (
+        f"{inside} and {graph.bw_inter:g} GB/s between nodes ({graph.type_inter.name})"
+        if several
+        else inside
+    )
 
 
 # Tuning
@@ -124,7 +151,10 @@ def _tuning(model: TuningModel) -> Json:
         "estimates": estimates,
         "sizes": list(CURVE_SIZES),
         "curves": {name: _curves(model, coll) for coll, name in k.TUNED.items()},
-        "choices": {name: [_duel(model, coll, size) for size in TABLE_SIZES] for coll, name in k.TUNED.items()},
+        "choices": {
+            name: [_duel(model, coll, size) for size in TABLE_SIZES]
+            for coll, name in k.TUNED.items()
+        },
     }
 
 
@@ -151,12 +181,20 @@ def _ranked(model: TuningModel, coll: Collective, nbytes: int) -> list[Candidate
 def _duel(model: TuningModel, coll: Collective, nbytes: int) -> Json:
     """Who wins at a size, who comes second, and by how much."""
     ranked = _ranked(model, coll, nbytes)
-    result: Json = {"bytes": nbytes, "winner": None, "off": {_name(c): c.off for c in candidates(model, coll, nbytes) if c.off}}
+    result: Json = {
+        "bytes": nbytes,
+        "winner": None,
+        "off": {_name(c): c.off for c in candidates(model, coll, nbytes) if c.off},
+    }
     choice = choose(model, coll, nbytes)
     if choice is None:
         return result
     winner = ranked[0]
-    result |= {"winner": _name(winner), "time": number(choice.time), "ranking": [[_name(c), number(c.time or 0.0)] for c in ranked]}
+    result |= {
+        "winner": _name(winner),
+        "time": number(choice.time),
+        "ranking": [[_name(c), number(c.time or 0.0)] for c in ranked],
+    }
     if len(ranked) > 1 and winner.time:
         result["runnerUp"] = _name(ranked[1])
         result["advantage"] = number((ranked[1].time or 0.0) / winner.time - 1)
@@ -164,7 +202,9 @@ def _duel(model: TuningModel, coll: Collective, nbytes: int) -> Json:
     return result
 
 
-def _why(model: TuningModel, coll: Collective, ranked: list[Candidate], nbytes: int) -> Iterator[str]:
+def _why(
+    model: TuningModel, coll: Collective, ranked: list[Candidate], nbytes: int
+) -> Iterator[str]:
     """Time, latency and bandwidth of the winner at this size, and what it has over the next one."""
     winner = ranked[0]
     yield f"{_name(winner)} takes {time_in_words(winner.time or 0.0)}"
@@ -173,7 +213,9 @@ def _why(model: TuningModel, coll: Collective, ranked: list[Candidate], nbytes: 
     latency, bw = at_size(model, coll, winner.algorithm, winner.protocol, nbytes)
     yield f" ({time_in_words(latency)} latency, then {bytes_in_words(nbytes)} at {bw:.4g} GB/s)"
     if len(ranked) > 1:
-        other_latency, other_bw = at_size(model, coll, ranked[1].algorithm, ranked[1].protocol, nbytes)
+        other_latency, other_bw = at_size(
+            model, coll, ranked[1].algorithm, ranked[1].protocol, nbytes
+        )
         better = ["less latency"] * (latency < other_latency) + ["more bandwidth"] * (bw > other_bw)
         yield (
             f"; {_name(ranked[1])} would take {((ranked[1].time or 0.0) / winner.time - 1) * 100:.3g} % more "
@@ -191,13 +233,19 @@ def choice_sentences(model: TuningModel) -> list[str]:
             ranked = _ranked(model, coll, nbytes)
             winner = _name(ranked[0]) if ranked else "nothing"
             if winner != last:
-                reason = "".join(_why(model, coll, ranked, nbytes)) if ranked else "no algorithm and protocol is left"
+                reason = (
+                    "".join(_why(model, coll, ranked, nbytes))
+                    if ranked
+                    else "no algorithm and protocol is left"
+                )
                 result.append(f"{name} from {bytes_in_words(nbytes)}: {reason}")
                 last = winner
         if ranked := _ranked(model, coll, TABLE_SIZES[-1]):
             estimate = model.estimate(coll, ranked[0].algorithm, ranked[0].protocol)
             if estimate.limits:
-                result.append(f"{name}, the {estimate.bandwidth:.4g} GB/s of {_name(ranked[0])}: {'; '.join(estimate.limits)}")
+                result.append(
+                    f"{name}, the {estimate.bandwidth:.4g} GB/s of {_name(ranked[0])}: {'; '.join(estimate.limits)}"
+                )
         if off := sorted({c.off for c in candidates(model, coll, TABLE_SIZES[-1]) if c.off}):
             result.append(f"{name}, not available: " + "; ".join(off))
     return result

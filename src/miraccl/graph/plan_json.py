@@ -12,14 +12,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miraccl.errors import TopologyError
-from miraccl.graph.channel_graph import MAX_CHANNELS, ChannelGraph, GraphKind, Pattern, graph_from_json, graph_to_json
+from miraccl.graph.channel_graph import (
+    MAX_CHANNELS,
+    ChannelGraph,
+    GraphKind,
+    Pattern,
+    graph_from_json,
+    graph_to_json,
+)
 from miraccl.graph.connect import connections_to_json
 from miraccl.graph.plan import Plan, PlanRequest, plan_of_graphs
 from miraccl.graph.search import SearchResult
 from miraccl.graph.tuning_choice import tuning_to_json
 from miraccl.topo.analyse import Domain, Topology, analyse_system
 from miraccl.topo.jsonform import paths_to_json, system_from_json, system_to_json
-from miraccl.topo.jsonshape import Shape, anything, list_of, mapping, one_of, record, refuse, row, single, text, whole
+from miraccl.topo.jsonshape import (
+    Shape,
+    anything,
+    list_of,
+    mapping,
+    one_of,
+    record,
+    refuse,
+    row,
+    single,
+    text,
+    whole,
+)
 from miraccl.topo.records import PathType
 
 FORMAT = 1
@@ -160,15 +179,27 @@ def _check_sizes(data: Mapping[str, Any]) -> None:
     """Before anything of the size of ``nranks`` is made."""
     ranks = len(data["comm"]["rankToNode"])
     if data["nranks"] != data["nodes"] * data["gpus_per_node"]:
-        refuse("nranks", data["nranks"], f"nodes times gpus_per_node, {data['nodes'] * data['gpus_per_node']}")
+        refuse(
+            "nranks",
+            data["nranks"],
+            f"nodes times gpus_per_node, {data['nodes'] * data['gpus_per_node']}",
+        )
     if ranks != data["nranks"]:
-        raise TopologyError(f"comm.rankToNode has {ranks} entries; allowed is one for each of the {data['nranks']} ranks")
+        raise TopologyError(
+            f"comm.rankToNode has {ranks} entries; allowed is one for each of the {data['nranks']} ranks"
+        )
     more = len(data["domains"]) - 1
     for key in ("other_domain_graphs", "whole"):
         if (key in data) != (more > 0):
-            raise TopologyError(f"{key} is missing; a plan of several domains has it" if more else f"{key} is for plans of several domains")
+            raise TopologyError(
+                f"{key} is missing; a plan of several domains has it"
+                if more
+                else f"{key} is for plans of several domains"
+            )
     if more and len(data["other_domain_graphs"]) != more:
-        raise TopologyError(f"other_domain_graphs has {len(data['other_domain_graphs'])} entries; allowed is {more}, one less than domains")
+        raise TopologyError(
+            f"other_domain_graphs has {len(data['other_domain_graphs'])} entries; allowed is {more}, one less than domains"
+        )
 
 
 def _topology(data: Mapping[str, Any], request: PlanRequest) -> Topology:
@@ -176,15 +207,22 @@ def _topology(data: Mapping[str, Any], request: PlanRequest) -> Topology:
     machine = system_from_json(data[key], key)
     if sorted(gpu.rank for gpu in machine.gpus) != list(range(data["gpus_per_node"])):
         ranks = [gpu.rank for gpu in machine.gpus]
-        raise TopologyError(f"the GPUs of {key} have ranks {ranks}; allowed is each from 0 to {data['gpus_per_node'] - 1} once")
+        raise TopologyError(
+            f"the GPUs of {key} have ranks {ranks}; allowed is each from 0 to {data['gpus_per_node'] - 1} once"
+        )
     topology = analyse_system(machine, nodes=request.nodes, options=request.paths)
     if len(topology.domains) != len(data["domains"]):
-        raise TopologyError(f"domains has {len(data['domains'])} entries; the GPUs of {key} fall into {len(topology.domains)}")
+        raise TopologyError(
+            f"domains has {len(data['domains'])} entries; the GPUs of {key} fall into {len(topology.domains)}"
+        )
     return topology
 
 
 def _graphs_of_domains(data: Mapping[str, Any]) -> list[tuple[str, Sequence[Json]]]:
-    others = [(f"other_domain_graphs[{number}]", graphs) for number, graphs in enumerate(data.get("other_domain_graphs", ()))]
+    others = [
+        (f"other_domain_graphs[{number}]", graphs)
+        for number, graphs in enumerate(data.get("other_domain_graphs", ()))
+    ]
     return [("graphs", data["graphs"]), *others]
 
 
@@ -193,7 +231,11 @@ def _graphs(graphs: Sequence[Json], domain: Domain, where: str) -> tuple[Channel
     for number, graph in enumerate(graphs):
         for channel, order in enumerate(graph["intra"]):
             heads = graph["id"] == GraphKind.NVLS
-            fits = len(set(order)) == len(order) and set(order) <= set(domain.ranks) and (heads or len(order) == len(domain.ranks))
+            fits = (
+                len(set(order)) == len(order)
+                and set(order) <= set(domain.ranks)
+                and (heads or len(order) == len(domain.ranks))
+            )
             if not fits:
                 allowed = f"{'some' if heads else 'an order'} of the ranks {sorted(domain.ranks)}"
                 refuse(f"{where}[{number}].intra[{channel}]", order, allowed)
@@ -216,10 +258,18 @@ def _difference(there: Any, derived: Any, where: str) -> tuple[str, str, str] | 
         for number, (one, other) in enumerate(zip(there, derived)):
             if found := _difference(one, other, f"{where}[{number}]"):
                 return found
-        return None if len(there) == len(derived) else (where, f"a list of {len(there)}", f"one of {len(derived)}")
+        return (
+            None
+            if len(there) == len(derived)
+            else (where, f"a list of {len(there)}", f"one of {len(derived)}")
+        )
     same = there == derived and isinstance(there, bool) == isinstance(derived, bool)
     return None if same else (where, _shown(there), _shown(derived))
 
 
 def _shown(value: Any) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | Mapping) else repr(value)
+    return (
+        f"{type(value).__name__} of {len(value)}"
+        if isinstance(value, list | Mapping)
+        else repr(value)
+    )

@@ -84,7 +84,9 @@ class TuningSettings:
     def read(cls, environ: Mapping[str, str]) -> TuningSettings:
         overhead = params.NET_OVERHEAD.read(environ)
         if abs(overhead) > MAX_OVERHEAD_NS:
-            raise InvalidUsage(f"{params.NET_OVERHEAD.resolve(environ)[1]}: allowed are {-MAX_OVERHEAD_NS} to {MAX_OVERHEAD_NS} ns")
+            raise InvalidUsage(
+                f"{params.NET_OVERHEAD.resolve(environ)[1]}: allowed are {-MAX_OVERHEAD_NS} to {MAX_OVERHEAD_NS} ns"
+            )
         return cls(
             algo=_of_nccl(params.ALGO, environ),
             proto=_of_nccl(params.PROTO, environ),

@@ -30,6 +30,11 @@ def order_ranks(places: Sequence[RankPlace], domains: Sequence[int] = ()) -> tup
 
     def key(rank: int) -> tuple[int, int, int, int]:
         place = places[rank]
-        return hosts.index(place.host), rank_of_domain.get(place.numa, len(rank_of_domain)), place.numa, rank
+        return (
+            hosts.index(place.host),
+            rank_of_domain.get(place.numa, len(rank_of_domain)),
+            place.numa,
+            rank,
+        )
 
     return tuple(sorted(range(len(places)), key=key))

@@ -17,7 +17,9 @@ Orders = Sequence[Sequence[int]]
 """Per channel the local ranks of one domain in ring order."""
 
 
-def build_rings(layout: RankLayout, orders: Sequence[Orders], alternate: Sequence[bool], channels: int) -> Ints:
+def build_rings(
+    layout: RankLayout, orders: Sequence[Orders], alternate: Sequence[bool], channels: int
+) -> Ints:
     """[channels, ranks] every ring from rank 0 on; ``orders[d]`` are those of domain d.
 
     ``alternate[d]``: the search found channels in pairs that arrive on one NIC and leave on the other (``cross_nic`` 2). Then nodes with an

@@ -49,7 +49,9 @@ def binary_tree(n: int) -> NodeTree:
     half = low >> 1
     down0 = np.where(half > 0, node - half, -1)
     down1 = np.where(half > 0, node + half, -1)
-    while (over := down1 >= n).any():  # at most log2(n) times: take the next smaller distance until the child exists
+    while (
+        over := down1 >= n
+    ).any():  # at most log2(n) times: take the next smaller distance until the child exists
         down1 = np.where(over, np.where(half > 0, node + half, -1), down1)
         half = np.where(over, half >> 1, half)
     top = 1
@@ -74,7 +76,12 @@ def double_binary_tree(n: int) -> tuple[NodeTree, NodeTree]:
         moved = values[place]
         return _i32(np.where(moved < 0, -1, owner[moved]))
 
-    second = NodeTree(up=image(first.up), down0=image(first.down0), down1=image(first.down1), second_child=first.second_child[place])
+    second = NodeTree(
+        up=image(first.up),
+        down0=image(first.down0),
+        down1=image(first.down1),
+        second_child=first.second_child[place],
+    )
     return first, second
 
 
@@ -102,7 +109,9 @@ class TreeOrder:
         if len(self.order) < 2 and self.pattern != Pattern.TREE:
             kind = f"{int(self.pattern)} ({self.pattern.name.lower()})"
             one = f"{int(Pattern.TREE)} ({Pattern.TREE.name.lower()})"
-            raise TopologyError(f"a tree of pattern {kind} has two GPUs or more of a node, not {list(self.order)}; allowed is {one}")
+            raise TopologyError(
+                f"a tree of pattern {kind} has two GPUs or more of a node, not {list(self.order)}; allowed is {one}"
+            )
 
     @property
     def to_parent(self) -> int:
@@ -117,13 +126,17 @@ class TreeOrder:
         return self.order[1 if self.pattern == Pattern.SPLIT_TREE else 0]
 
 
-def connect_tree(layout: RankLayout, chains: Sequence[TreeOrder], trees: tuple[NodeTree, NodeTree]) -> tuple[RankTree, RankTree]:
+def connect_tree(
+    layout: RankLayout, chains: Sequence[TreeOrder], trees: tuple[NodeTree, NodeTree]
+) -> tuple[RankTree, RankTree]:
     """The two trees of one channel; ``chains[d]`` is the channel's order on domain d."""
     up, down = _chains(layout, [chain.order for chain in chains])
     parent = layout.per_node([c.to_parent for c in chains])
     child0 = layout.per_node([c.to_child0 for c in chains])
     child1 = layout.per_node([c.to_child1 for c in chains])
-    first, second = (_attach(up.copy(), down.copy(), tree, parent, child0, child1) for tree in trees)
+    first, second = (
+        _attach(up.copy(), down.copy(), tree, parent, child0, child1) for tree in trees
+    )
     return first, second
 
 
@@ -137,7 +150,9 @@ def _chains(layout: RankLayout, orders: Sequence[Sequence[int]]) -> tuple[Ints, 
     return up, down
 
 
-def _attach(up: Ints, down: Ints, tree: NodeTree, parent: Ints, child0: Ints, child1: Ints) -> RankTree:
+def _attach(
+    up: Ints, down: Ints, tree: NodeTree, parent: Ints, child0: Ints, child1: Ints
+) -> RankTree:
     """Join the chains of all nodes along ``tree``; the GPU that talks to the parent's node hangs on that node's child GPU."""
     has = np.flatnonzero(tree.up >= 0)
     above = tree.up[has]

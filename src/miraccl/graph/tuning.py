@@ -60,7 +60,9 @@ def build_model(facts: TuningFacts, settings: TuningSettings | None = None) -> T
     return TuningModel(
         facts=facts,
         max_threads=max_threads(facts, settings),
-        thread_thresholds=dict.fromkeys(Algorithm, (0, 0, 0)) if single else thread_thresholds(facts, settings),
+        thread_thresholds=dict.fromkeys(Algorithm, (0, 0, 0))
+        if single
+        else thread_thresholds(facts, settings),
         estimates={} if single else _estimates(facts, settings),
     )
 
@@ -85,12 +87,16 @@ def _estimates(facts: TuningFacts, settings: TuningSettings) -> dict[Key, Estima
     for coll in k.TUNED:
         for algo in Algorithm:
             for proto in Protocol:
-                missing = not exists(coll, algo, proto) or (algo == Algorithm.PAT and not _pat_enabled(facts, settings))
+                missing = not exists(coll, algo, proto) or (
+                    algo == Algorithm.PAT and not _pat_enabled(facts, settings)
+                )
                 # NVLS keeps one of its channels back, so a graph with a single one is not used.
                 if missing or (algo.uses_nvls and facts.graphs[GraphKind.NVLS].n_channels < 2):
                     continue
                 bandwidth, limits = _algorithm_bandwidth(facts, coll, algo, proto)
-                off = _switched_off(facts, settings, algo, proto, algos[coll][algo], protos[coll][proto])
+                off = _switched_off(
+                    facts, settings, algo, proto, algos[coll][algo], protos[coll][proto]
+                )
                 if not off and not bandwidth:
                     off = limits[-1] if limits else "its graph has no channels"
                 result[coll, algo, proto] = Estimate(
@@ -111,7 +117,9 @@ def _pat_enabled(facts: TuningFacts, settings: TuningSettings) -> bool:
 # Bandwidth
 
 
-def _algorithm_bandwidth(facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Protocol) -> tuple[float, list[str]]:
+def _algorithm_bandwidth(
+    facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Protocol
+) -> tuple[float, list[str]]:
     """Algorithm bandwidth (bytes of the operation per time) before anything is switched off, and what it comes from, factor by factor."""
     graph = facts.graphs[algo.graph]
     if not graph.n_channels:
@@ -123,12 +131,16 @@ def _algorithm_bandwidth(facts: TuningFacts, coll: Collective, algo: Algorithm, 
     return _bus_to_algorithm(facts, coll, algo, bus, limits), limits
 
 
-def _channel_bandwidth(facts: TuningFacts, coll: Collective, algo: Algorithm, limits: list[str]) -> float:
+def _channel_bandwidth(
+    facts: TuningFacts, coll: Collective, algo: Algorithm, limits: list[str]
+) -> float:
     graph = facts.graphs[algo.graph]
     inside = facts.nnodes <= 2 or algo.uses_collnet
     bw = graph.bw_intra if inside else graph.bw_inter
     if not algo.uses_nvls:
-        limits.append(f"{graph.n_channels} channels of {bw:g} GB/s {'inside' if inside else 'between'} nodes")
+        limits.append(
+            f"{graph.n_channels} channels of {bw:g} GB/s {'inside' if inside else 'between'} nodes"
+        )
         return bw
     channels = graph.n_channels
     efficiency = f32(k.NVLS_EFFICIENCY[facts.generation])
@@ -144,13 +156,25 @@ def _channel_bandwidth(facts: TuningFacts, coll: Collective, algo: Algorithm, li
     inter = f32(graph.bw_inter * (2 if facts.nnodes <= 2 and algo == Algorithm.NVLS_TREE else 1))
     found = {"inside nodes": intra, "between nodes": inter}
     if algo == Algorithm.NVLS_TREE:
-        found["as measured per channel"] = f32(k.NVLS_TREE_PER_CHANNEL[facts.generation][facts.scale])
+        found["as measured per channel"] = f32(
+            k.NVLS_TREE_PER_CHANNEL[facts.generation][facts.scale]
+        )
     where = min(found, key=lambda name: found[name])
-    limits.append(f"{channels} channels of {found[where]:g} GB/s {where}" + (f" ({how})" if where == "inside nodes" else ""))
+    limits.append(
+        f"{channels} channels of {found[where]:g} GB/s {where}"
+        + (f" ({how})" if where == "inside nodes" else "")
+    )
     return found[where]
 
 
-def _refined(facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Protocol, bus: float, limits: list[str]) -> float:
+def _refined(
+    facts: TuningFacts,
+    coll: Collective,
+    algo: Algorithm,
+    proto: Protocol,
+    bus: float,
+    limits: list[str],
+) -> float:
     """Bus bandwidth after the corrections that measurements asked for."""
     channels = facts.graphs[algo.graph].n_channels
     generation, scale = facts.generation, facts.scale
@@ -180,7 +204,9 @@ def _refined(facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Proto
             factor = 7.0 / 9.0 if facts.nnodes == 1 else 120.0 / 128.0
             limits.append(f"times {factor:.3g}: a tree over LL128")
             cap = channels * k.TREE_LL128_PER_CHANNEL[generation][scale]
-            bus = f32(at_most(bus * factor, cap, f"{channels} tree channels of LL128 reach at most"))
+            bus = f32(
+                at_most(bus * factor, cap, f"{channels} tree channels of LL128 reach at most")
+            )
         if facts.max_tree_pattern == Pattern.TREE:
             limits.append("85 % of it: one GPU of a node carries parent and children")
             bus = f32(bus * 0.85)
@@ -193,8 +219,15 @@ def _refined(facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Proto
     if algo == Algorithm.COLLNET_DIRECT:
         bus = _collnet_direct(facts, coll, bus, limits)
     gathers = coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-    if gathers and facts.nnodes > 1 and algo in (Algorithm.NVLS, Algorithm.COLLNET_DIRECT) and facts.max_local_ranks > facts.collnet_heads:
-        limits.append(f"{facts.max_local_ranks} GPUs per node need as many CollNet heads, there are {facts.collnet_heads}")
+    if (
+        gathers
+        and facts.nnodes > 1
+        and algo in (Algorithm.NVLS, Algorithm.COLLNET_DIRECT)
+        and facts.max_local_ranks > facts.collnet_heads
+    ):
+        limits.append(
+            f"{facts.max_local_ranks} GPUs per node need as many CollNet heads, there are {facts.collnet_heads}"
+        )
         return 0.0
     return bus
 
@@ -217,7 +250,9 @@ def _collnet_direct(facts: TuningFacts, coll: Collective, bus: float, limits: li
     gpus_per_nic = f32(ppn / (1.0 * graph.n_channels))
     gpus_per_nic = f32(gpus_per_nic - f32(f32(gpus_per_nic - 1) / 2))
     if gpus_per_nic != 1:
-        limits.append(f"divided by {gpus_per_nic:g}: {ppn:g} GPUs per node on {graph.n_channels} channels")
+        limits.append(
+            f"divided by {gpus_per_nic:g}: {ppn:g} GPUs per node on {graph.n_channels} channels"
+        )
     bus = f32(bus / gpus_per_nic)
     if facts.min_sm < 90:
         return bus
@@ -232,14 +267,20 @@ def _steps(coll: Collective, nranks: int) -> int:
     return nranks - 1 if coll in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) else nranks
 
 
-def _bus_to_algorithm(facts: TuningFacts, coll: Collective, algo: Algorithm, bus: float, limits: list[str]) -> float:
+def _bus_to_algorithm(
+    facts: TuningFacts, coll: Collective, algo: Algorithm, bus: float, limits: list[str]
+) -> float:
     """Bus bandwidth is what the links carry; the operation itself is shorter by the number of times that its bytes cross them."""
-    if not bus or (algo != Algorithm.RING and coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)):
+    if not bus or (
+        algo != Algorithm.RING and coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    ):
         return bus
     if algo == Algorithm.RING or algo.uses_nvls:
         steps = _steps(coll, facts.nranks)
         if steps != facts.nranks:
-            limits.append(f"times {facts.nranks / steps:.4g}: a link carries {steps}/{facts.nranks} of the bytes")
+            limits.append(
+                f"times {facts.nranks / steps:.4g}: a link carries {steps}/{facts.nranks} of the bytes"
+            )
         return f32(bus * f32((1.0 * facts.nranks) / steps))
     ways = "up the tree and down again" if algo == Algorithm.TREE else "to the network and back"
     limits.append(f"half of it: bytes go {ways}")
@@ -249,20 +290,30 @@ def _bus_to_algorithm(facts: TuningFacts, coll: Collective, algo: Algorithm, bus
 # Latency
 
 
-def _step_latency(facts: TuningFacts, hardware: Hardware, algo: Algorithm, proto: Protocol) -> float:
-    if facts.cpu_arch == CpuArch.POWER and (hardware, algo, proto) == (Hardware.PCI, Algorithm.TREE, Protocol.SIMPLE):
+def _step_latency(
+    facts: TuningFacts, hardware: Hardware, algo: Algorithm, proto: Protocol
+) -> float:
+    if facts.cpu_arch == CpuArch.POWER and (hardware, algo, proto) == (
+        Hardware.PCI,
+        Algorithm.TREE,
+        Protocol.SIMPLE,
+    ):
         algo = Algorithm.RING  # trees are not penalised on POWER
     return f32(k.STEP_LATENCY[hardware][algo][proto])
 
 
-def _latency(facts: TuningFacts, settings: TuningSettings, coll: Collective, algo: Algorithm, proto: Protocol) -> float:
+def _latency(
+    facts: TuningFacts, settings: TuningSettings, coll: Collective, algo: Algorithm, proto: Protocol
+) -> float:
     """us before the first byte arrives everywhere."""
     graph = facts.graphs[algo.graph]
     inside = Hardware.NVLINK if graph.type_intra == PathType.NVL else Hardware.PCI
     base = f32(k.BASE_LATENCY.get(algo, (0.0, 0.0, 0.0))[proto])
     intra = _step_latency(facts, inside, algo, proto)
     # With one rank per node nothing hides the network, so the larger latency of a tree counts.
-    inter = _step_latency(facts, Hardware.NET, Algorithm.TREE if facts.ranks_per_node == 1 else algo, proto)
+    inter = _step_latency(
+        facts, Hardware.NET, Algorithm.TREE if facts.ranks_per_node == 1 else algo, proto
+    )
     inter = f32(inter + graph.latency_inter)
     if proto == Protocol.SIMPLE:  # the flush
         inter = f32(inter + graph.latency_inter)
@@ -273,7 +324,9 @@ def _latency(facts: TuningFacts, settings: TuningSettings, coll: Collective, alg
             return _ring_latency(facts, settings, coll, proto, base, intra, inter)
         case Algorithm.TREE:
             return f32(base + f32(2 * f32(f32(others * intra) + f32(levels * inter))))
-        case Algorithm.COLLNET_DIRECT:  # 0.4 us for each peer that is served in turn; summed in double precision
+        case (
+            Algorithm.COLLNET_DIRECT
+        ):  # 0.4 us for each peer that is served in turn; summed in double precision
             return f32(base + (2 * (f32(min(1, others) * intra) + others * 0.4) + inter))
         case Algorithm.COLLNET_CHAIN:
             return f32(base + f32(f32(2 * others * intra) + inter))
@@ -286,12 +339,24 @@ def _latency(facts: TuningFacts, settings: TuningSettings, coll: Collective, alg
 
 
 def _ring_latency(
-    facts: TuningFacts, settings: TuningSettings, coll: Collective, proto: Protocol, base: float, intra: float, inter: float
+    facts: TuningFacts,
+    settings: TuningSettings,
+    coll: Collective,
+    proto: Protocol,
+    base: float,
+    intra: float,
+    inter: float,
 ) -> float:
     graph = facts.graphs[GraphKind.RING]
     nsteps = _steps(coll, facts.nranks)
     if coll in (Collective.REDUCE, Collective.BROADCAST):
-        hardware = Hardware.NET if facts.nnodes > 1 else Hardware.NVLINK if graph.type_intra == PathType.NVL else Hardware.PCI
+        hardware = (
+            Hardware.NET
+            if facts.nnodes > 1
+            else Hardware.NVLINK
+            if graph.type_intra == PathType.NVL
+            else Hardware.PCI
+        )
         if graph.same_channels:
             return f32(base + _step_latency(facts, hardware, Algorithm.RING, proto))
         like = Algorithm.TREE if proto == Protocol.SIMPLE else Algorithm.RING
@@ -312,7 +377,14 @@ def _net_overhead(facts: TuningFacts, settings: TuningSettings) -> float:
 # What is switched off
 
 
-def _switched_off(facts: TuningFacts, settings: TuningSettings, algo: Algorithm, proto: Protocol, algo_wish: Wish, proto_wish: Wish) -> str:
+def _switched_off(
+    facts: TuningFacts,
+    settings: TuningSettings,
+    algo: Algorithm,
+    proto: Protocol,
+    algo_wish: Wish,
+    proto_wish: Wish,
+) -> str:
     """Why the combination is not used, or an empty text."""
     if algo_wish == Wish.NO:
         return "NCCL_ALGO excludes it"
@@ -320,7 +392,9 @@ def _switched_off(facts: TuningFacts, settings: TuningSettings, algo: Algorithm,
         return "NCCL_PROTO excludes it"
     if facts.nnodes == 1 and algo == Algorithm.NVLS_TREE:
         return "trees between nodes need several nodes"
-    if not facts.collnet_enabled and (algo.uses_collnet or (algo == Algorithm.NVLS and facts.nnodes > 1)):
+    if not facts.collnet_enabled and (
+        algo.uses_collnet or (algo == Algorithm.NVLS and facts.nnodes > 1)
+    ):
         return "CollNet is not in use"
     if not facts.nvswitch and algo == Algorithm.COLLNET_DIRECT:
         return "CollNet direct needs an NVSwitch"
@@ -334,7 +408,9 @@ def _ll128_unsafe(facts: TuningFacts, settings: TuningSettings, algo: Algorithm)
     graph = facts.graphs[algo.graph]
     worst = PathType.PXN if settings.ll128_c2c and facts.min_sm >= 90 else PathType.PXB
     if graph.type_inter > worst:
-        return f"LL128 between nodes needs paths up to {worst.name}, these are {graph.type_inter.name}"
+        return (
+            f"LL128 between nodes needs paths up to {worst.name}, these are {graph.type_inter.name}"
+        )
     if graph.type_intra > PathType.NVB:
         return f"LL128 inside nodes needs paths up to NVB, these are {graph.type_intra.name}"
     if facts.min_sm != facts.max_sm:

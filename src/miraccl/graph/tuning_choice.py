@@ -69,12 +69,18 @@ def _unfit(model: TuningModel, coll: Collective, algo: Algorithm) -> str:
         return f"CollNet serves at most {MAX_DIRECT_RANKS} GPUs per node"
     if algo.uses_nvls and not facts.nvls_support:
         return "NVLS is not in use"
-    if algo.uses_nvls and coll != Collective.ALL_REDUCE and facts.max_local_ranks > k.MAX_NVLS_RANKS:
+    if (
+        algo.uses_nvls
+        and coll != Collective.ALL_REDUCE
+        and facts.max_local_ranks > k.MAX_NVLS_RANKS
+    ):
         return f"NVLS serves at most {k.MAX_NVLS_RANKS} GPUs per node"
     return ""
 
 
-def predict_time(model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int) -> float | None:
+def predict_time(
+    model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int
+) -> float | None:
     """us, or ``None`` where the combination cannot be used."""
     if model.estimate(coll, algo, proto).bandwidth == 0:
         return None
@@ -82,7 +88,9 @@ def predict_time(model: TuningModel, coll: Collective, algo: Algorithm, proto: P
     return f32(latency + f32(f32(nbytes) / f32(1000 * bw)))
 
 
-def at_size(model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int) -> tuple[float, float]:
+def at_size(
+    model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int
+) -> tuple[float, float]:
     """Latency (us) and bandwidth (GB/s) of an estimate after the corrections for the size."""
     estimate = model.estimate(coll, algo, proto)
     bw, latency = estimate.bandwidth, estimate.latency
@@ -91,7 +99,9 @@ def at_size(model: TuningModel, coll: Collective, algo: Algorithm, proto: Protoc
     octave = (nbytes >> 6).bit_length() - 1
     if algo == Algorithm.TREE and all_reduce and 0 <= octave < len(k.TREE_CORRECTION[proto]):
         bw = f32(bw * f32(k.TREE_CORRECTION[proto][octave]))
-    long_ring = algo == Algorithm.RING and proto == Protocol.SIMPLE and facts.nnodes > 1 and all_reduce
+    long_ring = (
+        algo == Algorithm.RING and proto == Protocol.SIMPLE and facts.nnodes > 1 and all_reduce
+    )
     if long_ring and nbytes // (facts.channels * facts.nranks) >= _PLATEAU_BYTES:
         latency = f32(latency * (1.9 if facts.min_sm < 80 else 1.4))
     return latency, bw
@@ -124,7 +134,9 @@ def _size(model: TuningModel, algo: Algorithm, proto: Protocol, nbytes: int) -> 
     threads = model.max_threads[algo][proto]
     threshold = model.thread_thresholds[algo][proto]
     if algo == Algorithm.COLLNET_DIRECT:
-        channels, threshold = _collnet_direct_channels(channels, threads * facts.collnet_direct_heads, threshold, nbytes)
+        channels, threshold = _collnet_direct_channels(
+            channels, threads * facts.collnet_direct_heads, threshold, nbytes
+        )
     elif algo == Algorithm.NVLS and facts.nnodes > 1:
         channels = min(facts.nvls_channels, channels)
     elif algo.uses_nvls:
@@ -142,7 +154,9 @@ def _size(model: TuningModel, algo: Algorithm, proto: Protocol, nbytes: int) -> 
     return channels, max(threads, 3 * k.WARP)
 
 
-def _collnet_direct_channels(channels: int, work: int, threshold: int, nbytes: int) -> tuple[int, int]:
+def _collnet_direct_channels(
+    channels: int, work: int, threshold: int, nbytes: int
+) -> tuple[int, int]:
     """Fewer channels in stages: past each one and a half power of two, a thread may have half as much to do."""
     stage, short = 16, True
     while stage >= 1 and short:
@@ -164,13 +178,19 @@ def tuning_to_json(model: TuningModel) -> dict[str, Any]:
         "threadThresholds": {algo.label: list(model.thread_thresholds[algo]) for algo in Algorithm},
         "latencies": _table(model, "latency"),
         "bandwidths": _table(model, "bandwidth"),
-        "choice": {name: [choice_to_json(choose(model, coll, size)) for size in TABLE_SIZES] for coll, name in k.TUNED.items()},
+        "choice": {
+            name: [choice_to_json(choose(model, coll, size)) for size in TABLE_SIZES]
+            for coll, name in k.TUNED.items()
+        },
     }
 
 
 def _table(model: TuningModel, field: str) -> dict[str, Any]:
     return {
-        name: {algo.label: [number(getattr(model.estimate(coll, algo, p), field)) for p in Protocol] for algo in Algorithm}
+        name: {
+            algo.label: [number(getattr(model.estimate(coll, algo, p), field)) for p in Protocol]
+            for algo in Algorithm
+        }
         for coll, name in k.TUNED.items()
     }
 
@@ -179,4 +199,11 @@ def choice_to_json(choice: Choice | None) -> list[Any] | None:
     if choice is None:
         return None
     protocol = k.PROTOCOL_LABELS[choice.protocol]
-    return [choice.nbytes, choice.algorithm.label, protocol, number(choice.time), choice.channels, choice.warps]
+    return [
+        choice.nbytes,
+        choice.algorithm.label,
+        protocol,
+        number(choice.time),
+        choice.channels,
+        choice.warps,
+    ]

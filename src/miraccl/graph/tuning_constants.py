@@ -134,25 +134,107 @@ class Generation(enum.IntEnum):
 
     @classmethod
     def of(cls, sm: int) -> Generation:
-        return cls.BLACKWELL if sm >= 100 else cls.HOPPER if sm >= 90 else cls.AMPERE if sm >= 80 else cls.VOLTA
+        return (
+            cls.BLACKWELL
+            if sm >= 100
+            else cls.HOPPER
+            if sm >= 90
+            else cls.AMPERE
+            if sm >= 80
+            else cls.VOLTA
+        )
 
 
-LL_MAX: Final[tuple[Triple, ...]] = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
+LL_MAX: Final[tuple[Triple, ...]] = (
+    (39.0, 39.0, 20.4),
+    (87.7, 22.5, 19.0),
+    (141.0, 45.0, 35.0),
+    (282.0, 90.0, 70.0),
+)
 """Most that LL reaches. Rows are generations on one node; over several nodes row 1 is AMD hosts and row 0 all others."""
 
-RING_LL128_PER_CHANNEL: Final[tuple[Triple, ...]] = ((20.0,) * 3, (20.0,) * 3, (36.7,) * 3, (73.4, 34.6, 73.4))
-TREE_LL128_PER_CHANNEL: Final[tuple[Triple, ...]] = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
-TREE_PER_CHANNEL: Final[tuple[Triple, ...]] = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
-NVLS_TREE_PER_CHANNEL: Final[tuple[Triple, ...]] = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (0.0, 57.7, 45.5), (0.0, 96.0, 43.8))
+RING_LL128_PER_CHANNEL: Final[tuple[Triple, ...]] = (
+    (20.0,) * 3,
+    (20.0,) * 3,
+    (36.7,) * 3,
+    (73.4, 34.6, 73.4),
+)
+TREE_LL128_PER_CHANNEL: Final[tuple[Triple, ...]] = (
+    (20.0,) * 3,
+    (20.0,) * 3,
+    (36.7, 36.7, 29.0),
+    (55.6, 31.67, 20.0),
+)
+TREE_PER_CHANNEL: Final[tuple[Triple, ...]] = (
+    (26.5, 18.5, 10.0),
+    (24.0, 23.6, 17.8),
+    (38.7, 41.4, 36.0),
+    (70.0, 42.8, 24.0),
+)
+NVLS_TREE_PER_CHANNEL: Final[tuple[Triple, ...]] = (
+    (26.5, 18.5, 10.0),
+    (24.0, 23.6, 17.8),
+    (0.0, 57.7, 45.5),
+    (0.0, 96.0, 43.8),
+)
 """Most that one channel reaches, by generation."""
 
 NVLS_EFFICIENCY: Final = (0.0, 0.0, 0.85, 0.74)
 """Share of the NVLink bandwidth that multicast reaches, by generation."""
 
 TREE_CORRECTION: Final[dict[Protocol, tuple[float, ...]]] = {
-    Protocol.LL: (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
-    Protocol.LL128: (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
-    Protocol.SIMPLE: (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+    Protocol.LL: (
+        1,
+        1,
+        1,
+        1,
+        0.9,
+        0.8,
+        0.7,
+        0.7,
+        0.7,
+        0.7,
+        0.6,
+        0.5,
+        0.4,
+        0.4,
+        0.5,
+        0.6,
+        0.7,
+        0.8,
+        0.9,
+        1,
+        1,
+        1,
+        1,
+    ),
+    Protocol.LL128: (
+        1,
+        1,
+        1,
+        1,
+        1,
+        0.9,
+        0.8,
+        0.8,
+        0.8,
+        0.7,
+        0.6,
+        0.6,
+        0.6,
+        0.6,
+        0.6,
+        0.6,
+        0.8,
+        0.9,
+        0.9,
+        0.9,
+        0.9,
+        1,
+        1,
+    ),
+    Protocol.SIMPLE: (0.9,) * 7
+    + (0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
 }
 """What is left of a tree all-reduce's bandwidth at 64 B, 128 B, ... 256 MiB."""
 

@@ -29,7 +29,9 @@ class Wish(enum.IntEnum):
 E = TypeVar("E", bound=enum.IntEnum)
 
 
-def parse_wishes(text: str, labels: Mapping[E, str], variable: str) -> dict[Collective, dict[E, Wish]]:
+def parse_wishes(
+    text: str, labels: Mapping[E, str], variable: str
+) -> dict[Collective, dict[E, Wish]]:
     """The wish for each collective and element of ``labels``; ``variable`` is named in errors. An empty text leaves all ``FREE``."""
     wishes = {coll: dict.fromkeys(labels, Wish.FREE) for coll in TUNED}
     by_name = {label.lower(): element for element, label in labels.items()}
@@ -38,16 +40,25 @@ def parse_wishes(text: str, labels: Mapping[E, str], variable: str) -> dict[Coll
         collective, _, elements = (word.strip() for word in entry.partition(":"))
         if not elements:
             if number:
-                raise InvalidUsage(f"{variable}={text!r}: only the first entry may lack a collective")
+                raise InvalidUsage(
+                    f"{variable}={text!r}: only the first entry may lack a collective"
+                )
             collective, elements = "", collective
         if collective and collective not in collectives:
-            raise InvalidUsage(f"{variable}={text!r}: no collective is called {collective!r}; known are {', '.join(collectives)}")
+            raise InvalidUsage(
+                f"{variable}={text!r}: no collective is called {collective!r}; known are {', '.join(collectives)}"
+            )
         excluded = elements.startswith("^")
         names = [name.strip() for name in elements.removeprefix("^").split(",") if name.strip()]
         unknown = [name for name in names if name not in by_name]
         if unknown:
-            raise InvalidUsage(f"{variable}={text!r}: {unknown[0]!r} is not known; known are {', '.join(by_name)}")
+            raise InvalidUsage(
+                f"{variable}={text!r}: {unknown[0]!r} is not known; known are {', '.join(by_name)}"
+            )
         listed = {by_name[name] for name in names}
         for coll in [collectives[collective]] if collective else wishes:
-            wishes[coll] = {element: Wish.YES if (element in listed) != excluded else Wish.NO for element in labels}
+            wishes[coll] = {
+                element: Wish.YES if (element in listed) != excluded else Wish.NO
+                for element in labels
+            }
     return wishes

@@ -17,21 +17,35 @@ def _bounded_threads(wish: int, least: int, most: int, default: int) -> int:
     return most if wish % k.WARP or wish > most else max(least, wish)
 
 
-def max_threads(facts: TuningFacts, settings: TuningSettings) -> dict[Algorithm, tuple[int, int, int]]:
+def max_threads(
+    facts: TuningFacts, settings: TuningSettings
+) -> dict[Algorithm, tuple[int, int, int]]:
     """The most threads of a block, by algorithm and protocol."""
     ring = facts.graphs[GraphKind.RING]
     slow = f32(ring.bw_intra * ring.n_channels) <= k.SLOW_MACHINE_BW
     simple = k.SIMPLE_MAX_THREADS
     ring_default = k.SLOW_MACHINE_THREADS if slow else simple
     ll = _bounded_threads(settings.threads, 2 * k.WARP, k.LL_MAX_THREADS, k.LL_MAX_THREADS)
-    ll128 = _bounded_threads(settings.ll128_threads, k.LL128_MAX_THREADS // 4, k.LL128_MAX_THREADS, k.LL128_MAX_THREADS)
+    ll128 = _bounded_threads(
+        settings.ll128_threads, k.LL128_MAX_THREADS // 4, k.LL128_MAX_THREADS, k.LL128_MAX_THREADS
+    )
     result = {algo: (0, 0, 0 if algo == Algorithm.PAT else k.MAX_THREADS) for algo in Algorithm}
-    result[Algorithm.TREE] = (ll, ll128, _bounded_threads(settings.threads, 2 * k.WARP, simple, simple))
-    result[Algorithm.RING] = (ll, ll128, _bounded_threads(settings.threads, 2 * k.WARP, simple, ring_default))
+    result[Algorithm.TREE] = (
+        ll,
+        ll128,
+        _bounded_threads(settings.threads, 2 * k.WARP, simple, simple),
+    )
+    result[Algorithm.RING] = (
+        ll,
+        ll128,
+        _bounded_threads(settings.threads, 2 * k.WARP, simple, ring_default),
+    )
     return result
 
 
-def thread_thresholds(facts: TuningFacts, settings: TuningSettings) -> dict[Algorithm, tuple[int, int, int]]:
+def thread_thresholds(
+    facts: TuningFacts, settings: TuningSettings
+) -> dict[Algorithm, tuple[int, int, int]]:
     """Bytes per thread and channel below which fewer are used, by algorithm and protocol."""
     table = {algo: [k.LL_THRESHOLD, k.LL128_THRESHOLD, k.SIMPLE_THRESHOLD] for algo in Algorithm}
     table[Algorithm.RING][Protocol.LL] *= facts.nranks

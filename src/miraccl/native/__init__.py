@@ -58,11 +58,19 @@ def _compile(module: str, only: tuple[str, ...] | None, label: str) -> list[byte
 
     long = not only and module != "miraccl.native.words"  # the small ones pass unnoticed
     if long:
-        print(f"miraccl: compiling {label} for this machine (once, some seconds) ...", file=sys.stderr, flush=True)
+        print(
+            f"miraccl: compiling {label} for this machine (once, some seconds) ...",
+            file=sys.stderr,
+            flush=True,
+        )
     start = time.perf_counter()
     objects = compile_module(module, PREFIX, only)
     if long:
-        print(f"miraccl: compiled {label} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        print(
+            f"miraccl: compiled {label} in {time.perf_counter() - start:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     return objects
 
 
@@ -90,7 +98,13 @@ def _key(module: str) -> str:
     from importlib.metadata import version
 
     digest = hashlib.sha256()
-    for part in (version("numba"), version("llvmlite"), sys.version, platform.machine(), cpu_features()):
+    for part in (
+        version("numba"),
+        version("llvmlite"),
+        sys.version,
+        platform.machine(),
+        cpu_features(),
+    ):
         digest.update(part.encode() + b"\0")
     for source in sources_of(module):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -101,11 +115,17 @@ def sources_of(module: str) -> list[Path]:
     """The files that compiled code of a kernel source depends on."""
     names = ["miraccl.native", module.rpartition(".")[0]]
     for name in names:  # which grows meanwhile
-        names += [more for more in getattr(importlib.import_module(name), "SOURCES", ()) if more not in names]
+        names += [
+            more
+            for more in getattr(importlib.import_module(name), "SOURCES", ())
+            if more not in names
+        ]
     return [path for name in names for path in _files_of(name)]
 
 
-_known_key = functools.cache(_key)  # reading the sources and the versions again takes longer than loading a kernel
+_known_key = functools.cache(
+    _key
+)  # reading the sources and the versions again takes longer than loading a kernel
 
 
 def _files_of(name: str) -> list[Path]:

@@ -50,7 +50,9 @@ def _writable() -> Iterator[Path]:
     if not why:
         yield path
     elif params.CACHE_DIR.read():
-        _tell(f"MIRACCL_CACHE_DIR={path} cannot be written ({why}); a folder below {_temporary()} is used")
+        _tell(
+            f"MIRACCL_CACHE_DIR={path} cannot be written ({why}); a folder below {_temporary()} is used"
+        )
     with contextlib.suppress(OSError):
         yield _fallback()
 
@@ -122,7 +124,9 @@ def write(name: str, data: bytes) -> None:
             if failed:
                 _tell(f"{failed}; {place} is used")
             return
-    _tell(f"compiled code and measurements are not kept, every process makes them again: {failed or 'no folder can be written'}")
+    _tell(
+        f"compiled code and measurements are not kept, every process makes them again: {failed or 'no folder can be written'}"
+    )
 
 
 def put(target: Path, data: bytes) -> None:

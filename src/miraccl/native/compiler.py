@@ -15,7 +15,11 @@ def compile_module(module: str, prefix: str, only: tuple[str, ...] | None = None
     """Object files of the exports of a kernel source (of those in ``only``), with symbols ``prefix + name``."""
     source = importlib.import_module(module)
     exports: dict[str, Any] = source.EXPORTS
-    return [_compile(function, prefix + name) for name, function in exports.items() if only is None or name in only]
+    return [
+        _compile(function, prefix + name)
+        for name, function in exports.items()
+        if only is None or name in only
+    ]
 
 
 def _compile(function: Any, symbol: str) -> bytes:
@@ -23,7 +27,9 @@ def _compile(function: Any, symbol: str) -> bytes:
 
     arity = function.__code__.co_argcount
     signature = types.int64(*([types.int64] * arity))
-    compiled = cfunc(signature, nopython=True, error_model="numpy", no_cpython_wrapper=True)(function)
+    compiled = cfunc(signature, nopython=True, error_model="numpy", no_cpython_wrapper=True)(
+        function
+    )
     library = compiled._library
     # The optimised module of Numba holds the C wrapper under a mangled name; it is renamed and emitted once more.
     text = library.get_llvm_str().replace(compiled.native_name, symbol)

@@ -22,7 +22,13 @@ _B = ir.IntType(8)
 
 def inline(function: Any) -> Any:
     """A helper that LLVM may inline: no exceptions, no reference counts, numpy's division. Python cannot call it."""
-    return njit(error_model="numpy", nogil=True, no_cfunc_wrapper=True, no_cpython_wrapper=True, fastmath=False)(function)
+    return njit(
+        error_model="numpy",
+        nogil=True,
+        no_cfunc_wrapper=True,
+        no_cpython_wrapper=True,
+        fastmath=False,
+    )(function)
 
 
 def _pointer(builder: Any, address: Any, kind: Any) -> Any:
@@ -32,7 +38,9 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
 @intrinsic
 def load(typingctx: Any, address: Any) -> Any:
     """The word at an address."""
-    return I64(I64), lambda context, builder, sig, args: builder.load(_pointer(builder, args[0], _W))
+    return I64(I64), lambda context, builder, sig, args: builder.load(
+        _pointer(builder, args[0], _W)
+    )
 
 
 @intrinsic
@@ -91,7 +99,9 @@ def add32(typingctx: Any, address: Any, value: Any) -> Any:
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         small = builder.trunc(args[1], _H)
-        return builder.sext(builder.atomic_rmw("add", _pointer(builder, args[0], _H), small, "seq_cst"), _W)
+        return builder.sext(
+            builder.atomic_rmw("add", _pointer(builder, args[0], _H), small, "seq_cst"), _W
+        )
 
     return I64(I64, I64), emit
 
@@ -121,7 +131,12 @@ def pause(typingctx: Any) -> Any:
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if "x86" in builder.module.triple:
-            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=ir.FunctionType(ir.VoidType(), [])), [])
+            builder.call(
+                builder.module.declare_intrinsic(
+                    "llvm.x86.sse2.pause", fnty=ir.FunctionType(ir.VoidType(), [])
+                ),
+                [],
+            )
         return context.get_dummy_value()
 
     return types.void(), emit

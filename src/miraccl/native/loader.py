@@ -20,7 +20,12 @@ METH_FASTCALL = 0x0080  # CPython Include/methodobject.h
 
 
 class _PyMethodDef(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("method", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p))
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("method", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
 
 
 _new_builtin = ctypes.pythonapi.PyCFunction_NewEx
@@ -38,7 +43,12 @@ def target_machine() -> Any:
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
     return target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=cpu_features(), opt=3, reloc="static", codemodel="large", jit=True
+        cpu=llvm.get_host_cpu_name(),
+        features=cpu_features(),
+        opt=3,
+        reloc="static",
+        codemodel="large",
+        jit=True,
     )
 
 
@@ -89,7 +99,9 @@ def _undefined(objects: list[bytes]) -> set[str]:
     for data in objects:
         shoff = struct.unpack_from("<Q", data, 40)[0]
         shentsize, shnum = struct.unpack_from("<HH", data, 58)
-        sections = [struct.unpack_from("<IIQQQQIIQQ", data, shoff + i * shentsize) for i in range(shnum)]
+        sections = [
+            struct.unpack_from("<IIQQQQIIQQ", data, shoff + i * shentsize) for i in range(shnum)
+        ]
         for section in sections:
             if section[1] != 2:  # SHT_SYMTAB
                 continue
@@ -104,7 +116,9 @@ def _undefined(objects: list[bytes]) -> set[str]:
 
 def builtin(name: str, address: int, owner: object = None) -> Callable[..., Any]:
     """A Python builtin over the C function ``PyObject *f(PyObject *owner, PyObject *const *args, Py_ssize_t nargs)``."""
-    function: Callable[..., Any] = _new_builtin(ctypes.addressof(_definition(name, address)), owner, None)
+    function: Callable[..., Any] = _new_builtin(
+        ctypes.addressof(_definition(name, address)), owner, None
+    )
     return function
 
 

@@ -47,7 +47,11 @@ def ring_futex(self: int, args: int, nargs: int) -> int:
 def system_call(self: int, args: int, nargs: int) -> int:
     """``system_call(number, a, b, c)``: -1 or the result."""
     number = PyLong_AsLong(load(args))
-    a, b, c = PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16)), PyLong_AsLong(load(args + 24))
+    a, b, c = (
+        PyLong_AsLong(load(args + 8)),
+        PyLong_AsLong(load(args + 16)),
+        PyLong_AsLong(load(args + 24)),
+    )
     return PyLong_FromLong(syscall(number, a, b, c, 0, 0, 0))
 
 

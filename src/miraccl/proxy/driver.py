@@ -37,7 +37,14 @@ the other direction and other peers should not wait for more than a millisecond.
 class Driver:
     """One peer.  ``dirty`` is set when something was published that the executor may sleep for; the owner resets it."""
 
-    def __init__(self, connection: NetConnection, *, atomics: Atomics, on_lost: Callable[[int, wire.Loss], None], piece_bytes: int) -> None:
+    def __init__(
+        self,
+        connection: NetConnection,
+        *,
+        atomics: Atomics,
+        on_lost: Callable[[int, wire.Loss], None],
+        piece_bytes: int,
+    ) -> None:
         pair = connection.pair
         self.peer = connection.peer
         self.streams = [Stream(sock, index) for index, sock in enumerate(connection.streams)]
@@ -121,7 +128,11 @@ class Driver:
         found = False
         for message in range(receiver.delivered, receiver.tail + NSLOTS):
             line = self._recv.want + message % NSLOTS * LINE_BYTES
-            if self._load(line) == message + 1 and message not in self._want_addresses and link.alive:
+            if (
+                self._load(line) == message + 1
+                and message not in self._want_addresses
+                and link.alive
+            ):
                 found = True
                 self._take_want(message, line)
         if max(flags) <= receiver.tail + NSLOTS:
@@ -138,7 +149,11 @@ class Driver:
         post = fifo.read_post(line)
         source = self._source(message, line, post)
         if source is None:
-            return self.handle(wire.InternalError(f"posted {post.nbytes} bytes in mode {post.mode} at {post.address:#x}"))
+            return self.handle(
+                wire.InternalError(
+                    f"posted {post.nbytes} bytes in mode {post.mode} at {post.address:#x}"
+                )
+            )
         self._sources[message] = source
         self.handle(wire.Posted(message, post.signature, post.nbytes))
 
@@ -148,7 +163,11 @@ class Driver:
             return self._send.slots + message % NSLOTS * self._send.slot_bytes
         if post.mode == Mode.INLINE and 0 <= post.nbytes <= INLINE_BYTES:
             return line + _INLINE_OFFSET
-        if post.mode == Mode.ADDRESS and post.nbytes >= 0 and (post.address >= fifo.PAGE_BYTES or not post.nbytes):
+        if (
+            post.mode == Mode.ADDRESS
+            and post.nbytes >= 0
+            and (post.address >= fifo.PAGE_BYTES or not post.nbytes)
+        ):
             return post.address
         return None
 
@@ -190,7 +209,9 @@ class Driver:
             return self.handle(wire.StreamEnded(stream.index, str(error.strerror)))
         if not got_some:
             stream.readable = False
-            return self.handle(wire.StreamEnded(stream.index, self._why or wire.CLOSED_WITHOUT_A_WORD))
+            return self.handle(
+                wire.StreamEnded(stream.index, self._why or wire.CLOSED_WITHOUT_A_WORD)
+            )
         while self.link.alive and self._take_one(stream):
             pass
 

@@ -63,20 +63,40 @@ class StagingProxy:
     ``start`` begins the thread; without it ``step`` may be called instead.
     """
 
-    def __init__(self, flags: int, nslots: int, *, on_fault: Callable[[Exception], None], lane: int = 0, lanes: int = 1) -> None:
+    def __init__(
+        self,
+        flags: int,
+        nslots: int,
+        *,
+        on_fault: Callable[[Exception], None],
+        lane: int = 0,
+        lanes: int = 1,
+    ) -> None:
         assert nslots % lanes == 0
         self._on_fault = on_fault
         self.lane, self.lanes = lane, lanes
         library = native.library(KERNEL)
-        self._serve, self._pause = (native.builtin(name, library.address(native.PREFIX + name)) for name in ("serve", "pause_ns"))
+        self._serve, self._pause = (
+            native.builtin(name, library.address(native.PREFIX + name))
+            for name in ("serve", "pause_ns")
+        )
         self._store, self._futex = atomics.bound("store_word"), atomics.bound("ring_futex")
         self._words = np.zeros(at.LANE_BYTES // 8, np.int64)
         self.address = int(self._words.ctypes.data)
         self._jobs: list[Job | None] = []
         self._free: list[int] = []  # numbers of jobs that were forgotten
-        self._tables: list[np.ndarray] = []  # all that there were: the thread may still look into an older one
+        self._tables: list[
+            np.ndarray
+        ] = []  # all that there were: the thread may still look into an older one
         self._enlarge(FIRST_JOBS)
-        for place, value in ((at.FLAGS, flags), (at.NSLOTS, nslots), (at.LANE, lane), (at.LANES, lanes), (at.SLOT, lane), (at.PIECE, lane)):
+        for place, value in (
+            (at.FLAGS, flags),
+            (at.NSLOTS, nslots),
+            (at.LANE, lane),
+            (at.LANES, lanes),
+            (at.SLOT, lane),
+            (at.PIECE, lane),
+        ):
             self._words[place // 8] = value
         self._thread: threading.Thread | None = None
 
@@ -139,7 +159,9 @@ class StagingProxy:
     @property
     def _ready(self) -> int:
         """The number of the job whose piece is there, 0: none is."""
-        return ctypes.c_uint32.from_address(self._get(at.FLAGS) + self._get(at.SLOT) * at.SLOT_STRIDE + at.READY_OFFSET).value
+        return ctypes.c_uint32.from_address(
+            self._get(at.FLAGS) + self._get(at.SLOT) * at.SLOT_STRIDE + at.READY_OFFSET
+        ).value
 
     @property
     def between_jobs(self) -> bool:
@@ -149,7 +171,11 @@ class StagingProxy:
     @property
     def idle(self) -> bool:
         """Whether all that was announced has been answered, and nothing may come without."""
-        return self._get(at.CAPTURED) == 0 and self._get(at.ANNOUNCED) == self._get(at.FINISHED) and self.between_jobs
+        return (
+            self._get(at.CAPTURED) == 0
+            and self._get(at.ANNOUNCED) == self._get(at.FINISHED)
+            and self.between_jobs
+        )
 
     def at_work(self) -> tuple[Job, int] | None:
         """The job whose piece is there, and the number of the piece, as they are now."""
@@ -167,7 +193,9 @@ class StagingProxy:
     def start(self, name: str) -> None:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
-        atexit.register(self._end, EXIT_WAIT_S)  # a process that ends without ``close`` unmaps what the loop looks at
+        atexit.register(
+            self._end, EXIT_WAIT_S
+        )  # a process that ends without ``close`` unmaps what the loop looks at
 
     def _end(self, wait: float) -> bool:
         self._set(at.STOP, 1)
@@ -196,7 +224,11 @@ class StagingProxy:
 
     def _run_held(self) -> None:
         """Python's part of a piece; the next ``serve`` answers it."""
-        job, piece, code = self._jobs[self._get(at.HELD) - 1], self._get(at.PIECE), self._get(at.CODE)
+        job, piece, code = (
+            self._jobs[self._get(at.HELD) - 1],
+            self._get(at.PIECE),
+            self._get(at.CODE),
+        )
         assert job is not None, "only jobs that have ended are forgotten"
         try:
             if code:

@@ -14,7 +14,14 @@ from contextlib import suppress
 from itertools import islice
 
 from miraccl.sockets import passes
-from miraccl.wire.stream import HEADER_BYTES, MAX_TEXT_BYTES, Frame, FrameType, decode_frame, encode_frame
+from miraccl.wire.stream import (
+    HEADER_BYTES,
+    MAX_TEXT_BYTES,
+    Frame,
+    FrameType,
+    decode_frame,
+    encode_frame,
+)
 
 STAGING_BYTES = 1 << 14
 """Copying this much costs about a microsecond, less than a system call."""
@@ -155,7 +162,9 @@ class Stream:
             self.left -= placed
             self._target = self._target[placed:]
             got -= placed
-            self._set_low_water(min(self.left, LOW_WATER_BYTES) if self.left >= LOW_WATER_MIN else 1)
+            self._set_low_water(
+                min(self.left, LOW_WATER_BYTES) if self.left >= LOW_WATER_MIN else 1
+            )
         self._end += got
         return True
 

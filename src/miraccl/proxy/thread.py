@@ -42,7 +42,15 @@ class Proxy:
     ``rounds`` counts the rounds of the thread, for whoever asks why it is busy.  The constructor raises ``SystemFailure``.
     """
 
-    def __init__(self, *, rank: int, wake: Wake, on_lost: OnLost, atomics: Atomics | None = None, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        wake: Wake,
+        on_lost: OnLost,
+        atomics: Atomics | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         self.rank = rank
         self.rounds = 0
         self._wake = wake
@@ -58,8 +66,13 @@ class Proxy:
         self._ended = False  # the thread takes no more commands
         self._gate = threading.Lock()  # between that and commands on their way
         self._closed = False
-        self._thread = threading.Thread(target=self._main, name=f"miraccl-proxy-{rank}", daemon=True)
-        with as_system_failure("the proxy cannot be started", rank=rank), ExitStack() as unless_it_runs:
+        self._thread = threading.Thread(
+            target=self._main, name=f"miraccl-proxy-{rank}", daemon=True
+        )
+        with (
+            as_system_failure("the proxy cannot be started", rank=rank),
+            ExitStack() as unless_it_runs,
+        ):
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             unless_it_runs.callback(os.close, self._bell)
             self._epoll = unless_it_runs.enter_context(select.epoll())
@@ -120,7 +133,9 @@ class Proxy:
             self._commands.put(command)
             os.eventfd_write(self._bell, 1)
         if not command.done.wait(COMMAND_TIMEOUT_S):
-            raise MiracclError(f"the proxy did not answer for {COMMAND_TIMEOUT_S} s", rank=self.rank)
+            raise MiracclError(
+                f"the proxy did not answer for {COMMAND_TIMEOUT_S} s", rank=self.rank
+            )
         if command.error:
             raise command.error
 
@@ -151,7 +166,9 @@ class Proxy:
             self._ended = True
         with suppress(queue.Empty):
             while True:
-                self._commands.get_nowait().refuse(CommunicatorClosed("the proxy is closed", rank=self.rank))
+                self._commands.get_nowait().refuse(
+                    CommunicatorClosed("the proxy is closed", rank=self.rank)
+                )
         for _, done in self._closers:
             done.set()
 
@@ -177,7 +194,9 @@ class Proxy:
 
     def _sleep(self) -> None:
         self._atomics.exchange(self.asleep, 1)
-        news = not self._commands.empty() or any(driver.scan() or driver.dirty for driver in self._drivers.values())
+        news = not self._commands.empty() or any(
+            driver.scan() or driver.dirty for driver in self._drivers.values()
+        )
         if not news:
             self._poll(None)
         self._atomics.exchange(self.asleep, 0)
@@ -201,8 +220,15 @@ class Proxy:
         try:
             for connection in connections:
                 if connection.peer in self._drivers:
-                    raise MiracclError(f"rank {connection.peer} is attached already", rank=self.rank)
-                driver = Driver(connection, atomics=self._atomics, on_lost=self._on_lost, piece_bytes=self._piece_bytes)
+                    raise MiracclError(
+                        f"rank {connection.peer} is attached already", rank=self.rank
+                    )
+                driver = Driver(
+                    connection,
+                    atomics=self._atomics,
+                    on_lost=self._on_lost,
+                    piece_bytes=self._piece_bytes,
+                )
                 self._drivers[connection.peer] = driver
                 attached.append(connection.peer)
                 for stream in driver.streams:
@@ -223,7 +249,9 @@ class Proxy:
         for peer in peers:
             driver = self._drivers.pop(peer, None)
             if driver:
-                self._by_fd = {fd: entry for fd, entry in self._by_fd.items() if entry[0] is not driver}
+                self._by_fd = {
+                    fd: entry for fd, entry in self._by_fd.items() if entry[0] is not driver
+                }
                 driver.close()
 
     def _abort(self, text: str) -> None:

@@ -27,6 +27,8 @@ def register_backend() -> None:
 
     Raises ``MissingDependency`` if this version of Ray takes no backends of others.
     """
-    from miraccl.ray.backend import register  # ray.util.collective imports torch and cupy where they are installed
+    from miraccl.ray.backend import (
+        register,
+    )  # ray.util.collective imports torch and cupy where they are installed
 
     register()

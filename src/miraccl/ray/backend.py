@@ -29,7 +29,12 @@ from miraccl.ray.members import meet_by_store
 from miraccl.types import RedOp
 
 NAME = "MIRACCL"
-_OPS = {ReduceOp.SUM: RedOp.SUM, ReduceOp.PRODUCT: RedOp.PROD, ReduceOp.MIN: RedOp.MIN, ReduceOp.MAX: RedOp.MAX}
+_OPS = {
+    ReduceOp.SUM: RedOp.SUM,
+    ReduceOp.PRODUCT: RedOp.PROD,
+    ReduceOp.MIN: RedOp.MIN,
+    ReduceOp.MAX: RedOp.MAX,
+}
 
 
 def register() -> None:
@@ -37,7 +42,10 @@ def register() -> None:
     import ray.util.collective as collective
 
     if not hasattr(collective, "register_collective_backend"):
-        raise MissingDependency("ray.util.collective of this version takes no backends of others", hint="pip install 'ray>=2.60'")
+        raise MissingDependency(
+            "ray.util.collective of this version takes no backends of others",
+            hint="pip install 'ray>=2.60'",
+        )
     if not collective.is_backend_available(NAME):
         collective.register_collective_backend(NAME, MiracclGroup)
 
@@ -48,7 +56,9 @@ class MiracclGroup(BaseGroup):
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
         # a name of its own: groups of create_group and of ray.util.collective have nothing to do with each other
-        self.communicator: Communicator = meet_by_store(world_size, rank, f"ray.util.collective/{group_name}", None, Options.create())
+        self.communicator: Communicator = meet_by_store(
+            world_size, rank, f"ray.util.collective/{group_name}", None, Options.create()
+        )
 
     @classmethod
     def backend(cls) -> str:
@@ -65,15 +75,24 @@ class MiracclGroup(BaseGroup):
         self.communicator.barrier()
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any = AllReduceOptions) -> None:
-        self.communicator.all_reduce(_only(tensor, "allreduce"), op=_op(allreduce_options, "allreduce"))
+        self.communicator.all_reduce(
+            _only(tensor, "allreduce"), op=_op(allreduce_options, "allreduce")
+        )
 
     def reduce(self, tensor: list[Any], reduce_options: Any = ReduceOptions) -> None:
-        self.communicator.reduce(_only(tensor, "reduce"), reduce_options.root_rank, op=_op(reduce_options, "reduce"))
+        self.communicator.reduce(
+            _only(tensor, "reduce"), reduce_options.root_rank, op=_op(reduce_options, "reduce")
+        )
 
     def broadcast(self, tensor: list[Any], broadcast_options: Any = BroadcastOptions) -> None:
         self.communicator.broadcast(_only(tensor, "broadcast"), broadcast_options.root_rank)
 
-    def allgather(self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = AllGatherOptions) -> None:
+    def allgather(
+        self,
+        tensor_list: list[list[Any]],
+        tensor: list[Any],
+        allgather_options: Any = AllGatherOptions,
+    ) -> None:
         """``tensor`` of every rank into the tensors of ``tensor_list``, which may lie anywhere: through one temporary."""
         mine = _flat(_only(tensor, "allgather"), "tensor", "allgather", writes=False)
         targets = _row(tensor_list, mine, self.world_size, "allgather", writes=True)
@@ -81,17 +100,28 @@ class MiracclGroup(BaseGroup):
         for target, part in zip(targets, np.split(gathered, self.world_size)):
             target[:] = part
 
-    def reducescatter(self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any = ReduceScatterOptions) -> None:
+    def reducescatter(
+        self,
+        tensor: list[Any],
+        tensor_list: list[list[Any]],
+        reducescatter_options: Any = ReduceScatterOptions,
+    ) -> None:
         """The reduction of everybody's r-th tensor into ``tensor`` of rank r; ``tensor_list`` stays as it is."""
         target = _flat(_only(tensor, "reducescatter"), "tensor", "reducescatter", writes=True)
         blocks = _row(tensor_list, target, self.world_size, "reducescatter", writes=False)
-        self.communicator.reduce_scatter(np.concatenate(blocks), out=target, op=_op(reducescatter_options, "reducescatter"))
+        self.communicator.reduce_scatter(
+            np.concatenate(blocks), out=target, op=_op(reducescatter_options, "reducescatter")
+        )
 
     def send(self, tensor: list[Any], send_options: Any) -> None:
-        self.communicator.send(_part(_only(tensor, "send"), send_options.n_elements, "send"), send_options.dst_rank)
+        self.communicator.send(
+            _part(_only(tensor, "send"), send_options.n_elements, "send"), send_options.dst_rank
+        )
 
     def recv(self, tensor: list[Any], recv_options: Any) -> None:
-        self.communicator.recv(_part(_only(tensor, "recv"), recv_options.n_elements, "recv"), recv_options.src_rank)
+        self.communicator.recv(
+            _part(_only(tensor, "recv"), recv_options.n_elements, "recv"), recv_options.src_rank
+        )
 
 
 def _op(options: Any, where: str) -> RedOp:
@@ -104,7 +134,10 @@ def _op(options: Any, where: str) -> RedOp:
 
 def _only(tensors: list[Any], where: str) -> Any:
     if len(tensors) != 1:
-        raise InvalidUsage(f"{where}: {len(tensors)} tensors of one process; a rank of miraccl has one", hint="use one actor per GPU")
+        raise InvalidUsage(
+            f"{where}: {len(tensors)} tensors of one process; a rank of miraccl has one",
+            hint="use one actor per GPU",
+        )
     return tensors[0]
 
 
@@ -112,9 +145,14 @@ def _flat(tensor: Any, name: str, where: str, *, writes: bool) -> Array:
     return view(tensor, name, writes=writes, where=where).array.reshape(-1)
 
 
-def _row(lists: list[list[Any]], like: Array, nranks: int, where: str, *, writes: bool) -> list[Array]:
+def _row(
+    lists: list[list[Any]], like: Array, nranks: int, where: str, *, writes: bool
+) -> list[Array]:
     """The tensors of the only list, one a rank, all as large as ``like``."""
-    row = [_flat(tensor, f"tensor_list[{i}]", where, writes=writes) for i, tensor in enumerate(_only(lists, where))]
+    row = [
+        _flat(tensor, f"tensor_list[{i}]", where, writes=writes)
+        for i, tensor in enumerate(_only(lists, where))
+    ]
     for i, array in enumerate(row):
         if array.size != like.size or array.dtype != like.dtype:
             text = f"tensor_list[{i}] has {array.size} elements of {array.dtype}, but tensor has {like.size} of {like.dtype}"

@@ -39,7 +39,9 @@ class Group:
     def nranks(self) -> int:
         return len(self.actors)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = None
+    ) -> list[Any]:
         """``function(comm, *args)`` in all actors at once, ``comm`` being their communicator; the results in order of rank.
 
         ``timeout`` in seconds.  Errors of a rank are raised here as Ray does, and are instances of their own class, too.
@@ -60,7 +62,9 @@ class Group:
         _, late = ray.wait(calls, num_returns=len(calls), timeout=timeout)
         if late:
             ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if call in late)
-            raise BootstrapError(f"group {self.name!r}: rank {ranks} did not leave within {timeout:g} s; busy with another call?")
+            raise BootstrapError(
+                f"group {self.name!r}: rank {ranks} did not leave within {timeout:g} s; busy with another call?"
+            )
 
     def __enter__(self) -> Group:
         return self
@@ -72,7 +76,9 @@ class Group:
         return f"<Group {self.name!r} of {self.nranks} actors>"
 
 
-def create_group(actors: Iterable[Any], name: str = DEFAULT, *, meet_timeout: float | None = None, **options: Any) -> Group:
+def create_group(
+    actors: Iterable[Any], name: str = DEFAULT, *, meet_timeout: float | None = None, **options: Any
+) -> Group:
     """Give ``actors`` a communicator: the i-th becomes rank i, and finds it with ``get_group(name)``.
 
     ``meet_timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT; it counts from the call, so it includes the start of actors and the
@@ -84,12 +90,16 @@ def create_group(actors: Iterable[Any], name: str = DEFAULT, *, meet_timeout: fl
     deadline = time.monotonic() + members.patience_of(meet_timeout)
     Options.create(**options)
     nranks, ident = len(actors), ""
-    undo: Callable[[Any, str], object] = members.abandon  # a group of this name that is there already is not ours to end
+    undo: Callable[[Any, str], object] = (
+        members.abandon
+    )  # a group of this name that is there already is not ours to end
     try:
         calls = _call_all(actors, members.prepare, lambda rank: (name, rank, nranks))
         ident = _results(calls, deadline, name, actors)[0]
         left, undo = max(0.001, deadline - time.monotonic()), members.leave
-        calls = _call_all(actors, members.join, lambda rank: (name, rank, nranks, ident, left, options))
+        calls = _call_all(
+            actors, members.join, lambda rank: (name, rank, nranks, ident, left, options)
+        )
         _results(calls, deadline + GRACE_SECONDS, name, actors)
     except BaseException as error:
         _call_all(actors, undo, lambda _: (name,))
@@ -116,24 +126,32 @@ def _handles(actors: Iterable[Any]) -> list[Any]:
     try:
         handles = list(actors)
     except TypeError:
-        raise InvalidUsage(f"actors is a {type(actors).__name__}; it is a list of handles of actors, in order of rank") from None
+        raise InvalidUsage(
+            f"actors is a {type(actors).__name__}; it is a list of handles of actors, in order of rank"
+        ) from None
     if not handles:
         raise InvalidUsage("create_group needs at least one actor")
     for rank, actor in enumerate(handles):
         if not isinstance(actor, ray.actor.ActorHandle):
-            raise InvalidUsage(f"actors[{rank}] is a {type(actor).__name__}, not the handle of an actor")
+            raise InvalidUsage(
+                f"actors[{rank}] is a {type(actor).__name__}, not the handle of an actor"
+            )
     if len(set(handles)) < len(handles):
         raise InvalidUsage("create_group was given the same actor twice; an actor is one rank")
     return handles
 
 
-def _call_all(actors: Iterable[Any], function: Callable[..., Any], args: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+def _call_all(
+    actors: Iterable[Any], function: Callable[..., Any], args: Callable[[int], tuple[Any, ...]]
+) -> list[Any]:
     """``function(actor, *args(rank))`` in every actor.
 
     Such calls may wait for each other: those of several threads come in the same order to all actors, so that none wait crosswise.
     """
     with _order:
-        return [actor.__ray_call__.remote(function, *args(rank)) for rank, actor in enumerate(actors)]
+        return [
+            actor.__ray_call__.remote(function, *args(rank)) for rank, actor in enumerate(actors)
+        ]
 
 
 def _results(calls: list[Any], deadline: float, name: str, actors: list[Any]) -> list[Any]:
@@ -165,8 +183,14 @@ def _why_busy(silent: list[tuple[int, Any]]) -> str:
 
 def _failure(name: str, rank: int, error: Exception) -> BootstrapError:
     cause = getattr(error, "cause", None) or error
-    text = str(cause) if isinstance(cause, MiracclError) else f"{type(cause).__name__}: {str(cause).strip()}"
-    return BootstrapError(f"group {name!r} was not made, rank {rank} could not join: {text}", peer=rank)
+    text = (
+        str(cause)
+        if isinstance(cause, MiracclError)
+        else f"{type(cause).__name__}: {str(cause).strip()}"
+    )
+    return BootstrapError(
+        f"group {name!r} was not made, rank {rank} could not join: {text}", peer=rank
+    )
 
 
 def _run_in_group(_actor: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:

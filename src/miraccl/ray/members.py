@@ -50,7 +50,9 @@ def check_name(name: str) -> None:
 def patience_of(meet_timeout: float | None) -> float:
     """Seconds for a group to be made."""
     if meet_timeout is not None and (isinstance(meet_timeout, bool | str) or not meet_timeout > 0):
-        raise InvalidUsage(f"meet_timeout is {meet_timeout!r}; it is a number of seconds greater than 0")
+        raise InvalidUsage(
+            f"meet_timeout is {meet_timeout!r}; it is a number of seconds greater than 0"
+        )
     return params.BOOTSTRAP_TIMEOUT.read() if meet_timeout is None else float(meet_timeout)
 
 
@@ -60,7 +62,10 @@ def get_group(name: str = DEFAULT) -> Communicator:
         return _joined[name]
     except KeyError:
         others = ", ".join(sorted(_joined)) or "none"
-        raise InvalidUsage(f"this process is not in a group {name!r} (it is in: {others})", hint="create_group(actors) makes one") from None
+        raise InvalidUsage(
+            f"this process is not in a group {name!r} (it is in: {others})",
+            hint="create_group(actors) makes one",
+        ) from None
 
 
 # ---- by the driver's hand: these run in the actors, ``_actor`` is the user's object
@@ -71,7 +76,11 @@ def prepare(_actor: Any, name: str, rank: int, nranks: int) -> str:
     trace.configure()
     with _lock:
         if name in _joined:
-            raise InvalidUsage(f"this actor is in a group {name!r} already", rank=rank, hint="destroy that one first, or give a name")
+            raise InvalidUsage(
+                f"this actor is in a group {name!r} already",
+                rank=rank,
+                hint="destroy that one first, or give a name",
+            )
         if (old := _opened.pop(name, None)) is not None:  # of a driver that died in the middle
             old.close("the group is being made anew")
         if rank != 0:
@@ -80,14 +89,24 @@ def prepare(_actor: Any, name: str, rank: int, nranks: int) -> str:
         return str(unique_id)
 
 
-def join(_actor: Any, name: str, rank: int, nranks: int, ident: str, patience: float, options: dict[str, Any]) -> None:
+def join(
+    _actor: Any,
+    name: str,
+    rank: int,
+    nranks: int,
+    ident: str,
+    patience: float,
+    options: dict[str, Any],
+) -> None:
     """Meet the others within ``patience`` seconds, and connect to them."""
     deadline = begin(patience)
     with _lock:
         root = _opened.pop(name, None)
     try:
         opts = Options.create(**options)
-        session = connect(UniqueId.parse(ident), rank, nranks, deadline, session_timeout=opts.timeout, root=root)
+        session = connect(
+            UniqueId.parse(ident), rank, nranks, deadline, session_timeout=opts.timeout, root=root
+        )
     except BaseException as error:
         _close(root, error)
         raise
@@ -136,7 +155,14 @@ def _close(root: Root | None, error: BaseException) -> None:
 # ---- without a driver
 
 
-def join_group(nranks: int, rank: int, name: str = DEFAULT, *, meet_timeout: float | None = None, **options: Any) -> Communicator:
+def join_group(
+    nranks: int,
+    rank: int,
+    name: str = DEFAULT,
+    *,
+    meet_timeout: float | None = None,
+    **options: Any,
+) -> Communicator:
     """Join a group whose ``nranks`` members all call this, each with its ``rank``; in actors or tasks. Collective.
 
     ``meet_timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT; options are those of ``Communicator``.  Raises ``BootstrapError``
@@ -144,13 +170,18 @@ def join_group(nranks: int, rank: int, name: str = DEFAULT, *, meet_timeout: flo
     """
     check_name(name)
     if name in _joined:
-        raise InvalidUsage(f"this process is in a group {name!r} already", hint="destroy that one first, or give a name")
+        raise InvalidUsage(
+            f"this process is in a group {name!r} already",
+            hint="destroy that one first, or give a name",
+        )
     comm = meet_by_store(nranks, rank, name, meet_timeout, Options.create(**options))
     _keep(name, comm)
     return comm
 
 
-def meet_by_store(nranks: int, rank: int, name: str, meet_timeout: float | None, options: Options) -> Communicator:
+def meet_by_store(
+    nranks: int, rank: int, name: str, meet_timeout: float | None, options: Options
+) -> Communicator:
     """The communicator of the ranks that meet under ``name`` of this Ray namespace; kept by the caller."""
     check_place(nranks, rank)
     deadline = begin(patience_of(meet_timeout))
@@ -190,7 +221,9 @@ def _tell_failure(key: bytes, told: str, error: MiracclError) -> None:
 
 def _get(key: bytes, rank: int) -> str:
     try:
-        return (internal_kv._internal_kv_get(key, namespace=_STORE) or b"").decode("ascii", "replace")
+        return (internal_kv._internal_kv_get(key, namespace=_STORE) or b"").decode(
+            "ascii", "replace"
+        )
     except ray.exceptions.RayError as error:
         raise BootstrapError(f"Ray's store does not answer: {error}", rank=rank) from error
 
@@ -204,18 +237,29 @@ def _put(key: bytes, text: str) -> None:
 
 def _visit(key: bytes, rank: int, nranks: int, deadline: Deadline, options: Options) -> Session:
     pause = FIRST_PAUSE
-    problem = BootstrapError(f"rank 0 put no unique id into Ray's store within {deadline.seconds:g} s", rank=rank, peer=0)
+    problem = BootstrapError(
+        f"rank 0 put no unique id into Ray's store within {deadline.seconds:g} s", rank=rank, peer=0
+    )
     while (left := deadline.left) > 0:
         try:
             text = _get(key, rank)
         except BootstrapError as error:  # the head node is starting again, say
             problem, text = error, ""
         if text.startswith(_FAILED):  # it may be trying again
-            problem = BootstrapError(f"rank 0 did not get the ranks together: {text.removeprefix(_FAILED)}", rank=rank, peer=0)
+            problem = BootstrapError(
+                f"rank 0 did not get the ranks together: {text.removeprefix(_FAILED)}",
+                rank=rank,
+                peer=0,
+            )
         elif text:
             try:
                 return connect(
-                    UniqueId.parse(text), rank, nranks, deadline, session_timeout=options.timeout, dial_timeout=TRUST_SECONDS
+                    UniqueId.parse(text),
+                    rank,
+                    nranks,
+                    deadline,
+                    session_timeout=options.timeout,
+                    dial_timeout=TRUST_SECONDS,
                 )
             except (HubNotFound, AuthenticationError) as error:
                 problem = error

@@ -26,7 +26,11 @@ from miraccl.types import Collective
 
 T = TypeVar("T")
 Build = Callable[[Collective, int, int], Schedule]
-NEIGHBOURLY = ("ring", "chain", "double_binary_tree")  # their cost depends on which ranks are neighbours
+NEIGHBOURLY = (
+    "ring",
+    "chain",
+    "double_binary_tree",
+)  # their cost depends on which ranks are neighbours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,26 +69,42 @@ class Algorithm:
         if nranks < 1 or collective not in self.collectives:
             return False
         condition = self.condition
-        return condition is None or self._ask(f"to say whether it has {collective.label}", nranks, lambda: condition(collective, nranks))
+        return condition is None or self._ask(
+            f"to say whether it has {collective.label}",
+            nranks,
+            lambda: condition(collective, nranks),
+        )
 
     def build(self, collective: Collective, nranks: int, root: int = 0) -> Schedule:
         """The schedule, not cached. Raises ``InvalidUsage`` where ``supports`` says no or ``root`` is no rank, ``ScheduleError`` where the
         builder fails."""
         if not self.supports(collective, nranks):
             others = which_have(collective, nranks)
-            raise InvalidUsage(f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks", hint=f"these have: {others}")
+            raise InvalidUsage(
+                f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks",
+                hint=f"these have: {others}",
+            )
         if not 0 <= root < nranks:
             raise InvalidUsage(f"root {root} is not in 0..{nranks - 1}")
         root = root if collective.rooted else 0
         if not self.supports(collective, nranks, root):
             raise InvalidUsage(f"algorithm {self.name!r} is for root {self.root}, not {root}")
         hint = "register(condition=...) says for which collectives and numbers of ranks an algorithm is"
-        schedule = self._ask(f"to build {collective.label}", nranks, lambda: self.builder(collective, nranks, root), hint)
+        schedule = self._ask(
+            f"to build {collective.label}",
+            nranks,
+            lambda: self.builder(collective, nranks, root),
+            hint,
+        )
         if not isinstance(schedule, Schedule):
-            raise ScheduleError(f"algorithm {self.name!r} built a {type(schedule).__name__}, not a Schedule")
+            raise ScheduleError(
+                f"algorithm {self.name!r} built a {type(schedule).__name__}, not a Schedule"
+            )
         if (schedule.collective, schedule.nranks, schedule.root) != (collective, nranks, root):
             got = f"{schedule.collective.label} over {schedule.nranks} ranks, root {schedule.root}"
-            raise ScheduleError(f"algorithm {self.name!r} built {got}; asked for: {collective.label} over {nranks}, root {root}")
+            raise ScheduleError(
+                f"algorithm {self.name!r} built {got}; asked for: {collective.label} over {nranks}, root {root}"
+            )
         return schedule
 
     def latency_steps(self, schedule: Schedule) -> int:
@@ -92,7 +112,11 @@ class Algorithm:
         if self.latency is None:
             return compute_cost(schedule).latency_steps
         formula, collective, nranks = self.latency, schedule.collective, schedule.nranks
-        return self._ask(f"to tell the latency of {collective.label}", nranks, lambda: int(formula(collective, nranks)))
+        return self._ask(
+            f"to tell the latency of {collective.label}",
+            nranks,
+            lambda: int(formula(collective, nranks)),
+        )
 
     def _ask(self, what: str, nranks: int, answer: Callable[[], T], hint: str | None = None) -> T:
         """What the algorithm's own code answers, or ``ScheduleError`` that names it where that fails."""
@@ -144,7 +168,9 @@ def register(
             _load_builtins()  # whose names are taken
         has = frozenset(collectives)
         if wrong := [thing for thing in has if not isinstance(thing, Collective)]:
-            raise InvalidUsage(f"algorithm {name!r}: collectives has {wrong[0]!r}; allowed are members of miraccl.Collective")
+            raise InvalidUsage(
+                f"algorithm {name!r}: collectives has {wrong[0]!r}; allowed are members of miraccl.Collective"
+            )
         _ALGORITHMS.add(
             name,
             Algorithm(
@@ -224,7 +250,13 @@ def which_have(collective: Collective, nranks: int) -> str:
 
 
 def build(
-    name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False, order: Sequence[int] = ()
+    name: str,
+    collective: Collective,
+    nranks: int,
+    root: int = 0,
+    *,
+    in_place: bool = False,
+    order: Sequence[int] = (),
 ) -> Schedule:
     """The schedule of an algorithm, from the cache. Schedules that are not built in are proved right first (``ScheduleError``).
 
@@ -238,7 +270,9 @@ def build(
     return _built(name, collective, nranks, root)
 
 
-def direct_safe(name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False) -> bool:
+def direct_safe(
+    name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False
+) -> bool:
     """Whether receivers may read the sender's memory; known for built-in algorithms, proved (and kept) for others."""
     algorithm = get(name)
     if algorithm.builtin:
@@ -252,8 +286,12 @@ def _built(name: str, collective: Collective, nranks: int, root: int) -> Schedul
 
 
 @lru_cache(maxsize=256)
-def _ordered(name: str, collective: Collective, nranks: int, root: int, order: tuple[int, ...]) -> Schedule:
-    return relabel(_built(name, collective, nranks, order.index(root) if collective.rooted else 0), order)
+def _ordered(
+    name: str, collective: Collective, nranks: int, root: int, order: tuple[int, ...]
+) -> Schedule:
+    return relabel(
+        _built(name, collective, nranks, order.index(root) if collective.rooted else 0), order
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -37,7 +37,9 @@ def compute_cost(schedule: Schedule) -> Cost:
         for rank, steps in enumerate(ranks):
             for step in steps:
                 wire[rank] += step.chunks * _crossings(step, rank)
-                messages[rank] += len(step.peers) if step.op is Op.SIGNAL else int(step.send_peer is not None)
+                messages[rank] += (
+                    len(step.peers) if step.op is Op.SIGNAL else int(step.send_peer is not None)
+                )
                 copies[rank] += step.chunks * (step.op is Op.COPY)
                 additions[rank] += step.chunks * _additions(step)
     return Cost(
@@ -83,18 +85,25 @@ def _latency(schedule: Schedule, channel: int) -> int:
                     position[other] += 1
                 ready.extend(at_barrier - {rank})
                 at_barrier.clear()
-            boxes = [mail.setdefault((peer, rank, step.op is Op.WAIT), deque()) for peer in _sources(step, rank)]
+            boxes = [
+                mail.setdefault((peer, rank, step.op is Op.WAIT), deque())
+                for peer in _sources(step, rank)
+            ]
             if not all(boxes):
                 break
             clock[rank] = max([clock[rank], *(box.popleft() for box in boxes)])
-            clock[rank] += step.op is Op.GET or (step.op is Op.REDUCE_FROM_PEERS and _crossings(step, rank) > 0)
+            clock[rank] += step.op is Op.GET or (
+                step.op is Op.REDUCE_FROM_PEERS and _crossings(step, rank) > 0
+            )
             for peer in _targets(step):
                 mail.setdefault((rank, peer, step.op is Op.SIGNAL), deque()).append(clock[rank] + 1)
                 ready.append(peer)
             position[rank] += 1
     for rank, steps in enumerate(programs):
         if position[rank] < len(steps):
-            raise ScheduleError(f"{schedule.name}: channel {channel}, rank {rank}, step {position[rank]}: stuck for ever")
+            raise ScheduleError(
+                f"{schedule.name}: channel {channel}, rank {rank}, step {position[rank]}: stuck for ever"
+            )
     return max(clock)
 
 

@@ -44,18 +44,35 @@ class _State:
     """Memory, FIFOs, signals and program counters of all ranks."""
 
     def __init__(
-        self, schedule: Schedule, memory: list[list[Value]], cells: list[RankCells], fold: Fold, depth: int | None, direct: bool
+        self,
+        schedule: Schedule,
+        memory: list[list[Value]],
+        cells: list[RankCells],
+        fold: Fold,
+        depth: int | None,
+        direct: bool,
     ) -> None:
-        self.schedule, self.memory, self.cells, self.fold, self.depth, self.direct = schedule, memory, cells, fold, depth, direct
+        self.schedule, self.memory, self.cells, self.fold, self.depth, self.direct = (
+            schedule,
+            memory,
+            cells,
+            fold,
+            depth,
+            direct,
+        )
         self.fifos: defaultdict[Key, deque[list[Value] | _Posted]] = defaultdict(deque)
         self.signals: defaultdict[Key, int] = defaultdict(int)
         self.position = [[0] * schedule.nranks for _ in schedule.channels]
-        self.arrived = [[0] * schedule.nranks for _ in schedule.channels]  # barriers this rank has come to
+        self.arrived = [
+            [0] * schedule.nranks for _ in schedule.channels
+        ]  # barriers this rank has come to
 
     # memory
 
     def range_of(self, rank: int, ref: Ref) -> range:
-        if not 0 <= rank < self.schedule.nranks or ref.index + ref.chunks > self.schedule.chunks_at(ref.buffer, rank):
+        if not 0 <= rank < self.schedule.nranks or ref.index + ref.chunks > self.schedule.chunks_at(
+            ref.buffer, rank
+        ):
             raise ScheduleError(f"{ref} is outside of the memory of rank {rank}")
         return self.cells[rank].of(ref)
 
@@ -70,7 +87,9 @@ class _State:
         assert ref is not None
         cells = self.range_of(rank, ref)
         if len(cells) != len(values):
-            raise ScheduleError(f"{ref} of rank {rank} takes {len(cells)} chunks, a message has {len(values)}")
+            raise ScheduleError(
+                f"{ref} of rank {rank} takes {len(cells)} chunks, a message has {len(values)}"
+            )
         for cell, value in zip(cells, values, strict=True):
             self.memory[rank][cell] = value
 
@@ -100,7 +119,9 @@ class _State:
         message = self.fifos[peer, rank, channel].popleft()
         return self.load(message.rank, message.ref) if isinstance(message, _Posted) else message
 
-    def send(self, rank: int, peer: int | None, channel: int, values: list[Value], ref: Ref | None) -> None:
+    def send(
+        self, rank: int, peer: int | None, channel: int, values: list[Value], ref: Ref | None
+    ) -> None:
         """``ref``: where ``values`` lie in the sender's memory, if they do."""
         assert peer is not None
         message = _Posted(rank, ref) if self.direct and ref is not None else values
@@ -118,25 +139,36 @@ class _State:
         src, dst, op = step.src, step.dst, step.op
         match op:
             case Op.SEND:
-                self.send(rank, step.send_peer, channel, [] if self.direct else self.load(rank, src), src)
+                self.send(
+                    rank, step.send_peer, channel, [] if self.direct else self.load(rank, src), src
+                )
             case Op.RECV:
                 self.store(rank, dst, self.receive(step.recv_peer, rank, channel))
             case Op.COPY:
                 self.store(rank, dst, self.load(rank, src))
             case Op.RECV_REDUCE:
-                self.store(rank, dst, self.reduce(self.load(rank, dst), self.receive(step.recv_peer, rank, channel)))
+                self.store(
+                    rank,
+                    dst,
+                    self.reduce(self.load(rank, dst), self.receive(step.recv_peer, rank, channel)),
+                )
             case Op.RECV_COPY_SEND:
                 message = self.receive(step.recv_peer, rank, channel)
                 self.store(rank, dst, message)
                 self.send(rank, step.send_peer, channel, message, dst)
             case Op.RECV_REDUCE_SEND | Op.RECV_REDUCE_COPY | Op.RECV_REDUCE_COPY_SEND:
-                total = self.reduce(self.load(rank, src), self.receive(step.recv_peer, rank, channel))
+                total = self.reduce(
+                    self.load(rank, src), self.receive(step.recv_peer, rank, channel)
+                )
                 if op is not Op.RECV_REDUCE_SEND:
                     self.store(rank, dst, total)
                 if op is not Op.RECV_REDUCE_COPY:
                     self.send(rank, step.send_peer, channel, total, dst)
             case Op.RECV_REDUCE_ALL:
-                operands = [self.load(rank, src) if peer == rank else self.receive(peer, rank, channel) for peer in step.peers]
+                operands = [
+                    self.load(rank, src) if peer == rank else self.receive(peer, rank, channel)
+                    for peer in step.peers
+                ]
                 self.store(rank, dst, self.reduce(*operands))
             case Op.PUT:
                 assert step.send_peer is not None
@@ -203,14 +235,19 @@ def run(
     """
     cells = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
     state = _State(schedule, memory, cells, fold, fifo_depth, direct)
-    turns = [(channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)]
+    turns = [
+        (channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)
+    ]
     while sum(state.turn(channel, rank) for channel, rank in turns):
         if shuffle is not None:
             shuffle(turns)
     if problem := state.unfinished():
         raise ScheduleError(f"{schedule.name}: {problem}")
     return [
-        [memory[rank][cells[rank].bases[Buffer.OUTPUT] + chunk] for chunk in range(schedule.chunks_at(Buffer.OUTPUT, rank))]
+        [
+            memory[rank][cells[rank].bases[Buffer.OUTPUT] + chunk]
+            for chunk in range(schedule.chunks_at(Buffer.OUTPUT, rank))
+        ]
         for rank in range(schedule.nranks)
     ]
 
@@ -229,7 +266,9 @@ def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
         base = cell.bases[Buffer.INPUT]
         row[base : base + cell.sizes[Buffer.INPUT]] = [1] * cell.sizes[Buffer.INPUT]
     state = _State(schedule, memory, cells, count, None, False)
-    turns = [(channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)]
+    turns = [
+        (channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)
+    ]
     whole, going = set(), True
     while going:
         going = False
@@ -254,7 +293,9 @@ class _Chunk:
 
 def _load_input(schedule: Schedule, rank: int, array: Array, lengths: list[int]) -> list[_Chunk]:
     if array.ndim != 1 or array.size != sum(lengths):
-        raise InvalidUsage(f"the input of rank {rank} has shape {array.shape}, not ({sum(lengths)},)")
+        raise InvalidUsage(
+            f"the input of rank {rank} has shape {array.shape}, not ({sum(lengths)},)"
+        )
     chunks, start = [], 0
     for length in lengths:
         bounds = [part_bounds(length, part, schedule.parts) for part in range(schedule.parts)]
@@ -300,7 +341,10 @@ def interpret(
         if len({chunk.data.size for chunk in chunks}) != 1:
             raise ScheduleError("chunks of different sizes are reduced")
         folded = sum(chunk.folded for chunk in chunks)
-        return _Chunk(fold([chunk.data for chunk in chunks], op, divisor if folded == nranks else None), folded)
+        return _Chunk(
+            fold([chunk.data for chunk in chunks], op, divisor if folded == nranks else None),
+            folded,
+        )
 
     memory: list[list[Value]] = []
     for rank, array in enumerate(inputs):
@@ -317,7 +361,15 @@ def interpret(
                 schedule, rank, array, block_counts(schedule, rank, Buffer.INPUT, counts)
             )
         memory.append(row)
-    chunks = run(schedule, memory, combine, in_place=in_place, fifo_depth=fifo_depth, direct=direct, shuffle=shuffle)
+    chunks = run(
+        schedule,
+        memory,
+        combine,
+        in_place=in_place,
+        fifo_depth=fifo_depth,
+        direct=direct,
+        shuffle=shuffle,
+    )
     return [_join(schedule, rank, chunks[rank], counts) for rank in range(nranks)]
 
 
@@ -326,11 +378,17 @@ def _join(schedule: Schedule, rank: int, chunks: list[Value], counts: Counts) ->
         return None
     lengths = block_counts(schedule, rank, Buffer.OUTPUT, counts)
     for number, chunk in enumerate(chunks):
-        low, high = part_bounds(lengths[number // schedule.parts], number % schedule.parts, schedule.parts)
+        low, high = part_bounds(
+            lengths[number // schedule.parts], number % schedule.parts, schedule.parts
+        )
         if chunk is UNDEFINED:
-            raise ScheduleError(f"{schedule.name}: output[{number}] of rank {rank} is never written")
+            raise ScheduleError(
+                f"{schedule.name}: output[{number}] of rank {rank} is never written"
+            )
         if chunk.data.size != high - low:
-            raise ScheduleError(f"{schedule.name}: output[{number}] of rank {rank} has {chunk.data.size} elements, not {high - low}")
+            raise ScheduleError(
+                f"{schedule.name}: output[{number}] of rank {rank} has {chunk.data.size} elements, not {high - low}"
+            )
     return np.concatenate([chunk.data for chunk in chunks])
 
 
@@ -352,17 +410,27 @@ def expected(
         total = reference(given, op, scalars)
         if collective is Collective.REDUCE:
             return [total if rank == root else None for rank in range(nranks)]
-        return [total] * nranks if collective is Collective.ALL_REDUCE else list(_blocks(total, nranks, counts))
+        return (
+            [total] * nranks
+            if collective is Collective.ALL_REDUCE
+            else list(_blocks(total, nranks, counts))
+        )
     if collective in (Collective.ALL_GATHER, Collective.GATHER):
         whole = np.concatenate(given)
-        return [whole if collective is Collective.ALL_GATHER or rank == root else None for rank in range(nranks)]
+        return [
+            whole if collective is Collective.ALL_GATHER or rank == root else None
+            for rank in range(nranks)
+        ]
     source = inputs[root]
     if collective is Collective.BROADCAST:
         return [source] * nranks
     if collective is Collective.SCATTER:
         assert source is not None
         return list(_blocks(source, nranks, counts))
-    rows = [_blocks(array, nranks, counts[rank] if isinstance(counts, Sequence) else counts) for rank, array in enumerate(given)]
+    rows = [
+        _blocks(array, nranks, counts[rank] if isinstance(counts, Sequence) else counts)
+        for rank, array in enumerate(given)
+    ]
     return [np.concatenate([row[rank] for row in rows]) for rank in range(nranks)]
 
 

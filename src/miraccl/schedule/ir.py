@@ -152,7 +152,9 @@ class Ref:
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.chunks < 1:
-            raise ValueError(f"a reference needs index >= 0 and chunks >= 1, got {self.index} and {self.chunks}")
+            raise ValueError(
+                f"a reference needs index >= 0 and chunks >= 1, got {self.index} and {self.chunks}"
+            )
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.index, self.index + self.chunks))
@@ -174,15 +176,30 @@ class Step:
     peers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        given = (self.src is not None, self.dst is not None, self.recv_peer is not None, self.send_peer is not None, bool(self.peers))
-        if given != OPERANDS[self.op]:  # one comparison: large schedules have tens of thousands of steps
-            for name, want, has in zip(("src", "dst", "recv_peer", "send_peer", "peers"), OPERANDS[self.op], given, strict=True):
+        given = (
+            self.src is not None,
+            self.dst is not None,
+            self.recv_peer is not None,
+            self.send_peer is not None,
+            bool(self.peers),
+        )
+        if (
+            given != OPERANDS[self.op]
+        ):  # one comparison: large schedules have tens of thousands of steps
+            for name, want, has in zip(
+                ("src", "dst", "recv_peer", "send_peer", "peers"),
+                OPERANDS[self.op],
+                given,
+                strict=True,
+            ):
                 if want and not has:
                     raise ValueError(f"{self.op.name} needs {name}")
                 if has and not want:
                     raise ValueError(f"{self.op.name} has no {name}")
         if self.src is not None and self.dst is not None and self.src.chunks != self.dst.chunks:
-            raise ValueError(f"{self.op.name}: src has {self.src.chunks} chunks, dst {self.dst.chunks}")
+            raise ValueError(
+                f"{self.op.name}: src has {self.src.chunks} chunks, dst {self.dst.chunks}"
+            )
 
     @property
     def chunks(self) -> int:
@@ -247,12 +264,18 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.nranks < 1 or self.parts < 1 or not self.channels:
-            raise ValueError(f"schedule {self.name!r}: nranks, parts and channels must be at least 1")
+            raise ValueError(
+                f"schedule {self.name!r}: nranks, parts and channels must be at least 1"
+            )
         if not 0 <= self.root < self.nranks:
-            raise ValueError(f"schedule {self.name!r}: root {self.root} is not in 0..{self.nranks - 1}")
+            raise ValueError(
+                f"schedule {self.name!r}: root {self.root} is not in 0..{self.nranks - 1}"
+            )
         for number, channel in enumerate(self.channels):
             if len(channel) != self.nranks:
-                raise ValueError(f"schedule {self.name!r}: channel {number} has {len(channel)} ranks, not {self.nranks}")
+                raise ValueError(
+                    f"schedule {self.name!r}: channel {number} has {len(channel)} ranks, not {self.nranks}"
+                )
 
     @property
     def nchannels(self) -> int:
@@ -279,12 +302,20 @@ class Schedule:
     @cached_property
     def widest(self) -> int:
         """Chunks in the largest step of any rank: all ranks cut messages alike, so one rank's own steps do not decide."""
-        return max((step.chunks for channel in self.channels for steps in channel for step in steps), default=1) or 1
+        return (
+            max(
+                (step.chunks for channel in self.channels for steps in channel for step in steps),
+                default=1,
+            )
+            or 1
+        )
 
     @cached_property
     def ops(self) -> frozenset[Op]:
         """The primitives that there are in it."""
-        return frozenset(step.op for channel in self.channels for steps in channel for step in steps)
+        return frozenset(
+            step.op for channel in self.channels for steps in channel for step in steps
+        )
 
     @property
     def needs_addressable_memory(self) -> bool:

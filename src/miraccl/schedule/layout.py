@@ -90,14 +90,22 @@ def block_counts(schedule: Schedule, rank: int, buffer: Buffer, counts: Counts) 
     nblocks = schedule.chunks_at(buffer, rank) // schedule.parts
     if isinstance(counts, int):
         return [counts] * nblocks
-    if len(counts) != nranks or collective not in (*_INPUT_INSIDE, *_OUTPUT_INSIDE, Collective.ALL_TO_ALL):
-        raise InvalidUsage(f"{collective.label} over {nranks} ranks takes no {len(counts)} block counts")
+    if len(counts) != nranks or collective not in (
+        *_INPUT_INSIDE,
+        *_OUTPUT_INSIDE,
+        Collective.ALL_TO_ALL,
+    ):
+        raise InvalidUsage(
+            f"{collective.label} over {nranks} ranks takes no {len(counts)} block counts"
+        )
     table: list[int] = []
     if collective is Collective.ALL_TO_ALL:
         for peer in range(nranks):
             row = counts[rank] if buffer is Buffer.INPUT else counts[peer]
             if isinstance(row, int):
-                raise InvalidUsage("all_to_all takes its block counts as a matrix, counts[sender][receiver]")
+                raise InvalidUsage(
+                    "all_to_all takes its block counts as a matrix, counts[sender][receiver]"
+                )
             table.append(row[peer] if buffer is Buffer.INPUT else row[rank])
         return table
     for number in counts:

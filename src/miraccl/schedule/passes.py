@@ -34,10 +34,19 @@ def interleave(schedules: Sequence[Schedule], name: str | None = None) -> Schedu
     offset = scratch_blocks = 0
     for schedule in schedules:
         move = _mover(schedule, parts, offset)
-        channels += [tuple(tuple(_moved(step, move) for step in steps) for steps in ranks) for ranks in schedule.channels]
+        channels += [
+            tuple(tuple(_moved(step, move) for step in steps) for steps in ranks)
+            for ranks in schedule.channels
+        ]
         offset += schedule.parts
         scratch_blocks = max(scratch_blocks, -(-schedule.scratch_chunks // schedule.parts))
-    return replace(first, name=name or first.name, parts=parts, channels=tuple(channels), scratch_chunks=scratch_blocks * parts)
+    return replace(
+        first,
+        name=name or first.name,
+        parts=parts,
+        channels=tuple(channels),
+        scratch_chunks=scratch_blocks * parts,
+    )
 
 
 def split_channels(schedule: Schedule, nchannels: int) -> Schedule:
@@ -69,7 +78,14 @@ def split_messages(schedule: Schedule) -> Schedule:
 
     def single(step: Step) -> list[Step]:
         count = step.chunks
-        return [step] if count <= 1 else [_moved(step, lambda ref, k=k: Ref(ref.buffer, ref.index + k)) for k in range(count)]  # type: ignore[misc]
+        return (
+            [step]
+            if count <= 1
+            else [
+                _moved(step, lambda ref, k=k: Ref(ref.buffer, ref.index + k))  # type: ignore[misc]
+                for k in range(count)
+            ]
+        )
 
     return _each_step(schedule, single)
 
@@ -101,12 +117,21 @@ def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
     def renamed(step: Step) -> list[Step]:
         peers = tuple(order[rank] for rank in step.peers)
         peers = tuple(sorted(peers)) if step.op.reduces else peers
-        return [replace(_moved(step, move), recv_peer=peer(step.recv_peer), send_peer=peer(step.send_peer), peers=peers)]
+        return [
+            replace(
+                _moved(step, move),
+                recv_peer=peer(step.recv_peer),
+                send_peer=peer(step.send_peer),
+                peers=peers,
+            )
+        ]
 
     role = {rank: i for i, rank in enumerate(order)}
     moved = _each_step(schedule, renamed)
     channels = tuple(tuple(ranks[role[rank]] for rank in range(nranks)) for ranks in moved.channels)
-    return replace(moved, channels=channels, root=order[schedule.root] if schedule.collective.rooted else 0)
+    return replace(
+        moved, channels=channels, root=order[schedule.root] if schedule.collective.rooted else 0
+    )
 
 
 _FUSED = {
@@ -123,7 +148,12 @@ def fuse(schedule: Schedule) -> Schedule:
         done: list[Step] = []
         for step in steps:
             last = done[-1] if done else None
-            if last is not None and step.op is Op.SEND and last.op in _FUSED and last.dst == step.src:
+            if (
+                last is not None
+                and step.op is Op.SEND
+                and last.op in _FUSED
+                and last.dst == step.src
+            ):
                 source = last.dst if last.op is Op.RECV_REDUCE else last.src
                 done[-1] = replace(last, op=_FUSED[last.op], src=source, send_peer=step.send_peer)
             else:
@@ -135,7 +165,10 @@ def fuse(schedule: Schedule) -> Schedule:
 
 
 def _each_step(schedule: Schedule, change: Callable[[Step], list[Step]]) -> Schedule:
-    channels = tuple(tuple(tuple(new for step in steps for new in change(step)) for steps in ranks) for ranks in schedule.channels)
+    channels = tuple(
+        tuple(tuple(new for step in steps for new in change(step)) for steps in ranks)
+        for ranks in schedule.channels
+    )
     return replace(schedule, channels=channels)
 
 
@@ -159,7 +192,9 @@ def _mover(schedule: Schedule, parts: int, offset: int) -> Move:
 def _run(ref: Ref, chunks: list[int]) -> Ref:
     """``chunks`` in the place of ``ref``, if they are one run."""
     if chunks[-1] - chunks[0] != len(chunks) - 1 or any(b - a != 1 for a, b in pairwise(chunks)):
-        raise InvalidUsage(f"{ref} spans blocks, whose chunks do not stay together; take messages apart with split_messages first")
+        raise InvalidUsage(
+            f"{ref} spans blocks, whose chunks do not stay together; take messages apart with split_messages first"
+        )
     return Ref(ref.buffer, chunks[0], len(chunks))
 
 
@@ -168,5 +203,12 @@ def supports_channels(schedule: Schedule) -> bool:
     if schedule.collective is Collective.BARRIER:
         return True
     parts = schedule.parts
-    refs = (ref for ranks in schedule.channels for steps in ranks for step in steps for ref in (step.src, step.dst) if ref is not None)
+    refs = (
+        ref
+        for ranks in schedule.channels
+        for steps in ranks
+        for step in steps
+        for ref in (step.src, step.dst)
+        if ref is not None
+    )
     return all(ref.index // parts == (ref.index + ref.chunks - 1) // parts for ref in refs)

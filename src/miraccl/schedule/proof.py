@@ -13,7 +13,15 @@ import numpy as np
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Op, Schedule, Step
-from miraccl.schedule.provenance import Access, Clock, Memory, Problem, Symbol, add, add_in_rank_order
+from miraccl.schedule.provenance import (
+    Access,
+    Clock,
+    Memory,
+    Problem,
+    Symbol,
+    add,
+    add_in_rank_order,
+)
 from miraccl.schedule.text import place
 from miraccl.types import Collective
 
@@ -23,14 +31,29 @@ class _Message:
 
     __slots__ = ("cells", "clock", "number", "sender", "symbols")
 
-    def __init__(self, sender: int, number: int, clock: Clock | None, symbols: list[Symbol] | None, cells: range | None) -> None:
-        self.sender, self.number, self.clock, self.symbols, self.cells = sender, number, clock, symbols, cells
+    def __init__(
+        self,
+        sender: int,
+        number: int,
+        clock: Clock | None,
+        symbols: list[Symbol] | None,
+        cells: range | None,
+    ) -> None:
+        self.sender, self.number, self.clock, self.symbols, self.cells = (
+            sender,
+            number,
+            clock,
+            symbols,
+            cells,
+        )
 
 
 class Proof:
     """One run of all channels on symbols. Channels keep no order among each other, so that they run one after the other."""
 
-    def __init__(self, schedule: Schedule, in_place: bool, depth: int, direct: bool, rank_ordered: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, in_place: bool, depth: int, direct: bool, rank_ordered: bool
+    ) -> None:
         self.schedule, self.depth, self.direct = schedule, depth, direct
         self.add = add_in_rank_order if rank_ordered else add
         self.reduces = schedule.collective.reduces
@@ -52,7 +75,9 @@ class Proof:
     def _check_barrier(self, heard: Clock) -> None:
         """Nobody leaves a barrier before it has heard of everybody."""
         for rank, other in np.argwhere(heard == 0):
-            raise ScheduleError(f"{self.schedule.name}: rank {rank} may leave before rank {other} has come")
+            raise ScheduleError(
+                f"{self.schedule.name}: rank {rank} may leave before rank {other} has come"
+            )
 
     def _check_outputs(self) -> None:
         memory = self.memory
@@ -60,10 +85,18 @@ class Proof:
             if wanted is None or memory.symbols[cell] == wanted:
                 continue
             held, writer = memory.symbols[cell], memory.writer[cell]
-            who = place(self.schedule, writer.channel, writer.rank, writer.number) if writer else f"{self.schedule.name}: no channel"
+            who = (
+                place(self.schedule, writer.channel, writer.rank, writer.number)
+                if writer
+                else f"{self.schedule.name}: no channel"
+            )
             if held is None or (writer is None and held.chunk != wanted.chunk):
-                raise ScheduleError(f"{self.schedule.name}: rank {memory.owner(cell)}: {memory.name(cell)} is never written")
-            raise ScheduleError(f"{who}: at the end {memory.name(cell)} holds {held}, wanted is {wanted}")
+                raise ScheduleError(
+                    f"{self.schedule.name}: rank {memory.owner(cell)}: {memory.name(cell)} is never written"
+                )
+            raise ScheduleError(
+                f"{who}: at the end {memory.name(cell)} holds {held}, wanted is {wanted}"
+            )
 
 
 class _Channel:
@@ -104,7 +137,9 @@ class _Channel:
                 try:
                     woken = self._execute(step, rank)
                 except Problem as problem:
-                    raise ScheduleError(f"{place(self.schedule, self.channel, rank, number)}: {problem}{self._origin()}") from None
+                    raise ScheduleError(
+                        f"{place(self.schedule, self.channel, rank, number)}: {problem}{self._origin()}"
+                    ) from None
                 number += 1
                 self.position[rank] = number
                 for other in woken:
@@ -182,11 +217,16 @@ class _Channel:
             return self._read_remote(rank, peer, cells(peer, src)), []
         if op is Op.REDUCE_FROM_PEERS:
             assert src is not None
-            return self._fold([self._read_remote(rank, other, cells(other, src)) for other in step.peers]), []
+            return self._fold(
+                [self._read_remote(rank, other, cells(other, src)) for other in step.peers]
+            ), []
         if op is Op.RECV_REDUCE_ALL:
             assert src is not None
             own = cells(rank, src)
-            parts = [self._read(rank, own) if other == rank else self._take(rank, other, src.chunks) for other in step.peers]
+            parts = [
+                self._read(rank, own) if other == rank else self._take(rank, other, src.chunks)
+                for other in step.peers
+            ]
             return self._fold(parts), [other for other in step.peers if other != rank]
         assert peer is not None
         message = self._take(rank, peer, step.chunks)
@@ -219,7 +259,9 @@ class _Channel:
         """Which messages the step in progress took, for its error."""
         if not self.taken:
             return ""
-        senders = ", ".join(f"rank {message.sender} in its step {message.number}" for message in self.taken)
+        senders = ", ".join(
+            f"rank {message.sender} in its step {message.number}" for message in self.taken
+        )
         return f"; the message was sent by {senders}"
 
     # clocks
@@ -238,7 +280,9 @@ class _Channel:
 
     # messages
 
-    def _post(self, rank: int, peer: int, symbols: list[Symbol] | None, cells: range | None) -> None:
+    def _post(
+        self, rank: int, peer: int, symbols: list[Symbol] | None, cells: range | None
+    ) -> None:
         message = _Message(rank, self.position[rank], self._release(rank), symbols, cells)
         self.fifos.setdefault((rank, peer), deque()).append(message)
 
@@ -258,7 +302,9 @@ class _Channel:
 
     def _access(self, rank: int) -> tuple[Access, Clock | None]:
         clock = self.clock[rank] if self.clock else None
-        return Access(self.channel, rank, 0 if clock is None else int(clock[rank]), self.position[rank]), clock
+        return Access(
+            self.channel, rank, 0 if clock is None else int(clock[rank]), self.position[rank]
+        ), clock
 
     def _read(self, rank: int, cells: range) -> list[Symbol]:
         memory, symbols = self.memory, []
@@ -281,7 +327,9 @@ class _Channel:
     def _enter(self, rank: int, owner: int, cells: range) -> None:
         """``rank`` touches memory of ``owner``, who must have come, and must not leave before."""
         if self.clock[rank][owner] == 0:
-            raise Problem(f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come")
+            raise Problem(
+                f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come"
+            )
         time = int(self.clock[rank][rank])
         self.remote.extend((cell, rank, time, self.position[rank]) for cell in cells)
 
@@ -303,16 +351,24 @@ class _Channel:
         wanted = memory.wanted[cell]
         if wanted is None:
             if symbol.chunk % self.schedule.parts != memory.part[cell]:
-                raise Problem(f"{memory.name(cell)} is a part {memory.part[cell]}, input[{symbol.chunk}] is not")
-        elif symbol.chunk != wanted.chunk or not (self.proof.reduces or symbol.ranks == wanted.ranks):
-            raise Problem(f"puts {symbol} into {memory.name(cell)}, where {wanted} belongs (keep other chunks in scratch)")
+                raise Problem(
+                    f"{memory.name(cell)} is a part {memory.part[cell]}, input[{symbol.chunk}] is not"
+                )
+        elif symbol.chunk != wanted.chunk or not (
+            self.proof.reduces or symbol.ranks == wanted.ranks
+        ):
+            raise Problem(
+                f"puts {symbol} into {memory.name(cell)}, where {wanted} belongs (keep other chunks in scratch)"
+            )
 
     def _fold(self, operands: list[list[Symbol]]) -> list[Symbol]:
         if not self.proof.reduces:
             raise Problem(f"a {self.schedule.collective.label} does not reduce")
         total = operands[0]
         for operand in operands[1:]:
-            total = [self.proof.add(first, second) for first, second in zip(total, operand, strict=True)]
+            total = [
+                self.proof.add(first, second) for first, second in zip(total, operand, strict=True)
+            ]
         return total
 
     def _stays(self, step: Step, rank: int, stored: range) -> bool:
@@ -330,11 +386,15 @@ class _Channel:
         for (sender, receiver), queue in self.fifos.items():
             if queue:
                 where = place(self.schedule, self.channel, sender, queue[0].number)
-                raise ScheduleError(f"{where}: rank {receiver} never receives this message ({len(queue)} are left over)")
+                raise ScheduleError(
+                    f"{where}: rank {receiver} never receives this message ({len(queue)} are left over)"
+                )
         for (sender, receiver), clocks in self.signals.items():
             if clocks:
                 name = f"{self.schedule.name}: channel {self.channel}, rank {sender}"
-                raise ScheduleError(f"{name}: rank {receiver} never waits for {len(clocks)} signals")
+                raise ScheduleError(
+                    f"{name}: rank {receiver} never waits for {len(clocks)} signals"
+                )
 
     def _check_remote(self) -> None:
         """A rank whose memory a peer touches must hear of it before it ends."""
@@ -342,7 +402,9 @@ class _Channel:
             owner = self.memory.owner(cell)
             if self.clock[owner][rank] < time:
                 where = place(self.schedule, self.channel, rank, number)
-                raise ScheduleError(f"{where}: rank {owner} may end before {self.memory.name(cell)} has been touched")
+                raise ScheduleError(
+                    f"{where}: rank {owner} may end before {self.memory.name(cell)} has been touched"
+                )
 
     def _stuck(self, waiting: set[int]) -> str:
         """Names the rank to blame: one that waits for a rank that has ended, or else one on a cycle."""
@@ -356,13 +418,18 @@ class _Channel:
             seen.append(rank)
             rank = waits[rank][0]
         cycle = seen[seen.index(rank) :]
-        lines = [f"{place(self.schedule, self.channel, rank, self.position[rank])}: waits for {waits[rank][1]}" for rank in cycle]
+        lines = [
+            f"{place(self.schedule, self.channel, rank, self.position[rank])}: waits for {waits[rank][1]}"
+            for rank in cycle
+        ]
         return "deadlock: " + "; ".join(lines)
 
     def _waits_for(self, rank: int) -> tuple[int, str]:
         step = self.steps[rank][self.position[rank]]
         if step.op is Op.BARRIER:
-            peer = next(other for other in range(self.schedule.nranks) if other not in self.at_barrier)
+            peer = next(
+                other for other in range(self.schedule.nranks) if other not in self.at_barrier
+            )
             return peer, f"rank {peer} to come to the barrier"
         if step.op is Op.WAIT:
             peer = next(other for other in step.peers if not self.signals.get((other, rank)))

@@ -58,7 +58,9 @@ def add(first: Symbol, second: Symbol) -> Symbol:
     if first.chunk != second.chunk:
         raise Problem(f"reduces input[{first.chunk}] with input[{second.chunk}]")
     if twice := first.ranks & second.ranks:
-        raise Problem(f"adds the contribution of rank {rank_list(twice)} to input[{first.chunk}] a second time")
+        raise Problem(
+            f"adds the contribution of rank {rank_list(twice)} to input[{first.chunk}] a second time"
+        )
     return Symbol(first.chunk, first.ranks | second.ranks)
 
 
@@ -69,9 +71,15 @@ def add_in_rank_order(first: Symbol, second: Symbol) -> Symbol:
     Sides count: of two NaNs, or of two zeros under ``MIN``, the result may be the one on the left.
     """
     total = add(first, second)
-    if first.ranks + 1 != second.ranks:  # of two sets without a common rank only {0 .. k-1} and {k} are such numbers
+    if (
+        first.ranks + 1 != second.ranks
+    ):  # of two sets without a common rank only {0 .. k-1} and {k} are such numbers
         from_zero = first.ranks & (first.ranks + 1) == 0
-        wanted = f"rank {first.ranks.bit_length()} alone comes next" if from_zero else "a sum begins with rank 0 and leaves none out"
+        wanted = (
+            f"rank {first.ranks.bit_length()} alone comes next"
+            if from_zero
+            else "a sum begins with rank 0 and leaves none out"
+        )
         raise Problem(f"adds {second} to {first}; in the order of the ranks {wanted}")
     return total
 
@@ -104,8 +112,12 @@ class Memory:
         self.schedule = schedule
         layout = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
         if sum(cells.cells for cells in layout) > MAX_CELLS:
-            raise ScheduleError(f"{schedule.name}: more than {MAX_CELLS} chunks in all are too many to verify")
-        self.bases: list[tuple[int, int, int]] = []  # per rank: first cell of input, output, scratch
+            raise ScheduleError(
+                f"{schedule.name}: more than {MAX_CELLS} chunks in all are too many to verify"
+            )
+        self.bases: list[
+            tuple[int, int, int]
+        ] = []  # per rank: first cell of input, output, scratch
         self.starts: list[int] = []
         total = 0
         for cells in layout:
@@ -117,13 +129,19 @@ class Memory:
         self.wanted: list[Symbol | None] = [None] * total  # for cells of outputs
         self.part = [-1] * total  # for cells of scratch
         self.writer: list[Access | None] = [None] * total
-        self.readers: list[dict[tuple[int, int], Access] | None] = [None] * total  # since the last write, by (channel, rank)
+        self.readers: list[dict[tuple[int, int], Access] | None] = [
+            None
+        ] * total  # since the last write, by (channel, rank)
         for rank, cells in enumerate(layout):
             ninp, nout, nscratch = cells.sizes
             inp, out, scratch = self.bases[rank]
             self.symbols[inp : inp + ninp] = [Symbol(chunk, 1 << rank) for chunk in range(ninp)]
-            self.wanted[out : out + nout] = [wanted_symbol(schedule, rank, chunk) for chunk in range(nout)]
-            self.part[scratch : scratch + nscratch] = [chunk % schedule.parts for chunk in range(nscratch)]
+            self.wanted[out : out + nout] = [
+                wanted_symbol(schedule, rank, chunk) for chunk in range(nout)
+            ]
+            self.part[scratch : scratch + nscratch] = [
+                chunk % schedule.parts for chunk in range(nscratch)
+            ]
 
     def cells(self, rank: int, ref: Ref) -> range:
         start = self.bases[rank][ref.buffer] + ref.index
@@ -161,9 +179,15 @@ class Memory:
         # all reads so far are ordered before this write, so that it is enough to order later writes after this one
         self.readers[cell] = None
 
-    def _require_before(self, first: Access, then: Access, clock: Clock | None, cell: int, does: str, did: str) -> None:
-        if first.channel == then.channel and (first.rank == then.rank or (clock is not None and clock[first.rank] >= first.time)):
+    def _require_before(
+        self, first: Access, then: Access, clock: Clock | None, cell: int, does: str, did: str
+    ) -> None:
+        if first.channel == then.channel and (
+            first.rank == then.rank or (clock is not None and clock[first.rank] >= first.time)
+        ):
             return
         other = place(self.schedule, first.channel, first.rank, first.number)
-        why = "channels keep no order" if first.channel != then.channel else "nothing orders the two"
+        why = (
+            "channels keep no order" if first.channel != then.channel else "nothing orders the two"
+        )
         raise Problem(f"{does} {self.name(cell)}, which {other} {did}, and {why}")

@@ -79,7 +79,11 @@ def fold(values: Sequence[Array], op: RedOp, divisor: int | None = None) -> Arra
         for value in values[1:]:
             total = _BINARY[op](total, value.astype(wide))
         if divisor is not None:
-            total = divide_towards_zero(total, divisor) if np.issubdtype(wide, np.integer) else total / wide.type(divisor)
+            total = (
+                divide_towards_zero(total, divisor)
+                if np.issubdtype(wide, np.integer)
+                else total / wide.type(divisor)
+            )
         return total.astype(dtype)
 
 

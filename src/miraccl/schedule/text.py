@@ -108,7 +108,14 @@ def parse_step(text: str) -> Step:
             step.peers, rest = tuple(_rank(peer) for peer in rest), []
         else:
             step.src = _once("src", step.src, parse_ref(word))
-    return Step(op=_OPS[words[0]], src=step.src, dst=step.dst, recv_peer=step.recv_peer, send_peer=step.send_peer, peers=step.peers)
+    return Step(
+        op=_OPS[words[0]],
+        src=step.src,
+        dst=step.dst,
+        recv_peer=step.recv_peer,
+        send_peer=step.send_peer,
+        peers=step.peers,
+    )
 
 
 @dataclass
@@ -161,7 +168,9 @@ class _Reader:
             "rank": self.rank,
         }
         if keyword != "schedule" and self.header is None:
-            self.fail('a schedule starts with a line like: schedule "ring" all_reduce nranks 2 parts 2 root 0 scratch 0')
+            self.fail(
+                'a schedule starts with a line like: schedule "ring" all_reduce nranks 2 parts 2 root 0 scratch 0'
+            )
         if keyword in handlers:
             handlers[keyword](rest.strip())
             return
@@ -177,7 +186,9 @@ class _Reader:
         if self.header is not None:
             self.fail("a second schedule; a text holds one")
         if match is None:
-            self.fail(f'cannot read {rest!r}; wanted is: "name" collective nranks 2 parts 2 root 0 scratch 0')
+            self.fail(
+                f'cannot read {rest!r}; wanted is: "name" collective nranks 2 parts 2 root 0 scratch 0'
+            )
         if match[2] not in _COLLECTIVES:
             self.fail(f"{match[2]!r} is no collective; there are {', '.join(_COLLECTIVES)}")
         words = match[3].split()
@@ -202,14 +213,18 @@ class _Reader:
 
     def channel(self, rest: str) -> None:
         if rest != str(len(self.channels)):
-            self.fail(f"channels are numbered in order: wanted is channel {len(self.channels)}, not {rest!r}")
+            self.fail(
+                f"channels are numbered in order: wanted is channel {len(self.channels)}, not {rest!r}"
+            )
         self.channels.append([])
 
     def rank(self, rest: str) -> None:
         if not self.channels:
             self.fail("a rank comes after a channel")
         if rest != str(len(self.channels[-1])):
-            self.fail(f"ranks are numbered in order: wanted is rank {len(self.channels[-1])}, not {rest!r}")
+            self.fail(
+                f"ranks are numbered in order: wanted is rank {len(self.channels[-1])}, not {rest!r}"
+            )
         self.channels[-1].append([])
 
     def finish(self) -> Schedule:

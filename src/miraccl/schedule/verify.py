@@ -35,7 +35,12 @@ FIFO_DEPTH = 8
 
 
 def verify(
-    schedule: Schedule, *, in_place: bool = False, fifo_depth: int = FIFO_DEPTH, direct: bool = False, rank_ordered: bool = False
+    schedule: Schedule,
+    *,
+    in_place: bool = False,
+    fifo_depth: int = FIFO_DEPTH,
+    direct: bool = False,
+    rank_ordered: bool = False,
 ) -> None:
     """Prove ``schedule`` right or raise ``ScheduleError`` naming channel, rank, step and chunk.
 
@@ -65,11 +70,15 @@ def is_direct_safe(schedule: Schedule, in_place: bool) -> bool:
 
 
 def _check_static(schedule: Schedule) -> None:
-    sizes = [[schedule.chunks_at(buffer, rank) for buffer in Buffer] for rank in range(schedule.nranks)]
+    sizes = [
+        [schedule.chunks_at(buffer, rank) for buffer in Buffer] for rank in range(schedule.nranks)
+    ]
     for channel, ranks in enumerate(schedule.channels):
         for rank, steps in enumerate(ranks):
             for number, step in enumerate(steps):
-                problem = _peer_problem(step, rank, schedule.nranks) or _ref_problem(step, rank, sizes)
+                problem = _peer_problem(step, rank, schedule.nranks) or _ref_problem(
+                    step, rank, sizes
+                )
                 if problem:
                     raise ScheduleError(f"{place(schedule, channel, rank, number)}: {problem}")
 

@@ -57,7 +57,9 @@ class Outcome:
         """For each link the part of the time that its bytes need at full speed, the busiest first, with its name."""
         full = [
             (nbytes / (bandwidth * BYTES_PER_US) / self.time_us if self.time_us else 0.0, name)
-            for nbytes, bandwidth, name in zip(self.carried, links.bandwidths, links.names, strict=True)
+            for nbytes, bandwidth, name in zip(
+                self.carried, links.bandwidths, links.names, strict=True
+            )
         ]
         return sorted(full, key=lambda item: -item[0])
 
@@ -77,7 +79,9 @@ def simulate(
     GB/s of a rank's reads and writes together.
     """
     if links.nranks != schedule.nranks:
-        raise InvalidUsage(f"the schedule is for {schedule.nranks} ranks, the links are for {links.nranks}")
+        raise InvalidUsage(
+            f"the schedule is for {schedule.nranks} ranks, the links are for {links.nranks}"
+        )
     if not 0 <= block_bytes < math.inf:
         raise InvalidUsage(f"a block has {block_bytes} bytes; it is a finite number, 0 or more")
     if slot_bytes <= 0 or fifo_depth < 1 or memory_bandwidth <= 0:
@@ -86,7 +90,9 @@ def simulate(
     rounds = max(1, math.ceil(chunk / slot_bytes))
     steps = rounds * sum(len(steps) for channel in schedule.channels for steps in channel)
     if steps > MAX_STEPS:
-        raise InvalidUsage(f"{rounds} rounds are {steps} steps of all ranks, at most {MAX_STEPS} are simulated: take larger slots")
+        raise InvalidUsage(
+            f"{rounds} rounds are {steps} steps of all ranks, at most {MAX_STEPS} are simulated: take larger slots"
+        )
     return _Run(schedule, links, chunk, rounds, slot_bytes, fifo_depth, memory_bandwidth).run()
 
 
@@ -129,17 +135,30 @@ class _Wire:
 
 class _Run:
     def __init__(
-        self, schedule: Schedule, links: Links, chunk: float, rounds: int, slot: float, depth: int, memory_bandwidth: float
+        self,
+        schedule: Schedule,
+        links: Links,
+        chunk: float,
+        rounds: int,
+        slot: float,
+        depth: int,
+        memory_bandwidth: float,
     ) -> None:
         self.schedule, self.links, self.depth = schedule, links, depth
-        self.sizes = [min(slot, chunk - number * slot) if math.isfinite(slot) else chunk for number in range(rounds)]
+        self.sizes = [
+            min(slot, chunk - number * slot) if math.isfinite(slot) else chunk
+            for number in range(rounds)
+        ]
         self.has_memory = math.isfinite(memory_bandwidth)
         memories = [memory_bandwidth] * schedule.nranks if self.has_memory else []
         self.capacity = [bandwidth * BYTES_PER_US for bandwidth in (*links.bandwidths, *memories)]
         self.carried = [0.0] * len(self.capacity)
-        self.wires: defaultdict[tuple[int, int, int], _Wire] = defaultdict(_Wire)  # (sender, receiver, channel)
+        self.wires: defaultdict[tuple[int, int, int], _Wire] = defaultdict(
+            _Wire
+        )  # (sender, receiver, channel)
         self.workers = [
-            [_Worker(channel, rank, steps) for rank, steps in enumerate(ranks)] for channel, ranks in enumerate(schedule.channels)
+            [_Worker(channel, rank, steps) for rank, steps in enumerate(ranks)]
+            for channel, ranks in enumerate(schedule.channels)
         ]
         self.flows: list[_Flow] = []
         self.arrivals: list[float] = []
@@ -194,11 +213,24 @@ class _Run:
         """All ranks are at this barrier of the channel or past it, and the news of that has come."""
         opens, number = 0.0, len(worker.came)
         for other in self.workers[worker.channel]:
-            at_one = not other.busy and other.round < len(self.sizes) and other.steps and other.step.op is Op.BARRIER
+            at_one = (
+                not other.busy
+                and other.round < len(self.sizes)
+                and other.steps
+                and other.step.op is Op.BARRIER
+            )
             if len(other.came) <= number and not (at_one and len(other.came) == number):
                 return False
             came = other.came[number] if len(other.came) > number else other.ready
-            opens = max(opens, came + (self.links.route(other.rank, worker.rank).latency_us if other is not worker else 0.0))
+            opens = max(
+                opens,
+                came
+                + (
+                    self.links.route(other.rank, worker.rank).latency_us
+                    if other is not worker
+                    else 0.0
+                ),
+            )
         if opens > self.now:
             heapq.heappush(self.arrivals, opens)
         return opens <= self.now
@@ -247,7 +279,11 @@ class _Run:
                 self.wires[peer, rank, channel].signals.popleft()
         if step.op is Op.BARRIER:
             worker.came.append(worker.ready)
-        self.done.append(StepTime(channel, rank, worker.round, worker.number, worker.ready, worker.start, self.now))
+        self.done.append(
+            StepTime(
+                channel, rank, worker.round, worker.number, worker.ready, worker.start, self.now
+            )
+        )
         worker.busy, worker.ready = False, self.now
         worker.number += 1
         if worker.number == len(worker.steps):
@@ -270,12 +306,16 @@ class _Run:
         if math.isinf(then):
             worker = waiting[0]
             where = place(self.schedule, worker.channel, worker.rank, worker.number)
-            raise ScheduleError(f"{where}: waits for ever, and all others that have not ended as well")
+            raise ScheduleError(
+                f"{where}: waits for ever, and all others that have not ended as well"
+            )
         passed, self.now = then - self.now, then
         going = []
         for flow in self.flows:
             flow.remaining -= passed * flow.rate
-            if flow.remaining <= flow.rate * max(1e-12 * then, 1e-9):  # rounding of the clock: a picosecond and less
+            if flow.remaining <= flow.rate * max(
+                1e-12 * then, 1e-9
+            ):  # rounding of the clock: a picosecond and less
                 self._end(flow.worker)
             else:
                 going.append(flow)

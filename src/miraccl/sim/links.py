@@ -39,10 +39,14 @@ class Links:
             raise InvalidUsage(f"{len(self.names)} links have {len(self.bandwidths)} bandwidths")
         for name, bandwidth in zip(self.names, self.bandwidths, strict=True):
             if not 0 < bandwidth < math.inf:
-                raise InvalidUsage(f"the bandwidth of {name} is {bandwidth:g} GB/s; it is a finite number greater than 0")
+                raise InvalidUsage(
+                    f"the bandwidth of {name} is {bandwidth:g} GB/s; it is a finite number greater than 0"
+                )
         for (sender, receiver), route in self.routes.items():
             if not 0 <= route.latency_us < math.inf:
-                raise InvalidUsage(f"the latency from rank {sender} to rank {receiver} is {route.latency_us:g} us; it is finite, 0 or more")
+                raise InvalidUsage(
+                    f"the latency from rank {sender} to rank {receiver} is {route.latency_us:g} us; it is finite, 0 or more"
+                )
 
     def route(self, sender: int, receiver: int) -> Route:
         found = self.routes.get((sender, receiver))
@@ -59,7 +63,9 @@ def switch(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Lin
     """Every rank has a link of ``bandwidth`` GB/s each way to a switch that never blocks: NVSwitch, or hosts around one switch."""
     names = [f"{way} rank {rank}" for way in ("out of", "into") for rank in range(nranks)]
     routes = {(a, b): Route((a, nranks + b), latency_us) for a, b in _pairs(nranks)}
-    return Links(nranks=nranks, names=tuple(names), bandwidths=(bandwidth,) * len(names), routes=routes)
+    return Links(
+        nranks=nranks, names=tuple(names), bandwidths=(bandwidth,) * len(names), routes=routes
+    )
 
 
 def mesh(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Links:
@@ -91,7 +97,9 @@ def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
     for node in range(nodes):
         tail = f"@{node}" if nodes > 1 else ""
         for source, link in zip(system.link_source, system.links, strict=True):
-            names.append(f"{link.type.name} {system.nodes[source].name} to {system.nodes[link.target].name}{tail}")
+            names.append(
+                f"{link.type.name} {system.nodes[source].name} to {system.nodes[link.target].name}{tail}"
+            )
             bandwidths.append(link.bw)
     place = {gpu.rank: position for position, gpu in enumerate(system.gpus)}
     positions = [place[rank] for rank in sorted(place)]
@@ -102,7 +110,9 @@ def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
         if from_node == to_node:
             path = paths.gpu_gpu(positions[x], positions[y])
             if path.type >= PathType.NET or not path.hops:
-                raise TopologyError(f"only the network joins GPUs {x} and {y} of this machine, which is not simulated; take one of them")
+                raise TopologyError(
+                    f"only the network joins GPUs {x} and {y} of this machine, which is not simulated; take one of them"
+                )
             routes[a, b] = Route(tuple(from_node * size + hop for hop in path.hops), latency_us)
             continue
         out = [from_node * size + hop for hop in paths.gpu_net(positions[x], nearest[x]).hops]
@@ -115,14 +125,20 @@ def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
         nranks=topology.nranks,
         names=tuple(names[link] for link in used),
         bandwidths=tuple(bandwidths[link] for link in used),
-        routes={pair: Route(tuple(number[link] for link in route.links), route.latency_us) for pair, route in routes.items()},
+        routes={
+            pair: Route(tuple(number[link] for link in route.links), route.latency_us)
+            for pair, route in routes.items()
+        },
     )
 
 
 def _nearest_net(topology: Topology, gpu: int) -> int:
     """Position of the net that a GPU reaches best: nearest by type, then widest, then first."""
     system, paths = topology.system, topology.paths
-    reached = [(paths.gpu_net(gpu, net).type, -paths.gpu_net(gpu, net).bw, net) for net in range(len(system.nets))]
+    reached = [
+        (paths.gpu_net(gpu, net).type, -paths.gpu_net(gpu, net).bw, net)
+        for net in range(len(system.nets))
+    ]
     if not reached or min(reached)[0] >= PathType.DIS:
         raise TopologyError(f"GPU {gpu} reaches no net, which several nodes need")
     return min(reached)[2]

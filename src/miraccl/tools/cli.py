@@ -21,13 +21,25 @@ from miraccl.tools.options import KnownCommands
 
 #: command -> (module:attribute, sentence of the overview)
 COMMANDS = {
-    "perf": ("miraccl.tools.perf.cli:perf", "Measure a collective: the table of nccl-tests, every element checked."),
+    "perf": (
+        "miraccl.tools.perf.cli:perf",
+        "Measure a collective: the table of nccl-tests, every element checked.",
+    ),
     "run": ("miraccl.tools.run:run", "Start ranks of a program, on one host or several."),
     "topo": ("miraccl.tools.topo_cli:topo", "Show, read and compare the topology of machines."),
-    "plan": ("miraccl.tools.plan_cli:plan", "Show which algorithm and which channels are chosen, and why."),
-    "schedule": ("miraccl.tools.schedule_cli:schedule", "Show, prove, draw and simulate the steps of an algorithm."),
+    "plan": (
+        "miraccl.tools.plan_cli:plan",
+        "Show which algorithm and which channels are chosen, and why.",
+    ),
+    "schedule": (
+        "miraccl.tools.schedule_cli:schedule",
+        "Show, prove, draw and simulate the steps of an algorithm.",
+    ),
     "env": ("miraccl.tools.env:env", "List every setting, its value and where that came from."),
-    "doctor": ("miraccl.tools.doctor:doctor", "Check what this machine offers and what is missing."),
+    "doctor": (
+        "miraccl.tools.doctor:doctor",
+        "Check what this machine offers and what is missing.",
+    ),
 }
 
 
@@ -56,7 +68,10 @@ class LazyGroup(KnownCommands):
             formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(miraccl.__version__, prog_name="miraccl", message="%(prog)s %(version)s")
 def cli() -> None:
     """Collective communication between processes, hosts and GPUs that explains every decision it makes.

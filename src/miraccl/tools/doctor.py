@@ -26,7 +26,13 @@ CACHE_BYTES = 1 << 20  # what compiled kernels of CPU ranks take, at the least
 
 
 @click.command(short_help="Check this machine.")
-@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write a list of JSON objects; - is standard output.")
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write a list of JSON objects; - is standard output.",
+)
 def doctor(json_target: str | None) -> None:
     """Check what this machine offers and what is missing, with what to install or to change.
 
@@ -54,7 +60,13 @@ def examine() -> list[Finding]:
         try:
             findings.append(check())
         except Exception as error:  # a doctor must not die of the patient
-            findings.append(Finding(name=name, status="note", found=f"could not be checked: {type(error).__name__}: {error}"))
+            findings.append(
+                Finding(
+                    name=name,
+                    status="note",
+                    found=f"could not be checked: {type(error).__name__}: {error}",
+                )
+            )
     return [finding for finding in findings if finding is not None]
 
 
@@ -83,7 +95,9 @@ def _check_package(name: str, why: str, extra: str = "") -> Callable[[], Finding
         except importlib.metadata.PackageNotFoundError:
             status: Status = "note" if extra else "missing"
             install = f"pip install 'miraccl[{extra}]'" if extra else f"pip install {name}"
-            return Finding(name=name, status=status, found="not installed", advice=f"{install}: {why}")
+            return Finding(
+                name=name, status=status, found="not installed", advice=f"{install}: {why}"
+            )
 
     return check
 
@@ -127,11 +141,18 @@ def _check_shm() -> Finding:
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:
-        return Finding(name="/dev/shm", status="note", found="absent", advice="containers: run with --ipc=host or --shm-size=1g")
+        return Finding(
+            name="/dev/shm",
+            status="note",
+            found="absent",
+            advice="containers: run with --ipc=host or --shm-size=1g",
+        )
     free = stat.f_bavail * stat.f_frsize
     text = f"{free / (1 << 20):.0f} MiB free"
     if free < 64 << 20:
-        return Finding(name="/dev/shm", status="note", found=text, advice="containers: run with --shm-size=1g")
+        return Finding(
+            name="/dev/shm", status="note", found=text, advice="containers: run with --shm-size=1g"
+        )
     return Finding(name="/dev/shm", status="ok", found=text)
 
 
@@ -141,10 +162,17 @@ def _check_futex() -> Finding:
     numbers = {"x86_64": 202, "aarch64": 98}  # asm/unistd_64.h and asm-generic/unistd.h
     if platform.machine() not in numbers:
         return Finding(name="futex", status="note", found=f"not checked on {platform.machine()}")
-    woken = libc.syscall(numbers[platform.machine()], ctypes.byref(word), 1, 1, None, None, 0)  # FUTEX_WAKE
+    woken = libc.syscall(
+        numbers[platform.machine()], ctypes.byref(word), 1, 1, None, None, 0
+    )  # FUTEX_WAKE
     if woken < 0:
         code = ctypes.get_errno()
-        return Finding(name="futex", status="missing", found=os.strerror(code), advice="the sandbox forbids futex: allow it")
+        return Finding(
+            name="futex",
+            status="missing",
+            found=os.strerror(code),
+            advice="the sandbox forbids futex: allow it",
+        )
     return Finding(name="futex", status="ok", found="works")
 
 
@@ -154,14 +182,23 @@ def _check_cma() -> Finding:
         return Finding(name="cma", status="note", found="switched off by MIRACCL_CMA_DISABLE")
     error = _read_sibling_memory()
     if not error:
-        return Finding(name="cma", status="ok", found="process_vm_readv between processes of one user is allowed")
+        return Finding(
+            name="cma",
+            status="ok",
+            found="process_vm_readv between processes of one user is allowed",
+        )
     scope = read_text("/proc/sys/kernel/yama/ptrace_scope")
     advice = "large messages are copied twice instead of once"
     if scope not in ("", "0"):
         advice += f"; kernel.yama.ptrace_scope is {scope}, 0 allows it"
     else:
         advice += "; containers: add the capability SYS_PTRACE"
-    return Finding(name="cma", status="note", found=f"process_vm_readv is refused: {os.strerror(error)}", advice=advice)
+    return Finding(
+        name="cma",
+        status="note",
+        found=f"process_vm_readv is refused: {os.strerror(error)}",
+        advice=advice,
+    )
 
 
 class _IoVec(ctypes.Structure):
@@ -191,16 +228,31 @@ def _check_cache() -> Finding:
     wanted, folder = cache.wanted(), cache.folder()
     if folder is None:
         advice = "kernels are compiled again in every process: set MIRACCL_CACHE_DIR to a folder that lasts and can be written"
-        return Finding(name="cache", status="note", found=f"neither {wanted} nor a temporary folder can be written", advice=advice)
+        return Finding(
+            name="cache",
+            status="note",
+            found=f"neither {wanted} nor a temporary folder can be written",
+            advice=advice,
+        )
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, CACHE_BYTES)
     except OSError as error:
         advice = "compiled kernels go to a temporary folder, if that has room: make some here, or set MIRACCL_CACHE_DIR"
-        return Finding(name="cache", status="note", found=f"{folder} cannot be written: {error.strerror}", advice=advice)
+        return Finding(
+            name="cache",
+            status="note",
+            found=f"{folder} cannot be written: {error.strerror}",
+            advice=advice,
+        )
     if folder != wanted:
         advice = "set MIRACCL_CACHE_DIR to a folder that can be written and lasts, or new kernels are compiled again"
-        return Finding(name="cache", status="note", found=f"{wanted} cannot be written, {folder} is used", advice=advice)
+        return Finding(
+            name="cache",
+            status="note",
+            found=f"{wanted} cannot be written, {folder} is used",
+            advice=advice,
+        )
     return Finding(name="cache", status="ok", found=f"{folder} can be written")
 
 
@@ -208,9 +260,16 @@ def _check_interfaces() -> Finding:
     import socket
 
     names = [name for _, name in socket.if_nameindex()]
-    states = [f"{name} {read_text(f'/sys/class/net/{name}/operstate') or 'unknown'}" for name in names]
+    states = [
+        f"{name} {read_text(f'/sys/class/net/{name}/operstate') or 'unknown'}" for name in names
+    ]
     if not names:
-        return Finding(name="interfaces", status="note", found="none", advice="without a network interface, ranks of one host only")
+        return Finding(
+            name="interfaces",
+            status="note",
+            found="none",
+            advice="without a network interface, ranks of one host only",
+        )
     return Finding(name="interfaces", status="ok", found=", ".join(states))
 
 
@@ -219,7 +278,9 @@ def _check_rdma(folder: Path = Path("/sys/class/infiniband")) -> Finding | None:
     if not devices:
         return None
     advice = "miraccl topo and plan count them; data between hosts go through TCP sockets"
-    return Finding(name="rdma", status="note", found=f"{', '.join(devices)}: not used", advice=advice)
+    return Finding(
+        name="rdma", status="note", found=f"{', '.join(devices)}: not used", advice=advice
+    )
 
 
 def _check_tools() -> Finding:
@@ -233,7 +294,9 @@ CHECKS: dict[str, Check] = {
     "numba": _check_package("numba", "compiles the kernels"),
     "ml_dtypes": _check_package("ml_dtypes", "bfloat16 and 8-bit floats"),
     "matplotlib": _check_package("matplotlib", "miraccl perf --plot draws with it", extra="plot"),
-    "torch": _check_package("torch", "tensors as buffers, and the comparisons with gloo and NCCL", extra="torch"),
+    "torch": _check_package(
+        "torch", "tensors as buffers, and the comparisons with gloo and NCCL", extra="torch"
+    ),
     "kernel": _check_kernel,
     "cores": _check_cores,
     "memfd": _check_memfd,

@@ -27,9 +27,7 @@ INSTALL = "pip install 'miraccl[cuda]'"
 _SMI_SECONDS = 30
 _ABSENT = "no NVIDIA GPU"
 _DEFAULT_MODE = 0
-_FABRIC_ADVICE = (
-    "start nvidia-fabricmanager (systemctl start nvidia-fabricmanager), of the driver's version; until then NVLink is not usable"
-)
+_FABRIC_ADVICE = "start nvidia-fabricmanager (systemctl start nvidia-fabricmanager), of the driver's version; until then NVLink is not usable"
 
 
 @functools.cache
@@ -53,7 +51,9 @@ def check_gpu() -> Finding:
         return Finding(name="gpu", status="ok", found=version.splitlines()[0])
     if any(_is_nvidia_gpu(device) for device in Path("/sys/bus/pci/devices").glob("*")):
         advice = "install the NVIDIA driver (Debian: nvidia-driver; Ubuntu: ubuntu-drivers install)"
-        return Finding(name="gpu", status="note", found="an NVIDIA GPU without a driver", advice=advice)
+        return Finding(
+            name="gpu", status="note", found="an NVIDIA GPU without a driver", advice=advice
+        )
     if facts().gpus:  # a sandbox that hides /proc/driver
         return Finding(name="gpu", status="ok", found=facts().names)
     why, advice = "", "collectives run on CPUs"
@@ -64,7 +64,9 @@ def check_gpu() -> Finding:
 
 def _is_nvidia_gpu(device: Path) -> bool:
     """PCI vendor 10de, class 03 (display controller)."""
-    return read_text(str(device / "vendor")) == "0x10de" and read_text(str(device / "class")).startswith("0x03")
+    return read_text(str(device / "vendor")) == "0x10de" and read_text(
+        str(device / "class")
+    ).startswith("0x03")
 
 
 def has_gpu() -> bool:
@@ -87,7 +89,9 @@ def check_bindings() -> Finding:
     if version:
         return Finding(name="cuda-bindings", status="ok", found=version)
     why = "GPU memory needs it" if has_gpu() else "only GPU memory needs it"
-    return Finding(name="cuda-bindings", status="note", found="not installed", advice=f"{INSTALL}: {why}")
+    return Finding(
+        name="cuda-bindings", status="note", found="not installed", advice=f"{INSTALL}: {why}"
+    )
 
 
 def check_nvrtc() -> Finding | None:
@@ -101,7 +105,12 @@ def check_nvrtc() -> Finding | None:
         archs = toolkit.supported_archs()
     except MiracclError as error:
         why = error.message if has_gpu() else "not installed"
-        return Finding(name="nvrtc", status="note", found=why, advice=f"{INSTALL}: it compiles the kernels for GPUs")
+        return Finding(
+            name="nvrtc",
+            status="note",
+            found=why,
+            advice=f"{INSTALL}: it compiles the kernels for GPUs",
+        )
     text = f"{major}.{minor}, compiles for sm_{archs[0]} to sm_{archs[-1]}"
     for arch in sorted({gpu.sm for gpu in facts().gpus}):
         why, advice = toolkit.misfit(arch)
@@ -110,7 +119,12 @@ def check_nvrtc() -> Finding | None:
     driver = facts().driver
     if driver and major > int(driver.split(".")[0]):
         advice = f"{toolkit.INSTALL_12}, or a newer driver: a driver loads code of its own major version or older"
-        return Finding(name="nvrtc", status="note", found=f"{text}; the driver is of CUDA {driver}", advice=advice)
+        return Finding(
+            name="nvrtc",
+            status="note",
+            found=f"{text}; the driver is of CUDA {driver}",
+            advice=advice,
+        )
     return Finding(name="nvrtc", status="ok", found=text)
 
 
@@ -119,13 +133,25 @@ def check_cuda() -> Finding | None:
     known = facts()
     if known.problem:
         asked = bindings_version() and has_gpu()
-        return Finding(name="cuda", status="note", found=known.problem, advice=known.advice) if asked else None
-    gpus = [f"{gpu.ordinal}: {gpu.name}, {gpu.memory_bytes / (1 << 30):.0f} GiB, sm_{gpu.sm}, {gpu.bus_id}" for gpu in known.gpus]
+        return (
+            Finding(name="cuda", status="note", found=known.problem, advice=known.advice)
+            if asked
+            else None
+        )
+    gpus = [
+        f"{gpu.ordinal}: {gpu.name}, {gpu.memory_bytes / (1 << 30):.0f} GiB, sm_{gpu.sm}, {gpu.bus_id}"
+        for gpu in known.gpus
+    ]
     text = f"CUDA {known.driver}, {known.names} ({'; '.join(gpus)})"
     held = [str(gpu.ordinal) for gpu in known.gpus if gpu.mode != _DEFAULT_MODE]
     if held:
         advice = "nvidia-smi -c 0 lets several processes use a GPU; --threads and torch beside miraccl need it"
-        return Finding(name="cuda", status="note", found=f"{text}; GPU {', '.join(held)} is for one process only", advice=advice)
+        return Finding(
+            name="cuda",
+            status="note",
+            found=f"{text}; GPU {', '.join(held)} is for one process only",
+            advice=advice,
+        )
     return Finding(name="cuda", status="ok", found=text)
 
 
@@ -136,14 +162,26 @@ def check_peers() -> Finding | None:
     """Peer access, pair by pair."""
     pairs = facts().peers
     if not pairs:
-        return Finding(name="gpu peers", status="ok", found="one GPU: nobody to reach") if facts().gpus else None
-    refused = [f"{pair.source}-{pair.target}" for pair in pairs if not pair.allowed and pair.source < pair.target]
+        return (
+            Finding(name="gpu peers", status="ok", found="one GPU: nobody to reach")
+            if facts().gpus
+            else None
+        )
+    refused = [
+        f"{pair.source}-{pair.target}"
+        for pair in pairs
+        if not pair.allowed and pair.source < pair.target
+    ]
     if refused:
         found = f"no peer access between {', '.join(refused)}; {len(pairs) // 2 - len(refused)} of {len(pairs) // 2} pairs have it"
         advice = "nvidia-smi topo -p2p r says why; in virtual machines the GPUs need a common PCI switch, on bare metal ACS and IOMMU off"
         return Finding(name="gpu peers", status="note", found=found, advice=advice)
     atomics = "" if all(pair.atomics for pair in pairs) else ", without native atomics (PCI)"
-    return Finding(name="gpu peers", status="ok", found=f"all {len(pairs) // 2} pairs address each other's memory{atomics}")
+    return Finding(
+        name="gpu peers",
+        status="ok",
+        found=f"all {len(pairs) // 2} pairs address each other's memory{atomics}",
+    )
 
 
 def check_ipc() -> Finding | None:
@@ -153,11 +191,22 @@ def check_ipc() -> Finding | None:
         return None
     reached = {pair.target for pair in facts().peers if pair.source == 0 and pair.allowed}
     error = gpu_facts.try_ipc(0, min(reached, default=0))
-    handles = "" if all(gpu.posix_handles for gpu in gpus) else "; memory cannot be shared as file descriptors"
+    handles = (
+        ""
+        if all(gpu.posix_handles for gpu in gpus)
+        else "; memory cannot be shared as file descriptors"
+    )
     if error:
         advice = "ranks as processes need CUDA IPC: containers need --ipc=host and the same GPUs; or one process for all GPUs (--threads)"
-        return Finding(name="gpu ipc", status="note", found=f"memory of another process cannot be mapped: {error}{handles}", advice=advice)
-    return Finding(name="gpu ipc", status="ok", found=f"memory of another process can be mapped{handles}")
+        return Finding(
+            name="gpu ipc",
+            status="note",
+            found=f"memory of another process cannot be mapped: {error}{handles}",
+            advice=advice,
+        )
+    return Finding(
+        name="gpu ipc", status="ok", found=f"memory of another process can be mapped{handles}"
+    )
 
 
 def check_nvlink() -> Finding | None:
@@ -178,18 +227,28 @@ def check_nvlink() -> Finding | None:
     if min(links) < max(links):
         down = ", ".join(str(gpu.dev) for gpu, count in zip(gpus, links) if count < max(links))
         advice = "nvidia-smi nvlink -s shows which are down; reset the GPU or look at the fabric manager's log"
-        return Finding(name="nvlink", status="note", found=f"{text}; fewer on GPU {down}", advice=advice)
+        return Finding(
+            name="nvlink", status="note", found=f"{text}; fewer on GPU {down}", advice=advice
+        )
     return Finding(name="nvlink", status="ok", found=text)
 
 
 def _range(numbers: Sequence[int]) -> str:
-    return str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+    return (
+        str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+    )
 
 
 def _ends(far_ends: Sequence[str], gpus: Sequence[str]) -> str:
     direct = any(end in gpus for end in far_ends)
     switched = any(end not in gpus for end in far_ends)
-    return "to GPUs and switches" if direct and switched else "from GPU to GPU" if direct else "to switches"
+    return (
+        "to GPUs and switches"
+        if direct and switched
+        else "from GPU to GPU"
+        if direct
+        else "to switches"
+    )
 
 
 def check_fabric() -> Finding | None:
@@ -198,46 +257,85 @@ def check_fabric() -> Finding | None:
         return None
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Finding(name="fabric", status="note", found="unknown: nvidia-smi is not on PATH", advice="it comes with the driver")
+        return Finding(
+            name="fabric",
+            status="note",
+            found="unknown: nvidia-smi is not on PATH",
+            advice="it comes with the driver",
+        )
     try:
-        done = subprocess.run([program, "-q"], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+        done = subprocess.run(
+            [program, "-q"], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(name="fabric", status="note", found=f"nvidia-smi does not answer: {error}", advice="look at dmesg")
+        return Finding(
+            name="fabric",
+            status="note",
+            found=f"nvidia-smi does not answer: {error}",
+            advice="look at dmesg",
+        )
     return judge_fabric(done.stdout)
 
 
 def judge_fabric(text: str) -> Finding:
     """What the "Fabric" parts of ``nvidia-smi -q`` mean: per GPU a state, and a status once that is Completed."""
-    states = re.findall(r"^\s+Fabric\s*\n\s+State\s*:\s*(\S.*?)\s*\n\s+Status\s*:\s*(\S.*?)\s*$", text, re.MULTILINE)
+    states = re.findall(
+        r"^\s+Fabric\s*\n\s+State\s*:\s*(\S.*?)\s*\n\s+Status\s*:\s*(\S.*?)\s*$", text, re.MULTILINE
+    )
     if not states or all(state == "N/A" for state, _ in states):
         return Finding(name="fabric", status="ok", found="no NVSwitch fabric to set up")
-    bad = sorted({f"{state}, {status}" for state, status in states if state != "Completed" or status != "Success"})
+    bad = sorted(
+        {
+            f"{state}, {status}"
+            for state, status in states
+            if state != "Completed" or status != "Success"
+        }
+    )
     if bad:
         return Finding(name="fabric", status="note", found="; ".join(bad), advice=_FABRIC_ADVICE)
-    return Finding(name="fabric", status="ok", found=f"set up on {len(states)} GPU{'s' * (len(states) != 1)}")
+    return Finding(
+        name="fabric", status="ok", found=f"set up on {len(states)} GPU{'s' * (len(states) != 1)}"
+    )
 
 
 # ---------------------------------------------------------------------- settings
 
-_P2P_OFF = "the GPUs may not address each other's memory: unset it unless that is what you want to try"
+_P2P_OFF = (
+    "the GPUs may not address each other's memory: unset it unless that is what you want to try"
+)
 _PICKED = "the choice of plans is overridden, for every size"
-_NO_ALGORITHM = "no algorithm is called so, and every program ends with that, unless it brings one of that name"
+_NO_ALGORITHM = (
+    "no algorithm is called so, and every program ends with that, unless it brings one of that name"
+)
 _NO_PROTOCOL = "no protocol is called so, and every program ends with that: allowed are"
 _WISHED = "where it leaves a single choice of ours, that is taken, for every size"
 #: variable -> what is wrong with this value, or nothing
 _OPINIONS: dict[str, Callable[[str], str]] = {
-    "CUDA_LAUNCH_BLOCKING": lambda value: "every launch waits for its kernel: unset it" if value not in ("", "0") else "",
+    "CUDA_LAUNCH_BLOCKING": lambda value: (
+        "every launch waits for its kernel: unset it" if value not in ("", "0") else ""
+    ),
     "CUDA_VISIBLE_DEVICES": lambda value: "it hides every GPU" if value in ("", "-1") else "",
     "MIRACCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
     "NCCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
-    "MIRACCL_ALGO": lambda value: value and (_PICKED if value.lower() in catalog.names() else _NO_ALGORITHM),
+    "MIRACCL_ALGO": lambda value: (
+        value and (_PICKED if value.lower() in catalog.names() else _NO_ALGORITHM)
+    ),
     "NCCL_ALGO": lambda value: value and _WISHED,
-    "MIRACCL_PROTO": lambda value: value and (_PICKED if value.lower() in PROTOCOLS else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}"),
+    "MIRACCL_PROTO": lambda value: (
+        value
+        and (_PICKED if value.lower() in PROTOCOLS else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}")
+    ),
     "NCCL_PROTO": lambda value: value and _WISHED,
     "MIRACCL_DEBUG_SUBSYS": trace.judge_subsystems,
 }
 _PREFIXES = ("MIRACCL_", "NCCL_")
-_NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
+_NAMES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_MODULE_LOADING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
 _SECRET = ("MIRACCL_SECRET", "MIRACCL_UNIQUE_ID")
 _MAX_SHOWN = 60
 
@@ -248,14 +346,32 @@ def check_settings() -> Finding:
 
 def judge_settings(environ: Mapping[str, str]) -> Finding:
     """Variables of the environment that change what happens, and what is wrong with them."""
-    names = [name for name in sorted(environ) if (name.startswith(_PREFIXES) or name in _NAMES) and not _of_a_launcher(name)]
+    names = [
+        name
+        for name in sorted(environ)
+        if (name.startswith(_PREFIXES) or name in _NAMES) and not _of_a_launcher(name)
+    ]
     if not names:
         return Finding(name="settings", status="ok", found="none is set")
-    shown = ", ".join(name if name in _SECRET else f"{name}={environ[name][:_MAX_SHOWN]}" for name in names)
-    opinions = [f"{name}: {text}" for name in names if name in _OPINIONS and (text := _OPINIONS[name](environ[name].strip()))]
-    opinions += [f"{name} means nothing" + (f", did you mean {close}?" if close else "") for name, close in unknown_variables(environ)]
+    shown = ", ".join(
+        name if name in _SECRET else f"{name}={environ[name][:_MAX_SHOWN]}" for name in names
+    )
+    opinions = [
+        f"{name}: {text}"
+        for name in names
+        if name in _OPINIONS and (text := _OPINIONS[name](environ[name].strip()))
+    ]
+    opinions += [
+        f"{name} means nothing" + (f", did you mean {close}?" if close else "")
+        for name, close in unknown_variables(environ)
+    ]
     opinions += [record["error"] for record in collect(environ) if "error" in record]
-    return Finding(name="settings", status="note" if opinions else "ok", found=shown, advice="; ".join(opinions))
+    return Finding(
+        name="settings",
+        status="note" if opinions else "ok",
+        found=shown,
+        advice="; ".join(opinions),
+    )
 
 
 def _of_a_launcher(name: str) -> bool:

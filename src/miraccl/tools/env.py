@@ -14,12 +14,28 @@ from miraccl.tools.options import OutputFile, write_json
 
 _PREFIXES = ("MIRACCL_",)
 #: set by launchers for the ranks they start; documented with `miraccl run`, no parameters
-LAUNCH_VARIABLES = ("RANK", "NRANKS", "LOCAL_RANK", "LOCAL_NRANKS", "UNIQUE_ID", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_VARIABLES = (
+    "RANK",
+    "NRANKS",
+    "LOCAL_RANK",
+    "LOCAL_NRANKS",
+    "UNIQUE_ID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @click.command(short_help="List every setting.")
-@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write a list of JSON objects; - is standard output.")
-@click.option("--markdown", is_flag=True, help="Print the table of docs/env.md, with defaults only.")
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write a list of JSON objects; - is standard output.",
+)
+@click.option(
+    "--markdown", is_flag=True, help="Print the table of docs/env.md, with defaults only."
+)
 @click.option("--set", "only_set", is_flag=True, help="Only those that are not at their default.")
 def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
     """List every setting: name, value, where the value came from, and what it does.
@@ -34,7 +50,9 @@ def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
       miraccl env --json - | jq '.[] | select(.name == "TIMEOUT")'
     """
     if markdown and (json_target or only_set):
-        raise click.UsageError("--markdown is the table of all settings: it goes with neither --json nor --set")
+        raise click.UsageError(
+            "--markdown is the table of all settings: it goes with neither --json nor --set"
+        )
     if markdown:
         print(render_markdown())
         return
@@ -52,7 +70,13 @@ def collect(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     """One record per parameter, in order of name; a value that cannot be parsed has ``error`` instead of ``value``."""
     records = []
     for name, param in sorted(params.PARAMS.items()):
-        record: dict[str, Any] = {"name": name, "kind": param.kind, "unit": param.unit, "nccl": param.nccl, "help": param.help}
+        record: dict[str, Any] = {
+            "name": name,
+            "kind": param.kind,
+            "unit": param.unit,
+            "nccl": param.nccl,
+            "help": param.help,
+        }
         try:
             value, source = param.resolve(environ)
             record |= {"value": value, "source": source}
@@ -72,10 +96,22 @@ def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _print_table(records: list[dict[str, Any]]) -> None:
-    rows = [(f"MIRACCL_{r['name']}", r.get("error") or _show(r["value"], r["unit"]), r["source"], r["help"]) for r in records]
+    rows = [
+        (
+            f"MIRACCL_{r['name']}",
+            r.get("error") or _show(r["value"], r["unit"]),
+            r["source"],
+            r["help"],
+        )
+        for r in records
+    ]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     for row in rows:
-        print("  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]).rstrip())
+        print(
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]
+            ).rstrip()
+        )
 
 
 def _show(value: Any, unit: str) -> str:

@@ -20,7 +20,9 @@ class Finding:
     advice: str = ""
 
 
-Check = Callable[[], Finding | None]  # None: there is nothing to look at here, or another check says it
+Check = Callable[
+    [], Finding | None
+]  # None: there is nothing to look at here, or another check says it
 
 
 def read_text(path: str) -> str:

@@ -92,10 +92,18 @@ def collect() -> CudaFacts:
     try:
         (code,) = cuda.cuInit(0)
     except Exception:  # the package raises errors of its own, which differ from version to version
-        return CudaFacts(problem="no NVIDIA driver: libcuda.so.1 cannot be loaded", advice=DRIVER_ADVICE, bindings=version)
+        return CudaFacts(
+            problem="no NVIDIA driver: libcuda.so.1 cannot be loaded",
+            advice=DRIVER_ADVICE,
+            bindings=version,
+        )
     if int(code) != 0:
-        advice = _INIT_ADVICE.get(int(code), "look at nvidia-smi and at the kernel's log (dmesg | grep -i nvrm)")
-        return CudaFacts(problem=f"CUDA does not start: {code.name}", advice=advice, bindings=version)
+        advice = _INIT_ADVICE.get(
+            int(code), "look at nvidia-smi and at the kernel's log (dmesg | grep -i nvrm)"
+        )
+        return CudaFacts(
+            problem=f"CUDA does not start: {code.name}", advice=advice, bindings=version
+        )
     return _ask(cuda, version)
 
 
@@ -120,7 +128,9 @@ def _ask(cuda: Any, version: str) -> CudaFacts:
         driver=f"{number // 1000}.{number % 1000 // 10}",
         bindings=version,
         gpus=tuple(_gpu(cuda, i, device) for i, device in enumerate(devices)),
-        peers=tuple(_peer(cuda, i, j, devices) for i in range(count) for j in range(count) if i != j),
+        peers=tuple(
+            _peer(cuda, i, j, devices) for i in range(count) for j in range(count) if i != j
+        ),
     )
 
 
@@ -146,11 +156,15 @@ def _gpu(cuda: Any, ordinal: int, device: Any) -> GpuInfo:
 def _peer(cuda: Any, source: int, target: int, devices: list[Any]) -> PeerAccess:
     from miraccl.executor.cuda.driver import check
 
-    allowed = bool(check(cuda.cuDeviceCanAccessPeer(devices[source], devices[target]), "cuDeviceCanAccessPeer"))
+    allowed = bool(
+        check(cuda.cuDeviceCanAccessPeer(devices[source], devices[target]), "cuDeviceCanAccessPeer")
+    )
 
     def attribute(name: str) -> int:
         kind = getattr(cuda.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
-        return int(check(cuda.cuDeviceGetP2PAttribute(kind, devices[source], devices[target]), name))
+        return int(
+            check(cuda.cuDeviceGetP2PAttribute(kind, devices[source], devices[target]), name)
+        )
 
     if not allowed:
         return PeerAccess(source=source, target=target, allowed=False)
@@ -168,19 +182,34 @@ def _text(value: bytes) -> str:
 def read_facts() -> CudaFacts:
     """What CUDA says, without initialising it here. A child that crashes or hangs is a problem, too, never an exception."""
     try:
-        done = subprocess.run(_command("facts"), env=_environ(), capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        done = subprocess.run(
+            _command("facts"),
+            env=_environ(),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        return CudaFacts(problem=f"the driver did not answer within {PROBE_SECONDS:.0f} s", advice="look at nvidia-smi and dmesg")
+        return CudaFacts(
+            problem=f"the driver did not answer within {PROBE_SECONDS:.0f} s",
+            advice="look at nvidia-smi and dmesg",
+        )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         tail = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return CudaFacts(problem=f"asking the driver ended with status {done.returncode}: {tail}", advice="look at nvidia-smi and dmesg")
+        return CudaFacts(
+            problem=f"asking the driver ended with status {done.returncode}: {tail}",
+            advice="look at nvidia-smi and dmesg",
+        )
     return facts_from_json(json.loads(lines[-1]))
 
 
 def facts_from_json(record: dict[str, Any]) -> CudaFacts:
     gpus = tuple(GpuInfo(**gpu) for gpu in record["gpus"])
-    return CudaFacts(**{**record, "gpus": gpus, "peers": tuple(PeerAccess(**peer) for peer in record["peers"])})
+    return CudaFacts(
+        **{**record, "gpus": gpus, "peers": tuple(PeerAccess(**peer) for peer in record["peers"])}
+    )
 
 
 def try_ipc(owner: int, mapper: int) -> str:
@@ -200,7 +229,14 @@ def try_ipc(owner: int, mapper: int) -> str:
         if not handle.startswith("handle "):
             return handle or "the owner of the memory ended without a word"
         command = _command("map", str(mapper), handle.split()[1])
-        done = subprocess.run(command, env=_environ(), capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        done = subprocess.run(
+            command,
+            env=_environ(),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
         answer = (done.stdout.strip().splitlines() or [f"status {done.returncode}"])[-1]
         return "" if answer == "mapped" else answer
     except subprocess.TimeoutExpired:
@@ -218,7 +254,9 @@ def try_ipc(owner: int, mapper: int) -> str:
 def _first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], PROBE_SECONDS)
-    return process.stdout.readline().strip() if readable else "the owner of the memory did not answer"
+    return (
+        process.stdout.readline().strip() if readable else "the owner of the memory did not answer"
+    )
 
 
 def _command(*words: str) -> list[str]:
@@ -228,7 +266,10 @@ def _command(*words: str) -> list[str]:
 def _environ() -> dict[str, str]:
     """The child finds the same miraccl."""
     ours = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH", ""))))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH", "")))),
+    }
 
 
 def main(words: list[str]) -> None:

@@ -27,7 +27,11 @@ def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[E
         unique_id = _first_message(hub)
 
         def environ(rank: int) -> dict[str, str]:
-            return {**_numbers(rank, nranks, rank, nranks), "MIRACCL_UNIQUE_ID": unique_id, **(extra or {})}
+            return {
+                **_numbers(rank, nranks, rank, nranks),
+                "MIRACCL_UNIQUE_ID": unique_id,
+                **(extra or {}),
+            }
 
         yield environ
 
@@ -48,21 +52,33 @@ def _first_message(hub: Ranks) -> str:
     failure = hub.first_failure()
     if failure and failure.fault == "usage":
         raise InvalidUsage(failure.summary.partition(": ")[2])
-    raise SystemFailure("the ranks of the job have no place to meet", hint=failure.summary if failure else "the hub does not answer")
+    raise SystemFailure(
+        "the ranks of the job have no place to meet",
+        hint=failure.summary if failure else "the hub does not answer",
+    )
 
 
 @contextmanager
-def static_job(nproc: int, nnodes: int, node_rank: int, master: str, environ: Mapping[str, str]) -> Iterator[Environ]:
+def static_job(
+    nproc: int, nnodes: int, node_rank: int, master: str, environ: Mapping[str, str]
+) -> Iterator[Environ]:
     """The environment of each local rank of a job on several hosts, which meet at ``master`` (host:port) with a shared secret."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InvalidUsage(f"--master is HOST:PORT with a port of 1..65535, got {master!r}")
     if not environ.get("MIRACCL_SECRET"):
-        raise InvalidUsage("several hosts need the same MIRACCL_SECRET in the environment: any text that others cannot guess")
+        raise InvalidUsage(
+            "several hosts need the same MIRACCL_SECRET in the environment: any text that others cannot guess"
+        )
 
     def of_rank(local_rank: int) -> dict[str, str]:
         numbers = _numbers(node_rank * nproc + local_rank, nnodes * nproc, local_rank, nproc)
-        return {**numbers, "MIRACCL_UNIQUE_ID": "", "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+        return {
+            **numbers,
+            "MIRACCL_UNIQUE_ID": "",
+            "MASTER_ADDR": host.strip("[]"),
+            "MASTER_PORT": port,
+        }
 
     yield of_rank
 

@@ -35,7 +35,9 @@ class Sizes(click.ParamType[tuple[int, ...]]):
 
     name = "size,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:
@@ -58,7 +60,9 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
     name = "number,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:
@@ -72,7 +76,9 @@ class Finite(click.FloatRange):
 
     name = "number"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
@@ -101,7 +107,9 @@ class OutputFile(click.ParamType[str]):
 class KnownCommands(click.Group):
     """A group that says which commands it has where it is given another."""
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], known, n=1)
@@ -118,7 +126,9 @@ def read_bytes(path: str, what: str) -> bytes:
     except OSError as error:
         raise InvalidUsage(f"the {what} {path} cannot be read: {error.strerror}") from None
     if len(data) > MAX_INPUT_BYTES:
-        raise InvalidUsage(f"the {what} {path} is larger than {MAX_INPUT_BYTES >> 20} MiB, which no {what} is")
+        raise InvalidUsage(
+            f"the {what} {path} is larger than {MAX_INPUT_BYTES >> 20} MiB, which no {what} is"
+        )
     return data
 
 

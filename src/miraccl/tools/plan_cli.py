@@ -27,20 +27,65 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Show which algorithm and which channels are chosen, and why.")
-@click.option("--topo", "topo_file", type=File(), help="Topology file; without it NCCL_TOPO_FILE, or this machine.")
-@click.option("--nodes", type=click.IntRange(1, MAX_NODES), default=1, show_default=True, help="Number of such machines in the job.")
-@click.option("--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers, in the order of their ranks.")
-@click.option("--collnet", is_flag=True, help="A CollNet plugin is present, and every net supports it.")
-@click.option("--fuse", is_flag=True, help="Read the file as one process per GPU given it with NCCL_TOPO_FILE would.")
-@click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators NCCL does not know; repeatable.")
-@click.option("--explain", is_flag=True, help="Say why, stage by stage; in the JSON under the key explain.")
-@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write the plan; - is standard output.")
-@click.option("--graph-xml", type=OutputFile(), metavar="FILE", help="Write the channel graphs for NCCL_GRAPH_FILE; - is standard output.")
+@click.option(
+    "--topo",
+    "topo_file",
+    type=File(),
+    help="Topology file; without it NCCL_TOPO_FILE, or this machine.",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, MAX_NODES),
+    default=1,
+    show_default=True,
+    help="Number of such machines in the job.",
+)
+@click.option(
+    "--gpus",
+    type=Numbers(),
+    metavar="0,2,...",
+    help="Only the GPUs with these device numbers, in the order of their ranks.",
+)
+@click.option(
+    "--collnet", is_flag=True, help="A CollNet plugin is present, and every net supports it."
+)
+@click.option(
+    "--fuse",
+    is_flag=True,
+    help="Read the file as one process per GPU given it with NCCL_TOPO_FILE would.",
+)
+@click.option(
+    "--accelerators",
+    multiple=True,
+    metavar="TOML",
+    help="Description of accelerators NCCL does not know; repeatable.",
+)
+@click.option(
+    "--explain", is_flag=True, help="Say why, stage by stage; in the JSON under the key explain."
+)
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write the plan; - is standard output.",
+)
+@click.option(
+    "--graph-xml",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write the channel graphs for NCCL_GRAPH_FILE; - is standard output.",
+)
 @click.option("--svg", type=OutputFile(), metavar="FILE", help="Draw the machine.")
 @click.option(
-    "--html", type=OutputFile(), metavar="FILE", help="Write one page with the machine, its channels, paths and times to look into."
+    "--html",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write one page with the machine, its channels, paths and times to look into.",
 )
-@click.option("--no-cache", is_flag=True, help="Compute the plan even if it is known, and do not keep it.")
+@click.option(
+    "--no-cache", is_flag=True, help="Compute the plan even if it is known, and do not keep it."
+)
 def plan(
     topo_file: str | None,
     nodes: int,
@@ -70,7 +115,9 @@ def plan(
         raise InvalidUsage("only one output can go to standard output")
     tables = "-" not in (json_target, graph_xml, svg, html)
     depth = "explain" if explain or html else "bound" if tables else "plan"
-    source = _Source.of(topo_file or params.TOPO_FILE.read(os.environ), _descriptions(accelerators, os.environ))
+    source = _Source.of(
+        topo_file or params.TOPO_FILE.read(os.environ), _descriptions(accelerators, os.environ)
+    )
     request = _request(nodes, gpus or (), collnet=collnet, fuse=fuse)
     document = _document(source, request, depth=depth, cached=not no_cache)
     if dump := params.TOPO_DUMP_FILE.read(os.environ):
@@ -114,7 +161,11 @@ class _Source:
     def name(self) -> str:
         if self.content is not None:
             return Path(self.path).name
-        return "this machine" if _gpus(self.root) else "this machine (CPU ranks, planned as if they were GPUs)"
+        return (
+            "this machine"
+            if _gpus(self.root)
+            else "this machine (CPU ranks, planned as if they were GPUs)"
+        )
 
     @cached_property
     def root(self) -> XmlNode:
@@ -134,22 +185,30 @@ def _request(nodes: int, gpus: Sequence[int], *, collnet: bool, fuse: bool) -> P
     graphs = read_bytes(graph_file, "graph file").decode(errors="replace") if graph_file else ""
     if graph_file and not graphs.strip():
         raise InvalidUsage(f"the graph file {graph_file} is empty; expected <graphs>")
-    return PlanRequest.read(os.environ, nodes=nodes, gpus=gpus, collnet=collnet, fuse=fuse, graph_xml=graphs)
+    return PlanRequest.read(
+        os.environ, nodes=nodes, gpus=gpus, collnet=collnet, fuse=fuse, graph_xml=graphs
+    )
 
 
 def _document(source: _Source, request: PlanRequest, *, depth: str, cached: bool) -> PlanDocument:
     """The plan. ``depth``: ``plan`` alone, with the ``bound``, or with both that and the reasons (``explain``)."""
     from miraccl.graph.plan_cache import cached_document, plan_key
 
-    if source.content is None:  # a detected machine can change, and detecting it is most of the work
+    if (
+        source.content is None
+    ):  # a detected machine can change, and detecting it is most of the work
         return cached_document(None, "", lambda: _compute(source, request, depth))
     parts = [source.content, *(read_bytes(file, "description") for file in source.descriptions)]
     key = plan_key(b"\0".join(parts), request, flavour=f"{depth} {source.name}")
-    return cached_document(plan_folder() if cached else None, key, lambda: _compute(source, request, depth))
+    return cached_document(
+        plan_folder() if cached else None, key, lambda: _compute(source, request, depth)
+    )
 
 
 def _descriptions(described: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    return list(described) or [file for file in params.ACCELERATORS.read(environ).split(":") if file]
+    return list(described) or [
+        file for file in params.ACCELERATORS.read(environ).split(":") if file
+    ]
 
 
 def _compute(source: _Source, request: PlanRequest, depth: str) -> dict[str, Any]:
@@ -175,11 +234,17 @@ def _compute(source: _Source, request: PlanRequest, depth: str) -> dict[str, Any
 
 def _gpus(root: XmlNode) -> int:
     """The number of GPUs that are not the stand-ins of CPU ranks."""
-    return sum(node.name == "gpu" and not node.attrs.get("accelerator", "").startswith("cpu") for node in root.walk())
+    return sum(
+        node.name == "gpu" and not node.attrs.get("accelerator", "").startswith("cpu")
+        for node in root.walk()
+    )
 
 
 def _graph_xml(document: Mapping[str, Any]) -> str:
     from miraccl.graph.channel_graph import graph_from_json, graphs_to_xml
     from miraccl.topo.jsonform import system_from_json
 
-    return graphs_to_xml([graph_from_json(graph) for graph in document["graphs"]], system_from_json(document["system"]))
+    return graphs_to_xml(
+        [graph_from_json(graph) for graph in document["graphs"]],
+        system_from_json(document["system"]),
+    )

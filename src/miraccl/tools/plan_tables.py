@@ -75,7 +75,14 @@ def _list(console: Console, heading: str, sentences: Sequence[str]) -> None:
 
 
 def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table
@@ -85,9 +92,7 @@ def _headline(document: Json) -> str:
     comm = document["comm"]
     text = f"{document['topology'] or 'a system'}: {document['nodes']} x {document['gpus_per_node']} GPUs, {document['nranks']} ranks"
     if comm["nNodes"] != document["nodes"]:
-        text += (
-            f"; only the network joins the GPUs of {len(document['domains'])} groups of each machine, so there are {comm['nNodes']} nodes"
-        )
+        text += f"; only the network joins the GPUs of {len(document['domains'])} groups of each machine, so there are {comm['nNodes']} nodes"
     settings = " ".join(f"{name}={value}" for name, value in document["env"].items())
     return f"{text} ({settings})" if settings else text
 
@@ -123,8 +128,13 @@ def _paths(document: Json) -> Table:
         for kind, name in (("GPU", "rank"), ("NET", "dev")):
             for target, (type, bw, _) in zip(system[kind], row[kind]):
                 if type != "LOC":
-                    groups.setdefault(f"{type} {bw:.4g}", {}).setdefault(kind, []).append(target[name])
-        texts = [f"{key}: " + ", ".join(f"{kind} {_ranges(numbers)}" for kind, numbers in to.items()) for key, to in groups.items()]
+                    groups.setdefault(f"{type} {bw:.4g}", {}).setdefault(kind, []).append(
+                        target[name]
+                    )
+        texts = [
+            f"{key}: " + ", ".join(f"{kind} {_ranges(numbers)}" for kind, numbers in to.items())
+            for key, to in groups.items()
+        ]
         table.add_row(f"GPU {node['rank']}", "\n".join(texts))
     return table
 
@@ -137,7 +147,9 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
+    return " ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs
+    )
 
 
 def _graphs(document: Json) -> Table:
@@ -172,7 +184,9 @@ def _counts(document: Json) -> Table:
         "nodes": comm["nNodes"],
         "channels of collectives": comm["nChannels"],
         "channels of send and receive": f"{comm['p2pnChannels']}, {comm['p2pnChannelsPerPeer']} per peer",
-        "NVLS": f"{comm['nvlsChannels']} channels, {comm['nvls']['nHeads']} heads" if comm.get("nvls") else "not in use",
+        "NVLS": f"{comm['nvlsChannels']} channels, {comm['nvls']['nHeads']} heads"
+        if comm.get("nvls")
+        else "not in use",
         "CollNet": f"{comm['collnet']['headsNum']} heads" if comm.get("collnet") else "not in use",
         "all GPUs joined by NVLink": "yes" if comm["isAllNvlink"] else "no",
     }
@@ -199,7 +213,9 @@ def _rings(document: Json) -> Table:
     table = _table("Rings", "channels", "ranks")
     for channels, ring in _distinct(document["comm"]["rings"]):
         text = " ".join(map(str, ring[:MAX_RANKS]))
-        table.add_row(channels, text + (f" ... {len(ring) - MAX_RANKS} more" if len(ring) > MAX_RANKS else ""))
+        table.add_row(
+            channels, text + (f" ... {len(ring) - MAX_RANKS} more" if len(ring) > MAX_RANKS else "")
+        )
     return table
 
 
@@ -219,21 +235,34 @@ def _trees(document: Json) -> Table:
 def _model(document: Json) -> Table:
     tuning = document["tuning"]
     table = _table(
-        "Model: latency us / bandwidth GB/s", "collective", "algorithm", "LL", "LL128", "Simple", numbers=("LL", "LL128", "Simple")
+        "Model: latency us / bandwidth GB/s",
+        "collective",
+        "algorithm",
+        "LL",
+        "LL128",
+        "Simple",
+        numbers=("LL", "LL128", "Simple"),
     )
     for collective, rows in tuning["bandwidths"].items():
         for algorithm, bandwidths in rows.items():
             if any(bandwidths):
                 latencies = tuning["latencies"][collective][algorithm]
-                cells = [f"{lat:.1f} / {bw:.1f}" if bw else "-" for lat, bw in zip(latencies, bandwidths)]
+                cells = [
+                    f"{lat:.1f} / {bw:.1f}" if bw else "-" for lat, bw in zip(latencies, bandwidths)
+                ]
                 table.add_row(collective, algorithm, *cells)
     return table
 
 
 def _choices(document: Json) -> Table:
     choice = document["tuning"]["choice"]
-    table = _table("Choice: algorithm/protocol, time, channels x warps", "size", *choice, numbers=("size",))
+    table = _table(
+        "Choice: algorithm/protocol, time, channels x warps", "size", *choice, numbers=("size",)
+    )
     for row in zip(*choice.values()):
         size = next((entry[0] for entry in row if entry), 0)
-        table.add_row(bytes_in_words(size), *(f"{e[1]}/{e[2]} {time_in_words(e[3])} {e[4]}x{e[5]}" if e else "-" for e in row))
+        table.add_row(
+            bytes_in_words(size),
+            *(f"{e[1]}/{e[2]} {time_in_words(e[3])} {e[4]}x{e[5]}" if e else "-" for e in row),
+        )
     return table

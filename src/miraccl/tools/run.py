@@ -33,7 +33,14 @@ from miraccl.tools import launch
 from miraccl.tools.options import Finite
 from miraccl.tools.processes import LONGEST_NAP, die_with_parent, expect_children, signal_name
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: Why a program cannot be run that are not the program's fault.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
@@ -43,13 +50,43 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
     short_help="Start ranks of a program.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("-n", "--nproc", "nproc", type=click.IntRange(1), default=1, show_default=True, help="Ranks to start on this host.")
+@click.option(
+    "-n",
+    "--nproc",
+    "nproc",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Ranks to start on this host.",
+)
 @click.option("-m", "as_module", is_flag=True, help="PROGRAM is a Python module, as in python -m.")
 @click.option("--tag", is_flag=True, help="Begin every line of output with the rank it is from.")
-@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True, help="Hosts; run the same command on each.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the hosts this is.")
-@click.option("--master", metavar="HOST:PORT", help="Where rank 0 listens, a host that all others reach; with --nnodes above 1.")
-@click.option("--grace", type=Finite(0), default=3.0, show_default=True, help="Seconds between the stages of ending ranks.")
+@click.option(
+    "--nnodes",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Hosts; run the same command on each.",
+)
+@click.option(
+    "--node-rank",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Which of the hosts this is.",
+)
+@click.option(
+    "--master",
+    metavar="HOST:PORT",
+    help="Where rank 0 listens, a host that all others reach; with --nnodes above 1.",
+)
+@click.option(
+    "--grace",
+    type=Finite(0),
+    default=3.0,
+    show_default=True,
+    help="Seconds between the stages of ending ranks.",
+)
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(program: str, args: tuple[str, ...], **options: Any) -> None:
@@ -72,7 +109,14 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
     command = build_command(program, args, as_module=options["as_module"])
     nproc = options["nproc"]
     with open_job(nproc, options["nnodes"], options["node_rank"], options["master"]) as environ:
-        job = Job(command, nproc, environ, tag=options["tag"], grace=options["grace"], first=options["node_rank"] * nproc)
+        job = Job(
+            command,
+            nproc,
+            environ,
+            tag=options["tag"],
+            grace=options["grace"],
+            first=options["node_rank"] * nproc,
+        )
         status = job.run()
     sys.exit(status)
 
@@ -89,14 +133,24 @@ def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> li
         return [found, *args]
     if os.path.isfile(program):
         return [sys.executable, program, *args]
-    hint = "miraccl run --help lists the options; what follows -- is a program" if program.startswith("-") else None
-    raise InvalidUsage(f"{program!r} is neither an option, a Python file nor a program on PATH", hint=hint)
+    hint = (
+        "miraccl run --help lists the options; what follows -- is a program"
+        if program.startswith("-")
+        else None
+    )
+    raise InvalidUsage(
+        f"{program!r} is neither an option, a Python file nor a program on PATH", hint=hint
+    )
 
 
-def open_job(nproc: int, nnodes: int, node_rank: int, master: str | None) -> contextlib.AbstractContextManager[launch.Environ]:
+def open_job(
+    nproc: int, nnodes: int, node_rank: int, master: str | None
+) -> contextlib.AbstractContextManager[launch.Environ]:
     """Gives the environment of each local rank, as a function of the local rank."""
     if node_rank >= nnodes:
-        raise InvalidUsage(f"--node-rank {node_rank}: with --nnodes {nnodes} it is {f'0 to {nnodes - 1}' if nnodes > 1 else 0}")
+        raise InvalidUsage(
+            f"--node-rank {node_rank}: with --nnodes {nnodes} it is {f'0 to {nnodes - 1}' if nnodes > 1 else 0}"
+        )
     if nnodes == 1 and not master:
         return launch.local_job(nproc)
     if not master:
@@ -115,7 +169,16 @@ class _Process:
 class Job:
     """The ranks of this host. ``run()`` may be called once and returns the exit status of the whole."""
 
-    def __init__(self, command: list[str], nproc: int, environ: launch.Environ, *, tag: bool, grace: float, first: int = 0) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        nproc: int,
+        environ: launch.Environ,
+        *,
+        tag: bool,
+        grace: float,
+        first: int = 0,
+    ) -> None:
         self._command = command
         self._nproc = nproc
         self._environ = environ
@@ -150,7 +213,11 @@ class Job:
 
     def _start(self, local_rank: int) -> None:
         streams: Any = subprocess.PIPE if self._tag else None
-        stdin = None if local_rank == 0 and self._first == 0 and not sys.stdin.isatty() else subprocess.DEVNULL
+        stdin = (
+            None
+            if local_rank == 0 and self._first == 0 and not sys.stdin.isatty()
+            else subprocess.DEVNULL
+        )
         try:
             process = subprocess.Popen(
                 self._command,
@@ -159,7 +226,9 @@ class Job:
                 stdout=streams,
                 stderr=streams,
                 process_group=0,
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # this process has one thread
+                preexec_fn=functools.partial(
+                    die_with_parent, os.getpid()
+                ),  # this process has one thread
             )
         except OSError as error:
             kind = SystemFailure if error.errno in _SHORTAGES else InvalidUsage
@@ -190,7 +259,10 @@ class Job:
                 reader.setblocking(False)
                 self._selector.register(reader, selectors.EVENT_READ, ("signal", 0, reader))
             old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-            old = {number: signal.signal(number, lambda n, frame: self._signals.append(n)) for number in _FORWARDED}
+            old = {
+                number: signal.signal(number, lambda n, frame: self._signals.append(n))
+                for number in _FORWARDED
+            }
             try:
                 yield
             finally:
@@ -201,14 +273,22 @@ class Job:
     # ------------------------------------------------------------------ watching
 
     def _step(self, *, wait: bool = True) -> None:
-        timeout = 0.0 if not wait else None if self._limit is None else min(max(0.0, self._limit - time.monotonic()), LONGEST_NAP)
+        timeout = (
+            0.0
+            if not wait
+            else None
+            if self._limit is None
+            else min(max(0.0, self._limit - time.monotonic()), LONGEST_NAP)
+        )
         for key, _ in self._selector.select(timeout):
             kind, local_rank, detail = key.data
             if kind == "signal":
                 with contextlib.suppress(BlockingIOError):
                     detail.recv(4096)
             elif kind == "output":
-                if key.fd in self._selector.get_map():  # not after its rank's end, seen before it in this turn, has drained it
+                if (
+                    key.fd in self._selector.get_map()
+                ):  # not after its rank's end, seen before it in this turn, has drained it
                     self._read(local_rank, detail, key.fileobj)
             else:
                 self._ended(local_rank)
@@ -227,7 +307,11 @@ class Job:
         self._drain(local_rank)
         if status and not self._status and self._stage == 0:
             self._status = status if status > 0 else 128 - status
-            what = f"ended with status {status}" if status > 0 else f"was ended by {signal_name(-status)}"
+            what = (
+                f"ended with status {status}"
+                if status > 0
+                else f"was ended by {signal_name(-status)}"
+            )
             others = "; ending the others" if self._running else ""
             print(f"miraccl run: rank {entry.rank} {what}{others}", file=sys.stderr, flush=True)
             self._stage, self._limit = 1, time.monotonic() + self._grace
@@ -287,7 +371,11 @@ class Job:
     def _drain(self, local_rank: int) -> None:
         entry = self._processes[local_rank]
         for number, pipe in enumerate((entry.process.stdout, entry.process.stderr), start=1):
-            while pipe is not None and pipe.fileno() in self._selector.get_map() and self._read(local_rank, number, pipe):
+            while (
+                pipe is not None
+                and pipe.fileno() in self._selector.get_map()
+                and self._read(local_rank, number, pipe)
+            ):
                 pass
 
     def _print(self, rank: int, number: int, lines: list[bytes]) -> None:

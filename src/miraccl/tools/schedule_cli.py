@@ -12,7 +12,18 @@ import click
 from click.core import ParameterSource
 
 from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
-from miraccl.tools.options import File, Finite, KnownCommands, Numbers, OutputFile, Size, Sizes, read_bytes, write_json, write_text
+from miraccl.tools.options import (
+    File,
+    Finite,
+    KnownCommands,
+    Numbers,
+    OutputFile,
+    Size,
+    Sizes,
+    read_bytes,
+    write_json,
+    write_text,
+)
 from miraccl.types import Collective
 
 _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_RECV)
@@ -38,9 +49,27 @@ def schedule() -> None:
 def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say which schedule is meant."""
     for decorate in (
-        click.option("--root", type=click.IntRange(0), default=0, show_default=True, help="Root of rooted collectives."),
-        click.option("-c", "--collective", type=click.Choice(_COLLECTIVES), default="all_reduce", show_default=True, help="What it does."),
-        click.option("--load", "plugin", metavar="FILE", help="Python file to run first, which registers algorithms."),
+        click.option(
+            "--root",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            help="Root of rooted collectives.",
+        ),
+        click.option(
+            "-c",
+            "--collective",
+            type=click.Choice(_COLLECTIVES),
+            default="all_reduce",
+            show_default=True,
+            help="What it does.",
+        ),
+        click.option(
+            "--load",
+            "plugin",
+            metavar="FILE",
+            help="Python file to run first, which registers algorithms.",
+        ),
         click.argument("algo"),
     ):
         function = decorate(function)
@@ -48,11 +77,24 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ranks_option(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option("-r", "--ranks", type=click.IntRange(1, most), default=4, show_default=True, help="Number of ranks.")
+    return click.option(
+        "-r",
+        "--ranks",
+        type=click.IntRange(1, most),
+        default=4,
+        show_default=True,
+        help="Number of ranks.",
+    )
 
 
 @schedule.command("list")
-@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write a list of JSON objects; - is standard output.")
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write a list of JSON objects; - is standard output.",
+)
 def list_command(json_target: str | None) -> None:
     """List the algorithms and the collectives that each of them does.
 
@@ -81,7 +123,9 @@ def list_command(json_target: str | None) -> None:
 @_options
 @_ranks_option(1024)
 @click.option("--rank", type=click.IntRange(0), help="Only this rank.")
-def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, rank: int | None) -> None:
+def show(
+    algo: str, collective: str, ranks: int, root: int, plugin: str | None, rank: int | None
+) -> None:
     """Print the steps of ALGO, rank by rank; without --rank in the text form that the commands here read again.
 
     \b
@@ -93,7 +137,9 @@ def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 
     built = _build(algo, collective, ranks, root, plugin)
     if rank is not None and rank >= built.nranks:
-        raise InvalidUsage(f"--rank {rank} is not one of the {built.nranks} ranks 0..{built.nranks - 1}")
+        raise InvalidUsage(
+            f"--rank {rank} is not one of the {built.nranks} ranks 0..{built.nranks - 1}"
+        )
     print(f"# {_counts(built)}")
     if rank is None:
         print(dump(built), end="")
@@ -105,10 +151,31 @@ def show(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 
 @schedule.command(short_help="Prove that an algorithm computes its collective.")
 @_options
-@click.option("-r", "--ranks", default="4", show_default=True, metavar="N|FROM-TO", help="Number of ranks, or a range of them.")
-@click.option("--in-place", is_flag=True, help="Input and output overlap as the collective defines.")
-@click.option("--fifo-depth", type=click.IntRange(1), help="Messages that a FIFO holds.  [default: the one that executors have]")
-def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None, in_place: bool, fifo_depth: int | None) -> None:
+@click.option(
+    "-r",
+    "--ranks",
+    default="4",
+    show_default=True,
+    metavar="N|FROM-TO",
+    help="Number of ranks, or a range of them.",
+)
+@click.option(
+    "--in-place", is_flag=True, help="Input and output overlap as the collective defines."
+)
+@click.option(
+    "--fifo-depth",
+    type=click.IntRange(1),
+    help="Messages that a FIFO holds.  [default: the one that executors have]",
+)
+def verify(
+    algo: str,
+    collective: str,
+    ranks: str,
+    root: int,
+    plugin: str | None,
+    in_place: bool,
+    fifo_depth: int | None,
+) -> None:
     """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no overlapping write; and that it adds in
     the order of the ranks, where it was registered as doing so.
 
@@ -131,18 +198,30 @@ def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None
         _load(plugin)
         algorithm, numbers = catalog.get(algo), _parse_ranks(ranks)
         if kind.rooted and root >= numbers.stop - 1:
-            raise InvalidUsage(f"--root {root} is not one of the {numbers.stop - 1} ranks 0..{numbers.stop - 2}")
+            raise InvalidUsage(
+                f"--root {root} is not one of the {numbers.stop - 1} ranks 0..{numbers.stop - 2}"
+            )
         for n in numbers:
             if algorithm.supports(kind, n):
-                yield algorithm.build(kind, n, min(root, n - 1)), algorithm.rank_ordered and kind.reduces
+                yield (
+                    algorithm.build(kind, n, min(root, n - 1)),
+                    algorithm.rank_ordered and kind.reduces,
+                )
 
     wrong = proved = 0
     for built, ordered in builds():
         name = f"{built.name} {built.collective.label} over {built.nranks} ranks"
         try:
-            proof.verify(built, in_place=in_place, fifo_depth=fifo_depth or proof.FIFO_DEPTH, rank_ordered=ordered)
+            proof.verify(
+                built,
+                in_place=in_place,
+                fifo_depth=fifo_depth or proof.FIFO_DEPTH,
+                rank_ordered=ordered,
+            )
             proved += 1
-            print(f"{name}: right, {'adds in the order of the ranks, ' if ordered else ''}{_counts(built)}")
+            print(
+                f"{name}: right, {'adds in the order of the ranks, ' if ordered else ''}{_counts(built)}"
+            )
         except ScheduleError as error:
             wrong += 1
             print(f"{name}: WRONG: {error}")
@@ -155,7 +234,13 @@ def verify(algo: str, collective: str, ranks: str, root: int, plugin: str | None
 @schedule.command(short_help="Draw the messages of an algorithm over time as SVG.")
 @_options
 @_ranks_option(256)
-@click.option("--out", default="-", type=OutputFile(), metavar="FILE", help="Where to write the SVG; - is standard output.  [default: -]")
+@click.option(
+    "--out",
+    default="-",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Where to write the SVG; - is standard output.  [default: -]",
+)
 def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, out: str) -> None:
     """Draw the messages of ALGO over time as SVG: one lane per rank, one box per step, an arrow per message.
 
@@ -170,20 +255,87 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 
 @schedule.command(short_help="Run an algorithm on virtual links and a virtual clock.")
 @_options
-@click.option("-r", "--ranks", type=click.IntRange(1, 256), help="Number of ranks.  [default: 4, or those of --topo]")
-@click.option("-s", "--sizes", type=Sizes(), default="8,1K,256K,4M,64M", show_default=True, help="Sizes in bytes, with K, M, G.")
-@click.option("--topo", "topo_file", type=File(), help="Topology file: the links are those of this machine, its GPUs the ranks.")
-@click.option("--nodes", type=click.IntRange(1, 64), default=1, show_default=True, help="Such machines in the job.")
-@click.option("--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers.")
-@click.option("--bandwidth", type=Finite(0, min_open=True), help="Without --topo: GB/s of each rank to and from a switch.  [default: 100]")
-@click.option("--mesh", is_flag=True, help="Without --topo: a link of its own between any two ranks instead of a switch.")
-@click.option("--latency", type=Finite(0), help="us from the last byte sent until it is seen; nets add their own.  [default: 1]")
-@click.option("--memory", type=Finite(0, min_open=True), help="GB/s of a rank's memory; without it copies and additions take no time.")
-@click.option("--slot", type=Size(), default="512K", show_default=True, help="Bytes of a chunk that move in a round.")
-@click.option("--fifo-depth", type=click.IntRange(1), default=8, show_default=True, help="Messages that a FIFO holds.")
-@click.option("--trace", "trace_file", type=OutputFile(), metavar="FILE", help="Write the last size as a trace for Perfetto; - is stdout.")
-@click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write the rows as JSON; - is standard output.")
-def simulate(algo: str, collective: str, ranks: int | None, root: int, plugin: str | None, **options: Any) -> None:
+@click.option(
+    "-r",
+    "--ranks",
+    type=click.IntRange(1, 256),
+    help="Number of ranks.  [default: 4, or those of --topo]",
+)
+@click.option(
+    "-s",
+    "--sizes",
+    type=Sizes(),
+    default="8,1K,256K,4M,64M",
+    show_default=True,
+    help="Sizes in bytes, with K, M, G.",
+)
+@click.option(
+    "--topo",
+    "topo_file",
+    type=File(),
+    help="Topology file: the links are those of this machine, its GPUs the ranks.",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Such machines in the job.",
+)
+@click.option(
+    "--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers."
+)
+@click.option(
+    "--bandwidth",
+    type=Finite(0, min_open=True),
+    help="Without --topo: GB/s of each rank to and from a switch.  [default: 100]",
+)
+@click.option(
+    "--mesh",
+    is_flag=True,
+    help="Without --topo: a link of its own between any two ranks instead of a switch.",
+)
+@click.option(
+    "--latency",
+    type=Finite(0),
+    help="us from the last byte sent until it is seen; nets add their own.  [default: 1]",
+)
+@click.option(
+    "--memory",
+    type=Finite(0, min_open=True),
+    help="GB/s of a rank's memory; without it copies and additions take no time.",
+)
+@click.option(
+    "--slot",
+    type=Size(),
+    default="512K",
+    show_default=True,
+    help="Bytes of a chunk that move in a round.",
+)
+@click.option(
+    "--fifo-depth",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Messages that a FIFO holds.",
+)
+@click.option(
+    "--trace",
+    "trace_file",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write the last size as a trace for Perfetto; - is stdout.",
+)
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write the rows as JSON; - is standard output.",
+)
+def simulate(
+    algo: str, collective: str, ranks: int | None, root: int, plugin: str | None, **options: Any
+) -> None:
     """Run ALGO on virtual links and a virtual clock, and print times as `miraccl perf` does.
 
     What crosses a link at the same time shares its bandwidth; FIFOs fill, ranks wait, rounds overlap. Nothing else takes time, so the
@@ -201,15 +353,21 @@ def simulate(algo: str, collective: str, ranks: int | None, root: int, plugin: s
     if options["topo_file"]:
         if options["bandwidth"] or options["mesh"]:
             raise InvalidUsage("--bandwidth and --mesh are for links without --topo")
-        links = simulation.read_machine(options["topo_file"], options["nodes"], options["gpus"], options["latency"])
+        links = simulation.read_machine(
+            options["topo_file"], options["nodes"], options["gpus"], options["latency"]
+        )
         if ranks not in (None, links.nranks):
-            raise InvalidUsage(f"--ranks {ranks}: the machine has {links.nranks} ranks; choose them with --gpus and --nodes")
+            raise InvalidUsage(
+                f"--ranks {ranks}: the machine has {links.nranks} ranks; choose them with --gpus and --nodes"
+            )
         built = _build(algo, collective, links.nranks, root, plugin)
     else:
         if options["nodes"] > 1 or options["gpus"]:
             raise InvalidUsage("--nodes and --gpus belong to --topo")
         built = _build(algo, collective, ranks or 4, root, plugin)
-        links = simulation.uniform(built.nranks, options["bandwidth"] or 100.0, options["latency"], direct=options["mesh"])
+        links = simulation.uniform(
+            built.nranks, options["bandwidth"] or 100.0, options["latency"], direct=options["mesh"]
+        )
     if options["trace_file"] == options["json_target"] == "-":
         raise InvalidUsage("only one of --trace and --json can go to standard output")
     if options["slot"] < 1:
@@ -220,7 +378,12 @@ def simulate(algo: str, collective: str, ranks: int | None, root: int, plugin: s
     memory = options["memory"] or math.inf
     depth = options["fifo_depth"]
     records, outcome = simulation.measure(
-        built, links, options["sizes"], slot_bytes=options["slot"], fifo_depth=depth, memory_bandwidth=memory
+        built,
+        links,
+        options["sizes"],
+        slot_bytes=options["slot"],
+        fifo_depth=depth,
+        memory_bandwidth=memory,
     )
     if options["trace_file"]:
         write_json(options["trace_file"], simulation.trace(built, outcome))
@@ -234,7 +397,11 @@ def _is_file(algo: str, plugin: str | None) -> bool:
     """Whether ``ALGO`` means a file in the text form and not a registered name, which has neither a dot nor a slash."""
     from miraccl.schedule import catalog
 
-    return "." in algo or "/" in algo or (not plugin and algo not in catalog.names() and Path(algo).is_file())
+    return (
+        "." in algo
+        or "/" in algo
+        or (not plugin and algo not in catalog.names() and Path(algo).is_file())
+    )
 
 
 def _build(algo: str, collective: str, ranks: int, root: int, plugin: str | None) -> Any:
@@ -253,15 +420,25 @@ def _read(path: str) -> Any:
 
     context = click.get_current_context()
     if context.params["plugin"]:
-        raise InvalidUsage("--load is for algorithms that a Python file registers, not for a schedule in a file")
+        raise InvalidUsage(
+            "--load is for algorithms that a Python file registers, not for a schedule in a file"
+        )
     try:
         built = parse(read_bytes(path, "schedule").decode())
     except UnicodeDecodeError:
         raise InvalidUsage(f"the schedule {path} is no text") from None
-    for name, own in (("collective", built.collective.label), ("ranks", built.nranks), ("root", built.root)):
+    for name, own in (
+        ("collective", built.collective.label),
+        ("ranks", built.nranks),
+        ("root", built.root),
+    ):
         given = context.params[name]
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and str(given) != str(own):
-            raise InvalidUsage(f"--{name} {given}: the schedule in {path} has {name} {own}; leave the option out")
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and str(given) != str(
+            own
+        ):
+            raise InvalidUsage(
+                f"--{name} {given}: the schedule in {path} has {name} {own}; leave the option out"
+            )
     return built
 
 
@@ -279,7 +456,9 @@ def _load(plugin: str | None) -> None:
     except MiracclError:
         raise
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == plugin]
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == plugin
+        ]
         line = f", line {frames[-1].lineno}" if frames else ""
         raise InvalidUsage(f"--load {plugin}{line}: {type(error).__name__}: {error}") from None
 
@@ -296,6 +475,10 @@ def _parse_ranks(text: str) -> range:
 
 def _counts(built: Any) -> str:
     """Steps and messages, of the busiest rank and in all."""
-    per_rank = [sum(len(channel[rank]) for channel in built.channels) for rank in range(built.nranks)]
-    messages = sum(step.op.sends for channel in built.channels for steps in channel for step in steps)
+    per_rank = [
+        sum(len(channel[rank]) for channel in built.channels) for rank in range(built.nranks)
+    ]
+    messages = sum(
+        step.op.sends for channel in built.channels for steps in channel for step in steps
+    )
     return f"at most {max(per_rank)} steps per rank, {messages} messages"

@@ -15,7 +15,13 @@ from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.schedule.text import format_step
 
 _UNIT, _LANE, _BOX, _LEFT, _TOP = 64, 34, 20, 70, 46
-_COLORS = {"send": "#4477aa", "receive": "#66ccee", "copy": "#bbbbbb", "reduce": "#ee6677", "sync": "#ccbb44"}  # Tol, "bright"
+_COLORS = {
+    "send": "#4477aa",
+    "receive": "#66ccee",
+    "copy": "#bbbbbb",
+    "reduce": "#ee6677",
+    "sync": "#ccbb44",
+}  # Tol, "bright"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,9 @@ class _ChannelClock:
         while any(self._next[r] < len(steps) for r, steps in enumerate(self._ranks)):
             moved = [self._advance(rank) for rank in range(len(self._ranks))]
             if not any(moved) and not self._pass_barrier():
-                raise ScheduleError(f"{name}: channel {self._channel} cannot be drawn, its steps wait for each other")
+                raise ScheduleError(
+                    f"{name}: channel {self._channel} cannot be drawn, its steps wait for each other"
+                )
 
     def _advance(self, rank: int) -> bool:
         """Run the steps of ``rank`` up to one that must wait; True if there were any."""
@@ -105,7 +113,9 @@ class _ChannelClock:
 
     def _place(self, rank: int, step: Step, arrived: list[Event]) -> None:
         start = max([self._free[rank], *(e.end for e in arrived)])
-        event = Event(channel=self._channel, rank=rank, number=self._next[rank], step=step, start=start)
+        event = Event(
+            channel=self._channel, rank=rank, number=self._next[rank], step=step, start=start
+        )
         self.events.append(event)
         self.arrows += [Arrow(sender=sender, receiver=event) for sender in arrived]
         self._free[rank] = event.end
@@ -118,7 +128,10 @@ class _ChannelClock:
 
     def _pass_barrier(self) -> bool:
         """Every rank stands at a barrier: let them all through together."""
-        waiting = [self._next[r] < len(steps) and steps[self._next[r]].op is Op.BARRIER for r, steps in enumerate(self._ranks)]
+        waiting = [
+            self._next[r] < len(steps) and steps[self._next[r]].op is Op.BARRIER
+            for r, steps in enumerate(self._ranks)
+        ]
         if not all(waiting):
             return False
         self._free = [max(self._free)] * len(self._free)
@@ -150,10 +163,14 @@ def draw_svg(schedule: Schedule) -> str:
     parts += _axis(timeline.length, height)
     for rank in range(schedule.nranks):
         top = _TOP + rank * height_of_rank
-        parts.append(f'<rect x="{_LEFT}" y="{top}" width="{width - _LEFT - 10}" height="{height_of_rank - 8}" fill="#f4f4f4"/>')
+        parts.append(
+            f'<rect x="{_LEFT}" y="{top}" width="{width - _LEFT - 10}" height="{height_of_rank - 8}" fill="#f4f4f4"/>'
+        )
         parts.append(f'<text x="10" y="{top + height_of_rank / 2:g}">rank {rank}</text>')
     parts += [_box(event, middle(event)) for event in timeline.events]
-    parts += [_arrow(arrow, middle(arrow.sender), middle(arrow.receiver)) for arrow in timeline.arrows]
+    parts += [
+        _arrow(arrow, middle(arrow.sender), middle(arrow.receiver)) for arrow in timeline.arrows
+    ]
     parts += _legend(height)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -179,7 +196,11 @@ def _kind(op: Op) -> str:
 def _box(event: Event, middle: float) -> str:
     x, y = _LEFT + event.start * _UNIT + 4, middle - _BOX / 2
     ref = event.step.dst or event.step.src
-    label = f"{ref.buffer.name[0].lower()}{ref.index}" + (f"+{ref.chunks}" if ref.chunks > 1 else "") if ref else ""
+    label = (
+        f"{ref.buffer.name[0].lower()}{ref.index}" + (f"+{ref.chunks}" if ref.chunks > 1 else "")
+        if ref
+        else ""
+    )
     tip = f"rank {event.rank}, channel {event.channel}, step {event.number}: {format_step(event.step)}"
     return (
         f'<g><title>{escape(tip)}</title><rect x="{x}" y="{y:g}" width="{_UNIT - 12}" height="{_BOX}" rx="3" '

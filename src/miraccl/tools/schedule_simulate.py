@@ -16,23 +16,36 @@ from miraccl.tools.perf.table import format_us
 Record = dict[str, Any]
 
 
-def read_machine(topo: str, nodes: int, gpus: Sequence[int] | None, latency_us: float | None) -> Links:
+def read_machine(
+    topo: str, nodes: int, gpus: Sequence[int] | None, latency_us: float | None
+) -> Links:
     """The links of the machine in a topology file, in a job of ``nodes`` of them."""
     from miraccl.topo.analyse import analyse_topology
     from miraccl.topo.load import load_topology
     from miraccl.topo.options import TopoOptions
 
     options = TopoOptions(nodes=nodes, gpus=tuple(gpus or ()))
-    return machine(analyse_topology(load_topology(topo).root, options), LATENCY_US if latency_us is None else latency_us)
+    return machine(
+        analyse_topology(load_topology(topo).root, options),
+        LATENCY_US if latency_us is None else latency_us,
+    )
 
 
 def uniform(nranks: int, bandwidth: float, latency_us: float | None, *, direct: bool) -> Links:
     """A switch, or a link for each pair, with the same links everywhere."""
-    return (mesh if direct else switch)(nranks, bandwidth, LATENCY_US if latency_us is None else latency_us)
+    return (mesh if direct else switch)(
+        nranks, bandwidth, LATENCY_US if latency_us is None else latency_us
+    )
 
 
 def measure(
-    schedule: Schedule, links: Links, sizes: Sequence[int], *, slot_bytes: float, fifo_depth: int, memory_bandwidth: float = math.inf
+    schedule: Schedule,
+    links: Links,
+    sizes: Sequence[int],
+    *,
+    slot_bytes: float,
+    fifo_depth: int,
+    memory_bandwidth: float = math.inf,
 ) -> tuple[list[Record], Outcome]:
     """A record for each size, which means what it means in ``miraccl perf``, and the course of the last."""
     records: list[Record] = []
@@ -41,7 +54,12 @@ def measure(
         if records and records[-1]["bytes"] == case.nbytes:
             continue
         outcome = simulate(
-            schedule, links, case.count, slot_bytes=slot_bytes, fifo_depth=fifo_depth, memory_bandwidth=memory_bandwidth
+            schedule,
+            links,
+            case.count,
+            slot_bytes=slot_bytes,
+            fifo_depth=fifo_depth,
+            memory_bandwidth=memory_bandwidth,
         )
         algbw, busbw = case.speeds(outcome.time_us)
         use = outcome.use(links)
@@ -78,9 +96,19 @@ def trace(schedule: Schedule, outcome: Outcome) -> Record:
     events: list[Record] = []
     for step in outcome.steps:
         name = format_step(schedule.channels[step.channel][step.rank][step.number])
-        common = {"ph": "X", "pid": step.rank, "tid": step.channel, "args": {"round": step.round, "step": step.number}}
+        common = {
+            "ph": "X",
+            "pid": step.rank,
+            "tid": step.channel,
+            "args": {"round": step.round, "step": step.number},
+        }
         if step.start > step.ready:
-            events.append({"name": "wait", "ts": step.ready, "dur": step.start - step.ready, **common})
+            events.append(
+                {"name": "wait", "ts": step.ready, "dur": step.start - step.ready, **common}
+            )
         events.append({"name": name, "ts": step.start, "dur": step.end - step.start, **common})
-    names = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in range(schedule.nranks)]
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(schedule.nranks)
+    ]
     return {"displayTimeUnit": "ns", "traceEvents": [*names, *events]}

@@ -123,7 +123,17 @@ class Ranks:
         try:
             with _ctrl_c_later() as mask:
                 for rank in range(nranks):
-                    self._ranks.append(self._start(target, rank, nranks, args, environ(rank) if environ else {}, capture, mask))
+                    self._ranks.append(
+                        self._start(
+                            target,
+                            rank,
+                            nranks,
+                            args,
+                            environ(rank) if environ else {},
+                            capture,
+                            mask,
+                        )
+                    )
         except BaseException:
             self.stop(grace=0)
             raise
@@ -147,7 +157,9 @@ class Ranks:
         return self._ended < len(self._ranks)
 
     def send(self, rank: int, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is reported by poll()
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionError
+        ):  # its death is reported by poll()
             self._ranks[rank].channel.send(message)
 
     def poll(self, timeout: float | None) -> list[tuple[int, Any]]:
@@ -156,7 +168,9 @@ class Ranks:
         Deaths are in ``outcomes``.
         """
         messages: list[tuple[int, Any]] = []
-        for key, _ in self._selector.select(timeout if timeout is None else min(timeout, LONGEST_NAP)):
+        for key, _ in self._selector.select(
+            timeout if timeout is None else min(timeout, LONGEST_NAP)
+        ):
             kind, rank = key.data
             if kind == "message":
                 self._take_messages(rank, messages)
@@ -166,7 +180,12 @@ class Ranks:
                 self._reap(rank, messages)
         return messages
 
-    def wait(self, deadline: float, on_message: Callable[[int, Any], None] | None = None, grace: float = 2.0) -> bool:
+    def wait(
+        self,
+        deadline: float,
+        on_message: Callable[[int, Any], None] | None = None,
+        grace: float = 2.0,
+    ) -> bool:
         """Run until all ranks ended. After the first failure the others get ``grace`` seconds; True if nothing was cut short.
 
         ``deadline`` is a value of ``time.monotonic()``.
@@ -190,7 +209,11 @@ class Ranks:
         Ranks learn of each other's failures within microseconds, so the order in which errors arrive does not tell cause from effect.
         """
         failures = [o for o in self.outcomes if o.error or o.status not in (None, 0)]
-        return min(failures, key=lambda o: (o.stopped, o.fault == "peer", o.order if o.order >= 0 else sys.maxsize), default=None)
+        return min(
+            failures,
+            key=lambda o: (o.stopped, o.fault == "peer", o.order if o.order >= 0 else sys.maxsize),
+            default=None,
+        )
 
     def stop(self, grace: float = 2.0) -> None:
         """End what still runs: SIGTERM, ``grace`` seconds later SIGKILL; returns when nothing is left. May be called twice."""
@@ -225,7 +248,11 @@ class Ranks:
     ) -> _Rank:
         """``mask`` are the signals that the rank has blocked."""
         parent = os.getpid()
-        with as_system_failure(f"rank {rank} cannot be started"), ExitStack() as in_parent, ExitStack() as unless_it_runs:
+        with (
+            as_system_failure(f"rank {rank} cannot be started"),
+            ExitStack() as in_parent,
+            ExitStack() as unless_it_runs,
+        ):
             parent_end, child_end = socket.socketpair()
             unless_it_runs.enter_context(parent_end)
             in_parent.enter_context(child_end)
@@ -239,7 +266,14 @@ class Ranks:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 for other in self._ranks:
                     other.channel.close()
-                _become_rank(parent, target, Context(rank=rank, nranks=nranks, channel=Channel(child_end)), args, environ, write_fd)
+                _become_rank(
+                    parent,
+                    target,
+                    Context(rank=rank, nranks=nranks, channel=Channel(child_end)),
+                    args,
+                    environ,
+                    write_fd,
+                )
             unless_it_runs.callback(_end_child, pid)
             pidfd = os.pidfd_open(pid)
             unless_it_runs.callback(os.close, pidfd)
@@ -250,7 +284,9 @@ class Ranks:
             self._selector.register(channel, selectors.EVENT_READ, ("message", rank))
             self._selector.register(pidfd, selectors.EVENT_READ, ("exit", rank))
             unless_it_runs.pop_all()
-        return _Rank(pid=pid, pidfd=pidfd, channel=channel, output_fd=read_fd, outcome=Outcome(rank=rank))
+        return _Rank(
+            pid=pid, pidfd=pidfd, channel=channel, output_fd=read_fd, outcome=Outcome(rank=rank)
+        )
 
     def _take_messages(self, number: int, messages: list[tuple[int, Any]]) -> bool:
         """Take what has arrived; True if there may be more."""
@@ -327,7 +363,12 @@ def _ctrl_c_later() -> Iterator[Iterable[int]]:
 
 
 def _become_rank(
-    parent: int, target: Callable[..., Any], context: Context, args: Sequence[Any], environ: Mapping[str, str], output_fd: int
+    parent: int,
+    target: Callable[..., Any],
+    context: Context,
+    args: Sequence[Any],
+    environ: Mapping[str, str],
+    output_fd: int,
 ) -> None:
     """The life of a forked child; never returns."""
     status = 1
@@ -337,8 +378,12 @@ def _become_rank(
         if output_fd >= 0:
             os.dup2(output_fd, 1)
             os.dup2(output_fd, 2)
-            sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), line_buffering=True, errors="replace")
-            sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), line_buffering=True, errors="replace")
+            sys.stdout = io.TextIOWrapper(
+                os.fdopen(1, "wb", closefd=False), line_buffering=True, errors="replace"
+            )
+            sys.stderr = io.TextIOWrapper(
+                os.fdopen(2, "wb", closefd=False), line_buffering=True, errors="replace"
+            )
         os.environ.update(environ)
         status = _run(target, context, args)
     finally:
@@ -356,7 +401,11 @@ def _run(target: Callable[..., Any], context: Context, args: Sequence[Any]) -> i
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            body = (traceback.format_exc(), f"{type(error).__name__}: {error}", getattr(error, "fault", ""))
+            body = (
+                traceback.format_exc(),
+                f"{type(error).__name__}: {error}",
+                getattr(error, "fault", ""),
+            )
             context.channel.send(("error", body))
         return 1
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from miraccl.errors import InvalidUsage
-from miraccl.tools.options import MAX_NODES, File, KnownCommands, Numbers, OutputFile, write_json, write_text
+from miraccl.tools.options import (
+    MAX_NODES,
+    File,
+    KnownCommands,
+    Numbers,
+    OutputFile,
+    write_json,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,20 +53,48 @@ def topo() -> None:
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say how a file is read."""
     for decorate in (
-        click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators NCCL does not know; repeatable."),
-        click.option("--collnet", is_flag=True, help="Every net without a coll attribute supports CollNet."),
-        click.option("--fuse", is_flag=True, help="Read FILE as one process per GPU given it with NCCL_TOPO_FILE would."),
         click.option(
-            "--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers, in the order of their ranks."
+            "--accelerators",
+            multiple=True,
+            metavar="TOML",
+            help="Description of accelerators NCCL does not know; repeatable.",
         ),
-        click.option("--nodes", type=click.IntRange(1, MAX_NODES), default=1, show_default=True, help="Number of such nodes in the job."),
+        click.option(
+            "--collnet", is_flag=True, help="Every net without a coll attribute supports CollNet."
+        ),
+        click.option(
+            "--fuse",
+            is_flag=True,
+            help="Read FILE as one process per GPU given it with NCCL_TOPO_FILE would.",
+        ),
+        click.option(
+            "--gpus",
+            type=Numbers(),
+            metavar="0,2,...",
+            help="Only the GPUs with these device numbers, in the order of their ranks.",
+        ),
+        click.option(
+            "--nodes",
+            type=click.IntRange(1, MAX_NODES),
+            default=1,
+            show_default=True,
+            help="Number of such nodes in the job.",
+        ),
     ):
         function = decorate(function)
     return function
 
 
-_json_option = click.option("--json", "json_target", type=OutputFile(), metavar="FILE", help="Write JSON; - is standard output.")
-_accelerators_option = click.option("--accelerators", multiple=True, metavar="TOML", help="Description of accelerators; repeatable.")
+_json_option = click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write JSON; - is standard output.",
+)
+_accelerators_option = click.option(
+    "--accelerators", multiple=True, metavar="TOML", help="Description of accelerators; repeatable."
+)
 _file_argument = click.argument("file", required=False, type=File())
 
 
@@ -66,14 +102,18 @@ def _load(file: str | None, accelerators: Sequence[str]) -> XmlFile:
     from miraccl.topo.accelerators import read_accelerators
     from miraccl.topo.load import load_topology
 
-    described = [a for name in accelerators for a in read_accelerators(name)] if accelerators else None
+    described = (
+        [a for name in accelerators for a in read_accelerators(name)] if accelerators else None
+    )
     return load_topology(file, accelerators=described)
 
 
 def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool) -> TopoOptions:
     from miraccl.topo.options import PathOptions, TopoOptions
 
-    return TopoOptions(nodes=nodes, gpus=gpus or (), fuse=fuse, collnet=collnet, paths=PathOptions.read())
+    return TopoOptions(
+        nodes=nodes, gpus=gpus or (), fuse=fuse, collnet=collnet, paths=PathOptions.read()
+    )
 
 
 @topo.command(short_help="Detect this machine and write its topology file.")
@@ -95,9 +135,15 @@ def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool
     show_default=True,
     help="Folder that holds sys and proc of a machine.",
 )
-@click.option("--base", type=File(), help="Topology file to complete, such as the PCI tree of a provider's virtual machine.")
+@click.option(
+    "--base",
+    type=File(),
+    help="Topology file to complete, such as the PCI tree of a provider's virtual machine.",
+)
 @_json_option
-def detect(out: str | None, cpu_ranks: int | None, root: str, base: str | None, json_target: str | None) -> None:
+def detect(
+    out: str | None, cpu_ranks: int | None, root: str, base: str | None, json_target: str | None
+) -> None:
     """Detect this machine: PCI tree and NUMA domains, nets, GPUs and their links.
 
     \b
@@ -127,17 +173,33 @@ def _write(file: XmlFile, out: str) -> None:
 
 def _tree(file: XmlFile) -> dict[str, Any]:
     def node(xml: Any) -> dict[str, Any]:
-        return {"element": xml.name, "attributes": xml.attrs, "children": [node(child) for child in xml.children]}
+        return {
+            "element": xml.name,
+            "attributes": xml.attrs,
+            "children": [node(child) for child in xml.children],
+        }
 
     return node(file.root)
 
 
 @topo.command(short_help="Write the topology that takes part, as NCCL dumps it.")
 @_file_argument
-@click.option("--out", type=OutputFile(), metavar="FILE", default="-", help="Where to write; - is standard output.  [default: -]")
+@click.option(
+    "--out",
+    type=OutputFile(),
+    metavar="FILE",
+    default="-",
+    help="Where to write; - is standard output.  [default: -]",
+)
 @_reading
 def dump(
-    file: str | None, out: str, nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool, accelerators: tuple[str, ...]
+    file: str | None,
+    out: str,
+    nodes: int,
+    gpus: tuple[int, ...] | None,
+    fuse: bool,
+    collnet: bool,
+    accelerators: tuple[str, ...],
 ) -> None:
     """Write the topology that takes part, laid out as NCCL dumps it.
 
@@ -153,17 +215,26 @@ def dump(
     from miraccl.topo.select import select_topology
     from miraccl.topo.xmlfile import XmlFile
 
-    read = read_original(file, [a for name in accelerators for a in read_accelerators(name)] if accelerators else None)
+    read = read_original(
+        file,
+        [a for name in accelerators for a in read_accelerators(name)] if accelerators else None,
+    )
     if gpus or fuse or collnet:
         options = _options(nodes, gpus, fuse, collnet)
-        read = XmlFile(root=select_topology(read.root, options), source=read.source, notes=read.notes)
+        read = XmlFile(
+            root=select_topology(read.root, options), source=read.source, notes=read.notes
+        )
     _write(read, out)
 
 
 @topo.command(short_help="Show the system graph and the paths between GPUs and nets.")
 @_file_argument
 @_reading
-@click.option("--explain", metavar="FROM,TO|all", help="Say why paths are as they are, such as GPU0,NET1; all explains every one.")
+@click.option(
+    "--explain",
+    metavar="FROM,TO|all",
+    help="Say why paths are as they are, such as GPU0,NET1; all explains every one.",
+)
 @_json_option
 def show(
     file: str | None,
@@ -187,7 +258,9 @@ def show(
     from miraccl.topo.load import dump_if_asked
 
     notes = PathNotes() if explain is not None else None
-    topology = analyse_topology(_load(file, accelerators).root, _options(nodes, gpus, fuse, collnet), recorder=notes)
+    topology = analyse_topology(
+        _load(file, accelerators).root, _options(nodes, gpus, fuse, collnet), recorder=notes
+    )
     dump_if_asked(topology)
     if json_target:
         write_json(json_target, _show_json(topology, notes, explain))
@@ -208,7 +281,9 @@ def _show_json(topology: Topology, notes: PathNotes | None, explain: str | None)
     }
     if notes is not None and explain is not None:
         result["reasons"] = [reason.to_json() for reason in _reasons(topology, notes, explain)]
-        result["separations"] = [{"gpus": [i, j], "reason": reason} for i, j, reason in notes.separations()]
+        result["separations"] = [
+            {"gpus": [i, j], "reason": reason} for i, j, reason in notes.separations()
+        ]
     return result
 
 
@@ -236,7 +311,9 @@ def _key(system: System, text: str) -> Key:
         kind = NodeType.__members__.get(match[1].upper()) if match else None
         if match is None or kind not in allowed or int(match[2]) >= system.count(kind):
             lasts = {k.name: system.count(k) - 1 for k in allowed if system.count(k)}
-            there = ", ".join(f"{name}0 to {name}{last}" if last else f"{name}0" for name, last in lasts.items())
+            there = ", ".join(
+                f"{name}0 to {name}{last}" if last else f"{name}0" for name, last in lasts.items()
+            )
             raise InvalidUsage(f"--explain {text}: {part!r} is not one of {there}")
         ends.append((kind, int(match[2])))
     return (*ends[0], *ends[1])
@@ -251,11 +328,17 @@ def _print_reasons(topology: Topology, notes: PathNotes, wanted: str) -> None:
         click.echo(f"  type: {reason.type_reason}")
         click.echo(f"  bandwidth: {reason.bw_reason}")
         for change in reason.changes:
-            was = f"was {change.before.type.name} {change.before.bw:g} GB/s; " if change.before != change.after else ""
+            was = (
+                f"was {change.before.type.name} {change.before.bw:g} GB/s; "
+                if change.before != change.after
+                else ""
+            )
             click.echo(f"  {was}{change.sentence}")
         for k, hop in enumerate(reason.hops):
             mark = "  <- limits" if k == reason.limit else ""
-            click.echo(f"    {hop.link.name:<4} {hop.source} -> {hop.target}  {hop.bw:g} GB/s{mark}")
+            click.echo(
+                f"    {hop.link.name:<4} {hop.source} -> {hop.target}  {hop.bw:g} GB/s{mark}"
+            )
 
 
 def _print_system(topology: Topology) -> None:
@@ -267,9 +350,14 @@ def _print_system(topology: Topology) -> None:
     system = topology.system
     width = None if sys.stdout.isatty() else 10_000
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=width)
-    console.print(f"maxBw {system.max_bw:g} GB/s, totalBw {system.total_bw:g} GB/s, {len(system.gpus)} GPUs, {len(system.nets)} nets")
+    console.print(
+        f"maxBw {system.max_bw:g} GB/s, totalBw {system.total_bw:g} GB/s, {len(system.gpus)} GPUs, {len(system.nets)} nets"
+    )
     if len(topology.domains) > 1:
-        console.print("ranks reach these groups over the network only: " + "; ".join(map(str, topology.local_ranks)))
+        console.print(
+            "ranks reach these groups over the network only: "
+            + "; ".join(map(str, topology.local_ranks))
+        )
     seen: set[int] = set()
 
     def grow(tree: Tree, index: int) -> None:
@@ -277,7 +365,11 @@ def _print_system(topology: Topology) -> None:
         for link in system.nodes[index].links:
             target = system.nodes[link.target]
             text = f"{link.type.name} {link.bw:g} GB/s - {_describe(system, link.target)}"
-            if link.type in (LinkType.PCI, LinkType.NET) and link.target not in seen and target.type != NodeType.CPU:
+            if (
+                link.type in (LinkType.PCI, LinkType.NET)
+                and link.target not in seen
+                and target.type != NodeType.CPU
+            ):
                 grow(tree.add(text), link.target)
             elif link.type not in (LinkType.PCI, LinkType.NET):
                 tree.add(text)
@@ -316,7 +408,9 @@ def _path_table(topology: Topology, target: NodeType) -> Table:
     from miraccl.topo.records import NodeType
 
     system = topology.system
-    table = Table(title=f"paths from GPUs to {target.name} nodes: type and GB/s", title_justify="left")
+    table = Table(
+        title=f"paths from GPUs to {target.name} nodes: type and GB/s", title_justify="left"
+    )
     table.add_column("", no_wrap=True)
     for j in range(system.count(target)):
         table.add_column(f"{target.name}{j}", justify="right", no_wrap=True)
@@ -344,7 +438,9 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
     from miraccl.topo.accelerators import read_accelerators
     from miraccl.topo.check import check_file
 
-    described = [a for name in accelerators for a in read_accelerators(name)] if accelerators else None
+    described = (
+        [a for name in accelerators for a in read_accelerators(name)] if accelerators else None
+    )
     findings = check_file(file, accelerators=described)
     if json_target:
         write_json(json_target, [asdict(finding) for finding in findings])
@@ -367,7 +463,9 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
 @_accelerators_option
 @click.option("--names", is_flag=True, help="Compare bus ids and NUMA numbers, too.")
 @_json_option
-def diff(left: str, right: str, accelerators: tuple[str, ...], names: bool, json_target: str | None) -> None:
+def diff(
+    left: str, right: str, accelerators: tuple[str, ...], names: bool, json_target: str | None
+) -> None:
     """Compare two machines: counts, attributes, links and paths. LEFT or RIGHT may be - for this machine.
 
     The exit status is 1 if they differ.
@@ -385,7 +483,10 @@ def diff(left: str, right: str, accelerators: tuple[str, ...], names: bool, json
     from miraccl.topo.diff import compare_names, compare_topologies
 
     options = _options(1, None, False, False)
-    one, two = (analyse_topology(_load(None if name == "-" else name, accelerators).root, options) for name in (left, right))
+    one, two = (
+        analyse_topology(_load(None if name == "-" else name, accelerators).root, options)
+        for name in (left, right)
+    )
     found = compare_topologies(one, two) + (compare_names(one.system, two.system) if names else [])
     if json_target:
         write_json(json_target, [asdict(difference) for difference in found])
@@ -394,7 +495,9 @@ def diff(left: str, right: str, accelerators: tuple[str, ...], names: bool, json
     else:
         table = Table("what", "times", left, right)
         for difference in found:
-            table.add_row(difference.where, str(difference.count), difference.left, difference.right)
+            table.add_row(
+                difference.where, str(difference.count), difference.left, difference.right
+            )
         width = None if sys.stdout.isatty() else 200
         Console(highlight=False, markup=False, emoji=False, width=width).print(table)
     if found:

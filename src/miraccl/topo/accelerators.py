@@ -65,7 +65,9 @@ class LinkDescription:
         value = link.attrs.get(self.kind, "")
         if value not in self.values:
             allowed = ", ".join(self.values)
-            raise TopologyError(f"line {link.line}: <{link.name}> has {self.kind}={value!r}; its description knows {allowed}")
+            raise TopologyError(
+                f"line {link.line}: <{link.name}> has {self.kind}={value!r}; its description knows {allowed}"
+            )
         return self.values[value]
 
 
@@ -85,7 +87,9 @@ class Accelerator:
     def matches(self, pci: XmlNode, device: XmlNode) -> bool:
         if device.name != self.element:
             return False
-        by_link = self.link is not None and any(child.name == self.link.element for child in device.children)
+        by_link = self.link is not None and any(
+            child.name == self.link.element for child in device.children
+        )
         named = bool(self.pci_class or self.pci_vendor)
         by_pci = named and all(
             not prefixes or pci.attrs.get(key, "").lower().startswith(prefixes)
@@ -121,7 +125,10 @@ def extra_elements(accelerators: Sequence[Accelerator]) -> dict[str, tuple[str, 
         if accelerator.element != "gpu":
             extra["pci"] = (*extra.get("pci", ()), accelerator.element)
         if accelerator.link is not None:
-            extra[accelerator.element] = (*extra.get(accelerator.element, ()), accelerator.link.element)
+            extra[accelerator.element] = (
+                *extra.get(accelerator.element, ()),
+                accelerator.link.element,
+            )
     return extra
 
 
@@ -152,12 +159,18 @@ def _rewrite(device: XmlNode, accelerator: Accelerator) -> None:
     for child in device.children:
         if child.name == link.element:
             end = link.end(child)
-            attrs = {"kind": end, "count": child.attrs.get("count", "1"), "bw": repr(link.bandwidth(device))}
+            attrs = {
+                "kind": end,
+                "count": child.attrs.get("count", "1"),
+                "bw": repr(link.bandwidth(device)),
+            }
             if end == "switch":
                 attrs["switch"] = link.switch_name
             elif end == "gpu":
                 if "target" not in child.attrs:
-                    raise TopologyError(f"line {child.line}: <{child.name}> leads to another device and has no target")
+                    raise TopologyError(
+                        f"line {child.line}: <{child.name}> leads to another device and has no target"
+                    )
                 attrs["target"] = child.attrs["target"]
             child.name, child.attrs = LINK_ELEMENT, attrs
 
@@ -166,7 +179,9 @@ def link_bw(link: XmlNode) -> float:
     """GB/s of all links an ``xlink`` stands for."""
     bw = link.integer("count") * c_float(link.attrs.get("bw", ""))
     if not 0 < bw < 1e6:
-        raise TopologyError(f"line {link.line}: <{link.name}> has count and bw that make {bw:g} GB/s; expected more than 0")
+        raise TopologyError(
+            f"line {link.line}: <{link.name}> has count and bw that make {bw:g} GB/s; expected more than 0"
+        )
     return bw
 
 
@@ -177,20 +192,31 @@ def read_accelerators(path: str | os.PathLike[str]) -> tuple[Accelerator, ...]:
     """The descriptions in a TOML file. Raises ``TopologyError`` naming the file and what is wrong."""
     name = os.fspath(path)
     try:
-        return parse_accelerators(tomllib.loads(read_bytes(path, "description of accelerators").decode()), source=name)
+        return parse_accelerators(
+            tomllib.loads(read_bytes(path, "description of accelerators").decode()), source=name
+        )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TopologyError(f"{name}: {error}") from None
     except RecursionError:
-        raise TopologyError(f"{name}: lists or tables are nested too deeply for a description") from None
+        raise TopologyError(
+            f"{name}: lists or tables are nested too deeply for a description"
+        ) from None
 
 
-def parse_accelerators(data: Mapping[str, Any], *, source: str = "<toml>") -> tuple[Accelerator, ...]:
+def parse_accelerators(
+    data: Mapping[str, Any], *, source: str = "<toml>"
+) -> tuple[Accelerator, ...]:
     """Descriptions from parsed TOML."""
     if data.get("format") != 1:
-        raise TopologyError(f"{source}: format is {data.get('format')!r}; the known format of accelerator descriptions is 1")
+        raise TopologyError(
+            f"{source}: format is {data.get('format')!r}; the known format of accelerator descriptions is 1"
+        )
     tables = _Table(source, "", data)
     tables.only("format", "accelerator")
-    return tuple(_accelerator(name, tables.table("accelerator").table(name)) for name in tables.table("accelerator").data)
+    return tuple(
+        _accelerator(name, tables.table("accelerator").table(name))
+        for name in tables.table("accelerator").data
+    )
 
 
 @dataclass(frozen=True)
@@ -208,7 +234,9 @@ class _Table:
     def only(self, *keys: str) -> None:
         unknown = [key for key in self.data if key not in keys]
         if unknown:
-            raise TopologyError(f"{self.source}: {self.where or 'the file'} has {unknown[0]!r}; known are {', '.join(keys)}")
+            raise TopologyError(
+                f"{self.source}: {self.where or 'the file'} has {unknown[0]!r}; known are {', '.join(keys)}"
+            )
 
     def table(self, key: str) -> _Table:
         value = self.data.get(key)
@@ -270,12 +298,16 @@ def _link(table: _Table) -> LinkDescription:
     for kind in _KINDS:
         for value in table.texts(kind):
             if values[value] != kind:
-                raise TopologyError(f"{table.source}: {table.where} has {value!r} for both {kind} and {values[value]}")
+                raise TopologyError(
+                    f"{table.source}: {table.where} has {value!r} for both {kind} and {values[value]}"
+                )
     only = table.text("only", "switch")
     if only not in _KINDS:
         raise table.fail("only", "switch, gpu or cpu")
     if ("kind" in table.data) != bool(values):
-        raise TopologyError(f"{table.source}: {table.where} needs both kind and values for switch, gpu or cpu, or neither")
+        raise TopologyError(
+            f"{table.source}: {table.where} needs both kind and values for switch, gpu or cpu, or neither"
+        )
     return LinkDescription(
         element=table.text("element", "link"),
         bw=default,

@@ -49,7 +49,9 @@ class Topology:
         return tuple(domain.ranks for domain in self.domains)
 
 
-def analyse_topology(root: XmlNode, options: TopoOptions | None = None, *, recorder: PathRecorder | None = None) -> Topology:
+def analyse_topology(
+    root: XmlNode, options: TopoOptions | None = None, *, recorder: PathRecorder | None = None
+) -> Topology:
     """The topology of one node of a job of ``options.nodes`` such nodes. ``recorder`` hears why the paths of the
     first domain are as they are.
 
@@ -68,12 +70,20 @@ def _refuse_lost_gpus(root: XmlNode, system: System) -> None:
     there = {gpu.rank for gpu in system.gpus}
     for node in root.walk():
         if node.name == "gpu" and system.gpus and node.integer("rank") not in there:
-            why = "a <pci> holds one <gpu>, and a <pci> that holds another one has to be a PCI switch"
-            raise TopologyError(f"line {node.line}: the GPU with dev {node.attrs.get('dev')} is not in the machine: {why}")
+            why = (
+                "a <pci> holds one <gpu>, and a <pci> that holds another one has to be a PCI switch"
+            )
+            raise TopologyError(
+                f"line {node.line}: the GPU with dev {node.attrs.get('dev')} is not in the machine: {why}"
+            )
 
 
 def analyse_system(
-    whole: System, *, nodes: int = 1, options: PathOptions | None = None, recorder: PathRecorder | None = None
+    whole: System,
+    *,
+    nodes: int = 1,
+    options: PathOptions | None = None,
+    recorder: PathRecorder | None = None,
 ) -> Topology:
     """As :func:`analyse_topology`, for a system that was built already (all its GPUs take part)."""
     options = options or PathOptions()
@@ -87,7 +97,13 @@ def analyse_system(
     domains: list[Domain] = []
     for group in groups:
         system = whole if len(groups) == 1 else keep_domain(whole, group)
-        paths = first if system is whole else compute_paths(system, options, recorder=None if domains else recorder)
+        paths = (
+            first
+            if system is whole
+            else compute_paths(system, options, recorder=None if domains else recorder)
+        )
         system = finish_system(system, paths, options, nranks=nranks)
-        domains.append(Domain(ranks=tuple(gpu.rank for gpu in system.gpus), system=system, paths=paths))
+        domains.append(
+            Domain(ranks=tuple(gpu.rank for gpu in system.gpus), system=system, paths=paths)
+        )
     return Topology(domains=tuple(domains), nranks=nranks, root=None, whole=whole)

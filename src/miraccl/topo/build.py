@@ -15,7 +15,15 @@ from dataclasses import replace
 
 from miraccl.errors import TopologyError
 from miraccl.topo.accelerators import LINK_ELEMENT, link_bw
-from miraccl.topo.hardware import NET_MAX_CHANNELS, NET_SPEED_DEFAULT, cpu_kind, inter_cpu_bw, nvlink_bw, pci_bw, pci_class
+from miraccl.topo.hardware import (
+    NET_MAX_CHANNELS,
+    NET_SPEED_DEFAULT,
+    cpu_kind,
+    inter_cpu_bw,
+    nvlink_bw,
+    pci_bw,
+    pci_class,
+)
 from miraccl.topo.records import (
     LOC_BW,
     LOCAL_ID_MASK,
@@ -72,7 +80,13 @@ class _Builder:
         numa = xml.integer("numaid")
         host = self.host(xml)
         arch, vendor, model = cpu_kind(xml)
-        record = CpuNode(id=_id(host, numa), arch=arch, vendor=vendor, model=model, affinity=xml.attrs.get("affinity", ""))
+        record = CpuNode(
+            id=_id(host, numa),
+            arch=arch,
+            vendor=vendor,
+            model=model,
+            affinity=xml.attrs.get("affinity", ""),
+        )
         cpu = self.add(record)
         for child in xml.children:
             if child.name == "pci":
@@ -146,7 +160,10 @@ class _Builder:
                 target, bw = self.described_target(xml, gpu, host), f32(link_bw(xml))
             else:
                 _need(xml, "count", "tclass")
-                target, bw = self.link_target(xml, gpu, host), f32(xml.integer("count") * nvlink_bw(gpu.record.sm))
+                target, bw = (
+                    self.link_target(xml, gpu, host),
+                    f32(xml.integer("count") * nvlink_bw(gpu.record.sm)),
+                )
             if target is None:
                 continue
             gpu.connect(target, LinkType.NVL, bw)
@@ -163,7 +180,9 @@ class _Builder:
             case "switch":
                 return self.switch(xml.attrs.get("switch", "switch"))
             case kind:
-                raise TopologyError(f"line {xml.line}: <{xml.name}> has kind {kind!r}; known are switch, gpu and cpu")
+                raise TopologyError(
+                    f"line {xml.line}: <{xml.name}> has kind {kind!r}; known are switch, gpu and cpu"
+                )
 
     def switch(self, label: str) -> Vertex:
         """The switch of that name; NCCL's one NVSwitch has none."""
@@ -202,7 +221,9 @@ class _Builder:
     def owner(self, xml: XmlNode, type: NodeType, id: int) -> Vertex:
         vertex = self.find(type, id)
         if vertex is None:
-            raise TopologyError(f"line {xml.line}: <{xml.name}> belongs to {type.name} {id & LOCAL_ID_MASK:x}, which is not in the system")
+            raise TopologyError(
+                f"line {xml.line}: <{xml.name}> belongs to {type.name} {id & LOCAL_ID_MASK:x}, which is not in the system"
+            )
         return vertex
 
     # Passes 5 to 7: switches, CPUs, order
@@ -271,7 +292,9 @@ class _Builder:
         index = {id(vertex): i for i, vertex in enumerate(vertices)}
         nodes = []
         for vertex in vertices:
-            links = tuple(Link(type=e.type, bw=e.bw, target=index[id(e.target)]) for e in vertex.edges)
+            links = tuple(
+                Link(type=e.type, bw=e.bw, target=index[id(e.target)]) for e in vertex.edges
+            )
             nodes.append(replace(vertex.record, links=links))
         return System(nodes=tuple(nodes))
 
@@ -328,7 +351,9 @@ def _gpu_record(xml: XmlNode, id: int) -> GpuNode:
 
 def _pci_device(xml: XmlNode) -> int:
     keys = (("vendor", 48), ("device", 32), ("subsystem_vendor", 16), ("subsystem_device", 0))
-    return sum(c_long(xml.attrs[key]) << shift for key, shift in keys if key in xml.attrs) & ((1 << 64) - 1)
+    return sum(c_long(xml.attrs[key]) << shift for key, shift in keys if key in xml.attrs) & (
+        (1 << 64) - 1
+    )
 
 
 def _net_record(xml: XmlNode, host: int) -> NetNode:
@@ -336,7 +361,9 @@ def _net_record(xml: XmlNode, host: int) -> NetNode:
     id = _id(host, dev)
     latency = f32(c_float(xml.attrs.get("latency", "0")))
     if not abs(latency) <= MAX_LATENCY:
-        raise TopologyError(f"line {xml.line}: latency {xml.attrs['latency'][:40]} is no number of us up to {MAX_LATENCY:g}")
+        raise TopologyError(
+            f"line {xml.line}: latency {xml.attrs['latency'][:40]} is no number of us up to {MAX_LATENCY:g}"
+        )
     speed = xml.integer("speed")
     return NetNode(
         id=id,

@@ -24,7 +24,14 @@ BASE_FILE = ("var", "run", "nvidia-topologyd", "virtualTopology.xml")
 """A topology file that providers put into their virtual machines; NCCL reads it unless another is named."""
 CPU_RANK_CLASS = "0x0b4000"  # PCI class of a co-processor
 CPU_RANK_SM = 80
-_ARCHS = {"x86_64": "x86_64", "AMD64": "x86_64", "aarch64": "arm64", "arm64": "arm64", "ppc64le": "ppc64", "ppc64": "ppc64"}
+_ARCHS = {
+    "x86_64": "x86_64",
+    "AMD64": "x86_64",
+    "aarch64": "arm64",
+    "arm64": "arm64",
+    "ppc64le": "ppc64",
+    "ppc64": "ppc64",
+}
 _PEER_MEMORY = (
     ("sys", "kernel", "mm", "memory_peers", "nv_mem", "version"),
     ("sys", "kernel", "mm", "memory_peers", "nv_mem_nc", "version"),
@@ -32,7 +39,9 @@ _PEER_MEMORY = (
 )
 _SOCKET_MAXCONN, _VERBS_MAXCONN = "65536", "131072"
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_VIRTUAL = re.compile(r"lo\d*|docker.*|veth.*|virbr.*|br-.*|ifb\d+|dummy\d*|cni.*|flannel.*|cali.*|tun\d*|tap\d*|sit\d*|bonding_masters")
+_VIRTUAL = re.compile(
+    r"lo\d*|docker.*|veth.*|virbr.*|br-.*|ifb\d+|dummy\d*|cni.*|flannel.*|cali.*|tun\d*|tap\d*|sit\d*|bonding_masters"
+)
 
 
 def detect_machine(
@@ -51,11 +60,17 @@ def detect_machine(
     the notes.
     """
     sys = Sysfs(Path(root))
-    machine = _Machine(sys, _ARCHS.get(arch or platform.machine(), arch or platform.machine()), _base_tree(sys) if base is None else base)
+    machine = _Machine(
+        sys,
+        _ARCHS.get(arch or platform.machine(), arch or platform.machine()),
+        _base_tree(sys) if base is None else base,
+    )
     if base is None and machine.root.children:
         machine.note(f"completes {sys.path(*BASE_FILE)}")
     if not sys.names("sys"):
-        machine.note(f"{sys.path('sys')} cannot be read: PCI tree, NUMA domains and nets are not known")
+        machine.note(
+            f"{sys.path('sys')} cannot be read: PCI tree, NUMA domains and nets are not known"
+        )
     if gpus is None:
         gpus, why = read_gpus()
         if not gpus:
@@ -83,7 +98,9 @@ class _Machine:
             if node.name == "pci" and "busid" in node.attrs:
                 self.devices.setdefault(node.attrs["busid"].lower(), node)
         self.complete: set[str] = set()
-        self.unattached: set[str] = set()  # those whose upper devices are being made: links of a recorded folder may go in circles
+        self.unattached: set[str] = (
+            set()
+        )  # those whose upper devices are being made: links of a recorded folder may go in circles
         self.ranks: list[XmlNode] = []
         self.notes: list[tuple[int, str]] = []
         self.identity = self.cpu_identity()
@@ -120,10 +137,18 @@ class _Machine:
         for line in self.sys.read("proc", "cpuinfo").splitlines():
             key, _, value = line.partition(":")
             facts.setdefault(key.strip(), value.strip())
-        family, model = (int(text) if _NUMBER.fullmatch(text := facts.get(key, "")) else 0 for key in ("cpu family", "model"))
+        family, model = (
+            int(text) if _NUMBER.fullmatch(text := facts.get(key, "")) else 0
+            for key in ("cpu family", "model")
+        )
         if family > 15:
             family = 15 + ((family - 15) << 4)
-        return {"arch": self.arch, "vendor": printable(facts.get("vendor_id", "")), "familyid": str(family), "modelid": str(model)}
+        return {
+            "arch": self.arch,
+            "vendor": printable(facts.get("vendor_id", "")),
+            "familyid": str(family),
+            "modelid": str(model),
+        }
 
     # PCI
 
@@ -141,7 +166,9 @@ class _Machine:
             for key, value in (("class", default_class), ("link_speed", ""), ("link_width", "")):
                 node.attrs.setdefault(key, value)
             if made:
-                self.note(f"PCI device {bus_id} is not in sysfs: taken to hang on a CPU of unknown NUMA domain")
+                self.note(
+                    f"PCI device {bus_id} is not in sysfs: taken to hang on a CPU of unknown NUMA domain"
+                )
                 self.attach(node, self.cpu("-1"))
             return node
         for key in ("class", "vendor", "device", "subsystem_vendor", "subsystem_device"):
@@ -153,7 +180,11 @@ class _Machine:
         if made:
             parent, upper = path.parent, path.parent.parent
             self.unattached.add(bus_id)
-            if BUS_ID.fullmatch(parent.name) and BUS_ID.fullmatch(upper.name) and upper.name not in self.unattached:
+            if (
+                BUS_ID.fullmatch(parent.name)
+                and BUS_ID.fullmatch(upper.name)
+                and upper.name not in self.unattached
+            ):
                 self.attach(node, self.pci(upper.name, "0x060400"))
             else:
                 self.attach(node, self.cpu(str(self.sys.number(path / "numa_node", default=-1))))
@@ -163,28 +194,54 @@ class _Machine:
     def pci_link(self, path: Path) -> tuple[str, str]:
         """Speed and width of the slower of device and port; empty and 0 where the (virtual) device does not tell."""
         speeds = [self.sys.value(folder / "max_link_speed") for folder in (path, path.parent)]
-        numbers = [float(match[0]) if (match := re.match(r"[0-9]+(\.[0-9]+)?(?= GT/s)", text)) else float("inf") for text in speeds]
-        width = min(max(0, self.sys.number(folder / "max_link_width")) for folder in (path, path.parent))
+        numbers = [
+            float(match[0])
+            if (match := re.match(r"[0-9]+(\.[0-9]+)?(?= GT/s)", text))
+            else float("inf")
+            for text in speeds
+        ]
+        width = min(
+            max(0, self.sys.number(folder / "max_link_width")) for folder in (path, path.parent)
+        )
         return speeds[1] if numbers[1] < numbers[0] else speeds[0], str(width)
 
     @staticmethod
     def attach(node: XmlNode, parent: XmlNode) -> None:
         """Children stay in the order of their bus ids."""
-        at = next((i for i, c in enumerate(parent.children) if "busid" in c.attrs and node.attrs["busid"] < c.attrs["busid"]), None)
+        at = next(
+            (
+                i
+                for i, c in enumerate(parent.children)
+                if "busid" in c.attrs and node.attrs["busid"] < c.attrs["busid"]
+            ),
+            None,
+        )
         parent.children.insert(len(parent.children) if at is None else at, node)
 
     # Ranks
 
     def gpu(self, facts: GpuFacts) -> None:
         pci = self.pci(facts.bus_id, "0x03")
-        attrs = {"dev": str(facts.dev), "sm": str(facts.sm), "rank": str(len(self.ranks)), "gdr": "1"}
+        attrs = {
+            "dev": str(facts.dev),
+            "sm": str(facts.sm),
+            "rank": str(len(self.ranks)),
+            "gdr": "1",
+        }
         gpu = XmlNode("gpu", attrs)
         for target, count in facts.nvlinks:
             path = self.sys.pci(target) if BUS_ID.fullmatch(target) else None
             tclass = self.sys.value(path / "class") if path else ""
-            gpu.children.append(XmlNode("nvlink", {"target": target, "count": str(count), "tclass": tclass or "0x068000"}))
+            gpu.children.append(
+                XmlNode(
+                    "nvlink",
+                    {"target": target, "count": str(count), "tclass": tclass or "0x068000"},
+                )
+            )
         if facts.c2c:
-            gpu.children.append(XmlNode("c2c", {"bw": str(facts.c2c[0]), "count": str(facts.c2c[1])}))
+            gpu.children.append(
+                XmlNode("c2c", {"bw": str(facts.c2c[0]), "count": str(facts.c2c[1])})
+            )
         pci.children = [child for child in pci.children if child.name != "gpu"]
         pci.children.append(gpu)
         self.ranks.append(gpu)
@@ -198,14 +255,30 @@ class _Machine:
         homes = [numa for numa, cpus in nodes for _ in range(cpus)]
         for i in range(count):
             bus_id = f"ffff:{i // 32:02x}:{i % 32:02x}.0"
-            attrs = {"busid": bus_id, "class": CPU_RANK_CLASS, "link_speed": "8.0 GT/s PCIe", "link_width": "16"}
+            attrs = {
+                "busid": bus_id,
+                "class": CPU_RANK_CLASS,
+                "link_speed": "8.0 GT/s PCIe",
+                "link_width": "16",
+            }
             pci = self.devices[bus_id] = XmlNode("pci", attrs)
             rank = str(first + i)
-            gpu = XmlNode("gpu", {"dev": rank, "sm": str(CPU_RANK_SM), "rank": rank, "gdr": "0", "accelerator": "cpu"})
+            gpu = XmlNode(
+                "gpu",
+                {
+                    "dev": rank,
+                    "sm": str(CPU_RANK_SM),
+                    "rank": rank,
+                    "gdr": "0",
+                    "accelerator": "cpu",
+                },
+            )
             pci.children.append(gpu)
             self.ranks.append(gpu)
             self.attach(pci, self.cpu(homes[i * total // count]))
-        self.note(f"{count} CPU rank{'s' * (count != 1)}: each joined to its NUMA domain with 12 GB/s, about what one core copies")
+        self.note(
+            f"{count} CPU rank{'s' * (count != 1)}: each joined to its NUMA domain with 12 GB/s, about what one core copies"
+        )
 
     # Nets
 
@@ -213,14 +286,29 @@ class _Machine:
         """Verbs devices with an active port; without any, the network interfaces."""
         dev = 0
         for name in self.sys.names("sys", "class", "infiniband"):
-            for port in filter(_NUMBER.fullmatch, self.sys.names("sys", "class", "infiniband", name, "ports")):
+            for port in filter(
+                _NUMBER.fullmatch, self.sys.names("sys", "class", "infiniband", name, "ports")
+            ):
                 base = ("sys", "class", "infiniband", name, "ports", port)
                 if "ACTIVE" in self.sys.read(*base, "state"):
-                    rate = re.match(r"[0-9]{1,6}(\.[0-9]+)?(?![0-9])", self.sys.value(*base, "rate"))
+                    rate = re.match(
+                        r"[0-9]{1,6}(\.[0-9]+)?(?![0-9])", self.sys.value(*base, "rate")
+                    )
                     speed = int(float(rate[0]) * 1000) if rate else 0
-                    guid = _guid(self.sys.read("sys", "class", "infiniband", name, "sys_image_guid"))
+                    guid = _guid(
+                        self.sys.read("sys", "class", "infiniband", name, "sys_image_guid")
+                    )
                     gdr = int(self.peer_memory)
-                    self.net(name, dev, speed, int(port), guid, _VERBS_MAXCONN, gdr, self.sys.pci_of("sys", "class", "infiniband", name))
+                    self.net(
+                        name,
+                        dev,
+                        speed,
+                        int(port),
+                        guid,
+                        _VERBS_MAXCONN,
+                        gdr,
+                        self.sys.pci_of("sys", "class", "infiniband", name),
+                    )
                     dev += 1
         if dev:
             return
@@ -229,20 +317,43 @@ class _Machine:
             if not _VIRTUAL.fullmatch(name) and state in ("up", "unknown"):
                 speed = self.sys.number("sys", "class", "net", name, "speed")
                 bus_id = self.sys.pci_of("sys", "class", "net", name)
-                self.net(name, dev, speed if speed > 0 else 10_000, 0, dev, _SOCKET_MAXCONN, 0, bus_id)
+                self.net(
+                    name, dev, speed if speed > 0 else 10_000, 0, dev, _SOCKET_MAXCONN, 0, bus_id
+                )
                 dev += 1
 
-    def net(self, name: str, dev: int, speed: int, port: int, guid: int, maxconn: str, gdr: int, bus_id: str) -> None:
+    def net(
+        self,
+        name: str,
+        dev: int,
+        speed: int,
+        port: int,
+        guid: int,
+        maxconn: str,
+        gdr: int,
+        bus_id: str,
+    ) -> None:
         if bus_id:
             merged = bus_id[:-1] + "0"  # the ports of a NIC are functions of one device
             parent = self.pci(merged if self.sys.pci(merged) else bus_id, "0x02")
         else:
-            parent = self.root.children[0] if self.root.children else self.cpu(next(self.sys.numa_nodes())[0])
+            parent = (
+                self.root.children[0]
+                if self.root.children
+                else self.cpu(next(self.sys.numa_nodes())[0])
+            )
         nic = parent.child("nic")
         if nic is None:
             nic = XmlNode("nic")
             parent.children.append(nic)
-        attrs = {"name": printable(name), "dev": str(dev), "latency": "0", "speed": str(speed), "port": str(port), "guid": f"{guid:#x}"}
+        attrs = {
+            "name": printable(name),
+            "dev": str(dev),
+            "latency": "0",
+            "speed": str(speed),
+            "port": str(port),
+            "guid": f"{guid:#x}",
+        }
         nic.children.append(XmlNode("net", {**attrs, "maxconn": maxconn, "gdr": str(gdr)}))
 
     def finish(self) -> XmlNode:
@@ -257,4 +368,8 @@ class _Machine:
 def _guid(text: str) -> int:
     """``1070:fd03:00b5:951e`` as the verbs library hands it out: in network order, read as a little-endian number."""
     digits = text.replace(":", "")
-    return int.from_bytes(bytes.fromhex(digits), "little") if re.fullmatch(r"[0-9a-fA-F]{16}", digits) else 0
+    return (
+        int.from_bytes(bytes.fromhex(digits), "little")
+        if re.fullmatch(r"[0-9a-fA-F]{16}", digits)
+        else 0
+    )

@@ -30,7 +30,10 @@ def compare_topologies(left: Topology, right: Topology) -> list[Difference]:
     found = list(_counts(left, right))
     found += _grouped(_nodes(left.system, right.system))
     found += _grouped(_paths(left, right))
-    for name, a, b in (("totalBw", left.system.total_bw, right.system.total_bw), ("maxBw", left.system.max_bw, right.system.max_bw)):
+    for name, a, b in (
+        ("totalBw", left.system.total_bw, right.system.total_bw),
+        ("maxBw", left.system.max_bw, right.system.max_bw),
+    ):
         if a != b:
             found.append(Difference(where=name, left=f"{a:g} GB/s", right=f"{b:g} GB/s"))
     return found
@@ -52,12 +55,22 @@ def _counts(left: Topology, right: Topology) -> Iterator[Difference]:
         if a != b:
             yield Difference(where=f"number of {kind.name} nodes", left=str(a), right=str(b))
     if len(left.domains) != len(right.domains):
-        yield Difference(where="domains joined by the network only", left=str(len(left.domains)), right=str(len(right.domains)))
+        yield Difference(
+            where="domains joined by the network only",
+            left=str(len(left.domains)),
+            right=str(len(right.domains)),
+        )
 
 
 def _facts(node: TopoNode) -> dict[str, str]:
     if isinstance(node, GpuNode):
-        return {"dev": str(node.dev), "rank": str(node.rank), "sm": str(node.sm), "gdr": str(node.gdr), "kind": node.label or "NVIDIA"}
+        return {
+            "dev": str(node.dev),
+            "rank": str(node.rank),
+            "sm": str(node.sm),
+            "gdr": str(node.gdr),
+            "kind": node.label or "NVIDIA",
+        }
     if isinstance(node, CpuNode):
         return {"kind": cpu_name(node)}
     if isinstance(node, NetNode):
@@ -86,17 +99,27 @@ def _nodes(left: System, right: System) -> Iterator[tuple[str, str, str, str]]:
 
 def _links(system: System, node: TopoNode) -> str:
     """The links of a node without names, alike neighbours put together: ``NVL 370.8 to NVS, 2 x PCI 48 to PCI``."""
-    texts = [f"{link.type.name} {link.bw:g} to {system.nodes[link.target].type.name}" for link in node.links]
+    texts = [
+        f"{link.type.name} {link.bw:g} to {system.nodes[link.target].type.name}"
+        for link in node.links
+    ]
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in runs) or "none"
 
 
 def _paths(left: Topology, right: Topology) -> Iterator[tuple[str, str, str, str]]:
     one, two = left.system, right.system
-    for source, target in ((NodeType.GPU, NodeType.GPU), (NodeType.GPU, NodeType.NET), (NodeType.GPU, NodeType.CPU)):
+    for source, target in (
+        (NodeType.GPU, NodeType.GPU),
+        (NodeType.GPU, NodeType.NET),
+        (NodeType.GPU, NodeType.CPU),
+    ):
         for i in range(min(one.count(source), two.count(source))):
             for j in range(min(one.count(target), two.count(target))):
-                a, b = _path(left.paths, source, i, target, j), _path(right.paths, source, i, target, j)
+                a, b = (
+                    _path(left.paths, source, i, target, j),
+                    _path(right.paths, source, i, target, j),
+                )
                 if a != b:
                     yield f"{source.name} to {target.name}", "path", a, b
 
@@ -110,4 +133,6 @@ def _grouped(found: Iterator[tuple[str, str, str, str]]) -> list[Difference]:
     counts: dict[tuple[str, str, str, str], int] = {}
     for item in found:
         counts[item] = counts.get(item, 0) + 1
-    return [Difference(where=f"{a} {b}", left=c, right=d, count=n) for (a, b, c, d), n in counts.items()]
+    return [
+        Difference(where=f"{a} {b}", left=c, right=d, count=n) for (a, b, c, d), n in counts.items()
+    ]

@@ -65,9 +65,13 @@ class PathNotes:
         self.changes: dict[Key, list[Change]] = {}
         self.whole: dict[Key, list[Change]] = {}
 
-    def applied(self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]) -> None:
+    def applied(
+        self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]
+    ) -> None:
         if key[:2] != key[2:]:
-            self.changes.setdefault(key, []).append(Change(rule=rule, before=before, after=after, facts=facts))
+            self.changes.setdefault(key, []).append(
+                Change(rule=rule, before=before, after=after, facts=facts)
+            )
 
     def split(self) -> None:
         self.whole, self.changes = self.changes, {}
@@ -120,7 +124,16 @@ class PathReason:
             "type_reason": self.type_reason,
             "bw_reason": self.bw_reason,
             "limit": self.limit,
-            "hops": [{"link": h.link.name, "from": h.source, "to": h.target, "bw": number(h.bw), "why": h.why} for h in self.hops],
+            "hops": [
+                {
+                    "link": h.link.name,
+                    "from": h.source,
+                    "to": h.target,
+                    "bw": number(h.bw),
+                    "why": h.why,
+                }
+                for h in self.hops
+            ],
             "rules": [
                 {
                     "rule": c.rule,
@@ -160,7 +173,13 @@ def explain_path(system: System, paths: PathTable, notes: PathNotes, key: Key) -
 def _hop(system: System, number: int) -> Hop:
     link, source = system.links[number], system.nodes[system.link_source[number]]
     target = system.nodes[link.target]
-    return Hop(link=link.type, source=source.name, target=target.name, bw=link.bw, why=_link_reason(source, target, link))
+    return Hop(
+        link=link.type,
+        source=source.name,
+        target=target.name,
+        bw=link.bw,
+        why=_link_reason(source, target, link),
+    )
 
 
 def _link_reason(source: TopoNode, target: TopoNode, link: Link) -> str:
@@ -195,13 +214,19 @@ def cpu_name(node: TopoNode) -> str:
     if node.vendor == CpuVendor.INTEL:
         models = {1: "Broadwell or older", 2: "Skylake", 3: "Sapphire Rapids", 4: "Emerald Rapids"}
         return f"Intel {models.get(node.model, '')}".strip()
-    names = {CpuVendor.AMD: "AMD", CpuVendor.ZHAOXIN: "Zhaoxin Yongfeng" if node.model == 1 else "Zhaoxin"}
+    names = {
+        CpuVendor.AMD: "AMD",
+        CpuVendor.ZHAOXIN: "Zhaoxin Yongfeng" if node.model == 1 else "Zhaoxin",
+    }
     return next((name for vendor, name in names.items() if vendor == node.vendor), "unknown CPU")
 
 
 def _type_reason(system: System, path: Path) -> str:
     """What on the way makes the path of its type."""
-    between = [(system.nodes[system.link_source[hop]], system.nodes[system.links[hop].target]) for hop in path.hops]
+    between = [
+        (system.nodes[system.link_source[hop]], system.nodes[system.links[hop].target])
+        for hop in path.hops
+    ]
     match path.type:
         case PathType.LOC:
             return "the node itself"
@@ -216,7 +241,9 @@ def _type_reason(system: System, path: Path) -> str:
         case PathType.PIX:
             return "one PCI switch at most"
         case PathType.PXB:
-            pair = next(((a.name, b.name) for a, b in between if a.type == b.type == NodeType.PCI), ("", ""))
+            pair = next(
+                ((a.name, b.name) for a, b in between if a.type == b.type == NodeType.PCI), ("", "")
+            )
             return f"several PCI switches, {pair[0]} and {pair[1]}"
         case PathType.P2C:
             return "C2C between GPU and CPU, PCI between CPU and NIC"
@@ -224,7 +251,9 @@ def _type_reason(system: System, path: Path) -> str:
             cpu = next((b.name for _, b in between if b.type == NodeType.CPU), "")
             return f"through the host bridge of {cpu or 'its CPU'}"
         case PathType.SYS:
-            pair = next(((a.name, b.name) for a, b in between if a.type == b.type == NodeType.CPU), ("", ""))
+            pair = next(
+                ((a.name, b.name) for a, b in between if a.type == b.type == NodeType.CPU), ("", "")
+            )
             return f"between NUMA domains, {pair[0]} and {pair[1]}"
         case PathType.NET:
             return "only over the network"

@@ -113,7 +113,11 @@ def cpu_kind(xml: XmlNode) -> tuple[int, int, int]:
     family, model = xml.integer("familyid"), xml.integer("modelid")
     if vendor == CpuVendor.INTEL:
         steps = ((0xCF, 4), (0x8F, 3), (0x55, 2))
-        return arch, vendor, next((number for least, number in steps if family == 6 and model >= least), 1)
+        return (
+            arch,
+            vendor,
+            next((number for least, number in steps if family == 6 and model >= least), 1),
+        )
     if vendor == CpuVendor.ZHAOXIN and family == 7 and model == 0x5B:
         return arch, vendor, 1
     return arch, vendor, UNDEF

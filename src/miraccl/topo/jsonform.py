@@ -46,13 +46,19 @@ def number(value: float) -> float | int:
 def system_to_json(system: System) -> Json:
     """The ``system`` section."""
     names = [node.name for node in system.nodes]
-    result: Json = {"maxBw": number(system.max_bw), "totalBw": number(system.total_bw), "inter": system.inter}
+    result: Json = {
+        "maxBw": number(system.max_bw),
+        "totalBw": number(system.total_bw),
+        "inter": system.inter,
+    }
     for kind in NodeType:
         result[kind.name] = [
             {
                 "name": node.name,
                 **_attributes(node),
-                "links": [[link.type.name, number(link.bw), names[link.target]] for link in node.links],
+                "links": [
+                    [link.type.name, number(link.bw), names[link.target]] for link in node.links
+                ],
             }
             for node in system.of(kind)
         ]
@@ -101,7 +107,9 @@ _ATTRIBUTES: dict[NodeType, dict[str, Shape]] = {
 
 
 def _node_shape(kind: NodeType) -> Shape:
-    name = text(f"{kind.name}/[0-9a-f]{{1,2}}-[0-9a-f]{{1,14}}", f"a name such as {kind.name}/0-1a000")
+    name = text(
+        f"{kind.name}/[0-9a-f]{{1,2}}-[0-9a-f]{{1,14}}", f"a name such as {kind.name}/0-1a000"
+    )
     link = row(one_of(*(kind.name for kind in LinkType)), single, text())
     return record({"name": name, **_ATTRIBUTES.get(kind, {}), "links": list_of(link)})
 
@@ -118,12 +126,22 @@ def system_from_json(data: Mapping[str, Any], where: str = "system") -> System:
     resolve = _link_resolver([entry for _, entry in raw], where)
     nodes = []
     for i, (kind, entry) in enumerate(raw):
-        links = tuple(Link(type=LinkType[t], bw=f32(bw), target=resolve(i, LinkType[t], f32(bw), name)) for t, bw, name in entry["links"])
+        links = tuple(
+            Link(type=LinkType[t], bw=f32(bw), target=resolve(i, LinkType[t], f32(bw), name))
+            for t, bw, name in entry["links"]
+        )
         nodes.append(_node_from_json(kind, entry, links))
-    return System(nodes=tuple(nodes), max_bw=f32(data["maxBw"]), total_bw=f32(data["totalBw"]), inter=data["inter"])
+    return System(
+        nodes=tuple(nodes),
+        max_bw=f32(data["maxBw"]),
+        total_bw=f32(data["totalBw"]),
+        inter=data["inter"],
+    )
 
 
-def _link_resolver(entries: Sequence[Mapping[str, Any]], where: str) -> Callable[[int, LinkType, float, str], int]:
+def _link_resolver(
+    entries: Sequence[Mapping[str, Any]], where: str
+) -> Callable[[int, LinkType, float, str], int]:
     """A function from (source index, link type, bandwidth, name) to the target's index.
 
     Where nodes share a name, the candidates are those that have a link back to the source, of the same bandwidth if possible,
@@ -137,14 +155,19 @@ def _link_resolver(entries: Sequence[Mapping[str, Any]], where: str) -> Callable
     def resolve(source: int, kind: LinkType, bw: float, name: str) -> int:
         candidates = by_name.get(name)
         if not candidates:
-            raise TopologyError(f"{where}: a link of {entries[source]['name']} leads to {name}, which is not in it")
+            raise TopologyError(
+                f"{where}: a link of {entries[source]['name']} leads to {name}, which is not in it"
+            )
         if len(candidates) == 1:
             return candidates[0]
         back = entries[source]["name"]
         free = [target for target in candidates if (source, kind, target) not in taken]
         for same_bw in (True, False):  # between CPUs of different kinds the two directions differ
             for target in free:
-                if any(t == kind.name and n == back and (f32(b) == bw or not same_bw) for t, b, n in entries[target]["links"]):
+                if any(
+                    t == kind.name and n == back and (f32(b) == bw or not same_bw)
+                    for t, b, n in entries[target]["links"]
+                ):
                     taken.add((source, kind, target))
                     return target
         raise TopologyError(f"{where}: a link of {back} leads to {name}, which has no link back")
@@ -157,11 +180,20 @@ def _node_from_json(kind: NodeType, entry: Mapping[str, Any], links: tuple[Link,
     id = (int(system, 16) << 56) | (int(local, 16) & LOCAL_ID_MASK)
     match kind:
         case NodeType.GPU:
-            return GpuNode(id=id, links=links, dev=entry["dev"], rank=entry["rank"], sm=entry["sm"], gdr=entry["gdr"])
+            return GpuNode(
+                id=id,
+                links=links,
+                dev=entry["dev"],
+                rank=entry["rank"],
+                sm=entry["sm"],
+                gdr=entry["gdr"],
+            )
         case NodeType.PCI:
             return PciNode(id=id, links=links, device=_integer(entry["device"]))
         case NodeType.CPU:
-            return CpuNode(id=id, links=links, arch=entry["arch"], vendor=entry["vendor"], model=entry["model"])
+            return CpuNode(
+                id=id, links=links, arch=entry["arch"], vendor=entry["vendor"], model=entry["model"]
+            )
         case NodeType.NET:
             return NetNode(
                 id=id,
@@ -197,7 +229,9 @@ def paths_to_json(paths: PathTable, system: System) -> Json:
                 if (source, target) == (NodeType.NET, NodeType.NET):
                     continue
                 row = paths.row(source, i, target)
-                entry[target.name] = [[p.type.name, number(p.bw), [hop[h] for h in p.hops]] for p in row]
+                entry[target.name] = [
+                    [p.type.name, number(p.bw), [hop[h] for h in p.hops]] for p in row
+                ]
             result[source.name].append(entry)
     return result
 
@@ -213,7 +247,9 @@ def paths_from_json(data: Mapping[str, Any], system: System) -> PathTable:
                         Path(
                             type=PathType[kind],
                             bw=f32(bw),
-                            hops=_hops(system, system.index(source, i), hops, system.index(target, j)),
+                            hops=_hops(
+                                system, system.index(source, i), hops, system.index(target, j)
+                            ),
                         )
                         for j, (kind, bw, hops) in enumerate(entry.get(target.name, ()))
                     )
@@ -239,7 +275,9 @@ def _hops(system: System, start: int, texts: Sequence[str], end: int) -> tuple[i
         ]
         if not fits:
             source = system.nodes[start].name
-            raise TopologyError(f"a path from {source} takes {hop_text} at {system.nodes[at].name}, where no such link starts")
+            raise TopologyError(
+                f"a path from {source} takes {hop_text} at {system.nodes[at].name}, where no such link starts"
+            )
         # Among nodes of one name the last hop takes the one the path is for, where there is such a link.
         hop, at = next((fit for fit in fits if k == len(texts) - 1 and fit[1] == end), fits[0])
         hops.append(hop)

@@ -21,7 +21,9 @@ _LARGEST_SINGLE = (2 - 2**-23) * 2.0**127
 
 def refuse(where: str, value: object, allowed: str) -> NoReturn:
     shown = repr(value)
-    raise TopologyError(f"{where or 'the document'} is {shown if len(shown) <= 60 else shown[:57] + '...'}; allowed is {allowed}")
+    raise TopologyError(
+        f"{where or 'the document'} is {shown if len(shown) <= 60 else shown[:57] + '...'}; allowed is {allowed}"
+    )
 
 
 def whole(low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> Shape:
@@ -68,7 +70,11 @@ def list_of(item: Shape, least: int = 0, most: int | None = None) -> Shape:
         if not isinstance(value, list):
             refuse(where, value, "a list")
         if len(value) < least or (most is not None and len(value) > most):
-            refuse(where, value, f"a list of {least} or more" if most is None else f"a list of {least} to {most}")
+            refuse(
+                where,
+                value,
+                f"a list of {least} or more" if most is None else f"a list of {least} to {most}",
+            )
         for number, one in enumerate(value):
             item(one, f"{where}[{number}]")
 

@@ -6,7 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 
 from miraccl import params
-from miraccl.topo.accelerators import AMD, Accelerator, apply_accelerators, extra_elements, read_accelerators
+from miraccl.topo.accelerators import (
+    AMD,
+    Accelerator,
+    apply_accelerators,
+    extra_elements,
+    read_accelerators,
+)
 from miraccl.topo.analyse import Topology
 from miraccl.topo.xmlfile import XmlFile, parse_topology, read_topology, write_topology
 
@@ -42,9 +48,14 @@ def read_original(
     return read_topology(name, extra=extra_elements([*described, AMD]))
 
 
-def load_topology_text(text: str | bytes, *, source: str = "<text>", accelerators: Sequence[Accelerator] = ()) -> XmlFile:
+def load_topology_text(
+    text: str | bytes, *, source: str = "<text>", accelerators: Sequence[Accelerator] = ()
+) -> XmlFile:
     """As :func:`load_topology`, from memory."""
-    return apply_accelerators(parse_topology(text, source=source, extra=extra_elements([*accelerators, AMD])), accelerators)
+    return apply_accelerators(
+        parse_topology(text, source=source, extra=extra_elements([*accelerators, AMD])),
+        accelerators,
+    )
 
 
 def load_accelerators(environ: Mapping[str, str] | None = None) -> tuple[Accelerator, ...]:

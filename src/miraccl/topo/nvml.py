@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_LINKS = 18
-_FI_C2C_LINK_COUNT, _FI_C2C_LINK_STATUS, _FI_C2C_LINK_MAX_BW = 170, 171, 172  # nvml.h NVML_FI_DEV_C2C_*
+_FI_C2C_LINK_COUNT, _FI_C2C_LINK_STATUS, _FI_C2C_LINK_MAX_BW = (
+    170,
+    171,
+    172,
+)  # nvml.h NVML_FI_DEV_C2C_*
 _CAP_P2P = 0  # NVML_NVLINK_CAP_P2P_SUPPORTED
 
 
@@ -44,7 +48,9 @@ def read_gpus() -> tuple[list[GpuFacts], str]:
     except pynvml.NVMLError as error:
         return [], f"NVML: {error}"
     try:
-        return [_gpu(pynvml, dev) for dev in range(pynvml.nvmlDeviceGetCount())], "NVML shows no GPU"
+        return [
+            _gpu(pynvml, dev) for dev in range(pynvml.nvmlDeviceGetCount())
+        ], "NVML shows no GPU"
     except pynvml.NVMLError as error:
         return [], f"NVML: {error}"
     finally:
@@ -94,7 +100,10 @@ def _c2c(nvml: Any, handle: Any) -> tuple[int, int] | None:
 
     bw = count = 0
     for link in range(field(_FI_C2C_LINK_COUNT) or 0):
-        if field(_FI_C2C_LINK_STATUS, link) == 1 and (speed := field(_FI_C2C_LINK_MAX_BW, link)) is not None:
+        if (
+            field(_FI_C2C_LINK_STATUS, link) == 1
+            and (speed := field(_FI_C2C_LINK_MAX_BW, link)) is not None
+        ):
             bw, count = speed, count + 1
     return (bw, count) if count else None
 

@@ -41,7 +41,11 @@ class PathOptions:
         def level(value: int) -> PathType | None:
             return None if value < 0 else PathType(value)
 
-        p2p = PathType.LOC if params.P2P_DISABLE.read(environ) == 1 else level(params.P2P_LEVEL.read(environ))
+        p2p = (
+            PathType.LOC
+            if params.P2P_DISABLE.read(environ) == 1
+            else level(params.P2P_LEVEL.read(environ))
+        )
         return cls(
             p2p_level=p2p,
             nvb=params.NVB_DISABLE.read(environ) == 0,
@@ -57,7 +61,11 @@ class PathOptions:
 
 
 def _nets_per_gpu(policy: str) -> int:
-    return {"AUTO": 0, "ALL": -1}[policy] if policy in ("AUTO", "ALL") else int(policy.partition(":")[2])
+    return (
+        {"AUTO": 0, "ALL": -1}[policy]
+        if policy in ("AUTO", "ALL")
+        else int(policy.partition(":")[2])
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

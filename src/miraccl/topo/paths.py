@@ -16,7 +16,16 @@ from dataclasses import replace
 from typing import Protocol
 
 from miraccl.topo.options import PathOptions
-from miraccl.topo.queries import GdrMode, Nearest, gdr_mode, local_cpu, net_is_faster, p2p_level, peer_access, relay_gpu
+from miraccl.topo.queries import (
+    GdrMode,
+    Nearest,
+    gdr_mode,
+    local_cpu,
+    net_is_faster,
+    p2p_level,
+    peer_access,
+    relay_gpu,
+)
 from miraccl.topo.records import (
     LOC_BW,
     TABLE_SOURCES,
@@ -42,7 +51,9 @@ _GPU, _NET, _CPU = NodeType.GPU, NodeType.NET, NodeType.CPU
 class PathRecorder(Protocol):
     """Hears which rules are applied to which paths. ``rule`` is a name of ``explain.RULES``; ``facts`` fill its sentence."""
 
-    def applied(self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]) -> None: ...
+    def applied(
+        self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]
+    ) -> None: ...
 
     def split(self) -> None:
         """GPUs are put apart: what was heard so far is about the whole node, what follows about its first domain."""
@@ -62,7 +73,9 @@ class _Table:
             for source in (_GPU, _NET, _CPU):
                 if (source, target) != (_NET, _NET):
                     start = system.starts[source]
-                    self.rows[source, target] = [routes.row(start + i) for i in range(system.count(source))]
+                    self.rows[source, target] = [
+                        routes.row(start + i) for i in range(system.count(source))
+                    ]
         self.paths = PathTable(rows=self.rows)
         self.near = Nearest(system, self.paths, options.net_per_gpu)
 
@@ -88,7 +101,9 @@ class _Table:
         first, second = self.path(source, i, *through), self.path(*through, target, j)
         type = PathType.PXN if through[0] == _GPU else merged_type(first.type, second.type)
         path = Path(type=type, bw=min(first.bw, second.bw), hops=first.hops + second.hops)
-        self.set(key, path, rule, through=self.system.nodes[self.system.index(*through)].name, **facts)
+        self.set(
+            key, path, rule, through=self.system.nodes[self.system.index(*through)].name, **facts
+        )
 
     def rename(self, key: Key, type: PathType, rule: str, **facts: object) -> None:
         self.set(key, replace(self.path(*key), type=type), rule, **facts)
@@ -101,7 +116,9 @@ def merged_type(one: PathType, other: PathType) -> PathType:
     return max(one, other)
 
 
-def compute_paths(system: System, options: PathOptions, *, recorder: PathRecorder | None = None) -> PathTable:
+def compute_paths(
+    system: System, options: PathOptions, *, recorder: PathRecorder | None = None
+) -> PathTable:
     """Paths of every GPU and net of ``system``, after all rules."""
     table = _Table(system, options, recorder)
     _apply_peer_rules(table)
@@ -109,7 +126,12 @@ def compute_paths(system: System, options: PathOptions, *, recorder: PathRecorde
     for net in range(len(system.nets)):
         for gpu in range(len(system.gpus)):
             _apply_net_rules(table, net, gpu)
-    rows = {(s, t): tuple(map(tuple, table.rows[s, t])) for s in TABLE_SOURCES for t in TABLE_TARGETS if (s, t) in table.rows}
+    rows = {
+        (s, t): tuple(map(tuple, table.rows[s, t]))
+        for s in TABLE_SOURCES
+        for t in TABLE_TARGETS
+        if (s, t) in table.rows
+    }
     return PathTable(rows=rows)
 
 
@@ -131,7 +153,9 @@ def _only_net(table: _Table, gpu: int, peer: int) -> str:
     """The rule by which two GPUs of a node can only use the network, empty if they can use P2P or SHM."""
     system, options, paths = table.system, table.options, table.paths
     faster = net_is_faster(paths, options, gpu, peer)
-    if peer_access(system, paths, options, gpu, peer) and (relay_gpu(system, paths, gpu, peer) >= 0 or not faster):
+    if peer_access(system, paths, options, gpu, peer) and (
+        relay_gpu(system, paths, gpu, peer) >= 0 or not faster
+    ):
         return ""
     if faster:
         return "net_faster"
@@ -143,7 +167,12 @@ def _apply_c2c(table: _Table) -> None:
     for net in range(len(system.nets)):
         for gpu in range(len(system.gpus)):
             cpu = local_cpu(system, table.paths, gpu)
-            if merged_type(table.path(_GPU, gpu, _CPU, cpu).type, table.path(_NET, net, _CPU, cpu).type) != PathType.P2C:
+            if (
+                merged_type(
+                    table.path(_GPU, gpu, _CPU, cpu).type, table.path(_NET, net, _CPU, cpu).type
+                )
+                != PathType.P2C
+            ):
                 continue
             for key in ((_GPU, gpu, _NET, net), (_NET, net, _GPU, gpu)):
                 if table.path(*key).type > PathType.P2C:
@@ -158,7 +187,10 @@ def _apply_net_rules(table: _Table, net: int, gpu: int) -> None:
             table.lead((_GPU, gpu, _NET, net), (_GPU, relay), "pxn")
     if table.path(_GPU, gpu, _NET, net).type >= PathType.PHB:
         return
-    if gdr_mode(system, table.paths, options, gpu, table.near.first(net), read=False) == GdrMode.DISABLED:
+    if (
+        gdr_mode(system, table.paths, options, gpu, table.near.first(net), read=False)
+        == GdrMode.DISABLED
+    ):
         cpu = local_cpu(system, table.paths, gpu)
         facts = {"net_gdr": system.nets[net].gdr, "gpu_gdr": system.gpus[gpu].gdr}
         table.lead((_NET, net, _GPU, gpu), (_CPU, cpu), "no_gdr", **facts)
@@ -191,12 +223,18 @@ def find_domains(system: System, paths: PathTable) -> tuple[tuple[int, ...], ...
 
 def keep_domain(system: System, gpus: tuple[int, ...]) -> System:
     """The system without the GPUs that are not in ``gpus`` (positions) and without the links to them."""
-    keep = [i for i, node in enumerate(system.nodes) if node.type != _GPU or i in gpus]  # GPUs come first: position is index
+    keep = [
+        i for i, node in enumerate(system.nodes) if node.type != _GPU or i in gpus
+    ]  # GPUs come first: position is index
     number = {old: new for new, old in enumerate(keep)}
     nodes = []
     for old in keep:
         node = system.nodes[old]
-        links = tuple(replace(link, target=number[link.target]) for link in node.links if link.target in number)
+        links = tuple(
+            replace(link, target=number[link.target])
+            for link in node.links
+            if link.target in number
+        )
         nodes.append(replace(node, links=links))
     return replace(system, nodes=tuple(nodes))
 
@@ -208,7 +246,10 @@ def finish_system(system: System, paths: PathTable, options: PathOptions, *, nra
     """
     near = Nearest(system, paths, options.net_per_gpu)
     first = system.starts[_NET]
-    nodes = tuple(replace(n, local_gpu=near.gpu(i - first)) if isinstance(n, NetNode) else n for i, n in enumerate(system.nodes))
+    nodes = tuple(
+        replace(n, local_gpu=near.gpu(i - first)) if isinstance(n, NetNode) else n
+        for i, n in enumerate(system.nodes)
+    )
     inter = 0 if len(system.gpus) == nranks else 1
     if not inter and len(system.gpus) == 1:
         return replace(system, nodes=nodes, inter=inter, max_bw=LOC_BW, total_bw=LOC_BW)

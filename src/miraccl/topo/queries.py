@@ -115,7 +115,11 @@ class Nearest:
 
 def local_cpu(system: System, paths: PathTable, gpu: int) -> int:
     """Position of the CPU fewest hops away from a GPU (ncclGetLocalCpu)."""
-    hops = [(path.count, cpu) for cpu, path in enumerate(paths.row(NodeType.GPU, gpu, NodeType.CPU)) if path.count]
+    hops = [
+        (path.count, cpu)
+        for cpu, path in enumerate(paths.row(NodeType.GPU, gpu, NodeType.CPU))
+        if path.count
+    ]
     if not hops:
         raise TopologyError(f"{system.gpus[gpu].name} reaches no CPU")
     return min(hops)[1]
@@ -130,7 +134,9 @@ def p2p_level(system: System, options: PathOptions) -> PathType:
     return PathType.SYS if amd and len(system.gpus) <= 2 else PathType.PXB
 
 
-def peer_access(system: System, paths: PathTable, options: PathOptions, gpu: int, peer: int) -> bool:
+def peer_access(
+    system: System, paths: PathTable, options: PathOptions, gpu: int, peer: int
+) -> bool:
     """Whether ``gpu`` may access the memory of ``peer`` directly (ncclTopoCheckP2p, with drivers that allow every pair)."""
     return paths.gpu_gpu(gpu, peer).type <= p2p_level(system, options)
 
@@ -151,7 +157,10 @@ def net_is_faster(paths: PathTable, options: PathOptions, gpu: int, peer: int) -
     speed = paths.gpu_gpu(gpu, peer).bw
 
     def net_speed(g: int) -> float:
-        return max((p.bw for p in paths.row(NodeType.GPU, g, NodeType.NET) if p.type <= PathType.PXB), default=0.0)
+        return max(
+            (p.bw for p in paths.row(NodeType.GPU, g, NodeType.NET) if p.type <= PathType.PXB),
+            default=0.0,
+        )
 
     return net_speed(gpu) > speed and net_speed(peer) > speed
 
@@ -170,7 +179,9 @@ def pxn_relay(system: System, paths: PathTable, gpu: int, net: int) -> int:
     raise TopologyError(f"no GPU between {system.gpus[gpu].name} and {system.nets[net].name}")
 
 
-def gdr_mode(system: System, paths: PathTable, options: PathOptions, gpu: int, net: int, *, read: bool) -> GdrMode:
+def gdr_mode(
+    system: System, paths: PathTable, options: PathOptions, gpu: int, net: int, *, read: bool
+) -> GdrMode:
     """Whether ``net`` accesses the memory of ``gpu`` directly, for sends (``read``) or receives (ncclTopoCheckGdr)."""
     if not system.nets[net].gdr or not system.gpus[gpu].gdr:
         return GdrMode.DISABLED

@@ -191,11 +191,15 @@ class System:
         last = NodeType.GPU
         for i, node in enumerate(self.nodes):
             if node.type < last:
-                raise TopologyError(f"node {i} ({node.name}) is out of order: nodes are grouped by type")
+                raise TopologyError(
+                    f"node {i} ({node.name}) is out of order: nodes are grouped by type"
+                )
             last = node.type
             for link in node.links:
                 if not 0 <= link.target < len(self.nodes):
-                    raise TopologyError(f"a link of {node.name} leads to node {link.target}, of {len(self.nodes)}")
+                    raise TopologyError(
+                        f"a link of {node.name} leads to node {link.target}, of {len(self.nodes)}"
+                    )
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -263,7 +267,10 @@ class System:
         first: dict[tuple[int, int, LinkType], int] = {}
         for number, link in enumerate(self.links):
             first.setdefault((self.link_source[number], link.target, link.type), number)
-        return tuple(first.get((link.target, self.link_source[n], link.type), -1) for n, link in enumerate(self.links))
+        return tuple(
+            first.get((link.target, self.link_source[n], link.type), -1)
+            for n, link in enumerate(self.links)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

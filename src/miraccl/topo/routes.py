@@ -10,7 +10,14 @@ from __future__ import annotations
 from miraccl.topo.records import LOC_BW, LinkType, NodeType, Path, PathType, System
 
 PATH_TYPES = tuple(PathType)
-_LOC, _NVL, _NVB, _PXB, _PHB, _DIS = PathType.LOC, PathType.NVL, PathType.NVB, PathType.PXB, PathType.PHB, PathType.DIS
+_LOC, _NVL, _NVB, _PXB, _PHB, _DIS = (
+    PathType.LOC,
+    PathType.NVL,
+    PathType.NVB,
+    PathType.PXB,
+    PathType.PHB,
+    PathType.DIS,
+)
 
 # For each node its links as (bandwidth, reached node, number of the reverse link, path type of the link, passable by a GPU).
 _Edge = tuple[float, int, int, int, bool]
@@ -19,7 +26,9 @@ _Edge = tuple[float, int, int, int, bool]
 class Routes:
     """Routes to the nodes of one type. ``known[node]`` says whether NCCL holds a row of routes for that node at all."""
 
-    def __init__(self, system: System, type: NodeType, edges: list[list[_Edge]], *, nvb: bool) -> None:
+    def __init__(
+        self, system: System, type: NodeType, edges: list[list[_Edge]], *, nvb: bool
+    ) -> None:
         self.system = system
         self.edges = edges
         self.nvb = nvb

@@ -30,7 +30,9 @@ def select_topology(root: XmlNode, options: TopoOptions) -> XmlNode:
 
 def complete_gpus(root: XmlNode) -> list[XmlNode]:
     """Fill in ``dev``, ``rank`` and ``gdr`` where the file lacks them; returns the ``gpu`` elements by rank. Changes ``root``."""
-    found = [(child, node) for node in root.walk() for child in node.children if child.name == "gpu"]
+    found = [
+        (child, node) for node in root.walk() for child in node.children if child.name == "gpu"
+    ]
     if any("dev" not in gpu.attrs for gpu, _ in found):
         by_bus = sorted(range(len(found)), key=lambda i: bus_id(found[i][1].attrs.get("busid", "")))
         for dev, i in enumerate(by_bus):
@@ -44,10 +46,14 @@ def complete_gpus(root: XmlNode) -> list[XmlNode]:
     for gpu, _ in found:
         rank = gpu.integer("rank")
         if rank in by_rank:
-            raise TopologyError(f"two GPUs have rank {rank}: lines {by_rank[rank].line} and {gpu.line}")
+            raise TopologyError(
+                f"two GPUs have rank {rank}: lines {by_rank[rank].line} and {gpu.line}"
+            )
         by_rank[rank] = gpu
     ranked = [by_rank[rank] for rank in sorted(by_rank)]
-    for local, gpu in enumerate(ranked):  # a dump of another node than the first has its global ranks
+    for local, gpu in enumerate(
+        ranked
+    ):  # a dump of another node than the first has its global ranks
         gpu.attrs["rank"] = str(local)
     return ranked
 
@@ -57,7 +63,9 @@ def keep_gpus(root: XmlNode, gpus: list[XmlNode], devs: tuple[int, ...]) -> list
     by_dev = {gpu.integer("dev"): gpu for gpu in gpus}
     missing = [dev for dev in devs if dev not in by_dev]
     if missing:
-        raise TopologyError(f"no GPU has dev {missing[0]}; the topology has {', '.join(map(str, sorted(by_dev)))}")
+        raise TopologyError(
+            f"no GPU has dev {missing[0]}; the topology has {', '.join(map(str, sorted(by_dev)))}"
+        )
     kept = [by_dev[dev] for dev in devs]
     for rank, gpu in enumerate(kept):
         gpu.attrs["rank"] = str(rank)
@@ -111,7 +119,14 @@ def _rank_view(node: XmlNode, gpu: XmlNode) -> XmlNode | None:
 
 def _merge(into: XmlNode, other: XmlNode) -> None:
     for child in other.children:
-        same = next((c for c in into.children if c.name == child.name and c.single == child.single and c.attrs == child.attrs), None)
+        same = next(
+            (
+                c
+                for c in into.children
+                if c.name == child.name and c.single == child.single and c.attrs == child.attrs
+            ),
+            None,
+        )
         if same is None:
             into.children.append(child.copy())
         else:

@@ -46,7 +46,11 @@ class Sysfs:
     def number(self, *parts: str | Path, default: int = 0) -> int:
         """The number in a file, of 32 bits with its sign; ``default`` where there is no such number."""
         text = self.value(*parts)
-        return int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) and abs(int(text)) < 1 << 32 else default
+        return (
+            int(text)
+            if re.fullmatch(r"-?[0-9]{1,10}", text) and abs(int(text)) < 1 << 32
+            else default
+        )
 
     def names(self, *parts: str) -> list[str]:
         """What is in a folder, with numbers in names ordered as numbers."""
@@ -78,7 +82,9 @@ class Sysfs:
         """NUMA domains with CPUs: their number and how many CPUs they have. One ``-1`` where the kernel shows none."""
         found = False
         for name in self.names("sys", "devices", "system", "node"):
-            if _NODE.fullmatch(name) and (cpus := self.count(self.read("sys", "devices", "system", "node", name, "cpulist"))):
+            if _NODE.fullmatch(name) and (
+                cpus := self.count(self.read("sys", "devices", "system", "node", name, "cpulist"))
+            ):
                 found = True
                 yield name[4:], cpus
         if not found:
@@ -101,4 +107,7 @@ def printable(name: str) -> str:
 
 def natural(text: str) -> tuple[tuple[bool, int, str], ...]:
     """Sort key: ``mlx5_10`` after ``mlx5_9``."""
-    return tuple((part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", text))
+    return tuple(
+        (part.isdecimal(), int(part) if part.isdecimal() else 0, part)
+        for part in re.split(r"(\d+)", text)
+    )

@@ -31,7 +31,10 @@ class Vertex:
 
     def connect(self, target: Vertex, type: LinkType, bw: float) -> None:
         """Add ``bw`` to the link of this type, made if need be, and move it before those with less."""
-        at = next((i for i, edge in enumerate(self.store) if edge.target is target and edge.type == type), len(self.store))
+        at = next(
+            (i for i, edge in enumerate(self.store) if edge.target is target and edge.type == type),
+            len(self.store),
+        )
         if at == len(self.store):
             self.store.append(Edge(type, 0.0, target))
             self.count += 1
@@ -43,7 +46,9 @@ class Vertex:
         self.store[at] = edge
 
     def remove(self, at: int) -> None:
-        self.store[at : self.count - 1] = [Edge(e.type, e.bw, e.target) for e in self.store[at + 1 : self.count]]
+        self.store[at : self.count - 1] = [
+            Edge(e.type, e.bw, e.target) for e in self.store[at + 1 : self.count]
+        ]
         self.count -= 1
 
     def append(self, edge: Edge) -> None:

@@ -46,7 +46,10 @@ CHILDREN: Mapping[str, tuple[str, ...]] = {
 
 _CHUNK = 64 << 10
 
-_UNCLOSED = {expat.errors.codes[text] for text in (expat.errors.XML_ERROR_NO_ELEMENTS, expat.errors.XML_ERROR_TAG_MISMATCH)}
+_UNCLOSED = {
+    expat.errors.codes[text]
+    for text in (expat.errors.XML_ERROR_NO_ELEMENTS, expat.errors.XML_ERROR_TAG_MISMATCH)
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +66,13 @@ class XmlNode:
     line: int = 0
 
     def copy(self) -> XmlNode:
-        return XmlNode(self.name, dict(self.attrs), [child.copy() for child in self.children], self.single, self.line)
+        return XmlNode(
+            self.name,
+            dict(self.attrs),
+            [child.copy() for child in self.children],
+            self.single,
+            self.line,
+        )
 
     def child(self, name: str) -> XmlNode | None:
         """The first child of that name."""
@@ -170,9 +179,14 @@ class _Reader:
 
     def __init__(self, source: str, data: bytes, extra: Mapping[str, tuple[str, ...]]) -> None:
         self.source = source
-        self.data = data.lstrip(b" \t\r\n") if data[:1].isspace() else data  # an XML declaration must come first
+        self.data = (
+            data.lstrip(b" \t\r\n") if data[:1].isspace() else data
+        )  # an XML declaration must come first
         self.skipped = data[: len(data) - len(self.data)].count(b"\n")
-        self.allowed = {**CHILDREN, **{name: CHILDREN.get(name, ()) + more for name, more in extra.items()}}
+        self.allowed = {
+            **CHILDREN,
+            **{name: CHILDREN.get(name, ()) + more for name, more in extra.items()},
+        }
         self.root: XmlNode | None = None
         self.stack: list[XmlNode] = []
         self.ignored = 0  # depth inside an element that nobody reads
@@ -192,7 +206,9 @@ class _Reader:
         return self.parser.CurrentLineNumber + self.skipped
 
     def fail(self, message: str, line: int | None = None) -> TopologyError:
-        return TopologyError(f"{self.source}, line {self.line if line is None else line}: {message}")
+        return TopologyError(
+            f"{self.source}, line {self.line if line is None else line}: {message}"
+        )
 
     def doctype(self, *_: object) -> None:
         raise self.fail("a topology file has no document type and no entities")
@@ -231,9 +247,16 @@ class _Reader:
         for i in range(0, len(flat), 2):
             key, value = flat[i], flat[i + 1]
             if len(key) > MAX_STR or len(value) > MAX_STR:
-                raise self.fail(f"attribute {key[:40]} of <{name}> is longer than {MAX_STR} characters")
+                raise self.fail(
+                    f"attribute {key[:40]} of <{name}> is longer than {MAX_STR} characters"
+                )
             if len(attrs) == MAX_ATTRS:
-                self.notes.append((self.line, f"attribute {key} of <{name}> is ignored: only {MAX_ATTRS} are read"))
+                self.notes.append(
+                    (
+                        self.line,
+                        f"attribute {key} of <{name}> is ignored: only {MAX_ATTRS} are read",
+                    )
+                )
             else:
                 attrs[key] = value
         return attrs
@@ -242,7 +265,9 @@ class _Reader:
         if "version" not in node.attrs:
             raise self.fail('<system> has no version; add version="1"')
         if node.integer("version") not in VERSIONS:
-            raise self.fail(f"version {node.attrs['version']} of the topology format is not known; known are 1 (NCCL) and 2 (AMD)")
+            raise self.fail(
+                f"version {node.attrs['version']} of the topology format is not known; known are 1 (NCCL) and 2 (AMD)"
+            )
 
     def end(self, name: str) -> None:
         if self.ignored:
@@ -278,14 +303,21 @@ class _Reader:
             raise self.fail("the file is empty")
         for node in self.root.walk():
             if len(node.children) > NCCL_MAX_SUBS:
-                self.notes.append((node.line, f"<{node.name}> has {len(node.children)} children; NCCL refuses more than {NCCL_MAX_SUBS}"))
+                self.notes.append(
+                    (
+                        node.line,
+                        f"<{node.name}> has {len(node.children)} children; NCCL refuses more than {NCCL_MAX_SUBS}",
+                    )
+                )
         kept = sum(1 for _ in self.root.walk())
         if kept >= NCCL_MAX_NODES:
             self.notes.append((1, f"{kept} elements; NCCL refuses {NCCL_MAX_NODES} and more"))
         return XmlFile(root=self.root, source=self.source, notes=tuple(sorted(self.notes)))
 
 
-def parse_topology(text: str | bytes, *, source: str = "<text>", extra: Mapping[str, tuple[str, ...]] | None = None) -> XmlFile:
+def parse_topology(
+    text: str | bytes, *, source: str = "<text>", extra: Mapping[str, tuple[str, ...]] | None = None
+) -> XmlFile:
     """Read a topology from memory. ``extra`` adds elements to :data:`CHILDREN` (described accelerators)."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(data) > MAX_BYTES:
@@ -293,7 +325,9 @@ def parse_topology(text: str | bytes, *, source: str = "<text>", extra: Mapping[
     return _Reader(source, data, extra or {}).read()
 
 
-def read_topology(path: str | os.PathLike[str], *, extra: Mapping[str, tuple[str, ...]] | None = None) -> XmlFile:
+def read_topology(
+    path: str | os.PathLike[str], *, extra: Mapping[str, tuple[str, ...]] | None = None
+) -> XmlFile:
     """Read a topology file. What cannot be opened, is no regular file or is too large raises ``TopologyError``."""
     return parse_topology(read_bytes(path, "topology file"), source=os.fspath(path), extra=extra)
 
@@ -333,7 +367,11 @@ def _format(node: XmlNode, indent: int, lines: list[str]) -> None:
 
 
 def _escape(value: str) -> str:
-    return value.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;") if any(c in value for c in '&<"') else value
+    return (
+        value.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+        if any(c in value for c in '&<"')
+        else value
+    )
 
 
 def write_topology(root: XmlNode, path: str | os.PathLike[str]) -> None:

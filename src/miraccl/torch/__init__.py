@@ -15,10 +15,15 @@ try:
     import torch
     import torch.distributed as dist
 except ImportError as error:
-    raise MissingDependency("miraccl.torch needs PyTorch", hint="pip install 'miraccl[torch]'") from error
+    raise MissingDependency(
+        "miraccl.torch needs PyTorch", hint="pip install 'miraccl[torch]'"
+    ) from error
 
 if not dist.is_available():
-    raise MissingDependency("this build of PyTorch has no torch.distributed", hint="install a build with USE_DISTRIBUTED=1")
+    raise MissingDependency(
+        "this build of PyTorch has no torch.distributed",
+        hint="install a build with USE_DISTRIBUTED=1",
+    )
 
 from miraccl.torch.failures import BackendError
 from miraccl.torch.functional import register

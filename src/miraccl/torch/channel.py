@@ -80,7 +80,10 @@ class Wire(Exchange):
         self._comm, self._member, self._faults = comm, comm._member, comm._member.faults
         context = comm._member.context
         super().__init__(comm.rank, context.wires, context.door("exchange", Collective.SEND_RECV))
-        self._put, self._take = context.door("put_tagged", Collective.SEND_RECV), context.door("take_tagged", Collective.SEND_RECV)
+        self._put, self._take = (
+            context.door("put_tagged", Collective.SEND_RECV),
+            context.door("take_tagged", Collective.SEND_RECV),
+        )
         self._row = np.zeros(at.OP_SIZE // 8, np.int64)
         self._row_address = int(self._row.ctypes.data)
         self._first = 0  # the place of the source that is looked at first
@@ -90,7 +93,9 @@ class Wire(Exchange):
         """The receives of headers, one of each other rank, and the address of their table."""
         peers = [peer for peer in range(self._comm.nranks) if peer != self._rank]
         memory = np.zeros((len(peers), at.HEADER_BYTES), np.uint8)
-        return self.table([self._transfer(part, peer, True) for part, peer in zip(memory, peers, strict=True)])
+        return self.table(
+            [self._transfer(part, peer, True) for part, peer in zip(memory, peers, strict=True)]
+        )
 
     def _place(self, source: int) -> int:
         return source - (source > self._rank)
@@ -105,7 +110,9 @@ class Wire(Exchange):
 
     def _transfer(self, array: Array, peer: int, receives: bool) -> Transfer:
         where = "recv" if receives else "send"
-        return Transfer(receives=receives, peer=peer, memory=view(array, "x", writes=receives, where=where))
+        return Transfer(
+            receives=receives, peer=peer, memory=view(array, "x", writes=receives, where=where)
+        )
 
     def _check(self) -> None:
         if self._faults.fault is not None:
@@ -130,7 +137,11 @@ class Wire(Exchange):
         rest of it; else nothing has happened. Raises what it finds wrong, as ``take`` does."""
         if self._faults.fault is not None:
             return at.NEED_PLAN  # the next attempt fails, with all messages
-        if self._open and any([e.transfer.peer == peer and not e.transfer.receives for e in self._open]):  # noqa: C419
+        if self._open and any(
+            [  # noqa: C419
+                e.transfer.peer == peer and not e.transfer.receives for e in self._open
+            ]
+        ):
             return at.NEED_PLAN
         code = self._put(peer, tag, address, nbytes, self._row_address)
         if code in _FATAL:
@@ -144,7 +155,9 @@ class Wire(Exchange):
         if self._faults.fault is not None or source == self._rank or not entries:
             return -at.NEED_PLAN
         if source is None:
-            found = self._take(table, len(entries), self._first, tag, address, nbytes, self._row_address, limit_ns)
+            found = self._take(
+                table, len(entries), self._first, tag, address, nbytes, self._row_address, limit_ns
+            )
             if found >= 0:
                 self._first = (self._place(found) + 1) % len(entries)
         else:
@@ -158,7 +171,11 @@ class Wire(Exchange):
         """Take in what a ``put`` or ``take`` of this memory has left."""
         receives, peer = bool(self._row[at.OP_RECEIVES // 8]), int(self._row[at.OP_PEER // 8])
         words = self._row.copy()
-        entry = Entry(transfer=self._transfer(array, peer, receives), words=words, address=int(words.ctypes.data))
+        entry = Entry(
+            transfer=self._transfer(array, peer, receives),
+            words=words,
+            address=int(words.ctypes.data),
+        )
         self.take_in(entry)
         return entry
 

@@ -58,7 +58,9 @@ class Collectives:
         return self._all_reduce("all_reduce", tensors, opts)
 
     @by_device("allreduce_coalesced")
-    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE_COALESCED) -> Work:
+    def allreduce_coalesced(
+        self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE_COALESCED
+    ) -> Work:
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Sequence[Any], opts: Any) -> Work:
@@ -85,7 +87,10 @@ class Collectives:
     @short_form(c10d.BroadcastOptions, "root", "timeout", lead=1, tensor_at=0)
     def broadcast(self, tensors: Sequence[Any], opts: Any = _BROADCAST) -> Work:
         with as_backend_errors():
-            staged, root = stage(only(tensors, "broadcast"), "broadcast"), self._root(opts, "broadcast")
+            staged, root = (
+                stage(only(tensors, "broadcast"), "broadcast"),
+                self._root(opts, "broadcast"),
+            )
 
         def action() -> None:
             self.communicator.broadcast(staged.array, root)
@@ -110,23 +115,34 @@ class Collectives:
 
     @by_device("allgather")
     @short_form(c10d.AllgatherOptions, "timeout", lead=2, tensor_at=1)
-    def allgather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
+    def allgather(
+        self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER
+    ) -> Work:
         only(inputs, "all_gather")
         return self._all_gather_lists("all_gather", output_lists, inputs, opts)
 
     @by_device("allgather_coalesced")
-    def allgather_coalesced(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER
+    ) -> Work:
         """``output_lists[r][i]`` becomes rank r's ``inputs[i]``."""
         with as_backend_errors():
             by_rank = [_paired(of_rank, inputs, "all_gather_coalesced") for of_rank in output_lists]
         by_input = [[pairs[i][0] for pairs in by_rank] for i in range(len(inputs))]
         return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
 
-    def _all_gather_lists(self, name: str, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Work:
+    def _all_gather_lists(
+        self, name: str, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any
+    ) -> Work:
         with as_backend_errors():
             jobs = []
             for outputs, tensor in _paired(output_lists, inputs, name):
-                jobs.append((stage(tensor, name), stage_list(outputs, name, load=False, nranks=self.communicator.nranks)))
+                jobs.append(
+                    (
+                        stage(tensor, name),
+                        stage_list(outputs, name, load=False, nranks=self.communicator.nranks),
+                    )
+                )
 
         def action() -> None:
             for source, target in jobs:
@@ -136,15 +152,27 @@ class Collectives:
                     self.communicator.all_gather_v(source.array, target.counts, target.array)
                 target.store()
 
-        tensors, staged = [t for outputs in output_lists for t in outputs], [s for job in jobs for s in job]
-        return self._go(name, tensors, staged, action, opts, lambda: [whole for _, target in jobs for whole in target.stacked])
+        tensors, staged = (
+            [t for outputs in output_lists for t in outputs],
+            [s for job in jobs for s in job],
+        )
+        return self._go(
+            name,
+            tensors,
+            staged,
+            action,
+            opts,
+            lambda: [whole for _, target in jobs for whole in target.stacked],
+        )
 
     @by_device("all_gather_single", "_allgather_base")
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = _ALL_GATHER) -> Work:
         return self._all_gather_singles([output], [tensor], opts)
 
     @by_device("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-    def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_GATHER) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_GATHER
+    ) -> Work:
         return self._all_gather_singles(outputs, inputs, opts)
 
     def _all_gather_singles(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Work:
@@ -161,7 +189,12 @@ class Collectives:
 
     @by_device("reduce_scatter")
     @short_form(c10d.ReduceScatterOptions, "op", "timeout", lead=2, tensor_at=0)
-    def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _REDUCE_SCATTER) -> Work:
+    def reduce_scatter(
+        self,
+        outputs: Sequence[Any],
+        input_lists: Sequence[Sequence[Any]],
+        opts: Any = _REDUCE_SCATTER,
+    ) -> Work:
         name = "reduce_scatter"
         with as_backend_errors():
             only(outputs, name)
@@ -176,7 +209,9 @@ class Collectives:
                 if len(set(source.counts)) == 1:
                     operators.reduce_scatter(self.communicator, source.array, target.array, how)
                 else:
-                    operators.reduce_scatter_v(self.communicator, source.array, source.counts, target.array, how)
+                    operators.reduce_scatter_v(
+                        self.communicator, source.array, source.counts, target.array, how
+                    )
                 target.store()
 
         return self._go(name, outputs, [s for job in jobs for s in job[:2]], action, opts)
@@ -186,10 +221,14 @@ class Collectives:
         return self._reduce_scatter_singles([output], [tensor], opts)
 
     @by_device("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _REDUCE_SCATTER) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _REDUCE_SCATTER
+    ) -> Work:
         return self._reduce_scatter_singles(outputs, inputs, opts)
 
-    def _reduce_scatter_singles(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Work:
+    def _reduce_scatter_singles(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any
+    ) -> Work:
         name = "reduce_scatter_tensor"
         with as_backend_errors():
             jobs = []
@@ -205,7 +244,9 @@ class Collectives:
         return self._go(name, outputs, [s for job in jobs for s in job[:2]], action, opts)
 
     @by_device("alltoall")
-    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_TO_ALL) -> Work:
+    def alltoall(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = _ALL_TO_ALL
+    ) -> Work:
         name = "all_to_all"
         with as_backend_errors():
             source = stage_list(inputs, name, nranks=self.communicator.nranks)
@@ -220,16 +261,26 @@ class Collectives:
     @by_device("all_to_all_single", "alltoall_base")
     @short_form(c10d.AllToAllOptions, "timeout", lead=4)
     def all_to_all_single(
-        self, output: Any, tensor: Any, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = _ALL_TO_ALL
+        self,
+        output: Any,
+        tensor: Any,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = _ALL_TO_ALL,
     ) -> Work:
         """Splits are in rows; none are equal blocks. In CPU memory, ranks need not agree on whether they give any."""
         name = "all_to_all_single"
         with as_backend_errors():
             source, target = stage(tensor, name), stage(output, name)
-            sends, receives = self._shares(source, input_splits, name), self._shares(target, output_splits, name)
+            sends, receives = (
+                self._shares(source, input_splits, name),
+                self._shares(target, output_splits, name),
+            )
 
         def action() -> None:
-            if even_on_gpu:  # one kernel for equal blocks; on the CPU the general form costs nothing
+            if (
+                even_on_gpu
+            ):  # one kernel for equal blocks; on the CPU the general form costs nothing
                 self.communicator.all_to_all(source.array, target.array)
             else:
                 self.communicator.all_to_all_v(source.array, sends, receives, target.array)
@@ -249,19 +300,27 @@ class Collectives:
             return [staged.count // nranks] * nranks
         rows = counts_of(splits, "a split", nranks, name)
         if sum(rows) != length:
-            raise InvalidUsage(f"{name}: the splits {rows} add up to {sum(rows)}, the tensor has {length} rows")
+            raise InvalidUsage(
+                f"{name}: the splits {rows} add up to {sum(rows)}, the tensor has {length} rows"
+            )
         per_row = staged.count // length if length else 0
         return [n * per_row for n in rows]
 
     @by_device("gather")
     @short_form(c10d.GatherOptions, "root", "timeout", lead=2, tensor_at=1)
-    def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _GATHER) -> Work:
+    def gather(
+        self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _GATHER
+    ) -> Work:
         name = "gather"
         with as_backend_errors():
             root = self._root(opts, name)
             outputs = only(output_lists, name) if self.communicator.rank == root else []
             source = stage(only(inputs, name), name)
-            target = stage_list(outputs, name, load=False, nranks=self.communicator.nranks) if outputs else None
+            target = (
+                stage_list(outputs, name, load=False, nranks=self.communicator.nranks)
+                if outputs
+                else None
+            )
             _check_equal_parts(target, source, name)
 
         return self._gather(name, outputs, source, target, root, opts)
@@ -276,17 +335,29 @@ class Collectives:
             target = stage(output, name) if self.communicator.rank == root else None
         return self._gather(name, [output] if target else [], source, target, root, opts)
 
-    def _gather(self, name: str, outputs: Sequence[Any], source: Staged, target: Staged | None, root: int, opts: Any) -> Work:
+    def _gather(
+        self,
+        name: str,
+        outputs: Sequence[Any],
+        source: Staged,
+        target: Staged | None,
+        root: int,
+        opts: Any,
+    ) -> Work:
         def action() -> None:
             self.communicator.gather(source.array, root, None if target is None else target.array)
             if target is not None:
                 target.store()
 
-        return self._go(name, outputs, [source] if target is None else [source, target], action, opts)
+        return self._go(
+            name, outputs, [source] if target is None else [source, target], action, opts
+        )
 
     @by_device("scatter")
     @short_form(c10d.ScatterOptions, "root", "timeout", lead=2, tensor_at=0)
-    def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _SCATTER) -> Work:
+    def scatter(
+        self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], opts: Any = _SCATTER
+    ) -> Work:
         name = "scatter"
         with as_backend_errors():
             root = self._root(opts, name)
@@ -299,7 +370,9 @@ class Collectives:
             self.communicator.scatter(None if source is None else source.array, root, target.array)
             target.store()
 
-        return self._go(name, outputs, [target] if source is None else [source, target], action, opts)
+        return self._go(
+            name, outputs, [target] if source is None else [source, target], action, opts
+        )
 
     def _root(self, opts: Any, name: str) -> int:
         return peer_rank(opts.rootRank, "root", self.communicator.nranks, name)
@@ -329,7 +402,9 @@ def _check_equal_parts(whole: Staged | None, part: Staged, name: str) -> None:
 def _paired(outputs: Sequence[Any], inputs: Sequence[Any], name: str) -> list[tuple[Any, Any]]:
     """Each output beside its input."""
     if len(outputs) != len(inputs):
-        raise InvalidUsage(f"{name}: an output for each input; got {len(outputs)} outputs and {len(inputs)} inputs")
+        raise InvalidUsage(
+            f"{name}: an output for each input; got {len(outputs)} outputs and {len(inputs)} inputs"
+        )
     return list(zip(outputs, inputs, strict=True))
 
 

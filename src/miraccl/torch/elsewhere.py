@@ -61,24 +61,45 @@ class Elsewhere:
             return kind.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         if backend == "nccl" and dist.is_nccl_available():
             options = options or dist.ProcessGroupNCCL.Options()
-            options._timeout, options.global_ranks_in_group, options.group_name = timeout, global_ranks, name
+            options._timeout, options.global_ranks_in_group, options.group_name = (
+                timeout,
+                global_ranks,
+                name,
+            )
             return kind.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
         if backend in ("gloo", "nccl"):
-            raise InvalidUsage(f"this build of PyTorch has no {backend.upper()}", hint="a build for CUDA has NCCL")
+            raise InvalidUsage(
+                f"this build of PyTorch has no {backend.upper()}", hint="a build for CUDA has NCCL"
+            )
         plugin = dist.Backend._plugins.get(backend.upper())
         if plugin is None or plugin.extended_api:
-            raise InvalidUsage(f"a group with miraccl for one device cannot have {backend!r} for another", hint="gloo and nccl can")
+            raise InvalidUsage(
+                f"a group with miraccl for one device cannot have {backend!r} for another",
+                hint="gloo and nccl can",
+            )
         instance = plugin.creator_fn(store, rank, size, timeout)
         if isinstance(instance, dist.ProcessGroup):
-            raise InvalidUsage(f"the backend {backend!r} is a process group of its own, which cannot stand beside another")
+            raise InvalidUsage(
+                f"the backend {backend!r} is a process group of its own, which cannot stand beside another"
+            )
         return kind.CUSTOM, instance
 
     def split(
-        self, store: Any, ranks: Sequence[int], rank: int, *, timeout: datetime.timedelta, options: Any, name: str, devices: Any = None
+        self,
+        store: Any,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        timeout: datetime.timedelta,
+        options: Any,
+        name: str,
+        devices: Any = None,
     ) -> Elsewhere | None:
         """The same backends of some of the ranks, in their order, one of which is ``rank``; made by these alone. With ``devices``, of these
         only; None, where there are none."""
-        kept = self.devices if devices is None else {torch.device(device).type for device in devices}
+        kept = (
+            self.devices if devices is None else {torch.device(device).type for device in devices}
+        )
         chosen = {device: backend for device, backend in self.devices.items() if device in kept}
         if not chosen:
             return None

@@ -23,7 +23,18 @@ from miraccl.torch.work import Work
 from miraccl.types import Collective
 
 #: of these PyTorch copies many tensors with one kernel
-_TOGETHER = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8))
+_TOGETHER = frozenset(
+    (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    )
+)
 
 
 class Everyday(Collectives):
@@ -41,42 +52,108 @@ class Everyday(Collectives):
         if _is_usual(c10d.AllreduceOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
             x, opts = tensors[0], rest[0]
             if (op := plain_operator(opts.reduceOp)) is not None:
-                return self._call("all_reduce", tensors, tensors, opts, self.communicator.all_reduce, x, x, op)
+                return self._call(
+                    "all_reduce", tensors, tensors, opts, self.communicator.all_reduce, x, x, op
+                )
         return super().allreduce(tensors, *rest, **named)
 
     def broadcast(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
         if _is_usual(c10d.BroadcastOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
-            return self._call("broadcast", tensors, tensors, rest[0], self.communicator.broadcast, tensors[0], rest[0].rootRank)
+            return self._call(
+                "broadcast",
+                tensors,
+                tensors,
+                rest[0],
+                self.communicator.broadcast,
+                tensors[0],
+                rest[0].rootRank,
+            )
         return super().broadcast(tensors, *rest, **named)
 
     def reduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
         if _is_usual(c10d.ReduceOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
             x, opts = tensors[0], rest[0]
             if (op := plain_operator(opts.reduceOp)) is not None:
-                return self._call("reduce", tensors, tensors, opts, self.communicator.reduce, x, opts.rootRank, None, op)
+                return self._call(
+                    "reduce",
+                    tensors,
+                    tensors,
+                    opts,
+                    self.communicator.reduce,
+                    x,
+                    opts.rootRank,
+                    None,
+                    op,
+                )
         return super().reduce(tensors, *rest, **named)
 
     def all_gather_single(self, output: Any, tensor: Any, *rest: Any) -> Work:
         memory = (output, tensor)
         if rest and self._are_everyday_on_gpu(memory):
-            return self._call("all_gather_into_tensor", [output], memory, rest[0], self.communicator.all_gather, tensor, output)
+            return self._call(
+                "all_gather_into_tensor",
+                [output],
+                memory,
+                rest[0],
+                self.communicator.all_gather,
+                tensor,
+                output,
+            )
         return super().all_gather_single(output, tensor, *rest)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, *rest: Any) -> Work:
         memory = (output, tensor)
-        if rest and self._are_everyday_on_gpu(memory) and (op := plain_operator(rest[0].reduceOp)) is not None:
-            return self._call("reduce_scatter_tensor", [output], memory, rest[0], self.communicator.reduce_scatter, tensor, output, op)
+        if (
+            rest
+            and self._are_everyday_on_gpu(memory)
+            and (op := plain_operator(rest[0].reduceOp)) is not None
+        ):
+            return self._call(
+                "reduce_scatter_tensor",
+                [output],
+                memory,
+                rest[0],
+                self.communicator.reduce_scatter,
+                tensor,
+                output,
+                op,
+            )
         return super().reduce_scatter_single(output, tensor, *rest)
 
-    def all_to_all_single(self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, *rest: Any) -> Work:
+    def all_to_all_single(
+        self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, *rest: Any
+    ) -> Work:
         memory, nranks = (output, tensor), self.communicator.nranks
-        if rest and type(output_splits) is list and type(input_splits) is list and self._are_everyday_on_gpu(memory):
+        if (
+            rest
+            and type(output_splits) is list
+            and type(input_splits) is list
+            and self._are_everyday_on_gpu(memory)
+        ):
             if not output_splits and not input_splits and tensor.shape[0] % nranks == 0:
-                return self._call("all_to_all_single", [output], memory, rest[0], self.communicator.all_to_all, tensor, output)
-            sends, receives = _elements(tensor, input_splits, nranks), _elements(output, output_splits, nranks)
+                return self._call(
+                    "all_to_all_single",
+                    [output],
+                    memory,
+                    rest[0],
+                    self.communicator.all_to_all,
+                    tensor,
+                    output,
+                )
+            sends, receives = (
+                _elements(tensor, input_splits, nranks),
+                _elements(output, output_splits, nranks),
+            )
             if sends and receives:
                 args = tensor, sends, receives, output
-                return self._call("all_to_all_single", [output], memory, rest[0], self.communicator.all_to_all_v, *args)
+                return self._call(
+                    "all_to_all_single",
+                    [output],
+                    memory,
+                    rest[0],
+                    self.communicator.all_to_all_v,
+                    *args,
+                )
         return super().all_to_all_single(output, tensor, output_splits, input_splits, *rest)
 
     _allgather_base = all_gather_single
@@ -85,9 +162,15 @@ class Everyday(Collectives):
 
     # ---- a list with a tensor for each rank
 
-    def allgather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any) -> Work:
+    def allgather(
+        self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any
+    ) -> Work:
         usual = _is_usual(c10d.AllgatherOptions, rest, inputs) and _is_one(output_lists)
-        if usual and self._are_everyday_on_gpu(inputs) and self._is_of_each_rank(output_lists[0], inputs[0]):
+        if (
+            usual
+            and self._are_everyday_on_gpu(inputs)
+            and self._is_of_each_rank(output_lists[0], inputs[0])
+        ):
             outputs, x = output_lists[0], inputs[0]
             result: list[Any] = []  # of futures: one tensor of all ranks' (see ``collectives``)
 
@@ -100,9 +183,15 @@ class Everyday(Collectives):
             return self._run("all_gather", result, (x, *outputs), rest[0], action)
         return super().allgather(output_lists, inputs, *rest, **named)
 
-    def reduce_scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any
+    ) -> Work:
         usual = _is_usual(c10d.ReduceScatterOptions, rest, outputs) and _is_one(input_lists)
-        if usual and self._are_everyday_on_gpu(outputs) and self._is_of_each_rank(input_lists[0], outputs[0]):
+        if (
+            usual
+            and self._are_everyday_on_gpu(outputs)
+            and self._is_of_each_rank(input_lists[0], outputs[0])
+        ):
             inputs, out = input_lists[0], outputs[0]
             if (op := plain_operator(rest[0].reduceOp)) is not None:
 
@@ -114,43 +203,90 @@ class Everyday(Collectives):
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], *rest: Any) -> Work:
         nranks = self.communicator.nranks
-        usual = len(rest) == 1 and type(rest[0]) is c10d.AllToAllOptions and type(outputs) is list and type(inputs) is list
-        if usual and len(outputs) == len(inputs) == nranks and self._are_everyday_on_gpu(together := (*outputs, *inputs)):
+        usual = (
+            len(rest) == 1
+            and type(rest[0]) is c10d.AllToAllOptions
+            and type(outputs) is list
+            and type(inputs) is list
+        )
+        if (
+            usual
+            and len(outputs) == len(inputs) == nranks
+            and self._are_everyday_on_gpu(together := (*outputs, *inputs))
+        ):
             one_type = len({x.dtype for x in together}) == 1
             if one_type and self._are_messages(outputs, inputs):
-                return self._exchange("all_to_all", outputs, rest[0], enumerate(inputs), enumerate(outputs), Collective.ALL_TO_ALL)
+                return self._exchange(
+                    "all_to_all",
+                    outputs,
+                    rest[0],
+                    enumerate(inputs),
+                    enumerate(outputs),
+                    Collective.ALL_TO_ALL,
+                )
         return super().alltoall(outputs, inputs, *rest)
 
-    def gather(self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any) -> Work:
+    def gather(
+        self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any
+    ) -> Work:
         if _is_usual(c10d.GatherOptions, rest, inputs) and self._are_everyday_on_gpu(inputs):
             x, root = inputs[0], rest[0].rootRank
             if root != self.communicator.rank:
                 return self._call("gather", [], inputs, rest[0], self.communicator.gather, x, root)
-            if _is_one(output_lists) and self._is_of_each_rank(output_lists[0], x) and self._are_messages(output_lists[0], inputs):
+            if (
+                _is_one(output_lists)
+                and self._is_of_each_rank(output_lists[0], x)
+                and self._are_messages(output_lists[0], inputs)
+            ):
                 of = Collective.GATHER, root, x
-                return self._exchange("gather", output_lists[0], rest[0], [(root, x)], enumerate(output_lists[0]), *of)
+                return self._exchange(
+                    "gather", output_lists[0], rest[0], [(root, x)], enumerate(output_lists[0]), *of
+                )
         return super().gather(output_lists, inputs, *rest, **named)
 
-    def scatter(self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any) -> Work:
+    def scatter(
+        self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any
+    ) -> Work:
         if _is_usual(c10d.ScatterOptions, rest, outputs) and self._are_everyday_on_gpu(outputs):
             out, root = outputs[0], rest[0].rootRank
             if root != self.communicator.rank:
-                return self._call("scatter", outputs, outputs, rest[0], self.communicator.scatter, None, root, out)
-            if _is_one(input_lists) and self._is_of_each_rank(input_lists[0], out) and self._are_messages(outputs, input_lists[0]):
+                return self._call(
+                    "scatter", outputs, outputs, rest[0], self.communicator.scatter, None, root, out
+                )
+            if (
+                _is_one(input_lists)
+                and self._is_of_each_rank(input_lists[0], out)
+                and self._are_messages(outputs, input_lists[0])
+            ):
                 of = Collective.SCATTER, root, out
-                return self._exchange("scatter", outputs, rest[0], enumerate(input_lists[0]), [(root, out)], *of)
+                return self._exchange(
+                    "scatter", outputs, rest[0], enumerate(input_lists[0]), [(root, out)], *of
+                )
         return super().scatter(outputs, input_lists, *rest, **named)
 
     # ---- running
 
     def _call(
-        self, name: str, tensors: Sequence[Any], memory: Iterable[Any], opts: Any, operation: Callable[..., Any], *args: Any
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        memory: Iterable[Any],
+        opts: Any,
+        operation: Callable[..., Any],
+        *args: Any,
     ) -> Work:
         """An operation of the communicator; ``tensors`` get its result, ``memory`` is all that it touches."""
         self._sequence += 1
         return self._here.call(name, tensors, memory, operation, args, asynchronous=opts.asyncOp)
 
-    def _run(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], opts: Any, action: Callable[[], None]) -> Work:
+    def _run(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        memory: Iterable[Any],
+        opts: Any,
+        action: Callable[[], None],
+    ) -> Work:
         """The same of an operation with copies of PyTorch's around it."""
         self._sequence += 1
         return self._here.run(name, tensors, memory, action, asynchronous=opts.asyncOp)
@@ -176,7 +312,9 @@ class Everyday(Collectives):
                     self.communicator.send(x, rank, stream=stream)
                 for rank, x in incoming:
                     self.communicator.recv(x, rank, stream=stream)
-                self.communicator._are_collective(collective, root, counts, len(outgoing) + len(incoming))
+                self.communicator._are_collective(
+                    collective, root, counts, len(outgoing) + len(incoming)
+                )
 
         return self._call(name, tensors, [x for _, x in (*outgoing, *incoming)], opts, operation)
 
@@ -197,10 +335,18 @@ class Everyday(Collectives):
 
     def _is_of_each_rank(self, tensors: Any, one: Any) -> bool:
         """Whether a list has a tensor like ``one``, which is everyday, for each rank, and PyTorch itself may write them."""
-        if type(tensors) is not list or len(tensors) != self.communicator.nranks or not self._are_everyday_on_gpu(tensors):
+        if (
+            type(tensors) is not list
+            or len(tensors) != self.communicator.nranks
+            or not self._are_everyday_on_gpu(tensors)
+        ):
             return False
         shape, dtype = one.shape, one.dtype
-        return all([x.shape == shape and x.dtype is dtype and not x.is_inference() for x in tensors])  # noqa: C419
+        return all(
+            [  # noqa: C419
+                x.shape == shape and x.dtype is dtype and not x.is_inference() for x in tensors
+            ]
+        )
 
     def _are_messages(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
         """Whether what goes from everyday tensors to other ranks' is messages, which it is on one host, whatever call it comes from.

@@ -11,7 +11,9 @@ import torch
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 
-def short_form(options: type, *names: str, lead: int, tensor_at: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def short_form(
+    options: type, *names: str, lead: int, tensor_at: int | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a call that takes ``lead`` arguments and ``options``: the fields called ``names`` may be given instead of options.
 
     A tensor at place ``tensor_at`` stands for a list of it, and so does what is beside it.
@@ -20,7 +22,9 @@ def short_form(options: type, *names: str, lead: int, tensor_at: int | None = No
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > lead and isinstance(args[lead], options):  # what torch.distributed itself calls
+            if len(args) > lead and isinstance(
+                args[lead], options
+            ):  # what torch.distributed itself calls
                 return method(self, *args)
             given, rest = args[:lead], args[lead:]
             alone = tensor_at is not None and isinstance(given[tensor_at], torch.Tensor)
@@ -30,7 +34,9 @@ def short_form(options: type, *names: str, lead: int, tensor_at: int | None = No
                 return method(self, *given, kwargs["opts"])
             opts, values = options(), dict(zip(names, rest)) | kwargs
             if len(rest) > len(names) or set(values) - set(names):
-                raise TypeError(f"{method.__name__} takes {', '.join(names)} or opts, got {rest} and {sorted(kwargs)}")
+                raise TypeError(
+                    f"{method.__name__} takes {', '.join(names)} or opts, got {rest} and {sorted(kwargs)}"
+                )
             for name, value in values.items():
                 if value is not None:
                     setattr(opts, _FIELDS[name], value)

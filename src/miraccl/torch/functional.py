@@ -33,7 +33,9 @@ def register() -> list[Any]:
     return kernels
 
 
-def _all_gather_into_tensor_out(operator: Any, tensor: Any, group_size: int, group_name: str, *, out: Any) -> Any:
+def _all_gather_into_tensor_out(
+    operator: Any, tensor: Any, group_size: int, group_name: str, *, out: Any
+) -> Any:
     group = c10d._resolve_process_group(group_name)
     if not isinstance(group, ProcessGroupMiraccl):
         return operator._op_dk(_ALL_DEVICES, tensor, group_size, group_name, out=out)
@@ -42,7 +44,12 @@ def _all_gather_into_tensor_out(operator: Any, tensor: Any, group_size: int, gro
 
 
 def _batch_p2p_ops(
-    operator: Any, op_list: Sequence[str], peer_list: Sequence[int], tag_list: Sequence[int], tensors: Sequence[Any], group_name: str
+    operator: Any,
+    op_list: Sequence[str],
+    peer_list: Sequence[int],
+    tag_list: Sequence[int],
+    tensors: Sequence[Any],
+    group_name: str,
 ) -> Any:
     """A send has an empty tensor to be waited for, a receive the tensor it receives into."""
     group = c10d._resolve_process_group(group_name)
@@ -59,7 +66,10 @@ def _batch_p2p_ops(
             works.append(calls[op]([tensor], peer, tag))
     finally:
         batch = group._end_coalescing(device) if together else None
-    results = [t if op == "irecv" else torch.empty(0, dtype=t.dtype, device=device) for op, t in zip(op_list, tensors, strict=True)]
+    results = [
+        t if op == "irecv" else torch.empty(0, dtype=t.dtype, device=device)
+        for op, t in zip(op_list, tensors, strict=True)
+    ]
     for result, work in zip(results, works, strict=True):
         c10d._register_work(result, work if batch is None else batch)
     return results

@@ -29,7 +29,15 @@ class TransferWork(Work):
     _future: Any = None
     _handed_over = False
 
-    def __init__(self, name: str, tensors: Sequence[Any], post: Post, message: Message, futures: Futures, after: Action | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        post: Post,
+        message: Message,
+        futures: Futures,
+        after: Action | None,
+    ) -> None:
         dist.Work.__init__(self)
         self._name, self._tensors = name, tensors
         self._post, self.message, self._futures, self._after = post, message, futures, after
@@ -91,7 +99,9 @@ class Futures:
     def __init__(self, name: str, post: Post) -> None:
         self._name, self._post = name, post
         self._lock = threading.Lock()
-        self._open: dict[TransferWork, float] = {}  # in the order of their deadlines, unless these have been changed
+        self._open: dict[
+            TransferWork, float
+        ] = {}  # in the order of their deadlines, unless these have been changed
         self._thread: threading.Thread | None = None
 
     def see_to(self, work: TransferWork) -> None:
@@ -103,7 +113,10 @@ class Futures:
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                with as_backend_errors(), as_system_failure("there can be no operation in the background"):
+                with (
+                    as_backend_errors(),
+                    as_system_failure("there can be no operation in the background"),
+                ):
                     thread.start()
                 self._thread = thread
             self._open[work] = time.monotonic() + self._post.timeout

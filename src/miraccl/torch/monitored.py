@@ -36,7 +36,9 @@ def barrier(post: Post, number: int, limit: float, wait_all_ranks: bool) -> None
             post.send(_packed(verdict), peer, tag + 1, NAME)
     if verdict:
         text, *graph = verdict.split("\n")
-        raise CollectiveTimeout(text, graph=tuple(graph), rank=rank, peer=None if rank == 0 else 0, op=NAME)
+        raise CollectiveTimeout(
+            text, graph=tuple(graph), rank=rank, peer=None if rank == 0 else 0, op=NAME
+        )
 
 
 def _missing(post: Post, tag: int, limit: float, wait_all_ranks: bool) -> list[int]:

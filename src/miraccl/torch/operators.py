@@ -61,7 +61,9 @@ def recipe(op: Any, dtype: Any, where: str) -> Recipe:
     found = _recipe(kind, dtype, where)
     if found.op is not RedOp.PREMUL_SUM:
         return found
-    return Recipe(form=found.form, op=PreMulSum(op.__getstate__()[1]))  # op.factor is not in PyTorch 2.11
+    return Recipe(
+        form=found.form, op=PreMulSum(op.__getstate__()[1])
+    )  # op.factor is not in PyTorch 2.11
 
 
 def plain_operator(op: Any) -> RedOp | None:
@@ -77,7 +79,12 @@ def _recipe(kind: Any, dtype: Any, where: str) -> Recipe:
         return Recipe(form=Form.BYTES, fold=_BITWISE[kind])
     if dtype.is_complex and kind not in _COMPLEX_OPS:
         raise _refused(kind, dtype, where)
-    if not dtype.is_complex and dtype not in NATIVE and dtype not in SMALL_FLOATS and dtype not in WIDENED:
+    if (
+        not dtype.is_complex
+        and dtype not in NATIVE
+        and dtype not in SMALL_FLOATS
+        and dtype not in WIDENED
+    ):
         raise _refused(kind, dtype, where)
     if kind not in _VALUES:
         raise _refused(kind, dtype, where)
@@ -85,7 +92,10 @@ def _recipe(kind: Any, dtype: Any, where: str) -> Recipe:
 
 
 def _refused(kind: Any, dtype: Any, where: str) -> InvalidUsage:
-    return InvalidUsage(f"{where}: ReduceOp.{getattr(kind, 'name', kind)} is not defined here for {dtype}", hint="see docs/torch.md")
+    return InvalidUsage(
+        f"{where}: ReduceOp.{getattr(kind, 'name', kind)} is not defined here for {dtype}",
+        hint="see docs/torch.md",
+    )
 
 
 # ---- reductions of flat arrays by a recipe

@@ -27,7 +27,13 @@ from miraccl.comm.lookout import lookout
 from miraccl.comm.progress import progress
 from miraccl.comm.waits import ANY, Wait
 from miraccl.comm.whereabouts import Waiting
-from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
+from miraccl.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorClosed,
+    InvalidUsage,
+    MiracclError,
+)
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.torch.channel import Wire, run_beside, seat_of, set_timeout, timeout_of
 from miraccl.torch.message import SENT, Early, Message, read_header, write_header
@@ -132,7 +138,11 @@ class Post:
         open_ones = [entry for some in entries for entry in some if not entry.done]
         if not self._wanted and not open_ones:
             return None
-        return len(self._wanted), len(open_ones), sum(int(e.words[at.OP_DONE // 8]) for e in open_ones)
+        return (
+            len(self._wanted),
+            len(open_ones),
+            sum(int(e.words[at.OP_DONE // 8]) for e in open_ones),
+        )
 
     def poll(self, message: Message) -> bool:
         """Do what can be done at once; whether the message is done."""
@@ -208,9 +218,17 @@ class Post:
         Another thread may be inside, but a message is always in some list, and these are read in the order in which it comes to them.
         """
         awaited = [(source, True) for source in list(self._headers)]
-        aside = [(early.peer, True) for early in list(self._early) if not all(e.done for e in early.entries)]
+        aside = [
+            (early.peer, True)
+            for early in list(self._early)
+            if not all(e.done for e in early.entries)
+        ]
         messages = [*self._wanted, *self._moving]
-        return [*awaited, *aside, *((ANY if m.peer is None else m.peer, not m.sends) for m in messages)]
+        return [
+            *awaited,
+            *aside,
+            *((ANY if m.peer is None else m.peer, not m.sends) for m in messages),
+        ]
 
     def _take(self, message: Message) -> bool:
         """The shortest way, for a receive that is the next to get its message, while nothing is moving: whether that has ended it.  If
@@ -230,8 +248,13 @@ class Post:
 
     def _take_next(self, message: Message) -> None:
         """Where the next message is not its own, nothing happens."""
-        tensor, limit_ns = message.tensor, self._slice_ns if len(self._wanted) == 1 else AMONG_OTHERS_NS
-        source = self._wire.take(message.peer, message.tag, tensor.data_ptr(), tensor.nbytes, limit_ns)
+        tensor, limit_ns = (
+            message.tensor,
+            self._slice_ns if len(self._wanted) == 1 else AMONG_OTHERS_NS,
+        )
+        source = self._wire.take(
+            message.peer, message.tag, tensor.data_ptr(), tensor.nbytes, limit_ns
+        )
         if source < 0 and source != -at.UNDER_WAY:
             return
         self._wanted.remove(message)
@@ -247,7 +270,9 @@ class Post:
         for other in self._wanted:
             if other is message:
                 return True
-            if other.tag == message.tag and (other.peer == message.peer or other.peer is None or message.peer is None):
+            if other.tag == message.tag and (
+                other.peer == message.peer or other.peer is None or message.peer is None
+            ):
                 break
         return False
 
@@ -280,7 +305,9 @@ class Post:
             except MiracclError:
                 pass  # whoever waits for one of them is told
             self._closed = True
-            self._fail(CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank))
+            self._fail(
+                CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank)
+            )
         set_timeout(self.comm, self.timeout)
         self.comm.finalize()
 
@@ -291,11 +318,16 @@ class Post:
 
     def _check(self, name: str) -> None:
         if self._closed:
-            raise CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank, op=name)
+            raise CommunicatorClosed(
+                "the process group has been destroyed", rank=self.comm.rank, op=name
+            )
 
     def _rank(self, peer: int, name: str) -> int:
         if not 0 <= peer < self._nranks:
-            raise InvalidUsage(f"{name}: the rank is {peer}; allowed are 0 to {self.comm.nranks - 1}", rank=self.comm.rank)
+            raise InvalidUsage(
+                f"{name}: the rank is {peer}; allowed are 0 to {self.comm.nranks - 1}",
+                rank=self.comm.rank,
+            )
         return peer
 
     def _next(self, message: Message) -> Sequence[Entry]:
@@ -305,7 +337,9 @@ class Post:
         header = None if message.peer is None else self._headers.get(message.peer)
         return [] if header is None else [header]
 
-    def _advance(self, must: Sequence[Entry], limit_s: float = 1.0, any_of: Sequence[Entry] = ()) -> None:
+    def _advance(
+        self, must: Sequence[Entry], limit_s: float = 1.0, any_of: Sequence[Entry] = ()
+    ) -> None:
         """Go on with everything (``Wire.go_on``). A fault of the communicator becomes that of all messages."""
         if self._closed:  # another thread was late: the communicator's memory may be gone
             return
@@ -333,7 +367,9 @@ class Post:
 
     def _header_to(self, peer: int) -> Entry:
         """A header to a peer; each has its memory once, unless several are under way."""
-        return self._unused.pop(peer, None) or self._wire.header_to(np.zeros(at.HEADER_BYTES, np.uint8), peer)
+        return self._unused.pop(peer, None) or self._wire.header_to(
+            np.zeros(at.HEADER_BYTES, np.uint8), peer
+        )
 
     def _sort(self) -> bool:
         """Bring messages and receives together; whether there is something new to do."""
@@ -387,7 +423,9 @@ class Post:
         if message.nbytes != early.payload.nbytes:
             sizes = f"{early.payload.nbytes} bytes, the tensor {message.nbytes}"
             text = f"the message of rank {early.peer} with tag {early.tag} has {sizes}"
-            message.error = CollectiveMismatch(text, rank=self.comm.rank, peer=early.peer, op=message.name)
+            message.error = CollectiveMismatch(
+                text, rank=self.comm.rank, peer=early.peer, op=message.name
+            )
 
     def _conclude(self) -> None:
         """Mark what is done."""
@@ -425,7 +463,12 @@ class _Held:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if kind is not None and not issubclass(kind, MiracclError):
                 self._post.abort(f"{kind.__name__} was raised in the middle of a message")

@@ -52,14 +52,24 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     supports_shrinking = False
     supports_time_estimate = False
 
-    def __init__(self, store: Any, communicator: Communicator, mail: Communicator, elsewhere: Elsewhere | None = None) -> None:
-        dist.ProcessGroup.__init__(self, communicator.rank, communicator.nranks)  # the one with a store makes no object to override
+    def __init__(
+        self,
+        store: Any,
+        communicator: Communicator,
+        mail: Communicator,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        dist.ProcessGroup.__init__(
+            self, communicator.rank, communicator.nranks
+        )  # the one with a store makes no object to override
         self._store = store
         self._group_name = self._group_desc = ""
         self.communicator = communicator
         self._elsewhere = elsewhere
         beside = functools.partial(run_beside, communicator)
-        self._lane = Lane(f"{NAME}-torch-{communicator.rank}", beside, seat_of(communicator).wait_inside)
+        self._lane = Lane(
+            f"{NAME}-torch-{communicator.rank}", beside, seat_of(communicator).wait_inside
+        )
         self._post = Post(mail)
         self._futures = Futures(f"{NAME}-torch-mail-{communicator.rank}", self._post)
         self._streams: Streams | None = None
@@ -126,13 +136,19 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         if self._elsewhere is None:
             return None
         tensor = first_tensor(arguments)
-        return self._elsewhere.group if tensor is not None and tensor.device.type in self._elsewhere.devices else None
+        return (
+            self._elsewhere.group
+            if tensor is not None and tensor.device.type in self._elsewhere.devices
+            else None
+        )
 
     def eager_connect_single_device(self, device: Any) -> None:
         """From ``init_process_group(device_id=...)``: the GPU side is made now, by all ranks."""
         self.bound_device_id = device
         x = torch.zeros(1, device=device)
-        self._streams_of(device).run("connect", [], [x], lambda: self.communicator.all_reduce(x), asynchronous=False)
+        self._streams_of(device).run(
+            "connect", [], [x], lambda: self.communicator.all_reduce(x), asynchronous=False
+        )
 
     def perform_nocolor_split(self, device: Any) -> None:
         """Groups meet through the store, without those that stay out."""
@@ -155,7 +171,9 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             self._streams = Streams(self.communicator, torch.device(device.type, ordinal))
         elif device.index not in (None, self._streams.device.index):
             with as_backend_errors():
-                raise InvalidUsage(f"the tensor is on {device}, this group works on {self._streams.device}: one GPU a group and rank")
+                raise InvalidUsage(
+                    f"the tensor is on {device}, this group works on {self._streams.device}: one GPU a group and rank"
+                )
         return self._streams
 
     # ---- running
@@ -180,21 +198,50 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             tensors = value()
         start = self._on_stream if on_gpu else self._on_cpu
         if profiling():
-            work = profiled(f"{NAME}:{name}", lambda: start(name, tensors, staged, action, opts), on_gpu)
+            work = profiled(
+                f"{NAME}:{name}", lambda: start(name, tensors, staged, action, opts), on_gpu
+            )
         else:
             work = start(name, tensors, staged, action, opts)
         if self._batch is not None:
             self._batch.append(work)
         return work
 
-    def _on_stream(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
-        memory = (t for place in staged for t in place.memory)  # which only asynchronous operations look at
-        return self._streams_of(staged[0].device).run(name, tensors, memory, action, asynchronous=opts.asyncOp)
+    def _on_stream(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        staged: Sequence[Staged],
+        action: Callable[[], Any],
+        opts: Any,
+    ) -> Work:
+        memory = (
+            t for place in staged for t in place.memory
+        )  # which only asynchronous operations look at
+        return self._streams_of(staged[0].device).run(
+            name, tensors, memory, action, asynchronous=opts.asyncOp
+        )
 
-    def _on_cpu(self, name: str, tensors: Sequence[Any], staged: Sequence[Staged], action: Callable[[], Any], opts: Any) -> Work:
-        return self._on_lane(name, tensors, action, seconds(opts.timeout), opts.asyncOp or self._batch is not None)
+    def _on_cpu(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        staged: Sequence[Staged],
+        action: Callable[[], Any],
+        opts: Any,
+    ) -> Work:
+        return self._on_lane(
+            name, tensors, action, seconds(opts.timeout), opts.asyncOp or self._batch is not None
+        )
 
-    def _on_lane(self, name: str, tensors: Sequence[Any], action: Callable[[], Any], limit: float | None, asynchronous: bool) -> Work:
+    def _on_lane(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        action: Callable[[], Any],
+        limit: float | None,
+        asynchronous: bool,
+    ) -> Work:
         if limit is not None:
             action = self._limited(limit, action)
         if asynchronous:
@@ -210,7 +257,9 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             try:
                 action()
             finally:
-                set_timeout(self.communicator, self._post.timeout)  # the program may have set another one meanwhile
+                set_timeout(
+                    self.communicator, self._post.timeout
+                )  # the program may have set another one meanwhile
 
         return run
 
@@ -218,11 +267,19 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     @shown_as(f"{NAME}:barrier")
     def barrier(self, opts: Any = _BARRIER) -> Work:
         device = opts.device
-        if self._elsewhere is not None and device is not None and device.type in self._elsewhere.devices:
+        if (
+            self._elsewhere is not None
+            and device is not None
+            and device.type in self._elsewhere.devices
+        ):
             other: Work = self._elsewhere.group.barrier(opts)
             return other
         self._sequence += 1
-        streams = self._streams_of(device) if device is not None and device.type == "cuda" else self._streams
+        streams = (
+            self._streams_of(device)
+            if device is not None and device.type == "cuda"
+            else self._streams
+        )
         drain = streams.mark() if streams is not None else None
 
         def action() -> None:
@@ -231,12 +288,16 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             try:
                 self.communicator.barrier()
             finally:
-                if streams is not None:  # why others have left, if they have, and what they have found
+                if (
+                    streams is not None
+                ):  # why others have left, if they have, and what they have found
                     streams.check("barrier")
 
         return self._on_lane("barrier", [], action, seconds(opts.timeout), opts.asyncOp)
 
-    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """A barrier that names the ranks that do not come, and where they are. Rank 0 finds out and tells the others.
 
         A timeout of 0 waits for nobody, as on Gloo.
@@ -257,7 +318,9 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """The deadline from now on, of other backends as well; that of miraccl's on a GPU is fixed when the group first uses it."""
-        self._post.set_timeout(timeout.total_seconds())  # first, as operations with deadlines of their own go back to this
+        self._post.set_timeout(
+            timeout.total_seconds()
+        )  # first, as operations with deadlines of their own go back to this
         set_timeout(self.communicator, timeout.total_seconds())
         if self._elsewhere is not None:
             self._elsewhere.group.set_timeout(timeout)
@@ -286,7 +349,9 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             return None
         name = group_name or self.name_of_split(number, ranks)
         store = dist.PrefixStore(f"{name}/", self._store)
-        place = dist.PrefixStore(f"{number}-{min(ranks)}/{NAME}/elsewhere/", store)  # names come again when their groups have gone
+        place = dist.PrefixStore(
+            f"{number}-{min(ranks)}/{NAME}/elsewhere/", store
+        )  # names come again when their groups have gone
         try:
             elsewhere = self._split_elsewhere(place, ranks, timeout, opts, name, device_types)
         except BaseException:
@@ -301,7 +366,13 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         return group
 
     def _split_elsewhere(
-        self, store: Any, ranks: Sequence[int], timeout: datetime.timedelta | None, opts: Any, name: str, devices: Any
+        self,
+        store: Any,
+        ranks: Sequence[int],
+        timeout: datetime.timedelta | None,
+        opts: Any,
+        name: str,
+        devices: Any,
     ) -> Elsewhere | None:
         """Backends of other libraries for a part of the ranks. ``opts`` may be a copy of this group's own, which are not for them."""
         if self._elsewhere is None:
@@ -309,7 +380,15 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         limit = self.options._timeout if timeout is None else timeout
         given = None if isinstance(opts, types.SimpleNamespace) else opts
         with as_backend_errors():
-            return self._elsewhere.split(store, list(ranks), self.rank(), timeout=limit, options=given, name=name, devices=devices)
+            return self._elsewhere.split(
+                store,
+                list(ranks),
+                self.rank(),
+                timeout=limit,
+                options=given,
+                name=name,
+                devices=devices,
+            )
 
     def count_split(self) -> int:
         """The number of a split that begins, the same on all ranks."""
@@ -331,7 +410,9 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     def shutdown(self) -> None:
         """From ``destroy_process_group``: end after what is pending."""
         if not self._lane.close(CLOSE_WAIT_S):
-            self.communicator.abort("the process group was destroyed while an operation was pending")
+            self.communicator.abort(
+                "the process group was destroyed while an operation was pending"
+            )
             self._lane.close(CLOSE_WAIT_S)
         self._post.close()
         self._futures.close(CLOSE_WAIT_S)

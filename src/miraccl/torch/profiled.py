@@ -39,7 +39,9 @@ def shown_as(title: str) -> Callable[[Callable[..., Work]], Callable[..., Work]]
             if not profiling():
                 return method(self, *args)
             tensor = first_tensor(args)
-            return profiled(title, lambda: method(self, *args), tensor is not None and tensor.is_cuda)
+            return profiled(
+                title, lambda: method(self, *args), tensor is not None and tensor.is_cuda
+            )
 
         return call
 

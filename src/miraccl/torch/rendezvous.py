@@ -23,11 +23,16 @@ from miraccl.torch.failures import as_backend_errors
 SCHEME = "miraccl"
 
 
-def handle(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+def handle(
+    url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **kwargs: Any
+) -> Iterator[tuple[Any, int, int]]:
     """The store, the rank and how many there are; collective over the ranks that the launcher started, within ``timeout``."""
     if "?" in url:
         with as_backend_errors():
-            raise InvalidUsage(f"{url}: the launcher says rank and world_size", hint=f"leave them out beside {SCHEME}://")
+            raise InvalidUsage(
+                f"{url}: the launcher says rank and world_size",
+                hint=f"leave them out beside {SCHEME}://",
+            )
     trace.configure()
     with as_backend_errors():
         launch = detect_launch(os.environ)
@@ -35,7 +40,9 @@ def handle(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **kw
         yield from dist.rendezvous("env://", timeout=timeout, **kwargs)
         return
     yield _store(launch, timeout), launch.rank, launch.nranks
-    raise RuntimeError(f"{SCHEME}:// does not meet again after a failure")  # as PyTorch's handlers say
+    raise RuntimeError(
+        f"{SCHEME}:// does not meet again after a failure"
+    )  # as PyTorch's handlers say
 
 
 def _store(launch: Launch, timeout: datetime.timedelta) -> Any:
@@ -44,6 +51,14 @@ def _store(launch: Launch, timeout: datetime.timedelta) -> Any:
     deadline = Deadline.after(timeout.total_seconds())
     with as_backend_errors(), meet(launch, deadline, deadline.seconds) as session:
         host = session.addresses[0]
-        own = dist.TCPStore(host, 0, launch.nranks, True, timeout, wait_for_workers=False) if launch.rank == 0 else None
-        port = session.all_gather(str(own.port).encode() if own else b"", "store of torch", deadline)[0]
-    return own or dist.TCPStore(host, int(port), launch.nranks, False, timeout, wait_for_workers=False)
+        own = (
+            dist.TCPStore(host, 0, launch.nranks, True, timeout, wait_for_workers=False)
+            if launch.rank == 0
+            else None
+        )
+        port = session.all_gather(
+            str(own.port).encode() if own else b"", "store of torch", deadline
+        )[0]
+    return own or dist.TCPStore(
+        host, int(port), launch.nranks, False, timeout, wait_for_workers=False
+    )

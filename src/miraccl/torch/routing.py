@@ -31,7 +31,9 @@ def by_device(*names: str) -> Callable[[Callable[..., Work]], Callable[..., Work
             other = self.elsewhere_for(args)
             if other is None:
                 return method(self, *args, **kwargs)
-            theirs: Work = getattr(other, next(name for name in names if hasattr(other, name)))(*args, **kwargs)
+            theirs: Work = getattr(other, next(name for name in names if hasattr(other, name)))(
+                *args, **kwargs
+            )
             return theirs
 
         return call

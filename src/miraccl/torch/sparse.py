@@ -22,7 +22,10 @@ def is_sparse(tensor: Any) -> bool:
 
 def check_sum(op: Any, where: str) -> None:
     if op != dist.ReduceOp.SUM:
-        raise InvalidUsage(f"{where}: sparse tensors are added up only; allowed is ReduceOp.SUM", hint="use to_dense()")
+        raise InvalidUsage(
+            f"{where}: sparse tensors are added up only; allowed is ReduceOp.SUM",
+            hint="use to_dense()",
+        )
 
 
 def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
@@ -31,10 +34,16 @@ def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
     counts = comm.all_gather(np.array([own._nnz()])).tolist()
     indices = _gathered(comm, own.indices().t(), counts, where)
     values = _gathered(comm, own.values(), counts, where)
-    checked = torch.sparse.check_sparse_tensor_invariants.is_enabled()  # not said, PyTorch warns that it is off
-    total = torch.sparse_coo_tensor(indices.t(), values, own.shape, device=own.device, check_invariants=checked).coalesce()
+    checked = (
+        torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    )  # not said, PyTorch warns that it is off
+    total = torch.sparse_coo_tensor(
+        indices.t(), values, own.shape, device=own.device, check_invariants=checked
+    ).coalesce()
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        tensor.copy_(total)  # not its detach(): that one would get new entries, which the tensor does not see
+        tensor.copy_(
+            total
+        )  # not its detach(): that one would get new entries, which the tensor does not see
 
 
 def _gathered(comm: Communicator, rows: Any, counts: list[int], where: str) -> Any:

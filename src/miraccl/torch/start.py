@@ -93,8 +93,14 @@ class _NewGroup(Creation):
         self._world, self._ranks, tokens, parent = None, [], [], ""
         if isinstance(world, ProcessGroupMiraccl):
             seat, self._world = seat_of(world.communicator), world.communicator._member.session
-            self.name, self._ranks, parent = f"group {opts.group_id}", list(opts.global_ranks_in_group), seat.key
-            if self.usual_s >= seat.usual_s:  # else the program may go on when it has waited in vain
+            self.name, self._ranks, parent = (
+                f"group {opts.group_id}",
+                list(opts.global_ranks_in_group),
+                seat.key,
+            )
+            if (
+                self.usual_s >= seat.usual_s
+            ):  # else the program may go on when it has waited in vain
                 tokens = [self._world.tokens[rank] for rank in self._ranks]
             self.usual_s = max(self.usual_s, seat.usual_s)
         super().__init__(f"group {opts.group_id} of {parent}", tokens, "new_group", opts.group_rank)
@@ -111,10 +117,17 @@ class _NewGroup(Creation):
         gone = self._world.gone() & {*self._ranks} if self._world is not None else ()
         if gone:
             peer = min(gone)
-            raise PeerDied(f"rank {peer} has left the default group and will not come", rank=self._rank, peer=peer, op="new_group")
+            raise PeerDied(
+                f"rank {peer} has left the default group and will not come",
+                rank=self._rank,
+                peer=peer,
+                op="new_group",
+            )
 
 
-def _meet(store: Any, rank: int, size: int, deadline: Deadline, creation: _NewGroup) -> Communicator:
+def _meet(
+    store: Any, rank: int, size: int, deadline: Deadline, creation: _NewGroup
+) -> Communicator:
     trace.configure()
     options = Options.create(timeout=deadline.seconds, cta_policy="efficiency")
     if size == 1:
@@ -124,7 +137,9 @@ def _meet(store: Any, rank: int, size: int, deadline: Deadline, creation: _NewGr
     else:
         session = _visit(store, rank, size, deadline, creation.look)
     session.name = creation.name
-    return Communicator.from_session(session, options, stages=Stages(session, deadline), orders=of_program(session))
+    return Communicator.from_session(
+        session, options, stages=Stages(session, deadline), orders=of_program(session)
+    )
 
 
 def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:
@@ -132,7 +147,9 @@ def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -
     try:
         ident, root = create_root(nranks=size)
     except MiracclError as error:
-        store.set(KEY, f"{_FAILED}{secrets.token_hex(8)} {error}")  # no two are equal, as no two ids are
+        store.set(
+            KEY, f"{_FAILED}{secrets.token_hex(8)} {error}"
+        )  # no two are equal, as no two ids are
         raise
     try:
         with _offered(store, ident):
@@ -158,18 +175,26 @@ def _offered(store: Any, ident: UniqueId) -> Iterator[None]:
             store.set(KEY, _NONE)
 
 
-def _visit(store: Any, rank: int, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:
+def _visit(
+    store: Any, rank: int, size: int, deadline: Deadline, look: Callable[[], None]
+) -> Session:
     """The way of the others. What they read may be of a rank 0 that was killed, or of a try that they have behind them."""
     while True:
         text = _wait_for(store, rank, deadline, look)
         try:
             if text.startswith(_FAILED):
                 why = text.removeprefix(_FAILED).partition(" ")[2]
-                raise BootstrapError(f"rank 0 could not open the meeting point: {why}", rank=rank, peer=0)
-            return _connect(UniqueId.parse(text), rank, size, deadline, _unless_replaced(store, text, look))
+                raise BootstrapError(
+                    f"rank 0 could not open the meeting point: {why}", rank=rank, peer=0
+                )
+            return _connect(
+                UniqueId.parse(text), rank, size, deadline, _unless_replaced(store, text, look)
+            )
         except BaseException as error:
             _tried.add((rank, text))
-            misled = isinstance(error, HubNotFound | AuthenticationError) and _is_replaced(store, text)
+            misled = isinstance(error, HubNotFound | AuthenticationError) and _is_replaced(
+                store, text
+            )
             if not misled and not isinstance(error, _Replaced):
                 raise
 
@@ -202,11 +227,25 @@ def _is_replaced(store: Any, text: str) -> bool:
 
 
 def _connect(
-    ident: UniqueId, rank: int, size: int, deadline: Deadline, look: Callable[[], None], root: Root | None = None
+    ident: UniqueId,
+    rank: int,
+    size: int,
+    deadline: Deadline,
+    look: Callable[[], None],
+    root: Root | None = None,
 ) -> Session:
     """Ranks may come as far apart as the group's timeout; one that cannot reach rank 0 knows it sooner."""
     dial = params.BOOTSTRAP_TIMEOUT.read()
-    return connect(ident, rank, size, deadline, session_timeout=deadline.seconds, dial_timeout=dial, root=root, look=look)
+    return connect(
+        ident,
+        rank,
+        size,
+        deadline,
+        session_timeout=deadline.seconds,
+        dial_timeout=dial,
+        root=root,
+        look=look,
+    )
 
 
 def _wait_for(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]) -> str:
@@ -216,11 +255,17 @@ def _wait_for(store: Any, rank: int, deadline: Deadline, look: Callable[[], None
         while (text := _read(store)) == _NONE or (rank, text) in _tried:
             look()
             if not deadline.left:
-                raise BootstrapError(f"rank 0 put no unique id into the store within {deadline.seconds:g} s", rank=rank, peer=0)
+                raise BootstrapError(
+                    f"rank 0 put no unique id into the store within {deadline.seconds:g} s",
+                    rank=rank,
+                    peer=0,
+                )
             time.sleep(nap)
             nap = min(2 * nap, NAP_LAST_S)
     except RuntimeError as error:  # DistStoreError, but not of every store
-        raise BootstrapError(f"rank 0 put no unique id into the store: {error}", rank=rank, peer=0) from error
+        raise BootstrapError(
+            f"rank 0 put no unique id into the store: {error}", rank=rank, peer=0
+        ) from error
     return text
 
 

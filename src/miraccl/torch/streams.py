@@ -73,19 +73,36 @@ class Streams:
             self._own, self._fork = self.cuda.Stream(self.device), self.cuda.Event()
         return self._own
 
-    def run(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action, *, asynchronous: bool) -> StreamWork:
+    def run(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        memory: Iterable[Any],
+        action: Action,
+        *,
+        asynchronous: bool,
+    ) -> StreamWork:
         """Enqueue ``action``, which only enqueues; ``memory`` is every tensor that it touches, ``tensors`` those with the result."""
         start = self._start_beside if asynchronous else self._start_here
         with self.lock:
             work: StreamWork = self._on_device(lambda: start(name, tensors, memory, action))
         return work
 
-    def _start_here(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Callable[..., Any], *args: Any) -> StreamWork:
+    def _start_here(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        memory: Iterable[Any],
+        action: Callable[..., Any],
+        *args: Any,
+    ) -> StreamWork:
         """In the current stream."""
         self._enqueue(action, *args)
         return StreamWork(name, tensors, self, self.cuda.current_stream(self.device.index))
 
-    def _start_beside(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action) -> StreamWork:
+    def _start_beside(
+        self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action
+    ) -> StreamWork:
         """In the group's stream, which waits for the current one."""
         own, current = self._branch()
         self._in_stream(own, current, lambda: self._enqueue(action))
@@ -104,7 +121,9 @@ class Streams:
         """As ``run``, of one operation of the communicator, which is told its stream."""
         with self.lock:
             if self.cuda.current_device() != self.device.index:
-                return self.run(name, tensors, memory, lambda: operation(*args), asynchronous=asynchronous)
+                return self.run(
+                    name, tensors, memory, lambda: operation(*args), asynchronous=asynchronous
+                )
             if not asynchronous:
                 return self._start_here(name, tensors, memory, operation, *args)
             own, _ = self._branch()
@@ -144,17 +163,25 @@ class Streams:
         finally:
             self.cuda.set_stream(current)
 
-    def transfer(self, name: str, tensors: Sequence[Any], memory: Iterable[Any], begin: Action, after: Action) -> Work:
+    def transfer(
+        self, name: str, tensors: Sequence[Any], memory: Iterable[Any], begin: Action, after: Action
+    ) -> Work:
         """A send or receive: now, or with the others of the batch that is open."""
         if self._batch is None:
             return self.run(name, tensors, memory, lambda: (begin(), after()), asynchronous=True)
         return self._noted(_Part(name, tensors, memory), begin, after)
 
-    def message(self, name: str, tensors: Sequence[Any], operation: Callable[..., Any], peer: int) -> Work:
+    def message(
+        self, name: str, tensors: Sequence[Any], operation: Callable[..., Any], peer: int
+    ) -> Work:
         """The same of one tensor, with nothing around the operation."""
         if self._batch is None:
-            return self.call(name, tensors, tensors, operation, (tensors[0], peer), asynchronous=True)
-        return self._noted(_Part(name, tensors, tensors), functools.partial(operation, tensors[0], peer), nothing)
+            return self.call(
+                name, tensors, tensors, operation, (tensors[0], peer), asynchronous=True
+            )
+        return self._noted(
+            _Part(name, tensors, tensors), functools.partial(operation, tensors[0], peer), nothing
+        )
 
     def _noted(self, part: _Part, begin: Action, after: Action) -> _Part:
         assert self._batch is not None
@@ -188,7 +215,13 @@ class Streams:
                 after()
 
         memory = [t for part, _, _ in batch for t in part.memory]
-        work = self.run("batch_isend_irecv", [t for part, _, _ in batch for t in part.result()], memory, action, asynchronous=True)
+        work = self.run(
+            "batch_isend_irecv",
+            [t for part, _, _ in batch for t in part.result()],
+            memory,
+            action,
+            asynchronous=True,
+        )
         for part, _, _ in batch:
             part.whole = work
         return work
@@ -196,7 +229,10 @@ class Streams:
     def mark(self) -> Callable[[], None]:
         """What waits on the host until everything enqueued so far has run, as c10d's barriers do."""
         with self.cuda.device(self.device):
-            events = [self.cuda.current_stream(self.device.index).record_event(), self.own.record_event()]
+            events = [
+                self.cuda.current_stream(self.device.index).record_event(),
+                self.own.record_event(),
+            ]
 
         def drain() -> None:
             for event in events:
@@ -210,7 +246,9 @@ class Streams:
         """A future of ``work``; fulfilled at once, for whoever waits for it waits on a stream."""
         error = work.exception()
         if error is not None:
-            failed: Any = torch.futures.Future()  # with devices, the tensors of its value would be looked for
+            failed: Any = (
+                torch.futures.Future()
+            )  # with devices, the tensors of its value would be looked for
             failed.set_exception(error)
             return failed
         result: Any = torch.futures.Future(devices=[self.device])
@@ -226,7 +264,11 @@ class Streams:
                 self._side = self.cuda.Stream(self.device)
             stream = self._side
             stream.wait_event(work.event)
-        self._in_stream(stream, self.cuda.current_stream(self.device.index), lambda: result.set_result(work.result()))
+        self._in_stream(
+            stream,
+            self.cuda.current_stream(self.device.index),
+            lambda: result.set_result(work.result()),
+        )
 
     def check(self, name: str) -> None:
         """Raise what kernels have found so far."""
@@ -245,8 +287,12 @@ class Streams:
 class StreamWork(Work):
     """An operation that has been enqueued in ``stream``; ``event`` follows it there, None for the stream's end at any time."""
 
-    def __init__(self, name: str, tensors: Sequence[Any], streams: Streams, stream: Any, event: Any = None) -> None:
-        dist.Work.__init__(self)  # nothing else of ``Work``'s: it has no end on the host that anybody could wait for
+    def __init__(
+        self, name: str, tensors: Sequence[Any], streams: Streams, stream: Any, event: Any = None
+    ) -> None:
+        dist.Work.__init__(
+            self
+        )  # nothing else of ``Work``'s: it has no end on the host that anybody could wait for
         self._name, self._tensors, self._future = name, tensors, None
         self._streams, self.stream, self.event = streams, stream, event
 
@@ -272,7 +318,11 @@ class StreamWork(Work):
         end = time.monotonic() + limit
         while not self.is_completed():
             if time.monotonic() >= end:
-                raise BackendError(CollectiveTimeout(f"not finished within {timeout}; it goes on on the GPU", op=self._name))
+                raise BackendError(
+                    CollectiveTimeout(
+                        f"not finished within {timeout}; it goes on on the GPU", op=self._name
+                    )
+                )
             time.sleep(POLL_S)
 
     def block_current_stream(self) -> None:
@@ -326,5 +376,10 @@ class _Part(Work):
 
     def _started(self) -> StreamWork:
         if self.whole is None:
-            raise BackendError(InvalidUsage(f"{self._name}: the batch has not ended", hint="wait for it after _coalescing_manager"))
+            raise BackendError(
+                InvalidUsage(
+                    f"{self._name}: the batch has not ended",
+                    hint="wait for it after _coalescing_manager",
+                )
+            )
         return self.whole

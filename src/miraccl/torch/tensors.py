@@ -147,7 +147,9 @@ def _copy(target: Any, source: Any) -> None:
     if target.is_inference() == torch.is_inference_mode_enabled():
         target.detach().copy_(source.detach())
     else:
-        with torch.inference_mode(target.is_inference()):  # a mode of threads, and this may be the lane's
+        with torch.inference_mode(
+            target.is_inference()
+        ):  # a mode of threads, and this may be the lane's
             target.detach().copy_(source.detach())
 
 
@@ -157,9 +159,15 @@ def check(tensor: Any, where: str) -> None:
         _check_not_recorded(where)
     if not tensor.is_cpu and not tensor.is_cuda:
         hint = "name a backend for this device: init_process_group('cpu:miraccl,xpu:xccl'), say"
-        raise InvalidUsage(f"{where}: the tensor is on {tensor.device}; this backend works on {' and '.join(DEVICES)} tensors", hint=hint)
+        raise InvalidUsage(
+            f"{where}: the tensor is on {tensor.device}; this backend works on {' and '.join(DEVICES)} tensors",
+            hint=hint,
+        )
     if tensor.layout is not torch.strided:
-        raise InvalidUsage(f"{where}: the tensor's layout is {tensor.layout}; allowed is torch.strided", hint="use to_dense()")
+        raise InvalidUsage(
+            f"{where}: the tensor's layout is {tensor.layout}; allowed is torch.strided",
+            hint="use to_dense()",
+        )
 
 
 def _check_not_recorded(where: str) -> None:
@@ -171,7 +179,9 @@ def _check_not_recorded(where: str) -> None:
 
 def check_result(tensor: Any, where: str) -> None:
     """Raise ``InvalidUsage`` for a tensor that no result can be written to: an expanded one, whose elements share memory."""
-    if not tensor.is_contiguous() and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         text = f"the result goes to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, whose elements share memory"
         raise InvalidUsage(f"{where}: {text}", hint="use clone()")
 
@@ -182,10 +192,16 @@ def _own(tensor: Any, where: str) -> Any:
     if type(tensor) is torch.Tensor:
         return tensor
     if hasattr(tensor, "fake_mode"):
-        raise InvalidUsage(f"{where}: a {type(tensor).__name__} has no values", hint="use torch.distributed._functional_collectives")
+        raise InvalidUsage(
+            f"{where}: a {type(tensor).__name__} has no values",
+            hint="use torch.distributed._functional_collectives",
+        )
     own = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor.detach()
     if own.numel() and not own.data_ptr():
-        raise InvalidUsage(f"{where}: a {type(tensor).__name__} has no memory of its own", hint="of a DTensor use to_local()")
+        raise InvalidUsage(
+            f"{where}: a {type(tensor).__name__} has no memory of its own",
+            hint="of a DTensor use to_local()",
+        )
     return own
 
 
@@ -198,29 +214,50 @@ def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
     return Staged(tensors=[own], array=array, counts=[own.numel() * width])
 
 
-def stage_list(tensors: Sequence[Any], where: str, form: Form = Form.VALUES, *, load: bool = True, nranks: int = 0) -> Staged:
+def stage_list(
+    tensors: Sequence[Any],
+    where: str,
+    form: Form = Form.VALUES,
+    *,
+    load: bool = True,
+    nranks: int = 0,
+) -> Staged:
     """Tensors of one type, one after another in one temporary, which is filled with their values if it ``load``s. With ``nranks``, one
     of each rank."""
     if nranks and len(tensors) != nranks:
-        raise InvalidUsage(f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks")
+        raise InvalidUsage(
+            f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks"
+        )
     tensors = [_own(tensor, where) for tensor in tensors]
     dtype, device = tensors[0].dtype, tensors[0].device
     for tensor in tensors:
         if tensor.dtype is not dtype or tensor.device != device:
             raise _mixed(tensors, where)
     counts = [t.numel() for t in tensors]
-    temporary = torch.empty(sum(counts), dtype=torch.int32 if form is Form.WIDE else dtype, device=device)
+    temporary = torch.empty(
+        sum(counts), dtype=torch.int32 if form is Form.WIDE else dtype, device=device
+    )
     array, width = _array(temporary, form)
     if width != 1:
         counts = [n * width for n in counts]
     moves = None
-    if form is not Form.WIDE and not _on_gpu(temporary) and temporary.nbytes < SMALL_BYTES and all(map(_is_plain, tensors)):
+    if (
+        form is not Form.WIDE
+        and not _on_gpu(temporary)
+        and temporary.nbytes < SMALL_BYTES
+        and all(map(_is_plain, tensors))
+    ):
         moves = _moves(tensors, temporary.data_ptr())
-    return Staged(tensors=tensors, array=array, counts=counts, temporary=temporary, loads=load, moves=moves)
+    return Staged(
+        tensors=tensors, array=array, counts=counts, temporary=temporary, loads=load, moves=moves
+    )
 
 
 def _mixed(tensors: Sequence[Any], where: str) -> InvalidUsage:
-    dtypes, devices = sorted({str(t.dtype) for t in tensors}), sorted({str(t.device) for t in tensors})
+    dtypes, devices = (
+        sorted({str(t.dtype) for t in tensors}),
+        sorted({str(t.device) for t in tensors}),
+    )
     if len(dtypes) > 1:
         return InvalidUsage(f"{where}: the tensors of a list have one dtype, got {dtypes}")
     return InvalidUsage(f"{where}: the tensors of a list are on one device, got {devices}")
@@ -259,11 +296,17 @@ def _array(tensor: Any, form: Form) -> tuple[Any, int]:
     """The memory of a plain tensor, flat, and how many elements of it one of the tensor is; values on a GPU keep their shape."""
     kind, width, seen_as = _element(tensor.dtype, form)
     if _on_gpu(tensor):
-        own = tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
+        own = (
+            tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
+        )
         if own.numel() <= 1:  # a part of a column may have any stride
             own = own.as_strided((own.numel(),), (1,))
-        return (own if form is Form.VALUES and seen_as is own.dtype else own.view(-1).view(seen_as)), width
-    return array_at(tensor.data_ptr(), tensor.numel() * width, kind, tensor), width  # after Tensor.numpy nobody could resize the storage
+        return (
+            own if form is Form.VALUES and seen_as is own.dtype else own.view(-1).view(seen_as)
+        ), width
+    return array_at(
+        tensor.data_ptr(), tensor.numel() * width, kind, tensor
+    ), width  # after Tensor.numpy nobody could resize the storage
 
 
 def array_at(address: int, count: int, kind: Any, owner: Any) -> Any:
@@ -275,13 +318,31 @@ def array_at(address: int, count: int, kind: Any, owner: Any) -> Any:
 
 def is_everyday(tensor: Any) -> bool:
     """Whether it is a tensor of the ordinary kind in CPU memory, whose memory is its values, and nobody looks at what it is used for."""
-    ordinary = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and _is_plain(tensor)
+    ordinary = (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and _is_plain(tensor)
+    )
     return ordinary and not torch._C._len_torch_dispatch_stack()
 
 
 def is_everyday_on(tensor: Any, ordinal: int) -> bool:
     """The same of a tensor on a GPU, whose elements miraccl knows. (One of a single element may have any stride.)"""
-    own = type(tensor) is torch.Tensor and tensor.is_cuda and tensor.get_device() == ordinal and tensor.numel() > 1
-    if not own or tensor.layout is not torch.strided or tensor.requires_grad or not tensor.is_contiguous() or tensor.is_neg():
+    own = (
+        type(tensor) is torch.Tensor
+        and tensor.is_cuda
+        and tensor.get_device() == ordinal
+        and tensor.numel() > 1
+    )
+    if (
+        not own
+        or tensor.layout is not torch.strided
+        or tensor.requires_grad
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+    ):
         return False
-    return (tensor.dtype in NATIVE or tensor.dtype in SMALL_FLOATS) and not torch._C._len_torch_dispatch_stack()
+    return (
+        tensor.dtype in NATIVE or tensor.dtype in SMALL_FLOATS
+    ) and not torch._C._len_torch_dispatch_stack()

@@ -66,7 +66,12 @@ class Transfers:
 
     def _is_everyday_on_cpu(self, tensors: Sequence[Any]) -> bool:
         """Whether a message is an ordinary tensor in CPU memory, which nobody else wants to have or to see."""
-        return len(tensors) == 1 and is_everyday(tensors[0]) and self._elsewhere is None and not profiling()
+        return (
+            len(tensors) == 1
+            and is_everyday(tensors[0])
+            and self._elsewhere is None
+            and not profiling()
+        )
 
     @by_device("send")
     @shown_as(f"{NAME}:send")
@@ -75,7 +80,9 @@ class Transfers:
             staged = stage(only(tensors, "send"), "send")
             if staged.device.type != "cpu":
                 begin = loaded([staged], lambda: self.communicator.send(staged.array, dst))
-                return self._streams_of(staged.device).transfer("send", tensors, staged.memory, begin, nothing)
+                return self._streams_of(staged.device).transfer(
+                    "send", tensors, staged.memory, begin, nothing
+                )
             staged.load()
         return self._send(tensors, staged.plain, dst, tag)
 
@@ -86,7 +93,9 @@ class Transfers:
             raise BackendError(error) from error
         if message is SENT:
             return self._transfer(FinishedWork("send", tensors))
-        return self._transfer(TransferWork("send", tensors, self._post, message, self._futures, None))
+        return self._transfer(
+            TransferWork("send", tensors, self._post, message, self._futures, None)
+        )
 
     @by_device("recv")
     @shown_as(f"{NAME}:recv")
@@ -96,7 +105,9 @@ class Transfers:
             check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
                 begin = lambda: self.communicator.recv(staged.array, src)  # noqa: E731
-                return self._streams_of(staged.device).transfer("recv", tensors, staged.memory, begin, staged.store)
+                return self._streams_of(staged.device).transfer(
+                    "recv", tensors, staged.memory, begin, staged.store
+                )
         return self._receive(tensors, staged.plain, src, tag, staged.store)
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
@@ -112,15 +123,27 @@ class Transfers:
             staged = stage(only(tensors, "recv"), "recv")
             check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
-                raise InvalidUsage("recv: a receive into GPU memory names the rank it receives from", hint="as on NCCL")
+                raise InvalidUsage(
+                    "recv: a receive into GPU memory names the rank it receives from",
+                    hint="as on NCCL",
+                )
         return self._receive(tensors, staged.plain, None, tag, staged.store)
 
-    def _receive(self, tensors: Sequence[Any], memory: Any, source: int | None, tag: int, after: Callable[[], Any] | None = None) -> Work:
+    def _receive(
+        self,
+        tensors: Sequence[Any],
+        memory: Any,
+        source: int | None,
+        tag: int,
+        after: Callable[[], Any] | None = None,
+    ) -> Work:
         try:
             message = self._post.receive(memory, source, _tag(tag, "recv"))
         except MiracclError as error:
             raise BackendError(error) from error
-        return self._transfer(TransferWork("recv", tensors, self._post, message, self._futures, after))
+        return self._transfer(
+            TransferWork("recv", tensors, self._post, message, self._futures, after)
+        )
 
     def _transfer(self, work: Work) -> Work:
         if self._batch is not None:
@@ -136,7 +159,9 @@ class Transfers:
             self._elsewhere.group._start_coalescing(device)
             return
         self._batch = []
-        if device.type == "cuda" and (self._streams is not None or torch.cuda.is_available()):  # a build for CUDA may have no GPU
+        if device.type == "cuda" and (
+            self._streams is not None or torch.cuda.is_available()
+        ):  # a build for CUDA may have no GPU
             self._streams_of(device).open_batch()
 
     def _end_coalescing(self, device: Any) -> Any:
@@ -144,7 +169,11 @@ class Transfers:
         if self._elsewhere is not None and device.type in self._elsewhere.devices:
             return self._elsewhere.group._end_coalescing(device)
         batch, self._batch = self._batch or [], None
-        transfers = self._streams.close_batch() if device.type == "cuda" and self._streams is not None else None
+        transfers = (
+            self._streams.close_batch()
+            if device.type == "cuda" and self._streams is not None
+            else None
+        )
         return _Several(batch if transfers is None else [*batch, transfers])
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
@@ -172,12 +201,15 @@ class _Several(Work):
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Exception | None:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        return next(
+            (error for work in self._works if (error := work.exception()) is not None), None
+        )
 
     def get_future(self) -> Any:
         futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])
-
+        return torch.futures.collect_all(futures).then(
+            lambda done: [t for f in done.value() for t in f.value()]
+        )
 
 
 def _tag(tag: int, name: str) -> int:

@@ -32,7 +32,9 @@ class Work(dist.Work):
         super().__init__()
         self._name, self._tensors = name, list(tensors)
         self._done = False
-        self._going_on = threading.Lock()  # until it has ended; an Event is made in the time of a small operation
+        self._going_on = (
+            threading.Lock()
+        )  # until it has ended; an Event is made in the time of a small operation
         self._going_on.acquire()
         self.where: Callable[[], Wait | None] | None = None  # what whoever waits for it waits in
         self._error: Exception | None = None
@@ -47,7 +49,12 @@ class Work(dist.Work):
                 with Waiting(self.where):
                     self._going_on.acquire()
             elif not self._going_on.acquire(timeout=-1 if limit is None else limit):
-                raise BackendError(CollectiveTimeout(f"not finished within {timeout}; it goes on in the background", op=self._name))
+                raise BackendError(
+                    CollectiveTimeout(
+                        f"not finished within {timeout}; it goes on in the background",
+                        op=self._name,
+                    )
+                )
             self._going_on.release()
         if self._error is not None:
             raise self._error
@@ -123,7 +130,10 @@ class Lane:
     """One thread for the asynchronous operations of a group, started when it is first needed."""
 
     def __init__(
-        self, name: str, beside: Callable[[bool], None] = lambda _: None, where: Callable[[], Wait | None] | None = None
+        self,
+        name: str,
+        beside: Callable[[bool], None] = lambda _: None,
+        where: Callable[[], Wait | None] | None = None,
     ) -> None:
         """``beside`` is called with True before the first pending operation and with False after the last; ``where``: what the lane waits
         in."""
@@ -166,7 +176,10 @@ class Lane:
     def _enqueue(self, work: Work, action: Action) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            with as_backend_errors(), as_system_failure("there can be no operation in the background"):
+            with (
+                as_backend_errors(),
+                as_system_failure("there can be no operation in the background"),
+            ):
                 thread.start()
             self._thread = thread
         self._count(1)
@@ -232,4 +245,8 @@ def translated(action: Action) -> None:
 
 def seconds(timeout: datetime.timedelta | None) -> float | None:
     """c10d says 0 (``kNoTimeout``) where it means the group's own. A wait takes no more than ``params.FOREVER``."""
-    return None if timeout is None or timeout <= datetime.timedelta(0) else min(timeout.total_seconds(), params.FOREVER)
+    return (
+        None
+        if timeout is None or timeout <= datetime.timedelta(0)
+        else min(timeout.total_seconds(), params.FOREVER)
+    )

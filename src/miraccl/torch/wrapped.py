@@ -45,12 +45,18 @@ from miraccl.torch.failures import BackendError, as_backend_errors
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.work import Work
 
-_name_of_split: contextvars.ContextVar[str] = contextvars.ContextVar("name of the group that is split off", default="")
+_name_of_split: contextvars.ContextVar[str] = contextvars.ContextVar(
+    "name of the group that is split off", default=""
+)
 
 
 def install() -> list[Any]:
     """Put the wrapped functions into both modules that have them; what was put there."""
-    remaps = getattr(sys.modules.get("torch.distributed._functional_collectives"), "traceable_collective_remaps", {})
+    remaps = getattr(
+        sys.modules.get("torch.distributed._functional_collectives"),
+        "traceable_collective_remaps",
+        {},
+    )
     new = []
     for name, wrap in _WRAPPERS.items():
         original = getattr(distributed_c10d, name, None)
@@ -63,7 +69,9 @@ def install() -> list[Any]:
                 remaps[wrapped] = remaps[original]
             new.append(wrapped)
     builtin = DistributedDataParallel._register_builtin_comm_hook
-    DistributedDataParallel._register_builtin_comm_hook = functools.wraps(builtin)(_builtin_comm_hook(builtin))
+    DistributedDataParallel._register_builtin_comm_hook = functools.wraps(builtin)(
+        _builtin_comm_hook(builtin)
+    )
     notify = Join.notify_join_context
     Join.notify_join_context = staticmethod(functools.wraps(notify)(_notify_join_context(notify)))
     with contextlib.suppress(ImportError):  # a part of PyTorch that DTensor is to replace
@@ -89,12 +97,16 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(group, ProcessGroupMiraccl) or not isinstance(tensor, torch.Tensor):
             return original(p2p_op_list)
         elsewhere = group.elsewhere_for([tensor]) is not None
-        together = group._get_backend(tensor.device).supports_coalescing if elsewhere else tensor.is_cuda
+        together = (
+            group._get_backend(tensor.device).supports_coalescing if elsewhere else tensor.is_cuda
+        )
         if not together:
             return original(p2p_op_list)
         distributed_c10d._check_p2p_op_list(p2p_op_list)
         if elsewhere:
-            with distributed_c10d._coalescing_manager(group, tensor.device, async_ops=True) as manager:
+            with distributed_c10d._coalescing_manager(
+                group, tensor.device, async_ops=True
+            ) as manager:
                 _start_all(p2p_op_list)
             return manager.works
         return group.together(tensor.device, lambda: _start_all(p2p_op_list))
@@ -109,7 +121,9 @@ def _start_all(p2p_op_list: list[Any]) -> None:
 
 
 def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> Any:
         chosen = _group(group)
         if not isinstance(chosen, ProcessGroupMiraccl):
             return original(group, timeout, wait_all_ranks)
@@ -132,12 +146,20 @@ def _set_pg_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
     form = inspect.signature(original)
-    keeps_order = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    keeps_order = (
+        {"sort_ranks": False}
+        if "sort_ranks" in inspect.signature(dist.new_group).parameters
+        else {}
+    )
 
     def split_group(*args: Any, **kwargs: Any) -> Any:
         given = form.bind(*args, **kwargs).arguments
         parent, split_ranks = _group(given.get("parent_pg")), given.get("split_ranks")
-        if not isinstance(parent, ProcessGroupMiraccl) or parent.bound_device_id is not None or not split_ranks:
+        if (
+            not isinstance(parent, ProcessGroupMiraccl)
+            or parent.bound_device_id is not None
+            or not split_ranks
+        ):
             return original(*args, **kwargs)
         _check_parts(split_ranks, parent.size())
         number = parent.count_split()
@@ -163,8 +185,14 @@ def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check_parts(split_ranks: Sequence[Sequence[int]], nranks: int) -> None:
     """All ranks are given the same lists, and raise alike."""
     together = [rank for ranks in split_ranks for rank in ranks]
-    if not all(split_ranks) or len(set(together)) < len(together) or not {*together} <= {*range(nranks)}:
-        raise ValueError(f"split_group: {list(map(list, split_ranks))} are not parts of the ranks 0 to {nranks - 1}, each with a rank")
+    if (
+        not all(split_ranks)
+        or len(set(together)) < len(together)
+        or not {*together} <= {*range(nranks)}
+    ):
+        raise ValueError(
+            f"split_group: {list(map(list, split_ranks))} are not parts of the ranks 0 to {nranks - 1}, each with a rank"
+        )
 
 
 def _process_group_name(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,7 +212,9 @@ def _maybe_attach_flight_recorder(original: Callable[..., Any]) -> Callable[...,
 
 def _builtin_comm_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     def register(self: Any, comm_hook_type: Any) -> None:
-        if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(self.process_group, ProcessGroupMiraccl):
+        if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(
+            self.process_group, ProcessGroupMiraccl
+        ):
             self.register_comm_hook(self.process_group, default_hooks.fp16_compress_hook)
         else:
             original(self, comm_hook_type)
@@ -204,8 +234,14 @@ def _notify_join_context(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _preferred_device(original: Callable[..., Any]) -> Callable[..., Any]:
     def preferred_device(self: Any) -> Any:
-        on_cpu = all(shard.placement.device().type == "cpu" for shard in self.metadata().shards_metadata)
-        return torch.device("cpu") if on_cpu and isinstance(self._process_group, ProcessGroupMiraccl) else original(self)
+        on_cpu = all(
+            shard.placement.device().type == "cpu" for shard in self.metadata().shards_metadata
+        )
+        return (
+            torch.device("cpu")
+            if on_cpu and isinstance(self._process_group, ProcessGroupMiraccl)
+            else original(self)
+        )
 
     return preferred_device
 
@@ -227,7 +263,10 @@ def _rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(known, ProcessGroupMiraccl):
             hint = "give it dist.new_group(backend='gloo') of the same ranks, and torch.ops.symm_mem its name"
             with as_backend_errors():
-                raise InvalidUsage("symmetric memory: PyTorch cannot meet over a group that is written in Python", hint=hint)
+                raise InvalidUsage(
+                    "symmetric memory: PyTorch cannot meet over a group that is written in Python",
+                    hint=hint,
+                )
         return original(tensor, group)
 
     return rendezvous

@@ -81,7 +81,9 @@ class Fifo:
     asleep: int = 0
 
     @classmethod
-    def at(cls, address: int, slot_bytes: int, *, kind: FifoKind, bell: int = -1, asleep: int = 0) -> Fifo:
+    def at(
+        cls, address: int, slot_bytes: int, *, kind: FifoKind, bell: int = -1, asleep: int = 0
+    ) -> Fifo:
         """The FIFO that lies at ``address`` in the standard layout."""
         return cls(
             kind=kind,

@@ -31,7 +31,9 @@ LEAST_S = 0.01
 """For a call at a door at the deadline: 0 would make the socket one that does not wait at all."""
 STRANGER_S = 1.0
 """How long somebody who has called may take to say who it is."""
-_HEAD = struct.Struct(f"<{TOKEN_BYTES}sII")  # the door's token, the caller's rank, how many descriptors
+_HEAD = struct.Struct(
+    f"<{TOKEN_BYTES}sII"
+)  # the door's token, the caller's rank, how many descriptors
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 MAX_DESCRIPTORS = 8
 SHORTAGE_S = 0.01
@@ -62,17 +64,30 @@ class Door:
         self._token = os.urandom(TOKEN_BYTES)
         self._namespace = pid_namespace
         name = f"miraccl-{os.getpid()}-{os.urandom(8).hex()}"
-        with as_system_failure("cannot listen on a Unix socket"), contextlib.ExitStack() as unless_it_listens:
-            self._socket = unless_it_listens.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        with (
+            as_system_failure("cannot listen on a Unix socket"),
+            contextlib.ExitStack() as unless_it_listens,
+        ):
+            self._socket = unless_it_listens.enter_context(
+                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            )
             self._socket.bind("\0" + name)
             self._socket.listen(npeers + 16)
             unless_it_listens.pop_all()
-        self.address = Address(name=name, token=self._token.hex(), pid=os.getpid(), pid_namespace=pid_namespace)
+        self.address = Address(
+            name=name, token=self._token.hex(), pid=os.getpid(), pid_namespace=pid_namespace
+        )
 
     def close(self) -> None:
         self._socket.close()
 
-    def push(self, rank: int, peer: Address, descriptors: Sequence[int], timeout: float | Deadline = TIMEOUT_S) -> None:
+    def push(
+        self,
+        rank: int,
+        peer: Address,
+        descriptors: Sequence[int],
+        timeout: float | Deadline = TIMEOUT_S,
+    ) -> None:
         """Give descriptors to the rank behind ``peer``; they stay open here. Raises ``SystemFailure``."""
         deadline = Deadline.after(timeout)
         try:
@@ -89,7 +104,10 @@ class Door:
             raise SystemFailure(text, hint="ranks of a host share its network namespace") from error
 
     def take(
-        self, peers: Mapping[int, Address], timeout: float | Deadline = TIMEOUT_S, look: Callable[[], None] = lambda: None
+        self,
+        peers: Mapping[int, Address],
+        timeout: float | Deadline = TIMEOUT_S,
+        look: Callable[[], None] = lambda: None,
     ) -> dict[int, list[int]]:
         """What these ranks have pushed, as descriptors of this process (close-on-exec); a rank that has not come in time is not in it.
         ``look`` is called every ``LOOK_S``, and what it raises ends the wait."""
@@ -102,7 +120,13 @@ class Door:
             raise
         return got
 
-    def _take(self, peers: Mapping[int, Address], deadline: Deadline, look: Callable[[], None], got: dict[int, list[int]]) -> None:
+    def _take(
+        self,
+        peers: Mapping[int, Address],
+        deadline: Deadline,
+        look: Callable[[], None],
+        got: dict[int, list[int]],
+    ) -> None:
         while len(got) < len(peers) and (left := deadline.left) > 0:
             look()
             self._socket.settimeout(min(left, LOOK_S))
@@ -121,7 +145,9 @@ class Door:
             elif found is not None:
                 close_all(found[1])
 
-    def _hear(self, sock: socket.socket, peers: Mapping[int, Address]) -> tuple[int, list[int]] | None:
+    def _hear(
+        self, sock: socket.socket, peers: Mapping[int, Address]
+    ) -> tuple[int, list[int]] | None:
         """Rank and descriptors of a caller, None for a stranger."""
         received: list[int] = []
         try:
@@ -130,7 +156,11 @@ class Door:
             data, received, flags = _receive(sock)
             if len(data) == _HEAD.size and not flags & socket.MSG_CTRUNC:
                 token, rank, count = _HEAD.unpack(data)
-                if hmac.compare_digest(token, self._token) and rank in peers and count == len(received):
+                if (
+                    hmac.compare_digest(token, self._token)
+                    and rank in peers
+                    and count == len(received)
+                ):
                     self._check_other_side(sock, peers[rank])
                     taken, received = received, []
                     return rank, taken
@@ -143,12 +173,16 @@ class Door:
     def _check_other_side(self, sock: socket.socket, peer: Address) -> None:
         pid, uid = _credentials(sock)
         if uid != os.geteuid() or (peer.pid_namespace == self._namespace and pid != peer.pid):
-            raise SystemFailure(f"process {pid} of user {uid} is on the other side instead of process {peer.pid} of user {os.geteuid()}")
+            raise SystemFailure(
+                f"process {pid} of user {uid} is on the other side instead of process {peer.pid} of user {os.geteuid()}"
+            )
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
     """(process, user) of the other side."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pid, uid, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return pid, uid
 
 
@@ -159,7 +193,9 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
     descriptors = array.array("i")
     for level, kind, value in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(value[: len(value) // descriptors.itemsize * descriptors.itemsize])
+            descriptors.frombytes(
+                value[: len(value) // descriptors.itemsize * descriptors.itemsize]
+            )
     return data, list(descriptors), got
 
 

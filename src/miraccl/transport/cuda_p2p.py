@@ -22,7 +22,18 @@ from miraccl.topo.records import PathType
 from miraccl.transport import cuda_pairs as pairs
 from miraccl.transport.base import machine
 from miraccl.transport.cuda_fds import TIMEOUT_S, Address, Door, close_all
-from miraccl.transport.cuda_pairs import DIRECT, HOST, IPC, PROCESS, SELF, VMM, Facts, Pair, Paths, Settings
+from miraccl.transport.cuda_pairs import (
+    DIRECT,
+    HOST,
+    IPC,
+    PROCESS,
+    SELF,
+    VMM,
+    Facts,
+    Pair,
+    Paths,
+    Settings,
+)
 from miraccl.transport.cuda_shm import Fills, HostSegment, PinningGpu
 from miraccl.transport.cuda_vmm import Mapped, VmmGpu
 
@@ -68,7 +79,14 @@ class _Shared:
     ``ways[peer]`` is the kind of the way.  ``make``, then ``info`` to the others, then ``reach`` with theirs; ``leave``, then ``free``.
     """
 
-    def __init__(self, gpu: GpuMemory, rank: int, ways: Mapping[int, str], ordinals: Sequence[int], fills: Fills = ()) -> None:
+    def __init__(
+        self,
+        gpu: GpuMemory,
+        rank: int,
+        ways: Mapping[int, str],
+        ordinals: Sequence[int],
+        fills: Fills = (),
+    ) -> None:
         self.gpu, self.rank, self.ways, self._fills = gpu, rank, ways, fills
         self._ordinals = ordinals
         self.own = 0
@@ -119,7 +137,13 @@ class _Shared:
 
     def info(self) -> bytes:
         """What peers need to reach this rank's memory."""
-        record: dict[str, Any] = {"address": self.own, "size": 0, "host_size": 0, "handle": "", "door": ""}
+        record: dict[str, Any] = {
+            "address": self.own,
+            "size": 0,
+            "host_size": 0,
+            "handle": "",
+            "door": "",
+        }
         if self._mapped is not None:
             record["size"] = self._mapped.nbytes
         if self.host is not None:
@@ -151,20 +175,36 @@ class _Shared:
             except SystemFailure as error:
                 self._failed([peer], error)
         if self._door is not None:
-            doors = {p: Address.from_json(records[p]["door"]) for p in self._peers(VMM, HOST) if records[p]["door"]}
+            doors = {
+                p: Address.from_json(records[p]["door"])
+                for p in self._peers(VMM, HOST)
+                if records[p]["door"]
+            }
             self._pass_descriptors(self._door, doors, records, stages)
 
     def _pass_descriptors(
-        self, door: Door, doors: Mapping[int, Address], records: Sequence[Mapping[str, Any]], stages: Stages
+        self,
+        door: Door,
+        doors: Mapping[int, Address],
+        records: Sequence[Mapping[str, Any]],
+        stages: Stages,
     ) -> None:
         exported, deadline = -1, stages.deadline.within(TIMEOUT_S)
         try:
-            exported = self._mapped.export() if self._mapped is not None and self._peers(VMM) else -1
+            exported = (
+                self._mapped.export() if self._mapped is not None and self._peers(VMM) else -1
+            )
         except SystemFailure as error:
             self._failed(self._peers(VMM), error)
         try:
             for peer, address in doors.items():
-                descriptor = exported if self.ways[peer] == VMM else self.host.descriptor if self.host is not None else -1
+                descriptor = (
+                    exported
+                    if self.ways[peer] == VMM
+                    else self.host.descriptor
+                    if self.host is not None
+                    else -1
+                )
                 try:
                     door.push(self.rank, address, [descriptor] if descriptor >= 0 else [], deadline)
                 except SystemFailure as error:
@@ -180,10 +220,14 @@ class _Shared:
             if len(descriptors) != 1:
                 raise SystemFailure("its descriptor did not come")
             if self.ways[peer] == VMM:
-                self._imported[peer] = Mapped.from_descriptor(self.gpu, descriptors[0], int(record["size"]))
+                self._imported[peer] = Mapped.from_descriptor(
+                    self.gpu, descriptors[0], int(record["size"])
+                )
                 self.addresses[peer] = self._imported[peer].address
             else:
-                self.hosts[peer] = HostSegment.from_descriptor(self.gpu, descriptors[0], int(record["host_size"]))
+                self.hosts[peer] = HostSegment.from_descriptor(
+                    self.gpu, descriptors[0], int(record["host_size"])
+                )
         except SystemFailure as error:
             self._failed([peer], error)
 
@@ -212,7 +256,9 @@ class _Shared:
             self.host = None
 
     def close(self) -> None:
-        with contextlib.suppress(MiracclError):  # a context that a failed kernel broke frees its memory by itself
+        with contextlib.suppress(
+            MiracclError
+        ):  # a context that a failed kernel broke frees its memory by itself
             self.leave()
             self.free()
 
@@ -273,7 +319,10 @@ class SymmetricMemory:
         ids = sorted({facts.bus_id for facts in self.facts})
         paths = pairs.read_paths(ids) if self.rank == 0 and len(ids) > 1 else Paths(types={})
         self.read = paths
-        view = {"access": [self.gpu.reaches(facts.bus_id) for facts in self.facts], "paths": paths.to_json().decode()}
+        view = {
+            "access": [self.gpu.reaches(facts.bus_id) for facts in self.facts],
+            "paths": paths.to_json().decode(),
+        }
         views = [json.loads(blob) for blob in stages.gather("gpu views", json.dumps(view).encode())]
         self._access = [record["access"] for record in views]
         self._paths = Paths.from_json(views[0]["paths"].encode())
@@ -282,14 +331,29 @@ class SymmetricMemory:
         """Try the ways that are left; False if something failed somewhere and the next ones are to be tried."""
         self.descriptors, self.reason = pairs.uses_descriptors(self.facts, self.refused)
         self.ways = pairs.choose_ways(self.facts, self._access, self._paths, self.refused)
-        mine = {p: self.ways[pairs.pair_of(self.rank, p)].kind for p in range(self.nranks) if p != self.rank}
-        self.descriptors = self.descriptors and any(choice.kind == VMM for choice in self.ways.values())
-        shared = self._shared = _Shared(self.gpu, self.rank, mine, [f.ordinal for f in self.facts], self._fills)
+        mine = {
+            p: self.ways[pairs.pair_of(self.rank, p)].kind
+            for p in range(self.nranks)
+            if p != self.rank
+        }
+        self.descriptors = self.descriptors and any(
+            choice.kind == VMM for choice in self.ways.values()
+        )
+        shared = self._shared = _Shared(
+            self.gpu, self.rank, mine, [f.ordinal for f in self.facts], self._fills
+        )
         try:
             shared.make(self.nbytes)
             shared.reach(stages.gather("gpu memory", shared.info()), stages)
-            reports = [json.loads(blob) for blob in stages.gather("gpu mapped", json.dumps(shared.failures).encode())]
-            failed = {(pairs.pair_of(rank, peer), kind): why for rank, report in enumerate(reports) for peer, kind, why in report}
+            reports = [
+                json.loads(blob)
+                for blob in stages.gather("gpu mapped", json.dumps(shared.failures).encode())
+            ]
+            failed = {
+                (pairs.pair_of(rank, peer), kind): why
+                for rank, report in enumerate(reports)
+                for peer, kind, why in report
+            }
             if failed:
                 shared.leave()
                 stages.gather("gpu unmapped")  # nobody frees what another one still maps
@@ -302,8 +366,14 @@ class SymmetricMemory:
             return False
         self.own = shared.own
         self.kinds = [mine.get(peer, SELF) for peer in range(self.nranks)]
-        self.inboxes = [shared.host.on_gpu if kind == HOST and shared.host else shared.own for kind in self.kinds]
-        self.outboxes = [shared.hosts[p].on_gpu if kind == HOST else shared.addresses[p] for p, kind in enumerate(self.kinds)]
+        self.inboxes = [
+            shared.host.on_gpu if kind == HOST and shared.host else shared.own
+            for kind in self.kinds
+        ]
+        self.outboxes = [
+            shared.hosts[p].on_gpu if kind == HOST else shared.addresses[p]
+            for p, kind in enumerate(self.kinds)
+        ]
         return True
 
     def path(self, a: int, b: int) -> PathType | None:
@@ -326,7 +396,11 @@ class SymmetricMemory:
 
     def host_bytes(self) -> int:
         """Pinned host memory that this rank owns."""
-        return self._shared.host.nbytes if self._shared is not None and self._shared.host is not None else 0
+        return (
+            self._shared.host.nbytes
+            if self._shared is not None and self._shared.host is not None
+            else 0
+        )
 
     def close(self) -> None:
         """Unmap and free; the caller has seen to it that no rank uses the memory any more. May be called twice."""
@@ -367,23 +441,37 @@ class WindowMemory:
             self._shared.allocate(nbytes)
         except SystemFailure as error:
             mine = error
-        lacks = [blob.decode() for blob in stages.gather("gpu window made", mine.message.encode() if mine else b"")]
+        lacks = [
+            blob.decode()
+            for blob in stages.gather("gpu window made", mine.message.encode() if mine else b"")
+        ]
         if mine is not None:
             raise mine
         for rank, lack in enumerate(lacks):
             if lack:
-                raise SystemFailure(f"rank {rank} has no window memory: {lack}", rank=self._base.rank, peer=rank)
+                raise SystemFailure(
+                    f"rank {rank} has no window memory: {lack}", rank=self._base.rank, peer=rank
+                )
 
     def _connect(self, stages: Stages) -> None:
         base, shared = self._base, self._shared
         shared.reach(stages.gather("gpu window", shared.info()), stages)
-        reports = [json.loads(blob) for blob in stages.gather("gpu window mapped", json.dumps(shared.failures).encode())]
-        failed = [(rank, peer, why) for rank, report in enumerate(reports) for peer, _, why in report]
+        reports = [
+            json.loads(blob)
+            for blob in stages.gather("gpu window mapped", json.dumps(shared.failures).encode())
+        ]
+        failed = [
+            (rank, peer, why) for rank, report in enumerate(reports) for peer, _, why in report
+        ]
         if failed:
             shared.leave()
             stages.gather("gpu window unmapped")
             rank, peer, why = failed[0]
-            raise SystemFailure(f"window memory of rank {peer} could not be mapped by rank {rank}: {why}", rank=base.rank, peer=peer)
+            raise SystemFailure(
+                f"window memory of rank {peer} could not be mapped by rank {rank}: {why}",
+                rank=base.rank,
+                peer=peer,
+            )
 
     def close(self) -> None:
         """May be called twice."""

@@ -31,7 +31,11 @@ DIRECT = (PROCESS, VMM, IPC)
 Pair = tuple[int, int]
 Access = int | None
 """What the driver tells a rank of another's GPU: ``NO_ACCESS``, ``ACCESS``, ``LINKED``, or None where it does not see that GPU."""
-NO_ACCESS, ACCESS, LINKED = 0, 1, 2  # linked: with atomics over the link, which NVLink has and PCIe has not
+NO_ACCESS, ACCESS, LINKED = (
+    0,
+    1,
+    2,
+)  # linked: with atomics over the link, which NVLink has and PCIe has not
 Refused = Mapping[tuple[Pair, str], str]
 """(pair, way) -> why it did not work."""
 
@@ -62,7 +66,9 @@ class Facts:
         try:
             facts = cls(**json.loads(data))
         except (ValueError, TypeError) as error:
-            raise ProtocolError(f"rank {rank} describes its GPU in a way that is not understood: {error}", peer=rank) from error
+            raise ProtocolError(
+                f"rank {rank} describes its GPU in a way that is not understood: {error}", peer=rank
+            ) from error
         if facts.rank != rank:
             raise ProtocolError(f"rank {rank} calls itself rank {facts.rank}", peer=rank)
         return facts
@@ -105,7 +111,9 @@ class Paths:
 
     def to_json(self) -> bytes:
         rows = [[a, b, int(path)] for (a, b), path in self.types.items()]
-        return json.dumps({"types": rows, "level": int(self.default_level), "note": self.note}).encode()
+        return json.dumps(
+            {"types": rows, "level": int(self.default_level), "note": self.note}
+        ).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Paths:
@@ -124,7 +132,9 @@ class Choice:
 
 def read_paths(bus_ids: Sequence[str]) -> Paths:
     """The paths between these GPUs, from the topology file that is named or from this machine. Never raises: ``note`` has the reason."""
-    options = TopoOptions(paths=PathOptions(p2p_level=PathType.SYS, net_intra=False, pxn=False))  # paths as they are, before rules
+    options = TopoOptions(
+        paths=PathOptions(p2p_level=PathType.SYS, net_intra=False, pxn=False)
+    )  # paths as they are, before rules
     types: dict[tuple[str, str], PathType] = {}
     level = PathType.PXB
     try:
@@ -138,7 +148,9 @@ def read_paths(bus_ids: Sequence[str]) -> Paths:
                 for b in bus_ids:
                     here, there = place.get(bus_number(a)), place.get(bus_number(b))
                     if a < b and here is not None and there is not None:
-                        types[a, b] = max(paths.gpu_gpu(here, there).type, paths.gpu_gpu(there, here).type)
+                        types[a, b] = max(
+                            paths.gpu_gpu(here, there).type, paths.gpu_gpu(there, here).type
+                        )
     except Exception as error:  # whatever is strange about this machine: the driver decides alone
         return Paths(types={}, note=f"no topology: {error}")
     note = "" if types else "the topology does not have these GPUs"
@@ -156,7 +168,14 @@ def uses_descriptors(facts: Sequence[Facts], refused: Refused) -> tuple[bool, st
     """
     insists = [f.rank for f in facts if f.cumem == 1]
     cannot = [f.rank for f in facts if not f.descriptors]
-    failed = next((f"ranks {pair[0]} and {pair[1]}: {text}" for (pair, kind), text in refused.items() if kind == VMM), "")
+    failed = next(
+        (
+            f"ranks {pair[0]} and {pair[1]}: {text}"
+            for (pair, kind), text in refused.items()
+            if kind == VMM
+        ),
+        "",
+    )
     declines = [f.rank for f in facts if f.cumem == 0]
     reason = ""
     if declines:
@@ -190,7 +209,9 @@ def peer_access(a: Facts, b: Facts, access: Sequence[Access], paths: Paths) -> t
     if off is not None:
         return False, f"P2P_DISABLE is 1 on rank {off}"
     path = path_between(a, b, access, paths)
-    name = path.name if path is not None else f"path unknown ({paths.note or 'not in the topology'})"
+    name = (
+        path.name if path is not None else f"path unknown ({paths.note or 'not in the topology'})"
+    )
     if NO_ACCESS in access:
         return False, f"{name}: the driver refuses peer access (nvidia-smi topo -p2p r)"
     asked = [f.p2p_level for f in (a, b) if f.p2p_level >= 0]
@@ -202,7 +223,9 @@ def peer_access(a: Facts, b: Facts, access: Sequence[Access], paths: Paths) -> t
     return True, name
 
 
-def choose_way(a: Facts, b: Facts, access: Sequence[Access], paths: Paths, descriptors: bool, refused: Refused) -> Choice:
+def choose_way(
+    a: Facts, b: Facts, access: Sequence[Access], paths: Paths, descriptors: bool, refused: Refused
+) -> Choice:
     """The way between two ranks; the same whichever comes first. ``descriptors`` is the answer of ``uses_descriptors``."""
     if a.rank == b.rank:
         return Choice(kind=SELF, why="the rank itself")
@@ -222,7 +245,9 @@ def choose_way(a: Facts, b: Facts, access: Sequence[Access], paths: Paths, descr
     return Choice(kind=HOST, why=why)
 
 
-def choose_ways(facts: Sequence[Facts], access: Sequence[Sequence[Access]], paths: Paths, refused: Refused) -> dict[Pair, Choice]:
+def choose_ways(
+    facts: Sequence[Facts], access: Sequence[Sequence[Access]], paths: Paths, refused: Refused
+) -> dict[Pair, Choice]:
     """The ways of all pairs (lower rank first); ``access[a][b]`` is what the driver tells rank a of the GPU of rank b.
 
     Raises ``SystemFailure`` naming the pair where there is no way, on all ranks alike.
@@ -235,7 +260,11 @@ def choose_ways(facts: Sequence[Facts], access: Sequence[Sequence[Access]], path
             choice = ways[a.rank, b.rank] = choose_way(a, b, views, paths, descriptors, refused)
             if not choice.kind:
                 text = f"ranks {a.rank} and {b.rank} have no way to exchange GPU data: {choice.why}"
-                raise SystemFailure(text, peer=b.rank, hint="allow peer access or shared memory, or give them different MIRACCL_HOSTID")
+                raise SystemFailure(
+                    text,
+                    peer=b.rank,
+                    hint="allow peer access or shared memory, or give them different MIRACCL_HOSTID",
+                )
     return ways
 
 
@@ -245,9 +274,13 @@ def check_alike(facts: Sequence[Facts], rank: int) -> None:
     for other in facts:
         if other.arch != mine.arch:
             text = f"the GPU of rank {other.rank} is sm_{other.arch}, this one sm_{mine.arch}"
-            raise InvalidUsage(text, rank=rank, peer=other.rank, hint="all GPUs of a communicator are of one kind")
+            raise InvalidUsage(
+                text, rank=rank, peer=other.rank, hint="all GPUs of a communicator are of one kind"
+            )
         if other.nbytes != mine.nbytes:
-            raise InvalidUsage(f"rank {other.rank} has another version of miraccl", rank=rank, peer=other.rank)
+            raise InvalidUsage(
+                f"rank {other.rank} has another version of miraccl", rank=rank, peer=other.rank
+            )
 
 
 def pid_namespace() -> int:

@@ -40,7 +40,9 @@ class HostSegment:
             raise
 
     @classmethod
-    def create(cls, gpu: PinningGpu, nbytes: int, fills: Fills = (), label: str = "miraccl-gpu") -> HostSegment:
+    def create(
+        cls, gpu: PinningGpu, nbytes: int, fills: Fills = (), label: str = "miraccl-gpu"
+    ) -> HostSegment:
         """A new segment; ``fills`` are (offset, bytes, 32-bit word) that it begins with, over zeros."""
         segment = Segment.create(label, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
         words = np.frombuffer(segment.file.memory(0, segment.nbytes), np.uint32)

@@ -33,7 +33,9 @@ class SendEnd:
         """Messages whose memory may be used again."""
         return self._atomics.load_acquire(self.end.tail)
 
-    def post(self, payload: bytes | memoryview, *, signature: int = 0, mode: Mode | None = None) -> bool:
+    def post(
+        self, payload: bytes | memoryview, *, signature: int = 0, mode: Mode | None = None
+    ) -> bool:
         """Copy ``payload`` into line or slot and post it; False if the ring is full.  The smallest mode is chosen if none is given."""
         nbytes = len(payload)
         if mode is None:
@@ -120,7 +122,13 @@ class RecvEnd:
             Mode.LANDED: post.address,
         }.get(mode)
         payload = None if place is None else memory_at(place, post.nbytes)
-        return Message(number=self.consumed, signature=post.signature, mode=mode, nbytes=post.nbytes, payload=payload)
+        return Message(
+            number=self.consumed,
+            signature=post.signature,
+            mode=mode,
+            nbytes=post.nbytes,
+            payload=payload,
+        )
 
     def consume(self) -> None:
         """Give line and slot of the current message back."""

@@ -20,7 +20,14 @@ _ASKED_BYTES = 1 << 30
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -30,11 +37,15 @@ class MappedFile:
     """The first ``nbytes`` bytes of an open file; ``fd`` may be closed afterwards. Raises ``OSError``."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _NORESERVE, fd, 0)
+        address = _libc.mmap(
+            None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _NORESERVE, fd, 0
+        )
         if address == _FAILED:
             raise _error()
         self.address, self.nbytes = int(address), nbytes
-        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False  # threads may be in there until the very end
+        weakref.finalize(
+            self, _libc.munmap, self.address, nbytes
+        ).atexit = False  # threads may be in there until the very end
 
     def memory(self, offset: int, nbytes: int) -> Any:
         """A buffer over some bytes of it, which keeps the mapping alive."""
@@ -53,7 +64,12 @@ class MappedFile:
         for start in range(offset, offset + nbytes, _ASKED_BYTES):
             size = min(_ASKED_BYTES, offset + nbytes - start)
             pages = bytearray(-(-size // PAGE_BYTES))
-            if _libc.mincore(self.address + start, size, (ctypes.c_char * len(pages)).from_buffer(pages)) != 0:
+            if (
+                _libc.mincore(
+                    self.address + start, size, (ctypes.c_char * len(pages)).from_buffer(pages)
+                )
+                != 0
+            ):
                 raise _error()
             total += sum(page & 1 for page in pages) * PAGE_BYTES
         return total

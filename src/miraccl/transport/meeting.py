@@ -21,9 +21,22 @@ from dataclasses import dataclass
 
 from miraccl import trace
 from miraccl.deadline import Deadline
-from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, ProtocolError, SystemFailure, as_system_failure
+from miraccl.errors import (
+    AuthenticationError,
+    BootstrapError,
+    MiracclError,
+    ProtocolError,
+    SystemFailure,
+    as_system_failure,
+)
 from miraccl.sockets import finish_connect, passes
-from miraccl.wire.stream import NONCE_BYTES, AcceptorHandshake, Handshake, InitiatorHandshake, StreamIdentity
+from miraccl.wire.stream import (
+    NONCE_BYTES,
+    AcceptorHandshake,
+    Handshake,
+    InitiatorHandshake,
+    StreamIdentity,
+)
 
 log = trace.logger("socket")
 
@@ -43,7 +56,9 @@ KEEPALIVE_S = (10, 5, 3)
 def tune(sock: socket.socket, buffer_bytes: int) -> None:
     """Options that must be set before the connection exists (the window scale is negotiated then), and those that need not."""
     if buffer_bytes:
-        buffer_bytes = min(buffer_bytes, (1 << 31) - 1)  # a C int; the kernel has a lower limit of its own
+        buffer_bytes = min(
+            buffer_bytes, (1 << 31) - 1
+        )  # a C int; the kernel has a lower limit of its own
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,7 +102,9 @@ class _Call:
 class _Approach:
     """One socket on its way to being proven; ``call`` is None for a stranger, who may be a peer."""
 
-    def __init__(self, sock: socket.socket, machine: Handshake, call: _Call | None = None, address: str = "") -> None:
+    def __init__(
+        self, sock: socket.socket, machine: Handshake, call: _Call | None = None, address: str = ""
+    ) -> None:
         self.sock = sock
         self.machine = machine
         self.call = call
@@ -154,8 +171,12 @@ class Meeting:
             now = time.monotonic()
             if now >= self._deadline.at:
                 raise self._overdue(missing)
-            timers = [a.machine.deadline for a in self._approaches] + [call.due for call in self._calls]
-            for key, _ in self._selector.select(max(0.0, min([self._deadline.at, now + CHECK_S, *timers]) - now)):
+            timers = [a.machine.deadline for a in self._approaches] + [
+                call.due for call in self._calls
+            ]
+            for key, _ in self._selector.select(
+                max(0.0, min([self._deadline.at, now + CHECK_S, *timers]) - now)
+            ):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
                 elif key.data in self._approaches:
@@ -177,7 +198,11 @@ class Meeting:
         return self._peers[peer].nstreams
 
     def _missing(self) -> list[int]:
-        return [p for p in self._peers if not all((p, s) in self._proven for s in range(self._nstreams(p)))]
+        return [
+            p
+            for p in self._peers
+            if not all((p, s) in self._proven for s in range(self._nstreams(p)))
+        ]
 
     def _overdue(self, missing: list[int]) -> MiracclError:
         reasons = "".join(f"; rank {p}: {self._why[p]}" for p in missing if p in self._why)
@@ -198,9 +223,16 @@ class Meeting:
         for call in due:
             addresses = self._peers[call.peer].addresses
             address, port = addresses[call.turn % len(addresses)]
-            want = StreamIdentity(initiator=self._rank, acceptor=call.peer, stream=call.stream, nstreams=self._nstreams(call.peer))
+            want = StreamIdentity(
+                initiator=self._rank,
+                acceptor=call.peer,
+                stream=call.stream,
+                nstreams=self._nstreams(call.peer),
+            )
             deadline = min(self._deadline.at, now + HANDSHAKE_TIMEOUT_S)
-            machine = InitiatorHandshake(key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, want=want)
+            machine = InitiatorHandshake(
+                key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, want=want
+            )
             try:
                 approach = _Approach(self._connect(address, port), machine, call, address)
                 approach.answer = machine.hello
@@ -228,10 +260,14 @@ class Meeting:
         if error.errno != errno.ECONNREFUSED:
             self._refused.pop(peer, None)
         elif now - self._refused.setdefault(peer, now) >= REFUSED_S:
-            raise SystemFailure(f"cannot reach rank {peer} at {self._why[peer]}", rank=self._rank, peer=peer)
+            raise SystemFailure(
+                f"cannot reach rank {peer} at {self._why[peer]}", rank=self._rank, peer=peer
+            )
         call.turn += 1
         lap, within = divmod(call.turn, len(self._peers[peer].addresses))
-        call.due = now if within else now + min(FIRST_PAUSE_S * 2.0 ** min(lap, 16), LONGEST_PAUSE_S)
+        call.due = (
+            now if within else now + min(FIRST_PAUSE_S * 2.0 ** min(lap, 16), LONGEST_PAUSE_S)
+        )
         self._calls.append(call)
 
     # --- their calls
@@ -273,7 +309,9 @@ class Meeting:
             if approach.connecting:
                 finish_connect(approach.sock)
                 approach.connecting = False
-                approach.machine.deadline = self._deadline.at  # it answers once it calls connect, which may be late
+                approach.machine.deadline = (
+                    self._deadline.at
+                )  # it answers once it calls connect, which may be late
             elif not approach.answer:
                 self._read(approach)
             self._answer(approach)
@@ -295,7 +333,9 @@ class Meeting:
     def _read(self, approach: _Approach) -> None:
         data = approach.sock.recv(approach.machine.needs - len(approach.got))
         if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection during the handshake")
+            raise ConnectionResetError(
+                errno.ECONNRESET, "it closed the connection during the handshake"
+            )
         approach.got += data
         if len(approach.got) == approach.machine.needs:
             got, approach.got = approach.got, b""
@@ -327,7 +367,10 @@ class Meeting:
 
     def _check_streams(self, identity: StreamIdentity, peer: int) -> None:
         if peer in self._peers and identity.nstreams != self._nstreams(peer):
-            raise ProtocolError(f"rank {peer} opens {identity.nstreams} streams instead of {self._nstreams(peer)}", peer=peer)
+            raise ProtocolError(
+                f"rank {peer} opens {identity.nstreams} streams instead of {self._nstreams(peer)}",
+                peer=peer,
+            )
 
     def _keep(self, proven: Proven, peer: int) -> None:
         """For this call, or for a later one; a second stream of the same number replaces the first, whose caller has given up."""

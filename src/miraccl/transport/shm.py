@@ -67,21 +67,29 @@ class Segment:
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            raise SystemFailure(f"cannot make a shared segment of {nbytes} bytes: {error.strerror}") from error
+            raise SystemFailure(
+                f"cannot make a shared segment of {nbytes} bytes: {error.strerror}"
+            ) from error
 
     @classmethod
     def open(cls, pid: int, fd: int, nbytes: int) -> Segment:
         try:
             handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            hint = "ranks that do not see each other's processes can be given different MIRACCL_HOSTID"
-            raise SystemFailure(f"cannot open the segment of process {pid}: {error.strerror}", hint=hint) from error
+            hint = (
+                "ranks that do not see each other's processes can be given different MIRACCL_HOSTID"
+            )
+            raise SystemFailure(
+                f"cannot open the segment of process {pid}: {error.strerror}", hint=hint
+            ) from error
         try:
             if os.fstat(handle).st_size != nbytes:
                 raise ProtocolError(f"the segment of process {pid} has another size than it said")
             return cls(file=MappedFile(handle, nbytes))
         except OSError as error:
-            raise SystemFailure(f"cannot map the segment of process {pid}: {error.strerror}") from error
+            raise SystemFailure(
+                f"cannot map the segment of process {pid}: {error.strerror}"
+            ) from error
         finally:
             os.close(handle)
 
@@ -98,7 +106,9 @@ def default_window_bytes(nranks: int) -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     space = ADDRESSES if limit == resource.RLIM_INFINITY else min(limit, ADDRESSES)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(memory, space // COMMUNICATORS // nranks) // fifo.PAGE_BYTES) * fifo.PAGE_BYTES
+    return (
+        max(1, min(memory, space // COMMUNICATORS // nranks) // fifo.PAGE_BYTES) * fifo.PAGE_BYTES
+    )
 
 
 class ShmTransport(Transport):
@@ -123,7 +133,10 @@ class ShmTransport(Transport):
         size = CONTROL_BYTES + len(self._order) * self._fifo_bytes
         self.segment = Segment.create(f"miraccl-rank{endpoint.rank}", size)
         try:
-            self.window = Segment.create(f"miraccl-window{endpoint.rank}", window_bytes or default_window_bytes(1 + len(peers)))
+            self.window = Segment.create(
+                f"miraccl-window{endpoint.rank}",
+                window_bytes or default_window_bytes(1 + len(peers)),
+            )
         except SystemFailure:
             self.segment.release()
             raise
@@ -138,7 +151,9 @@ class ShmTransport(Transport):
         return a.hostid == b.hostid
 
     def _fifo_offset(self, source: int, destination: int, order: list[int]) -> int:
-        return CONTROL_BYTES + [r for r in order if r != source].index(destination) * self._fifo_bytes
+        return (
+            CONTROL_BYTES + [r for r in order if r != source].index(destination) * self._fifo_bytes
+        )
 
     def setup(self) -> bytes:
         record = {
@@ -156,7 +171,10 @@ class ShmTransport(Transport):
         for peer, info in infos.items():
             record = _parse(info, peer)
             if record["slot_bytes"] != self.slot_bytes:
-                raise ProtocolError(f"slots are {record['slot_bytes']} bytes there and {self.slot_bytes} here", peer=peer)
+                raise ProtocolError(
+                    f"slots are {record['slot_bytes']} bytes there and {self.slot_bytes} here",
+                    peer=peer,
+                )
             pid = record["pid"]
             self.pids[peer] = pid
             self.peers[peer] = segment = Segment.open(pid, *record["segment"])
@@ -166,7 +184,8 @@ class ShmTransport(Transport):
             mine = self.segment.address + self._fifo_offset(self.endpoint.rank, peer, everyone)
             theirs = segment.address + self._fifo_offset(peer, self.endpoint.rank, everyone)
             pairs[peer] = FifoPair(
-                send=Fifo.at(mine, self.slot_bytes, kind=FifoKind.SHM), recv=Fifo.at(theirs, self.slot_bytes, kind=FifoKind.SHM)
+                send=Fifo.at(mine, self.slot_bytes, kind=FifoKind.SHM),
+                recv=Fifo.at(theirs, self.slot_bytes, kind=FifoKind.SHM),
             )
         return pairs
 
@@ -189,7 +208,10 @@ def _parse(info: bytes, peer: int) -> dict[str, Any]:
     try:
         record = json.loads(info)
         ok = all(isinstance(record[k], int) for k in ("pid", "slot_bytes", "probe"))
-        ok = ok and all(len(record[k]) == 2 and all(isinstance(v, int) for v in record[k]) for k in ("segment", "window"))
+        ok = ok and all(
+            len(record[k]) == 2 and all(isinstance(v, int) for v in record[k])
+            for k in ("segment", "window")
+        )
     except (ValueError, KeyError, TypeError):
         ok = False
     if not ok:
@@ -211,6 +233,16 @@ def _can_read(pid: int, address: int) -> bool:
     value = ctypes.c_int64(0)
     here = _Iovec(ctypes.addressof(value), 8)
     there = _Iovec(address, 8)
-    call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    call.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
     call.restype = ctypes.c_ssize_t
-    return call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 8 and value.value == MAGIC ^ pid
+    return (
+        call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == 8
+        and value.value == MAGIC ^ pid
+    )

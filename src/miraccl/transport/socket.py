@@ -22,7 +22,15 @@ from typing import Any
 from miraccl import params
 from miraccl.deadline import Deadline
 from miraccl.errors import CommunicatorClosed, ProtocolError, SystemFailure, as_system_failure
-from miraccl.transport.base import Endpoint, Fifo, FifoKind, FifoPair, NetConnection, ProxyPort, Transport
+from miraccl.transport.base import (
+    Endpoint,
+    Fifo,
+    FifoKind,
+    FifoPair,
+    NetConnection,
+    ProxyPort,
+    Transport,
+)
 from miraccl.transport.fifo import FifoMemory, check_slot_bytes
 from miraccl.transport.meeting import Invitation, Meeting, Proven, family_of, tune
 from miraccl.wire.stream import MAX_STREAMS, derive_key
@@ -48,13 +56,21 @@ class ConnectInfo:
         try:
             addresses, nstreams, slot_bytes = json.loads(data)
             info = cls(
-                addresses=tuple((str(ipaddress.ip_address(host)), int(port)) for host, port in addresses),
+                addresses=tuple(
+                    (str(ipaddress.ip_address(host)), int(port)) for host, port in addresses
+                ),
                 nstreams=int(nstreams),
                 slot_bytes=check_slot_bytes(int(slot_bytes)),
             )
         except (ValueError, TypeError) as problem:
-            raise ProtocolError(f"the connect info of a socket transport cannot be read: {problem}") from None
-        if not info.addresses or not 1 <= info.nstreams <= MAX_STREAMS or not all(0 < port < 1 << 16 for _, port in info.addresses):
+            raise ProtocolError(
+                f"the connect info of a socket transport cannot be read: {problem}"
+            ) from None
+        if (
+            not info.addresses
+            or not 1 <= info.nstreams <= MAX_STREAMS
+            or not all(0 < port < 1 << 16 for _, port in info.addresses)
+        ):
             raise ProtocolError("the connect info of a socket transport makes no sense")
         return info
 
@@ -74,7 +90,10 @@ class SocketOptions:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> SocketOptions:
         """NCCL's rule: SOCKET_NTHREADS x NSOCKS_PERTHREAD streams, at most 64.  One proxy thread serves them all."""
         nstreams = params.SOCKET_NTHREADS.read(environ) * params.NSOCKS_PERTHREAD.read(environ)
-        return cls(nstreams=min(max(nstreams, 1), MAX_STREAMS), buffer_bytes=params.SOCKET_BUFFER.read(environ))
+        return cls(
+            nstreams=min(max(nstreams, 1), MAX_STREAMS),
+            buffer_bytes=params.SOCKET_BUFFER.read(environ),
+        )
 
 
 class SocketTransport(Transport):
@@ -116,7 +135,9 @@ class SocketTransport(Transport):
     @staticmethod
     def can_connect(a: Endpoint, b: Endpoint) -> bool:
         """Both have an address of a common family."""
-        return a.rank != b.rank and bool({family_of(x) for x in a.addresses} & {family_of(x) for x in b.addresses})
+        return a.rank != b.rank and bool(
+            {family_of(x) for x in a.addresses} & {family_of(x) for x in b.addresses}
+        )
 
     def setup(self) -> bytes:
         """Listen on a free port of each address; one that the host has lost, or is not sure of yet (IPv6), is left out."""
@@ -160,14 +181,20 @@ class SocketTransport(Transport):
         """See ``Transport.connect``.  Ranks that are connected already are returned as they are."""
         self._check_open()
         self.setup()
-        peers = {rank: ConnectInfo.decode(data) for rank, data in infos.items() if rank not in self._connected}
+        peers = {
+            rank: ConnectInfo.decode(data)
+            for rank, data in infos.items()
+            if rank not in self._connected
+        }
         if self.rank in peers:
             raise ValueError("a rank does not connect to itself")
         meeting = Meeting(
             rank=self.rank,
             key=self._key,
             peers={
-                peer: Invitation(addresses=info.addresses, nstreams=min(info.nstreams, self._options.nstreams))
+                peer: Invitation(
+                    addresses=info.addresses, nstreams=min(info.nstreams, self._options.nstreams)
+                )
                 for peer, info in peers.items()
             },
             listeners=self._listeners,
@@ -179,7 +206,9 @@ class SocketTransport(Transport):
         try:
             proven = meeting.run()
             connections = [self._connection(peer, proven[peer], peers[peer]) for peer in peers]
-            with as_system_failure("the connections to other ranks cannot be served", rank=self.rank):
+            with as_system_failure(
+                "the connections to other ranks cannot be served", rank=self.rank
+            ):
                 self._proxy.attach(connections)
         except BaseException:
             meeting.drop_all()
@@ -191,13 +220,19 @@ class SocketTransport(Transport):
 
     def _connection(self, peer: int, streams: Sequence[Proven], info: ConnectInfo) -> NetConnection:
         send, recv = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
-        door: dict[str, Any] = {"kind": FifoKind.NET, "bell": self._proxy.bell, "asleep": self._proxy.asleep}
+        door: dict[str, Any] = {
+            "kind": FifoKind.NET,
+            "bell": self._proxy.bell,
+            "asleep": self._proxy.asleep,
+        }
         pair = FifoPair(
             send=Fifo.at(send.address, self._slot_bytes, **door),
             recv=Fifo.at(recv.address, self._slot_bytes, **door),
             memory=(send, recv),
         )
-        return NetConnection(peer=peer, streams=[s.sock for s in streams], pair=pair, peer_slot_bytes=info.slot_bytes)
+        return NetConnection(
+            peer=peer, streams=[s.sock for s in streams], pair=pair, peer_slot_bytes=info.slot_bytes
+        )
 
     def close(self) -> None:
         """Send what is posted (for at most ``linger`` seconds), close all connections and listeners."""

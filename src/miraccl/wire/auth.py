@@ -139,11 +139,15 @@ class Handshake:
 
     def check_hub(self, proof: bytes) -> None:
         if not hmac.compare_digest(proof, self.hub_proof()):
-            raise AuthenticationError("the hub could not prove that it knows the secret of this job")
+            raise AuthenticationError(
+                "the hub could not prove that it knows the secret of this job"
+            )
 
     def check_member(self, proof: bytes) -> None:
         if not hmac.compare_digest(proof, self.member_proof()):
-            raise AuthenticationError("the member could not prove that it knows the secret of this job")
+            raise AuthenticationError(
+                "the member could not prove that it knows the secret of this job"
+            )
 
     def hub_side(self) -> tuple[Sealer, Opener]:
         return Sealer(self._mac(b"key from hub")), Opener(self._mac(b"key from member"))

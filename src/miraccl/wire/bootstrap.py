@@ -60,7 +60,10 @@ PEER_TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
     (PeerState.MEETING, "Goodbye"): PeerState.GONE,
     (PeerState.UP, "Goodbye"): PeerState.GONE,
     **{(state, "drop"): PeerState.GONE for state in PeerState},
-    **{(PeerState.UP, m): PeerState.UP for m in ("OpenGroup", "Gather", "NoticeMessage", "StatusAsk", "StatusReply", "LeaveGroup")},
+    **{
+        (PeerState.UP, m): PeerState.UP
+        for m in ("OpenGroup", "Gather", "NoticeMessage", "StatusAsk", "StatusReply", "LeaveGroup")
+    },
 }
 
 MEETING_TRANSITIONS: dict[tuple[MeetingState, str], MeetingState] = {
@@ -81,10 +84,19 @@ MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
     (MemberState.MEETING, "Refused"): MemberState.CLOSED,
     (MemberState.MEETING, "Welcome"): MemberState.UP,
     (MemberState.UP, "HubClosing"): MemberState.CLOSED,
-    **{(state, "leave"): MemberState.LEAVING for state in (MemberState.JOINING, MemberState.MEETING, MemberState.UP)},
-    **{(state, "leave"): MemberState.CLOSED for state in (MemberState.NEW, MemberState.HELLO, MemberState.PROVED)},
+    **{
+        (state, "leave"): MemberState.LEAVING
+        for state in (MemberState.JOINING, MemberState.MEETING, MemberState.UP)
+    },
+    **{
+        (state, "leave"): MemberState.CLOSED
+        for state in (MemberState.NEW, MemberState.HELLO, MemberState.PROVED)
+    },
     **{(state, "lost"): MemberState.CLOSED for state in MemberState},
-    **{(MemberState.UP, m): MemberState.UP for m in ("Gathered", "GatherLate", "NoticeMessage", "StatusAsk", "StatusReply")},
+    **{
+        (MemberState.UP, m): MemberState.UP
+        for m in ("Gathered", "GatherLate", "NoticeMessage", "StatusAsk", "StatusReply")
+    },
     **{(MemberState.UP, m): MemberState.UP for m in ("LeaveGroup", "Gone", "send")},
 }
 
@@ -96,7 +108,9 @@ def advance(table: Mapping[tuple[S, str], S], state: S, word: str) -> S:
     try:
         return table[state, word]
     except KeyError:
-        raise ProtocolError(f"{word} is not expected while the state is {state.name} ({state.value})") from None
+        raise ProtocolError(
+            f"{word} is not expected while the state is {state.name} ({state.value})"
+        ) from None
 
 
 # --- inputs and outputs -------------------------------------------------------------------------------------------------
@@ -241,8 +255,18 @@ def name_ranks(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     words: list[str] = []
     for first, last in runs:
-        words += [f"{first}-{last}"] if last > first + 1 else [str(rank) for rank in range(first, last + 1)]
+        words += (
+            [f"{first}-{last}"]
+            if last > first + 1
+            else [str(rank) for rank in range(first, last + 1)]
+        )
     if len(words) > 24:
         words = [*words[:23], f"{len(words) - 23} more"]
-    text = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "none"
+    text = (
+        words[0]
+        if len(words) == 1
+        else f"{', '.join(words[:-1])} and {words[-1]}"
+        if words
+        else "none"
+    )
     return ("rank " if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks ") + text

@@ -13,7 +13,17 @@ from typing import Any
 
 from miraccl.errors import AuthenticationError, ProtocolError
 from miraccl.wire import framing
-from miraccl.wire.auth import MAX_RANKS, VERSION, Challenge, Distrust, Handshake, Hello, Proof, Unsupported, peek_version
+from miraccl.wire.auth import (
+    MAX_RANKS,
+    VERSION,
+    Challenge,
+    Distrust,
+    Handshake,
+    Hello,
+    Proof,
+    Unsupported,
+    peek_version,
+)
 from miraccl.wire.bootstrap import PEER_TRANSITIONS, Connected, PeerState, advance
 from miraccl.wire.framing import FrameReader, encode, encode_frame
 
@@ -67,10 +77,18 @@ class Door:
         evicted = None
         if len(self.strangers) >= self._bound:
             silent = (s for s in self.strangers.values() if s.state is PeerState.HELLO)
-            evicted = self._patient(event.now) or next(silent, None) or next(iter(self.strangers.values()))
+            evicted = (
+                self._patient(event.now)
+                or next(silent, None)
+                or next(iter(self.strangers.values()))
+            )
             del self.strangers[evicted.conn]
         self.strangers[event.conn] = Stranger(
-            conn=event.conn, address=event.peer, nonce=event.nonce, since=event.now, deadline=event.now + self._timeout
+            conn=event.conn,
+            address=event.peer,
+            nonce=event.nonce,
+            since=event.now,
+            deadline=event.now + self._timeout,
         )
         return evicted
 
@@ -89,14 +107,18 @@ class Door:
         if version is None:
             raise ProtocolError("not a member of any job")
         if version != VERSION:
-            self.note(f"a connection from {_host_of(stranger.address)} speaks version {version}, this is version {VERSION}")
+            self.note(
+                f"a connection from {_host_of(stranger.address)} speaks version {version}, this is version {VERSION}"
+            )
             raise WrongVersion(f"version {version}, this is version {VERSION}")
         hello = framing.decode(frame, {Hello.KIND: Hello})
         if not 0 <= hello.rank < hello.nranks <= MAX_RANKS:
             raise ProtocolError(f"rank {hello.rank} of {hello.nranks}")
         stranger.state = advance(PEER_TRANSITIONS, stranger.state, "Hello")
         stranger.hello, stranger.handshake = hello, Handshake(self._secret, hello, stranger.nonce)
-        return encode_frame(encode(Challenge(nonce=stranger.nonce, proof=stranger.handshake.hub_proof())))
+        return encode_frame(
+            encode(Challenge(nonce=stranger.nonce, proof=stranger.handshake.hub_proof()))
+        )
 
     def _proof(self, stranger: Stranger, proof: Proof | Distrust) -> None:
         assert stranger.handshake is not None
@@ -107,7 +129,9 @@ class Door:
             stranger.handshake.check_member(proof.proof)
         except AuthenticationError:
             said = f"it said rank {stranger.hello.rank} of {stranger.hello.nranks}"
-            self.note(f"a connection from {_host_of(stranger.address)} did not know the secret ({said})")
+            self.note(
+                f"a connection from {_host_of(stranger.address)} did not know the secret ({said})"
+            )
             raise
         stranger.state = advance(PEER_TRANSITIONS, stranger.state, "Proof")
 
@@ -116,7 +140,11 @@ class Door:
         for conn, stranger in self.strangers.items():
             assert stranger.conn == conn
             assert stranger.state in (PeerState.HELLO, PeerState.PROOF)
-            assert (stranger.handshake is None) == (stranger.hello is None) == (stranger.state is PeerState.HELLO)
+            assert (
+                (stranger.handshake is None)
+                == (stranger.hello is None)
+                == (stranger.state is PeerState.HELLO)
+            )
             assert stranger.reader.limit == framing.MAX_HANDSHAKE_BYTES
 
 

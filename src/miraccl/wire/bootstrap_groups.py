@@ -79,7 +79,9 @@ class Groups:
             self._open(rank, message)
             return
         if isinstance(message, StatusReply):
-            back = StatusReply(group=message.group, rank=rank, ident=message.ident, payload=message.payload)
+            back = StatusReply(
+                group=message.group, rank=rank, ident=message.ident, payload=message.payload
+            )
             self._tell((message.rank,), back)
             return
         group = self._groups.get(message.group)
@@ -88,18 +90,31 @@ class Groups:
         if isinstance(message, Gather):
             self._gather(group, rank, message, now)
         elif isinstance(message, NoticeMessage):
-            self._tell(group.others(rank), NoticeMessage(group=message.group, rank=rank, payload=message.payload))
+            self._tell(
+                group.others(rank),
+                NoticeMessage(group=message.group, rank=rank, payload=message.payload),
+            )
         elif isinstance(message, StatusAsk):
-            self._tell(group.others(rank), StatusAsk(group=message.group, rank=rank, ident=message.ident))
+            self._tell(
+                group.others(rank), StatusAsk(group=message.group, rank=rank, ident=message.ident)
+            )
         else:
             assert isinstance(message, LeaveGroup)
             group.left[rank] = message.reason
-            self._tell(group.others(rank), LeaveGroup(group=message.group, rank=rank, reason=message.reason))
+            self._tell(
+                group.others(rank),
+                LeaveGroup(group=message.group, rank=rank, reason=message.reason),
+            )
             self._end_rounds(message.group)
 
     def _open(self, rank: int, message: OpenGroup) -> None:
         ranks = message.ranks
-        if rank not in ranks or len(set(ranks)) != len(ranks) or max(ranks) >= self._nranks or message.group == WORLD:
+        if (
+            rank not in ranks
+            or len(set(ranks)) != len(ranks)
+            or max(ranks) >= self._nranks
+            or message.group == WORLD
+        ):
             raise ProtocolError(f"rank {rank} opens a group of {name_ranks(ranks)}")
         group = self._groups.setdefault(message.group, _Group(ranks=ranks))
         if group.ranks != ranks:
@@ -121,9 +136,14 @@ class Groups:
         del self._rounds[key]
         parts = tuple(gather.parts[r] for r in group.ranks)
         try:
-            self._tell(group.ranks, Gathered(group=message.group, tag=message.tag, round=message.round, parts=parts))
+            self._tell(
+                group.ranks,
+                Gathered(group=message.group, tag=message.tag, round=message.round, parts=parts),
+            )
         except InvalidUsage:
-            raise ProtocolError(f"all_gather {message.tag!r} is larger than {framing.MAX_FRAME_BYTES} bytes in all") from None
+            raise ProtocolError(
+                f"all_gather {message.tag!r} is larger than {framing.MAX_FRAME_BYTES} bytes in all"
+            ) from None
 
     def depart(self, rank: int) -> None:
         """A rank is gone from the job."""
@@ -137,7 +157,9 @@ class Groups:
         for key in [key for key in self._rounds if key[0] == number]:
             del self._rounds[key]
         group = self._groups[number]
-        if number != WORLD and all(rank in group.left or rank in self._gone for rank in group.ranks):
+        if number != WORLD and all(
+            rank in group.left or rank in self._gone for rank in group.ranks
+        ):
             del self._groups[number]
 
     def end(self) -> None:

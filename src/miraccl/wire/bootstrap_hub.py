@@ -36,7 +36,17 @@ from miraccl.wire.bootstrap import (
 )
 from miraccl.wire.bootstrap_door import Door, Stranger, WrongVersion
 from miraccl.wire.bootstrap_groups import Groups
-from miraccl.wire.bootstrap_messages import TO_HUB, Accepted, Gone, Goodbye, HubClosing, Join, Refusal, Refused, Welcome
+from miraccl.wire.bootstrap_messages import (
+    TO_HUB,
+    Accepted,
+    Gone,
+    Goodbye,
+    HubClosing,
+    Join,
+    Refusal,
+    Refused,
+    Welcome,
+)
 from miraccl.wire.framing import FrameReader, encode
 
 
@@ -113,7 +123,10 @@ class HubMachine:
         else:
             self._tick(event.now)
         self._finish_if_done(event.now)
-        return sorted(self._out, key=lambda output: 2 if isinstance(output, Finished) else int(output.conn in self._own))
+        return sorted(
+            self._out,
+            key=lambda output: 2 if isinstance(output, Finished) else int(output.conn in self._own),
+        )
 
     def may_accept(self, now: float) -> bool:
         """Whether the next connection may be accepted now, or had better wait some milliseconds in the kernel's queue."""
@@ -155,7 +168,11 @@ class HubMachine:
             return
         evicted = self._door.admit(event)
         if evicted is not None:
-            self._out.append(Drop(conn=evicted.conn, reason="too many connections that have not proved themselves"))
+            self._out.append(
+                Drop(
+                    conn=evicted.conn, reason="too many connections that have not proved themselves"
+                )
+            )
 
     def _received(self, event: Received) -> None:
         stranger = self._door.strangers.get(event.conn)
@@ -168,7 +185,9 @@ class HubMachine:
         if stranger is None:
             peer.reader.feed(event.data)
         try:
-            while peer.state is not PeerState.GONE and (frame := peer.reader.next_frame()) is not None:
+            while (
+                peer.state is not PeerState.GONE and (frame := peer.reader.next_frame()) is not None
+            ):
                 self._frame(peer, frame, event.now)
         except ProtocolError as error:
             self._drop(peer, error.message, event.now)
@@ -176,7 +195,10 @@ class HubMachine:
     def _hear_out(self, stranger: Stranger) -> None:
         """What a stranger says until it has proved itself: then it is a peer, whose next frames are sealed."""
         try:
-            while stranger.state is not PeerState.JOIN and (frame := stranger.reader.next_frame()) is not None:
+            while (
+                stranger.state is not PeerState.JOIN
+                and (frame := stranger.reader.next_frame()) is not None
+            ):
                 answer = self._door.answer(stranger, frame)
                 if answer:
                     self._out.append(Send(conn=stranger.conn, data=answer))
@@ -234,7 +256,11 @@ class HubMachine:
             self.nranks, self._nranks_said_by = nranks, f"rank {rank}"
         if nranks != self.nranks:
             first = f"{self._nranks_said_by or 'the hub'} with nranks={self.nranks}"
-            refused = Refused(code=Refusal.NRANKS, text=f"rank {rank} was started with nranks={nranks}, {first}", ranks=(rank,))
+            refused = Refused(
+                code=Refusal.NRANKS,
+                text=f"rank {rank} was started with nranks={nranks}, {first}",
+                ranks=(rank,),
+            )
             if self.state is MeetingState.GATHERING:
                 self._linger_until = now + join.timeout
                 self._fail(refused, now)
@@ -261,7 +287,15 @@ class HubMachine:
         """The others have begun with a rank that was not told so, and cannot be."""
         reason = "its connection was cut before it was welcome"
         self._drop(before, reason, now)
-        self._refuse(peer, Refused(code=Refusal.DIED, text=f"rank {peer.rank} counts as dead: {reason}", ranks=(peer.rank,)), now)
+        self._refuse(
+            peer,
+            Refused(
+                code=Refusal.DIED,
+                text=f"rank {peer.rank} counts as dead: {reason}",
+                ranks=(peer.rank,),
+            ),
+            now,
+        )
 
     def _refuse_duplicate(self, peer: _Peer, now: float) -> None:
         assert peer.join is not None
@@ -269,7 +303,11 @@ class HubMachine:
         if first is not None and first.join and first.join.token == peer.join.token:
             who = f"process {peer.join.pid} came twice, as when two of its threads call init() at once"
         else:
-            who = f"process {first.join.pid} from {first.address}" if first is not None and first.join else "a process that is gone"
+            who = (
+                f"process {first.join.pid} from {first.address}"
+                if first is not None and first.join
+                else "a process that is gone"
+            )
             who += f" came first, then process {peer.join.pid} from {peer.address}"
         text = f"rank {peer.rank} is taken: {who}"
         self._door.note(text)
@@ -307,12 +345,20 @@ class HubMachine:
         assert late.join is not None
         missing = [rank for rank in range(self.nranks) if rank not in self._ranks]
         text = f"{name_ranks(missing)} of {self.nranks} never arrived within the {late.join.patience:.3g} s that rank {late.rank} waits"
-        return Refused(code=Refusal.MISSING, text="; ".join([text, *self._door.notes]), ranks=tuple(missing))
+        return Refused(
+            code=Refusal.MISSING, text="; ".join([text, *self._door.notes]), ranks=tuple(missing)
+        )
 
     def _tick(self, now: float) -> None:
-        for stranger in [stranger for stranger in self._door.strangers.values() if stranger.deadline <= now]:
+        for stranger in [
+            stranger for stranger in self._door.strangers.values() if stranger.deadline <= now
+        ]:
             self._send_away(stranger, "the handshake took too long")
-        for peer in [peer for peer in self._peers.values() if peer.state is PeerState.JOIN and peer.deadline <= now]:
+        for peer in [
+            peer
+            for peer in self._peers.values()
+            if peer.state is PeerState.JOIN and peer.deadline <= now
+        ]:
             self._drop(peer, "the handshake took too long", now)
         if self.state is MeetingState.GATHERING:
             late = [peer for peer in self._ranks.values() if peer.deadline <= now]
@@ -344,7 +390,9 @@ class HubMachine:
         if state is PeerState.MEETING and self.state is MeetingState.GATHERING:
             verb = "left" if left else "died"
             code = Refusal.LEFT if left else Refusal.DIED
-            text = f"rank {peer.rank} of {self.nranks} {verb} while the ranks were meeting: {reason}"
+            text = (
+                f"rank {peer.rank} of {self.nranks} {verb} while the ranks were meeting: {reason}"
+            )
             self._told.add(peer.rank)
             self._linger_until = peer.deadline
             self._fail(Refused(code=code, text=text, ranks=(peer.rank,)), now)
@@ -359,7 +407,14 @@ class HubMachine:
         if self.state is MeetingState.FINISHED:
             return
         if self.state is MeetingState.GATHERING and self._ranks:
-            self._fail(Refused(code=Refusal.CLOSED, text=f"the hub closed while the ranks were meeting: {reason}", ranks=()), now)
+            self._fail(
+                Refused(
+                    code=Refusal.CLOSED,
+                    text=f"the hub closed while the ranks were meeting: {reason}",
+                    ranks=(),
+                ),
+                now,
+            )
         self._tell(self._ranks, HubClosing(reason=reason))
         self._finish()
 
@@ -372,7 +427,9 @@ class HubMachine:
                 self._finish()
 
     def _finish(self) -> None:
-        word = {MeetingState.MET: "all gone", MeetingState.FAILED: "all told"}.get(self.state, "close")
+        word = {MeetingState.MET: "all gone", MeetingState.FAILED: "all told"}.get(
+            self.state, "close"
+        )
         self.state = advance(MEETING_TRANSITIONS, self.state, word)
         for peer in list(self._peers.values()):
             self._forget(peer)

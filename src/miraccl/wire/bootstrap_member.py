@@ -10,7 +10,17 @@ from typing import Any
 
 from miraccl.errors import AuthenticationError, ProtocolError
 from miraccl.wire import framing
-from miraccl.wire.auth import VERSION, Challenge, Distrust, Handshake, Hello, Opener, Proof, Sealer, Unsupported
+from miraccl.wire.auth import (
+    VERSION,
+    Challenge,
+    Distrust,
+    Handshake,
+    Hello,
+    Opener,
+    Proof,
+    Sealer,
+    Unsupported,
+)
 from miraccl.wire.bootstrap import (
     MEMBER_TRANSITIONS,
     Arrived,
@@ -37,7 +47,9 @@ _PLAIN: dict[int, type[Any]] = {Challenge.KIND: Challenge, Unsupported.KIND: Uns
 class MemberMachine:
     """``nonce``: 32 bytes of ``auth.nonce_of_call``. ``log``, when given, collects the inputs for ``replay``."""
 
-    def __init__(self, *, secret: bytes, rank: int, nranks: int, nonce: bytes, log: list[Any] | None = None) -> None:
+    def __init__(
+        self, *, secret: bytes, rank: int, nranks: int, nonce: bytes, log: list[Any] | None = None
+    ) -> None:
         self.state = MemberState.NEW
         self._hello = Hello(rank=rank, nranks=nranks, nonce=nonce)
         self._secret = secret
@@ -77,7 +89,12 @@ class MemberMachine:
     def validate_state(self) -> None:
         early = self.state in (MemberState.NEW, MemberState.HELLO)
         assert self.state is MemberState.CLOSED or early == (self._handshake is None)
-        joined = self.state in (MemberState.JOINING, MemberState.MEETING, MemberState.UP, MemberState.LEAVING)
+        joined = self.state in (
+            MemberState.JOINING,
+            MemberState.MEETING,
+            MemberState.UP,
+            MemberState.LEAVING,
+        )
         assert not joined or (self._sealer is not None and self._opener is not None)
         assert self._reader.limit == framing.MAX_HANDSHAKE_BYTES or not early
 
@@ -86,7 +103,10 @@ class MemberMachine:
     def _received(self, data: bytes) -> None:
         self._reader.feed(data)
         try:
-            while self.state is not MemberState.CLOSED and (frame := self._reader.next_frame()) is not None:
+            while (
+                self.state is not MemberState.CLOSED
+                and (frame := self._reader.next_frame()) is not None
+            ):
                 self._frame(frame)
         except AuthenticationError as error:
             self._out.append(Send(data=encode_frame(encode(Distrust()))))
@@ -108,14 +128,19 @@ class MemberMachine:
             return
         self.state = advance(MEMBER_TRANSITIONS, self.state, type(message).__name__)
         if isinstance(message, HubClosing):
-            self._out += [Drop(reason=message.reason), HubLost(state=MemberState.UP, left=True, reason=message.reason)]
+            self._out += [
+                Drop(reason=message.reason),
+                HubLost(state=MemberState.UP, left=True, reason=message.reason),
+            ]
         else:
             self._out.append(Arrived(message=message))
 
     def _handshake_frame(self, message: Any) -> None:
         state = advance(MEMBER_TRANSITIONS, self.state, type(message).__name__)
         if isinstance(message, Unsupported):
-            self._reject("version", f"the hub speaks version {message.version}, this is version {VERSION}")
+            self._reject(
+                "version", f"the hub speaks version {message.version}, this is version {VERSION}"
+            )
             return
         handshake = Handshake(self._secret, self._hello, message.nonce)
         handshake.check_hub(message.proof)
@@ -148,7 +173,9 @@ class MemberMachine:
     def _prove(self, join: Join) -> None:
         self.state = advance(MEMBER_TRANSITIONS, self.state, "join")
         assert self._handshake is not None
-        self._out.append(Send(data=encode_frame(encode(Proof(proof=self._handshake.member_proof())))))
+        self._out.append(
+            Send(data=encode_frame(encode(Proof(proof=self._handshake.member_proof()))))
+        )
         self._sealer, self._opener = self._handshake.member_side()
         self._reader.limit = framing.MAX_FRAME_BYTES
         self._seal(join)

@@ -104,7 +104,13 @@ class Gather:
     data: bytes
 
     KIND: ClassVar[int] = 21
-    LAYOUT: ClassVar[Layout] = (("group", "u64"), ("tag", "text"), ("round", "u32"), ("timeout", "time"), ("data", "bytes"))
+    LAYOUT: ClassVar[Layout] = (
+        ("group", "u64"),
+        ("tag", "text"),
+        ("round", "u32"),
+        ("timeout", "time"),
+        ("data", "bytes"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +121,12 @@ class Gathered:
     parts: tuple[bytes, ...]
 
     KIND: ClassVar[int] = 22
-    LAYOUT: ClassVar[Layout] = (("group", "u64"), ("tag", "text"), ("round", "u32"), ("parts", "blobs"))
+    LAYOUT: ClassVar[Layout] = (
+        ("group", "u64"),
+        ("tag", "text"),
+        ("round", "u32"),
+        ("parts", "blobs"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +139,12 @@ class GatherLate:
     missing: tuple[int, ...]
 
     KIND: ClassVar[int] = 23
-    LAYOUT: ClassVar[Layout] = (("group", "u64"), ("tag", "text"), ("round", "u32"), ("missing", "u32s"))
+    LAYOUT: ClassVar[Layout] = (
+        ("group", "u64"),
+        ("tag", "text"),
+        ("round", "u32"),
+        ("missing", "u32s"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +177,12 @@ class StatusReply:
     payload: bytes
 
     KIND: ClassVar[int] = 26
-    LAYOUT: ClassVar[Layout] = (("group", "u64"), ("rank", "u32"), ("ident", "u32"), ("payload", "bytes"))
+    LAYOUT: ClassVar[Layout] = (
+        ("group", "u64"),
+        ("rank", "u32"),
+        ("ident", "u32"),
+        ("payload", "bytes"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,4 +233,16 @@ def _table(*records: type[Any]) -> dict[int, type[Any]]:
 
 #: What the hub may receive, and what a member may receive.
 TO_HUB = _table(Join, OpenGroup, Gather, NoticeMessage, StatusAsk, StatusReply, LeaveGroup, Goodbye)
-TO_MEMBER = _table(Accepted, Refused, Welcome, Gathered, GatherLate, NoticeMessage, StatusAsk, StatusReply, LeaveGroup, Gone, HubClosing)
+TO_MEMBER = _table(
+    Accepted,
+    Refused,
+    Welcome,
+    Gathered,
+    GatherLate,
+    NoticeMessage,
+    StatusAsk,
+    StatusReply,
+    LeaveGroup,
+    Gone,
+    HubClosing,
+)

@@ -36,7 +36,9 @@ R = TypeVar("R")
 
 def encode_frame(body: bytes) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
-        raise InvalidUsage(f"a control message has at most {MAX_FRAME_BYTES} bytes, got {len(body)}")
+        raise InvalidUsage(
+            f"a control message has at most {MAX_FRAME_BYTES} bytes, got {len(body)}"
+        )
     return HEADER.pack(len(body)) + body
 
 
@@ -146,7 +148,9 @@ def _write_list(write: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
 
 
 def _read_list(read: Callable[[_Cursor], Any]) -> Callable[[_Cursor], tuple[Any, ...]]:
-    return lambda cursor: tuple(read(cursor) for _ in range(cursor.count(4)))  # every list here has elements of >= 4 bytes
+    return lambda cursor: tuple(
+        read(cursor) for _ in range(cursor.count(4))
+    )  # every list here has elements of >= 4 bytes
 
 
 _CODECS: dict[str, tuple[Callable[[Any], bytes], Callable[[_Cursor], Any]]] = {
@@ -182,7 +186,9 @@ def decode(body: bytes, kinds: dict[int, type[R]]) -> R:
     layout: tuple[tuple[str, str], ...] = record.LAYOUT  # type: ignore[attr-defined]
     values = {name: _CODECS[codec][1](cursor) for name, codec in layout}
     if cursor.at != len(cursor.data):
-        raise ProtocolError(f"{len(cursor.data) - cursor.at} bytes too many in a message of kind {body[0]}")
+        raise ProtocolError(
+            f"{len(cursor.data) - cursor.at} bytes too many in a message of kind {body[0]}"
+        )
     return record(**values)
 
 

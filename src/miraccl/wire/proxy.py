@@ -162,7 +162,9 @@ class Link:
         if not all(self._stream_closed):
             return
         if self.receiver.delivered != frame.message:
-            raise Contradiction(f"closes after {frame.message} messages, {self.receiver.delivered} came")
+            raise Contradiction(
+                f"closes after {frame.message} messages, {self.receiver.delivered} came"
+            )
         if self.state is LinkState.OPEN:
             self._fail(LossKind.CLOSED, "closed its communicator")
         elif self.state is LinkState.DRAINING:  # nobody reads what is left

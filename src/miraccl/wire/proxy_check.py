@@ -21,7 +21,9 @@ def _validate_sender(sender: Sender) -> None:
     assert sender.released <= sender._sendable <= sender.next_post
     assert sender.next_post - sender.released <= nslots
     assert sorted(sender._messages) == list(range(sender.released, sender.next_post))
-    assert list(sender._to_send) == sorted(m for m, r in sender._messages.items() if r.state is SendState.SENDING)
+    assert list(sender._to_send) == sorted(
+        m for m, r in sender._messages.items() if r.state is SendState.SENDING
+    )
     assert len(sender._grants) <= nslots
     for message, record in sender._messages.items():
         assert (record.state is SendState.WAIT_CREDIT) == (message >= sender._sendable)
@@ -43,5 +45,8 @@ def _validate_receiver(receiver: Receiver) -> None:
         assert record.placement is not Placement.WANTED or record.nbytes <= receiver._wants[message]
         claimed = sum(high - low for low, high in record.pieces)
         arriving = sum(a[1] for a in receiver._arriving if a and a[0] == message)
-        assert record.placement is Placement.OVERSIZE or claimed - arriving == record.nbytes - record.missing
+        assert (
+            record.placement is Placement.OVERSIZE
+            or claimed - arriving == record.nbytes - record.missing
+        )
         assert all(a[1] < b[0] for a, b in zip(record.pieces, record.pieces[1:]))

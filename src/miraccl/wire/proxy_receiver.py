@@ -8,7 +8,15 @@ granted.
 from __future__ import annotations
 
 from miraccl.wire.proxy_messages import Contradiction, Impossible, Incoming
-from miraccl.wire.proxy_records import Announce, Deliver, Instruction, LinkConfig, Placed, Placement, Receive
+from miraccl.wire.proxy_records import (
+    Announce,
+    Deliver,
+    Instruction,
+    LinkConfig,
+    Placed,
+    Placement,
+    Receive,
+)
 from miraccl.wire.proxy_states import RecvState
 from miraccl.wire.stream import Frame
 
@@ -104,7 +112,9 @@ class Receiver:
 
     def _check_window(self, message: int) -> None:
         if not self.tail <= message < self.tail + self.config.nslots:
-            raise Contradiction(f"sends message {message}, allowed are {self.tail} to {self.tail + self.config.nslots - 1}")
+            raise Contradiction(
+                f"sends message {message}, allowed are {self.tail} to {self.tail + self.config.nslots - 1}"
+            )
 
     def _place(self, message: int, nbytes: int) -> Placement:
         if nbytes <= self.config.inline_bytes:
@@ -124,5 +134,7 @@ class Receiver:
         while (record := self._messages.get(self.delivered)) and record.state is RecvState.COMPLETE:
             assert record.placement is not None
             record.move("all before delivered")
-            self._do.append(Deliver(self.delivered, record.signature, record.nbytes, record.placement))
+            self._do.append(
+                Deliver(self.delivered, record.signature, record.nbytes, record.placement)
+            )
             self.delivered += 1

@@ -157,7 +157,19 @@ class InternalError(NamedTuple):
     detail: str
 
 
-Event: TypeAlias = Posted | Wanted | Consumed | FrameIn | Placed | Taken | StreamEnded | Garbage | CloseAsked | AbortAsked | InternalError
+Event: TypeAlias = (
+    Posted
+    | Wanted
+    | Consumed
+    | FrameIn
+    | Placed
+    | Taken
+    | StreamEnded
+    | Garbage
+    | CloseAsked
+    | AbortAsked
+    | InternalError
+)
 
 
 class Send(NamedTuple):

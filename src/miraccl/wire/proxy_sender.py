@@ -167,7 +167,10 @@ class Sender:
                 return
 
     def _has_room(self, stream: int) -> bool:
-        return self._queued_bytes[stream] < self.config.queue_bytes and len(self._queued[stream]) < self.config.queue_frames
+        return (
+            self._queued_bytes[stream] < self.config.queue_bytes
+            and len(self._queued[stream]) < self.config.queue_frames
+        )
 
     def _idlest(self) -> int:
         return min(range(self.config.nstreams), key=self._queued_bytes.__getitem__)
@@ -189,7 +192,16 @@ class Sender:
         if not self._has_room(stream):
             return False
         length = left if small else min(left, self._piece_bytes(record.nbytes))
-        frame = Frame(FrameType.DATA, stream, message, record.signature, record.nbytes, record.queued, length, ack)
+        frame = Frame(
+            FrameType.DATA,
+            stream,
+            message,
+            record.signature,
+            record.nbytes,
+            record.queued,
+            length,
+            ack,
+        )
         record.queued += length
         record.untaken += 1
         if record.queued == record.nbytes:

@@ -59,5 +59,8 @@ LINK_TABLE: dict[tuple[LinkState, str], LinkState] = {
     (LinkState.DRAINING, "all taken"): LinkState.CLOSING,
     (LinkState.DRAINING, "peer closed"): LinkState.FINISHED,
     (LinkState.CLOSING, "close taken, peer closed"): LinkState.FINISHED,
-    **{(state, "lost"): LinkState.LOST for state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)},
+    **{
+        (state, "lost"): LinkState.LOST
+        for state in (LinkState.OPEN, LinkState.DRAINING, LinkState.CLOSING)
+    },
 }

@@ -81,7 +81,9 @@ def encode_frame(frame: Frame) -> bytes:
 
 def decode_frame(data: bytes | bytearray | memoryview, at: int = 0) -> Frame:
     """The header at ``at``; ``ProtocolError`` names the field that no peer of ours would send."""
-    magic, kind, stream, length, message, signature, nbytes, offset, ack = _HEADER.unpack_from(data, at)
+    magic, kind, stream, length, message, signature, nbytes, offset, ack = _HEADER.unpack_from(
+        data, at
+    )
     if magic != MAGIC:
         raise ProtocolError(f"frame starts with {magic:#06x} instead of {MAGIC:#06x}")
     known = _TYPES.get(kind)
@@ -106,7 +108,12 @@ def _complaint(frame: Frame) -> str:
     if frame.length > limit:
         return f"{frame.length} bytes of payload, at most {limit} are allowed"
     used = _USED[frame.type]
-    for name, value in (("message", frame.message), ("signature", frame.signature), ("nbytes", frame.nbytes), ("offset", frame.offset)):
+    for name, value in (
+        ("message", frame.message),
+        ("signature", frame.signature),
+        ("nbytes", frame.nbytes),
+        ("offset", frame.offset),
+    ):
         if value and name not in used:
             return f"{name} is {value} instead of 0"
     return ""
@@ -149,7 +156,9 @@ HANDSHAKE_BYTES = HELLO_BYTES + MAC_BYTES
 
 def derive_key(secret: bytes, job: bytes) -> bytes:
     """Key of all streams of one communicator: ``job`` keeps two communicators with one secret apart."""
-    return hmac.digest(secret, b"miraccl tcp stream key 1\0" + hashlib.sha256(job).digest(), "sha256")
+    return hmac.digest(
+        secret, b"miraccl tcp stream key 1\0" + hashlib.sha256(job).digest(), "sha256"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +172,9 @@ class StreamIdentity:
 
     def __post_init__(self) -> None:
         if not 0 <= self.stream < self.nstreams <= MAX_STREAMS:
-            raise ProtocolError(f"stream {self.stream} of {self.nstreams}, at most {MAX_STREAMS} are allowed")
+            raise ProtocolError(
+                f"stream {self.stream} of {self.nstreams}, at most {MAX_STREAMS} are allowed"
+            )
         if self.initiator == self.acceptor:
             raise ProtocolError(f"rank {self.initiator} connects to itself")
 
@@ -259,9 +270,13 @@ class InitiatorHandshake(Handshake):
     """The side that connects; ``hello`` is to be sent first."""
 
     def __init__(self, *, key: bytes, nonce: bytes, deadline: float, want: StreamIdentity) -> None:
-        super().__init__(key=key, nonce=nonce, deadline=deadline, state=HandshakeState.WAIT_CHALLENGE)
+        super().__init__(
+            key=key, nonce=nonce, deadline=deadline, state=HandshakeState.WAIT_CHALLENGE
+        )
         self._want = want
-        self.hello = _HELLO.pack(_GREETING, want.initiator, want.acceptor, want.stream, want.nstreams, nonce)
+        self.hello = _HELLO.pack(
+            _GREETING, want.initiator, want.acceptor, want.stream, want.nstreams, nonce
+        )
         self._transcript = self.hello
 
     def _receive(self, data: bytes) -> bytes:
@@ -290,7 +305,11 @@ class AcceptorHandshake(Handshake):
 
     def _receive(self, data: bytes) -> bytes:
         if self.state is HandshakeState.WAIT_PROOF:
-            self._check(b"initiator", data, f"the process that calls itself rank {self._claim and self._claim.initiator}")
+            self._check(
+                b"initiator",
+                data,
+                f"the process that calls itself rank {self._claim and self._claim.initiator}",
+            )
             self.identity = self._claim
             self._move("good proof")
             return self._mac(b"welcome")
@@ -299,7 +318,9 @@ class AcceptorHandshake(Handshake):
             raise AuthenticationError("a stranger does not speak this protocol")
         if acceptor != self._rank:
             raise AuthenticationError(f"a stranger looks for rank {acceptor} at rank {self._rank}")
-        self._claim = StreamIdentity(initiator=initiator, acceptor=acceptor, stream=stream, nstreams=nstreams)
+        self._claim = StreamIdentity(
+            initiator=initiator, acceptor=acceptor, stream=stream, nstreams=nstreams
+        )
         challenge = _CHALLENGE.pack(_GREETING, self._nonce)
         self._transcript = data + challenge
         self._move("good hello")

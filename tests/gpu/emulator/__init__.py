@@ -31,7 +31,8 @@ from miraccl.executor.cuda.source import KernelSpec, write_source
 
 COMPILER = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
 needs_compiler = pytest.mark.skipif(
-    COMPILER is None, reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none"
+    COMPILER is None,
+    reason="kernels are emulated with a C++ compiler (g++ or clang++), and there is none",
 )
 HERE = Path(__file__).parent
 Word = TypeVar("Word", ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64)
@@ -52,7 +53,16 @@ def folder() -> Path:
 
 
 # the text keeps to CUDA's habits: pragmas of its own, unused functions; the fibers of machine.cpp jump in ways that fortified C forbids
-OPTIONS = ("-std=c++17", "-O1", "-w", "-fPIC", "-pthread", "-shared", "-U_FORTIFY_SOURCE", f"-I{HERE}")
+OPTIONS = (
+    "-std=c++17",
+    "-O1",
+    "-w",
+    "-fPIC",
+    "-pthread",
+    "-shared",
+    "-U_FORTIFY_SOURCE",
+    f"-I{HERE}",
+)
 QUICK = ("-fno-exceptions", "-fno-asynchronous-unwind-tables")  # a quarter less to compile
 
 
@@ -66,7 +76,9 @@ def compiled(name: str, text: str, *more: str) -> Path:
                 source, own = library.with_suffix(".cpp"), library.with_suffix(".new")
                 source.write_text(text)
                 command = [str(COMPILER), *OPTIONS, *QUICK, "-o", str(own), str(source), *more]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=120, check=False
+                )
                 if done.returncode:
                     raise AssertionError(f"{name}: {done.stderr[:4000]}")
                 own.rename(library)
@@ -81,7 +93,10 @@ def _texts() -> dict[str, str]:
 def machine_library() -> Path:
     """What all kernels share."""
     texts = _texts()
-    return compiled(f"machine-{hashlib.sha256(''.join(texts.values()).encode()).hexdigest()[:16]}", texts["machine.cpp"])
+    return compiled(
+        f"machine-{hashlib.sha256(''.join(texts.values()).encode()).hexdigest()[:16]}",
+        texts["machine.cpp"],
+    )
 
 
 def shared(kind: type[Word], name: str) -> Word:
@@ -93,7 +108,10 @@ class Clock:
     """The clock of all emulated GPUs of this process."""
 
     def __init__(self) -> None:
-        self._ahead, self._reads = shared(ctypes.c_int64, "clock_ahead"), shared(ctypes.c_uint64, "clock_reads")
+        self._ahead, self._reads = (
+            shared(ctypes.c_int64, "clock_ahead"),
+            shared(ctypes.c_uint64, "clock_reads"),
+        )
         self._held = shared(ctypes.c_uint32, "clock_held")
 
     def looks(self) -> int:
@@ -175,11 +193,15 @@ class Machine:
             order=tuple(order),
         )
 
-    def launch(self, spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: int | Sequence[int]) -> None:
+    def launch(
+        self, spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: int | Sequence[int]
+    ) -> None:
         """One launch on every rank; returns when all have ended. ``blocks`` per rank."""
         launch(spec, args, [blocks] * self.nranks if isinstance(blocks, int) else blocks)
 
-    def launch_in_a_row(self, launches: Sequence[tuple[KernelSpec, Sequence[bytes | bytearray], int]]) -> None:
+    def launch_in_a_row(
+        self, launches: Sequence[tuple[KernelSpec, Sequence[bytes | bytearray], int]]
+    ) -> None:
         """Several launches (kernel, arguments per rank, blocks): a rank begins the next one when its own has ended, wherever others are."""
         for spec, _, _ in launches:
             compile_kernel(spec)
@@ -202,7 +224,10 @@ class Machine:
     def packets_are_cleared(self) -> bool:
         """Whether the banks of all ranks are full of ones again."""
         lo, hi = layout.PACKETS_OFFSET, layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
-        return all(bool((memory[lo:hi].view(np.uint64) == np.uint64(2**64 - 1)).all()) for memory in self.memory)
+        return all(
+            bool((memory[lo:hi].view(np.uint64) == np.uint64(2**64 - 1)).all())
+            for memory in self.memory
+        )
 
 
 def launch(spec: KernelSpec, args: Sequence[bytes | bytearray], blocks: Sequence[int]) -> None:

@@ -28,8 +28,25 @@ def machine(nranks: int) -> Machine:
     return Machine(nranks)
 
 
-def asked(collective: Collective, dtype: DType, count: int, nranks: int, algo: str, proto: str, root: int = 0) -> Request:
-    return Request(collective=collective, dtype=dtype, op=RedOp.SUM, count=count, nranks=nranks, root=root, algo=algo, proto=proto)
+def asked(
+    collective: Collective,
+    dtype: DType,
+    count: int,
+    nranks: int,
+    algo: str,
+    proto: str,
+    root: int = 0,
+) -> Request:
+    return Request(
+        collective=collective,
+        dtype=dtype,
+        op=RedOp.SUM,
+        count=count,
+        nranks=nranks,
+        root=root,
+        algo=algo,
+        proto=proto,
+    )
 
 
 def small(request: Request, unroll: int = 1) -> DevicePlan:
@@ -44,7 +61,11 @@ def special(count: int, launch: int, seed: int) -> Any:
     """Words of which most are masked to ones or to ESCAPE in a launch (``mask_of`` of source/packets.cuh)."""
     place = np.arange(count, dtype=np.uint64)
     masks = (place * 0x9E3779B1 & 0xFFFFFFFF) ^ ((launch * 0x85EBCA6B + 0x01234567) & 0xFFFFFFFF)
-    wanted = np.random.default_rng(seed).choice([0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD, 5], count, p=[0.45, 0.3, 0.05, 0.2]).astype(np.uint64)
+    wanted = (
+        np.random.default_rng(seed)
+        .choice([0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD, 5], count, p=[0.45, 0.3, 0.05, 0.2])
+        .astype(np.uint64)
+    )
     if seed % 2:
         wanted[: count // 2] = 5  # none in these
     return (wanted ^ masks).astype(np.uint32)
@@ -68,24 +89,42 @@ def run(
     ``order`` is that of the ring, where it is not that of the ranks; ``want`` is what all ranks are to have, where rounding makes another
     result than the definition's."""
     plan = plan or choose(asked)
-    spec, nranks = schedules.kernel_for(plan, asked, schedules.schedule_of(plan, asked, order)), asked.nranks
+    spec, nranks = (
+        schedules.kernel_for(plan, asked, schedules.schedule_of(plan, asked, order)),
+        asked.nranks,
+    )
     width = nranks if asked.collective in _SHARED_IN else 1
     inputs = inputs or [make_input(r, asked.count * width, asked.dtype, 1) for r in range(nranks)]
-    whole = [x if asked.collective is not Collective.BROADCAST or r == asked.root else None for r, x in enumerate(inputs)]
-    wants = expected(asked.collective, whole, op=asked.op, root=asked.root, scalars=scalars) if want is None else [want] * nranks
+    whole = [
+        x if asked.collective is not Collective.BROADCAST or r == asked.root else None
+        for r, x in enumerate(inputs)
+    ]
+    wants = (
+        expected(asked.collective, whole, op=asked.op, root=asked.root, scalars=scalars)
+        if want is None
+        else [want] * nranks
+    )
     rooted = asked.collective in (Collective.BROADCAST, Collective.REDUCE)
     answers = [""] * nranks
     for _ in range(repeat):
         sources = [_placed(x, offset) for x in inputs]
         size = asked.count * (nranks if asked.collective in _GATHERED_OUT else 1)
-        targets = sources if rooted else [_placed(np.zeros(size, NUMPY_DTYPE[asked.dtype]), offset) for _ in range(nranks)]
+        targets = (
+            sources
+            if rooted
+            else [_placed(np.zeros(size, NUMPY_DTYPE[asked.dtype]), offset) for _ in range(nranks)]
+        )
         machine.launch(spec, *_lowered(machine, asked, plan, sources, targets, scalars, order))
         for rank in range(nranks):
             defined = wants[rank]
             want = inputs[rank] if defined is None else defined
             scale = None
             if close:
-                scale = sum(np.abs(x.astype(np.float64)) for x in inputs) if asked.reduces else np.abs(want.astype(np.float64))
+                scale = (
+                    sum(np.abs(x.astype(np.float64)) for x in inputs)
+                    if asked.reduces
+                    else np.abs(want.astype(np.float64))
+                )
                 if asked.collective is Collective.REDUCE_SCATTER:
                     scale = scale[rank * asked.count : (rank + 1) * asked.count]
             answers[rank] = answers[rank] or compare(targets[rank], want, asked.dtype, scale)
@@ -115,11 +154,16 @@ def run_in_a_row(machine: Machine, operations: Sequence[tuple[Request, DevicePla
     launches, held, wants = [], [], []
     for number, (asked, plan) in enumerate(operations):
         inputs = [make_input(r, asked.count, asked.dtype, number) for r in range(machine.nranks)]
-        whole = [x if asked.collective is not Collective.BROADCAST or r == asked.root else None for r, x in enumerate(inputs)]
+        whole = [
+            x if asked.collective is not Collective.BROADCAST or r == asked.root else None
+            for r, x in enumerate(inputs)
+        ]
         defined = expected(asked.collective, whole, op=asked.op, root=asked.root)
         wants.append([x if want is None else want for x, want in zip(inputs, defined)])
         held.append([_placed(x, 0) for x in inputs])
-        launches.append((kernel_spec(plan, asked), *_lowered(machine, asked, plan, held[-1], held[-1])))
+        launches.append(
+            (kernel_spec(plan, asked), *_lowered(machine, asked, plan, held[-1], held[-1]))
+        )
     machine.launch_in_a_row(launches)
     answers = []
     for (asked, _), arrays, want in zip(operations, held, wants):
@@ -142,8 +186,14 @@ def _lowered(
     """The arguments of a launch on every rank, and its blocks."""
     schedule, args = schedules.schedule_of(plan, asked, order), []
     for rank in range(machine.nranks):
-        mine, comm_args = replace(asked, scalar=scalars[rank]) if scalars else asked, machine.comm_args(rank, order)
-        in_at, out_at = (tuple(x.ctypes.data - arrays[rank].ctypes.data for x in arrays) for arrays in (sources, targets))
+        mine, comm_args = (
+            replace(asked, scalar=scalars[rank]) if scalars else asked,
+            machine.comm_args(rank, order),
+        )
+        in_at, out_at = (
+            tuple(x.ctypes.data - arrays[rank].ctypes.data for x in arrays)
+            for arrays in (sources, targets)
+        )
         windows = schedules.Windows(in_at=in_at, out_at=out_at)  # all ranks are in one process
         args.append(schedules.lower_plan(schedule, plan, mine, comm_args, windows))
         struct.pack_into("<QQ", args[-1], 0, sources[rank].ctypes.data, targets[rank].ctypes.data)

@@ -65,7 +65,9 @@ def run(
     by rank that of the collective that these messages are."""
     rng = np.random.default_rng(seed)
     sources = [_placed(s.nbytes, s.offset, rng.integers(0, 256, s.nbytes, np.uint8)) for s in sends]
-    targets = [_placed(s.nbytes if s.expected is None else s.expected, s.out_offset, 0x5A) for s in sends]
+    targets = [
+        _placed(s.nbytes if s.expected is None else s.expected, s.out_offset, 0x5A) for s in sends
+    ]
     args, blocks, keep, bulk, room = [], [], [], False, 0
     for rank in range(machine.nranks):
         messages = []
@@ -73,9 +75,13 @@ def run(
             if s.half not in (None, rank):
                 continue
             if s.src == rank:
-                messages.append(Message(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8)))
+                messages.append(
+                    Message(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8))
+                )
             if s.dst == rank:
-                messages.append(Message(True, s.src, target.ctypes.data, target.size, int(DType.UINT8)))
+                messages.append(
+                    Message(True, s.src, target.ctypes.data, target.size, int(DType.UINT8))
+                )
         signature = signatures[rank] if signatures else 0
         lowered = lower_messages(messages, machine.comm_args(rank), rules, signature)
         for message, position in zip(messages, lowered.positions, strict=True):
@@ -93,5 +99,7 @@ def run(
     for s, (source, _), (target, room) in zip(sends, sources, targets):
         outside = room.size - target.size - int((room == 0xA5).sum()) + int((target == 0xA5).sum())
         wrong = int((source != target).sum()) if source.size == target.size else 0
-        answers.append(f"{s}: {wrong} bytes wrong, {outside} written outside" if wrong or outside else "")
+        answers.append(
+            f"{s}: {wrong} bytes wrong, {outside} written outside" if wrong or outside else ""
+        )
     return answers

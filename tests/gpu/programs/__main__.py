@@ -12,23 +12,44 @@ from tests.gpu.programs.draw import draw
 
 
 def main() -> int:
-    ask = argparse.ArgumentParser(prog="python -m tests.gpu.programs", description="Random programs, every result compared.")
+    ask = argparse.ArgumentParser(
+        prog="python -m tests.gpu.programs", description="Random programs, every result compared."
+    )
     ask.add_argument("--ranks", type=int, default=2)
     ask.add_argument("--device", choices=("cuda", "cpu", "emulated"), default="cuda")
-    ask.add_argument("--api", choices=("own", "torch", "both"), help="both in turns, if not given; with --device emulated own alone")
-    ask.add_argument("--backend", default="miraccl", help="of PyTorch: gloo and nccl try the tester itself")
+    ask.add_argument(
+        "--api",
+        choices=("own", "torch", "both"),
+        help="both in turns, if not given; with --device emulated own alone",
+    )
+    ask.add_argument(
+        "--backend", default="miraccl", help="of PyTorch: gloo and nccl try the tester itself"
+    )
     ask.add_argument("--first", type=int, default=0, help="the first seed")
     ask.add_argument("--seeds", type=int, default=100, help="how many")
     ask.add_argument("--steps", type=int, default=40, help="of a program")
-    ask.add_argument("--ranks-per-host", type=int, default=0, help="ranks say that they are on several hosts")
-    ask.add_argument("--dtypes", default="", help="of these alone: float32,bfloat16 (fewer kernels to compile)")
+    ask.add_argument(
+        "--ranks-per-host", type=int, default=0, help="ranks say that they are on several hosts"
+    )
+    ask.add_argument(
+        "--dtypes", default="", help="of these alone: float32,bfloat16 (fewer kernels to compile)"
+    )
     ask.add_argument("--huge", action="store_true", help="also buffers of some million elements")
-    ask.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no program is begun")
-    ask.add_argument("--limit", type=float, default=150.0, help="seconds for one program; the first ones compile kernels")
+    ask.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds after which no program is begun"
+    )
+    ask.add_argument(
+        "--limit",
+        type=float,
+        default=150.0,
+        help="seconds for one program; the first ones compile kernels",
+    )
     ask.add_argument("--show", action="store_true", help="print the steps instead of running them")
     given = ask.parse_args()
     if given.device == "emulated" and given.api not in (None, "own"):
-        ask.error(f"--api {given.api} needs tensors of PyTorch, which has no emulated GPUs; allowed with --device emulated is --api own")
+        ask.error(
+            f"--api {given.api} needs tensors of PyTorch, which has no emulated GPUs; allowed with --device emulated is --api own"
+        )
     api = given.api or ("own" if given.device == "emulated" else "both")
     plain = given.backend != "miraccl"
     job = Job(
@@ -40,7 +61,12 @@ def main() -> int:
         ranks_per_host=given.ranks_per_host,
         limit_s=given.limit,
         budget_s=given.budget,
-        options={"nsteps": given.steps, "huge": given.huge, "plain": plain, "dtypes": [d for d in given.dtypes.split(",") if d]},
+        options={
+            "nsteps": given.steps,
+            "huge": given.huge,
+            "plain": plain,
+            "dtypes": [d for d in given.dtypes.split(",") if d],
+        },
     )
     if given.show:
         for seed in job.seeds:
@@ -57,7 +83,9 @@ def main() -> int:
     begin = time.monotonic()
     outcome = conduct(job, lambda text: print(text, flush=True))
     seconds = time.monotonic() - begin
-    print(f"{outcome.passed} programs right, {len(outcome.failed)} wrong {sorted(outcome.failed)}, {seconds:.0f} s")
+    print(
+        f"{outcome.passed} programs right, {len(outcome.failed)} wrong {sorted(outcome.failed)}, {seconds:.0f} s"
+    )
     return 1 if outcome.failed else 0
 
 

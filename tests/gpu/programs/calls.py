@@ -16,7 +16,16 @@ NSTREAMS = 3
 #: How each operation may be called; "async" at the end of a name: it is waited for later; "makes" at its beginning: the result is new.
 FORMS: dict[str, dict[str, tuple[str, ...]]] = {
     "own": dict.fromkeys(
-        ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"),
+        (
+            "all_reduce",
+            "reduce",
+            "broadcast",
+            "all_gather",
+            "gather",
+            "reduce_scatter",
+            "scatter",
+            "all_to_all",
+        ),
         ("plain", "plain", "plain", "async", "prepared", "makes", "makes async"),
     ),
     "torch": {
@@ -33,7 +42,15 @@ FORMS: dict[str, dict[str, tuple[str, ...]]] = {
 REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _CANNOT_MAKE = ("broadcast", "scatter")  # not on every rank
-_IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter")
+_IN_PLACE = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+)
 _NO_UNEVEN = ("all_reduce", "reduce", "broadcast")
 _UNEVEN_LISTS = ("all_gather", "reduce_scatter")
 _SIGNED = (DType.INT8, DType.INT32, DType.INT64)
@@ -46,7 +63,9 @@ class Calls:
         self.rng, self.program, self.plain = rng, program, plain
         self.steps: list[at.Step] = []
         self.comms = {0: at.Comm(0, tuple(range(program.nranks)))}
-        self.bounds: dict[int, int | None] = {}  # of a buffer's values: whole numbers up to this, or None
+        self.bounds: dict[
+            int, int | None
+        ] = {}  # of a buffer's values: whole numbers up to this, or None
         self.pending: dict[int, at.Call | at.Messages] = {}
         self.only: set[int] | None = None  # buffers that may be used
         self.past: list[at.Call] = []
@@ -82,7 +101,11 @@ class Calls:
         return buffer not in busy and (self.only is None or buffer in self.only)
 
     def _usable(self, dtype: DType, on_gpu: bool, but: Sequence[int] = ()) -> list[at.Buffer]:
-        fitting = [b for b in self.program.buffers if b.dtype is dtype and b.on_gpu is on_gpu and b.number not in but]
+        fitting = [
+            b
+            for b in self.program.buffers
+            if b.dtype is dtype and b.on_gpu is on_gpu and b.number not in but
+        ]
         return [b for b in fitting if self.free(b.number)]
 
     def fill(self, buffer: int, kind: str) -> None:
@@ -105,7 +128,13 @@ class Calls:
         buffer = min(found, key=lambda b: self.plain and b.dtype is DType.UINT8)
         view = at.View(buffer.number, ((0, min(buffer.count, 5)),) * len(comm.ranks))
         self.steps.append(
-            at.Call(number=self.number(), comm=comm.number, name="broadcast", x=view, names_stream=self.program.device == "emulated")
+            at.Call(
+                number=self.number(),
+                comm=comm.number,
+                name="broadcast",
+                x=view,
+                names_stream=self.program.device == "emulated",
+            )
         )
 
     # ---- a collective
@@ -118,7 +147,9 @@ class Calls:
     def _draw(self, comm: at.Comm) -> at.Call | None:
         rng, n = self.rng, len(comm.ranks)
         forms = FORMS[self.program.api]
-        name = rng.choice([name for name in forms if name != "reduce" or not self.plain])  # Gloo's writes to every rank's memory
+        name = rng.choice(
+            [name for name in forms if name != "reduce" or not self.plain]
+        )  # Gloo's writes to every rank's memory
         form = rng.choice(forms[name])
         first = rng.choice(self.program.buffers)
         usable = self._usable(first.dtype, first.on_gpu)
@@ -128,7 +159,11 @@ class Calls:
             form = "plain"
         if form.startswith("makes") and (name in _CANNOT_MAKE and "functional" not in form):
             form = "plain"
-        if form.startswith("makes") and self.program.api == "own" and (name in ("all_reduce", "reduce") or self._emulates(first)):
+        if (
+            form.startswith("makes")
+            and self.program.api == "own"
+            and (name in ("all_reduce", "reduce") or self._emulates(first))
+        ):
             form = "plain"  # these work in place, and only tensors are made
         if first.on_gpu:
             self.warm(comm)
@@ -136,8 +171,14 @@ class Calls:
         if uneven and self.program.api == "torch" and name in _UNEVEN_LISTS:
             form = rng.choice(("list", "list async"))
         root = rng.randrange(n)
-        in_place = name in _IN_PLACE and not form.startswith(("makes", "list", "out")) and rng.random() < 0.4
-        if name == "broadcast" or (self.program.api == "torch" and name in ("all_reduce", "reduce")):
+        in_place = (
+            name in _IN_PLACE
+            and not form.startswith(("makes", "list", "out"))
+            and rng.random() < 0.4
+        )
+        if name == "broadcast" or (
+            self.program.api == "torch" and name in ("all_reduce", "reduce")
+        ):
             in_place = True
         larger = rng.choice(usable)
         small, large = (name in ("reduce_scatter", "scatter"), name in ("all_gather", "gather"))
@@ -146,7 +187,9 @@ class Calls:
             return None
         partner = rng.choice(other) if other else larger
         makes = form.startswith("makes")
-        return self._placed(comm, name, form, uneven, root, in_place, makes, larger, partner, small, large)
+        return self._placed(
+            comm, name, form, uneven, root, in_place, makes, larger, partner, small, large
+        )
 
     def _emulates(self, buffer: at.Buffer) -> bool:
         return buffer.on_gpu and self.program.device == "emulated"
@@ -155,7 +198,9 @@ class Calls:
         if name in _NO_UNEVEN or form == "prepared":
             return False
         if self.program.api == "torch":
-            return (name == "all_to_all" and not (self.plain and "list" in form)) or (name in _UNEVEN_LISTS and not self.plain)
+            return (name == "all_to_all" and not (self.plain and "list" in form)) or (
+                name in _UNEVEN_LISTS and not self.plain
+            )
         return True
 
     def _placed(
@@ -177,14 +222,25 @@ class Calls:
         whole, part = buffer.count, buffer.count if makes or in_place else partner.count
         if name == "all_to_all":
             most = min(whole, part) // n
-            rows = [self._counts(most, n, uneven) for _ in range(n)] if uneven else [(self._count(most),) * n] * n
-            sends, receives = [sum(row) for row in rows], [sum(row[r] for row in rows) for r in range(n)]
+            rows = (
+                [self._counts(most, n, uneven) for _ in range(n)]
+                if uneven
+                else [(self._count(most),) * n] * n
+            )
+            sends, receives = (
+                [sum(row) for row in rows],
+                [sum(row[r] for row in rows) for r in range(n)],
+            )
             x, out = self._view(buffer, sends), None if makes else self._view(partner, receives)
         elif shares or stacks:
             most = min(whole // n, part)
             rows = [self._counts(most, n, uneven) if uneven else (self._count(most),) * n]
             full = self._view(buffer, [sum(rows[0])] * n, strided=not in_place)
-            blocks = self._inside(full, rows[0]) if in_place else self._view(buffer if makes else partner, rows[0])
+            blocks = (
+                self._inside(full, rows[0])
+                if in_place
+                else self._view(buffer if makes else partner, rows[0])
+            )
             x, out = (full, blocks) if shares else (blocks, full)
             out = None if makes else out
         else:
@@ -208,16 +264,37 @@ class Calls:
         )
 
     def _count(self, most: int) -> int:
-        choices = (0, 1, 2, 3, 7, 64, 1000, most, most, most - 1, self.rng.randint(0, max(0, most)), self.rng.randint(0, max(0, most)))
+        choices = (
+            0,
+            1,
+            2,
+            3,
+            7,
+            64,
+            1000,
+            most,
+            most,
+            most - 1,
+            self.rng.randint(0, max(0, most)),
+            self.rng.randint(0, max(0, most)),
+        )
         return max(0, min(most, self.rng.choice(choices)))
 
     def _counts(self, most: int, n: int, uneven: bool) -> tuple[int, ...]:
         return tuple(self._count(most) if self.rng.random() < 0.8 else 0 for _ in range(n))
 
     def _view(self, buffer: at.Buffer, counts: Sequence[int], strided: bool = True) -> at.View:
-        step = 2 if strided and self._may_be_strided() and all(2 * c <= buffer.count for c in counts) else 1
-        starts = [self.rng.choice((0, self.rng.randint(0, buffer.count - c * step))) for c in counts]
-        if buffer.window is not None or self.rng.random() < 0.3:  # engines want the same place on all ranks
+        step = (
+            2
+            if strided and self._may_be_strided() and all(2 * c <= buffer.count for c in counts)
+            else 1
+        )
+        starts = [
+            self.rng.choice((0, self.rng.randint(0, buffer.count - c * step))) for c in counts
+        ]
+        if (
+            buffer.window is not None or self.rng.random() < 0.3
+        ):  # engines want the same place on all ranks
             starts = [min(min(starts), buffer.count - step * max(counts))] * len(counts)
         return at.View(buffer.number, tuple(zip(starts, counts, strict=True)), step)
 
@@ -227,7 +304,10 @@ class Calls:
     @staticmethod
     def _inside(full: at.View, counts: Sequence[int]) -> at.View:
         firsts = itertools.accumulate(counts[:-1], initial=0)
-        spans = [(start + first, count) for (start, _), first, count in zip(full.spans, firsts, counts, strict=True)]
+        spans = [
+            (start + first, count)
+            for (start, _), first, count in zip(full.spans, firsts, counts, strict=True)
+        ]
         return at.View(full.buffer, tuple(spans))
 
     def _emit(self, call: at.Call) -> None:
@@ -246,7 +326,12 @@ class Calls:
         elif not step.makes:
             bound = self.bounds[step.x.buffer]
             if step.name in REDUCES:
-                bound = _after(step, self.program.buffers[step.x.buffer].dtype, bound, len(self.comms[step.comm].ranks))
+                bound = _after(
+                    step,
+                    self.program.buffers[step.x.buffer].dtype,
+                    bound,
+                    len(self.comms[step.comm].ranks),
+                )
             self.write((step.out or step.x).buffer, bound)
 
     def _run(self, call: at.Call) -> None:
@@ -259,7 +344,15 @@ class Calls:
 
     def _with_operator(self, call: at.Call, n: int, dtype: DType) -> at.Call:
         rng = self.rng
-        ops = ["SUM", "SUM", "SUM", "PROD", "MIN", "MAX", *([] if self.plain else ["AVG", "PREMUL_SUM"])]
+        ops = [
+            "SUM",
+            "SUM",
+            "SUM",
+            "PROD",
+            "MIN",
+            "MAX",
+            *([] if self.plain else ["AVG", "PREMUL_SUM"]),
+        ]
         if self.program.api == "torch":
             ops += [] if dtype.is_float else ["BAND", "BOR", "BXOR"]
             if "functional" in call.form:
@@ -267,12 +360,22 @@ class Calls:
         op = rng.choice(ops)
         scalars: tuple[int, ...] = ()
         if op == "PREMUL_SUM":
-            allowed = (0, 1, 2, 3) if not dtype.is_float else (0, 1, -1) if dtype.itemsize == 1 else (0, 1, 2, -1)
+            allowed = (
+                (0, 1, 2, 3)
+                if not dtype.is_float
+                else (0, 1, -1)
+                if dtype.itemsize == 1
+                else (0, 1, 2, -1)
+            )
             scalars = tuple(rng.choice(allowed) for _ in range(n))
         return replace(call, op=op, scalars=scalars)
 
     def _make_exact(self, call: at.Call, dtype: DType) -> None:
-        if call.name not in REDUCES or not dtype.is_float or (call.op in ("MIN", "MAX") and not self.plain):
+        if (
+            call.name not in REDUCES
+            or not dtype.is_float
+            or (call.op in ("MIN", "MAX") and not self.plain)
+        ):
             return  # NaN spreads through these; not with Gloo
         n, buffer = len(self.comms[call.comm].ranks), call.x.buffer
         for kind in ("as it is", "tame", "unit"):
@@ -285,15 +388,21 @@ class Calls:
     def repeat(self, call: at.Call) -> None:
         if all(self.free(view.buffer) for view in call.views) and call.comm in self.comms:
             if self.rng.random() < 0.3:
-                call = replace(call, **self._in_a_stream(self.program.buffers[call.x.buffer].on_gpu))
+                call = replace(
+                    call, **self._in_a_stream(self.program.buffers[call.x.buffer].on_gpu)
+                )
             again = replace(call, number=self.number())
             self._make_exact(again, self.program.buffers[call.x.buffer].dtype)
             self._run(again)
 
     def wait(self, number: int) -> None:
         del self.pending[number]
-        names = self.program.device == "emulated" or (self.program.api == "own" and self.rng.random() < 0.5)
-        self.steps.append(at.Wait(number, self.stream(), not self.in_graph and self.rng.random() < 0.3, names))
+        names = self.program.device == "emulated" or (
+            self.program.api == "own" and self.rng.random() < 0.5
+        )
+        self.steps.append(
+            at.Wait(number, self.stream(), not self.in_graph and self.rng.random() < 0.3, names)
+        )
 
 
 def _largest(call: at.Call, bound: int, n: int) -> int:

@@ -77,7 +77,13 @@ class Crew:
     def run(self, seed: int, number: int, stands_still: Callable[[], bool] = lambda: False) -> str:
         """What went wrong, or nothing. Ranks that have not ended by the limit, or when ``stands_still``, do not end."""
         job = self._job
-        order = {"seed": seed, "api": job.api(seed), "nranks": job.nranks, "device": job.device, "options": job.options}
+        order = {
+            "seed": seed,
+            "api": job.api(seed),
+            "nranks": job.nranks,
+            "device": job.device,
+            "options": job.options,
+        }
         order["ranks_per_host"] = job.ranks_per_host
         order["environment"] = {"MASTER_PORT": str(free_port())}
         order["meeting"] = {"path": str(self._folder / f"meet-{number}"), "backend": job.backend}
@@ -112,7 +118,11 @@ class Crew:
 
     def _note(self, rank: int) -> str:
         path = self._folder / f"notes-{rank}"
-        return path.read_bytes().decode(errors="replace").strip("\0 ") if path.exists() else "its beginning"
+        return (
+            path.read_bytes().decode(errors="replace").strip("\0 ")
+            if path.exists()
+            else "its beginning"
+        )
 
     def _dump(self, late: list[int]) -> list[str]:
         """What ranks wrote to the standard error; those that are late write their stacks first."""
@@ -158,7 +168,9 @@ def conduct(job: Job, say: Callable[[str], None]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="programs-") as name:
         for number, seed in enumerate(job.seeds):
             if time.monotonic() - begin > job.budget_s:
-                say(f"the budget of {job.budget_s:g} s is spent, {number} of {len(job.seeds)} programs were run")
+                say(
+                    f"the budget of {job.budget_s:g} s is spent, {number} of {len(job.seeds)} programs were run"
+                )
                 break
             if crew is None:
                 folder = Path(name) / str(number)
@@ -167,14 +179,18 @@ def conduct(job: Job, say: Callable[[str], None]) -> Outcome:
             error = crew.run(seed, number)
             if error:
                 outcome.failed[seed] = error
-                say(f"seed {seed} ({job.api(seed)}) FAILED; its processes had run {first} to {seed - 1} before\n{error}\n")
+                say(
+                    f"seed {seed} ({job.api(seed)}) FAILED; its processes had run {first} to {seed - 1} before\n{error}\n"
+                )
                 crew.end(kill=True)
                 crew = None
             else:
                 outcome.passed += 1
             if time.monotonic() - last_said > 5:
                 last_said = time.monotonic()
-                say(f"{outcome.passed} right, {len(outcome.failed)} wrong, seed {seed}, {last_said - begin:.0f} s")
+                say(
+                    f"{outcome.passed} right, {len(outcome.failed)} wrong, seed {seed}, {last_said - begin:.0f} s"
+                )
         if crew is not None:
             statuses = crew.end(kill=False)
             if any(statuses):

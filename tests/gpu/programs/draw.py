@@ -16,7 +16,12 @@ from tests.gpu.programs import records as at
 from tests.gpu.programs.together import Together
 from tests.gpu.programs.values import bound_of
 
-SIZES = {"small": (1, 70), "middle": (100, 6000), "large": (20_000, 120_000), "huge": (1 << 20, 3 << 20)}
+SIZES = {
+    "small": (1, 70),
+    "middle": (100, 6000),
+    "large": (20_000, 120_000),
+    "huge": (1 << 20, 3 << 20),
+}
 
 
 def draw(
@@ -31,8 +36,12 @@ def draw(
     dtypes: Sequence[str] = (),
 ) -> at.Program:
     """``plain`` leaves out what other backends of PyTorch do not do: strided tensors, 8-bit floats, unsigned integers."""
-    chosen = [DType[name.upper()] for name in dtypes] or [d for d in DType if not plain or d in _EVERYWHERE]
-    return Drawer(seed, at.Program(seed, api, nranks, device), huge, plain).program_of(nsteps, chosen)
+    chosen = [DType[name.upper()] for name in dtypes] or [
+        d for d in DType if not plain or d in _EVERYWHERE
+    ]
+    return Drawer(seed, at.Program(seed, api, nranks, device), huge, plain).program_of(
+        nsteps, chosen
+    )
 
 
 class Drawer(Together):
@@ -47,8 +56,24 @@ class Drawer(Together):
         self._draw_buffers(dtypes)
         if self.rng.random() < 0.7:
             self._split()
-        kinds = {self._collective: 40, self._again: 16, self._messages: 12, self._batch: 8, self._wait: 8, self._copy: 5, self._fill: 4}
-        kinds |= {self._barrier: 3, self._split: 2, self._finalize: 1, self._check: 3, self._graph: 3, self._replay: 6, self._beside: 2}
+        kinds = {
+            self._collective: 40,
+            self._again: 16,
+            self._messages: 12,
+            self._batch: 8,
+            self._wait: 8,
+            self._copy: 5,
+            self._fill: 4,
+        }
+        kinds |= {
+            self._barrier: 3,
+            self._split: 2,
+            self._finalize: 1,
+            self._check: 3,
+            self._graph: 3,
+            self._replay: 6,
+            self._beside: 2,
+        }
         while len(self.steps) < nsteps:
             self.rng.choices(list(kinds), list(kinds.values()))[0]()
         self._check()
@@ -81,7 +106,8 @@ class Drawer(Together):
                     count=count,
                     on_gpu=on_gpu,
                     window=window,
-                    as_torch=self.program.device != "emulated" and (on_gpu or self.program.api == "torch" or rng.random() < 0.3),
+                    as_torch=self.program.device != "emulated"
+                    and (on_gpu or self.program.api == "torch" or rng.random() < 0.3),
                     skews=skews if window is None else (skews[0],) * len(skews),
                 )
                 self.program.buffers.append(buffer)
@@ -99,7 +125,13 @@ class Drawer(Together):
                 self.repeat(self.rng.choice(self.past[-3:]))
 
     def _messages(self) -> None:
-        forms = ("plain", "plain", "group", "async", "sendrecv" if self.program.api == "own" else "functional")
+        forms = (
+            "plain",
+            "plain",
+            "group",
+            "async",
+            "sendrecv" if self.program.api == "own" else "functional",
+        )
         self.messages(self.comm(), self.rng.choice(forms))
 
     def _batch(self) -> None:
@@ -111,12 +143,17 @@ class Drawer(Together):
 
     def _copy(self) -> None:
         target = self.rng.choice(self.program.buffers)
-        sources = [b for b in self.program.buffers if b.dtype is target.dtype and b.number != target.number]
+        sources = [
+            b for b in self.program.buffers if b.dtype is target.dtype and b.number != target.number
+        ]
         source = self.rng.choice(sources)
         if not self.free(source.number) or not self.free(target.number):
             return
         n, count = self.program.nranks, self.rng.randint(0, min(source.count, target.count))
-        here, there = (at.View(b.number, ((self.rng.randint(0, b.count - count), count),) * n) for b in (source, target))
+        here, there = (
+            at.View(b.number, ((self.rng.randint(0, b.count - count), count),) * n)
+            for b in (source, target)
+        )
         self.write(target.number, self.bounds[source.number])
         self.steps.append(at.Copy(here, there, self.stream()))
 
@@ -140,14 +177,22 @@ class Drawer(Together):
     # ---- communicators
 
     def _split(self) -> None:
-        parent = self.rng.choice(list(self.comms.values())) if self.program.api == "own" else self.comms[0]
+        parent = (
+            self.rng.choice(list(self.comms.values()))
+            if self.program.api == "own"
+            else self.comms[0]
+        )
         if len(self.comms) > 4 or parent.number in self.used_in_background():
             return
         colors = [self.rng.choice((0, 0, 1, None)) for _ in parent.ranks]
-        keys = tuple(self.rng.randint(0, 3) if self.program.api == "own" else 0 for _ in parent.ranks)
+        keys = tuple(
+            self.rng.randint(0, 3) if self.program.api == "own" else 0 for _ in parent.ranks
+        )
         comms = []
         for color in (0, 1):
-            places = sorted((i for i, c in enumerate(colors) if c == color), key=lambda i: (keys[i], i))
+            places = sorted(
+                (i for i, c in enumerate(colors) if c == color), key=lambda i: (keys[i], i)
+            )
             if places:
                 comms.append(at.Comm(self.number(), tuple(parent.ranks[i] for i in places)))
         self.comms |= {comm.number: comm for comm in comms}
@@ -194,7 +239,9 @@ class Drawer(Together):
 
     def replay(self, number: int) -> None:
         graph = self.graphs[number]
-        if not all(self.free(b) for b in graph.kinds) or any(c.comm in self.used_in_background() for c in graph.calls):
+        if not all(self.free(b) for b in graph.kinds) or any(
+            c.comm in self.used_in_background() for c in graph.calls
+        ):
             return
         for buffer, kind in graph.kinds.items():
             self.fill(buffer, kind)
@@ -213,19 +260,41 @@ class Drawer(Together):
         half = len(buffers) // len(chosen)
         if self.program.has_gpu:
             self.warm(chosen[0])
-        bodies = [tuple(self.apart(buffers[i * half : (i + 1) * half], [c], self.rng.randint(2, 6))) for i, c in enumerate(chosen)]
+        bodies = [
+            tuple(self.apart(buffers[i * half : (i + 1) * half], [c], self.rng.randint(2, 6)))
+            for i, c in enumerate(chosen)
+        ]
         self.steps.append(at.Beside(tuple(bodies)))
 
-    def apart(self, buffers: list[int], comms: list[at.Comm], count: int, *, in_graph: bool = False) -> list[at.Step]:
+    def apart(
+        self, buffers: list[int], comms: list[at.Comm], count: int, *, in_graph: bool = False
+    ) -> list[at.Step]:
         """Steps on these buffers and communicators alone, which wait for all that they begin."""
         outside = self.steps, self.comms, self.only, self.past, self.in_graph
-        self.steps, self.comms, self.only, self.past, self.in_graph = [], {c.number: c for c in comms}, set(buffers), [], in_graph
-        kinds = [self._collective, self._collective, self._collective, self._again, self._messages, self._wait, self._batch]
+        self.steps, self.comms, self.only, self.past, self.in_graph = (
+            [],
+            {c.number: c for c in comms},
+            set(buffers),
+            [],
+            in_graph,
+        )
+        kinds = [
+            self._collective,
+            self._collective,
+            self._collective,
+            self._again,
+            self._messages,
+            self._wait,
+            self._batch,
+        ]
         for _ in range(count):
             self.rng.choice(kinds)()
         for number in list(self.pending):
             self.wait(number)
-        body = [replace(s, on_host=False) if isinstance(s, at.Wait) and in_graph else s for s in self.steps]
+        body = [
+            replace(s, on_host=False) if isinstance(s, at.Wait) and in_graph else s
+            for s in self.steps
+        ]
         self.steps, self.comms, self.only, self.past, self.in_graph = outside
         return body
 
@@ -239,9 +308,30 @@ class Remembered:
 
 
 def calls_in(steps: Iterable[at.Step]) -> list[at.Call | at.Messages]:
-    return [part for s in steps for part in (s.steps if isinstance(s, at.Batch) else [s]) if isinstance(part, at.Call | at.Messages)]
+    return [
+        part
+        for s in steps
+        for part in (s.steps if isinstance(s, at.Batch) else [s])
+        if isinstance(part, at.Call | at.Messages)
+    ]
 
 
 _ON_GPUS = ("one_shot", "two_shot", "ring", "chain", "double_binary_tree")
-_ALGORITHMS = (*_ON_GPUS, "recursive_doubling", "recursive_halving_doubling", "bruck", "pairwise", "pat")
-_EVERYWHERE = (DType.INT8, DType.UINT8, DType.INT32, DType.INT64, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.BFLOAT16)
+_ALGORITHMS = (
+    *_ON_GPUS,
+    "recursive_doubling",
+    "recursive_halving_doubling",
+    "bruck",
+    "pairwise",
+    "pat",
+)
+_EVERYWHERE = (
+    DType.INT8,
+    DType.UINT8,
+    DType.INT32,
+    DType.INT64,
+    DType.FLOAT16,
+    DType.FLOAT32,
+    DType.FLOAT64,
+    DType.BFLOAT16,
+)

@@ -21,7 +21,10 @@ class Model:
 
     def __init__(self, program: at.Program) -> None:
         self.comms = {0: at.Comm(0, tuple(range(program.nranks)))}
-        self.memory = {b.number: [np.zeros(b.count, ref.DTYPES[b.dtype]) for _ in range(program.nranks)] for b in program.buffers}
+        self.memory = {
+            b.number: [np.zeros(b.count, ref.DTYPES[b.dtype]) for _ in range(program.nranks)]
+            for b in program.buffers
+        }
         self._dtypes = {b.number: b.dtype for b in program.buffers}
         self.made: dict[int, list[Array]] = {}
         self._graphs: dict[int, tuple[at.Step, ...]] = {}
@@ -43,7 +46,13 @@ class Model:
                     for place, first, count in parts(array.size, rank, salt):
                         array[place : place + count] = values[first : first + count]
             case at.Copy(source=source_view, target=target_view):
-                for rank, (source, target) in enumerate(zip(self.memory[source_view.buffer], self.memory[target_view.buffer], strict=True)):
+                for rank, (source, target) in enumerate(
+                    zip(
+                        self.memory[source_view.buffer],
+                        self.memory[target_view.buffer],
+                        strict=True,
+                    )
+                ):
                     target[target_view.of(rank)] = source[source_view.of(rank)]
             case at.Split(comms=comms):
                 self.comms |= {comm.number: comm for comm in comms}
@@ -65,7 +74,9 @@ class Model:
         inputs = [self._part(call.x, call.comm, rank, rank).copy() for rank in range(n)]
         results = results_of(call, inputs)
         if call.makes:
-            self.made[call.number] = [np.empty(0) if result is None else result for result in results]
+            self.made[call.number] = [
+                np.empty(0) if result is None else result for result in results
+            ]
             return
         target = call.x if call.out is None else call.out
         for rank, result in enumerate(results):

@@ -21,7 +21,9 @@ class Own:
 
     leaves_behind = False
 
-    def __init__(self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: Cpu) -> None:
+    def __init__(
+        self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: Cpu
+    ) -> None:
         self._place = place
         self.comms: dict[int, Any] = {0: miraccl.init(timeout=TIMEOUT_S, **program.options)}
         self.works: dict[int, list[Any]] = {}
@@ -89,13 +91,19 @@ class Own:
         with miraccl.group() if step.form == "group" else contextlib.nullcontext():
             for message in step.messages:
                 if message.src == index:
-                    works.append(comm.send(self._place.part(message.source, 0), message.dst, **named))
+                    works.append(
+                        comm.send(self._place.part(message.source, 0), message.dst, **named)
+                    )
                 if message.dst == index:
-                    works.append(comm.recv(self._place.part(message.target, 0), message.src, **named))
+                    works.append(
+                        comm.recv(self._place.part(message.target, 0), message.src, **named)
+                    )
         if step.form == "async":
             self.works[step.number] = works
 
-    def together(self, steps: list[Callable[[], None]], call: at.Call | at.Messages, index: int) -> None:
+    def together(
+        self, steps: list[Callable[[], None]], call: at.Call | at.Messages, index: int
+    ) -> None:
         with miraccl.group():
             for step in steps:
                 step()

@@ -64,7 +64,9 @@ class Cpu:
         """``empty`` makes window memory."""
         skew = buffer.skews[rank]
         whole = None if empty is None else empty(buffer.count + skew, DTYPES[buffer.dtype])
-        self.memory[buffer.number] = on_host(buffer.count, buffer.dtype, skew, buffer.as_torch, whole)
+        self.memory[buffer.number] = on_host(
+            buffer.count, buffer.dtype, skew, buffer.as_torch, whole
+        )
 
     def part(self, view: at.View, index: int) -> Any:
         return self.memory[view.buffer].array[view.of(index)]
@@ -76,10 +78,14 @@ class Cpu:
             bits[place : place + count] = values[first : first + count]
 
     def copy(self, source: at.View, target: at.View, rank: int) -> None:
-        self.memory[target.buffer].bits[target.of(rank)] = self.memory[source.buffer].bits[source.of(rank)]
+        self.memory[target.buffer].bits[target.of(rank)] = self.memory[source.buffer].bits[
+            source.of(rank)
+        ]
 
     @contextlib.contextmanager
-    def using(self, stream: int, buffers: Sequence[int], *, names_stream: bool = False) -> Iterator[Any]:
+    def using(
+        self, stream: int, buffers: Sequence[int], *, names_stream: bool = False
+    ) -> Iterator[Any]:
         """Inside, what is enqueued comes after what else touches these buffers. Gives the stream if calls are to name it."""
         yield None
 
@@ -127,7 +133,9 @@ class OnGpu(Cpu):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[int, tuple[Any, Any]] = {}  # stream and event of the last access to a buffer
+        self._last: dict[
+            int, tuple[Any, Any]
+        ] = {}  # stream and event of the last access to a buffer
         self._capturing: int | None = None
 
     def _event_in(self, stream: Any) -> Any:
@@ -147,10 +155,14 @@ class OnGpu(Cpu):
 
     def _stream(self, number: int) -> Any:
         """Inside of a capture the default stream is not there."""
-        return self._streams[self._capturing if self._capturing is not None and number == 0 else number]
+        return self._streams[
+            self._capturing if self._capturing is not None and number == 0 else number
+        ]
 
     @contextlib.contextmanager
-    def using(self, stream: int, buffers: Sequence[int], *, names_stream: bool = False) -> Iterator[Any]:
+    def using(
+        self, stream: int, buffers: Sequence[int], *, names_stream: bool = False
+    ) -> Iterator[Any]:
         chosen = self._stream(stream)
         for buffer in buffers:
             last = self._last.get(buffer)
@@ -181,7 +193,10 @@ class OnGpu(Cpu):
 
     def capture(self, stream: int, body: Callable[[], None]) -> Callable[[], None]:
         self.synchronize()
-        main, others = self._streams[stream], [s for i, s in enumerate(self._streams) if i not in (0, stream)]
+        main, others = (
+            self._streams[stream],
+            [s for i, s in enumerate(self._streams) if i not in (0, stream)],
+        )
 
         def whole() -> None:
             for other in others:
@@ -208,7 +223,10 @@ class Cuda(OnGpu):
         super().__init__()
         self._torch, self._ordinal = torch, ordinal
         self.enter_thread()
-        self._streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(NSTREAMS - 1))]
+        self._streams = [
+            torch.cuda.current_stream(),
+            *(torch.cuda.Stream() for _ in range(NSTREAMS - 1)),
+        ]
 
     def enter_thread(self) -> None:
         self._torch.cuda.set_device(self._ordinal)
@@ -219,7 +237,11 @@ class Cuda(OnGpu):
             return
         dtype, skew = torch_dtype(buffer.dtype), buffer.skews[rank]
         if empty is None:
-            whole = self._torch.zeros((buffer.count + skew) * buffer.dtype.itemsize, dtype=self._torch.uint8, device="cuda").view(dtype)
+            whole = self._torch.zeros(
+                (buffer.count + skew) * buffer.dtype.itemsize,
+                dtype=self._torch.uint8,
+                device="cuda",
+            ).view(dtype)
         else:
             whole = empty(buffer.count + skew, dtype, device="cuda")
         bits = getattr(self._torch, _SIGNED[buffer.dtype.itemsize])
@@ -240,7 +262,9 @@ class Cuda(OnGpu):
         if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):
             there[:] = here
         else:
-            here, there = (self._torch.from_numpy(b) if isinstance(b, np.ndarray) else b for b in (here, there))
+            here, there = (
+                self._torch.from_numpy(b) if isinstance(b, np.ndarray) else b for b in (here, there)
+            )
             there.copy_(here)
 
     def _event_in(self, stream: Any) -> Any:

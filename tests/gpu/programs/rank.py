@@ -46,7 +46,9 @@ class Notes:
 class Rank:
     """One rank in one program."""
 
-    def __init__(self, program: at.Program, rank: int, meeting: dict[str, Any], notes: Notes | None = None) -> None:
+    def __init__(
+        self, program: at.Program, rank: int, meeting: dict[str, Any], notes: Notes | None = None
+    ) -> None:
         self._program, self._rank, self._notes = program, rank, notes
         self._note("meets the others")
         self.place = _place_of(program.device, rank, meeting)
@@ -69,7 +71,11 @@ class Rank:
     def run(self) -> None:
         for buffer in self._program.buffers:
             self._note(f"allocates {buffer}")
-            self.place.allocate(buffer, self._rank, None if buffer.window is None else self.calls.empty(buffer.window))
+            self.place.allocate(
+                buffer,
+                self._rank,
+                None if buffer.window is None else self.calls.empty(buffer.window),
+            )
         self.place.synchronize()
         for number, step in enumerate(self._program.steps):
             self._note(f"step {number}: {step}")
@@ -101,13 +107,17 @@ class Rank:
                 self._wait(step)
             case at.Fill():
                 with self.place.using(step.stream, [step.buffer]):
-                    self.place.fill(self._program.buffers[step.buffer], step.kind, self._rank, step.salt)
+                    self.place.fill(
+                        self._program.buffers[step.buffer], step.kind, self._rank, step.salt
+                    )
             case at.Copy():
                 with self.place.using(step.stream, [step.source.buffer, step.target.buffer]):
                     self.place.copy(step.source, step.target, self._rank)
             case at.Barrier():
                 if self._index(step.comm) is not None:
-                    with self.place.using(step.stream or 0, [], names_stream=step.stream is not None) as stream:
+                    with self.place.using(
+                        step.stream or 0, [], names_stream=step.stream is not None
+                    ) as stream:
                         self.calls.barrier(step.comm, stream)
             case at.Split():
                 index = self._index(step.parent)
@@ -117,7 +127,9 @@ class Rank:
                 if self._index(step.comm) is not None:
                     self.calls.finalize(step.comm)
             case at.Graph():
-                self._replays[step.number] = self.place.capture(step.stream, lambda: self._steps(step.body))
+                self._replays[step.number] = self.place.capture(
+                    step.stream, lambda: self._steps(step.body)
+                )
             case at.Replay():
                 if self.calls.leaves_behind:
                     self.place.synchronize()
@@ -144,7 +156,9 @@ class Rank:
         index = self._index(step.comm)
         if index is None:
             return
-        with self.place.using(step.stream, [view.buffer for view in step.views], names_stream=step.names_stream) as stream:
+        with self.place.using(
+            step.stream, [view.buffer for view in step.views], names_stream=step.names_stream
+        ) as stream:
             if isinstance(step, at.Messages):
                 self.calls.messages(step, index, stream)
                 return
@@ -158,7 +172,9 @@ class Rank:
             return
         index = self._index(parts[0].comm)
         assert index is not None
-        names_streams = self._program.api == "own" and (batch.number % 2 == 0 or self._program.device == "emulated")
+        names_streams = self._program.api == "own" and (
+            batch.number % 2 == 0 or self._program.device == "emulated"
+        )
         with contextlib.ExitStack() as memory:
             actions = []
             for step in parts:
@@ -172,13 +188,17 @@ class Rank:
     def _part(self, step: at.Call | at.Messages, stream: Any) -> None:
         index = self._index(step.comm)
         assert index is not None
-        (self.calls.messages if isinstance(step, at.Messages) else self.calls.call)(step, index, stream)
+        (self.calls.messages if isinstance(step, at.Messages) else self.calls.call)(
+            step, index, stream
+        )
 
     def _wait(self, wait: at.Wait) -> None:
         step = self._numbered[wait.number]
         if self._index(step.comm) is None:
             return
-        with self.place.using(wait.stream, [view.buffer for view in step.views], names_stream=wait.names_stream) as stream:
+        with self.place.using(
+            wait.stream, [view.buffer for view in step.views], names_stream=wait.names_stream
+        ) as stream:
             result = self.calls.wait(wait.number, wait.on_host, stream)
         if isinstance(step, at.Call) and step.makes and result is not None:
             self._made.append((step, result))
@@ -207,16 +227,26 @@ class Rank:
         self.calls.check()
         for buffer, memory in self.place.memory.items():
             want = self.model.memory[buffer][self._rank]
-            self._alike(self.place.read(memory.bits), want, f"buffer {buffer}, touched by {self._who(buffer, number)}")
+            self._alike(
+                self.place.read(memory.bits),
+                want,
+                f"buffer {buffer}, touched by {self._who(buffer, number)}",
+            )
         for call, got in self._made:
             index = self._index(call.comm)
             assert index is not None
-            self._alike(self.place.read(got), self.model.made[call.number][index], f"what {call} made")
+            self._alike(
+                self.place.read(got), self.model.made[call.number][index], f"what {call} made"
+            )
         self._made.clear()
 
     def _who(self, buffer: int, before: int) -> list[str]:
         near = range(max(0, before - 25), before)
-        return [f"{i}: {self._program.steps[i]}" for i in near if buffer in touched([self._program.steps[i]])][-6:]
+        return [
+            f"{i}: {self._program.steps[i]}"
+            for i in near
+            if buffer in touched([self._program.steps[i]])
+        ][-6:]
 
     def _alike(self, bits: Any, want: Any, what: str) -> None:
         if bits.size != want.size:
@@ -275,7 +305,9 @@ def main() -> None:
             order["meeting"]["ordinal"] = rank % torch.cuda.device_count()
         error = ""
         try:
-            program = draw(order["seed"], order["api"], order["nranks"], order["device"], **order["options"])
+            program = draw(
+                order["seed"], order["api"], order["nranks"], order["device"], **order["options"]
+            )
             Rank(program, rank, order["meeting"], notes).run()
         except BaseException as problem:
             where = "" if isinstance(problem, AssertionError) else f"\n{traceback.format_exc()}"

@@ -181,7 +181,21 @@ class Check:
     """Wait for everything that is in streams, and compare all memory."""
 
 
-Step = Call | Messages | Batch | Wait | Fill | Copy | Barrier | Split | Finalize | Graph | Replay | Beside | Check
+Step = (
+    Call
+    | Messages
+    | Batch
+    | Wait
+    | Fill
+    | Copy
+    | Barrier
+    | Split
+    | Finalize
+    | Graph
+    | Replay
+    | Beside
+    | Check
+)
 
 
 @dataclass

@@ -26,7 +26,11 @@ class Together(Calls):
         rng, n = self.rng, len(comm.ranks)
         first = rng.choice(self.program.buffers)
         usable = self._usable(first.dtype, first.on_gpu)
-        if len(usable) < 2 or (n == 1 and form != "group") or (self.in_graph and not first.on_gpu and self.program.has_gpu):
+        if (
+            len(usable) < 2
+            or (n == 1 and form != "group")
+            or (self.in_graph and not first.on_gpu and self.program.has_gpu)
+        ):
             return None
         if self.program.api == "torch" and n == 1:
             return None
@@ -49,7 +53,14 @@ class Together(Calls):
         messages = []
         for src, dst, count in pairs:
             place = (rng.randint(0, source.count - count), count)
-            messages.append(at.Message(src, dst, at.View(source.number, (place,)), at.View(target.number, ((taken[dst], count),))))
+            messages.append(
+                at.Message(
+                    src,
+                    dst,
+                    at.View(source.number, (place,)),
+                    at.View(target.number, ((taken[dst], count),)),
+                )
+            )
             taken[dst] += count
         on_gpu = source.on_gpu
         return at.Messages(
@@ -81,7 +92,9 @@ class Together(Calls):
         if parts:
             self.steps.append(at.Batch(self.number(), tuple(parts)))
 
-    def _part(self, comm: at.Comm, talks: bool, others: Sequence[at.Call | at.Messages]) -> at.Call | at.Messages | None:
+    def _part(
+        self, comm: at.Comm, talks: bool, others: Sequence[at.Call | at.Messages]
+    ) -> at.Call | at.Messages | None:
         if talks and self.rng.random() < 0.4:
             return self._draw_messages(comm, "group")
         call = self._draw(comm)
@@ -89,14 +102,25 @@ class Together(Calls):
         if (
             call is None
             or call.makes
-            or (self.program.api == "torch" and not (isinstance(first, at.Call) and self._coalesces(call, first)))
+            or (
+                self.program.api == "torch"
+                and not (isinstance(first, at.Call) and self._coalesces(call, first))
+            )
         ):
             return None
         dtype = self.program.buffers[call.x.buffer].dtype
         call = replace(call, form="plain")
         if call.name in REDUCES:
-            like = first if self.program.api == "torch" and isinstance(first, at.Call) and others else None
-            call = self._with_operator(call, len(comm.ranks), dtype) if like is None else replace(call, op=like.op)
+            like = (
+                first
+                if self.program.api == "torch" and isinstance(first, at.Call) and others
+                else None
+            )
+            call = (
+                self._with_operator(call, len(comm.ranks), dtype)
+                if like is None
+                else replace(call, op=like.op)
+            )
             if self.program.api == "torch" and call.op not in ("SUM", "MIN", "MAX", "PROD"):
                 call = replace(call, op="SUM", scalars=())
         self._make_exact(call, dtype)
@@ -105,4 +129,9 @@ class Together(Calls):
     def _coalesces(self, call: at.Call, first: at.Call) -> bool:
         on_gpu = [self.program.buffers[c.x.buffer].on_gpu for c in (call, first)]
         alike = call.name == first.name and on_gpu[0] == on_gpu[1]
-        return alike and call.name in ("all_reduce", "all_gather", "reduce_scatter") and not call.uneven and "list" not in call.form
+        return (
+            alike
+            and call.name in ("all_reduce", "all_gather", "reduce_scatter")
+            and not call.uneven
+            and "list" not in call.form
+        )

@@ -23,10 +23,18 @@ JUNK = 77
 class TorchCalls:
     """The process groups of one rank."""
 
-    def __init__(self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: Cpu) -> None:
+    def __init__(
+        self, program: at.Program, rank: int, nranks: int, meeting: dict[str, Any], place: Cpu
+    ) -> None:
         assert miraccl.torch.NAME
         self._place, self._rank, self._on_gpu = place, rank, place.on_gpu
-        dist.init_process_group(meeting["backend"], init_method=f"file://{meeting['path']}", rank=rank, world_size=nranks, timeout=LIMIT)
+        dist.init_process_group(
+            meeting["backend"],
+            init_method=f"file://{meeting['path']}",
+            rank=rank,
+            world_size=nranks,
+            timeout=LIMIT,
+        )
         self.comms: dict[int, Any] = {0: dist.group.WORLD}
         self._ranks: dict[int, tuple[int, ...]] = {0: tuple(range(nranks))}
         self.works: dict[int, list[Any]] = {}
@@ -51,10 +59,16 @@ class TorchCalls:
         if "dropped" in call.form:
             return self._dropped(call, index, x, group)
         if call.form == "out":
-            torch.ops._c10d_functional.all_gather_into_tensor_out(x, len(self._ranks[call.comm]), group.group_name, out=out)
+            torch.ops._c10d_functional.all_gather_into_tensor_out(
+                x, len(self._ranks[call.comm]), group.group_name, out=out
+            )
             functional.wait_tensor(out)
             return None
-        work = self._list(call, index, x, out, asynchronous) if "list" in call.form else self._plain(call, index, x, out, asynchronous)
+        work = (
+            self._list(call, index, x, out, asynchronous)
+            if "list" in call.form
+            else self._plain(call, index, x, out, asynchronous)
+        )
         if asynchronous:
             self.works[call.number] = [work.get_future() if "future" in call.form else work]
         return None
@@ -95,11 +109,17 @@ class TorchCalls:
             case "all_gather":
                 return dist.all_gather(list(out.split(counts)), x, **more)
             case "gather":
-                return dist.gather(x, list(out.split(counts)) if index == call.root else None, root, **more)
+                return dist.gather(
+                    x, list(out.split(counts)) if index == call.root else None, root, **more
+                )
             case "reduce_scatter":
-                return dist.reduce_scatter(out, list(x.split(counts)), self._operator(call, index), **more)
+                return dist.reduce_scatter(
+                    out, list(x.split(counts)), self._operator(call, index), **more
+                )
             case "scatter":
-                return dist.scatter(out, list(x.split(counts)) if index == call.root else None, root, **more)
+                return dist.scatter(
+                    out, list(x.split(counts)) if index == call.root else None, root, **more
+                )
             case "all_to_all":
                 outs = out.split([row[index] for row in call.counts])
                 return dist.all_to_all(list(outs), list(x.split(call.counts[index])), **more)
@@ -115,9 +135,13 @@ class TorchCalls:
             case "all_gather":
                 return functional.all_gather_tensor(x.contiguous(), 0, group)
             case "reduce_scatter":
-                return functional.reduce_scatter_tensor(x.contiguous(), _FUNCTIONAL_OPS[call.op], 0, group)
+                return functional.reduce_scatter_tensor(
+                    x.contiguous(), _FUNCTIONAL_OPS[call.op], 0, group
+                )
             case "all_to_all":
-                return functional.all_to_all_single(x.contiguous(), *self._splits(call, index), group)
+                return functional.all_to_all_single(
+                    x.contiguous(), *self._splits(call, index), group
+                )
         raise ValueError(call.name)
 
     def _dropped(self, call: at.Call, index: int, x: Any, group: Any) -> Any:
@@ -126,7 +150,11 @@ class TorchCalls:
         work = dist.all_reduce(copy, self._operator(call, index), group=group, async_op=True)
         if (index + call.number) % 2:
             del copy, work
-            self._junk.append(torch.full((x.numel() * x.element_size(),), JUNK, dtype=torch.uint8, device=x.device))
+            self._junk.append(
+                torch.full(
+                    (x.numel() * x.element_size(),), JUNK, dtype=torch.uint8, device=x.device
+                )
+            )
             return None
         work.wait()
         return copy
@@ -141,8 +169,13 @@ class TorchCalls:
             mine += [(False, self._place.part(m.target, 0), ranks[m.src])] if m.dst == index else []
         if not mine:
             return
-        if step.form == "group" or (step.form == "functional" and not hasattr(torch.ops._c10d_functional, "batch_p2p_ops")):
-            ops = [dist.P2POp(dist.isend if sends else dist.irecv, part, peer, group) for sends, part, peer in mine]
+        if step.form == "group" or (
+            step.form == "functional" and not hasattr(torch.ops._c10d_functional, "batch_p2p_ops")
+        ):
+            ops = [
+                dist.P2POp(dist.isend if sends else dist.irecv, part, peer, group)
+                for sends, part, peer in mine
+            ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             return
@@ -157,14 +190,22 @@ class TorchCalls:
     def _functional_messages(self, mine: list[tuple[bool, Any, int]], group: Any) -> None:
         names = ["isend" if sends else "irecv" for sends, _, _ in mine]
         peers = [dist.get_group_rank(group, peer) for _, _, peer in mine]
-        operator = torch.ops._c10d_functional.batch_p2p_ops  # PyTorch 2.13; else the form is "group"
-        for tensor in operator(names, peers, [0] * len(mine), [part for _, part, _ in mine], group.group_name):
+        operator = (
+            torch.ops._c10d_functional.batch_p2p_ops
+        )  # PyTorch 2.13; else the form is "group"
+        for tensor in operator(
+            names, peers, [0] * len(mine), [part for _, part, _ in mine], group.group_name
+        ):
             functional.wait_tensor(tensor)
 
-    def together(self, steps: list[Callable[[], None]], call: at.Call | at.Messages, index: int) -> None:
+    def together(
+        self, steps: list[Callable[[], None]], call: at.Call | at.Messages, index: int
+    ) -> None:
         assert isinstance(call, at.Call)
         device = self._place.part(call.x, index).device
-        with dist._coalescing_manager(self.comms[call.comm], device=device, async_ops=call.number % 2 == 1) as manager:
+        with dist._coalescing_manager(
+            self.comms[call.comm], device=device, async_ops=call.number % 2 == 1
+        ) as manager:
             for step in steps:
                 step()
         if call.number % 2 == 1:
@@ -195,7 +236,9 @@ class TorchCalls:
     def check(self) -> None:
         for junk in self._junk:
             if not bool((junk == JUNK).all()):
-                raise AssertionError("memory that was let go of was given out again, and the operation has written to it")
+                raise AssertionError(
+                    "memory that was let go of was given out again, and the operation has written to it"
+                )
         self._junk.clear()
 
     def close(self) -> None:

@@ -15,7 +15,14 @@ from tests.comm import reference as ref
 
 POOL = 1 << 18
 KINDS = ("wild", "tame", "unit")
-_TAME = {DType.FLOAT64: 1000, DType.FLOAT32: 1000, DType.FLOAT16: 20, DType.BFLOAT16: 4, DType.FLOAT8_E4M3: 1, DType.FLOAT8_E5M2: 1}
+_TAME = {
+    DType.FLOAT64: 1000,
+    DType.FLOAT32: 1000,
+    DType.FLOAT16: 20,
+    DType.BFLOAT16: 4,
+    DType.FLOAT8_E4M3: 1,
+    DType.FLOAT8_E5M2: 1,
+}
 #: Largest n for which all whole numbers up to n are values of the type.
 _EXACT = {
     DType.FLOAT64: 1 << 53,

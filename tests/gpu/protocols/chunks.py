@@ -37,7 +37,14 @@ class Rules:
     all_freed: bool = False
 
 
-def chunks(launches: Sequence[Sequence[Queue]], rules: Rules, *, blocks: int, taking: int, ordered: bool = False) -> System:
+def chunks(
+    launches: Sequence[Sequence[Queue]],
+    rules: Rules,
+    *,
+    blocks: int,
+    taking: int,
+    ordered: bool = False,
+) -> System:
     """A queue has ``blocks`` blocks at its sender and ``taking`` at the receiver."""
     senders = sorted({queue.sender for queues in launches for queue in queues})
     system = System(1 + len(senders), ordered=ordered)
@@ -78,7 +85,9 @@ def _send(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range) 
     for k in mine:
         place, tag = k % queue.slots, chunk_tag(queue.sender, number, k)
         if k >= queue.slots and rules.waits_freed:
-            thread.wait_for(freed_of(queue.sender, place), chunk_tag(queue.sender, number, k - queue.slots))
+            thread.wait_for(
+                freed_of(queue.sender, place), chunk_tag(queue.sender, number, k - queue.slots)
+            )
         for cell in slot_at(queue.slot + place):
             thread.store(cell, tag)
         if rules.fences:
@@ -86,7 +95,9 @@ def _send(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range) 
         thread.store(arrived_of(queue.slot + place), tag)
 
 
-def _receive(thread: Thread, queue: Queue, rules: Rules, number: int, mine: range, count: int) -> None:
+def _receive(
+    thread: Thread, queue: Queue, rules: Rules, number: int, mine: range, count: int
+) -> None:
     """``receive_bulk``, one message."""
     for k in mine:
         place, tag = k % queue.slots, chunk_tag(queue.sender, number, k)

@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 
 from .program import EMPTY, LAUNCH, Code, Kind, Op, System
 
-Knowledge = NDArray[np.int32]  # operations that each thread has done; then, stores that have landed in each cell
+Knowledge = NDArray[
+    np.int32
+]  # operations that each thread has done; then, stores that have landed in each cell
 
 
 @dataclass
@@ -59,7 +61,9 @@ class _Run:
         self.known = [np.zeros(self.threads + len(system.cells), np.int32) for _ in self.ranks]
         self.places = [0] * self.threads
         self.stores: list[list[Store]] = [[] for _ in system.cells]
-        self.flying: list[list[tuple[int, int]]] = [[] for _ in self.ranks]  # stores of each thread: cell, and how many this had with it
+        self.flying: list[list[tuple[int, int]]] = [
+            [] for _ in self.ranks
+        ]  # stores of each thread: cell, and how many this had with it
         self.begun: list[tuple[int, Op, Knowledge]] = []
         self.ended: list[tuple[int, Knowledge]] = []
         self.wrong = ""
@@ -69,9 +73,15 @@ class _Run:
         while moved and not self.wrong:
             moved = False
             for thread, ops in enumerate(op.ops for op in self.system.threads):
-                while not self.wrong and self.places[thread] < len(ops) and self.do(thread, ops[self.places[thread]]):
+                while (
+                    not self.wrong
+                    and self.places[thread] < len(ops)
+                    and self.do(thread, ops[self.places[thread]])
+                ):
                     moved = True
-        if not self.wrong and any(place < len(thread.ops) for place, thread in zip(self.places, self.system.threads)):
+        if not self.wrong and any(
+            place < len(thread.ops) for place, thread in zip(self.places, self.system.threads)
+        ):
             return "nobody can go on"
         return self.wrong or self.look_back()
 
@@ -107,7 +117,12 @@ class _Run:
     def issue(self, thread: int, op: Op) -> None:
         source = self.ranks[thread] if self.system.ordered else thread
         history = self.stores[op.cell]
-        if op.code is Code.STORE and history and history[-1].value != EMPTY and self.system.cells[op.cell].kind is Kind.PACKET:
+        if (
+            op.code is Code.STORE
+            and history
+            and history[-1].value != EMPTY
+            and self.system.cells[op.cell].kind is Kind.PACKET
+        ):
             self.tell(thread, op, f"{self.system.value(op.cell, history[-1].value)} is still there")
         history.append(Store(source, thread, op, self.known[thread].copy()))
         self.flying[thread].append((op.cell, len(history)))
@@ -139,7 +154,14 @@ class _Run:
                 return False
         known = np.maximum.reduce([self.known[other] for other in team])
         for other in team:
-            self.land(known, [(cell, count) for cell, count in self.flying[other] if self.system.cells[cell].rank == rank])
+            self.land(
+                known,
+                [
+                    (cell, count)
+                    for cell, count in self.flying[other]
+                    if self.system.cells[cell].rank == rank
+                ],
+            )
             self.places[other] += 1
             known[other] = self.places[other]
         for other in team:
@@ -156,11 +178,23 @@ class _Run:
             for count, (first, second) in enumerate(pairwise(history), 1):
                 if first.source != second.source and second.known[self.threads + number] < count:
                     who = self.system.threads[first.thread].name
-                    self.tell(second.thread, second.op, f"nobody has told that what {who} did there has landed")
+                    self.tell(
+                        second.thread,
+                        second.op,
+                        f"nobody has told that what {who} did there has landed",
+                    )
                 for thread, place in first.reads if cell.kind is not Kind.COUNTER else ():
                     if thread != second.thread and second.known[thread] <= place:
-                        self.tell(second.thread, second.op, f"{self.system.threads[thread].name} may not have read what is there")
-                if cell.kind in (Kind.BUFFER, Kind.FLAGGED) and EMPTY not in (first.value, second.value) and not first.reads:
+                        self.tell(
+                            second.thread,
+                            second.op,
+                            f"{self.system.threads[thread].name} may not have read what is there",
+                        )
+                if (
+                    cell.kind in (Kind.BUFFER, Kind.FLAGGED)
+                    and EMPTY not in (first.value, second.value)
+                    and not first.reads
+                ):
                     self.tell(second.thread, second.op, "nobody reads what is there")
             if cell.bank is not None and history and history[-1].value != EMPTY:
                 self.wrong = self.wrong or f"{self.system.place(number)} is not empty at the end"
@@ -188,4 +222,6 @@ class _Run:
         return ""
 
     def tell(self, thread: int, op: Op, why: str) -> None:
-        self.wrong = self.wrong or f"{self.system.threads[thread].name} {self.system.text(op)}: {why}"
+        self.wrong = (
+            self.wrong or f"{self.system.threads[thread].name} {self.system.text(op)}: {why}"
+        )

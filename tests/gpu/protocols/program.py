@@ -112,7 +112,13 @@ class Thread:
         self.ops.append(Op(Code.FENCE))
 
     def _add(self, code: Code, cell: Cell, number: int) -> None:
-        self.ops.append(Op(code, self.system.index(cell), (0 if cell.bank is None else self.launch * LAUNCH) + number + 1))
+        self.ops.append(
+            Op(
+                code,
+                self.system.index(cell),
+                (0 if cell.bank is None else self.launch * LAUNCH) + number + 1,
+            )
+        )
 
 
 class System:
@@ -148,14 +154,20 @@ class System:
 
     def texts(self, ops: Sequence[Op]) -> str:
         """Operations in a row, where to take is to clear."""
-        alone = [op for before, op in zip([None, *ops], ops) if op.code is not Code.CLEAR or before is None or before.code is not Code.TAKE]
+        alone = [
+            op
+            for before, op in zip([None, *ops], ops)
+            if op.code is not Code.CLEAR or before is None or before.code is not Code.TAKE
+        ]
         return ", ".join(map(self.text, alone))
 
     def text(self, op: Op) -> str:
         if op.code is Code.FENCE:
             return "fence"
         if op.code in (Code.BEGIN, Code.COME, Code.END):
-            return {Code.BEGIN: "begins", Code.COME: "has done all of", Code.END: "ends"}[op.code] + f" launch {op.value}"
+            return {Code.BEGIN: "begins", Code.COME: "has done all of", Code.END: "ends"}[
+                op.code
+            ] + f" launch {op.value}"
         cell, value = self.place(op.cell), self.value(op.cell, op.value)
         return {
             Code.STORE: f"sends {value} to {cell}",

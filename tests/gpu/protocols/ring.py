@@ -9,7 +9,15 @@ def hop_place(dst: int, bank: int, slot: int, hop: int) -> Cell:
     return Cell(f"slot {slot} of bank {bank}, hop {hop}", dst, Kind.PACKET, bank)
 
 
-def ring(nranks: int, *, pieces: int, nslots: int, launches: int = 1, settles: bool = True, banks: int = 2) -> System:
+def ring(
+    nranks: int,
+    *,
+    pieces: int,
+    nslots: int,
+    launches: int = 1,
+    settles: bool = True,
+    banks: int = 2,
+) -> System:
     """An iteration takes hop t of piece j - 1 - t, for all t, and pushes hop t + 1 of it; then hop 0 of piece j."""
     system, hops = System(nranks), 2 * (nranks - 1)
     for rank in range(nranks):

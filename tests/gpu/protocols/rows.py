@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from .program import Cell, Kind, System
 
 
-def lane(counts: Sequence[int], *, ring: int, quarter: int, early: int = 0, credit_first: bool = False) -> System:
+def lane(
+    counts: Sequence[int], *, ring: int, quarter: int, early: int = 0, credit_first: bool = False
+) -> System:
     """``counts``: rows that a warp handles at a time. Launches make no difference, for all counts stay where they are. Weaker forms:
     ``early``: rows by which the sender runs ahead of its credit; ``credit_first``: the receiver sends it before it has read the rows."""
     system = System(2)

@@ -26,7 +26,14 @@ from typing import NamedTuple
 from .program import EMPTY, LAUNCH, Code, Kind, Op, System
 
 #: a step is waits, then reads of what may be written over, then stores; a launch ends and the next begins in one
-PHASE = dict.fromkeys(Code, 0) | {Code.READ: 1, Code.AWAIT: 1, Code.STORE: 2, Code.CLEAR: 2, Code.COME: 3, Code.BEGIN: 3}
+PHASE = dict.fromkeys(Code, 0) | {
+    Code.READ: 1,
+    Code.AWAIT: 1,
+    Code.STORE: 2,
+    Code.CLEAR: 2,
+    Code.COME: 3,
+    Code.BEGIN: 3,
+}
 
 
 class Flight(NamedTuple):
@@ -72,7 +79,8 @@ class _Search:
         self.ranks = [thread.rank for thread in system.threads]
         alone = [self.ranks.count(rank) == 1 for rank in self.ranks]
         self.ops = [
-            [op for op in thread.ops if op.code is not Code.COME or not one] for thread, one in zip(system.threads, alone, strict=True)
+            [op for op in thread.ops if op.code is not Code.COME or not one]
+            for thread, one in zip(system.threads, alone, strict=True)
         ]
         self.reached = 0  # of the last thread that went on, the place behind its last operation
         self.words = [cell.kind in (Kind.WORD, Kind.COUNTER) for cell in system.cells]
@@ -83,9 +91,16 @@ class _Search:
             for op in ops
             if op.code is Code.STORE and self.instant[op.cell]
         }
-        assert len({cell for cell, _ in sends}) == len(sends), "a place for packets has one sender, or they would not do to land at once"
-        self.siblings = [[other for other, rank in enumerate(self.ranks) if rank == mine] for mine in self.ranks]
-        self.ends = [{op.value: place for place, op in enumerate(ops) if op.code is Code.END} for ops in self.ops]
+        assert len({cell for cell, _ in sends}) == len(sends), (
+            "a place for packets has one sender, or they would not do to land at once"
+        )
+        self.siblings = [
+            [other for other, rank in enumerate(self.ranks) if rank == mine] for mine in self.ranks
+        ]
+        self.ends = [
+            {op.value: place for place, op in enumerate(ops) if op.code is Code.END}
+            for ops in self.ops
+        ]
 
     def run(self, most: int) -> Found:
         first = State((0,) * len(self.ops), (EMPTY,) * len(self.words), ())
@@ -98,7 +113,11 @@ class _Search:
                 try:
                     after = self.step(state, *move)
                 except Wrong as wrong:
-                    return Found(str(wrong), len(before), (*self.trace(before, state), self.text(state, move)))
+                    return Found(
+                        str(wrong),
+                        len(before),
+                        (*self.trace(before, state), self.text(state, move)),
+                    )
                 if after is None:
                     continue
                 stuck = False
@@ -113,7 +132,11 @@ class _Search:
 
     def moves(self, state: State) -> list[tuple[int, int]]:
         """(-1, thread) for its next operations, (number, -1) for a flight that lands."""
-        found = [(-1, thread) for thread, place in enumerate(state.places) if place < len(self.ops[thread])]
+        found = [
+            (-1, thread)
+            for thread, place in enumerate(state.places)
+            if place < len(self.ops[thread])
+        ]
         last = (-1, -1)
         for number, flight in enumerate(state.flights):
             if flight[:2] != last:
@@ -125,7 +148,9 @@ class _Search:
         if thread < 0:
             cells = list(state.cells)
             self.land(cells, state.flights[flight], state.flights)
-            return State(state.places, tuple(cells), state.flights[:flight] + state.flights[flight + 1 :])
+            return State(
+                state.places, tuple(cells), state.flights[:flight] + state.flights[flight + 1 :]
+            )
         return self.advance(state, thread)
 
     def land(self, cells: list[int], flight: Flight, flights: Sequence[Flight]) -> None:
@@ -136,7 +161,9 @@ class _Search:
         elif there > EMPTY and not self.words[flight.cell]:
             cleared = any(other.cell == flight.cell and other.clears for other in flights)
             why = ", and its clear on the way" if cleared else ""
-            raise Wrong(f"WRONG: {self.system.value(flight.cell, there)} is still in {self.system.place(flight.cell)}{why}")
+            raise Wrong(
+                f"WRONG: {self.system.value(flight.cell, there)} is still in {self.system.place(flight.cell)}{why}"
+            )
         cells[flight.cell] = flight.value
 
     def advance(self, state: State, thread: int) -> State | None:
@@ -164,19 +191,27 @@ class _Search:
     def is_lazy(self, op: Op) -> bool:
         return op.code is Code.CLEAR and self.instant[op.cell]
 
-    def clears_land(self, op: Op, thread: int, cells: list[int], flights: list[Flight]) -> list[Flight]:
+    def clears_land(
+        self, op: Op, thread: int, cells: list[int], flights: list[Flight]
+    ) -> list[Flight]:
         """Those of packets that ``op`` would wait for. (Where it goes on waiting for something else, they might as well land later.)"""
         if self.every or op.code not in (Code.TAKE, Code.SEEN, Code.FENCE, Code.END):
             return flights
         kept = []
         for flight in flights:
-            if flight.thread == thread and self.instant[flight.cell] and (op.code >= Code.FENCE or flight.cell == op.cell):
+            if (
+                flight.thread == thread
+                and self.instant[flight.cell]
+                and (op.code >= Code.FENCE or flight.cell == op.cell)
+            ):
                 self.land(cells, flight, flights)
             else:
                 kept.append(flight)
         return kept
 
-    def may(self, op: Op, thread: int, places: tuple[int, ...], cells: list[int], flights: list[Flight]) -> bool:
+    def may(
+        self, op: Op, thread: int, places: tuple[int, ...], cells: list[int], flights: list[Flight]
+    ) -> bool:
         """Whether the thread may go on with ``op``."""
         there = EMPTY
         if Code.TAKE <= op.code <= Code.SEEN:
@@ -196,12 +231,22 @@ class _Search:
                 return all(flight.thread != thread for flight in flights)
             case Code.END:
                 rank = self.ranks[thread]
-                if any(flight.thread == thread and self.system.cells[flight.cell].rank == rank for flight in flights):
+                if any(
+                    flight.thread == thread and self.system.cells[flight.cell].rank == rank
+                    for flight in flights
+                ):
                     return False
                 # the others of this rank have come to their ends, and their stores have landed
-                if any(places[other] < self.ends[other][op.value] for other in self.siblings[thread] if other != thread):
+                if any(
+                    places[other] < self.ends[other][op.value]
+                    for other in self.siblings[thread]
+                    if other != thread
+                ):
                     return False
-                return all(self.ranks[flight.thread] != rank or self.system.cells[flight.cell].rank != rank for flight in flights)
+                return all(
+                    self.ranks[flight.thread] != rank or self.system.cells[flight.cell].rank != rank
+                    for flight in flights
+                )
         return True
 
     def do(self, op: Op, thread: int, cells: list[int], flights: list[Flight]) -> None:
@@ -216,7 +261,9 @@ class _Search:
                     flights.append(flight)
             case Code.TAKE | Code.READ:
                 if abs(cells[op.cell]) != op.value:
-                    raise Wrong(f"WRONG: {self.system.value(op.cell, cells[op.cell])} is in {self.system.place(op.cell)}")
+                    raise Wrong(
+                        f"WRONG: {self.system.value(op.cell, cells[op.cell])} is in {self.system.place(op.cell)}"
+                    )
                 if op.code is Code.READ:
                     cells[op.cell] = -op.value
             case Code.AWAIT:
@@ -226,24 +273,44 @@ class _Search:
 
     def begin(self, op: Op, cells: list[int], flights: list[Flight]) -> None:
         for cell, there in enumerate(cells):
-            if self.system.cells[cell].bank == op.cell and there != EMPTY and abs(there) // LAUNCH < op.value:
-                raise Wrong(f"WRONG: {self.system.value(cell, there)} is still in {self.system.place(cell)}")
+            if (
+                self.system.cells[cell].bank == op.cell
+                and there != EMPTY
+                and abs(there) // LAUNCH < op.value
+            ):
+                raise Wrong(
+                    f"WRONG: {self.system.value(cell, there)} is still in {self.system.place(cell)}"
+                )
         for flight in flights:
-            if self.system.cells[flight.cell].bank == op.cell and max(flight.value, flight.clears) // LAUNCH < op.value:
+            if (
+                self.system.cells[flight.cell].bank == op.cell
+                and max(flight.value, flight.clears) // LAUNCH < op.value
+            ):
                 raise Wrong(f"WRONG: a store to {self.system.place(flight.cell)} is under way")
 
     def at_end(self, state: State) -> str:
         """What is wrong where nothing can happen any more."""
-        waiting = [thread for thread, place in enumerate(state.places) if place < len(self.ops[thread])]
+        waiting = [
+            thread for thread, place in enumerate(state.places) if place < len(self.ops[thread])
+        ]
         if waiting:
-            lines = (f"{self.system.threads[t].name} waits: {self.system.text(self.ops[t][state.places[t]])}" for t in waiting)
+            lines = (
+                f"{self.system.threads[t].name} waits: {self.system.text(self.ops[t][state.places[t]])}"
+                for t in waiting
+            )
             return "WRONG: nobody can go on; " + "; ".join(lines)
-        left = [cell for cell, there in enumerate(state.cells) if self.system.cells[cell].bank is not None and there != EMPTY]
+        left = [
+            cell
+            for cell, there in enumerate(state.cells)
+            if self.system.cells[cell].bank is not None and there != EMPTY
+        ]
         return f"WRONG: {self.system.place(left[0])} is not empty" if left else ""
 
     # ---- the way to a state, in words
 
-    def trace(self, before: dict[State, tuple[State, tuple[int, int]] | None], state: State) -> list[str]:
+    def trace(
+        self, before: dict[State, tuple[State, tuple[int, int]] | None], state: State
+    ) -> list[str]:
         lines: list[str] = []
         while (step := before[state]) is not None:
             state, move = step
@@ -262,4 +329,6 @@ class _Search:
             last = state.places[thread] if after is None else after.places[thread]
         except Wrong:
             last = self.reached
-        return f"{self.system.threads[thread].name}: " + self.system.texts(self.ops[thread][state.places[thread] : last])
+        return f"{self.system.threads[thread].name}: " + self.system.texts(
+            self.ops[thread][state.places[thread] : last]
+        )

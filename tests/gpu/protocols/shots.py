@@ -9,7 +9,12 @@ from .program import Cell, Kind, System, Thread
 
 def place(dst: int, src: int, bank: int, slot: int, shot: int) -> Cell:
     """``place`` of shots.cuh: a packet from ``src``."""
-    return Cell(f"slot {slot} of bank {bank} from rank {src}" + (", second shot" if shot else ""), dst, Kind.PACKET, bank)
+    return Cell(
+        f"slot {slot} of bank {bank} from rank {src}" + (", second shot" if shot else ""),
+        dst,
+        Kind.PACKET,
+        bank,
+    )
 
 
 def shots(
@@ -28,11 +33,31 @@ def shots(
     for rank in range(nranks):
         thread = system.thread(rank)
         for launch in range(launches):
-            _launch(thread, nranks, launch % banks, launch, pieces, nslots, ahead, rounds, settles and pieces > nslots)
+            _launch(
+                thread,
+                nranks,
+                launch % banks,
+                launch,
+                pieces,
+                nslots,
+                ahead,
+                rounds,
+                settles and pieces > nslots,
+            )
     return system
 
 
-def _launch(thread: Thread, nranks: int, bank: int, launch: int, pieces: int, nslots: int, ahead: int, rounds: int, settles: bool) -> None:
+def _launch(
+    thread: Thread,
+    nranks: int,
+    bank: int,
+    launch: int,
+    pieces: int,
+    nslots: int,
+    ahead: int,
+    rounds: int,
+    settles: bool,
+) -> None:
     rank = thread.rank
     peers = [peer for peer in range(nranks) if peer != rank]
     after = [(rank + d) % nranks for d in range(1, nranks)]  # rank_after
@@ -77,7 +102,9 @@ def _launch(thread: Thread, nranks: int, bank: int, launch: int, pieces: int, ns
     thread.end()
 
 
-def rooted(nranks: int, *, falls: bool, launches: int = 1, greets: bool = True, banks: int = 2) -> System:
+def rooted(
+    nranks: int, *, falls: bool, launches: int = 1, greets: bool = True, banks: int = 2
+) -> System:
     """One_shot of ``broadcast`` (``falls``) or ``reduce`` from or to rank 0, whose pieces all have room. A rank has two threads; the first
     has packet 0, which goes from all to all (``moves`` of shots.cuh) if ``greets``."""
     system = System(nranks)
@@ -127,7 +154,9 @@ def parts(
     return system
 
 
-def _parts(thread: Thread, nranks: int, first: int, count: int, settles: bool, hears: bool, slot: int) -> None:
+def _parts(
+    thread: Thread, nranks: int, first: int, count: int, settles: bool, hears: bool, slot: int
+) -> None:
     rank = thread.rank
     peers = [peer for peer in range(nranks) if peer != rank]
     after = [(rank + d) % nranks for d in range(1, nranks)]

@@ -32,9 +32,16 @@ class Rules:
 
 def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1) -> System:
     """``chunks`` of a block, ``operations`` in a row. Each meeting is a launch; what is staged belongs to the bank of the first one."""
-    system, stage = System(schedule.nranks), Stage.of(schedule, layout.COPY_SLOTS * schedule.nranks * CHUNK)
+    system, stage = (
+        System(schedule.nranks),
+        Stage.of(schedule, layout.COPY_SLOTS * schedule.nranks * CHUNK),
+    )
     for rank in range(schedule.nranks):
-        moves = [chunk for move in moves_of(schedule, rank, chunks * CHUNK) for chunk in chunks_of(move, CHUNK)]
+        moves = [
+            chunk
+            for move in moves_of(schedule, rank, chunks * CHUNK)
+            for chunk in chunks_of(move, CHUNK)
+        ]
         streams = _Streams(system, system.thread(rank), stage, rules)
         for chunk in moves:
             streams.add(chunk)
@@ -52,9 +59,13 @@ class _Streams:
     stage: Stage
     rules: Rules
     totals: Counter[int] = field(default_factory=Counter)  # chunks that come from a peer
-    directions: dict[tuple[int, bool], Thread] = field(default_factory=dict)  # by the peer, and whether data come from it
+    directions: dict[tuple[int, bool], Thread] = field(
+        default_factory=dict
+    )  # by the peer, and whether data come from it
     done: Counter[tuple[int, bool]] = field(default_factory=Counter)  # chunks of each direction
-    slots: dict[Cell, int] = field(default_factory=dict)  # that have been filled, and the last chunk in each
+    slots: dict[Cell, int] = field(
+        default_factory=dict
+    )  # that have been filled, and the last chunk in each
 
     def add(self, chunk: Move) -> None:
         if chunk.up is not None:
@@ -79,7 +90,12 @@ class _Streams:
             if chunk.down is not None:
                 self.give(chunk.down)
         for key, thread in self.directions.items():
-            joined = Cell(f"the end of the stream {'from' if key[1] else 'to'} rank {key[0]}", self.main.rank, Kind.COUNTER, None)
+            joined = Cell(
+                f"the end of the stream {'from' if key[1] else 'to'} rank {key[0]}",
+                self.main.rank,
+                Kind.COUNTER,
+                None,
+            )
             thread.fence()
             thread.store(joined, launch)
             self.main.reach(joined, launch)
@@ -126,10 +142,18 @@ class _Streams:
         self.done[peer, True] += 1
 
     def slot(self, src: int, dst: int, k: int) -> list[Cell]:
-        return [Cell(f"slot {k % self.stage.nslots} from rank {src}, half {half}", dst, Kind.BUFFER, 0) for half in HALVES]
+        return [
+            Cell(f"slot {k % self.stage.nslots} from rank {src}, half {half}", dst, Kind.BUFFER, 0)
+            for half in HALVES
+        ]
 
     def word(self, what: str, dst: int, src: int, k: int) -> Cell:
         return Cell(f"{what} {k % self.stage.nslots} of rank {src}", dst, Kind.PACKET, None)
 
     def board(self, dst: int, src: int, launch: int) -> Cell:
-        return Cell(f"entry {launch % layout.BOARD_ENTRIES} of the board for rank {src}", dst, Kind.WORD, None)
+        return Cell(
+            f"entry {launch % layout.BOARD_ENTRIES} of the board for rank {src}",
+            dst,
+            Kind.WORD,
+            None,
+        )

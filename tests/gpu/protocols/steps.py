@@ -33,7 +33,9 @@ class Rules:
     entries: int = layout.BOARD_ENTRIES
 
 
-def steps(schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 1, banks: int = 2) -> System:
+def steps(
+    schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 1, banks: int = 2
+) -> System:
     """Channel 0; ``rounds``: pieces that a block moves of each chunk."""
     system = System(schedule.nranks)
     for rank, program in enumerate(schedule.channels[0]):
@@ -54,7 +56,9 @@ def steps(schedule: Schedule, rules: Rules, *, rounds: int = 1, launches: int = 
 def line(nranks: int, messages: int) -> Schedule:
     """A broadcast in a chain of as few messages as a search can follow."""
     first, last = [send(inp(0), 1)] * messages, [recv(out(0), nranks - 2)] * messages
-    between = ([recv_copy_send(out(0), rank - 1, rank + 1)] * messages for rank in range(1, nranks - 1))
+    between = (
+        [recv_copy_send(out(0), rank - 1, rank + 1)] * messages for rank in range(1, nranks - 1)
+    )
     return one_channel("line", Collective.BROADCAST, [first, *between, last], parts=1)
 
 
@@ -92,12 +96,18 @@ class _Block:
             self.signal_or_wait(step)
         if step.op > Op.RECV_REDUCE_ALL:
             return
-        sources = [peer for peer in step.peers if peer != self.rank] if step.op is Op.RECV_REDUCE_ALL else [step.recv_peer]
+        sources = (
+            [peer for peer in step.peers if peer != self.rank]
+            if step.op is Op.RECV_REDUCE_ALL
+            else [step.recv_peer]
+        )
         froms, to = [peer for peer in sources if peer is not None], step.send_peer
         for peer in froms:  # wait_message
             self.thread.reach(self.tail_of(self.rank, peer), self.taken[peer] + 1)
         if to is not None and self.sent[to] >= self.rules.nslots:  # wait_taken
-            self.thread.reach(self.head_of(self.rank, to), self.sent[to] - self.rules.nslots + self.rules.left)
+            self.thread.reach(
+                self.head_of(self.rank, to), self.sent[to] - self.rules.nslots + self.rules.left
+            )
         for peer in froms:  # move
             for cell in self.slot_of(peer, self.rank, self.taken[peer]):
                 self.thread.read(cell, self.taken[peer])
@@ -157,4 +167,9 @@ class _Block:
         return Cell(f"signals of rank {src}, bank {self.bank}", dst, Kind.COUNTER, self.bank)
 
     def board(self, dst: int, src: int) -> Cell:
-        return Cell(f"entry {self.launch % self.rules.entries} of the board for rank {src}", dst, Kind.WORD, None)
+        return Cell(
+            f"entry {self.launch % self.rules.entries} of the board for rank {src}",
+            dst,
+            Kind.WORD,
+            None,
+        )

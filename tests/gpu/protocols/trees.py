@@ -44,7 +44,16 @@ def trees(
                 thread.begin(launch, bank)
                 if greeting:
                     greet(thread, nranks, bank)
-                warp = _Warp(thread, tree, [place[tree] for place in places], collective, bank, pieces, nslots, lag)
+                warp = _Warp(
+                    thread,
+                    tree,
+                    [place[tree] for place in places],
+                    collective,
+                    bank,
+                    pieces,
+                    nslots,
+                    lag,
+                )
                 for j in range(pieces + lag):
                     if one_way and j >= nslots + early:
                         warp.wait_room(j + 1 - nslots - early)
@@ -79,7 +88,10 @@ class _Warp:
     def __post_init__(self) -> None:
         self.rank = self.thread.rank
         self.up, self.down = self.places[self.rank]
-        self.rises, self.falls = self.collective is not Collective.BROADCAST, self.collective is not Collective.REDUCE
+        self.rises, self.falls = (
+            self.collective is not Collective.BROADCAST,
+            self.collective is not Collective.REDUCE,
+        )
 
     def rise(self, j: int) -> None:
         """Piece ``j`` of the children, and on to the parent."""
@@ -136,7 +148,14 @@ class _Warp:
         return 0 if self.up is None else self.places[self.up].down.index(self.rank)
 
     def source_place(self, dst: int, k: int, source: str) -> Cell:
-        return Cell(f"slot {k % self.nslots} of bank {self.bank}, tree {self.tree}, from {source}", dst, Kind.PACKET, self.bank)
+        return Cell(
+            f"slot {k % self.nslots} of bank {self.bank}, tree {self.tree}, from {source}",
+            dst,
+            Kind.PACKET,
+            self.bank,
+        )
 
     def ack_place(self, dst: int, receiver: int) -> Cell:
-        return Cell(f"ack {receiver} of bank {self.bank}, tree {self.tree}", dst, Kind.COUNTER, self.bank)
+        return Cell(
+            f"ack {receiver} of bank {self.bank}, tree {self.tree}", dst, Kind.COUNTER, self.bank
+        )

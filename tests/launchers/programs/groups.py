@@ -24,7 +24,11 @@ def connected(kind: str) -> Iterator[tuple[int, int, Sum]]:
     import miraccl
 
     with miraccl.init(timeout=DEADLINE_S) as comm:
-        yield comm.rank, comm.nranks, lambda number: int(comm.all_reduce(np.array([number], np.int64))[0])
+        yield (
+            comm.rank,
+            comm.nranks,
+            lambda number: int(comm.all_reduce(np.array([number], np.int64))[0]),
+        )
 
 
 def _torch(method: str | None) -> Iterator[tuple[int, int, Sum]]:
@@ -35,7 +39,9 @@ def _torch(method: str | None) -> Iterator[tuple[int, int, Sum]]:
 
     import miraccl.torch
 
-    dist.init_process_group(miraccl.torch.NAME, method, timeout=datetime.timedelta(seconds=DEADLINE_S))
+    dist.init_process_group(
+        miraccl.torch.NAME, method, timeout=datetime.timedelta(seconds=DEADLINE_S)
+    )
 
     def add_up(number: int) -> int:
         x = torch.tensor([number])

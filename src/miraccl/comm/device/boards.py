@@ -24,7 +24,12 @@ _HEAD_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRIES
 _MOVE = struct.Struct(layout.MOVE)
 _MOVES = _MOVE.size * layout.MOVE_ENTRIES
 _STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_STOPPED
-_WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = 56, 48, 0, 2  # of the words of waits in source/p2p.cuh
+_WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = (
+    56,
+    48,
+    0,
+    2,
+)  # of the words of waits in source/p2p.cuh
 _COUNTS = ("sent", "taken", "large")  # of ``Come``, by NEED_*
 _ALL, _HALF = 1 << 32, 1 << 31  # numbers wrap
 
@@ -63,19 +68,29 @@ class Said:
         """Without what this rank enqueued after the operation in which its wait failed: a launch, or (0) its last collective that is
         messages, for no more of these begin then."""
         launch = number or self.moves[self.move].launches if number or self.move else self.launch
-        launches = {other: signature for other, signature in self.launches.items() if not _is_after(other, launch)}
+        launches = {
+            other: signature
+            for other, signature in self.launches.items()
+            if not _is_after(other, launch)
+        }
         return Said(launches, self.moves, _last(launches), self.move)
 
 
 def _said(launches: Mapping[int, int], moves: bytes) -> Said:
     entries = _MOVE.iter_unpack(moves)
-    found = {n: Move(tag, what, before) for n, tag, what, before in entries if n and tag == move_tag(n, before, what)}  # whole ones
+    found = {
+        n: Move(tag, what, before)
+        for n, tag, what, before in entries
+        if n and tag == move_tag(n, before, what)
+    }  # whole ones
     return Said(launches, found, _last(launches), _last(found))
 
 
 def _last(numbers: Mapping[int, object]) -> int:
     """The one after all others; they are close to one another."""
-    return next((number for number in numbers if not any(_is_after(other, number) for other in numbers)), 0)
+    return next(
+        (number for number in numbers if not any(_is_after(other, number) for other in numbers)), 0
+    )
 
 
 def _another(mine: Said, theirs: Said) -> tuple[int, int] | None:
@@ -91,9 +106,19 @@ def _another(mine: Said, theirs: Said) -> tuple[int, int] | None:
 
 def _in_another_order(mine: Said, theirs: Said) -> tuple[int, int] | None:
     """The same of one that the other rank has left out, where it has gone on, or that this rank has gone on to without one of the other."""
-    if mine.move and _is_after(mine.move, theirs.move) and _is_after(theirs.launch, mine.moves[mine.move].launches):
-        return 0, mine.moves[mine.move].signature  # it is past the launches before this one without it
-    if theirs.move and _is_after(theirs.move, mine.move) and _is_after(mine.launch, before := theirs.moves[theirs.move].launches):
+    if (
+        mine.move
+        and _is_after(mine.move, theirs.move)
+        and _is_after(theirs.launch, mine.moves[mine.move].launches)
+    ):
+        return 0, mine.moves[
+            mine.move
+        ].signature  # it is past the launches before this one without it
+    if (
+        theirs.move
+        and _is_after(theirs.move, mine.move)
+        and _is_after(mine.launch, before := theirs.moves[theirs.move].launches)
+    ):
         number = (before + 1) % _ALL
         return (number, mine.launches[number]) if number in mine.launches else mine.last
     return None
@@ -127,7 +152,11 @@ class Boards:
 
     def describe(self, rank: int, number: int, name: Callable[[int, int], str]) -> str:
         """What a peer does about an operation; ``name(number, signature)`` is what one is called."""
-        return "has begun it" if self.has_begun(rank, number) else f"never came to it; {self.last(rank, name)}"
+        return (
+            "has begun it"
+            if self.has_begun(rank, number)
+            else f"never came to it; {self.last(rank, name)}"
+        )
 
     def last(self, rank: int, name: Callable[[int, int], str]) -> str:
         """What a peer ran last."""
@@ -138,7 +167,10 @@ class Boards:
     def all_have_come(self) -> bool:
         """Whether all peers have begun what this rank has."""
         mine = self.mine
-        return not any(_is_after(mine.launch, said.launch) or _is_after(mine.move, said.move) for said in self.theirs.values())
+        return not any(
+            _is_after(mine.launch, said.launch) or _is_after(mine.move, said.move)
+            for said in self.theirs.values()
+        )
 
     def ahead(self) -> Ahead | None:
         """Where this rank and a peer have not begun equally many operations."""
@@ -162,7 +194,11 @@ class Boards:
         mine = self.mine if failed is None else self.mine.upto(failed)
         for peer, said in self.theirs.items():
             found = _another(mine, said)
-            if found is None and (found := _in_another_order(mine, said)) is not None and self.stopped(peer):
+            if (
+                found is None
+                and (found := _in_another_order(mine, said)) is not None
+                and self.stopped(peer)
+            ):
                 found = None
             if found is not None:
                 return peer, *found
@@ -197,7 +233,11 @@ class Head:
     @property
     def begun(self) -> tuple[int, int]:
         """Number and signature of the last launch that has begun, 0 before the first."""
-        noted = {word >> 32: word % _ALL for word in self.state[layout.STATE_SIGNATURES :][: layout.BOARD_ENTRIES] if word}
+        noted = {
+            word >> 32: word % _ALL
+            for word in self.state[layout.STATE_SIGNATURES :][: layout.BOARD_ENTRIES]
+            if word
+        }
         return (number := _last(noted)), noted.get(number, 0)
 
     @property
@@ -209,7 +249,11 @@ class Head:
     def copies(self) -> tuple[int, int] | None:
         """Number and signature of the launch after which copies go on that wait for peers; None: none do."""
         number = self.state[layout.STATE_COPIES] % _ALL
-        return (number, self.state[layout.STATE_SIGNATURES + number % layout.BOARD_ENTRIES] % _ALL) if number else None
+        return (
+            (number, self.state[layout.STATE_SIGNATURES + number % layout.BOARD_ENTRIES] % _ALL)
+            if number
+            else None
+        )
 
 
 def read_head(gpu: Gpu, where: Regions) -> Head:
@@ -235,18 +279,25 @@ def read_under_way(gpu: Gpu, where: Regions) -> UnderWay | None:
     peers = [rank for rank in range(len(where.outboxes)) if rank != where.rank]
     if not peers or not number or head.stopped:
         return None
-    told, _, _, word = _ENTRY.unpack(gpu.read(where.outboxes[peers[0]] + _entry_of(where.rank, number), _ENTRY.size))
+    told, _, _, word = _ENTRY.unpack(
+        gpu.read(where.outboxes[peers[0]] + _entry_of(where.rank, number), _ENTRY.size)
+    )
     above = layout.NEEDS_ALL_SHIFT + 1
     if told != number or word >> above != number % (_ALL >> above):
         return None
     needed = peers if word & layout.NEEDS_ALL else [rank for rank in peers if word >> rank & 1]
-    awaited = [rank for rank in needed if _is_after(number, _last_told(gpu, where.inboxes[rank], rank))]
+    awaited = [
+        rank for rank in needed if _is_after(number, _last_told(gpu, where.inboxes[rank], rank))
+    ]
     return UnderWay(number, signature, tuple(awaited)) if awaited else None
 
 
 def _entry_of(rank: int, number: int) -> int:
     """Where in a rank's memory the entry of ``rank`` for a launch is."""
-    return layout.BOARD_OFFSET + (rank * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * _ENTRY.size
+    return (
+        layout.BOARD_OFFSET
+        + (rank * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * _ENTRY.size
+    )
 
 
 def _last_told(gpu: Gpu, box: int, rank: int) -> int:
@@ -271,7 +322,9 @@ def read_waits(gpu: Gpu, where: Regions) -> list[Held]:
     nranks = len(where.inboxes)
     if _read_word(gpu, where.own + _STOPPED):
         return []
-    row = gpu.read(where.own + layout.WAITS_OFFSET + 8 * layout.MAX_RANKS * where.rank, 8 * layout.MAX_RANKS)
+    row = gpu.read(
+        where.own + layout.WAITS_OFFSET + 8 * layout.MAX_RANKS * where.rank, 8 * layout.MAX_RANKS
+    )
     found = []
     for peer, said in enumerate(struct.unpack(f"<{layout.MAX_RANKS}Q", row)[:nranks]):
         kind, count = said >> _WAIT_NEED & 3, said % (1 << _WAIT_HOLDS)
@@ -283,10 +336,22 @@ def read_waits(gpu: Gpu, where: Regions) -> list[Held]:
 def _has_ended(gpu: Gpu, where: Regions, peer: int, kind: int, count: int) -> bool:
     """Whether a wait for ``peer`` has got what it was for: of a large message slots, which come before it is taken and counted."""
     if kind == _NEED_BULK:
-        granted = _read_word(gpu, where.inboxes[peer] + layout.BULK_GRANTS_OFFSET + peer * layout.BULK_STRIDE) >> 32
+        granted = (
+            _read_word(
+                gpu, where.inboxes[peer] + layout.BULK_GRANTS_OFFSET + peer * layout.BULK_STRIDE
+            )
+            >> 32
+        )
         return not _is_after(count % _ALL, granted)
-    has = where.own + layout.LANE_TAKEN_OFFSET if kind == _NEED_SENT else where.inboxes[peer] + layout.LANE_CREDIT_OFFSET
-    return _read_word(gpu, has + peer * layout.message_lanes(len(where.inboxes)) * layout.WORD_STRIDE) >= count
+    has = (
+        where.own + layout.LANE_TAKEN_OFFSET
+        if kind == _NEED_SENT
+        else where.inboxes[peer] + layout.LANE_CREDIT_OFFSET
+    )
+    return (
+        _read_word(gpu, has + peer * layout.message_lanes(len(where.inboxes)) * layout.WORD_STRIDE)
+        >= count
+    )
 
 
 @dataclass(frozen=True)
@@ -305,9 +370,23 @@ def read_come(gpu: Gpu, where: Regions) -> Come:
     sent, taken, large = [], [], []
     for peer, outbox in enumerate(where.outboxes):
         near = peer == where.rank
-        sent.append(0 if near else _read_word(gpu, where.own + layout.LANE_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE))
-        taken.append(0 if near else _read_word(gpu, outbox + layout.LANE_CREDIT_OFFSET + where.rank * lanes * layout.WORD_STRIDE))
-        counted = where.own + layout.BULK_COUNTS_OFFSET + (layout.MAX_RANKS + peer) * layout.BULK_STRIDE
+        sent.append(
+            0
+            if near
+            else _read_word(
+                gpu, where.own + layout.LANE_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE
+            )
+        )
+        taken.append(
+            0
+            if near
+            else _read_word(
+                gpu, outbox + layout.LANE_CREDIT_OFFSET + where.rank * lanes * layout.WORD_STRIDE
+            )
+        )
+        counted = (
+            where.own + layout.BULK_COUNTS_OFFSET + (layout.MAX_RANKS + peer) * layout.BULK_STRIDE
+        )
         large.append(0 if near else _read_word(gpu, counted))
     return Come(read_head(gpu, where).begun[0], tuple(sent), tuple(taken), tuple(large))
 
@@ -323,9 +402,18 @@ def read_boards(gpu: Gpu, where: Regions, head: Head | None = None) -> Boards:
     noted = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
     peers = {peer: inbox for peer, inbox in enumerate(where.inboxes) if peer != where.rank}
     # launches first: what a peer did before it began one is there then
-    heads = {box: head.content if box == where.own else gpu.read(box, _HEAD_BYTES) for box in set(peers.values())}
-    moves = {box: gpu.read(box + layout.MOVES_OFFSET, layout.MAX_RANKS * _MOVES) for box in {where.own, *peers.values()}}
-    mine = _said({word >> 32: word % _ALL for word in noted if word}, _part(moves[where.own], where.rank, _MOVES))
+    heads = {
+        box: head.content if box == where.own else gpu.read(box, _HEAD_BYTES)
+        for box in set(peers.values())
+    }
+    moves = {
+        box: gpu.read(box + layout.MOVES_OFFSET, layout.MAX_RANKS * _MOVES)
+        for box in {where.own, *peers.values()}
+    }
+    mine = _said(
+        {word >> 32: word % _ALL for word in noted if word},
+        _part(moves[where.own], where.rank, _MOVES),
+    )
     theirs = {}
     for peer, box in peers.items():
         entries = _ENTRY.iter_unpack(_part(heads[box][layout.BOARD_OFFSET :], peer, _ENTRIES))

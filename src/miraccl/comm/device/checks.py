@@ -18,7 +18,14 @@ class Checks(DeviceCollectives, UnevenCollectives):
         self.rank, self.nranks, self.gpu = gpu.rank, gpu.nranks, gpu.gpu
 
     def _run(
-        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
     ) -> None:
         operator(op, source.dtype, collective.label)
         self._check_result(target, collective, root, collective.label)

@@ -18,7 +18,9 @@ Operator = RedOp | PreMulSum
 class DeviceCollectives(NoDoors, DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
-    def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
+    def stand_before(
+        self, following: Callable[[str], Door | None], cpu_plan: int
+    ) -> dict[str, Callable[..., Any]]:
         """The doors of this GPU by name of the operation, if it has any; what they do not take goes to those that are asked for here.
 
         ``cpu_plan`` is the address of a word that each call sets to 0.
@@ -26,7 +28,14 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         return {}
 
     def _run(
-        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
     ) -> None:
         """Run it in ``stream``. ``count`` are the elements of a block. Left to ask: whether ``target`` may be written, what ``op`` is."""
         raise NotImplementedError
@@ -36,12 +45,16 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         if not self._all_reduce(x, out, op, False, stream):
             return x if out is None else out
         source = device_view(x, "x", "all_reduce", stream, self.gpu)
-        target = source if out is None else self._like(out, source, source.count, "all_reduce", stream)
+        target = (
+            source if out is None else self._like(out, source, source.count, "all_reduce", stream)
+        )
         self._in_place(source, target, 0, "all_reduce")
         self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
         return x if out is None else out
 
-    def reduce_scatter(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
+    def reduce_scatter(
+        self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None
+    ) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
         if out is not None and not self._reduce_scatter(x, out, op, False, stream):
             return out
@@ -85,13 +98,19 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         self._run(Collective.BROADCAST, source, source, source.count, SUM, chief, stream)
         return x
 
-    def reduce(self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
+    def reduce(
+        self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None
+    ) -> Any:
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
         if not self._reduce(x, out, op, False, stream, root):
             return x if out is None or root != self.rank else out
         chief = self._root(root, "reduce")
         source = device_view(x, "x", "reduce", stream, self.gpu)
-        target = source if out is None or self.rank != chief else self._like(out, source, source.count, "reduce", stream)
+        target = (
+            source
+            if out is None or self.rank != chief
+            else self._like(out, source, source.count, "reduce", stream)
+        )
         self._in_place(source, target, 0, "reduce")
         self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
         return x if target is source else out

@@ -93,7 +93,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         options = Options.create() if options is None else options
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
-            raise InvalidUsage(f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host", rank=self.rank)
+            raise InvalidUsage(
+                f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host",
+                rank=self.rank,
+            )
         self.planner = DevicePlanner(self.rank, self.nranks, options)
         self.gpu = Gpu(ordinal)
         self._plane = plane or Bare(session)
@@ -105,7 +108,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             layout.FILLS,
             stages=stages,
         )
-        self._looks = Looks(self.gpu, self.symmetric, lambda: [*self._launches.items(), *self._engines.launches()])
+        self._looks = Looks(
+            self.gpu, self.symmetric, lambda: [*self._launches.items(), *self._engines.launches()]
+        )
         try:
             self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
             self.faults = DeviceFaults(  # hears what comes from ranks that are ready
@@ -119,7 +124,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
                 called=called,
             )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
-        except (BootstrapError, PeerDied, SystemFailure):  # after others, as a deadline, a rank may be ready and write to this one's memory
+        except (
+            BootstrapError,
+            PeerDied,
+            SystemFailure,
+        ):  # after others, as a deadline, a rank may be ready and write to this one's memory
             with contextlib.suppress(MiracclError):
                 self.symmetric.close()
             raise
@@ -137,14 +146,20 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._launches: dict[tuple[Any, ...], Launch | OneSidedLaunch] = {}
         self._windows: Windows | None = None
         self._places_agree = True
-        self._engines = CopyEngines(self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas)
+        self._engines = CopyEngines(
+            self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas
+        )
         self._kept = Kept(self.gpu)
         self._order = (orders or of_thread()).on(ordinal)
         self._doors = self._open_doors()
         self.streams = StreamOrder(self.gpu, self._doors)
         vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
-        rules = LaneRules(nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric))
-        self._messages = MessageLaunches(self.gpu, self._kernels, self._comm_args, rules, self._doors)
+        rules = LaneRules(
+            nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric)
+        )
+        self._messages = MessageLaunches(
+            self.gpu, self._kernels, self._comm_args, rules, self._doors
+        )
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         if self.ctas.none and self.nranks > 1:
             self.faults.watch_copies(self._engines, self._looks.copies)
@@ -155,7 +170,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         forks.tell(self)
         if _log.isEnabledFor(logging.INFO):
             ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
-            _log.info("%s: %s", session.name, summary.of_gpu(self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most))
+            _log.info(
+                "%s: %s",
+                session.name,
+                summary.of_gpu(
+                    self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most
+                ),
+            )
 
     def _agree(self, cta_policy: str, stages: Stages) -> tuple[Ring, Ctas]:
         """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and
@@ -164,7 +185,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if self.rank == 0:
             ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
         answers = stages.exchange("gpu ready", ready)
-        return Ring.from_json(answers[0]["ring"]), Ctas.agree([answer["ctas"] for answer in answers])
+        return Ring.from_json(answers[0]["ring"]), Ctas.agree(
+            [answer["ctas"] for answer in answers]
+        )
 
     def _open_doors(self) -> Doors:
         address = groups.address()
@@ -183,7 +206,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         doors.ask_the_driver(*fast_calls(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing"))
         return doors
 
-    def stand_before(self, following: Callable[[str], Door | None], cpu_plan: int) -> dict[str, Callable[..., Any]]:
+    def stand_before(
+        self, following: Callable[[str], Door | None], cpu_plan: int
+    ) -> dict[str, Callable[..., Any]]:
         self._doors.also_clear(cpu_plan)
         return {name: self._doors.door(name, following(name), notes=True) for name in CALLS}
 
@@ -205,7 +230,14 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             raise
 
     def _run(
-        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
     ) -> None:
         if self.closed:  # nothing can be prepared any more
             self.check(collective.label)
@@ -217,10 +249,21 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         else:
             key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
             launch: AnyLaunch | None = None
-            if self._engines.may_take(collective, self._windows is not None, count * source.dtype.itemsize):
-                place = self._windows.place(target) if self._windows is not None and self._places_agree else None
+            if self._engines.may_take(
+                collective, self._windows is not None, count * source.dtype.itemsize
+            ):
+                place = (
+                    self._windows.place(target)
+                    if self._windows is not None and self._places_agree
+                    else None
+                )
                 launch = self._engines.find(
-                    collective, source.dtype, count, root, place, lambda: self.request(collective, source.dtype, count, SUM, root)
+                    collective,
+                    source.dtype,
+                    count,
+                    root,
+                    place,
+                    lambda: self.request(collective, source.dtype, count, SUM, root),
                 )
             if launch is None:
                 launch = self._launches.get(key) or self._prepare(key)
@@ -238,7 +281,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         finally:
             self._places_agree = True
 
-    def _start(self, launch: AnyLaunch, source: int, target: int, stream: Any, collective: Collective) -> None:
+    def _start(
+        self, launch: AnyLaunch, source: int, target: int, stream: Any, collective: Collective
+    ) -> None:
         number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)
         launch.run(source, target, number)
         self.last_plan = launch.plan
@@ -254,15 +299,33 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self._plan = plan
         self._doors.went_another_way()
 
-    def _run_alone(self, collective: Collective, source: DeviceMemory, target: DeviceMemory, op: Operator, stream: Any) -> bool:
+    def _run_alone(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        op: Operator,
+        stream: Any,
+    ) -> bool:
         """One rank, or nothing to do: the result is the input, or its product with the operator's scalar. Whether anything was enqueued."""
         kind, _ = operator(op, source.dtype, collective.label)
         self.check(collective.label)
         if kind is RedOp.PREMUL_SUM and source.count:
             key = (collective, source.dtype, source.count, op, 0)
-            self._start(self._launches.get(key) or self._prepare(key), source.address, target.address, stream, collective)
+            self._start(
+                self._launches.get(key) or self._prepare(key),
+                source.address,
+                target.address,
+                stream,
+                collective,
+            )
         elif source.nbytes and source.address != target.address:
-            self.gpu.copy(target.address, source.address, source.nbytes, self._enter(collective.label, stream, False))
+            self.gpu.copy(
+                target.address,
+                source.address,
+                source.nbytes,
+                self._enter(collective.label, stream, False),
+            )
         else:
             return False
         return True
@@ -275,30 +338,50 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             if self.nranks == 1:
                 launch = self._kernels.prepare_scale(request, self._comm_args)
             else:
-                launch = launch_of(self._kernels, self.planner.plan(request), request, self._comm_args, self._in_window)
+                launch = launch_of(
+                    self._kernels,
+                    self.planner.plan(request),
+                    request,
+                    self._comm_args,
+                    self._in_window,
+                )
         if len(self._launches) >= MAX_LAUNCHES:
             self._forget()
         self._launches[key] = launch
         engines = self._engines.may_take(collective, self._windows is not None, request.block_bytes)
-        if isinstance(launch, Launch) and not engines:  # else what runs depends on where the memory lies
-            self._doors.remember(collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS)
+        if (
+            isinstance(launch, Launch) and not engines
+        ):  # else what runs depends on where the memory lies
+            self._doors.remember(
+                collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS
+            )
         return launch
 
     def _in_window(self, address: int, nbytes: int) -> Place | None:
-        return self._windows.place(DeviceMemory(address, nbytes, DType.UINT8)) if self._windows is not None else None
+        return (
+            self._windows.place(DeviceMemory(address, nbytes, DType.UINT8))
+            if self._windows is not None
+            else None
+        )
 
     def _forget(self) -> None:
         """Prepare collectives anew."""
         self._launches.clear()
         self._doors.forget_collectives()
 
-    def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
+    def request(
+        self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
+    ) -> Request:
         """What ``choose`` decides about; ``count`` are the elements of a block."""
         return self.ctas.apply(self.planner.request(collective, dtype, count, op, root))
 
-    def explain(self, collective: Collective, block_bytes: int, dtype: DType, op: Operator = SUM) -> list[DeviceCandidate]:
+    def explain(
+        self, collective: Collective, block_bytes: int, dtype: DType, op: Operator = SUM
+    ) -> list[DeviceCandidate]:
         """All ways to run ``collective`` on blocks of so many bytes, the chosen one first. Nothing is communicated."""
-        request = self.request(collective, dtype, block_bytes // dtype.itemsize, op if collective.reduces else SUM)
+        request = self.request(
+            collective, dtype, block_bytes // dtype.itemsize, op if collective.reduces else SUM
+        )
         return candidates(
             request,
             order=self.ring.order,
@@ -313,7 +396,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         """How data go between each two ranks, and why."""
         return self.symmetric.explain()
 
-    def use_plan(self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM) -> None:
+    def use_plan(
+        self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM
+    ) -> None:
         """Run operations of this kind with ``plan`` from now on; all ranks give the same."""
         self.planner.use(collective, dtype, count, plan, op)
         self._forget()
@@ -356,7 +441,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         """Bytes that this rank holds: on its GPU, of these in windows, and pinned on the host."""
         windows = self._windows.nbytes if self._windows is not None else 0
         own = self.symmetric.nbytes if self.nranks > 1 else 0
-        return {"device": own + windows, "windows": windows, "pinned": layout.HOST_BYTES + self.symmetric.host_bytes()}
+        return {
+            "device": own + windows,
+            "windows": windows,
+            "pinned": layout.HOST_BYTES + self.symmetric.host_bytes(),
+        }
 
     # ---- failure and end
 
@@ -379,7 +468,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     def _has_done_all(self) -> bool:
         """Whether nothing is enqueued any more, and nothing can come by a graph."""
         with contextlib.suppress(MiracclError), self.gpu.visited():  # else nobody can say
-            return self._doors.stream == -1 or (self._doors.in_default_stream and self.gpu.is_done(0))
+            return self._doors.stream == -1 or (
+                self._doors.in_default_stream and self.gpu.is_done(0)
+            )
         return False
 
     def synchronize(self) -> None:
@@ -454,7 +545,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         words: list[Any] = []
         with contextlib.suppress(MiracclError):
             mine = json.dumps(to_words(untold) if untold is not None else None).encode()
-            words = [json.loads(blob) for blob in self.session.all_gather(mine, "gpu closed", CLOSE_WAIT_S)]
+            words = [
+                json.loads(blob)
+                for blob in self.session.all_gather(mine, "gpu closed", CLOSE_WAIT_S)
+            ]
         if untold is not None or told or self.faults.told:
             return untold
         heard = (from_words(said, rank=self.faults.rank, source=self.faults.rank) for said in words)

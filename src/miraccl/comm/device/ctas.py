@@ -44,14 +44,23 @@ class Ctas:
         policy = params.CTA_POLICY.read() or policy
         if limit < 0 and policy == "zero":
             limit = 0
-        return {"most": max(1, multiprocessors - SPARED), "limit": limit, "efficient": limit < 0 and policy == "efficiency"}
+        return {
+            "most": max(1, multiprocessors - SPARED),
+            "limit": limit,
+            "efficient": limit < 0 and policy == "efficiency",
+        }
 
     @classmethod
     def agree(cls, wishes: Sequence[Mapping[str, Any]]) -> Ctas:
         """The least number of all ranks counts, and one that asks for the policy."""
         limits = [int(wish["limit"]) for wish in wishes if int(wish["limit"]) >= 0]
         most = min([int(wish["most"]) for wish in wishes] + limits)
-        return cls(most=max(1, most), limited=bool(limits), efficient=any(wish["efficient"] for wish in wishes), none=most == 0)
+        return cls(
+            most=max(1, most),
+            limited=bool(limits),
+            efficient=any(wish["efficient"] for wish in wishes),
+            none=most == 0,
+        )
 
     def apply(self, request: Request) -> Request:
         """The request with the multiprocessors that its kernel may take."""

@@ -25,8 +25,16 @@ MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied su
 class CopyEngines:
     """Those of a communicator's GPU. They are taken where they are faster than kernels, or where multiprocessors are not to be used."""
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, memory: SymmetricMemory, ctas: Ctas) -> None:
-        self._gpu, self._kernels, self._comm_args, self._memory, self._ctas = gpu, kernels, comm_args, memory, ctas
+    def __init__(
+        self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, memory: SymmetricMemory, ctas: Ctas
+    ) -> None:
+        self._gpu, self._kernels, self._comm_args, self._memory, self._ctas = (
+            gpu,
+            kernels,
+            comm_args,
+            memory,
+            ctas,
+        )
         self._launches: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
         self._sides: list[Side] = []
         self._directions: Directions = {}
@@ -36,14 +44,30 @@ class CopyEngines:
         nranks = self._memory.nranks
         if self._ctas.none:
             return collective in ALGORITHMS
-        return windows and possible(collective, nranks) and block_bytes * (nranks - 1) >= faster_from(collective, nranks)
+        return (
+            windows
+            and possible(collective, nranks)
+            and block_bytes * (nranks - 1) >= faster_from(collective, nranks)
+        )
 
     def find(
-        self, collective: Collective, dtype: DType, count: int, root: int, place: Place | None, request: Callable[[], Request]
+        self,
+        collective: Collective,
+        dtype: DType,
+        count: int,
+        root: int,
+        place: Place | None,
+        request: Callable[[], Request],
     ) -> CopyLaunch | StagedLaunch | None:
         """The launch of an operation, made now if there is none; None where kernels do it. ``place`` is where the output lies in a
         window."""
-        key: tuple[Any, ...] = (collective, dtype, count, RedOp.SUM, root)  # as the communicator's own launches have
+        key: tuple[Any, ...] = (
+            collective,
+            dtype,
+            count,
+            RedOp.SUM,
+            root,
+        )  # as the communicator's own launches have
         if place is not None and possible(collective, self._memory.nranks):
             key += (place.number, place.offset)
         elif self._ctas.none and self._memory.all_direct:
@@ -55,9 +79,13 @@ class CopyEngines:
                 self._launches.clear()
             with self._gpu.visited(), self._gpu.outside_of_capture():
                 self._launches[key] = (
-                    CopyLaunch(self._gpu, self._kernels, request(), self._comm_args, place, self._sides)
+                    CopyLaunch(
+                        self._gpu, self._kernels, request(), self._comm_args, place, self._sides
+                    )
                     if place is not None
-                    else StagedLaunch(self._gpu, self._kernels, request(), self._comm_args, self._directions)
+                    else StagedLaunch(
+                        self._gpu, self._kernels, request(), self._comm_args, self._directions
+                    )
                 )
         return self._launches[key]
 
@@ -67,7 +95,9 @@ class CopyEngines:
 
     def awaited(self) -> int | None:
         """A peer whose data, or else whose room, a stream still waits for; None where that cannot be told, as in graphs."""
-        for (peer, _), side in sorted(self._directions.items(), key=lambda item: (not item[0][1], item[0][0])):
+        for (peer, _), side in sorted(
+            self._directions.items(), key=lambda item: (not item[0][1], item[0][0])
+        ):
             with contextlib.suppress(MiracclError):
                 self._gpu.make_current()
                 if not self._gpu.has_passed(side.event):

@@ -55,7 +55,15 @@ def candidates(
     """All ways to run a request on one host, the chosen one first. ``given`` is a plan that the user laid down."""
     every = tuple(ways)
     if request.nranks == 1:
-        return [DeviceCandidate(algo="none", proto="", chosen=True, reason="one rank: the result is the input", ways=every)]
+        return [
+            DeviceCandidate(
+                algo="none",
+                proto="",
+                chosen=True,
+                reason="one rank: the result is the input",
+                ways=every,
+            )
+        ]
     if request.collective in BY_MESSAGES:
         reason = "messages between pairs of ranks; how many warps follows from their sizes"
         return [DeviceCandidate(algo="p2p", proto="", chosen=True, reason=reason, ways=every)]
@@ -77,11 +85,21 @@ def candidates(
         )
 
     kernel = given or choose(request)
-    others = [of(*_other(request, name, kernel)) for name in ALGORITHMS[request.collective] if name != kernel.algo]
+    others = [
+        of(*_other(request, name, kernel))
+        for name in ALGORITHMS[request.collective]
+        if name != kernel.algo
+    ]
     if copies.possible(request.collective, request.nranks):
         least = copies.faster_from(request.collective, request.nranks)
         condition = f"taken into windows (comm.empty), from {least >> 20} MiB of other ranks on"
-        others.append(of(copies.plan_of(request), False, "taken into windows (MIRACCL_SMS=0)" if no_multiprocessors else condition))
+        others.append(
+            of(
+                copies.plan_of(request),
+                False,
+                "taken into windows (MIRACCL_SMS=0)" if no_multiprocessors else condition,
+            )
+        )
     if no_multiprocessors and all_direct and request.collective in staged_copies.ALGORITHMS:
         engines = staged_copies.plan_of(request)
         unused = of(kernel, False, "kernels are not to be used (MIRACCL_SMS=0)")
@@ -101,4 +119,3 @@ def _other(request: Request, name: str, chosen: DevicePlan) -> tuple[DevicePlan,
     if name == TREES and not may_use_trees(request):
         return plan, False, "on request only: no size is known at which it wins"
     return plan, False, f"{chosen.algo} is taken for {chosen.reason.partition(';')[0]}"
-

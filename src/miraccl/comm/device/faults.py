@@ -71,7 +71,10 @@ class DeviceFaults:
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self._ended = threading.Event()
         self._engines: Engines | None = None  # whose streams wait for peers
-        self._looking, self._letting_go = threading.RLock(), threading.RLock()  # held while a thread is at the GPU
+        self._looking, self._letting_go = (
+            threading.RLock(),
+            threading.RLock(),
+        )  # held while a thread is at the GPU
         self._releasing = False
         session.on_event(self._event)
 
@@ -104,7 +107,9 @@ class DeviceFaults:
         fault = self._fault
         if fault is None or self.told:
             return None
-        void = self._found or (self._heard and not told and (isinstance(fault, CollectiveMismatch) or self._stopped()))
+        void = self._found or (
+            self._heard and not told and (isinstance(fault, CollectiveMismatch) or self._stopped())
+        )
         return fault if void else None
 
     # ---- what kernels found
@@ -126,7 +131,9 @@ class DeviceFaults:
 
     def found_ahead(self, what: Ahead) -> None:
         """At the end, when no rank waits: a rank has called an operation that another one has not. All ranks find such a thing."""
-        who, behind = (self.rank if rank is None else self._called[rank] for rank in (what.rank, what.behind))
+        who, behind = (
+            self.rank if rank is None else self._called[rank] for rank in (what.rank, what.behind)
+        )
         op = self._name(what.number, what.signature)
         text = f"rank {who} has called {op}, and rank {behind} has finalized the communicator without it"
         self._conclude(behind if who == self.rank else who, op, text)
@@ -141,7 +148,10 @@ class DeviceFaults:
         hint = "all ranks call the same collectives, and agree on root and counts; results of that one are void"
         with self._lock:
             if self._fault is None:
-                self._found, self._fault = True, CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint)
+                self._found, self._fault = (
+                    True,
+                    CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint),
+                )
 
     def _take_in(self) -> None:
         """Make what kernels wrote the fault, and tell the others."""
@@ -166,7 +176,10 @@ class DeviceFaults:
     def _explain(self, error: int, answers: Mapping[int, Mapping[str, Any]]) -> MiracclError:
         words, rank, there = self._words, self.rank, int(self._words[layout.HOST_PEER])
         number, signature = int(words[layout.HOST_LAUNCH]), int(words[layout.HOST_SIGNATURE])
-        peer, op = self._called[there], self._name(number, signature) if number or signature else None
+        peer, op = (
+            self._called[there],
+            self._name(number, signature) if number or signature else None,
+        )
         if error == layout.ERROR_SIZES:
             return mismatch(words, rank, peer, self._refused(there), op)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
@@ -177,7 +190,11 @@ class DeviceFaults:
         if error == layout.ERROR_CIRCLE:
             return CollectiveMismatch(self._circle(answers), rank=rank, peer=peer, hint=IN_ORDER)
         boards = self._look()
-        unlike = boards.unlike(number) if boards is not None and op is not None and error != layout.ERROR_MISMATCH else None
+        unlike = (
+            boards.unlike(number)
+            if boards is not None and op is not None and error != layout.ERROR_MISMATCH
+            else None
+        )
         if unlike is not None:
             there, number, signature = unlike
             peer, op = self._called[there], self._name(number, signature)
@@ -190,9 +207,18 @@ class DeviceFaults:
         if error == layout.ERROR_LEFT:
             return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
         copies = int(words[layout.HOST_WHAT]) == layout.WHAT_COPY
-        whom = "between ranks" if there == self.session.rank else f"from rank {peer}"  # of copies in graphs it is not known
+        whom = (
+            "between ranks" if there == self.session.rank else f"from rank {peer}"
+        )  # of copies in graphs it is not known
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} {whom}"
-        does = {r: boards.describe(r, number, self._name) if op else boards.last(r, self._name) for r in boards.theirs} if boards else {}
+        does = (
+            {
+                r: boards.describe(r, number, self._name) if op else boards.last(r, self._name)
+                for r in boards.theirs
+            }
+            if boards
+            else {}
+        )
         does[self.session.rank] = f"waits for {what} {whom}{f' in {op}' if op else ''}"
         if boards is None or not op:
             hint = f"rank {peer} has not come to this message, or is stuck before it on its stream"
@@ -201,21 +227,39 @@ class DeviceFaults:
         elif boards.has_begun(there, number):
             hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
         else:
-            hint = f"rank {peer} has not come to this operation, or is stuck before it on its stream"
+            hint = (
+                f"rank {peer} has not come to this operation, or is stuck before it on its stream"
+            )
         where = {r: place(answer) or silence(answer) for r, answer in answers.items()}
-        graph = sorted((self._called[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where})
-        return CollectiveTimeout(text, graph=tuple(graph_line(*line) for line in graph), rank=rank, peer=peer, op=op, hint=hint)
+        graph = sorted(
+            (self._called[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where}
+        )
+        return CollectiveTimeout(
+            text,
+            graph=tuple(graph_line(*line) for line in graph),
+            rank=rank,
+            peer=peer,
+            op=op,
+            hint=hint,
+        )
 
     def _circle(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
         """Who waits for whom in messages, and where its program is."""
-        waits_for, rooms = int(self._words[layout.HOST_CIRCLE]), int(self._words[layout.HOST_CIRCLE + 1])
+        waits_for, rooms = (
+            int(self._words[layout.HOST_CIRCLE]),
+            int(self._words[layout.HOST_CIRCLE + 1]),
+        )
         found = [self.session.rank, int(self._words[layout.HOST_PEER])]
         while (following := waits_for >> 4 * found[-1] & 15) not in found:
             found.append(following)
         ranks = [self._called[there] for there in found]
 
         def says(i: int, j: int) -> str:
-            what = f"rank {ranks[j]} to receive" if rooms >> found[i] & 1 else f"a message from rank {ranks[j]}"
+            what = (
+                f"rank {ranks[j]} to receive"
+                if rooms >> found[i] & 1
+                else f"a message from rank {ranks[j]}"
+            )
             return together(f"rank {ranks[i]} waits for {what}", place(answers.get(found[i], {})))
 
         return circle(ranks, says)
@@ -254,12 +298,18 @@ class DeviceFaults:
         elif isinstance(event, Notice) and NOTICE in event.payload:
             peer = self._called[event.from_rank]
             told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)
-            self._end(told or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer), heard=True)
+            self._end(
+                told
+                or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer),
+                heard=True,
+            )
         elif isinstance(event, Notice) and event.payload.get("kind") == lookout.KIND:
             lookout.hear(event.payload)
         elif isinstance(event, Notice) and LEFT in event.payload:
             self._left(event.from_rank, "finalized")
-        elif isinstance(event, PeerLeft) and event.rank != HUB:  # it may have failed when others took it for ready
+        elif (
+            isinstance(event, PeerLeft) and event.rank != HUB
+        ):  # it may have failed when others took it for ready
             self._left(event.rank, event.reason)
 
     def _left(self, peer: int, why: str) -> None:
@@ -269,7 +319,9 @@ class DeviceFaults:
                 self._why_left.setdefault(peer, why)
                 self._words[layout.HOST_LEFT] |= 1 << peer
 
-    def watch_copies(self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]) -> None:
+    def watch_copies(
+        self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]
+    ) -> None:
         """``engines`` have streams that wait for words of peers, after the launch that ``under_way()`` names by number and signature.
 
         No kernel looks at the abort word or at the deadline while they do: a thread does, and lets go of them again and again once waits
@@ -279,9 +331,16 @@ class DeviceFaults:
         if self.broken:
             self._end(None)
         else:
-            threading.Thread(target=self._look_at_copies, args=(engines, under_way), name="miraccl gpu look", daemon=True).start()
+            threading.Thread(
+                target=self._look_at_copies,
+                args=(engines, under_way),
+                name="miraccl gpu look",
+                daemon=True,
+            ).start()
 
-    def _look_at_copies(self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]) -> None:
+    def _look_at_copies(
+        self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]
+    ) -> None:
         waited, before, last = 0.0, None, time.monotonic()
         while not self._ended.wait(LOOK_S):
             with self._looking:  # the memory is there until the end
@@ -289,18 +348,29 @@ class DeviceFaults:
                     return
                 copies = under_way()
                 now = time.monotonic()
-                waited = waited + min(now - last, LONGEST_GAP_S) if copies is not None and copies == before else 0.0
+                waited = (
+                    waited + min(now - last, LONGEST_GAP_S)
+                    if copies is not None and copies == before
+                    else 0.0
+                )
                 before, last = copies, now
                 if copies is not None and waited > self._timeout:
                     peer = engines.awaited()
-                    self._report(layout.ERROR_TIMEOUT, self.session.rank if peer is None else peer, layout.WHAT_COPY, *copies)
+                    self._report(
+                        layout.ERROR_TIMEOUT,
+                        self.session.rank if peer is None else peer,
+                        layout.WHAT_COPY,
+                        *copies,
+                    )
             with self._lock:  # the words are there until the end
                 if self._ended.is_set() or self._releasing:
                     return
                 if self._words[layout.HOST_ERROR]:
                     self._end(None)
 
-    def _end(self, fault: MiracclError | None, *, found_here: bool = False, heard: bool = False) -> None:
+    def _end(
+        self, fault: MiracclError | None, *, found_here: bool = False, heard: bool = False
+    ) -> None:
         """End all waits, now and later. The first fault stays; what kernels have found says more than one that was ``found_here``.
 
         Waits end first: a program that has seen the fault and goes on to another operation must find that none runs any more, or others
@@ -314,7 +384,12 @@ class DeviceFaults:
                 self._fault, self._heard = fault, heard
             if self._engines is not None and not self._releasing:
                 self._releasing = True
-                threading.Thread(target=self._release, args=(self._engines,), name="miraccl gpu release", daemon=True).start()
+                threading.Thread(
+                    target=self._release,
+                    args=(self._engines,),
+                    name="miraccl gpu release",
+                    daemon=True,
+                ).start()
 
     def _release(self, engines: Engines) -> None:
         """Streams reset the words that they wait for, so letting go once is not enough."""

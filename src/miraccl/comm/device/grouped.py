@@ -24,7 +24,9 @@ class Grouped:
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
-        self._items: list[tuple[int, Any]] = []  # (stream, transfer or what runs a collective) in the order of the calls
+        self._items: list[
+            tuple[int, Any]
+        ] = []  # (stream, transfer or what runs a collective) in the order of the calls
         self._arrays: list[Any] = []  # of the transfers: users may let go of them before the end
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -41,14 +43,19 @@ class Grouped:
         return note
 
     def _send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        self._add(stream_of(self._gpu, stream), x, self._gpu.transfer(x, dst, False, "send", stream))
+        self._add(
+            stream_of(self._gpu, stream), x, self._gpu.transfer(x, dst, False, "send", stream)
+        )
 
     def _recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
         self._add(stream_of(self._gpu, stream), x, self._gpu.transfer(x, src, True, "recv", stream))
         return x
 
     def _sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
-        sent, got = (self._gpu.transfer(*part, "sendrecv", stream) for part in ((x, dst, False), (out, src, True)))
+        sent, got = (
+            self._gpu.transfer(*part, "sendrecv", stream)
+            for part in ((x, dst, False), (out, src, True))
+        )
         self._gpu._apart(sent.memory, got.memory, "sendrecv")
         number = stream_of(self._gpu, stream)
         self._add(number, x, sent)
@@ -58,14 +65,20 @@ class Grouped:
     def add(self, stream: int, messages: Sequence[tuple[Any, int, bool]]) -> None:
         """Sends and receives, which are right: array, peer, whether it is received."""
         for x, peer, receives in messages:
-            self._add(stream, x, self._gpu.transfer(x, peer, receives, "recv" if receives else "send", stream))
+            self._add(
+                stream,
+                x,
+                self._gpu.transfer(x, peer, receives, "recv" if receives else "send", stream),
+            )
 
     def are_collective(self, signature: int, count: int) -> None:
         """The last ``count`` sends and receives are a collective with this signature."""
         items = self._items[-count:]
         del self._items[-count:]
         number, transfers = items[0][0], [transfer for _, transfer in items]
-        self._items.append((number, lambda: self._gpu.exchange(transfers, stream=number, signature=signature)))
+        self._items.append(
+            (number, lambda: self._gpu.exchange(transfers, stream=number, signature=signature))
+        )
 
     def _add(self, stream: int, array: Any, transfer: Any) -> None:
         self._items.append((stream, transfer))
@@ -114,7 +127,9 @@ class GroupableByDoors(Groupable):
         if signature:
             self.grouped(group).are_collective(signature, len(messages))
 
-    def are_collective(self, collective: Collective, root: int, counts: Sequence[int], count: int) -> None:
+    def are_collective(
+        self, collective: Collective, root: int, counts: Sequence[int], count: int
+    ) -> None:
         """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
         of an array: arguments as of ``executor.cuda.moves.move_signature``."""
         signature = move_signature(collective, root, counts)

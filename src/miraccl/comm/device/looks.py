@@ -47,12 +47,20 @@ class Looks:
     """Looks at the regions ``where`` of a communicator; ``launches()`` are those that it has made, by (collective, dtype, count, operator,
     root)."""
 
-    def __init__(self, gpu: Gpu, where: Regions, launches: Callable[[], Iterable[tuple[tuple[Any, ...], Known]]]) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        where: Regions,
+        launches: Callable[[], Iterable[tuple[tuple[Any, ...], Known]]],
+    ) -> None:
         self._gpu, self._where, self._launches = gpu, where, launches
         self._judged = 0, 0  # how far operations were compared with those of others
 
     def _look(self, read: Callable[..., Seen], *what: Any) -> Seen | None:
-        with contextlib.suppress(MiracclError), self._gpu.visited():  # the GPU may be what is broken
+        with (
+            contextlib.suppress(MiracclError),
+            self._gpu.visited(),
+        ):  # the GPU may be what is broken
             return read(self._gpu, self._where, *what)
         return None
 
@@ -94,7 +102,11 @@ class Looks:
         for (collective, dtype, count, op, root), launch in self._launches():
             if signature in launch.signatures:
                 what = [f"{count} x {dtype.label}"]
-                what += [operator(op, dtype, collective.label)[0].name.lower()] if collective.reduces else []
+                what += (
+                    [operator(op, dtype, collective.label)[0].name.lower()]
+                    if collective.reduces
+                    else []
+                )
                 what += [f"root {root}"] if collective.rooted else []
                 return f"{collective.label} #{number} ({', '.join(what)}; {launch.plan.algo}, {launch.plan.proto})"
         return f"launch #{number}"
@@ -102,7 +114,11 @@ class Looks:
     def judge(self, faults: DeviceFaults) -> None:
         """Find a mismatch in the last operations that left nobody waiting: the next ones would tell of it. The GPU has ended its work."""
         head = self._look(read_head)
-        boards = self._look(read_boards, head) if head is not None and head.place != self._judged else None
+        boards = (
+            self._look(read_boards, head)
+            if head is not None and head.place != self._judged
+            else None
+        )
         if boards is not None and head is not None:
             found = boards.unlike()
             if found is not None:
@@ -116,7 +132,9 @@ class Looks:
         boards = self._look(read_boards)
         if boards is None:
             return
-        boards = dataclasses.replace(boards, stopped=lambda _: False)  # or not all had come; their memory may be going already
+        boards = dataclasses.replace(
+            boards, stopped=lambda _: False
+        )  # or not all had come; their memory may be going already
         if (unlike := boards.unlike()) is not None:
             faults.found_mismatch(*unlike)
         elif (ahead := boards.ahead()) is not None:

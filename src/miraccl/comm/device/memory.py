@@ -56,7 +56,9 @@ class DeviceMemory(NamedTuple):
 
     def part(self, first: int, count: int) -> DeviceMemory:
         """Elements ``first`` to ``first + count``."""
-        return DeviceMemory(self.address + first * self.dtype.itemsize, count, self.dtype, self.keep, self.read_only)
+        return DeviceMemory(
+            self.address + first * self.dtype.itemsize, count, self.dtype, self.keep, self.read_only
+        )
 
 
 def lies_on_gpu(thing: Any) -> bool:
@@ -71,7 +73,9 @@ def lies_on_gpu(thing: Any) -> bool:
         return _dlpack_device(thing)[0] in _DL_CUDA
     try:
         # the class is asked first, since that is cheap; JAX's has the attribute, but only its arrays on a GPU do
-        if hasattr(type(thing), "__cuda_array_interface__") and hasattr(thing, "__cuda_array_interface__"):
+        if hasattr(type(thing), "__cuda_array_interface__") and hasattr(
+            thing, "__cuda_array_interface__"
+        ):
             return True
     except Exception:  # who asks for the address tells what is wrong
         return _dlpack_device(thing)[0] in (0, *_DL_CUDA)
@@ -120,12 +124,16 @@ def current_ordinal() -> int:
         return int(torch.cuda.current_device())
     if cupy is not None:
         return int(cupy.cuda.Device().id)
-    from miraccl.executor.cuda.contexts import ordinal_of_thread  # programs without a GPU need none of it
+    from miraccl.executor.cuda.contexts import (
+        ordinal_of_thread,
+    )  # programs without a GPU need none of it
 
     return ordinal_of_thread() or 0
 
 
-def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu | None = None) -> DeviceMemory:
+def device_view(
+    thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu | None = None
+) -> DeviceMemory:
     """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``.
 
     ``stream`` is where it will be used; DLPack's producers make it wait for what they still compute.  ``gpu`` is the one that will use it:
@@ -154,9 +162,13 @@ def device_view(thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu 
         _note(thing, Kind(dlpack=True, immutable=immutable))
         return view._replace(read_only=view.read_only or immutable)
     if kind or hasattr(type(thing), "__array_interface__"):
-        raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
+        raise InvalidUsage(
+            f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
+        )
     text = f"{where}: {name} is a {type(thing).__name__}"
-    raise InvalidUsage(f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack")
+    raise InvalidUsage(
+        f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack"
+    )
 
 
 def _on(gpu: Gpu | None, view: DeviceMemory, name: str, where: str) -> DeviceMemory:
@@ -172,7 +184,9 @@ def _interface_of(thing: Any, name: str, where: str) -> Any:
         return getattr(thing, "__cuda_array_interface__", None)
     except Exception as error:
         which = f"{where}: {name}" if name else where
-        raise InvalidUsage(f"{which} gives no __cuda_array_interface__: {type(error).__name__}: {error}") from error
+        raise InvalidUsage(
+            f"{which} gives no __cuda_array_interface__: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _is_cupys(thing: Any) -> bool:
@@ -190,7 +204,9 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
     if (int(producer) or at.STREAM_LEGACY) == (consumer or at.STREAM_LEGACY):
         return
     with gpu.visited():
-        if gpu.capture_id(int(producer)) == gpu.capture_id(consumer):  # what is not in the graph is no part of its order
+        if gpu.capture_id(int(producer)) == gpu.capture_id(
+            consumer
+        ):  # what is not in the graph is no part of its order
             gpu.order_streams(int(producer), consumer)
 
 
@@ -209,14 +225,18 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
     tensor = DLTensor.from_address(pointer)
     dtype = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise InvalidUsage(f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}")
+        raise InvalidUsage(
+            f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}"
+        )
     count, dense, shape = 1, True, shape_of(tensor, name, where)
     for axis in reversed(range(tensor.ndim)):
         dense = dense and (not tensor.strides or shape[axis] == 1 or tensor.strides[axis] == count)
         count *= shape[axis]
     if not dense and count:
         strides = list(tensor.strides[: tensor.ndim])
-        raise InvalidUsage(f"{where}: {name} is not contiguous (shape {list(shape)}, strides {strides} elements)")
+        raise InvalidUsage(
+            f"{where}: {name} is not contiguous (shape {list(shape)}, strides {strides} elements)"
+        )
     _check_size(count, dtype, name, where)
     address = (tensor.data or 0) + tensor.byte_offset
     if not tensor.data and count:
@@ -233,23 +253,37 @@ def _check_size(count: int, dtype: DType, name: str, where: str) -> None:
 
 
 def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
-    return InvalidUsage(f"{where}: {name} is not aligned to its element size of {dtype.itemsize} bytes")
+    return InvalidUsage(
+        f"{where}: {name} is not aligned to its element size of {dtype.itemsize} bytes"
+    )
 
 
 def _elsewhere(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
-    text = f"{where}: {name} lies on GPU {ordinal}, but this communicator works on GPU {gpu.ordinal}"
+    text = (
+        f"{where}: {name} lies on GPU {ordinal}, but this communicator works on GPU {gpu.ordinal}"
+    )
     return InvalidUsage(text, hint="a rank works on one GPU: that of the first array it passed")
 
 
 def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None) -> DeviceMemory:
     if not _torch_dtypes:
-        _torch_dtypes.update({getattr(torch, label): code for label, code in DTYPE_NAMES.items() if hasattr(torch, label)})
+        _torch_dtypes.update(
+            {
+                getattr(torch, label): code
+                for label, code in DTYPE_NAMES.items()
+                if hasattr(torch, label)
+            }
+        )
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
-        raise InvalidUsage(f"{where}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}")
+        raise InvalidUsage(
+            f"{where}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}"
+        )
     if gpu is None or tensor.get_device() != gpu.ordinal:  # costs what is_cuda does
         if not tensor.is_cuda:
-            raise InvalidUsage(f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU")
+            raise InvalidUsage(
+                f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
+            )
         if gpu is not None:
             raise _elsewhere(name, where, tensor.get_device(), gpu)
     if not tensor.is_contiguous():
@@ -292,11 +326,17 @@ def _is_shape(given: Any) -> bool:
 
 
 def _are_strides(given: Any) -> bool:
-    return given is None or (isinstance(given, _TUPLES) and all(isinstance(step, _NUMBERS) for step in given))
+    return given is None or (
+        isinstance(given, _TUPLES) and all(isinstance(step, _NUMBERS) for step in given)
+    )
 
 
 def _is_data(given: Any) -> bool:
-    return isinstance(given, _TUPLES) and len(given) == 2 and (given[0] is None or _is_handle(given[0]))
+    return (
+        isinstance(given, _TUPLES)
+        and len(given) == 2
+        and (given[0] is None or _is_handle(given[0]))
+    )
 
 
 #: keys of ``__cuda_array_interface__`` that are looked at -> whether a value is right, what it is then
@@ -312,13 +352,19 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _check_interface(interface: Any, which: str) -> None:
     """Refuse what is no ``__cuda_array_interface__``; ``which`` are the call and its array."""
     if not isinstance(interface, dict):
-        raise InvalidUsage(f"{which} has a __cuda_array_interface__ that is a {type(interface).__name__}; it is a dict")
+        raise InvalidUsage(
+            f"{which} has a __cuda_array_interface__ that is a {type(interface).__name__}; it is a dict"
+        )
     for key, (is_right, form) in _KEYS.items():
         if not is_right(given := interface.get(key)):
-            raise InvalidUsage(f"{which} has a __cuda_array_interface__ whose {key} is {given!r}; it is {form}")
+            raise InvalidUsage(
+                f"{which} has a __cuda_array_interface__ whose {key} is {given!r}; it is {form}"
+            )
     shape, strides = interface["shape"], interface.get("strides")
     if strides is not None and len(strides) != len(shape):
-        raise InvalidUsage(f"{which} has a __cuda_array_interface__ with {len(shape)} lengths in shape, and {len(strides)} strides")
+        raise InvalidUsage(
+            f"{which} has a __cuda_array_interface__ with {len(shape)} lengths in shape, and {len(strides)} strides"
+        )
 
 
 def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str) -> DeviceMemory:
@@ -335,7 +381,9 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str
         expected = size
         for length, stride in zip(reversed(shape), reversed(strides)):
             if length != 1 and stride != expected:
-                raise InvalidUsage(f"{where}: {name} is not contiguous (shape {shape}, strides {strides} bytes)")
+                raise InvalidUsage(
+                    f"{where}: {name} is not contiguous (shape {shape}, strides {strides} bytes)"
+                )
             expected *= length
     address, read_only = interface["data"]
     if not address and count:
@@ -358,4 +406,6 @@ def empty_like(thing: Any, count: int, where: str) -> Any:
         make: Callable[..., Any] = cupy.empty
         with thing.device:  # else it lies on the current one
             return make(count, dtype=thing.dtype)
-    raise InvalidUsage(f"{where}: give out, an array for the result, with arrays of type {type(thing).__name__}")
+    raise InvalidUsage(
+        f"{where}: give out, an array for the result, with arrays of type {type(thing).__name__}"
+    )

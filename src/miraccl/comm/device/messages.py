@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 SINCE_ARCH = 90
 _WORD, _REFUSED = struct.Struct("<Q"), 1 << 63
-_ITEMSIZES = tuple(dtype.itemsize for dtype in DType)  # by code: calls are counted in fractions of a microsecond
+_ITEMSIZES = tuple(
+    dtype.itemsize for dtype in DType
+)  # by code: calls are counted in fractions of a microsecond
 
 
 def frame_of(memory: SymmetricMemory) -> Frame:
@@ -53,7 +55,9 @@ def frame_of(memory: SymmetricMemory) -> Frame:
 
 def read_refused(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
     """The size of this rank's message that ``peer`` has refused, as in ``layout.MESSAGE``."""
-    (word,) = _WORD.unpack(gpu.read(args.inboxes[peer] + layout.REFUSED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size))
+    (word,) = _WORD.unpack(
+        gpu.read(args.inboxes[peer] + layout.REFUSED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size)
+    )
     return int(word) - _REFUSED if word >= _REFUSED else None
 
 
@@ -62,10 +66,17 @@ def mismatch(host: Any, rank: int, peer: int, refused: int | None, op: str | Non
     sends = int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
     words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
     sizes = [words[i] | words[i + 1] << 32 for i in (0, 2)]
-    mine, theirs = _in_words(refused if sends and refused is not None else sizes[0]), _in_words(sizes[1])
+    mine, theirs = (
+        _in_words(refused if sends and refused is not None else sizes[0]),
+        _in_words(sizes[1]),
+    )
     verb, other = ("sends", "receives") if sends else ("receives", "sends")
     text = f"rank {rank} {verb} {mine} where rank {peer} {other} {theirs}"
-    hint = "counts, dtype and root must be the same on all ranks" if op else "a send and its receive have the same count and dtype"
+    hint = (
+        "counts, dtype and root must be the same on all ranks"
+        if op
+        else "a send and its receive have the same count and dtype"
+    )
     return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
 
 
@@ -85,7 +96,14 @@ class MessageCalls(UnevenCollectives):
         def _enter(self, name: str, stream: Any, fills: bool = True) -> int: ...
         def _hold(self, views: Sequence[DeviceMemory], number: int) -> None: ...
         def _run(
-            self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+            self,
+            collective: Collective,
+            source: DeviceMemory,
+            target: DeviceMemory,
+            count: int,
+            op: Operator,
+            root: int,
+            stream: Any,
         ) -> None: ...
 
     # ---- point to point
@@ -105,25 +123,42 @@ class MessageCalls(UnevenCollectives):
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
         if not self._sendrecv(x, dst, out, src, False, stream):
             return out
-        pair = [self._message(x, dst, False, "x", "sendrecv", stream), self._message(out, src, True, "out", "sendrecv", stream)]
+        pair = [
+            self._message(x, dst, False, "x", "sendrecv", stream),
+            self._message(out, src, True, "out", "sendrecv", stream),
+        ]
         (_, sent), (_, got) = pair
-        if -got.nbytes < got.address - sent.address < sent.nbytes:  # what the check asks, without a call
+        if (
+            -got.nbytes < got.address - sent.address < sent.nbytes
+        ):  # what the check asks, without a call
             self._apart(pair[0][0], pair[1][0], "sendrecv")
         self._go(pair, "sendrecv", stream)
         return out
 
-    def transfer(self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None) -> DeviceTransfer:
+    def transfer(
+        self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None
+    ) -> DeviceTransfer:
         """One argument of ``exchange``, checked."""
-        memory, message = self._message(x, peer, receives, "out" if receives and where == "sendrecv" else "x", where, stream)
+        memory, message = self._message(
+            x, peer, receives, "out" if receives and where == "sendrecv" else "x", where, stream
+        )
         return DeviceTransfer(receives=receives, peer=message.peer, memory=memory)
 
-    def _message(self, x: Any, peer: Any, receives: bool, name: str, where: str, stream: Any) -> tuple[DeviceMemory, Message]:
+    def _message(
+        self, x: Any, peer: Any, receives: bool, name: str, where: str, stream: Any
+    ) -> tuple[DeviceMemory, Message]:
         memory = device_view(x, name, where, stream, self.gpu)
         if receives and memory.read_only:
-            raise InvalidUsage(f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank)
-        return memory, _message(receives, peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory)
+            raise InvalidUsage(
+                f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank
+            )
+        return memory, _message(
+            receives, peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory
+        )
 
-    def _go(self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any, signature: int = 0) -> None:
+    def _go(
+        self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any, signature: int = 0
+    ) -> None:
         """Enqueue one launch; ``signature``: of the collective that it is, if any."""
         messages = [message for _, message in parts]
         fills = fills_gpu(sum([m.nbytes for m in messages]), len(messages))
@@ -134,27 +169,60 @@ class MessageCalls(UnevenCollectives):
             if memory.keep is not None:
                 self._hold([memory], number)
 
-    def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group", signature: int = 0) -> None:
+    def exchange(
+        self,
+        transfers: Sequence[DeviceTransfer],
+        *,
+        stream: Any = None,
+        name: str = "group",
+        signature: int = 0,
+    ) -> None:
         """Sends and receives that go on together; between two ranks they match in their order.  ``signature``: of the collective that they
         are, if any, which all ranks then call, also those without any."""
-        self._go([(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers], name, stream, signature)
+        self._go(
+            [(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers],
+            name,
+            stream,
+            signature,
+        )
 
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
         number = self._enter("barrier", stream, False)
         others = [r for r in range(self.nranks) if r != self.rank]
-        words = [Message(receives, r, 0, 0, int(DType.UINT8)) for r in others for receives in (False, True)]
+        words = [
+            Message(receives, r, 0, 0, int(DType.UINT8))
+            for r in others
+            for receives in (False, True)
+        ]
         self._messages.run(words, number, False, move_signature(Collective.BARRIER))
 
     # ---- collectives with a root or with counts
 
     def _run_rooted(
-        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
     ) -> None:
         counts = [count] * self.nranks
         every = counts if self.rank == root else ()
-        sends, receives = ((count,), every) if collective is Collective.GATHER else (every, (count,))
-        asked = Uneven(collective=collective, source=source, target=target, sends=sends, receives=receives, counts=counts, root=root)
+        sends, receives = (
+            ((count,), every) if collective is Collective.GATHER else (every, (count,))
+        )
+        asked = Uneven(
+            collective=collective,
+            source=source,
+            target=target,
+            sends=sends,
+            receives=receives,
+            counts=counts,
+            root=root,
+        )
         self._run_messages(asked, collective.label, stream)
 
     def _run_uneven(self, asked: Uneven, stream: Any) -> None:
@@ -163,13 +231,28 @@ class MessageCalls(UnevenCollectives):
         else:
             self._run_messages(asked, asked.name, stream)
 
-    def _reduce_in_parts(self, source: DeviceMemory, target: DeviceMemory, sizes: Sequence[int], op: Operator, stream: Any) -> None:
+    def _reduce_in_parts(
+        self,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        sizes: Sequence[int],
+        op: Operator,
+        stream: Any,
+    ) -> None:
         """Equal counts are one kernel, others a ``reduce`` per rank."""
         if len(set(sizes)) == 1:
             self._run(Collective.REDUCE_SCATTER, source, target, sizes[0], op, 0, stream)
             return
         for root, part in parts_of(source, sizes):
-            self._run(Collective.REDUCE, part, target if root == self.rank else part, part.count, op, root, stream)
+            self._run(
+                Collective.REDUCE,
+                part,
+                target if root == self.rank else part,
+                part.count,
+                op,
+                root,
+                stream,
+            )
 
     def _run_messages(self, asked: Uneven, name: str, stream: Any) -> None:
         sent, received = transfers_of(asked, self.rank, self.nranks)

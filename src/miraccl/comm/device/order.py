@@ -89,6 +89,10 @@ def of_program(session: Session) -> Callable[[], Orders]:
 
     def orders() -> Orders:
         foreign = isinstance(threading.current_thread(), threading._DummyThread)
-        return _of_process if not shared and (foreign or threading.get_ident() == maker) else of_thread()
+        return (
+            _of_process
+            if not shared and (foreign or threading.get_ident() == maker)
+            else of_thread()
+        )
 
     return orders

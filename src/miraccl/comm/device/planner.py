@@ -23,15 +23,22 @@ class DevicePlanner:
     def __init__(self, rank: int, nranks: int, options: Options) -> None:
         """An algorithm or a protocol that does not exist is refused here (``InvalidUsage``)."""
         self.rank, self.nranks = rank, nranks
-        self.algo, self.proto = options.algo, "" if options.protocols else options.proto  # that is what CPU ranks make of them
+        self.algo, self.proto = (
+            options.algo,
+            "" if options.protocols else options.proto,
+        )  # that is what CPU ranks make of them
         check_protocol(self.proto)
         if self.algo:
             catalog.get(self.algo)
         self.deterministic = options.deterministic
-        self._wishes = Wishes(algos=nccl_wishes.on_gpus(dict(options.wishes)), protos=dict(options.protocols))
+        self._wishes = Wishes(
+            algos=nccl_wishes.on_gpus(dict(options.wishes)), protos=dict(options.protocols)
+        )
         self._given: dict[tuple[Collective, DType, int, RedOp], DevicePlan] = {}
 
-    def request(self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0) -> Request:
+    def request(
+        self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
+    ) -> Request:
         """What ``choose`` decides about, on all multiprocessors; ``count`` are the elements of a block."""
         kind, scalar = operator(op, dtype, collective.label)
         algo, why = self._algorithm(collective)
@@ -68,7 +75,9 @@ class DevicePlanner:
     def given(self, request: Request) -> DevicePlan | None:
         return self._given.get((request.collective, request.dtype, request.count, request.op))
 
-    def use(self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp) -> None:
+    def use(
+        self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp
+    ) -> None:
         """Give ``plan`` for all requests of this kind."""
         self._given[collective, dtype, count, op] = plan
 

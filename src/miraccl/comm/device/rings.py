@@ -70,11 +70,18 @@ def _equally_near(paths: Paths, ids: Sequence[str]) -> str:
     """How far all pairs of these GPUs are from each other, if that is the same for all, or nothing."""
     assert paths.topology is not None
     for domain in paths.topology.domains:
-        place = {gpu.id & LOCAL_ID_MASK: position for position, gpu in enumerate(domain.system.gpus)}
+        place = {
+            gpu.id & LOCAL_ID_MASK: position for position, gpu in enumerate(domain.system.gpus)
+        }
         here = [place.get(bus_id(text)) for text in ids]
         if None in here:
             continue
-        pairs = [domain.paths.gpu_gpu(a, b) for a in here for b in here if a is not None and b is not None and a != b]
+        pairs = [
+            domain.paths.gpu_gpu(a, b)
+            for a in here
+            for b in here
+            if a is not None and b is not None and a != b
+        ]
         if len({(path.type, path.bw) for path in pairs}) == 1:
             return f"{pairs[0].type.name}, {pairs[0].bw:g} GB/s"
     return ""
@@ -82,7 +89,9 @@ def _equally_near(paths: Paths, ids: Sequence[str]) -> str:
 
 def _searched(machine: XmlNode, ids: Sequence[str], graph_file: str) -> tuple[tuple[int, ...], str]:
     """(order, how far neighbours are at most) of the first channel of the search among these GPUs, from the plans on disk or made now."""
-    from miraccl.graph.plan import PlanRequest  # machines whose GPUs are equally near need none of it
+    from miraccl.graph.plan import (
+        PlanRequest,
+    )  # machines whose GPUs are equally near need none of it
     from miraccl.graph.plan_cache import cached_document, plan_key
     from miraccl.native.cache import plan_folder
 

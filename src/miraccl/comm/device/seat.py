@@ -28,7 +28,9 @@ class DeviceSeat(abc.ABC):
 
     def __init__(self, session: Session, name: str, needs_look: bool) -> None:
         self._session, self.name, self.needs_look = session, name, needs_look
-        self._lock = threading.RLock()  # held while somebody looks; a signal handler may finalize in the middle
+        self._lock = (
+            threading.RLock()
+        )  # held while somebody looks; a signal handler may finalize in the middle
         self._closed = False
         self._seen: Mapping[str, Place] = {}  # as the lookout has seen it last
 
@@ -62,7 +64,9 @@ class DeviceSeat(abc.ABC):
 class KernelWaits:
     """Those of one rank. ``key`` is that of the session of the host's ranks, ``named(rank)`` the stream of one of these."""
 
-    def __init__(self, looks: Looks, key: str, rank: int, named: Callable[[int], str], end: End) -> None:
+    def __init__(
+        self, looks: Looks, key: str, rank: int, named: Callable[[int], str], end: End
+    ) -> None:
         self._looks, self._key, self._rank, self._named, self._end = looks, key, rank, named, end
 
     def waits(self) -> list[Wait]:
@@ -72,25 +76,51 @@ class KernelWaits:
             op = self._looks.name(found.number, found.signature)
             return [ForOperation(number=found.number, **self._for(found.awaited, op))]
         messages = self._looks.waits()
-        rows = (self._for((m.peer,), "send/recv") | {"collective": SEND_RECV, "number": m.count} for m in messages)
-        return [ForRows(what=m.what, holds=m.holds, **row) for m, row in zip(messages, rows, strict=True)]
+        rows = (
+            self._for((m.peer,), "send/recv") | {"collective": SEND_RECV, "number": m.count}
+            for m in messages
+        )
+        return [
+            ForRows(what=m.what, holds=m.holds, **row)
+            for m, row in zip(messages, rows, strict=True)
+        ]
 
     def _for(self, ranks: tuple[int, ...], op: str) -> dict[str, Any]:
         awaited, end = tuple(map(self._named, ranks)), functools.partial(self._end, op)
-        return {"key": self._key, "awaited": awaited, "op": f"{op} on GPU memory", "end": end, "rank": self._rank}
+        return {
+            "key": self._key,
+            "awaited": awaited,
+            "op": f"{op} on GPU memory",
+            "end": end,
+            "rank": self._rank,
+        }
 
     def come(self) -> dict[str, Come]:
         """How far they have come."""
         come = self._looks.come()
-        return {} if come is None else {self._key: Come(operations=come.begun, sent=come.sent, taken=come.taken, large=come.large)}
+        return (
+            {}
+            if come is None
+            else {
+                self._key: Come(
+                    operations=come.begun, sent=come.sent, taken=come.taken, large=come.large
+                )
+            }
+        )
 
 
 class KernelSeat(DeviceSeat):
     """That of a communicator of one host."""
 
-    def __init__(self, session: Session, looks: Looks, end: End, is_done: Callable[[], bool]) -> None:
+    def __init__(
+        self, session: Session, looks: Looks, end: End, is_done: Callable[[], bool]
+    ) -> None:
         """``is_done()``: whether nothing is enqueued any more, and no graph may bring anything; it may ask the driver."""
-        super().__init__(session, stream_of(session.tokens[session.rank], session.key, session.rank), needs_look=True)
+        super().__init__(
+            session,
+            stream_of(session.tokens[session.rank], session.key, session.rank),
+            needs_look=True,
+        )
         self._is_done = is_done
         self.kernels = KernelWaits(looks, session.key, session.rank, self._named, end)
 

@@ -9,10 +9,14 @@ from typing import Any
 
 from miraccl.errors import InvalidUsage
 
-_TOO_LARGE = 1 << 63  # for an address, which a stream is, or one of the small numbers that stand for a default one
+_TOO_LARGE = (
+    1 << 63
+)  # for an address, which a stream is, or one of the small numbers that stand for a default one
 
 
-def find_current_stream(keep: Callable[[int, Any], None] = lambda number, stream: None) -> Callable[[int], int]:
+def find_current_stream(
+    keep: Callable[[int, Any], None] = lambda number, stream: None,
+) -> Callable[[int], int]:
     """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream, whichever is there first. ``keep``
     hears of objects that may destroy their streams, which PyTorch's do not."""
     return _stream_of_torch() or functools.partial(_stream_now, keep)
@@ -50,9 +54,13 @@ def stream_of_its_own(array: Any) -> Callable[[], Any] | None:
 
 def number_of(stream: Any) -> int:
     """A stream as the driver's number: a number, a stream of PyTorch or CuPy, anything with ``__cuda_stream__``."""
-    number = stream if isinstance(stream, int) and not isinstance(stream, bool) else _number_in(stream)
+    number = (
+        stream if isinstance(stream, int) and not isinstance(stream, bool) else _number_in(stream)
+    )
     if number is None or not 0 <= number < _TOO_LARGE:
-        raise InvalidUsage(f"stream is {stream!r}; allowed are a CUstream as a number from 0 on, and objects that have one")
+        raise InvalidUsage(
+            f"stream is {stream!r}; allowed are a CUstream as a number from 0 on, and objects that have one"
+        )
     return number
 
 
@@ -64,8 +72,12 @@ def _number_in(stream: Any) -> int | None:
             if number is not None:
                 return int(number)
         return int(stream.__cuda_stream__()[1]) if hasattr(stream, "__cuda_stream__") else None
-    except Exception as error:  # an object may do anything; what it is says who asked for its number
-        raise InvalidUsage(f"stream is {stream!r}, which gives no number: {type(error).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # an object may do anything; what it is says who asked for its number
+        raise InvalidUsage(
+            f"stream is {stream!r}, which gives no number: {type(error).__name__}: {error}"
+        ) from error
 
 
 def dlpack_stream(stream: Any, ordinal: int) -> int:

@@ -22,7 +22,9 @@ class Owners:
     def __init__(self, in_use: Callable[[], Container[int]]) -> None:
         """``in_use``: the streams of the last operations."""
         self._in_use = in_use
-        self._objects: dict[tuple[int, type], Any] = {}  # one that only borrows a stream takes no owner's place
+        self._objects: dict[
+            tuple[int, type], Any
+        ] = {}  # one that only borrows a stream takes no owner's place
 
     def keep(self, number: int, stream: Any) -> None:
         key = number, type(stream)
@@ -41,7 +43,9 @@ class StreamOrder:
     def __init__(self, gpu: Gpu, doors: Doors) -> None:
         """``doors`` note the stream of the last operation, and follow to others themselves where they can."""
         self._gpu, self._doors = gpu, doors
-        self._outside = -1  # the stream of the last operation that was not captured, while captured ones follow it
+        self._outside = (
+            -1
+        )  # the stream of the last operation that was not captured, while captured ones follow it
         self._owners = Owners(lambda: (doors.stream, self._outside))
         self._current: Callable[[int], int] | None = None
         doors.ask_for_stream_of_arrays(functools.partial(stream_of_cupy, self._owners.keep))

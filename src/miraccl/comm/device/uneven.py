@@ -42,7 +42,14 @@ class UnevenCollectives(NoDoors, DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
     def _run_rooted(
-        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
     ) -> None:
         """Run a gather or scatter of equal blocks in ``stream``; a rank that lacks one of the two buffers gives the other for it."""
         raise NotImplementedError
@@ -56,7 +63,9 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         if not self._gather(x, out, root, None, None, False, stream):
             return out if root == self.rank else None
         chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream, self.gpu)
-        out, target = self._gathered(x, source, [source.count] * self.nranks, chief, out, "gather", stream)
+        out, target = self._gathered(
+            x, source, [source.count] * self.nranks, chief, out, "gather", stream
+        )
         self._run_rooted(Collective.GATHER, source, target, source.count, SUM, chief, stream)
         return out
 
@@ -74,7 +83,9 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         self._run_rooted(Collective.SCATTER, source, target, target.count, SUM, chief, stream)
         return out
 
-    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
+    def all_gather_v(
+        self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None
+    ) -> Any:
         """As ``all_gather``; rank r contributes ``counts[r]`` elements."""
         if not self._all_gather_v(x, out, None, None, counts, False, stream):
             return out
@@ -83,11 +94,26 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
         target = self._like(out, source, sum(sizes), "all_gather_v", stream)
         self._in_place(target, source, sum(sizes[: self.rank]), "all_gather_v")
-        asked = Uneven(collective=Collective.ALL_GATHER, source=source, target=target, sends=(source.count,), receives=sizes, counts=sizes)
+        asked = Uneven(
+            collective=Collective.ALL_GATHER,
+            source=source,
+            target=target,
+            sends=(source.count,),
+            receives=sizes,
+            counts=sizes,
+        )
         self._run_uneven(asked, stream)
         return out
 
-    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
+    def reduce_scatter_v(
+        self,
+        x: Any,
+        counts: Sequence[int],
+        out: Any = None,
+        op: Operator = SUM,
+        *,
+        stream: Any = None,
+    ) -> Any:
         """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
         if not self._reduce_scatter_v(x, out, op, False, stream, counts):
             return out
@@ -98,11 +124,27 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         target = self._like(out, source, sizes[self.rank], "reduce_scatter_v", stream)
         self._in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")
         collective, mine = Collective.REDUCE_SCATTER, (target.count,)
-        asked = Uneven(collective=collective, source=source, target=target, sends=sizes, receives=mine, counts=sizes, op=op)
+        asked = Uneven(
+            collective=collective,
+            source=source,
+            target=target,
+            sends=sizes,
+            receives=mine,
+            counts=sizes,
+            op=op,
+        )
         self._run_uneven(asked, stream)
         return out
 
-    def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *, stream: Any = None) -> Any:
+    def all_to_all_v(
+        self,
+        x: Any,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Any = None,
+        *,
+        stream: Any = None,
+    ) -> Any:
         """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
         if not self._all_to_all_v(x, out, None, send_counts, recv_counts, False, stream):
             return out
@@ -110,47 +152,96 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         receives = counts_of(recv_counts, "recv_counts", self.nranks, "all_to_all_v")
         if sends[self.rank] != receives[self.rank]:
             mine = f"send_counts[{self.rank}] is {sends[self.rank]}, recv_counts[{self.rank}] is {receives[self.rank]}"
-            raise InvalidUsage(f"all_to_all_v: a rank sends itself what it receives: {mine}", rank=self.rank)
+            raise InvalidUsage(
+                f"all_to_all_v: a rank sends itself what it receives: {mine}", rank=self.rank
+            )
         source = self._sized(x, sum(sends), "the sum of send_counts", "all_to_all_v", stream)
         out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
         target = self._like(out, source, sum(receives), "all_to_all_v", stream)
         self._apart(source, target, "all_to_all_v")
-        asked = Uneven(collective=Collective.ALL_TO_ALL, source=source, target=target, sends=sends, receives=receives)
+        asked = Uneven(
+            collective=Collective.ALL_TO_ALL,
+            source=source,
+            target=target,
+            sends=sends,
+            receives=receives,
+        )
         self._run_uneven(asked, stream)
         return out
 
-    def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+    def gather_v(
+        self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None
+    ) -> Any:
         """As ``gather``; rank r contributes ``counts[r]`` elements."""
         if not self._gather_v(x, out, root, None, counts, False, stream):
             return out if root == self.rank else None
-        chief, sizes = self._root(root, "gather_v"), counts_of(counts, "counts", self.nranks, "gather_v")
+        chief, sizes = (
+            self._root(root, "gather_v"),
+            counts_of(counts, "counts", self.nranks, "gather_v"),
+        )
         source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
         out, target = self._gathered(x, source, sizes, chief, out, "gather_v", stream)
-        collective, mine, receives = Collective.GATHER, (source.count,), sizes if self.rank == chief else ()
-        asked = Uneven(collective=collective, source=source, target=target, sends=mine, receives=receives, counts=sizes, root=chief)
+        collective, mine, receives = (
+            Collective.GATHER,
+            (source.count,),
+            sizes if self.rank == chief else (),
+        )
+        asked = Uneven(
+            collective=collective,
+            source=source,
+            target=target,
+            sends=mine,
+            receives=receives,
+            counts=sizes,
+            root=chief,
+        )
         self._run_uneven(asked, stream)
         return out
 
-    def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+    def scatter_v(
+        self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None
+    ) -> Any:
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
         if not self._scatter_v(x, out, root, counts, None, False, stream):
             return out
-        chief, sizes = self._root(root, "scatter_v"), counts_of(counts, "counts", self.nranks, "scatter_v")
+        chief, sizes = (
+            self._root(root, "scatter_v"),
+            counts_of(counts, "counts", self.nranks, "scatter_v"),
+        )
         if self.rank == chief:
             source = self._sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
             out, target = self._scattered(x, source, sizes, out, "scatter_v", stream)
         else:
             source = target = self._given(out, "scatter_v", stream)
             self._expect(target, sizes[self.rank], "out", f"counts[{self.rank}]", "scatter_v")
-        collective, mine, sends = Collective.SCATTER, (target.count,), sizes if self.rank == chief else ()
-        asked = Uneven(collective=collective, source=source, target=target, sends=sends, receives=mine, counts=sizes, root=chief)
+        collective, mine, sends = (
+            Collective.SCATTER,
+            (target.count,),
+            sizes if self.rank == chief else (),
+        )
+        asked = Uneven(
+            collective=collective,
+            source=source,
+            target=target,
+            sends=sends,
+            receives=mine,
+            counts=sizes,
+            root=chief,
+        )
         self._run_uneven(asked, stream)
         return out
 
     # ---- parts
 
     def _gathered(
-        self, x: Any, source: DeviceMemory, sizes: Sequence[int], chief: int, out: Any, where: str, stream: Any
+        self,
+        x: Any,
+        source: DeviceMemory,
+        sizes: Sequence[int],
+        chief: int,
+        out: Any,
+        where: str,
+        stream: Any,
     ) -> tuple[Any, DeviceMemory]:
         """The result of a gather and its memory; of a rank that is not the root None, and ``source``."""
         if self.rank != chief:
@@ -171,7 +262,10 @@ class UnevenCollectives(NoDoors, DeviceArguments):
 
     def _given(self, out: Any, where: str, stream: Any) -> DeviceMemory:
         if out is None:
-            raise InvalidUsage(f"{where}: a rank that is not the root gives out, the array for its share", rank=self.rank)
+            raise InvalidUsage(
+                f"{where}: a rank that is not the root gives out, the array for its share",
+                rank=self.rank,
+            )
         return device_view(out, "out", where, stream, self.gpu)
 
     def _sized(self, x: Any, count: int, why: str, where: str, stream: Any) -> DeviceMemory:
@@ -181,7 +275,10 @@ class UnevenCollectives(NoDoors, DeviceArguments):
 
     def _expect(self, memory: DeviceMemory, count: int, name: str, why: str, where: str) -> None:
         if memory.count != count:
-            raise InvalidUsage(f"{where}: {name} has {memory.count} elements, but needs {count} ({why})", rank=self.rank)
+            raise InvalidUsage(
+                f"{where}: {name} has {memory.count} elements, but needs {count} ({why})",
+                rank=self.rank,
+            )
 
 
 Parts = list[tuple[int, DeviceMemory]]
@@ -191,7 +288,11 @@ Parts = list[tuple[int, DeviceMemory]]
 def parts_of(memory: DeviceMemory, sizes: Sequence[int]) -> Parts:
     """Consecutive parts, one a rank."""
     firsts = itertools.accumulate(sizes, initial=0)
-    return [(rank, memory.part(first, size)) for rank, (first, size) in enumerate(zip(firsts, sizes, strict=False)) if size]
+    return [
+        (rank, memory.part(first, size))
+        for rank, (first, size) in enumerate(zip(firsts, sizes, strict=False))
+        if size
+    ]
 
 
 def transfers_of(asked: Uneven, rank: int, nranks: int) -> tuple[Parts, Parts]:

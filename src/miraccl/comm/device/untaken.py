@@ -24,7 +24,9 @@ _PLACES = {Frame.LINE: 7 * _ROW.size, Frame.PAIR: 0}
 def header_of(rows: bytes, frame: Frame, row: int) -> int | None:
     """The tag of the message whose first rows lie at ``row`` of a lane, two of them; None if it has not come."""
     flag = row // layout.RING_ROWS + 1 & 0xFFFFFFFF
-    first, second = (_ROW.unpack_from(rows, _PLACES[frame] + number * layout.ROW_BYTES) for number in range(2))
+    first, second = (
+        _ROW.unpack_from(rows, _PLACES[frame] + number * layout.ROW_BYTES) for number in range(2)
+    )
     if frame is Frame.LINE:
         return first[2] if first[3] == flag else None
     return second[0] if {first[1], first[3], second[1], second[3]} == {flag} else None
@@ -37,9 +39,24 @@ def find_untaken(gpu: Gpu, where: Regions, frame: Frame, boards: Boards) -> tupl
     for peer, inbox in enumerate(where.inboxes):
         if peer == where.rank:
             continue
-        (row,) = _COUNT.unpack(gpu.read(where.own + layout.LANE_TAKEN_OFFSET + peer * lanes * layout.WORD_STRIDE, _COUNT.size))
-        ring = inbox + layout.RINGS_OFFSET + (peer - (peer > where.rank)) * lanes * layout.RING_ROWS * layout.ROW_BYTES
-        both = (gpu.read(ring + (row + i) % layout.RING_ROWS * layout.ROW_BYTES, layout.ROW_BYTES) for i in range(2))
+        (row,) = _COUNT.unpack(
+            gpu.read(
+                where.own + layout.LANE_TAKEN_OFFSET + peer * lanes * layout.WORD_STRIDE,
+                _COUNT.size,
+            )
+        )
+        ring = (
+            inbox
+            + layout.RINGS_OFFSET
+            + (peer - (peer > where.rank)) * lanes * layout.RING_ROWS * layout.ROW_BYTES
+        )
+        both = (
+            gpu.read(ring + (row + i) % layout.RING_ROWS * layout.ROW_BYTES, layout.ROW_BYTES)
+            for i in range(2)
+        )
         if tag := header_of(b"".join(both), frame, row):
-            return peer, next((move.signature for move in boards.theirs[peer].moves.values() if move.tag == tag), 0)
+            return peer, next(
+                (move.signature for move in boards.theirs[peer].moves.values() if move.tag == tag),
+                0,
+            )
     return None

@@ -32,9 +32,17 @@ class DeviceArray:
     16- and 8-bit floats that NumPy does not know are shown to others as unsigned integers of their size.
     """
 
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: DType, keep: Any, ordinal: int = 0) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, ...], dtype: DType, keep: Any, ordinal: int = 0
+    ) -> None:
         """``keep`` holds the memory, which is that of the GPU ``ordinal``."""
-        self.address, self.shape, self.dtype, self._keep, self._ordinal = address, shape, dtype, keep, ordinal
+        self.address, self.shape, self.dtype, self._keep, self._ordinal = (
+            address,
+            shape,
+            dtype,
+            keep,
+            ordinal,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -43,8 +51,16 @@ class DeviceArray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         kind = NUMPY_DTYPE[self.dtype]
-        typestr = kind.str if kind.isbuiltin == 1 else f"<u{kind.itemsize}"  # 2: another package's, whose codes nobody else knows
-        return {"shape": self.shape, "typestr": typestr, "data": (self.address, False), "version": 3, "strides": None}
+        typestr = (
+            kind.str if kind.isbuiltin == 1 else f"<u{kind.itemsize}"
+        )  # 2: another package's, whose codes nobody else knows
+        return {
+            "shape": self.shape,
+            "typestr": typestr,
+            "data": (self.address, False),
+            "version": 3,
+            "strides": None,
+        }
 
     @property
     def miraccl_view(self) -> DeviceMemory:
@@ -55,9 +71,13 @@ class DeviceArray:
         """The same memory as a tensor."""
         import torch
 
-        kind = getattr(torch, "float8_e4m3fn" if self.dtype is DType.FLOAT8_E4M3 else self.dtype.label)
+        kind = getattr(
+            torch, "float8_e4m3fn" if self.dtype is DType.FLOAT8_E4M3 else self.dtype.label
+        )
         flat = DeviceArray(self.address, (max(1, self.nbytes),), DType.UINT8, self._keep)
-        tensor = torch.as_tensor(flat, device=f"cuda:{self._ordinal}")[: self.nbytes]  # on the current one it would be a copy
+        tensor = torch.as_tensor(flat, device=f"cuda:{self._ordinal}")[
+            : self.nbytes
+        ]  # on the current one it would be a copy
         return tensor.view(kind).reshape(self.shape)
 
     def __repr__(self) -> str:
@@ -81,17 +101,28 @@ class Windows:
         kind, dims = _element_type(dtype), dimensions(shape)
         nbytes = max(1, math.prod(dims)) * kind.itemsize
         if nbytes > MOST_BYTES:
-            raise InvalidUsage(f"empty: {dims} {kind.label} take {nbytes} bytes; a process addresses {MOST_BYTES}")
+            raise InvalidUsage(
+                f"empty: {dims} {kind.label} take {nbytes} bytes; a process addresses {MOST_BYTES}"
+            )
         asked = f"{dims} {kind.label}"
-        for rank, theirs in enumerate(plane.meet(stages.what, "gpu empty", asked.encode(), stages.deadline)):
+        for rank, theirs in enumerate(
+            plane.meet(stages.what, "gpu empty", asked.encode(), stages.deadline)
+        ):
             if theirs.decode() != asked:
-                raise InvalidUsage(f"empty: rank {rank} asks for {theirs.decode()}, this rank for {asked}", peer=rank)
+                raise InvalidUsage(
+                    f"empty: rank {rank} asks for {theirs.decode()}, this rank for {asked}",
+                    peer=rank,
+                )
         window = self._memory.window(nbytes, stages)
         bisect.insort(self._starts, (window.own, len(self._windows)))
         self._windows.append(window)
         array = DeviceArray(window.own, dims, kind, window, self._memory.gpu.ordinal)
         # bool is uint8 here
-        return array.torch().view(dtype) if "torch" in sys.modules and isinstance(dtype, sys.modules["torch"].dtype) else array
+        return (
+            array.torch().view(dtype)
+            if "torch" in sys.modules and isinstance(dtype, sys.modules["torch"].dtype)
+            else array
+        )
 
     def place(self, memory: DeviceMemory) -> Place | None:
         """Where ``memory`` lies in a window that every rank addresses, or None."""
@@ -119,5 +150,7 @@ def _element_type(dtype: Any) -> DType:
     if found is None and (kind := element_type(dtype)).isnative:
         found = _NAMES.get(kind.name)
     if found is None:
-        raise InvalidUsage(f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_NAMES)}")
+        raise InvalidUsage(
+            f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_NAMES)}"
+        )
     return found

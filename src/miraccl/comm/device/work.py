@@ -79,7 +79,9 @@ class DeviceWork(Work):
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done():
             if end is not None and time.monotonic() >= end:
-                raise CollectiveTimeout(f"not finished within {timeout:g} s; it goes on on the GPU", op=self.name)
+                raise CollectiveTimeout(
+                    f"not finished within {timeout:g} s; it goes on on the GPU", op=self.name
+                )
             self._polls += 1
             time.sleep(POLL_S)
 
@@ -96,7 +98,10 @@ class DeviceWork(Work):
     def done(self) -> bool:
         """Whether the GPU has ended the operation, in success or not."""
         if self._captured:
-            raise InvalidUsage(f"{self.name} was captured in a graph; whether it has ended is asked of the graph", op=self.name)
+            raise InvalidUsage(
+                f"{self.name} was captured in a graph; whether it has ended is asked of the graph",
+                op=self.name,
+            )
         return bool(self._gpu.gpu.has_passed(self._event))
 
     is_completed = done
@@ -159,7 +164,9 @@ class Background:
     def __getattr__(self, name: str) -> Callable[..., DeviceWork]:
         method = getattr(self._gpu, name)
 
-        def start(*args: Any, stream: Any = None, current: Current | None = None, **more: Any) -> DeviceWork:
+        def start(
+            *args: Any, stream: Any = None, current: Current | None = None, **more: Any
+        ) -> DeviceWork:
             driver: Gpu = self._gpu.gpu
             with driver.visited():
                 number = self._fork(current) if stream is None else stream_of(self._gpu, stream)
@@ -167,7 +174,9 @@ class Background:
                 keep = (args, more, result)
                 if not driver.is_capturing(number):  # memory of captures belongs to their graphs
                     self._kept.hold(keep, number)  # the user may let go of everything at once
-                return DeviceWork(name, self._gpu, number, result, keep, current, self._where(number))
+                return DeviceWork(
+                    name, self._gpu, number, result, keep, current, self._where(number)
+                )
 
         return start
 
@@ -183,7 +192,10 @@ class Background:
         own, self._own = self._own, None
         if own is None or self._gpu.closed:
             return
-        with contextlib.suppress(MiracclError), self._gpu.gpu.visited():  # a context that a failed kernel broke needs nothing given back
+        with (
+            contextlib.suppress(MiracclError),
+            self._gpu.gpu.visited(),
+        ):  # a context that a failed kernel broke needs nothing given back
             self._gpu.gpu.synchronize()
             self._kept.close()
             self._gpu.gpu.destroy_stream(own)

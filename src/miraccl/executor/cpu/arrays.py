@@ -37,7 +37,10 @@ def headers_are_readable() -> bool:
     base = np.arange(24, dtype=np.float32)
     frozen = base.reshape(2, 3, 4)
     frozen.setflags(write=False)
-    return all(_reads_right(a) for a in (base, frozen, base[::2], base[1:5], np.zeros((), np.int8), base.reshape(4, 6).T))
+    return all(
+        _reads_right(a)
+        for a in (base, frozen, base[::2], base[1:5], np.zeros((), np.int8), base.reshape(4, 6).T)
+    )
 
 
 def _reads_right(array: np.ndarray) -> bool:
@@ -47,7 +50,9 @@ def _reads_right(array: np.ndarray) -> bool:
         return ctypes.c_int64.from_address(header + offset).value
 
     flags = ctypes.c_int32.from_address(header + at.ARRAY_FLAGS).value
-    dims = [ctypes.c_int64.from_address(word(at.ARRAY_DIMS) + 8 * i).value for i in range(array.ndim)]
+    dims = [
+        ctypes.c_int64.from_address(word(at.ARRAY_DIMS) + 8 * i).value for i in range(array.ndim)
+    ]
     return (
         word(at.OB_TYPE) == id(np.ndarray)
         and word(at.ARRAY_DATA) == array.ctypes.data

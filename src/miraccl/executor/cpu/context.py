@@ -100,7 +100,9 @@ _restore_exception.restype = None
 _restore_exception.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
 _this_thread = ctypes.pythonapi.PyThreadState_Get
 _this_thread.restype = ctypes.c_void_p
-_FUNCTION4 = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_FUNCTION4 = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64
+)
 
 
 def call_kernel(address: int, a: int, b: int, c: int, d: int) -> int:
@@ -135,7 +137,9 @@ class Context:
         self._send = np.zeros((nranks, at.CONN_SIZE // 8), np.int64)
         self._recv = np.zeros((nranks, at.CONN_SIZE // 8), np.int64)
         self._ctrls = np.zeros(nranks, np.int64)
-        self._scratch = np.zeros(at.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64)  # of each source three words: ``kernels.operands``
+        self._scratch = np.zeros(
+            at.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64
+        )  # of each source three words: ``kernels.operands``
         self._stage = np.zeros(stage_bytes + 64, np.int8)
         self._pair = np.zeros(2 * at.OP_SIZE // 8, np.int64)
         self._counts = np.zeros(at.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
@@ -252,7 +256,9 @@ class Context:
         self.words[first : first + 3] = 0
         if kept[0] is None:
             raise KeyboardInterrupt
-        _restore_exception(*kept)  # ctypes finds the exception set when the call returns, and raises it
+        _restore_exception(
+            *kept
+        )  # ctypes finds the exception set when the call returns, and raises it
         raise AssertionError("unreachable")
 
     def meets(self, rank: int, seq: int, sent: int) -> None:
@@ -277,22 +283,47 @@ class Context:
 
     def private_bytes(self) -> int:
         """Bytes of the context's own arrays and of all runs."""
-        own = (self.words, self._send, self._recv, self._ctrls, self._scratch, self._stage, self._keep, self._plans)
-        runs = sum(r.words.nbytes + r.in_blocks.nbytes + r.out_blocks.nbytes + r.scratch.nbytes for r in self._runs.values())
+        own = (
+            self.words,
+            self._send,
+            self._recv,
+            self._ctrls,
+            self._scratch,
+            self._stage,
+            self._keep,
+            self._plans,
+        )
+        runs = sum(
+            r.words.nbytes + r.in_blocks.nbytes + r.out_blocks.nbytes + r.scratch.nbytes
+            for r in self._runs.values()
+        )
         return sum(a.nbytes for a in own) + runs
 
     # ---- doors and plans
 
-    def door(self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None) -> Callable[..., int]:
+    def door(
+        self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None
+    ) -> Callable[..., int]:
         """A builtin of the engine bound to this context; ``kind``: an entry of ``kernels.engine``, such as ``collective`` or ``prepared``.
         Who gives a ``run`` holds it as long as the door."""
         record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
         door = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
-        (self._doors if run is None else run.keep).append(record)  # the door of a run lives no longer than the run
+        (self._doors if run is None else run.keep).append(
+            record
+        )  # the door of a run lives no longer than the run
         return cast("Callable[..., int]", door)
 
     def remember(
-        self, run: Run, collective: Collective, count: int, out_count: int, dtype: DType, arg: int, in_place: bool, *, uneven: bool = False
+        self,
+        run: Run,
+        collective: Collective,
+        count: int,
+        out_count: int,
+        dtype: DType,
+        arg: int,
+        in_place: bool,
+        *,
+        uneven: bool = False,
     ) -> None:
         """Enter a run into the table in which doors look for it; where its places are taken, an older entry is replaced.
 
@@ -325,7 +356,14 @@ class Context:
 
 def _plan_key(coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int) -> int:
     """The hash of ``kernels.calls.find_plan``, in 64-bit arithmetic."""
-    key = count * 0x9E3779B1 + out_count * 0x85EBCA6B + coll * 0x27D4EB2F + dtype * 0x165667B1 + arg * 0x2545F491 + in_place
+    key = (
+        count * 0x9E3779B1
+        + out_count * 0x85EBCA6B
+        + coll * 0x27D4EB2F
+        + dtype * 0x165667B1
+        + arg * 0x2545F491
+        + in_place
+    )
     key = (key + (1 << 63)) % (1 << 64) - (1 << 63)
     return key ^ (key >> 15)
 

@@ -32,7 +32,9 @@ def check_limits(schedule: Schedule) -> None:
 def check_width(schedule: Schedule, slot_bytes: int) -> None:
     """Raise ``InvalidUsage`` where a slot has no room for a message of the widest step."""
     if slot_bytes // schedule.widest < ALIGN:
-        raise InvalidUsage(f"a step of {schedule.name} moves {schedule.widest} chunks, too many for slots of {slot_bytes} bytes")
+        raise InvalidUsage(
+            f"a step of {schedule.name} moves {schedule.widest} chunks, too many for slots of {slot_bytes} bytes"
+        )
 
 
 def _check_remote_memory(schedule: Schedule) -> None:
@@ -41,20 +43,27 @@ def _check_remote_memory(schedule: Schedule) -> None:
         for rank, steps in enumerate(channel):
             for position, step in enumerate(steps):
                 if step.remote is not None and step.remote.buffer is Buffer.SCRATCH:
-                    raise InvalidUsage(f"{place(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs")
+                    raise InvalidUsage(
+                        f"{place(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs"
+                    )
 
 
 def _check_order(schedule: Schedule, channel: int) -> None:
     """Signals go through the FIFO of the messages: they are taken in the order in which both were posted, and need places there."""
     nranks, programs = schedule.nranks, schedule.channels[channel]
     fifos: defaultdict[tuple[int, int], deque[str]] = defaultdict(deque)  # by sender and receiver
-    parts = [[(i, part) for i, step in enumerate(steps) for part in _parts(step, r, nranks)] for r, steps in enumerate(programs)]
+    parts = [
+        [(i, part) for i, step in enumerate(steps) for part in _parts(step, r, nranks)]
+        for r, steps in enumerate(programs)
+    ]
     position, ready = [0] * nranks, deque(range(nranks))
     while ready:
         rank = ready.popleft()
         while position[rank] < len(parts[rank]):
             number, (senders, receivers, kind) = parts[rank][position[rank]]
-            if not all(fifos[sender, rank] for sender in senders) or any(len(fifos[rank, peer]) == NSLOTS for peer in receivers):
+            if not all(fifos[sender, rank] for sender in senders) or any(
+                len(fifos[rank, peer]) == NSLOTS for peer in receivers
+            ):
                 break
             for sender in senders:
                 if (posted := fifos[sender, rank].popleft()) is not kind:
@@ -72,13 +81,19 @@ def _check_order(schedule: Schedule, channel: int) -> None:
 
 def sync_peers(step: Step, rank: int, nranks: int) -> list[int]:
     """The other ranks that a signal, wait or barrier is for."""
-    return [peer for peer in (range(nranks) if step.op is Op.BARRIER else step.peers) if peer != rank]
+    return [
+        peer for peer in (range(nranks) if step.op is Op.BARRIER else step.peers) if peer != rank
+    ]
 
 
 def _parts(step: Step, rank: int, nranks: int) -> Iterator[Part]:
     """A step as the engine does it (``kernels.steps``)."""
     if step.op not in SYNCS:
-        yield step.senders(rank), [step.send_peer] if step.op.sends and step.send_peer is not None else [], MESSAGE
+        yield (
+            step.senders(rank),
+            [step.send_peer] if step.op.sends and step.send_peer is not None else [],
+            MESSAGE,
+        )
         return
     kind = MEETING if step.op is Op.BARRIER else SIGNAL
     peers = sync_peers(step, rank, nranks)

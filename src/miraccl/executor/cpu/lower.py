@@ -48,14 +48,19 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
     check_limits(schedule)
     steps = [step for channel in schedule.channels for step in channel[rank]]
     when = rounds_of(schedule, opened=opened)[rank]
-    lists = [step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ()) for step in steps]
+    lists = [
+        step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ())
+        for step in steps
+    ]
     peers = np.array([p for peers in lists for p in peers] or [0], np.int64)
     table = np.zeros((max(len(steps), 1), at.STEP_SIZE // 8), np.int64)
     offset = 0
     for number, (step, listed) in enumerate(zip(steps, lists, strict=True)):
         table[number] = _encode(step, when[number], peers.ctypes.data + 8 * offset, len(listed))
         offset += len(listed)
-    sends = sorted({step.send_peer for step in steps if step.op.sends and step.send_peer is not None})
+    sends = sorted(
+        {step.send_peer for step in steps if step.op.sends and step.send_peer is not None}
+    )
     return Program(
         schedule=schedule,
         rank=rank,
@@ -89,7 +94,13 @@ def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
 
 def signature(collective: Collective, dtype: DType, op: RedOp, root: int, count: int) -> int:
     """What ranks must agree on, without the sequence number (bits 0-15): collective, dtype, operator, root and a hash of the count."""
-    return collective << 16 | dtype << 21 | op << 25 | (root & 0xFFF) << 28 | count_hash(count) << at.SIG_COUNT_SHIFT
+    return (
+        collective << 16
+        | dtype << 21
+        | op << 25
+        | (root & 0xFFF) << 28
+        | count_hash(count) << at.SIG_COUNT_SHIFT
+    )
 
 
 def describe_signature(sig: int) -> dict[str, str]:
@@ -118,7 +129,9 @@ class Counts:
     differ.
     """
 
-    def __init__(self, inputs: Sequence[int], outputs: Sequence[int], *, agreed: int, shown: int) -> None:
+    def __init__(
+        self, inputs: Sequence[int], outputs: Sequence[int], *, agreed: int, shown: int
+    ) -> None:
         self.words = np.array([agreed, shown, *inputs, *outputs], np.int64)
         self.address = int(self.words.ctypes.data)
 
@@ -149,11 +162,22 @@ class Run:
         schedule, itemsize = program.schedule, dtype.itemsize
         self.program = program
         self.keep: list[Any] = []  # what lives as long as this
-        self.in_blocks = np.zeros((max(1, schedule.input_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64)
-        self.out_blocks = np.zeros((max(1, schedule.output_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64)
+        self.in_blocks = np.zeros(
+            (max(1, schedule.input_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64
+        )
+        self.out_blocks = np.zeros(
+            (max(1, schedule.output_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64
+        )
         check_width(schedule, slot_bytes)
-        piece = min(round_bytes, slot_bytes // schedule.widest // ALIGN * ALIGN) if direct < 0 or schedule.widest > 1 else round_bytes
-        self.scratch = np.zeros(schedule.scratch_chunks * chunk_bytes(block_bytes, schedule.parts, itemsize) + 1, np.int8)
+        piece = (
+            min(round_bytes, slot_bytes // schedule.widest // ALIGN * ALIGN)
+            if direct < 0 or schedule.widest > 1
+            else round_bytes
+        )
+        self.scratch = np.zeros(
+            schedule.scratch_chunks * chunk_bytes(block_bytes, schedule.parts, itemsize) + 1,
+            np.int8,
+        )
         self.words = np.zeros(at.RUN_SIZE // 8, np.int64)
         for place, value in (
             (at.RUN_SCRATCH, self.scratch.ctypes.data),

@@ -22,39 +22,55 @@ Signal = tuple[int, int, bool]
 
 def rounds_of(schedule: Schedule, *, opened: bool) -> list[list[int]]:
     """For each rank the ``layout.*_ROUND`` of its steps, channel after channel; data move in every round. ``opened`` as in ``lower``."""
-    programs = [[step for channel in schedule.channels for step in channel[rank]] for rank in range(schedule.nranks)]
+    programs = [
+        [step for channel in schedule.channels for step in channel[rank]]
+        for rank in range(schedule.nranks)
+    ]
     if not schedule.ops & SYNCS:
         return [[at.EVERY_ROUND] * len(steps) for steps in programs]
     first = at.NEVER if opened else at.FIRST_ROUND
     leading, trailing = _matched(programs), _matched([steps[::-1] for steps in programs])
     return [
-        [first if i < before else at.LAST_ROUND if i >= len(steps) - after else at.EVERY_ROUND for i in range(len(steps))]
+        [
+            first if i < before else at.LAST_ROUND if i >= len(steps) - after else at.EVERY_ROUND
+            for i in range(len(steps))
+        ]
         for steps, before, after in zip(programs, leading, trailing, strict=True)
     ]
 
 
 def _matched(programs: Sequence[Program]) -> list[int]:
     """How many steps each program begins with that do nothing but signal and wait, where both ends of every signal are among them."""
-    lengths = [next((i for i, step in enumerate(steps) if step.op not in SYNCS), len(steps)) for steps in programs]
+    lengths = [
+        next((i for i, step in enumerate(steps) if step.op not in SYNCS), len(steps))
+        for steps in programs
+    ]
     while True:
         sent, taken = Counter[Signal](), Counter[Signal]()
         for rank, steps in enumerate(programs):
             for step in steps[: lengths[rank]]:
                 sent.update(_sent(step, rank, len(programs)))
                 taken.update(_taken(step, rank, len(programs)))
-        fewer = [_paired(steps[: lengths[rank]], rank, len(programs), sent, taken) for rank, steps in enumerate(programs)]
+        fewer = [
+            _paired(steps[: lengths[rank]], rank, len(programs), sent, taken)
+            for rank, steps in enumerate(programs)
+        ]
         if fewer == lengths:
             return lengths
         lengths = fewer
 
 
-def _paired(steps: Program, rank: int, nranks: int, sent: Counter[Signal], taken: Counter[Signal]) -> int:
+def _paired(
+    steps: Program, rank: int, nranks: int, sent: Counter[Signal], taken: Counter[Signal]
+) -> int:
     """How many steps come before the first one with a signal that has no other end."""
     own_sent, own_taken = Counter[Signal](), Counter[Signal]()
     for number, step in enumerate(steps):
         own_sent.update(signals := list(_sent(step, rank, nranks)))
         own_taken.update(waits := list(_taken(step, rank, nranks)))
-        if any(own_sent[end] > taken[end] for end in signals) or any(own_taken[end] > sent[end] for end in waits):
+        if any(own_sent[end] > taken[end] for end in signals) or any(
+            own_taken[end] > sent[end] for end in waits
+        ):
             return number
     return len(steps)
 

@@ -27,7 +27,9 @@ def slot_packets(request: Request, algo: str, piece: int, frame: Frame) -> int:
     if algo == "chain":
         return frame.room(piece)
     if algo == TREES:  # from two children, from the parent
-        return frame.room(piece) * {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2}.get(request.collective, 1)
+        return frame.room(piece) * {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2}.get(
+            request.collective, 1
+        )
     return frame.room(piece) * rounds_of(request, algo) * (request.nranks - 1)
 
 

@@ -11,7 +11,16 @@ from dataclasses import replace
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.launch_shape import fan_shape, packet_shape, simple_shape
-from miraccl.executor.cuda.plan import ROOTED, TREES, DevicePlan, Request, check_protocol, frame_of, has_packets, vectors_of
+from miraccl.executor.cuda.plan import (
+    ROOTED,
+    TREES,
+    DevicePlan,
+    Request,
+    check_protocol,
+    frame_of,
+    has_packets,
+    vectors_of,
+)
 from miraccl.executor.cuda.source import Frame
 from miraccl.types import Collective
 
@@ -45,7 +54,11 @@ def choose(request: Request) -> DevicePlan:
     if proto != "simple" and not has_packets(request, algo):
         proto, why_proto = "simple", f"packets of {algo} have no kernel, or no room"
     plan = packet_shape(request, algo, proto) if proto != "simple" else simple_shape(request, algo)
-    few = f"; on at most {request.multiprocessors} multiprocessors (CTA policy, MIRACCL_SMS)" if request.packed else ""
+    few = (
+        f"; on at most {request.multiprocessors} multiprocessors (CTA policy, MIRACCL_SMS)"
+        if request.packed
+        else ""
+    )
     parts = "; in parts, which the banks have room for one by one" if plan.in_parts else ""
     return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}{parts}{few}")
 
@@ -57,16 +70,25 @@ def _algorithm(request: Request) -> tuple[str, str]:
             return "one_shot", "two ranks, which one exchange is enough for"
         case collective if request.block_bytes >= ring_from(request):
             least = ring_from(request) // MIB
-            return "ring", f"{collective.label} of blocks from {least} MiB on: links carry more between neighbours than between all pairs"
+            return (
+                "ring",
+                f"{collective.label} of blocks from {least} MiB on: links carry more between neighbours than between all pairs",
+            )
         case Collective.ALL_REDUCE:
-            return _by_size(request, "two_shot", ONE_SHOT_UP_TO.get(request.nranks, MANY_ONE_SHOT_UP_TO))
+            return _by_size(
+                request, "two_shot", ONE_SHOT_UP_TO.get(request.nranks, MANY_ONE_SHOT_UP_TO)
+            )
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
             return "one_shot", "blocks of all sizes"
         case Collective.REDUCE if request.ordered:
             return "one_shot", "needed for the order of the ranks (deterministic)"
         case Collective.BROADCAST | Collective.REDUCE:
-            large = TREES if may_use_trees(request) and request.block_bytes <= TREE_UP_TO else "chain"
-            return _by_size(request, large, ROOTED_ONE_SHOT_UP_TO.get(request.nranks, MANY_ONE_SHOT_UP_TO))
+            large = (
+                TREES if may_use_trees(request) and request.block_bytes <= TREE_UP_TO else "chain"
+            )
+            return _by_size(
+                request, large, ROOTED_ONE_SHOT_UP_TO.get(request.nranks, MANY_ONE_SHOT_UP_TO)
+            )
         case _:
             raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
 
@@ -90,7 +112,11 @@ def may_use_trees(request: Request) -> bool:
 def ring_from(request: Request) -> int:
     """Bytes of a block from which the ring is taken, unless another algorithm is asked for."""
     few, many = RING_FROM.get(request.collective, (NEVER, NEVER))
-    if request.nranks == 2 or request.proto not in ("", "simple") or (request.reduces and not may_round_at_hops(request)):
+    if (
+        request.nranks == 2
+        or request.proto not in ("", "simple")
+        or (request.reduces and not may_round_at_hops(request))
+    ):
         return NEVER
     return few if request.nranks <= 4 else many
 
@@ -98,7 +124,10 @@ def ring_from(request: Request) -> int:
 def _protocol(request: Request, algo: str) -> tuple[str, str]:
     """(protocol, why)."""
     if request.block_bytes >= SIMPLE_FROM.get(algo, NEVER):
-        return "simple", f"from {SIMPLE_FROM[algo] // MIB} MiB on, a {algo} carries more in large slots than by packets"
+        return (
+            "simple",
+            f"from {SIMPLE_FROM[algo] // MIB} MiB on, a {algo} carries more in large slots than by packets",
+        )
     if frame_of(request, "ll128") is not Frame.MASK:
         return "ll128", "every word of floats that are added up is its own flag"
     fans = fan_shape(request, algo, "ll", Frame.PAIR, vectors_of(request, algo, Frame.PAIR))

@@ -46,7 +46,9 @@ class PrimaryContext:
         self.cuda = driver()
         self.ordinal = ordinal
         self._device = check(self.cuda.cuDeviceGet(ordinal), f"cuDeviceGet({ordinal})")
-        self._context = check(self.cuda.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain")
+        self._context = check(
+            self.cuda.cuDevicePrimaryCtxRetain(self._device), "cuDevicePrimaryCtxRetain"
+        )
         self.context = int(self._context)
 
     def make_current(self) -> None:

@@ -34,7 +34,9 @@ MEETING_THREADS = 32
 
 def possible(collective: Collective, nranks: int) -> bool:
     """Whether copies do it well; a broadcast with more ranks would send everything from the root to everybody."""
-    return collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL) or (collective is Collective.BROADCAST and nranks == 2)
+    return collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL) or (
+        collective is Collective.BROADCAST and nranks == 2
+    )
 
 
 def faster_from(collective: Collective, nranks: int) -> int:
@@ -79,26 +81,51 @@ def copies_of(schedule: Schedule, rank: int) -> list[Copy]:
     found: list[Copy] = []
     for channel in schedule.channels:
         arrivals = {
-            peer: [step.dst for step in channel[peer] if step.op is Op.RECV and step.recv_peer == rank] for peer in range(schedule.nranks)
+            peer: [
+                step.dst for step in channel[peer] if step.op is Op.RECV and step.recv_peer == rank
+            ]
+            for peer in range(schedule.nranks)
         }
         for step in channel[rank]:
             if step.op is Op.COPY and step.src and step.dst:
-                found += [Copy(rank, step.src.index + i, step.dst.index + i) for i in range(step.chunks)]
+                found += [
+                    Copy(rank, step.src.index + i, step.dst.index + i) for i in range(step.chunks)
+                ]
             elif step.op is Op.SEND and step.src and step.send_peer is not None:
                 target = arrivals[step.send_peer].pop(0)
-                if step.src.buffer is not Buffer.INPUT or target is None or target.buffer is not Buffer.OUTPUT:
-                    raise InvalidUsage(f"schedule {schedule.name!r} cannot be done by copy engines: it sends on what it received")
-                found += [Copy(step.send_peer, step.src.index + i, target.index + i) for i in range(step.chunks)]
+                if (
+                    step.src.buffer is not Buffer.INPUT
+                    or target is None
+                    or target.buffer is not Buffer.OUTPUT
+                ):
+                    raise InvalidUsage(
+                        f"schedule {schedule.name!r} cannot be done by copy engines: it sends on what it received"
+                    )
+                found += [
+                    Copy(step.send_peer, step.src.index + i, target.index + i)
+                    for i in range(step.chunks)
+                ]
             elif step.op is not Op.RECV:
-                raise InvalidUsage(f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}")
+                raise InvalidUsage(
+                    f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}"
+                )
     if schedule.parts != 1:
-        raise InvalidUsage(f"schedule {schedule.name!r} cuts blocks into {schedule.parts} parts; copy engines move whole blocks")
+        raise InvalidUsage(
+            f"schedule {schedule.name!r} cuts blocks into {schedule.parts} parts; copy engines move whole blocks"
+        )
     return sorted(found, key=lambda copy: (copy.peer - rank) % schedule.nranks)
 
 
 def plan_of(request: Request) -> DevicePlan:
     """How an operation on windows is run by copy engines."""
-    return DevicePlan(algo="one_shot", proto="copy", blocks=1, threads=MEETING_THREADS, unroll=1, reason="copy engines")
+    return DevicePlan(
+        algo="one_shot",
+        proto="copy",
+        blocks=1,
+        threads=MEETING_THREADS,
+        unroll=1,
+        reason="copy engines",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,25 +148,46 @@ def meeting(
 ) -> Launch:
     """The launch in which ranks meet before or after copies; ``waits``: streams wait for words of peers afterwards."""
     number, offset = (place.number + 1, place.offset) if place else (0, 0)
-    spec = KernelSpec(family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=plan.threads)
-    args = lower.pack_args(comm_args, count=offset, root=int(waits), signature=lower.signature_of(plan, request) ^ number)
+    spec = KernelSpec(
+        family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=plan.threads
+    )
+    args = lower.pack_args(
+        comm_args,
+        count=offset,
+        root=int(waits),
+        signature=lower.signature_of(plan, request) ^ number,
+    )
     return Launch(gpu, kernels.function(spec), plan, 1, args)
 
 
 class CopyLaunch:
     """One collective of one size into one place of a window; as ``launch.Launch``, it neither waits nor allocates."""
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, place: Place, sides: list[Side]) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        kernels: Kernels,
+        request: Request,
+        comm_args: lower.CommArgs,
+        place: Place,
+        sides: list[Side],
+    ) -> None:
         self.plan, self.threads = plan_of(request), MEETING_THREADS
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         block, rank = request.block_bytes, comm_args.rank
         self._copies = [
-            (place.windows[copy.peer] + place.offset + copy.target * block, copy.source * block, copy.peer == rank)
+            (
+                place.windows[copy.peer] + place.offset + copy.target * block,
+                copy.source * block,
+                copy.peer == rank,
+            )
             for copy in copies_of(schedule, rank)
         ]
         self._block, self._gpu = block, gpu
         self._sides = sides
-        self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args, place) for _ in range(2))
+        self._before, self._after = (
+            meeting(gpu, kernels, self.plan, request, comm_args, place) for _ in range(2)
+        )
 
     @property
     def signatures(self) -> tuple[int, ...]:

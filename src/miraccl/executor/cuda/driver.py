@@ -41,7 +41,9 @@ def driver() -> Any:
 
 def ordinal_at(address: int) -> int | None:
     """The number of the GPU whose memory lies at ``address``; None for other memory, and where the driver does not say."""
-    if pointer_attribute(POINTER_MEMORY_TYPE, address) != MEMORYTYPE_DEVICE or pointer_attribute(POINTER_IS_MANAGED, address):
+    if pointer_attribute(POINTER_MEMORY_TYPE, address) != MEMORYTYPE_DEVICE or pointer_attribute(
+        POINTER_IS_MANAGED, address
+    ):
         return None
     return pointer_attribute(POINTER_DEVICE_ORDINAL, address)
 
@@ -58,7 +60,9 @@ def pointer_attribute(kind: int, address: int) -> int | None:
 
 @functools.cache
 def _pointer_function() -> Any:
-    return _function("cuPointerGetAttribute")  # None without a driver: whoever made the array does without
+    return _function(
+        "cuPointerGetAttribute"
+    )  # None without a driver: whoever made the array does without
 
 
 def _function(name: str) -> Any:

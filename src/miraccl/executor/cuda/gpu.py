@@ -33,11 +33,15 @@ class _Modules:
     computes, and takes memory there."""
 
     _of_contexts: ClassVar[dict[int, _Modules]] = {}
-    _lock: ClassVar[threading.RLock] = threading.RLock()  # of users; a signal handler may close a communicator in the middle
+    _lock: ClassVar[threading.RLock] = (
+        threading.RLock()
+    )  # of users; a signal handler may close a communicator in the middle
 
     def __init__(self) -> None:
         self.users = 0
-        self.functions: dict[tuple[bytes, str], Any] = {}  # by the code's digest and the name; asked without a lock, while others load
+        self.functions: dict[
+            tuple[bytes, str], Any
+        ] = {}  # by the code's digest and the name; asked without a lock, while others load
         self.loading = threading.RLock()
         self.modules: list[Any] = []
 
@@ -65,15 +69,19 @@ class Gpu(PrimaryContext):
         super().__init__(ordinal)
         self.make_current()
         kinds = self.cuda.CUdevice_attribute
-        self.arch = 10 * self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) + self._attribute(
-            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
-        )
+        self.arch = 10 * self._attribute(
+            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+        ) + self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.multiprocessors = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self._modules = _Modules.enter(self.context)
-        self._side = check(self.cuda.cuStreamCreate(1), "cuStreamCreate")  # non-blocking: independent of the legacy stream
+        self._side = check(
+            self.cuda.cuStreamCreate(1), "cuStreamCreate"
+        )  # non-blocking: independent of the legacy stream
 
     def _attribute(self, kind: Any) -> int:
-        return int(check(self.cuda.cuDeviceGetAttribute(kind, self._device), "cuDeviceGetAttribute"))
+        return int(
+            check(self.cuda.cuDeviceGetAttribute(kind, self._device), "cuDeviceGetAttribute")
+        )
 
     @functools.cached_property
     def driver_version(self) -> int:
@@ -84,11 +92,16 @@ class Gpu(PrimaryContext):
     def outside_of_capture(self) -> Iterator[None]:
         """Calls within are made even if this thread captures a stream."""
         mode = self.cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before = check(self.cuda.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode")
+        before = check(
+            self.cuda.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode"
+        )
         try:
             yield
         finally:
-            check(self.cuda.cuThreadExchangeStreamCaptureMode(before), "cuThreadExchangeStreamCaptureMode")
+            check(
+                self.cuda.cuThreadExchangeStreamCaptureMode(before),
+                "cuThreadExchangeStreamCaptureMode",
+            )
 
     # ---- memory
 
@@ -107,7 +120,9 @@ class Gpu(PrimaryContext):
 
     def fill(self, address: int, nbytes: int, word: int) -> None:
         """Fill memory with a 32-bit word and wait for it."""
-        check(self.cuda.cuMemsetD32Async(address, word, nbytes // 4, self._side), "cuMemsetD32Async")
+        check(
+            self.cuda.cuMemsetD32Async(address, word, nbytes // 4, self._side), "cuMemsetD32Async"
+        )
         check(self.cuda.cuStreamSynchronize(self._side), "cuStreamSynchronize")
 
     def set_words(self, address: int, count: int, word: int, stream: int) -> None:
@@ -118,7 +133,10 @@ class Gpu(PrimaryContext):
         """What lies in memory that this GPU sees; waits for the copy alone."""
         room = ctypes.create_string_buffer(nbytes)
         with self.outside_of_capture():
-            check(self.cuda.cuMemcpyDtoHAsync(ctypes.addressof(room), address, nbytes, self._side), "cuMemcpyDtoHAsync")
+            check(
+                self.cuda.cuMemcpyDtoHAsync(ctypes.addressof(room), address, nbytes, self._side),
+                "cuMemcpyDtoHAsync",
+            )
             check(self.cuda.cuStreamSynchronize(self._side), "cuStreamSynchronize")
         return room.raw
 
@@ -128,8 +146,12 @@ class Gpu(PrimaryContext):
 
     def host_words(self, nbytes: int) -> tuple[Any, int, int]:
         """Pinned memory that GPU and CPU see: (array of 32-bit words, its address here, its address on the GPU)."""
-        host = int(check(self.cuda.cuMemHostAlloc(nbytes, MEMHOSTALLOC_PORTABLE_MAPPED), "cuMemHostAlloc"))
-        device = int(check(self.cuda.cuMemHostGetDevicePointer(host, 0), "cuMemHostGetDevicePointer"))
+        host = int(
+            check(self.cuda.cuMemHostAlloc(nbytes, MEMHOSTALLOC_PORTABLE_MAPPED), "cuMemHostAlloc")
+        )
+        device = int(
+            check(self.cuda.cuMemHostGetDevicePointer(host, 0), "cuMemHostGetDevicePointer")
+        )
         words = (ctypes.c_uint32 * (nbytes // 4)).from_address(host)
         ctypes.memset(host, 0, nbytes)
         return words, host, device
@@ -146,7 +168,12 @@ class Gpu(PrimaryContext):
         """Map an allocation of another process; peer access is enabled as needed."""
         record = self.cuda.CUipcMemHandle()
         record.reserved = handle
-        return int(check(self.cuda.cuIpcOpenMemHandle(record, IPC_LAZY_ENABLE_PEER_ACCESS), "cuIpcOpenMemHandle"))
+        return int(
+            check(
+                self.cuda.cuIpcOpenMemHandle(record, IPC_LAZY_ENABLE_PEER_ACCESS),
+                "cuIpcOpenMemHandle",
+            )
+        )
 
     def unmap_peer(self, address: int) -> None:
         check(self.cuda.cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")
@@ -167,10 +194,19 @@ class Gpu(PrimaryContext):
             return None
         if int(peer) == int(self._device):
             return 2
-        if not int(check(self.cuda.cuDeviceCanAccessPeer(self._device, peer), "cuDeviceCanAccessPeer")):
+        if not int(
+            check(self.cuda.cuDeviceCanAccessPeer(self._device, peer), "cuDeviceCanAccessPeer")
+        ):
             return 0
         atomics = self.cuda.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-        return 1 + bool(int(check(self.cuda.cuDeviceGetP2PAttribute(atomics, self._device, peer), "cuDeviceGetP2PAttribute")))
+        return 1 + bool(
+            int(
+                check(
+                    self.cuda.cuDeviceGetP2PAttribute(atomics, self._device, peer),
+                    "cuDeviceGetP2PAttribute",
+                )
+            )
+        )
 
     def enable_peer(self, ordinal: int) -> None:
         """Let kernels of this GPU use memory that this process allocated on the GPU ``ordinal``, while the context lives."""
@@ -207,15 +243,30 @@ class Gpu(PrimaryContext):
     def granularity(self) -> int:
         """Bytes of which the size of a physical allocation is a multiple."""
         option = self.cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        return int(check(self.cuda.cuMemGetAllocationGranularity(self._properties(), option), "cuMemGetAllocationGranularity"))
+        return int(
+            check(
+                self.cuda.cuMemGetAllocationGranularity(self._properties(), option),
+                "cuMemGetAllocationGranularity",
+            )
+        )
 
     def create_physical(self, nbytes: int) -> int:
         """Memory without an address; gives its handle."""
-        return int(check(self.cuda.cuMemCreate(nbytes, self._properties(), 0), f"cuMemCreate of {nbytes} bytes"))
+        return int(
+            check(
+                self.cuda.cuMemCreate(nbytes, self._properties(), 0),
+                f"cuMemCreate of {nbytes} bytes",
+            )
+        )
 
     def export_descriptor(self, handle: int) -> int:
         """A file descriptor with which any process that gets it maps the memory; the caller closes it."""
-        return int(check(self.cuda.cuMemExportToShareableHandle(handle, self._descriptor_kind(), 0), "cuMemExportToShareableHandle"))
+        return int(
+            check(
+                self.cuda.cuMemExportToShareableHandle(handle, self._descriptor_kind(), 0),
+                "cuMemExportToShareableHandle",
+            )
+        )
 
     def import_descriptor(self, descriptor: int) -> int:
         """The handle of memory of another process; the descriptor may be closed afterwards."""
@@ -224,7 +275,12 @@ class Gpu(PrimaryContext):
 
     def map_physical(self, handle: int, nbytes: int) -> int:
         """An address of this process for memory, readable and writable by this GPU. ``nbytes`` is a multiple of the granularity."""
-        address = int(check(self.cuda.cuMemAddressReserve(nbytes, 0, 0, 0), f"cuMemAddressReserve of {nbytes} bytes"))
+        address = int(
+            check(
+                self.cuda.cuMemAddressReserve(nbytes, 0, 0, 0),
+                f"cuMemAddressReserve of {nbytes} bytes",
+            )
+        )
         try:
             check(self.cuda.cuMemMap(address, nbytes, 0, handle, 0), "cuMemMap")
         except SystemFailure:
@@ -253,8 +309,13 @@ class Gpu(PrimaryContext):
 
     def pin(self, address: int, nbytes: int) -> int:
         """Pin host memory that exists already (whole pages) for all GPUs of this process; gives its address on the GPU."""
-        check(self.cuda.cuMemHostRegister(address, nbytes, MEMHOSTALLOC_PORTABLE_MAPPED), f"cuMemHostRegister of {nbytes} bytes")
-        return int(check(self.cuda.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer"))
+        check(
+            self.cuda.cuMemHostRegister(address, nbytes, MEMHOSTALLOC_PORTABLE_MAPPED),
+            f"cuMemHostRegister of {nbytes} bytes",
+        )
+        return int(
+            check(self.cuda.cuMemHostGetDevicePointer(address, 0), "cuMemHostGetDevicePointer")
+        )
 
     def unpin(self, address: int) -> None:
         check(self.cuda.cuMemHostUnregister(address), "cuMemHostUnregister")
@@ -272,7 +333,10 @@ class Gpu(PrimaryContext):
 
     def wait_word(self, address: int, value: int, stream: int) -> None:
         """What follows in the stream waits until the 32-bit word has this value."""
-        check(self.cuda.cuStreamWaitValue32(stream, address, value, WAIT_VALUE_EQ), "cuStreamWaitValue32")
+        check(
+            self.cuda.cuStreamWaitValue32(stream, address, value, WAIT_VALUE_EQ),
+            "cuStreamWaitValue32",
+        )
 
     # ---- kernels and streams
 
@@ -295,7 +359,10 @@ class Gpu(PrimaryContext):
                     error.hint = f"the driver is of CUDA {self.driver_version // 1000}: a newer one, or {toolkit.INSTALL_12}"
                 raise
             self._modules.modules.append(module)
-            return check(self.cuda.cuModuleGetFunction(module, entry.encode()), f"cuModuleGetFunction({entry})")
+            return check(
+                self.cuda.cuModuleGetFunction(module, entry.encode()),
+                f"cuModuleGetFunction({entry})",
+            )
 
     def is_capturing(self, stream: int) -> bool:
         return int(check(self.cuda.cuStreamIsCapturing(stream), "cuStreamIsCapturing")) != 0
@@ -349,7 +416,9 @@ class Gpu(PrimaryContext):
     def capture_id(self, stream: int) -> int:
         """Which capture a stream takes part in, 0 for none."""
         result = self.cuda.cuStreamIsCapturing(stream)
-        if result[0] == self.cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:  # the legacy stream, while one that it waits for is captured
+        if (
+            result[0] == self.cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+        ):  # the legacy stream, while one that it waits for is captured
             return 0
         if not int(check(result, "cuStreamIsCapturing")):
             return 0
@@ -358,7 +427,12 @@ class Gpu(PrimaryContext):
     def capture(self, stream: int, enqueue: Callable[[int], None]) -> Any:
         """A graph, ready to be launched, of what ``enqueue(stream)`` enqueues. What other threads do meanwhile is not part of it."""
         cuda = self.cuda
-        check(cuda.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), "cuStreamBeginCapture")
+        check(
+            cuda.cuStreamBeginCapture(
+                stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            ),
+            "cuStreamBeginCapture",
+        )
         try:
             enqueue(stream)
         except BaseException:

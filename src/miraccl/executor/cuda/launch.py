@@ -49,7 +49,15 @@ class Launch:
     up while that one runs.
     """
 
-    def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, blocks: int, args: bytearray, overlaps: bool = False) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        function: Any,
+        plan: DevicePlan,
+        blocks: int,
+        args: bytearray,
+        overlaps: bool = False,
+    ) -> None:
         self.plan, self.blocks, self.threads = plan, blocks, blocks * plan.threads
         self._args = (ctypes.c_char * len(args)).from_buffer(args)
         self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self._args))
@@ -65,8 +73,16 @@ class Launch:
             address, self._fast = direct
             attribute = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
             overlaps = overlaps and gpu.driver_version >= OVERLAP_DRIVER
-            self._config = _Config((blocks, 1, 1), (plan.threads, 1, 1), 0, None, attribute, int(overlaps))
-            words = (address, ctypes.addressof(self._args), ctypes.addressof(self._config), int(function), self._address)
+            self._config = _Config(
+                (blocks, 1, 1), (plan.threads, 1, 1), 0, None, attribute, int(overlaps)
+            )
+            words = (
+                address,
+                ctypes.addressof(self._args),
+                ctypes.addressof(self._config),
+                int(function),
+                self._address,
+            )
             self._block = (ctypes.c_uint64 * len(words))(*words)
             self.block = ctypes.addressof(self._block)
             self.run = self._run_fast  # type: ignore[method-assign]
@@ -80,14 +96,28 @@ class Launch:
     def signatures(self) -> tuple[int, ...]:
         """What it says on boards that it runs."""
         field = layout.ARGS["signature"]
-        return (int(struct.unpack_from(f"<{field.code}", self._keep, field.offset)[0]) & 0xFFFFFFFF,)
+        return (
+            int(struct.unpack_from(f"<{field.code}", self._keep, field.offset)[0]) & 0xFFFFFFFF,
+        )
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream`` (a CUstream as a number): read at ``source``, write at ``target``."""
         _pointers.pack_into(self._args, 0, source, target)
         if stream != self._stream:
             self._stream, self._stream_object = stream, self._stream_type(stream)
-        code = self._launch(self._function, self.blocks, 1, 1, self.plan.threads, 1, 1, 0, self._stream_object, self._address, 0)
+        code = self._launch(
+            self._function,
+            self.blocks,
+            1,
+            1,
+            self.plan.threads,
+            1,
+            1,
+            0,
+            self._stream_object,
+            self._address,
+            0,
+        )
         if code[0]:
             check(code, "cuLaunchKernel")
 
@@ -131,7 +161,9 @@ class Kernels:
     def function(self, spec: KernelSpec) -> Any:
         """The loaded kernel, compiled now if this machine never needed it."""
         if spec not in self._functions:
-            cubin = toolkit.compile_cubin(write_source(spec, self.gpu.arch), self.gpu.arch, spec.name)
+            cubin = toolkit.compile_cubin(
+                write_source(spec, self.gpu.arch), self.gpu.arch, spec.name
+            )
             self._functions[spec] = self.gpu.load(cubin, spec.entry)
         return self._functions[spec]
 
@@ -139,18 +171,40 @@ class Kernels:
         """A pre-multiplied sum of one rank."""
         threads = 512
         blocks = max(1, min(request.multiprocessors, -(-request.count // threads)))
-        plan = DevicePlan(algo="alone", proto="", blocks=blocks, threads=threads, unroll=1, reason="one rank: the input times its scalar")
-        spec = KernelSpec(family="scale", nranks=lower.SCALE_RANKS, dtype=request.dtype, op=request.op, threads=threads)
-        return Launch(self.gpu, self.function(spec), plan, blocks, lower.lower_scale(request, comm_args))
+        plan = DevicePlan(
+            algo="alone",
+            proto="",
+            blocks=blocks,
+            threads=threads,
+            unroll=1,
+            reason="one rank: the input times its scalar",
+        )
+        spec = KernelSpec(
+            family="scale",
+            nranks=lower.SCALE_RANKS,
+            dtype=request.dtype,
+            op=request.op,
+            threads=threads,
+        )
+        return Launch(
+            self.gpu, self.function(spec), plan, blocks, lower.lower_scale(request, comm_args)
+        )
 
     def prepare(
-        self, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, windows: schedules.Windows = schedules.NOWHERE
+        self,
+        plan: DevicePlan,
+        request: Request,
+        comm_args: lower.CommArgs,
+        windows: schedules.Windows = schedules.NOWHERE,
     ) -> Launch:
         """Compile, load and lower. May be called while a stream is captured."""
         schedule = schedules.schedule_of(plan, request, comm_args.order)
         spec = schedules.kernel_for(plan, request, schedule)
         args = schedules.lower_plan(schedule, plan, request, comm_args, windows)
-        if len(args) > layout.FEW_ARGUMENT_BYTES and self.gpu.driver_version < layout.MANY_ARGUMENTS_DRIVER:
+        if (
+            len(args) > layout.FEW_ARGUMENT_BYTES
+            and self.gpu.driver_version < layout.MANY_ARGUMENTS_DRIVER
+        ):
             text = f"has more than {layout.STEP_ROOMS[0]} steps of a rank, which take a driver of CUDA 12.1"
             raise InvalidUsage(f"schedule {plan.algo!r} {text}")
         function = self.function(spec)

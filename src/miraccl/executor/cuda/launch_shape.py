@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_packets
-from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, mode_of, rounds_of, vectors_of
+from miraccl.executor.cuda.plan import (
+    TREES,
+    DevicePlan,
+    Request,
+    frame_of,
+    mode_of,
+    rounds_of,
+    vectors_of,
+)
 from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, fan_of
 
 ANY = 1 << 62
@@ -83,49 +91,90 @@ def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     vectors = vectors_of(request, algo, frame)
     if fans := fan_shape(request, algo, proto, frame, vectors):
         return fans
-    _, limit, threads, unroll, min_blocks = next(row for row in _shapes(request, algo, frame) if vectors <= row[0])
-    if request.packed:  # blocks go to idle multiprocessors first: several to one stay together only as one block
+    _, limit, threads, unroll, min_blocks = next(
+        row for row in _shapes(request, algo, frame) if vectors <= row[0]
+    )
+    if (
+        request.packed
+    ):  # blocks go to idle multiprocessors first: several to one stay together only as one block
         limit, threads, min_blocks = -(-limit // min_blocks), threads * min_blocks, 1
     # all blocks are on the GPU at once, and an operation of several pieces has slots enough
-    own = threads * unroll  # packets of a block; what it needs of a bank grows with the number of blocks
-    slot, words, room = slot_packets(request, algo, own, frame), word_packets(request, algo, own), places()
+    own = (
+        threads * unroll
+    )  # packets of a block; what it needs of a bank grows with the number of blocks
+    slot, words, room = (
+        slot_packets(request, algo, own, frame),
+        word_packets(request, algo, own),
+        places(),
+    )
     most = max(1, min(limit, min_blocks * request.multiprocessors, room // (slot + words)))
     blocks = -(-vectors // own)
     if blocks > most:  # several pieces
         if parts := parts_shape(request, algo, proto, frame, vectors):
             return parts
         blocks = max(1, min(most, room // (least_slots(algo, request.nranks) * slot + words)))
-    return DevicePlan(algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks)
+    return DevicePlan(
+        algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks
+    )
 
 
-def parts_shape(request: Request, algo: str, proto: str, frame: Frame, vectors: int) -> DevicePlan | None:
+def parts_shape(
+    request: Request, algo: str, proto: str, frame: Frame, vectors: int
+) -> DevicePlan | None:
     """The shape of the kernel in parts, where the banks have more of them in turns than slots for pieces."""
     if algo != "two_shot" or request.nranks <= 4:
         return None
     for parts in range(2, MOST_PARTS + 1):
         part = -(-vectors // parts)
-        _, limit, threads, unroll, min_blocks = next(row for row in MANY_TWO_SHOT_SHAPES if part <= row[0])
+        _, limit, threads, unroll, min_blocks = next(
+            row for row in MANY_TWO_SHOT_SHAPES if part <= row[0]
+        )
         own = threads * unroll
-        most = min(limit, min_blocks * request.multiprocessors, places() // slot_packets(request, algo, own, frame))
+        most = min(
+            limit,
+            min_blocks * request.multiprocessors,
+            places() // slot_packets(request, algo, own, frame),
+        )
         if (blocks := -(-part // own)) <= most:
             return DevicePlan(
-                algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks, in_parts=True
+                algo=algo,
+                proto=proto,
+                blocks=blocks,
+                threads=threads,
+                unroll=unroll,
+                min_blocks=min_blocks,
+                in_parts=True,
             )
     return None
 
 
-def fan_shape(request: Request, algo: str, proto: str, frame: Frame, vectors: int) -> DevicePlan | None:
+def fan_shape(
+    request: Request, algo: str, proto: str, frame: Frame, vectors: int
+) -> DevicePlan | None:
     """The shape of the kernel in which threads share packets, where it has all packets in one piece."""
-    if request.nranks < 3 or frame is Frame.MASK or PACKET_MODES.get(mode_of(request, algo)) is not SHOTS:
+    if (
+        request.nranks < 3
+        or frame is Frame.MASK
+        or PACKET_MODES.get(mode_of(request, algo)) is not SHOTS
+    ):
         return None
     fan, most = fan_of(request.nranks), min(FAN_BLOCKS, request.multiprocessors)
     for threads in FAN_THREADS:
         if vectors * fan <= most * threads:
-            return DevicePlan(algo=algo, proto=proto, blocks=-(-vectors * fan // threads), threads=threads, unroll=1, fan=fan)
+            return DevicePlan(
+                algo=algo,
+                proto=proto,
+                blocks=-(-vectors * fan // threads),
+                threads=threads,
+                unroll=1,
+                fan=fan,
+            )
     return None
 
 
 def simple_shape(request: Request, algo: str) -> DevicePlan:
     """Few full blocks."""
-    blocks = max(1, min(layout.BLOCKS, request.multiprocessors, request.block_bytes // SIMPLE_BLOCK_BYTES))
+    blocks = max(
+        1, min(layout.BLOCKS, request.multiprocessors, request.block_bytes // SIMPLE_BLOCK_BYTES)
+    )
     return DevicePlan(algo=algo, proto="simple", blocks=blocks, threads=512, unroll=4)

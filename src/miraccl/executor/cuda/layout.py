@@ -38,26 +38,41 @@ FEW_ARGUMENT_BYTES, MANY_ARGUMENT_BYTES, MANY_ARGUMENTS_DRIVER = 4096, 32764, 12
 
 KIB, MIB = 1 << 10, 1 << 20
 STATE_OFFSET = 0
-STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MOVES = 0, 8, 16, 24  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
+STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MOVES = (
+    0,
+    8,
+    16,
+    24,
+)  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
 STATE_STOPPED = 25  # not 0: a wait on this GPU has ended without what it waited for
-STATE_COPIES = 26  # the launch after which copies between ranks go on whose streams wait for peers, 0: none do
+STATE_COPIES = (
+    26  # the launch after which copies between ranks go on whose streams wait for peers, 0: none do
+)
 BOARD_OFFSET = 1 * KIB
 BOARD_ENTRIES = 4  # launches that are remembered; blocks 0 of peers are at most one apart
 #: whom a launch does not end without: in the last word of an entry a bit for each rank, or this one for all. Above it the number of the
 #: launch, for the halves of an entry may arrive one after the other.
 NEEDS_ALL_SHIFT = 16
 NEEDS_ALL = 1 << NEEDS_ALL_SHIFT
-COPY_FLAGS_OFFSET = 2 * KIB  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
+COPY_FLAGS_OFFSET = (
+    2 * KIB
+)  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
 COPY_SLOTS = 4  # of a pair at most
 COPY_FLAGS_BYTES = 2 * MAX_RANKS * COPY_SLOTS * 4
-REFUSED_OFFSET = 3 * KIB  # by peer the size of this rank's message that it has refused, as in MESSAGE, with the highest bit set
-WAITS_OFFSET = REFUSED_OFFSET + MAX_RANKS * WORD_STRIDE  # by (rank, whom it waits for) what the rank says of that wait, source/p2p.cuh
+REFUSED_OFFSET = (
+    3 * KIB
+)  # by peer the size of this rank's message that it has refused, as in MESSAGE, with the highest bit set
+WAITS_OFFSET = (
+    REFUSED_OFFSET + MAX_RANKS * WORD_STRIDE
+)  # by (rank, whom it waits for) what the rank says of that wait, source/p2p.cuh
 MAX_LANES = 512  # of a pair of ranks and a direction, source/p2p.cuh
 _LANE_WORDS = 128 * KIB
 LANE_SENT_OFFSET = 4 * KIB
 LANE_TAKEN_OFFSET = LANE_SENT_OFFSET + _LANE_WORDS
 LANE_CREDIT_OFFSET = LANE_TAKEN_OFFSET + _LANE_WORDS
-MOVES_OFFSET = LANE_CREDIT_OFFSET + _LANE_WORDS  # by rank the last MOVE_ENTRIES collectives that are messages, as MOVE; its own too
+MOVES_OFFSET = (
+    LANE_CREDIT_OFFSET + _LANE_WORDS
+)  # by rank the last MOVE_ENTRIES collectives that are messages, as MOVE; its own too
 MOVE_ENTRIES = 8
 PACKETS_OFFSET = 1 * MIB
 BANK_BYTES = 23 * MIB
@@ -71,7 +86,9 @@ CHUNK_BYTES = 64 * KIB
 BULK_OFFSET = RINGS_OFFSET + RINGS_BYTES
 BULK_BYTES = 8 * MIB
 BULK_STRIDE = 16  # bytes from one word to the next
-BULK_COUNTS_OFFSET = 512 * KIB  # messages sent to and taken from each peer, blocks that have ended, likewise
+BULK_COUNTS_OFFSET = (
+    512 * KIB
+)  # messages sent to and taken from each peer, blocks that have ended, likewise
 BULK_GRANTS_OFFSET = 514 * KIB  # per peer
 BULK_ARRIVED_OFFSET = 516 * KIB  # per slot
 BULK_FREED_OFFSET = 520 * KIB  # per (peer, slot)
@@ -87,16 +104,31 @@ assert MOVES_OFFSET + MAX_RANKS * MOVE_ENTRIES * 16 <= BULK_COUNTS_OFFSET
 assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE <= PACKETS_OFFSET
 
 # Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.
-HOST_ABORT, HOST_LEFT = 0, 1  # read together; a bit for each peer whose work on its GPU has ended for good
+HOST_ABORT, HOST_LEFT = (
+    0,
+    1,
+)  # read together; a bit for each peer whose work on its GPU has ended for good
 HOST_ERROR, HOST_PEER, HOST_WHAT = 2, 3, 4
 HOST_CLAIM, HOST_SIZES = 5, 6  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
 HOST_CIRCLE = HOST_SIZES  # ERROR_CIRCLE: 4 bits for each rank, whom it waits for; then a bit for each rank that waits for room
-HOST_LAUNCH, HOST_SIGNATURE = 10, 11  # of the launch that an error is about, as this rank ran it, or the peer; 0: messages have none
+HOST_LAUNCH, HOST_SIGNATURE = (
+    10,
+    11,
+)  # of the launch that an error is about, as this rank ran it, or the peer; 0: messages have none
 HOST_BYTES = 64
 ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH, ERROR_LEFT = 1, 2, 3, 4
 ERROR_CROSSED = 5  # a message is waited for, by the launch HOST_LAUNCH of the peer this rank
 ERROR_CIRCLE = 6  # ranks wait for one another in messages
-WHAT_PACKET, WHAT_RESULT, WHAT_MESSAGE, WHAT_ROOM, WHAT_SEND, WHAT_RECV, WHAT_MEETING, WHAT_SIGNAL = 0, 1, 2, 3, 4, 5, 6, 7
+(
+    WHAT_PACKET,
+    WHAT_RESULT,
+    WHAT_MESSAGE,
+    WHAT_ROOM,
+    WHAT_SEND,
+    WHAT_RECV,
+    WHAT_MEETING,
+    WHAT_SIGNAL,
+) = 0, 1, 2, 3, 4, 5, 6, 7
 WHAT_COPY = 8
 WHAT_TEXT = {
     WHAT_PACKET: "a packet",
@@ -209,9 +241,15 @@ def step_defines(nranks: int, room: int) -> dict[str, int]:
     sizes = {
         "MAX_STEPS": room,
         "STEP_BYTES": struct.calcsize(STEP),
-        "PROGRAM_BYTES": args_bytes(nranks) + struct.calcsize(PROGRAM_HEAD) + room * struct.calcsize(STEP),
+        "PROGRAM_BYTES": args_bytes(nranks)
+        + struct.calcsize(PROGRAM_HEAD)
+        + room * struct.calcsize(STEP),
     }
-    return _named("BLOCKS MAX_CHANNELS WHAT_SIGNAL") | sizes | {name.name: int(name) for name in (*STEP_OPS, *Buffer)}
+    return (
+        _named("BLOCKS MAX_CHANNELS WHAT_SIGNAL")
+        | sizes
+        | {name.name: int(name) for name in (*STEP_OPS, *Buffer)}
+    )
 
 
 def message_defines(nranks: int, frame: str) -> dict[str, int]:
@@ -223,9 +261,17 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
         "WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
         "BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET BULK_FREED_OFFSET"
     )
-    sizes = {"QUEUE_BYTES": struct.calcsize(QUEUE), "HEAD_BYTES": args_bytes(nranks) + struct.calcsize(EXCHANGE_HEAD)}
+    sizes = {
+        "QUEUE_BYTES": struct.calcsize(QUEUE),
+        "HEAD_BYTES": args_bytes(nranks) + struct.calcsize(EXCHANGE_HEAD),
+    }
     group, first = GROUPS[frame]
-    lanes = {"LANES": message_lanes(nranks), "GROUP_VECTORS": group, "FIRST_VECTORS": first, "BULK_SLOTS": BULK_BYTES // CHUNK_BYTES}
+    lanes = {
+        "LANES": message_lanes(nranks),
+        "GROUP_VECTORS": group,
+        "FIRST_VECTORS": first,
+        "BULK_SLOTS": BULK_BYTES // CHUNK_BYTES,
+    }
     return _named(names) | sizes | lanes
 
 

@@ -46,7 +46,9 @@ def scalar_bits(request: Request) -> int:
     """The scalar of a pre-multiplied sum as the type in which elements are added up, zero-extended to 8 bytes."""
     if request.op is not RedOp.PREMUL_SUM:
         return 0
-    kind = np.dtype(np.float32) if request.dtype.accumulates_in_float32 else NUMPY_DTYPE[request.dtype]
+    kind = (
+        np.dtype(np.float32) if request.dtype.accumulates_in_float32 else NUMPY_DTYPE[request.dtype]
+    )
     return int.from_bytes(kind.type(request.scalar).tobytes(), "little")
 
 
@@ -61,7 +63,11 @@ def needed_by(request: Request, rank: int) -> int:
     """Whom an operation does not end without on ``rank``, whatever the algorithm, as entries of the board have it."""
     if request.collective is Collective.BROADCAST:
         return 0 if rank == request.root else 1 << request.root
-    return layout.NEEDS_ALL if request.collective is not Collective.REDUCE or rank == request.root else 0
+    return (
+        layout.NEEDS_ALL
+        if request.collective is not Collective.REDUCE or rank == request.root
+        else 0
+    )
 
 
 def pack_args(
@@ -116,11 +122,17 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
     least = 1 if plan.in_parts else min(pieces, least_slots(plan.algo, request.nranks))
     if nslots < least:
         each = f"{plan.threads // plan.fan} x {plan.unroll}"
-        raise InvalidUsage(f"{plan.blocks} blocks of {each} packets do not fit into a bank {least} times")
+        raise InvalidUsage(
+            f"{plan.blocks} blocks of {each} packets do not fit into a bank {least} times"
+        )
     if request.collective.rooted and plan.algo == "one_shot" and pieces > nslots:
-        raise InvalidUsage(f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}")
+        raise InvalidUsage(
+            f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}"
+        )
     if plan.in_parts and request.block_bytes > IN_PARTS_UP_TO:
-        raise InvalidUsage(f"{request.block_bytes} bytes are too many for parts; allowed are {IN_PARTS_UP_TO}")
+        raise InvalidUsage(
+            f"{request.block_bytes} bytes are too many for parts; allowed are {IN_PARTS_UP_TO}"
+        )
     nslots = 1 if plan.in_parts else min(nslots, pieces)
     return pack_args(
         comm_args,
@@ -151,11 +163,16 @@ def trees_of(request: Request, comm_args: CommArgs) -> bytes:
     """This rank's places in the two trees of the schedule, in the order of the ring: two of ``layout.BRANCH``."""
     order = comm_args.order or tuple(range(request.nranks))
     root = order.index(request.root) if request.collective.rooted else 0
-    trees = [double_binary_tree.places(request.collective, position, request.nranks, root) for position in range(request.nranks)]
+    trees = [
+        double_binary_tree.places(request.collective, position, request.nranks, root)
+        for position in range(request.nranks)
+    ]
     here = order.index(comm_args.rank)
     branches = b""
     for tree, (up, down) in enumerate(trees[here]):
-        above, child = (layout.NOBODY, 0) if up is None else (order[up], trees[up][tree].down.index(here))
+        above, child = (
+            (layout.NOBODY, 0) if up is None else (order[up], trees[up][tree].down.index(here))
+        )
         below = [order[position] for position in down] + [layout.NOBODY] * (2 - len(down))
         branches += struct.pack(layout.BRANCH, above, *below, child)
     return branches
@@ -164,4 +181,8 @@ def trees_of(request: Request, comm_args: CommArgs) -> bytes:
 def lower_scale(request: Request, comm_args: CommArgs) -> bytearray:
     """Arguments of the kernel ``scale``, which has no peers: one rank's pre-multiplied sum."""
     nobody = (0,) * SCALE_RANKS
-    return pack_args(replace(comm_args, inboxes=nobody, outboxes=nobody, order=()), count=request.count, scalar=scalar_bits(request))
+    return pack_args(
+        replace(comm_args, inboxes=nobody, outboxes=nobody, order=()),
+        count=request.count,
+        scalar=scalar_bits(request),
+    )

@@ -40,7 +40,9 @@ class _Table:
 class _Pattern(Launch):
     """Everything but the addresses is decided; the kernel has no use for the two pointers of collectives."""
 
-    def __init__(self, gpu: Gpu, function: Any, plan: DevicePlan, lowered: Lowered, overlaps: bool = False) -> None:
+    def __init__(
+        self, gpu: Gpu, function: Any, plan: DevicePlan, lowered: Lowered, overlaps: bool = False
+    ) -> None:
         super().__init__(gpu, function, plan, lowered.blocks, lowered.args, overlaps)
         self.lowered = lowered
 
@@ -60,7 +62,12 @@ class _Shaped(_Pattern):
     @property
     def last_plan(self) -> DevicePlan:
         blocks, threads = self._config.grid[0], self._config.block[0]
-        return replace(self.plan, blocks=blocks, threads=threads, reason=_reason(len(self.lowered.positions), blocks, threads))
+        return replace(
+            self.plan,
+            blocks=blocks,
+            threads=threads,
+            reason=_reason(len(self.lowered.positions), blocks, threads),
+        )
 
 
 def _reason(count: int, blocks: int, threads: int) -> str:
@@ -73,14 +80,18 @@ class MessageLaunches:
     ``doors`` are told of what they may launch by themselves.
     """
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, rules: LaneRules, doors: Doors) -> None:
+    def __init__(
+        self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, rules: LaneRules, doors: Doors
+    ) -> None:
         self.gpu, self.rules = gpu, rules
         self._kernels, self._comm_args, self._doors = kernels, comm_args, doors
         self._patterns: dict[tuple[Any, ...], _Pattern] = {}
         self._tables: list[_Table] = []
         self.last_plan: DevicePlan | None = None
 
-    def run(self, messages: Sequence[Message], stream: int, fills: bool, signature: int = 0) -> None:
+    def run(
+        self, messages: Sequence[Message], stream: int, fills: bool, signature: int = 0
+    ) -> None:
         """Enqueue one launch for all messages in ``stream``; it neither waits nor, but for tables, allocates. ``fills``: it may take the
         whole GPU; ``signature``: of the collective that they are, if any (``moves``), which without messages still counts."""
         if not messages and not signature:
@@ -88,7 +99,10 @@ class MessageLaunches:
         if self.rules.nranks == 1:
             self._copy(messages, stream)
             return
-        key = (signature, *[(receives, peer, nbytes, code) for receives, peer, _, nbytes, code in messages])
+        key = (
+            signature,
+            *[(receives, peer, nbytes, code) for receives, peer, _, nbytes, code in messages],
+        )
         launch = self._patterns.get(key) or self._prepare(key, messages, fills)
         lowered, table = launch.lowered, None
         target = lowered.args if lowered.table is None else lowered.table
@@ -113,18 +127,37 @@ class MessageLaunches:
         reason = _reason(len(messages), lowered.blocks, lowered.threads)
         if bulk:
             reason = f"{len(messages)} messages, {lowered.bulk} blocks"
-        plan = DevicePlan(algo="p2p", proto=proto, blocks=lowered.blocks, threads=lowered.threads, unroll=4 if bulk else 8, reason=reason)
+        plan = DevicePlan(
+            algo="p2p",
+            proto=proto,
+            blocks=lowered.blocks,
+            threads=lowered.threads,
+            unroll=4 if bulk else 8,
+            reason=reason,
+        )
         if len(self._patterns) >= PATTERNS:
             self._patterns.clear()
             self._doors.forget_messages()
-        overlaps = self.gpu.arch >= OVERLAP_FROM and not bulk and lowered.blocks * lowered.threads <= OVERLAP_THREADS
+        overlaps = (
+            self.gpu.arch >= OVERLAP_FROM
+            and not bulk
+            and lowered.blocks * lowered.threads <= OVERLAP_THREADS
+        )
         launch = self._patterns[key] = _Pattern(self.gpu, function, plan, lowered, overlaps)
         if lowered.table is None:
             self._doors.remember_messages(messages, launch.places(), launch, fills, signature)
             if launch.block and not bulk and not self._doors.knows_shape(messages, signature):
                 own = replace(lowered, args=lowered.args.copy())
                 shaped = _Shaped(self.gpu, function, plan, own)
-                self._doors.remember_shape(messages, own, self._comm_args.rank, self.rules, shaped.argument, shaped, signature)
+                self._doors.remember_shape(
+                    messages,
+                    own,
+                    self._comm_args.rank,
+                    self.rules,
+                    shaped.argument,
+                    shaped,
+                    signature,
+                )
         return launch
 
     def _copy(self, messages: Sequence[Message], stream: int) -> None:
@@ -141,7 +174,9 @@ class MessageLaunches:
 
     def _table(self, nbytes: int) -> _Table:
         for table in self._tables:
-            if table.nbytes >= nbytes and (table.free or (table.event is not None and self.gpu.has_passed(table.event))):
+            if table.nbytes >= nbytes and (
+                table.free or (table.event is not None and self.gpu.has_passed(table.event))
+            ):
                 return table
         with self.gpu.outside_of_capture():
             _, host, on_gpu = self.gpu.host_words(-(-nbytes // 4096) * 4096)

@@ -21,7 +21,9 @@ from miraccl.types import DType
 
 MAX_BYTES = 1 << 48  # of a message
 
-_MESSAGE, _QUEUE, _HEAD = (struct.Struct(code) for code in (layout.MESSAGE, layout.QUEUE, layout.EXCHANGE_HEAD))
+_MESSAGE, _QUEUE, _HEAD = (
+    struct.Struct(code) for code in (layout.MESSAGE, layout.QUEUE, layout.EXCHANGE_HEAD)
+)
 
 
 class Message(NamedTuple):
@@ -51,11 +53,17 @@ class LaneRules:
     def lanes(self) -> int:
         """Lanes of a message at most: with all peers in both directions at once, all lanes are on the GPU together."""
         warps = self.multiprocessors * WARPS - self.copy_lanes
-        return max(1, min(layout.message_lanes(self.nranks), warps // (2 * max(1, self.nranks - 1))))
+        return max(
+            1, min(layout.message_lanes(self.nranks), warps // (2 * max(1, self.nranks - 1)))
+        )
 
     def lanes_of(self, nbytes: int) -> int:
         """Lanes of a message (``cut`` of source/p2p.cuh)."""
-        return 1 if nbytes >= self.bulk_from else lanes_of(nbytes, *layout.GROUPS[self.frame.value], self.lanes)
+        return (
+            1
+            if nbytes >= self.bulk_from
+            else lanes_of(nbytes, *layout.GROUPS[self.frame.value], self.lanes)
+        )
 
     @property
     def bulk_from(self) -> int:
@@ -99,7 +107,9 @@ class Lowered:
         return len(self.args) - self.room + queue * _QUEUE.size
 
 
-def lower_messages(messages: Sequence[Message], comm_args: CommArgs, rules: LaneRules, signature: int = 0) -> Lowered:
+def lower_messages(
+    messages: Sequence[Message], comm_args: CommArgs, rules: LaneRules, signature: int = 0
+) -> Lowered:
     """One launch for all messages; those of a queue keep their order. ``signature`` is that of a collective (``moves``), in which a
     rank takes part that has no messages, too.
 
@@ -108,10 +118,16 @@ def lower_messages(messages: Sequence[Message], comm_args: CommArgs, rules: Lane
     queues: dict[tuple[int, int], list[int]] = {}
     for number, message in enumerate(messages):
         if message.nbytes >= MAX_BYTES:
-            raise InvalidUsage(f"a message has {message.nbytes} bytes; at most {MAX_BYTES - 1} are possible")
+            raise InvalidUsage(
+                f"a message has {message.nbytes} bytes; at most {MAX_BYTES - 1} are possible"
+            )
         if message.peer != comm_args.rank:
-            queues.setdefault((layout.FROM_PEER if message.receives else layout.TO_PEER, message.peer), []).append(number)
-    to_self = _pairs([(n, m) for n, m in enumerate(messages) if m.peer == comm_args.rank], comm_args.rank)
+            queues.setdefault(
+                (layout.FROM_PEER if message.receives else layout.TO_PEER, message.peer), []
+            ).append(number)
+    to_self = _pairs(
+        [(n, m) for n, m in enumerate(messages) if m.peer == comm_args.rank], comm_args.rank
+    )
     if to_self or (signature and not queues):
         queues[layout.TO_SELF, comm_args.rank] = to_self
     heads, large, warp, first = [], [], 0, 0
@@ -122,18 +138,36 @@ def lower_messages(messages: Sequence[Message], comm_args: CommArgs, rules: Lane
         else:
             lanes = max(map(rules.lanes_of, sizes))
             if max(sizes) >= rules.bulk_from:
-                large.append((layout.TO_BULK if kind == layout.TO_PEER else layout.FROM_BULK, peer, first, len(numbers)))
+                large.append(
+                    (
+                        layout.TO_BULK if kind == layout.TO_PEER else layout.FROM_BULK,
+                        peer,
+                        first,
+                        len(numbers),
+                    )
+                )
         heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers), 0, 0))
         warp, first = warp + lanes, first + len(numbers)
     blocks = _bulk_queues(large, 2 * rules.multiprocessors - -(-warp // WARPS))
     draws = len(heads) if signature else 0
-    return _pack(messages, list(queues.values()), heads + blocks, warp, pack_args(comm_args, count=0, signature=signature), draws, rules)
+    return _pack(
+        messages,
+        list(queues.values()),
+        heads + blocks,
+        warp,
+        pack_args(comm_args, count=0, signature=signature),
+        draws,
+        rules,
+    )
 
 
 def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> list[bytes]:
     """Queues of large messages share blocks and slots alike. Sender and receiver need not have the same number of blocks."""
     receives = sum(kind == layout.FROM_BULK for kind, *_ in large)
-    each, slots = blocks // max(1, len(large)), layout.BULK_BYTES // layout.CHUNK_BYTES // max(1, receives)
+    each, slots = (
+        blocks // max(1, len(large)),
+        layout.BULK_BYTES // layout.CHUNK_BYTES // max(1, receives),
+    )
     heads, slot = [], 0
     for number, (kind, peer, first, count) in enumerate(large):
         own = (slot, slots) if kind == layout.FROM_BULK else (0, 0)
@@ -143,12 +177,22 @@ def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> lis
 
 
 def _pack(
-    messages: Sequence[Message], queues: list[list[int]], heads: list[bytes], warps: int, args: bytearray, draws: int, rules: LaneRules
+    messages: Sequence[Message],
+    queues: list[list[int]],
+    heads: list[bytes],
+    warps: int,
+    args: bytearray,
+    draws: int,
+    rules: LaneRules,
 ) -> Lowered:
     order = [number for numbers in queues for number in numbers]
-    bulk = sum(_QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK))
+    bulk = sum(
+        _QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK)
+    )
     ordered = [messages[number] for number in order]
-    records = bytearray().join(_MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in ordered)
+    records = bytearray().join(
+        _MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in ordered
+    )
     args += _HEAD.pack(0, len(heads), rules.lanes, bulk, draws)
     inline, head = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
     start = len(args) + len(head) if inline else 0
@@ -174,8 +218,12 @@ def _pairs(messages: list[tuple[int, Message]], rank: int) -> list[int]:
     sends = [item for item in messages if not item[1].receives]
     receives = [item for item in messages if item[1].receives]
     if len(sends) != len(receives):
-        text = f"rank {rank} sends itself {len(sends)} messages and receives {len(receives)} of them"
-        raise InvalidUsage(text, rank=rank, hint="a rank that sends to itself needs the receive in the same group")
+        text = (
+            f"rank {rank} sends itself {len(sends)} messages and receives {len(receives)} of them"
+        )
+        raise InvalidUsage(
+            text, rank=rank, hint="a rank that sends to itself needs the receive in the same group"
+        )
     found = []
     for (i, send), (j, receive) in zip(sends, receives, strict=True):
         if (send.nbytes, send.code) != (receive.nbytes, receive.code):

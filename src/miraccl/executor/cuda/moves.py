@@ -30,7 +30,9 @@ def signature_of(collective: int, root: int, hashed: int) -> int:
 
 def move_signature(collective: Collective, root: int = NO_ROOT, counts: Sequence[int] = ()) -> int:
     """Of a collective whose ranks have ``counts`` elements, none where ranks do not know those of others."""
-    return signature_of(int(collective), root if collective.rooted else NO_ROOT, functools.reduce(mix, counts, 0))
+    return signature_of(
+        int(collective), root if collective.rooted else NO_ROOT, functools.reduce(mix, counts, 0)
+    )
 
 
 def move_tag(number: int, launches: int, signature: int) -> int:

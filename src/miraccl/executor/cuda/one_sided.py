@@ -19,7 +19,9 @@ Find = Callable[[int, int], Place | None]
 """(address, bytes) -> where that memory lies in a window of all ranks, or None."""
 
 
-def launch_of(kernels: Kernels, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find) -> Launch | OneSidedLaunch:
+def launch_of(
+    kernels: Kernels, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find
+) -> Launch | OneSidedLaunch:
     """What runs a plan: for schedules with steps on the input or output of peers, launches that depend on where these lie."""
     schedule = schedules.schedule_of(plan, request, comm_args.order)
     if schedule is None or not schedule.addressed - {Buffer.SCRATCH}:
@@ -31,31 +33,60 @@ class OneSidedLaunch:
     """One collective of one size, wherever in windows; as ``launch.Launch``, it neither waits nor allocates once a place is known."""
 
     def __init__(
-        self, kernels: Kernels, schedule: Schedule, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find
+        self,
+        kernels: Kernels,
+        schedule: Schedule,
+        plan: DevicePlan,
+        request: Request,
+        comm_args: lower.CommArgs,
+        find: Find,
     ) -> None:
         self.plan, self.threads = plan, schedules.grid_of(plan, schedule) * plan.threads
-        self._kernels, self._request, self._comm_args, self._find = kernels, request, comm_args, find
-        blocks = (input_blocks(request.collective, request.nranks), output_blocks(request.collective, request.nranks))
-        self._bytes = [count * request.block_bytes if Buffer(buffer) in schedule.addressed else 0 for buffer, count in enumerate(blocks)]
+        self._kernels, self._request, self._comm_args, self._find = (
+            kernels,
+            request,
+            comm_args,
+            find,
+        )
+        blocks = (
+            input_blocks(request.collective, request.nranks),
+            output_blocks(request.collective, request.nranks),
+        )
+        self._bytes = [
+            count * request.block_bytes if Buffer(buffer) in schedule.addressed else 0
+            for buffer, count in enumerate(blocks)
+        ]
         self._launches: dict[tuple[int, ...], Launch] = {}  # by the addresses of what peers address
 
     @property
     def signatures(self) -> tuple[int, ...]:
         """What it says on boards that it runs: one for each place."""
-        return tuple(signature for launch in list(self._launches.values()) for signature in launch.signatures)
+        return tuple(
+            signature for launch in list(self._launches.values()) for signature in launch.signatures
+        )
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``, write at ``target``, of which those that peers address lie in windows (else
         ``InvalidUsage``)."""
-        key = tuple([address if size else 0 for address, size in zip((source, target), self._bytes)])
+        key = tuple(
+            [address if size else 0 for address, size in zip((source, target), self._bytes)]
+        )
         launch = self._launches.get(key) or self._prepare(key)
         launch.run(source, target, stream)
 
     def _prepare(self, key: tuple[int, ...]) -> Launch:
-        places = [self._find(address, size) if size else None for address, size in zip(key, self._bytes, strict=True)]
+        places = [
+            self._find(address, size) if size else None
+            for address, size in zip(key, self._bytes, strict=True)
+        ]
         rank = self._comm_args.rank
-        apart = [tuple(there - place.windows[rank] for there in place.windows) if place else () for place in places]
-        where = tuple(number for place in places if place for number in (place.number, place.offset))
+        apart = [
+            tuple(there - place.windows[rank] for there in place.windows) if place else ()
+            for place in places
+        ]
+        where = tuple(
+            number for place in places if place for number in (place.number, place.offset)
+        )
         windows = schedules.Windows(in_at=apart[0], out_at=apart[1], place=where)
         launch = self._kernels.prepare(self.plan, self._request, self._comm_args, windows)
         if len(self._launches) >= MOST_PLACES:

@@ -12,7 +12,12 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, can_spare_a_nan
 from miraccl.types import Collective, DType, RedOp
 
-SYMMETRIC = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+SYMMETRIC = (
+    Collective.ALL_REDUCE,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_GATHER,
+    Collective.ALL_TO_ALL,
+)
 ROOTED = (Collective.BROADCAST, Collective.REDUCE)
 TREES = "double_binary_tree"
 #: algorithms that are taken at some size, or have packet kernels
@@ -83,7 +88,9 @@ class Request:
 
 def check_protocol(proto: str) -> None:
     if proto not in ("", "simple", "ll", "ll128"):
-        raise InvalidUsage(f"protocol {proto!r} does not exist on GPU memory; allowed are simple, ll and ll128")
+        raise InvalidUsage(
+            f"protocol {proto!r} does not exist on GPU memory; allowed are simple, ll and ll128"
+        )
 
 
 def has_packets(request: Request, algo: str) -> bool:
@@ -91,7 +98,10 @@ def has_packets(request: Request, algo: str) -> bool:
     if algo == TREES:
         return algo in ALGORITHMS[request.collective]
     if request.collective in ROOTED:
-        return algo == "chain" or (algo == "one_shot" and 5 * request.block_bytes * (request.nranks - 1) <= layout.BANK_BYTES)
+        return algo == "chain" or (
+            algo == "one_shot"
+            and 5 * request.block_bytes * (request.nranks - 1) <= layout.BANK_BYTES
+        )
     if request.collective is Collective.ALL_REDUCE and algo == "ring":
         return True
     return request.collective in SYMMETRIC and algo in ("one_shot", "two_shot")

@@ -12,7 +12,13 @@ from functools import lru_cache
 
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.lower import CommArgs, lower_packets, pack_args, scalar_bits, signature_of
+from miraccl.executor.cuda.lower import (
+    CommArgs,
+    lower_packets,
+    pack_args,
+    scalar_bits,
+    signature_of,
+)
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.executor.cuda.source import KernelSpec
 from miraccl.schedule import catalog
@@ -32,7 +38,11 @@ def part_elements(count: int, parts: int, itemsize: int) -> int:
 
 def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Schedule | None:
     """The schedule for the kernel ``steps``, in the ``order`` of the ring where neighbours count; None where packets need none."""
-    return None if plan.by_packets else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
+    return (
+        None
+        if plan.by_packets
+        else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +59,11 @@ NOWHERE = Windows()
 
 
 def lower_steps(
-    schedule: Schedule, plan: DevicePlan, request: Request, comm_args: CommArgs, windows: Windows = NOWHERE
+    schedule: Schedule,
+    plan: DevicePlan,
+    request: Request,
+    comm_args: CommArgs,
+    windows: Windows = NOWHERE,
 ) -> bytearray:
     """Arguments of the kernel ``steps``; raises ``InvalidUsage`` for what it cannot run."""
     itemsize = request.dtype.itemsize if request.reduces else 1
@@ -64,9 +78,13 @@ def lower_steps(
     widest, slots, scratch = bank_of(schedule)
     room = part
     if slots + scratch:
-        room = layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) // widest // 16 * vector
+        room = (
+            layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) // widest // 16 * vector
+        )
         if not room:
-            raise InvalidUsage(f"schedule {schedule.name!r} needs more slots and scratch memory than GPU ranks have")
+            raise InvalidUsage(
+                f"schedule {schedule.name!r} needs more slots and scratch memory than GPU ranks have"
+            )
     piece = piece_elements(part, blocks, room, vector)
     slot = widest * piece * itemsize if slots else 0
     whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
@@ -74,19 +92,48 @@ def lower_steps(
     for number, steps in enumerate(channels):
         for place, step in enumerate(steps):
             ends = (number, comm_args.rank, place) in whole
-            encoded += b"".join(_encode(each, ends) for each in _primitives(step, comm_args.rank, schedule.nranks))
+            encoded += b"".join(
+                _encode(each, ends) for each in _primitives(step, comm_args.rank, schedule.nranks)
+            )
         first.append(len(encoded) // struct.calcsize(layout.STEP))
     first += [first[-1]] * (layout.MAX_CHANNELS + 1 - len(first))
-    here = [senders[comm_args.rank].index(peer) if peer in senders[comm_args.rank] else 0 for peer in range(request.nranks)]
+    here = [
+        senders[comm_args.rank].index(peer) if peer in senders[comm_args.rank] else 0
+        for peer in range(request.nranks)
+    ]
     there = [peers.index(comm_args.rank) if comm_args.rank in peers else 0 for peers in senders]
     behind = slots * blocks * schedule.nchannels * slot
-    shape = (part, piece, schedule.parts, schedule.nchannels, *first, slot, behind, schedule.scratch_chunks)
-    apart = (at for each in (windows.in_at, windows.out_at) for at in (*each, *[0] * (layout.MAX_RANKS - len(each))))
+    shape = (
+        part,
+        piece,
+        schedule.parts,
+        schedule.nchannels,
+        *first,
+        slot,
+        behind,
+        schedule.scratch_chunks,
+    )
+    apart = (
+        at
+        for each in (windows.in_at, windows.out_at)
+        for at in (*each, *[0] * (layout.MAX_RANKS - len(each)))
+    )
     head = struct.pack(layout.PROGRAM_HEAD, *shape, *apart, bytes(here), bytes(there))
     table = encoded.ljust(step_room(schedule) * struct.calcsize(layout.STEP), b"\0")
     signature = signature_of(plan, request, windows.place)
-    scalar, needs = scalar_bits(request), layout.NEEDS_ALL  # all wait for the entries of all in the end
-    args = pack_args(comm_args, count=count, root=request.root, nslots=nslots, scalar=scalar, signature=signature, needs=needs)
+    scalar, needs = (
+        scalar_bits(request),
+        layout.NEEDS_ALL,
+    )  # all wait for the entries of all in the end
+    args = pack_args(
+        comm_args,
+        count=count,
+        root=request.root,
+        nslots=nslots,
+        scalar=scalar,
+        signature=signature,
+        needs=needs,
+    )
     return args + bytearray(head + table)
 
 
@@ -101,7 +148,11 @@ def fifo_slots(schedule: Schedule) -> int:
 
 
 def lower_plan(
-    schedule: Schedule | None, plan: DevicePlan, request: Request, comm_args: CommArgs, windows: Windows = NOWHERE
+    schedule: Schedule | None,
+    plan: DevicePlan,
+    request: Request,
+    comm_args: CommArgs,
+    windows: Windows = NOWHERE,
 ) -> bytearray:
     """Arguments of the kernel of a plan and of what ``schedule_of`` gives for it."""
     if schedule is None:
@@ -117,12 +168,20 @@ def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) ->
 
 def step_room(schedule: Schedule) -> int:
     """Steps that the arguments have room for, of whichever rank; raises ``InvalidUsage`` for a schedule that has more."""
-    ranks = ([step for channel in schedule.channels for step in channel[rank]] for rank in range(schedule.nranks))
-    most = max(sum(len(_primitives(step, rank, schedule.nranks)) for step in steps) for rank, steps in enumerate(ranks))
+    ranks = (
+        [step for channel in schedule.channels for step in channel[rank]]
+        for rank in range(schedule.nranks)
+    )
+    most = max(
+        sum(len(_primitives(step, rank, schedule.nranks)) for step in steps)
+        for rank, steps in enumerate(ranks)
+    )
     for room in layout.STEP_ROOMS:
         if most <= room:
             return room
-    raise InvalidUsage(f"schedule {schedule.name!r} has {most} steps of a rank; a launch has room for {layout.STEP_ROOMS[-1]}")
+    raise InvalidUsage(
+        f"schedule {schedule.name!r} has {most} steps of a rank; a launch has room for {layout.STEP_ROOMS[-1]}"
+    )
 
 
 def piece_elements(part: int, blocks: int, room: int, vector: int) -> int:
@@ -137,14 +196,33 @@ def piece_elements(part: int, blocks: int, room: int, vector: int) -> int:
 
 def senders_of(schedule: Schedule) -> list[list[int]]:
     """For each rank those that send to it, in the order of their FIFOs."""
-    sends = [{step.send_peer for channel in schedule.channels for step in channel[r] if step.op.sends} for r in range(schedule.nranks)]
-    return [[peer for peer, targets in enumerate(sends) if rank in targets] for rank in range(schedule.nranks)]
+    sends = [
+        {step.send_peer for channel in schedule.channels for step in channel[r] if step.op.sends}
+        for r in range(schedule.nranks)
+    ]
+    return [
+        [peer for peer, targets in enumerate(sends) if rank in targets]
+        for rank in range(schedule.nranks)
+    ]
 
 
 def bank_of(schedule: Schedule) -> tuple[int, int, int]:
     """(chunks of a message, slots that a block has in a bank, slots' room that its scratch memory takes)."""
-    widest = max((step.chunks for channel in schedule.channels for steps in channel for step in steps if step.op.sends), default=1)
-    return widest, fifo_slots(schedule) * max(map(len, senders_of(schedule))), -(-schedule.scratch_chunks // widest)
+    widest = max(
+        (
+            step.chunks
+            for channel in schedule.channels
+            for steps in channel
+            for step in steps
+            if step.op.sends
+        ),
+        default=1,
+    )
+    return (
+        widest,
+        fifo_slots(schedule) * max(map(len, senders_of(schedule))),
+        -(-schedule.scratch_chunks // widest),
+    )
 
 
 def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
@@ -152,25 +230,43 @@ def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
     if schedule is None:
         return plan.blocks
     (widest, slots, scratch), blocks = bank_of(schedule), max(1, plan.blocks // schedule.nchannels)
-    while blocks > 1 and slots + scratch and layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) < 16 * widest:
+    while (
+        blocks > 1
+        and slots + scratch
+        and layout.slot_bytes(slots + scratch, blocks * schedule.nchannels) < 16 * widest
+    ):
         blocks //= 2
     return blocks * schedule.nchannels
 
 
-def _check(schedule: Schedule, channels: Sequence[Sequence[Step]], request: Request, rank: int) -> None:
+def _check(
+    schedule: Schedule, channels: Sequence[Sequence[Step]], request: Request, rank: int
+) -> None:
     bystander = schedule.collective is Collective.REDUCE and rank != schedule.root
     here = (step.dst for steps in channels for step in steps if step.op is not Op.PUT)
     if bystander and any(dst and dst.buffer is Buffer.OUTPUT for dst in here):
-        raise InvalidUsage(f"schedule {schedule.name!r} writes to the output of ranks that have none on a GPU")
+        raise InvalidUsage(
+            f"schedule {schedule.name!r} writes to the output of ranks that have none on a GPU"
+        )
     if schedule.nchannels > layout.MAX_CHANNELS:
-        raise InvalidUsage(f"schedule {schedule.name!r} has {schedule.nchannels} channels; a launch has room for {layout.MAX_CHANNELS}")
+        raise InvalidUsage(
+            f"schedule {schedule.name!r} has {schedule.nchannels} channels; a launch has room for {layout.MAX_CHANNELS}"
+        )
     for steps in channels:
         for step in steps:
             if step.chunks > MAX_CHUNKS:
-                raise InvalidUsage(f"schedule {schedule.name!r} has a step of {step.chunks} chunks; on GPUs one has {MAX_CHUNKS} at most")
-            if request.op is RedOp.PREMUL_SUM and step.remote and step.remote.buffer is Buffer.INPUT:
+                raise InvalidUsage(
+                    f"schedule {schedule.name!r} has a step of {step.chunks} chunks; on GPUs one has {MAX_CHUNKS} at most"
+                )
+            if (
+                request.op is RedOp.PREMUL_SUM
+                and step.remote
+                and step.remote.buffer is Buffer.INPUT
+            ):
                 text = "inputs of peers, who alone know what they are to be multiplied by"
-                raise InvalidUsage(f"schedule {schedule.name!r} cannot do a pre-multiplied sum: it reads {text}")
+                raise InvalidUsage(
+                    f"schedule {schedule.name!r} cannot do a pre-multiplied sum: it reads {text}"
+                )
 
 
 def _check_windows(schedule: Schedule, request: Request, windows: Windows, direct: bool) -> None:
@@ -178,9 +274,14 @@ def _check_windows(schedule: Schedule, request: Request, windows: Windows, direc
         if buffer in schedule.addressed and not at:
             name = buffer.name.lower()
             text = f"{request.collective.label} by {schedule.name!r}: ranks address each other's {name}, and this one is in no window"
-            raise InvalidUsage(text, hint='take memory of comm.empty(..., device="cuda"), the same place of it on all ranks')
+            raise InvalidUsage(
+                text,
+                hint='take memory of comm.empty(..., device="cuda"), the same place of it on all ranks',
+            )
     if Buffer.SCRATCH in schedule.addressed and not direct:
-        raise InvalidUsage(f"schedule {schedule.name!r} addresses scratch memory of other GPUs, which have no peer access here")
+        raise InvalidUsage(
+            f"schedule {schedule.name!r} addresses scratch memory of other GPUs, which have no peer access here"
+        )
 
 
 def _primitives(step: Step, rank: int, nranks: int) -> tuple[Step, ...]:

@@ -105,10 +105,16 @@ class KernelSpec:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES or (self.family == "packets") != (self.mode in PACKET_MODES):
             raise ValueError(f"no kernel of family {self.family!r} and mode {self.mode!r}")
-        if self.fan > 1 and (not self.single or self.frame is Frame.MASK or self.nranks < 3 or self.unroll != 1):
-            raise ValueError("fans are for one piece of packets without masks, one a thread, and three ranks at least")
+        if self.fan > 1 and (
+            not self.single or self.frame is Frame.MASK or self.nranks < 3 or self.unroll != 1
+        ):
+            raise ValueError(
+                "fans are for one piece of packets without masks, one a thread, and three ranks at least"
+            )
         if self.fan not in (1, fan_of(self.nranks)):
-            raise ValueError(f"{self.fan} threads cannot share a packet among {self.nranks} ranks, {fan_of(self.nranks)} can")
+            raise ValueError(
+                f"{self.fan} threads cannot share a packet among {self.nranks} ranks, {fan_of(self.nranks)} can"
+            )
         if self.single and PACKET_MODES.get(self.mode) is not SHOTS:
             raise ValueError(f"no kernel of one piece for mode {self.mode!r}")
         if self.in_parts and (self.mode != "two_shot" or self.single):
@@ -125,16 +131,35 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        parts = [self.family, self.mode, self.dtype.label if self.reduces else "bytes", self.op.name.lower() if self.reduces else ""]
-        parts += [self.frame.value if self.family != "steps" else "", f"n{self.nranks}", f"t{self.threads}u{self.unroll}b{self.min_blocks}"]
-        parts += ["fans" if self.fan > 1 else "once" if self.single else "parts" if self.in_parts else ""]
+        parts = [
+            self.family,
+            self.mode,
+            self.dtype.label if self.reduces else "bytes",
+            self.op.name.lower() if self.reduces else "",
+        ]
+        parts += [
+            self.frame.value if self.family != "steps" else "",
+            f"n{self.nranks}",
+            f"t{self.threads}u{self.unroll}b{self.min_blocks}",
+        ]
+        parts += [
+            "fans" if self.fan > 1 else "once" if self.single else "parts" if self.in_parts else ""
+        ]
         parts += [f"r{self.room}" if self.room else ""]
         return "-".join(part for part in parts if part)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its text."""
-        loop = FANS if self.fan > 1 else ONCE if self.single else PARTS if self.in_parts else PACKET_MODES.get(self.mode, ())
+        loop = (
+            FANS
+            if self.fan > 1
+            else ONCE
+            if self.single
+            else PARTS
+            if self.in_parts
+            else PACKET_MODES.get(self.mode, ())
+        )
         return (MACHINE, "common.cuh", *FAMILIES[self.family][1], *loop)
 
 
@@ -167,9 +192,14 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
     if spec.family == "steps":
         constants |= layout.step_defines(spec.nranks, spec.room or layout.STEP_ROOMS[0])
     if spec.entry == "p2p":
-        constants |= layout.message_defines(spec.nranks, spec.frame.value) | {"BULK": int(spec.family == "bulk"), "ROOM": spec.room}
+        constants |= layout.message_defines(spec.nranks, spec.frame.value) | {
+            "BULK": int(spec.family == "bulk"),
+            "ROOM": spec.room,
+        }
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1
     head = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
-    parts = (machine if machine is not None and name == MACHINE else _text(name) for name in spec.files)
+    parts = (
+        machine if machine is not None and name == MACHINE else _text(name) for name in spec.files
+    )
     return head + "".join(parts)

@@ -29,7 +29,11 @@ from miraccl.schedule.ir import Buffer, Op, Ref, Schedule
 from miraccl.types import Collective
 
 #: collective -> algorithm: all links at once, each in both directions
-ALGORITHMS = {Collective.ALL_GATHER: "one_shot", Collective.ALL_TO_ALL: "one_shot", Collective.BROADCAST: "chain"}
+ALGORITHMS = {
+    Collective.ALL_GATHER: "one_shot",
+    Collective.ALL_TO_ALL: "one_shot",
+    Collective.BROADCAST: "chain",
+}
 STAGE_BYTES = 2 * layout.BANK_BYTES
 ALIGN = 512
 
@@ -67,11 +71,16 @@ def moves_of(schedule: Schedule, rank: int, block: int) -> list[Move]:
     for channel in schedule.channels:
         for step in channel[rank]:
             if step.op not in (Op.SEND, Op.RECV, Op.COPY, Op.RECV_COPY_SEND):
-                raise InvalidUsage(f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}")
+                raise InvalidUsage(
+                    f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}"
+                )
             sources = list(spans(step.src, schedule.parts, block)) if step.src else []
             targets = list(spans(step.dst, schedule.parts, block)) if step.dst else []
             for i in range(max(len(sources), len(targets))):
-                source, target = (sources[i] if sources else None), (targets[i] if targets else None)
+                source, target = (
+                    (sources[i] if sources else None),
+                    (targets[i] if targets else None),
+                )
                 found.append(Move(step.recv_peer, source, target, step.send_peer))
     return found
 
@@ -82,7 +91,9 @@ def chunks_of(move: Move, slot: int) -> Iterator[Move]:
     assert span is not None
     for begin in range(0, span.nbytes, slot):
         nbytes = min(slot, span.nbytes - begin)
-        source, target = (s and Span(s.buffer, s.offset + begin, nbytes) for s in (move.source, move.target))
+        source, target = (
+            s and Span(s.buffer, s.offset + begin, nbytes) for s in (move.source, move.target)
+        )
         yield Move(move.up, source, target, move.down)
 
 
@@ -97,12 +108,23 @@ class Stage:
     @classmethod
     def of(cls, schedule: Schedule, nbytes: int) -> Stage:
         senders = tuple(
-            tuple(sorted({step.recv_peer for channel in schedule.channels for step in channel[rank] if step.recv_peer is not None}))
+            tuple(
+                sorted(
+                    {
+                        step.recv_peer
+                        for channel in schedule.channels
+                        for step in channel[rank]
+                        if step.recv_peer is not None
+                    }
+                )
+            )
             for rank in range(schedule.nranks)
         )
         most = max(1, max(map(len, senders)))
         nslots = 2 if most > 2 else layout.COPY_SLOTS
-        return cls(senders=senders, nslots=nslots, slot_bytes=nbytes // most // nslots // ALIGN * ALIGN)
+        return cls(
+            senders=senders, nslots=nslots, slot_bytes=nbytes // most // nslots // ALIGN * ALIGN
+        )
 
     def slot(self, src: int, dst: int, number: int) -> int:
         """Where slot ``number`` of a pair begins in the region of ``dst`` for ``src``."""
@@ -115,7 +137,9 @@ class Stage:
 
     @staticmethod
     def free(dst: int, number: int) -> int:
-        return layout.COPY_FLAGS_OFFSET + 4 * ((layout.MAX_RANKS + dst) * layout.COPY_SLOTS + number)
+        return layout.COPY_FLAGS_OFFSET + 4 * (
+            (layout.MAX_RANKS + dst) * layout.COPY_SLOTS + number
+        )
 
 
 Directions = dict[tuple[int, bool], Side]
@@ -125,7 +149,14 @@ Directions = dict[tuple[int, bool], Side]
 def plan_of(request: Request) -> DevicePlan:
     """How an operation between plain arrays is run by copy engines."""
     name = ALGORITHMS[request.collective]
-    return DevicePlan(algo=name, proto="copy", blocks=1, threads=32, unroll=1, reason="copy engines through staging memory")
+    return DevicePlan(
+        algo=name,
+        proto="copy",
+        blocks=1,
+        threads=32,
+        unroll=1,
+        reason="copy engines through staging memory",
+    )
 
 
 class StagedLaunch:
@@ -133,20 +164,36 @@ class StagedLaunch:
 
     threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, request: Request, comm_args: lower.CommArgs, sides: Directions) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        kernels: Kernels,
+        request: Request,
+        comm_args: lower.CommArgs,
+        sides: Directions,
+    ) -> None:
         self.plan = plan_of(request)
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         self._gpu, self._comm_args, self._rank = gpu, comm_args, comm_args.rank
         self._stage = Stage.of(schedule, STAGE_BYTES)
         moves = moves_of(schedule, comm_args.rank, request.block_bytes)
-        self._chunks = [chunk for move in moves for chunk in chunks_of(move, self._stage.slot_bytes)]
-        self._before, self._after = (meeting(gpu, kernels, self.plan, request, comm_args, waits=waits) for waits in (True, False))
-        self._totals = Counter(chunk.up for chunk in self._chunks)  # by the peer that they come from
+        self._chunks = [
+            chunk for move in moves for chunk in chunks_of(move, self._stage.slot_bytes)
+        ]
+        self._before, self._after = (
+            meeting(gpu, kernels, self.plan, request, comm_args, waits=waits)
+            for waits in (True, False)
+        )
+        self._totals = Counter(
+            chunk.up for chunk in self._chunks
+        )  # by the peer that they come from
         ends = {(c.up, True) for c in self._chunks} | {(c.down, False) for c in self._chunks}
         used = [(peer, comes) for peer, comes in ends if peer is not None]
         self._directions: Directions = {key: sides.get(key) or Side(gpu) for key in used}
         sides.update(self._directions)
-        self._done: Counter[tuple[int, bool]] = Counter()  # chunks of each direction that a run has enqueued
+        self._done: Counter[tuple[int, bool]] = (
+            Counter()
+        )  # chunks of each direction that a run has enqueued
 
     @property
     def signatures(self) -> tuple[int, ...]:
@@ -168,7 +215,9 @@ class StagedLaunch:
         for direction in directions:
             gpu.record(direction.event, direction.stream)
             gpu.wait_event(stream, direction.event)
-        gpu.set_words(self._comm_args.own + layout.PACKETS_OFFSET, STAGE_BYTES // 4, 0xFFFFFFFF, stream)
+        gpu.set_words(
+            self._comm_args.own + layout.PACKETS_OFFSET, STAGE_BYTES // 4, 0xFFFFFFFF, stream
+        )
         self._after.run(source, target, stream)
 
     def _enqueue(self, chunk: Move, base: dict[Buffer, int], stream: int) -> None:
@@ -200,7 +249,9 @@ class StagedLaunch:
             word = comm_args.inboxes[peer] + stage.free(peer, number)
             gpu.wait_word(word, 1, stream)
             gpu.write_word(word, 0, stream)
-        gpu.copy(comm_args.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, stream)
+        gpu.copy(
+            comm_args.outboxes[peer] + stage.slot(self._rank, peer, number), address, nbytes, stream
+        )
         gpu.write_word(comm_args.outboxes[peer] + stage.ready(self._rank, number), 1, stream)
         self._done[peer, False] += 1
 
@@ -211,7 +262,9 @@ class StagedLaunch:
         word = comm_args.inboxes[peer] + stage.ready(peer, number)
         gpu.wait_word(word, 1, stream)
         gpu.write_word(word, 0, stream)
-        gpu.copy(address, comm_args.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, stream)
+        gpu.copy(
+            address, comm_args.inboxes[peer] + stage.slot(peer, self._rank, number), nbytes, stream
+        )
         if done + stage.nslots < self._totals[peer]:
             gpu.write_word(comm_args.outboxes[peer] + stage.free(self._rank, number), 1, stream)
         self._done[peer, True] += 1

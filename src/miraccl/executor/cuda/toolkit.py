@@ -33,7 +33,9 @@ def bindings(name: str) -> Any:
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except Exception as error:  # the package is missing, or it finds no library
-        raise MissingDependency(f"GPU memory needs cuda.bindings.{name}: {error}", hint=INSTALL) from error
+        raise MissingDependency(
+            f"GPU memory needs cuda.bindings.{name}: {error}", hint=INSTALL
+        ) from error
 
 
 def _checked(result: tuple[Any, ...], what: str) -> Any:
@@ -52,7 +54,9 @@ def version() -> tuple[int, int]:
     except CompileError:
         raise
     except Exception as error:
-        raise MissingDependency(f"the library of NVRTC cannot be loaded: {error}", hint=INSTALL) from error
+        raise MissingDependency(
+            f"the library of NVRTC cannot be loaded: {error}", hint=INSTALL
+        ) from error
     return int(major), int(minor)
 
 
@@ -70,7 +74,10 @@ def misfit(arch: int) -> tuple[str, str]:
     """Why kernels cannot be compiled for sm_``arch`` here, and what to install; nothing where they can."""
     archs = supported_archs()
     if arch < FIRST_ARCH:
-        return f"kernels need a GPU of sm_{FIRST_ARCH} or newer, this one is sm_{arch}", "its data can go through arrays in CPU memory"
+        return (
+            f"kernels need a GPU of sm_{FIRST_ARCH} or newer, this one is sm_{arch}",
+            "its data can go through arrays in CPU memory",
+        )
     if arch in archs:
         return "", ""
     text = f"NVRTC {'.'.join(map(str, version()))} compiles for sm_{archs[0]} to sm_{archs[-1]}, not for sm_{arch}"
@@ -97,14 +104,21 @@ def compile_cubin(source: str, arch: int, name: str) -> bytes:
 
 def _compile(source: str, arch: int, name: str) -> bytes:
     nvrtc = bindings("nvrtc")
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []), "nvrtcCreateProgram")
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []),
+        "nvrtcCreateProgram",
+    )
     try:
         options = [option.encode() for option in (f"--gpu-architecture=sm_{arch}", *OPTIONS)]
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(code) != 0:
-            log = b" " * int(_checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize"))
+            log = b" " * int(
+                _checked(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+            )
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise CompileError(f"{name} for sm_{arch}: {code.name}\n{log.decode(errors='replace').strip()}")
+            raise CompileError(
+                f"{name} for sm_{arch}: {code.name}\n{log.decode(errors='replace').strip()}"
+            )
         cubin = b" " * int(_checked(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))
         _checked(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
         return cubin

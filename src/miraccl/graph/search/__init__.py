@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, graphs_from_xml, start_graph
 from miraccl.graph.search.passes import Machine, search_graph
-from miraccl.graph.search.records import End, Origin, Phase, Reason, SearchReport, SearchResult, Stop, Try
+from miraccl.graph.search.records import (
+    End,
+    Origin,
+    Phase,
+    Reason,
+    SearchReport,
+    SearchResult,
+    Stop,
+    Try,
+)
 from miraccl.graph.search.run import Walk, walk_compiled
 from miraccl.graph.search.settings import NVLS_AUTO, NVLS_OFF, SearchSettings
 from miraccl.graph.search.table import make_board
@@ -28,12 +37,22 @@ __all__ = [
     "search_channels",
 ]
 
-_ORDER = (GraphKind.RING, GraphKind.TREE, GraphKind.COLLNET_CHAIN, GraphKind.COLLNET_DIRECT, GraphKind.NVLS)
+_ORDER = (
+    GraphKind.RING,
+    GraphKind.TREE,
+    GraphKind.COLLNET_CHAIN,
+    GraphKind.COLLNET_DIRECT,
+    GraphKind.NVLS,
+)
 """The order of NCCL's ``initTransportsRank``: each search finds the bandwidths as the one before left them."""
 
 
 def search_channels(
-    system: System, paths: PathTable, settings: SearchSettings | None = None, *, walk: Walk = walk_compiled
+    system: System,
+    paths: PathTable,
+    settings: SearchSettings | None = None,
+    *,
+    walk: Walk = walk_compiled,
 ) -> SearchResult:
     """The five channel graphs of a node and how each came about. ``paths`` are those of ``system`` after all corrections.
 
@@ -56,7 +75,10 @@ def search_channels(
             reports[kind] = search_graph(machine, kind, ring_channels)
         else:
             reports[kind] = _not_run(machine, start_graph(kind, ring_channels))
-    return SearchResult(graphs=tuple(reports[kind].graph for kind in GraphKind), reports=tuple(reports[kind] for kind in GraphKind))
+    return SearchResult(
+        graphs=tuple(reports[kind].graph for kind in GraphKind),
+        reports=tuple(reports[kind] for kind in GraphKind),
+    )
 
 
 def _is_run(kind: GraphKind, machine: Machine) -> bool:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.graph.channel_graph import GraphKind, Pattern
-from miraccl.graph.search.records import Duplication, End, Origin, Phase, Reason, SearchReport, Stop, Try
+from miraccl.graph.search.records import (
+    Duplication,
+    End,
+    Origin,
+    Phase,
+    Reason,
+    SearchReport,
+    Stop,
+    Try,
+)
 from miraccl.topo.jsonform import number
 
 Json = dict[str, Any]
@@ -27,7 +36,13 @@ def explain_search(report: SearchReport) -> Json:
         "stop": report.stop.value if report.stop else None,
         "duplication": _duplication(report.duplication),
         "fullLinks": [
-            {"from": link.source, "to": link.target, "type": link.type.name, "bw": number(link.bw), "left": number(link.left)}
+            {
+                "from": link.source,
+                "to": link.target,
+                "type": link.type.name,
+                "bw": number(link.bw),
+                "left": number(link.left),
+            }
             for link in report.full_links
         ],
         "sentences": list(search_sentences(report)),
@@ -74,9 +89,21 @@ def _duplication(duplication: Duplication | None) -> Json | None:
 
 def try_sentence(t: Try, inter: bool) -> str:
     """One walk: why, what was asked for, how it ended."""
-    bw = f"{t.bw_intra:g} GB/s" if t.bw_intra == t.bw_inter else f"{t.bw_intra:g} GB/s inside and {t.bw_inter:g} to the network"
-    paths = f"{t.type_intra.name} inside and {t.type_inter.name} to the network" if inter else t.type_intra.name
-    found = f"best so far {t.found_channels} x {t.found_bw_intra:g} GB/s" if t.found_channels else "nothing found so far"
+    bw = (
+        f"{t.bw_intra:g} GB/s"
+        if t.bw_intra == t.bw_inter
+        else f"{t.bw_intra:g} GB/s inside and {t.bw_inter:g} to the network"
+    )
+    paths = (
+        f"{t.type_intra.name} inside and {t.type_inter.name} to the network"
+        if inter
+        else t.type_intra.name
+    )
+    found = (
+        f"best so far {t.found_channels} x {t.found_bw_intra:g} GB/s"
+        if t.found_channels
+        else "nothing found so far"
+    )
     kind = "equal channels" if t.same_channels else "channels"
     return (
         f"{_reason(t)}: {kind} of {bw} over paths up to {paths}; {_ENDS[t.end]} ({t.visits} visits, allowed {t.budget}); "
@@ -108,10 +135,15 @@ def search_sentences(report: SearchReport) -> list[str]:
         case Origin.FILE:
             return [f"{name}: {_in_words(report)}, from the graph file"]
         case Origin.NO_NVSWITCH:
-            return [f"{name}: not possible, it needs an NVSwitch and GPUs of sm 90 or more (here sm {report.sm})"]
+            return [
+                f"{name}: not possible, it needs an NVSwitch and GPUs of sm 90 or more (here sm {report.sm})"
+            ]
     find = [t for t in report.tries if t.phase is Phase.FIND]
     improve = [t for t in report.tries if t.phase is Phase.IMPROVE]
-    lines = [f"{_in_words(report)}, after {_count(len(report.tries), 'walk')} and {_count(report.visits, 'visit')}", _first_speed(report)]
+    lines = [
+        f"{_in_words(report)}, after {_count(len(report.tries), 'walk')} and {_count(report.visits, 'visit')}",
+        _first_speed(report),
+    ]
     lines += [f"pass 1, {try_sentence(t, report.inter)}" for t in find if t.improved]
     if report.stop is not None:
         lines.append(f"pass 1 ended after {_count(len(find), 'walk')}: {_stop(report)}")
@@ -119,9 +151,13 @@ def search_sentences(report: SearchReport) -> list[str]:
         lines.append(_in_words_of(report.duplication))
     lines += [f"pass 2, {try_sentence(t, report.inter)}" for t in improve if t.improved]
     if improve and not improve[-1].improved:
-        lines.append(f"pass 2 found nothing at {max(improve[-1].bw_intra, improve[-1].bw_inter):g} GB/s per channel and ended")
+        lines.append(
+            f"pass 2 found nothing at {max(improve[-1].bw_intra, improve[-1].bw_inter):g} GB/s per channel and ended"
+        )
     if report.origin is Origin.FALLBACK:
-        lines.append("no walk found a channel, so one in the order of the GPUs was made, at 0.1 GB/s")
+        lines.append(
+            "no walk found a channel, so one in the order of the GPUs was made, at 0.1 GB/s"
+        )
     if report.full_links:
         lines.append(_full(report))
     return [f"{name}: {line}" for line in lines]
@@ -146,9 +182,14 @@ def _stop(report: SearchReport) -> str:
 
 def _full(report: SearchReport) -> str:
     """Where one more channel would not fit."""
-    shown = ", ".join(f"{link.source} to {link.target} ({link.left:g} of {link.bw:g} GB/s left)" for link in report.full_links[:3])
+    shown = ", ".join(
+        f"{link.source} to {link.target} ({link.left:g} of {link.bw:g} GB/s left)"
+        for link in report.full_links[:3]
+    )
     more = len(report.full_links) - 3
-    return f"no room for another channel on {shown}" + (f" and {_count(more, 'more link')}" if more > 0 else "")
+    return f"no room for another channel on {shown}" + (
+        f" and {_count(more, 'more link')}" if more > 0 else ""
+    )
 
 
 def _first_speed(report: SearchReport) -> str:
@@ -165,12 +206,18 @@ def _in_words(report: SearchReport) -> str:
     if not graph.n_channels:
         return "no channel"
     plural = "" if graph.n_channels == 1 else "s"
-    shape = {Pattern.BALANCED_TREE: "balanced tree, ", Pattern.SPLIT_TREE: "split tree, ", Pattern.TREE: "simple tree, "}
+    shape = {
+        Pattern.BALANCED_TREE: "balanced tree, ",
+        Pattern.SPLIT_TREE: "split tree, ",
+        Pattern.TREE: "simple tree, ",
+    }
     kind = shape.get(graph.pattern, "") if graph.kind is GraphKind.TREE else ""
     inside = f"{graph.n_channels} channel{plural} of {graph.bw_intra:g} GB/s between GPUs ({kind}paths up to {graph.type_intra.name})"
     if not report.inter:
         return inside
-    nets = {0: "", 1: ", forced over different NICs", 2: ", over different NICs in turn"}[graph.cross_nic]
+    nets = {0: "", 1: ", forced over different NICs", 2: ", over different NICs in turn"}[
+        graph.cross_nic
+    ]
     return f"{inside} and {graph.bw_inter:g} GB/s to the network (paths up to {graph.type_inter.name}{nets})"
 
 

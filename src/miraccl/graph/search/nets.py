@@ -36,7 +36,9 @@ def candidate_nets(nearest: Nearest, gpus: Sequence[int], worst: PathType) -> li
     if not all(preferred):
         return []
     nets = list(dict.fromkeys(net for of_gpu in preferred for net in of_gpu))
-    most = nearest.net_per_gpu * len(gpus) if nearest.net_per_gpu > 0 else len(nearest.system.nets) + 1
+    most = (
+        nearest.net_per_gpu * len(gpus) if nearest.net_per_gpu > 0 else len(nearest.system.nets) + 1
+    )
     if len(nets) >= most:
         return nets
     rows = [nearest.paths.row(NodeType.GPU, gpu, NodeType.NET)[:MAX_CHANNELS] for gpu in gpus]

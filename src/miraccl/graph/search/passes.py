@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, start_graph
 from miraccl.graph.search.kernel.board import BEST, NOW, Board
-from miraccl.graph.search.records import Duplication, End, Origin, Phase, Reason, SearchReport, Stop, Try
+from miraccl.graph.search.records import (
+    Duplication,
+    End,
+    Origin,
+    Phase,
+    Reason,
+    SearchReport,
+    Stop,
+    Try,
+)
 from miraccl.graph.search.room import full_links
 from miraccl.graph.search.run import Walk
 from miraccl.graph.search.settings import SearchSettings
@@ -90,7 +99,11 @@ def search_graph(machine: Machine, kind: GraphKind, ring_channels: int) -> Searc
     """Search one graph. ``ring_channels`` is what the ring of this machine has; trees and CollNet chains have to match it."""
     start = _start(machine, kind, ring_channels)
     loaded = machine.from_file.get(kind)
-    if loaded is not None and loaded.n_channels and not (machine.settings.cross_nic == 0 and loaded.cross_nic == 1):
+    if (
+        loaded is not None
+        and loaded.n_channels
+        and not (machine.settings.cross_nic == 0 and loaded.cross_nic == 1)
+    ):
         graph = replace(loaded, min_channels=start.min_channels, max_channels=start.max_channels)
         return _report(machine, graph, Origin.FILE)
     if kind is GraphKind.NVLS and (machine.sm < 90 or not machine.system.count(NodeType.NVS)):
@@ -182,7 +195,9 @@ class _Search:
         self.tries: list[Try] = []
         self.candidates_for: PathType | None = None
         self.cross_nic = _cross_nic(machine, start_graph(start.kind, 1).pattern)
-        self.farthest_gpu = path_type_range(machine, NodeType.GPU)[1] if machine.ngpus > 1 else PathType.SYS
+        self.farthest_gpu = (
+            path_type_range(machine, NodeType.GPU)[1] if machine.ngpus > 1 else PathType.SYS
+        )
         self.farthest_net = path_type_range(machine, NodeType.NET)[1]
         for graph in (NOW, BEST):
             self._write(graph, self._attempt(start))
@@ -213,8 +228,14 @@ class _Search:
             n_hops=int(graph.n_hops),
             min_channels=int(graph.min_channels),
             max_channels=int(graph.max_channels),
-            intra=tuple(tuple(int(rank) for rank in board.ranks[BEST, c, :steps]) for c in channels),
-            inter=tuple((int(board.ends[BEST, c, 0]), int(board.ends[BEST, c, 1])) for c in channels) if self.machine.inter else (),
+            intra=tuple(
+                tuple(int(rank) for rank in board.ranks[BEST, c, :steps]) for c in channels
+            ),
+            inter=tuple(
+                (int(board.ends[BEST, c, 0]), int(board.ends[BEST, c, 1])) for c in channels
+            )
+            if self.machine.inter
+            else (),
         )
 
     @staticmethod
@@ -279,13 +300,28 @@ class _Search:
         self._improve()
         origin = Origin.SEARCH
         graph = self.best
-        if not graph.n_channels and not graph.kind.uses_collnet and graph.pattern is not Pattern.NVLS:
+        if (
+            not graph.n_channels
+            and not graph.kind.uses_collnet
+            and graph.pattern is not Pattern.NVLS
+        ):
             origin = Origin.FALLBACK
             graph = self._fallback(graph)
-        full = full_links(self.machine.system, self.machine.paths, graph) if origin is Origin.SEARCH else ()
+        full = (
+            full_links(self.machine.system, self.machine.paths, graph)
+            if origin is Origin.SEARCH
+            else ()
+        )
         report = _report(self.machine, graph, origin)
         next_bw = slower[0] if slower else 0.0
-        return replace(report, tries=tuple(self.tries), stop=stop, next_bw=next_bw, duplication=duplication, full_links=full)
+        return replace(
+            report,
+            tries=tuple(self.tries),
+            stop=stop,
+            next_bw=next_bw,
+            duplication=duplication,
+            full_links=full,
+        )
 
     def _find(self) -> Stop:
         """Pass 1."""
@@ -294,10 +330,16 @@ class _Search:
         if machine.ngpus > 1 and start.pattern is not Pattern.RING:
             total_bw = f32(total_bw * (machine.ngpus * 1.0 / (machine.ngpus - 1)))
         self.speed = next(
-            (i for i, bw in enumerate(speeds) if bw <= machine.system.max_bw and f32(bw * start.min_channels) <= total_bw),
+            (
+                i
+                for i, bw in enumerate(speeds)
+                if bw <= machine.system.max_bw and f32(bw * start.min_channels) <= total_bw
+            ),
             len(speeds) - 1,
         )
-        attempt = replace(self._attempt(start), bw_intra=speeds[self.speed], bw_inter=speeds[self.speed])
+        attempt = replace(
+            self._attempt(start), bw_intra=speeds[self.speed], bw_inter=speeds[self.speed]
+        )
         reason: Reason | Stop = Reason.START
         budget = TOTAL_BUDGET
         while isinstance(reason, Reason):
@@ -311,7 +353,9 @@ class _Search:
                 reason, attempt = Reason.DIFFERENT_CHANNELS, replace(attempt, same_channels=0)
                 continue
             budget += left
-            reason, attempt = self._concede(replace(attempt, same_channels=start.same_channels), budget)
+            reason, attempt = self._concede(
+                replace(attempt, same_channels=start.same_channels), budget
+            )
         return reason
 
     def _through_amd(self, attempt: Attempt) -> bool:
@@ -332,20 +376,38 @@ class _Search:
         attempt = replace(attempt, pattern=Pattern(int(best.pattern)))
 
         farthest = attempt.type_inter if machine.inter else self.farthest_gpu
-        if attempt.type_intra < min(farthest, PathType.NET) and (not found or attempt.type_intra < best.type_intra):
-            return Reason.FARTHER_GPUS, replace(attempt, type_intra=PathType(attempt.type_intra + 1))
+        if attempt.type_intra < min(farthest, PathType.NET) and (
+            not found or attempt.type_intra < best.type_intra
+        ):
+            return Reason.FARTHER_GPUS, replace(
+                attempt, type_intra=PathType(attempt.type_intra + 1)
+            )
         attempt = replace(attempt, type_intra=start.type_intra)
 
-        worthwhile = not found or attempt.type_inter < best.type_inter or attempt.type_inter < PathType.PXN
-        if machine.inter and attempt.type_inter < min(self.farthest_net, PathType.NET) and worthwhile:
-            return Reason.FARTHER_NETS, replace(attempt, type_inter=PathType(attempt.type_inter + 1))
+        worthwhile = (
+            not found or attempt.type_inter < best.type_inter or attempt.type_inter < PathType.PXN
+        )
+        if (
+            machine.inter
+            and attempt.type_inter < min(self.farthest_net, PathType.NET)
+            and worthwhile
+        ):
+            return Reason.FARTHER_NETS, replace(
+                attempt, type_inter=PathType(attempt.type_inter + 1)
+            )
         attempt = replace(attempt, type_inter=start.type_inter)
 
-        if self.cross_nic == 2 and attempt.cross_nic == 0 and best.pattern in (Pattern.RING, Pattern.BALANCED_TREE):
+        if (
+            self.cross_nic == 2
+            and attempt.cross_nic == 0
+            and best.pattern in (Pattern.RING, Pattern.BALANCED_TREE)
+        ):
             return Reason.CROSS_NIC, replace(attempt, cross_nic=2)
         attempt = replace(attempt, cross_nic=start.cross_nic)
 
-        if self.speed < len(self.speeds) - 1 and (not found or f32(self.speeds[self.speed + 1] / float(best.bw_inter)) > 0.49):
+        if self.speed < len(self.speeds) - 1 and (
+            not found or f32(self.speeds[self.speed + 1] / float(best.bw_inter)) > 0.49
+        ):
             self.speed += 1
             bw = self.speeds[self.speed]
             return Reason.SLOWER, replace(attempt, bw_intra=bw, bw_inter=bw)
@@ -364,7 +426,11 @@ class _Search:
         board.ranks[BEST, count:doubled] = board.ranks[BEST, : doubled - count]
         board.ends[BEST, count:doubled] = board.ends[BEST, : doubled - count]
         times = -(-doubled // count)
-        best.bw_intra, best.bw_inter, best.n_channels = f32(bw_intra / times), f32(bw_inter / times), doubled
+        best.bw_intra, best.bw_inter, best.n_channels = (
+            f32(bw_intra / times),
+            f32(bw_inter / times),
+            doubled,
+        )
         return Duplication(before=count, after=doubled, bw_intra=bw_intra, bw_inter=bw_inter)
 
     def _improve(self) -> None:
@@ -373,15 +439,27 @@ class _Search:
         best = board.graphs[BEST]
         board.graphs[NOW] = best  # its hop count goes on from there
         at = first_at_most(speeds, float(best.bw_inter))
-        attempt = replace(self._attempt(self.best), bw_intra=speeds[at], bw_inter=speeds[at], min_channels=int(best.n_channels))
+        attempt = replace(
+            self._attempt(self.best),
+            bw_intra=speeds[at],
+            bw_inter=speeds[at],
+            min_channels=int(best.n_channels),
+        )
         left = -1
         while left != 0 and at > 0:
             faster = speeds[at - 1]
             if best.pattern == Pattern.RING:
                 reason, attempt = Reason.FASTER, replace(attempt, bw_intra=faster, bw_inter=faster)
-            elif best.pattern == Pattern.NVLS and attempt.bw_inter == best.bw_inter and attempt.bw_inter < 2 * attempt.bw_intra:
+            elif (
+                best.pattern == Pattern.NVLS
+                and attempt.bw_inter == best.bw_inter
+                and attempt.bw_inter < 2 * attempt.bw_intra
+            ):
                 count = int(best.n_channels)
-                reason, attempt = Reason.FASTER_NETWORK, replace(attempt, min_channels=count, max_channels=count, bw_inter=faster)
+                reason, attempt = (
+                    Reason.FASTER_NETWORK,
+                    replace(attempt, min_channels=count, max_channels=count, bw_inter=faster),
+                )
             elif attempt.bw_intra == best.bw_intra and attempt.bw_intra < 2 * attempt.bw_inter:
                 reason, attempt = Reason.FASTER_INSIDE, replace(attempt, bw_intra=faster)
             else:

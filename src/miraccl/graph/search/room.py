@@ -30,8 +30,19 @@ def full_links(system: System, paths: PathTable, graph: ChannelGraph) -> tuple[F
         link = system.links[number]
         left = link.bw - bw
         if left < most[number]:
-            source, target = system.nodes[system.link_source[number]].name, system.nodes[link.target].name
-            full.append(FullLink(source=source, target=target, type=link.type, bw=link.bw, left=max(0.0, round(left, 3))))
+            source, target = (
+                system.nodes[system.link_source[number]].name,
+                system.nodes[link.target].name,
+            )
+            full.append(
+                FullLink(
+                    source=source,
+                    target=target,
+                    type=link.type,
+                    bw=link.bw,
+                    left=max(0.0, round(left, 3)),
+                )
+            )
     return tuple(sorted(full, key=lambda link: link.left / link.bw))
 
 

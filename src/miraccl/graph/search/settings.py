@@ -24,7 +24,9 @@ class SearchSettings:
     graph_xml: str = ""
 
     @classmethod
-    def read(cls, environ: Mapping[str, str], *, collnet: bool = False, graph_xml: str = "") -> SearchSettings:
+    def read(
+        cls, environ: Mapping[str, str], *, collnet: bool = False, graph_xml: str = ""
+    ) -> SearchSettings:
         """From an environment; ``graph_xml`` is the text of the file that ``GRAPH_FILE`` names, which is the caller's to read."""
         return cls(
             cross_nic=params.CROSS_NIC.read(environ),

@@ -12,7 +12,18 @@ from miraccl.graph.channel_graph import MAX_CHANNELS
 from miraccl.graph.search.kernel.board import FRAME, GPU, GRAPH, HOP, LINK, NET, PATH, STATE, Board
 from miraccl.graph.search.nets import candidate_nets
 from miraccl.topo.queries import Nearest
-from miraccl.topo.records import CpuArch, CpuNode, CpuVendor, GpuNode, LinkType, NodeType, Path, PathTable, PathType, System
+from miraccl.topo.records import (
+    CpuArch,
+    CpuNode,
+    CpuVendor,
+    GpuNode,
+    LinkType,
+    NodeType,
+    Path,
+    PathTable,
+    PathType,
+    System,
+)
 
 PRE_AMPERE = 80
 """GPUs before this compute capability (times ten) send an eighth of what they receive back as acknowledgements (NCCL ``followPath``)."""
@@ -89,7 +100,13 @@ def _paths(system: System, paths: PathTable) -> tuple[Any, list[tuple[int, int, 
 
     def enter(source: NodeType, i: int, target: NodeType, j: int, path: Path) -> None:
         start = system.index(source, i)
-        table[first[source] + i, first[target] + j] = (len(hops), path.count, path.type, path.bw, _is_wide(system, source, path))
+        table[first[source] + i, first[target] + j] = (
+            len(hops),
+            path.count,
+            path.type,
+            path.bw,
+            _is_wide(system, source, path),
+        )
         hops.extend(_hop(system, start, link) for link in path.hops)
 
     for source, i, target, j, path in paths:
@@ -114,7 +131,10 @@ def _is_wide(system: System, source: NodeType, path: Path) -> bool:
     if path.type != PathType.PHB or source != NodeType.GPU:
         return False
     ends = (system.nodes[system.links[link].target] for link in path.hops)
-    return any(isinstance(n, CpuNode) and n.arch == CpuArch.X86 and n.vendor == CpuVendor.INTEL for n in ends)
+    return any(
+        isinstance(n, CpuNode) and n.arch == CpuArch.X86 and n.vendor == CpuVendor.INTEL
+        for n in ends
+    )
 
 
 def _hop(system: System, start: int, number: int) -> tuple[int, int, float]:
@@ -122,13 +142,19 @@ def _hop(system: System, start: int, number: int) -> tuple[int, int, float]:
     link = system.links[number]
     end = system.nodes[link.target]
     share = 0.0
-    if isinstance(end, GpuNode) and end.sm < PRE_AMPERE and system.nodes[start].type != NodeType.GPU:
+    if (
+        isinstance(end, GpuNode)
+        and end.sm < PRE_AMPERE
+        and system.nodes[start].type != NodeType.GPU
+    ):
         share += 1 / 8
     if isinstance(end, CpuNode) and end.arch == CpuArch.POWER and link.type == LinkType.NVL:
         share += 1.0
     back = system.reverse_links[number]
     if share and back < 0:
-        raise TopologyError(f"{end.name} has no {link.type.name} link back to {system.nodes[system.link_source[number]].name}")
+        raise TopologyError(
+            f"{end.name} has no {link.type.name} link back to {system.nodes[system.link_source[number]].name}"
+        )
     return number, back, share
 
 
@@ -138,7 +164,9 @@ def _pci_links(system: System, gpu: int) -> tuple[int, int]:
     for number, link in enumerate(system.nodes[here].links, system.link_start[here]):
         if link.type != LinkType.PCI:
             continue
-        for back, other in enumerate(system.nodes[link.target].links, system.link_start[link.target]):
+        for back, other in enumerate(
+            system.nodes[link.target].links, system.link_start[link.target]
+        ):
             if other.target == here:
                 return number, back
     return -1, -1

@@ -51,7 +51,9 @@ def answer(lane: int, number: int) -> None:
     following = load(lane + at.PIECE) + load(job + at.JOB_STRIDE)
     if following < load(job + at.JOB_NPIECES):
         store(lane + at.PIECE, following)
-        store(lane + at.SLOT, (load(lane + at.SLOT) + load(lane + at.LANES)) % load(lane + at.NSLOTS))
+        store(
+            lane + at.SLOT, (load(lane + at.SLOT) + load(lane + at.LANES)) % load(lane + at.NSLOTS)
+        )
     else:
         store(lane + at.PIECE, load(lane + at.LANE))
         store(lane + at.SLOT, load(lane + at.LANE))
@@ -69,7 +71,9 @@ def take(lane: int, number: int) -> int:
         call = calls + load(lane + at.PIECE) * at.CALL_BYTES
         code = at.NOT_BEGUN
         if calls != 0 and load(call + at.CALL_FUNCTION) != 0:
-            code = call4(load(call + at.CALL_FUNCTION), load(call + at.CALL_A), load(call + at.CALL_B), 0, 0)
+            code = call4(
+                load(call + at.CALL_FUNCTION), load(call + at.CALL_A), load(call + at.CALL_B), 0, 0
+            )
         if code != 0:
             store(lane + at.HELD, number)
             store(lane + at.CODE, 0 if code == at.NOT_BEGUN else code)
@@ -84,7 +88,11 @@ def pause_for(lane: int, idle: int) -> int:
     if idle < at.SPIN_NS:
         return 0
     between_jobs = load(lane + at.PIECE) == load(lane + at.LANE)
-    if between_jobs and load_acquire(lane + at.ANNOUNCED) == load(lane + at.FINISHED) and load_acquire(lane + at.CAPTURED) == 0:
+    if (
+        between_jobs
+        and load_acquire(lane + at.ANNOUNCED) == load(lane + at.FINISHED)
+        and load_acquire(lane + at.CAPTURED) == 0
+    ):
         return at.NO_PAUSE_NS
     return min(at.LONGEST_PAUSE_NS, max(at.SHORTEST_PAUSE_NS, idle // at.PAUSE_PART))
 

@@ -32,7 +32,11 @@ def latency(collective: Collective, nranks: int) -> int:
 
 
 def wire(collective: Collective, nranks: int) -> Fraction:
-    return Fraction(nranks - 1 if collective is Collective.ALL_GATHER else sum(i.bit_count() for i in range(nranks)))
+    return Fraction(
+        nranks - 1
+        if collective is Collective.ALL_GATHER
+        else sum(i.bit_count() for i in range(nranks))
+    )
 
 
 @register(
@@ -50,8 +54,12 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
     if collective is Collective.ALL_GATHER:
-        return one_channel("bruck", collective, (_all_gather(rank, nranks) for rank in range(nranks)))
-    moves = {distance: [i for i in range(nranks) if i & distance] for distance in _distances(nranks)}
+        return one_channel(
+            "bruck", collective, (_all_gather(rank, nranks) for rank in range(nranks))
+        )
+    moves = {
+        distance: [i for i in range(nranks) if i & distance] for distance in _distances(nranks)
+    }
     starts = _receive_areas([len(moving) for moving in moves.values()])
     ranks = (_all_to_all(rank, nranks, moves, starts) for rank in range(nranks))
     return one_channel("bruck", collective, ranks, scratch_chunks=starts[-1])
@@ -86,9 +94,13 @@ def _receive_areas(sizes: list[int]) -> list[int]:
     return starts
 
 
-def _all_to_all(rank: int, nranks: int, moves: dict[int, list[int]], starts: list[int]) -> Iterator[Step]:
+def _all_to_all(
+    rank: int, nranks: int, moves: dict[int, list[int]], starts: list[int]
+) -> Iterator[Step]:
     """``moves``: for each distance, how far the blocks that move by it had to go at the start."""
-    where = [inp((rank + i) % nranks) for i in range(nranks)]  # the block that started with i ranks to go
+    where = [
+        inp((rank + i) % nranks) for i in range(nranks)
+    ]  # the block that started with i ranks to go
     yield copy(where[0], out(rank))
     for (distance, moving), start in zip(moves.items(), starts, strict=False):
         for slot, i in enumerate(moving):

@@ -17,7 +17,17 @@ from fractions import Fraction
 
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_copy_send, recv_reduce_copy, recv_reduce_send, send
+from miraccl.schedule.steps import (
+    copy,
+    inp,
+    one_channel,
+    out,
+    recv,
+    recv_copy_send,
+    recv_reduce_copy,
+    recv_reduce_send,
+    send,
+)
 from miraccl.types import Collective
 
 #: chunks of a block; with p parts and n ranks, a pipeline without further cuts takes 1 + (n - 2) / p times a block's time
@@ -45,7 +55,10 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
     steps = _broadcast if collective is Collective.BROADCAST else _reduce
-    ranks = ([step for part in range(PARTS) for step in steps(rank, nranks, root, part)] for rank in range(nranks))
+    ranks = (
+        [step for part in range(PARTS) for step in steps(rank, nranks, root, part)]
+        for rank in range(nranks)
+    )
     return one_channel("chain", collective, ranks, parts=PARTS, root=root)
 
 

@@ -40,7 +40,9 @@ def wire(collective: Collective, nranks: int) -> Fraction:
     wire=wire,
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
-    return one_channel("dissemination", collective, (_barrier(rank, nranks) for rank in range(nranks)))
+    return one_channel(
+        "dissemination", collective, (_barrier(rank, nranks) for rank in range(nranks))
+    )
 
 
 def _barrier(rank: int, nranks: int) -> Iterator[Step]:

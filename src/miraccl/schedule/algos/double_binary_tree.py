@@ -72,9 +72,13 @@ def binary_tree(rank: int, nranks: int) -> Place:
     return Place(up, (left, right) if low else (left,))
 
 
-def _renamed(rank: int, nranks: int, into: Callable[[int], int], back: Callable[[int], int]) -> Place:
+def _renamed(
+    rank: int, nranks: int, into: Callable[[int], int], back: Callable[[int], int]
+) -> Place:
     place = binary_tree(into(rank), nranks)
-    return Place(None if place.up is None else back(place.up), tuple(back(child) for child in place.down))
+    return Place(
+        None if place.up is None else back(place.up), tuple(back(child) for child in place.down)
+    )
 
 
 def double_tree(rank: int, nranks: int) -> tuple[Place, Place]:
@@ -111,7 +115,11 @@ def rooted_double_tree(rank: int, nranks: int, root: int) -> tuple[Place, Place]
 
 def places(collective: Collective, rank: int, nranks: int, root: int = 0) -> tuple[Place, Place]:
     """The places of a rank in the two trees of a collective."""
-    return double_tree(rank, nranks) if collective is Collective.ALL_REDUCE else rooted_double_tree(rank, nranks, root)
+    return (
+        double_tree(rank, nranks)
+        if collective is Collective.ALL_REDUCE
+        else rooted_double_tree(rank, nranks, root)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -141,10 +149,18 @@ def latency(collective: Collective, nranks: int) -> int:
     wire=wire,
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
-    phases = {Collective.ALL_REDUCE: _all_reduce, Collective.BROADCAST: _broadcast, Collective.REDUCE: _reduce}[collective]
+    phases = {
+        Collective.ALL_REDUCE: _all_reduce,
+        Collective.BROADCAST: _broadcast,
+        Collective.REDUCE: _reduce,
+    }[collective]
     trees = [places(collective, rank, nranks, root) for rank in range(nranks)]
     channels = tuple(
-        tuple(tuple(phases(trees[rank][tree], range(tree * PARTS, (tree + 1) * PARTS))) for rank in range(nranks)) for tree in range(2)
+        tuple(
+            tuple(phases(trees[rank][tree], range(tree * PARTS, (tree + 1) * PARTS)))
+            for rank in range(nranks)
+        )
+        for tree in range(2)
     )
     return Schedule(
         name="double_binary_tree",
@@ -162,7 +178,11 @@ def _all_reduce(place: Place, parts: range) -> Iterator[Step]:
     up, down = place
     if up is None:
         for part in parts:
-            yield recv_reduce_copy_send(inp(part), out(part), down[0], down[0]) if down else copy(inp(part), out(part))
+            yield (
+                recv_reduce_copy_send(inp(part), out(part), down[0], down[0])
+                if down
+                else copy(inp(part), out(part))
+            )
         return
     for part in parts:
         if not down:
@@ -198,7 +218,11 @@ def _reduce(place: Place, parts: range) -> Iterator[Step]:
     up, down = place
     for part in parts:
         if up is None:
-            yield recv_reduce_copy(inp(part), out(part), down[0]) if down else copy(inp(part), out(part))
+            yield (
+                recv_reduce_copy(inp(part), out(part), down[0])
+                if down
+                else copy(inp(part), out(part))
+            )
         elif not down:
             yield send(inp(part), up)
         else:

@@ -54,8 +54,16 @@ def wire(collective: Collective, nranks: int) -> Fraction:
     rounds_once=True,
     direct=COLLECTIVES,
     # an all-reduce in place overwrites the input while peers may still read it
-    direct_in_place=[c for c in COLLECTIVES if c not in (Collective.ALL_REDUCE, Collective.ALL_TO_ALL)],
-    uneven=(Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER),
+    direct_in_place=[
+        c for c in COLLECTIVES if c not in (Collective.ALL_REDUCE, Collective.ALL_TO_ALL)
+    ],
+    uneven=(
+        Collective.ALL_GATHER,
+        Collective.REDUCE_SCATTER,
+        Collective.ALL_TO_ALL,
+        Collective.GATHER,
+        Collective.SCATTER,
+    ),
     latency=latency,
     wire=wire,
 )
@@ -88,7 +96,11 @@ def _steps(collective: Collective, rank: int, nranks: int, root: int) -> Iterato
 
 
 def _add_up(rank: int, nranks: int, chunk: int) -> Step:
-    return recv_reduce_all(inp(chunk), out(0), range(nranks)) if nranks > 1 else copy(inp(chunk), out(0))
+    return (
+        recv_reduce_all(inp(chunk), out(0), range(nranks))
+        if nranks > 1
+        else copy(inp(chunk), out(0))
+    )
 
 
 def _rooted(collective: Collective, rank: int, root: int, everybody: range) -> Iterator[Step]:

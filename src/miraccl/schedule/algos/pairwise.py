@@ -43,7 +43,9 @@ def wire(collective: Collective, nranks: int) -> Fraction:
     wire=wire,
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
-    return one_channel("pairwise", collective, (_all_to_all(rank, nranks) for rank in range(nranks)))
+    return one_channel(
+        "pairwise", collective, (_all_to_all(rank, nranks) for rank in range(nranks))
+    )
 
 
 def _all_to_all(rank: int, nranks: int) -> Iterator[Step]:

@@ -24,7 +24,17 @@ from fractions import Fraction
 
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_reduce, recv_reduce_copy, scratch, send
+from miraccl.schedule.steps import (
+    copy,
+    inp,
+    one_channel,
+    out,
+    recv,
+    recv_reduce,
+    recv_reduce_copy,
+    scratch,
+    send,
+)
 from miraccl.types import Collective
 
 COLLECTIVES = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -95,7 +105,9 @@ def _all_gather(rank: int, nranks: int, offsets: list[int], rounds: list[Round])
         yield copy(scratch(slot), out((rank - offset) % nranks))
 
 
-def _reduce_scatter(rank: int, nranks: int, offsets: list[int], rounds: list[Round]) -> Iterator[Step]:
+def _reduce_scatter(
+    rank: int, nranks: int, offsets: list[int], rounds: list[Round]
+) -> Iterator[Step]:
     """What an all-gather received in a round is sent here, back to where it came from, and added to what was sent there."""
     if nranks == 1:
         yield copy(inp(0), out(0))
@@ -109,4 +121,8 @@ def _reduce_scatter(rank: int, nranks: int, offsets: list[int], rounds: list[Rou
             slot += blocks
         for first, blocks in turn.runs:
             peer = (rank + turn.distance) % nranks
-            yield recv_reduce_copy(scratch(0), out(0), peer) if turn is rounds[0] else recv_reduce(scratch(first, blocks), peer)
+            yield (
+                recv_reduce_copy(scratch(0), out(0), peer)
+                if turn is rounds[0]
+                else recv_reduce(scratch(first, blocks), peer)
+            )

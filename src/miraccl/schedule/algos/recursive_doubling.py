@@ -18,7 +18,16 @@ from fractions import Fraction
 from miraccl.schedule.algos.recursive_halving_doubling import Folding, largest_power
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_reduce, recv_reduce_copy, send
+from miraccl.schedule.steps import (
+    copy,
+    inp,
+    one_channel,
+    out,
+    recv,
+    recv_reduce,
+    recv_reduce_copy,
+    send,
+)
 from miraccl.types import Collective
 
 COLLECTIVES = (Collective.ALL_REDUCE,)
@@ -46,7 +55,11 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
     folding = Folding(nranks)
-    return one_channel("recursive_doubling", collective, (_all_reduce(rank, nranks, folding) for rank in range(nranks)))
+    return one_channel(
+        "recursive_doubling",
+        collective,
+        (_all_reduce(rank, nranks, folding) for rank in range(nranks)),
+    )
 
 
 def _all_reduce(rank: int, nranks: int, folding: Folding) -> Iterator[Step]:

@@ -21,7 +21,17 @@ from fractions import Fraction
 
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, inp, one_channel, out, recv, recv_reduce, recv_reduce_copy, scratch, send
+from miraccl.schedule.steps import (
+    copy,
+    inp,
+    one_channel,
+    out,
+    recv,
+    recv_reduce,
+    recv_reduce_copy,
+    scratch,
+    send,
+)
 from miraccl.types import Collective
 
 COLLECTIVES = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -61,7 +71,11 @@ def latency(collective: Collective, nranks: int) -> int:
 
 def wire(collective: Collective, nranks: int) -> Fraction:
     power = largest_power(nranks)
-    return Fraction(2 * (power - 1), power) + (power != nranks) if collective is Collective.ALL_REDUCE else Fraction(nranks - 1)
+    return (
+        Fraction(2 * (power - 1), power) + (power != nranks)
+        if collective is Collective.ALL_REDUCE
+        else Fraction(nranks - 1)
+    )
 
 
 def supports(collective: Collective, nranks: int) -> bool:
@@ -119,7 +133,11 @@ def _all_reduce(rank: int, nranks: int, folding: Folding) -> Iterator[Step]:
     for partner, keep, give, size in steps:
         peer = folding.rank(partner)
         yield send(source(give, size), peer)
-        yield recv_reduce(out(keep, size), peer) if source is out else recv_reduce_copy(inp(keep, size), out(keep, size), peer)
+        yield (
+            recv_reduce(out(keep, size), peer)
+            if source is out
+            else recv_reduce_copy(inp(keep, size), out(keep, size), peer)
+        )
         source = out
     for partner, keep, give, size in reversed(steps):
         yield send(out(keep, size), folding.rank(partner))

@@ -42,7 +42,11 @@ def latency(collective: Collective, nranks: int) -> int:
 
 
 def wire(collective: Collective, nranks: int) -> Fraction:
-    return Fraction(2 * (nranks - 1), nranks) if collective is Collective.ALL_REDUCE else Fraction(nranks - 1)
+    return (
+        Fraction(2 * (nranks - 1), nranks)
+        if collective is Collective.ALL_REDUCE
+        else Fraction(nranks - 1)
+    )
 
 
 @register(
@@ -62,7 +66,9 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
         Collective.REDUCE_SCATTER: _reduce_scatter,
     }[collective]
     parts = nranks if collective is Collective.ALL_REDUCE else 1
-    return one_channel("ring", collective, (steps(rank, nranks) for rank in range(nranks)), parts=parts)
+    return one_channel(
+        "ring", collective, (steps(rank, nranks) for rank in range(nranks)), parts=parts
+    )
 
 
 def _all_reduce(rank: int, nranks: int) -> Iterator[Step]:

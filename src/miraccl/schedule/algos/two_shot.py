@@ -35,7 +35,11 @@ def latency(collective: Collective, nranks: int) -> int:
 
 
 def wire(collective: Collective, nranks: int) -> Fraction:
-    return Fraction(2 * (nranks - 1), nranks) if collective is Collective.ALL_REDUCE else Fraction(nranks - 1)
+    return (
+        Fraction(2 * (nranks - 1), nranks)
+        if collective is Collective.ALL_REDUCE
+        else Fraction(nranks - 1)
+    )
 
 
 @register(
@@ -53,7 +57,9 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
     if collective is not Collective.ALL_REDUCE:
         return replace(one_shot.build(collective, nranks, root), name="two_shot")
-    return one_channel("two_shot", collective, (_all_reduce(rank, nranks) for rank in range(nranks)), parts=nranks)
+    return one_channel(
+        "two_shot", collective, (_all_reduce(rank, nranks) for rank in range(nranks)), parts=nranks
+    )
 
 
 def _all_reduce(rank: int, nranks: int) -> Iterator[Step]:

@@ -25,7 +25,17 @@ from fractions import Fraction
 
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, inp, one_channel, others, out, put, reduce_from_peers, signal, wait
+from miraccl.schedule.steps import (
+    copy,
+    inp,
+    one_channel,
+    others,
+    out,
+    put,
+    reduce_from_peers,
+    signal,
+    wait,
+)
 from miraccl.types import Collective
 
 COLLECTIVES = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
@@ -36,7 +46,11 @@ def latency(collective: Collective, nranks: int) -> int:
 
 
 def wire(collective: Collective, nranks: int) -> Fraction:
-    return Fraction(2 * (nranks - 1), nranks) if collective is Collective.ALL_REDUCE else Fraction(nranks - 1)
+    return (
+        Fraction(2 * (nranks - 1), nranks)
+        if collective is Collective.ALL_REDUCE
+        else Fraction(nranks - 1)
+    )
 
 
 @register(
@@ -54,7 +68,12 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
     parts = nranks if collective is Collective.ALL_REDUCE else 1
-    return one_channel("two_shot_put", collective, (_steps(collective, rank, nranks) for rank in range(nranks)), parts=parts)
+    return one_channel(
+        "two_shot_put",
+        collective,
+        (_steps(collective, rank, nranks) for rank in range(nranks)),
+        parts=parts,
+    )
 
 
 def _steps(collective: Collective, rank: int, nranks: int) -> Iterator[Step]:

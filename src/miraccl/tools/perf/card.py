@@ -58,7 +58,9 @@ class Card:
         self.stream: int = int(self._own_stream) if stream is None else stream
         self._begin = check(self._cuda.cuEventCreate(0), "cuEventCreate")
         self._end = check(self._cuda.cuEventCreate(0), "cuEventCreate")
-        self._tables = gpu.allocate(8 * PERIOD + 8)  # a period of the widest type, then the count of differences
+        self._tables = gpu.allocate(
+            8 * PERIOD + 8
+        )  # a period of the widest type, then the count of differences
         self._functions: dict[tuple[str, int], Any] = {}
         self._graphs: list[Any] = []
 
@@ -67,17 +69,25 @@ class Card:
     def write(self, address: int, host: Array) -> None:
         """Copy a contiguous array to the GPU."""
         host = np.ascontiguousarray(host)
-        check(self._cuda.cuMemcpyHtoDAsync(address, host.ctypes.data, host.nbytes, self.stream), "cuMemcpyHtoDAsync")
+        check(
+            self._cuda.cuMemcpyHtoDAsync(address, host.ctypes.data, host.nbytes, self.stream),
+            "cuMemcpyHtoDAsync",
+        )
         self.wait()
 
     def read(self, address: int, host: Array) -> None:
         """Copy from the GPU into a contiguous array."""
-        check(self._cuda.cuMemcpyDtoHAsync(host.ctypes.data, address, host.nbytes, self.stream), "cuMemcpyDtoHAsync")
+        check(
+            self._cuda.cuMemcpyDtoHAsync(host.ctypes.data, address, host.nbytes, self.stream),
+            "cuMemcpyDtoHAsync",
+        )
         self.wait()
 
     def set_bytes(self, address: int, nbytes: int, value: int) -> None:
         if nbytes:
-            check(self._cuda.cuMemsetD8Async(address, value, nbytes, self.stream), "cuMemsetD8Async")
+            check(
+                self._cuda.cuMemsetD8Async(address, value, nbytes, self.stream), "cuMemsetD8Async"
+            )
 
     def spread(self, address: int, count: int, table: Array, phase: int) -> None:
         """``x[i] = table[(i + phase) % PERIOD]`` for ``count`` elements of the table's size; the table has ``PERIOD`` elements."""
@@ -92,7 +102,9 @@ class Card:
         self.write(self._tables, table)
         wrong = self._tables + 8 * PERIOD
         self.set_bytes(wrong, 8, 0)
-        self._launch("differ", table.itemsize, (address, self._tables, count, phase % PERIOD, wrong))
+        self._launch(
+            "differ", table.itemsize, (address, self._tables, count, phase % PERIOD, wrong)
+        )
         found = np.zeros(1, np.uint64)
         self.read(wrong, found)
         return int(found[0])
@@ -117,7 +129,12 @@ class Card:
         run()
         check(self._cuda.cuEventRecord(self._end, self.stream), "cuEventRecord")
         check(self._cuda.cuEventSynchronize(self._end), "cuEventSynchronize")
-        return float(check(self._cuda.cuEventElapsedTime(self._begin, self._end), "cuEventElapsedTime")) * 1e3
+        return (
+            float(
+                check(self._cuda.cuEventElapsedTime(self._begin, self._end), "cuEventElapsedTime")
+            )
+            * 1e3
+        )
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """A CUDA graph of what ``run`` enqueues; the result replays it. ``drop_graphs`` ends it."""
@@ -126,7 +143,9 @@ class Card:
         try:
             run()
         except BaseException:
-            self._cuda.cuStreamEndCapture(self.stream)  # whatever it says, the stream is usable again
+            self._cuda.cuStreamEndCapture(
+                self.stream
+            )  # whatever it says, the stream is usable again
             raise
         graph = check(self._cuda.cuStreamEndCapture(self.stream), "cuStreamEndCapture")
         try:
@@ -154,7 +173,9 @@ class Card:
             return
         self.drop_graphs()
         self.gpu.free(tables)
-        with contextlib.suppress(Exception):  # a context that a failed kernel broke frees everything by itself
+        with contextlib.suppress(
+            Exception
+        ):  # a context that a failed kernel broke frees everything by itself
             self._cuda.cuEventDestroy(self._begin)
             self._cuda.cuEventDestroy(self._end)
             if self._own_stream is not None:
@@ -165,14 +186,30 @@ class Card:
     def _function(self, name: str, itemsize: int) -> Any:
         key = (name, itemsize)
         if key not in self._functions:
-            cubin = toolkit.compile_cubin(source(itemsize), self.gpu.arch, f"perf-patterns-{itemsize}")
+            cubin = toolkit.compile_cubin(
+                source(itemsize), self.gpu.arch, f"perf-patterns-{itemsize}"
+            )
             self._functions[key] = self.gpu.load(cubin, name)
         return self._functions[key]
 
-    def _launch(self, name: str, itemsize: int, values: tuple[int, ...], blocks: int = _BLOCKS, threads: int = _THREADS) -> None:
+    def _launch(
+        self,
+        name: str,
+        itemsize: int,
+        values: tuple[int, ...],
+        blocks: int = _BLOCKS,
+        threads: int = _THREADS,
+    ) -> None:
         """Every argument is a 64-bit number or pointer."""
         words = (ctypes.c_uint64 * len(values))(*values)
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(words) + 8 * i for i in range(len(values))))
+        pointers = (ctypes.c_void_p * len(values))(
+            *(ctypes.addressof(words) + 8 * i for i in range(len(values)))
+        )
         function = self._function(name, itemsize)
         where = ctypes.addressof(pointers)  # the driver copies the arguments before it returns
-        check(self._cuda.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, self.stream, where, 0), f"cuLaunchKernel({name})")
+        check(
+            self._cuda.cuLaunchKernel(
+                function, blocks, 1, 1, threads, 1, 1, 0, self.stream, where, 0
+            ),
+            f"cuLaunchKernel({name})",
+        )

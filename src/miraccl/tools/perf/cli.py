@@ -24,8 +24,12 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     type=click.IntRange(1, 512),
     help=f"Own ranks on this host.  [default: those of the launcher, or one per GPU of --devices, or {DEFAULT_RANKS}]",
 )
-@click.option("-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {DEFAULT_SIZES}]")
-@click.option("-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes.")
+@click.option(
+    "-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {DEFAULT_SIZES}]"
+)
+@click.option(
+    "-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes."
+)
 @click.option("-e", "--max-bytes", type=Size(), help="Largest size of a range.")
 @click.option("-f", "--factor", type=Finite(1.01), help="Between sizes of a range; without it 2.")
 @click.option(
@@ -37,23 +41,64 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     show_default=True,
     help=f"One of {', '.join(ITEMSIZES)}.",
 )
-@click.option("-o", "--redop", type=click.Choice(REDOPS), metavar="NAME", help=f"One of {', '.join(REDOPS)}.  [default: sum]")
-@click.option("--root", type=click.IntRange(0), help="Root of broadcast, reduce, gather and scatter.  [default: 0]")
+@click.option(
+    "-o",
+    "--redop",
+    type=click.Choice(REDOPS),
+    metavar="NAME",
+    help=f"One of {', '.join(REDOPS)}.  [default: sum]",
+)
+@click.option(
+    "--root",
+    type=click.IntRange(0),
+    help="Root of broadcast, reduce, gather and scatter.  [default: 0]",
+)
 @click.option(
     "-n",
     "--iters",
     type=click.IntRange(1),
     help="Calls in a batch; without it as many as take 20 ms, at most 5000; GPUs: 5 to 200.",
 )
-@click.option("-w", "--warmup", type=click.IntRange(0), help="Untimed calls; without it 3, or 1 above 4M; GPUs: 2.")
-@click.option("--batches", type=click.IntRange(1), default=5, show_default=True, help="Batches; the time is the median of them.")
-@click.option("--fresh", is_flag=True, help="CPU memory: every rank rewrites its input before each call, and each call is timed alone.")
+@click.option(
+    "-w",
+    "--warmup",
+    type=click.IntRange(0),
+    help="Untimed calls; without it 3, or 1 above 4M; GPUs: 2.",
+)
+@click.option(
+    "--batches",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Batches; the time is the median of them.",
+)
+@click.option(
+    "--fresh",
+    is_flag=True,
+    help="CPU memory: every rank rewrites its input before each call, and each call is timed alone.",
+)
 @click.option("--no-check", is_flag=True, help="Do not check results.")
-@click.option("--algo", metavar="NAME", help="Algorithm to use for everything, one of those that `schedule list` names.")
-@click.option("--proto", metavar="NAME", help="Protocol to use for everything: simple, ll or, on GPUs, ll128.")
-@click.option("--deterministic", is_flag=True, help="Results that depend on neither size, algorithm nor layout.")
-@click.option("--window", is_flag=True, help="Take buffers from comm.empty(), memory that the ranks share.")
-@click.option("--persistent", is_flag=True, help="CPU memory: time operations that were prepared once, as all_reduce_init() does.")
+@click.option(
+    "--algo",
+    metavar="NAME",
+    help="Algorithm to use for everything, one of those that `schedule list` names.",
+)
+@click.option(
+    "--proto", metavar="NAME", help="Protocol to use for everything: simple, ll or, on GPUs, ll128."
+)
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Results that depend on neither size, algorithm nor layout.",
+)
+@click.option(
+    "--window", is_flag=True, help="Take buffers from comm.empty(), memory that the ranks share."
+)
+@click.option(
+    "--persistent",
+    is_flag=True,
+    help="CPU memory: time operations that were prepared once, as all_reduce_init() does.",
+)
 @click.option(
     "--hosts",
     type=click.IntRange(1),
@@ -69,9 +114,13 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     metavar="WHERE",
     help="Where the data is: cpu, cuda for all GPUs, cuda:0,1 for some; a rank for each, or --ranks take them in turn.",
 )
-@click.option("--graph", is_flag=True, help="GPUs: time operations inside a CUDA graph instead of one by one.")
 @click.option(
-    "--threads", is_flag=True, help="GPUs: one process drives all of them, with a thread for each, instead of a process for each."
+    "--graph", is_flag=True, help="GPUs: time operations inside a CUDA graph instead of one by one."
+)
+@click.option(
+    "--threads",
+    is_flag=True,
+    help="GPUs: one process drives all of them, with a thread for each, instead of a process for each.",
 )
 @click.option(
     "--sms",
@@ -83,16 +132,42 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     default=None,
     help="Keep each own rank on a core, if there are enough.  [default: only with --compare gloo or mpi]",
 )
-@click.option("--explain", is_flag=True, help="Print, for each size, all candidates with predicted times and the reason; GPUs: the plan.")
 @click.option(
-    "--compare", type=click.Choice(("gloo", "mpi", "nccl")), help="Measure this library too, in turns with miraccl, and print the ratio."
+    "--explain",
+    is_flag=True,
+    help="Print, for each size, all candidates with predicted times and the reason; GPUs: the plan.",
 )
-@click.option("--peer-python", metavar="PATH", help="Python that has the library of --compare; without it this one.")
 @click.option(
-    "--json", "json_target", type=OutputFile(), metavar="FILE", help="Write the rows as JSON; - is standard output, instead of the table."
+    "--compare",
+    type=click.Choice(("gloo", "mpi", "nccl")),
+    help="Measure this library too, in turns with miraccl, and print the ratio.",
 )
-@click.option("--plot", "plot_target", type=OutputFile(), metavar="FILE", help="Draw busbw over size, as .svg, .png or .pdf.")
-@click.option("--timeout", type=Finite(0, min_open=True), default=600.0, show_default=True, help="Seconds for everything.")
+@click.option(
+    "--peer-python",
+    metavar="PATH",
+    help="Python that has the library of --compare; without it this one.",
+)
+@click.option(
+    "--json",
+    "json_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Write the rows as JSON; - is standard output, instead of the table.",
+)
+@click.option(
+    "--plot",
+    "plot_target",
+    type=OutputFile(),
+    metavar="FILE",
+    help="Draw busbw over size, as .svg, .png or .pdf.",
+)
+@click.option(
+    "--timeout",
+    type=Finite(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds for everything.",
+)
 def perf(op: str, **options: Any) -> None:
     """Measure OP over sizes and print the table of nccl-tests; every element of every result is checked.
 
@@ -127,7 +202,12 @@ def _job(request: Request) -> Any:
     return Job(
         cases=request.cases,
         options=Options(
-            iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], fresh=o["fresh"], bind=request.binds
+            iters=o["iters"],
+            warmup=o["warmup"],
+            batches=o["batches"],
+            check=not o["no_check"],
+            fresh=o["fresh"],
+            bind=request.binds,
         ),
         init=_choices(o),
         window=o["window"],
@@ -156,7 +236,13 @@ def _device_job(request: Request) -> Any:
         check_peer(request.ordinals, here or request.nranks)
     job = DeviceJob(
         cells=tuple(Cell(case=case, graph=o["graph"]) for case in request.cases),
-        options=Options(iters=o["iters"], warmup=o["warmup"], batches=o["batches"], check=not o["no_check"], bind=bool(o["bind"])),
+        options=Options(
+            iters=o["iters"],
+            warmup=o["warmup"],
+            batches=o["batches"],
+            check=not o["no_check"],
+            bind=bool(o["bind"]),
+        ),
         ordinals=request.ordinals,
         init=_choices(o),
         libraries=("miraccl", request.peer) if request.peer else ("miraccl",),
@@ -188,7 +274,9 @@ def _run_own(request: Request) -> None:
     launch.warm_up()
     job = _job(request)
     arrived: list[Any] = []
-    groups: list[Any] = [conductor.OwnGroup(job, request.nranks, arrived.append)]  # forks: before any thread
+    groups: list[Any] = [
+        conductor.OwnGroup(job, request.nranks, arrived.append)
+    ]  # forks: before any thread
     try:
         with display(request) as show:
             if request.peer:
@@ -196,7 +284,11 @@ def _run_own(request: Request) -> None:
             for _ in conductor.run_in_turns(groups, o["timeout"]):
                 while arrived and (not request.peer or arrived[0].number < groups[1].done):
                     line = arrived.pop(0)
-                    show(conductor.join(line, groups[1].times, request.peer) if request.peer else line)
+                    show(
+                        conductor.join(line, groups[1].times, request.peer)
+                        if request.peer
+                        else line
+                    )
     finally:
         for group in groups:
             group.stop()
@@ -206,7 +298,10 @@ def _run_own(request: Request) -> None:
 def _run_own_gpus(request: Request) -> None:
     from miraccl.tools.perf.device_ranks import run_cells
 
-    with run_cells(_device_job(request), request.nranks, request.options["timeout"]) as lines, display(request) as show:
+    with (
+        run_cells(_device_job(request), request.nranks, request.options["timeout"]) as lines,
+        display(request) as show,
+    ):
         for line in lines:
             show(line)
     finish(request)

@@ -23,7 +23,11 @@ from miraccl.tools.perf.measure import Options, Pace, bind_to_core, measure
 from miraccl.tools.perf.spec import Case, Row
 from miraccl.tools.spawn import Context, Outcome, Ranks
 
-_TOLD: tuple[Fault, ...] = ("usage", "peer", "system")  # what a rank says of these is enough without a traceback
+_TOLD: tuple[Fault, ...] = (
+    "usage",
+    "peer",
+    "system",
+)  # what a rank says of these is enough without a traceback
 _GRACE = 3.0  # seconds that the other ranks get to end by themselves after a failure
 
 
@@ -33,7 +37,9 @@ class RunFailed(MiracclError):
     ``fault`` is what the rank that failed first said, ``details`` its traceback where it said nothing.
     """
 
-    def __init__(self, message: str, *, details: str = "", fault: Fault = "system", **where: Any) -> None:
+    def __init__(
+        self, message: str, *, details: str = "", fault: Fault = "system", **where: Any
+    ) -> None:
         super().__init__(message, **where)
         self.details = details
         self.fault = fault
@@ -90,7 +96,9 @@ class Group(Protocol):
     def stop(self) -> None: ...
 
 
-def run_cases(job: Job, engine: Any, turn: Callable[[], None], report: Callable[[Line], None]) -> None:
+def run_cases(
+    job: Job, engine: Any, turn: Callable[[], None], report: Callable[[Line], None]
+) -> None:
     """The life of one rank; ``report`` is called on every rank with the same line."""
     for number, case in enumerate(job.cases):
         try:
@@ -100,7 +108,11 @@ def run_cases(job: Job, engine: Any, turn: Callable[[], None], report: Callable[
             text = f"{case.op} of {case.nbytes} bytes on {case.nranks} ranks needs more memory than there is: {error}"
             raise InvalidUsage(text) from None
         explanation = tuple(explain(engine.comm, case)) if job.explain else ()
-        report(Line(number=number, out_of_place=out_of_place, in_place=in_place, explanation=explanation))
+        report(
+            Line(
+                number=number, out_of_place=out_of_place, in_place=in_place, explanation=explanation
+            )
+        )
 
 
 def explain(comm: Any, case: Case) -> list[dict[str, Any]]:
@@ -206,11 +218,17 @@ def _tell(failure: Outcome) -> str:
     text = failure.describe()
     if failure.summary:
         return text
-    why = ", as the kernel ends processes when memory runs out" if failure.status == -signal.SIGKILL else ""
+    why = (
+        ", as the kernel ends processes when memory runs out"
+        if failure.status == -signal.SIGKILL
+        else ""
+    )
     return f"{text} before it could report an error{why}"
 
 
-def run_in_turns(groups: list[Group], timeout: float, patience: float | None = None) -> Iterator[None]:
+def run_in_turns(
+    groups: list[Group], timeout: float, patience: float | None = None
+) -> Iterator[None]:
     """Give each group its turn until all have finished; yields whenever something may have arrived.
 
     ``timeout`` is for the whole run, in seconds; ``patience`` for the time between two messages.  The caller stops the groups.
@@ -230,7 +248,9 @@ def _pump_until_idle(group: Group, deadline: float, patience: float | None) -> I
         now = time.monotonic()
         left = deadline - now
         if left <= 0:
-            raise RunFailed(f"{group.name} did not finish in time", hint="--timeout gives it longer")
+            raise RunFailed(
+                f"{group.name} did not finish in time", hint="--timeout gives it longer"
+            )
         group.pump(left if patience is None else min(left, patience))
         if patience is not None and time.monotonic() - now >= patience:
             raise RunFailed(f"{group.name} was silent for {patience:g} s")
@@ -244,6 +264,8 @@ def join(line: Line, times: dict[tuple[int, bool], float], peer: str) -> Line:
         if row is None:
             return None
         time_us = times.get((line.number, row.in_place))
-        return replace(row, peer=peer, peer_time_us=time_us, ratio=time_us / row.time_us if time_us else None)
+        return replace(
+            row, peer=peer, peer_time_us=time_us, ratio=time_us / row.time_us if time_us else None
+        )
 
     return replace(line, out_of_place=joined(line.out_of_place), in_place=joined(line.in_place))

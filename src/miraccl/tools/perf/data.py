@@ -20,7 +20,14 @@ from miraccl.tools.perf.spec import Case
 
 PERIOD = 4093
 #: integers up to here are exact: 2 to the number of significand bits with the hidden one
-_EXACT = {"float16": 2048, "bfloat16": 256, "float8_e4m3": 16, "float8_e5m2": 8, "float32": 1 << 24, "float64": 1 << 53}
+_EXACT = {
+    "float16": 2048,
+    "bfloat16": 256,
+    "float8_e4m3": 16,
+    "float8_e5m2": 8,
+    "float32": 1 << 24,
+    "float64": 1 << 53,
+}
 _EXACT_INTEGER = {"int8": 127, "uint8": 255}
 _ML_DTYPES = {"bfloat16": "bfloat16", "float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 _SPREAD = 251  # values that wide types use
@@ -139,17 +146,33 @@ def expected_output(case: Case, rank: int, seed: int) -> list[Segment]:
     n, count = case.nranks, case.count
     if case.op in ("all_reduce", "reduce"):
         wanted = case.op == "all_reduce" or rank == case.root
-        return [Segment(start=0, length=count, table=reduced_table(case, seed), phase=0)] if wanted else []
+        return (
+            [Segment(start=0, length=count, table=reduced_table(case, seed), phase=0)]
+            if wanted
+            else []
+        )
     if case.op == "reduce_scatter":
         return [Segment(start=0, length=count, table=reduced_table(case, seed), phase=rank * count)]
     if case.op in ("all_gather", "gather"):
         if case.op == "gather" and rank != case.root:
             return []
-        return [Segment(start=r * count, length=count, table=input_table(case, r, seed), phase=0) for r in range(n)]
+        return [
+            Segment(start=r * count, length=count, table=input_table(case, r, seed), phase=0)
+            for r in range(n)
+        ]
     if case.op == "all_to_all":
-        return [Segment(start=r * count, length=count, table=input_table(case, r, seed), phase=rank * count) for r in range(n)]
+        return [
+            Segment(
+                start=r * count, length=count, table=input_table(case, r, seed), phase=rank * count
+            )
+            for r in range(n)
+        ]
     if case.op == "scatter":
-        return [Segment(start=0, length=count, table=input_table(case, case.root, seed), phase=rank * count)]
+        return [
+            Segment(
+                start=0, length=count, table=input_table(case, case.root, seed), phase=rank * count
+            )
+        ]
     if case.op == "barrier":
         return []
     source = case.root if case.op == "broadcast" else (rank - 1) % n
@@ -159,14 +182,18 @@ def expected_output(case: Case, rank: int, seed: int) -> list[Segment]:
 def count_wrong(case: Case, output: Array, segments: list[Segment]) -> int:
     """Elements of ``output`` that are not what they must be."""
     tolerance = relative_tolerance(case)
-    return sum(_count_wrong_in(output[s.start : s.start + s.length], s, tolerance) for s in segments)
+    return sum(
+        _count_wrong_in(output[s.start : s.start + s.length], s, tolerance) for s in segments
+    )
 
 
 def relative_tolerance(case: Case) -> float:
     """How far a result may be off, relative to the right one; 0 asks for equality of bits."""
     if case.redop != "avg" or case.dtype not in _EXACT or case.nranks & (case.nranks - 1) == 0:
         return 0.0
-    return 2.0 / (_EXACT[case.dtype] / 2)  # two units in the last place; the spacing at 1.0 is 2 / _EXACT
+    return 2.0 / (
+        _EXACT[case.dtype] / 2
+    )  # two units in the last place; the spacing at 1.0 is 2 / _EXACT
 
 
 def _count_wrong_in(actual: Array, segment: Segment, tolerance: float) -> int:
@@ -183,7 +210,9 @@ def _count_wrong_in(actual: Array, segment: Segment, tolerance: float) -> int:
 def _differing(actual: Array, reference: Array, tolerance: float) -> int:
     rounded = reference.astype(actual.dtype)
     if not tolerance:
-        bits = np.dtype(f"u{actual.itemsize}")  # bits, so that a NaN is wrong too; no right result is a negative zero
+        bits = np.dtype(
+            f"u{actual.itemsize}"
+        )  # bits, so that a NaN is wrong too; no right result is a negative zero
         return int(np.count_nonzero(actual.view(bits) != rounded.view(bits)))
     distance = np.abs(actual.astype(np.float64) - reference)
     return int(np.count_nonzero(~(distance <= tolerance * np.abs(reference))))

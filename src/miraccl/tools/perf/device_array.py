@@ -27,9 +27,19 @@ class _Device(NamedTuple):
 class DeviceArray:
     """``count`` elements at ``address``; slices share the memory. ``tensor`` is PyTorch's view of it, or None."""
 
-    __slots__ = ("__cuda_array_interface__", "address", "count", "device", "dtype", "name", "tensor")
+    __slots__ = (
+        "__cuda_array_interface__",
+        "address",
+        "count",
+        "device",
+        "dtype",
+        "name",
+        "tensor",
+    )
 
-    def __init__(self, address: int, count: int, name: str, ordinal: int, tensor: Any = None) -> None:
+    def __init__(
+        self, address: int, count: int, name: str, ordinal: int, tensor: Any = None
+    ) -> None:
         self.address, self.count, self.name, self.tensor = address, count, name, tensor
         self.dtype = numpy_dtype(name)
         self.device = _Device(ordinal, ordinal)
@@ -58,7 +68,13 @@ class DeviceArray:
         if step != 1:
             raise IndexError("slices of a DeviceArray are contiguous")
         part = None if self.tensor is None else self.tensor[start:stop]
-        return DeviceArray(self.address + start * self.dtype.itemsize, max(0, stop - start), self.name, self.device.id, part)
+        return DeviceArray(
+            self.address + start * self.dtype.itemsize,
+            max(0, stop - start),
+            self.name,
+            self.device.id,
+            part,
+        )
 
 
 class Arena:
@@ -78,9 +94,13 @@ class Arena:
         nbytes = count * numpy_dtype(name).itemsize
         begin = self._used
         if begin + nbytes > self.nbytes:
-            raise InvalidUsage(f"the buffers of a case need more than the {self.nbytes} bytes set aside for them")
+            raise InvalidUsage(
+                f"the buffers of a case need more than the {self.nbytes} bytes set aside for them"
+            )
         self._used = begin + -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return DeviceArray(self.address + begin, count, name, self._ordinal, self._tensor(begin, nbytes, name))
+        return DeviceArray(
+            self.address + begin, count, name, self._ordinal, self._tensor(begin, nbytes, name)
+        )
 
     def _tensor(self, begin: int, nbytes: int, name: str) -> Any:
         if self._whole is None:

@@ -53,12 +53,16 @@ def count_wrong(memory: Memory, case: Case, output: DeviceArray, rank: int, seed
     """Elements of ``output`` that are not what they must be."""
     on_cpu = output.nbytes <= HOST_BYTES or data.relative_tolerance(case) > 0
     compare = _compare_on_cpu if on_cpu else _compare_on_gpu
-    return sum(compare(memory, case, output, segment) for segment in data.expected_output(case, rank, seed))
+    return sum(
+        compare(memory, case, output, segment) for segment in data.expected_output(case, rank, seed)
+    )
 
 
 def _compare_on_gpu(memory: Memory, case: Case, output: DeviceArray, segment: Segment) -> int:
     address = output.address + segment.start * output.dtype.itemsize
-    return memory.count_different(address, segment.length, segment.table.astype(output.dtype), segment.phase)
+    return memory.count_different(
+        address, segment.length, segment.table.astype(output.dtype), segment.phase
+    )
 
 
 def _compare_on_cpu(memory: Memory, case: Case, output: DeviceArray, segment: Segment) -> int:

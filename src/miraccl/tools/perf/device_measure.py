@@ -32,7 +32,10 @@ from miraccl.tools.perf.spec import Case, Row, build_row
 #: operations in a batch by size (bytes up to, operations)
 _ITERS = ((1 << 16, 200), (1 << 20, 50), (64 << 20, 20), (1 << 62, 5))
 _BATCH_US = 50_000.0  # a batch is cut to about this, such as where ranks share a GPU
-_HOST_CALLS, _HOST_US = 100, 20_000.0  # calls of a round of host time, and the GPU time they may pile up
+_HOST_CALLS, _HOST_US = (
+    100,
+    20_000.0,
+)  # calls of a round of host time, and the GPU time they may pile up
 _HOST_ROUNDS = 3
 _WARM_UP_CALLS = 2
 
@@ -86,7 +89,10 @@ class Bench:
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value (plain JSON)."""
-        return [json.loads(blob) for blob in self.session.all_gather(json.dumps(value).encode(), "perf values")]
+        return [
+            json.loads(blob)
+            for blob in self.session.all_gather(json.dumps(value).encode(), "perf values")
+        ]
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """The maximum over ranks, one by one."""
@@ -214,9 +220,14 @@ def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> bool:
         bench.barrier()
         problem = _capture(bench, trial, batch)
         if problem and trial.library.name == MiracclDevice.name:
-            raise CellFailed(f"{cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}")
+            raise CellFailed(
+                f"{cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}"
+            )
         if problem:
-            _say(bench, f"{trial.library.name}: {cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}")
+            _say(
+                bench,
+                f"{trial.library.name}: {cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}",
+            )
             return False
         trial.run()
     bench.card.wait()
@@ -300,6 +311,14 @@ def _row(bench: Bench, cell: Cell, in_place: bool, trials: Sequence[_Trial]) -> 
         return row
     peer = trials[1]
     if peer.wrong:
-        raise CellFailed(f"{peer.library.name} computed {peer.wrong} wrong values in {case.op} of {case.nbytes} bytes")
+        raise CellFailed(
+            f"{peer.library.name} computed {peer.wrong} wrong values in {case.op} of {case.nbytes} bytes"
+        )
     ratio = peer.time_us / first.time_us if first.time_us else None
-    return replace(row, peer=peer.library.name, peer_time_us=peer.time_us, peer_host_us=peer.host_us, ratio=ratio)
+    return replace(
+        row,
+        peer=peer.library.name,
+        peer_time_us=peer.time_us,
+        peer_host_us=peer.host_us,
+        ratio=ratio,
+    )

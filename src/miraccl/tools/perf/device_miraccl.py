@@ -14,7 +14,11 @@ from miraccl.tools.perf.spec import REDUCING, Case
 from miraccl.types import PreMulSum
 
 _REDOPS = {"none": "SUM", "sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": "AVG"}
-_ONE_FORM = ("broadcast", "all_to_all", "sendrecv")  # broadcast in place only, the others out of place only
+_ONE_FORM = (
+    "broadcast",
+    "all_to_all",
+    "sendrecv",
+)  # broadcast in place only, the others out of place only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,15 @@ class MiracclDevice:
 
     name = "miraccl"
 
-    def __init__(self, comm: Any, stream: int, arena: Arena, capture: Callable[..., Any], *, window: bool = False) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        stream: int,
+        arena: Arena,
+        capture: Callable[..., Any],
+        *,
+        window: bool = False,
+    ) -> None:
         self.comm, self.rank, self.nranks = comm, comm.rank, comm.nranks
         self._stream, self._arena, self.capture = stream, arena, capture
         self._ordinal: int = comm.gpu.ordinal
@@ -85,12 +97,21 @@ class MiracclDevice:
         self._keep: list[Any] = []
 
     def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
-        if not hasattr(self.comm, case.op) or (in_place is not (case.op == "broadcast") and case.op in _ONE_FORM):
+        if not hasattr(self.comm, case.op) or (
+            in_place is not (case.op == "broadcast") and case.op in _ONE_FORM
+        ):
             return None
         self._keep = []
         x, y = place_buffers(case, self.rank, in_place, lambda count: self._take(count, case.dtype))
         call = self._call(case, x, y)
-        return DeviceBound(call=call, input=x, output=y, repeatable=is_repeatable(case, x, y), chosen=self._chosen, owner=tuple(self._keep))
+        return DeviceBound(
+            call=call,
+            input=x,
+            output=y,
+            repeatable=is_repeatable(case, x, y),
+            chosen=self._chosen,
+            owner=tuple(self._keep),
+        )
 
     def align(self) -> None:
         self.comm.barrier(stream=self._stream)  # whatever algorithm was asked for
@@ -128,7 +149,11 @@ class MiracclDevice:
         same = x is y
         match case.op:
             case "all_reduce":
-                return (lambda: function(source, op=op, stream=stream)) if same else lambda: function(source, target, op, stream=stream)
+                return (
+                    (lambda: function(source, op=op, stream=stream))
+                    if same
+                    else lambda: function(source, target, op, stream=stream)
+                )
             case "reduce_scatter":
                 return lambda: function(source, target, op, stream=stream)
             case "all_gather" | "all_to_all":

@@ -48,11 +48,21 @@ def check_torch() -> None:
     """``load_torch`` in a process of its own: this one is to fork ranks, so it may not initialise CUDA."""
     code = f"from {__name__} import report_torch; report_torch()"
     try:
-        probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_MEET_SECONDS, check=False)
+        probe = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=_MEET_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        raise MissingDependency(f"--compare nccl: PyTorch does not load within {_MEET_SECONDS} s", hint=_INSTALL) from None
+        raise MissingDependency(
+            f"--compare nccl: PyTorch does not load within {_MEET_SECONDS} s", hint=_INSTALL
+        ) from None
     if probe.returncode:
-        lines = (probe.stdout.strip() or probe.stderr.strip()).splitlines() or [f"loading PyTorch ends with status {probe.returncode}"]
+        lines = (probe.stdout.strip() or probe.stderr.strip()).splitlines() or [
+            f"loading PyTorch ends with status {probe.returncode}"
+        ]
         raise MissingDependency(lines[-1], hint=_INSTALL)
 
 
@@ -115,19 +125,31 @@ class NcclDevice:
                 device_id=place.torch.device("cuda", place.ordinal),
             )
         except Exception as error:
-            raise InvalidUsage(f"NCCL does not start: {error}", rank=self.rank, hint="NCCL_DEBUG=INFO says more") from error
+            raise InvalidUsage(
+                f"NCCL does not start: {error}", rank=self.rank, hint="NCCL_DEBUG=INFO says more"
+            ) from error
         self._aligner = place.arena(ALIGNMENT).take(4, "float32").tensor.zero_()
 
     def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
-        if case.dtype not in _TYPES or case.redop not in _OPS or (case.op == "broadcast" and not in_place):
+        if (
+            case.dtype not in _TYPES
+            or case.redop not in _OPS
+            or (case.op == "broadcast" and not in_place)
+        ):
             return None
-        if (case.op in ("all_to_all", "sendrecv") and in_place) or (case.op == "sendrecv" and self.nranks == 1):
+        if (case.op in ("all_to_all", "sendrecv") and in_place) or (
+            case.op == "sendrecv" and self.nranks == 1
+        ):
             return None
         if case.op in ("gather", "scatter") and in_place:
             return None
         same = in_place or case.op in _SAME_BUFFER
-        x, y = place_buffers(case, self.rank, same, lambda count: self._arena.take(count, case.dtype))
-        return DeviceBound(call=self._call(case, x, y), input=x, output=y, repeatable=is_repeatable(case, x, y))
+        x, y = place_buffers(
+            case, self.rank, same, lambda count: self._arena.take(count, case.dtype)
+        )
+        return DeviceBound(
+            call=self._call(case, x, y), input=x, output=y, repeatable=is_repeatable(case, x, y)
+        )
 
     def align(self) -> None:
         self._dist.all_reduce(self._aligner)
@@ -145,7 +167,9 @@ class NcclDevice:
             case "all_reduce":
                 return lambda: dist.all_reduce(y, op=op)
             case "all_gather":
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older versions: the second
+                gather = (
+                    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                )  # older versions: the second
                 return lambda: gather(y, x)
             case "reduce_scatter":
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -101,7 +101,12 @@ def _measure(bench: Bench, job: DeviceJob, number: int, cell: Cell) -> Line:
         return Line(number=number, out_of_place=None, in_place=None, failure=str(error))
     found = {row.in_place: row for row in rows}
     explanation = (explain(chosen),) if job.explain and rows and chosen.algo else ()
-    return Line(number=number, out_of_place=found.get(False), in_place=found.get(True), explanation=explanation)
+    return Line(
+        number=number,
+        out_of_place=found.get(False),
+        in_place=found.get(True),
+        explanation=explanation,
+    )
 
 
 def explain(chosen: Chosen) -> dict[str, Any]:
@@ -131,7 +136,10 @@ def arena_bytes(job: DeviceJob) -> int:
     largest = 0
     for cell in job.cells:
         case = cell.case
-        largest = max(largest, padded(case.input_count * case.itemsize) + padded(case.output_count * case.itemsize))
+        largest = max(
+            largest,
+            padded(case.input_count * case.itemsize) + padded(case.output_count * case.itemsize),
+        )
     return max(512, largest) * len(job.libraries)
 
 
@@ -148,7 +156,11 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
 
         torch = device_nccl.load_torch()
         place = device_nccl.TorchStream(torch, ordinal)
-        versions = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": str(torch.version.cuda)}
+        versions = {
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "cuda": str(torch.version.cuda),
+        }
     gpu = Gpu(ordinal)
     card = Card(gpu, place.number if place else None)
     nbytes = arena_bytes(job)
@@ -163,12 +175,18 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
                 start_s = time.perf_counter() - before
             elif place is not None:
                 libraries.append(device_nccl.NcclDevice(session, place, arena))
-                stack.push(lambda kind, error, trace, library=libraries[-1]: None if error else library.close())
+                stack.push(
+                    lambda kind, error, trace, library=libraries[-1]: (
+                        None if error else library.close()
+                    )
+                )
             libraries[-1].align()
             card.wait()
             memory[name] = max(0, free - card.free_bytes())
             session.barrier("perf opened")
-        info = DeviceInfo(device=_name_of(gpu, ordinal), memory_bytes=memory, start_s=start_s, versions=versions)
+        info = DeviceInfo(
+            device=_name_of(gpu, ordinal), memory_bytes=memory, start_s=start_s, versions=versions
+        )
         bench = Bench(
             card=card,
             arena=arena,
@@ -179,7 +197,9 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
             pauses=_THREAD_PAUSES if job.threads else 1,
         )
         yield bench, info
-    with contextlib.suppress(MiracclError):  # everything is measured and told; what cannot be freed ends with the process
+    with contextlib.suppress(
+        MiracclError
+    ):  # everything is measured and told; what cannot be freed ends with the process
         gpu.make_current()
         card.close()
         if place is None:
@@ -187,7 +207,9 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
         gpu.close()
 
 
-def _open_miraccl(job: DeviceJob, session: Any, ordinal: int, card: Any, arena: Arena, stack: contextlib.ExitStack) -> MiracclDevice:
+def _open_miraccl(
+    job: DeviceJob, session: Any, ordinal: int, card: Any, arena: Arena, stack: contextlib.ExitStack
+) -> MiracclDevice:
     """What a ``Communicator`` opens with the first array on a GPU."""
     from miraccl.comm.communicator import Communicator
     from miraccl.comm.device.hosts.communicator import make_device_communicator
@@ -231,7 +253,13 @@ def process_main(context: Context, job: DeviceJob) -> None:
             context.receive()
 
     first = context.rank == 0
-    run_rank(job, os.environ, turn, context.emit if first else _ignore, context.emit if first else _ignore)
+    run_rank(
+        job,
+        os.environ,
+        turn,
+        context.emit if first else _ignore,
+        context.emit if first else _ignore,
+    )
 
 
 def threads_main(context: Context, job: DeviceJob, nranks: int, timeout: float) -> None:
@@ -252,7 +280,13 @@ def threads_main(context: Context, job: DeviceJob, nranks: int, timeout: float) 
     def rank_thread(rank: int) -> None:
         numbers = {"MIRACCL_RANK": str(rank), "MIRACCL_LOCAL_RANK": str(rank)}
         try:
-            run_rank(job, {**os.environ, **numbers}, turn, context.emit if not rank else _ignore, context.emit if not rank else _ignore)
+            run_rank(
+                job,
+                {**os.environ, **numbers},
+                turn,
+                context.emit if not rank else _ignore,
+                context.emit if not rank else _ignore,
+            )
             ended.put(None)
         except BaseException as error:
             ended.put(error)
@@ -334,7 +368,9 @@ def run_cells(
         if beside:
             job = replace(job, libraries=("miraccl",), in_turns=True)
         if job.threads:
-            groups.append(OwnGroup(job, nranks, take, main=threads_main, processes=1, args=(nranks, timeout)))
+            groups.append(
+                OwnGroup(job, nranks, take, main=threads_main, processes=1, args=(nranks, timeout))
+            )
         else:
             groups.append(OwnGroup(job, nranks, take, main=process_main))
         if beside:
@@ -350,11 +386,15 @@ def _join(line: Line, nccl: _NcclGroup) -> Line:
     line = join(line, nccl.times, "nccl")
 
     def with_host(row: Any) -> Any:
-        if row is None or row.peer_time_us is None:  # without the peer, as where it is measured in the same process
+        if (
+            row is None or row.peer_time_us is None
+        ):  # without the peer, as where it is measured in the same process
             return None if row is None else replace(row, peer="")
         return replace(row, peer_host_us=nccl.host_times.get((line.number, row.in_place)))
 
-    return replace(line, out_of_place=with_host(line.out_of_place), in_place=with_host(line.in_place))
+    return replace(
+        line, out_of_place=with_host(line.out_of_place), in_place=with_host(line.in_place)
+    )
 
 
 def _import_what_ranks_need() -> None:
@@ -382,4 +422,7 @@ def check_memory(job: DeviceJob, nranks: int, gpu_bytes: int) -> None:
     needed = sharing * arena_bytes(job)
     if needed > gpu_bytes:
         ranks = f" of {sharing} ranks" if sharing > 1 else ""
-        raise InvalidUsage(f"--sizes: the buffers{ranks} take {needed} bytes of a GPU, which has {gpu_bytes}", hint="smaller sizes")
+        raise InvalidUsage(
+            f"--sizes: the buffers{ranks} take {needed} bytes of a GPU, which has {gpu_bytes}",
+            hint="smaller sizes",
+        )

@@ -41,7 +41,9 @@ class DevicesType(click.ParamType[Devices]):
 
     name = "devices"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Devices:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Devices:
         if isinstance(value, Devices):
             return value
         text = str(value).replace(" ", "").lower()
@@ -51,17 +53,25 @@ class DevicesType(click.ParamType[Devices]):
         for number, part in enumerate(text.split(",")):
             match = re.fullmatch(r"(cuda:)?(\d{1,4})", part)
             if match is None or (number == 0 and not match[1]):
-                self.fail(f"{value!r}: allowed are cpu, cuda (all GPUs), and numbers as in cuda:0,1", param, ctx)
+                self.fail(
+                    f"{value!r}: allowed are cpu, cuda (all GPUs), and numbers as in cuda:0,1",
+                    param,
+                    ctx,
+                )
             ordinals.append(int(match[2]))
         if len(set(ordinals)) < len(ordinals):
-            self.fail(f"{value!r} names a GPU twice; for more ranks than GPUs give --ranks", param, ctx)
+            self.fail(
+                f"{value!r} names a GPU twice; for more ranks than GPUs give --ranks", param, ctx
+            )
         return Devices(kind="cuda", ordinals=tuple(ordinals))
 
 
 def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
     """The numbers of the GPUs that are meant; ``InvalidUsage`` where they are not there, with what to install or to change."""
     if facts.problem:
-        raise InvalidUsage(f"--devices cuda: {facts.problem}", hint=f"{facts.advice}; miraccl doctor says more")
+        raise InvalidUsage(
+            f"--devices cuda: {facts.problem}", hint=f"{facts.advice}; miraccl doctor says more"
+        )
     known = tuple(gpu.ordinal for gpu in facts.gpus)
     if devices.ordinals is None:
         return known
@@ -75,9 +85,13 @@ def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
 
 def count_together(nranks: int, hosts: int, joined: bool) -> int:
     """How many ranks count themselves to one host, 0 if that is not known; more than kernels can serve are refused."""
-    apart = params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()  # each is a host of its own (``comm.device.hosts.layout``)
+    apart = (
+        params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()
+    )  # each is a host of its own (``comm.device.hosts.layout``)
     if joined:
-        together = 0 if apart or params.HOSTID.read() else detect_launch(os.environ).local_nranks or 0
+        together = (
+            0 if apart or params.HOSTID.read() else detect_launch(os.environ).local_nranks or 0
+        )
     else:
         together = 1 if apart else -(-nranks // hosts)
     if together > layout.MAX_RANKS:
@@ -103,8 +117,12 @@ def check_options(options: dict[str, Any]) -> None:
     if options["sms"] is not None and not on_gpu:
         raise click.UsageError("--sms is for GPU memory: give --devices cuda")
     if options["compare"] == "nccl" and not on_gpu:
-        raise click.UsageError("--compare nccl: NCCL has no CPU side; give --devices cuda, or compare with gloo or mpi")
+        raise click.UsageError(
+            "--compare nccl: NCCL has no CPU side; give --devices cuda, or compare with gloo or mpi"
+        )
     if options["compare"] in ("gloo", "mpi") and on_gpu:
-        raise click.UsageError(f"--compare {options['compare']} is for CPU memory; on GPUs compare with nccl")
+        raise click.UsageError(
+            f"--compare {options['compare']} is for CPU memory; on GPUs compare with nccl"
+        )
     if options["peer_python"] and options["compare"] == "nccl":
         raise click.UsageError("--peer-python: NCCL runs under this Python, through its torch")

@@ -48,7 +48,9 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def place_buffers(case: Case, rank: int, in_place: bool, allocate: Callable[[int], Any]) -> tuple[Any, Any]:
+def place_buffers(
+    case: Case, rank: int, in_place: bool, allocate: Callable[[int], Any]
+) -> tuple[Any, Any]:
     """Input and output of ``rank``, as NCCL defines in place: one is the rank's block of the other, or both are the same.
 
     ``allocate(elements)`` makes a one-dimensional buffer that can be sliced.  A rank that takes no part in a side (input of

@@ -14,7 +14,12 @@ from miraccl.tools.perf.spec import Case
 from miraccl.types import PreMulSum
 
 _REDOPS = {"none": "SUM", "sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": "AVG"}
-_ONE_FORM = ("broadcast", "all_to_all", "sendrecv", "barrier")  # broadcast in place only, the others out of place only
+_ONE_FORM = (
+    "broadcast",
+    "all_to_all",
+    "sendrecv",
+    "barrier",
+)  # broadcast in place only, the others out of place only
 
 
 class MiracclEngine:
@@ -40,7 +45,9 @@ class MiracclEngine:
     def bind(self, case: Case, in_place: bool) -> Bound | None:
         if in_place is not (case.op == "broadcast") and case.op in _ONE_FORM:
             return None
-        x, y = place_buffers(case, self.rank, in_place, lambda count: self._allocate(count, numpy_dtype(case.dtype)))
+        x, y = place_buffers(
+            case, self.rank, in_place, lambda count: self._allocate(count, numpy_dtype(case.dtype))
+        )
         call = self._call(case, x, y)
         if case.op in ("sendrecv", "barrier"):  # have no plan
             return Bound(call=call, input=x, output=y)
@@ -73,9 +80,17 @@ class MiracclEngine:
         if case.op == "all_reduce":
             if x is y:
                 return (lambda: function(x)) if op is miraccl.SUM else lambda: function(x, op=op)
-            return (lambda: function(x, out=y)) if op is miraccl.SUM else lambda: function(x, out=y, op=op)
+            return (
+                (lambda: function(x, out=y))
+                if op is miraccl.SUM
+                else lambda: function(x, out=y, op=op)
+            )
         if case.op == "reduce_scatter":
-            return (lambda: function(x, out=y)) if op is miraccl.SUM else lambda: function(x, out=y, op=op)
+            return (
+                (lambda: function(x, out=y))
+                if op is miraccl.SUM
+                else lambda: function(x, out=y, op=op)
+            )
         if case.op in ("all_gather", "all_to_all"):
             return lambda: function(x, out=y)
         if case.op == "broadcast":
@@ -85,13 +100,23 @@ class MiracclEngine:
     def _arguments(self, case: Case, x: Array, y: Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         op, at_root = case.op, self.rank == case.root
         if op == "sendrecv":
-            return (x,), {"dst": (self.rank + 1) % self.nranks, "out": y, "src": (self.rank - 1) % self.nranks}
+            return (x,), {
+                "dst": (self.rank + 1) % self.nranks,
+                "out": y,
+                "src": (self.rank - 1) % self.nranks,
+            }
         if op == "broadcast":
             return (y,), {"root": case.root}
-        has_output = (at_root or op not in ("reduce", "gather")) and not (op in ("all_reduce", "reduce") and x is y)
+        has_output = (at_root or op not in ("reduce", "gather")) and not (
+            op in ("all_reduce", "reduce") and x is y
+        )
         options: dict[str, Any] = {"out": y} if has_output else {}
         if case.redop != "none":
-            options["op"] = PreMulSum(premul_scalar(self.rank)) if case.redop == "premul_sum" else getattr(miraccl, _REDOPS[case.redop])
+            options["op"] = (
+                PreMulSum(premul_scalar(self.rank))
+                if case.redop == "premul_sum"
+                else getattr(miraccl, _REDOPS[case.redop])
+            )
         if case.root >= 0:
             options["root"] = case.root
         return (None if op == "scatter" and not at_root else x,), options

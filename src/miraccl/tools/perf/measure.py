@@ -42,7 +42,9 @@ class Options:
     bind: bool = False
 
 
-def measure(engine: Engine, case: Case, in_place: bool, options: Options, turn: Callable[[], None]) -> Row | None:
+def measure(
+    engine: Engine, case: Case, in_place: bool, options: Options, turn: Callable[[], None]
+) -> Row | None:
     """Measure one form of one case; every rank gets the same row. None if the library does not have the form.
 
     ``turn`` is called before each stretch of work and may block there, so that libraries that are compared take turns.
@@ -71,7 +73,9 @@ def bind_to_core(engine: Engine) -> None:
     """Keep the calling thread on one core. After start-up, so that threads which the library has made stay free."""
     cores = sorted(os.sched_getaffinity(0))
     fits = engine.nranks <= len(cores)
-    if engine.reduce_list([0.0 if fits else 1.0], how="max")[0] == 0.0:  # all or none: a launcher may have bound them already
+    if (
+        engine.reduce_list([0.0 if fits else 1.0], how="max")[0] == 0.0
+    ):  # all or none: a launcher may have bound them already
         os.sched_setaffinity(0, {cores[engine.rank]})
 
 
@@ -113,7 +117,9 @@ def _check(engine: Engine, case: Case, bound: Bound, in_place: bool, seed: int) 
 
 def _warm_up(engine: Engine, case: Case, bound: Bound, options: Options) -> int:
     """Untimed calls; returns how many calls a batch has."""
-    calls = options.warmup if options.warmup is not None else 3 if case.nbytes <= _SMALL_BYTES else 1
+    calls = (
+        options.warmup if options.warmup is not None else 3 if case.nbytes <= _SMALL_BYTES else 1
+    )
     for _ in range(calls):
         bound.call()
     if options.fresh and options.iters is None:
@@ -122,7 +128,9 @@ def _warm_up(engine: Engine, case: Case, bound: Bound, options: Options) -> int:
         return options.iters
     estimate = _estimate(engine, bound, 2)
     for _ in range(2 if case.nbytes <= _SMALL_BYTES else 0):
-        estimate = min(estimate, _estimate(engine, bound, max(1, min(200, int(_BATCH_SECONDS / estimate)))))
+        estimate = min(
+            estimate, _estimate(engine, bound, max(1, min(200, int(_BATCH_SECONDS / estimate))))
+        )
     return max(1, min(_MAX_CALLS, int(_BATCH_SECONDS / estimate)))
 
 
@@ -156,7 +164,15 @@ def _time_fresh(engine: Engine, case: Case, bound: Bound) -> float:
     return time.perf_counter() - start
 
 
-def _row(case: Case, in_place: bool, options: Options, times: list[float], iters: int, wrong: int, chosen: tuple[str, str, int]) -> Row:
+def _row(
+    case: Case,
+    in_place: bool,
+    options: Options,
+    times: list[float],
+    iters: int,
+    wrong: int,
+    chosen: tuple[str, str, int],
+) -> Row:
     algo, proto, channels = chosen
     return build_row(
         case,

@@ -20,8 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     _here = Path(__file__).resolve().parent
-    sys.path = [p for p in sys.path if Path(p or ".").resolve() != _here]  # our file names are not for the peer to import
-    for _name, _folder in (("miraccl", _here.parents[1]), ("miraccl.tools", _here.parent), ("miraccl.tools.perf", _here)):
+    sys.path = [
+        p for p in sys.path if Path(p or ".").resolve() != _here
+    ]  # our file names are not for the peer to import
+    for _name, _folder in (
+        ("miraccl", _here.parents[1]),
+        ("miraccl.tools", _here.parent),
+        ("miraccl.tools.perf", _here),
+    ):
         sys.modules[_name] = _stub = types.ModuleType(_name)
         _stub.__path__ = [str(_folder)]
 
@@ -71,9 +77,15 @@ class MPIEngine:
         return [float(fold(column)) for column in zip(*self._comm.allgather(values))]
 
     def bind(self, case: Case, in_place: bool) -> Bound | None:
-        if case.dtype not in _MPI_TYPES or case.redop not in _MPI_OPS or (case.op == "broadcast" and not in_place):
+        if (
+            case.dtype not in _MPI_TYPES
+            or case.redop not in _MPI_OPS
+            or (case.op == "broadcast" and not in_place)
+        ):
             return None
-        x, y = place_buffers(case, self.rank, in_place, lambda count: np.zeros(count, numpy_dtype(case.dtype)))
+        x, y = place_buffers(
+            case, self.rank, in_place, lambda count: np.zeros(count, numpy_dtype(case.dtype))
+        )
         call = self._call(case, in_place, x, y)
         return None if call is None else Bound(call=call, input=x, output=y)
 
@@ -96,16 +108,25 @@ class MPIEngine:
         if case.op == "broadcast":
             return lambda: comm.Bcast(target, root)
         if case.op == "reduce":
-            given, taken = (here if in_place and self.rank == root else source), (target if self.rank == root else None)
+            given, taken = (
+                (here if in_place and self.rank == root else source),
+                (target if self.rank == root else None),
+            )
             return lambda: comm.Reduce(given, taken, op, root)
         if case.op == "all_to_all":
             given = here if in_place else source
             return lambda: comm.Alltoall(given, target)
         if case.op == "gather":
-            given, taken = (here if in_place and self.rank == root else source), (target if self.rank == root else None)
+            given, taken = (
+                (here if in_place and self.rank == root else source),
+                (target if self.rank == root else None),
+            )
             return lambda: comm.Gather(given, taken, root)
         if case.op == "scatter":
-            given, taken = (source if self.rank == root else None), (here if in_place and self.rank == root else target)
+            given, taken = (
+                (source if self.rank == root else None),
+                (here if in_place and self.rank == root else target),
+            )
             return lambda: comm.Scatter(given, taken, root)
         if in_place:
             return None
@@ -136,7 +157,9 @@ class GlooEngine:
 
     def reduce_list(self, values: list[float], *, how: str) -> list[float]:
         tensor = self._torch.tensor(values, dtype=self._torch.float64)
-        self._dist.all_reduce(tensor, op=self._dist.ReduceOp.MAX if how == "max" else self._dist.ReduceOp.SUM)
+        self._dist.all_reduce(
+            tensor, op=self._dist.ReduceOp.MAX if how == "max" else self._dist.ReduceOp.SUM
+        )
         return [float(v) for v in tensor.tolist()]
 
     def bind(self, case: Case, in_place: bool) -> Bound | None:
@@ -147,7 +170,9 @@ class GlooEngine:
         ):
             return None
         kind = getattr(self._torch, case.dtype)
-        x, y = place_buffers(case, self.rank, in_place, lambda count: self._torch.zeros(count, dtype=kind))
+        x, y = place_buffers(
+            case, self.rank, in_place, lambda count: self._torch.zeros(count, dtype=kind)
+        )
         return Bound(call=self._call(case, x, y), input=x.numpy(), output=y.numpy(), owner=(x, y))
 
     def close(self) -> None:
@@ -215,7 +240,9 @@ def work(engine: Engine, conductor: _Conductor, job: dict[str, Any]) -> None:
         for in_place in (False, True):
             row = measure(engine, Case(**fields), in_place, options, turn)
             if engine.rank == 0 and row is not None:
-                conductor.say(kind="row", case=number, in_place=in_place, time_us=row.time_us, wrong=row.wrong)
+                conductor.say(
+                    kind="row", case=number, in_place=in_place, time_us=row.time_us, wrong=row.wrong
+                )
         if engine.rank == 0:  # whose rows came before it
             conductor.say(kind="done", case=number)
 

@@ -37,9 +37,17 @@ def find_python(peer: str, given: str | None) -> str:
     python = given or sys.executable
     code = f"import numpy, {_MODULES[peer]}"
     try:
-        probe = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+        probe = subprocess.run(
+            [python, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
     except OSError as error:
-        raise MissingDependency(f"cannot run {python}: {error.strerror}", hint=_INSTALL[peer]) from None
+        raise MissingDependency(
+            f"cannot run {python}: {error.strerror}", hint=_INSTALL[peer]
+        ) from None
     if probe.returncode:
         reason = (probe.stderr.strip().splitlines() or [f"status {probe.returncode}"])[-1]
         raise MissingDependency(f"{python} cannot import {peer}: {reason}", hint=_INSTALL[peer])
@@ -54,21 +62,29 @@ def mpi_command(python: str, nranks: int) -> list[str]:
 
 def find_launcher(python: str) -> str:
     """The ``mpirun`` or ``mpiexec`` beside ``python``, or on PATH."""
-    beside = str(Path(python).parent)  # not resolved: the link of a virtual environment is where its launcher lives
+    beside = str(
+        Path(python).parent
+    )  # not resolved: the link of a virtual environment is where its launcher lives
     for path in (beside, os.environ.get("PATH", "")):
         for name in ("mpirun", "mpiexec"):
             if launcher := shutil.which(name, path=path):
                 return launcher
-    raise MissingDependency("no mpirun or mpiexec is beside the peer's Python or on PATH", hint=_INSTALL["mpi"])
+    raise MissingDependency(
+        "no mpirun or mpiexec is beside the peer's Python or on PATH", hint=_INSTALL["mpi"]
+    )
 
 
 def _launcher_options(launcher: str) -> list[str]:
-    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+    version = subprocess.run(
+        [launcher, "--version"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+    )
     text = version.stdout + version.stderr
     if "Open MPI" not in text and "OpenRTE" not in text:
         return []  # Hydra (MPICH, Intel MPI) needs none
     first = next((word for word in text.split() if word[:1].isdigit()), "4")
-    spread = ["--map-by", ":OVERSUBSCRIBE"] if int(first.split(".")[0]) >= 5 else ["--oversubscribe"]
+    spread = (
+        ["--map-by", ":OVERSUBSCRIBE"] if int(first.split(".")[0]) >= 5 else ["--oversubscribe"]
+    )
     return ["--allow-run-as-root", *spread]
 
 
@@ -155,14 +171,21 @@ class PeerGroup:
             environ["PATH"] = f"{os.path.dirname(command[0])}:{environ.get('PATH', '')}"
             self._spawn([*command, *worker], environ)
             return
-        environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(self._nranks))
+        environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(self._nranks)
+        )
         for rank in range(self._nranks):
             self._spawn([python, *worker], {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
     def _spawn(self, command: list[str], environ: dict[str, str]) -> None:
         self._processes.append(
             subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         )
 
@@ -185,7 +208,9 @@ class PeerGroup:
         elif message["kind"] == "row":
             key = (int(message["case"]), bool(message["in_place"]))
             if message["wrong"]:
-                raise RunFailed(f"{self.name} computed {message['wrong']} wrong values in case {key[0]}")
+                raise RunFailed(
+                    f"{self.name} computed {message['wrong']} wrong values in case {key[0]}"
+                )
             self.times[key] = float(message["time_us"])
 
     def _tail(self) -> str:

@@ -18,14 +18,18 @@ def load() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependency("--plot needs matplotlib", hint="pip install 'miraccl[plot]', or pip install matplotlib") from None
+        raise MissingDependency(
+            "--plot needs matplotlib", hint="pip install 'miraccl[plot]', or pip install matplotlib"
+        ) from None
     return Figure
 
 
 def check_target(target: str) -> None:
     """Refuse before anything is measured what could not be drawn afterwards."""
     if os.path.splitext(target)[1].lower() not in _ENDINGS:
-        raise click.UsageError(f"--plot {target}: the name ends in {', '.join(_ENDINGS)}, which decides the format")
+        raise click.UsageError(
+            f"--plot {target}: the name ends in {', '.join(_ENDINGS)}, which decides the format"
+        )
     load()
 
 
@@ -37,18 +41,29 @@ def draw(rows: list[Row], target: str) -> None:
         mine = [r for r in rows if r.in_place is in_place]
         if not mine:
             continue
-        (drawn,) = axes.plot([r.bytes for r in mine], [r.busbw for r in mine], marker="o", label=f"miraccl, {label}")
+        (drawn,) = axes.plot(
+            [r.bytes for r in mine], [r.busbw for r in mine], marker="o", label=f"miraccl, {label}"
+        )
         theirs = [(r.bytes, _peer_busbw(r)) for r in mine if r.peer_time_us]
         if theirs:
             sizes, speeds = zip(*theirs, strict=True)
-            axes.plot(sizes, speeds, marker="x", linestyle="--", color=drawn.get_color(), label=f"{mine[0].peer}, {label}")
+            axes.plot(
+                sizes,
+                speeds,
+                marker="x",
+                linestyle="--",
+                color=drawn.get_color(),
+                label=f"{mine[0].peer}, {label}",
+            )
     first = rows[0]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("size (bytes)")
     axes.set_ylabel("busbw (GB/s)")
     where = f" on {first.device}" if first.device else ""
-    axes.set_title(f"{first.op}, {first.ranks} ranks{where}, {first.dtype}{', CUDA graphs' if first.graph else ''}")
+    axes.set_title(
+        f"{first.op}, {first.ranks} ranks{where}, {first.dtype}{', CUDA graphs' if first.graph else ''}"
+    )
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     try:

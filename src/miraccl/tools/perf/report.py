@@ -41,7 +41,13 @@ def _progress(total: int) -> Iterator[Any]:
 
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Rich would break lines at the width of the terminal if it printed them.
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False)
+    progress = Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
     task = progress.add_task("", total=total)
 
     @contextlib.contextmanager
@@ -59,9 +65,15 @@ def _progress(total: int) -> Iterator[Any]:
 
 
 def _print_header(request: Request) -> None:
-    where = f"{request.device} ({devices.describe(request.ordinals)})" if request.ordinals else _machine(request.joins_launcher)
+    where = (
+        f"{request.device} ({devices.describe(request.ordinals)})"
+        if request.ordinals
+        else _machine(request.joins_launcher)
+    )
     ranks = f"{request.nranks} rank{'s' * (request.nranks != 1)} on {where}"
-    print(f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype}, {_how(request)}")
+    print(
+        f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype}, {_how(request)}"
+    )
     print("\n".join(table.header(request.peer, bool(request.ordinals))), flush=True)
 
 
@@ -84,11 +96,19 @@ def _how_on_gpus(options: dict[str, Any]) -> str:
     if options["threads"]:
         kinds.append("ranks are threads")
     if options["sms"] is not None:
-        kinds.append(f"at most {options['sms']} multiprocessors" if options["sms"] > 0 else "copy engines" if not options["sms"] else "")
+        kinds.append(
+            f"at most {options['sms']} multiprocessors"
+            if options["sms"] > 0
+            else "copy engines"
+            if not options["sms"]
+            else ""
+        )
     if options["hosts"] > 1:
         kinds.append(f"as if on {options['hosts']} hosts")
     how = "in a CUDA graph" if options["graph"] else "on a stream"
-    return ", ".join(filter(None, [f"median of {options['batches']} batches of {calls} {how}", *kinds]))
+    return ", ".join(
+        filter(None, [f"median of {options['batches']} batches of {calls} {how}", *kinds])
+    )
 
 
 def _version() -> str:
@@ -110,10 +130,14 @@ def _print_line(request: Request, line: Any) -> None:
         mark = "*" if candidate["chosen"] else " "
         if "blocks" in candidate:
             shape = f"{candidate['blocks']} blocks of {candidate['threads']} threads, {candidate['unroll']} vectors of a thread at a time"
-            print(f"#   {mark} {candidate['algo']}/{candidate['proto']:<12} {shape}  {candidate['reason']}".rstrip())
+            print(
+                f"#   {mark} {candidate['algo']}/{candidate['proto']:<12} {shape}  {candidate['reason']}".rstrip()
+            )
             continue
         name = f"{candidate['algo']}/{candidate['proto']} x{candidate['channels']}"
-        print(f"#   {mark} {name:<36} {table.format_us(candidate['predicted_us']):>9} us predicted  {candidate['reason']}")
+        print(
+            f"#   {mark} {name:<36} {table.format_us(candidate['predicted_us']):>9} us predicted  {candidate['reason']}"
+        )
     sys.stdout.flush()
 
 

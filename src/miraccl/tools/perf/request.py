@@ -12,7 +12,15 @@ import click
 from miraccl.tools import launch
 from miraccl.tools.options import Sizes
 from miraccl.tools.perf import devices, plot
-from miraccl.tools.perf.spec import REDUCING, ROOTED, Case, Row, build_case, busbw_factor, size_range
+from miraccl.tools.perf.spec import (
+    REDUCING,
+    ROOTED,
+    Case,
+    Row,
+    build_case,
+    busbw_factor,
+    size_range,
+)
 from miraccl.types import Collective
 
 DEFAULT_RANKS = 2
@@ -41,7 +49,9 @@ class Request:
     @property
     def binds(self) -> bool:
         """Ranks that take turns sleep and wake up, after which a scheduler may leave two that poll on one core: bind both sides."""
-        return bool(self.options["compare"] if self.options["bind"] is None else self.options["bind"])
+        return bool(
+            self.options["compare"] if self.options["bind"] is None else self.options["bind"]
+        )
 
     @property
     def quiet(self) -> bool:
@@ -56,26 +66,36 @@ def check(op: str, options: dict[str, Any]) -> Request:
         plot.check_target(options["plot_target"])
     if options["redop"] and op not in REDUCING:
         raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} reduces nothing")
-    if op == "barrier" and any(options[name] is not None for name in ("sizes", "min_bytes", "max_bytes")):
-        raise click.UsageError("a barrier has no size: leave --sizes, --min-bytes and --max-bytes out")
+    if op == "barrier" and any(
+        options[name] is not None for name in ("sizes", "min_bytes", "max_bytes")
+    ):
+        raise click.UsageError(
+            "a barrier has no size: leave --sizes, --min-bytes and --max-bytes out"
+        )
     if options["root"] is not None and op not in ROOTED:
         raise click.UsageError(f"--root is for {', '.join(ROOTED)}; {op} has none")
     joined = None if options["ranks"] else launch.detect_ranks()
     ordinals, device, gpu_bytes = _gpus(options["devices"])
     nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
     if options["plot_target"] and (op == "barrier" or not busbw_factor(op, nranks)):
-        raise click.UsageError(f"--plot draws busbw, which is 0 of {'a barrier' if op == 'barrier' else f'{op} of one rank'}")
+        raise click.UsageError(
+            f"--plot draws busbw, which is 0 of {'a barrier' if op == 'barrier' else f'{op} of one rank'}"
+        )
     root = options["root"] or 0
     if root >= nranks:
         raise click.UsageError(f"--root {root} is not one of the {nranks} ranks 0..{nranks - 1}")
     if options["hosts"] > nranks or (joined and options["hosts"] > 1):
-        raise click.UsageError(f"--hosts {options['hosts']} needs as many ranks, own ones: give --ranks")
+        raise click.UsageError(
+            f"--hosts {options['hosts']} needs as many ranks, own ones: give --ranks"
+        )
     if joined and options["threads"]:
         raise click.UsageError("--threads starts ranks itself: leave the launcher out")
     if options["threads"] and options["hosts"] > 1:
         raise click.UsageError("--hosts needs a process for each rank: leave --threads out")
     if joined and options["compare"] in ("gloo", "mpi"):
-        raise click.UsageError("--compare starts ranks itself: leave the launcher out and give --ranks")
+        raise click.UsageError(
+            "--compare starts ranks itself: leave the launcher out and give --ranks"
+        )
     if options["peer_python"] and not options["compare"]:
         raise click.UsageError("--peer-python belongs to --compare")
     if options["persistent"] and op in ("sendrecv", "barrier"):
@@ -83,13 +103,25 @@ def check(op: str, options: dict[str, Any]) -> Request:
     if options["explain"] and op in ("sendrecv", "barrier"):
         raise click.UsageError(f"--explain is for operations with a choice; {op} has none")
     if options["explain"] and options["json_target"] == "-":
-        raise click.UsageError("--explain stands in the table, which --json - leaves out: give --json a file")
-    together = devices.count_together(nranks, options["hosts"], bool(joined)) if ordinals else nranks
+        raise click.UsageError(
+            "--explain stands in the table, which --json - leaves out: give --json a file"
+        )
+    together = (
+        devices.count_together(nranks, options["hosts"], bool(joined)) if ordinals else nranks
+    )
     _check_choice(op, nranks, options)
     if together == nranks:
         _check_order(op, nranks, options)
     cases = [
-        build_case(op, size, nranks=nranks, dtype=options["dtype"], redop=options["redop"] or "sum", root=root) for size in _sizes(options)
+        build_case(
+            op,
+            size,
+            nranks=nranks,
+            dtype=options["dtype"],
+            redop=options["redop"] or "sum",
+            root=root,
+        )
+        for size in _sizes(options)
     ]
     if not options["devices"].on_gpu:
         _check_memory(cases, 1 if joined else nranks)
@@ -122,7 +154,9 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
     collective = Collective[op.upper()]
     if not algorithm.supports(collective, nranks) and not (on_gpu and options["hosts"] > 1):
         others = catalog.which_have(collective, nranks)
-        raise click.UsageError(f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {others}")
+        raise click.UsageError(
+            f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {others}"
+        )
 
 
 def _check_order(op: str, nranks: int, options: dict[str, Any]) -> None:
@@ -130,14 +164,18 @@ def _check_order(op: str, nranks: int, options: dict[str, Any]) -> None:
     from miraccl.comm.options import Options
     from miraccl.schedule import catalog
 
-    if op not in REDUCING or (options["devices"].on_gpu and nranks == 1):  # one GPU copies, by no algorithm
+    if op not in REDUCING or (
+        options["devices"].on_gpu and nranks == 1
+    ):  # one GPU copies, by no algorithm
         return
     asked = Options.create(algo=options["algo"], deterministic=options["deterministic"] or None)
     if not asked.deterministic or not asked.algo:
         return
     algorithm, collective = catalog.get(asked.algo), Collective[op.upper()]
     if algorithm.supports(collective, nranks) and not algorithm.rank_ordered:
-        ordered = ", ".join(other.name for other in catalog.algorithms_for(collective, nranks) if other.rank_ordered)
+        ordered = ", ".join(
+            other.name for other in catalog.algorithms_for(collective, nranks) if other.rank_ordered
+        )
         chosen = "--algo" if options["algo"] else "MIRACCL_ALGO"
         wish = "--deterministic" if options["deterministic"] else "MIRACCL_DETERMINISTIC"
         text = f"{wish} needs an algorithm that adds in the order of the ranks, not {chosen} {asked.algo}"
@@ -161,7 +199,9 @@ def _sizes(options: dict[str, Any]) -> list[int]:
     smallest, largest = options["min_bytes"], options["max_bytes"]
     if smallest is None and largest is None:
         if options["factor"]:
-            raise click.UsageError("--factor is for a range of sizes: give --min-bytes or --max-bytes")
+            raise click.UsageError(
+                "--factor is for a range of sizes: give --min-bytes or --max-bytes"
+            )
         sizes = list(options["sizes"] or Sizes().convert(DEFAULT_SIZES, None, None))
     elif options["sizes"]:
         raise click.UsageError("give either --sizes or --min-bytes and --max-bytes")
@@ -172,7 +212,9 @@ def _sizes(options: dict[str, Any]) -> list[int]:
             raise click.UsageError("a size is at least 1 byte")
         sizes = size_range(smallest, largest, options["factor"] or DEFAULT_FACTOR)
         if not sizes:
-            raise click.UsageError(f"no size lies between --min-bytes {smallest} and --max-bytes {largest}")
+            raise click.UsageError(
+                f"no size lies between --min-bytes {smallest} and --max-bytes {largest}"
+            )
     if min(sizes) < 1:
         raise click.UsageError("a size is at least 1 byte")
     return sizes
@@ -184,4 +226,6 @@ def _check_memory(cases: Sequence[Case], nranks: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         ranks = f" of {nranks} ranks" if nranks > 1 else ""
-        raise click.UsageError(f"--sizes: the buffers{ranks} take {needed} bytes, and this machine has {memory}")
+        raise click.UsageError(
+            f"--sizes: the buffers{ranks} take {needed} bytes, and this machine has {memory}"
+        )

@@ -95,14 +95,21 @@ class Case:
         return algbw, algbw * busbw_factor(self.op, self.nranks)
 
 
-def build_case(op: str, nbytes: int, *, nranks: int, dtype: str, redop: str = "sum", root: int = 0) -> Case:
+def build_case(
+    op: str, nbytes: int, *, nranks: int, dtype: str, redop: str = "sum", root: int = 0
+) -> Case:
     """The case whose larger total buffer is ``nbytes``, rounded down to whole elements per rank, and at least one; barrier has none."""
     if op == "barrier":
         return Case(op=op, nranks=nranks, count=0, dtype=dtype, redop="none", root=-1)
     blockwise = _SHAPES[op][1] or _SHAPES[op][2]
     count = max(1, nbytes // ITEMSIZES[dtype] // (nranks if blockwise else 1))
     return Case(
-        op=op, nranks=nranks, count=count, dtype=dtype, redop=redop if op in REDUCING else "none", root=root if op in ROOTED else -1
+        op=op,
+        nranks=nranks,
+        count=count,
+        dtype=dtype,
+        redop=redop if op in REDUCING else "none",
+        root=root if op in ROOTED else -1,
     )
 
 
@@ -161,7 +168,10 @@ class Row:
             for name in _DEVICE_FIELDS:
                 record.pop(name, None)
         elif self.peer:
-            record |= {f"{self.peer}_us": self.peer_time_us, f"{self.peer}_host_us": self.peer_host_us}
+            record |= {
+                f"{self.peer}_us": self.peer_time_us,
+                f"{self.peer}_host_us": self.peer_host_us,
+            }
         return record
 
 

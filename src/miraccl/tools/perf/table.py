@@ -28,10 +28,23 @@ def header(peer: str, host: bool = False) -> list[str]:
     side = [("time", "algbw", "busbw", "#wrong"), ("(us)", "(GB/s)", "(GB/s)", "")]
     versus = [(peer, "ratio"), ("(us)", "")]
     calls = ("host", "(us)")
-    width = len(_SIDE.format(*side[0])) + (len(_PEER.format(*versus[0])) if peer else 0) + (len(_HOST.format("")) if host else 0)
-    lines = ["#" + " " * len(_LEFT.format(*left[0])) + "out-of-place".center(width) + "in-place".center(width)]
+    width = (
+        len(_SIDE.format(*side[0]))
+        + (len(_PEER.format(*versus[0])) if peer else 0)
+        + (len(_HOST.format("")) if host else 0)
+    )
+    lines = [
+        "#"
+        + " " * len(_LEFT.format(*left[0]))
+        + "out-of-place".center(width)
+        + "in-place".center(width)
+    ]
     for number in (0, 1):
-        part = _SIDE.format(*side[number]) + (_PEER.format(*versus[number]) if peer else "") + (_HOST.format(calls[number]) if host else "")
+        part = (
+            _SIDE.format(*side[number])
+            + (_PEER.format(*versus[number]) if peer else "")
+            + (_HOST.format(calls[number]) if host else "")
+        )
         chosen = "  algorithm" if number == 0 else ""
         lines.append("#" + _LEFT.format(*left[number]) + part + part + chosen)
     return [line.rstrip() for line in lines]
@@ -52,7 +65,9 @@ def _side(row: Row | None) -> str:
     if row is None:
         return _SIDE.format("N/A", "N/A", "N/A", "N/A")
     wrong = "N/A" if row.wrong is None else str(row.wrong)
-    return _SIDE.format(format_us(row.time_us), format_speed(row.algbw), format_speed(row.busbw), wrong)
+    return _SIDE.format(
+        format_us(row.time_us), format_speed(row.algbw), format_speed(row.busbw), wrong
+    )
 
 
 def _versus(row: Row | None) -> str:
@@ -73,7 +88,13 @@ def _chosen(*rows: Row | None) -> str:
 def _plan(row: Row) -> str:
     if not row.proto:
         return row.algo
-    shape = f"x{row.channels}" if not row.device else f"{row.channels}x{row.threads}" if row.threads else "copy engines"
+    shape = (
+        f"x{row.channels}"
+        if not row.device
+        else f"{row.channels}x{row.threads}"
+        if row.threads
+        else "copy engines"
+    )
     return f"{row.algo}/{row.proto} {shape}"
 
 
@@ -81,7 +102,11 @@ def footer(rows: list[Row], peer: str) -> list[str]:
     """The verdict and the averages."""
     checked = [r.wrong for r in rows if r.wrong is not None]
     wrong = sum(checked)
-    verdict = f"# Wrong values         : {wrong} {'FAILED' if wrong else 'OK'}" if checked else "# Wrong values         : not checked"
+    verdict = (
+        f"# Wrong values         : {wrong} {'FAILED' if wrong else 'OK'}"
+        if checked
+        else "# Wrong values         : not checked"
+    )
     average = sum(r.busbw for r in rows) / len(rows) if rows else 0.0
     lines = [verdict, f"# Avg bus bandwidth    : {average:.3f} GB/s"]
     ratios = [r.ratio for r in rows if r.ratio]

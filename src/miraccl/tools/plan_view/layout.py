@@ -136,11 +136,18 @@ def _find_tree(system: System) -> _Tree:
 def _grow(system: System, tree: _Tree, types: Sequence[LinkType]) -> None:
     queue = sorted(tree.depth, key=lambda i: (tree.depth[i], i))
     for node in queue:
-        if system.nodes[node].type in (NodeType.GPU, NodeType.NET):  # devices have nothing below them
+        if system.nodes[node].type in (
+            NodeType.GPU,
+            NodeType.NET,
+        ):  # devices have nothing below them
             continue
         for link in system.nodes[node].links:
             below = system.nodes[link.target]
-            if link.type not in types or link.target in tree.depth or below.type in (NodeType.NVS, NodeType.CPU):
+            if (
+                link.type not in types
+                or link.target in tree.depth
+                or below.type in (NodeType.NVS, NodeType.CPU)
+            ):
                 continue
             tree.parent[link.target] = node
             tree.children.setdefault(node, []).append(link.target)
@@ -162,7 +169,9 @@ def _tracks(system: System, order: Mapping[int, int], *, least: int) -> dict[tup
     taken: list[list[tuple[int, int]]] = []
     tracks = {}
     for length, start, pair in sorted((order[b] - order[a], order[a], (a, b)) for a, b in pairs):
-        free = (n for n, row in enumerate(taken) if all(start + length < s or e < start for s, e in row))
+        free = (
+            n for n, row in enumerate(taken) if all(start + length < s or e < start for s, e in row)
+        )
         track = next(free, len(taken))
         if track == len(taken):
             taken.append([])
@@ -185,14 +194,25 @@ class _Placer:
         self.width = max(x - CPU_GAP + MARGIN, 480.0)
         gpus = [i for i, node in enumerate(system.nodes) if node.type == NodeType.GPU]
         self.order = {i: k for k, i in enumerate(sorted(gpus, key=lambda i: self.x[i]))}
-        self.cpus = {i: k for k, i in enumerate(i for i in tree.roots if system.nodes[i].type == NodeType.CPU)}
+        self.cpus = {
+            i: k
+            for k, i in enumerate(i for i in tree.roots if system.nodes[i].type == NodeType.CPU)
+        }
         self.sys_tracks = _tracks(system, self.cpus, least=2)
         above = 10 + SYS_STEP * (1 + max(self.sys_tracks.values())) if self.sys_tracks else 0
         self.top = MARGIN + SIZES[NodeType.CPU][1] / 2 + above
-        levels = [tree.depth[i] for i, node in enumerate(system.nodes) if node.type == NodeType.PCI and i in tree.depth]
+        levels = [
+            tree.depth[i]
+            for i, node in enumerate(system.nodes)
+            if node.type == NodeType.PCI and i in tree.depth
+        ]
         self.leaf_y = self.top + ROW * (max(levels, default=0) + 1)
         nets = min(NET_ROWS, max(self.stack.values(), default=-1) + 1)
-        below = SIZES[NodeType.NIC][1] / 2 + 18 + NET_STEP * nets if nets else SIZES[NodeType.GPU][1] / 2
+        below = (
+            SIZES[NodeType.NIC][1] / 2 + 18 + NET_STEP * nets
+            if nets
+            else SIZES[NodeType.GPU][1] / 2
+        )
         self.overlay_top = self.leaf_y + max(below, SIZES[NodeType.GPU][1] / 2) + 8
         self.tracks = _tracks(system, self.order, least=1)
         self.nvlink_top = self.overlay_top
@@ -208,7 +228,10 @@ class _Placer:
         children = self.tree.children.get(node, [])
         if self.system.nodes[node].type == NodeType.NIC:
             for position, net in enumerate(children):
-                self.x[net], self.stack[net] = x + width / 2 + position // NET_ROWS * (width + COLUMN_GAP), position
+                self.x[net], self.stack[net] = (
+                    x + width / 2 + position // NET_ROWS * (width + COLUMN_GAP),
+                    position,
+                )
             self.x[node] = x + width / 2
             return x + width + max(0, len(children) - 1) // NET_ROWS * (width + COLUMN_GAP)
         if not children:
@@ -235,11 +258,17 @@ class _Placer:
             w, h = (float(size) for size in SIZES[node.type])
             if node.type == NodeType.NVS:
                 gpus = [self.x[g] for g in self.order] or [self.width / 2]
-                x, w, y = (min(gpus) + max(gpus)) / 2, max(w, max(gpus) - min(gpus) + SIZES[NodeType.GPU][0]), self.switch_y
+                x, w, y = (
+                    (min(gpus) + max(gpus)) / 2,
+                    max(w, max(gpus) - min(gpus) + SIZES[NodeType.GPU][0]),
+                    self.switch_y,
+                )
             else:
                 x, y = self.x[i], self._row(i)
             title, subtitle = _words(self.system, i)
-            result[i] = Box(index=i, kind=node.type, title=title, subtitle=subtitle, x=x, y=y, w=w, h=h)
+            result[i] = Box(
+                index=i, kind=node.type, title=title, subtitle=subtitle, x=x, y=y, w=w, h=h
+            )
         return result
 
     def _row(self, i: int) -> float:
@@ -247,7 +276,13 @@ class _Placer:
         if kind in (NodeType.CPU, NodeType.PCI):
             return self.top + ROW * self.tree.depth[i]
         if kind == NodeType.NET:
-            return self.leaf_y + SIZES[NodeType.NIC][1] / 2 + 18 + SIZES[NodeType.NET][1] / 2 + NET_STEP * (self.stack.get(i, 0) % NET_ROWS)
+            return (
+                self.leaf_y
+                + SIZES[NodeType.NIC][1] / 2
+                + 18
+                + SIZES[NodeType.NET][1] / 2
+                + NET_STEP * (self.stack.get(i, 0) % NET_ROWS)
+            )
         return self.leaf_y
 
 
@@ -255,7 +290,9 @@ def _words(system: System, i: int) -> tuple[str, str]:
     """Title and subtitle of a box."""
     node = system.nodes[i]
     domain = node.local_id >> 20 & 0xFFFFFFFF
-    bus = (f"{domain:x}:" if domain else "") + f"{node.local_id >> 12 & 0xFF:02x}:{node.local_id >> 4 & 0xFF:02x}"
+    bus = (
+        f"{domain:x}:" if domain else ""
+    ) + f"{node.local_id >> 12 & 0xFF:02x}:{node.local_id >> 4 & 0xFF:02x}"
     if isinstance(node, GpuNode):
         return f"GPU {node.rank}", f"{bus} sm {node.sm}"
     if isinstance(node, NetNode):
@@ -284,16 +321,40 @@ def _wires(system: System, tree: _Tree, boxes: dict[int, Box], placed: _Placer) 
             if tree.parent.get(a.index) == b.index:
                 a, b = b, a
             points, label, curved = _route(tree, placed, ports, a, b)
-            result.append(Wire(source=a.index, target=b.index, type=link.type, bw=link.bw, points=points, label=label, curved=curved))
+            result.append(
+                Wire(
+                    source=a.index,
+                    target=b.index,
+                    type=link.type,
+                    bw=link.bw,
+                    points=points,
+                    label=label,
+                    curved=curved,
+                )
+            )
     return result
 
 
-def _route(tree: _Tree, placed: _Placer, ports: dict[int, int], a: Box, b: Box) -> tuple[tuple[Point, ...], Point | None, bool]:
+def _route(
+    tree: _Tree, placed: _Placer, ports: dict[int, int], a: Box, b: Box
+) -> tuple[tuple[Point, ...], Point | None, bool]:
     """Corners of the wire, where its bandwidth is written, and whether it is a curve."""
     if tree.parent.get(b.index) == a.index:
-        if b.kind == NodeType.NET and placed.stack.get(b.index, 0):  # past the nets above it, along the edge of the column
+        if b.kind == NodeType.NET and placed.stack.get(
+            b.index, 0
+        ):  # past the nets above it, along the edge of the column
             side = b.left - 6
-            return ((a.x, a.bottom), (a.x, a.bottom + 7), (side, a.bottom + 7), (side, b.y), (b.left, b.y)), None, False
+            return (
+                (
+                    (a.x, a.bottom),
+                    (a.x, a.bottom + 7),
+                    (side, a.bottom + 7),
+                    (side, b.y),
+                    (b.left, b.y),
+                ),
+                None,
+                False,
+            )
         bus = a.bottom + (ROW - a.h) / 4 if b.kind != NodeType.NET else (a.bottom + b.top) / 2
         return ((a.x, a.bottom), (a.x, bus), (b.x, bus), (b.x, b.top)), (b.x + 4, b.top - 5), False
     kinds = {a.kind, b.kind}
@@ -305,20 +366,36 @@ def _route(tree: _Tree, placed: _Placer, ports: dict[int, int], a: Box, b: Box) 
     if kinds == {NodeType.CPU}:
         return _between_cpus(placed, a, b)
     upper, lower = (a, b) if a.y < b.y else (b, a)
-    if a.y == b.y or NodeType.NVS in kinds:  # bridges that are joined, or something no machine we know has
+    if (
+        a.y == b.y or NodeType.NVS in kinds
+    ):  # bridges that are joined, or something no machine we know has
         rise = min(a.top, b.top) - 16
-        return ((a.x, a.top), (a.x, rise), (b.x, rise), (b.x, b.top)), ((a.x + b.x) / 2, rise - 2), True
+        return (
+            ((a.x, a.top), (a.x, rise), (b.x, rise), (b.x, b.top)),
+            ((a.x + b.x) / 2, rise - 2),
+            True,
+        )
     port = lower.x + lower.w / 4  # a second way up, beside the first one
     bus = upper.bottom + (ROW - upper.h) / 2
-    return ((upper.x + 10, upper.bottom), (upper.x + 10, bus), (port, bus), (port, lower.top)), (port + 4, lower.top - 16), False
+    return (
+        ((upper.x + 10, upper.bottom), (upper.x + 10, bus), (port, bus), (port, lower.top)),
+        (port + 4, lower.top - 16),
+        False,
+    )
 
 
-def _nvlink(placed: _Placer, ports: dict[int, int], a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
+def _nvlink(
+    placed: _Placer, ports: dict[int, int], a: Box, b: Box
+) -> tuple[tuple[Point, ...], Point, bool]:
     """Down the columns of both GPUs and across below everything; each link has its own place at a GPU and its own height."""
     first, second = (a, b) if a.x < b.x else (b, a)
     start, end = _port(ports, first), _port(ports, second)
     level = placed.nvlink_top + 14 + NVLINK_STEP * placed.tracks[first.index, second.index]
-    return ((start, first.bottom), (start, level), (end, level), (end, second.bottom)), ((start + end) / 2, level - 3), False
+    return (
+        ((start, first.bottom), (start, level), (end, level), (end, second.bottom)),
+        ((start + end) / 2, level - 3),
+        False,
+    )
 
 
 def _port(ports: dict[int, int], gpu: Box) -> float:
@@ -329,9 +406,19 @@ def _port(ports: dict[int, int], gpu: Box) -> float:
 
 def _between_cpus(placed: _Placer, a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
     first, second = (a, b) if a.x < b.x else (b, a)
-    if placed.cpus[second.index] - placed.cpus[first.index] < 2:  # straight to the next one, over the top of others
-        return ((first.right, first.y), (second.left, second.y)), ((first.right + second.left) / 2, first.y - 5), False
+    if (
+        placed.cpus[second.index] - placed.cpus[first.index] < 2
+    ):  # straight to the next one, over the top of others
+        return (
+            ((first.right, first.y), (second.left, second.y)),
+            ((first.right + second.left) / 2, first.y - 5),
+            False,
+        )
     track = placed.sys_tracks[first.index, second.index]
     rise = first.top - 4 - SYS_STEP * (track + 1)
     start, end = first.x + 6 + 9 * track, second.x - 6 - 9 * track
-    return ((start, first.top), (start, rise), (end, rise), (end, second.top)), ((start + end) / 2, rise - 2), False
+    return (
+        ((start, first.top), (start, rise), (end, rise), (end, second.top)),
+        ((start + end) / 2, rise - 2),
+        False,
+    )

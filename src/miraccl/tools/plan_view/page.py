@@ -63,7 +63,9 @@ def render_page(document: Mapping[str, Any]) -> str:
     drawing = draw_system(system)
     title = f"{document.get('topology') or 'a system'}, {document['nodes']} x {document['gpus_per_node']} GPUs"
     data = {
-        **{key: value for key, value in document.items() if key not in ("paths", "comm", "explain")},
+        **{
+            key: value for key, value in document.items() if key not in ("paths", "comm", "explain")
+        },
         "explain": _small_explanation(document.get("explain")),
         "comm": _small_comm(document["comm"], document["nranks"]),
         "names": [node.name for node in system.nodes],
@@ -96,7 +98,11 @@ def _small_explanation(explain: Mapping[str, Any] | None) -> dict[str, Any] | No
     if not explain:
         return None
     searches = [
-        {**graph, "tries": [t for i, t in enumerate(graph["tries"]) if i < MAX_TRIES or t["improved"]], "walks": len(graph["tries"])}
+        {
+            **graph,
+            "tries": [t for i, t in enumerate(graph["tries"]) if i < MAX_TRIES or t["improved"]],
+            "walks": len(graph["tries"]),
+        }
         for graph in explain["search"][0]
     ]
     return {**explain, "search": [searches]}
@@ -104,7 +110,10 @@ def _small_explanation(explain: Mapping[str, Any] | None) -> dict[str, Any] | No
 
 def _positions(drawing: Drawing) -> dict[str, Any]:
     return {
-        "boxes": [{"kind": b.kind.name, "x": b.x, "y": b.y, "w": b.w, "h": b.h, "title": b.title} for b in drawing.boxes],
+        "boxes": [
+            {"kind": b.kind.name, "x": b.x, "y": b.y, "w": b.w, "h": b.h, "title": b.title}
+            for b in drawing.boxes
+        ],
         "overlayTop": drawing.overlay_top,
         "overlayBottom": drawing.overlay_bottom,
         "width": drawing.width,

@@ -79,7 +79,9 @@ def _legend(drawing: Drawing, y: float) -> str:
     parts = ['<g class="legend">']
     x = 16.0
     for kind in sorted({wire.type for wire in drawing.wires}):
-        parts.append(f'<path d="M{_n(x)} {_n(y - 4)}h22" stroke="{COLORS[kind]}" stroke-width="3"/>')
+        parts.append(
+            f'<path d="M{_n(x)} {_n(y - 4)}h22" stroke="{COLORS[kind]}" stroke-width="3"/>'
+        )
         parts.append(f'<text x="{_n(x + 27)}" y="{_n(y)}">{NAMES[kind]}</text>')
         x += 40 + 7 * len(NAMES[kind])
     parts.append(f'<text x="{_n(x)}" y="{_n(y)}">numbers are GB/s per direction</text></g>')
@@ -90,9 +92,13 @@ def _box(box: Box) -> str:
     two = bool(box.subtitle) and box.h >= 30
     title = box.title if two or not box.subtitle else f"{box.title} {box.subtitle}"
     tight = ' class="tight"' if len(title) > 11 and box.w < 100 else ""
-    lines = [f'<text{tight} x="{_n(box.x)}" y="{_n(box.y + (-2 if two else 4))}">{escape(title)}</text>']
+    lines = [
+        f'<text{tight} x="{_n(box.x)}" y="{_n(box.y + (-2 if two else 4))}">{escape(title)}</text>'
+    ]
     if two:
-        lines.append(f'<text class="sub" x="{_n(box.x)}" y="{_n(box.y + 12)}">{escape(box.subtitle)}</text>')
+        lines.append(
+            f'<text class="sub" x="{_n(box.x)}" y="{_n(box.y + 12)}">{escape(box.subtitle)}</text>'
+        )
     return (
         f'<g class="box {box.kind.name}" data-node="{box.index}">'
         f'<rect x="{_n(box.left)}" y="{_n(box.top)}" width="{_n(box.w)}" height="{_n(box.h)}" rx="6"/>{"".join(lines)}</g>'
@@ -122,8 +128,13 @@ def path_data(points: Sequence[Point], *, curved: bool) -> str:
         return f"M{_n(x0)} {_n(y0)}C{_n(x1)} {_n(y1)} {_n(x2)} {_n(y2)} {_n(x3)} {_n(y3)}"
     parts = [f"M{_n(points[0][0])} {_n(points[0][1])}"]
     for before, corner, after in zip(points, points[1:], points[2:]):
-        enter, leave = _towards(corner, before, CORNER_RADIUS), _towards(corner, after, CORNER_RADIUS)
-        parts.append(f"L{_n(enter[0])} {_n(enter[1])}Q{_n(corner[0])} {_n(corner[1])} {_n(leave[0])} {_n(leave[1])}")
+        enter, leave = (
+            _towards(corner, before, CORNER_RADIUS),
+            _towards(corner, after, CORNER_RADIUS),
+        )
+        parts.append(
+            f"L{_n(enter[0])} {_n(enter[1])}Q{_n(corner[0])} {_n(corner[1])} {_n(leave[0])} {_n(leave[1])}"
+        )
     parts.append(f"L{_n(points[-1][0])} {_n(points[-1][1])}")
     return "".join(parts)
 

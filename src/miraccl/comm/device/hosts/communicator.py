@@ -81,10 +81,19 @@ def make_device_communicator(
     stages = Stages(own, what=SET_UP)
     try:
         with plane.ending(stages), stages.follow():
-            names = [blob.decode() for blob in plane.meet(SET_UP, "gpu hosts", host_name(session).encode(), stages.deadline)]
+            names = [
+                blob.decode()
+                for blob in plane.meet(
+                    SET_UP, "gpu hosts", host_name(session).encode(), stages.deadline
+                )
+            ]
             if len(set(names)) == 1:
-                return DeviceCommunicator(own, ordinal, options, plane=plane, stages=stages, orders=orders)
-            return HostsCommunicator(own, ordinal, names, options, open_cpu=open_cpu, stages=stages, orders=orders)
+                return DeviceCommunicator(
+                    own, ordinal, options, plane=plane, stages=stages, orders=orders
+                )
+            return HostsCommunicator(
+                own, ordinal, names, options, open_cpu=open_cpu, stages=stages, orders=orders
+            )
     except BaseException as error:
         stages.leave(error)
         raise
@@ -108,32 +117,48 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.layout = HostsLayout.of(session.rank, hosts)
-        self.faults = HostsFaults(session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason))
+        self.faults = HostsFaults(
+            session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason)
+        )
         self._side: int | None = None
-        self._elsewhere = False  # operations were in other streams than the default one, which is never captured
+        self._elsewhere = (
+            False  # operations were in other streams than the default one, which is never captured
+        )
         self._cut = False  # lanes were at work when a fault ended that
         self._ending = threading.RLock()  # a signal handler may abort in the middle
-        self._local_session = session.sub(self.layout.mine, f"{session.name}/gpu host {self.layout.host}")
+        self._local_session = session.sub(
+            self.layout.mine, f"{session.name}/gpu host {self.layout.host}"
+        )
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._local_session.close)
             part, mine = stages.part(self._local_session, SET_UP), self.layout.mine
-            self.local = DeviceCommunicator(self._local_session, ordinal, options, stages=part, called=mine, orders=orders)
+            self.local = DeviceCommunicator(
+                self._local_session, ordinal, options, stages=part, called=mine, orders=orders
+            )
             self.local.faults.spread = self.faults.fail  # also to other hosts
             unless_made.callback(self.local.close)
             unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
-            unless_made.callback(self.local.settle, unmade)  # else it would be closed together with others
+            unless_made.callback(
+                self.local.settle, unmade
+            )  # else it would be closed together with others
             self.gpu = self.local.gpu
             self.jobs = HostsJobs(stages, self.layout, self.gpu, open_cpu, self.faults.found)
             unless_made.callback(self.jobs.finalize)
             unless_made.callback(self.jobs.staging.close)
             unless_made.callback(self.jobs.abort, unmade.message)
-            unless_made.push(lambda kind, error, trace: stages.leave(error))  # first of all, as the rest takes time
+            unless_made.push(
+                lambda kind, error, trace: stages.leave(error)
+            )  # first of all, as the rest takes time
             self.steps = TwoSteps(self.local, self.jobs)
             self.replays = Replays(self.gpu, self.jobs)
             session.on_event(self.faults.heard)  # from ranks that are ready
             stages.gather("gpu staging ready")
             self.jobs.begin()
-            near = (self.local._looks, self._local_session) if self.layout.width > 1 and self.local._looks is not None else None
+            near = (
+                (self.local._looks, self._local_session)
+                if self.layout.width > 1 and self.local._looks is not None
+                else None
+            )
             self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end, self._has_done_all)
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
                 whereabouts.streams.take(self.seat)
@@ -151,12 +176,21 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     @property
     def closed(self) -> bool:
-        return self.faults.closed or self.local.closed  # a forked child's are closed inside the host alone
+        return (
+            self.faults.closed or self.local.closed
+        )  # a forked child's are closed inside the host alone
 
     # ---- collectives
 
     def _run(
-        self, collective: Collective, source: DeviceMemory, target: DeviceMemory, count: int, op: Operator, root: int, stream: Any
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
     ) -> None:
         operator(op, source.dtype, collective.label)
         self._check_result(target, collective, root, collective.label)
@@ -181,7 +215,12 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         if self._moves_by_messages(asked.collective):
             sent, received = transfers_of(asked, self.rank, self.nranks)
             both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
-            self._exchange([DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both], stream, asked.name, asked)
+            self._exchange(
+                [DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both],
+                stream,
+                asked.name,
+                asked,
+            )
             return
         source, target = asked.source, asked.target
         shape = Shape(
@@ -196,7 +235,15 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             uneven=True,
         )
         with self._operation(asked.name, stream, [source, target]) as (number, captured):
-            self.jobs.enqueue((self.jobs.world,), shape, source.dtype, asked.op, (source.address, target.address), number, captured)
+            self.jobs.enqueue(
+                (self.jobs.world,),
+                shape,
+                source.dtype,
+                asked.op,
+                (source.address, target.address),
+                number,
+                captured,
+            )
 
     def _moves_by_messages(self, collective: Collective) -> bool:
         """Whether an uneven collective is sends and receives: those in which no block crosses the network twice to the same host."""
@@ -226,33 +273,59 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
         """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
-        pair = [self.transfer(x, dst, False, "sendrecv", stream), self.transfer(out, src, True, "sendrecv", stream)]
+        pair = [
+            self.transfer(x, dst, False, "sendrecv", stream),
+            self.transfer(out, src, True, "sendrecv", stream),
+        ]
         self._apart(pair[0].memory, pair[1].memory, "sendrecv")
         self.exchange(pair, stream=stream, name="sendrecv")
         return out
 
-    def transfer(self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None) -> DeviceTransfer:
+    def transfer(
+        self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None
+    ) -> DeviceTransfer:
         """One argument of ``exchange``, checked."""
         memory = device_view(x, "x", where, stream, self.gpu)
         if receives and memory.read_only:
-            raise InvalidUsage(f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank)
-        return DeviceTransfer(receives=receives, peer=peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory=memory)
+            raise InvalidUsage(
+                f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank
+            )
+        return DeviceTransfer(
+            receives=receives,
+            peer=peer_rank(peer, "src" if receives else "dst", self.nranks, where),
+            memory=memory,
+        )
 
-    def exchange(self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group") -> None:
+    def exchange(
+        self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group"
+    ) -> None:
         """Sends and receives that go on together; between two ranks they match in their order."""
         self._exchange(transfers, stream, name)
 
-    def _exchange(self, transfers: Sequence[DeviceTransfer], stream: Any, name: str, asked: Uneven | None = None) -> None:
+    def _exchange(
+        self,
+        transfers: Sequence[DeviceTransfer],
+        stream: Any,
+        name: str,
+        asked: Uneven | None = None,
+    ) -> None:
         """Those within the host are one kernel, in a stream beside the caller's where there are others: neither kind waits for the other.
 
         Where they are a collective, ``asked``, both kinds count it, also on ranks that have no messages of that kind.
         """
         mine = self.layout.mine
-        near = [dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine]
+        near = [
+            dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine
+        ]
         far = [t for t in transfers if t.peer not in mine and t.memory.count]
         kind = None if asked is None else (asked.collective, asked.root)
-        signature = 0 if asked is None else move_signature(asked.collective, asked.root, asked.counts)
-        inside, outside = bool(near) or (kind is not None and self.layout.width > 1), bool(far) or kind is not None
+        signature = (
+            0 if asked is None else move_signature(asked.collective, asked.root, asked.counts)
+        )
+        inside, outside = (
+            bool(near) or (kind is not None and self.layout.width > 1),
+            bool(far) or kind is not None,
+        )
 
         def enqueue(number: int, captured: bool) -> None:
             if inside and outside:
@@ -267,9 +340,14 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 self.jobs.exchange(far, number, captured, kind)
 
         with self._operation(name, stream, [t.memory for t in transfers]) as (number, captured):
-            each = [(t.receives, t.peer, t.memory.address, t.memory.count, t.memory.dtype) for t in transfers]
+            each = [
+                (t.receives, t.peer, t.memory.address, t.memory.count, t.memory.dtype)
+                for t in transfers
+            ]
             key = ("exchange", kind, signature, *each)
-            if self.replays.run(key, sum(t.memory.nbytes for t in transfers), number, captured, enqueue):
+            if self.replays.run(
+                key, sum(t.memory.nbytes for t in transfers), number, captured, enqueue
+            ):
                 self.local.stream = number
 
     def _beside(self) -> int:
@@ -280,7 +358,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         return self._side
 
     @contextlib.contextmanager
-    def _operation(self, name: str, stream: Any, views: Sequence[DeviceMemory]) -> Iterator[tuple[int, bool]]:
+    def _operation(
+        self, name: str, stream: Any, views: Sequence[DeviceMemory]
+    ) -> Iterator[tuple[int, bool]]:
         """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
         self.check(name)
         number = self.local._enter(name, stream)
@@ -297,7 +377,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     # ---- explanation
 
-    def explain(self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM) -> list[DeviceCandidate]:
+    def explain(
+        self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM
+    ) -> list[DeviceCandidate]:
         """How ``collective`` runs on blocks of so many bytes, and why. Nothing is communicated."""
         operator(op, dtype, collective.label)
         two_steps = self.steps.takes(collective, dtype, op)
@@ -305,14 +387,25 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         shape = Shape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
         reason = self.jobs.why(two_steps, shape, dtype, op)
         algo = "hierarchical" if two_steps else "staged"
-        return [DeviceCandidate(algo=algo, proto="staging", chosen=True, reason=reason, ways=tuple(self.ways()))]
+        return [
+            DeviceCandidate(
+                algo=algo, proto="staging", chosen=True, reason=reason, ways=tuple(self.ways())
+            )
+        ]
 
     def ways(self) -> Explanation:
         """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
         mine = self.layout.mine
         near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.ways()]
         others = [rank for rank in range(self.nranks) if rank not in mine]
-        far = [((min(self.rank, p), max(self.rank, p)), "staging", "another host: pinned memory and sockets") for p in others]
+        far = [
+            (
+                (min(self.rank, p), max(self.rank, p)),
+                "staging",
+                "another host: pinned memory and sockets",
+            )
+            for p in others
+        ]
         return sorted([*near, *far])
 
     def memory(self) -> dict[str, int]:
@@ -378,7 +471,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         if self.faults.fault is None:
             with contextlib.suppress(MiracclError):  # what comes from others until then is counted
                 tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
-                mismatch = untaken.find([Tally.from_bytes(data) if data else None for data in tallies], self.rank)
+                mismatch = untaken.find(
+                    [Tally.from_bytes(data) if data else None for data in tallies], self.rank
+                )
         self.seat.close()
         with self._ending:
             self.faults.closed = True
@@ -387,7 +482,9 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.replays.close()
             if self._side is not None:
                 self.gpu.destroy_stream(self._side)
-        mine = self.faults.untold(lambda: self._cut or self.local.has_stopped(), told)  # now: the GPU's memory is there
+        mine = self.faults.untold(
+            lambda: self._cut or self.local.has_stopped(), told
+        )  # now: the GPU's memory is there
         untold = self.local.close(told)
         self.jobs.finalize()
         if self._leaves:

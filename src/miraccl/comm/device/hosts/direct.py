@@ -24,9 +24,17 @@ from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import signature
 from miraccl.types import Collective, DType, RedOp
 
-MOST_PEERS = 7  # messages that one after another go out no later than the rounds of a tree would take
+MOST_PEERS = (
+    7  # messages that one after another go out no later than the rounds of a tree would take
+)
 SMALL_BYTES = 64 << 10
-_NEVER_MORE = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
+_NEVER_MORE = (
+    Collective.ALL_GATHER,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_TO_ALL,
+    Collective.GATHER,
+    Collective.SCATTER,
+)
 
 
 class DirectStreams:
@@ -34,7 +42,9 @@ class DirectStreams:
 
     def __init__(self, stages: Stages, member: Member) -> None:
         self.member, self._session = member, stages.session
-        self._streams = PeerStreams(stages, member, [rank for rank in range(member.nranks) if rank != member.rank], "direct")
+        self._streams = PeerStreams(
+            stages, member, [rank for rank in range(member.nranks) if rank != member.rank], "direct"
+        )
         self._landings: list[np.ndarray] = []
         self.peers = self._streams.peers
 
@@ -82,12 +92,22 @@ class DirectOperation(StreamOperation):
 
     kernel = "exchange_unlocked"
 
-    def __init__(self, streams: DirectStreams, shape: Shape, dtype: DType, op: Any, x: np.ndarray, out: np.ndarray) -> None:
+    def __init__(
+        self,
+        streams: DirectStreams,
+        shape: Shape,
+        dtype: DType,
+        op: Any,
+        x: np.ndarray,
+        out: np.ndarray,
+    ) -> None:
         super().__init__(streams.member, shape.collective.label)
         self._keep: list[Any] = [x, out]
         source, target = int(x.ctypes.data), int(out.ctypes.data)
         block = _block_bytes(shape, x, out)
-        folds = shape.collective.reduces and (shape.collective is not Collective.REDUCE or shape.rank == shape.root)
+        folds = shape.collective.reduces and (
+            shape.collective is not Collective.REDUCE or shape.rank == shape.root
+        )
         own = source + (shape.rank * block if shape.collective is Collective.REDUCE_SCATTER else 0)
         sources = {shape.rank: own}
         rows = []
@@ -101,25 +121,54 @@ class DirectOperation(StreamOperation):
                 landing = sources[peer] = int(self._keep[-1].ctypes.data)
             row = np.zeros(ex.ROW_BYTES // 8, np.int64)
             fill(row, (ex.PEER, peer), (ex.DESCRIPTOR, streams.descriptor(peer)))
-            for way, address, block_number in ((ex.OUT, source + (give or 0) * block, give), (ex.IN, landing, take)):
-                fill(row, (way + ex.BUFFER, address), (way + ex.BYTES, ex.HEADER_BYTES + (0 if block_number is None else block)))
+            for way, address, block_number in (
+                (ex.OUT, source + (give or 0) * block, give),
+                (ex.IN, landing, take),
+            ):
+                fill(
+                    row,
+                    (way + ex.BUFFER, address),
+                    (way + ex.BYTES, ex.HEADER_BYTES + (0 if block_number is None else block)),
+                )
             rows.append(row)
         self._use(np.array(rows))
         kind = op if shape.collective.reduces else RedOp.SUM
         template = signature(shape.collective, dtype, kind, shape.root, block // dtype.itemsize)
-        fill(self._words, (ex.TEMPLATE, template), (ex.COUNT, block // dtype.itemsize), (ex.ITEMSIZE, dtype.itemsize))
+        fill(
+            self._words,
+            (ex.TEMPLATE, template),
+            (ex.COUNT, block // dtype.itemsize),
+            (ex.ITEMSIZE, dtype.itemsize),
+        )
         if folds:
-            self._fold([sources[rank] for rank in sorted(sources)], own, block, fold_kernel(dtype, op))
+            self._fold(
+                [sources[rank] for rank in sorted(sources)], own, block, fold_kernel(dtype, op)
+            )
         if shape.collective is Collective.ALL_TO_ALL and not shape.own_stays:
             place = shape.rank * block
-            fill(self._words, (ex.COPY_FROM, source + place), (ex.COPY_TO, target + place), (ex.COPY_BYTES, block))
+            fill(
+                self._words,
+                (ex.COPY_FROM, source + place),
+                (ex.COPY_TO, target + place),
+                (ex.COPY_BYTES, block),
+            )
 
     def _fold(self, sources: Sequence[int], to: int, nbytes: int, kernel: int) -> None:
         self._accumulators = np.zeros(at.BLOCK, np.int64)
         self._bases = np.array(sources, np.int64)
         self._sources = np.array([self._accumulators.ctypes.data, *sources], np.int64)
-        fill(self._words, (ex.FOLD, kernel), (ex.FOLD_TO, to), (ex.FOLD_BYTES, nbytes), (ex.NSOURCES, len(sources)))
-        fill(self._words, (ex.SOURCES, self._sources.ctypes.data), (ex.BASES, self._bases.ctypes.data))
+        fill(
+            self._words,
+            (ex.FOLD, kernel),
+            (ex.FOLD_TO, to),
+            (ex.FOLD_BYTES, nbytes),
+            (ex.NSOURCES, len(sources)),
+        )
+        fill(
+            self._words,
+            (ex.SOURCES, self._sources.ctypes.data),
+            (ex.BASES, self._bases.ctypes.data),
+        )
 
 
 def _block_bytes(shape: Shape, x: np.ndarray, out: np.ndarray) -> int:

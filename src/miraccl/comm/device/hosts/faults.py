@@ -9,7 +9,13 @@ from collections.abc import Callable
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
 from miraccl.comm.notices import from_words, of_abort, of_death, to_words
 from miraccl.comm.statuses import IN_ORDER
-from miraccl.errors import CollectiveMismatch, CommunicatorAborted, CommunicatorClosed, MiracclError, SystemFailure
+from miraccl.errors import (
+    CollectiveMismatch,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    MiracclError,
+    SystemFailure,
+)
 
 NOTICE = "gpu_fault"
 
@@ -21,7 +27,13 @@ class HostsFaults:
     ends what lanes wait for.
     """
 
-    def __init__(self, session: Session, *, let_go: Callable[[MiracclError], None], abort_network: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        let_go: Callable[[MiracclError], None],
+        abort_network: Callable[[str], None],
+    ) -> None:
         self.session, self.rank = session, session.rank
         self.fault: MiracclError | None = None
         self.closed = False
@@ -33,7 +45,9 @@ class HostsFaults:
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed or broken. Does not wait."""
         if self.closed:
-            raise CommunicatorClosed("the communicator has been finalized", rank=self.rank, op=name or None)
+            raise CommunicatorClosed(
+                "the communicator has been finalized", rank=self.rank, op=name or None
+            )
         if self.fault is not None:
             self.told = True
             raise self.fault
@@ -45,7 +59,9 @@ class HostsFaults:
     def untold(self, stopped: Callable[[], bool], told: bool) -> MiracclError | None:
         """What no call has raised though operations are not what they should be: what lanes found here, a mismatch that others found, and
         whatever they told where it has ended a wait (``stopped()``): these two not where the program was ``told`` in another way."""
-        void = self._found or (self._heard and not told and (isinstance(self.fault, CollectiveMismatch) or stopped()))
+        void = self._found or (
+            self._heard and not told and (isinstance(self.fault, CollectiveMismatch) or stopped())
+        )
         return self.fault if void and not self.told else None
 
     def fail(self, error: Exception, told: bool = False, found: bool = False) -> None:
@@ -53,7 +69,11 @@ class HostsFaults:
         with self._lock:
             if self.fault is not None:
                 return
-            fault = error if isinstance(error, MiracclError) else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
+            fault = (
+                error
+                if isinstance(error, MiracclError)
+                else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
+            )
             if not told:
                 with contextlib.suppress(MiracclError):  # the control plane may be gone as well
                     self.session.notify({NOTICE: to_words(fault)})
@@ -67,8 +87,12 @@ class HostsFaults:
             return
         if isinstance(event, PeerLost):
             self.fail(death := of_death(event, rank=self.rank), told=True)
-            self._abort_network(death.message)  # lanes may wait for ranks that live, and will not come
-        elif isinstance(event, Notice) and (error := from_words(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)):
+            self._abort_network(
+                death.message
+            )  # lanes may wait for ranks that live, and will not come
+        elif isinstance(event, Notice) and (
+            error := from_words(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)
+        ):
             self.fail(error, told=True)
             self._abort_network(error.message)
 

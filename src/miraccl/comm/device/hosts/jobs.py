@@ -33,7 +33,9 @@ MOST_JOBS = 1024
 AnyStreams = TypeVar("AnyStreams", DirectStreams, MessageStreams)
 OpenCpu = Callable[[Session, Stages], CpuCommunicator]
 """A CPU communicator of a session, made in stages of that session."""
-ON_GPU = tuple(dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2))  # types that kernels add up
+ON_GPU = tuple(
+    dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+)  # types that kernels add up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,14 @@ class HostsPlan:
 class HostsJobs:
     """The jobs of one communicator, with its slots, lanes and CPU communicators; made collectively."""
 
-    def __init__(self, stages: Stages, layout: HostsLayout, gpu: Gpu, open_cpu: OpenCpu, on_fault: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        layout: HostsLayout,
+        gpu: Gpu,
+        open_cpu: OpenCpu,
+        on_fault: Callable[[Exception], None],
+    ) -> None:
         self.layout, self.gpu = layout, gpu
         self.last_plan: HostsPlan | None = None
         self._cpus: list[CpuCommunicator] = []
@@ -59,9 +68,13 @@ class HostsJobs:
         self._jobs: dict[tuple[Any, ...], StagedJob] = {}
         self._plans: dict[int, HostsPlan] = {}
         try:
-            self.slot_bytes = max(LEAST_SLOT, min(stages.exchange("gpu staging", params.GPU_STAGING.read())))
+            self.slot_bytes = max(
+                LEAST_SLOT, min(stages.exchange("gpu staging", params.GPU_STAGING.read()))
+            )
             self._connect(stages, open_cpu)
-            self.staging = Staging(gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}")
+            self.staging = Staging(
+                gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}"
+            )
         except BaseException as error:
             stages.leave(error)  # first of all, as the rest takes time
             self.abort(str(error))
@@ -82,7 +95,9 @@ class HostsJobs:
         self.direct: tuple[DirectStreams, ...] = ()
         if self.crosses and DirectStreams.useful(self.crosses[0]._member):
             name = f"{session.name}/gpu direct {layout.index}"
-            subs = [session.sub(layout.across(), f"{name}.{lane}") for lane in range(len(self.crosses))]
+            subs = [
+                session.sub(layout.across(), f"{name}.{lane}") for lane in range(len(self.crosses))
+            ]
             self.direct = tuple(
                 self._keep(DirectStreams(stages.part(sub, SET_UP), cpu._member), layout.across())
                 for sub, cpu in zip(subs, self.crosses, strict=True)
@@ -90,9 +105,13 @@ class HostsJobs:
         #: streams of the messages between hosts, where there are few ranks
         self.messages: MessageStreams | None = None
         if MessageStreams.useful(self.world._member, layout):
-            self.messages = self._keep(MessageStreams(stages, self.world._member, layout), range(layout.nranks))
+            self.messages = self._keep(
+                MessageStreams(stages, self.world._member, layout), range(layout.nranks)
+            )
 
-    def _open(self, ranks: Sequence[int], name: str, stages: Stages, open_cpu: OpenCpu) -> CpuCommunicator:
+    def _open(
+        self, ranks: Sequence[int], name: str, stages: Stages, open_cpu: OpenCpu
+    ) -> CpuCommunicator:
         session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
         cpu = open_cpu(session, stages.part(session))
         whereabouts.seats.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
@@ -123,9 +142,20 @@ class HostsJobs:
     ) -> None:
         """The whole operation through CPU communicators of all ranks."""
         called = self.in_words(collective.label, count, source.dtype)
-        shape = Shape.even(collective, source.dtype.itemsize, self.layout.rank, self.layout.nranks, root, count)
+        shape = Shape.even(
+            collective, source.dtype.itemsize, self.layout.rank, self.layout.nranks, root, count
+        )
         cpus = self.crosses if self.layout.even and self.layout.width == 1 else (self.world,)
-        self.enqueue(cpus, shape, source.dtype, op, (source.address, target.address), number, captured, called=called)
+        self.enqueue(
+            cpus,
+            shape,
+            source.dtype,
+            op,
+            (source.address, target.address),
+            number,
+            captured,
+            called=called,
+        )
 
     def in_words(self, name: str, count: int, dtype: DType) -> str:
         """What the program has called, for errors of its parts. ``count`` are the elements of a block, as in errors on CPU memory."""
@@ -152,18 +182,33 @@ class HostsJobs:
 
         def make() -> tuple[tuple[Piece, ...], Network]:
             pieces = cut(shape, self.slot_bytes)
-            network = StagedCollective(cpus, shape, dtype, op, self.staging.slots, self.direct if cpus == self.crosses else ())
+            network = StagedCollective(
+                cpus,
+                shape,
+                dtype,
+                op,
+                self.staging.slots,
+                self.direct if cpus == self.crosses else (),
+            )
             if before is not None:
                 pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
             return agreeing(self.world, pieces, network) if unknown else (pieces, network)
 
         two_steps = cpus == self.crosses and self.layout.width > 1
-        job = self._job((shape, dtype, op, cpus == self.crosses, called), captured, make, stride=len(cpus))
+        job = self._job(
+            (shape, dtype, op, cpus == self.crosses, called), captured, make, stride=len(cpus)
+        )
         job.called = called if two_steps or job.npieces > 1 else ""
         if job.number not in self._plans:
-            self._plan(job, "hierarchical" if two_steps else "staged", self.why(two_steps, shape, dtype, op))
+            self._plan(
+                job,
+                "hierarchical" if two_steps else "staged",
+                self.why(two_steps, shape, dtype, op),
+            )
         self.last_plan = self._plans[job.number]
-        self.staging.enqueue(job, buffers, number, takes_part=takes_part, before=before, after=after)
+        self.staging.enqueue(
+            job, buffers, number, takes_part=takes_part, before=before, after=after
+        )
 
     def _job(
         self,
@@ -208,20 +253,37 @@ class HostsJobs:
         return "no algorithm of two steps"
 
     def _plan(self, job: StagedJob, algo: str, reason: str) -> None:
-        self._plans[job.number] = HostsPlan(algo=algo, reason=reason, pieces=job.npieces, piece_bytes=job.piece_bytes)
+        self._plans[job.number] = HostsPlan(
+            algo=algo, reason=reason, pieces=job.npieces, piece_bytes=job.piece_bytes
+        )
 
     def barrier(self, number: int, captured: bool) -> None:
         """Of all ranks, in the stream ``number``."""
-        job = self._job(("barrier",), captured, lambda: ((Piece(),), InPython(lambda *_: self.world.barrier())))
+        job = self._job(
+            ("barrier",), captured, lambda: ((Piece(),), InPython(lambda *_: self.world.barrier()))
+        )
         self.staging.enqueue(job, (), number)
 
     def exchange(
-        self, transfers: Sequence[DeviceTransfer], number: int, captured: bool, kind: Kind | None = None, beside: bool = False
+        self,
+        transfers: Sequence[DeviceTransfer],
+        number: int,
+        captured: bool,
+        kind: Kind | None = None,
+        beside: bool = False,
     ) -> None:
         """Sends and receives with ranks of other hosts, in the stream ``number``; ``kind``: of the collective that they are, if any, which
         is counted also where there are none. Only streams of messages can do that. ``beside``: kernels of the host run beside."""
-        rounds, need = cut_transfers(transfers, self.slot_bytes, self.layout.most_far) if transfers else ([EMPTY], 0)
-        key = ("exchange", kind, tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers))
+        rounds, need = (
+            cut_transfers(transfers, self.slot_bytes, self.layout.most_far)
+            if transfers
+            else ([EMPTY], 0)
+        )
+        key = (
+            "exchange",
+            kind,
+            tuple((t.receives, t.peer, t.memory.count, t.memory.dtype) for t in transfers),
+        )
         slots = self.staging.slots_for(need)
 
         def make() -> tuple[tuple[Piece, ...], Network]:
@@ -245,12 +307,18 @@ class HostsJobs:
     def come_too_late(self) -> MiracclError | None:
         """The error of a message that nobody will take, once all has ended."""
         lane = self.staging.proxies[0]  # messages are its alone
-        return self.messages.come_too_late(lambda: lane.between_jobs) if self.messages is not None else None
+        return (
+            self.messages.come_too_late(lambda: lane.between_jobs)
+            if self.messages is not None
+            else None
+        )
 
     def in_slot(self, slot: int, first: int, count: int, dtype: DType) -> DeviceMemory:
         """Elements of a slot, as kernels see them."""
         slots = self.staging.slots
-        return DeviceMemory(slots.on_gpu + slot * slots.nbytes, first + count, dtype).part(first, count)
+        return DeviceMemory(slots.on_gpu + slot * slots.nbytes, first + count, dtype).part(
+            first, count
+        )
 
     def bytes_pinned(self) -> int:
         return self.staging.bytes_pinned()

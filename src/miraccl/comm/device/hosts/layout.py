@@ -19,7 +19,10 @@ def host_name(session: Session) -> str:
 
 def group_by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
     """The ranks of each host, hosts in the order of their first ranks."""
-    return [tuple(rank for rank, name in enumerate(hosts) if name == host) for host in dict.fromkeys(hosts)]
+    return [
+        tuple(rank for rank, name in enumerate(hosts) if name == host)
+        for host in dict.fromkeys(hosts)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,4 +80,6 @@ class HostsLayout:
 
     def place(self, rank: int) -> tuple[int, int]:
         """Host and index in the host of a rank."""
-        return next((host, ranks.index(rank)) for host, ranks in enumerate(self.groups) if rank in ranks)
+        return next(
+            (host, ranks.index(rank)) for host, ranks in enumerate(self.groups) if rank in ranks
+        )

@@ -18,7 +18,14 @@ from miraccl.comm.device.hosts.layout import HostsLayout
 from miraccl.comm.device.hosts.pieces import Piece
 from miraccl.comm.device.hosts.staging import Prepared, Slots
 from miraccl.comm.device.hosts.streams import PeerStreams, StreamOperation, fill, left
-from miraccl.comm.device.hosts.untaken import Lookout, Tally, in_words, not_taken, number_of, remembered
+from miraccl.comm.device.hosts.untaken import (
+    Lookout,
+    Tally,
+    in_words,
+    not_taken,
+    number_of,
+    remembered,
+)
 from miraccl.comm.faults import SEND_RECV
 from miraccl.comm.member import Member
 from miraccl.comm.stages import Stages
@@ -78,7 +85,10 @@ class MessageStreams:
 
     def begun(self) -> dict[int, tuple[int, int]]:
         """By peer how many messages have begun to go to it, and to come from it."""
-        return {peer: (int(out[_BEGUN_EVER]), int(into[_BEGUN_EVER])) for peer, (out, into) in self._ways.items()}
+        return {
+            peer: (int(out[_BEGUN_EVER]), int(into[_BEGUN_EVER]))
+            for peer, (out, into) in self._ways.items()
+        }
 
     def tally(self) -> Tally:
         """What this rank has sent and taken in collectives, once all of them have ended."""
@@ -103,7 +113,12 @@ class MessageOperation(StreamOperation):
     kernel = "messages_unlocked"
 
     def __init__(
-        self, streams: MessageStreams, messages: Sequence[Message], base: int, kind: Kind | None = None, begins: bool = True
+        self,
+        streams: MessageStreams,
+        messages: Sequence[Message],
+        base: int,
+        kind: Kind | None = None,
+        begins: bool = True,
     ) -> None:
         self._peers = list(dict.fromkeys(message.peer for message in messages))
         self.streams, self._kind = streams, kind or (Collective.SEND_RECV, 0)
@@ -116,7 +131,9 @@ class MessageOperation(StreamOperation):
         for row, peer in zip(self.rows, self._peers, strict=True):
             fill(row, (ex.PEER, peer), (ex.DESCRIPTOR, streams.descriptor(peer)))
             for way, receives in ((ex.OUT, False), (ex.IN, True)):
-                parts = self._table([m for m in messages if m.peer == peer and m.receives == receives], base)
+                parts = self._table(
+                    [m for m in messages if m.peer == peer and m.receives == receives], base
+                )
                 fill(row, (way + ex.PARTS, parts.ctypes.data), (way + ex.NPARTS, len(parts)))
                 fill(row, (way + ex.NUMBER, streams.number(peer, receives)))
 
@@ -126,7 +143,12 @@ class MessageOperation(StreamOperation):
         for part, message in zip(table, messages, strict=True):
             size = message.dtype.itemsize
             template = _template(self._kind, message.dtype, message.whole)
-            fill(part, (ex.PART, base + message.host), (ex.PART_BYTES, message.count * size), (ex.PART_SIGNATURE, template))
+            fill(
+                part,
+                (ex.PART, base + message.host),
+                (ex.PART_BYTES, message.count * size),
+                (ex.PART_SIGNATURE, template),
+            )
             fill(part, (ex.PART_WHOLE, message.whole * size), (ex.PART_COUNT, message.whole))
         self._parts.append(table)
         return table
@@ -144,7 +166,10 @@ class MessageOperation(StreamOperation):
     def to_begin(self) -> tuple[list[int], list[int]]:
         """To and from which ranks messages of the round have not begun yet: they do as those before them go on, whatever others do."""
         peers = list(zip(self._peers, self.rows, strict=True))
-        sends, receives = ([p for p, row in peers if row[(way + ex.BEGUN) // 8] < row[(way + ex.NPARTS) // 8]] for way in (ex.OUT, ex.IN))
+        sends, receives = (
+            [p for p, row in peers if row[(way + ex.BEGUN) // 8] < row[(way + ex.NPARTS) // 8]]
+            for way in (ex.OUT, ex.IN)
+        )
         return sends, receives
 
     def conclude(self, code: int) -> None:
@@ -152,13 +177,22 @@ class MessageOperation(StreamOperation):
         if code in (at.ERR_MISMATCH, at.ERR_SIZE):
             peer = self._member.context.get(at.CTX_ERR_PEER)
             row = self.rows[self._peers.index(peer)]
-            mine, theirs = (_Header.of(row[place // 8], row[place // 8 + 1]) for place in (ex.IN + ex.HEADER, ex.HEADER_IN))
-            raise self._member.faults.unlike_messages(peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs))
+            mine, theirs = (
+                _Header.of(row[place // 8], row[place // 8 + 1])
+                for place in (ex.IN + ex.HEADER, ex.HEADER_IN)
+            )
+            raise self._member.faults.unlike_messages(
+                peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs)
+            )
         super().conclude(code)
 
     def _parted(self, peer: int, mine: _Header, theirs: _Header) -> str:
         """What a message of ``peer`` means that belongs to a collective of another number than this rank's; empty if it does not."""
-        rank, first, second = self._member.rank, describe_signature(mine.sig), describe_signature(theirs.sig)
+        rank, first, second = (
+            self._member.rank,
+            describe_signature(mine.sig),
+            describe_signature(theirs.sig),
+        )
         if mine.mark == theirs.mark or SEND_RECV in (first["collective"], second["collective"]):
             return ""
         if (theirs.mark - mine.mark) & ex.MARK_MASK <= ex.MARK_MASK // 2:
@@ -189,7 +223,13 @@ class MessageNetwork:
     """Runs rounds on the streams (``comm.device.hosts.staging.Network``). Rounds of equal messages share those of their slot, but for the
     one with which a collective begins."""
 
-    def __init__(self, streams: MessageStreams, rounds: Sequence[Round], slots: Slots, kind: Kind | None = None) -> None:
+    def __init__(
+        self,
+        streams: MessageStreams,
+        rounds: Sequence[Round],
+        slots: Slots,
+        kind: Kind | None = None,
+    ) -> None:
         self._streams, self._rounds, self._slots, self._kind = streams, rounds, slots, kind
         self._prepared: dict[tuple[int, bool, tuple[Message, ...]], MessageOperation] = {}
 

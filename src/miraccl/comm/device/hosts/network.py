@@ -33,8 +33,12 @@ class CpuCommunicator(Protocol):
     def gather_init(self, x: Any, root: int = 0, out: Any = None) -> Any: ...
     def scatter_init(self, x: Any = None, root: int = 0, out: Any = None) -> Any: ...
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None) -> Any: ...
-    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Any = ...) -> Any: ...
-    def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None) -> Any: ...
+    def reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], out: Any = None, op: Any = ...
+    ) -> Any: ...
+    def all_to_all_v(
+        self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None
+    ) -> Any: ...
     def gather_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None) -> Any: ...
     def scatter_v(self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None) -> Any: ...
     def send(self, x: Any, dst: int, *, async_op: bool = False) -> Any: ...
@@ -58,7 +62,13 @@ class StagedCollective:
     own streams, where they have some."""
 
     def __init__(
-        self, cpus: Sequence[CpuCommunicator], shape: Shape, dtype: DType, op: Any, slots: Slots, direct: Sequence[DirectStreams] = ()
+        self,
+        cpus: Sequence[CpuCommunicator],
+        shape: Shape,
+        dtype: DType,
+        op: Any,
+        slots: Slots,
+        direct: Sequence[DirectStreams] = (),
     ) -> None:
         self._cpus, self._shape, self._dtype, self._op, self._slots = cpus, shape, dtype, op, slots
         self._direct = direct
@@ -77,8 +87,12 @@ class StagedCollective:
         if self._direct:
             streams = self._direct[number % len(self._direct)]
             if streams.takes(self._shape, piece, self._op):
-                return DirectOperation(streams, self._shape, self._dtype, self._op, *self._arrays(piece, slot))
-        prepared: Prepared = _prepare(self._cpu(number), self._shape, *self._arrays(piece, slot), self._op)
+                return DirectOperation(
+                    streams, self._shape, self._dtype, self._op, *self._arrays(piece, slot)
+                )
+        prepared: Prepared = _prepare(
+            self._cpu(number), self._shape, *self._arrays(piece, slot), self._op
+        )
         return prepared
 
     def run(self, piece: Piece, number: int, slot: int) -> None:
@@ -119,7 +133,9 @@ def _prepare(cpu: CpuCommunicator, shape: Shape, x: np.ndarray, out: np.ndarray,
     raise ValueError(f"{shape.collective.label} is not cut into pieces")
 
 
-def _run_uneven(cpu: CpuCommunicator, shape: Shape, piece: Piece, x: np.ndarray, out: np.ndarray, op: Any) -> None:
+def _run_uneven(
+    cpu: CpuCommunicator, shape: Shape, piece: Piece, x: np.ndarray, out: np.ndarray, op: Any
+) -> None:
     root, chief = shape.root, shape.rank == shape.root
     match shape.collective:
         case Collective.ALL_GATHER:
@@ -136,7 +152,9 @@ def _run_uneven(cpu: CpuCommunicator, shape: Shape, piece: Piece, x: np.ndarray,
             raise ValueError(f"{shape.collective.label} has no uneven form")
 
 
-def agreeing(cpu: CpuCommunicator, pieces: tuple[Piece, ...], network: Network) -> tuple[tuple[Piece, ...], Network]:
+def agreeing(
+    cpu: CpuCommunicator, pieces: tuple[Piece, ...], network: Network
+) -> tuple[tuple[Piece, ...], Network]:
     """For counts that each rank knows only of itself: the proxies agree on the number of pieces, and who has fewer takes part emptily."""
     nothing, none = np.empty(0, np.uint8), (0,) * cpu.nranks
     mine = pieces or (Piece(source_counts=none, target_counts=none),)

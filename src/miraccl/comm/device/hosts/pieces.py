@@ -63,7 +63,9 @@ class Shape:
 
     @classmethod
     @functools.lru_cache(maxsize=1024)  # asked for at every call
-    def even(cls, collective: Collective, itemsize: int, rank: int, nranks: int, root: int, count: int) -> Shape:
+    def even(
+        cls, collective: Collective, itemsize: int, rank: int, nranks: int, root: int, count: int
+    ) -> Shape:
         """With blocks of ``count`` elements, as ``schedule.ir`` counts them."""
         one, each = (count,), (count,) * nranks
         sends, receives = {
@@ -73,7 +75,15 @@ class Shape:
             Collective.GATHER: (one, each if rank == root else ()),
             Collective.SCATTER: (each if rank == root else (), one),
         }.get(collective, (one, one))
-        return cls(collective=collective, itemsize=itemsize, rank=rank, nranks=nranks, root=root, sends=sends, receives=receives)
+        return cls(
+            collective=collective,
+            itemsize=itemsize,
+            rank=rank,
+            nranks=nranks,
+            root=root,
+            sends=sends,
+            receives=receives,
+        )
 
 
 _WHOLE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
@@ -82,7 +92,13 @@ _WHOLE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 def elements_per_piece(shape: Shape, slot_bytes: int) -> int:
     """Elements of a block in a piece, the same on all ranks: a block, one from every rank, or one to and one from each fill a slot at
     most. What overlaps is cut into equal pieces, smaller ones where all ranks know how large it is."""
-    blocks = 1 if shape.collective in _WHOLE else 2 * shape.nranks if shape.collective is Collective.ALL_TO_ALL else shape.nranks
+    blocks = (
+        1
+        if shape.collective in _WHOLE
+        else 2 * shape.nranks
+        if shape.collective is Collective.ALL_TO_ALL
+        else shape.nranks
+    )
     room = (slot_bytes - ALIGN) // (blocks * shape.itemsize)
     most = max(1, room // ALIGN * ALIGN or room)
     if shape.uneven or not shape.overlaps:
@@ -120,10 +136,24 @@ def _piece(shape: Shape, most: int, number: int) -> Piece:
         target = sum(sends[:rank]) * size
     chief, kept = rank == shape.root, rank if shape.own_stays else -1
     gives = chief or collective not in (Collective.BROADCAST, Collective.SCATTER)
-    gets = (chief or collective not in (Collective.REDUCE, Collective.GATHER)) and not (chief and collective is Collective.BROADCAST)
+    gets = (chief or collective not in (Collective.REDUCE, Collective.GATHER)) and not (
+        chief and collective is Collective.BROADCAST
+    )
     return Piece(
-        down=_copies(0, _one_after_another(shape.sends), sends, begin, source, size, kept) if gives else (),
-        up=_copies(1, shape.places or _one_after_another(shape.receives), receives, begin, target, size, kept) if gets else (),
+        down=_copies(0, _one_after_another(shape.sends), sends, begin, source, size, kept)
+        if gives
+        else (),
+        up=_copies(
+            1,
+            shape.places or _one_after_another(shape.receives),
+            receives,
+            begin,
+            target,
+            size,
+            kept,
+        )
+        if gets
+        else (),
         source=source,
         source_counts=sends,
         target=target,
@@ -136,14 +166,26 @@ def _one_after_another(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(counts, initial=0))[:-1]
 
 
-def _copies(buffer: int, places: Sequence[int], part: Sequence[int], begin: int, host: int, size: int, kept: int) -> tuple[Copy, ...]:
+def _copies(
+    buffer: int,
+    places: Sequence[int],
+    part: Sequence[int],
+    begin: int,
+    host: int,
+    size: int,
+    kept: int,
+) -> tuple[Copy, ...]:
     """Neighbours in both places are one copy. Block ``kept`` is none."""
     copies: list[Copy] = []
     for block, (place, count) in enumerate(zip(places, part, strict=True)):
         if count and block != kept:
             at, nbytes = (place + begin) * size, count * size
             last = copies[-1] if copies else None
-            if last is not None and last.device + last.nbytes == at and last.host + last.nbytes == host:
+            if (
+                last is not None
+                and last.device + last.nbytes == at
+                and last.host + last.nbytes == host
+            ):
                 copies[-1] = Copy(buffer, last.device, last.host, last.nbytes + nbytes)
             else:
                 copies.append(Copy(buffer, at, host, nbytes))

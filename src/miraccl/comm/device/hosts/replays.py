@@ -37,7 +37,9 @@ class Replays:
         self._stream: int | None = None
         self._replays: dict[tuple[Any, ...], _Replay | None] = {}  # None: came once
 
-    def run(self, key: tuple[Any, ...], nbytes: int, stream: int, captured: bool, enqueue: Enqueue) -> bool:
+    def run(
+        self, key: tuple[Any, ...], nbytes: int, stream: int, captured: bool, enqueue: Enqueue
+    ) -> bool:
         """Do what ``enqueue`` does; says whether by a graph.  ``key`` is all that makes a difference, addresses included, ``nbytes`` how
         much the operation moves."""
         if captured or nbytes > LARGEST:

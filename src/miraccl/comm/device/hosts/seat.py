@@ -45,19 +45,34 @@ class LaneSeat(DeviceSeat):
     """That of a rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
 
     def __init__(
-        self, jobs: HostsJobs, layout: HostsLayout, near: tuple[Looks, Session] | None, end: End, is_done: Callable[[], bool]
+        self,
+        jobs: HostsJobs,
+        layout: HostsLayout,
+        near: tuple[Looks, Session] | None,
+        end: End,
+        is_done: Callable[[], bool],
     ) -> None:
         """``near`` looks at the kernels of this host, where there are some, of the ranks of that session. ``is_done()``: as of
         ``KernelSeat``, of these kernels."""
         self._is_done = is_done
         self._jobs, self._layout, self._end = jobs, layout, end
         self._world: Member = jobs.world._member
-        self._members = list(dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])]))
-        super().__init__(self._world.session, self._named(self._world.rank, ""), needs_look=near is not None)
+        self._members = list(
+            dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])])
+        )
+        super().__init__(
+            self._world.session, self._named(self._world.rank, ""), needs_look=near is not None
+        )
         self._near: KernelWaits | None = None
         if near is not None:
             looks, session = near
-            self._near = KernelWaits(looks, session.key, session.rank, lambda rank: self._named(layout.mine[rank], KERNELS), end)
+            self._near = KernelWaits(
+                looks,
+                session.key,
+                session.rank,
+                lambda rank: self._named(layout.mine[rank], KERNELS),
+                end,
+            )
 
     def _named(self, rank: int, half: str) -> str:
         """One half of a rank, or both."""
@@ -83,9 +98,14 @@ class LaneSeat(DeviceSeat):
             return self._places(both, lane, lane)
         return self._places(both, lane, kernels)
 
-    def _places(self, both: list[Wait], lane: list[Wait], kernels: list[Wait]) -> Mapping[str, Place]:
+    def _places(
+        self, both: list[Wait], lane: list[Wait], kernels: list[Wait]
+    ) -> Mapping[str, Place]:
         rank, come = self._world.rank, self._near.come() if self._near is not None else {}
-        named = {self._named(rank, LANE): Place(lane, self._come()), self._named(rank, KERNELS): Place(kernels, come)}
+        named = {
+            self._named(rank, LANE): Place(lane, self._come()),
+            self._named(rank, KERNELS): Place(kernels, come),
+        }
         return {self.name: Place(both), **named}
 
     def _has_done_all(self) -> bool:
@@ -104,7 +124,11 @@ class LaneSeat(DeviceSeat):
         if isinstance(operation, MessageOperation):
             waits = self._in_messages(operation)
         else:
-            waits = [wait for member in self._members if (wait := self._in_collective(member, operation)) is not None]
+            waits = [
+                wait
+                for member in self._members
+                if (wait := self._in_collective(member, operation)) is not None
+            ]
         return at_work, waits if self._jobs.staging.at_work() == at_work else []
 
     def _in_collective(self, member: Member, operation: Any) -> Wait | None:
@@ -116,15 +140,25 @@ class LaneSeat(DeviceSeat):
             inside = member.seat.wait_inside() if self._jobs.messages is None else None
             end = functools.partial(self._end, describe_operation(board))
             awaited = (self._named(board["peer"], LANE),)
-            return inside and dataclasses.replace(inside, awaited=awaited, end=end, collective=SEND_RECV)
+            return inside and dataclasses.replace(
+                inside, awaited=awaited, end=end, collective=SEND_RECV
+            )
         ranks = {board["peer"]}
         if isinstance(operation, DirectOperation) and operation.member is member:
-            ranks = {int(row[ex.PEER // 8]) for row in operation.rows if left(row, ex.OUT) or left(row, ex.IN)}
+            ranks = {
+                int(row[ex.PEER // 8])
+                for row in operation.rows
+                if left(row, ex.OUT) or left(row, ex.IN)
+            }
         if describe_signature(board["sig"])["collective"] in _OF_ALL:
             ranks = set(range(member.nranks)) - {member.rank}
         if board != member.fabric.board() or not ranks <= set(range(member.nranks)):
             return None
-        found = self._for([member.faults.called[rank] for rank in sorted(ranks)], describe_operation(board), board["sig"])
+        found = self._for(
+            [member.faults.called[rank] for rank in sorted(ranks)],
+            describe_operation(board),
+            board["sig"],
+        )
         return ForOperation(key=member.session.key, number=board["seq"], rank=member.rank, **found)
 
     def _in_messages(self, operation: MessageOperation) -> list[Wait]:
@@ -135,14 +169,26 @@ class LaneSeat(DeviceSeat):
         for peer, way, part in operation.under_way():
             sent, taken = before[peer]
             sig, count = int(part[ex.PART_SIGNATURE // 8]), int(part[ex.PART_COUNT // 8])
-            found = self._for([peer], describe_message(sig, count), sig) | {"key": self._messages_key, "rank": self._world.rank}
-            waits.append(ForMessage(number=taken - 1, **found) if way == ex.IN else ForRoom(number=sent, **found))
+            found = self._for([peer], describe_message(sig, count), sig) | {
+                "key": self._messages_key,
+                "rank": self._world.rank,
+            }
+            waits.append(
+                ForMessage(number=taken - 1, **found)
+                if way == ex.IN
+                else ForRoom(number=sent, **found)
+            )
         return waits if streams.begun() == before else []
 
     def _for(self, ranks: Sequence[int], op: str, sig: int) -> dict[str, Any]:
         """What waits for ``ranks`` say, which are numbered as in the whole communicator."""
         end, name = functools.partial(self._end, op), describe_signature(sig)["collective"]
-        return {"awaited": tuple(self._named(rank, LANE) for rank in ranks), "op": f"{op} on GPU memory", "end": end, "collective": name}
+        return {
+            "awaited": tuple(self._named(rank, LANE) for rank in ranks),
+            "op": f"{op} on GPU memory",
+            "end": end,
+            "collective": name,
+        }
 
     # ---- how far it has come
 
@@ -156,7 +202,9 @@ class LaneSeat(DeviceSeat):
             at_work = self._jobs.staging.at_work()
             operation = at_work[0].prepared(at_work[1]) if at_work is not None else None
             # before the counts: what begins meanwhile is in these
-            sends, receives = operation.to_begin() if isinstance(operation, MessageOperation) else ([], [])
+            sends, receives = (
+                operation.to_begin() if isinstance(operation, MessageOperation) else ([], [])
+            )
             sent, taken = [0] * self._world.nranks, [0] * self._world.nranks
             for peer, (gone, begun) in self._jobs.messages.begun().items():
                 sent[peer], taken[peer] = gone, begun

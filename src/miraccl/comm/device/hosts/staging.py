@@ -73,17 +73,27 @@ class Network(Protocol):
 class StagedJob:
     """An operation that is cut into pieces (``proxy.staging.Job``)."""
 
-    def __init__(self, pieces: Sequence[Piece], slots: Slots, network: Network, captured: bool, stride: int) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], slots: Slots, network: Network, captured: bool, stride: int
+    ) -> None:
         self.pieces, self.slots, self.captured, self.stride = tuple(pieces), slots, captured, stride
         self.npieces = len(self.pieces)
-        self.piece_bytes = max((copy.host + copy.nbytes for piece in self.pieces for copy in (*piece.down, *piece.up)), default=0)
+        self.piece_bytes = max(
+            (copy.host + copy.nbytes for piece in self.pieces for copy in (*piece.down, *piece.up)),
+            default=0,
+        )
         self.number = 0
         self.announced: dict[int, int] = {}  # lane -> what its last coming was announced as
         self.graphs = 0  # that bring it again
         self.called = ""  # by the program, where its pieces and shards have other counts
-        self.beside = self.before = self.after = False  # kernels of the host run beside it, or before or after each piece
+        self.beside = self.before = self.after = (
+            False  # kernels of the host run beside it, or before or after each piece
+        )
         self._network = network
-        self._prepared = [network.prepare(piece, number, slot_of(number, stride)) for number, piece in enumerate(self.pieces)]
+        self._prepared = [
+            network.prepare(piece, number, slot_of(number, stride))
+            for number, piece in enumerate(self.pieces)
+        ]
         calls = [prepared and prepared.unlocked() for prepared in self._prepared]
         self._calls = np.array([call or (0, 0, 0) for call in calls], np.int64)
         assert self._calls.nbytes == at.CALL_BYTES * self.npieces
@@ -129,17 +139,26 @@ Hook = Callable[[int, int], None]
 class Staging:
     """Slots, flags and the proxies of one communicator."""
 
-    def __init__(self, gpu: Gpu, slot_bytes: int, *, on_fault: Callable[[Exception], None], name: str) -> None:
+    def __init__(
+        self, gpu: Gpu, slot_bytes: int, *, on_fault: Callable[[Exception], None], name: str
+    ) -> None:
         self.gpu = gpu
         self.slots = Slots(gpu, slot_bytes)
         self._larger: list[Slots] = []
         self._words, flags, self._flags_on_gpu = gpu.host_words(FLAG_BYTES)
         self._flags = flags
         self._recorded: list[StagedJob] | None = None
-        self._beside: dict[int, int] = {}  # lane -> what the last job that has kernels beside it was announced as
+        self._beside: dict[
+            int, int
+        ] = {}  # lane -> what the last job that has kernels beside it was announced as
         self._captured_beside = False
-        self.enqueuing = False  # a call of the program is: its kernels may wait before its jobs are announced
-        self.proxies = [staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=LANES) for lane in range(LANES)]
+        self.enqueuing = (
+            False  # a call of the program is: its kernels may wait before its jobs are announced
+        )
+        self.proxies = [
+            staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=LANES)
+            for lane in range(LANES)
+        ]
         for lane, proxy in enumerate(self.proxies):
             proxy.start(f"{name}-{lane}")
 
@@ -152,7 +171,14 @@ class Staging:
             self._larger.append(Slots(self.gpu, 1 << (nbytes - 1).bit_length()))
         return self._larger[-1]
 
-    def job(self, pieces: Sequence[Piece], slots: Slots, network: Network, captured: bool, stride: int = 1) -> StagedJob:
+    def job(
+        self,
+        pieces: Sequence[Piece],
+        slots: Slots,
+        network: Network,
+        captured: bool,
+        stride: int = 1,
+    ) -> StagedJob:
         """``stride`` is 1 for a job of one lane, ``LANES`` for one of all."""
         job = StagedJob(pieces, slots, network, captured, stride)
         for proxy in self.proxies:
@@ -172,13 +198,17 @@ class Staging:
     def at_work(self) -> tuple[StagedJob, int] | None:
         """The job that the first lane is at, and its piece."""
         found = self.proxies[0].at_work()
-        return (found[0], found[1]) if found is not None and isinstance(found[0], StagedJob) else None
+        return (
+            (found[0], found[1]) if found is not None and isinstance(found[0], StagedJob) else None
+        )
 
     def is_behind_kernels(self) -> bool:
         """Whether the first lane has nothing to do, and nothing comes to it until a kernel of the host goes on that has waited before."""
         if self.enqueuing:
             return False
-        beside = self._captured_beside or not all(self.proxies[lane].has_ended(count) for lane, count in list(self._beside.items()))
+        beside = self._captured_beside or not all(
+            self.proxies[lane].has_ended(count) for lane, count in list(self._beside.items())
+        )
         return not beside and self.proxies[0].at_work() is None
 
     def drain(self) -> None:
@@ -226,7 +256,11 @@ class Staging:
 
     def forget(self, job: StagedJob) -> bool:
         """Let go of a job that has ended and that no graph brings again; says whether it was one."""
-        if job.captured or job.graphs or not all(self.proxies[lane].has_ended(count) for lane, count in job.announced.items()):
+        if (
+            job.captured
+            or job.graphs
+            or not all(self.proxies[lane].has_ended(count) for lane, count in job.announced.items())
+        ):
             return False
         for proxy in self.proxies:
             proxy.forget(job.number)
@@ -251,16 +285,22 @@ class Staging:
         gpu, slot = self.gpu, slot_of(number, job.stride)
         base = job.slots.address + slot * job.slots.nbytes
         for copy in job.pieces[number].down:
-            gpu.copy_to_host(base + copy.host, buffers[copy.buffer] + copy.device, copy.nbytes, stream)
+            gpu.copy_to_host(
+                base + copy.host, buffers[copy.buffer] + copy.device, copy.nbytes, stream
+            )
         gpu.write_word(self._flags_on_gpu + slot * at.SLOT_STRIDE + at.DONE_OFFSET, 0, stream)
-        gpu.write_word(self._flags_on_gpu + slot * at.SLOT_STRIDE + at.READY_OFFSET, job.number, stream)
+        gpu.write_word(
+            self._flags_on_gpu + slot * at.SLOT_STRIDE + at.READY_OFFSET, job.number, stream
+        )
 
     def _bring_up(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
         gpu, slot = self.gpu, slot_of(number, job.stride)
         gpu.wait_word(self._flags_on_gpu + slot * at.SLOT_STRIDE + at.DONE_OFFSET, 1, stream)
         base = job.slots.address + slot * job.slots.nbytes
         for copy in job.pieces[number].up:
-            gpu.copy_from_host(buffers[copy.buffer] + copy.device, base + copy.host, copy.nbytes, stream)
+            gpu.copy_from_host(
+                buffers[copy.buffer] + copy.device, base + copy.host, copy.nbytes, stream
+            )
 
     def bytes_pinned(self) -> int:
         return FLAG_BYTES + sum(NSLOTS * slots.nbytes for slots in (self.slots, *self._larger))

@@ -105,7 +105,12 @@ class StreamOperation:
     def _use(self, rows: np.ndarray) -> None:
         """Take the peers' words."""
         self.rows, self._polls = rows, np.zeros(len(rows), np.int64)
-        fill(self._words, (ex.NPEERS, len(rows)), (ex.ROWS, rows.ctypes.data), (ex.POLLS, self._polls.ctypes.data))
+        fill(
+            self._words,
+            (ex.NPEERS, len(rows)),
+            (ex.ROWS, rows.ctypes.data),
+            (ex.POLLS, self._polls.ctypes.data),
+        )
 
     @property
     def member(self) -> Member:
@@ -114,7 +119,11 @@ class StreamOperation:
 
     def unlocked(self) -> tuple[int, int, int]:
         """(function, context, exchange), as ``comm.persistent`` has it."""
-        return unlocked_kernel(self.kernel), self._member.context.address, int(self._words.ctypes.data)
+        return (
+            unlocked_kernel(self.kernel),
+            self._member.context.address,
+            int(self._words.ctypes.data),
+        )
 
     def conclude(self, code: int) -> None:
         """Raise what a code of that function means."""

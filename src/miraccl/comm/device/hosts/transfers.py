@@ -50,7 +50,9 @@ def message_bytes(slot_bytes: int, far: int) -> int:
 Lane = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of each message
 
 
-def cut_transfers(transfers: Sequence[DeviceTransfer], slot_bytes: int, far: int) -> tuple[list[Round], int]:
+def cut_transfers(
+    transfers: Sequence[DeviceTransfer], slot_bytes: int, far: int
+) -> tuple[list[Round], int]:
     """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number; ``far`` as for ``message_bytes``."""
     most = message_bytes(slot_bytes, far)
     lanes: dict[tuple[bool, int], Lane] = {}
@@ -59,7 +61,10 @@ def cut_transfers(transfers: Sequence[DeviceTransfer], slot_bytes: int, far: int
         messages = [(number, begin, min(most, nbytes - begin)) for begin in range(0, nbytes, most)]
         lanes.setdefault((transfer.receives, transfer.peer), []).extend(messages)
     longest = max(map(len, lanes.values()), default=0)
-    together = sum(-(-nbytes // ALIGN) * ALIGN for lane in lanes.values() for _, _, nbytes in lane) <= ROUND_SLOTS * slot_bytes
+    together = (
+        sum(-(-nbytes // ALIGN) * ALIGN for lane in lanes.values() for _, _, nbytes in lane)
+        <= ROUND_SLOTS * slot_bytes
+    )
     pace = longest if together else max(1, ROUND_SLOTS * slot_bytes // (most * len(lanes)))
     rounds, need = [], 0
     for first in range(0, longest, pace):
@@ -80,7 +85,16 @@ def _round(transfers: Sequence[DeviceTransfer], parts: Lane) -> tuple[Round, int
         transfer = transfers[number]
         (up if transfer.receives else down).append(Copy(number, begin, host, nbytes))
         memory = transfer.memory
-        messages.append(Message(transfer.receives, transfer.peer, host, nbytes // memory.dtype.itemsize, memory.dtype, memory.count))
+        messages.append(
+            Message(
+                transfer.receives,
+                transfer.peer,
+                host,
+                nbytes // memory.dtype.itemsize,
+                memory.dtype,
+                memory.count,
+            )
+        )
         host += -(-nbytes // ALIGN) * ALIGN
     return Round(piece=Piece(down=tuple(down), up=tuple(up)), messages=tuple(messages)), host
 

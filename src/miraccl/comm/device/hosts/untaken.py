@@ -33,7 +33,11 @@ def in_words(sig: int, number: int) -> str:
     """``scatter_v #17 (root 1)``; only collectives that are messages between hosts are numbered so."""
     fields = describe_signature(sig)
     text = f"{fields['collective']}_v #{number}"
-    return f"{text} (root {fields['root']})" if Collective[fields["collective"].upper()].rooted else text
+    return (
+        f"{text} (root {fields['root']})"
+        if Collective[fields["collective"].upper()].rooted
+        else text
+    )
 
 
 def number_of(words: np.ndarray, mark: int) -> int:
@@ -45,7 +49,11 @@ def number_of(words: np.ndarray, mark: int) -> int:
 def remembered(words: np.ndarray, number: int) -> int:
     """The signature of collective ``number`` of those that ``words`` count, 0 if it is not known: any more, or as it never came."""
     counted = int(words[_COUNTED])
-    return int(words[ex.REMEMBERED // 8 + number % ex.MEMORY]) if 0 <= counted - number < ex.MEMORY and number > 0 else 0
+    return (
+        int(words[ex.REMEMBERED // 8 + number % ex.MEMORY])
+        if 0 <= counted - number < ex.MEMORY and number > 0
+        else 0
+    )
 
 
 def not_taken(sender: int, sig: int, receiver: int, known: int, number: int) -> str:
@@ -54,7 +62,9 @@ def not_taken(sender: int, sig: int, receiver: int, known: int, number: int) -> 
     there, here = in_words(sig, number), in_words(known or sig, number)
     if here != there:
         both = sorted([(receiver, here), (sender, there)])
-        return "ranks called different operations: " + ", ".join(f"{what} on rank {who}" for who, what in both)
+        return "ranks called different operations: " + ", ".join(
+            f"{what} on rank {who}" for who, what in both
+        )
     return f"ranks disagree on what is sent: rank {sender} sent more in {there} than rank {receiver} took"
 
 
@@ -106,7 +116,9 @@ def find(tallies: Sequence[Tally | None], rank: int) -> CollectiveMismatch | Non
         text = f"ranks disagree on what is sent: rank {sender} sent in {what}, to which rank {receiver} never came"
     else:
         text = not_taken(sender, sig, receiver, remembered(here, number), number)
-    return CollectiveMismatch(text, rank=rank, peer=sender if rank == receiver else receiver, hint=HINT)
+    return CollectiveMismatch(
+        text, rank=rank, peer=sender if rank == receiver else receiver, hint=HINT
+    )
 
 
 class Lookout:
@@ -119,7 +131,9 @@ class Lookout:
         for descriptor in self._peers:
             self._poll.register(descriptor, select.POLLIN)
 
-    def look(self, collectives: np.ndarray, ways: Ways, between: Callable[[], bool]) -> CollectiveMismatch | None:
+    def look(
+        self, collectives: np.ndarray, ways: Ways, between: Callable[[], bool]
+    ) -> CollectiveMismatch | None:
         """The error of a message that this rank will not take. ``between``: whether the lane is between operations. It may begin with one
         while this looks, as somebody else may launch a graph; so what is seen counts only if nothing has begun meanwhile."""
         if not collectives[_COUNTED]:
@@ -131,7 +145,9 @@ class Lookout:
                 continue
             header = b""
             with contextlib.suppress(OSError):
-                header = self._sockets[peer].recv(_HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                header = self._sockets[peer].recv(
+                    _HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT
+                )
             now = int(ways[peer][1][ex.BEGUN_EVER // 8]), int(collectives[_COUNTED])
             if len(header) == _HEADER.size and between() and begun == now:
                 sig, second = _HEADER.unpack(header)
@@ -140,10 +156,15 @@ class Lookout:
                     return found
         return None
 
-    def _judge(self, peer: int, sig: int, second: int, collectives: np.ndarray) -> CollectiveMismatch | None:
+    def _judge(
+        self, peer: int, sig: int, second: int, collectives: np.ndarray
+    ) -> CollectiveMismatch | None:
         """Of a header between two messages of ``peer``: a collective to come has a larger number than all that this rank has begun."""
         number = number_of(collectives, second >> ex.MARK_SHIFT)
-        if sig >> 16 & 31 == Collective.SEND_RECV or int(collectives[_COUNTED]) - number > ex.MARK_MASK // 2:
+        if (
+            sig >> 16 & 31 == Collective.SEND_RECV
+            or int(collectives[_COUNTED]) - number > ex.MARK_MASK // 2
+        ):
             return None
         text = not_taken(peer, sig, self._rank, remembered(collectives, number), number)
         return CollectiveMismatch(text, rank=self._rank, peer=peer, hint=HINT)

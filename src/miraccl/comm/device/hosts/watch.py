@@ -29,7 +29,9 @@ class Watch:
         with as_system_failure("streams cannot be watched", rank=stages.session.rank):
             self._bell = Bell()
             self._poll.register(self._bell, select.POLLIN)
-            self._thread = threading.Thread(target=self._run, name="miraccl stream watch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="miraccl stream watch", daemon=True
+            )
             try:
                 self._thread.start()
             except BaseException:

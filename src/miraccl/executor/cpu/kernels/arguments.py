@@ -80,7 +80,11 @@ def read_counts(ctx: int, counts: int, number: int, into: int) -> int:
         size = PyList_Size(counts)
     elif kind == load(ctx + at.CTX_TUPLE_TYPE):
         size = PyTuple_Size(counts)
-    elif usable(ctx, counts, READABLE) and load32(counts + at.ARRAY_ND) == 1 and dtype_code(ctx, counts) == INT64:
+    elif (
+        usable(ctx, counts, READABLE)
+        and load32(counts + at.ARRAY_ND) == 1
+        and dtype_code(ctx, counts) == INT64
+    ):
         words, size = load(counts + at.ARRAY_DATA), elements(counts)
     if size != number:
         return -1

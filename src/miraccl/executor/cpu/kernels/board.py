@@ -15,12 +15,16 @@ def begin_operation(ctx: int, template: int, count: int) -> int:
     sig = template | (seq & at.SEQ_MASK)
     store(ctrl + at.BOARD_SIG, sig)
     store(ctrl + at.BOARD_COUNT, count)
-    if load_acquire(ctrl + at.CTRL_ABORT) == 0:  # else it is not run, and others are not compared with it
+    if (
+        load_acquire(ctrl + at.CTRL_ABORT) == 0
+    ):  # else it is not run, and others are not compared with it
         entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
         store(entry, sig)
         store(entry + 8, count)
     store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
-    store_release(ctrl + at.BOARD_SEQ, seq)  # after the state: with this number and idle, it has ended
+    store_release(
+        ctrl + at.BOARD_SEQ, seq
+    )  # after the state: with this number and idle, it has ended
     return sig
 
 

@@ -7,7 +7,15 @@ wrong.
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.arguments import READABLE, WRITABLE, common_dtype, dtype_code, elements, small_int, usable
+from miraccl.executor.cpu.kernels.arguments import (
+    READABLE,
+    WRITABLE,
+    common_dtype,
+    dtype_code,
+    elements,
+    small_int,
+    usable,
+)
 from miraccl.executor.cpu.kernels.counts import set_counts, size_class
 from miraccl.executor.cpu.kernels.p2p import item_size
 from miraccl.executor.cpu.kernels.uneven import elements_before, read_call_counts
@@ -19,14 +27,21 @@ from miraccl.types import Collective
 DOOR_CTX, DOOR_COLL, DOOR_ARG, DOOR_RUN = 0, 8, 16, 24
 ALL_GATHER, REDUCE_SCATTER = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER)
 GATHER, SCATTER = int(Collective.GATHER), int(Collective.SCATTER)
-ALL_REDUCE, BROADCAST, REDUCE = int(Collective.ALL_REDUCE), int(Collective.BROADCAST), int(Collective.REDUCE)
+ALL_REDUCE, BROADCAST, REDUCE = (
+    int(Collective.ALL_REDUCE),
+    int(Collective.BROADCAST),
+    int(Collective.REDUCE),
+)
 ALL_TO_ALL = int(Collective.ALL_TO_ALL)
 write_counts = inline(set_counts)
 
 
 @inline
 def start(ctx: int, run: int) -> int:
-    if load(ctx + at.CTX_THREADED) != 0 or load(run + at.RUN_IN_BYTES) + load(run + at.RUN_OUT_BYTES) > LONG_BYTES:
+    if (
+        load(ctx + at.CTX_THREADED) != 0
+        or load(run + at.RUN_IN_BYTES) + load(run + at.RUN_OUT_BYTES) > LONG_BYTES
+    ):
         release_gil(ctx)
     store(ctx + at.CTX_LAST_PLAN, run)
     return call4(load(ctx + at.CTX_OPERATE), ctx, run, load(run + at.RUN_TEMPLATE), 0)
@@ -43,8 +58,17 @@ def start_on(ctx: int, run: int, source: int, target: int) -> int:
 
 
 @inline
-def find_plan(ctx: int, coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int) -> int:
-    key = count * 0x9E3779B1 + out_count * 0x85EBCA6B + coll * 0x27D4EB2F + dtype * 0x165667B1 + arg * 0x2545F491 + in_place
+def find_plan(
+    ctx: int, coll: int, count: int, out_count: int, dtype: int, arg: int, in_place: int
+) -> int:
+    key = (
+        count * 0x9E3779B1
+        + out_count * 0x85EBCA6B
+        + coll * 0x27D4EB2F
+        + dtype * 0x165667B1
+        + arg * 0x2545F491
+        + in_place
+    )
     key ^= key >> 15
     mask = load(ctx + at.CTX_PLANS_MASK)
     for probe in range(4):
@@ -83,7 +107,11 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
     x, out, third = load(args), load(args + 8), load(args + 16)
     if not usable(ctx, x, READABLE):
         return at.NEED_PLAN
-    arg = small_int(ctx, third, at.CTX_REDOP_TYPE if coll == ALL_REDUCE or coll == REDUCE_SCATTER else at.CTX_INT_TYPE)
+    arg = small_int(
+        ctx,
+        third,
+        at.CTX_REDOP_TYPE if coll == ALL_REDUCE or coll == REDUCE_SCATTER else at.CTX_INT_TYPE,
+    )
     dtype = dtype_code(ctx, x)
     if dtype < 0 or arg < 0:
         return at.NEED_PLAN
@@ -100,7 +128,14 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
             return at.NEED_PLAN
         target, out_count = load(out + at.ARRAY_DATA), elements(out)
         nbytes, out_bytes = count * item_size(dtype), out_count * item_size(dtype)
-        in_place = overlap(coll, source, nbytes, target, out_bytes, load(ctx + at.CTX_RANK) * min(nbytes, out_bytes))
+        in_place = overlap(
+            coll,
+            source,
+            nbytes,
+            target,
+            out_bytes,
+            load(ctx + at.CTX_RANK) * min(nbytes, out_bytes),
+        )
         if in_place < 0:
             return at.NEED_PLAN  # Python says what is wrong
     run = find_plan(ctx, coll, count, out_count, dtype, arg, in_place)
@@ -123,7 +158,11 @@ def parse_rooted(door: int, ctx: int, args: int) -> int:
         return at.NEED_PLAN
     count, out_count = elements(x) if has_input else 0, elements(out) if has_output else 0
     source, target = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA)
-    if is_root and overlap(coll, source, count * item_size(dtype), target, out_count * item_size(dtype), 0) != 0:
+    if (
+        is_root
+        and overlap(coll, source, count * item_size(dtype), target, out_count * item_size(dtype), 0)
+        != 0
+    ):
         return at.NEED_PLAN
     run = find_plan(ctx, coll, count, out_count, dtype, root, 0)
     return start_on(ctx, run, source, target)
@@ -134,7 +173,10 @@ def parse_reduce(ctx: int, args: int) -> int:
     """(input, output or None, operator, False, None, root) -> result of reduce, whose output is the root's alone; the others' is not looked
     at."""
     x, out = load(args), load(args + 8)
-    op, root = small_int(ctx, load(args + 16), at.CTX_REDOP_TYPE), small_int(ctx, load(args + 40), at.CTX_INT_TYPE)
+    op, root = (
+        small_int(ctx, load(args + 16), at.CTX_REDOP_TYPE),
+        small_int(ctx, load(args + 40), at.CTX_INT_TYPE),
+    )
     if op < 0 or root < 0 or not usable(ctx, x, READABLE):
         return at.NEED_PLAN
     dtype, count, source = dtype_code(ctx, x), elements(x), load(x + at.ARRAY_DATA)
@@ -144,10 +186,16 @@ def parse_reduce(ctx: int, args: int) -> int:
     if root == load(ctx + at.CTX_RANK):
         if out == load(ctx + at.CTX_NONE):
             out = x
-        if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype or elements(out) != count:
+        if (
+            not usable(ctx, out, WRITABLE)
+            or dtype_code(ctx, out) != dtype
+            or elements(out) != count
+        ):
             return at.NEED_PLAN
         target = load(out + at.ARRAY_DATA)
-        in_place = overlap(ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype), 0)
+        in_place = overlap(
+            ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype), 0
+        )
         if in_place < 0:
             return at.NEED_PLAN
     run = find_plan(ctx, REDUCE, count, count, dtype, root << 3 | op, in_place)
@@ -178,7 +226,14 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
     table, nranks = load(ctx + at.CTX_COUNTS), load(ctx + at.CTX_NRANKS)
     in_place = 0
     if has_input and has_output:
-        in_place = overlap(coll, source, count * itemsize, target, out_count * itemsize, elements_before(ctx, coll) * itemsize)
+        in_place = overlap(
+            coll,
+            source,
+            count * itemsize,
+            target,
+            out_count * itemsize,
+            elements_before(ctx, coll) * itemsize,
+        )
         if in_place < 0:
             return at.NEED_PLAN
     else:

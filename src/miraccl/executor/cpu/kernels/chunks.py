@@ -37,7 +37,9 @@ def extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
 @inline
 def base(run: int, buffer: int) -> int:
     """Where a buffer begins."""
-    return load(run + (at.RUN_IN if buffer == INPUT else at.RUN_OUT if buffer == OUTPUT else at.RUN_SCRATCH))
+    return load(
+        run + (at.RUN_IN if buffer == INPUT else at.RUN_OUT if buffer == OUTPUT else at.RUN_SCRATCH)
+    )
 
 
 @inline

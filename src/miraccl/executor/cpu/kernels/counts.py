@@ -12,7 +12,9 @@ count_hash = inline(sizes.count_hash)
 
 
 @inline
-def fill_blocks(table: int, counts: int, number: int, parts: int, itemsize: int) -> tuple[int, int, int]:
+def fill_blocks(
+    table: int, counts: int, number: int, parts: int, itemsize: int
+) -> tuple[int, int, int]:
     """Write a table of blocks that follow one another; bytes of the largest chunk, of the largest block, and of all."""
     chunk, block, end = 0, 0, 0
     for i in range(number):
@@ -34,7 +36,9 @@ def fill(run: int, counts: int) -> None:
     first = counts + at.COUNTS_BLOCKS
     in_chunk, in_block, in_bytes = fill_blocks(inputs, first, number, parts, itemsize)
     outputs = load(run + at.RUN_OUT_BLOCKS)
-    out_chunk, out_block, out_bytes = fill_blocks(outputs, first + 8 * number, load(run + at.RUN_NOUT), parts, itemsize)
+    out_chunk, out_block, out_bytes = fill_blocks(
+        outputs, first + 8 * number, load(run + at.RUN_NOUT), parts, itemsize
+    )
     chunk, block = max(in_chunk, out_chunk), max(1, max(in_block, out_block))
     piece = load(run + at.RUN_ROUND_BYTES)
     store(run + at.RUN_NROUNDS, max(1, (min(chunk, block) + piece - 1) // piece))
@@ -45,7 +49,10 @@ def fill(run: int, counts: int) -> None:
     store(run + at.RUN_SCRATCH_BLOCK, max(load(inputs + 8), load(outputs + 8)))
     store(run + at.RUN_COUNT, load(counts + at.COUNTS_SHOWN))
     template = load(run + at.RUN_TEMPLATE) & ((1 << at.SIG_COUNT_SHIFT) - 1)
-    store(run + at.RUN_TEMPLATE, template | count_hash(load(counts + at.COUNTS_AGREED)) << at.SIG_COUNT_SHIFT)
+    store(
+        run + at.RUN_TEMPLATE,
+        template | count_hash(load(counts + at.COUNTS_AGREED)) << at.SIG_COUNT_SHIFT,
+    )
 
 
 def set_counts(run: int, counts: int, unused: int, also_unused: int) -> int:

@@ -101,7 +101,11 @@ def operate(ctx: int, run: int, template: int, unused: int) -> int:
 @inline
 def enter(ctx: int) -> bool:
     """Whether the engine may run now; the GIL makes the test and the set one."""
-    if load(ctx + at.CTX_BUSY) != 0 or load32(load(ctx + at.CTX_GROUPS)) != 0 or load(ctx + at.CTX_INSIDE) != 0:
+    if (
+        load(ctx + at.CTX_BUSY) != 0
+        or load32(load(ctx + at.CTX_GROUPS)) != 0
+        or load(ctx + at.CTX_INSIDE) != 0
+    ):
         return False
     store(ctx + at.CTX_INSIDE, 1)
     return True
@@ -137,7 +141,9 @@ def collective(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
     refused = try_enter(ctx, args + 24)
-    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_and_run(door, ctx, args))
+    return (
+        PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_and_run(door, ctx, args))
+    )
 
 
 def rooted(self: int, args: int, nargs: int) -> int:
@@ -145,7 +151,9 @@ def rooted(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
     refused = try_enter(ctx, args + 40)
-    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_rooted(door, ctx, args))
+    return (
+        PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_rooted(door, ctx, args))
+    )
 
 
 def reduce(self: int, args: int, nargs: int) -> int:
@@ -160,7 +168,11 @@ def uneven(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
     refused = try_enter(ctx, args + 40)
-    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_uneven(door, ctx, args, args + 24))
+    return (
+        PyLong_FromLong(refused)
+        if refused != at.OK
+        else leave(ctx, parse_uneven(door, ctx, args, args + 24))
+    )
 
 
 def uneven_reduce(self: int, args: int, nargs: int) -> int:
@@ -168,7 +180,11 @@ def uneven_reduce(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
     refused = try_enter(ctx, args + 24)
-    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_uneven(door, ctx, args, args + 40))
+    return (
+        PyLong_FromLong(refused)
+        if refused != at.OK
+        else leave(ctx, parse_uneven(door, ctx, args, args + 40))
+    )
 
 
 def prepared(self: int, args: int, nargs: int) -> int:
@@ -190,7 +206,9 @@ def launch(self: int, args: int, nargs: int) -> int:
     counts = PyLong_AsLong(load(args + 24))
     if counts != 0:
         write_counts(run, counts, 0, 0)
-    return leave(ctx, start_on(ctx, run, PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16))))
+    return leave(
+        ctx, start_on(ctx, run, PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16)))
+    )
 
 
 # ---- point to point
@@ -201,7 +219,11 @@ def send_recv(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
     refused = try_enter(ctx, args + 16)
-    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, send_or_receive(ctx, args, load(door + DOOR_ARG) != 0))
+    return (
+        PyLong_FromLong(refused)
+        if refused != at.OK
+        else leave(ctx, send_or_receive(ctx, args, load(door + DOOR_ARG) != 0))
+    )
 
 
 def sendrecv(self: int, args: int, nargs: int) -> int:
@@ -225,8 +247,17 @@ def put_tagged(self: int, args: int, nargs: int) -> int:
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     if not enter_anyway(ctx):
         return PyLong_FromLong(at.BUSY)
-    peer, tag, address = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16))
-    return leave(ctx, put_message(ctx, peer, tag, address, PyLong_AsLong(load(args + 24)), PyLong_AsLong(load(args + 32))))
+    peer, tag, address = (
+        PyLong_AsLong(load(args)),
+        PyLong_AsLong(load(args + 8)),
+        PyLong_AsLong(load(args + 16)),
+    )
+    return leave(
+        ctx,
+        put_message(
+            ctx, peer, tag, address, PyLong_AsLong(load(args + 24)), PyLong_AsLong(load(args + 32))
+        ),
+    )
 
 
 def take_tagged(self: int, args: int, nargs: int) -> int:
@@ -235,10 +266,23 @@ def take_tagged(self: int, args: int, nargs: int) -> int:
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     if not enter_anyway(ctx):
         return PyLong_FromLong(-at.BUSY)
-    table, count, first = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16))
-    tag, address, nbytes = PyLong_AsLong(load(args + 24)), PyLong_AsLong(load(args + 32)), PyLong_AsLong(load(args + 40))
+    table, count, first = (
+        PyLong_AsLong(load(args)),
+        PyLong_AsLong(load(args + 8)),
+        PyLong_AsLong(load(args + 16)),
+    )
+    tag, address, nbytes = (
+        PyLong_AsLong(load(args + 24)),
+        PyLong_AsLong(load(args + 32)),
+        PyLong_AsLong(load(args + 40)),
+    )
     store(ctx + at.CTX_TIMEOUT_NS, PyLong_AsLong(load(args + 56)))
-    return leave(ctx, take_message(ctx, table, count, first, tag, address, nbytes, PyLong_AsLong(load(args + 48))))
+    return leave(
+        ctx,
+        take_message(
+            ctx, table, count, first, tag, address, nbytes, PyLong_AsLong(load(args + 48))
+        ),
+    )
 
 
 EXPORTS: dict[str, Any] = {

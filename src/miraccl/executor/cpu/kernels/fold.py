@@ -23,13 +23,20 @@ from miraccl.native.intrinsics import inline, load
 from miraccl.types import DType, RedOp
 
 
-def _element(storage: Any, result: Any, widen: Callable[..., Any] | None = None, narrow: Callable[..., Any] | None = None) -> Any:
+def _element(
+    storage: Any,
+    result: Any,
+    widen: Callable[..., Any] | None = None,
+    narrow: Callable[..., Any] | None = None,
+) -> Any:
     """(get, put) for elements stored as the LLVM type ``storage`` and computed as the Numba type ``result``."""
 
     @intrinsic
     def get(typingctx: Any, base: Any, index: Any) -> Any:
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            value = builder.load(builder.gep(builder.inttoptr(args[0], storage.as_pointer()), [args[1]]))
+            value = builder.load(
+                builder.gep(builder.inttoptr(args[0], storage.as_pointer()), [args[1]])
+            )
             value.align = 1
             return widen(builder, value) if widen else value
 
@@ -39,7 +46,9 @@ def _element(storage: Any, result: Any, widen: Callable[..., Any] | None = None,
     def put(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             stored = narrow(builder, args[2]) if narrow else args[2]
-            instruction = builder.store(stored, builder.gep(builder.inttoptr(args[0], storage.as_pointer()), [args[1]]))
+            instruction = builder.store(
+                stored, builder.gep(builder.inttoptr(args[0], storage.as_pointer()), [args[1]])
+            )
             instruction.align = 1
             return context.get_dummy_value()
 
@@ -78,11 +87,20 @@ def _fp8_widen(exponent: int, mantissa: int, finite: bool) -> Callable[..., Any]
         byte = b.zext(v, _I32)
         sign = b.shl(b.and_(byte, _const(0x80)), _const(24))
         magnitude = b.and_(byte, _const(0x7F))
-        scaled = b.fmul(b.bitcast(b.shl(magnitude, _const(shift)), _F32), ir.Constant(_F32, float(2.0 ** (127 - bias))))
-        top = 0x7F if finite else ((1 << exponent) - 1) << mantissa  # e4m3fn: one NaN code; e5m2: infinity and NaNs from here on
+        scaled = b.fmul(
+            b.bitcast(b.shl(magnitude, _const(shift)), _F32),
+            ir.Constant(_F32, float(2.0 ** (127 - bias))),
+        )
+        top = (
+            0x7F if finite else ((1 << exponent) - 1) << mantissa
+        )  # e4m3fn: one NaN code; e5m2: infinity and NaNs from here on
         special = b.icmp_unsigned("==" if finite else ">=", magnitude, _const(top))
         # e5m2 keeps infinity (mantissa 0); every other special is NaN
-        payload = _const(0x7FC00000) if finite else b.or_(_const(0x7F800000), b.shl(b.and_(magnitude, _const(3)), _const(21)))
+        payload = (
+            _const(0x7FC00000)
+            if finite
+            else b.or_(_const(0x7F800000), b.shl(b.and_(magnitude, _const(3)), _const(21)))
+        )
         bits = b.select(special, payload, b.bitcast(scaled, _I32))
         return b.bitcast(b.or_(bits, sign), _F32)
 
@@ -93,7 +111,9 @@ def _fp8_narrow(exponent: int, mantissa: int, finite: bool) -> Callable[..., Any
     """float32 -> 8-bit float, to nearest even; beyond the largest value NaN (e4m3fn) or infinity (e5m2), as ml_dtypes has it."""
     bias = (1 << (exponent - 1)) - 1
     shift = 23 - mantissa
-    smallest = 127 - bias + 1  # exponent field of a float32 that is the smallest normal of the target
+    smallest = (
+        127 - bias + 1
+    )  # exponent field of a float32 that is the smallest normal of the target
 
     def narrow(b: Any, v: Any) -> Any:
         bits = b.bitcast(v, _I32)
@@ -105,7 +125,10 @@ def _fp8_narrow(exponent: int, mantissa: int, finite: bool) -> Callable[..., Any
         normal = b.sub(b.lshr(rounded, _const(shift)), _const((127 - bias) << mantissa))
         # subnormal: adding a magic number makes the processor round at the right bit
         magic = (smallest + (23 - mantissa)) << 23
-        small = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, _F32), b.bitcast(_const(magic), _F32)), _I32), _const(magic))
+        small = b.sub(
+            b.bitcast(b.fadd(b.bitcast(magnitude, _F32), b.bitcast(_const(magic), _F32)), _I32),
+            _const(magic),
+        )
         code = b.select(b.icmp_unsigned("<", magnitude, _const(smallest << 23)), small, normal)
         limit = 0x7E if finite else (((1 << exponent) - 1) << mantissa) - 1
         overflow = _const(0x7F if finite else ((1 << exponent) - 1) << mantissa)
@@ -127,12 +150,18 @@ _ACCESS: dict[DType, Any] = {
     DType.UINT32: _element(_I32, types.uint32),
     DType.INT64: _element(_I64, types.int64),
     DType.UINT64: _element(_I64, types.uint64),
-    DType.FLOAT16: _element(_HALF, types.float32, lambda b, v: b.fpext(v, _F32), lambda b, v: b.fptrunc(v, _HALF)),
+    DType.FLOAT16: _element(
+        _HALF, types.float32, lambda b, v: b.fpext(v, _F32), lambda b, v: b.fptrunc(v, _HALF)
+    ),
     DType.FLOAT32: _element(_F32, types.float32),
     DType.FLOAT64: _element(ir.DoubleType(), types.float64),
     DType.BFLOAT16: _element(_I16, types.float32, _bf16_widen, _bf16_narrow),
-    DType.FLOAT8_E4M3: _element(_I8, types.float32, _fp8_widen(4, 3, True), _fp8_narrow(4, 3, True)),
-    DType.FLOAT8_E5M2: _element(_I8, types.float32, _fp8_widen(5, 2, False), _fp8_narrow(5, 2, False)),
+    DType.FLOAT8_E4M3: _element(
+        _I8, types.float32, _fp8_widen(4, 3, True), _fp8_narrow(4, 3, True)
+    ),
+    DType.FLOAT8_E5M2: _element(
+        _I8, types.float32, _fp8_widen(5, 2, False), _fp8_narrow(5, 2, False)
+    ),
 }
 _COMPUTE = {
     DType.INT8: types.int8,
@@ -163,7 +192,9 @@ def _divide(dtype: DType) -> Any:
         return inline(lambda a, k: kind(a / kind(k)))
     if dtype in (DType.INT8, DType.INT32, DType.INT64):
         # towards zero, as C and NCCL's FuncSumPostDiv do
-        return inline(lambda a, k: kind(-((-types.int64(a)) // k)) if a < 0 else kind(types.int64(a) // k))
+        return inline(
+            lambda a, k: kind(-((-types.int64(a)) // k)) if a < 0 else kind(types.int64(a) // k)
+        )
     return inline(lambda a, k: kind(types.uint64(a) // types.uint64(k)))
 
 
@@ -253,7 +284,10 @@ def make_scale(dtype: DType, divides: bool) -> Any:
 
 #: name -> function; ``fold_float32_sum``, ``times_float32``, ``over_float32``
 EXPORTS: dict[str, Any] = {
-    f"fold_{dtype.label}_{op.name.lower()}": make_fold(dtype, op) for dtype in DType for op in RedOp if op is not RedOp.PREMUL_SUM
+    f"fold_{dtype.label}_{op.name.lower()}": make_fold(dtype, op)
+    for dtype in DType
+    for op in RedOp
+    if op is not RedOp.PREMUL_SUM
 }
 EXPORTS.update({f"times_{dtype.label}": make_scale(dtype, False) for dtype in DType})
 EXPORTS.update({f"over_{dtype.label}": make_scale(dtype, True) for dtype in DType})

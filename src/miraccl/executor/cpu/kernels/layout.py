@@ -16,7 +16,15 @@ BLOCK = 1024  # accumulators of a fold
 POST_FLAG, POST_SIG, POST_BYTES, POST_MODE, POST_ADDR, POST_ADDR2 = 0, 8, 16, 24, 32, 40
 POST_INLINE = 32
 INLINE_BYTES = 32
-MODE_SLOT, MODE_INLINE, MODE_WINDOW, MODE_ADDRESS, MODE_LANDED, MODE_OVERSIZE, MODE_SIGNAL = 0, 1, 2, 3, 4, 5, 6
+MODE_SLOT, MODE_INLINE, MODE_WINDOW, MODE_ADDRESS, MODE_LANDED, MODE_OVERSIZE, MODE_SIGNAL = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+)
 MODE_MOVED = 7  # in the slot whose number is in POST_ADDR (kernels.slots)
 TAIL_RETURNED = 8  # after the tail: which slots came back for the last messages, a byte each
 
@@ -25,8 +33,19 @@ CTRL_SLEEP = 0  # 1 while the rank sleeps on its doorbell
 CTRL_BELL = 8  # futex word (32 bits)
 CTRL_ABORT = 64  # not 0: every wait ends; the value is an ERR_*
 # the board: what the rank is doing, for those who wait for it
-BOARD_SEQ, BOARD_SIG, BOARD_COUNT, BOARD_STEP, BOARD_PEER, BOARD_STATE = 128, 136, 144, 152, 160, 168
-BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CPU = 176, 184, 192  # CPU: 1 + where the rank last waited, 0 unknown
+BOARD_SEQ, BOARD_SIG, BOARD_COUNT, BOARD_STEP, BOARD_PEER, BOARD_STATE = (
+    128,
+    136,
+    144,
+    152,
+    160,
+    168,
+)
+BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CPU = (
+    176,
+    184,
+    192,
+)  # CPU: 1 + where the rank last waited, 0 unknown
 STATE_IDLE, STATE_RUNNING, STATE_WAITING = 0, 1, 2
 ANYBODY = -1  # in BOARD_PEER: whoever comes first
 CTRL_HISTORY = 1024  # (signature, count) of the last HISTORY operations, by sequence number: late ranks are compared with what was
@@ -47,7 +66,12 @@ CTX_STAGE, CTX_STAGE_BYTES = 104, 112  # memory that stays in cache, for single-
 CTX_KEEP = 120  # accumulators of a fold (8 * BLOCK bytes)
 CTX_PLANS, CTX_PLANS_MASK = 128, 136  # the table of plans
 CTX_DTYPES = 144  # table of descriptor addresses, one a DType
-CTX_ARRAY_TYPE, CTX_NONE, CTX_INT_TYPE, CTX_REDOP_TYPE = 152, 160, 168, 176  # addresses of Python's objects
+CTX_ARRAY_TYPE, CTX_NONE, CTX_INT_TYPE, CTX_REDOP_TYPE = (
+    152,
+    160,
+    168,
+    176,
+)  # addresses of Python's objects
 CTX_BUSY = 184  # not 0: Python must look (pending asynchronous work, closed)
 CTX_ERR, CTX_ERR_PEER, CTX_ERR_STEP, CTX_ERR_WANT, CTX_ERR_GOT = 192, 200, 208, 216, 224
 CTX_WINDOW, CTX_WINDOW_END = 232, 240  # this rank's window memory
@@ -69,7 +93,9 @@ CTX_STREAM_FROM = 368  # bytes from which a send or receive does
 CTX_PAIR = 376  # memory of two entries of an exchange: the send and the receive of a sendrecv
 CTX_FALSE = 384  # address of the object, as CTX_NONE
 CTX_NAPS = 392  # how many waits sleep without a yield before
-CTX_GROUPS = 400  # address of a 32-bit word that is not 0 while a thread has a group open: Python must look
+CTX_GROUPS = (
+    400  # address of a 32-bit word that is not 0 while a thread has a group open: Python must look
+)
 CTX_SWAP = 408  # 1: a slot that was read may be kept and another one given back (kernels.slots)
 CTX_MET = 416  # table of what ranks have told that wait on the control plane, MET_SIZE bytes each
 CTX_ASIDE = 424  # not 0: operations run beside this rank's program, which may meanwhile come to the control plane
@@ -80,7 +106,12 @@ CTX_SENDS = 464  # how many messages the peer must have taken for this rank to g
 CTX_EXCEPTION = 480  # type, value and traceback that a signal handler raised (3 words)
 CTX_SIZE = 512
 BUSY_PENDING = 1  # the bit of CTX_BUSY for asynchronous work
-MET_TOLD, MET_SEQ, MET_SENT, MET_SIZE = 0, 8, 16, 24  # SEQ: the rank's last operation; SENT: messages to this rank, -1 unknown
+MET_TOLD, MET_SEQ, MET_SENT, MET_SIZE = (
+    0,
+    8,
+    16,
+    24,
+)  # SEQ: the rank's last operation; SENT: messages to this rank, -1 unknown
 CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 
 # ---- words for the moment, at CTX_SCRATCH
@@ -102,17 +133,37 @@ CONN_LAST_DIRECT = 104
 CONN_PEER_IN, CONN_PEER_OUT = 112, 120  # where the peer's buffers begin, from its last SIGNAL
 CONN_PEER_MODES = 128  # which of them are in the private memory of another process: PRIVATE_*
 CONN_DIRECT = 136  # send: 1 if the peer can read this process's private memory
-CONN_PEER_PRIVATE = 144  # as PEER_MODES, also for a peer in the same process, whose private memory can be addressed
+CONN_PEER_PRIVATE = (
+    144  # as PEER_MODES, also for a peer in the same process, whose private memory can be addressed
+)
 CONN_OTHER = 152  # slots of the FIFO the other way
-CONN_FREE, CONN_NFREE, CONN_WARM, CONN_SENT, CONN_RETURNED = 160, 168, 176, 184, 192  # see kernels.slots
+CONN_FREE, CONN_NFREE, CONN_WARM, CONN_SENT, CONN_RETURNED = (
+    160,
+    168,
+    176,
+    184,
+    192,
+)  # see kernels.slots
 CONN_SIZE = 256
 KIND_NONE, KIND_SHM, KIND_NET = 0, 1, 2
 PRIVATE_IN, PRIVATE_OUT = 1, 2
-DIRECT_PIECE = 4096  # bytes of a piece below which a copy is always cheaper than having it read by the peer
-NET_PIECE = 8 << 20  # bytes of a message of send/recv between hosts; longer ones are several messages
+DIRECT_PIECE = (
+    4096  # bytes of a piece below which a copy is always cheaper than having it read by the peer
+)
+NET_PIECE = (
+    8 << 20
+)  # bytes of a message of send/recv between hosts; longer ones are several messages
 
 # ---- entry of the table of plans
-PLAN_COUNT, PLAN_DTYPE, PLAN_ARG, PLAN_INPLACE, PLAN_COLL, PLAN_RUN, PLAN_OUT_COUNT = 0, 8, 16, 24, 32, 40, 48
+PLAN_COUNT, PLAN_DTYPE, PLAN_ARG, PLAN_INPLACE, PLAN_COLL, PLAN_RUN, PLAN_OUT_COUNT = (
+    0,
+    8,
+    16,
+    24,
+    32,
+    40,
+    48,
+)
 PLAN_SIZE = 64
 UNEVEN = 32  # the bit of PLAN_COLL for a plan of uneven blocks; PLAN_COUNT is the class of their sizes then (``sizes.size_class``)
 
@@ -150,19 +201,45 @@ EVERY_ROUND, FIRST_ROUND, LAST_ROUND, NEVER = 0, 1, 2, 3
 STEP_SIZE = 96
 
 # ---- one send or receive of an exchange
-OP_RECEIVES, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_AFTER, OP_ROUNDS, OP_COUNT = 0, 8, 16, 24, 32, 40, 48, 56
-OP_DONE, OP_MARK, OP_MUST = 64, 72, 80  # DONE: pieces that are; MARK: see kernels.p2p; MUST: whether the call waits for it
+OP_RECEIVES, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_AFTER, OP_ROUNDS, OP_COUNT = (
+    0,
+    8,
+    16,
+    24,
+    32,
+    40,
+    48,
+    56,
+)
+OP_DONE, OP_MARK, OP_MUST = (
+    64,
+    72,
+    80,
+)  # DONE: pieces that are; MARK: see kernels.p2p; MUST: whether the call waits for it
 ALL, ANY = 1, 2  # of OP_MUST: the call returns when all of these have ended; when one of these has
 OP_SIZE = 96
 
 # ---- header of a message with a tag, which has the payload in it if that fits (kernels.tagged)
-HEADER_TAG, HEADER_COUNT, HEADER_PAYLOAD, HEADER_BYTES = 0, 8, 16, 1024  # COUNT: bytes of the payload
+HEADER_TAG, HEADER_COUNT, HEADER_PAYLOAD, HEADER_BYTES = (
+    0,
+    8,
+    16,
+    1024,
+)  # COUNT: bytes of the payload
 SHORT_BYTES = HEADER_BYTES - HEADER_PAYLOAD
 
 # ---- results of a kernel
 OK, NEED_PLAN, BUSY = 0, 1, 2
 UNDER_WAY = 3  # it has begun, and somebody has to go on with it
-ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRUPTED = 10, 11, 12, 13, 14, 15, 16
+ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRUPTED = (
+    10,
+    11,
+    12,
+    13,
+    14,
+    15,
+    16,
+)
 ERR_PARTED = 17  # the peer waits for this rank on the control plane
 ERR_ENDED = 18  # the peer has ended the operation in which this rank waits for it
 ERR_CUT = 19  # the peer's stream has ended

@@ -73,7 +73,11 @@ def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> No
     """Publish where the payload lies; the receiver takes it from there."""
     line = post_line(conn)
     window = load(ctx + at.CTX_WINDOW)
-    if address >= window and address + nbytes <= load(ctx + at.CTX_WINDOW_END) and load(conn + at.CONN_KIND) == at.KIND_SHM:
+    if (
+        address >= window
+        and address + nbytes <= load(ctx + at.CTX_WINDOW_END)
+        and load(conn + at.CONN_KIND) == at.KIND_SHM
+    ):
         store(line + at.POST_ADDR, address - window)
         post(ctx, conn, sig, nbytes, at.MODE_WINDOW)
     else:
@@ -86,7 +90,9 @@ def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> No
 def can_post_address(ctx: int, conn: int, address: int, nbytes: int, threshold: int) -> bool:
     """Window memory is always posted; private memory from ``threshold`` bytes on, where the peer (or the proxy) can read it."""
     if load(conn + at.CONN_KIND) == at.KIND_NET:  # the proxy sends straight from the user's memory
-        return nbytes > load(conn + at.CONN_SLOT_BYTES) or (threshold >= 0 and nbytes >= at.DIRECT_PIECE)
+        return nbytes > load(conn + at.CONN_SLOT_BYTES) or (
+            threshold >= 0 and nbytes >= at.DIRECT_PIECE
+        )
     if nbytes <= at.INLINE_BYTES or threshold < 0:
         return False
     if load(conn + at.CONN_KIND) == at.KIND_SHM:

@@ -20,7 +20,9 @@ def fold_two(ctx: int, run: int, dst: int, a: int, b: int, nbytes: int) -> None:
 
 
 @inline
-def fold_message(ctx: int, run: int, conn: int, peer: int, dst: int, own: int, offset: int, nbytes: int) -> int:
+def fold_message(
+    ctx: int, run: int, conn: int, peer: int, dst: int, own: int, offset: int, nbytes: int
+) -> int:
     """``dst = own (+) message[offset:]``, wherever the message lies."""
     source = local_payload(ctx, conn)
     if source != 0:
@@ -39,7 +41,12 @@ def fold_message(ctx: int, run: int, conn: int, peer: int, dst: int, own: int, o
 @inline
 def operand(ctx: int, step: int, i: int) -> int:
     """Two words for the operand of the ``i``-th peer of a step: its address here and, where that is 0, in the peer's private memory."""
-    return load(ctx + at.CTX_SCRATCH) + at.SCRATCH_SOURCES + 8 * (load(step + at.STEP_NPEERS) + 1) + 16 * i
+    return (
+        load(ctx + at.CTX_SCRATCH)
+        + at.SCRATCH_SOURCES
+        + 8 * (load(step + at.STEP_NPEERS) + 1)
+        + 16 * i
+    )
 
 
 @inline
@@ -70,5 +77,11 @@ def fold_operands(ctx: int, run: int, step: int, dst: int, nbytes: int) -> int:
                 return fail(ctx, at.ERR_CMA, peer, nbytes, 0)
             store(sources + 8 * (i + 1), stage)
             stage += block
-        call4(load(run + at.RUN_FOLD), dst + start, sources, count, size // load(run + at.RUN_ITEMSIZE))
+        call4(
+            load(run + at.RUN_FOLD),
+            dst + start,
+            sources,
+            count,
+            size // load(run + at.RUN_ITEMSIZE),
+        )
     return at.OK

@@ -41,7 +41,15 @@ from miraccl.executor.cpu.kernels.waiting import (
     release_gil,
     yield_core,
 )
-from miraccl.native.intrinsics import inline, load, load_acquire, memcpy, pause, store, store_release
+from miraccl.native.intrinsics import (
+    inline,
+    load,
+    load_acquire,
+    memcpy,
+    pause,
+    store,
+    store_release,
+)
 from miraccl.types import Collective, DType
 
 SEND_RECV = int(Collective.SEND_RECV)
@@ -158,7 +166,9 @@ one_message = inline(_one_message)
 
 
 @inline
-def begin_op(ctx: int, op: int, receives: bool, peer: int, address: int, count: int, dtype: int, must: int) -> None:
+def begin_op(
+    ctx: int, op: int, receives: bool, peer: int, address: int, count: int, dtype: int, must: int
+) -> None:
     """Write an operation that has not begun and follows no other one; as ``comm.exchange`` makes it."""
     nbytes, piece = count * item_size(dtype), piece_bytes(ctx, peer)
     store(op + at.OP_RECEIVES, 1 if receives else 0)
@@ -203,7 +213,12 @@ def can_go(ctx: int, table: int, op: int) -> bool:
     conn = connection(ctx, at.CTX_RECV, peer)
     if load(op + at.OP_MARK) <= done:
         start = done * piece_bytes(ctx, peer)
-        announce(ctx, peer, load(op + at.OP_ADDR) + start, min(piece_bytes(ctx, peer), load(op + at.OP_BYTES) - start))
+        announce(
+            ctx,
+            peer,
+            load(op + at.OP_ADDR) + start,
+            min(piece_bytes(ctx, peer), load(op + at.OP_BYTES) - start),
+        )
         store(op + at.OP_MARK, done + 1)
     return load_acquire(post_line(conn) + at.POST_FLAG) >= load(conn + at.CONN_COUNT) + 1
 
@@ -299,7 +314,11 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
         result = doze(ctx, peer, bell, nap, now_ns(ctx))
         if result != at.OK or ready(ctx, table, count):
             break
-        if alone and load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and not ready(ctx, table, count):
+        if (
+            alone
+            and load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0
+            and not ready(ctx, table, count)
+        ):
             result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
             break
         if alone and never_comes(ctx, peer, sends) and not ready(ctx, table, count):

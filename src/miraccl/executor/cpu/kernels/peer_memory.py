@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.chunks import INPUT, base, extent
-from miraccl.executor.cpu.kernels.messages import acquire, connection, consume, post, read_remote, receive, write_remote
+from miraccl.executor.cpu.kernels.messages import (
+    acquire,
+    connection,
+    consume,
+    post,
+    read_remote,
+    receive,
+    write_remote,
+)
 from miraccl.executor.cpu.kernels.operands import fold_operands, operand
 from miraccl.executor.cpu.kernels.slots import post_line
 from miraccl.executor.cpu.kernels.waiting import fail
@@ -28,8 +36,12 @@ def place_of(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, in
 @inline
 def places(ctx: int, run: int) -> tuple[int, int, int]:
     """Which of this rank's buffers are in private memory, and where its input and its output begin, as it signals them."""
-    in_mode, in_at = place_of(ctx, load(run + at.RUN_IN), load(run + at.RUN_IN_BYTES), at.PRIVATE_IN)
-    out_mode, out_at = place_of(ctx, load(run + at.RUN_OUT), load(run + at.RUN_OUT_BYTES), at.PRIVATE_OUT)
+    in_mode, in_at = place_of(
+        ctx, load(run + at.RUN_IN), load(run + at.RUN_IN_BYTES), at.PRIVATE_IN
+    )
+    out_mode, out_at = place_of(
+        ctx, load(run + at.RUN_OUT), load(run + at.RUN_OUT_BYTES), at.PRIVATE_OUT
+    )
     return in_mode | out_mode, in_at, out_at
 
 
@@ -62,8 +74,14 @@ def await_signal(ctx: int, run: int, peer: int) -> int:
     modes = load(line + at.POST_BYTES)
     same = load(conn + at.CONN_PID) == load(ctx + at.CTX_PID)
     window = load(conn + at.CONN_WINDOW)
-    store(conn + at.CONN_PEER_IN, load(line + at.POST_ADDR) + (window if modes & at.PRIVATE_IN == 0 else 0))
-    store(conn + at.CONN_PEER_OUT, load(line + at.POST_ADDR2) + (window if modes & at.PRIVATE_OUT == 0 else 0))
+    store(
+        conn + at.CONN_PEER_IN,
+        load(line + at.POST_ADDR) + (window if modes & at.PRIVATE_IN == 0 else 0),
+    )
+    store(
+        conn + at.CONN_PEER_OUT,
+        load(line + at.POST_ADDR2) + (window if modes & at.PRIVATE_OUT == 0 else 0),
+    )
     store(conn + at.CONN_PEER_MODES, 0 if same else modes)
     store(conn + at.CONN_PEER_PRIVATE, modes)
     consume(ctx, conn)
@@ -83,7 +101,11 @@ def reduce_from_peers(ctx: int, run: int, step: int, rnd: int) -> int:
     """All ranks' buffers have the same blocks, so this rank's offset is everybody's."""
     src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
     dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
-    count, peers, rank = load(step + at.STEP_NPEERS), load(step + at.STEP_PEERS), load(ctx + at.CTX_RANK)
+    count, peers, rank = (
+        load(step + at.STEP_NPEERS),
+        load(step + at.STEP_PEERS),
+        load(ctx + at.CTX_RANK),
+    )
     for chunk in range(load(step + at.STEP_CHUNKS)):
         to, size = extent(run, dst_buf, dst + chunk, rnd)
         offset, own_size = extent(run, src_buf, src + chunk, rnd)
@@ -116,7 +138,11 @@ def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
         size = min(size, from_size)
         if not far:
             memcpy(to, frm, size)
-        elif not (write_remote(ctx, conn, to, frm, size) if puts else read_remote(ctx, conn, to, frm, size)):
+        elif not (
+            write_remote(ctx, conn, to, frm, size)
+            if puts
+            else read_remote(ctx, conn, to, frm, size)
+        ):
             return fail(ctx, at.ERR_CMA, peer, size, 0)
     return at.OK
 

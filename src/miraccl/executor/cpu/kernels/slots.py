@@ -69,7 +69,9 @@ def use_slot(conn: int) -> int:
         store(conn + at.CONN_FREE, load(conn + at.CONN_FREE) >> 8)
         store(conn + at.CONN_NFREE, load(conn + at.CONN_NFREE) - 1)
         store(conn + at.CONN_WARM, max(0, load(conn + at.CONN_WARM) - 1))
-        store(conn + at.CONN_SENT, with_byte(load(conn + at.CONN_SENT), bits_of(message), number + 1))
+        store(
+            conn + at.CONN_SENT, with_byte(load(conn + at.CONN_SENT), bits_of(message), number + 1)
+        )
     if number == message & (at.NSLOTS - 1):
         return at.MODE_SLOT
     store(post_line(conn) + at.POST_ADDR, number)
@@ -92,7 +94,11 @@ def see_tail(conn: int) -> int:
     tail = load_acquire(address)
     sent = load(conn + at.CONN_SENT)
     if sent != 0:
-        returned, free, nfree = load_acquire(address + at.TAIL_RETURNED), load(conn + at.CONN_FREE), load(conn + at.CONN_NFREE)
+        returned, free, nfree = (
+            load_acquire(address + at.TAIL_RETURNED),
+            load(conn + at.CONN_FREE),
+            load(conn + at.CONN_NFREE),
+        )
         for message in range(load(conn + at.CONN_TAIL), tail):
             bits = bits_of(message)
             used, other = sent >> bits & 0xFF, returned >> bits & 0xFF

@@ -22,23 +22,34 @@ from miraccl.executor.cpu.kernels.messages import (
     want,
 )
 from miraccl.executor.cpu.kernels.operands import fold_message, fold_operands, operand
-from miraccl.executor.cpu.kernels.peer_memory import await_signal, put_or_get, reduce_from_peers, signal
+from miraccl.executor.cpu.kernels.peer_memory import (
+    await_signal,
+    put_or_get,
+    reduce_from_peers,
+    signal,
+)
 from miraccl.executor.cpu.kernels.slots import post_line, slot
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import inline, load, memcpy, store
 from miraccl.schedule.ir import Op
 
 SEND, RECV, COPY, RECV_REDUCE, RECV_COPY_SEND, RECV_REDUCE_SEND = (
-    int(op) for op in (Op.SEND, Op.RECV, Op.COPY, Op.RECV_REDUCE, Op.RECV_COPY_SEND, Op.RECV_REDUCE_SEND)
+    int(op)
+    for op in (Op.SEND, Op.RECV, Op.COPY, Op.RECV_REDUCE, Op.RECV_COPY_SEND, Op.RECV_REDUCE_SEND)
 )
 RECV_REDUCE_COPY, RECV_REDUCE_COPY_SEND, RECV_REDUCE_ALL, PUT, GET = (
-    int(op) for op in (Op.RECV_REDUCE_COPY, Op.RECV_REDUCE_COPY_SEND, Op.RECV_REDUCE_ALL, Op.PUT, Op.GET)
+    int(op)
+    for op in (Op.RECV_REDUCE_COPY, Op.RECV_REDUCE_COPY_SEND, Op.RECV_REDUCE_ALL, Op.PUT, Op.GET)
 )
-REDUCE_FROM_PEERS, SIGNAL, WAIT, BARRIER = (int(op) for op in (Op.REDUCE_FROM_PEERS, Op.SIGNAL, Op.WAIT, Op.BARRIER))
+REDUCE_FROM_PEERS, SIGNAL, WAIT, BARRIER = (
+    int(op) for op in (Op.REDUCE_FROM_PEERS, Op.SIGNAL, Op.WAIT, Op.BARRIER)
+)
 
 
 @inline
-def send(ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int, rnd: int, size: int) -> int:
+def send(
+    ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int, rnd: int, size: int
+) -> int:
     conn = connection(ctx, at.CTX_SEND, peer)
     code = acquire(ctx, conn, peer)
     if code != at.OK:
@@ -77,7 +88,9 @@ def expect(ctx: int, run: int, conn: int, peer: int, size: int) -> int:
 
 
 @inline
-def unpack(ctx: int, run: int, conn: int, peer: int, buffer: int, index: int, chunks: int, rnd: int) -> int:
+def unpack(
+    ctx: int, run: int, conn: int, peer: int, buffer: int, index: int, chunks: int, rnd: int
+) -> int:
     """Copy the message to dst, chunk by chunk."""
     start = base(run, buffer)
     if chunks == 1:
@@ -93,7 +106,16 @@ def unpack(ctx: int, run: int, conn: int, peer: int, buffer: int, index: int, ch
 
 @inline
 def reduce_into(
-    ctx: int, run: int, conn: int, peer: int, src_buf: int, src: int, dst_buf: int, dst: int, chunks: int, rnd: int
+    ctx: int,
+    run: int,
+    conn: int,
+    peer: int,
+    src_buf: int,
+    src: int,
+    dst_buf: int,
+    dst: int,
+    chunks: int,
+    rnd: int,
 ) -> int:
     """``dst = src (+) message``, chunk by chunk."""
     piece = load(run + at.RUN_ROUND_BYTES)
@@ -102,7 +124,16 @@ def reduce_into(
         to, size = extent(run, dst_buf, dst + i, rnd)
         size = min(size, own_size)
         if size > 0:
-            code = fold_message(ctx, run, conn, peer, base(run, dst_buf) + to, base(run, src_buf) + own, i * piece, size)
+            code = fold_message(
+                ctx,
+                run,
+                conn,
+                peer,
+                base(run, dst_buf) + to,
+                base(run, src_buf) + own,
+                i * piece,
+                size,
+            )
             if code != at.OK:
                 return code
     return at.OK
@@ -116,12 +147,25 @@ def reduce_onward(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int,
     code = acquire(ctx, out, to)
     if code != at.OK:
         return code
-    buffer, index, chunks = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC), load(step + at.STEP_CHUNKS)
+    buffer, index, chunks = (
+        load(step + at.STEP_SRC_BUF),
+        load(step + at.STEP_SRC),
+        load(step + at.STEP_CHUNKS),
+    )
     piece = load(run + at.RUN_ROUND_BYTES)
     for i in range(chunks):
         own, length = extent(run, buffer, index + i, rnd)
         if length > 0:
-            code = fold_message(ctx, run, conn, peer, slot(out) + i * piece, base(run, buffer) + own, i * piece, length)
+            code = fold_message(
+                ctx,
+                run,
+                conn,
+                peer,
+                slot(out) + i * piece,
+                base(run, buffer) + own,
+                i * piece,
+                length,
+            )
             if code != at.OK:
                 return code
     post_slot(ctx, out, load(run + at.RUN_SIG), size)
@@ -134,12 +178,20 @@ def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
     chunks = load(step + at.STEP_CHUNKS)
     src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
     dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
-    size = span(run, src_buf, src, chunks, rnd) if op == RECV_REDUCE_SEND else span(run, dst_buf, dst, chunks, rnd)
+    size = (
+        span(run, src_buf, src, chunks, rnd)
+        if op == RECV_REDUCE_SEND
+        else span(run, dst_buf, dst, chunks, rnd)
+    )
     if size == 0:
         return at.OK
     peer = load(step + at.STEP_RECV)
     conn = connection(ctx, at.CTX_RECV, peer)
-    lands = load(conn + at.CONN_KIND) == at.KIND_NET and chunks == 1 and (op == RECV or op == RECV_COPY_SEND)
+    lands = (
+        load(conn + at.CONN_KIND) == at.KIND_NET
+        and chunks == 1
+        and (op == RECV or op == RECV_COPY_SEND)
+    )
     if lands and size > at.INLINE_BYTES and dst_buf != SCRATCH:
         offset, _ = extent(run, dst_buf, dst, rnd)
         want(ctx, conn, base(run, dst_buf) + offset, size)
@@ -165,12 +217,20 @@ def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
 def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
     """RECV_REDUCE_ALL."""
     src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
-    dst_buf, dst, chunks = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST), load(step + at.STEP_CHUNKS)
+    dst_buf, dst, chunks = (
+        load(step + at.STEP_DST_BUF),
+        load(step + at.STEP_DST),
+        load(step + at.STEP_CHUNKS),
+    )
     to, size = extent(run, dst_buf, dst, rnd)
     message = size if chunks == 1 else span(run, dst_buf, dst, chunks, rnd)
     if message == 0:
         return at.OK
-    count, peers, rank = load(step + at.STEP_NPEERS), load(step + at.STEP_PEERS), load(ctx + at.CTX_RANK)
+    count, peers, rank = (
+        load(step + at.STEP_NPEERS),
+        load(step + at.STEP_PEERS),
+        load(ctx + at.CTX_RANK),
+    )
     for i in range(count):
         peer = load(peers + 8 * i)
         if peer != rank:
@@ -203,7 +263,11 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
 
 @inline
 def signals(ctx: int, run: int, step: int, op: int) -> int:
-    peers, count, rank = load(step + at.STEP_PEERS), load(step + at.STEP_NPEERS), load(ctx + at.CTX_RANK)
+    peers, count, rank = (
+        load(step + at.STEP_PEERS),
+        load(step + at.STEP_NPEERS),
+        load(ctx + at.CTX_RANK),
+    )
     if op == SIGNAL or op == BARRIER:
         for i in range(count):
             peer = load(peers + 8 * i)
@@ -238,7 +302,11 @@ def copy(ctx: int, run: int, step: int, rnd: int) -> None:
 def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
     op = load(step + at.STEP_OP)
     if op == SEND:
-        buffer, index, chunks = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC), load(step + at.STEP_CHUNKS)
+        buffer, index, chunks = (
+            load(step + at.STEP_SRC_BUF),
+            load(step + at.STEP_SRC),
+            load(step + at.STEP_CHUNKS),
+        )
         size = span(run, buffer, index, chunks, rnd)
         if size == 0:
             return at.OK
@@ -255,6 +323,10 @@ def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
     if op == PUT or op == GET:
         return put_or_get(ctx, run, step, op == PUT, rnd)
     when = load(step + at.STEP_WHEN)
-    if when == at.NEVER or (when == at.FIRST_ROUND and rnd != 0) or (when == at.LAST_ROUND and rnd != load(run + at.RUN_NROUNDS) - 1):
+    if (
+        when == at.NEVER
+        or (when == at.FIRST_ROUND and rnd != 0)
+        or (when == at.LAST_ROUND and rnd != load(run + at.RUN_NROUNDS) - 1)
+    ):
         return at.OK
     return signals(ctx, run, step, op)

@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.messages import connection, consume_part, local_payload, post_slot
-from miraccl.executor.cpu.kernels.p2p import begin_op, can_go, exchange_all, finished, rest, signature
+from miraccl.executor.cpu.kernels.p2p import (
+    begin_op,
+    can_go,
+    exchange_all,
+    finished,
+    rest,
+    signature,
+)
 from miraccl.executor.cpu.kernels.slots import has_room, post_line, slot
 from miraccl.executor.cpu.kernels.waiting import release_gil
 from miraccl.native.intrinsics import inline, load, load_acquire, memcpy, store, store_release
@@ -26,7 +33,10 @@ def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: i
     """Send a message that is the next one to ``peer``: OK; UNDER_WAY, where the rest of it is in ``row``; NEED_PLAN, where nothing has
     happened, for there is no room or no way; or an ERR_*."""
     conn = connection(ctx, at.CTX_SEND, peer)
-    if load(conn + at.CONN_SLOT_BYTES) < at.HEADER_BYTES or load_acquire(load(ctx + at.CTX_CTRL) + at.CTRL_ABORT) != 0:
+    if (
+        load(conn + at.CONN_SLOT_BYTES) < at.HEADER_BYTES
+        or load_acquire(load(ctx + at.CTX_CTRL) + at.CTRL_ABORT) != 0
+    ):
         return at.NEED_PLAN
     if not has_room(conn):
         return at.NEED_PLAN
@@ -51,7 +61,11 @@ def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) ->
     conn = connection(ctx, at.CTX_RECV, peer)
     landed = load(post_line(conn) + at.POST_MODE) == at.MODE_LANDED
     header = load(op + at.OP_ADDR) if landed else local_payload(ctx, conn)
-    if header == 0 or load(header + at.HEADER_TAG) != tag or load(header + at.HEADER_COUNT) != nbytes:
+    if (
+        header == 0
+        or load(header + at.HEADER_TAG) != tag
+        or load(header + at.HEADER_COUNT) != nbytes
+    ):
         return -at.NEED_PLAN
     if nbytes <= at.SHORT_BYTES:
         memcpy(address, header + at.HEADER_PAYLOAD, nbytes)
@@ -64,12 +78,19 @@ def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) ->
         code = exchange_all(ctx, row, 1)
     if code == at.OK:
         return peer
-    comes_again = code == at.ERR_TIMEOUT or code == at.ERR_ABORTED or code == at.ERR_LEFT or code == at.ERR_PARTED
+    comes_again = (
+        code == at.ERR_TIMEOUT
+        or code == at.ERR_ABORTED
+        or code == at.ERR_LEFT
+        or code == at.ERR_PARTED
+    )
     return -at.UNDER_WAY if comes_again else -code
 
 
 @inline
-def take_message(ctx: int, table: int, count: int, first: int, tag: int, address: int, nbytes: int, row: int) -> int:
+def take_message(
+    ctx: int, table: int, count: int, first: int, tag: int, address: int, nbytes: int, row: int
+) -> int:
     """Wait for the next message of any of ``count`` sources, whose headers the operations of ``table`` receive, and take it if it is the
     one: its source; else, negative, UNDER_WAY, where the rest of it is in ``row``, or another result.  After NEED_PLAN and what whoever
     waits finds again (ERR_TIMEOUT, ERR_ABORTED, ERR_LEFT, ERR_PARTED) nothing has happened.

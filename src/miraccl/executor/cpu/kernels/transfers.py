@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.arguments import READABLE, WRITABLE, dtype_code, elements, small_int, usable
+from miraccl.executor.cpu.kernels.arguments import (
+    READABLE,
+    WRITABLE,
+    dtype_code,
+    elements,
+    small_int,
+    usable,
+)
 from miraccl.executor.cpu.kernels.messages import connection
 from miraccl.executor.cpu.kernels.p2p import begin_op, exchange_all, one_message
 from miraccl.executor.cpu.kernels.waiting import LONG_BYTES, fail, release_gil
@@ -18,7 +25,12 @@ def send_or_receive(ctx: int, args: int, receives: bool) -> int:
         return at.NEED_PLAN
     peer = small_int(ctx, load(args + 8), at.CTX_INT_TYPE)
     dtype = dtype_code(ctx, x)
-    if dtype < 0 or peer < 0 or peer >= load(ctx + at.CTX_NRANKS) or peer == load(ctx + at.CTX_RANK):
+    if (
+        dtype < 0
+        or peer < 0
+        or peer >= load(ctx + at.CTX_NRANKS)
+        or peer == load(ctx + at.CTX_RANK)
+    ):
         return at.NEED_PLAN
     ctrl = load(ctx + at.CTX_CTRL)
     if load_acquire(ctrl + at.CTRL_ABORT) != 0:
@@ -48,10 +60,18 @@ def send_and_receive(ctx: int, args: int) -> int:
     table = load(ctx + at.CTX_PAIR)
     if not fill_op(ctx, table, False, load(args), small_int(ctx, load(args + 8), at.CTX_INT_TYPE)):
         return at.NEED_PLAN
-    if not fill_op(ctx, table + at.OP_SIZE, True, load(args + 16), small_int(ctx, load(args + 24), at.CTX_INT_TYPE)):
+    if not fill_op(
+        ctx,
+        table + at.OP_SIZE,
+        True,
+        load(args + 16),
+        small_int(ctx, load(args + 24), at.CTX_INT_TYPE),
+    ):
         return at.NEED_PLAN
     first, second = load(table + at.OP_ADDR), load(table + at.OP_SIZE + at.OP_ADDR)
-    if first < second + load(table + at.OP_SIZE + at.OP_BYTES) and second < first + load(table + at.OP_BYTES):
+    if first < second + load(table + at.OP_SIZE + at.OP_BYTES) and second < first + load(
+        table + at.OP_BYTES
+    ):
         return at.NEED_PLAN  # overlapping
     ctrl = load(ctx + at.CTX_CTRL)
     if load_acquire(ctrl + at.CTRL_ABORT) != 0:

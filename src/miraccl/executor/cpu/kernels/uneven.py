@@ -8,7 +8,11 @@ from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, store
 from miraccl.types import Collective
 
-ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER), int(Collective.ALL_TO_ALL)
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = (
+    int(Collective.ALL_GATHER),
+    int(Collective.REDUCE_SCATTER),
+    int(Collective.ALL_TO_ALL),
+)
 GATHER, SCATTER = int(Collective.GATHER), int(Collective.SCATTER)
 mix = inline(hashing.mix)
 
@@ -28,7 +32,11 @@ def splits_output(coll: int) -> bool:
 def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
     """Write the counts of an uneven call to ``CTX_COUNTS``: (elements of the input, of the output, of the largest block that all ranks
     know), -1 for what is left to Python. ``lists`` are the counts of the input and those of the output."""
-    nranks, rank, table = load(ctx + at.CTX_NRANKS), load(ctx + at.CTX_RANK), load(ctx + at.CTX_COUNTS)
+    nranks, rank, table = (
+        load(ctx + at.CTX_NRANKS),
+        load(ctx + at.CTX_RANK),
+        load(ctx + at.CTX_COUNTS),
+    )
     ins = table + at.COUNTS_BLOCKS
     outs = ins + (8 * nranks if splits_input(coll) else 8)
     count = read_counts(ctx, load(lists), nranks, ins) if splits_input(coll) else 0

@@ -154,7 +154,9 @@ def differs(ctx: int, peer: int) -> int:
     if load_acquire(theirs + at.BOARD_SEQ) < seq:
         return 0
     sig = load_acquire(theirs + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16)
-    if sig & at.SEQ_MASK != seq & at.SEQ_MASK or sig == load(mine + at.BOARD_SIG):  # of another number: overwritten by a later one
+    if sig & at.SEQ_MASK != seq & at.SEQ_MASK or sig == load(
+        mine + at.BOARD_SIG
+    ):  # of another number: overwritten by a later one
         return 0
     return sig
 
@@ -167,7 +169,11 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
     plane tells; so there the peer must not have begun this operation, or all of its messages must be here.
     """
     row = load(ctx + at.CTX_MET) + peer * at.MET_SIZE
-    if load_acquire(row + at.MET_TOLD) == 0 or load(ctx + at.CTX_ASIDE) != 0 or load(ctx + at.CTX_BUSY) & at.BUSY_PENDING != 0:
+    if (
+        load_acquire(row + at.MET_TOLD) == 0
+        or load(ctx + at.CTX_ASIDE) != 0
+        or load(ctx + at.CTX_BUSY) & at.BUSY_PENDING != 0
+    ):
         return False
     near = load(load(ctx + at.CTX_CTRLS) + 8 * peer) != 0
     if sends and not near:
@@ -175,7 +181,9 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
     ctrl = load(ctx + at.CTX_CTRL)
     if load(ctrl + at.BOARD_P2P_SIG) == 0:
         return load(row + at.MET_SEQ) < load(ctrl + at.BOARD_SEQ)
-    return near or load(row + at.MET_SENT) == load(load(ctx + at.CTX_RECV) + peer * at.CONN_SIZE + at.CONN_COUNT)
+    return near or load(row + at.MET_SENT) == load(
+        load(ctx + at.CTX_RECV) + peer * at.CONN_SIZE + at.CONN_COUNT
+    )
 
 
 @inline
@@ -188,8 +196,13 @@ def has_ended(ctx: int, peer: int) -> bool:
     seq, other = load(ctrl + at.BOARD_SEQ), load_acquire(theirs + at.BOARD_SEQ)
     ended = other > seq
     if other == seq:
-        ended = load_acquire(theirs + at.BOARD_STATE) == at.STATE_IDLE or load_acquire(theirs + at.BOARD_P2P_SIG) != 0
-    return ended and load_acquire(theirs + at.CTRL_ABORT) == 0  # after an abort it numbers operations that it does not run
+        ended = (
+            load_acquire(theirs + at.BOARD_STATE) == at.STATE_IDLE
+            or load_acquire(theirs + at.BOARD_P2P_SIG) != 0
+        )
+    return (
+        ended and load_acquire(theirs + at.CTRL_ABORT) == 0
+    )  # after an abort it numbers operations that it does not run
 
 
 @inline
@@ -330,7 +343,9 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
         result = doze(ctx, peer, bell, nap, now)
         if result != at.OK or load_acquire(address) >= target:
             break
-        if nap > FIRST_NAP_NS or now_ns(ctx) - now > FIRST_NAP_NS * 9 // 10:  # slept in vain: look around
+        if (
+            nap > FIRST_NAP_NS or now_ns(ctx) - now > FIRST_NAP_NS * 9 // 10
+        ):  # slept in vain: look around
             other = differs(ctx, peer)
             if other != 0:
                 result = fail(ctx, at.ERR_MISMATCH, peer, load(ctrl + at.BOARD_SIG), other)
@@ -338,7 +353,10 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
             if has_ended(ctx, peer) and load_acquire(address) < target:
                 result = fail(ctx, at.ERR_ENDED, peer, 0, 0)
                 break
-            if load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0 and load_acquire(address) < target:
+            if (
+                load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0
+                and load_acquire(address) < target
+            ):
                 result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
                 break
             if never_comes(ctx, peer, sends) and load_acquire(address) < target:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.tensors import is_there
-from miraccl.native.intrinsics import Py_DecRef, PyErr_Clear, PyLong_AsLong, PyObject_GetAttr, inline, load, load32, store
+from miraccl.native.intrinsics import (
+    Py_DecRef,
+    PyErr_Clear,
+    PyLong_AsLong,
+    PyObject_GetAttr,
+    inline,
+    load,
+    load32,
+    store,
+)
 
 
 @inline
@@ -32,7 +41,9 @@ def dtype_of(state: int, array: int) -> int:
     if dtype == 0:
         PyErr_Clear()
         return 0
-    for place in range(state + at.STATE_ARRAY_DTYPES, state + at.STATE_ARRAY_DTYPES + 16 * at.NDTYPES, 16):
+    for place in range(
+        state + at.STATE_ARRAY_DTYPES, state + at.STATE_ARRAY_DTYPES + 16 * at.NDTYPES, 16
+    ):
         if load(place) == dtype:
             found = load(place + 8)
     Py_DecRef(dtype)
@@ -52,7 +63,11 @@ def view_array(state: int, array: int, view: int) -> int:
     address = taken(PyObject_GetAttr(memory, load(state + at.NAME_PTR)))
     device = taken(PyObject_GetAttr(memory, load(state + at.NAME_DEVICE)))
     Py_DecRef(memory)
-    if address < 0 or address % item_size(dtype) != 0 or device != load32(state + at.STATE_DEVICE + 4):
+    if (
+        address < 0
+        or address % item_size(dtype) != 0
+        or device != load32(state + at.STATE_DEVICE + 4)
+    ):
         return -1
     store(view + at.DL_DATA, address)
     store(view + at.DL_NDIM, dtype << 32)  # two fields

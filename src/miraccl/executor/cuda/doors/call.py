@@ -55,7 +55,11 @@ def enqueue(block: int) -> int:
     """Launch without Python's lock; CUDA's code."""
     state = PyEval_SaveThread()
     code = call_int4(
-        load(block + 8 * at.FUNCTION), load(block + 8 * at.CONFIG), load(block + 8 * at.KERNEL), load(block + 8 * at.PARAMETERS), 0
+        load(block + 8 * at.FUNCTION),
+        load(block + 8 * at.CONFIG),
+        load(block + 8 * at.KERNEL),
+        load(block + 8 * at.PARAMETERS),
+        0,
     )
     PyEval_RestoreThread(state)
     return code
@@ -157,7 +161,11 @@ def pair(self: int, args: int, nargs: int) -> int:
     x, dst, out, src = load(args), load(args + 8), load(args + 16), load(args + 24)
     if not is_known(state, x) or not may_begin(door, state) or not is_plain(state, args + 32, x):
         return answer(door, code, args, nargs)
-    if write_message(state, 0, x, dst, 0) and write_message(state, 1, out, src, 1) and not overlap(sent, got):
+    if (
+        write_message(state, 0, x, dst, 0)
+        and write_message(state, 1, out, src, 1)
+        and not overlap(sent, got)
+    ):
         if load32(load(state + at.STATE_GROUPS)) == 0:
             code = go(state, find_messages(state, sent, 2, 0))
         elif can_be_noted(door, state, 2):

@@ -12,7 +12,14 @@ from __future__ import annotations
 from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.doors.arrays import item_size
 from miraccl.executor.cuda.doors.streams import captures, forgive
-from miraccl.executor.cuda.doors.tensors import address, call_int4, count_of, data_type, is_there, number_of
+from miraccl.executor.cuda.doors.tensors import (
+    address,
+    call_int4,
+    count_of,
+    data_type,
+    is_there,
+    number_of,
+)
 from miraccl.native.intrinsics import (
     Py_DecRef,
     PyCapsule_GetPointer,
@@ -58,8 +65,14 @@ def view_foreign(state: int, row: int, thing: int, view: int) -> int:
     A function of its own, which doors call by its address: it is too long to be in each of them.
     """
     before = load(state + at.STATE_STREAM)
-    count = view_capsule(state, row, thing, view) if load(row + at.KIND_DLPACK) != 0 else view_interface(state, thing, view)
-    return count if load(state + at.STATE_STREAM) == before else -1  # nobody may have called another operation
+    count = (
+        view_capsule(state, row, thing, view)
+        if load(row + at.KIND_DLPACK) != 0
+        else view_interface(state, thing, view)
+    )
+    return (
+        count if load(state + at.STATE_STREAM) == before else -1
+    )  # nobody may have called another operation
 
 
 # ---- DLPack
@@ -82,7 +95,9 @@ def export(state: int, row: int, thing: int) -> int:
     """The capsule; 0 where there is none."""
     function, keywords = load(row + at.KIND_EXPORT), load(row + at.KIND_KEYWORDS)
     if function != 0 and not has_sharding(state, thing, load(row + at.KIND_SHARDING)):
-        function = 0  # it would give the first part of an array that has several; the method refuses these
+        function = (
+            0  # it would give the first part of an array that has several; the method refuses these
+        )
     stream, args = PyLong_FromLong(legacy_or(load(state + at.STATE_STREAM))), state + at.STATE_ARGS
     if stream == 0:
         return 0
@@ -151,7 +166,11 @@ def view_interface(state: int, thing: int, view: int) -> int:
     if interface == 0:
         forgive(state)
         return -1
-    count = read_interface(state, interface, view) if load(interface + at.OB_TYPE) == load(state + at.STATE_DICT_TYPE) else -1
+    count = (
+        read_interface(state, interface, view)
+        if load(interface + at.OB_TYPE) == load(state + at.STATE_DICT_TYPE)
+        else -1
+    )
     Py_DecRef(interface)
     return count
 
@@ -173,14 +192,20 @@ def stands_on_this_gpu(state: int, memory: int) -> bool:
     """As the driver says."""
     answer = state + at.STATE_ANSWER
     store(answer, -1)
-    code = call_int4(load(state + at.STATE_POINTER_ATTRIBUTE), answer, at.POINTER_DEVICE_ORDINAL, memory, 0)
+    code = call_int4(
+        load(state + at.STATE_POINTER_ATTRIBUTE), answer, at.POINTER_DEVICE_ORDINAL, memory, 0
+    )
     return code == 0 and load32(answer) == load32(state + at.STATE_DEVICE + 4)
 
 
 @inline
 def dense_count(state: int, interface: int, size: int) -> int:
     """Elements of ``size`` bytes by shape and strides; -1 where they do not follow one another, and for what is no everyday number."""
-    shape, strides, count = item(state, interface, at.KEY_SHAPE), item(state, interface, at.KEY_STRIDES), 1
+    shape, strides, count = (
+        item(state, interface, at.KEY_SHAPE),
+        item(state, interface, at.KEY_STRIDES),
+        1,
+    )
     if not tuple_of(state, shape):
         return -1
     ndim = PyTuple_Size(shape)
@@ -190,7 +215,11 @@ def dense_count(state: int, interface: int, size: int) -> int:
         length = number_of(state, PyTuple_GetItem(shape, axis))
         if length <= 0 or length > MOST_ELEMENTS // count:
             return -1
-        if strides != 0 and length != 1 and number_of(state, PyTuple_GetItem(strides, axis)) != count * size:
+        if (
+            strides != 0
+            and length != 1
+            and number_of(state, PyTuple_GetItem(strides, axis)) != count * size
+        ):
             return -1
         count *= length
     return count
@@ -200,17 +229,27 @@ def dense_count(state: int, interface: int, size: int) -> int:
 def read_interface(state: int, interface: int, view: int) -> int:
     """As ``view_foreign``, of an interface. Its stream is that of the operation before, or there is none."""
     stream = item(state, interface, at.KEY_STREAM)
-    if stream != 0 and legacy_or(number_of(state, stream)) != legacy_or(load(state + at.STATE_STREAM)):
+    if stream != 0 and legacy_or(number_of(state, stream)) != legacy_or(
+        load(state + at.STATE_STREAM)
+    ):
         return -1
     typestr, data = item(state, interface, at.KEY_TYPESTR), item(state, interface, at.KEY_DATA)
-    if item(state, interface, at.KEY_MASK) != 0 or not tuple_of(state, data) or PyTuple_Size(data) != 2:
+    if (
+        item(state, interface, at.KEY_MASK) != 0
+        or not tuple_of(state, data)
+        or PyTuple_Size(data) != 2
+    ):
         return -1
     if typestr == 0 or load(typestr + at.OB_TYPE) != load(state + at.STATE_STR_TYPE):
         return -1
     known = PyDict_GetItem(load(state + at.STATE_TYPESTRS), typestr)
     if known == 0:
         return -1
-    dtype, memory, read_only = PyLong_AsLong(known), number_of(state, PyTuple_GetItem(data, 0)), PyTuple_GetItem(data, 1)
+    dtype, memory, read_only = (
+        PyLong_AsLong(known),
+        number_of(state, PyTuple_GetItem(data, 0)),
+        PyTuple_GetItem(data, 1),
+    )
     if not is_there(memory, 1) or memory % item_size(dtype) != 0:
         return -1
     if read_only != load(state + at.STATE_FALSE) and read_only != load(state + at.STATE_TRUE):

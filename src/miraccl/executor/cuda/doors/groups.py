@@ -67,7 +67,9 @@ def can_be_noted(door: int, state: int, count: int) -> bool:
             return False
     if load(groups + at.GROUPS_STATE) == 0:
         return True
-    if load(groups + at.GROUPS_STATE) != state or load(state + at.STATE_NOTED_STREAM) != load(state + at.STATE_STREAM):
+    if load(groups + at.GROUPS_STATE) != state or load(state + at.STATE_NOTED_STREAM) != load(
+        state + at.STATE_STREAM
+    ):
         return False
     return load(state + at.STATE_NOTED) + count <= at.MOST_MESSAGES
 
@@ -96,10 +98,16 @@ def note(state: int, number: int, x: int) -> bool:
         if PyList_Append(load(state + at.STATE_NOTED_OWNERS), owner) != 0:
             return False
         store(view + at.VIEW_OWNER, 0)
-        store(state + at.STATE_NOTED_BYTES, load(state + at.STATE_NOTED_BYTES) + load(view + at.VIEW_NBYTES))
+        store(
+            state + at.STATE_NOTED_BYTES,
+            load(state + at.STATE_NOTED_BYTES) + load(view + at.VIEW_NBYTES),
+        )
         Py_DecRef(owner)
     noted = load(state + at.STATE_NOTED)
-    mine, its = state + at.STATE_CALL + number * at.MESSAGE_BYTES, state + at.STATE_GROUP + noted * at.MESSAGE_BYTES
+    mine, its = (
+        state + at.STATE_CALL + number * at.MESSAGE_BYTES,
+        state + at.STATE_GROUP + noted * at.MESSAGE_BYTES,
+    )
     for offset in range(0, at.MESSAGE_BYTES, 8):
         store(its + offset, load(mine + offset))
     store(state + at.STATE_NOTED, noted + 1)
@@ -109,13 +117,22 @@ def note(state: int, number: int, x: int) -> bool:
 @inline
 def find_noted(state: int) -> int:
     """The block for what is noted; 0 where Python is to do it."""
-    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_NOTED_STREAM) != load(state + at.STATE_STREAM):
+    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_NOTED_STREAM) != load(
+        state + at.STATE_STREAM
+    ):
         return 0
     if load(state + at.STATE_STREAM) <= at.STREAM_OF_THREAD and not is_here(state):
         return 0
-    if PyList_Size(load(state + at.STATE_NOTED_OWNERS)) != 0 and captures(state, load(state + at.STATE_STREAM)):
+    if PyList_Size(load(state + at.STATE_NOTED_OWNERS)) != 0 and captures(
+        state, load(state + at.STATE_STREAM)
+    ):
         return 0
-    return find_messages(state, state + at.STATE_GROUP, load(state + at.STATE_NOTED), load(state + at.STATE_NOTED_SIGNATURE))
+    return find_messages(
+        state,
+        state + at.STATE_GROUP,
+        load(state + at.STATE_NOTED),
+        load(state + at.STATE_NOTED_SIGNATURE),
+    )
 
 
 @inline
@@ -131,7 +148,10 @@ def hold_noted(state: int) -> bool:
             held = False
         if not held:
             Py_IncRef(owner)  # it stays for good
-    store(state + at.STATE_HELD_BYTES, load(state + at.STATE_HELD_BYTES) + load(state + at.STATE_NOTED_BYTES))
+    store(
+        state + at.STATE_HELD_BYTES,
+        load(state + at.STATE_HELD_BYTES) + load(state + at.STATE_NOTED_BYTES),
+    )
     store(state + at.STATE_NOTED_BYTES, 0)
     clear(owners, count)
     return held and limit(state)

@@ -13,9 +13,15 @@ from miraccl.types import DL_TYPES
 
 DL_DTYPES = {dtype: code | bits << 8 | 1 << 16 for (code, bits), dtype in DL_TYPES.items()}
 #: what ``__cuda_array_interface__`` says of types: NumPy's code, the name of those that have none
-_TYPESTRS = {dtype.str if dtype.isbuiltin == 1 else dtype.name: DL_DTYPES[code] for code, dtype in NUMPY_DTYPE.items()}
+_TYPESTRS = {
+    dtype.str if dtype.isbuiltin == 1 else dtype.name: DL_DTYPES[code]
+    for code, dtype in NUMPY_DTYPE.items()
+}
 _DLPACK, _INTERFACE, _SHARDING = "__dlpack__", "__cuda_array_interface__", "sharding"
-_PLAIN, _VERSIONED = ctypes.create_string_buffer(b"dltensor"), ctypes.create_string_buffer(b"dltensor_versioned")
+_PLAIN, _VERSIONED = (
+    ctypes.create_string_buffer(b"dltensor"),
+    ctypes.create_string_buffer(b"dltensor_versioned"),
+)
 _VERSION = (1, 0)
 _KEYWORDS, _OLD_KEYWORDS = ("stream", "max_version"), ("stream",)  # in the order of ``STATE_ARGS``
 _EXPORT = "buffer_to_dlpack_managed_tensor"  # of JAX; the method is a wrapper, which takes two microseconds to look at the sharding
@@ -62,7 +68,9 @@ def words_of(kind: type, how: Kind) -> tuple[dict[int, int], Any]:
 def _export_of(kind: type) -> tuple[Any, Any]:
     """(JAX's function that gives the capsule of an array, the type that the sharding of these arrays has); None without."""
     export = getattr(sys.modules.get(kind.__module__), _EXPORT, None)
-    sharding = getattr(getattr(sys.modules.get("jax"), "sharding", None), "SingleDeviceSharding", None)
+    sharding = getattr(
+        getattr(sys.modules.get("jax"), "sharding", None), "SingleDeviceSharding", None
+    )
     return (None, None) if export is None or sharding is None else (export, sharding)
 
 
@@ -70,7 +78,11 @@ def _keywords_of(kind: type) -> tuple[str, ...]:
     """Names of the arguments that the method takes."""
     try:
         parameters = inspect.signature(getattr(kind, _DLPACK)).parameters.values()
-    except (AttributeError, TypeError, ValueError):  # the method is that of an object, or one that does not tell
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ):  # the method is that of an object, or one that does not tell
         return _KEYWORDS
     new = any(p.name == _KEYWORDS[1] or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return _KEYWORDS if new else _OLD_KEYWORDS

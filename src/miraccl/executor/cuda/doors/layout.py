@@ -20,7 +20,10 @@ class Words:
 BLOCK_WORDS = 5
 FUNCTION, ARGUMENT, CONFIG, KERNEL, PARAMETERS = range(BLOCK_WORDS)
 CONFIG_STREAM = 32  # from the beginning of the configuration to the stream
-CONFIG_BLOCKS, CONFIG_THREADS = 0, 8  # to words whose lower half is the number of blocks, whose upper half that of threads
+CONFIG_BLOCKS, CONFIG_THREADS = (
+    0,
+    8,
+)  # to words whose lower half is the number of blocks, whose upper half that of threads
 
 # what a door says: it has done the call, or noted it for the end of the group; Python is to do it, nothing has happened
 DONE, NOT_TAKEN = 0, 1
@@ -31,9 +34,14 @@ _groups = Words()
 GROUPS_OPEN = _groups.word()  # how many groups threads have open; the lower half is looked at
 GROUPS_THREAD = _groups.word()  # number of the thread; 0: there is no such group
 GROUPS_DEPTH = _groups.word()  # how many blocks it has open
-GROUPS_STATE = _groups.word()  # of the communicator by whose doors calls are noted, 0 while there are none
+GROUPS_STATE = (
+    _groups.word()
+)  # of the communicator by whose doors calls are noted, 0 while there are none
 GROUPS_NOTED = _groups.word()  # a list, of its HAND_OVER then
-GROUPS_BEGIN, GROUPS_END = _groups.word(), _groups.word()  # objects that begin and end what is not taken here
+GROUPS_BEGIN, GROUPS_END = (
+    _groups.word(),
+    _groups.word(),
+)  # objects that begin and end what is not taken here
 GROUPS_NONE = _groups.word()  # the object None
 GROUPS_WORDS = _groups.end // 8
 
@@ -44,7 +52,12 @@ DOOR_STATE, DOOR_NEXT, DOOR_NEXT_SELF = 0, 8, 16
 DOOR_NOTES = 24  # whether it notes calls while a group is open
 # the door of a collective. Blocks are those that ``x`` and ``out`` have; without ``out`` some work in place.
 DOOR_COLLECTIVE, DOOR_IN_BLOCKS, DOOR_OUT_BLOCKS, DOOR_THIRD, DOOR_IN_PLACE = 32, 40, 48, 56, 64
-THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT, THIRD_BOTH = 0, 1, 2, 3  # what the third argument is; BOTH: the operator, the sixth the root
+THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT, THIRD_BOTH = (
+    0,
+    1,
+    2,
+    3,
+)  # what the third argument is; BOTH: the operator, the sixth the root
 # the door of a send or a receive
 DOOR_RECEIVES = 32
 # the door of a collective that is a list of messages: whether only the root takes ``out`` or gives ``x``; whether ``x`` and ``out`` have a
@@ -71,7 +84,15 @@ VIEW_OWNER, VIEW_READ_ONLY, VIEW_NBYTES, VIEW_BYTES = 48, 56, 64, 72
 
 # a type of arrays that is asked by a protocol: whether by DLPack; whether such arrays never change; a function that gives the capsule of
 # those whose sharding has that type, 0: the method gives it; names of the keyword arguments
-KIND_TYPE, KIND_DLPACK, KIND_IMMUTABLE, KIND_EXPORT, KIND_KEYWORDS, KIND_SHARDING, KIND_BYTES = 0, 8, 16, 24, 32, 40, 48
+KIND_TYPE, KIND_DLPACK, KIND_IMMUTABLE, KIND_EXPORT, KIND_KEYWORDS, KIND_SHARDING, KIND_BYTES = (
+    0,
+    8,
+    16,
+    24,
+    32,
+    40,
+    48,
+)
 
 # a message of a call: what (``what_of``), elements, address; of a remembered launch: the same with the address's place in the argument
 MESSAGE_WHAT, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
@@ -94,7 +115,9 @@ STATE_TYPE = _state.word()  # PyTorch's type of tensors, 0 where there is none t
 STATE_VIEW, STATE_CURRENT = _state.word(), _state.word()
 STATE_DEVICE = _state.word()  # DLDevice of this GPU
 STATE_STREAM = _state.word()  # of the last operation
-STATE_OTHERS = _state.word()  # not 0: operations may have been in other streams than the default one, which is never captured
+STATE_OTHERS = (
+    _state.word()
+)  # not 0: operations may have been in other streams than the default one, which is never captured
 STATE_CAPTURED = _state.word()  # not 0: Python has found that this stream was captured then
 # address of a word that has the second value if no other communicator filled the GPU last
 STATE_ORDER, STATE_SELF = _state.word(), _state.word()
@@ -105,7 +128,10 @@ STATE_RANK, STATE_NRANKS = _state.word(), _state.word()
 STATE_GROUPS = _state.word()  # address of the words of groups
 STATE_CPU_PLAN = _state.word()  # address of a word that becomes 0 with each operation
 STATE_CLOSED = _state.word()  # the word that ABORT points to in the end
-STATE_NOTED, STATE_NOTED_STREAM = _state.word(), _state.word()  # how many messages of a group are noted, and for which stream
+STATE_NOTED, STATE_NOTED_STREAM = (
+    _state.word(),
+    _state.word(),
+)  # how many messages of a group are noted, and for which stream
 STATE_NOTES = _state.word()  # a list of their arrays
 STATE_NOTED_SIGNATURE = _state.word()  # of the collective that they are, 0 for plain ones
 STATE_HAND_OVER = _state.word()  # an object, which GROUPS_NOTED is to have while any are noted
@@ -118,9 +144,15 @@ STATE_LIST_TYPE, STATE_TUPLE_TYPE = _state.word(), _state.word()  # the types li
 STATE_FAIL = _state.word()  # a Python function, which raises what a code of CUDA says
 STATE_VIEWS = _state.word(2 * VIEW_BYTES // 8)  # of the arrays of a call: two views
 STATE_DTYPES = _state.word(NDTYPES)  # the DLDataTypes that are known
-STATE_ARRAY_DTYPES = _state.word(2 * NDTYPES)  # objects that are NumPy's dtypes, each with its DLDataType
-STATE_NAMES = _state.word(len(NAMES))  # strings: attributes of CuPy's arrays and, from PTR on, of their memory
-NAME_CONTIGUOUS, NAME_SIZE, NAME_DTYPE, NAME_DATA, NAME_PTR, NAME_DEVICE = (STATE_NAMES + 8 * number for number in range(len(NAMES)))
+STATE_ARRAY_DTYPES = _state.word(
+    2 * NDTYPES
+)  # objects that are NumPy's dtypes, each with its DLDataType
+STATE_NAMES = _state.word(
+    len(NAMES)
+)  # strings: attributes of CuPy's arrays and, from PTR on, of their memory
+NAME_CONTIGUOUS, NAME_SIZE, NAME_DTYPE, NAME_DATA, NAME_PTR, NAME_DEVICE = (
+    STATE_NAMES + 8 * number for number in range(len(NAMES))
+)
 
 # arrays of other types, which are asked by their protocols: that runs code of anybody's
 STATE_BUSY = _state.word()  # not 0 meanwhile, and no door takes calls
@@ -130,27 +162,50 @@ STATE_DLPACK = _state.word()  # the string "__dlpack__"
 STATE_INTERFACE = _state.word()  # the string "__cuda_array_interface__"
 STATE_SHARDING = _state.word()  # the string "sharding"
 STATE_KEYS = _state.word(len(KEYS))  # strings: keys of the dictionary that the interface is
-KEY_SHAPE, KEY_TYPESTR, KEY_DATA, KEY_STRIDES, KEY_STREAM, KEY_MASK = (STATE_KEYS + 8 * number for number in range(len(KEYS)))
+KEY_SHAPE, KEY_TYPESTR, KEY_DATA, KEY_STRIDES, KEY_STREAM, KEY_MASK = (
+    STATE_KEYS + 8 * number for number in range(len(KEYS))
+)
 STATE_TYPESTRS = _state.word()  # a dictionary: DLDataTypes by what the interface says
 STATE_DICT_TYPE, STATE_STR_TYPE = _state.word(), _state.word()  # the types dict and str
 STATE_TRUE = _state.word()  # the object True
 STATE_EXCEPTION = _state.word()  # the type Exception
 STATE_POINTER_ATTRIBUTE = _state.word()  # address of cuPointerGetAttribute, 0 where there is none
 STATE_IS_CAPTURING = _state.word()  # address of cuStreamIsCapturing, likewise
-STATE_PLAIN, STATE_VERSIONED = _state.word(), _state.word()  # addresses of the names of DLPack's capsules
+STATE_PLAIN, STATE_VERSIONED = (
+    _state.word(),
+    _state.word(),
+)  # addresses of the names of DLPack's capsules
 STATE_HELD = _state.word()  # a list of capsules of which launches read, and perhaps still do
-STATE_HELD_BYTES, STATE_HELD_STREAM = _state.word(), _state.word()  # what they keep alive, and where these launches are
+STATE_HELD_BYTES, STATE_HELD_STREAM = (
+    _state.word(),
+    _state.word(),
+)  # what they keep alive, and where these launches are
 STATE_RELEASE = _state.word()  # a Python function, which hands them to who lets go of them in time
 STATE_VIEW_FOREIGN = _state.word()  # address of the function that looks at arrays of these types
-STATE_NOTED_OWNERS, STATE_NOTED_BYTES = _state.word(), _state.word()  # a list of capsules of messages that are noted; as HELD
-STATE_KINDS = _state.word((MOST_KINDS + 1) * KIND_BYTES // 8)  # the types themselves, up to the first 0
+STATE_NOTED_OWNERS, STATE_NOTED_BYTES = (
+    _state.word(),
+    _state.word(),
+)  # a list of capsules of messages that are noted; as HELD
+STATE_KINDS = _state.word(
+    (MOST_KINDS + 1) * KIND_BYTES // 8
+)  # the types themselves, up to the first 0
 
-STATE_SHARES = _state.word(2 * MOST_RANKS)  # elements of the blocks of ``x`` of a call, then those of ``out``
+STATE_SHARES = _state.word(
+    2 * MOST_RANKS
+)  # elements of the blocks of ``x`` of a call, then those of ``out``
 STATE_BLOCKS = _state.word(MOST_RANKS)  # of a call of several launches
 STATE_CODE = _state.word()  # what one of these failed with, as an object
-STATE_EVENT = _state.word()  # by which one stream waits for another; 0: changes of streams are Python's
-STATE_RECORD, STATE_WAIT = _state.word(), _state.word()  # addresses of cuEventRecord and cuStreamWaitEvent
-STATE_ASK_CONTEXT, STATE_CONTEXT = _state.word(), _state.word()  # address of cuCtxGetCurrent, 0: not asked; what it is to say
+STATE_EVENT = (
+    _state.word()
+)  # by which one stream waits for another; 0: changes of streams are Python's
+STATE_RECORD, STATE_WAIT = (
+    _state.word(),
+    _state.word(),
+)  # addresses of cuEventRecord and cuStreamWaitEvent
+STATE_ASK_CONTEXT, STATE_CONTEXT = (
+    _state.word(),
+    _state.word(),
+)  # address of cuCtxGetCurrent, 0: not asked; what it is to say
 STATE_CALL = _state.word(2 * MOST_RANKS * MESSAGE_BYTES // 8)  # the messages of a call
 STATE_GROUP = _state.word(MOST_MESSAGES * MESSAGE_BYTES // 8)  # those that are noted
 STATE_TABLE = _state.word(TABLE_SLOTS * ROW_BYTES // 8)  # of launches
@@ -166,7 +221,16 @@ STREAM_OF_THREAD = 2  # the default stream of a thread; up to here numbers stand
 # the argument (address, then bytes and type), the type there, the number of its queue, that of the other half of a message of this rank to
 # itself (-1: to or from a peer); then a row for each queue: its record, whose first word has kind and peer, lanes << 16, first lane << 32;
 # that word without lanes; its lanes in the call under way
-SHAPE_QUEUES, SHAPE_GROUP, SHAPE_FIRST, SHAPE_LANES, SHAPE_COPY_LANES, SHAPE_BLOCKS, SHAPE_BULK_FROM, SHAPE_SIGNATURE = range(0, 64, 8)
+(
+    SHAPE_QUEUES,
+    SHAPE_GROUP,
+    SHAPE_FIRST,
+    SHAPE_LANES,
+    SHAPE_COPY_LANES,
+    SHAPE_BLOCKS,
+    SHAPE_BULK_FROM,
+    SHAPE_SIGNATURE,
+) = range(0, 64, 8)
 SHAPE_BYTES = 64
 SHAPED_WHAT, SHAPED_RECORD, SHAPED_TYPE, SHAPED_QUEUE, SHAPED_PARTNER = range(0, 40, 8)
 SHAPED_BYTES = 40
@@ -174,7 +238,16 @@ QUEUE_RECORD, QUEUE_HEAD, QUEUE_LANES = range(0, 24, 8)
 QUEUE_BYTES = 24
 
 # struct DLTensor of dlpack.h, DLPack 1.3; DLDevice is type and number, 32 bits each
-DL_DATA, DL_DEVICE, DL_NDIM, DL_DTYPE, DL_SHAPE, DL_STRIDES, DL_OFFSET, DL_BYTES = 0, 8, 16, 20, 24, 32, 40, 48
+DL_DATA, DL_DEVICE, DL_NDIM, DL_DTYPE, DL_SHAPE, DL_STRIDES, DL_OFFSET, DL_BYTES = (
+    0,
+    8,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+)
 DL_CUDA = 2
 # struct DLManagedTensorVersioned: a DLPackVersion, two pointers, flags, the DLTensor
 VERSIONED_FLAGS, VERSIONED_TENSOR = 24, 32

@@ -11,7 +11,16 @@ from miraccl.executor.cuda.doors.streams import is_plain
 from miraccl.executor.cuda.doors.tensors import address, data_type, number_of, rank_of
 from miraccl.executor.cuda.doors.views import elements
 from miraccl.executor.cuda.moves import NO_ROOT
-from miraccl.native.intrinsics import PyList_GetItem, PyList_Size, PyTuple_GetItem, PyTuple_Size, inline, load, load32, store
+from miraccl.native.intrinsics import (
+    PyList_GetItem,
+    PyList_Size,
+    PyTuple_GetItem,
+    PyTuple_Size,
+    inline,
+    load,
+    load32,
+    store,
+)
 
 signature_of = inline(moves.signature_of)
 
@@ -51,7 +60,9 @@ def share(state: int, even: int, counts: int, whole: int, shares: int) -> int:
 
 
 @inline
-def put(state: int, number: int, receives: int, peer: int, view: int, first: int, count: int) -> int:
+def put(
+    state: int, number: int, receives: int, peer: int, view: int, first: int, count: int
+) -> int:
     """Describe a message of ``count`` elements from ``first`` on, if it has any; how many there are then."""
     if count == 0:
         return number
@@ -68,7 +79,10 @@ def apart(view: int, count: int, other: int, other_count: int) -> bool:
     size = item_size(data_type(view))
     if count == 0 or other_count == 0:
         return True
-    return address(other) >= address(view) + count * size or address(view) >= address(other) + other_count * size
+    return (
+        address(other) >= address(view) + count * size
+        or address(view) >= address(other) + other_count * size
+    )
 
 
 @inline
@@ -81,7 +95,9 @@ def in_place(state: int, whole: int, shares: int, part: int) -> bool:
 
 
 @inline
-def put_all(state: int, number: int, receives: int, view: int, count: int, shares: int, only: int, skip: int) -> int:
+def put_all(
+    state: int, number: int, receives: int, view: int, count: int, shares: int, only: int, skip: int
+) -> int:
     """Describe the messages of an array: its blocks by ``shares``, 0: all of it for every rank; ``only``: for this one, if not -1; ``skip``
     has none."""
     first = 0
@@ -100,7 +116,11 @@ def find_moves(door: int, args: int) -> int:
     state, even = load(door + at.DOOR_STATE), load(door + at.DOOR_EVEN)
     if load32(load(state + at.STATE_GROUPS)) != 0:
         return 0
-    rank, nranks, rooted = load(state + at.STATE_RANK), load(state + at.STATE_NRANKS), load(door + at.DOOR_ROOTED)
+    rank, nranks, rooted = (
+        load(state + at.STATE_RANK),
+        load(state + at.STATE_NRANKS),
+        load(door + at.DOOR_ROOTED),
+    )
     root = -1
     if rooted != at.ROOTED_NOWHERE:
         root = rank_of(state, load(args + 16))
@@ -126,20 +146,30 @@ def find_moves(door: int, args: int) -> int:
             return 0
     if load(door + at.DOOR_SPLITS_OUT) != 0:
         out_shares = state + at.STATE_SHARES + 8 * at.MOST_RANKS
-        total = share(state, even, load(args + 32), out_count if takes else nranks * count, out_shares)
+        total = share(
+            state, even, load(args + 32), out_count if takes else nranks * count, out_shares
+        )
         if total < 0 or (takes and total != out_count):
             return 0
-    if (shares == 0 and load(out_shares + 8 * rank) != count) or (out_shares == 0 and load(shares + 8 * rank) != out_count):
+    if (shares == 0 and load(out_shares + 8 * rank) != count) or (
+        out_shares == 0 and load(shares + 8 * rank) != out_count
+    ):
         return 0
     stays = -1  # whose block is where it belongs
     if gives and takes and not apart(view, count, other, out_count):
         if shares != 0 and out_shares != 0:
             return 0
-        if not (in_place(state, view, shares, other) if shares != 0 else in_place(state, other, out_shares, view)):
+        if not (
+            in_place(state, view, shares, other)
+            if shares != 0
+            else in_place(state, other, out_shares, view)
+        ):
             return 0
         stays = rank
     number = put_all(state, 0, 0, view, count, shares, root, stays) if gives else 0
-    number = put_all(state, number, 1, other, out_count, out_shares, root, stays) if takes else number
+    number = (
+        put_all(state, number, 1, other, out_count, out_shares, root, stays) if takes else number
+    )
     if number == 0:
         return 0
     hashed, known = 0, shares if out_shares == 0 else out_shares if shares == 0 else 0

@@ -20,7 +20,11 @@ def find_reductions(door: int, args: int) -> int:
     state = load(door + at.DOOR_STATE)
     if load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24, load(args)):
         return 0
-    rank, nranks, shares = load(state + at.STATE_RANK), load(state + at.STATE_NRANKS), state + at.STATE_SHARES
+    rank, nranks, shares = (
+        load(state + at.STATE_RANK),
+        load(state + at.STATE_NRANKS),
+        state + at.STATE_SHARES,
+    )
     view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
     op, count = operator_of(state, load(args + 16)), elements(state, load(args), view)
     if op < 0 or count <= 0:
@@ -28,7 +32,11 @@ def find_reductions(door: int, args: int) -> int:
     out_count, dtype = elements(state, load(args + 8), other), data_type(view)
     if out_count < 0 or share(state, 0, load(args + 40), 0, shares) != count:
         return 0
-    if out_count != load(shares + 8 * rank) or data_type(other) != dtype or load(other + at.VIEW_READ_ONLY) != 0:
+    if (
+        out_count != load(shares + 8 * rank)
+        or data_type(other) != dtype
+        or load(other + at.VIEW_READ_ONLY) != 0
+    ):
         return 0
     if not apart(view, count, other, out_count) and not in_place(state, view, shares, other):
         return 0
@@ -36,7 +44,13 @@ def find_reductions(door: int, args: int) -> int:
     for root in range(nranks):
         alike = alike and load(shares + 8 * root) == out_count
     if alike:
-        block = find_launch(state, key_of(load(door + at.DOOR_WHOLE), op, dtype), out_count, address(view), address(other))
+        block = find_launch(
+            state,
+            key_of(load(door + at.DOOR_WHOLE), op, dtype),
+            out_count,
+            address(view),
+            address(other),
+        )
         store(state + at.STATE_BLOCKS, block)
         return 1 if block != 0 else 0
     number, part = 0, address(view)
@@ -45,7 +59,9 @@ def find_reductions(door: int, args: int) -> int:
         if count == 0:
             continue
         target = address(other) if root == rank else part
-        block = find_launch(state, key_of(load(door + at.DOOR_PART), both_of(op, root), dtype), count, part, target)
+        block = find_launch(
+            state, key_of(load(door + at.DOOR_PART), both_of(op, root), dtype), count, part, target
+        )
         if block == 0:
             return 0
         store(state + at.STATE_BLOCKS + 8 * number, block)

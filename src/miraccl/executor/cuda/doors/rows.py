@@ -25,7 +25,9 @@ mix = inline(hashing.mix)
 def block_in(state: int, row: int) -> int:
     """The block of a row, for the stream of the operation before; 0 if the launch fills the GPU and is not next in the order of
     communicators."""
-    if load(row + at.ROW_FILLS) != 0 and load(load(state + at.STATE_ORDER)) != load(state + at.STATE_SELF):
+    if load(row + at.ROW_FILLS) != 0 and load(load(state + at.STATE_ORDER)) != load(
+        state + at.STATE_SELF
+    ):
         return 0
     block = load(row + at.ROW_BLOCK)
     store(load(block + 8 * at.CONFIG) + at.CONFIG_STREAM, load(state + at.STATE_STREAM))
@@ -77,7 +79,11 @@ def third_of(state: int, kind: int, args: int) -> int:
 def find_collective(door: int, args: int) -> int:
     """``args`` are (x, out, operator or root, async_op, stream), for some a root follows. 0 where Python is to do it."""
     state = load(door + at.DOOR_STATE)
-    if not is_known(state, load(args)) or load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24, load(args)):
+    if (
+        not is_known(state, load(args))
+        or load32(load(state + at.STATE_GROUPS)) != 0
+        or not is_plain(state, args + 24, load(args))
+    ):
         return 0
     kind, rank = load(door + at.DOOR_THIRD), load(state + at.STATE_RANK)
     third = third_of(state, kind, args)
@@ -111,7 +117,9 @@ def find_collective(door: int, args: int) -> int:
         return 0
     if read_only != 0:
         return 0
-    return find_launch(state, key_of(load(door + at.DOOR_COLLECTIVE), third, dtype), count, source, target)
+    return find_launch(
+        state, key_of(load(door + at.DOOR_COLLECTIVE), third, dtype), count, source, target
+    )
 
 
 # ---- messages
@@ -120,7 +128,10 @@ def find_collective(door: int, args: int) -> int:
 @inline
 def write_message(state: int, number: int, x: int, peer: int, receives: int) -> bool:
     """Describe a message of this call, the first (0) or the second; False for what is not an everyday one."""
-    message, view = state + at.STATE_CALL + number * at.MESSAGE_BYTES, state + at.STATE_VIEWS + number * at.VIEW_BYTES
+    message, view = (
+        state + at.STATE_CALL + number * at.MESSAGE_BYTES,
+        state + at.STATE_VIEWS + number * at.VIEW_BYTES,
+    )
     other = rank_of(state, peer)
     if other < 0:
         return False
@@ -168,7 +179,10 @@ def find_messages(state: int, messages: int, count: int, signature: int) -> int:
     """The block for ``count`` messages, which are a collective if ``signature`` is not 0; 0 where Python is to do it."""
     hashed = signature
     for offset in range(0, count * at.MESSAGE_BYTES, at.MESSAGE_BYTES):
-        hashed = mix(mix(hashed, load(messages + offset + at.MESSAGE_WHAT)), load(messages + offset + at.MESSAGE_COUNT))
+        hashed = mix(
+            mix(hashed, load(messages + offset + at.MESSAGE_WHAT)),
+            load(messages + offset + at.MESSAGE_COUNT),
+        )
     key = at.KEY_OF_MESSAGES | hashed
     hashed = mix(mix(0, key), count)
     for probe in range(at.PROBES):
@@ -178,7 +192,9 @@ def find_messages(state: int, messages: int, count: int, signature: int) -> int:
             if load(row + at.ROW_SIGNATURE) == signature and same_messages(messages, launch, count):
                 block = block_in(state, row)
                 if block != 0:
-                    for offset in range(at.MESSAGE_ADDRESS, count * at.MESSAGE_BYTES, at.MESSAGE_BYTES):
+                    for offset in range(
+                        at.MESSAGE_ADDRESS, count * at.MESSAGE_BYTES, at.MESSAGE_BYTES
+                    ):
                         store(load(launch + offset), load(messages + offset))
                 return block
     return find_shape(state, messages, count, signature)

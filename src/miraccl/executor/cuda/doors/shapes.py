@@ -55,7 +55,12 @@ def give_lanes(messages: int, count: int, shape: int) -> int:
         elif nbytes >= load(shape + at.SHAPE_BULK_FROM):
             return -1
         else:
-            lanes = lanes_of(nbytes, load(shape + at.SHAPE_GROUP), load(shape + at.SHAPE_FIRST), load(shape + at.SHAPE_LANES))
+            lanes = lanes_of(
+                nbytes,
+                load(shape + at.SHAPE_GROUP),
+                load(shape + at.SHAPE_FIRST),
+                load(shape + at.SHAPE_LANES),
+            )
         place = queues + load(row + at.SHAPED_QUEUE) * at.QUEUE_BYTES + at.QUEUE_LANES
         store(place, max(load(place), lanes))
         total += nbytes
@@ -72,7 +77,9 @@ def write_launch(messages: int, count: int, signature: int, shape: int, config: 
     for number in range(load(shape + at.SHAPE_QUEUES)):
         queue = queues + number * at.QUEUE_BYTES
         lanes = load(queue + at.QUEUE_LANES)
-        store(load(queue + at.QUEUE_RECORD), load(queue + at.QUEUE_HEAD) | lanes << 16 | warps << 32)
+        store(
+            load(queue + at.QUEUE_RECORD), load(queue + at.QUEUE_HEAD) | lanes << 16 | warps << 32
+        )
         warps += lanes
     for number in range(count):
         row = rows + number * at.SHAPED_BYTES
@@ -82,7 +89,9 @@ def write_launch(messages: int, count: int, signature: int, shape: int, config: 
     blocks = max(1, min(warps, load(shape + at.SHAPE_BLOCKS)))
     threads = 32 * max(1, (warps + blocks - 1) // blocks)
     store(config + at.CONFIG_BLOCKS, load(config + at.CONFIG_BLOCKS) >> 32 << 32 | blocks)
-    store(config + at.CONFIG_THREADS, (load(config + at.CONFIG_THREADS) & 0xFFFFFFFF) | threads << 32)
+    store(
+        config + at.CONFIG_THREADS, (load(config + at.CONFIG_THREADS) & 0xFFFFFFFF) | threads << 32
+    )
 
 
 @inline
@@ -96,9 +105,16 @@ def find_shape(state: int, messages: int, count: int, signature: int) -> int:
     for probe in range(at.PROBES):
         row = state + at.STATE_TABLE + slot_of(hashed, probe) * at.ROW_BYTES
         shape = load(row + at.ROW_MESSAGES)
-        if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count and has_shape(messages, count, signature, shape):
+        if (
+            load(row + at.ROW_KEY) == key
+            and load(row + at.ROW_COUNT) == count
+            and has_shape(messages, count, signature, shape)
+        ):
             total = give_lanes(messages, count, shape)
-            if total < 0 or (fills_gpu(total, count) and load(load(state + at.STATE_ORDER)) != load(state + at.STATE_SELF)):
+            if total < 0 or (
+                fills_gpu(total, count)
+                and load(load(state + at.STATE_ORDER)) != load(state + at.STATE_SELF)
+            ):
                 return 0
             block = load(row + at.ROW_BLOCK)
             config = load(block + 8 * at.CONFIG)

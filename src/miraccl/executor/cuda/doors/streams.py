@@ -30,7 +30,11 @@ def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         word, half = ir.IntType(64), ir.IntType(32)
         kind = ir.FunctionType(half, [half, half, word])
-        parts = [builder.trunc(args[1], half), builder.trunc(builder.lshr(args[1], ir.Constant(word, 32)), half), args[2]]
+        parts = [
+            builder.trunc(args[1], half),
+            builder.trunc(builder.lshr(args[1], ir.Constant(word, 32)), half),
+            args[2],
+        ]
         return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), parts), word)
 
     return I64(I64, I64, I64), emit
@@ -65,7 +69,12 @@ def stream_of(state: int, given: int, array: int) -> int:
         return asked(state, load(state + at.STATE_ASK_ARRAYS))
     if load(state + at.STATE_CURRENT) == 0:
         return asked(state, load(state + at.STATE_ASK))
-    if ask_stream(load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), state + at.STATE_ANSWER) != 0:
+    if (
+        ask_stream(
+            load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), state + at.STATE_ANSWER
+        )
+        != 0
+    ):
         PyErr_Clear()
         return -1
     return load(state + at.STATE_ANSWER)
@@ -87,7 +96,10 @@ def captures(state: int, stream: int) -> bool:
     if load(state + at.STATE_IS_CAPTURING) == 0:
         return True
     store(state + at.STATE_ANSWER, 0)
-    return call_int2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0 or load32(state + at.STATE_ANSWER) != 0
+    return (
+        call_int2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0
+        or load32(state + at.STATE_ANSWER) != 0
+    )
 
 
 @inline
@@ -97,9 +109,18 @@ def follow(state: int, stream: int) -> bool:
     before, event = load(state + at.STATE_STREAM), load(state + at.STATE_EVENT)
     if PyList_Size(load(state + at.STATE_HELD)) != 0:
         return False
-    if event == 0 or not is_here(state) or load32(load(state + at.STATE_GROUPS)) != 0 or captures(state, before) or captures(state, stream):
+    if (
+        event == 0
+        or not is_here(state)
+        or load32(load(state + at.STATE_GROUPS)) != 0
+        or captures(state, before)
+        or captures(state, stream)
+    ):
         return False
-    if call_int2(load(state + at.STATE_RECORD), event, before) != 0 or call_int3(load(state + at.STATE_WAIT), stream, event, 0) != 0:
+    if (
+        call_int2(load(state + at.STATE_RECORD), event, before) != 0
+        or call_int3(load(state + at.STATE_WAIT), stream, event, 0) != 0
+    ):
         return False
     store(state + at.STATE_STREAM, stream)
     store(state + at.STATE_OTHERS, 1)
@@ -123,4 +144,6 @@ def may_go_on(state: int, stream: int, array: int) -> bool:
 @inline
 def is_plain(state: int, options: int, array: int) -> bool:
     """Whether ``async_op`` and ``stream``, the last arguments, are as usual. ``array``: the first that the call uses."""
-    return load(options) == load(state + at.STATE_FALSE) and may_go_on(state, load(options + 8), array)
+    return load(options) == load(state + at.STATE_FALSE) and may_go_on(
+        state, load(options + 8), array
+    )

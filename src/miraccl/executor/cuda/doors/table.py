@@ -67,9 +67,15 @@ def _builtin(name: str, entry: str, owner: int) -> Callable[..., Any]:
 
 
 @functools.cache
-def group_builtins(groups: int) -> tuple[Callable[..., None], Callable[..., None], Callable[[], int]]:
+def group_builtins(
+    groups: int,
+) -> tuple[Callable[..., None], Callable[..., None], Callable[[], int]]:
     """What begins and ends a group, and what tells whether this thread has one of this kind; ``groups`` is the address of the words."""
-    return _builtin("begin", "begin", groups), _builtin("end", "end", groups), _builtin("is_compiled", "is_compiled", groups)
+    return (
+        _builtin("begin", "begin", groups),
+        _builtin("end", "end", groups),
+        _builtin("is_compiled", "is_compiled", groups),
+    )
 
 
 class Doors:
@@ -95,14 +101,18 @@ class Doors:
         self._nranks = nranks
         memory = np.zeros(at.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
-        self._state = memory.data  # whose words are read and written in a fraction of the time that NumPy takes
+        self._state = (
+            memory.data
+        )  # whose words are read and written in a fraction of the time that NumPy takes
         fail, release = self._fail, self.release
         self._kept: list[Any] = [hand_over, ordinal, fail, release]
         self._hold = hold
         self.held: list[Any] = []
         self._noted_owners: list[Any] = []
         self._kinds: dict[type, Any] = {}  # types stay, since another one might get the address
-        self._launches: dict[int, tuple[Launch, Any]] = {}  # by the address of their block: those in the table, with their messages
+        self._launches: dict[
+            int, tuple[Launch, Any]
+        ] = {}  # by the address of their block: those in the table, with their messages
         self._notes: list[Any] = []
         self._no_cpu_plan = np.zeros(1, np.int64)
         self._unknown = {"torch": self._learn_torch, "cupy": self._learn_cupy}
@@ -133,7 +143,10 @@ class Doors:
             *WORDS,
             *((at.STATE_NAMES + 8 * number, id(name)) for number, name in enumerate(at.NAMES)),
             *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
-            *((at.STATE_DTYPES + 8 * number, dtype) for number, dtype in enumerate(DL_DTYPES.values())),
+            *(
+                (at.STATE_DTYPES + 8 * number, dtype)
+                for number, dtype in enumerate(DL_DTYPES.values())
+            ),
         ):
             self._put(where, value)
 
@@ -170,7 +183,9 @@ class Doors:
 
         ``notes``: while a group is open it notes sends and receives.
         """
-        entry, words = ("collective", self._shape(name)) if name in _COLLECTIVES else _MESSAGES[name]
+        entry, words = (
+            ("collective", self._shape(name)) if name in _COLLECTIVES else _MESSAGES[name]
+        )
         handed = (0, 0) if following is None else native.entry_of(following)
         record = np.zeros(at.DOOR_WORDS, np.int64)
         record[: 4 + len(words)] = (self._address, *handed, int(notes), *words)
@@ -180,8 +195,16 @@ class Doors:
     def _shape(self, name: str) -> tuple[int, ...]:
         collective = _COLLECTIVES[name]
         many_in, many_out, in_place = SHAPES[collective]
-        third = (at.THIRD_OPERATOR if collective.reduces else 0) | (at.THIRD_ROOT if collective.rooted else 0)
-        return int(collective), self._nranks if many_in else 1, self._nranks if many_out else 1, third, int(in_place)
+        third = (at.THIRD_OPERATOR if collective.reduces else 0) | (
+            at.THIRD_ROOT if collective.rooted else 0
+        )
+        return (
+            int(collective),
+            self._nranks if many_in else 1,
+            self._nranks if many_out else 1,
+            third,
+            int(in_place),
+        )
 
     # ---- what is looked at
 
@@ -200,14 +223,18 @@ class Doors:
             if ctypes.c_uint32.from_address(table + at.API_MAJOR).value == at.DL_MAJOR:
                 self._put(at.STATE_VIEW, ctypes.c_int64.from_address(table + at.API_VIEW).value)
                 if not self._state[at.STATE_ASK // 8]:
-                    self._put(at.STATE_CURRENT, ctypes.c_int64.from_address(table + at.API_CURRENT).value)
+                    self._put(
+                        at.STATE_CURRENT, ctypes.c_int64.from_address(table + at.API_CURRENT).value
+                    )
                 self._put(at.STATE_TYPE, id(kind))
         return kind is not None
 
     def _learn_cupy(self, cupy: Any) -> bool:
         """The same of CuPy."""
         kind = getattr(cupy, "ndarray", None)
-        if kind is not None and all(hasattr(kind, name) for name in at.NAMES[: at.NAMES.index("ptr")]):
+        if kind is not None and all(
+            hasattr(kind, name) for name in at.NAMES[: at.NAMES.index("ptr")]
+        ):
             for number, (code, dtype) in enumerate(NUMPY_DTYPE.items()):
                 self._put(at.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
                 self._put(at.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
@@ -218,7 +245,9 @@ class Doors:
         """Look at arrays of these types, too, as many as there is room for; none that was there before is missing."""
         if len(kinds) == len(self._kinds):
             return
-        for kind, how in list(kinds.items()):  # other threads, which are ranks, too, may add some meanwhile
+        for kind, how in list(
+            kinds.items()
+        ):  # other threads, which are ranks, too, may add some meanwhile
             if kind not in self._kinds and len(self._kinds) < at.MOST_KINDS:
                 row = at.STATE_KINDS + len(self._kinds) * at.KIND_BYTES
                 words, self._kinds[kind] = words_of(kind, how)
@@ -233,7 +262,9 @@ class Doors:
     def follow_streams(self, event: int, functions: Sequence[int], context: int) -> None:
         """Take calls in another stream than the one before as well, which waits for that by ``event``, where ``context`` is current;
         ``functions`` are addresses of cuEventRecord, cuStreamWaitEvent and cuCtxGetCurrent."""
-        for where, value in zip((at.STATE_RECORD, at.STATE_WAIT, at.STATE_ASK_CONTEXT), functions, strict=True):
+        for where, value in zip(
+            (at.STATE_RECORD, at.STATE_WAIT, at.STATE_ASK_CONTEXT), functions, strict=True
+        ):
             self._put(where, value)
         self._put(at.STATE_CONTEXT, context)
         self._put(at.STATE_EVENT, event)
@@ -276,19 +307,38 @@ class Doors:
     def take_notes(self) -> tuple[int, list[tuple[Any, int, bool]], int]:
         """(stream, what was noted: array, peer, whether it is received; signature of the collective that it is, if any); nothing is noted
         any more."""
-        arrays, words = self._notes.copy(), self._state[at.STATE_GROUP // 8 :: at.MESSAGE_BYTES // 8]
+        arrays, words = (
+            self._notes.copy(),
+            self._state[at.STATE_GROUP // 8 :: at.MESSAGE_BYTES // 8],
+        )
         self._notes.clear()
         self._noted_owners.clear()
         self._put(at.STATE_NOTED, 0)
         self._put(at.STATE_NOTED_BYTES, 0)
         whats = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
-        stream, signature = (int(self._state[word // 8]) for word in (at.STATE_NOTED_STREAM, at.STATE_NOTED_SIGNATURE))
+        stream, signature = (
+            int(self._state[word // 8])
+            for word in (at.STATE_NOTED_STREAM, at.STATE_NOTED_SIGNATURE)
+        )
         self._put(at.STATE_NOTED_SIGNATURE, 0)
-        return stream, [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)], signature
+        return (
+            stream,
+            [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)],
+            signature,
+        )
 
     # ---- the table
 
-    def remember(self, collective: Collective, dtype: DType, count: int, op: Any, root: int, launch: Launch, fills: bool) -> None:
+    def remember(
+        self,
+        collective: Collective,
+        dtype: DType,
+        count: int,
+        op: Any,
+        root: int,
+        launch: Launch,
+        fills: bool,
+    ) -> None:
         """Enter a launch for blocks of ``count`` elements; ``fills``: it may take the whole GPU."""
         if collective not in SHAPES or dtype not in DL_DTYPES:
             return
@@ -298,7 +348,12 @@ class Doors:
         self._enter(at.key_of(int(collective), third, DL_DTYPES[dtype]), count, launch, fills, None)
 
     def remember_messages(
-        self, messages: Sequence[Message], places: Sequence[int], launch: Launch, fills: bool, signature: int = 0
+        self,
+        messages: Sequence[Message],
+        places: Sequence[int],
+        launch: Launch,
+        fills: bool,
+        signature: int = 0,
     ) -> None:
         """Enter a launch for messages like these; ``places`` are where their addresses belong, ``signature`` is that of the collective that
         they are, if any."""
@@ -322,42 +377,79 @@ class Doors:
         for row in self._rows(key, len(messages)):
             if int(self._state[row + at.ROW_KEY // 8]) == key and self._block_at(row):
                 shape = self._launches[self._block_at(row)][1]
-                rows = shape[at.SHAPE_BYTES // 8 :][: len(whats) * at.SHAPED_BYTES // 8].reshape(len(whats), -1)
-                if rows[:, at.SHAPED_WHAT // 8].tolist() == whats and bool(shape[at.SHAPE_SIGNATURE // 8]) == bool(signature):
+                rows = shape[at.SHAPE_BYTES // 8 :][: len(whats) * at.SHAPED_BYTES // 8].reshape(
+                    len(whats), -1
+                )
+                if rows[:, at.SHAPED_WHAT // 8].tolist() == whats and bool(
+                    shape[at.SHAPE_SIGNATURE // 8]
+                ) == bool(signature):
                     return True
         return False
 
     def remember_shape(
-        self, messages: Sequence[Message], lowered: Lowered, rank: int, rules: LaneRules, argument: int, launch: Launch, signature: int = 0
+        self,
+        messages: Sequence[Message],
+        lowered: Lowered,
+        rank: int,
+        rules: LaneRules,
+        argument: int,
+        launch: Launch,
+        signature: int = 0,
     ) -> None:
         """Enter a launch for messages like these of any size, plain ones or a collective of any signature: one of its own, whose
         ``argument`` (an address) is ``lowered``'s."""
         if not messages:
             return
-        queue_of = {number: queue for queue, numbers in enumerate(lowered.queues) for number in numbers}
+        queue_of = {
+            number: queue for queue, numbers in enumerate(lowered.queues) for number in numbers
+        }
         partners: dict[int, int] = {}
         heads = []
         for queue, numbers in enumerate(lowered.queues):
             place = lowered.head_of(queue)
-            heads.append((argument + place, int.from_bytes(lowered.args[place : place + 2], "little"), 0))
+            heads.append(
+                (argument + place, int.from_bytes(lowered.args[place : place + 2], "little"), 0)
+            )
             if messages[numbers[0]].peer == rank:
-                partners |= dict(zip(numbers[::2], numbers[1::2])) | dict(zip(numbers[1::2], numbers[::2]))
+                partners |= dict(zip(numbers[::2], numbers[1::2])) | dict(
+                    zip(numbers[1::2], numbers[::2])
+                )
         rows = [
-            (what, argument + lowered.positions[number], message.code << TYPE_SHIFT, queue_of[number], partners.get(number, -1))
+            (
+                what,
+                argument + lowered.positions[number],
+                message.code << TYPE_SHIFT,
+                queue_of[number],
+                partners.get(number, -1),
+            )
             for number, (message, what) in enumerate(zip(messages, _whats(messages), strict=True))
         ]
         group, first = GROUPS[rules.frame.value]
         place = argument + ARGS["signature"].offset if signature else 0
-        head = (len(heads), group, first, rules.lanes, rules.copy_lanes, rules.multiprocessors, rules.bulk_from, place)
+        head = (
+            len(heads),
+            group,
+            first,
+            rules.lanes,
+            rules.copy_lanes,
+            rules.multiprocessors,
+            rules.bulk_from,
+            place,
+        )
         shape = np.array([*head, *(word for row in (*rows, *heads) for word in row)], np.int64)
         self._enter(_shape_key(_whats(messages), signature), len(messages), launch, False, shape)
 
     def _rows(self, key: int, count: int) -> list[int]:
         """The words at which the rows begin in which a launch may stand."""
         hashed = mix(mix(0, key), count)
-        return [(at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8 for probe in range(at.PROBES)]
+        return [
+            (at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8
+            for probe in range(at.PROBES)
+        ]
 
-    def _enter(self, key: int, count: int, launch: Launch, fills: bool, messages: Any, signature: int = 0) -> None:
+    def _enter(
+        self, key: int, count: int, launch: Launch, fills: bool, messages: Any, signature: int = 0
+    ) -> None:
         """An older entry in the places of a new one is replaced."""
         if not launch.block:
             return
@@ -365,7 +457,14 @@ class Doors:
         row = next((row for row in rows if not self._block_at(row)), rows[0])
         self._launches.pop(self._block_at(row), None)
         self._launches[launch.block] = launch, messages
-        words = (key, count, launch.block, int(fills), 0 if messages is None else int(messages.ctypes.data), signature)
+        words = (
+            key,
+            count,
+            launch.block,
+            int(fills),
+            0 if messages is None else int(messages.ctypes.data),
+            signature,
+        )
         for number, word in enumerate(words):
             self._state[row + number] = word
 
@@ -377,7 +476,9 @@ class Doors:
         self._drop([block for block, (_, messages) in self._launches.items() if messages is None])
 
     def forget_messages(self) -> None:
-        self._drop([block for block, (_, messages) in self._launches.items() if messages is not None])
+        self._drop(
+            [block for block, (_, messages) in self._launches.items() if messages is not None]
+        )
 
     def _drop(self, blocks: Sequence[int]) -> None:
         """Drop the launches with these blocks."""
@@ -408,7 +509,12 @@ class Doors:
 
 def _whats(messages: Sequence[Message]) -> list[int]:
     """What messages are, but for their sizes; 0 for a type that doors do not know."""
-    return [at.what_of(int(m.receives), m.peer, DL_DTYPES[DType(m.code)]) if DType(m.code) in DL_DTYPES else 0 for m in messages]
+    return [
+        at.what_of(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])
+        if DType(m.code) in DL_DTYPES
+        else 0
+        for m in messages
+    ]
 
 
 def _shape_key(whats: Sequence[int], signature: int) -> int:

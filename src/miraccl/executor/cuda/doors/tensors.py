@@ -46,7 +46,9 @@ def call_builtin(typingctx: Any, function: Any, owner: Any, args: Any, nargs: An
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         word = ir.IntType(64)
-        return builder.call(builder.inttoptr(args[0], ir.FunctionType(word, [word] * 3).as_pointer()), args[1:])
+        return builder.call(
+            builder.inttoptr(args[0], ir.FunctionType(word, [word] * 3).as_pointer()), args[1:]
+        )
 
     return I64(I64, I64, I64, I64), emit
 

@@ -23,7 +23,11 @@ from miraccl.native.intrinsics import (
 def is_known(state: int, thing: int) -> bool:
     """Whether arrays of this type may be looked at: cheap, for calls on CPU memory, which come here first."""
     kind = load(thing + at.OB_TYPE)
-    return kind == load(state + at.STATE_TYPE) or kind == load(state + at.STATE_ARRAY_TYPE) or kind_of(state, thing) != 0
+    return (
+        kind == load(state + at.STATE_TYPE)
+        or kind == load(state + at.STATE_ARRAY_TYPE)
+        or kind_of(state, thing) != 0
+    )
 
 
 @inline
@@ -47,7 +51,10 @@ def elements(state: int, thing: int, view: int) -> int:
 @inline
 def owns(state: int) -> bool:
     """Whether an array of this call is to be held until the GPU has come past the operation."""
-    return (load(state + at.STATE_VIEWS + at.VIEW_OWNER) | load(state + at.STATE_VIEWS + at.VIEW_BYTES + at.VIEW_OWNER)) != 0
+    return (
+        load(state + at.STATE_VIEWS + at.VIEW_OWNER)
+        | load(state + at.STATE_VIEWS + at.VIEW_BYTES + at.VIEW_OWNER)
+    ) != 0
 
 
 @inline
@@ -63,7 +70,11 @@ def release(state: int) -> bool:
 def hold(state: int, owner: int, nbytes: int) -> bool:
     """Hold a capsule, whose launch is in the stream of the operation before."""
     held, stream = load(state + at.STATE_HELD), load(state + at.STATE_STREAM)
-    if load(state + at.STATE_HELD_STREAM) != stream and PyList_Size(held) != 0 and not release(state):
+    if (
+        load(state + at.STATE_HELD_STREAM) != stream
+        and PyList_Size(held) != 0
+        and not release(state)
+    ):
         return False
     store(state + at.STATE_HELD_STREAM, stream)
     store(state + at.STATE_HELD_BYTES, load(state + at.STATE_HELD_BYTES) + nbytes)
@@ -73,7 +84,10 @@ def hold(state: int, owner: int, nbytes: int) -> bool:
 @inline
 def limit(state: int) -> bool:
     """Not to hold too much for long; False where Python is to raise."""
-    full = PyList_Size(load(state + at.STATE_HELD)) >= at.MOST_HELD or load(state + at.STATE_HELD_BYTES) >= at.MOST_HELD_BYTES
+    full = (
+        PyList_Size(load(state + at.STATE_HELD)) >= at.MOST_HELD
+        or load(state + at.STATE_HELD_BYTES) >= at.MOST_HELD_BYTES
+    )
     return not full or release(state)
 
 
@@ -85,7 +99,9 @@ def settle(state: int, code: int) -> bool:
     """
     if not owns(state) or load(state + at.STATE_BUSY) != 0:
         return code != at.NOT_TAKEN or PyErr_Occurred() == 0
-    for view in range(state + at.STATE_VIEWS, state + at.STATE_VIEWS + 2 * at.VIEW_BYTES, at.VIEW_BYTES):
+    for view in range(
+        state + at.STATE_VIEWS, state + at.STATE_VIEWS + 2 * at.VIEW_BYTES, at.VIEW_BYTES
+    ):
         owner = load(view + at.VIEW_OWNER)
         if owner != 0:
             if code == at.DONE and not hold(state, owner, load(view + at.VIEW_NBYTES)):

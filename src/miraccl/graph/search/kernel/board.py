@@ -62,7 +62,9 @@ PATH = _record(first=_I, count=_I, type=_I, bw=_F, wide=_I)
 GPU = _record(rank=_I, pci_link=_I, pci_back=_I)
 """``pci_link``, ``pci_back``: its link to a PCI switch or CPU and the link back, -1 none."""
 
-NET = _record(bw=_F, latency=_F, id=_I, asic=_I, collnet=_I, local_gpu=_I, near_first=_I, near_count=_I)
+NET = _record(
+    bw=_F, latency=_F, id=_I, asic=_I, collnet=_I, local_gpu=_I, near_first=_I, near_count=_I
+)
 """``asic``: number of the adapter and port, equal for nets that share its bandwidth;
 ``lists[near_first : near_first + near_count]``: its nearest GPUs."""
 
@@ -99,7 +101,18 @@ FRAME = _record(
 and back to its first GPU, -1 never; ``position``: alternatives begun of ``count``; ``open``: one of them is on the board;
 ``budget``: of the search around a bounded one."""
 
-STATE = _record(ngpus=_I, nvs=_I, inter=_I, depth=_I, budget=_I, visits=_I, kept=_I, starts_first=_I, starts_count=_I, exits_first=_I)
+STATE = _record(
+    ngpus=_I,
+    nvs=_I,
+    inter=_I,
+    depth=_I,
+    budget=_I,
+    visits=_I,
+    kept=_I,
+    starts_first=_I,
+    starts_count=_I,
+    exits_first=_I,
+)
 """``nvs``: vertex of the NVSwitch, -1 none; ``budget``: visits left, 0 used up, -1 the best possible graph was found;
 ``visits``: made so far; ``kept``: times that a better graph was found;
 ``lists[starts_first : starts_first + starts_count]``: nets to start from; ``lists[exits_first + 2 * g]`` and the entry after it:

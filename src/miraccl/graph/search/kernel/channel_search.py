@@ -17,7 +17,9 @@ from miraccl.graph.search.kernel.board import DIMENSIONS, RECORDS, ROW, Board
 from miraccl.graph.search.kernel.walk import WALK
 from miraccl.graph.search.kernel.walk import search as walk
 
-numba: Any = import_module("numba")  # its annotations do not describe intrinsics and overloads, so it stays untyped here
+numba: Any = import_module(
+    "numba"
+)  # its annotations do not describe intrinsics and overloads, so it stays untyped here
 extending: Any = import_module("numba.extending")
 carray = numba.carray
 types: Any = numba.types

@@ -60,7 +60,9 @@ def push_first_gpu(board: Board, net: int) -> None:
     graph = board.graphs[NOW]
     choices = board.choices[state.depth]
     count = 0
-    if graph.pattern == NVLS or (graph.pattern == COLLNET_DIRECT and net >= 0):  # channels are heads
+    if graph.pattern == NVLS or (
+        graph.pattern == COLLNET_DIRECT and net >= 0
+    ):  # channels are heads
         head = free_head(board, net) if net >= 0 else graph.n_channels
         if head >= 0:
             count = add_first(choices, count, FREE, head)
@@ -71,7 +73,11 @@ def push_first_gpu(board: Board, net: int) -> None:
     else:
         if net < 0 or (state.nvs < 0 and graph.n_channels == 0):
             count = add_first(choices, count, PCI_ORDER, 0)
-        count = add_all_gpus(board, choices, count) if net < 0 else add_near_gpus(board, choices, count, net)
+        count = (
+            add_all_gpus(board, choices, count)
+            if net < 0
+            else add_near_gpus(board, choices, count, net)
+        )
     push(board, PICK_FIRST, count).net = net
 
 
@@ -193,7 +199,11 @@ def is_better(board: Board) -> bool:
     best_total = best_count * best.bw_intra
     if total != best_total:
         return bool(total > best_total)
-    return bool(graph.pattern == best.pattern and graph.cross_nic == best.cross_nic and graph.n_hops < best.n_hops)
+    return bool(
+        graph.pattern == best.pattern
+        and graph.cross_nic == best.cross_nic
+        and graph.n_hops < best.n_hops
+    )
 
 
 def copy_graph(board: Board, source: int, target: int) -> None:

@@ -70,7 +70,9 @@ def follow(board: Board, start: int, end: int, times: Any) -> bool:
     if times == ONE:
         if path.type > worst:
             return False
-        if graph.pattern <= TREE and board.paths[end, start].type > worst:  # trees carry data both ways
+        if (
+            graph.pattern <= TREE and board.paths[end, start].type > worst
+        ):  # trees carry data both ways
             return False
     bw = bw * times
     done = take(board, path, path.count, bw)

@@ -132,7 +132,9 @@ def may_start(board: Board, net: int, bw: int) -> bool:
         return False
     if board.nets[net].bw < bw:
         return False
-    if graph.pattern == RING and graph.cross_nic == 2 and graph.n_channels % 2 == 1:  # odd channels mirror the one before
+    if (
+        graph.pattern == RING and graph.cross_nic == 2 and graph.n_channels % 2 == 1
+    ):  # odd channels mirror the one before
         return bool(board.nets[net].id == board.ends[NOW, graph.n_channels - 1, 1])
     return True
 

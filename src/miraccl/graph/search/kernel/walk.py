@@ -115,7 +115,9 @@ def make_net(board: Board, frame: Any) -> bool:
     reserve_net(board, net, bw)
     frame.net = net
     push_first_gpu(board, net)
-    if (graph.pattern == NVLS or graph.pattern == COLLNET_DIRECT) and board.frames[state.depth - 1].count > 0:
+    if (graph.pattern == NVLS or graph.pattern == COLLNET_DIRECT) and board.frames[
+        state.depth - 1
+    ].count > 0:
         frame.position = frame.count  # a head is searched on one net only
     return True
 

@@ -49,7 +49,9 @@ PARTS: Final = 40  # sends and receives: address of the words of all, one after 
 NPARTS: Final = 48
 BEGUN: Final = 56
 NUMBER: Final = 64  # address of words that belong to the stream (``BEGUN_EVER``)
-MARK: Final = 72  # bits above the bytes in headers: of sends and receives that are a collective, its number
+MARK: Final = (
+    72  # bits above the bytes in headers: of sends and receives that are a collective, its number
+)
 WAY_BYTES: Final = 80
 HEADER_BYTES: Final = 16
 

@@ -12,12 +12,29 @@ from typing import Any
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.board import begin_operation
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
-from miraccl.executor.cpu.kernels.unlocked.streams import begin_next, left, left_of, receive_some, rest, send_some
+from miraccl.executor.cpu.kernels.unlocked.streams import (
+    begin_next,
+    left,
+    left_of,
+    receive_some,
+    rest,
+    send_some,
+)
 from miraccl.executor.cpu.kernels.waiting import fail, now_ns
-from miraccl.native.intrinsics import call4, inline, load, load_acquire, memcpy, store, store_release
+from miraccl.native.intrinsics import (
+    call4,
+    inline,
+    load,
+    load_acquire,
+    memcpy,
+    store,
+    store_release,
+)
 
 NOT_BEGUN = -1
-NOT_FROM_PYTHON = -1  # of CTX_TSTATE: there is no lock to let go of, and signals are not this thread's
+NOT_FROM_PYTHON = (
+    -1
+)  # of CTX_TSTATE: there is no lock to let go of, and signals are not this thread's
 
 
 @inline
@@ -80,7 +97,9 @@ def fold_some(exchange: int) -> bool:
         for i in range(nsources):
             store(sources + 8 + 8 * i, load(bases + 8 * i) + done)
         count = (upto - done) // load(exchange + ex.ITEMSIZE)
-        call4(load(exchange + ex.FOLD), load(exchange + ex.FOLD_TO) + done, sources, nsources, count)
+        call4(
+            load(exchange + ex.FOLD), load(exchange + ex.FOLD_TO) + done, sources, nsources, count
+        )
         store(exchange + ex.FOLDED, upto)
     return upto == total
 
@@ -90,7 +109,11 @@ def move(ctx: int, exchange: int) -> int:
     """Until everything has gone, come and been reduced."""
     store(exchange + ex.FOLDED, 0)
     if load(exchange + ex.COPY_BYTES) != 0:
-        memcpy(load(exchange + ex.COPY_TO), load(exchange + ex.COPY_FROM), load(exchange + ex.COPY_BYTES))
+        memcpy(
+            load(exchange + ex.COPY_TO),
+            load(exchange + ex.COPY_FROM),
+            load(exchange + ex.COPY_BYTES),
+        )
     rows, count = load(exchange + ex.ROWS), load(exchange + ex.NPEERS)
     since = 0
     while True:
@@ -215,4 +238,8 @@ def messages_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int
     return code
 
 
-EXPORTS: dict[str, Any] = {"run_unlocked": run_unlocked, "exchange_unlocked": exchange_unlocked, "messages_unlocked": messages_unlocked}
+EXPORTS: dict[str, Any] = {
+    "run_unlocked": run_unlocked,
+    "exchange_unlocked": exchange_unlocked,
+    "messages_unlocked": messages_unlocked,
+}

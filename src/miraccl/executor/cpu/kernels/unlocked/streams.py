@@ -11,10 +11,21 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.board import show_waiting
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.kernels.waiting import expired, fail, write_to
-from miraccl.native.intrinsics import inline, load, load_acquire, pause, sched_yield, store, store_release, syscall
+from miraccl.native.intrinsics import (
+    inline,
+    load,
+    load_acquire,
+    pause,
+    sched_yield,
+    store,
+    store_release,
+    syscall,
+)
 
 # arch/*/entry/syscalls; include/linux/socket.h; include/uapi/asm-generic/poll.h
-SYS_SENDMSG, SYS_RECVMSG, SYS_PPOLL = (211, 212, 73) if platform.machine() == "aarch64" else (46, 47, 271)
+SYS_SENDMSG, SYS_RECVMSG, SYS_PPOLL = (
+    (211, 212, 73) if platform.machine() == "aarch64" else (46, 47, 271)
+)
 MSG_DONTWAIT, MSG_NOSIGNAL = 0x40, 0x4000
 POLLIN, POLLOUT, POLLERR, POLLHUP, POLLRDHUP = 1, 4, 8, 16, 0x2000
 
@@ -56,7 +67,9 @@ def send_some(exchange: int, row: int) -> bool:
     if left(way) == 0:
         return False
     message = vector(exchange, way + ex.HEADER, way, ex.SEND_MOST)
-    taken = syscall(SYS_SENDMSG, load(row + ex.DESCRIPTOR), message, MSG_DONTWAIT | MSG_NOSIGNAL, 0, 0, 0)
+    taken = syscall(
+        SYS_SENDMSG, load(row + ex.DESCRIPTOR), message, MSG_DONTWAIT | MSG_NOSIGNAL, 0, 0, 0
+    )
     if taken <= 0:
         return False
     store(way + ex.MOVED, load(way + ex.MOVED) + taken)
@@ -159,14 +172,18 @@ def nap(exchange: int, nanoseconds: int) -> None:
         wants = 0
         if load(row + ex.ENDED) == 0:
             to_come, to_go = left(row + ex.IN) > 0, left(row + ex.OUT) > 0
-            wants = POLLIN * to_come | POLLOUT * to_go | POLLRDHUP * (to_go and not to_come)  # who sends no more takes no more
+            wants = (
+                POLLIN * to_come | POLLOUT * to_go | POLLRDHUP * (to_go and not to_come)
+            )  # who sends no more takes no more
         descriptor = load(row + ex.DESCRIPTOR) if wants != 0 else 0xFFFFFFFF  # -1: not looked at
         store(polls + 8 * i, descriptor | wants << 32)
     store(exchange + ex.TIME, 0)
     store(exchange + ex.TIME + 8, nanoseconds)
     if syscall(SYS_PPOLL, polls, count, exchange + ex.TIME, 0, 0, 0) > 0:
         for i in range(count):
-            if load(polls + 8 * i) >> 48 & (POLLERR | POLLHUP | POLLRDHUP) != 0:  # what has come is read without asking again
+            if (
+                load(polls + 8 * i) >> 48 & (POLLERR | POLLHUP | POLLRDHUP) != 0
+            ):  # what has come is read without asking again
                 store(load(exchange + ex.ROWS) + i * ex.ROW_BYTES + ex.ENDED, 1)
 
 
