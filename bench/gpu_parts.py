@@ -48,7 +48,7 @@ def main() -> None:
     import torch
 
     from miraccl.bootstrap.launch import detect_launch, meet
-    from miraccl.comm.device.communicator import DeviceCommunicator
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.types import DType
 
     rank = int(os.environ["RANK"])

@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from miraccl.bootstrap.launch import detect_launch, meet
-    from miraccl.comm.device.communicator import DeviceCommunicator
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
 
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
@@ -211,7 +211,7 @@ def sweep_limits(
     torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numbers: Sequence[int]
 ) -> None:
     """Microseconds of calls with so many multiprocessors, of tensors of ``size`` bytes in all; rank 0 prints them beside NCCL's."""
-    from miraccl.comm.device.ctas import Ctas
+    from miraccl.runtime.gpu.ctas import Ctas
 
     agreed, each = comm.ctas, size // 4 // comm.nranks // 64 * 64
     whole = torch.randn(each * comm.nranks, device="cuda")

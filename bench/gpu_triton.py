@@ -53,7 +53,7 @@ def rank_main(options: Any) -> None:
     from triton_one_shot import one_shot
 
     from miraccl.bootstrap.launch import detect_launch, meet
-    from miraccl.comm.device.communicator import DeviceCommunicator
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
 
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)

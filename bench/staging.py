@@ -28,19 +28,19 @@ from numba import njit
 
 from miraccl import params
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.hosts.direct import DirectStreams
-from miraccl.comm.device.hosts.layout import HostsLayout
-from miraccl.comm.device.hosts.messages import MessageNetwork, MessageStreams
-from miraccl.comm.device.hosts.network import StagedCollective
-from miraccl.comm.device.hosts.pieces import Shape, cut
-from miraccl.comm.device.hosts.staging import LANES, StagedJob, Staging
-from miraccl.comm.device.hosts.transfers import cut_transfers, transfers_on
-from miraccl.comm.device.memory import DeviceMemory
-from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.native.intrinsics import load32, pause, sched_yield
 from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE
+from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.runtime.multinode.direct import DirectStreams
+from miraccl.runtime.multinode.layout import HostsLayout
+from miraccl.runtime.multinode.messages import MessageNetwork, MessageStreams
+from miraccl.runtime.multinode.network import StagedCollective
+from miraccl.runtime.multinode.pieces import Shape, cut
+from miraccl.runtime.multinode.staging import LANES, StagedJob, Staging
+from miraccl.runtime.multinode.transfers import cut_transfers, transfers_on
 from miraccl.tools import launch
 from miraccl.tools.spawn import Context, Ranks
 from miraccl.types import Collective, DType, RedOp

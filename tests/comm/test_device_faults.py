@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from miraccl.bootstrap import HUB, Notice, PeerLost
-from miraccl.comm.device.boards import Boards, Move, Said
-from miraccl.comm.device.faults import LEFT, NOTICE, DeviceFaults
-from miraccl.comm.device.hosts.faults import HostsFaults
 from miraccl.comm.notices import to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout, moves
+from miraccl.runtime.gpu.boards import Boards, Move, Said
+from miraccl.runtime.gpu.faults import LEFT, NOTICE, DeviceFaults
+from miraccl.runtime.multinode.faults import HostsFaults
 from miraccl.types import Collective
 
 SCATTER, GATHER = (

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from miraccl.bootstrap.session import solo
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.order import Orders, of_program, of_thread
 from miraccl.comm.options import Options
+from miraccl.runtime.gpu.order import Orders, of_program, of_thread
 from tests.comm.test_life import in_threads
 
 T = TypeVar("T")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.comm.device.hosts.layout import group_by_host, host_name
-from miraccl.comm.device.hosts.pieces import ALIGN, LEAST_PIECE, Copy, Shape, cut
-from miraccl.comm.device.hosts.transfers import ROUND_SLOTS, cut_transfers, message_bytes
-from miraccl.comm.device.memory import DeviceMemory
-from miraccl.comm.device.transfer import DeviceTransfer
+from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.runtime.multinode.layout import group_by_host, host_name
+from miraccl.runtime.multinode.pieces import ALIGN, LEAST_PIECE, Copy, Shape, cut
+from miraccl.runtime.multinode.transfers import ROUND_SLOTS, cut_transfers, message_bytes
 from miraccl.types import Collective, DType
 
 SLOT = 64 << 10

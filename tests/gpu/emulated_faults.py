@@ -15,9 +15,9 @@ import pytest
 
 import miraccl
 from miraccl.comm import lookout, whereabouts
-from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
+from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.types import RedOp
 from tests.comm.fault_ranks import seen as told_by
 from tests.comm.pair_ranks import await_two, questions

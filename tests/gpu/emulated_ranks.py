@@ -21,14 +21,14 @@ import pytest
 import miraccl
 from miraccl.comm.arguments import DLTensor
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.communicator import DeviceCommunicator
-from miraccl.comm.device.order import Orders
-from miraccl.comm.device.stream_order import KEPT_STREAMS
-from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.options import Options
 from miraccl.errors import CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda.driver import ordinal_at
 from miraccl.executor.cuda.gpu import Gpu
+from miraccl.runtime.gpu.communicator import DeviceCommunicator
+from miraccl.runtime.gpu.order import Orders
+from miraccl.runtime.gpu.stream_order import KEPT_STREAMS
+from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.comm.test_life import in_threads
 from tests.gpu.emulated_cuda import EmulatedCuda
@@ -236,7 +236,7 @@ def by_copy_engines() -> None:
 
 def of_many_shapes() -> None:
     """Copy engines keep neither launches without end nor an event for each."""
-    from miraccl.comm.device import engines
+    from miraccl.runtime.gpu import engines
 
     vars(engines)["MAX_LAUNCHES"] = 3
     with rank() as me:

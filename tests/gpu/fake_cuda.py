@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from miraccl.comm.device.memory import DeviceMemory
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import driver, layout
 from miraccl.executor.cuda.gpu import Gpu
+from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
@@ -771,7 +771,7 @@ class FakeLocal:
         orders: Any,
     ) -> None:
         from miraccl.comm.communicator import Communicator
-        from miraccl.comm.device.faults import DeviceFaults
+        from miraccl.runtime.gpu.faults import DeviceFaults
 
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.gpu = Gpu(ordinal)
@@ -829,7 +829,7 @@ class FakeLocal:
     def _like(
         self, out: DeviceMemory, source: DeviceMemory, count: int, where: str, stream: Any
     ) -> DeviceMemory:
-        from miraccl.comm.device.communicator import DeviceCommunicator
+        from miraccl.runtime.gpu.communicator import DeviceCommunicator
 
         return DeviceCommunicator._like(self, out, source, count, where, stream)  # type: ignore[arg-type]
 

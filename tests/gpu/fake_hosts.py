@@ -18,14 +18,6 @@ from miraccl import PreMulSum
 from miraccl.bootstrap import Session
 from miraccl.comm import lookout, whereabouts
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.communicator import DeviceCommunicator
-from miraccl.comm.device.hosts import communicator as several
-from miraccl.comm.device.hosts import jobs as hosts_jobs
-from miraccl.comm.device.hosts import replays
-from miraccl.comm.device.hosts.communicator import HostsCommunicator
-from miraccl.comm.device.hosts.staging import LANES
-from miraccl.comm.device.memory import DeviceMemory
-from miraccl.comm.device.transfer import DeviceTransfer
 from miraccl.comm.options import Options
 from miraccl.errors import (
     CollectiveMismatch,
@@ -38,6 +30,14 @@ from miraccl.errors import (
 )
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cuda import layout
+from miraccl.runtime.gpu.communicator import DeviceCommunicator
+from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.runtime.multinode import communicator as several
+from miraccl.runtime.multinode import jobs as hosts_jobs
+from miraccl.runtime.multinode import replays
+from miraccl.runtime.multinode.communicator import HostsCommunicator
+from miraccl.runtime.multinode.staging import LANES
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp

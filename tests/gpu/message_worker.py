@@ -15,9 +15,9 @@ import numpy as np
 import miraccl
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.work import DeviceWork
 from miraccl.comm.options import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
+from miraccl.runtime.gpu.work import DeviceWork
 
 SIZES = (0, 1, 15, 16, 17, 448, 449, 1792, 1793, 1984, 3776, 5000, 100_003, 3_000_001, 40_000_007)
 UNLIKE = (

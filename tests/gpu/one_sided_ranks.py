@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.options import Options
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import one_sided
+from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import Schedule, Step
 from miraccl.schedule.steps import (

@@ -16,12 +16,12 @@ import numpy as np
 
 from miraccl.bootstrap import Session, link
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.communicator import DeviceCommunicator
-from miraccl.comm.device.hosts.streams import PeerStreams
 from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
+from miraccl.runtime.gpu.communicator import DeviceCommunicator
+from miraccl.runtime.multinode.streams import PeerStreams
 from miraccl.transport.cuda_fds import Door
 from miraccl.transport.meeting import Meeting
 from miraccl.wire.stream import HandshakeState

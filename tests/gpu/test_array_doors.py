@@ -356,8 +356,8 @@ def test_each_in_the_stream_of_its_library(
 
 def test_types_that_numpy_has_no_code_for() -> None:
     """CuPy's arrays of bfloat16 say "<V2"; bytes in another order are no number."""
-    from miraccl.comm.device.memory import device_view
     from miraccl.errors import InvalidUsage
+    from miraccl.runtime.gpu.memory import device_view
 
     class Other:
         def __init__(self, dtype: Any) -> None:

@@ -6,11 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from miraccl.comm.device.ctas import Ctas
-from miraccl.comm.device.engines import CopyEngines
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Copy, copies_of, faster_from, possible
 from miraccl.executor.cuda.staged_copies import ALGORITHMS
+from miraccl.runtime.gpu.ctas import Ctas
+from miraccl.runtime.gpu.engines import CopyEngines
 from miraccl.schedule import catalog
 from miraccl.types import Collective
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
-from miraccl.comm.device.memory import DeviceMemory
-from miraccl.comm.device.uneven import parts_of
 from miraccl.executor.cuda.doors import layout as at
+from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.runtime.gpu.uneven import parts_of
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE

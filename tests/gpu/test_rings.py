@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from miraccl.comm.device.rings import Ring, find_ring
 from miraccl.graph.plan_cache import sealed
 from miraccl.native import cache
+from miraccl.runtime.gpu.rings import Ring, find_ring
 from miraccl.topo.load import load_topology
 from miraccl.transport.cuda_pairs import Facts, Paths, read_paths
 from tests.gpu import emulated_ranks

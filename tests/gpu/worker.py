@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from miraccl.bootstrap.launch import detect_launch, meet
-from miraccl.comm.device.collectives import Operator
-from miraccl.comm.device.communicator import DeviceCommunicator
 from miraccl.comm.options import Options
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan
+from miraccl.runtime.gpu.collectives import Operator
+from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE

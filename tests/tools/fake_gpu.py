@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.device.memory import DeviceMemory, device_view
 from miraccl.errors import InvalidUsage
+from miraccl.runtime.gpu.memory import DeviceMemory, device_view
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.tools.gpu_facts import CudaFacts, GpuInfo, PeerAccess
@@ -349,8 +349,8 @@ def start(count: int, *words: str) -> None:
 
 def install(count: int) -> None:
     """``count`` GPUs from now on, in this process and what it forks."""
-    import miraccl.comm.device.hosts.communicator as device_hosts
     import miraccl.executor.cuda.gpu as cuda
+    import miraccl.runtime.multinode.communicator as device_hosts
     from miraccl.executor.cuda import toolkit
     from miraccl.tools import gpu_facts
     from miraccl.tools.perf import device_nccl, device_ranks

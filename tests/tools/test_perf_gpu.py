@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from miraccl.comm.device.memory import device_view, lies_on_gpu, ordinal_of
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import toolkit
+from miraccl.runtime.gpu.memory import device_view, lies_on_gpu, ordinal_of
 from miraccl.tools import cli, gpu_facts
 from miraccl.tools.perf import cli as perf_cli
 from miraccl.tools.perf import data, device_check

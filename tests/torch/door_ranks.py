@@ -17,11 +17,11 @@ import torch
 import miraccl
 from miraccl import native
 from miraccl.comm import ways
-from miraccl.comm.device import memory, persistent
-from miraccl.comm.device.memory import lies_on_gpu
 from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda import driver, launch
 from miraccl.executor.cuda.doors import layout as at
+from miraccl.runtime.gpu import memory, persistent
+from miraccl.runtime.gpu.memory import lies_on_gpu
 from miraccl.types import RedOp
 from tests.gpu import emulated_ranks
 from tests.gpu.emulated_cuda import EmulatedCuda

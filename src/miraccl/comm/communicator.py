@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from miraccl.bootstrap import Session, UniqueId
 from miraccl.comm import whereabouts
 from miraccl.comm.control import FINALIZE
-from miraccl.comm.device.order import Orders, of_thread
-from miraccl.comm.device.visits import visiting
 from miraccl.comm.meeting import begin, meet_by_id
 from miraccl.comm.member import Member
 from miraccl.comm.operations import SUM, Operations
@@ -25,14 +23,16 @@ from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.runtime.gpu.order import Orders, of_thread
+from miraccl.runtime.gpu.visits import visiting
 from miraccl.types import Collective, DType
 
 if TYPE_CHECKING:
-    from miraccl.comm.device.communicator import DeviceCommunicator
-    from miraccl.comm.device.explain import DeviceCandidate
-    from miraccl.comm.device.hosts.communicator import HostsCommunicator
-    from miraccl.comm.device.hosts.jobs import HostsPlan
     from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
+    from miraccl.runtime.gpu.explain import DeviceCandidate
+    from miraccl.runtime.multinode.communicator import HostsCommunicator
+    from miraccl.runtime.multinode.jobs import HostsPlan
 
 
 class Communicator(Operations):

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miraccl.comm import calls
-from miraccl.comm.device.memory import current_ordinal
 from miraccl.comm.no_doors import NoDoors
 from miraccl.comm.persistent import Persistent
 from miraccl.comm.ways import Ways
+from miraccl.runtime.gpu.memory import current_ordinal
 from miraccl.types import RedOp
 
 if TYPE_CHECKING:
-    from miraccl.comm.device.persistent import DevicePersistent
+    from miraccl.runtime.gpu.persistent import DevicePersistent
 
 SUM = RedOp.SUM
 

@@ -13,25 +13,25 @@ from miraccl.comm import group as groups
 from miraccl.comm.arguments import peer_rank, refuse_stream, view
 from miraccl.comm.calls import Call, Place
 from miraccl.comm.control import SET_UP
-from miraccl.comm.device.memory import current_ordinal, lies_on_gpu, ordinal_of
-from miraccl.comm.device.order import Orders
-from miraccl.comm.device.stream import stream_of_its_own
-from miraccl.comm.device.visits import visiting
 from miraccl.comm.exchange import Transfer
 from miraccl.comm.member import Member
 from miraccl.comm.persistent import Persistent
 from miraccl.comm.stages import Stages
 from miraccl.errors import InvalidUsage
+from miraccl.runtime.gpu.memory import current_ordinal, lies_on_gpu, ordinal_of
+from miraccl.runtime.gpu.order import Orders
+from miraccl.runtime.gpu.stream import stream_of_its_own
+from miraccl.runtime.gpu.visits import visiting
 from miraccl.types import Collective
 
 _DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
 
 if TYPE_CHECKING:
     from miraccl.comm.communicator import Communicator
-    from miraccl.comm.device.communicator import DeviceCommunicator
-    from miraccl.comm.device.hosts.communicator import HostsCommunicator
-    from miraccl.comm.device.persistent import DevicePersistent
-    from miraccl.comm.device.work import Background
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
+    from miraccl.runtime.gpu.persistent import DevicePersistent
+    from miraccl.runtime.gpu.work import Background
+    from miraccl.runtime.multinode.communicator import HostsCommunicator
 
 
 class Ways:
@@ -67,7 +67,7 @@ class Ways:
                     calls = self._gpu_calls(async_op, ordinal_of(x))
                 if (current := stream_of_its_own(x)) is None:
                     return calls
-                from miraccl.comm.device.work import InItsStream
+                from miraccl.runtime.gpu.work import InItsStream
 
                 return InItsStream(calls, current)
         refuse_stream(stream, self.rank)
@@ -113,7 +113,7 @@ class Ways:
         if not async_op:
             return visiting(device)
         if self._background is None:
-            from miraccl.comm.device.work import Background
+            from miraccl.runtime.gpu.work import Background
 
             with self._making:
                 wait = functools.partial(
@@ -135,10 +135,10 @@ class Ways:
         return self._device  # type: ignore[return-value]
 
     def _make_device_side(self, ordinal: int) -> None:
-        from miraccl.comm.device.hosts.communicator import (
+        from miraccl.executor.cuda.contexts import keeping_context
+        from miraccl.runtime.multinode.communicator import (
             make_device_communicator,
         )  # most programs have no GPU and need none of it
-        from miraccl.executor.cuda.contexts import keeping_context
 
         self._member.check(0, SET_UP)
         with keeping_context():
@@ -197,7 +197,7 @@ class Ways:
         self._member.check(0, name)
         on_gpu = next((x for x in args if lies_on_gpu(x)), None)
         if on_gpu is not None:
-            from miraccl.comm.device.persistent import DevicePersistent
+            from miraccl.runtime.gpu.persistent import DevicePersistent
 
             return DevicePersistent(
                 self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan

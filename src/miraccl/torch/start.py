@@ -14,7 +14,6 @@ from miraccl import params, trace
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
 from miraccl.bootstrap.dial import HubNotFound
 from miraccl.comm.communicator import Communicator
-from miraccl.comm.device.order import of_program
 from miraccl.comm.fabric import NOTICE_FIRST_S
 from miraccl.comm.lookout import Creation
 from miraccl.comm.meeting import begin
@@ -22,6 +21,7 @@ from miraccl.comm.options import Options
 from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
+from miraccl.runtime.gpu.order import of_program
 from miraccl.torch.channel import seat_of
 from miraccl.torch.elsewhere import Elsewhere, devices_of_call
 from miraccl.torch.failures import as_backend_errors

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.device.memory import DeviceMemory
-from miraccl.comm.device.windows import DeviceArray
 from miraccl.executor.cuda.driver import check
+from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.runtime.gpu.windows import DeviceArray
 from tests.comm.reference import DTYPES
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import place, seen

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import miraccl
-from miraccl.comm.device.work import DeviceWork
+from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.types import PreMulSum, RedOp
 from tests.gpu.programs import records as at
 from tests.gpu.programs.place import Cpu

@@ -1,0 +1,85 @@
+"""What calls on GPU memory ask of their arguments, on one host and on several alike; refused before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl.comm.arguments import peer_rank
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.gpu import Gpu
+from miraccl.runtime.gpu.memory import DeviceMemory, device_view
+from miraccl.types import Collective
+
+
+class DeviceArguments:
+    """Checks of a communicator."""
+
+    rank: int
+    nranks: int
+    gpu: Gpu
+
+    def _like(
+        self, out: Any, source: DeviceMemory, count: int, where: str, stream: Any
+    ) -> DeviceMemory:
+        """The memory of ``out``, which must have ``count`` elements of the type of ``source``; it will be used in ``stream``."""
+        target = device_view(out, "out", where, stream, self.gpu)
+        if target.dtype is not source.dtype or target.count != count:
+            text = f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
+            raise InvalidUsage(text, rank=self.rank)
+        return target
+
+    def _share(self, source: DeviceMemory, where: str) -> int:
+        """Elements of an equal share."""
+        if source.count % self.nranks:
+            raise InvalidUsage(
+                f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly",
+                rank=self.rank,
+            )
+        return source.count // self.nranks
+
+    @staticmethod
+    def _overlap(a: DeviceMemory, b: DeviceMemory) -> bool:
+        if a.address > b.address:
+            a, b = b, a
+        return b.count != 0 and a.address + a.nbytes > b.address
+
+    def _in_place(self, whole: DeviceMemory, part: DeviceMemory, first: int, where: str) -> None:
+        """``part`` may lie ``first`` elements into ``whole``, the in-place form; any other overlap is refused."""
+        if (
+            self._overlap(whole, part)
+            and part.address - whole.address != first * whole.dtype.itemsize
+        ):
+            raise InvalidUsage(
+                f"{where}: input and output overlap, but not as this operation's in-place form does",
+                rank=self.rank,
+            )
+
+    def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
+        """For operations without a form in place."""
+        if self._overlap(source, target):
+            raise InvalidUsage(
+                f"{where} has no in-place form: x and out must not overlap", rank=self.rank
+            )
+
+    def _writes(self, collective: Collective, root: int) -> bool:
+        """Whether this rank's target is written to."""
+        if collective is Collective.BROADCAST:
+            return self.rank != root
+        return collective not in (Collective.REDUCE, Collective.GATHER) or self.rank == root
+
+    def _check_result(
+        self, target: DeviceMemory, collective: Collective, root: int, where: str
+    ) -> None:
+        """Refuse an array that never changes for a result that this rank has."""
+        if target.read_only and self._writes(collective, root):
+            raise self._constant(where)
+
+    def _constant(self, where: str) -> InvalidUsage:
+        """The refusal of an array for the result that never changes."""
+        hint = "give out, an array that can; arrays of JAX never change"
+        return InvalidUsage(
+            f"{where}: the result's array cannot be written", rank=self.rank, hint=hint
+        )
+
+    def _root(self, root: Any, where: str) -> int:
+        return peer_rank(root, "root", self.nranks, where)

@@ -1,0 +1,37 @@
+"""The collectives of a communicator without what they run: prepared operations and groups have their arguments checked before that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miraccl.comm.arguments import operator
+from miraccl.runtime.gpu.collectives import DeviceCollectives, Operator
+from miraccl.runtime.gpu.memory import DeviceMemory
+from miraccl.runtime.gpu.uneven import Uneven, UnevenCollectives
+from miraccl.types import Collective
+
+
+class Checks(DeviceCollectives, UnevenCollectives):
+    """Methods refuse what those of ``gpu`` refuse, and return what they return, with new arrays for results where none is given."""
+
+    def __init__(self, gpu: Any) -> None:
+        self.rank, self.nranks, self.gpu = gpu.rank, gpu.nranks, gpu.gpu
+
+    def _run(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
+    ) -> None:
+        operator(op, source.dtype, collective.label)
+        self._check_result(target, collective, root, collective.label)
+
+    _run_rooted = _run
+
+    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+        if any(asked.receives):
+            self._check_result(asked.target, asked.collective, asked.root, asked.name)

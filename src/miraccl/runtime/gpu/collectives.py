@@ -1,0 +1,116 @@
+"""Collectives on GPU memory as users call them, on one host and on several alike: arguments are checked here, ``_run`` moves the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from miraccl.comm.no_doors import NoDoors
+from miraccl.executor.cuda.doors.table import Door
+from miraccl.runtime.gpu.arguments import DeviceArguments
+from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like
+from miraccl.types import Collective, PreMulSum, RedOp
+
+SUM = RedOp.SUM
+Operator = RedOp | PreMulSum
+
+
+class DeviceCollectives(NoDoors, DeviceArguments):
+    """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
+
+    def stand_before(
+        self, following: Callable[[str], Door | None], cpu_plan: int
+    ) -> dict[str, Callable[..., Any]]:
+        """The doors of this GPU by name of the operation, if it has any; what they do not take goes to those that are asked for here.
+
+        ``cpu_plan`` is the address of a word that each call sets to 0.
+        """
+        return {}
+
+    def _run(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
+    ) -> None:
+        """Run it in ``stream``. ``count`` are the elements of a block. Left to ask: whether ``target`` may be written, what ``op`` is."""
+        raise NotImplementedError
+
+    def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
+        """Reduce ``x`` over all ranks into ``out``, or into ``x`` itself."""
+        if not self._all_reduce(x, out, op, False, stream):
+            return x if out is None else out
+        source = device_view(x, "x", "all_reduce", stream, self.gpu)
+        target = (
+            source if out is None else self._like(out, source, source.count, "all_reduce", stream)
+        )
+        self._in_place(source, target, 0, "all_reduce")
+        self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
+        return x if out is None else out
+
+    def reduce_scatter(
+        self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None
+    ) -> Any:
+        """Reduce ``x`` over all ranks; rank r gets the r-th of nranks equal shares in ``out``."""
+        if out is not None and not self._reduce_scatter(x, out, op, False, stream):
+            return out
+        source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
+        count = self._share(source, "reduce_scatter")
+        out = empty_like(x, count, "reduce_scatter") if out is None else out
+        target = self._like(out, source, count, "reduce_scatter", stream)
+        self._in_place(source, target, self.rank * count, "reduce_scatter")
+        self._run(Collective.REDUCE_SCATTER, source, target, count, op, 0, stream)
+        return out
+
+    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
+        """All ranks' ``x``, one after another, on every rank."""
+        if out is not None and not self._all_gather(x, out, None, False, stream):
+            return out
+        source = device_view(x, "x", "all_gather", stream, self.gpu)
+        out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
+        target = self._like(out, source, source.count * self.nranks, "all_gather", stream)
+        self._in_place(target, source, self.rank * source.count, "all_gather")
+        self._run(Collective.ALL_GATHER, source, target, source.count, SUM, 0, stream)
+        return out
+
+    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
+        """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
+        if out is not None and not self._all_to_all(x, out, None, False, stream):
+            return out
+        source = device_view(x, "x", "all_to_all", stream, self.gpu)
+        count = self._share(source, "all_to_all")
+        out = empty_like(x, source.count, "all_to_all") if out is None else out
+        target = self._like(out, source, source.count, "all_to_all", stream)
+        self._apart(source, target, "all_to_all")
+        self._run(Collective.ALL_TO_ALL, source, target, count, SUM, 0, stream)
+        return out
+
+    def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
+        """``x`` of rank ``root`` into ``x`` of every rank."""
+        if not self._broadcast(x, None, root, False, stream):
+            return x
+        chief = self._root(root, "broadcast")
+        source = device_view(x, "x", "broadcast", stream, self.gpu)
+        self._run(Collective.BROADCAST, source, source, source.count, SUM, chief, stream)
+        return x
+
+    def reduce(
+        self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None
+    ) -> Any:
+        """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
+        if not self._reduce(x, out, op, False, stream, root):
+            return x if out is None or root != self.rank else out
+        chief = self._root(root, "reduce")
+        source = device_view(x, "x", "reduce", stream, self.gpu)
+        target = (
+            source
+            if out is None or self.rank != chief
+            else self._like(out, source, source.count, "reduce", stream)
+        )
+        self._in_place(source, target, 0, "reduce")
+        self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
+        return x if target is source else out

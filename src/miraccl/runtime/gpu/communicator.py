@@ -1,0 +1,560 @@
+"""Collectives on GPU memory: one process per GPU, all GPUs of one host.
+
+``DeviceCommunicator`` owns the symmetric memory, the kernels and the plans.  A call finds its plan by (collective, dtype, count, operator),
+writes two pointers and launches one kernel in the caller's stream: no host synchronisation, nothing allocated, and a CUDA graph may capture
+it and be replayed any number of times.  The first call of a kind plans and perhaps compiles.
+
+Calls of one communicator are ordered: ranks make them in the same order, and a call in another stream than the one before waits for
+that one.
+While kernels wait they look at an abort word and at the operation's deadline; ``check`` turns what they found into an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from miraccl import trace
+from miraccl.bootstrap import Session
+from miraccl.comm import forks, summary
+from miraccl.comm import group as groups
+from miraccl.comm.arguments import operator
+from miraccl.comm.control import SET_UP, Bare, Plane
+from miraccl.comm.forks import why_closed
+from miraccl.comm.lookout import lookout
+from miraccl.comm.notices import from_words, to_words
+from miraccl.comm.options import Options
+from miraccl.comm.stages import Stages
+from miraccl.errors import (
+    BootstrapError,
+    CollectiveTimeout,
+    CommunicatorClosed,
+    InvalidUsage,
+    MiracclError,
+    PeerDied,
+    SystemFailure,
+)
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.copies import CopyLaunch, Place
+from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
+from miraccl.executor.cuda.gpu import Gpu
+from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
+from miraccl.executor.cuda.lower import CommArgs
+from miraccl.executor.cuda.message_launch import MessageLaunches
+from miraccl.executor.cuda.messages import LaneRules
+from miraccl.executor.cuda.one_sided import OneSidedLaunch, launch_of
+from miraccl.executor.cuda.plan import DevicePlan, Request
+from miraccl.executor.cuda.staged_copies import StagedLaunch
+from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
+from miraccl.runtime.gpu.ctas import Ctas
+from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
+from miraccl.runtime.gpu.explain import DeviceCandidate, candidates
+from miraccl.runtime.gpu.faults import DeviceFaults
+from miraccl.runtime.gpu.grouped import GroupableByDoors
+from miraccl.runtime.gpu.kept import Kept
+from miraccl.runtime.gpu.looks import Looks
+from miraccl.runtime.gpu.memory import DeviceMemory, kinds
+from miraccl.runtime.gpu.messages import MessageCalls, frame_of
+from miraccl.runtime.gpu.order import SMALL_THREADS, Orders, of_thread
+from miraccl.runtime.gpu.planner import DevicePlanner
+from miraccl.runtime.gpu.rings import Ring, find_ring
+from miraccl.runtime.gpu.seat import KernelSeat
+from miraccl.runtime.gpu.stream_order import StreamOrder
+from miraccl.runtime.gpu.windows import Windows
+from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
+from miraccl.types import Collective, DType, RedOp
+
+_log = trace.logger("init")
+AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch
+CLOSE_WAIT_S = 10.0
+
+
+class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
+    """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
+
+    def __init__(
+        self,
+        session: Session,
+        ordinal: int,
+        options: Options | None = None,
+        *,
+        plane: Plane | None = None,
+        stages: Stages | None = None,
+        called: Sequence[int] = (),
+        orders: Orders | None = None,
+    ) -> None:
+        """Without ``options`` those of the environment; ``stages`` of a session that is this communicator's alone and ends with it;
+        ``called`` are the numbers of the ranks where waits fail, if not their own; the others as in ``make_device_communicator``."""
+        self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
+        options = Options.create() if options is None else options
+        self.session, self.rank, self.nranks = session, session.rank, session.nranks
+        if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
+            raise InvalidUsage(
+                f"GPU memory is communicated among 1 to {layout.MAX_RANKS} ranks of one host",
+                rank=self.rank,
+            )
+        self.planner = DevicePlanner(self.rank, self.nranks, options)
+        self.gpu = Gpu(ordinal)
+        self._plane = plane or Bare(session)
+        self.symmetric = SymmetricMemory(
+            self.gpu,
+            self.rank,
+            self.nranks,
+            layout.TOTAL_BYTES,
+            layout.FILLS,
+            stages=stages,
+        )
+        self._looks = Looks(
+            self.gpu, self.symmetric, lambda: [*self._launches.items(), *self._engines.launches()]
+        )
+        try:
+            self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
+            self.faults = DeviceFaults(  # hears what comes from ranks that are ready
+                session,
+                self._host,
+                options.timeout,
+                look=self._looks.boards,
+                name=self._looks.name,
+                refused=self._looks.refused,
+                stopped=self._looks.stopped,
+                called=called,
+            )
+            self.ring, self.ctas = self._agree(options.cta_policy, stages)
+        except (
+            BootstrapError,
+            PeerDied,
+            SystemFailure,
+        ):  # after others, as a deadline, a rank may be ready and write to this one's memory
+            with contextlib.suppress(MiracclError):
+                self.symmetric.close()
+            raise
+        self._comm_args = CommArgs(
+            rank=self.rank,
+            own=self.symmetric.own,
+            inboxes=tuple(self.symmetric.inboxes),
+            outboxes=tuple(self.symmetric.outboxes),
+            host=host_on_gpu,
+            timeout_ns=int(options.timeout * 1e9),
+            order=self.ring.lowered,
+            direct=self.symmetric.all_direct,
+        )
+        self._kernels = Kernels(self.gpu)
+        self._launches: dict[tuple[Any, ...], Launch | OneSidedLaunch] = {}
+        self._windows: Windows | None = None
+        self._places_agree = True
+        self._engines = CopyEngines(
+            self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas
+        )
+        self._kept = Kept(self.gpu)
+        self._order = (orders or of_thread()).on(ordinal)
+        self._doors = self._open_doors()
+        self.streams = StreamOrder(self.gpu, self._doors)
+        vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
+        rules = LaneRules(
+            nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric)
+        )
+        self._messages = MessageLaunches(
+            self.gpu, self._kernels, self._comm_args, rules, self._doors
+        )
+        self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
+        if self.ctas.none and self.nranks > 1:
+            self.faults.watch_copies(self._engines, self._looks.copies)
+        self.seat = KernelSeat(session, self._looks, self.faults.end_in_vain, self._has_done_all)
+        if not called and self.nranks > 1:  # else a part of something that is attended
+            lookout.attend(self.seat)
+        self.closed = self._foreign = False
+        forks.tell(self)
+        if _log.isEnabledFor(logging.INFO):
+            ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
+            _log.info(
+                "%s: %s",
+                session.name,
+                summary.of_gpu(
+                    self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most
+                ),
+            )
+
+    def _agree(self, cta_policy: str, stages: Stages) -> tuple[Ring, Ctas]:
+        """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and
+        filled its memory, so that packets may be sent."""
+        ready: dict[str, Any] = {"ctas": Ctas.wish(self.gpu.multiprocessors, cta_policy)}
+        if self.rank == 0:
+            ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
+        answers = stages.exchange("gpu ready", ready)
+        return Ring.from_json(answers[0]["ring"]), Ctas.agree(
+            [answer["ctas"] for answer in answers]
+        )
+
+    def _open_doors(self) -> Doors:
+        address = groups.address()
+        groups.hasten(*group_builtins(address))
+        doors = Doors(
+            self.rank,
+            self.nranks,
+            self.gpu.ordinal,
+            abort=ctypes.addressof(self._host) + 4 * layout.HOST_ABORT,
+            order=self._order.address,
+            own=id(self),
+            groups=address,
+            hand_over=self._hand_over,
+            hold=self._kept.hold,
+        )
+        doors.ask_the_driver(*fast_calls(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing"))
+        return doors
+
+    def stand_before(
+        self, following: Callable[[str], Door | None], cpu_plan: int
+    ) -> dict[str, Callable[..., Any]]:
+        self._doors.also_clear(cpu_plan)
+        return {name: self._doors.door(name, following(name), notes=True) for name in CALLS}
+
+    # ---- running
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+        """Window memory on every rank (``comm.device.windows``); all ranks call alike and in the same order."""
+        self.check("empty")
+        self.gpu.make_current()
+        if self._windows is None:
+            self._windows = Windows(self.symmetric)
+            self._forget()  # operations into windows may take another way
+        stages = Stages(self.session, what="empty on GPUs")
+        try:
+            with self._plane.ending(stages), stages.follow():
+                return self._windows.empty(shape, dtype, self._plane, stages)
+        except CollectiveTimeout as error:  # who comes later would wait for those who have given up
+            self.abort(str(error))
+            raise
+
+    def _run(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
+    ) -> None:
+        if self.closed:  # nothing can be prepared any more
+            self.check(collective.label)
+        self._check_result(target, collective, root, collective.label)
+        if type(op) is not RedOp:  # what is none may have no hash, by which launches are found
+            operator(op, source.dtype, collective.label)
+        if self.nranks == 1 or count == 0:
+            enqueued = self._run_alone(collective, source, target, op, stream)
+        else:
+            key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
+            launch: AnyLaunch | None = None
+            if self._engines.may_take(
+                collective, self._windows is not None, count * source.dtype.itemsize
+            ):
+                place = (
+                    self._windows.place(target)
+                    if self._windows is not None and self._places_agree
+                    else None
+                )
+                launch = self._engines.find(
+                    collective,
+                    source.dtype,
+                    count,
+                    root,
+                    place,
+                    lambda: self.request(collective, source.dtype, count, SUM, root),
+                )
+            if launch is None:
+                launch = self._launches.get(key) or self._prepare(key)
+            self._start(launch, source.address, target.address, stream, collective)
+            enqueued = True
+        if enqueued and (source.keep is not None or target.keep is not None):
+            self._hold([source, target], self._doors.stream)
+
+    @contextlib.contextmanager
+    def in_any_place(self) -> Iterator[None]:
+        """Inside the block ranks may give outputs in different places of windows, or in none, so copy engines take none for a window's."""
+        self._places_agree = False
+        try:
+            yield
+        finally:
+            self._places_agree = True
+
+    def _start(
+        self, launch: AnyLaunch, source: int, target: int, stream: Any, collective: Collective
+    ) -> None:
+        number = self._enter(collective.label, stream, launch.threads > SMALL_THREADS)
+        launch.run(source, target, number)
+        self.last_plan = launch.plan
+
+    @property
+    def last_plan(self) -> DevicePlan | None:
+        """What the last operation ran with."""
+        launch = self._doors.last
+        return self._plan if launch is None else launch.last_plan
+
+    @last_plan.setter
+    def last_plan(self, plan: DevicePlan | None) -> None:
+        self._plan = plan
+        self._doors.went_another_way()
+
+    def _run_alone(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        op: Operator,
+        stream: Any,
+    ) -> bool:
+        """One rank, or nothing to do: the result is the input, or its product with the operator's scalar. Whether anything was enqueued."""
+        kind, _ = operator(op, source.dtype, collective.label)
+        self.check(collective.label)
+        if kind is RedOp.PREMUL_SUM and source.count:
+            key = (collective, source.dtype, source.count, op, 0)
+            self._start(
+                self._launches.get(key) or self._prepare(key),
+                source.address,
+                target.address,
+                stream,
+                collective,
+            )
+        elif source.nbytes and source.address != target.address:
+            self.gpu.copy(
+                target.address,
+                source.address,
+                source.nbytes,
+                self._enter(collective.label, stream, False),
+            )
+        else:
+            return False
+        return True
+
+    def _prepare(self, key: tuple[Any, ...]) -> Launch | OneSidedLaunch:
+        collective, dtype, count, op, root = key
+        request = self.request(collective, dtype, count, op, root)
+        launch: Launch | OneSidedLaunch
+        with self.gpu.visited():
+            if self.nranks == 1:
+                launch = self._kernels.prepare_scale(request, self._comm_args)
+            else:
+                launch = launch_of(
+                    self._kernels,
+                    self.planner.plan(request),
+                    request,
+                    self._comm_args,
+                    self._in_window,
+                )
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._forget()
+        self._launches[key] = launch
+        engines = self._engines.may_take(collective, self._windows is not None, request.block_bytes)
+        if (
+            isinstance(launch, Launch) and not engines
+        ):  # else what runs depends on where the memory lies
+            self._doors.remember(
+                collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS
+            )
+        return launch
+
+    def _in_window(self, address: int, nbytes: int) -> Place | None:
+        return (
+            self._windows.place(DeviceMemory(address, nbytes, DType.UINT8))
+            if self._windows is not None
+            else None
+        )
+
+    def _forget(self) -> None:
+        """Prepare collectives anew."""
+        self._launches.clear()
+        self._doors.forget_collectives()
+
+    def request(
+        self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
+    ) -> Request:
+        """What ``choose`` decides about; ``count`` are the elements of a block."""
+        return self.ctas.apply(self.planner.request(collective, dtype, count, op, root))
+
+    def explain(
+        self, collective: Collective, block_bytes: int, dtype: DType, op: Operator = SUM
+    ) -> list[DeviceCandidate]:
+        """All ways to run ``collective`` on blocks of so many bytes, the chosen one first. Nothing is communicated."""
+        request = self.request(
+            collective, dtype, block_bytes // dtype.itemsize, op if collective.reduces else SUM
+        )
+        return candidates(
+            request,
+            order=self.ring.order,
+            order_reason=self.ring.why,
+            ways=self.ways(),
+            given=self.planner.given(request),
+            no_multiprocessors=self.ctas.none,
+            all_direct=self.symmetric.all_direct,
+        )
+
+    def ways(self) -> Explanation:
+        """How data go between each two ranks, and why."""
+        return self.symmetric.explain()
+
+    def use_plan(
+        self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM
+    ) -> None:
+        """Run operations of this kind with ``plan`` from now on; all ranks give the same."""
+        self.planner.use(collective, dtype, count, plan, op)
+        self._forget()
+
+    def last_in(self, capture: int) -> int:
+        """The stream of the last operation (``comm.device.order.Launcher``)."""
+        return self.streams.last_in(capture)
+
+    def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
+        """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
+
+        ``fills``: whether the launch may take the whole GPU (``comm.device.order``).
+        """
+        if self.closed or self._host[layout.HOST_ABORT]:
+            self.check(name)
+        self.gpu.make_any_current()
+        self._doors.learn_types()
+        self._doors.learn_kinds(kinds)
+        number = self.streams.follow(stream)
+        if fills and self._order.last is not self:
+            self._order.take(self.gpu, self, number)
+        return number
+
+    @property
+    def stream(self) -> int:
+        """The stream of the last operation, as the driver's number; -1 before the first."""
+        return self._doors.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._doors.stream = number
+
+    def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
+        """Keep what these views keep until the GPU has done with them."""
+        objects = [view.keep for view in views if view.keep is not None]
+        if objects:
+            self._kept.hold(objects, number)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds: on its GPU, of these in windows, and pinned on the host."""
+        windows = self._windows.nbytes if self._windows is not None else 0
+        own = self.symmetric.nbytes if self.nranks > 1 else 0
+        return {
+            "device": own + windows,
+            "windows": windows,
+            "pinned": layout.HOST_BYTES + self.symmetric.host_bytes(),
+        }
+
+    # ---- failure and end
+
+    def check(self, name: str = "") -> None:
+        """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
+        if self.closed:
+            raise CommunicatorClosed(why_closed(self._foreign), rank=self.rank, op=name or None)
+        self.faults.check(name)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """End what waits on the GPUs of all ranks; later calls raise. Any thread may call it."""
+        if not self.closed:
+            self.faults.abort(reason)
+
+    def settle(self, fault: MiracclError) -> None:
+        """End what waits on this rank's GPU; later calls raise ``fault``, which somebody else tells the others. Any thread may call it."""
+        if not self.closed:
+            self.faults.settle(fault)
+
+    def _has_done_all(self) -> bool:
+        """Whether nothing is enqueued any more, and nothing can come by a graph."""
+        with contextlib.suppress(MiracclError), self.gpu.visited():  # else nobody can say
+            return self._doors.stream == -1 or (
+                self._doors.in_default_stream and self.gpu.is_done(0)
+            )
+        return False
+
+    def synchronize(self) -> None:
+        """Wait for this rank's GPU, then ``check``."""
+        if self.closed:
+            self.check()
+        self.gpu.make_current()
+        self.gpu.synchronize()
+        self.judge()
+        self.check()
+
+    def judge(self) -> None:
+        """Find a mismatch in the last operations that left nobody waiting, for ``check`` to tell. The GPU has ended its work."""
+        if self.nranks > 1 and not self.faults.ended:
+            self._looks.judge(self.faults)
+
+    def has_stopped(self) -> bool:
+        """Whether a wait on this rank's GPU has ended without what it waited for."""
+        return self.nranks > 1 and not self.faults.ended and self._looks.stopped()
+
+    def close(self, told: bool = False) -> MiracclError | None:
+        """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
+
+        Gives what kernels found and no call has told; what others found, too, unless the program was ``told`` of that in another way.
+        Where a rank does not come within ``CLOSE_WAIT_S``, or something broke, this rank's memory stays until the process ends: a peer's
+        kernel may still write to it.
+        """
+        if self.closed:
+            return None
+        self.closed = True
+        self._doors.close()
+        self._order.leave(self)
+        with contextlib.suppress(MiracclError):
+            self.gpu.make_current()
+            self.gpu.synchronize()
+            self.streams.let_go()
+            self.judge()
+        together = not self.faults.broken
+        if together:
+            self.faults.leave()
+        try:
+            if together:
+                self.session.barrier("gpu close", timeout=CLOSE_WAIT_S)
+        except MiracclError:
+            together = False
+        if together and self.nranks > 1:
+            self._looks.judge_end(self.faults, frame_of(self.symmetric))
+        self.seat.close()
+        untold = self.faults.untold(told)  # also what others have found since
+        if together and self.nranks > 1:
+            untold = self._compare_ends(untold, told)
+        self.faults.end()
+        self._launches.clear()
+        if together:
+            self._engines.close()
+            if self._windows is not None:
+                self._windows.close()
+            self.symmetric.close()
+            self._doors.held.clear()
+            self._kept.close()
+            self.streams.close()
+            self._messages.close()
+            with contextlib.suppress(MiracclError):
+                self.gpu.free_host(self._host_address)
+                self.gpu.close()
+        if self._leaves:
+            self.session.close()
+        return untold
+
+    def _compare_ends(self, untold: MiracclError | None, told: bool) -> MiracclError | None:
+        """What was found at the end here, or on another rank: who sent what nobody took hears of it as well."""
+        words: list[Any] = []
+        with contextlib.suppress(MiracclError):
+            mine = json.dumps(to_words(untold) if untold is not None else None).encode()
+            words = [
+                json.loads(blob)
+                for blob in self.session.all_gather(mine, "gpu closed", CLOSE_WAIT_S)
+            ]
+        if untold is not None or told or self.faults.told:
+            return untold
+        heard = (from_words(said, rank=self.faults.rank, source=self.faults.rank) for said in words)
+        return next((error for error in heard if error is not None), None)
+
+    def forked(self) -> None:
+        """In a forked child, where CUDA does not work, and what it has pinned may not be there."""
+        self.closed = self._foreign = True
+        self._doors.close()

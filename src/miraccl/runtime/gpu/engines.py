@@ -1,0 +1,116 @@
+"""Collectives on GPU memory by copy engines: when they take a call, and the launches that were made (``executor.cuda.copies``,
+``staged_copies``; NCCL's are in ``src/ce_coll.cc``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from miraccl.errors import MiracclError
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.copies import CopyLaunch, Place, Side, faster_from, possible
+from miraccl.executor.cuda.gpu import Gpu
+from miraccl.executor.cuda.launch import Kernels
+from miraccl.executor.cuda.lower import CommArgs
+from miraccl.executor.cuda.plan import Request
+from miraccl.executor.cuda.staged_copies import ALGORITHMS, Directions, StagedLaunch
+from miraccl.runtime.gpu.ctas import Ctas
+from miraccl.transport.cuda_p2p import SymmetricMemory
+from miraccl.types import Collective, DType, RedOp
+
+MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums, and places in windows, may be new in every call
+
+
+class CopyEngines:
+    """Those of a communicator's GPU. They are taken where they are faster than kernels, or where multiprocessors are not to be used."""
+
+    def __init__(
+        self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, memory: SymmetricMemory, ctas: Ctas
+    ) -> None:
+        self._gpu, self._kernels, self._comm_args, self._memory, self._ctas = (
+            gpu,
+            kernels,
+            comm_args,
+            memory,
+            ctas,
+        )
+        self._launches: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
+        self._sides: list[Side] = []
+        self._directions: Directions = {}
+
+    def may_take(self, collective: Collective, windows: bool, block_bytes: int) -> bool:
+        """Whether ``find`` is to be asked, whose answer depends on where the memory lies; ``windows``: there are some."""
+        nranks = self._memory.nranks
+        if self._ctas.none:
+            return collective in ALGORITHMS
+        return (
+            windows
+            and possible(collective, nranks)
+            and block_bytes * (nranks - 1) >= faster_from(collective, nranks)
+        )
+
+    def find(
+        self,
+        collective: Collective,
+        dtype: DType,
+        count: int,
+        root: int,
+        place: Place | None,
+        request: Callable[[], Request],
+    ) -> CopyLaunch | StagedLaunch | None:
+        """The launch of an operation, made now if there is none; None where kernels do it. ``place`` is where the output lies in a
+        window."""
+        key: tuple[Any, ...] = (
+            collective,
+            dtype,
+            count,
+            RedOp.SUM,
+            root,
+        )  # as the communicator's own launches have
+        if place is not None and possible(collective, self._memory.nranks):
+            key += (place.number, place.offset)
+        elif self._ctas.none and self._memory.all_direct:
+            place = None
+        else:
+            return None
+        if key not in self._launches:
+            if len(self._launches) >= MAX_LAUNCHES:
+                self._launches.clear()
+            with self._gpu.visited(), self._gpu.outside_of_capture():
+                self._launches[key] = (
+                    CopyLaunch(
+                        self._gpu, self._kernels, request(), self._comm_args, place, self._sides
+                    )
+                    if place is not None
+                    else StagedLaunch(
+                        self._gpu, self._kernels, request(), self._comm_args, self._directions
+                    )
+                )
+        return self._launches[key]
+
+    def launches(self) -> list[tuple[tuple[Any, ...], CopyLaunch | StagedLaunch]]:
+        """Those that were made, by (collective, dtype, count, operator, root)."""
+        return [(key[:5], launch) for key, launch in list(self._launches.items())]
+
+    def awaited(self) -> int | None:
+        """A peer whose data, or else whose room, a stream still waits for; None where that cannot be told, as in graphs."""
+        for (peer, _), side in sorted(
+            self._directions.items(), key=lambda item: (not item[0][1], item[0][0])
+        ):
+            with contextlib.suppress(MiracclError):
+                self._gpu.make_current()
+                if not self._gpu.has_passed(side.event):
+                    return peer
+        return None
+
+    def let_go(self) -> None:
+        """Of streams that wait for words which will not come."""
+        self._gpu.make_current()
+        with self._gpu.outside_of_capture():
+            self._gpu.fill(self._memory.own + layout.COPY_FLAGS_OFFSET, layout.COPY_FLAGS_BYTES, 1)
+
+    def close(self) -> None:
+        """After the GPU has ended its work."""
+        for side in (*self._sides, *self._directions.values()):
+            side.close()

@@ -1,0 +1,406 @@
+"""What ends waiting on a GPU, and how it is told: deadlines, mismatches, aborts, deaths.
+
+Kernels look at two words in host memory while they wait: one ends the wait, the other takes what they found.  ``DeviceFaults`` owns these
+words for a communicator of one host.  It hears of deaths and of other ranks' faults from the control plane, tells other ranks of its own,
+and raises everything as the same errors as on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
+from miraccl.comm import lookout
+from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
+from miraccl.comm.statuses import IN_ORDER, ask, circle, graph_line, place, silence, together
+from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
+from miraccl.executor.cuda import layout
+from miraccl.runtime.gpu.boards import Ahead, Boards
+from miraccl.runtime.gpu.messages import mismatch
+
+NOTICE = "gpu_abort"
+LEFT = "gpu_left"
+REPEAT_S = 0.002
+LOOK_S = 0.02  # at what kernels found and how long copies take, where streams wait for words
+LONGEST_GAP_S = 1.0  # what counts of the time between two looks, as for kernels
+#: also why the peer has left or aborted since
+_EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES, layout.ERROR_CROSSED, layout.ERROR_CIRCLE)
+
+
+class Engines(Protocol):
+    """Copies between ranks whose streams wait for peers (``comm.device.engines``)."""
+
+    def awaited(self) -> int | None: ...
+    def let_go(self) -> None: ...
+
+
+class DeviceFaults:
+    """``words`` are the host words of ``executor.cuda.layout``; ``look()`` reads what all ranks run, ``name(number, signature)`` says what
+    a launch is (number 0: a collective that is messages), ``refused(peer)`` reads which message a peer has refused, ``stopped()`` whether a
+    wait on this GPU has ended without what it waited for.  ``called`` are the numbers of the ranks in errors."""
+
+    def __init__(
+        self,
+        session: Session,
+        words: Any,
+        timeout_s: float,
+        *,
+        look: Callable[[], Boards | None],
+        name: Callable[[int, int], str],
+        refused: Callable[[int], int | None],
+        stopped: Callable[[], bool],
+        called: Sequence[int] = (),
+    ) -> None:
+        self.session = session
+        self._called = called or range(session.nranks)
+        self.rank = self._called[session.rank]
+        #: how other ranks are told of a fault that was found here
+        self.spread: Callable[[MiracclError], None] = self._notify
+        self._words, self._timeout = words, timeout_s
+        self._look, self._name, self._refused, self._stopped = look, name, refused, stopped
+        self._why_left: dict[int, str] = {}
+        self._fault: MiracclError | None = None
+        self._found = False  # what kernels wrote is the fault, or came too late to be
+        self._heard = False  # another rank's is the fault
+        self.told = False  # a call has raised the fault
+        self._lock = threading.RLock()  # a signal handler may abort in the middle
+        self._ended = threading.Event()
+        self._engines: Engines | None = None  # whose streams wait for peers
+        self._looking, self._letting_go = (
+            threading.RLock(),
+            threading.RLock(),
+        )  # held while a thread is at the GPU
+        self._releasing = False
+        session.on_event(self._event)
+
+    @property
+    def broken(self) -> bool:
+        return bool(self._words[layout.HOST_ABORT])
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def check(self, name: str = "") -> None:
+        """Raise what was found so far, if anything."""
+        self._take_in()
+        with self._lock:
+            fault = self._fault
+            if fault is None and self.broken:
+                fault = CommunicatorAborted("the communicator was aborted", rank=self.rank)
+        if fault is not None:
+            self.told = True
+            raised = copy.copy(fault)  # each has a traceback of its own
+            raised.op = fault.op or name or None
+            raise raised
+
+    def untold(self, told: bool = False) -> MiracclError | None:
+        """What nobody was told of, though operations are not what they should be: what kernels found here, a mismatch that others found,
+        and whatever they told where it has ended a wait: these two not where the program was ``told`` in another way. The GPU has ended
+        its work."""
+        self._take_in()
+        fault = self._fault
+        if fault is None or self.told:
+            return None
+        void = self._found or (
+            self._heard and not told and (isinstance(fault, CollectiveMismatch) or self._stopped())
+        )
+        return fault if void else None
+
+    # ---- what kernels found
+
+    def found_mismatch(self, peer: int, number: int, signature: int) -> None:
+        """As a kernel reports it that finds another operation of ``peer`` in the place of launch ``number`` (0: of messages). None runs."""
+        self._report(layout.ERROR_MISMATCH, peer, layout.WHAT_MEETING, number, signature)
+
+    def _report(self, error: int, peer: int, what: int, number: int, signature: int) -> None:
+        """As ``report`` of source/common.cuh, when no kernel runs that might."""
+        with self._lock:
+            if self._ended.is_set() or self._words[layout.HOST_CLAIM]:
+                return
+            self._words[layout.HOST_CLAIM] = 1
+            self._words[layout.HOST_PEER], self._words[layout.HOST_WHAT] = peer, what
+            self._words[layout.HOST_LAUNCH], self._words[layout.HOST_SIGNATURE] = number, signature
+            self._words[layout.HOST_ERROR] = error
+            self._words[layout.HOST_ABORT] = 1
+
+    def found_ahead(self, what: Ahead) -> None:
+        """At the end, when no rank waits: a rank has called an operation that another one has not. All ranks find such a thing."""
+        who, behind = (
+            self.rank if rank is None else self._called[rank] for rank in (what.rank, what.behind)
+        )
+        op = self._name(what.number, what.signature)
+        text = f"rank {who} has called {op}, and rank {behind} has finalized the communicator without it"
+        self._conclude(behind if who == self.rank else who, op, text)
+
+    def found_untaken(self, there: int, signature: int) -> None:
+        """At the end, too: a message of a collective that this rank has not taken; ``signature`` 0: not known of which."""
+        peer, op = self._called[there], self._name(0, signature) if signature else None
+        text = f"ranks disagree on what is sent: rank {peer} sent more in {op or 'a collective'} than rank {self.rank} took"
+        self._conclude(peer, op, text)
+
+    def _conclude(self, peer: int, op: str | None, text: str) -> None:
+        hint = "all ranks call the same collectives, and agree on root and counts; results of that one are void"
+        with self._lock:
+            if self._fault is None:
+                self._found, self._fault = (
+                    True,
+                    CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint),
+                )
+
+    def _take_in(self) -> None:
+        """Make what kernels wrote the fault, and tell the others."""
+        error = int(self._words[layout.HOST_ERROR])
+        if not error or self._is_late(error):
+            return
+        asks = error in (layout.ERROR_TIMEOUT, layout.ERROR_CIRCLE)
+        answers = ask(self.session) if asks else {}  # without the lock: answers come meanwhile
+        with self._lock:
+            if self._is_late(error):
+                self._found = True
+                return
+            fault = self._explain(error, answers)
+            self.spread(fault)  # before the program sees it, which may end at once
+            self._found, self._fault = True, fault
+
+    def _is_late(self, error: int) -> bool:
+        """Whether there is a fault already, and it says as much as what kernels found."""
+        with self._lock:
+            return self._found or (self._fault is not None and error not in _EXPLAINS)
+
+    def _explain(self, error: int, answers: Mapping[int, Mapping[str, Any]]) -> MiracclError:
+        words, rank, there = self._words, self.rank, int(self._words[layout.HOST_PEER])
+        number, signature = int(words[layout.HOST_LAUNCH]), int(words[layout.HOST_SIGNATURE])
+        peer, op = (
+            self._called[there],
+            self._name(number, signature) if number or signature else None,
+        )
+        if error == layout.ERROR_SIZES:
+            return mismatch(words, rank, peer, self._refused(there), op)
+        what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
+        if error == layout.ERROR_CROSSED:
+            text = f"rank {rank} waits for {what} from rank {peer}, which has gone on to {op} and waits for rank {rank} there"
+            hint = "a send and its receive come before or after the same collectives on both ranks"
+            return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
+        if error == layout.ERROR_CIRCLE:
+            return CollectiveMismatch(self._circle(answers), rank=rank, peer=peer, hint=IN_ORDER)
+        boards = self._look()
+        unlike = (
+            boards.unlike(number)
+            if boards is not None and op is not None and error != layout.ERROR_MISMATCH
+            else None
+        )
+        if unlike is not None:
+            there, number, signature = unlike
+            peer, op = self._called[there], self._name(number, signature)
+        if unlike is not None or error == layout.ERROR_MISMATCH:
+            count = f" (number {number} of this communicator on GPU memory)" if number else ""
+            text = f"rank {peer} called another operation in the same place{count}"
+            same = "collective, dtype, elements, counts, operator, root and window"
+            hint = f"{same} must be the same on all ranks, in the same order; results since then are void"
+            return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
+        if error == layout.ERROR_LEFT:
+            return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
+        copies = int(words[layout.HOST_WHAT]) == layout.WHAT_COPY
+        whom = (
+            "between ranks" if there == self.session.rank else f"from rank {peer}"
+        )  # of copies in graphs it is not known
+        text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} {whom}"
+        does = (
+            {
+                r: boards.describe(r, number, self._name) if op else boards.last(r, self._name)
+                for r in boards.theirs
+            }
+            if boards
+            else {}
+        )
+        does[self.session.rank] = f"waits for {what} {whom}{f' in {op}' if op else ''}"
+        if boards is None or not op:
+            hint = f"rank {peer} has not come to this message, or is stuck before it on its stream"
+        elif copies:
+            hint = "all ranks have met for it; the program of one stands before its copies, or its GPU does not go on"
+        elif boards.has_begun(there, number):
+            hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
+        else:
+            hint = (
+                f"rank {peer} has not come to this operation, or is stuck before it on its stream"
+            )
+        where = {r: place(answer) or silence(answer) for r, answer in answers.items()}
+        graph = sorted(
+            (self._called[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where}
+        )
+        return CollectiveTimeout(
+            text,
+            graph=tuple(graph_line(*line) for line in graph),
+            rank=rank,
+            peer=peer,
+            op=op,
+            hint=hint,
+        )
+
+    def _circle(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
+        """Who waits for whom in messages, and where its program is."""
+        waits_for, rooms = (
+            int(self._words[layout.HOST_CIRCLE]),
+            int(self._words[layout.HOST_CIRCLE + 1]),
+        )
+        found = [self.session.rank, int(self._words[layout.HOST_PEER])]
+        while (following := waits_for >> 4 * found[-1] & 15) not in found:
+            found.append(following)
+        ranks = [self._called[there] for there in found]
+
+        def says(i: int, j: int) -> str:
+            what = (
+                f"rank {ranks[j]} to receive"
+                if rooms >> found[i] & 1
+                else f"a message from rank {ranks[j]}"
+            )
+            return together(f"rank {ranks[i]} waits for {what}", place(answers.get(found[i], {})))
+
+        return circle(ranks, says)
+
+    # ---- ending waits
+
+    def abort(self, reason: str) -> None:
+        """End what waits on all ranks' GPUs. Any thread may call it. The others are told first: a program that it wakes may end at once."""
+        error = of_abort(self.rank, reason)
+        self._notify(error)
+        self._end(error, found_here=True)
+
+    def end_in_vain(self, op: str, text: str) -> None:
+        """Nothing comes of what waits here: ranks wait for one another."""
+        fault = CollectiveMismatch(text, rank=self.rank, op=op, hint=IN_ORDER)
+        self._notify(fault)
+        self._end(fault, heard=True)
+
+    def settle(self, fault: MiracclError) -> None:
+        """End what waits on this rank's GPU, because of ``fault``, which the others know. Any thread may call it."""
+        self._end(fault)
+
+    def leave(self) -> None:
+        """Tell the others that this rank's GPU has ended its work for good: kernels that still wait for it do so in vain, and end."""
+        with contextlib.suppress(MiracclError):
+            self.session.notify({LEFT: True})
+
+    def _notify(self, error: MiracclError) -> None:
+        with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+            self.session.notify({NOTICE: to_words(error)})
+
+    def _event(self, event: Event) -> None:
+        """From the session's watcher: kernels that wait end within milliseconds."""
+        if isinstance(event, PeerLost):
+            self._end(of_death(event, rank=self.rank, called=self._called), heard=True)
+        elif isinstance(event, Notice) and NOTICE in event.payload:
+            peer = self._called[event.from_rank]
+            told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)
+            self._end(
+                told
+                or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer),
+                heard=True,
+            )
+        elif isinstance(event, Notice) and event.payload.get("kind") == lookout.KIND:
+            lookout.hear(event.payload)
+        elif isinstance(event, Notice) and LEFT in event.payload:
+            self._left(event.from_rank, "finalized")
+        elif (
+            isinstance(event, PeerLeft) and event.rank != HUB
+        ):  # it may have failed when others took it for ready
+            self._left(event.rank, event.reason)
+
+    def _left(self, peer: int, why: str) -> None:
+        """What ``peer`` has not stored by now never comes."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._why_left.setdefault(peer, why)
+                self._words[layout.HOST_LEFT] |= 1 << peer
+
+    def watch_copies(
+        self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]
+    ) -> None:
+        """``engines`` have streams that wait for words of peers, after the launch that ``under_way()`` names by number and signature.
+
+        No kernel looks at the abort word or at the deadline while they do: a thread does, and lets go of them again and again once waits
+        are to end.
+        """
+        self._engines = engines
+        if self.broken:
+            self._end(None)
+        else:
+            threading.Thread(
+                target=self._look_at_copies,
+                args=(engines, under_way),
+                name="miraccl gpu look",
+                daemon=True,
+            ).start()
+
+    def _look_at_copies(
+        self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]
+    ) -> None:
+        waited, before, last = 0.0, None, time.monotonic()
+        while not self._ended.wait(LOOK_S):
+            with self._looking:  # the memory is there until the end
+                if self._ended.is_set():
+                    return
+                copies = under_way()
+                now = time.monotonic()
+                waited = (
+                    waited + min(now - last, LONGEST_GAP_S)
+                    if copies is not None and copies == before
+                    else 0.0
+                )
+                before, last = copies, now
+                if copies is not None and waited > self._timeout:
+                    peer = engines.awaited()
+                    self._report(
+                        layout.ERROR_TIMEOUT,
+                        self.session.rank if peer is None else peer,
+                        layout.WHAT_COPY,
+                        *copies,
+                    )
+            with self._lock:  # the words are there until the end
+                if self._ended.is_set() or self._releasing:
+                    return
+                if self._words[layout.HOST_ERROR]:
+                    self._end(None)
+
+    def _end(
+        self, fault: MiracclError | None, *, found_here: bool = False, heard: bool = False
+    ) -> None:
+        """End all waits, now and later. The first fault stays; what kernels have found says more than one that was ``found_here``.
+
+        Waits end first: a program that has seen the fault and goes on to another operation must find that none runs any more, or others
+        would take it for a mismatch.
+        """
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._words[layout.HOST_ABORT] = 1
+            if self._fault is None and not (found_here and self._words[layout.HOST_ERROR]):
+                self._fault, self._heard = fault, heard
+            if self._engines is not None and not self._releasing:
+                self._releasing = True
+                threading.Thread(
+                    target=self._release,
+                    args=(self._engines,),
+                    name="miraccl gpu release",
+                    daemon=True,
+                ).start()
+
+    def _release(self, engines: Engines) -> None:
+        """Streams reset the words that they wait for, so letting go once is not enough."""
+        while not self._ended.wait(REPEAT_S):
+            with self._letting_go, contextlib.suppress(MiracclError):  # whatever a look waits for
+                if not self._ended.is_set():
+                    engines.let_go()
+
+    def end(self) -> None:
+        """The GPU has ended its work: from now on nothing is written to the words, whose memory may go."""
+        with self._lock:
+            self._ended.set()
+        with self._looking, self._letting_go:
+            pass

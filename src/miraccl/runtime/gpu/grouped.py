@@ -1,0 +1,139 @@
+"""Operations on GPU memory inside ``miraccl.group()``: they are noted and run at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from miraccl.comm import group as groups
+from miraccl.comm.group import Group
+from miraccl.executor.cuda.doors.table import Doors
+from miraccl.executor.cuda.moves import move_signature
+from miraccl.runtime.gpu.persistent import result_of
+from miraccl.runtime.gpu.work import stream_of
+from miraccl.types import Collective
+
+_POINT_TO_POINT = ("send", "recv", "sendrecv")
+
+
+class Grouped:
+    """The methods of ``gpu`` for a group: all sends and receives are run in one launch, then the collectives in their order.
+
+    Operations in several streams become one in the stream of the first; the other streams wait before and after.
+    """
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+        self._items: list[
+            tuple[int, Any]
+        ] = []  # (stream, transfer or what runs a collective) in the order of the calls
+        self._arrays: list[Any] = []  # of the transfers: users may let go of them before the end
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in _POINT_TO_POINT:
+            transferring: Callable[..., Any] = getattr(self, f"_{name}")
+            return transferring
+
+        def note(*args: Any, stream: Any = None, **more: Any) -> Any:
+            number, method = stream_of(self._gpu, stream), getattr(self._gpu, name)
+            result, args = result_of(name, args, self._gpu)
+            self._items.append((number, lambda: method(*args, stream=number, **more)))
+            return result
+
+        return note
+
+    def _send(self, x: Any, dst: int, *, stream: Any = None) -> None:
+        self._add(
+            stream_of(self._gpu, stream), x, self._gpu.transfer(x, dst, False, "send", stream)
+        )
+
+    def _recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
+        self._add(stream_of(self._gpu, stream), x, self._gpu.transfer(x, src, True, "recv", stream))
+        return x
+
+    def _sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
+        sent, got = (
+            self._gpu.transfer(*part, "sendrecv", stream)
+            for part in ((x, dst, False), (out, src, True))
+        )
+        self._gpu._apart(sent.memory, got.memory, "sendrecv")
+        number = stream_of(self._gpu, stream)
+        self._add(number, x, sent)
+        self._add(number, out, got)
+        return out
+
+    def add(self, stream: int, messages: Sequence[tuple[Any, int, bool]]) -> None:
+        """Sends and receives, which are right: array, peer, whether it is received."""
+        for x, peer, receives in messages:
+            self._add(
+                stream,
+                x,
+                self._gpu.transfer(x, peer, receives, "recv" if receives else "send", stream),
+            )
+
+    def are_collective(self, signature: int, count: int) -> None:
+        """The last ``count`` sends and receives are a collective with this signature."""
+        items = self._items[-count:]
+        del self._items[-count:]
+        number, transfers = items[0][0], [transfer for _, transfer in items]
+        self._items.append(
+            (number, lambda: self._gpu.exchange(transfers, stream=number, signature=signature))
+        )
+
+    def _add(self, stream: int, array: Any, transfer: Any) -> None:
+        self._items.append((stream, transfer))
+        self._arrays.append(array)
+
+    def run(self) -> None:
+        """The end of the group."""
+        with self._gpu.gpu.visited():
+            self._run()
+
+    def _run(self) -> None:
+        transfers = [(number, item) for number, item in self._items if not callable(item)]
+        if transfers:
+            streams = list(dict.fromkeys(number for number, _ in transfers))
+            first = streams[0]
+            for other in streams[1:]:
+                self._gpu.gpu.order_streams(other, first)
+            self._gpu.exchange([transfer for _, transfer in transfers], stream=first)
+            for other in streams[1:]:
+                self._gpu.gpu.order_streams(first, other)
+        for _, item in self._items:
+            if callable(item):
+                item()
+
+    def drop(self) -> None:
+        """An exception has left the group."""
+
+
+class Groupable:
+    """A communicator whose calls a group may take."""
+
+    def grouped(self, group: Group) -> Grouped:
+        """What takes calls while a group is open."""
+        return group.part(self, Grouped)
+
+
+class GroupableByDoors(Groupable):
+    """A communicator whose doors note the messages of a group, until a call that they do not take."""
+
+    _doors: Doors
+
+    def _hand_over(self, group: Group) -> None:
+        """What doors have noted is Python's to run."""
+        stream, messages, signature = self._doors.take_notes()
+        self.grouped(group).add(stream, messages)
+        if signature:
+            self.grouped(group).are_collective(signature, len(messages))
+
+    def are_collective(
+        self, collective: Collective, root: int, counts: Sequence[int], count: int
+    ) -> None:
+        """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
+        of an array: arguments as of ``executor.cuda.moves.move_signature``."""
+        signature = move_signature(collective, root, counts)
+        if not (groups.is_compiled_alone() and self._doors.are_collective(signature, count)):
+            whole = groups.current()
+            assert whole is not None
+            self.grouped(whole).are_collective(signature, count)

@@ -1,0 +1,411 @@
+"""Arrays on a GPU as users pass them: PyTorch tensors, anything with ``__cuda_array_interface__`` (CuPy, Numba, RAPIDS) or DLPack.
+
+Only headers are read; nothing is copied.  PyTorch is recognised without being imported.  DLPack is asked last: it may make streams wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from miraccl.comm.arguments import (
+    ALLOWED,
+    IMMUTABLE,
+    MOST_BYTES,
+    DLTensor,
+    capsule_of,
+    has_mask,
+    negated,
+    shape_of,
+    too_large,
+    without_memory,
+)
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.doors import layout as at
+from miraccl.executor.cuda.doors.kinds import Kind
+from miraccl.runtime.gpu.stream import dlpack_stream, find_current_stream, number_of
+from miraccl.types import DL_TYPES, DType
+
+if TYPE_CHECKING:
+    from miraccl.executor.cuda.gpu import Gpu
+
+#: names of dtypes: ours, and PyTorch's and NumPy's where they differ
+DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.FLOAT8_E4M3}
+_torch_dtypes: dict[Any, DType] = {}
+_typestrs: dict[str, DType] = {}
+#: for doors: types whose arrays were right, and by what they were looked at; those of the first ones that a process has
+kinds: dict[type, Kind] = {}
+
+
+class DeviceMemory(NamedTuple):
+    """A contiguous buffer. ``keep`` is what must stay alive while the GPU works on it, beyond what users hold; None for most."""
+
+    address: int
+    count: int  # type: ignore[assignment]  # elements; hides tuple.count
+    dtype: DType
+    keep: Any = None
+    read_only: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    def part(self, first: int, count: int) -> DeviceMemory:
+        """Elements ``first`` to ``first + count``."""
+        return DeviceMemory(
+            self.address + first * self.dtype.itemsize, count, self.dtype, self.keep, self.read_only
+        )
+
+
+def lies_on_gpu(thing: Any) -> bool:
+    """Whether ``thing`` is an array in GPU memory; cheap, never raises, imports nothing."""
+    if isinstance(thing, np.ndarray):
+        return False
+    try:
+        flag = getattr(thing, "is_cuda", None)
+        if flag is not None:
+            return bool(flag)
+    except Exception:  # a property may raise anything
+        return _dlpack_device(thing)[0] in _DL_CUDA
+    try:
+        # the class is asked first, since that is cheap; JAX's has the attribute, but only its arrays on a GPU do
+        if hasattr(type(thing), "__cuda_array_interface__") and hasattr(
+            thing, "__cuda_array_interface__"
+        ):
+            return True
+    except Exception:  # who asks for the address tells what is wrong
+        return _dlpack_device(thing)[0] in (0, *_DL_CUDA)
+    return _dlpack_device(thing)[0] in _DL_CUDA
+
+
+_DL_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
+#: more bytes than any GPU has: of the address of a tensor whose storage was freed nothing is left but its offset into that
+FREED_BELOW = 1 << 40
+
+
+def _dlpack_device(thing: Any) -> tuple[int, int]:
+    """(kind, number) of the device that DLPack says, (0, 0) without."""
+    if not hasattr(type(thing), "__dlpack_device__"):
+        return 0, 0
+    try:
+        kind, number = thing.__dlpack_device__()
+        return int(kind), int(number)
+    except Exception:  # an array of several devices, one that was deleted, what is no device
+        return 0, 0
+
+
+def ordinal_of(thing: Any) -> int:
+    """The number of the GPU on which ``thing`` lies; the current one where neither the array nor the driver says."""
+    # PyTorch's name, CuPy's name; JAX's devices have an id, too, which counts those of all processes
+    number = getattr(getattr(thing, "device", None), "id" if _is_cupys(thing) else "index", None)
+    if isinstance(number, int):
+        return number
+    kind, number = _dlpack_device(thing)
+    if kind in _DL_CUDA:
+        return number
+    interface = _interface_of(thing, "", "an array")
+    if interface is None:
+        return current_ordinal()
+    from miraccl.executor.cuda.driver import ordinal_at  # programs without a GPU need none of it
+
+    _check_interface(interface, "an array")
+    found = ordinal_at(int(interface["data"][0] or 0))
+    return current_ordinal() if found is None else found  # memory that all GPUs see
+
+
+def current_ordinal() -> int:
+    """The number of the GPU that this thread works on: PyTorch's, CuPy's, that of the driver's current context, or 0."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.current_device())
+    if cupy is not None:
+        return int(cupy.cuda.Device().id)
+    from miraccl.executor.cuda.contexts import (
+        ordinal_of_thread,
+    )  # programs without a GPU need none of it
+
+    return ordinal_of_thread() or 0
+
+
+def device_view(
+    thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu | None = None
+) -> DeviceMemory:
+    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``.
+
+    ``stream`` is where it will be used; DLPack's producers make it wait for what they still compute.  ``gpu`` is the one that will use it:
+    arrays on another one are refused.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor):
+        return _view_tensor(thing, torch, name, where, gpu)
+    if isinstance(thing, DeviceMemory):
+        return thing
+    if hasattr(type(thing), "miraccl_view"):
+        return _on(gpu, thing.miraccl_view, name, where)
+    immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
+    interface = None if immutable else _interface_of(thing, name, where)
+    if interface is not None:
+        view = _on(gpu, _view_interface(thing, interface, name, where), name, where)
+        if not _is_cupys(thing):
+            _wait_for_producer(interface, stream, gpu)
+            _note(thing, Kind(dlpack=False))
+        return view
+    kind, ordinal = _dlpack_device(thing)
+    if kind in _DL_CUDA:
+        if gpu is not None and kind == _DL_CUDA[0] and ordinal != gpu.ordinal:
+            raise _elsewhere(name, where, ordinal, gpu)
+        view = _view_dlpack(thing, name, where, dlpack_stream(stream, ordinal))
+        _note(thing, Kind(dlpack=True, immutable=immutable))
+        return view._replace(read_only=view.read_only or immutable)
+    if kind or hasattr(type(thing), "__array_interface__"):
+        raise InvalidUsage(
+            f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
+        )
+    text = f"{where}: {name} is a {type(thing).__name__}"
+    raise InvalidUsage(
+        f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack"
+    )
+
+
+def _on(gpu: Gpu | None, view: DeviceMemory, name: str, where: str) -> DeviceMemory:
+    """The memory, unless it is another GPU's."""
+    if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
+        raise _elsewhere(name, where, owner, gpu)
+    return view
+
+
+def _interface_of(thing: Any, name: str, where: str) -> Any:
+    """What it gives for an interface, None without."""
+    try:
+        return getattr(thing, "__cuda_array_interface__", None)
+    except Exception as error:
+        which = f"{where}: {name}" if name else where
+        raise InvalidUsage(
+            f"{which} gives no __cuda_array_interface__: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_cupys(thing: Any) -> bool:
+    """An array of CuPy's names the current stream, as calls take it that name none; in another one the caller sees to the order."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(thing, cupy.ndarray)
+
+
+def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) -> None:
+    """Where the interface names a stream, that of the operation waits for what is in it (its version 3, "Synchronization")."""
+    producer = interface.get("stream")
+    if producer is None or gpu is None:
+        return
+    consumer = find_current_stream()(gpu.ordinal) if stream is None else number_of(stream)
+    if (int(producer) or at.STREAM_LEGACY) == (consumer or at.STREAM_LEGACY):
+        return
+    with gpu.visited():
+        if gpu.capture_id(int(producer)) == gpu.capture_id(
+            consumer
+        ):  # what is not in the graph is no part of its order
+            gpu.order_streams(int(producer), consumer)
+
+
+def _note(thing: Any, how: Kind) -> None:
+    """Tell doors of the type of an array that is right."""
+    if type(thing) not in kinds and len(kinds) < at.MOST_KINDS:
+        kinds[type(thing)] = how
+
+
+def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory:
+    """The capsule is kept, not consumed: the producer's memory is let go when the last reference to it goes."""
+    try:
+        capsule, pointer, read_only = capsule_of(thing, stream=stream)
+    except Exception as error:
+        raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {error}") from error
+    tensor = DLTensor.from_address(pointer)
+    dtype = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
+        raise InvalidUsage(
+            f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}"
+        )
+    count, dense, shape = 1, True, shape_of(tensor, name, where)
+    for axis in reversed(range(tensor.ndim)):
+        dense = dense and (not tensor.strides or shape[axis] == 1 or tensor.strides[axis] == count)
+        count *= shape[axis]
+    if not dense and count:
+        strides = list(tensor.strides[: tensor.ndim])
+        raise InvalidUsage(
+            f"{where}: {name} is not contiguous (shape {list(shape)}, strides {strides} elements)"
+        )
+    _check_size(count, dtype, name, where)
+    address = (tensor.data or 0) + tensor.byte_offset
+    if not tensor.data and count:
+        raise without_memory(name, where, count)
+    if address % dtype.itemsize:
+        raise _unaligned(name, where, dtype)
+    return DeviceMemory(address, count, dtype, capsule, read_only)
+
+
+def _check_size(count: int, dtype: DType, name: str, where: str) -> None:
+    """Refuse what no memory can be."""
+    if count * dtype.itemsize > MOST_BYTES:  # less is for the driver to refuse
+        raise too_large(count, dtype.label, name, where)
+
+
+def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
+    return InvalidUsage(
+        f"{where}: {name} is not aligned to its element size of {dtype.itemsize} bytes"
+    )
+
+
+def _elsewhere(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
+    text = (
+        f"{where}: {name} lies on GPU {ordinal}, but this communicator works on GPU {gpu.ordinal}"
+    )
+    return InvalidUsage(text, hint="a rank works on one GPU: that of the first array it passed")
+
+
+def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None) -> DeviceMemory:
+    if not _torch_dtypes:
+        _torch_dtypes.update(
+            {
+                getattr(torch, label): code
+                for label, code in DTYPE_NAMES.items()
+                if hasattr(torch, label)
+            }
+        )
+    dtype = _torch_dtypes.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidUsage(
+            f"{where}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}"
+        )
+    if gpu is None or tensor.get_device() != gpu.ordinal:  # costs what is_cuda does
+        if not tensor.is_cuda:
+            raise InvalidUsage(
+                f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
+            )
+        if gpu is not None:
+            raise _elsewhere(name, where, tensor.get_device(), gpu)
+    if not tensor.is_contiguous():
+        text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+        raise InvalidUsage(text, hint="pass x.contiguous()")
+    if tensor.is_neg():
+        raise negated(name, where)
+    address, count = tensor.data_ptr(), tensor.numel()
+    if address < FREED_BELOW and count and address == tensor.storage_offset() * dtype.itemsize:
+        raise without_memory(name, where, count)
+    return DeviceMemory(address, count, dtype)
+
+
+def _named(thing: Any, typestr: str) -> DType | None:
+    """The dtype of an array that gives it as ``typestr``; for bfloat16 and 8-bit floats NumPy has no code that says what they are."""
+    with contextlib.suppress(TypeError, ValueError, SyntaxError):
+        dtype = np.dtype(typestr)
+        if dtype.kind != "V" or dtype.name in DTYPE_NAMES:
+            found = DTYPE_NAMES.get(dtype.name) if dtype.isnative else None
+            if found is not None:
+                _typestrs[typestr] = found
+            return found
+    return DTYPE_NAMES.get(getattr(getattr(thing, "dtype", None), "name", ""))
+
+
+_NUMBERS, _TUPLES = (int, np.integer), (tuple, list)
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, _NUMBERS) and bool(given >= 0)
+
+
+def _is_handle(given: Any) -> bool:
+    """Of memory, or of a stream."""
+    return _is_number(given) and bool(given < 1 << 63)
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, _TUPLES) and all(map(_is_number, given))
+
+
+def _are_strides(given: Any) -> bool:
+    return given is None or (
+        isinstance(given, _TUPLES) and all(isinstance(step, _NUMBERS) for step in given)
+    )
+
+
+def _is_data(given: Any) -> bool:
+    return (
+        isinstance(given, _TUPLES)
+        and len(given) == 2
+        and (given[0] is None or _is_handle(given[0]))
+    )
+
+
+#: keys of ``__cuda_array_interface__`` that are looked at -> whether a value is right, what it is then
+_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "shape": (_is_shape, "a tuple of lengths from 0 on"),
+    "strides": (_are_strides, "None or a tuple of steps in bytes"),
+    "typestr": (lambda given: isinstance(given, str), "a str"),
+    "data": (_is_data, "a tuple of an address and whether the memory is read-only"),
+    "stream": (lambda given: given is None or _is_handle(given), "None or the number of a stream"),
+}
+
+
+def _check_interface(interface: Any, which: str) -> None:
+    """Refuse what is no ``__cuda_array_interface__``; ``which`` are the call and its array."""
+    if not isinstance(interface, dict):
+        raise InvalidUsage(
+            f"{which} has a __cuda_array_interface__ that is a {type(interface).__name__}; it is a dict"
+        )
+    for key, (is_right, form) in _KEYS.items():
+        if not is_right(given := interface.get(key)):
+            raise InvalidUsage(
+                f"{which} has a __cuda_array_interface__ whose {key} is {given!r}; it is {form}"
+            )
+    shape, strides = interface["shape"], interface.get("strides")
+    if strides is not None and len(strides) != len(shape):
+        raise InvalidUsage(
+            f"{which} has a __cuda_array_interface__ with {len(shape)} lengths in shape, and {len(strides)} strides"
+        )
+
+
+def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str) -> DeviceMemory:
+    _check_interface(interface, f"{where}: {name}")
+    shape, typestr = interface["shape"], interface["typestr"]
+    dtype = _typestrs.get(typestr)
+    if dtype is None and (dtype := _named(thing, typestr)) is None:
+        raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {ALLOWED}")
+    strides, size, count = interface.get("strides"), dtype.itemsize, 1
+    for length in shape:
+        count *= int(length)
+    _check_size(count, dtype, name, where)
+    if strides is not None and count:
+        expected = size
+        for length, stride in zip(reversed(shape), reversed(strides)):
+            if length != 1 and stride != expected:
+                raise InvalidUsage(
+                    f"{where}: {name} is not contiguous (shape {shape}, strides {strides} bytes)"
+                )
+            expected *= length
+    address, read_only = interface["data"]
+    if not address and count:
+        raise without_memory(name, where, count)
+    address = int(address or 0)
+    if address % size:
+        raise _unaligned(name, where, dtype)
+    if interface.get("mask") is not None:
+        raise has_mask(name, where)
+    return DeviceMemory(address, count, dtype, None, bool(read_only))
+
+
+def empty_like(thing: Any, count: int, where: str) -> Any:
+    """A flat array of the same library, dtype and device with ``count`` elements."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor):
+        return torch.empty(count, dtype=thing.dtype, device=thing.device)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(thing, cupy.ndarray):
+        make: Callable[..., Any] = cupy.empty
+        with thing.device:  # else it lies on the current one
+            return make(count, dtype=thing.dtype)
+    raise InvalidUsage(
+        f"{where}: give out, an array for the result, with arrays of type {type(thing).__name__}"
+    )

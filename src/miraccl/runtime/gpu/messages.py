@@ -1,0 +1,272 @@
+"""Sends, receives and the uneven collectives on GPU memory: what ``DeviceCommunicator`` does with the kernel ``p2p``.
+
+Everything here but ``reduce_scatter_v`` only moves data: it becomes a list of messages, and one launch runs them all.  The first
+operation on GPU memory sets the GPU side up and therefore takes all ranks; later ones take those that are named.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from miraccl.comm.arguments import peer_rank
+from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.lanes import fills_gpu
+from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
+from miraccl.executor.cuda.moves import move_signature
+from miraccl.executor.cuda.source import Frame
+from miraccl.runtime.gpu.collectives import Operator
+from miraccl.runtime.gpu.memory import DeviceMemory, device_view
+from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.runtime.gpu.uneven import Uneven, UnevenCollectives, parts_of, transfers_of
+from miraccl.topo.records import PathType
+from miraccl.transport.cuda_p2p import SymmetricMemory
+from miraccl.transport.cuda_pairs import DIRECT
+from miraccl.types import Collective, DType
+
+if TYPE_CHECKING:
+    from miraccl.executor.cuda.gpu import Gpu
+    from miraccl.executor.cuda.lower import CommArgs
+    from miraccl.executor.cuda.message_launch import MessageLaunches
+    from miraccl.executor.cuda.plan import DevicePlan
+
+SINCE_ARCH = 90
+_WORD, _REFUSED = struct.Struct("<Q"), 1 << 63
+_ITEMSIZES = tuple(
+    dtype.itemsize for dtype in DType
+)  # by code: calls are counted in fractions of a microsecond
+
+
+def frame_of(memory: SymmetricMemory) -> Frame:
+    """How rows of messages are framed, the same on all ranks: lines where every path keeps 128 bytes together, which NVLink does.
+
+    NCCL allows LL128 within a host up to NVB (src/graph/tuning.cc).  Where the topology is not known, Hopper and
+    later are taken to have NVLink.
+    """
+    for (a, b), choice in memory.ways.items():
+        path = memory.path(a, b)
+        near = memory.facts[a].arch >= SINCE_ARCH if path is None else path <= PathType.NVB
+        if choice.kind not in DIRECT or not near:
+            return Frame.PAIR
+    return Frame.LINE
+
+
+def read_refused(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
+    """The size of this rank's message that ``peer`` has refused, as in ``layout.MESSAGE``."""
+    (word,) = _WORD.unpack(
+        gpu.read(args.inboxes[peer] + layout.REFUSED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size)
+    )
+    return int(word) - _REFUSED if word >= _REFUSED else None
+
+
+def mismatch(host: Any, rank: int, peer: int, refused: int | None, op: str | None) -> MiracclError:
+    """The error of ``layout.ERROR_SIZES``. ``refused``: see ``read_refused``; a kernel that sends knows only the message it is at."""
+    sends = int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
+    words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
+    sizes = [words[i] | words[i + 1] << 32 for i in (0, 2)]
+    mine, theirs = (
+        _in_words(refused if sends and refused is not None else sizes[0]),
+        _in_words(sizes[1]),
+    )
+    verb, other = ("sends", "receives") if sends else ("receives", "sends")
+    text = f"rank {rank} {verb} {mine} where rank {peer} {other} {theirs}"
+    hint = (
+        "counts, dtype and root must be the same on all ranks"
+        if op
+        else "a send and its receive have the same count and dtype"
+    )
+    return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
+
+
+def _in_words(size: int) -> str:
+    nbytes, code = size & ((1 << layout.TYPE_SHIFT) - 1), size >> layout.TYPE_SHIFT
+    return describe(nbytes, code) if code in DType._value2member_map_ else f"{nbytes} bytes"
+
+
+class MessageCalls(UnevenCollectives):
+    """The part of ``DeviceCommunicator`` that moves messages; it owns ``_messages``, everything else is the communicator's."""
+
+    last_plan: DevicePlan | None
+    _messages: MessageLaunches
+
+    if TYPE_CHECKING:
+
+        def _enter(self, name: str, stream: Any, fills: bool = True) -> int: ...
+        def _hold(self, views: Sequence[DeviceMemory], number: int) -> None: ...
+        def _run(
+            self,
+            collective: Collective,
+            source: DeviceMemory,
+            target: DeviceMemory,
+            count: int,
+            op: Operator,
+            root: int,
+            stream: Any,
+        ) -> None: ...
+
+    # ---- point to point
+
+    def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
+        """Send ``x`` to rank ``dst``. Matches one ``recv`` of the same count and dtype, in order."""
+        if self._send(x, dst, False, stream):
+            self._go([self._message(x, dst, False, "x", "send", stream)], "send", stream)
+
+    def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
+        """Receive from rank ``src`` into ``x``."""
+        if self._recv(x, src, False, stream):
+            self._go([self._message(x, src, True, "x", "recv", stream)], "recv", stream)
+        return x
+
+    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
+        """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
+        if not self._sendrecv(x, dst, out, src, False, stream):
+            return out
+        pair = [
+            self._message(x, dst, False, "x", "sendrecv", stream),
+            self._message(out, src, True, "out", "sendrecv", stream),
+        ]
+        (_, sent), (_, got) = pair
+        if (
+            -got.nbytes < got.address - sent.address < sent.nbytes
+        ):  # what the check asks, without a call
+            self._apart(pair[0][0], pair[1][0], "sendrecv")
+        self._go(pair, "sendrecv", stream)
+        return out
+
+    def transfer(
+        self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None
+    ) -> DeviceTransfer:
+        """One argument of ``exchange``, checked."""
+        memory, message = self._message(
+            x, peer, receives, "out" if receives and where == "sendrecv" else "x", where, stream
+        )
+        return DeviceTransfer(receives=receives, peer=message.peer, memory=memory)
+
+    def _message(
+        self, x: Any, peer: Any, receives: bool, name: str, where: str, stream: Any
+    ) -> tuple[DeviceMemory, Message]:
+        memory = device_view(x, name, where, stream, self.gpu)
+        if receives and memory.read_only:
+            raise InvalidUsage(
+                f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank
+            )
+        return memory, _message(
+            receives, peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory
+        )
+
+    def _go(
+        self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any, signature: int = 0
+    ) -> None:
+        """Enqueue one launch; ``signature``: of the collective that it is, if any."""
+        messages = [message for _, message in parts]
+        fills = fills_gpu(sum([m.nbytes for m in messages]), len(messages))
+        number = self._enter(name, stream, fills)
+        self._messages.run(messages, number, fills, signature)
+        self.last_plan = self._messages.last_plan
+        for memory, _ in parts:
+            if memory.keep is not None:
+                self._hold([memory], number)
+
+    def exchange(
+        self,
+        transfers: Sequence[DeviceTransfer],
+        *,
+        stream: Any = None,
+        name: str = "group",
+        signature: int = 0,
+    ) -> None:
+        """Sends and receives that go on together; between two ranks they match in their order.  ``signature``: of the collective that they
+        are, if any, which all ranks then call, also those without any."""
+        self._go(
+            [(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers],
+            name,
+            stream,
+            signature,
+        )
+
+    def barrier(self, *, stream: Any = None) -> None:
+        """What follows in the stream begins when every rank's stream has come here."""
+        number = self._enter("barrier", stream, False)
+        others = [r for r in range(self.nranks) if r != self.rank]
+        words = [
+            Message(receives, r, 0, 0, int(DType.UINT8))
+            for r in others
+            for receives in (False, True)
+        ]
+        self._messages.run(words, number, False, move_signature(Collective.BARRIER))
+
+    # ---- collectives with a root or with counts
+
+    def _run_rooted(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
+    ) -> None:
+        counts = [count] * self.nranks
+        every = counts if self.rank == root else ()
+        sends, receives = (
+            ((count,), every) if collective is Collective.GATHER else (every, (count,))
+        )
+        asked = Uneven(
+            collective=collective,
+            source=source,
+            target=target,
+            sends=sends,
+            receives=receives,
+            counts=counts,
+            root=root,
+        )
+        self._run_messages(asked, collective.label, stream)
+
+    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+        if asked.collective is Collective.REDUCE_SCATTER:
+            self._reduce_in_parts(asked.source, asked.target, asked.sends, asked.op, stream)
+        else:
+            self._run_messages(asked, asked.name, stream)
+
+    def _reduce_in_parts(
+        self,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        sizes: Sequence[int],
+        op: Operator,
+        stream: Any,
+    ) -> None:
+        """Equal counts are one kernel, others a ``reduce`` per rank."""
+        if len(set(sizes)) == 1:
+            self._run(Collective.REDUCE_SCATTER, source, target, sizes[0], op, 0, stream)
+            return
+        for root, part in parts_of(source, sizes):
+            self._run(
+                Collective.REDUCE,
+                part,
+                target if root == self.rank else part,
+                part.count,
+                op,
+                root,
+                stream,
+            )
+
+    def _run_messages(self, asked: Uneven, name: str, stream: Any) -> None:
+        sent, received = transfers_of(asked, self.rank, self.nranks)
+        for _, memory in received:
+            if memory.read_only:
+                raise self._constant(name)
+        parts = [(m, _message(False, r, m)) for r, m in sent]
+        parts += [(m, _message(True, r, m)) for r, m in received]
+        self._go(parts, name, stream, move_signature(asked.collective, asked.root, asked.counts))
+
+
+def _message(receives: bool, peer: int, memory: DeviceMemory) -> Message:
+    address, count, dtype, _, _ = memory
+    nbytes = count * _ITEMSIZES[dtype]
+    if nbytes >= MAX_BYTES:
+        raise InvalidUsage(f"a message has {nbytes} bytes; at most {MAX_BYTES - 1} are possible")
+    return Message(receives, peer, address, nbytes, dtype._value_)

@@ -1,0 +1,64 @@
+"""Prepared operations on GPU memory, and what an operation returns before it has run (groups ask for that, too)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from miraccl.executor.cuda.contexts import AnotherGpu
+from miraccl.runtime.gpu.checks import Checks
+from miraccl.runtime.gpu.stream import stream_of_its_own
+from miraccl.runtime.gpu.work import InItsStream
+
+#: operations that make an array for the result where none is given -> where that stands in the arguments of the public methods
+_PLACE_OF_OUT = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "gather": 2,
+    "scatter": 2,
+    "all_gather_v": 2,
+    "reduce_scatter_v": 2,
+    "all_to_all_v": 3,
+    "gather_v": 3,
+    "scatter_v": 3,
+}
+
+
+def result_of(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(what an operation of ``gpu`` returns, its arguments with an array for the result), where the operation has not run yet.
+
+    ``args`` are in the order of the public methods, all of them.  What the operation would refuse is refused now.
+    """
+    if name == "barrier":
+        return None, ()
+    given = [list(x) if isinstance(x, Iterator) else x for x in args]  # counts are looked at twice
+    result = getattr(Checks(gpu), name)(*given)
+    place = _PLACE_OF_OUT.get(name)
+    if place is not None and given[place] is None:
+        given[place] = result
+    return result, tuple(given)
+
+
+class DevicePersistent:
+    """A prepared operation on GPU memory: ``op()`` enqueues it in the current stream, ``op(stream=...)`` in another. Buffers are bound."""
+
+    def __init__(self, gpu: Any, name: str, args: Sequence[Any], cpu_plan: Any) -> None:
+        """``cpu_plan`` is the word that names the last plan on CPU memory."""
+        self.name, self._gpu = name, gpu
+        self.result, bound = result_of(name, args, gpu)
+        current = next((own for x in args if (own := stream_of_its_own(x)) is not None), None)
+        method = getattr(gpu if current is None else InItsStream(gpu, current), name)
+        self._method, self._args, self._cpu_plan = method, bound, cpu_plan
+
+    def __call__(self, *, stream: Any = None) -> Any:
+        self._cpu_plan[0] = 0
+        try:
+            self._method(*self._args, stream=stream)
+        except AnotherGpu:
+            with self._gpu.gpu.visited():
+                self._method(*self._args, stream=stream)
+        return self.result
+
+    def __repr__(self) -> str:
+        return f"<DevicePersistent {self.name}>"

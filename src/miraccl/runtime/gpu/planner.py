@@ -1,0 +1,86 @@
+"""What a communicator asks about its operations on GPUs, and the plans that it was given; ``executor.cuda.choice`` chooses the others.
+
+``DevicePlanner`` is to GPU memory what ``comm.planner.Planner`` is to CPU memory.
+"""
+
+from __future__ import annotations
+
+from miraccl.comm import nccl_wishes
+from miraccl.comm.arguments import operator
+from miraccl.comm.nccl_wishes import Wishes
+from miraccl.comm.options import Options
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.choice import choose
+from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
+from miraccl.runtime.gpu.collectives import SUM, Operator
+from miraccl.schedule import catalog
+from miraccl.types import Collective, DType, RedOp
+
+
+class DevicePlanner:
+    """Makes requests of calls and finds plans for these, for one communicator and rank."""
+
+    def __init__(self, rank: int, nranks: int, options: Options) -> None:
+        """An algorithm or a protocol that does not exist is refused here (``InvalidUsage``)."""
+        self.rank, self.nranks = rank, nranks
+        self.algo, self.proto = (
+            options.algo,
+            "" if options.protocols else options.proto,
+        )  # that is what CPU ranks make of them
+        check_protocol(self.proto)
+        if self.algo:
+            catalog.get(self.algo)
+        self.deterministic = options.deterministic
+        self._wishes = Wishes(
+            algos=nccl_wishes.on_gpus(dict(options.wishes)), protos=dict(options.protocols)
+        )
+        self._given: dict[tuple[Collective, DType, int, RedOp], DevicePlan] = {}
+
+    def request(
+        self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
+    ) -> Request:
+        """What ``choose`` decides about, on all multiprocessors; ``count`` are the elements of a block."""
+        kind, scalar = operator(op, dtype, collective.label)
+        algo, why = self._algorithm(collective)
+        return Request(
+            collective=collective,
+            dtype=dtype,
+            op=kind,
+            scalar=scalar,
+            count=count,
+            nranks=self.nranks,
+            root=root,
+            algo=algo,
+            why=why,
+            ordered=self.deterministic,
+            proto=self.proto or self._wishes.protos.get(collective, ""),
+        )
+
+    def _algorithm(self, collective: Collective) -> tuple[str, str]:
+        """What was asked for where it has a schedule, and why, or nothing: then ``choose`` does. A wish that rules forbid is none."""
+        ordered = self.deterministic and collective.reduces
+        asked = self.algo or self._wishes.algos.get(collective, "")
+        if asked and catalog.get(asked).supports(collective, self.nranks):
+            if not ordered or catalog.get(asked).rank_ordered:
+                return asked, "asked for" if self.algo else "asked for (NCCL_ALGO)"
+            if self.algo:
+                text = f"{collective.label}: {asked} does not add in the order of the ranks (deterministic)"
+                raise InvalidUsage(text, rank=self.rank)
+        return "", ""
+
+    def plan(self, request: Request) -> DevicePlan:
+        """The plan for a request: one that was given, else what ``choose`` says."""
+        return self.given(request) or choose(request)
+
+    def given(self, request: Request) -> DevicePlan | None:
+        return self._given.get((request.collective, request.dtype, request.count, request.op))
+
+    def use(
+        self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp
+    ) -> None:
+        """Give ``plan`` for all requests of this kind."""
+        self._given[collective, dtype, count, op] = plan
+
+    def use_none(self) -> None:
+        """Forget the plans that were given."""
+        self._given.clear()

@@ -1,0 +1,134 @@
+"""What the kernels of a rank wait for, for those who look for circles of waits (``comm.whereabouts``).
+
+Kernels compare what they run with one another, and find circles of messages themselves.  What else ranks wait for they cannot know:
+messages of some against a broadcast of others, what goes between hosts, calls on CPU memory.  The lookout reads what kernels say of their
+waits, and how far they have come, where somebody waits for long.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miraccl.bootstrap import Session
+from miraccl.comm import whereabouts
+from miraccl.comm.faults import SEND_RECV
+from miraccl.comm.waits import Come, ForOperation, ForRows, Place, Wait, stream_of
+from miraccl.runtime.gpu.looks import Looks
+
+End = Callable[[str, str], None]
+"""``end(op, text)`` makes ``CollectiveMismatch`` the communicator's fault."""
+
+
+class DeviceSeat(abc.ABC):
+    """The stream (``whereabouts.Stream``) of a rank: ``_find`` says where it is, until it is closed."""
+
+    def __init__(self, session: Session, name: str, needs_look: bool) -> None:
+        self._session, self.name, self.needs_look = session, name, needs_look
+        self._lock = (
+            threading.RLock()
+        )  # held while somebody looks; a signal handler may finalize in the middle
+        self._closed = False
+        self._seen: Mapping[str, Place] = {}  # as the lookout has seen it last
+
+    @property
+    def session(self) -> Session | None:
+        return None if self._closed else self._session
+
+    @abc.abstractmethod
+    def _find(self, program: Wait | None) -> Mapping[str, Place]:
+        """As ``report`` gives it. First what is waited for, then whether that is all, then how far it has come."""
+
+    def look(self) -> None:
+        program = whereabouts.current()
+        with self._lock:
+            if self.session is not None:
+                self._seen = self._find(program)
+
+    def report(self, program: Wait | None) -> Mapping[str, Place]:
+        if self.needs_look:
+            return self._seen
+        with self._lock:
+            return self._find(program) if self.session is not None else {}
+
+    def close(self) -> None:
+        """Nobody looks any more: what there is to look at may go."""
+        whereabouts.streams.leave(self)
+        with self._lock:
+            self._closed, self._seen = True, {}
+
+
+class KernelWaits:
+    """Those of one rank. ``key`` is that of the session of the host's ranks, ``named(rank)`` the stream of one of these."""
+
+    def __init__(
+        self, looks: Looks, key: str, rank: int, named: Callable[[int], str], end: End
+    ) -> None:
+        self._looks, self._key, self._rank, self._named, self._end = looks, key, rank, named, end
+
+    def waits(self) -> list[Wait]:
+        """The launch that they are in, or its messages."""
+        found = self._looks.under_way()
+        if found is not None:
+            op = self._looks.name(found.number, found.signature)
+            return [ForOperation(number=found.number, **self._for(found.awaited, op))]
+        messages = self._looks.waits()
+        rows = (
+            self._for((m.peer,), "send/recv") | {"collective": SEND_RECV, "number": m.count}
+            for m in messages
+        )
+        return [
+            ForRows(what=m.what, holds=m.holds, **row)
+            for m, row in zip(messages, rows, strict=True)
+        ]
+
+    def _for(self, ranks: tuple[int, ...], op: str) -> dict[str, Any]:
+        awaited, end = tuple(map(self._named, ranks)), functools.partial(self._end, op)
+        return {
+            "key": self._key,
+            "awaited": awaited,
+            "op": f"{op} on GPU memory",
+            "end": end,
+            "rank": self._rank,
+        }
+
+    def come(self) -> dict[str, Come]:
+        """How far they have come."""
+        come = self._looks.come()
+        return (
+            {}
+            if come is None
+            else {
+                self._key: Come(
+                    operations=come.begun, sent=come.sent, taken=come.taken, large=come.large
+                )
+            }
+        )
+
+
+class KernelSeat(DeviceSeat):
+    """That of a communicator of one host."""
+
+    def __init__(
+        self, session: Session, looks: Looks, end: End, is_done: Callable[[], bool]
+    ) -> None:
+        """``is_done()``: whether nothing is enqueued any more, and no graph may bring anything; it may ask the driver."""
+        super().__init__(
+            session,
+            stream_of(session.tokens[session.rank], session.key, session.rank),
+            needs_look=True,
+        )
+        self._is_done = is_done
+        self.kernels = KernelWaits(looks, session.key, session.rank, self._named, end)
+
+    def _named(self, rank: int) -> str:
+        return stream_of(self._session.tokens[rank], self._session.key, rank)
+
+    def _find(self, program: Wait | None) -> Mapping[str, Place]:
+        waits = self.kernels.waits()
+        if not waits and program is not None and self._is_done():
+            waits = [whereabouts.no_call(program, self._session.tokens[self._session.rank])]
+        return {self.name: Place(waits, self.kernels.come())}

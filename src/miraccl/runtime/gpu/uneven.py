@@ -1,0 +1,312 @@
+"""Collectives on GPU memory with a root or with counts, as users call them: arguments are checked here, ``_run_uneven`` moves the data.
+
+Counts are in elements, one a rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miraccl.comm.arguments import counts_of, operator
+from miraccl.comm.no_doors import NoDoors
+from miraccl.errors import InvalidUsage
+from miraccl.runtime.gpu.arguments import DeviceArguments
+from miraccl.runtime.gpu.collectives import SUM, Operator
+from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like
+from miraccl.types import Collective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uneven:
+    """A collective with counts whose arguments are right. ``sends`` are the blocks of ``source``, ``receives`` those of ``target``: one for
+    each rank, or one for all or for the root; ``counts`` what all ranks know, nothing for all_to_all."""
+
+    collective: Collective
+    source: DeviceMemory
+    target: DeviceMemory
+    sends: Sequence[int]
+    receives: Sequence[int]
+    counts: Sequence[int] = ()
+    op: Operator = SUM
+    root: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.collective.label}_v"
+
+
+class UnevenCollectives(NoDoors, DeviceArguments):
+    """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
+
+    def _run_rooted(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
+    ) -> None:
+        """Run a gather or scatter of equal blocks in ``stream``; a rank that lacks one of the two buffers gives the other for it."""
+        raise NotImplementedError
+
+    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+        """Run it in ``stream``."""
+        raise NotImplementedError
+
+    def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
+        if not self._gather(x, out, root, None, None, False, stream):
+            return out if root == self.rank else None
+        chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream, self.gpu)
+        out, target = self._gathered(
+            x, source, [source.count] * self.nranks, chief, out, "gather", stream
+        )
+        self._run_rooted(Collective.GATHER, source, target, source.count, SUM, chief, stream)
+        return out
+
+    def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
+        """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
+        if not self._scatter(x, out, root, None, None, False, stream):
+            return out
+        chief = self._root(root, "scatter")
+        if self.rank == chief:
+            source = device_view(x, "x", "scatter", stream, self.gpu)
+            sizes = [self._share(source, "scatter")] * self.nranks
+            out, target = self._scattered(x, source, sizes, out, "scatter", stream)
+        else:
+            source = target = self._given(out, "scatter", stream)
+        self._run_rooted(Collective.SCATTER, source, target, target.count, SUM, chief, stream)
+        return out
+
+    def all_gather_v(
+        self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None
+    ) -> Any:
+        """As ``all_gather``; rank r contributes ``counts[r]`` elements."""
+        if not self._all_gather_v(x, out, None, None, counts, False, stream):
+            return out
+        sizes = counts_of(counts, "counts", self.nranks, "all_gather_v")
+        source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "all_gather_v", stream)
+        out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
+        target = self._like(out, source, sum(sizes), "all_gather_v", stream)
+        self._in_place(target, source, sum(sizes[: self.rank]), "all_gather_v")
+        asked = Uneven(
+            collective=Collective.ALL_GATHER,
+            source=source,
+            target=target,
+            sends=(source.count,),
+            receives=sizes,
+            counts=sizes,
+        )
+        self._run_uneven(asked, stream)
+        return out
+
+    def reduce_scatter_v(
+        self,
+        x: Any,
+        counts: Sequence[int],
+        out: Any = None,
+        op: Operator = SUM,
+        *,
+        stream: Any = None,
+    ) -> Any:
+        """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
+        if not self._reduce_scatter_v(x, out, op, False, stream, counts):
+            return out
+        sizes = counts_of(counts, "counts", self.nranks, "reduce_scatter_v")
+        source = self._sized(x, sum(sizes), "the sum of counts", "reduce_scatter_v", stream)
+        operator(op, source.dtype, "reduce_scatter_v")
+        out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
+        target = self._like(out, source, sizes[self.rank], "reduce_scatter_v", stream)
+        self._in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")
+        collective, mine = Collective.REDUCE_SCATTER, (target.count,)
+        asked = Uneven(
+            collective=collective,
+            source=source,
+            target=target,
+            sends=sizes,
+            receives=mine,
+            counts=sizes,
+            op=op,
+        )
+        self._run_uneven(asked, stream)
+        return out
+
+    def all_to_all_v(
+        self,
+        x: Any,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Any = None,
+        *,
+        stream: Any = None,
+    ) -> Any:
+        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
+        if not self._all_to_all_v(x, out, None, send_counts, recv_counts, False, stream):
+            return out
+        sends = counts_of(send_counts, "send_counts", self.nranks, "all_to_all_v")
+        receives = counts_of(recv_counts, "recv_counts", self.nranks, "all_to_all_v")
+        if sends[self.rank] != receives[self.rank]:
+            mine = f"send_counts[{self.rank}] is {sends[self.rank]}, recv_counts[{self.rank}] is {receives[self.rank]}"
+            raise InvalidUsage(
+                f"all_to_all_v: a rank sends itself what it receives: {mine}", rank=self.rank
+            )
+        source = self._sized(x, sum(sends), "the sum of send_counts", "all_to_all_v", stream)
+        out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
+        target = self._like(out, source, sum(receives), "all_to_all_v", stream)
+        self._apart(source, target, "all_to_all_v")
+        asked = Uneven(
+            collective=Collective.ALL_TO_ALL,
+            source=source,
+            target=target,
+            sends=sends,
+            receives=receives,
+        )
+        self._run_uneven(asked, stream)
+        return out
+
+    def gather_v(
+        self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None
+    ) -> Any:
+        """As ``gather``; rank r contributes ``counts[r]`` elements."""
+        if not self._gather_v(x, out, root, None, counts, False, stream):
+            return out if root == self.rank else None
+        chief, sizes = (
+            self._root(root, "gather_v"),
+            counts_of(counts, "counts", self.nranks, "gather_v"),
+        )
+        source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
+        out, target = self._gathered(x, source, sizes, chief, out, "gather_v", stream)
+        collective, mine, receives = (
+            Collective.GATHER,
+            (source.count,),
+            sizes if self.rank == chief else (),
+        )
+        asked = Uneven(
+            collective=collective,
+            source=source,
+            target=target,
+            sends=mine,
+            receives=receives,
+            counts=sizes,
+            root=chief,
+        )
+        self._run_uneven(asked, stream)
+        return out
+
+    def scatter_v(
+        self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None
+    ) -> Any:
+        """As ``scatter``; rank r gets ``counts[r]`` elements."""
+        if not self._scatter_v(x, out, root, counts, None, False, stream):
+            return out
+        chief, sizes = (
+            self._root(root, "scatter_v"),
+            counts_of(counts, "counts", self.nranks, "scatter_v"),
+        )
+        if self.rank == chief:
+            source = self._sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
+            out, target = self._scattered(x, source, sizes, out, "scatter_v", stream)
+        else:
+            source = target = self._given(out, "scatter_v", stream)
+            self._expect(target, sizes[self.rank], "out", f"counts[{self.rank}]", "scatter_v")
+        collective, mine, sends = (
+            Collective.SCATTER,
+            (target.count,),
+            sizes if self.rank == chief else (),
+        )
+        asked = Uneven(
+            collective=collective,
+            source=source,
+            target=target,
+            sends=sends,
+            receives=mine,
+            counts=sizes,
+            root=chief,
+        )
+        self._run_uneven(asked, stream)
+        return out
+
+    # ---- parts
+
+    def _gathered(
+        self,
+        x: Any,
+        source: DeviceMemory,
+        sizes: Sequence[int],
+        chief: int,
+        out: Any,
+        where: str,
+        stream: Any,
+    ) -> tuple[Any, DeviceMemory]:
+        """The result of a gather and its memory; of a rank that is not the root None, and ``source``."""
+        if self.rank != chief:
+            return None, source
+        out = empty_like(x, sum(sizes), where) if out is None else out
+        target = self._like(out, source, sum(sizes), where, stream)
+        self._in_place(target, source, sum(sizes[:chief]), where)
+        return out, target
+
+    def _scattered(
+        self, x: Any, source: DeviceMemory, sizes: Sequence[int], out: Any, where: str, stream: Any
+    ) -> tuple[Any, DeviceMemory]:
+        """The root's share of a scatter and its memory."""
+        out = empty_like(x, sizes[self.rank], where) if out is None else out
+        target = self._like(out, source, sizes[self.rank], where, stream)
+        self._in_place(source, target, sum(sizes[: self.rank]), where)
+        return out, target
+
+    def _given(self, out: Any, where: str, stream: Any) -> DeviceMemory:
+        if out is None:
+            raise InvalidUsage(
+                f"{where}: a rank that is not the root gives out, the array for its share",
+                rank=self.rank,
+            )
+        return device_view(out, "out", where, stream, self.gpu)
+
+    def _sized(self, x: Any, count: int, why: str, where: str, stream: Any) -> DeviceMemory:
+        memory = device_view(x, "x", where, stream, self.gpu)
+        self._expect(memory, count, "x", why, where)
+        return memory
+
+    def _expect(self, memory: DeviceMemory, count: int, name: str, why: str, where: str) -> None:
+        if memory.count != count:
+            raise InvalidUsage(
+                f"{where}: {name} has {memory.count} elements, but needs {count} ({why})",
+                rank=self.rank,
+            )
+
+
+Parts = list[tuple[int, DeviceMemory]]
+"""(rank, memory), without empty ones"""
+
+
+def parts_of(memory: DeviceMemory, sizes: Sequence[int]) -> Parts:
+    """Consecutive parts, one a rank."""
+    firsts = itertools.accumulate(sizes, initial=0)
+    return [
+        (rank, memory.part(first, size))
+        for rank, (first, size) in enumerate(zip(firsts, sizes, strict=False))
+        if size
+    ]
+
+
+def transfers_of(asked: Uneven, rank: int, nranks: int) -> tuple[Parts, Parts]:
+    """What ``rank`` sends and receives in a collective that only moves data; empty blocks, which both sides leave out, and one that stays
+    in its place are not among it."""
+    sent, received = parts_of(asked.source, asked.sends), parts_of(asked.target, asked.receives)
+    if asked.collective is Collective.ALL_GATHER:
+        sent = [(peer, memory) for peer in range(nranks) for _, memory in sent]
+    elif asked.collective is Collective.GATHER:
+        sent = [(asked.root, memory) for _, memory in sent]
+    elif asked.collective is Collective.SCATTER:
+        received = [(asked.root, memory) for _, memory in received]
+    mine, here = dict(sent).get(rank), dict(received).get(rank)
+    if mine is not None and here is not None and mine.address == here.address:
+        sent = [part for part in sent if part[0] != rank]
+        received = [part for part in received if part[0] != rank]
+    return sent, received

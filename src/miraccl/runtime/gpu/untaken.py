@@ -1,0 +1,62 @@
+"""Messages of collectives inside a host that nobody will take, because ranks did not agree on counts, or not all called.
+
+The next collective that is messages between the two tells of them, as their tag is another one than what is waited for.  Where none
+follows, they are found when all ranks have come to the end, and nothing is launched any more: what lies then in the ring of a lane behind
+the rows that this rank has taken was sent for nobody.  A header goes by the first lane, so it alone is looked at.  Plain sends are no error
+here, as they are none on CPU memory: their tag is 0.  A few small copies for each peer: too many for ``synchronize``.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from miraccl.executor.cuda import layout
+from miraccl.executor.cuda.gpu import Gpu
+from miraccl.executor.cuda.source import Frame
+from miraccl.runtime.gpu.boards import Boards, Regions
+
+_COUNT = struct.Struct("<Q")
+_ROW = struct.Struct("<IIII")
+#: where in the first rows of a message a thread has stored its header (``frame`` of source/p2p.cuh), and what it is there: tag, flags
+_PLACES = {Frame.LINE: 7 * _ROW.size, Frame.PAIR: 0}
+
+
+def header_of(rows: bytes, frame: Frame, row: int) -> int | None:
+    """The tag of the message whose first rows lie at ``row`` of a lane, two of them; None if it has not come."""
+    flag = row // layout.RING_ROWS + 1 & 0xFFFFFFFF
+    first, second = (
+        _ROW.unpack_from(rows, _PLACES[frame] + number * layout.ROW_BYTES) for number in range(2)
+    )
+    if frame is Frame.LINE:
+        return first[2] if first[3] == flag else None
+    return second[0] if {first[1], first[3], second[1], second[3]} == {flag} else None
+
+
+def find_untaken(gpu: Gpu, where: Regions, frame: Frame, boards: Boards) -> tuple[int, int] | None:
+    """A peer whose message nobody has taken, and the signature of its collective, 0 if the peer does not say any more. All GPUs have ended
+    their work, and no wait has failed."""
+    lanes = layout.message_lanes(len(where.inboxes))
+    for peer, inbox in enumerate(where.inboxes):
+        if peer == where.rank:
+            continue
+        (row,) = _COUNT.unpack(
+            gpu.read(
+                where.own + layout.LANE_TAKEN_OFFSET + peer * lanes * layout.WORD_STRIDE,
+                _COUNT.size,
+            )
+        )
+        ring = (
+            inbox
+            + layout.RINGS_OFFSET
+            + (peer - (peer > where.rank)) * lanes * layout.RING_ROWS * layout.ROW_BYTES
+        )
+        both = (
+            gpu.read(ring + (row + i) % layout.RING_ROWS * layout.ROW_BYTES, layout.ROW_BYTES)
+            for i in range(2)
+        )
+        if tag := header_of(b"".join(both), frame, row):
+            return peer, next(
+                (move.signature for move in boards.theirs[peer].moves.values() if move.tag == tag),
+                0,
+            )
+    return None

@@ -1,0 +1,156 @@
+"""Window memory on GPUs: arrays that all ranks of the host have mapped, handed out by ``Communicator.empty(..., device="cuda")``.
+
+Windows are made by all ranks together, in the same order and of the same size, and live as long as the communicator.  Operations that only
+move data write straight into peers' windows (``executor.cuda.copies``); all ranks must then pass the same place of the same window.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import sys
+from typing import Any
+
+from miraccl.comm.arguments import MOST_BYTES
+from miraccl.comm.control import Plane
+from miraccl.comm.stages import Stages
+from miraccl.comm.window import dimensions, element_type
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cuda.copies import Place
+from miraccl.runtime.gpu.memory import DTYPE_NAMES, DeviceMemory
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
+from miraccl.types import DType
+
+#: names of types -> what has this type; bool is uint8 here
+_NAMES = DTYPE_NAMES | {"bool": DType.UINT8}
+
+
+class DeviceArray:
+    """Window memory as an array of GPU memory: ``__cuda_array_interface__`` for CuPy, Numba and others, ``torch()`` for PyTorch.
+
+    16- and 8-bit floats that NumPy does not know are shown to others as unsigned integers of their size.
+    """
+
+    def __init__(
+        self, address: int, shape: tuple[int, ...], dtype: DType, keep: Any, ordinal: int = 0
+    ) -> None:
+        """``keep`` holds the memory, which is that of the GPU ``ordinal``."""
+        self.address, self.shape, self.dtype, self._keep, self._ordinal = (
+            address,
+            shape,
+            dtype,
+            keep,
+            ordinal,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        kind = NUMPY_DTYPE[self.dtype]
+        typestr = (
+            kind.str if kind.isbuiltin == 1 else f"<u{kind.itemsize}"
+        )  # 2: another package's, whose codes nobody else knows
+        return {
+            "shape": self.shape,
+            "typestr": typestr,
+            "data": (self.address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+    @property
+    def miraccl_view(self) -> DeviceMemory:
+        """The memory with its own type, for calls of this package."""
+        return DeviceMemory(self.address, math.prod(self.shape), self.dtype)
+
+    def torch(self) -> Any:
+        """The same memory as a tensor."""
+        import torch
+
+        kind = getattr(
+            torch, "float8_e4m3fn" if self.dtype is DType.FLOAT8_E4M3 else self.dtype.label
+        )
+        flat = DeviceArray(self.address, (max(1, self.nbytes),), DType.UINT8, self._keep)
+        tensor = torch.as_tensor(flat, device=f"cuda:{self._ordinal}")[
+            : self.nbytes
+        ]  # on the current one it would be a copy
+        return tensor.view(kind).reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<window memory on a GPU: {self.shape} {self.dtype.label}>"
+
+
+class Windows:
+    """The windows of a communicator."""
+
+    def __init__(self, memory: SymmetricMemory) -> None:
+        self._memory = memory
+        self._windows: list[WindowMemory] = []
+        self._starts: list[tuple[int, int]] = []  # (address, number), sorted
+
+    @property
+    def nbytes(self) -> int:
+        return sum(window.nbytes for window in self._windows)
+
+    def empty(self, shape: Any, dtype: Any, plane: Plane, stages: Stages) -> Any:
+        """Zeroed memory on every rank; a tensor if ``dtype`` is one of PyTorch's, else a ``DeviceArray``. All ranks call alike."""
+        kind, dims = _element_type(dtype), dimensions(shape)
+        nbytes = max(1, math.prod(dims)) * kind.itemsize
+        if nbytes > MOST_BYTES:
+            raise InvalidUsage(
+                f"empty: {dims} {kind.label} take {nbytes} bytes; a process addresses {MOST_BYTES}"
+            )
+        asked = f"{dims} {kind.label}"
+        for rank, theirs in enumerate(
+            plane.meet(stages.what, "gpu empty", asked.encode(), stages.deadline)
+        ):
+            if theirs.decode() != asked:
+                raise InvalidUsage(
+                    f"empty: rank {rank} asks for {theirs.decode()}, this rank for {asked}",
+                    peer=rank,
+                )
+        window = self._memory.window(nbytes, stages)
+        bisect.insort(self._starts, (window.own, len(self._windows)))
+        self._windows.append(window)
+        array = DeviceArray(window.own, dims, kind, window, self._memory.gpu.ordinal)
+        # bool is uint8 here
+        return (
+            array.torch().view(dtype)
+            if "torch" in sys.modules and isinstance(dtype, sys.modules["torch"].dtype)
+            else array
+        )
+
+    def place(self, memory: DeviceMemory) -> Place | None:
+        """Where ``memory`` lies in a window that every rank addresses, or None."""
+        at = bisect.bisect_right(self._starts, (memory.address, len(self._windows))) - 1
+        if at < 0:
+            return None
+        start, number = self._starts[at]
+        window = self._windows[number]
+        if not window.addressable or memory.address + memory.nbytes > start + window.nbytes:
+            return None
+        return Place(number=number, offset=memory.address - start, windows=window.addresses)
+
+    def close(self) -> None:
+        """When no rank uses them any more."""
+        windows, self._windows, self._starts = self._windows, [], []
+        for window in reversed(windows):
+            window.close()
+
+
+def _element_type(dtype: Any) -> DType:
+    """Of what ``empty`` takes on CPUs, and of PyTorch's types."""
+    if isinstance(dtype, DType):
+        return dtype
+    found = _NAMES.get(str(dtype).removeprefix("torch."))
+    if found is None and (kind := element_type(dtype)).isnative:
+        found = _NAMES.get(kind.name)
+    if found is None:
+        raise InvalidUsage(
+            f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_NAMES)}"
+        )
+    return found

@@ -1,0 +1,208 @@
+"""Operations on GPU memory in the background, on a stream of the communicator's own.
+
+It is written against the methods that ``comm.device.DeviceCommunicator`` and ``comm.device.hosts.HostsCommunicator`` share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from miraccl.comm.whereabouts import Wait, Waiting
+from miraccl.comm.work import Work, patience
+from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
+from miraccl.executor.cuda.contexts import AnotherGpu
+from miraccl.executor.cuda.gpu import Gpu
+from miraccl.runtime.gpu.kept import Kept
+
+POLL_S = 50e-6
+POLLED_S = 0.02  # in which somebody who waits has looked
+Current = Callable[[], Any]
+"""Gives the current stream as an object."""
+
+
+class DeviceWork(Work):
+    """An operation that was started on a stream of its own. Its arrays belong to the library until ``wait`` has been called.
+
+    ``wait()`` makes the current stream wait, never the host; a CUDA graph may capture it.  With a ``timeout``, and in ``synchronize``,
+    the host waits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        gpu: Any,
+        stream: int,
+        result: Any,
+        keep: Any,
+        current: Current | None = None,
+        where: Callable[[], Wait | None] | None = None,
+    ) -> None:
+        """``current`` gives the current stream, where the library of the arrays has one of its own; ``where``: what the host waits in that
+        waits for this operation to end, after all that the communicator was to do before."""
+        super().__init__(name, where)
+        self._polls = 0  # that have found it going on
+        self._gpu, self._result, self._keep, self._current = gpu, result, keep, current
+        self._captured = gpu.gpu.is_capturing(stream)
+        self._event: Any = gpu.gpu.make_event()
+        gpu.gpu.record(self._event, stream)
+
+    def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
+        """The result, for use in ``stream`` (None: the current one); raises what is known to have failed by now."""
+        number, gpu = stream_of(self._gpu, stream, self._current), self._gpu.gpu
+        try:
+            gpu.make_any_current()
+            gpu.wait_event(number, self._event)
+        except AnotherGpu:
+            with gpu.visited():
+                gpu.wait_event(number, self._event)
+        if timeout is not None:
+            self.synchronize(timeout)
+        self._gpu.check(self.name)
+        return self._result
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        """Wait on the host, ``CollectiveTimeout`` after ``timeout`` seconds; kernels end by themselves at the communicator's deadline."""
+        timeout = patience(timeout)
+        known = timeout is None and self._where is not None and not self.done()
+        with Waiting(self._still_waits) if known else contextlib.nullcontext():
+            self._poll(timeout)
+        self._gpu.check(self.name)
+        self._keep = None
+        return self._result
+
+    def _poll(self, timeout: float | None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            if end is not None and time.monotonic() >= end:
+                raise CollectiveTimeout(
+                    f"not finished within {timeout:g} s; it goes on on the GPU", op=self.name
+                )
+            self._polls += 1
+            time.sleep(POLL_S)
+
+    def _still_waits(self) -> Wait | None:
+        """What the thread in ``synchronize`` waits in, unless it cannot say that the operation goes on now: who asks knows already what the
+        GPU waits for, which must not be something later."""
+        polls, end = self._polls, time.monotonic() + POLLED_S
+        while self._polls < polls + 2:  # one of them has begun since
+            if time.monotonic() > end:
+                return None
+            time.sleep(POLL_S)
+        return self._where() if self._where is not None else None
+
+    def done(self) -> bool:
+        """Whether the GPU has ended the operation, in success or not."""
+        if self._captured:
+            raise InvalidUsage(
+                f"{self.name} was captured in a graph; whether it has ended is asked of the graph",
+                op=self.name,
+            )
+        return bool(self._gpu.gpu.has_passed(self._event))
+
+    is_completed = done
+
+    def exception(self) -> BaseException | None:
+        """What is known to have failed by now, or None."""
+        try:
+            self._gpu.check(self.name)
+        except Exception as error:
+            return error
+        return None
+
+    def __repr__(self) -> str:
+        return f"<DeviceWork {self.name}>"
+
+    def __del__(self) -> None:
+        event, self._event = getattr(self, "_event", None), None
+        if event is not None and not self._gpu.closed:
+            self._gpu.gpu.destroy_event(event)
+
+
+def stream_of(gpu: Any, stream: Any, current: Current | None = None) -> int:
+    """A stream of the user's as a number; for None what ``current`` gives, or else the current one."""
+    if stream is None and current is not None:
+        stream = current()
+    number: int = getattr(gpu, "local", gpu).streams.number(stream)
+    return number
+
+
+class InItsStream:
+    """The methods of ``gpu``, or of its ``Background``, for arrays of a library that has a current stream of its own."""
+
+    def __init__(self, gpu: Any, current: Current) -> None:
+        self._gpu, self._current = gpu, current
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._gpu, name)
+
+        def call(*args: Any, stream: Any = None, **more: Any) -> Any:
+            if isinstance(self._gpu, Background):
+                return method(*args, stream=stream, current=self._current, **more)
+            return method(*args, stream=self._current() if stream is None else stream, **more)
+
+        return call
+
+
+class Background:
+    """The methods of ``gpu``, each started on a stream of the communicator's own; they return a ``DeviceWork``.
+
+    The operation begins after what the current stream holds.  With ``stream`` it runs there, in that stream's order.
+    """
+
+    def __init__(self, gpu: Any, wait: Callable[[int], Wait | None] = lambda _: None) -> None:
+        """``wait(number)``: the program's ``number``-th for what the communicator does on the GPU."""
+        self._gpu, self._wait = gpu, wait
+        self._own: int | None = None
+        self._kept = Kept(gpu.gpu)
+        self._numbers = itertools.count(1)
+
+    def __getattr__(self, name: str) -> Callable[..., DeviceWork]:
+        method = getattr(self._gpu, name)
+
+        def start(
+            *args: Any, stream: Any = None, current: Current | None = None, **more: Any
+        ) -> DeviceWork:
+            driver: Gpu = self._gpu.gpu
+            with driver.visited():
+                number = self._fork(current) if stream is None else stream_of(self._gpu, stream)
+                result = method(*args, stream=number, **more)
+                keep = (args, more, result)
+                if not driver.is_capturing(number):  # memory of captures belongs to their graphs
+                    self._kept.hold(keep, number)  # the user may let go of everything at once
+                return DeviceWork(
+                    name, self._gpu, number, result, keep, current, self._where(number)
+                )
+
+        return start
+
+    def _where(self, stream: int) -> Callable[[], Wait | None] | None:
+        """What the host waits in that waits for what was enqueued in ``stream``: where the communicator's last operation is in that one, it
+        ends after all of them."""
+        if getattr(self._gpu, "local", self._gpu).stream != stream:
+            return None
+        return functools.partial(self._wait, next(self._numbers))
+
+    def close(self) -> None:
+        """Give the stream back, after the GPU has ended its work; may be called twice."""
+        own, self._own = self._own, None
+        if own is None or self._gpu.closed:
+            return
+        with (
+            contextlib.suppress(MiracclError),
+            self._gpu.gpu.visited(),
+        ):  # a context that a failed kernel broke needs nothing given back
+            self._gpu.gpu.synchronize()
+            self._kept.close()
+            self._gpu.gpu.destroy_stream(own)
+
+    def _fork(self, current: Current | None) -> int:
+        if self._own is None:
+            with self._gpu.gpu.outside_of_capture():
+                self._own = self._gpu.gpu.make_stream()
+        self._gpu.gpu.order_streams(stream_of(self._gpu, None, current), self._own)
+        return self._own

@@ -1,0 +1,492 @@
+"""Collectives on GPU memory over several hosts: kernels inside a host, pinned memory and the CPU communicator between hosts.
+
+``make_device_communicator`` gives the communicator of one host (``comm.device``) or ``HostsCommunicator``, with the same methods.  All
+is enqueued in the caller's stream and may be captured in CUDA graphs; lanes of a proxy do the network's part (``staging``).
+
+Two algorithms.  ``hierarchical`` sums and spreads inside each host on its GPUs and sends every element once per host: it needs hosts of
+equal numbers of ranks.  ``staged`` hands everything to the CPU communicator of all ranks, which has every collective, operator and type.
+16-bit floats are rounded once inside a host and once between hosts; averages of integers are staged, for they are truncated once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from miraccl.bootstrap import Session
+from miraccl.comm import whereabouts
+from miraccl.comm.arguments import operator, peer_rank
+from miraccl.comm.control import COUNTED_RANKS, SET_UP, Bare, Plane
+from miraccl.comm.options import Options
+from miraccl.comm.stages import Stages
+from miraccl.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    InvalidUsage,
+    MiracclError,
+    PeerDied,
+    SystemFailure,
+)
+from miraccl.executor.cuda.moves import move_signature
+from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
+from miraccl.runtime.gpu.communicator import DeviceCommunicator
+from miraccl.runtime.gpu.explain import DeviceCandidate
+from miraccl.runtime.gpu.grouped import Groupable
+from miraccl.runtime.gpu.memory import DeviceMemory, device_view
+from miraccl.runtime.gpu.order import Orders
+from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.runtime.gpu.uneven import Uneven, UnevenCollectives, transfers_of
+from miraccl.runtime.multinode import untaken
+from miraccl.runtime.multinode.faults import HostsFaults
+from miraccl.runtime.multinode.jobs import HostsJobs, HostsPlan, OpenCpu
+from miraccl.runtime.multinode.layout import HostsLayout, host_name
+from miraccl.runtime.multinode.pieces import Shape
+from miraccl.runtime.multinode.replays import Replays
+from miraccl.runtime.multinode.seat import LaneSeat
+from miraccl.runtime.multinode.steps import TwoSteps
+from miraccl.runtime.multinode.untaken import Tally
+from miraccl.transport.cuda_p2p import Explanation
+from miraccl.types import Collective, DType
+
+CLOSE_WAIT_S = 10.0
+FAULTS = (CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied, SystemFailure)
+"""What a call may raise other than that it is refused: of the driver, and of what the operation is made of, before that has told."""
+
+
+def make_device_communicator(
+    session: Session,
+    ordinal: int,
+    options: Options | None = None,
+    *,
+    open_cpu: OpenCpu,
+    plane: Plane | None = None,
+    orders: Orders | None = None,
+) -> DeviceCommunicator | HostsCommunicator:
+    """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
+
+    ``options`` are those of the communicator, by default what the environment says.  ``open_cpu`` makes a CPU communicator of a session;
+    only several hosts need it.  ``plane`` is where the ranks meet who may be in another operation, by default ``session`` alone.
+    ``orders`` are what its kernels are ordered in, by default those of the calling thread (``comm.device.order``).
+
+    All stages have one deadline, the session's.  They take place in a session of their own: a rank for which they end badly leaves it, and
+    the others know at once.
+    """
+    plane = plane or Bare(session)
+    own = session.sub(range(session.nranks), f"{session.name}/gpu")
+    stages = Stages(own, what=SET_UP)
+    try:
+        with plane.ending(stages), stages.follow():
+            names = [
+                blob.decode()
+                for blob in plane.meet(
+                    SET_UP, "gpu hosts", host_name(session).encode(), stages.deadline
+                )
+            ]
+            if len(set(names)) == 1:
+                return DeviceCommunicator(
+                    own, ordinal, options, plane=plane, stages=stages, orders=orders
+                )
+            return HostsCommunicator(
+                own, ordinal, names, options, open_cpu=open_cpu, stages=stages, orders=orders
+            )
+    except BaseException as error:
+        stages.leave(error)
+        raise
+
+
+class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
+    """Ranks of several hosts, each with a GPU. ``hosts[r]`` is the name of rank r's host."""
+
+    def __init__(
+        self,
+        session: Session,
+        ordinal: int,
+        hosts: Sequence[str],
+        options: Options | None = None,
+        *,
+        open_cpu: OpenCpu,
+        stages: Stages | None = None,
+        orders: Orders | None = None,
+    ) -> None:
+        """``stages`` of a session that is this communicator's alone and ends with it."""
+        self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
+        self.session, self.rank, self.nranks = session, session.rank, session.nranks
+        self.layout = HostsLayout.of(session.rank, hosts)
+        self.faults = HostsFaults(
+            session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason)
+        )
+        self._side: int | None = None
+        self._elsewhere = (
+            False  # operations were in other streams than the default one, which is never captured
+        )
+        self._cut = False  # lanes were at work when a fault ended that
+        self._ending = threading.RLock()  # a signal handler may abort in the middle
+        self._local_session = session.sub(
+            self.layout.mine, f"{session.name}/gpu host {self.layout.host}"
+        )
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(self._local_session.close)
+            part, mine = stages.part(self._local_session, SET_UP), self.layout.mine
+            self.local = DeviceCommunicator(
+                self._local_session, ordinal, options, stages=part, called=mine, orders=orders
+            )
+            self.local.faults.spread = self.faults.fail  # also to other hosts
+            unless_made.callback(self.local.close)
+            unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
+            unless_made.callback(
+                self.local.settle, unmade
+            )  # else it would be closed together with others
+            self.gpu = self.local.gpu
+            self.jobs = HostsJobs(stages, self.layout, self.gpu, open_cpu, self.faults.found)
+            unless_made.callback(self.jobs.finalize)
+            unless_made.callback(self.jobs.staging.close)
+            unless_made.callback(self.jobs.abort, unmade.message)
+            unless_made.push(
+                lambda kind, error, trace: stages.leave(error)
+            )  # first of all, as the rest takes time
+            self.steps = TwoSteps(self.local, self.jobs)
+            self.replays = Replays(self.gpu, self.jobs)
+            session.on_event(self.faults.heard)  # from ranks that are ready
+            stages.gather("gpu staging ready")
+            self.jobs.begin()
+            near = (
+                (self.local._looks, self._local_session)
+                if self.layout.width > 1 and self.local._looks is not None
+                else None
+            )
+            self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end, self._has_done_all)
+            if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
+                whereabouts.streams.take(self.seat)
+            unless_made.pop_all()
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        return self.layout.groups
+
+    @property
+    def last_plan(self) -> HostsPlan | None:
+        """How the last operation between hosts ran."""
+        return self.jobs.last_plan
+
+    @property
+    def closed(self) -> bool:
+        return (
+            self.faults.closed or self.local.closed
+        )  # a forked child's are closed inside the host alone
+
+    # ---- collectives
+
+    def _run(
+        self,
+        collective: Collective,
+        source: DeviceMemory,
+        target: DeviceMemory,
+        count: int,
+        op: Operator,
+        root: int,
+        stream: Any,
+    ) -> None:
+        operator(op, source.dtype, collective.label)
+        self._check_result(target, collective, root, collective.label)
+        if count == 0:
+            self.check(collective.label)
+            return
+
+        way = self.steps.run if self.steps.takes(collective, source.dtype, op) else self.jobs.staged
+        enqueue = functools.partial(way, collective, source, target, count, op, root)
+        with self._operation(collective.label, stream, [source, target]) as (number, captured):
+            key = (collective, source.address, target.address, count, source.dtype, op, root)
+            if self.replays.run(key, max(source.nbytes, target.nbytes), number, captured, enqueue):
+                self.local.stream = number
+
+    _run_rooted = _run
+
+    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+        self._check_result(asked.target, asked.collective, asked.root, asked.name)
+        if asked.counts and not any(asked.counts):
+            self.check(asked.name)
+            return
+        if self._moves_by_messages(asked.collective):
+            sent, received = transfers_of(asked, self.rank, self.nranks)
+            both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
+            self._exchange(
+                [DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both],
+                stream,
+                asked.name,
+                asked,
+            )
+            return
+        source, target = asked.source, asked.target
+        shape = Shape(
+            collective=asked.collective,
+            itemsize=source.dtype.itemsize,
+            rank=self.rank,
+            nranks=self.nranks,
+            root=asked.root,
+            sends=tuple(asked.sends),
+            receives=tuple(asked.receives),
+            counts=tuple(asked.counts),
+            uneven=True,
+        )
+        with self._operation(asked.name, stream, [source, target]) as (number, captured):
+            self.jobs.enqueue(
+                (self.jobs.world,),
+                shape,
+                source.dtype,
+                asked.op,
+                (source.address, target.address),
+                number,
+                captured,
+            )
+
+    def _moves_by_messages(self, collective: Collective) -> bool:
+        """Whether an uneven collective is sends and receives: those in which no block crosses the network twice to the same host."""
+        once = collective in (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
+        alone = collective is Collective.ALL_GATHER and self.layout.width == 1 and self.layout.even
+        return self.jobs.messages is not None and (once or alone)
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+        """Window memory of this host's ranks: any GPU memory for operations over hosts, addressed by peers in the part inside the host."""
+        return self.local.empty(shape, dtype)
+
+    def barrier(self, *, stream: Any = None) -> None:
+        """What follows in the stream begins when every rank's stream has come here."""
+        with self._operation("barrier", stream, []) as (number, captured):
+            self.jobs.barrier(number, captured)
+
+    # ---- point to point
+
+    def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
+        """Send ``x`` to rank ``dst``. Matches one ``recv`` of the same count and dtype, in order."""
+        self.exchange([self.transfer(x, dst, False, "send", stream)], stream=stream, name="send")
+
+    def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
+        """Receive from rank ``src`` into ``x``."""
+        self.exchange([self.transfer(x, src, True, "recv", stream)], stream=stream, name="recv")
+        return x
+
+    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
+        """Send ``x`` to ``dst`` and receive ``out`` from ``src`` at the same time."""
+        pair = [
+            self.transfer(x, dst, False, "sendrecv", stream),
+            self.transfer(out, src, True, "sendrecv", stream),
+        ]
+        self._apart(pair[0].memory, pair[1].memory, "sendrecv")
+        self.exchange(pair, stream=stream, name="sendrecv")
+        return out
+
+    def transfer(
+        self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None
+    ) -> DeviceTransfer:
+        """One argument of ``exchange``, checked."""
+        memory = device_view(x, "x", where, stream, self.gpu)
+        if receives and memory.read_only:
+            raise InvalidUsage(
+                f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank
+            )
+        return DeviceTransfer(
+            receives=receives,
+            peer=peer_rank(peer, "src" if receives else "dst", self.nranks, where),
+            memory=memory,
+        )
+
+    def exchange(
+        self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group"
+    ) -> None:
+        """Sends and receives that go on together; between two ranks they match in their order."""
+        self._exchange(transfers, stream, name)
+
+    def _exchange(
+        self,
+        transfers: Sequence[DeviceTransfer],
+        stream: Any,
+        name: str,
+        asked: Uneven | None = None,
+    ) -> None:
+        """Those within the host are one kernel, in a stream beside the caller's where there are others: neither kind waits for the other.
+
+        Where they are a collective, ``asked``, both kinds count it, also on ranks that have no messages of that kind.
+        """
+        mine = self.layout.mine
+        near = [
+            dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine
+        ]
+        far = [t for t in transfers if t.peer not in mine and t.memory.count]
+        kind = None if asked is None else (asked.collective, asked.root)
+        signature = (
+            0 if asked is None else move_signature(asked.collective, asked.root, asked.counts)
+        )
+        inside, outside = (
+            bool(near) or (kind is not None and self.layout.width > 1),
+            bool(far) or kind is not None,
+        )
+
+        def enqueue(number: int, captured: bool) -> None:
+            if inside and outside:
+                self.gpu.order_streams(number, self._beside())
+                self.local.exchange(near, stream=self._beside(), name=name, signature=signature)
+                self.jobs.exchange(far, number, captured, kind, beside=True)
+                self.gpu.order_streams(self._beside(), number)
+                self.local.stream = number
+            elif inside:
+                self.local.exchange(near, stream=number, name=name)
+            elif outside:
+                self.jobs.exchange(far, number, captured, kind)
+
+        with self._operation(name, stream, [t.memory for t in transfers]) as (number, captured):
+            each = [
+                (t.receives, t.peer, t.memory.address, t.memory.count, t.memory.dtype)
+                for t in transfers
+            ]
+            key = ("exchange", kind, signature, *each)
+            if self.replays.run(
+                key, sum(t.memory.nbytes for t in transfers), number, captured, enqueue
+            ):
+                self.local.stream = number
+
+    def _beside(self) -> int:
+        """A stream of our own."""
+        if self._side is None:
+            with self.gpu.outside_of_capture():
+                self._side = self.gpu.make_stream()
+        return self._side
+
+    @contextlib.contextmanager
+    def _operation(
+        self, name: str, stream: Any, views: Sequence[DeviceMemory]
+    ) -> Iterator[tuple[int, bool]]:
+        """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
+        self.check(name)
+        number = self.local._enter(name, stream)
+        self._elsewhere |= number != 0
+        self.jobs.staging.enqueuing = True
+        try:
+            yield number, self.gpu.capture_id(number) != 0
+        except FAULTS as error:  # half of it may be enqueued: no rank can count on what comes next
+            self.faults.fail(error)
+            raise
+        finally:
+            self.jobs.staging.enqueuing = False
+        self.local._hold(views, number)
+
+    # ---- explanation
+
+    def explain(
+        self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM
+    ) -> list[DeviceCandidate]:
+        """How ``collective`` runs on blocks of so many bytes, and why. Nothing is communicated."""
+        operator(op, dtype, collective.label)
+        two_steps = self.steps.takes(collective, dtype, op)
+        count = block_bytes // dtype.itemsize
+        shape = Shape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
+        reason = self.jobs.why(two_steps, shape, dtype, op)
+        algo = "hierarchical" if two_steps else "staged"
+        return [
+            DeviceCandidate(
+                algo=algo, proto="staging", chosen=True, reason=reason, ways=tuple(self.ways())
+            )
+        ]
+
+    def ways(self) -> Explanation:
+        """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
+        mine = self.layout.mine
+        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.ways()]
+        others = [rank for rank in range(self.nranks) if rank not in mine]
+        far = [
+            (
+                (min(self.rank, p), max(self.rank, p)),
+                "staging",
+                "another host: pinned memory and sockets",
+            )
+            for p in others
+        ]
+        return sorted([*near, *far])
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds: on its GPU, and pinned on the host."""
+        local = self.local.memory()
+        return local | {"pinned": local["pinned"] + self.jobs.bytes_pinned()}
+
+    # ---- failure and end
+
+    def check(self, name: str = "") -> None:
+        """Raise if the communicator is closed or broken. Does not wait."""
+        self.faults.check(name)
+        self.local.check(name)
+
+    def _let_go(self, fault: MiracclError) -> None:
+        """End what streams wait for."""
+        with self._ending:
+            if not self.faults.closed:  # else the words of lanes are gone, and what the host's GPUs have done is still looked at
+                self._cut |= not self.jobs.staging.between_jobs
+                self.jobs.staging.drain()
+        self.local.settle(fault)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """End what waits, on all ranks; later calls raise. Any thread may call it."""
+        self.faults.abort(reason)
+
+    def _has_done_all(self) -> bool:
+        """Whether kernels have done all that was enqueued, and none can come by a graph of the program's."""
+        with contextlib.suppress(MiracclError), self.gpu.visited():  # else nobody can say
+            return not self._elsewhere and self.gpu.is_done(0)
+        return False
+
+    def synchronize(self) -> None:
+        """Wait for this rank's GPU, then ``check``."""
+        if self.closed:
+            self.check()
+        self.gpu.make_current()
+        self.gpu.synchronize()
+        if not self.closed and self.faults.fault is None:
+            self.local.judge()
+            if (found := self.jobs.come_too_late()) is not None:
+                self.faults.fail(found)
+        self.check()
+
+    def _leave(self) -> None:
+        """Tell the others that this rank's GPU and lanes have ended their work for good: who still waits for them does so in vain."""
+        if not self.local.faults.broken:
+            self.local.faults.leave()
+        self.jobs.leave()
+
+    def close(self, told: bool = False) -> MiracclError | None:
+        """Free everything, after this rank's GPU has ended its work; may be called twice. Gives what was found and no call has told;
+        ``told`` as of ``DeviceCommunicator.close``."""
+        if self.closed:
+            return None
+        tally, mismatch = b"", None
+        with contextlib.suppress(MiracclError):
+            self.gpu.make_current()
+            self.gpu.synchronize()
+            tally = self.jobs.tally()
+            if self.faults.fault is None:
+                self._leave()
+        if self.faults.fault is None:
+            with contextlib.suppress(MiracclError):  # what comes from others until then is counted
+                tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
+                mismatch = untaken.find(
+                    [Tally.from_bytes(data) if data else None for data in tallies], self.rank
+                )
+        self.seat.close()
+        with self._ending:
+            self.faults.closed = True
+        with contextlib.suppress(MiracclError):
+            self.jobs.staging.close()
+            self.replays.close()
+            if self._side is not None:
+                self.gpu.destroy_stream(self._side)
+        mine = self.faults.untold(
+            lambda: self._cut or self.local.has_stopped(), told
+        )  # now: the GPU's memory is there
+        untold = self.local.close(told)
+        self.jobs.finalize()
+        if self._leaves:
+            self.session.close()
+        return None if self.faults.told or self.local.faults.told else mine or untold or mismatch

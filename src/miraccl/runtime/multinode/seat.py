@@ -1,0 +1,218 @@
+"""What a rank of a communicator over hosts waits for, for those who look for circles of waits (``comm.whereabouts``).
+
+All operations between hosts begin with a piece for the first lane, and it answers one after another.  So a lane that waits for a rank in
+one of them has come to no later one, whatever the program has called meanwhile.  What it waits for stands in the words of the operation
+that it is at: nothing is noted for this.
+
+With others on its host a rank waits in kernels, too.  Others wait for its lane or for its kernels, so these have names of their own.  While
+one of them waits, the other one has come to nothing more, either, but where an operation has both at the same time: then each is told of
+where it waits itself.  Kernels are looked at by the lookout, not by the watcher, as a call of the driver may take long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from miraccl.bootstrap import Session
+from miraccl.comm import whereabouts
+from miraccl.comm.differences import describe_message, describe_operation
+from miraccl.comm.faults import SEND_RECV
+from miraccl.comm.member import Member
+from miraccl.comm.waits import Come, ForMessage, ForOperation, ForRoom, Place, Wait, stream_of
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.lower import describe_signature
+from miraccl.runtime.gpu.looks import Looks
+from miraccl.runtime.gpu.seat import DeviceSeat, End, KernelWaits
+from miraccl.runtime.multinode.direct import DirectOperation
+from miraccl.runtime.multinode.jobs import HostsJobs
+from miraccl.runtime.multinode.layout import HostsLayout
+from miraccl.runtime.multinode.messages import MessageOperation
+from miraccl.runtime.multinode.staging import StagedJob
+from miraccl.runtime.multinode.streams import left
+from miraccl.types import Collective
+
+#: in the names of the halves of a rank
+LANE, KERNELS = " lane", " kernels"
+#: those in which every rank needs something of every other one
+_OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
+
+
+class LaneSeat(DeviceSeat):
+    """That of a rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
+
+    def __init__(
+        self,
+        jobs: HostsJobs,
+        layout: HostsLayout,
+        near: tuple[Looks, Session] | None,
+        end: End,
+        is_done: Callable[[], bool],
+    ) -> None:
+        """``near`` looks at the kernels of this host, where there are some, of the ranks of that session. ``is_done()``: as of
+        ``KernelSeat``, of these kernels."""
+        self._is_done = is_done
+        self._jobs, self._layout, self._end = jobs, layout, end
+        self._world: Member = jobs.world._member
+        self._members = list(
+            dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])])
+        )
+        super().__init__(
+            self._world.session, self._named(self._world.rank, ""), needs_look=near is not None
+        )
+        self._near: KernelWaits | None = None
+        if near is not None:
+            looks, session = near
+            self._near = KernelWaits(
+                looks,
+                session.key,
+                session.rank,
+                lambda rank: self._named(layout.mine[rank], KERNELS),
+                end,
+            )
+
+    def _named(self, rank: int, half: str) -> str:
+        """One half of a rank, or both."""
+        session = self._world.session
+        return stream_of(session.tokens[rank], session.key + half, rank)
+
+    @property
+    def session(self) -> Session | None:
+        return super().session if self._world.faults.fault is None else None
+
+    # ---- what it waits for
+
+    def _find(self, program: Wait | None) -> Mapping[str, Place]:
+        if program is not None and self._has_done_all():
+            nothing = [whereabouts.no_call(program, self._world.session.tokens[self._world.rank])]
+            return self._places(nothing, nothing, nothing)
+        at_work, lane = self._of_lane()
+        kernels = self._near.waits() if self._near is not None else []
+        both = [*lane, *kernels]
+        if kernels and not lane and self._jobs.staging.is_behind_kernels():
+            return self._places(both, kernels, kernels)
+        if at_work is not None and lane and not kernels and at_work[0].holds_kernels(at_work[1]):
+            return self._places(both, lane, lane)
+        return self._places(both, lane, kernels)
+
+    def _places(
+        self, both: list[Wait], lane: list[Wait], kernels: list[Wait]
+    ) -> Mapping[str, Place]:
+        rank, come = self._world.rank, self._near.come() if self._near is not None else {}
+        named = {
+            self._named(rank, LANE): Place(lane, self._come()),
+            self._named(rank, KERNELS): Place(kernels, come),
+        }
+        return {self.name: Place(both), **named}
+
+    def _has_done_all(self) -> bool:
+        """Whether nothing is enqueued any more, and no graph may bring anything. Without others on its host all goes through lanes."""
+        if not self._jobs.staging.idle:
+            return False
+        return self._layout.width == 1 or (self._near is not None and self._is_done())
+
+    def _of_lane(self) -> tuple[tuple[StagedJob, int] | None, list[Wait]]:
+        """The job and the piece that the lane is at, and what it waits for there. Where it is at none a call of the program may be at the
+        words."""
+        at_work = self._jobs.staging.at_work()
+        if at_work is None:
+            return None, []
+        operation = at_work[0].prepared(at_work[1])
+        if isinstance(operation, MessageOperation):
+            waits = self._in_messages(operation)
+        else:
+            waits = [
+                wait
+                for member in self._members
+                if (wait := self._in_collective(member, operation)) is not None
+            ]
+        return at_work, waits if self._jobs.staging.at_work() == at_work else []
+
+    def _in_collective(self, member: Member, operation: Any) -> Wait | None:
+        """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""
+        board = member.fabric.board()
+        if board["state"] != at.STATE_WAITING:
+            return None
+        if board["p2p_sig"]:
+            inside = member.seat.wait_inside() if self._jobs.messages is None else None
+            end = functools.partial(self._end, describe_operation(board))
+            awaited = (self._named(board["peer"], LANE),)
+            return inside and dataclasses.replace(
+                inside, awaited=awaited, end=end, collective=SEND_RECV
+            )
+        ranks = {board["peer"]}
+        if isinstance(operation, DirectOperation) and operation.member is member:
+            ranks = {
+                int(row[ex.PEER // 8])
+                for row in operation.rows
+                if left(row, ex.OUT) or left(row, ex.IN)
+            }
+        if describe_signature(board["sig"])["collective"] in _OF_ALL:
+            ranks = set(range(member.nranks)) - {member.rank}
+        if board != member.fabric.board() or not ranks <= set(range(member.nranks)):
+            return None
+        found = self._for(
+            [member.faults.called[rank] for rank in sorted(ranks)],
+            describe_operation(board),
+            board["sig"],
+        )
+        return ForOperation(key=member.session.key, number=board["seq"], rank=member.rank, **found)
+
+    def _in_messages(self, operation: MessageOperation) -> list[Wait]:
+        """Of a round of messages: with each peer of which one has not come, or else to which one has not gone."""
+        streams = operation.streams
+        waits: list[Wait] = []
+        before = streams.begun()
+        for peer, way, part in operation.under_way():
+            sent, taken = before[peer]
+            sig, count = int(part[ex.PART_SIGNATURE // 8]), int(part[ex.PART_COUNT // 8])
+            found = self._for([peer], describe_message(sig, count), sig) | {
+                "key": self._messages_key,
+                "rank": self._world.rank,
+            }
+            waits.append(
+                ForMessage(number=taken - 1, **found)
+                if way == ex.IN
+                else ForRoom(number=sent, **found)
+            )
+        return waits if streams.begun() == before else []
+
+    def _for(self, ranks: Sequence[int], op: str, sig: int) -> dict[str, Any]:
+        """What waits for ``ranks`` say, which are numbered as in the whole communicator."""
+        end, name = functools.partial(self._end, op), describe_signature(sig)["collective"]
+        return {
+            "awaited": tuple(self._named(rank, LANE) for rank in ranks),
+            "op": f"{op} on GPU memory",
+            "end": end,
+            "collective": name,
+        }
+
+    # ---- how far it has come
+
+    @property
+    def _messages_key(self) -> str:
+        return f"{self._world.session.key} messages"
+
+    def _come(self) -> dict[str, Come]:
+        come = {member.session.key: _come_to(member) for member in self._members}
+        if self._jobs.messages is not None:
+            at_work = self._jobs.staging.at_work()
+            operation = at_work[0].prepared(at_work[1]) if at_work is not None else None
+            # before the counts: what begins meanwhile is in these
+            sends, receives = (
+                operation.to_begin() if isinstance(operation, MessageOperation) else ([], [])
+            )
+            sent, taken = [0] * self._world.nranks, [0] * self._world.nranks
+            for peer, (gone, begun) in self._jobs.messages.begun().items():
+                sent[peer], taken[peer] = gone, begun
+            come[self._messages_key] = Come(sent=sent, taken=taken, sends=sends, receives=receives)
+        return come
+
+
+def _come_to(member: Member) -> Come:
+    """What runs aside there is what this stream does."""
+    called = {str(number): entry for number, entry in member.fabric.history(member.rank).items()}
+    return dataclasses.replace(member.seat.come(), aside=False, called=called)

@@ -1,0 +1,114 @@
+"""Sends and receives of GPU memory between hosts, cut into messages and rounds.
+
+All transfers between this rank and a peer in one direction are a lane: their messages follow one another in the order of the calls.  The
+size of messages does not depend on how calls are grouped, so both ends see the same sequence.  What fits into ``ROUND_SLOTS`` slots is one
+round: everything is posted together and may end in any order.  Larger groups take several rounds, in which all lanes go on at one pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miraccl.runtime.gpu.transfer import DeviceTransfer
+from miraccl.runtime.multinode.network import CpuCommunicator, InPython
+from miraccl.runtime.multinode.pieces import ALIGN, Copy, Piece
+from miraccl.runtime.multinode.staging import Slots
+from miraccl.types import DType
+
+MESSAGES_PER_SLOT, MOST_PER_SLOT = 2, 16
+ROUND_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a round sends to or receives from a peer: ``count`` elements at byte ``host`` of the slot, of a transfer of ``whole``."""
+
+    receives: bool
+    peer: int
+    host: int
+    count: int
+    dtype: DType
+    whole: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    piece: Piece
+    messages: tuple[Message, ...]
+
+
+EMPTY = Round(piece=Piece(), messages=())
+
+
+def message_bytes(slot_bytes: int, far: int) -> int:
+    """Bytes of a message at most, where no rank has more than ``far`` on other hosts: a round has one to and one from each of them. The
+    same at both ends, whatever else they have in their groups."""
+    return slot_bytes // min(max(MESSAGES_PER_SLOT, far), MOST_PER_SLOT) // ALIGN * ALIGN
+
+
+Lane = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of each message
+
+
+def cut_transfers(
+    transfers: Sequence[DeviceTransfer], slot_bytes: int, far: int
+) -> tuple[list[Round], int]:
+    """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number; ``far`` as for ``message_bytes``."""
+    most = message_bytes(slot_bytes, far)
+    lanes: dict[tuple[bool, int], Lane] = {}
+    for number, transfer in enumerate(transfers):
+        nbytes = transfer.memory.nbytes
+        messages = [(number, begin, min(most, nbytes - begin)) for begin in range(0, nbytes, most)]
+        lanes.setdefault((transfer.receives, transfer.peer), []).extend(messages)
+    longest = max(map(len, lanes.values()), default=0)
+    together = (
+        sum(-(-nbytes // ALIGN) * ALIGN for lane in lanes.values() for _, _, nbytes in lane)
+        <= ROUND_SLOTS * slot_bytes
+    )
+    pace = longest if together else max(1, ROUND_SLOTS * slot_bytes // (most * len(lanes)))
+    rounds, need = [], 0
+    for first in range(0, longest, pace):
+        parts = [message for lane in lanes.values() for message in lane[first : first + pace]]
+        found, nbytes = _round(transfers, parts)
+        rounds.append(found)
+        need = max(need, nbytes)
+    return rounds, need
+
+
+def _round(transfers: Sequence[DeviceTransfer], parts: Lane) -> tuple[Round, int]:
+    """A round of these messages, and its bytes."""
+    host = 0
+    down: list[Copy] = []
+    up: list[Copy] = []
+    messages = []
+    for number, begin, nbytes in parts:
+        transfer = transfers[number]
+        (up if transfer.receives else down).append(Copy(number, begin, host, nbytes))
+        memory = transfer.memory
+        messages.append(
+            Message(
+                transfer.receives,
+                transfer.peer,
+                host,
+                nbytes // memory.dtype.itemsize,
+                memory.dtype,
+                memory.count,
+            )
+        )
+        host += -(-nbytes // ALIGN) * ALIGN
+    return Round(piece=Piece(down=tuple(down), up=tuple(up)), messages=tuple(messages)), host
+
+
+def transfers_on(cpu: CpuCommunicator, rounds: Sequence[Round], slots: Slots) -> InPython:
+    """Run rounds on a CPU communicator: receives are posted first, then everything is waited for."""
+
+    def run(piece: Piece, number: int, slot: int) -> None:
+        works = []
+        for message in sorted(rounds[number].messages, key=lambda m: not m.receives):
+            memory = slots.view(slot, message.host, message.count, message.dtype)
+            call = cpu.recv if message.receives else cpu.send
+            works.append(call(memory, message.peer, async_op=True))
+        for work in works:
+            work.wait()
+
+    return InPython(run)
