@@ -78,14 +78,14 @@ def run(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from miraccl.api.communicator import Communicator
     from miraccl.bootstrap.launch import detect_launch, meet
-    from miraccl.comm.communicator import Communicator
-    from miraccl.comm.device.hosts import staging
+    from miraccl.runtime.multinode import staging
 
     if options.lanes:  # before other modules read them
         staging.LANES, staging.NSLOTS = options.lanes, 2 * options.lanes
-    from miraccl.comm.device.hosts.communicator import make_device_communicator
-    from miraccl.comm.options import Options
+    from miraccl.runtime.multinode.communicator import make_device_communicator
+    from miraccl.runtime.options import Options
 
     torch.cuda.set_device(rank)
     session = meet(detect_launch(os.environ))

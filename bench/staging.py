@@ -27,9 +27,7 @@ import numpy as np
 from numba import njit
 
 from miraccl import params
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
-from miraccl.comm.stages import Stages
+from miraccl.api.communicator import Communicator
 from miraccl.native.intrinsics import load32, pause, sched_yield
 from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE
 from miraccl.runtime.gpu.memory import DeviceMemory
@@ -41,6 +39,8 @@ from miraccl.runtime.multinode.network import StagedCollective
 from miraccl.runtime.multinode.pieces import Shape, cut
 from miraccl.runtime.multinode.staging import LANES, StagedJob, Staging
 from miraccl.runtime.multinode.transfers import cut_transfers, transfers_on
+from miraccl.runtime.options import Options
+from miraccl.runtime.setup_phases import Stages
 from miraccl.tools import launch
 from miraccl.tools.spawn import Context, Ranks
 from miraccl.types import Collective, DType, RedOp

@@ -27,11 +27,11 @@ from miraccl.errors import (
 from miraccl.types import Collective, DType, PreMulSum, Protocol, RedOp
 
 if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
+    from miraccl.api.init import init
     from miraccl.bootstrap import UniqueId, get_unique_id
-    from miraccl.comm.communicator import Communicator
-    from miraccl.comm.group import group
-    from miraccl.comm.start import init
-    from miraccl.comm.work import Work
+    from miraccl.runtime.group import group
+    from miraccl.runtime.work import Work
 
 __version__ = "0.1.0"
 
@@ -39,12 +39,12 @@ SUM, PROD, MIN, MAX, AVG = RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AV
 
 #: what needs NumPy or compiled code is imported when it is first asked for
 _LATE = {
-    "Communicator": "miraccl.comm.communicator",
+    "Communicator": "miraccl.api.communicator",
     "UniqueId": "miraccl.bootstrap",
-    "Work": "miraccl.comm.work",
+    "Work": "miraccl.runtime.work",
     "get_unique_id": "miraccl.bootstrap",
-    "group": "miraccl.comm.group",
-    "init": "miraccl.comm.start",
+    "group": "miraccl.runtime.group",
+    "init": "miraccl.api.init",
 }
 
 __all__ = [

@@ -320,7 +320,7 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
     act_as_hosts(ranks_per_host)
     rank = int(os.environ["MIRACCL_RANK"])
     if phase == "bootstrap" and rank == victim:
-        from miraccl.comm.fabric import Fabric
+        from miraccl.runtime.fabric import Fabric
 
         Fabric._open_transports = lambda self, me, beliefs: die(path)  # type: ignore[method-assign]
     if phase == "connect" and rank == victim:

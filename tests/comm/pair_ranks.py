@@ -12,7 +12,7 @@ import numpy as np
 
 import miraccl
 from miraccl.bootstrap import Session, StatusRequest
-from miraccl.comm import lookout, statuses
+from miraccl.diagnosis import detector, status_report
 from miraccl.errors import MiracclError
 from tests.comm.fault_ranks import seen
 from tests.comm.sweep_ranks import act_as_hosts
@@ -71,7 +71,7 @@ def pairs(
 ) -> list[dict[str, Any]]:
     """What this rank saw of each pair (call of rank ODD, call of the others); ``answer_s``: how long ranks wait for answers of others."""
     if answer_s is not None:
-        lookout.ANSWER_S = statuses.STATUS_WAIT_S = answer_s
+        detector.ANSWER_S = status_report.STATUS_WAIT_S = answer_s
     act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=60) as world:
         return [one(world, *pair, timeout) for pair in names]

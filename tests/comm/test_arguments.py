@@ -15,9 +15,9 @@ import pytest
 
 import miraccl
 from miraccl import Communicator, DType, PreMulSum, RedOp
-from miraccl.comm import calls
-from miraccl.comm.arguments import operator, view
 from miraccl.errors import InvalidUsage, SystemFailure
+from miraccl.ops import calls
+from miraccl.ops.arguments import operator, view
 from tests.comm import reference as ref
 from tests.support.ranks import run_ranks
 

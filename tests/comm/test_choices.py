@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from miraccl.comm import nccl_wishes
-from miraccl.comm.model import Constants, Shape
-from miraccl.comm.options import Options
-from miraccl.comm.planner import Candidate, Overrides, Planner, Request
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cpu.sizes import size_class
+from miraccl.planning import nccl_hints
+from miraccl.planning.cost_model import Constants, Shape
+from miraccl.planning.planner import Candidate, Overrides, Planner, Request
+from miraccl.runtime.options import Options
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
@@ -146,7 +146,7 @@ def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch
         predicted.append(block_bytes)
         return float(block_bytes)
 
-    monkeypatch.setattr("miraccl.comm.planner.predict_us", predict)
+    monkeypatch.setattr("miraccl.planning.planner.predict_us", predict)
     ask = partial(
         Request, collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, root=0
     )
@@ -425,15 +425,15 @@ def test_what_nccl_algo_wishes(
     text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="miraccl"):
-        command, wishes = nccl_wishes.read_algorithms({"NCCL_ALGO": text})
+        command, wishes = nccl_hints.read_algorithms({"NCCL_ALGO": text})
     assert (command, wishes) == ("", expected)
     assert bool(expected) or "NCCL_ALGO" in caplog.text
-    assert nccl_wishes.read_algorithms({"MIRACCL_ALGO": "Ring", "NCCL_ALGO": text}) == ("ring", {})
+    assert nccl_hints.read_algorithms({"MIRACCL_ALGO": "Ring", "NCCL_ALGO": text}) == ("ring", {})
 
 
 def test_an_algorithm_that_does_not_exist_is_told_with_the_variable() -> None:
     with pytest.raises(InvalidUsage, match=r"^MIRACCL_ALGO: .*'rings'"):
-        nccl_wishes.read_algorithms({"MIRACCL_ALGO": "rings"})
+        nccl_hints.read_algorithms({"MIRACCL_ALGO": "rings"})
 
 
 @pytest.mark.parametrize(
@@ -451,9 +451,9 @@ def test_an_algorithm_that_does_not_exist_is_told_with_the_variable() -> None:
     ],
 )
 def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
-    command, wishes = nccl_wishes.read_protocols({"NCCL_PROTO": text})
-    assert (command, nccl_wishes.on_cpus(wishes)) == ("", expected)
-    assert nccl_wishes.read_protocols({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == (
+    command, wishes = nccl_hints.read_protocols({"NCCL_PROTO": text})
+    assert (command, nccl_hints.on_cpus(wishes)) == ("", expected)
+    assert nccl_hints.read_protocols({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == (
         "ll128",
         {},
     )
@@ -485,21 +485,19 @@ def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
 def test_what_gpus_have_kernels_of(
     text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    wishes = nccl_wishes.algorithms(text)
+    wishes = nccl_hints.algorithms(text)
     with caplog.at_level(logging.INFO, logger="miraccl"):
-        assert nccl_wishes.on_gpus(wishes) == expected
+        assert nccl_hints.on_gpus(wishes) == expected
     assert ("left aside on GPU memory" in caplog.text) is (set(wishes) != set(expected))
 
 
 def test_what_nccl_proto_wishes_of_gpus() -> None:
-    _, wishes = nccl_wishes.read_protocols(
-        {"NCCL_PROTO": "^LL128;allreduce:LL128;broadcast:simple"}
-    )
+    _, wishes = nccl_hints.read_protocols({"NCCL_PROTO": "^LL128;allreduce:LL128;broadcast:simple"})
     assert wishes == {Collective.ALL_REDUCE: "ll128", Collective.BROADCAST: "simple"}
 
 
 def test_wishes_are_followed_where_they_can_be() -> None:
-    wishes = nccl_wishes.algorithms("ring;broadcast:tree")
+    wishes = nccl_hints.algorithms("ring;broadcast:tree")
     assert chosen(Collective.ALL_REDUCE, 64, wishes=wishes)[0].algo == "ring"
     assert chosen(Collective.ALL_REDUCE, 64, wishes=wishes)[0].reason == "asked for"
     assert chosen(Collective.BROADCAST, 64, wishes=wishes)[0].algo == "double_binary_tree"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from miraccl.comm import circles
-from miraccl.comm.waits import (
+from miraccl.diagnosis import cycles
+from miraccl.diagnosis.waits import (
     ANY,
     Come,
     ForCall,
@@ -42,7 +42,7 @@ def names(start: str, places: Mapping[str, Place]) -> list[str]:
         name: Place.from_json(json.loads(json.dumps(place.to_json())))
         for name, place in places.items()
     }
-    return [name for name, _ in circles.find_circle(start, told)[1]]
+    return [name for name, _ in cycles.find_circle(start, told)[1]]
 
 
 IN_A = ForOperation(key="a", awaited=("1",), op="", number=5)  # of process 0, for process 1
@@ -211,7 +211,7 @@ def test_operations_of_one_number_that_differ() -> None:
         "1/": place(a={"called": {"5": [8, 1], "4": [6, 1]}}),
         "2/": place(),
     }
-    assert circles.called(inside, places) == {"0/": [7, 1], "1/": [8, 1]}
+    assert cycles.called(inside, places) == {"0/": [7, 1], "1/": [8, 1]}
 
 
 def test_circles_of_three_and_those_who_wait_for_one() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from miraccl import params
-from miraccl.comm.options import Options
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.runtime.gpu.ctas import SPARED, Ctas
+from miraccl.runtime.options import Options
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulated_ranks
 from tests.gpu.emulator import folder, needs_compiler

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from miraccl.bootstrap import HUB, Notice, PeerLost
-from miraccl.comm.notices import to_words
+from miraccl.diagnosis.error_codec import to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout, moves
 from miraccl.runtime.gpu.boards import Boards, Move, Said

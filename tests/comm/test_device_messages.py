@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miraccl.comm import group
-from miraccl.comm.device.hosts.messages import MessageOperation
-from miraccl.comm.device.hosts.transfers import Message
 from miraccl.executor.cpu.context import Context, WaitPolicy, call_kernel
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.unlocked.operations import NOT_BEGUN
 from miraccl.executor.cpu.lower import signature
+from miraccl.runtime import group
+from miraccl.runtime.multinode.messages import MessageOperation
+from miraccl.runtime.multinode.transfers import Message
 from miraccl.types import Collective, DType, RedOp
 
 WAIT_S = 30.0

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from miraccl.api.communicator import Communicator
 from miraccl.bootstrap.session import solo
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
 from miraccl.runtime.gpu.order import Orders, of_program, of_thread
+from miraccl.runtime.options import Options
 from tests.comm.test_life import in_threads
 
 T = TypeVar("T")

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from miraccl.bootstrap import solo
-from miraccl.comm.device.hosts.faults import HostsFaults
-from miraccl.comm.device.hosts.untaken import Lookout, Tally, find
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -21,6 +19,8 @@ from miraccl.errors import (
 )
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import signature
+from miraccl.runtime.multinode.faults import HostsFaults
+from miraccl.runtime.multinode.untaken import Lookout, Tally, find
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import untaken_ranks
 from tests.gpu.emulator import folder, needs_compiler

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from miraccl.comm.differences import differences, parted
+from miraccl.diagnosis.mismatch import differences, parted
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.tools.spawn import Outcome
 from miraccl.types import Collective

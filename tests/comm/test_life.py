@@ -24,11 +24,7 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import solo
-from miraccl.comm import faults, member
-from miraccl.comm.fabric import Fabric
-from miraccl.comm.options import Options
-from miraccl.comm.window import PAGE, Window
-from miraccl.comm.work import Worker
+from miraccl.diagnosis import faults
 from miraccl.errors import (
     CollectiveMismatch,
     CommunicatorAborted,
@@ -39,6 +35,11 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.runtime import core
+from miraccl.runtime.fabric import Fabric
+from miraccl.runtime.options import Options
+from miraccl.runtime.window import PAGE, Window
+from miraccl.runtime.work import Worker
 from miraccl.transport.shm import Segment, default_window_bytes, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.comm import cases
@@ -197,7 +198,7 @@ def test_finalize_ends_what_another_thread_is_in(
     patience: float, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the awaited rank leaves, too, or else after a while, and not at the operation's deadline."""
-    monkeypatch.setattr(member, "CLOSE_WAIT_S", patience)
+    monkeypatch.setattr(core, "CLOSE_WAIT_S", patience)
     ranks: dict[int, Communicator] = {}
     ended = threading.Event()
 
@@ -225,7 +226,7 @@ def test_finalize_ends_what_another_thread_is_in(
 
 
 def test_finalize_ends_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "CLOSE_WAIT_S", 0.2)
+    monkeypatch.setattr(core, "CLOSE_WAIT_S", 0.2)
     ended = threading.Event()
 
     def work(comm: Communicator) -> None:
@@ -376,7 +377,7 @@ def interrupt_when(condition: Callable[[], bool]) -> None:
 
 
 def finalize_in_a_handler() -> str:
-    member.CLOSE_WAIT_S = 60.0
+    core.CLOSE_WAIT_S = 60.0
     comm = miraccl.init(timeout=60)
     comm.barrier()
     signal.signal(signal.SIGALRM, lambda *_: comm.finalize())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import miraccl
-from miraccl.comm import measure
+from miraccl.runtime import measure
 from miraccl.transport import shm
 from tests.support.ranks import run_ranks
 

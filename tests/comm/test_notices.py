@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miraccl import errors
-from miraccl.comm.notices import from_words, to_words
+from miraccl.diagnosis.error_codec import from_words, to_words
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.toolkit import CompileError
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm.communicator import Communicator
+from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.catalog import register

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm.measure import EXCHANGE_GAIN, _first_gain
-from miraccl.comm.model import Constants, Shape
-from miraccl.comm.planner import WHOLE_BYTES, Overrides, Planner, Request
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.planning.cost_model import Constants, Shape
+from miraccl.planning.planner import WHOLE_BYTES, Overrides, Planner, Request
+from miraccl.runtime.measure import EXCHANGE_GAIN, _first_gain
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 from tests.support.ranks import run_ranks

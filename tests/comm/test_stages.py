@@ -13,10 +13,6 @@ import pytest
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import Session, link
-from miraccl.comm import fabric as fabric_module
-from miraccl.comm import meeting
-from miraccl.comm.fabric import Fabric
-from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     BootstrapError,
@@ -25,6 +21,10 @@ from miraccl.errors import (
     MiracclError,
     PeerDied,
 )
+from miraccl.runtime import fabric as fabric_module
+from miraccl.runtime import rendezvous
+from miraccl.runtime.fabric import Fabric
+from miraccl.runtime.setup_phases import Stages
 from tests.comm.test_life import failing, in_threads
 
 LIMIT_S = 20.0
@@ -213,10 +213,10 @@ def test_what_a_machine_does_at_its_first_use_is_not_on_time(
         nonlocal now
         now += 500.0
 
-    monkeypatch.setattr(meeting, "prepare", compile_and_measure)
+    monkeypatch.setattr(rendezvous, "prepare", compile_and_measure)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setenv("MIRACCL_BOOTSTRAP_TIMEOUT", "7")
-    deadline = meeting.begin()
+    deadline = rendezvous.begin()
     assert (deadline.seconds, deadline.left) == (7.0, 7.0)
     now += 3.0
     assert deadline.left == 4.0

@@ -9,7 +9,7 @@ import pytest
 
 import miraccl
 from miraccl import trace
-from miraccl.comm import summary
+from miraccl.runtime import summary
 from tests.support.warm_python import warm_python
 
 PROGRAM = """

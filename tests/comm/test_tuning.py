@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from miraccl import native
-from miraccl.comm import fabric, tuning
-from miraccl.comm.model import Constants
 from miraccl.executor.cpu.context import ENGINE
+from miraccl.planning import tuning
+from miraccl.planning.cost_model import Constants
+from miraccl.runtime import fabric
 
 
 def test_the_time_for_measuring_does_not_pass_while_the_engine_is_compiled(

@@ -10,10 +10,10 @@ import threading
 from typing import Any
 
 from miraccl.bootstrap import Session, solo, stacks
-from miraccl.comm import whereabouts
-from miraccl.comm.lookout import lookout
-from miraccl.comm.waits import Come, ForMeeting, ForOperation, Place, Wait
-from miraccl.comm.work import Work
+from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.detector import lookout
+from miraccl.diagnosis.waits import Come, ForMeeting, ForOperation, Place, Wait
+from miraccl.runtime.work import Work
 
 HERE = ForOperation(key="a", awaited=("1",), op="all_reduce")
 INSIDE = ForMeeting(key="b", awaited=("1",), op="split")
@@ -27,41 +27,41 @@ def test_only_a_program_with_one_thread_is_in_one_place() -> None:
         begun.set()
         end.wait()
 
-    with whereabouts.Waiting(lambda: HERE), whereabouts.Waiting(lambda: INSIDE):
-        assert whereabouts.only_thread() == me
-        assert whereabouts.current() is HERE  # the outer one ends last
+    with blocked_ops.Waiting(lambda: HERE), blocked_ops.Waiting(lambda: INSIDE):
+        assert blocked_ops.only_thread() == me
+        assert blocked_ops.current() is HERE  # the outer one ends last
         for make in (threading.Thread(target=thread), threading.Timer(0, thread)):
             make.start()
             begun.wait()
-            assert whereabouts.current() is None
+            assert blocked_ops.current() is None
             end.set()
             make.join()
             begun.clear()
             end.clear()
         library = threading.Thread(target=end.wait)  # runs no line of the program's
         library.start()
-        assert whereabouts.current() is HERE
+        assert blocked_ops.current() is HERE
         end.set()
         library.join()
-    assert not whereabouts._waits
+    assert not blocked_ops._waits
 
 
 def test_threads_that_serve_events_are_the_programs() -> None:
     loop, idle = asyncio.new_event_loop(), threading.Event()
     server = socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler)
-    with server, whereabouts.Waiting(lambda: HERE):
+    with server, blocked_ops.Waiting(lambda: HERE):
         for serve, stop in (
             (loop.run_forever, lambda: loop.call_soon_threadsafe(loop.stop)),
             (server.serve_forever, server.shutdown),
         ):
-            assert whereabouts.current() is HERE
+            assert blocked_ops.current() is HERE
             thread = threading.Thread(target=serve)
             thread.start()
             while (
                 "select" not in sys._current_frames()[thread.ident or 0].f_code.co_name
             ):  # no line of the program's
                 idle.wait(0.001)
-            assert whereabouts.current() is None
+            assert blocked_ops.current() is None
             stop()
             thread.join()
     loop.close()
@@ -87,7 +87,7 @@ def test_a_signal_handler_is_in_another_place() -> None:
     work = Work("all_reduce", lambda: HERE)
 
     def handle(number: int, frame: Any) -> None:
-        seen.append(whereabouts.current())
+        seen.append(blocked_ops.current())
         work._finish(None, None)
 
     usual = signal.signal(signal.SIGALRM, handle)
@@ -102,10 +102,10 @@ def test_a_signal_handler_is_in_another_place() -> None:
 def test_a_program_in_two_waits_is_in_neither() -> None:
     """The inner one is of a signal handler."""
     first, second = Seat("first"), Seat("second")
-    whereabouts.seats.take(first)
-    assert whereabouts.current() == first.wait()
-    whereabouts.seats.take(second)
-    assert whereabouts.current() is None
+    blocked_ops.seats.take(first)
+    assert blocked_ops.current() == first.wait()
+    blocked_ops.seats.take(second)
+    assert blocked_ops.current() is None
 
 
 class Seat:
@@ -125,26 +125,26 @@ class Seat:
 
 def told() -> Place:
     """Where the program is, as others are told."""
-    report: dict[str, Any] = whereabouts.report()
-    return whereabouts.places({report["token"]: report})[report["token"]]
+    report: dict[str, Any] = blocked_ops.report()
+    return blocked_ops.places({report["token"]: report})[report["token"]]
 
 
 def test_those_who_live_and_have_not_left_are_told_of() -> None:
     first, second = Seat("first"), Seat("second")
-    whereabouts.seats.take(first)
-    whereabouts.seats.take(second)
+    blocked_ops.seats.take(first)
+    blocked_ops.seats.take(second)
     assert {"first", "second"} <= set(told().come)
-    whereabouts.seats.leave(first)
-    whereabouts.seats.leave(first)
+    blocked_ops.seats.leave(first)
+    blocked_ops.seats.leave(first)
     del second
     assert not {"first", "second"} & set(told().come)
 
 
 def test_of_ranks_of_one_process_nobody_says_how_far_they_have_come() -> None:
     first, second = Seat("same"), Seat("same")
-    whereabouts.seats.take(first)
+    blocked_ops.seats.take(first)
     assert told().come["same"].operations == 3
-    whereabouts.seats.take(second)
+    blocked_ops.seats.take(second)
     assert "same" not in told().come
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from miraccl.comm import group as groups
-from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.table import CALLS, Doors, group_builtins
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
+from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda.table import CALLS, Doors, group_builtins
+from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.fake_launch import Driver
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm import lookout, whereabouts
+from miraccl.diagnosis import blocked_ops, detector
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
@@ -409,9 +409,9 @@ def wait_for_one_another(case: str) -> dict[str, Any]:
 def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     """Ranks that wait for one another in calls that kernels do not compare, and whose programs wait for them: what is told of each case.
     All have time."""
-    lookout.LOOK_AT_STREAMS_AFTER_S, lookout.TICK_S = 0.05, 0.1
+    detector.LOOK_AT_STREAMS_AFTER_S, detector.TICK_S = 0.05, 0.1
     layout.BULK_FROM, layout.CHUNK_BYTES, layout.BULK_BYTES = 5000, 1024, 6 * 1024
-    vars(whereabouts)["only_thread"] = lambda: (
+    vars(blocked_ops)["only_thread"] = lambda: (
         threading.main_thread().ident
     )  # those of the emulated GPU are no program's
     with session() as world:
@@ -461,8 +461,8 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
 def works_that_end() -> list[float]:
     """Rank 0 waits on its host for an operation that has ended on the GPU, before others that wait for rank 1; that one waits for it
     on the CPU meanwhile, and rank 0 comes when others have asked often where everybody is."""
-    lookout.LOOK_AT_STREAMS_AFTER_S, lookout.TICK_S = 0.05, 0.1
-    vars(whereabouts)["only_thread"] = lambda: threading.main_thread().ident
+    detector.LOOK_AT_STREAMS_AFTER_S, detector.TICK_S = 0.05, 0.1
+    vars(blocked_ops)["only_thread"] = lambda: threading.main_thread().ident
     with rank(timeout=60.0) as me:
         comm, x, y = me.comm, me.zeros(10), np.ones(3)
         for _ in range(2):

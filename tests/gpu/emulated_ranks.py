@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm.arguments import DLTensor
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
+from miraccl.api.communicator import Communicator
 from miraccl.errors import CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda.driver import ordinal_at
 from miraccl.executor.cuda.gpu import Gpu
+from miraccl.ops.arguments import DLTensor
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.order import Orders
 from miraccl.runtime.gpu.stream_order import KEPT_STREAMS
 from miraccl.runtime.gpu.work import DeviceWork
+from miraccl.runtime.options import Options
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.comm.test_life import in_threads
 from tests.gpu.emulated_cuda import EmulatedCuda

@@ -770,7 +770,7 @@ class FakeLocal:
         called: Sequence[int],
         orders: Any,
     ) -> None:
-        from miraccl.comm.communicator import Communicator
+        from miraccl.api.communicator import Communicator
         from miraccl.runtime.gpu.faults import DeviceFaults
 
         self.session, self.rank, self.nranks = session, session.rank, session.nranks

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from miraccl.executor.cuda import launch
-from miraccl.executor.cuda.doors import layout as at
+from miraccl.fastpath.cuda import layout as at
 
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 #: of every launch: grid, block, bytes of shared memory

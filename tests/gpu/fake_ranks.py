@@ -10,8 +10,8 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.launch import detect_launch, meet
-from miraccl.comm.stages import Stages
 from miraccl.executor.cuda.gpu import Gpu
+from miraccl.runtime.setup_phases import Stages
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from tests.gpu.fake_cuda import FakeCuda
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 import miraccl
+from miraccl.api.communicator import Communicator
 from miraccl.bootstrap.launch import detect_launch, meet
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.runtime.gpu.work import DeviceWork
+from miraccl.runtime.options import Options
 
 SIZES = (0, 1, 15, 16, 17, 448, 449, 1792, 1793, 1984, 3776, 5000, 100_003, 3_000_001, 40_000_007)
 UNLIKE = (

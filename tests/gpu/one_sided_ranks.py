@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
+from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import one_sided
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
+from miraccl.runtime.options import Options
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import Schedule, Step
 from miraccl.schedule.steps import (

@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import Session, link
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
-from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.multinode.streams import PeerStreams
+from miraccl.runtime.options import Options
+from miraccl.runtime.setup_phases import Stages
 from miraccl.transport.cuda_fds import Door
 from miraccl.transport.meeting import Meeting
 from miraccl.wire.stream import HandshakeState

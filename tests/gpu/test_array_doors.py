@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.executor.cuda.doors import table
 from miraccl.executor.cuda.moves import move_signature
+from miraccl.fastpath.cuda import table
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.door_side import Side, torch_with_doors

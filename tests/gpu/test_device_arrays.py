@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miraccl.comm.arguments import DLTensor, capsule_of
-from miraccl.comm.arguments import view as cpu_view
-from miraccl.comm.window import element_type
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import driver
-from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.kinds import Kind
+from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda.kinds import Kind
 from miraccl.native.capsules import pointer_of
+from miraccl.ops.arguments import DLTensor, capsule_of
+from miraccl.ops.arguments import view as cpu_view
 from miraccl.runtime.gpu import memory
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
 from miraccl.runtime.gpu.stream import find_current_stream, number_of
 from miraccl.runtime.gpu.stream_order import KEPT_STREAMS, Owners
 from miraccl.runtime.gpu.windows import DeviceArray, Windows, _element_type
+from miraccl.runtime.window import element_type
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 from tests.gpu.door_side import torch_with_doors

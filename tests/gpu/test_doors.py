@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm import group as groups
-from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.table import CALLS
+from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda.table import CALLS
+from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE

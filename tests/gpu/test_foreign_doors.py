@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm import group as groups
-from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.kinds import Kind, words_of
 from miraccl.executor.cuda.moves import move_signature
+from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda.kinds import Kind, words_of
 from miraccl.native.capsules import pointer_of
+from miraccl.runtime import group as groups
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.door_side import Side
@@ -258,7 +258,7 @@ def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatc
         kinds[Packed] = Kind(dlpack=True)
         return words_of(kind, how)
 
-    monkeypatch.setattr("miraccl.executor.cuda.doors.table.words_of", add)
+    monkeypatch.setattr("miraccl.fastpath.cuda.table.words_of", add)
     side.remember(Collective.ALL_REDUCE, F32, 12)
     side.doors.learn_kinds(kinds)
     assert (

@@ -11,7 +11,7 @@ def test_a_launch_passes_its_words() -> None:
     block = driver.block(1 << 46)
     run = native.builtin(
         "launch",
-        native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "launch"),
+        native.library("miraccl.fastpath.cuda.call").address(native.PREFIX + "launch"),
     )
     assert run(block, 1 << 44, (1 << 44) + 8, 77) == 700
     assert run(block, 5, 6, 0) == -3

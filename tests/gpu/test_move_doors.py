@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
-from miraccl.executor.cuda.doors import layout as at
 from miraccl.executor.cuda.messages import LaneRules, Message
 from miraccl.executor.cuda.moves import move_signature
+from miraccl.fastpath.cuda import layout as at
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import Uneven, transfers_of
 from miraccl.types import Collective, DType

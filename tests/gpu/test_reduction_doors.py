@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
-from miraccl.executor.cuda.doors import layout as at
+from miraccl.fastpath.cuda import layout as at
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import parts_of
 from miraccl.types import Collective, DType, PreMulSum, RedOp

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from miraccl import PreMulSum
+from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.launch import detect_launch, meet
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
-from miraccl.comm.stages import Stages
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.multinode.communicator import HostsCommunicator, make_device_communicator
+from miraccl.runtime.options import Options
+from miraccl.runtime.setup_phases import Stages
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import Session
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
 from miraccl.errors import MiracclError
+from miraccl.runtime.options import Options
 from miraccl.types import RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, FakeCuda

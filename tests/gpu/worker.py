@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from miraccl.bootstrap.launch import detect_launch, meet
-from miraccl.comm.options import Options
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.runtime.gpu.collectives import Operator
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
+from miraccl.runtime.options import Options
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -260,7 +260,7 @@ class Rank:
 
     def through_communicator(self) -> str:
         """The public way: ``Communicator`` hands tensors to the GPU side, arrays to the CPU side."""
-        from miraccl.comm.communicator import Communicator
+        from miraccl.api.communicator import Communicator
 
         torch, session = self.torch, self.session.sub(range(self.session.nranks), "public")
         comm = Communicator.from_session(session, Options.create(timeout=60))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.comm.arguments import DLTensor, capsule_of, view
-from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.kinds import Kind, words_of
+from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda.kinds import Kind, words_of
+from miraccl.ops.arguments import DLTensor, capsule_of, view
 from tests.support.ranks import run_ranks
 
 jax = pytest.importorskip("jax")

@@ -84,7 +84,7 @@ def environment(**more: str) -> dict[str, str]:
 @functools.cache
 def lacks(python: str, *modules: str) -> str:
     """Why ``python`` cannot run programs with these modules and miraccl, empty if it can."""
-    names = ", ".join(["miraccl.comm.start", *modules])
+    names = ", ".join(["miraccl.api.init", *modules])
     done = subprocess.run(
         [python, "-c", f"import {names}"],
         env=environment(),

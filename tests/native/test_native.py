@@ -31,7 +31,7 @@ LIBRARIES = (
     "miraccl.executor.cpu.kernels.engine",
     "miraccl.executor.cpu.kernels.fold",
     "miraccl.executor.cpu.kernels.unlocked.operations",
-    "miraccl.executor.cuda.doors.call",
+    "miraccl.fastpath.cuda.call",
     "miraccl.proxy.kernels.lane",
     "miraccl.graph.search.kernel.channel_search",
 )

@@ -18,8 +18,8 @@ from miraccl.tools.spawn import Context, Outcome, Ranks
 
 # what ranks would import each for itself when they come to it
 ALWAYS = (
-    "miraccl.comm.device.hosts.communicator",
-    "miraccl.comm.network",
+    "miraccl.runtime.multinode.communicator",
+    "miraccl.runtime.network",
     "numpy.testing",
     "encodings.idna",
 )

@@ -27,7 +27,7 @@ from miraccl.tools.processes import die_with_parent
 ALWAYS = (
     "miraccl.tools.perf.cli",
     "miraccl.tools.perf.device_ranks",
-    "miraccl.comm.device.hosts.communicator",
+    "miraccl.runtime.multinode.communicator",
 )
 MOST = 128 << 10  # bytes of a request, which is one packet
 

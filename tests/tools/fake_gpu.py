@@ -288,7 +288,7 @@ class FakeTorchStream:
 
 
 def fake_nccl(session: Any, place: FakeTorchStream, arena: Any) -> Any:
-    from miraccl.comm.options import Options
+    from miraccl.runtime.options import Options
     from miraccl.tools.perf.device_miraccl import MiracclDevice
 
     comm = FakeCommunicator(session, place.ordinal, Options.create())

@@ -13,7 +13,7 @@ import pytest
 
 import miraccl
 from miraccl import errors, params
-from miraccl.comm.options import Options
+from miraccl.runtime.options import Options
 from miraccl.tools import cli
 from miraccl.tools.env import LAUNCH_VARIABLES
 from tests.support.warm_python import warm_python

@@ -16,10 +16,10 @@ import torch
 
 import miraccl
 from miraccl import native
-from miraccl.comm import ways
 from miraccl.errors import CollectiveMismatch, CommunicatorClosed, InvalidUsage
 from miraccl.executor.cuda import driver, launch
-from miraccl.executor.cuda.doors import layout as at
+from miraccl.fastpath.cuda import layout as at
+from miraccl.runtime import dispatch
 from miraccl.runtime.gpu import memory, persistent
 from miraccl.runtime.gpu.memory import lies_on_gpu
 from miraccl.types import RedOp
@@ -36,7 +36,7 @@ class Direct:
     def __init__(self, cuda: EmulatedCuda) -> None:
         self._cuda, self.refused = cuda, 0
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launched)
-        entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "launch")
+        entry = native.library("miraccl.fastpath.cuda.call").address(native.PREFIX + "launch")
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
         vars(launch)["fast_launch"] = lambda gpu: (address, native.builtin("launch", entry))
 
@@ -61,7 +61,7 @@ class Rank(emulated_ranks.Rank):
             del torch._C._cuda_getCurrentRawStream
         self._direct = Direct(self.cuda)
         vars(driver)["pointer_attribute"] = lambda kind, address: None  # of no GPU, as tensors
-        vars(ways).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
+        vars(dispatch).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
         vars(persistent).update(lies_on_gpu=on_gpu)
         self.right, self.left = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
         self.adopt(self.comm)

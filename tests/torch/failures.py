@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from miraccl.comm.progress import progress
+from miraccl.runtime.progress import progress
 from miraccl.torch import BackendError, ProcessGroupMiraccl
 from tests.torch.worlds import all_here, refused, world
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miraccl.comm.progress import progress
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.runtime.progress import progress
 from tests.torch.worlds import LIMIT, both, gloo, refused, world
 
 LARGE = 200_000  # elements of a message that goes in many pieces

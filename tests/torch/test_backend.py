@@ -27,7 +27,7 @@ TABLE = ("<!-- table -->\n", "\n<!-- end of table -->")
 
 
 def test_miraccl_alone_does_not_import_torch() -> None:
-    command = "import sys, miraccl.comm.start; sys.exit('torch' in sys.modules)"
+    command = "import sys, miraccl.api.init; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", command], cwd=ROOT / "src", timeout=60, check=False

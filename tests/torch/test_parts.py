@@ -23,8 +23,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from miraccl import get_unique_id, params
+from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import stacks
-from miraccl.comm.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, PeerDied
 from miraccl.torch import (
     BackendError,

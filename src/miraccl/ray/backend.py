@@ -21,11 +21,11 @@ from ray.util.collective.types import (
     ReduceScatterOptions,
 )
 
-from miraccl.comm.arguments import Array, view
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.options import Options
+from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, MissingDependency
+from miraccl.ops.arguments import Array, view
 from miraccl.ray.members import meet_by_store
+from miraccl.runtime.options import Options
 from miraccl.types import RedOp
 
 NAME = "MIRACCL"

@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from miraccl.comm.options import Options
 from miraccl.errors import BootstrapError, InvalidUsage, MiracclError
 from miraccl.ray import members
 from miraccl.ray.members import DEFAULT
+from miraccl.runtime.options import Options
 
 #: Seconds that the driver waits longer than the ranks, whose errors say more.
 GRACE_SECONDS = 5.0

@@ -19,14 +19,14 @@ import ray
 from ray.experimental import internal_kv
 
 from miraccl import params, trace
+from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root
 from miraccl.bootstrap.dial import HubNotFound
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.meeting import begin, check_place
-from miraccl.comm.options import Options
-from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError
+from miraccl.runtime.options import Options
+from miraccl.runtime.rendezvous import begin, check_place
+from miraccl.runtime.setup_phases import Stages
 
 DEFAULT = "default"
 #: How long (seconds) an id from the store is trusted while nobody answers at its address, and the pauses between readings.

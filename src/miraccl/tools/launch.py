@@ -102,7 +102,7 @@ def detect_ranks() -> int | None:
 
 def warm_up() -> None:
     """Import and load what every rank needs, so that forked ranks have it already; compiles it on a machine's first use."""
-    import miraccl.comm.start  # noqa: F401
+    import miraccl.api.init  # noqa: F401
     from miraccl import native
     from miraccl.executor.cpu import context
     from miraccl.schedule import catalog

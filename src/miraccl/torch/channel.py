@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from miraccl import params
-from miraccl.comm.arguments import Array, view
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.exchange import Entry, Exchange, Transfer
-from miraccl.comm.seat import MemberSeat
+from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, MiracclError
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.ops.arguments import Array, view
+from miraccl.runtime.exchange import Entry, Exchange, Transfer
+from miraccl.runtime.wait_state import MemberSeat
 from miraccl.types import Collective
 
 #: What nobody finds a second time: the message is lost, and with it the communicator.

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-from miraccl.comm.arguments import counts_of, peer_rank
-from miraccl.comm.communicator import Communicator
+from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
+from miraccl.ops.arguments import counts_of, peer_rank
 from miraccl.torch import operators, sparse
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.forms import short_form

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from miraccl.comm.group import group
+from miraccl.runtime.group import group
 from miraccl.torch.collectives import Collectives
 from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.operators import plain_operator

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.arguments import Array
-from miraccl.comm.exchange import Entry
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.ops.arguments import Array
+from miraccl.runtime.exchange import Entry
 from miraccl.torch.tensors import array_at
 
 

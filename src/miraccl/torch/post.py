@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.exchange import Entry
-from miraccl.comm.lookout import lookout
-from miraccl.comm.progress import progress
-from miraccl.comm.waits import ANY, Wait
-from miraccl.comm.whereabouts import Waiting
+from miraccl.api.communicator import Communicator
+from miraccl.diagnosis.blocked_ops import Waiting
+from miraccl.diagnosis.detector import lookout
+from miraccl.diagnosis.waits import ANY, Wait
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -35,6 +33,8 @@ from miraccl.errors import (
     MiracclError,
 )
 from miraccl.executor.cpu.kernels import layout as at
+from miraccl.runtime.exchange import Entry
+from miraccl.runtime.progress import progress
 from miraccl.torch.channel import Wire, run_beside, seat_of, set_timeout, timeout_of
 from miraccl.torch.message import SENT, Early, Message, read_header, write_header
 

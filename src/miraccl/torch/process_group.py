@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from miraccl.comm.communicator import Communicator
+from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import monitored
 from miraccl.torch.channel import is_on_one_host, run_beside, seat_of, set_timeout

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from miraccl.comm.communicator import Communicator
+from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch.tensors import stage
 

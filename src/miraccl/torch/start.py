@@ -11,17 +11,17 @@ from typing import Any
 import torch.distributed as dist
 
 from miraccl import params, trace
+from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
 from miraccl.bootstrap.dial import HubNotFound
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.fabric import NOTICE_FIRST_S
-from miraccl.comm.lookout import Creation
-from miraccl.comm.meeting import begin
-from miraccl.comm.options import Options
-from miraccl.comm.stages import Stages
 from miraccl.deadline import Deadline
+from miraccl.diagnosis.detector import Creation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
+from miraccl.runtime.fabric import NOTICE_FIRST_S
 from miraccl.runtime.gpu.order import of_program
+from miraccl.runtime.options import Options
+from miraccl.runtime.rendezvous import begin
+from miraccl.runtime.setup_phases import Stages
 from miraccl.torch.channel import seat_of
 from miraccl.torch.elsewhere import Elsewhere, devices_of_call
 from miraccl.torch.failures import as_backend_errors

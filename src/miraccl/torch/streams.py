@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miraccl.comm.communicator import Communicator
-from miraccl.comm.group import group
+from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
+from miraccl.runtime.group import group
 from miraccl.torch.channel import check_gpu, judge_gpu
 from miraccl.torch.failures import BackendError
 from miraccl.torch.work import Action, Work, nothing, seconds

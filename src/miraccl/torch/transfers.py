@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from miraccl.comm.communicator import Communicator
+from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.torch.collectives import only
 from miraccl.torch.elsewhere import Elsewhere

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from miraccl import params
-from miraccl.comm.whereabouts import Wait, Waiting
+from miraccl.diagnosis.blocked_ops import Wait, Waiting
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
 

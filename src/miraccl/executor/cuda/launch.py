@@ -136,7 +136,7 @@ class Launch:
 def _cuda_launch() -> tuple[int, Callable[[int, int, int, int], int]] | None:
     """(address of cuLaunchKernelEx, builtin that calls it); None where there is no library of the driver."""
     address = address_of("cuLaunchKernelEx")
-    entry = native.library("miraccl.executor.cuda.doors.call").address(native.PREFIX + "launch")
+    entry = native.library("miraccl.fastpath.cuda.call").address(native.PREFIX + "launch")
     return (address, native.builtin("launch", entry)) if address else None
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miraccl.executor.cuda.doors.table import Doors
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.lanes import OVERLAP_THREADS
 from miraccl.executor.cuda.launch import OVERLAP_FROM, Kernels, Launch
@@ -20,6 +19,7 @@ from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
+from miraccl.fastpath.cuda.table import Doors
 
 PATTERNS = 1024  # that are kept
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.comm.arguments import peer_rank
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.gpu import Gpu
+from miraccl.ops.arguments import peer_rank
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
 from miraccl.types import Collective
 

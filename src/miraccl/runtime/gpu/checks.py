@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.comm.arguments import operator
+from miraccl.ops.arguments import operator
 from miraccl.runtime.gpu.collectives import DeviceCollectives, Operator
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import Uneven, UnevenCollectives

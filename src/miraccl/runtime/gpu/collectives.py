@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from miraccl.comm.no_doors import NoDoors
-from miraccl.executor.cuda.doors.table import Door
+from miraccl.fastpath.cuda.table import Door
+from miraccl.fastpath.disabled import NoDoors
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like
 from miraccl.types import Collective, PreMulSum, RedOp

@@ -20,15 +20,8 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap import Session
-from miraccl.comm import forks, summary
-from miraccl.comm import group as groups
-from miraccl.comm.arguments import operator
-from miraccl.comm.control import SET_UP, Bare, Plane
-from miraccl.comm.forks import why_closed
-from miraccl.comm.lookout import lookout
-from miraccl.comm.notices import from_words, to_words
-from miraccl.comm.options import Options
-from miraccl.comm.stages import Stages
+from miraccl.diagnosis.detector import lookout
+from miraccl.diagnosis.error_codec import from_words, to_words
 from miraccl.errors import (
     BootstrapError,
     CollectiveTimeout,
@@ -40,7 +33,6 @@ from miraccl.errors import (
 )
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.copies import CopyLaunch, Place
-from miraccl.executor.cuda.doors.table import CALLS, Door, Doors, group_builtins
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
 from miraccl.executor.cuda.lower import CommArgs
@@ -49,6 +41,12 @@ from miraccl.executor.cuda.messages import LaneRules
 from miraccl.executor.cuda.one_sided import OneSidedLaunch, launch_of
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.staged_copies import StagedLaunch
+from miraccl.fastpath.cuda.table import CALLS, Door, Doors, group_builtins
+from miraccl.ops.arguments import operator
+from miraccl.runtime import forks, summary
+from miraccl.runtime import group as groups
+from miraccl.runtime.control import SET_UP, Bare, Plane
+from miraccl.runtime.forks import why_closed
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
 from miraccl.runtime.gpu.ctas import Ctas
 from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
@@ -65,6 +63,8 @@ from miraccl.runtime.gpu.rings import Ring, find_ring
 from miraccl.runtime.gpu.seat import KernelSeat
 from miraccl.runtime.gpu.stream_order import StreamOrder
 from miraccl.runtime.gpu.windows import Windows
+from miraccl.runtime.options import Options
+from miraccl.runtime.setup_phases import Stages
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 

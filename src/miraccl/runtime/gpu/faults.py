@@ -15,9 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
-from miraccl.comm import lookout
-from miraccl.comm.notices import from_words, of_abort, of_death, of_leave, to_words
-from miraccl.comm.statuses import IN_ORDER, ask, circle, graph_line, place, silence, together
+from miraccl.diagnosis import detector
+from miraccl.diagnosis.error_codec import from_words, of_abort, of_death, of_leave, to_words
+from miraccl.diagnosis.status_report import (
+    IN_ORDER,
+    ask,
+    circle,
+    graph_line,
+    place,
+    silence,
+    together,
+)
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.boards import Ahead, Boards
@@ -303,8 +311,8 @@ class DeviceFaults:
                 or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer),
                 heard=True,
             )
-        elif isinstance(event, Notice) and event.payload.get("kind") == lookout.KIND:
-            lookout.hear(event.payload)
+        elif isinstance(event, Notice) and event.payload.get("kind") == detector.KIND:
+            detector.hear(event.payload)
         elif isinstance(event, Notice) and LEFT in event.payload:
             self._left(event.from_rank, "finalized")
         elif (

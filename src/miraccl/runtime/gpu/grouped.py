@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miraccl.comm import group as groups
-from miraccl.comm.group import Group
-from miraccl.executor.cuda.doors.table import Doors
 from miraccl.executor.cuda.moves import move_signature
+from miraccl.fastpath.cuda.table import Doors
+from miraccl.runtime import group as groups
 from miraccl.runtime.gpu.persistent import result_of
 from miraccl.runtime.gpu.work import stream_of
+from miraccl.runtime.group import Group
 from miraccl.types import Collective
 
 _POINT_TO_POINT = ("send", "recv", "sendrecv")

@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from miraccl.comm.arguments import operator
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import moves
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
+from miraccl.ops.arguments import operator
 from miraccl.runtime.gpu.boards import (
     Boards,
     Come,

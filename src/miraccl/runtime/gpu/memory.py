@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from miraccl.comm.arguments import (
+from miraccl.errors import InvalidUsage
+from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda.kinds import Kind
+from miraccl.ops.arguments import (
     ALLOWED,
     IMMUTABLE,
     MOST_BYTES,
@@ -24,9 +27,6 @@ from miraccl.comm.arguments import (
     too_large,
     without_memory,
 )
-from miraccl.errors import InvalidUsage
-from miraccl.executor.cuda.doors import layout as at
-from miraccl.executor.cuda.doors.kinds import Kind
 from miraccl.runtime.gpu.stream import dlpack_stream, find_current_stream, number_of
 from miraccl.types import DL_TYPES, DType
 

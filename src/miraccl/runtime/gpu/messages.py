@@ -10,13 +10,13 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miraccl.comm.arguments import peer_rank
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lanes import fills_gpu
 from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
 from miraccl.executor.cuda.moves import move_signature
 from miraccl.executor.cuda.source import Frame
+from miraccl.ops.arguments import peer_rank
 from miraccl.runtime.gpu.collectives import Operator
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
 from miraccl.runtime.gpu.transfer import DeviceTransfer

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from miraccl.comm import nccl_wishes
-from miraccl.comm.arguments import operator
-from miraccl.comm.nccl_wishes import Wishes
-from miraccl.comm.options import Options
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
+from miraccl.ops.arguments import operator
+from miraccl.planning import nccl_hints
+from miraccl.planning.nccl_hints import Wishes
 from miraccl.runtime.gpu.collectives import SUM, Operator
+from miraccl.runtime.options import Options
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
 
@@ -32,7 +32,7 @@ class DevicePlanner:
             catalog.get(self.algo)
         self.deterministic = options.deterministic
         self._wishes = Wishes(
-            algos=nccl_wishes.on_gpus(dict(options.wishes)), protos=dict(options.protocols)
+            algos=nccl_hints.on_gpus(dict(options.wishes)), protos=dict(options.protocols)
         )
         self._given: dict[tuple[Collective, DType, int, RedOp], DevicePlan] = {}
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miraccl.bootstrap import Session
-from miraccl.comm import whereabouts
-from miraccl.comm.faults import SEND_RECV
-from miraccl.comm.waits import Come, ForOperation, ForRows, Place, Wait, stream_of
+from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.faults import SEND_RECV
+from miraccl.diagnosis.waits import Come, ForOperation, ForRows, Place, Wait, stream_of
 from miraccl.runtime.gpu.looks import Looks
 
 End = Callable[[str, str], None]
@@ -43,7 +43,7 @@ class DeviceSeat(abc.ABC):
         """As ``report`` gives it. First what is waited for, then whether that is all, then how far it has come."""
 
     def look(self) -> None:
-        program = whereabouts.current()
+        program = blocked_ops.current()
         with self._lock:
             if self.session is not None:
                 self._seen = self._find(program)
@@ -56,7 +56,7 @@ class DeviceSeat(abc.ABC):
 
     def close(self) -> None:
         """Nobody looks any more: what there is to look at may go."""
-        whereabouts.streams.leave(self)
+        blocked_ops.streams.leave(self)
         with self._lock:
             self._closed, self._seen = True, {}
 
@@ -130,5 +130,5 @@ class KernelSeat(DeviceSeat):
     def _find(self, program: Wait | None) -> Mapping[str, Place]:
         waits = self.kernels.waits()
         if not waits and program is not None and self._is_done():
-            waits = [whereabouts.no_call(program, self._session.tokens[self._session.rank])]
+            waits = [blocked_ops.no_call(program, self._session.tokens[self._session.rank])]
         return {self.name: Place(waits, self.kernels.come())}

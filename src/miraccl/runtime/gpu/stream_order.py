@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Container
 from typing import Any
 
-from miraccl.executor.cuda.doors.table import Doors
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import fast_calls
+from miraccl.fastpath.cuda.table import Doors
 from miraccl.runtime.gpu.stream import find_current_stream, number_of, stream_of_cupy
 
 #: objects of streams that a communicator keeps, besides those of its last operations

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miraccl.comm.arguments import counts_of, operator
-from miraccl.comm.no_doors import NoDoors
 from miraccl.errors import InvalidUsage
+from miraccl.fastpath.disabled import NoDoors
+from miraccl.ops.arguments import counts_of, operator
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.collectives import SUM, Operator
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like

@@ -11,13 +11,13 @@ import math
 import sys
 from typing import Any
 
-from miraccl.comm.arguments import MOST_BYTES
-from miraccl.comm.control import Plane
-from miraccl.comm.stages import Stages
-from miraccl.comm.window import dimensions, element_type
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Place
+from miraccl.ops.arguments import MOST_BYTES
+from miraccl.runtime.control import Plane
 from miraccl.runtime.gpu.memory import DTYPE_NAMES, DeviceMemory
+from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.window import dimensions, element_type
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from miraccl.types import DType

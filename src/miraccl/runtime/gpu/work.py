@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from miraccl.comm.whereabouts import Wait, Waiting
-from miraccl.comm.work import Work, patience
+from miraccl.diagnosis.blocked_ops import Wait, Waiting
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.contexts import AnotherGpu
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.gpu.kept import Kept
+from miraccl.runtime.work import Work, patience
 
 POLL_S = 50e-6
 POLLED_S = 0.02  # in which somebody who waits has looked

@@ -18,11 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
-from miraccl.comm import whereabouts
-from miraccl.comm.arguments import operator, peer_rank
-from miraccl.comm.control import COUNTED_RANKS, SET_UP, Bare, Plane
-from miraccl.comm.options import Options
-from miraccl.comm.stages import Stages
+from miraccl.diagnosis import blocked_ops
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -33,6 +29,8 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.executor.cuda.moves import move_signature
+from miraccl.ops.arguments import operator, peer_rank
+from miraccl.runtime.control import COUNTED_RANKS, SET_UP, Bare, Plane
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.explain import DeviceCandidate
@@ -50,6 +48,8 @@ from miraccl.runtime.multinode.replays import Replays
 from miraccl.runtime.multinode.seat import LaneSeat
 from miraccl.runtime.multinode.steps import TwoSteps
 from miraccl.runtime.multinode.untaken import Tally
+from miraccl.runtime.options import Options
+from miraccl.runtime.setup_phases import Stages
 from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType
 
@@ -161,7 +161,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             )
             self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end, self._has_done_all)
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
-                whereabouts.streams.take(self.seat)
+                blocked_ops.streams.take(self.seat)
             unless_made.pop_all()
 
     @property

@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 from miraccl import params
 from miraccl.bootstrap import Session
-from miraccl.comm import whereabouts
-from miraccl.comm.control import SET_UP
-from miraccl.comm.stages import Stages
+from miraccl.diagnosis import blocked_ops
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
+from miraccl.runtime.control import SET_UP
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
@@ -26,6 +25,7 @@ from miraccl.runtime.multinode.pieces import Piece, Shape, cut
 from miraccl.runtime.multinode.staging import LANES, Network, StagedJob, Staging
 from miraccl.runtime.multinode.transfers import EMPTY, cut_transfers, transfers_on
 from miraccl.runtime.multinode.watch import Watch
+from miraccl.runtime.setup_phases import Stages
 from miraccl.types import Collective, DType, RedOp
 
 LEAST_SLOT = 64 << 10
@@ -114,7 +114,7 @@ class HostsJobs:
     ) -> CpuCommunicator:
         session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
         cpu = open_cpu(session, stages.part(session))
-        whereabouts.seats.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
+        blocked_ops.seats.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
         cpu._member.faults.called = ranks
         self._cpus.append(cpu)
         return cpu

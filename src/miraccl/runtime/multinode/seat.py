@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
-from miraccl.comm import whereabouts
-from miraccl.comm.differences import describe_message, describe_operation
-from miraccl.comm.faults import SEND_RECV
-from miraccl.comm.member import Member
-from miraccl.comm.waits import Come, ForMessage, ForOperation, ForRoom, Place, Wait, stream_of
+from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.faults import SEND_RECV
+from miraccl.diagnosis.mismatch import describe_message, describe_operation
+from miraccl.diagnosis.waits import Come, ForMessage, ForOperation, ForRoom, Place, Wait, stream_of
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.unlocked import layout as ex
 from miraccl.executor.cpu.lower import describe_signature
+from miraccl.runtime.core import Member
 from miraccl.runtime.gpu.looks import Looks
 from miraccl.runtime.gpu.seat import DeviceSeat, End, KernelWaits
 from miraccl.runtime.multinode.direct import DirectOperation
@@ -87,7 +87,7 @@ class LaneSeat(DeviceSeat):
 
     def _find(self, program: Wait | None) -> Mapping[str, Place]:
         if program is not None and self._has_done_all():
-            nothing = [whereabouts.no_call(program, self._world.session.tokens[self._world.rank])]
+            nothing = [blocked_ops.no_call(program, self._world.session.tokens[self._world.rank])]
             return self._places(nothing, nothing, nothing)
         at_work, lane = self._of_lane()
         kernels = self._near.waits() if self._near is not None else []

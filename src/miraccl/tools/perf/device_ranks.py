@@ -211,9 +211,9 @@ def _open_miraccl(
     job: DeviceJob, session: Any, ordinal: int, card: Any, arena: Arena, stack: contextlib.ExitStack
 ) -> MiracclDevice:
     """What a ``Communicator`` opens with the first array on a GPU."""
-    from miraccl.comm.communicator import Communicator
-    from miraccl.comm.device.hosts.communicator import make_device_communicator
-    from miraccl.comm.options import Options as Choices
+    from miraccl.api.communicator import Communicator
+    from miraccl.runtime.multinode.communicator import make_device_communicator
+    from miraccl.runtime.options import Options as Choices
 
     options = Choices.create(**job.init)
 
@@ -399,8 +399,8 @@ def _join(line: Line, nccl: _NcclGroup) -> Line:
 
 def _import_what_ranks_need() -> None:
     """So that forked ranks have it already; nothing here touches CUDA."""
-    import miraccl.comm.communicator
-    import miraccl.comm.device.hosts.communicator
+    import miraccl.api.communicator
+    import miraccl.runtime.multinode.communicator
     import miraccl.tools.perf.card  # noqa: F401
     from miraccl.schedule import catalog
 

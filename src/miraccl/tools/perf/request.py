@@ -140,8 +140,8 @@ def check(op: str, options: dict[str, Any]) -> Request:
 def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
     """What ranks would refuse, or leave aside for want of such a schedule, after they have been started. Among GPUs of several hosts
     algorithms run in parts of the ranks, too, which is left to them."""
-    from miraccl.comm import planner
     from miraccl.executor.cuda import plan
+    from miraccl.planning import planner
     from miraccl.schedule import catalog
 
     on_gpu = options["devices"].on_gpu
@@ -161,7 +161,7 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
 
 def _check_order(op: str, nranks: int, options: dict[str, Any]) -> None:
     """Ranks refuse an algorithm that adds in another order than they are asked to keep; either wish may be the environment's."""
-    from miraccl.comm.options import Options
+    from miraccl.runtime.options import Options
     from miraccl.schedule import catalog
 
     if op not in REDUCING or (

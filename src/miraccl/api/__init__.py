@@ -1,0 +1,1 @@
+"""Public surface: communicators, their operations, and initialization."""

@@ -1,0 +1,280 @@
+"""The communicator: how it begins and ends, its memory and its plans.
+
+Its operations are those of ``comm.operations``.  This file knows neither transports nor algorithms.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+
+from miraccl.api.operations import SUM, Operations
+from miraccl.bootstrap import Session, UniqueId
+from miraccl.deadline import Deadline
+from miraccl.diagnosis import blocked_ops
+from miraccl.errors import MiracclError
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.planning.planner import Candidate
+from miraccl.runtime.control import FINALIZE
+from miraccl.runtime.core import Member
+from miraccl.runtime.gpu.order import Orders, of_thread
+from miraccl.runtime.gpu.visits import visiting
+from miraccl.runtime.options import Options
+from miraccl.runtime.rendezvous import begin, meet_by_id
+from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.shrink import shrink
+from miraccl.types import Collective, DType
+
+if TYPE_CHECKING:
+    from miraccl.executor.cuda.plan import DevicePlan
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
+    from miraccl.runtime.gpu.explain import DeviceCandidate
+    from miraccl.runtime.multinode.communicator import HostsCommunicator
+    from miraccl.runtime.multinode.jobs import HostsPlan
+
+
+class Communicator(Operations):
+    """A group of ranks that communicate; this process (or thread) is one of them.
+
+    ``Communicator(nranks, unique_id, rank)`` is collective: every rank calls it with the id that ``get_unique_id()`` gave to one of them.
+    ``miraccl.init()`` does that for ranks that a launcher started.  Keyword options: ``timeout`` in seconds of every operation
+    (MIRACCL_TIMEOUT), ``algo`` and ``proto`` as MIRACCL_ALGO and MIRACCL_PROTO, ``deterministic`` (MIRACCL_DETERMINISTIC) for results
+    that depend on neither size, algorithm nor layout, ``cta_policy`` ("default", "efficiency", "zero") for what kernels take of a GPU
+    where MIRACCL_CTA_POLICY does not say.
+
+    Arrays are NumPy arrays, or anything with ``__array_interface__``, the buffer protocol or DLPack in CPU memory; contiguous, of a
+    dtype in ``miraccl.DType``.  Every operation takes GPU memory, too (PyTorch, CuPy, ``__cuda_array_interface__``, DLPack): it enqueues
+    kernels in ``stream`` or else the current stream and returns (``comm.device``).  Operations return the array with the result.  With
+    ``async_op=True`` they return a ``Work``; on GPU memory they run on a stream of the communicator's, and its ``wait`` makes the current
+    stream wait.
+    One thread at a time may be inside a communicator; ``abort`` may be called from any.
+    """
+
+    def __init__(
+        self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any
+    ) -> None:
+        opts = Options.create(**options)
+        deadline = begin()
+        session = meet_by_id(nranks, unique_id, rank, opts, deadline)
+        self._start(session, opts, Stages(session, deadline))
+
+    @classmethod
+    def from_session(
+        cls,
+        session: Session,
+        options: Options,
+        *,
+        parent: Communicator | None = None,
+        stages: Stages | None = None,
+        orders: Callable[[], Orders] = of_thread,
+    ) -> Communicator:
+        """A communicator over a session that has met already; ``stages`` of that session, where there is a deadline for more than these;
+        ``orders`` gives what its kernels and its parts' are ordered in, when they begin (``comm.device.order``)."""
+        self = cls.__new__(cls)
+        self._start(session, options, stages, parent, orders)
+        return self
+
+    def _start(
+        self,
+        session: Session,
+        options: Options,
+        stages: Stages | None,
+        parent: Communicator | None = None,
+        orders: Callable[[], Orders] = of_thread,
+    ) -> None:
+        self.rank, self.nranks = session.rank, session.nranks
+        constants = parent._member.constants if parent else None
+        member = self._member = Member(session, options, constants=constants, stages=stages)
+        self._device = self._background = None
+        self._making = threading.RLock()
+        self._orders = parent._orders if parent else orders
+        context = member.context
+        word = at.CTX_LAST_PLAN // 8
+        self._cpu_plan = context.words.data[
+            word : word + 1
+        ]  # 0: the last operation was on GPU memory
+        self._cpu_plan_address = context.address + at.CTX_LAST_PLAN
+        self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
+        self._all_gather = context.door("collective", Collective.ALL_GATHER)
+        self._reduce_scatter = context.door("collective", Collective.REDUCE_SCATTER)
+        self._broadcast = context.door("collective", Collective.BROADCAST)
+        self._all_to_all = context.door("collective", Collective.ALL_TO_ALL)
+        self._reduce = context.door("reduce", Collective.REDUCE)
+        self._gather = context.door("rooted", Collective.GATHER)
+        self._scatter = context.door("rooted", Collective.SCATTER)
+        self._all_gather_v = context.door("uneven", Collective.ALL_GATHER)
+        self._reduce_scatter_v = context.door("uneven_reduce", Collective.REDUCE_SCATTER)
+        self._all_to_all_v = context.door("uneven", Collective.ALL_TO_ALL)
+        self._gather_v = context.door("uneven", Collective.GATHER)
+        self._scatter_v = context.door("uneven", Collective.SCATTER)
+        self._send = context.door("send_recv", Collective.SEND_RECV, arg=0)
+        self._recv = context.door("send_recv", Collective.SEND_RECV, arg=1)
+        self._sendrecv = context.door("sendrecv", Collective.SEND_RECV)
+        self._barrier = member.barrier_door()
+        self._splits = 0
+        self._gpu_waits = 0  # how often the program has waited for the GPU
+
+    def _open_cpu(self, session: Session, stages: Stages) -> Communicator:
+        return self._make_part(session, stages)
+
+    # ---- memory and plans
+
+    def empty(self, shape: Any, dtype: Any = "float32", device: str = "cpu") -> Any:
+        """An array in window memory, which all ranks of the host address directly: large operations on it copy nothing in between.
+
+        ``device`` "cuda" or "cuda:1" gives GPU memory, zeroed; that call is collective, and the memory lives as long as the communicator.
+        A dtype of PyTorch's gives a tensor, another one a ``comm.device.windows.DeviceArray``.
+        """
+        if str(device) == "cpu":
+            return self._member.empty(shape, dtype)
+        return self._on_device(device, "empty").empty(shape, dtype)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds for the communicator, by purpose; those on a GPU and pinned for it apart, once it is used."""
+        gpu = self._device.memory() if self._device is not None else {}
+        return self._member.memory() | {f"gpu_{name}": nbytes for name, nbytes in gpu.items()}
+
+    @overload
+    def explain(
+        self,
+        collective: str | Collective,
+        nbytes: int,
+        dtype: Any = ...,
+        op: Any = ...,
+        *,
+        device: Literal["cpu"] = ...,
+    ) -> list[Candidate]: ...
+
+    @overload
+    def explain(
+        self,
+        collective: str | Collective,
+        nbytes: int,
+        dtype: Any = ...,
+        op: Any = ...,
+        *,
+        device: Any,
+    ) -> list[Candidate] | list[DeviceCandidate]: ...
+
+    def explain(
+        self,
+        collective: str | Collective,
+        nbytes: int,
+        dtype: Any = DType.FLOAT32,
+        op: Any = SUM,
+        *,
+        device: Any = "cpu",
+    ) -> list[Candidate] | list[DeviceCandidate]:
+        """All ways to run ``collective`` on a buffer of ``nbytes`` (the larger of the whole input and output), the chosen one first.
+
+        ``device`` "cuda" or "cuda:1" asks about GPU memory (``comm.device.explain.DeviceCandidate``); as the first call that names a GPU
+        it is collective.
+        """
+        kind, block_bytes, element = self._member.question(collective, nbytes, dtype)
+        if str(device) == "cpu":
+            return self._member.planner.candidates(kind, block_bytes, element)
+        found: list[DeviceCandidate] = self._on_device(device, "explain").explain(
+            kind, block_bytes, element, op
+        )
+        return found
+
+    @property
+    def last_plan(self) -> Candidate | DevicePlan | HostsPlan | None:
+        """The plan of the last operation: of the last collective on CPU memory, or of what was started on GPU memory after it."""
+        on_cpu = self._cpu_plan[0]
+        return (
+            self._member.planner.choice_of(on_cpu)
+            if on_cpu or self._device is None
+            else self._device.last_plan
+        )
+
+    # ---- life
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among the ranks of its host."""
+        return self._member.fabric.local.index(self.rank)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """One communicator per ``color``, ranks ordered by (key, rank). Collective; a rank with color None gets None."""
+        return self.split_by(Deadline.after(self._member.session.timeout), color, key)
+
+    def split_by(self, deadline: Deadline, color: int | None, key: int = 0) -> Communicator | None:
+        """``split`` as a part of something that has a deadline."""
+        session = self._member.split(color, key, self._splits + 1, deadline)
+        self._splits += 1  # a refused call does not count: the others know nothing of it
+        return None if session is None else self._make_part(session, Stages(session, deadline))
+
+    def shrink(self) -> Communicator:
+        """A communicator of the ranks that live, after this one broke. Collective over the living; who dies meanwhile is left out, too."""
+        self._member.check_open("shrink")
+        self._splits += 1
+        return shrink(self._member, self._splits, self._make_part)
+
+    def _make_part(self, session: Session, stages: Stages) -> Communicator:
+        return Communicator.from_session(session, self._member.options, parent=self, stages=stages)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""
+        if self._device is not None and not self._member.foreign:
+            self._device.abort(reason)
+        self._member.abort(reason)
+
+    def finalize(self) -> None:
+        """Leave in an orderly way, after what is pending; may be called twice. Not collective.
+
+        Raises what a kernel on the GPU, or a lane between hosts, found after the last call that could tell it (``CollectiveTimeout``,
+        ``CollectiveMismatch``), and that a message of a collective on GPU memory was taken by nobody.
+        """
+        if self._member.foreign:
+            return
+        self._member.end_underway()
+        if self._background is not None:
+            self._background.close()
+        untold = None
+        if self._device is not None:
+            with (
+                self._waiting_for(self._device),
+                self._member.faults.control.attend(FINALIZE),
+            ):  # it waits for the other ranks
+                untold = visiting(self._device).close(self._member.faults.raised)
+        self._member.finalize()
+        if untold is not None:
+            raise untold
+
+    def synchronize(self) -> None:
+        """Wait for this rank's GPU, and raise what its kernels found."""
+        if self._device is not None:
+            with self._waiting_for(self._device):
+                visiting(self._device).synchronize()
+
+    def _waiting_for(self, device: DeviceCommunicator | HostsCommunicator) -> blocked_ops.Waiting:
+        """The program's wait for all that it has called on GPU memory."""
+        self._gpu_waits += 1
+        return blocked_ops.Waiting(
+            functools.partial(self._member.seat.wait_for_stream, device.seat.name, self._gpu_waits)
+        )
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: Any, value: BaseException | None, trace: Any) -> None:
+        if value is not None and not self._member.closed:
+            self.abort(f"{kind.__name__} left the communicator's with block: {value}")
+        try:
+            self.finalize()
+        except MiracclError:
+            if value is None:
+                raise
+
+    def __reduce__(self) -> NoReturn:
+        """A shallow copy would count parts by itself, and have a GPU side of its own."""
+        advice = "other processes get a rank of their own, by miraccl.init() or a unique id"
+        raise TypeError(
+            f"a Communicator belongs to the process that made it and can be neither pickled nor copied ({advice})"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._member.closed else ''}>"

@@ -1,0 +1,1 @@
+"""Faults: mismatch and deadlock detection, fault propagation, reports."""

@@ -1,0 +1,1 @@
+"""Compiled entry points from a Python call to a launch."""

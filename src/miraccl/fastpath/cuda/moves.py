@@ -1,0 +1,180 @@
+"""Kernel source: collectives that are lists of messages (gather, scatter, those with counts), from the arguments of a call to the block of
+their launch. The messages are those of ``comm.device.uneven.transfers_of``, in its order."""
+
+from __future__ import annotations
+
+from miraccl.executor.cuda import moves
+from miraccl.executor.cuda.moves import NO_ROOT
+from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda.arrays import item_size
+from miraccl.fastpath.cuda.rows import find_messages, mix, what_of
+from miraccl.fastpath.cuda.streams import is_plain
+from miraccl.fastpath.cuda.tensors import address, data_type, number_of, rank_of
+from miraccl.fastpath.cuda.views import elements
+from miraccl.native.intrinsics import (
+    PyList_GetItem,
+    PyList_Size,
+    PyTuple_GetItem,
+    PyTuple_Size,
+    inline,
+    load,
+    load32,
+    store,
+)
+
+signature_of = inline(moves.signature_of)
+
+
+@inline
+def count_at(state: int, counts: int, place: int) -> int:
+    """A count of a list or tuple that has so many; -1 for anything else."""
+    if load(counts + at.OB_TYPE) == load(state + at.STATE_LIST_TYPE):
+        return number_of(state, PyList_GetItem(counts, place))
+    return number_of(state, PyTuple_GetItem(counts, place))
+
+
+@inline
+def length_of(state: int, counts: int) -> int:
+    """Of a list or tuple; -1 for anything else."""
+    kind = load(counts + at.OB_TYPE)
+    if kind == load(state + at.STATE_LIST_TYPE):
+        return PyList_Size(counts)
+    return PyTuple_Size(counts) if kind == load(state + at.STATE_TUPLE_TYPE) else -1
+
+
+@inline
+def share(state: int, even: int, counts: int, whole: int, shares: int) -> int:
+    """Write what each rank has of ``whole`` elements: as much as every other, or ``counts``. Their sum, -1 for what is none of these."""
+    nranks, total = load(state + at.STATE_NRANKS), 0
+    if even != 0 and whole % nranks != 0:
+        return -1
+    if even == 0 and length_of(state, counts) != nranks:
+        return -1
+    for rank in range(nranks):
+        count = whole // nranks if even != 0 else count_at(state, counts, rank)
+        if count < 0:
+            return -1
+        store(shares + 8 * rank, count)
+        total += count
+    return total
+
+
+@inline
+def put(
+    state: int, number: int, receives: int, peer: int, view: int, first: int, count: int
+) -> int:
+    """Describe a message of ``count`` elements from ``first`` on, if it has any; how many there are then."""
+    if count == 0:
+        return number
+    message = state + at.STATE_CALL + number * at.MESSAGE_BYTES
+    store(message + at.MESSAGE_WHAT, what_of(receives, peer, data_type(view)))
+    store(message + at.MESSAGE_COUNT, count)
+    store(message + at.MESSAGE_ADDRESS, address(view) + first * item_size(data_type(view)))
+    return number + 1
+
+
+@inline
+def apart(view: int, count: int, other: int, other_count: int) -> bool:
+    """Whether two arrays of one type do not overlap, which an empty one never does."""
+    size = item_size(data_type(view))
+    if count == 0 or other_count == 0:
+        return True
+    return (
+        address(other) >= address(view) + count * size
+        or address(view) >= address(other) + other_count * size
+    )
+
+
+@inline
+def in_place(state: int, whole: int, shares: int, part: int) -> bool:
+    """Whether ``part`` is this rank's block of ``whole``."""
+    first = 0
+    for rank in range(load(state + at.STATE_RANK)):
+        first += load(shares + 8 * rank)
+    return address(part) == address(whole) + first * item_size(data_type(whole))
+
+
+@inline
+def put_all(
+    state: int, number: int, receives: int, view: int, count: int, shares: int, only: int, skip: int
+) -> int:
+    """Describe the messages of an array: its blocks by ``shares``, 0: all of it for every rank; ``only``: for this one, if not -1; ``skip``
+    has none."""
+    first = 0
+    for peer in range(load(state + at.STATE_NRANKS)):
+        own = load(shares + 8 * peer) if shares != 0 else count
+        if peer != skip and (shares != 0 or only < 0 or only == peer):
+            number = put(state, number, receives, peer, view, first, own)
+        first += own if shares != 0 else 0
+    return number
+
+
+@inline
+def find_moves(door: int, args: int) -> int:
+    """``args`` are (x, out, root, counts of x, counts of out, async_op, stream); what is of no use is not looked at. 0 where Python is to
+    do it."""
+    state, even = load(door + at.DOOR_STATE), load(door + at.DOOR_EVEN)
+    if load32(load(state + at.STATE_GROUPS)) != 0:
+        return 0
+    rank, nranks, rooted = (
+        load(state + at.STATE_RANK),
+        load(state + at.STATE_NRANKS),
+        load(door + at.DOOR_ROOTED),
+    )
+    root = -1
+    if rooted != at.ROOTED_NOWHERE:
+        root = rank_of(state, load(args + 16))
+        if root < 0:
+            return 0
+    gives, takes = rooted != at.ROOTED_IN or root == rank, rooted != at.ROOTED_OUT or root == rank
+    if not is_plain(state, args + 40, load(args) if gives else load(args + 8)):
+        return 0
+    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
+    count = elements(state, load(args), view) if gives else 0
+    if count < 0:
+        return 0
+    out_count = elements(state, load(args + 8), other) if takes else 0
+    if out_count < 0 or (takes and load(other + at.VIEW_READ_ONLY) != 0):
+        return 0
+    if gives and takes and data_type(view) != data_type(other):
+        return 0
+    shares, out_shares = 0, 0
+    if load(door + at.DOOR_SPLITS_IN) != 0:
+        shares = state + at.STATE_SHARES
+        total = share(state, even, load(args + 24), count if gives else nranks * out_count, shares)
+        if total < 0 or (gives and total != count):
+            return 0
+    if load(door + at.DOOR_SPLITS_OUT) != 0:
+        out_shares = state + at.STATE_SHARES + 8 * at.MOST_RANKS
+        total = share(
+            state, even, load(args + 32), out_count if takes else nranks * count, out_shares
+        )
+        if total < 0 or (takes and total != out_count):
+            return 0
+    if (shares == 0 and load(out_shares + 8 * rank) != count) or (
+        out_shares == 0 and load(shares + 8 * rank) != out_count
+    ):
+        return 0
+    stays = -1  # whose block is where it belongs
+    if gives and takes and not apart(view, count, other, out_count):
+        if shares != 0 and out_shares != 0:
+            return 0
+        if not (
+            in_place(state, view, shares, other)
+            if shares != 0
+            else in_place(state, other, out_shares, view)
+        ):
+            return 0
+        stays = rank
+    number = put_all(state, 0, 0, view, count, shares, root, stays) if gives else 0
+    number = (
+        put_all(state, number, 1, other, out_count, out_shares, root, stays) if takes else number
+    )
+    if number == 0:
+        return 0
+    hashed, known = 0, shares if out_shares == 0 else out_shares if shares == 0 else 0
+    if known != 0:
+        for peer in range(nranks):
+            hashed = mix(hashed, load(known + 8 * peer))
+    signature = signature_of(load(door + at.DOOR_MOVES), root if root >= 0 else NO_ROOT, hashed)
+    return find_messages(state, state + at.STATE_CALL, number, signature)

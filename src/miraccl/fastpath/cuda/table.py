@@ -1,0 +1,521 @@
+"""The doors of a communicator on GPU memory, and the launches that they find.
+
+A call whose launch has been prepared needs nothing of Python but the addresses of tensors and the current stream, and the type of the
+tensors tells these to compiled code: ``__dlpack_c_exchange_api__`` (DLPack 1.3; PyTorch has it from 2.10 on).  CuPy's arrays are asked for
+their attributes, all others by their protocol (``doors.kinds``).  All that is not as the last time goes the long way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from miraccl import native
+from miraccl.executor.cuda.launch import Launch
+from miraccl.executor.cuda.layout import ARGS, GROUPS, TYPE_SHIFT
+from miraccl.executor.cuda.messages import LaneRules, Lowered, Message
+from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda.kinds import DL_DTYPES, WORDS, Kind, words_of
+from miraccl.native.capsules import pointer_of
+from miraccl.native.hashing import mix
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.types import Collective, DType, RedOp
+
+Door = Callable[..., int]
+Hold = Callable[[list[Any], int], None]
+#: collective -> whether ``x`` has a block per rank, whether ``out`` has, whether the result lies in ``x`` without ``out``
+SHAPES = {
+    Collective.ALL_REDUCE: (False, False, True),
+    Collective.ALL_GATHER: (False, True, False),
+    Collective.REDUCE_SCATTER: (True, False, False),
+    Collective.ALL_TO_ALL: (True, True, False),
+    Collective.BROADCAST: (False, False, True),
+    Collective.REDUCE: (False, False, True),
+}
+#: operations that have a door: builtin of ``doors.call``, words of its record after ``DOOR_NOTES``
+_MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "send": ("message", (0,)),
+    "recv": ("message", (1,)),
+    "sendrecv": ("pair", ()),
+    "gather": ("moves", (at.ROOTED_OUT, 0, 1, 1, int(Collective.GATHER))),
+    "gather_v": ("moves", (at.ROOTED_OUT, 0, 1, 0, int(Collective.GATHER))),
+    "scatter": ("moves", (at.ROOTED_IN, 1, 0, 1, int(Collective.SCATTER))),
+    "scatter_v": ("moves", (at.ROOTED_IN, 1, 0, 0, int(Collective.SCATTER))),
+    "all_gather_v": ("moves", (at.ROOTED_NOWHERE, 0, 1, 0, int(Collective.ALL_GATHER))),
+    "all_to_all_v": ("moves", (at.ROOTED_NOWHERE, 1, 1, 0, int(Collective.ALL_TO_ALL))),
+    "reduce_scatter_v": ("reductions", (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))),
+}
+_COLLECTIVES = {collective.label: collective for collective in SHAPES}
+#: operations whose doors take calls as users make them
+CALLS = (*_COLLECTIVES, *_MESSAGES)
+_OPERATORS = tuple(RedOp(number) for number in range(at.NOPS))
+_ROW_WORDS = at.ROW_BYTES // 8
+
+
+def _entry(name: str) -> int:
+    """The address of a function of ``doors.call``."""
+    return native.library("miraccl.fastpath.cuda.call").address(native.PREFIX + name)
+
+
+def _builtin(name: str, entry: str, owner: int) -> Callable[..., Any]:
+    return native.builtin(name, _entry(entry), owner)
+
+
+@functools.cache
+def group_builtins(
+    groups: int,
+) -> tuple[Callable[..., None], Callable[..., None], Callable[[], int]]:
+    """What begins and ends a group, and what tells whether this thread has one of this kind; ``groups`` is the address of the words."""
+    return (
+        _builtin("begin", "begin", groups),
+        _builtin("end", "end", groups),
+        _builtin("is_compiled", "is_compiled", groups),
+    )
+
+
+class Doors:
+    """``abort`` is the address of a 32-bit word that is not 0 when calls are to go the long way; ``order`` that of a word that holds
+    ``own`` while no other communicator has filled the GPU last; ``groups`` that of the words of groups, and ``hand_over`` is called with a
+    group that has turned out to be Python's while messages of it are noted here. ``hold`` keeps objects until the GPU has come past what is
+    in a stream now."""
+
+    def __init__(
+        self,
+        rank: int,
+        nranks: int,
+        ordinal: int,
+        *,
+        abort: int,
+        order: int,
+        own: int,
+        groups: int,
+        hand_over: Callable[[Any], None],
+        hold: Hold,
+    ) -> None:
+        assert nranks <= at.MOST_RANKS
+        self._nranks = nranks
+        memory = np.zeros(at.STATE_BYTES // 8, np.int64)
+        self._address = int(memory.ctypes.data)
+        self._state = (
+            memory.data
+        )  # whose words are read and written in a fraction of the time that NumPy takes
+        fail, release = self._fail, self.release
+        self._kept: list[Any] = [hand_over, ordinal, fail, release]
+        self._hold = hold
+        self.held: list[Any] = []
+        self._noted_owners: list[Any] = []
+        self._kinds: dict[type, Any] = {}  # types stay, since another one might get the address
+        self._launches: dict[
+            int, tuple[Launch, Any]
+        ] = {}  # by the address of their block: those in the table, with their messages
+        self._notes: list[Any] = []
+        self._no_cpu_plan = np.zeros(1, np.int64)
+        self._unknown = {"torch": self._learn_torch, "cupy": self._learn_cupy}
+        for where, value in (
+            (at.STATE_ABORT, abort),
+            (at.STATE_DEVICE, ordinal << 32 | at.DL_CUDA),
+            (at.STATE_STREAM, -1),
+            (at.STATE_ORDER, order),
+            (at.STATE_SELF, own),
+            (at.STATE_NONE, id(None)),
+            (at.STATE_FALSE, id(False)),
+            (at.STATE_INT_TYPE, id(int)),
+            (at.STATE_LIST_TYPE, id(list)),
+            (at.STATE_TUPLE_TYPE, id(tuple)),
+            (at.STATE_RANK, rank),
+            (at.STATE_NRANKS, nranks),
+            (at.STATE_GROUPS, groups),
+            (at.STATE_CPU_PLAN, int(self._no_cpu_plan.ctypes.data)),
+            (at.STATE_CLOSED, 1),
+            (at.STATE_NOTES, id(self._notes)),
+            (at.STATE_HAND_OVER, id(hand_over)),
+            (at.STATE_ORDINAL, id(ordinal)),
+            (at.STATE_FAIL, id(fail)),
+            (at.STATE_RELEASE, id(release)),
+            (at.STATE_VIEW_FOREIGN, _entry("view_foreign")),
+            (at.STATE_HELD, id(self.held)),
+            (at.STATE_NOTED_OWNERS, id(self._noted_owners)),
+            *WORDS,
+            *((at.STATE_NAMES + 8 * number, id(name)) for number, name in enumerate(at.NAMES)),
+            *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
+            *(
+                (at.STATE_DTYPES + 8 * number, dtype)
+                for number, dtype in enumerate(DL_DTYPES.values())
+            ),
+        ):
+            self._put(where, value)
+
+    def _put(self, where: int, value: int) -> None:
+        self._state[where // 8] = value
+
+    @property
+    def stream(self) -> int:
+        """Of the last operation, as the driver's number; -1 before the first."""
+        return int(self._state[at.STATE_STREAM // 8])
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        if number not in (-1, 0):
+            self._put(at.STATE_OTHERS, 1)
+        self._put(at.STATE_STREAM, number)
+
+    @property
+    def in_default_stream(self) -> bool:
+        """Whether all operations were in the (legacy) default stream, which is never captured: so no graph brings any again."""
+        return not self._state[at.STATE_OTHERS // 8]
+
+    @property
+    def captured(self) -> bool:
+        """Whether that stream was captured when an operation came to it that went the long way."""
+        return bool(self._state[at.STATE_CAPTURED // 8])
+
+    @captured.setter
+    def captured(self, is_so: bool) -> None:
+        self._put(at.STATE_CAPTURED, int(is_so))
+
+    def door(self, name: str, following: Door | None = None, *, notes: bool = False) -> Door:
+        """The builtin for an operation (``doors.call`` has the arguments); calls that it does not take go to ``following``.
+
+        ``notes``: while a group is open it notes sends and receives.
+        """
+        entry, words = (
+            ("collective", self._shape(name)) if name in _COLLECTIVES else _MESSAGES[name]
+        )
+        handed = (0, 0) if following is None else native.entry_of(following)
+        record = np.zeros(at.DOOR_WORDS, np.int64)
+        record[: 4 + len(words)] = (self._address, *handed, int(notes), *words)
+        self._kept.append((record, following))
+        return _builtin(name, entry, int(record.ctypes.data))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        collective = _COLLECTIVES[name]
+        many_in, many_out, in_place = SHAPES[collective]
+        third = (at.THIRD_OPERATOR if collective.reduces else 0) | (
+            at.THIRD_ROOT if collective.rooted else 0
+        )
+        return (
+            int(collective),
+            self._nranks if many_in else 1,
+            self._nranks if many_out else 1,
+            third,
+            int(in_place),
+        )
+
+    # ---- what is looked at
+
+    def learn_types(self) -> None:
+        """Look at tensors and arrays of libraries that are there by now."""
+        for name in [name for name in self._unknown if name in sys.modules]:
+            if self._unknown[name](sys.modules[name]):
+                del self._unknown[name]
+
+    def _learn_torch(self, torch: Any) -> bool:
+        """False while it is not known yet what PyTorch offers."""
+        kind = getattr(torch, "Tensor", None)
+        capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+        if type(capsule).__name__ == "PyCapsule":
+            table = pointer_of(capsule, b"dlpack_exchange_api")
+            if ctypes.c_uint32.from_address(table + at.API_MAJOR).value == at.DL_MAJOR:
+                self._put(at.STATE_VIEW, ctypes.c_int64.from_address(table + at.API_VIEW).value)
+                if not self._state[at.STATE_ASK // 8]:
+                    self._put(
+                        at.STATE_CURRENT, ctypes.c_int64.from_address(table + at.API_CURRENT).value
+                    )
+                self._put(at.STATE_TYPE, id(kind))
+        return kind is not None
+
+    def _learn_cupy(self, cupy: Any) -> bool:
+        """The same of CuPy."""
+        kind = getattr(cupy, "ndarray", None)
+        if kind is not None and all(
+            hasattr(kind, name) for name in at.NAMES[: at.NAMES.index("ptr")]
+        ):
+            for number, (code, dtype) in enumerate(NUMPY_DTYPE.items()):
+                self._put(at.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
+                self._put(at.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
+            self._put(at.STATE_ARRAY_TYPE, id(kind))
+        return kind is not None
+
+    def learn_kinds(self, kinds: dict[type, Kind]) -> None:
+        """Look at arrays of these types, too, as many as there is room for; none that was there before is missing."""
+        if len(kinds) == len(self._kinds):
+            return
+        for kind, how in list(
+            kinds.items()
+        ):  # other threads, which are ranks, too, may add some meanwhile
+            if kind not in self._kinds and len(self._kinds) < at.MOST_KINDS:
+                row = at.STATE_KINDS + len(self._kinds) * at.KIND_BYTES
+                words, self._kinds[kind] = words_of(kind, how)
+                for place, word in words.items():
+                    self._put(row + place, word)
+
+    def ask_the_driver(self, pointer_attribute: int, is_capturing: int) -> None:
+        """Addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
+        self._put(at.STATE_POINTER_ATTRIBUTE, pointer_attribute)
+        self._put(at.STATE_IS_CAPTURING, is_capturing)
+
+    def follow_streams(self, event: int, functions: Sequence[int], context: int) -> None:
+        """Take calls in another stream than the one before as well, which waits for that by ``event``, where ``context`` is current;
+        ``functions`` are addresses of cuEventRecord, cuStreamWaitEvent and cuCtxGetCurrent."""
+        for where, value in zip(
+            (at.STATE_RECORD, at.STATE_WAIT, at.STATE_ASK_CONTEXT), functions, strict=True
+        ):
+            self._put(where, value)
+        self._put(at.STATE_CONTEXT, context)
+        self._put(at.STATE_EVENT, event)
+
+    def ask_for_stream(self, ask: Callable[[int], int]) -> None:
+        """How the current stream is found, where the types of arrays do not tell."""
+        self._kept.append(ask)
+        self._put(at.STATE_ASK, id(ask))
+
+    def ask_for_stream_of_arrays(self, ask: Callable[[int], int]) -> None:
+        """How CuPy's current stream is found, which is that of its arrays."""
+        self._kept.append(ask)
+        self._put(at.STATE_ASK_ARRAYS, id(ask))
+
+    def also_clear(self, word: int) -> None:
+        """Set the word at this address to 0 with each operation that goes through a door."""
+        self._put(at.STATE_CPU_PLAN, word)
+
+    def close(self) -> None:
+        """Take no calls any more; the words that were given may be freed."""
+        self._put(at.STATE_ABORT, self._address + at.STATE_CLOSED)
+        self._drop(list(self._launches))
+
+    def release(self) -> None:
+        """Let go of what launches read, once they have."""
+        if self.held:
+            self._hold(self.held.copy(), int(self._state[at.STATE_HELD_STREAM // 8]))
+            self.held.clear()
+            self._put(at.STATE_HELD_BYTES, 0)
+
+    # ---- groups
+
+    def are_collective(self, signature: int, count: int) -> bool:
+        """Let the messages that are noted be launched as a collective; False if they are not ``count``, and nothing has happened."""
+        if self._state[at.STATE_NOTED // 8] != count:
+            return False
+        self._put(at.STATE_NOTED_SIGNATURE, signature)
+        return True
+
+    def take_notes(self) -> tuple[int, list[tuple[Any, int, bool]], int]:
+        """(stream, what was noted: array, peer, whether it is received; signature of the collective that it is, if any); nothing is noted
+        any more."""
+        arrays, words = (
+            self._notes.copy(),
+            self._state[at.STATE_GROUP // 8 :: at.MESSAGE_BYTES // 8],
+        )
+        self._notes.clear()
+        self._noted_owners.clear()
+        self._put(at.STATE_NOTED, 0)
+        self._put(at.STATE_NOTED_BYTES, 0)
+        whats = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
+        stream, signature = (
+            int(self._state[word // 8])
+            for word in (at.STATE_NOTED_STREAM, at.STATE_NOTED_SIGNATURE)
+        )
+        self._put(at.STATE_NOTED_SIGNATURE, 0)
+        return (
+            stream,
+            [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)],
+            signature,
+        )
+
+    # ---- the table
+
+    def remember(
+        self,
+        collective: Collective,
+        dtype: DType,
+        count: int,
+        op: Any,
+        root: int,
+        launch: Launch,
+        fills: bool,
+    ) -> None:
+        """Enter a launch for blocks of ``count`` elements; ``fills``: it may take the whole GPU."""
+        if collective not in SHAPES or dtype not in DL_DTYPES:
+            return
+        if collective.reduces and not isinstance(op, RedOp):  # with a scalar of its own
+            return
+        third = at.both_of(int(op), root) if collective.reduces else root
+        self._enter(at.key_of(int(collective), third, DL_DTYPES[dtype]), count, launch, fills, None)
+
+    def remember_messages(
+        self,
+        messages: Sequence[Message],
+        places: Sequence[int],
+        launch: Launch,
+        fills: bool,
+        signature: int = 0,
+    ) -> None:
+        """Enter a launch for messages like these; ``places`` are where their addresses belong, ``signature`` is that of the collective that
+        they are, if any."""
+        dtypes = [DType(message.code) for message in messages]
+        if len(messages) > at.MOST_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
+            return
+        record, hashed = np.zeros((len(messages), at.MESSAGE_BYTES // 8), np.int64), signature
+        for row, message, dtype, place in zip(record, messages, dtypes, places, strict=True):
+            what = at.what_of(int(message.receives), message.peer, DL_DTYPES[dtype])
+            count = message.nbytes // dtype.itemsize
+            hashed = mix(mix(hashed, what), count)
+            row[:] = (what, count, place)
+        self._enter(at.KEY_OF_MESSAGES | hashed, len(messages), launch, fills, record, signature)
+
+    def knows_shape(self, messages: Sequence[Message], signature: int = 0) -> bool:
+        """Whether there is a launch into which the sizes of messages like these can be written, or can be none."""
+        whats = _whats(messages)
+        if len(messages) > at.MOST_MESSAGES or not all(whats):
+            return True
+        key = _shape_key(whats, signature)
+        for row in self._rows(key, len(messages)):
+            if int(self._state[row + at.ROW_KEY // 8]) == key and self._block_at(row):
+                shape = self._launches[self._block_at(row)][1]
+                rows = shape[at.SHAPE_BYTES // 8 :][: len(whats) * at.SHAPED_BYTES // 8].reshape(
+                    len(whats), -1
+                )
+                if rows[:, at.SHAPED_WHAT // 8].tolist() == whats and bool(
+                    shape[at.SHAPE_SIGNATURE // 8]
+                ) == bool(signature):
+                    return True
+        return False
+
+    def remember_shape(
+        self,
+        messages: Sequence[Message],
+        lowered: Lowered,
+        rank: int,
+        rules: LaneRules,
+        argument: int,
+        launch: Launch,
+        signature: int = 0,
+    ) -> None:
+        """Enter a launch for messages like these of any size, plain ones or a collective of any signature: one of its own, whose
+        ``argument`` (an address) is ``lowered``'s."""
+        if not messages:
+            return
+        queue_of = {
+            number: queue for queue, numbers in enumerate(lowered.queues) for number in numbers
+        }
+        partners: dict[int, int] = {}
+        heads = []
+        for queue, numbers in enumerate(lowered.queues):
+            place = lowered.head_of(queue)
+            heads.append(
+                (argument + place, int.from_bytes(lowered.args[place : place + 2], "little"), 0)
+            )
+            if messages[numbers[0]].peer == rank:
+                partners |= dict(zip(numbers[::2], numbers[1::2])) | dict(
+                    zip(numbers[1::2], numbers[::2])
+                )
+        rows = [
+            (
+                what,
+                argument + lowered.positions[number],
+                message.code << TYPE_SHIFT,
+                queue_of[number],
+                partners.get(number, -1),
+            )
+            for number, (message, what) in enumerate(zip(messages, _whats(messages), strict=True))
+        ]
+        group, first = GROUPS[rules.frame.value]
+        place = argument + ARGS["signature"].offset if signature else 0
+        head = (
+            len(heads),
+            group,
+            first,
+            rules.lanes,
+            rules.copy_lanes,
+            rules.multiprocessors,
+            rules.bulk_from,
+            place,
+        )
+        shape = np.array([*head, *(word for row in (*rows, *heads) for word in row)], np.int64)
+        self._enter(_shape_key(_whats(messages), signature), len(messages), launch, False, shape)
+
+    def _rows(self, key: int, count: int) -> list[int]:
+        """The words at which the rows begin in which a launch may stand."""
+        hashed = mix(mix(0, key), count)
+        return [
+            (at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8
+            for probe in range(at.PROBES)
+        ]
+
+    def _enter(
+        self, key: int, count: int, launch: Launch, fills: bool, messages: Any, signature: int = 0
+    ) -> None:
+        """An older entry in the places of a new one is replaced."""
+        if not launch.block:
+            return
+        rows = self._rows(key, count)
+        row = next((row for row in rows if not self._block_at(row)), rows[0])
+        self._launches.pop(self._block_at(row), None)
+        self._launches[launch.block] = launch, messages
+        words = (
+            key,
+            count,
+            launch.block,
+            int(fills),
+            0 if messages is None else int(messages.ctypes.data),
+            signature,
+        )
+        for number, word in enumerate(words):
+            self._state[row + number] = word
+
+    def _block_at(self, row: int) -> int:
+        """Of a row that begins at this word; 0 if it is free."""
+        return int(self._state[row + at.ROW_BLOCK // 8])
+
+    def forget_collectives(self) -> None:
+        self._drop([block for block, (_, messages) in self._launches.items() if messages is None])
+
+    def forget_messages(self) -> None:
+        self._drop(
+            [block for block, (_, messages) in self._launches.items() if messages is not None]
+        )
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        """Drop the launches with these blocks."""
+        gone = set(blocks)
+        for row in range(at.STATE_TABLE // 8, at.STATE_BYTES // 8, _ROW_WORDS):
+            if self._block_at(row) in gone:
+                for number in range(_ROW_WORDS):
+                    self._state[row + number] = 0
+        for block in gone:
+            del self._launches[block]
+        self.went_another_way()
+
+    @property
+    def last(self) -> Launch | None:
+        """The launch of the last operation, if that went through a door."""
+        found = self._launches.get(int(self._state[at.STATE_LAST // 8]))
+        return None if found is None else found[0]
+
+    def _fail(self, code: int) -> None:
+        """From a door, where a launch failed with others before it."""
+        assert self.last is not None
+        self.last.check(code)
+
+    def went_another_way(self) -> None:
+        """The last operation did not go through a door."""
+        self._put(at.STATE_LAST, 0)
+
+
+def _whats(messages: Sequence[Message]) -> list[int]:
+    """What messages are, but for their sizes; 0 for a type that doors do not know."""
+    return [
+        at.what_of(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])
+        if DType(m.code) in DL_DTYPES
+        else 0
+        for m in messages
+    ]
+
+
+def _shape_key(whats: Sequence[int], signature: int) -> int:
+    return at.KEY_OF_SHAPE | functools.reduce(mix, whats, int(signature != 0))

@@ -1,0 +1,1 @@
+"""Operations: argument checks and the reader of array protocols."""

@@ -1,0 +1,1 @@
+"""Algorithm selection: from a request to a plan, with its explanation."""

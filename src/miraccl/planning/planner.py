@@ -1,0 +1,505 @@
+"""Which algorithm, protocol and round size an operation gets, and the runs made from that choice.
+
+All ranks must choose alike, so a choice depends only on what they all know: the collective, the block sizes, the data type, the
+operator, and what was exchanged when the communicator was made (constants of rank 0, slot size, overrides).  It never depends on a
+rank's own buffers.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from miraccl.errors import InvalidUsage, MiracclError
+from miraccl.executor.cpu.context import fold_kernel, scale_kernel, set_counts
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.limits import SYNCS, check_limits, check_width
+from miraccl.executor.cpu.lower import Counts, Program, Run, lower, signature
+from miraccl.executor.cpu.sizes import size_class
+from miraccl.planning.cost_model import Constants, Shape, predict_us
+from miraccl.schedule import catalog
+from miraccl.schedule.catalog import Algorithm
+from miraccl.schedule.ir import Buffer, Schedule
+from miraccl.schedule.layout import forms
+from miraccl.types import Collective, DType, RedOp
+
+WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
+WINDOW_FROM = (
+    32 << 10
+)  # bytes of a block from which window memory is posted by address instead of copied into a slot
+#: Collectives that only move data and keep all ranks busy: where peers read private memory, a block is one message of at most
+#: ``WHOLE_BYTES`` (a system call for each slot costs what the single copy gains). In which forms, out of place (False) and in place, ranks
+#: may come together.
+EXCHANGES = {Collective.ALL_GATHER: (False, True), Collective.ALL_TO_ALL: (False,)}
+WHOLE_BYTES = 8 << 20
+ASK_FROM = (
+    96 << 10
+)  # bytes of a block from which ranks first tell each other whether all of them passed window memory
+STREAM_FACTOR = 1.75  # a collective reads part of what it moves from caches: it streams from this many times the cache share on
+TIE = 1.05  # what is predicted within 5 % is taken for equal, and these names decide, below and from LARGE bytes of a block on
+LARGE = 128 << 10
+PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
+PREFERENCE_LARGE = ("ring", *PREFERENCE)  # of all_reduce: half of its result goes past the caches
+MEMORY_ALGORITHM = "two_shot_put"
+#: the buffers that all ranks cut alike into uneven blocks, so that each knows where those of its peers lie
+CUT_ALIKE = {Collective.ALL_GATHER: Buffer.OUTPUT, Collective.REDUCE_SCATTER: Buffer.INPUT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """What the user has fixed; empty strings leave the choice to the model. ``wishes`` (``NCCL_ALGO``) hold where nothing forbids them."""
+
+    algo: str = ""
+    proto: str = ""
+    deterministic: bool = False
+    wishes: Mapping[Collective, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run an operation, with its predicted time (infinite if it cannot be run) and why it was (not) chosen."""
+
+    algo: str
+    proto: str
+    channels: int
+    predicted_us: float
+    chosen: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a run is made for. ``in_counts`` and ``out_counts`` are elements per block on this rank; ``block_bytes`` is the common size of
+    blocks. Of an ``uneven`` operation counts come with each call, so there are none here, and ``block_bytes`` is the class
+    (``sizes.size_class``) of the largest block of any rank."""
+
+    collective: Collective
+    dtype: DType
+    op: RedOp
+    root: int
+    in_counts: tuple[int, ...]
+    out_counts: tuple[int, ...]
+    block_bytes: int
+    count: int
+    in_place: bool = False
+    uneven: bool = False
+
+
+def check_protocol(proto: str) -> None:
+    """Refuse a protocol that CPU ranks do not have; none leaves the choice to them."""
+    if proto and proto.lower() not in ("simple", "ll"):
+        raise InvalidUsage(
+            f"protocol {proto!r} does not exist on CPU ranks; allowed are simple and ll"
+        )
+
+
+class Planner:
+    """Chooses and keeps plans for one communicator and rank."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        shape: Shape,
+        slot_bytes: int,
+        constants: Constants,
+        overrides: Overrides,
+        single_copy: int = -1,
+        exchange_copy: int = -1,
+        addressable: bool = True,
+        stream_from: int = 1 << 62,
+    ) -> None:
+        self.rank, self.shape, self.slot_bytes = rank, shape, slot_bytes
+        self.constants, self.overrides = constants, overrides
+        self.single_copy, self.exchange_copy = single_copy, exchange_copy
+        self.addressable = addressable
+        self.stream_from = stream_from
+        self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
+        self._choices: dict[tuple[object, ...], tuple[str, list[Algorithm]]] = {}
+        self._plans: dict[
+            int, Candidate | tuple[str, Request]
+        ] = {}  # by the address of a run, in full once somebody has asked
+        if overrides.algo:
+            catalog.get(overrides.algo)  # an unknown name is refused now
+
+    def candidates(
+        self,
+        collective: Collective,
+        block_bytes: int,
+        dtype: DType,
+        root: int = 0,
+        uneven: bool = False,
+    ) -> list[Candidate]:
+        """All ways, the chosen one first, then by predicted time."""
+        asked = self._asked(collective, root, uneven)
+        chosen = self._choose(collective, block_bytes, dtype, root, uneven)
+        rows = self._rows(
+            catalog.algorithms_for(collective, self.shape.nranks, root),
+            collective,
+            block_bytes,
+            dtype,
+            root,
+            uneven,
+        )
+        allowed = [row.time for row in rows if not row.barred]
+        fastest, best = min(allowed), next(row.time for row in rows if row.name == chosen)
+        result = []
+        for row in sorted(rows, key=lambda row: (row.name != chosen, bool(row.barred), row.time)):
+            if row.name == chosen:
+                reason = (
+                    "asked for"
+                    if row.name == asked
+                    else _why_chosen(row.time, fastest, len(allowed), block_bytes)
+                )
+            else:
+                reason = row.barred or f"{row.time / best:.2f} times the predicted time of {chosen}"
+                if not row.barred and row.time <= TIE * fastest:
+                    reason += f", which is taken among equals (within {TIE - 1:.0%})"
+            proto = self._protocol(block_bytes)
+            result.append(
+                Candidate(
+                    algo=row.name,
+                    proto=proto,
+                    channels=1,
+                    predicted_us=row.time,
+                    chosen=row.name == chosen,
+                    reason=reason,
+                )
+            )
+        return result
+
+    def _rows(
+        self,
+        algorithms: Sequence[Algorithm],
+        collective: Collective,
+        block_bytes: int,
+        dtype: DType,
+        root: int,
+        uneven: bool,
+    ) -> list[_Row]:
+        asked = self._asked(collective, root, uneven)
+        return [
+            self._row(algorithm, collective, block_bytes, dtype, root, uneven, asked)
+            for algorithm in algorithms
+        ]
+
+    def _row(
+        self,
+        algorithm: Algorithm,
+        collective: Collective,
+        block_bytes: int,
+        dtype: DType,
+        root: int,
+        uneven: bool,
+        asked: str,
+    ) -> _Row:
+        if algorithm.name != asked and (
+            flaw := find_flaw(algorithm, collective, self.shape.nranks, root, self.slot_bytes)
+        ):
+            return _Row(math.inf, algorithm.name, f"left out: {flaw}")
+        time = self._predict(algorithm, collective, block_bytes, dtype, root)
+        return _Row(
+            time, algorithm.name, self._barred(algorithm, collective, dtype, root, uneven, asked)
+        )
+
+    def _choose(
+        self, collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool
+    ) -> str:
+        """The algorithm.  What is best for the smallest size of a class is taken for the whole class, so that a new size costs no
+        predictions."""
+        algorithms = catalog.algorithms_for(collective, self.shape.nranks, root)
+        least = size_class(block_bytes)
+        key = (collective, least, dtype, root, uneven, *map(id, algorithms))
+        if key not in self._choices:
+            rows = self._rows(algorithms, collective, least, dtype, root, uneven)
+            allowed = [row for row in rows if not row.barred]
+            if not allowed:
+                raise InvalidUsage(
+                    f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}"
+                )
+            fastest = min(row.time for row in allowed)
+            equals = [row for row in allowed if row.time <= TIE * fastest]
+            best = min(equals, key=lambda row: (_preference(row.name, collective, least), row.time))
+            self._choices[key] = best.name, algorithms  # which stay, and with them their ids
+        return self._choices[key][0]
+
+    def _protocol(self, block_bytes: int) -> str:
+        """LL puts flag and data on one cache line: one miss instead of two for what fits. Larger messages are always Simple."""
+        return (
+            "ll"
+            if block_bytes <= at.INLINE_BYTES and self.overrides.proto != "simple"
+            else "simple"
+        )
+
+    def _asked(self, collective: Collective, root: int, uneven: bool) -> str:
+        """What was asked for where it has a schedule, or nothing: then the model chooses. A wish that rules forbid is none."""
+        asked = self.overrides.algo or self.overrides.wishes.get(collective, "")
+        if not asked:
+            return ""
+        algorithm = catalog.get(asked)
+        if not algorithm.supports(collective, self.shape.nranks, root) or (
+            uneven and collective not in algorithm.uneven
+        ):
+            return ""
+        if not self.overrides.algo:
+            unordered = (
+                self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered
+            )
+            if unordered or (algorithm.needs_addressable_memory and not self.addressable):
+                return ""
+        return asked
+
+    def _for_windows(self, algorithm: Algorithm, collective: Collective, asked: str) -> bool:
+        free = not (asked or self.overrides.algo)
+        return (
+            algorithm.name == MEMORY_ALGORITHM
+            and free
+            and algorithm.supports(collective, self.shape.nranks)
+        )
+
+    def _barred(
+        self,
+        algorithm: Algorithm,
+        collective: Collective,
+        dtype: DType,
+        root: int,
+        uneven: bool,
+        asked: str,
+    ) -> str:
+        """Why an algorithm may not be used, or nothing; ``asked`` is what ``_asked`` says."""
+        if uneven and collective not in algorithm.uneven:
+            return "does not take uneven blocks"
+        if uneven:
+            schedule = self._schedule(algorithm.name, collective, root, in_place=False)
+            if schedule.scratch_chunks:
+                return "keeps blocks in scratch memory, which is not known to be large enough for uneven ones"
+            if schedule.addressed - {CUT_ALIKE.get(collective)}:
+                return (
+                    "addresses blocks of peers, who alone know where these lie if they are uneven"
+                )
+            if schedule.ops & SYNCS and collective not in CUT_ALIKE:
+                return "has signals, and ranks that do not know each other's blocks go through different numbers of rounds"
+        if algorithm.needs_addressable_memory and collective is not Collective.BARRIER:
+            if not self.addressable:
+                return "needs memory that peers can address, which not all ranks have here"
+            if algorithm.name != asked:
+                return (
+                    "taken when all ranks pass window memory (comm.empty)"
+                    if self._for_windows(algorithm, collective, asked)
+                    else ("needs memory that peers can address; choose it by name")
+                )
+        if self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered:
+            return "does not add in the order of the ranks (deterministic)"
+        if asked and algorithm.name != asked:
+            return f"{asked} was asked for"
+        if (
+            collective.reduces
+            and dtype.accumulates_in_float32
+            and not algorithm.rounds_once
+            and algorithm.name != asked
+        ):
+            return f"rounds {dtype.label} at every hop"
+        return ""
+
+    def _predict(
+        self,
+        algorithm: Algorithm,
+        collective: Collective,
+        block_bytes: int,
+        dtype: DType,
+        root: int,
+    ) -> float:
+        schedule = self._schedule(algorithm.name, collective, root, in_place=False)
+        steps, round_bytes = algorithm.latency_steps(schedule), self.round_bytes(schedule.widest)
+        return predict_us(
+            schedule, steps, block_bytes, dtype, round_bytes, self.shape, self.constants
+        )
+
+    def round_bytes(self, widest: int) -> int:
+        return max(64, self.slot_bytes // widest // 64 * 64)
+
+    def _schedule(self, algo: str, collective: Collective, root: int, in_place: bool) -> Schedule:
+        """The algorithm's schedule, with neighbours in the machine as its neighbours."""
+        return catalog.build(
+            algo, collective, self.shape.nranks, root, in_place=in_place, order=self.shape.order
+        )
+
+    # ---- runs
+
+    def program(
+        self, algo: str, collective: Collective, root: int, in_place: bool, opened: bool = False
+    ) -> Program:
+        schedule = self._schedule(algo, collective, root, in_place)  # proved in this form
+        key = (algo, collective, root, opened)
+        if key not in self._programs:
+            self._programs[key] = lower(schedule, self.rank, opened=opened)
+        return self._programs[key]
+
+    def make_run(self, request: Request) -> Run:
+        """The run for a request; its addresses are set by whoever starts it."""
+        algo = self._choose(
+            request.collective, request.block_bytes, request.dtype, request.root, request.uneven
+        )
+        run = self._run(algo, request)
+        if self._asks(algo, request):
+            other = self._run(MEMORY_ALGORITHM, request, opened=True)
+            run.prefer_memory(other, [r for r in range(self.shape.nranks) if r != self.rank])
+        return run
+
+    def _asks(self, algo: str, request: Request) -> bool:
+        """Whether ranks tell each other where their buffers lie before they choose between the plan and the one for window memory."""
+        algorithm = catalog.get(MEMORY_ALGORITHM)
+        return (
+            not self.overrides.algo
+            and not self._asked(request.collective, request.root, request.uneven)
+            and not self.shape.hosts
+            and self.shape.nranks > 1
+            and algorithm.supports(request.collective, self.shape.nranks)
+            and request.block_bytes >= ASK_FROM
+            and (not request.uneven or request.collective in algorithm.uneven)
+            and algo != MEMORY_ALGORITHM
+        )
+
+    def _run(self, algo: str, request: Request, opened: bool = False) -> Run:
+        algorithm = catalog.get(algo)
+        program = self.program(algo, request.collective, request.root, request.in_place, opened)
+        reduces = request.collective.reduces
+        post, folded = 0, RedOp.SUM if request.op is RedOp.PREMUL_SUM else request.op
+        if request.op is RedOp.AVG and not (algorithm.rank_ordered and algorithm.builtin):
+            folded = RedOp.SUM
+            gets_result = request.collective is not Collective.REDUCE or self.rank == request.root
+            post = scale_kernel(request.dtype, True) if gets_result and self.shape.nranks > 1 else 0
+        run = Run(
+            program,
+            dtype=request.dtype,
+            block_bytes=request.block_bytes,
+            slot_bytes=self.slot_bytes,
+            round_bytes=WHOLE_BYTES
+            if self._reads_blocks(algo, request)
+            else self.round_bytes(program.schedule.widest),
+            direct=self._direct(algo, request),
+            template=signature(
+                request.collective,
+                request.dtype,
+                request.op if reduces else RedOp.SUM,
+                request.root,
+                0,
+            ),
+            fold=fold_kernel(request.dtype, folded) if reduces else 0,
+            post=post,
+            post_arg=self.shape.nranks if post else 0,
+            ll=self.overrides.proto != "simple",
+            stream_from=int(STREAM_FACTOR * self.stream_from),
+        )
+        if not request.uneven:
+            set_counts(
+                run,
+                Counts(
+                    request.in_counts,
+                    request.out_counts,
+                    agreed=request.count,
+                    shown=sum(request.in_counts),
+                ),
+            )
+        self._plans[run.address] = algo, request
+        weakref.finalize(run, self._plans.pop, run.address, None)
+        return run
+
+    def _direct(self, algo: str, request: Request) -> int:
+        """From how many bytes on a piece is posted by address: never (-1), window memory only, or private memory too."""
+        if not catalog.direct_safe(
+            algo, request.collective, self.shape.nranks, request.root, in_place=request.in_place
+        ):
+            return -1
+        if request.block_bytes < WINDOW_FROM:
+            return -1
+        if self._reads_blocks(algo, request) or 0 <= self.single_copy <= request.block_bytes:
+            return at.DIRECT_PIECE
+        return WINDOW_ONLY
+
+    def _reads_blocks(self, algo: str, request: Request) -> bool:
+        """Whether ranks read whole blocks in private memory of others. All answer alike, in place or not: rounds must be cut alike."""
+        forms = EXCHANGES.get(request.collective, ())
+        return (
+            bool(forms)
+            and not request.uneven
+            and 0 <= self.exchange_copy <= request.block_bytes
+            and all(
+                catalog.direct_safe(
+                    algo, request.collective, self.shape.nranks, request.root, in_place=form
+                )
+                for form in forms
+            )
+        )
+
+    def choice_of(self, run_address: int) -> Candidate | None:
+        """The plan a run was made from."""
+        plan = self._plans.get(run_address)
+        if isinstance(plan, tuple):
+            plan = self._plans[run_address] = self._candidate(*plan)
+        return plan
+
+    def _candidate(self, algo: str, request: Request) -> Candidate:
+        ways = self.candidates(
+            request.collective, request.block_bytes, request.dtype, request.root, request.uneven
+        )
+        if algo == MEMORY_ALGORITHM and ways[0].algo != algo:
+            return replace(ways[0], algo=algo, reason="all ranks passed window memory")
+        found = next((way for way in ways if way.algo == algo), None)
+        return found or replace(ways[0], algo=algo, reason="was chosen while it was registered")
+
+
+@lru_cache(maxsize=256)
+def find_flaw(
+    algorithm: Algorithm, collective: Collective, nranks: int, root: int, slot_bytes: int
+) -> str:
+    """Why operations that did not ask for an algorithm cannot have it: its code fails, its schedule is wrong in one of the collective's
+    forms, or CPU ranks cannot run it; nothing if they can. All ranks find the same: it does not look at what one of them passes."""
+    if algorithm.builtin:
+        return ""
+    try:
+        for in_place in forms(collective):
+            schedule = catalog.build(algorithm.name, collective, nranks, root, in_place=in_place)
+        check_limits(schedule)
+        check_width(schedule, slot_bytes)
+        algorithm.latency_steps(schedule)
+    except MiracclError as error:
+        return str(error)
+    return ""
+
+
+class _Row(NamedTuple):
+    """An algorithm's predicted time, and why it may not be used, if so."""
+
+    time: float
+    name: str
+    barred: str
+
+
+def _why_chosen(time: float, fastest: float, allowed: int, block_bytes: int) -> str:
+    if allowed == 1:
+        return "the only one"
+    if time > TIE * fastest:
+        return f"best for blocks of {size_class(block_bytes)} bytes, the least of a class of sizes that are planned alike"
+    return (
+        "lowest predicted time"
+        if time == fastest
+        else f"preferred among equals (within {TIE - 1:.0%} of the lowest predicted time)"
+    )
+
+
+def _preference(name: str, collective: Collective, block_bytes: int) -> int:
+    order = (
+        PREFERENCE_LARGE
+        if collective is Collective.ALL_REDUCE and block_bytes >= LARGE
+        else PREFERENCE
+    )
+    return order.index(name) if name in order else len(order)
+
+
+def _reasons(rows: Sequence[_Row]) -> str:
+    return "; ".join(f"{row.name} {row.barred}" for row in rows) or "none is registered"

@@ -1,0 +1,1 @@
+"""A communicator on one rank: connections, core, progress, memory, lifecycle."""

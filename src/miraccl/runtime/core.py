@@ -1,0 +1,562 @@
+"""One rank's membership of a communicator: what holds the parts together and decides who may run when.
+
+``run`` starts a call now, ``submit`` in the background, ``exchange`` a group of sends and receives.  While background work is pending,
+everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doors; its bits say why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from miraccl import __version__, params, trace
+from miraccl.bootstrap import Session
+from miraccl.deadline import Deadline
+from miraccl.diagnosis import blocked_ops
+from miraccl.diagnosis.detector import lookout
+from miraccl.diagnosis.error_codec import of_abort
+from miraccl.diagnosis.faults import Faults
+from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.lower import Run
+from miraccl.ops.arguments import MOST_BYTES, data_type
+from miraccl.ops.calls import Call, Place, barrier
+from miraccl.planning.cost_model import Constants, Shape, default_block_bytes
+from miraccl.planning.planner import Overrides, Planner, Request
+from miraccl.planning.tuning import prepare
+from miraccl.runtime import forks, summary
+from miraccl.runtime.control import COUNTED_RANKS
+from miraccl.runtime.exchange import Entry, Exchange, Transfer
+from miraccl.runtime.fabric import Beliefs, Fabric
+from miraccl.runtime.forks import why_closed
+from miraccl.runtime.options import Options
+from miraccl.runtime.progress import progress
+from miraccl.runtime.setup_phases import Stages, Underway
+from miraccl.runtime.wait_state import MemberSeat
+from miraccl.runtime.work import Work, Worker, patience
+from miraccl.types import Collective, DType
+from miraccl.wire.proxy_records import Loss
+
+_log = trace.logger("init")
+REASON_PENDING, REASON_CLOSED, REASON_OPEN = at.BUSY_PENDING, 2, 4
+MAX_RUNS = 2048
+CLOSE_WAIT_S = 10.0
+LOOK_S = 0.001
+
+
+class Member:
+    """Everything behind a ``Communicator``; made collectively, closed by each rank for itself."""
+
+    def __init__(
+        self,
+        session: Session,
+        options: Options,
+        *,
+        constants: Constants | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        self.session, self.options = session, options
+        self.rank, self.nranks = session.rank, session.nranks
+        self.closed = False
+        self.foreign = False
+        self.watched = False
+        self._alone = False  # ``progress`` is inside
+        self._life = threading.RLock()  # a signal handler may finalize in the middle of that
+        self._leaving = False
+        self._losses: dict[int, Loss] = {}
+        self.underway = Underway()
+        mine = constants or prepare()
+        beliefs = Beliefs(
+            version=__version__,
+            algo=options.algo
+            or " ".join(f"{collective.label}:{name}" for collective, name in options.wishes),
+            proto=" ".join(f"{collective.label}:{name}" for collective, name in options.protocols)
+            or options.proto,
+            deterministic=options.deterministic,
+            buffsize=options.buffsize,
+            single_copy=options.single_copy,
+            constants=mine.to_json(),
+        )
+        overrides = Overrides(
+            algo=options.algo,
+            proto=options.proto,
+            deterministic=options.deterministic,
+            wishes=dict(options.wishes),
+        )
+        try:
+            self.fabric = Fabric(
+                stages or Stages(session), beliefs, timeout=options.timeout, on_lost=self._lost
+            )
+        except BaseException as error:
+            session.close(f"could not connect: {error}"[:500])
+            raise
+        self.context = self.fabric.context
+        self.constants = Constants.from_json(self.fabric.constants_text)
+        self.faults = Faults(session, self.fabric, self.waits_only)
+        for rank, loss in list(self._losses.items()):
+            self._lost(rank, loss)
+        hosts = self.fabric.hosts if len(set(self.fabric.hosts)) > 1 else ()
+        self.planner = Planner(
+            rank=self.rank,
+            shape=Shape(
+                nranks=self.nranks,
+                ranks_per_core=max(1.0, self.fabric.ranks_per_core),
+                hosts=hosts,
+                order=self.fabric.order,
+            ),
+            slot_bytes=self.fabric.slot_bytes,
+            constants=self.constants,
+            overrides=overrides,
+            stream_from=self.fabric.stream_from,
+            single_copy=self._copy_once_from(options.single_copy, self.constants.single_copy_from),
+            exchange_copy=self._copy_once_from(
+                options.single_copy, self.constants.exchange_copy_from
+            ),
+            addressable=self.fabric.addressable,
+        )
+        self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
+        self.context.set(at.CTX_SWAP, int(self.constants.swap_slots))
+        self.seat = MemberSeat(self)
+        self._worker = Worker(
+            f"miraccl-work-{session.name}", self.look_before_running, self.seat.wait_inside
+        )
+        self._runs: dict[Request, Run] = {}
+        self._exchange = Exchange(
+            self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV)
+        )
+        if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
+            self.context.set(at.CTX_LOOKOUT, lookout.open())
+            blocked_ops.seats.take(self.seat)
+        session.on_event(self.underway.hear)
+        forks.tell(self)
+        if _log.isEnabledFor(logging.INFO):  # with many ranks the line takes time
+            _log.info(
+                "%s: %s",
+                session.name,
+                summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]),
+            )
+
+    def _copy_once_from(self, asked: str, measured: int) -> int:
+        """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
+        if not self.fabric.addressable or asked == "never":
+            return -1
+        return params.parse_size(asked) if asked else measured
+
+    def _lost(self, rank: int, loss: Loss) -> None:
+        """From a transport: the connection to a rank is gone, perhaps before there is anybody to tell."""
+        self._losses[rank] = loss
+        faults: Faults | None = getattr(self, "faults", None)
+        if faults is not None and rank not in faults.left:
+            faults.connection_lost(rank, loss)
+
+    # ---- who may run
+
+    def look_before_running(self) -> None:
+        """Shut the doors as long as there are reasons to; whoever changes one calls it, on any thread.
+
+        There is no lock, as a signal handler may finalize in the middle: who has written looks again whether that is still right.
+        """
+        while (word := self._reasons()) != self.context.get(at.CTX_BUSY):
+            self.context.set(at.CTX_BUSY, word)
+
+    def _reasons(self) -> int:
+        """Background work, an end, sends or receives that are open."""
+        pending = REASON_PENDING if self._worker.pending else 0
+        return (
+            pending
+            | (REASON_CLOSED if self.closed else 0)
+            | (REASON_OPEN if self._exchange.has_open else 0)
+        )
+
+    def check(self, code: int, name: str) -> None:
+        """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
+        if code >= at.ERR_ABORTED:
+            self._fail(code, name)
+        if not self.closed:
+            self.faults.check()
+        self.check_open(name)
+
+    def check_open(self, name: str) -> None:
+        if self.closed:
+            raise CommunicatorClosed(why_closed(self.foreign), rank=self.rank, op=name)
+
+    def _conclude(self, code: int, name: str) -> None:
+        if code == at.BUSY:
+            raise InvalidUsage(
+                f"{name}: another thread is inside this communicator",
+                hint="give each thread its own with split()",
+            )
+        if code != at.OK:
+            self._fail(code, name)
+
+    def _fail(self, code: int, name: str) -> NoReturn:
+        if code == at.ERR_INTERRUPTED:
+            # What was under way cannot be taken up again: the others are told before the exception goes its way.
+            self.abort(f"a signal handler raised an exception in {name}")
+            self.context.raise_kept()
+        raise self.faults.explain(code)
+
+    # ---- collectives
+
+    def plan(self, call: Call) -> Run:
+        """The run for a call, from the cache; entered into the doors' table if doors can use it."""
+        run = self._runs.get(call.request)
+        if run is None:
+            if len(self._runs) >= MAX_RUNS:
+                self._runs.clear()
+                self.context.forget()
+            run = self._runs[call.request] = self.planner.make_run(call.request)
+        if call.cacheable:
+            request = call.request
+            sizes = (
+                (request.block_bytes, 0)
+                if request.uneven
+                else (sum(request.in_counts), sum(request.out_counts))
+            )
+            self.context.remember(
+                run,
+                request.collective,
+                *sizes,
+                request.dtype,
+                call.plan_arg,
+                request.in_place,
+                uneven=request.uneven,
+            )
+        return run
+
+    def run(self, call: Call, name: str) -> Any:
+        """Run a call now (after what is pending) and give its result."""
+        if self._worker.pending:
+            return self.submit(call, name).wait()
+        self.flush()
+        return self._run(call, self.plan(call), name)
+
+    def _run(self, call: Call, run: Run, name: str) -> Any:
+        if call.before is not None:
+            call.before()
+        counts = 0 if call.counts is None else call.counts.address
+        self._conclude(self.context.launch(run.address, call.source, call.target, counts), name)
+        return call.result
+
+    def run_prepared(self, run: Run, call: Call, name: str, code: int) -> Any:
+        """A persistent operation whose door was shut."""
+        self.check(code, name)
+        if self._worker.pending:
+            self.flush()
+            return self._worker.submit(name, lambda: self._run(call, run, name)).wait()
+        self.flush()
+        return self._run(call, run, name)
+
+    def submit(self, call: Call, name: str) -> Work:
+        """Run a call in the background, in order."""
+        self.flush(background=True)
+        run = self.plan(call)
+        return self._worker.submit(name, lambda: self._run(call, run, name))
+
+    # ---- sends and receives
+
+    def exchange(
+        self, transfers: Sequence[Transfer], result: Any, name: str, async_op: bool
+    ) -> Any:
+        """Run sends and receives together. Those in the background begin at once, as far as they can, and go on inside later calls
+        of this communicator, or by themselves; they are waited for before a collective, whose messages take the same ways."""
+        if not async_op:
+            self._exchange.refuse_lonely(transfers)
+        entries = self._exchange.add(transfers)
+        self.look_before_running()
+        try:
+            if not async_op:
+                self.finish(entries, name)
+                return result
+            if not self._worker.pending:
+                self._advance([], name)
+            else:
+                self._watch()
+        except InvalidUsage:
+            self._withdraw(entries)
+            raise
+        return _OpenWork(name, self, entries, result)
+
+    def begin_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
+        """Run sends and receives together on the thread for background work."""
+        self._exchange.refuse_lonely(transfers)
+        entries = self._exchange.add(transfers)
+        self.look_before_running()
+
+        def run() -> None:
+            try:
+                self._advance(entries, name)
+            except InvalidUsage:
+                self._withdraw(entries)
+                raise
+
+        return self._worker.submit(name, run)
+
+    def _withdraw(self, entries: Sequence[Entry]) -> None:
+        """What is refused, because another thread is inside, is not sent later."""
+        self._exchange.withdraw(entries)
+        self.look_before_running()
+
+    def finish(self, entries: Sequence[Entry], name: str) -> bool:
+        """Go on until these have ended."""
+        self.check(0, name)
+        self._exchange.check_can_end(entries)
+        if self._worker.pending:
+            self._worker.submit(name, lambda: self._advance(entries, name)).wait()
+        elif not all(e.done for e in entries):
+            self._advance(entries, name)
+        return True
+
+    def _advance(
+        self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None
+    ) -> None:
+        code = self._exchange.advance([e for e in must if not e.done], among)
+        self._watch()
+        self.look_before_running()
+        self._conclude(code, name)
+
+    def progress(self, entries: Sequence[Entry], name: str) -> bool:
+        """Do what can be done at once; whether these have ended."""
+        if not self._worker.pending and not all(e.done for e in entries):
+            self.check(0, name)
+            self._advance([], name)
+        return all(e.done for e in entries)
+
+    def _watch(self) -> None:
+        if not self.watched and self._exchange.has_open:  # the program may do something else now
+            progress.watch(self)
+
+    def go_on_alone(self) -> bool | None:
+        """As ``progress`` asks: do what sends and receives in the background can do at once."""
+        self._alone = True  # before the look at ``closed``: whoever closes waits for it
+        try:
+            if self.closed or self.faults.fault is not None or not self._exchange.has_open:
+                return None
+            if self._worker.pending:  # they come after that, or are a part of it
+                return False
+            code, moved = self._exchange.advance_alone()
+            self.look_before_running()
+            if code not in (at.OK, at.BUSY):
+                with contextlib.suppress(MiracclError):  # the next call of the program raises it
+                    self._fail(code, "send/recv")
+            return moved
+        finally:
+            self._alone = False
+
+    def flush(self, background: bool = False) -> None:
+        """End what is open of sends and receives: now, or in the background before what comes next."""
+        if not self._exchange.open:
+            return
+        entries = self._exchange.open
+        if (
+            background or self._worker.pending
+        ):  # what is added until that runs comes after the operation that this is for
+            self._worker.submit("send/recv", lambda: self._advance(entries, "send/recv", entries))
+        else:
+            self._advance(entries, "send/recv")
+
+    def barrier_door(self) -> Any:
+        """The builtin that runs a barrier."""
+        call = barrier(Place(self.rank, self.nranks, "barrier"))
+        self._barrier_run = self.planner.make_run(call.request)
+        return self.context.door("prepared", Collective.BARRIER, run=self._barrier_run)
+
+    # ---- memory and plans
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        self.check_open("empty")
+        return self.fabric.window.empty(shape, dtype)
+
+    def memory(self) -> dict[str, int]:
+        self.check_open("memory")
+        parts = self.fabric.memory()
+        return {"total": parts["fifo"] + parts["network"] + parts["private"], **parts}
+
+    def question(
+        self, collective: str | Collective, nbytes: int, dtype: Any
+    ) -> tuple[Collective, int, DType]:
+        """What ``explain`` is asked about: (collective, bytes of a block, type)."""
+        name = (
+            collective.upper() if isinstance(collective, str) else getattr(collective, "name", "")
+        )
+        if name not in Collective.__members__ or name == "SEND_RECV":
+            known = ", ".join(c.label for c in Collective if c is not Collective.SEND_RECV)
+            raise InvalidUsage(f"no collective is called {collective!r}; known are {known}")
+        if (
+            isinstance(nbytes, bool)
+            or not isinstance(nbytes, int | np.integer)
+            or not 0 <= nbytes <= MOST_BYTES
+        ):
+            raise InvalidUsage(
+                f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 to {MOST_BYTES}"
+            )
+        kind = Collective[name]
+        return kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype)
+
+    # ---- other communicators
+
+    def meet(
+        self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
+    ) -> list[bytes]:
+        """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
+        with blocked_ops.Waiting(self.seat.meeting):
+            return self.faults.meet(name, tag, data, deadline)
+
+    def ending(self, stages: Stages) -> contextlib.AbstractContextManager[None]:
+        """Inside the block the communicator's fault ends ``stages``."""
+        return self.faults.ending(stages)
+
+    @property
+    def pending(self) -> int:
+        """Operations in the background."""
+        return self._worker.pending
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Sends and receives that have begun and not ended."""
+        return [entry.transfer for entry in self._exchange.open]
+
+    def waits_only(self) -> bool:
+        """Whether nothing of this rank is under way beside its program."""
+        return (
+            not self._worker.pending
+            and not self._exchange.open
+            and not self.context.get(at.CTX_ASIDE)
+        )
+
+    def split(self, color: int | None, key: int, number: int, deadline: Deadline) -> Session | None:
+        """The session of this rank's color."""
+        self.check(0, "split")
+        if color is not None and (
+            isinstance(color, bool) or not isinstance(color, int | np.integer)
+        ):
+            raise InvalidUsage(
+                f"split: color is {color!r}; it is a whole number, or None to stay out"
+            )
+        if isinstance(key, bool) or not isinstance(key, int | np.integer):
+            raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
+        mine = f"{'' if color is None else int(color)},{int(key)}".encode()
+        everyone = [
+            tuple(blob.decode().split(","))
+            for blob in self.meet("split", f"split {number}", mine, deadline)
+        ]
+        if color is None:
+            return None
+        chosen = sorted((int(k), r) for r, (c, k) in enumerate(everyone) if c == str(int(color)))
+        return self.session.sub([r for _, r in chosen], f"{self.session.name}/{number}:{color}")
+
+    # ---- end
+
+    def abort(self, reason: str) -> None:
+        if self.closed:
+            return
+        self.faults.spread(of_abort(self.rank, reason))
+
+    def end_underway(self) -> None:
+        """The ranks that make another communicator of this one's go on without this rank."""
+        text = (
+            "the communicator was finalized while the ranks that live were making another one of it"
+        )
+        self.underway.end(CommunicatorClosed(text, rank=self.rank, op="shrink"))
+
+    def finalize(self) -> None:
+        with self._life:
+            if self.closed or self._leaving:
+                return
+            self._leaving = True
+            try:
+                self._leave()
+            finally:
+                self._leaving = False
+
+    def _leave(self) -> None:
+        self.faults.closing = True
+        if self.faults.fault is None:
+            with contextlib.suppress(
+                MiracclError
+            ):  # what was pending may have failed: its Work says so
+                self.flush(background=True)
+        if not self._worker.close(CLOSE_WAIT_S):
+            self._end_while("an operation was pending")
+            self._worker.close(CLOSE_WAIT_S)
+        self.closed = True
+        blocked_ops.seats.leave(self.seat)
+        self.look_before_running()
+        self._end_what_is_inside()
+        broken = str(self.faults.fault) if self.faults.fault is not None else ""
+        self.fabric.close(abort=broken)
+        self.session.close(broken or "finalized")
+
+    def _end_what_is_inside(self) -> None:
+        """The operation of another thread, or of this one if a signal handler has come here, which then cannot go on; memory it uses is
+        about to go.  Another thread's may end as what was pending may; the next one it calls finds the communicator closed."""
+        if not self.context.interrupted and self._left_alone():
+            return
+        self._end_while("a thread was inside")
+        if not self.context.interrupted:
+            self._left_alone()
+
+    def _end_while(self, what: str) -> None:
+        self.faults.settle(
+            CommunicatorClosed(f"the communicator was finalized while {what}", rank=self.rank)
+        )
+
+    def _left_alone(self) -> bool:
+        """Whether no thread is in the engine, in ``CLOSE_WAIT_S`` at the latest."""
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        while (self.context.occupied or self._alone) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        return not self.context.occupied
+
+    def forked(self) -> None:
+        """In a forked child: this communicator is the parent's, which alone speaks for the rank. Other threads may have held locks."""
+        self.closed = self.foreign = True
+        self._life = threading.RLock()
+        self.look_before_running()
+
+
+class _OpenWork(Work):
+    """A send or receive in the background. It goes on inside calls of its communicator, ``wait`` and ``done`` among them, and by itself."""
+
+    def __init__(self, name: str, member: Member, entries: Sequence[Entry], result: Any) -> None:
+        super().__init__(name)
+        self._member, self._entries = member, entries
+        self._result = result
+
+    def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
+        if (seconds := patience(timeout)) is not None:
+            self._poll_until(seconds)
+        if not self.done():
+            self._settle(self._member.finish)
+        return super().wait(0)
+
+    def _poll_until(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not self.done():
+            if time.monotonic() >= deadline:
+                raise CollectiveTimeout(
+                    f"not finished within {timeout:g} s; it goes on", op=self.name
+                )
+            time.sleep(0.0005)
+
+    def done(self) -> bool:
+        if not super().done():
+            self._settle(self._member.progress)
+        return super().done()
+
+    is_completed = done
+
+    def _settle(self, go_on: Callable[[Sequence[Entry], str], bool]) -> None:
+        try:
+            if go_on(self._entries, self.name):
+                self._finish(self._result, None)
+        except InvalidUsage:  # another thread is inside, say: nothing has happened to the operation
+            raise
+        except MiracclError as error:
+            self._finish(None, error)

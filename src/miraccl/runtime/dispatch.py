@@ -1,0 +1,226 @@
+"""Which way a call takes past the doors: to the GPU side, into an open group, or to the CPU's plans."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from miraccl.bootstrap import Session
+from miraccl.errors import InvalidUsage
+from miraccl.ops.arguments import peer_rank, refuse_stream, view
+from miraccl.ops.calls import Call, Place
+from miraccl.runtime import group as groups
+from miraccl.runtime.control import SET_UP
+from miraccl.runtime.core import Member
+from miraccl.runtime.exchange import Transfer
+from miraccl.runtime.gpu.memory import current_ordinal, lies_on_gpu, ordinal_of
+from miraccl.runtime.gpu.order import Orders
+from miraccl.runtime.gpu.stream import stream_of_its_own
+from miraccl.runtime.gpu.visits import visiting
+from miraccl.runtime.persistent import Persistent
+from miraccl.runtime.setup_phases import Stages
+from miraccl.types import Collective
+
+_DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
+
+if TYPE_CHECKING:
+    from miraccl.api.communicator import Communicator
+    from miraccl.runtime.gpu.communicator import DeviceCommunicator
+    from miraccl.runtime.gpu.persistent import DevicePersistent
+    from miraccl.runtime.gpu.work import Background
+    from miraccl.runtime.multinode.communicator import HostsCommunicator
+
+
+class Ways:
+    """What the operations of a communicator have in common."""
+
+    rank: int
+    nranks: int
+    _member: Member
+    _device: DeviceCommunicator | HostsCommunicator | None
+    _background: Background | None
+    _making: AbstractContextManager[
+        bool
+    ]  # held by the thread that makes the GPU side; reentrant, for signal handlers
+    _orders: Callable[[], Orders]  # asked in the first operation on a GPU
+    _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
+    _cpu_plan_address: int
+
+    def _open_cpu(self, session: Session, stages: Stages) -> Communicator:
+        """A communicator with these options over another session, made in its ``stages``: what the GPU side has between hosts."""
+        raise NotImplementedError
+
+    # ---- GPU memory
+
+    def _gpu(self, async_op: bool, stream: Any, *arrays: Any) -> Any:
+        """What the call goes to if one of ``arrays`` lies on a GPU, else None."""
+        for x in arrays:
+            if lies_on_gpu(x):
+                if self._device is not None and not async_op:
+                    self._cpu_plan[0] = 0
+                    group = groups.current()
+                    calls = visiting(self._device) if group is None else self._device.grouped(group)
+                else:
+                    calls = self._gpu_calls(async_op, ordinal_of(x))
+                if (current := stream_of_its_own(x)) is None:
+                    return calls
+                from miraccl.runtime.gpu.work import InItsStream
+
+                return InItsStream(calls, current)
+        refuse_stream(stream, self.rank)
+        return None
+
+    def _on_device(self, device: Any, name: str) -> Any:
+        """What has the methods of the GPU side, for a device in words (torch.device is written alike)."""
+        match = _DEVICE.fullmatch(str(device))
+        if match is None:
+            raise InvalidUsage(
+                f"{name}: device is {device!r}; allowed are cpu, cuda and cuda:<number>",
+                rank=self.rank,
+            )
+        side = self._device_side(int(match[1]) if match[1] else current_ordinal())
+        if match[1] and int(match[1]) != side.gpu.ordinal:
+            text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
+            raise InvalidUsage(
+                text,
+                rank=self.rank,
+                hint="a rank works on one GPU: that of the first array it passed",
+            )
+        return visiting(side)
+
+    def _are_collective(
+        self, collective: Collective, root: int, counts: Sequence[int], count: int
+    ) -> None:
+        """The last ``count`` sends and receives of a group, of GPU memory on one host, are a collective
+        (``comm.device.grouped.GroupableByDoors.are_collective``)."""
+        self._device.are_collective(collective, root, counts, count)  # type: ignore[union-attr]
+
+    def _gpu_calls(self, async_op: bool, ordinal: int) -> Any:
+        """The GPU side, or what has its methods: to note calls for the end of a group, or to start them in the background."""
+        device = self._device_side(ordinal)
+        self._cpu_plan[0] = 0
+        group = groups.current()
+        if group is not None:
+            if async_op:
+                raise InvalidUsage(
+                    "async_op has no meaning inside a group; the group is one operation",
+                    rank=self.rank,
+                )
+            return device.grouped(group)
+        if not async_op:
+            return visiting(device)
+        if self._background is None:
+            from miraccl.runtime.gpu.work import Background
+
+            with self._making:
+                wait = functools.partial(
+                    self._member.seat.wait_for_stream, device.seat.name, op="work.synchronize()"
+                )
+                self._background = self._background or Background(device, wait)
+        return self._background
+
+    def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
+        """The GPU side; made with the first call, by all ranks together. That of another thread waits meanwhile; after a failure it tries
+        again."""
+        if self._device is None:
+            self._member.check(
+                0, SET_UP
+            )  # in a forked child before the lock, which a thread of the parent may have had
+            with self._making:
+                if self._device is None:
+                    self._make_device_side(ordinal)
+        return self._device  # type: ignore[return-value]
+
+    def _make_device_side(self, ordinal: int) -> None:
+        from miraccl.executor.cuda.contexts import keeping_context
+        from miraccl.runtime.multinode.communicator import (
+            make_device_communicator,
+        )  # most programs have no GPU and need none of it
+
+        self._member.check(0, SET_UP)
+        with keeping_context():
+            self._device = make_device_communicator(
+                self._member.session,
+                ordinal,
+                self._member.options,
+                open_cpu=self._open_cpu,
+                plane=self._member,
+                orders=self._orders(),
+            )
+        doors = self._device.stand_before(
+            lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address
+        )
+        vars(self).update({f"_{name}": door for name, door in doors.items()})
+
+    # ---- the long way
+
+    def _place(self, name: str) -> Place:
+        return Place(self.rank, self.nranks, name)
+
+    @staticmethod
+    def _open_group(name: str, async_op: bool) -> Any:
+        """The group that this call goes into, if one is open."""
+        group = groups.current()
+        if group is not None and async_op:
+            raise InvalidUsage(
+                f"{name}: async_op has no meaning inside a group; the group is one operation"
+            )
+        return group
+
+    def _long_way(
+        self,
+        make: Callable[..., Call],
+        args: tuple[Any, ...],
+        name: str,
+        async_op: bool,
+        code: int = 0,
+    ) -> Any:
+        """``make(place, *args)`` is the call; ``code`` is what the door said, 0 if it was not asked.
+
+        Callers give ``make`` and ``args`` instead of a lambda: one over a function's arguments would turn these into cells, which cost time
+        in every call, also where a door runs it.
+        """
+        self._member.check(code, name)
+        call = make(self._place(name), *args)
+        group = self._open_group(name, async_op)
+        if group is not None:
+            group.run(lambda: self._member.run(call, name))
+            return call.result
+        return self._member.submit(call, name) if async_op else self._member.run(call, name)
+
+    def _prepare(
+        self, make: Callable[..., Call], name: str, *args: Any
+    ) -> Persistent | DevicePersistent:
+        self._member.check(0, name)
+        on_gpu = next((x for x in args if lies_on_gpu(x)), None)
+        if on_gpu is not None:
+            from miraccl.runtime.gpu.persistent import DevicePersistent
+
+            return DevicePersistent(
+                self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan
+            )
+        return Persistent(self._member, make(self._place(name), *args), name)
+
+    def _checked(
+        self, x: Any, peer: Any, receives: bool, name: str, argument: str = "x"
+    ) -> Transfer:
+        self._member.check(0, name)
+        other = peer_rank(peer, "src" if receives else "dst", self.nranks, name)
+        return Transfer(
+            receives=receives, peer=other, memory=view(x, argument, writes=receives, where=name)
+        )
+
+    def _transfer(
+        self, x: Any, peer: Any, receives: bool, name: str, async_op: bool, code: int
+    ) -> Any:
+        self._member.check(code, name)
+        transfer = self._checked(x, peer, receives, name)
+        result = x if receives else None
+        group = self._open_group(name, async_op)
+        if group is not None:
+            group.transfer(self._member, transfer)
+            return result
+        return self._member.exchange([transfer], result, name, async_op)

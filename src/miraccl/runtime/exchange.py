@@ -1,0 +1,255 @@
+"""The sends and receives of a communicator that have begun and not ended: the table that ``kernels.p2p`` advances.
+
+Rules: messages between two ranks in one direction keep the order of the calls; nothing else waits for anything else.  What a rank
+sends itself is copied as soon as the receive is there as well, the n-th send to the n-th receive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miraccl.errors import InvalidUsage
+from miraccl.executor.cpu.context import Wires
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.lower import Words, signature
+from miraccl.native import atomics
+from miraccl.ops.arguments import Memory
+from miraccl.types import Collective, RedOp
+
+_RECEIVES, _DONE, _ROUNDS = at.OP_RECEIVES // 8, at.OP_DONE // 8, at.OP_ROUNDS // 8
+_MARK, _MUST, _AFTER = at.OP_MARK // 8, at.OP_MUST // 8, at.OP_AFTER // 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One send or receive."""
+
+    receives: bool
+    peer: int
+    memory: Memory
+
+
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """A transfer under way; ``words``, at ``address``, is its row of the table between calls."""
+
+    transfer: Transfer
+    words: Words
+    address: int
+    done: bool = False
+
+
+class Exchange:
+    """All open transfers of one rank. Calls of one thread; ``add`` may come from another thread than ``advance``.
+
+    A second thread that comes to ``advance`` is refused, and has changed nothing; ``advance`` waits for ``advance_alone``, which is short.
+    """
+
+    def __init__(
+        self, rank: int, wires: Mapping[int, Wires], door: Callable[[int, int], int]
+    ) -> None:
+        self._rank, self._wires, self._door = rank, wires, door
+        self._open: list[Entry] = []
+        self._to_self: list[Entry] = []
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # of the program's thread that is inside
+        self._moving = threading.Lock()  # that one's, or that of ``advance_alone``
+
+    @property
+    def open(self) -> list[Entry]:
+        """What goes over a wire and has not ended."""
+        return list(self._open)
+
+    @property
+    def has_open(self) -> bool:
+        return bool(self._open)
+
+    def add(self, transfers: Sequence[Transfer]) -> list[Entry]:
+        """Take transfers in, in their order; those to this rank itself are done at once where they find each other."""
+        entries = [self._entry(t) for t in transfers]
+        mine = [e for e in entries if e.transfer.peer == self._rank]
+        pairs = self._match([*self._to_self, *mine])
+        with self._lock:
+            self._open += [e for e in entries if e.transfer.peer != self._rank]
+            self._to_self += mine
+        for send, receive in pairs:
+            np.copyto(
+                receive.transfer.memory.array.reshape(-1), send.transfer.memory.array.reshape(-1)
+            )
+            send.done = receive.done = True
+        self._to_self = [e for e in self._to_self if not e.done]
+        return entries
+
+    def withdraw(self, entries: Sequence[Entry]) -> None:
+        """Take out again what has not begun."""
+        with self._lock:
+            self._open = [e for e in self._open if e not in entries or e.words[_DONE]]
+            self._to_self = [e for e in self._to_self if e not in entries]
+
+    def table(self, transfers: Sequence[Transfer]) -> tuple[int, list[Entry]]:
+        """Entries whose words are the rows of one table, and its address."""
+        table = np.zeros((len(transfers), at.OP_SIZE // 8), np.int64)
+        entries = []
+        for row, transfer in zip(table, transfers, strict=True):
+            row[:] = self._words(transfer)
+            entries.append(Entry(transfer=transfer, words=row, address=int(row.ctypes.data)))
+        return int(table.ctypes.data), entries
+
+    def renew(self, entry: Entry) -> Entry:
+        """An entry that has ended, as if it had not begun."""
+        entry.done = False
+        entry.words[_DONE] = entry.words[_MARK] = 0
+        return entry
+
+    def take_in(self, entry: Entry) -> None:
+        """As ``add``, of an entry over a wire, which may have begun."""
+        with self._lock:
+            self._open.append(entry)
+
+    def refuse_lonely(self, transfers: Sequence[Transfer]) -> None:
+        """Raise if one of these, which are waited for together, can never end because its other half on this rank is missing."""
+        mine = [t for t in transfers if t.peer == self._rank]
+        sends = sum(not t.receives for t in mine) + sum(
+            not e.transfer.receives for e in self._to_self
+        )
+        receives = sum(t.receives for t in mine) + sum(e.transfer.receives for e in self._to_self)
+        if mine and sends != receives:
+            raise self._lonely(sends, receives)
+
+    def _lonely(self, sends: int, receives: int) -> InvalidUsage:
+        text = f"rank {self._rank} sends itself {sends} messages and receives {receives} of them"
+        return InvalidUsage(
+            text,
+            hint="a rank that sends to itself needs the receive in the same group, or before it",
+        )
+
+    def check_can_end(self, entries: Sequence[Entry]) -> None:
+        """Raise if one of these is a message of this rank to itself whose other half is missing."""
+        if any(e.transfer.peer == self._rank and not e.done for e in entries):
+            receives = sum(e.transfer.receives for e in self._to_self)
+            raise self._lonely(len(self._to_self) - receives, receives)
+
+    @staticmethod
+    def _match(entries: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
+        pairs = list(
+            zip(
+                [e for e in entries if not e.transfer.receives],
+                [e for e in entries if e.transfer.receives],
+                strict=False,
+            )
+        )
+        for send, receive in pairs:
+            a, b = send.transfer.memory, receive.transfer.memory
+            if a.dtype is not b.dtype or a.count != b.count:
+                raise InvalidUsage(
+                    f"a rank sends itself {a.count} x {a.dtype.label} and receives {b.count} x {b.dtype.label}"
+                )
+        return pairs
+
+    def _entry(self, transfer: Transfer) -> Entry:
+        words = self._words(transfer)
+        return Entry(transfer=transfer, words=words, address=int(words.ctypes.data))
+
+    def _words(self, transfer: Transfer) -> Words:
+        row = np.zeros(at.OP_SIZE // 8, np.int64)
+        memory = transfer.memory
+        wire = self._wires.get(transfer.peer)
+        if wire is None:  # this rank itself
+            return row
+        piece = wire.slot_bytes if wire.kind == at.KIND_SHM else at.NET_PIECE
+        for place, value in (
+            (at.OP_RECEIVES, int(transfer.receives)),
+            (at.OP_PEER, transfer.peer),
+            (at.OP_ADDR, memory.address),
+            (at.OP_BYTES, memory.nbytes),
+            (at.OP_SIG, signature(Collective.SEND_RECV, memory.dtype, RedOp.SUM, 0, memory.count)),
+            (at.OP_ROUNDS, max(1, -(-memory.nbytes // piece))),
+            (at.OP_COUNT, memory.count),
+        ):
+            row[place // 8] = value
+        return row
+
+    def advance(
+        self,
+        must: Sequence[Entry],
+        among: Sequence[Entry] | None = None,
+        any_of: Sequence[Entry] = (),
+    ) -> int:
+        """Go on with everything (or ``among`` these alone) until all of ``must`` has ended, or one of ``any_of`` (without either: do what
+        can be done at once); a result of the engine."""
+        if not self._turn.acquire(blocking=False):
+            return at.BUSY
+        try:
+            with self._moving:
+                return self._advance(must, among, any_of)
+        finally:
+            self._turn.release()
+
+    def advance_alone(self) -> tuple[int, bool | None]:
+        """Do what can be done at once: (the engine's result, whether anything moved); None: a thread is in ``advance``, which does it."""
+        if not self._moving.acquire(blocking=False):
+            return at.OK, None
+        try:
+            before = self._so_far()
+            return self._advance([], None, []), self._so_far() != before
+        finally:
+            self._moving.release()
+
+    def _so_far(self) -> tuple[int, int]:
+        """How many transfers are open, and how many pieces of them are done."""
+        entries = self.open
+        return len(entries), sum(int(e.words[_DONE]) for e in entries)
+
+    def _advance(
+        self, must: Sequence[Entry], among: Sequence[Entry] | None, any_of: Sequence[Entry]
+    ) -> int:
+        with self._lock:
+            entries = [e for e in self._open if among is None or e in among]
+        if not entries:
+            return at.OK
+        wanted = {id(e): at.ANY for e in any_of} | {id(e): at.ALL for e in must}
+        alone = len(entries) == 1
+        code = (
+            self._advance_one(entries[0], wanted.get(id(entries[0]), 0))
+            if alone
+            else self._advance_all(entries, wanted)
+        )
+        with self._lock:
+            self._open = [e for e in self._open if not e.done]
+        return code
+
+    def _advance_one(self, entry: Entry, must: int) -> int:
+        """As ``_advance_all``, without copies: the entry's own words are the table."""
+        entry.words[_AFTER], entry.words[_MUST] = -1, must
+        code = self._door(entry.address, 1)
+        entry.done = entry.done or self._taken(entry.words)
+        return code
+
+    def _advance_all(self, entries: Sequence[Entry], wanted: Mapping[int, int]) -> int:
+        table = np.zeros((len(entries), at.OP_SIZE // 8), np.int64)
+        last: dict[tuple[int, bool], int] = {}
+        for i, entry in enumerate(entries):
+            key = entry.transfer.peer, entry.transfer.receives
+            table[i] = entry.words
+            table[i, _AFTER] = last.get(key, -1)
+            table[i, _MUST] = wanted.get(id(entry), 0)
+            last[key] = i
+        code = self._door(int(table.ctypes.data), len(entries))
+        for row, entry in zip(table, entries, strict=True):
+            entry.words[:] = row
+            entry.done = entry.done or self._taken(row)
+        return code
+
+    def _taken(self, row: Words) -> bool:
+        """Whether an operation has ended: all pieces done, and those of a send that were posted by address taken by the peer."""
+        if row[_DONE] < row[_ROUNDS]:
+            return False
+        if row[_RECEIVES] or not row[_MARK]:
+            return True
+        return int(row[_MARK]) <= atomics.load_acquire(
+            self._wires[int(row[at.OP_PEER // 8])].send_tail
+        )

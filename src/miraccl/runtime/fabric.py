@@ -1,0 +1,389 @@
+"""What connects the ranks of one communicator: endpoints, transports, FIFOs, and the context of the engine.
+
+Making it takes four stages (``comm.stages``): what each rank is and believes (compared: ``PlanMismatch``), how to reach
+its memory, whether its memory could be read, and that everybody has finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from miraccl import params
+from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
+from miraccl.deadline import Deadline
+from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, SystemFailure
+from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.graph.rank_order import RankPlace, order_ranks
+from miraccl.native import atomics
+from miraccl.runtime import group
+from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.window import Window
+from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport, machine
+from miraccl.transport.shm import LARGEST_SLOT, ShmTransport, slot_bytes_for
+from miraccl.wire.proxy_records import Loss, LossKind
+
+#: slots of FIFOs to other hosts: a message costs the proxy some 100 us, so pieces are large; all of a direction share the budget
+NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
+
+#: how ranks wait that have a core each, and how if they share cores
+ALONE = WaitPolicy(spin=1000, yields=5)
+CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
+
+DEATH_NOTICE_S = (
+    1.0  # in which the control plane tells of a death that a system call has shown already
+)
+NOTICE_FIRST_S = 0.5  # in which it may tell why a connection has ended
+CATCH_UP_S = 5.0  # until what it has told by then is known here, where the watcher is late
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beliefs:
+    """What all ranks must agree on before they move data; the names are those of ``PlanMismatch``."""
+
+    version: str
+    algo: str
+    proto: str
+    deterministic: bool
+    buffsize: int
+    single_copy: str
+    constants: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class Fabric:
+    """Connections of one rank in one communicator. Owns the transports and the context; ``close`` may be called twice."""
+
+    def __init__(
+        self, stages: Stages, beliefs: Beliefs, *, timeout: float, on_lost: OnLost
+    ) -> None:
+        """``timeout`` is that of operations."""
+        self.session = session = stages.session
+        self.rank, self.nranks = session.rank, session.nranks
+        self.timeout = timeout
+        self._stages, self._made = stages, False
+        self._on_lost = on_lost
+        self._transports: list[Transport] = []
+        self._proxy: Any = None
+        self.early: list[Event] = []  # what happened before there was a ``Faults`` to hear of it
+        session.on_event(self.early.append)
+        try:
+            self._connect(beliefs)
+        except BaseException as error:
+            self.close(abort=f"could not connect: {error}")
+            raise
+        self._made = True
+
+    def _connect(self, beliefs: Beliefs) -> None:
+        host = params.HOSTID.read() or self.session.hosts[self.rank]
+        me = Endpoint(
+            rank=self.rank,
+            hostid=f"{host}/rank{self.rank}" if params.SHM_DISABLE.read() else host,
+            pid=os.getpid(),
+            addresses=tuple(self.session.all_addresses[self.rank])
+            or (self.session.addresses[self.rank],),
+        )
+        if self.session.addresses[self.rank] not in me.addresses:
+            me = Endpoint(
+                rank=me.rank,
+                hostid=me.hostid,
+                pid=me.pid,
+                addresses=(self.session.addresses[self.rank], *me.addresses),
+            )
+        hello = {
+            "beliefs": beliefs.to_dict(),
+            "hostid": me.hostid,
+            "host": host,
+            "pid": me.pid,
+            "addresses": me.addresses,
+            "cores": _cores(),
+            "machine": machine(),
+            "numa": numa_domain(),
+        }
+        records = self._stages.exchange("fabric hello", hello)
+        _compare([record["beliefs"] for record in records])
+        self.constants_text = str(records[0]["beliefs"]["constants"])
+        self.endpoints = {
+            r: Endpoint(
+                rank=r, hostid=rec["hostid"], pid=rec["pid"], addresses=tuple(rec["addresses"])
+            )
+            for r, rec in enumerate(records)
+        }
+        names = list(dict.fromkeys(e.hostid for e in self.endpoints.values()))
+        self.hosts = tuple(names.index(self.endpoints[r].hostid) for r in range(self.nranks))
+        self.local = [r for r in range(self.nranks) if records[r]["host"] == host]
+        self.places = [
+            RankPlace(host=self.hosts[r], numa=int(rec["numa"])) for r, rec in enumerate(records)
+        ]
+        # Ranks that only act as several hosts share the cores of one machine.
+        machines = [record["machine"] for record in records]
+        self.ranks_per_core = max(
+            machines.count(rec["machine"]) / max(1, int(rec["cores"])) for rec in records
+        )
+        self.threaded = len({(machines[r], e.pid) for r, e in self.endpoints.items()}) < self.nranks
+        self._open_transports(me, beliefs)
+
+    def _open_transports(self, me: Endpoint, beliefs: Beliefs) -> None:
+        near = {
+            r: e
+            for r, e in self.endpoints.items()
+            if r != self.rank and ShmTransport.can_connect(me, e)
+        }
+        far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
+        largest = NET_SLOT if far else LARGEST_SLOT
+        shm = ShmTransport(me, near, budget=beliefs.buffsize, largest_slot=largest)
+        self.shm = shm
+        self._transports.append(shm)
+        network = self._network(me, len(far)) if far else None
+        blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
+        infos = self._stages.exchange("fabric connect", blob)
+        pairs = self._reach(shm, {r: infos[r]["shm"].encode() for r in near})
+        if network:
+            pairs.update(self._reach(network, {r: bytes.fromhex(infos[r]["net"]) for r in far}))
+        readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
+        mine = {
+            "readable": readable,
+            "membarrier": atomics.register_membarrier(),
+            "domains": self._domains(),
+        }
+        abilities = self._stages.exchange("fabric abilities", mine)
+        shm.release()
+        order = order_ranks(self.places, abilities[0]["domains"])
+        self.order = () if order == tuple(range(self.nranks)) else order
+        self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
+        #: every rank can read and write every other's private memory; all ranks see this alike
+        self.addressable = all(len(a["readable"]) == self.nranks - 1 for a in abilities)
+        self.window = Window(shm.window)
+        self.stream_from = last_level_cache_bytes() // max(1, len(self.local))
+        policy = self._policy(all(a["membarrier"] for a in abilities))
+        wires = {r: self._wires(r, pair, r in self.readable) for r, pair in pairs.items()}
+        self.context = Context(
+            rank=self.rank,
+            nranks=self.nranks,
+            ctrl=shm.control,
+            wires=wires,
+            policy=policy,
+            window=(shm.window.address, shm.window.address + shm.window.nbytes),
+            threaded=self.threaded,
+            groups=group.address(),
+            stream_from=self.stream_from,
+        )
+        slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
+        self.slot_bytes = min(
+            int(n) for n in self._stages.exchange("fabric ready", slot_bytes)
+        )  # hosts with many ranks have smaller slots
+
+    def _reach(self, transport: Transport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
+        """Connect; where that fails because a process is gone, its death is the error. It may have left because all that shares the
+        deadline has ended, which is no reason to look for nothing else then."""
+        try:
+            return transport.connect(infos)
+        except (SystemFailure, BootstrapError):
+            notice = Deadline.after(DEATH_NOTICE_S)
+            while notice.left:
+                self._check()
+                time.sleep(0.01)
+            raise
+
+    def _domains(self) -> list[int]:
+        """The order of this host's NUMA domains, where its ranks are in several."""
+        if len({place.numa for place in self.places if place.host == self.hosts[self.rank]}) < 2:
+            return []
+        from miraccl.graph.cpu_host import (
+            detect_host,
+            domain_order,
+        )  # most hosts have one domain and need none of it
+
+        return domain_order(detect_host(len(self.local)))
+
+    def _check(self) -> None:
+        """Raise if a rank has died or left, or the stages have been ended."""
+        self._stages.look()
+        for event in self.early:
+            if isinstance(event, PeerLost | PeerLeft):
+                who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
+                verb = "died" if isinstance(event, PeerLost) else "left"
+                raise PeerDied(
+                    f"{who} {verb} while the ranks were connecting: {event.reason}",
+                    rank=self.rank,
+                    peer=event.rank,
+                )
+
+    def _network(self, me: Endpoint, nfar: int) -> Transport:
+        from miraccl.runtime.network import open_network
+
+        slots = slot_bytes_for(nfar, NET_BUDGET, NET_SLOT)
+        transport, self._proxy = open_network(
+            self._stages, me, slots, self.wake, self._lost, self._check
+        )
+        self._transports.append(transport)
+        return transport
+
+    def _lost(self, peer: int, loss: Loss) -> None:
+        """From the proxy. Ranks that are not connected yet may wait for ``peer``, and it for a call that nobody takes any more."""
+        self._on_lost(peer, loss)
+        if not self._made and loss.kind is not LossKind.CLOSED:
+            after_notice(self.session, loss, lambda: self._end_stages(peer, loss))
+
+    def _end_stages(self, peer: int, loss: Loss) -> None:
+        if not self._made:
+            self._stages.end(loss.error(rank=self.rank, peer=peer))
+
+    def _policy(self, membarrier: bool) -> WaitPolicy:
+        policy = CROWDED if self.ranks_per_core > 1 else ALONE
+        return replace(policy, timeout_s=self.timeout, membarrier=membarrier and policy.membarrier)
+
+    def _wires(self, peer: int, pair: FifoPair, readable: bool) -> Wires:
+        near = pair.send.kind is FifoKind.SHM
+        return Wires(
+            kind=at.KIND_SHM if near else at.KIND_NET,
+            slot_bytes=pair.send.slot_bytes,
+            send_posts=pair.send.post,
+            send_tail=pair.send.tail,
+            send_slots=pair.send.slots,
+            recv_posts=pair.recv.post,
+            recv_tail=pair.recv.tail,
+            recv_slots=pair.recv.slots,
+            recv_wants=pair.recv.want,
+            ctrl=self.shm.peers[peer].address if near else 0,
+            pid=self.shm.pids[peer] if near else 0,
+            window=self.shm.windows[peer].address if near else 0,
+            readable=readable if near else True,
+            bell=pair.send.bell,
+            asleep=pair.send.asleep,
+        )
+
+    def wake(self, rank: int) -> None:
+        """Wake this rank if it sleeps in the engine; any thread may call it."""
+        del rank
+        atomics.ring(self.shm.control + at.CTRL_BELL)
+
+    def set_abort(self, code: int) -> None:
+        """End every wait of this rank, now and later; any thread may call it."""
+        atomics.store_release(self.shm.control + at.CTRL_ABORT, code)
+        self.wake(self.rank)
+
+    def board(self) -> dict[str, int]:
+        """What the engine is doing here, as the other ranks see it."""
+        words = words_at(self.shm.control, at.PAGE // 8)
+        names = {
+            "seq": at.BOARD_SEQ,
+            "sig": at.BOARD_SIG,
+            "count": at.BOARD_COUNT,
+            "step": at.BOARD_STEP,
+            "peer": at.BOARD_PEER,
+            "state": at.BOARD_STATE,
+            "p2p_sig": at.BOARD_P2P_SIG,
+            "p2p_count": at.BOARD_P2P_COUNT,
+        }
+        return {name: int(words[place // 8]) for name, place in names.items()}
+
+    @property
+    def near(self) -> list[int]:
+        """The ranks whose control pages lie in this process's memory, this rank's first; they stay when a rank has ended."""
+        return [self.rank, *self.shm.peers]
+
+    def history(self, rank: int) -> dict[int, tuple[int, int]]:
+        """(signature, count) of the last operations by the low bits of their sequence number, as a rank of ``near`` ran them."""
+        page = self.shm.control if rank == self.rank else self.shm.peers[rank].address
+        words = words_at(page + at.CTRL_HISTORY, 2 * at.HISTORY)
+        entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(at.HISTORY)]
+        return {sig & at.SEQ_MASK: (sig, count) for sig, count in entries if sig}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""
+        network = sum(
+            2 * at.NSLOTS * wire.slot_bytes
+            for wire in self.context.wires.values()
+            if wire.kind == at.KIND_NET
+        )
+        return {
+            "fifo": self.shm.segment.file.resident_bytes(0, self.shm.segment.nbytes),
+            "fifo_reserved": self.shm.segment.nbytes,
+            "window": self.window.resident_bytes(),
+            "network": network,
+            "private": self.context.private_bytes(),
+        }
+
+    def close(self, *, abort: str = "") -> None:
+        for transport in reversed(self._transports):
+            try:
+                if abort:
+                    transport.abort(abort)
+                else:
+                    transport.close()
+            except (OSError, MiracclError):  # what is broken already need not close well
+                continue
+        self._transports.clear()
+        if self._proxy is not None:
+            self._proxy.close()
+            self._proxy = None
+
+
+def after_notice(session: Session, loss: Loss, act: Callable[[], None]) -> None:
+    """Do ``act`` for a connection that is lost, where its peer has ended after the control plane had time to tell why: it died, or raised
+    an error before. That reason is the better one."""
+
+    def look() -> None:
+        session.catch_up(CATCH_UP_S)
+        act()
+
+    timer = threading.Timer(
+        NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0, look
+    )
+    timer.daemon, timer.name = True, "miraccl connection lost"
+    try:
+        timer.start()
+    except RuntimeError:  # no thread can be started: the reason that is known is better than none
+        act()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def numa_domain() -> int:
+    """The NUMA domain of the first processor that this thread may run on, from sysfs; -1 where the kernel has none."""
+    with contextlib.suppress(OSError, ValueError):
+        cpu = min(os.sched_getaffinity(0))
+        for entry in os.listdir(f"/sys/devices/system/cpu/cpu{cpu}"):
+            if entry.startswith("node"):
+                return int(entry[4:])
+    return -1
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache of CPU 0 as sysfs has it; 32 MiB where it does not say."""
+    sizes = []
+    for index in range(8):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu0/cache/index{index}/size") as file:
+                sizes.append(params.parse_size(file.read().strip()))
+        except (OSError, ValueError):
+            continue
+    return max(sizes, default=0) or 32 << 20
+
+
+def _compare(beliefs: list[dict[str, Any]]) -> None:
+    """Raise ``PlanMismatch`` naming the ranks and the field, if ranks start from different settings."""
+    for field in beliefs[0]:
+        if field == "constants":  # rank 0's are used by all
+            continue
+        values = [b.get(field) for b in beliefs]
+        if any(v != values[0] for v in values):
+            groups = {repr(v): [r for r, w in enumerate(values) if w == v] for v in values}
+            text = "; ".join(
+                f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+                for value, who in groups.items()
+            )
+            raise PlanMismatch(
+                f"ranks disagree on {field}: {text}", hint="give all ranks the same settings"
+            )

@@ -1,0 +1,298 @@
+"""Measure this machine: the constants of ``comm.model``, in one or two seconds, by two ranks that do what all ranks do.
+
+Run as ``python -m miraccl.runtime.measure`` (the first communicator of a machine does); writes the constants to the cache and prints them.
+Every figure is the least disturbed of several repetitions: what the machine can do, not what its load lets it do today.  A repetition in
+which a rank waited for a core does not count, so a busy machine gets more of them (``PATIENCE`` times as many at most).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from miraccl.api.communicator import Communicator
+from miraccl.bootstrap import UniqueId
+from miraccl.executor.cpu.context import call_kernel, fold_kernel
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.planning.cost_model import Constants
+from miraccl.runtime.fabric import CROWDED
+from miraccl.types import DType, RedOp
+
+SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
+PATIENCE = 6
+TURNS = 3  # of ways that are compared
+PLACES = (
+    4  # of buffers: how well they fit into the caches depends on where their pages happen to lie
+)
+DISTURBED = 0.02  # share of a repetition that a rank spends waiting for a core
+CLEAR_GAIN = 0.9  # a single copy has to take less than this share of the time of two copies
+EXCHANGE_SIZES = tuple(128 << 10 << i for i in range(6))  # blocks
+EXCHANGE_GAIN = 0.95  # as CLEAR_GAIN, for blocks that are read whole
+SWAP_SIZES = (
+    8 << 10,
+    128 << 10,
+)  # blocks of the exchanges that tell whether slots had better change hands
+SWAP_GAIN = 0.97  # each takes less than this share of the time then
+
+
+def waited_for_a_core_s() -> float:
+    """Seconds that this thread was ready and had no core, since it began; 0 where Linux does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def timed(action: Callable[[], None]) -> tuple[float, bool]:
+    """Seconds that an action takes, and whether others took the core meanwhile."""
+    waited, start = waited_for_a_core_s(), time.perf_counter()
+    action()
+    seconds = time.perf_counter() - start
+    return seconds, waited_for_a_core_s() - waited > DISTURBED * seconds
+
+
+def best_us(action: Callable[[], None], budget_s: float) -> float:
+    """The shortest time of one call, in microseconds, within a time budget for calls that nobody disturbs, three at the least."""
+    action()
+    best, spent, begun, least = float("inf"), 0.0, time.perf_counter(), 3
+    while (least > 0 or spent < budget_s) and time.perf_counter() < begun + PATIENCE * budget_s:
+        seconds, disturbed = timed(action)
+        best = min(best, seconds)
+        if not disturbed:
+            spent += seconds
+            least -= 1
+    return best * 1e6
+
+
+def measure_folds(constants: Constants) -> Constants:
+    """Bandwidth of reducing two vectors into one of them; never above that of copies, which cross from core to core."""
+    fold = fold_kernel(DType.FLOAT32, RedOp.SUM)
+    keep = np.zeros(at.BLOCK, np.int64)
+    folds = []
+    for size, copy in zip(constants.sizes, constants.copy, strict=True):
+        count = size // 2 // 4  # the working set is both vectors
+        a, b = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        sources = np.array([keep.ctypes.data, a.ctypes.data, b.ctypes.data], np.int64)
+        action = partial(call_kernel, fold, b.ctypes.data, sources.ctypes.data, 2)
+        calls = max(1, min(100, (1 << 20) // a.nbytes))
+        overhead = best_us(partial(_repeat, action, 0, calls), 0.005)
+        time_us = best_us(partial(_repeat, action, count, calls), 0.02) - overhead
+        folds.append(round(min(copy, calls * a.nbytes / max(time_us, 0.01)), 1))
+    return replace(constants, fold=tuple(folds))
+
+
+def _repeat(action: Callable[[int], object], n: int, calls: int) -> None:
+    for _ in range(calls):
+        action(n)
+
+
+def _stream(comm: Communicator, x: np.ndarray, count: int) -> None:
+    """Rank 0 sends the same message ``count`` times."""
+    for _ in range(count):
+        if comm.rank == 0:
+            comm.send(x, 1)
+        else:
+            comm.recv(x, 0)
+
+
+def _round_trips(comm: Communicator, x: np.ndarray, count: int) -> Callable[[], None]:
+    def trips() -> None:
+        for _ in range(count):
+            if comm.rank == 0:
+                comm.send(x, 1)
+                comm.recv(x, 1)
+            else:
+                comm.recv(x, 0)
+                comm.send(x, 0)
+
+    return trips
+
+
+def _together(comm: Communicator, action: Callable[[], None], repeats: int) -> float:
+    """The shortest time of an action that both ranks take part in, the same number of times: ``repeats`` that nobody disturbs."""
+    best, verdict = float("inf"), np.zeros(1, np.int64)
+    for _ in range(PATIENCE * repeats):
+        comm.barrier()
+        seconds, disturbed = timed(action)
+        best = min(best, seconds)
+        verdict[0] = disturbed
+        comm.all_reduce(verdict, None, RedOp.MAX)
+        repeats -= not verdict[0]
+        if not repeats:
+            break
+    return best * 1e6
+
+
+def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
+    """Bandwidth from rank to rank, latency between cores and on one core, and from which size on a single copy is faster."""
+    copies = []
+    for size in constants.sizes:
+        x = np.zeros(size // 2 // 4, np.float32)  # the working set is one vector on each side
+        count = max(1, min(200, (8 << 20) // x.nbytes))
+        copies.append(
+            round(count * x.nbytes / _together(comm, partial(_stream, comm, x, count), 6), 1)
+        )
+    small = np.zeros(1, np.float32)
+    latency = _together(comm, _round_trips(comm, small, 200), 8) / 400
+    single, swaps = _single_copy_from(comm), _swaps_slots(comm)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])
+    for word, value in (
+        (at.CTX_SPIN, CROWDED.spin),
+        (at.CTX_YIELDS, CROWDED.yields),
+        (at.CTX_STEP_ASIDE, 0),
+    ):
+        comm._member.context.set(word, value)
+    switch = _together(comm, _round_trips(comm, small, 50), 5) / 100
+    os.sched_setaffinity(0, cores)
+    constants = replace(
+        constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3)
+    )
+    exchange = _exchange_copy_from(comm, swaps)
+    return replace(
+        constants, single_copy_from=single, exchange_copy_from=exchange, swap_slots=swaps
+    )
+
+
+def _single_copy_from(comm: Communicator) -> int:
+    member = comm._member
+    if (
+        not member.fabric.addressable
+    ):  # all ranks see this alike; one that may read need not be one that is read
+        return -1
+    verdict = np.array([-1], np.int64)
+    for size in reversed(SINGLE_COPY_SIZES):
+        x = np.zeros(size // 4, np.float32)
+        repeats = 3 if size > 4 << 20 else 5
+        two = _together(comm, _round_trips(comm, x, 1), repeats)
+        member.context.set(at.CTX_P2P_DIRECT, 1)
+        one = _together(comm, _round_trips(comm, x, 1), repeats)
+        member.context.set(at.CTX_P2P_DIRECT, -1)
+        faster = np.array([int(one < CLEAR_GAIN * two)], np.int64)
+        comm.broadcast(faster)
+        if not faster[0]:
+            break
+        verdict[0] = size
+    return int(verdict[0])
+
+
+def _in_turns(
+    comm: Communicator,
+    ways: Sequence[Callable[[], None]],
+    before: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """The shortest time of the slowest rank for each of some ways to do the same, taking turns: thrice a turn that nobody disturbs."""
+    best, worst = [float("inf")] * len(ways), np.zeros(2)
+    for _ in range(TURNS):
+        for index, way in enumerate(ways):
+            way()  # caches and slots settle
+            repeats = 3
+            for _ in range(PATIENCE * repeats):
+                before()
+                comm.barrier()
+                worst[:] = timed(way)
+                comm.all_reduce(worst, None, RedOp.MAX)
+                best[index] = min(best[index], float(worst[0]))
+                repeats -= worst[1] == 0
+                if not repeats:
+                    break
+    return best
+
+
+def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
+    """From which block size on an exchange of data that were just written is faster where ranks read each other's private memory."""
+    member = comm._member
+    if not member.fabric.addressable:
+        return -1
+    shares = []
+
+    def copying(single_copy: str) -> Communicator:
+        session = member.session.sub(range(comm.nranks), f"single copy {single_copy}")
+        return Communicator.from_session(
+            session, replace(member.options, single_copy=single_copy), parent=comm
+        )
+
+    with copying("never") as twice, copying("1") as once:
+        twice._member.context.set(at.CTX_SWAP, int(swaps))
+        for size in EXCHANGE_SIZES:
+            times, places = np.zeros(2), []
+            for _ in range(PLACES):
+                x = np.zeros(comm.nranks * size // 4, np.float32)
+                out = np.zeros_like(x)
+                places.append((x, out))  # the next ones lie elsewhere
+                times += _in_turns(
+                    comm,
+                    [partial(each.all_to_all, x, out) for each in (twice, once)],
+                    partial(x.fill, 0),
+                )
+            shares.append(float(times[1] / times[0]))
+    verdict = np.array([_first_gain(EXCHANGE_SIZES, shares)], np.int64)
+    comm.broadcast(verdict)
+    return int(verdict[0])
+
+
+def _first_gain(sizes: Sequence[int], shares: Sequence[float]) -> int:
+    """The smallest size with a clear gain, which those from there on have on average too; or -1."""
+    for index, size in enumerate(sizes):
+        rest = shares[index:]
+        if shares[index] < EXCHANGE_GAIN and math.prod(rest) < EXCHANGE_GAIN ** len(rest):
+            return size
+    return -1
+
+
+def _swaps_slots(comm: Communicator) -> bool:
+    """Whether exchanges are clearly faster where slots change hands."""
+    verdict = np.ones(1, np.int64)
+
+    def exchanges(x: np.ndarray, out: np.ndarray, on: int) -> None:
+        comm._member.context.set(at.CTX_SWAP, on)
+        for _ in range(30):
+            comm.all_gather(x, out)
+
+    for size in SWAP_SIZES:
+        x = np.zeros(size // 4, np.float32)
+        out = np.zeros(2 * len(x), np.float32)
+        off, on = _in_turns(comm, [partial(exchanges, x, out, on) for on in (0, 1)])
+        verdict &= on < SWAP_GAIN * off
+    comm.broadcast(verdict)
+    return bool(verdict[0])
+
+
+def main() -> None:
+    """Fork a second rank, measure with it, keep and print the result."""
+    from miraccl.bootstrap import create_root
+    from miraccl.native import cache
+    from miraccl.planning.tuning import CACHE_FILE
+
+    unique_id, root = create_root()
+    child = os.fork()
+    if child == 0:
+        try:
+            _rank(unique_id, 1)
+        finally:
+            os._exit(0)
+    try:
+        constants = _rank(unique_id, 0)
+        constants = measure_folds(constants)
+        cache.write(CACHE_FILE, constants.to_json().encode())
+        sys.stdout.write(constants.to_json() + "\n")
+    finally:
+        root.close()
+        os.waitpid(child, 0)
+
+
+def _rank(unique_id: UniqueId, rank: int) -> Constants:
+    with Communicator(2, unique_id, rank, timeout=20.0, algo="", proto="") as comm:
+        return measure_ranks(comm, Constants())
+
+
+if __name__ == "__main__":
+    main()

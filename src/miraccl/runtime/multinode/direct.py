@@ -1,0 +1,204 @@
+"""Pieces of GPU data exchanged by the lane itself, over TCP streams of its own: the shortest way between hosts.
+
+Every rank sends each other one what it needs and reduces what came, in the order of the ranks (``executor.cpu.kernels.unlocked``):
+one message one way, and no other thread has a part in it.  Where that moves more bytes than another algorithm (all_reduce, broadcast and
+reduce of more than two ranks) it is for small pieces only.  The operations belong to a CPU communicator: they are numbered, signed and put
+on the board with its others, and its faults explain theirs.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from miraccl.executor.cpu.context import fold_kernel
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.lower import signature
+from miraccl.runtime.core import Member
+from miraccl.runtime.multinode.pieces import Piece, Shape
+from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, fill
+from miraccl.runtime.setup_phases import Stages
+from miraccl.types import Collective, DType, RedOp
+
+MOST_PEERS = (
+    7  # messages that one after another go out no later than the rounds of a tree would take
+)
+SMALL_BYTES = 64 << 10
+_NEVER_MORE = (
+    Collective.ALL_GATHER,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_TO_ALL,
+    Collective.GATHER,
+    Collective.SCATTER,
+)
+
+
+class DirectStreams:
+    """One stream to each other rank of a CPU communicator, all on other hosts; made collectively. Used by one thread at a time."""
+
+    def __init__(self, stages: Stages, member: Member) -> None:
+        self.member, self._session = member, stages.session
+        self._streams = PeerStreams(
+            stages, member, [rank for rank in range(member.nranks) if rank != member.rank], "direct"
+        )
+        self._landings: list[np.ndarray] = []
+        self.peers = self._streams.peers
+
+    @staticmethod
+    def useful(member: Member) -> bool:
+        """Whether all ranks of a communicator shall have such streams; all see it alike."""
+        alone = len(set(member.fabric.hosts)) == member.nranks
+        return alone and 1 < member.nranks <= MOST_PEERS + 1 and not member.options.algo
+
+    def takes(self, shape: Shape, piece: Piece, op: Any) -> bool:
+        """Whether a piece goes this way; all ranks decide alike."""
+        if shape.uneven or (shape.collective.reduces and not isinstance(op, RedOp)):
+            return False
+        largest = max((*piece.source_counts, *piece.target_counts)) * shape.itemsize
+        return shape.collective in _NEVER_MORE or shape.nranks == 2 or largest <= SMALL_BYTES
+
+    @property
+    def sockets(self) -> Mapping[int, socket.socket]:
+        """By peer."""
+        return self._streams.sockets
+
+    def descriptor(self, peer: int) -> int:
+        return self._streams.descriptor(peer)
+
+    def landing(self, nbytes: int, number: int) -> np.ndarray:
+        """Memory for what the ``number``-th peer sends; all operations share it, for there is one at a time. It may move when it grows,
+        so that operations keep theirs."""
+        while len(self._landings) <= number:
+            self._landings.append(np.empty(0, np.uint8))
+        if self._landings[number].nbytes < nbytes:
+            self._landings[number] = np.empty(nbytes, np.uint8)
+        return self._landings[number]
+
+    def leave(self) -> None:
+        self._streams.leave()
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._streams.close()
+        self._session.close()
+
+
+class DirectOperation(StreamOperation):
+    """A collective of even blocks on one slot, on whose memory ``x`` and ``out`` lie in place."""
+
+    kernel = "exchange_unlocked"
+
+    def __init__(
+        self,
+        streams: DirectStreams,
+        shape: Shape,
+        dtype: DType,
+        op: Any,
+        x: np.ndarray,
+        out: np.ndarray,
+    ) -> None:
+        super().__init__(streams.member, shape.collective.label)
+        self._keep: list[Any] = [x, out]
+        source, target = int(x.ctypes.data), int(out.ctypes.data)
+        block = _block_bytes(shape, x, out)
+        folds = shape.collective.reduces and (
+            shape.collective is not Collective.REDUCE or shape.rank == shape.root
+        )
+        own = source + (shape.rank * block if shape.collective is Collective.REDUCE_SCATTER else 0)
+        sources = {shape.rank: own}
+        rows = []
+        for number, peer in enumerate(streams.peers):
+            give, take = _blocks(shape, peer)
+            if give is None and take is None:
+                continue
+            landing = target + (take or 0) * block
+            if folds:
+                self._keep.append(streams.landing(block, number))
+                landing = sources[peer] = int(self._keep[-1].ctypes.data)
+            row = np.zeros(ex.ROW_BYTES // 8, np.int64)
+            fill(row, (ex.PEER, peer), (ex.DESCRIPTOR, streams.descriptor(peer)))
+            for way, address, block_number in (
+                (ex.OUT, source + (give or 0) * block, give),
+                (ex.IN, landing, take),
+            ):
+                fill(
+                    row,
+                    (way + ex.BUFFER, address),
+                    (way + ex.BYTES, ex.HEADER_BYTES + (0 if block_number is None else block)),
+                )
+            rows.append(row)
+        self._use(np.array(rows))
+        kind = op if shape.collective.reduces else RedOp.SUM
+        template = signature(shape.collective, dtype, kind, shape.root, block // dtype.itemsize)
+        fill(
+            self._words,
+            (ex.TEMPLATE, template),
+            (ex.COUNT, block // dtype.itemsize),
+            (ex.ITEMSIZE, dtype.itemsize),
+        )
+        if folds:
+            self._fold(
+                [sources[rank] for rank in sorted(sources)], own, block, fold_kernel(dtype, op)
+            )
+        if shape.collective is Collective.ALL_TO_ALL and not shape.own_stays:
+            place = shape.rank * block
+            fill(
+                self._words,
+                (ex.COPY_FROM, source + place),
+                (ex.COPY_TO, target + place),
+                (ex.COPY_BYTES, block),
+            )
+
+    def _fold(self, sources: Sequence[int], to: int, nbytes: int, kernel: int) -> None:
+        self._accumulators = np.zeros(at.BLOCK, np.int64)
+        self._bases = np.array(sources, np.int64)
+        self._sources = np.array([self._accumulators.ctypes.data, *sources], np.int64)
+        fill(
+            self._words,
+            (ex.FOLD, kernel),
+            (ex.FOLD_TO, to),
+            (ex.FOLD_BYTES, nbytes),
+            (ex.NSOURCES, len(sources)),
+        )
+        fill(
+            self._words,
+            (ex.SOURCES, self._sources.ctypes.data),
+            (ex.BASES, self._bases.ctypes.data),
+        )
+
+
+def _block_bytes(shape: Shape, x: np.ndarray, out: np.ndarray) -> int:
+    """Bytes of a message."""
+    match shape.collective:
+        case Collective.REDUCE_SCATTER | Collective.SCATTER:
+            return out.nbytes
+        case Collective.ALL_TO_ALL:
+            return x.nbytes // shape.nranks
+    return x.nbytes
+
+
+def _blocks(shape: Shape, peer: int) -> tuple[int | None, int | None]:
+    """Which block of the input goes to a peer, and which of the output comes from it; None is none."""
+    chief, root = shape.rank == shape.root, peer == shape.root
+    match shape.collective:
+        case Collective.ALL_REDUCE:
+            return 0, 0
+        case Collective.ALL_GATHER:
+            return 0, peer
+        case Collective.REDUCE_SCATTER:
+            return peer, 0
+        case Collective.ALL_TO_ALL:
+            return peer, peer
+        case Collective.BROADCAST:
+            return 0 if chief else None, 0 if root else None
+        case Collective.REDUCE:
+            return 0 if root else None, 0 if chief else None
+        case Collective.GATHER:
+            return 0 if root else None, peer if chief else None
+        case Collective.SCATTER:
+            return peer if chief else None, 0 if root else None
+    raise ValueError(f"{shape.collective.label} is not cut into pieces")

@@ -1,0 +1,109 @@
+"""How a communicator over hosts fails: the first fault stays, streams are let go, and every rank is told."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from miraccl.bootstrap import Event, Notice, PeerLost, Session
+from miraccl.diagnosis.error_codec import from_words, of_abort, of_death, to_words
+from miraccl.diagnosis.status_report import IN_ORDER
+from miraccl.errors import (
+    CollectiveMismatch,
+    CommunicatorAborted,
+    CommunicatorClosed,
+    MiracclError,
+    SystemFailure,
+)
+
+NOTICE = "gpu_fault"
+
+
+class HostsFaults:
+    """The fault of one communicator, if it has one.
+
+    ``let_go(fault)`` ends what streams wait for: lanes answer without running anything, kernels of the host end.  ``abort_network(reason)``
+    ends what lanes wait for.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        let_go: Callable[[MiracclError], None],
+        abort_network: Callable[[str], None],
+    ) -> None:
+        self.session, self.rank = session, session.rank
+        self.fault: MiracclError | None = None
+        self.closed = False
+        self.told = False  # a call has raised the fault
+        self._found = self._heard = False  # a lane has found it, another rank has
+        self._let_go, self._abort_network = let_go, abort_network
+        self._lock = threading.RLock()  # a signal handler may abort in the middle
+
+    def check(self, name: str = "") -> None:
+        """Raise if the communicator is closed or broken. Does not wait."""
+        if self.closed:
+            raise CommunicatorClosed(
+                "the communicator has been finalized", rank=self.rank, op=name or None
+            )
+        if self.fault is not None:
+            self.told = True
+            raise self.fault
+
+    def found(self, error: Exception) -> None:
+        """What a lane was to run has failed: the program is told, by ``untold`` if not by a call."""
+        self.fail(error, found=True)
+
+    def untold(self, stopped: Callable[[], bool], told: bool) -> MiracclError | None:
+        """What no call has raised though operations are not what they should be: what lanes found here, a mismatch that others found, and
+        whatever they told where it has ended a wait (``stopped()``): these two not where the program was ``told`` in another way."""
+        void = self._found or (
+            self._heard and not told and (isinstance(self.fault, CollectiveMismatch) or stopped())
+        )
+        return self.fault if void and not self.told else None
+
+    def fail(self, error: Exception, told: bool = False, found: bool = False) -> None:
+        """The first fault stays. The other ranks are told unless they told us, before the program can see it: that may end at once."""
+        with self._lock:
+            if self.fault is not None:
+                return
+            fault = (
+                error
+                if isinstance(error, MiracclError)
+                else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
+            )
+            if not told:
+                with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+                    self.session.notify({NOTICE: to_words(fault)})
+            self.fault, self._heard = fault, told
+            self._found = found and not isinstance(fault, CommunicatorAborted)
+        self._let_go(fault)
+
+    def heard(self, event: Event) -> None:
+        """From the control plane."""
+        if self.closed:
+            return
+        if isinstance(event, PeerLost):
+            self.fail(death := of_death(event, rank=self.rank), told=True)
+            self._abort_network(
+                death.message
+            )  # lanes may wait for ranks that live, and will not come
+        elif isinstance(event, Notice) and (
+            error := from_words(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)
+        ):
+            self.fail(error, told=True)
+            self._abort_network(error.message)
+
+    def end(self, op: str, text: str) -> None:
+        """Nothing comes of what waits here: ranks wait for one another."""
+        if not self.closed:
+            self.fail(CollectiveMismatch(text, rank=self.rank, op=op, hint=IN_ORDER), found=True)
+            self._abort_network(text)
+
+    def abort(self, reason: str) -> None:
+        """End what waits, on all ranks; later calls raise. Any thread may call it."""
+        if not self.closed:
+            self.fail(of_abort(self.rank, reason))
+            self._abort_network(reason)

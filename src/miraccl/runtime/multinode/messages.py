@@ -1,0 +1,244 @@
+"""Sends and receives of GPU memory that a lane makes itself, over a TCP stream to each rank of other hosts.
+
+A round is one call of compiled code (``executor.cpu.kernels.unlocked``): all its messages go and come at the same time, those of a pair
+in one direction one after another.  Only the two ends take part in a message, so it is numbered by their stream, not with the operations of
+the CPU communicator; that one's board shows it and its faults explain it.  Where messages are a collective, they bear its kind and number:
+all ranks count those, so that a message that nobody took, because ranks did not agree, is not taken for one of the next.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from miraccl.diagnosis.faults import SEND_RECV
+from miraccl.errors import MiracclError
+from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.lower import describe_signature, signature
+from miraccl.runtime.core import Member
+from miraccl.runtime.multinode.layout import HostsLayout
+from miraccl.runtime.multinode.pieces import Piece
+from miraccl.runtime.multinode.staging import Prepared, Slots
+from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, fill, left
+from miraccl.runtime.multinode.untaken import (
+    Lookout,
+    Tally,
+    in_words,
+    not_taken,
+    number_of,
+    remembered,
+)
+from miraccl.runtime.setup_phases import Stages
+from miraccl.types import Collective, DType, RedOp
+
+if TYPE_CHECKING:
+    from miraccl.runtime.multinode.transfers import Message, Round
+
+_BEGUN_EVER = ex.BEGUN_EVER // 8
+Kind = tuple[Collective, int]
+"""What a collective is in headers, with its root."""
+MOST_FAR = 16  # ranks of other hosts: a lane looks at all streams that a round needs, and they take memory of the kernel
+
+
+class MessageStreams:
+    """A stream to each rank of other hosts, with the numbers of the messages that have gone and come; made collectively."""
+
+    def __init__(self, stages: Stages, member: Member, layout: HostsLayout) -> None:
+        self.member = member
+        far = [rank for rank in range(layout.nranks) if rank not in layout.mine]
+        self._streams = PeerStreams(stages, member, far, "gpu messages")
+        self._ways = {peer: np.zeros((2, ex.STREAM_BYTES // 8), np.int64) for peer in far}
+        self._collectives = np.zeros(ex.COLLECTIVES_BYTES // 8, np.int64)
+        self._lookout = Lookout(member.rank, self._streams.sockets)
+
+    @staticmethod
+    def useful(member: Member, layout: HostsLayout) -> bool:
+        """Whether all ranks shall have such streams; all see it alike."""
+        hosts = [{member.fabric.hosts[rank] for rank in ranks} for ranks in layout.groups]
+        apart = sum(map(len, hosts)) == len(set(member.fabric.hosts))
+        return apart and layout.most_far <= MOST_FAR
+
+    @property
+    def sockets(self) -> Mapping[int, socket.socket]:
+        """By peer."""
+        return self._streams.sockets
+
+    def descriptor(self, peer: int) -> int:
+        return self._streams.descriptor(peer)
+
+    def number(self, peer: int, receives: bool) -> int:
+        """Where the messages of one way are counted."""
+        return int(self._ways[peer].ctypes.data) + ex.STREAM_BYTES * receives
+
+    @property
+    def collectives(self) -> int:
+        """Where the collectives of all streams are counted."""
+        return int(self._collectives.ctypes.data)
+
+    def remembered(self, mark: int) -> int:
+        """The signature of the collective of this number (as in headers) without the number, 0 if it is not known any more."""
+        return remembered(self._collectives, number_of(self._collectives, mark))
+
+    def begun(self) -> dict[int, tuple[int, int]]:
+        """By peer how many messages have begun to go to it, and to come from it."""
+        return {
+            peer: (int(out[_BEGUN_EVER]), int(into[_BEGUN_EVER]))
+            for peer, (out, into) in self._ways.items()
+        }
+
+    def tally(self) -> Tally:
+        """What this rank has sent and taken in collectives, once all of them have ended."""
+        return Tally.of(self.member.nranks, self._collectives, self._ways)
+
+    def come_too_late(self, between: Callable[[], bool]) -> MiracclError | None:
+        """The error of a message that lies here though this rank has ended the collective that it belongs to: nobody will take it.
+        ``between``: whether the lane is between operations."""
+        return self._lookout.look(self._collectives, self._ways, between)
+
+    def leave(self) -> None:
+        self._streams.leave()
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._streams.close()
+
+
+class MessageOperation(StreamOperation):
+    """The messages of a round, on one slot. ``kind``: of the collective that they are, if any; ``begins``: it does so with this round."""
+
+    kernel = "messages_unlocked"
+
+    def __init__(
+        self,
+        streams: MessageStreams,
+        messages: Sequence[Message],
+        base: int,
+        kind: Kind | None = None,
+        begins: bool = True,
+    ) -> None:
+        self._peers = list(dict.fromkeys(message.peer for message in messages))
+        self.streams, self._kind = streams, kind or (Collective.SEND_RECV, 0)
+        super().__init__(streams.member, f"{kind[0].label}_v" if kind else "send/recv")
+        if kind is not None:
+            which = _template(kind, DType.UINT8, 0) if begins else 0
+            fill(self._words, (ex.COLLECTIVES, streams.collectives), (ex.COLLECTIVE, which))
+        self._use(np.zeros((len(self._peers), ex.ROW_BYTES // 8), np.int64))
+        self._parts: list[np.ndarray] = []
+        for row, peer in zip(self.rows, self._peers, strict=True):
+            fill(row, (ex.PEER, peer), (ex.DESCRIPTOR, streams.descriptor(peer)))
+            for way, receives in ((ex.OUT, False), (ex.IN, True)):
+                parts = self._table(
+                    [m for m in messages if m.peer == peer and m.receives == receives], base
+                )
+                fill(row, (way + ex.PARTS, parts.ctypes.data), (way + ex.NPARTS, len(parts)))
+                fill(row, (way + ex.NUMBER, streams.number(peer, receives)))
+
+    def _table(self, messages: Sequence[Message], base: int) -> np.ndarray:
+        """The words of messages whose slot begins at ``base``."""
+        table = np.zeros((len(messages), ex.PART_SIZE // 8), np.int64)
+        for part, message in zip(table, messages, strict=True):
+            size = message.dtype.itemsize
+            template = _template(self._kind, message.dtype, message.whole)
+            fill(
+                part,
+                (ex.PART, base + message.host),
+                (ex.PART_BYTES, message.count * size),
+                (ex.PART_SIGNATURE, template),
+            )
+            fill(part, (ex.PART_WHOLE, message.whole * size), (ex.PART_COUNT, message.whole))
+        self._parts.append(table)
+        return table
+
+    def under_way(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """With each peer a message that has begun and not ended, which comes (``ex.IN``) or, where none does, goes (``ex.OUT``), and its
+        words."""
+        for number, (peer, row) in enumerate(zip(self._peers, self.rows, strict=True)):
+            for way in (ex.IN, ex.OUT):
+                begun = int(row[(way + ex.BEGUN) // 8])
+                if left(row, way) and begun:
+                    yield peer, way, self._parts[2 * number + (way == ex.IN)][begun - 1]
+                    break
+
+    def to_begin(self) -> tuple[list[int], list[int]]:
+        """To and from which ranks messages of the round have not begun yet: they do as those before them go on, whatever others do."""
+        peers = list(zip(self._peers, self.rows, strict=True))
+        sends, receives = (
+            [p for p, row in peers if row[(way + ex.BEGUN) // 8] < row[(way + ex.NPARTS) // 8]]
+            for way in (ex.OUT, ex.IN)
+        )
+        return sends, receives
+
+    def conclude(self, code: int) -> None:
+        """Raise what a code means; both ends' messages are known where they do not belong together."""
+        if code in (at.ERR_MISMATCH, at.ERR_SIZE):
+            peer = self._member.context.get(at.CTX_ERR_PEER)
+            row = self.rows[self._peers.index(peer)]
+            mine, theirs = (
+                _Header.of(row[place // 8], row[place // 8 + 1])
+                for place in (ex.IN + ex.HEADER, ex.HEADER_IN)
+            )
+            raise self._member.faults.unlike_messages(
+                peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs)
+            )
+        super().conclude(code)
+
+    def _parted(self, peer: int, mine: _Header, theirs: _Header) -> str:
+        """What a message of ``peer`` means that belongs to a collective of another number than this rank's; empty if it does not."""
+        rank, first, second = (
+            self._member.rank,
+            describe_signature(mine.sig),
+            describe_signature(theirs.sig),
+        )
+        if mine.mark == theirs.mark or SEND_RECV in (first["collective"], second["collective"]):
+            return ""
+        if (theirs.mark - mine.mark) & ex.MARK_MASK <= ex.MARK_MASK // 2:
+            here, there = in_words(mine.sig, mine.mark), in_words(theirs.sig, theirs.mark)
+            return f"ranks disagree on what is sent: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
+        return not_taken(peer, theirs.sig, rank, self.streams.remembered(theirs.mark), theirs.mark)
+
+
+class _Header(NamedTuple):
+    """What a header says: signature, elements, and the number of the collective."""
+
+    sig: int
+    elements: int
+    mark: int
+
+    @classmethod
+    def of(cls, sig: Any, second: Any) -> _Header:
+        nbytes, mark = int(second) & (1 << ex.MARK_SHIFT) - 1, int(second) >> ex.MARK_SHIFT
+        return cls(int(sig), nbytes // DType(int(sig) >> 21 & 15).itemsize, mark)
+
+
+def _template(kind: Kind, dtype: DType, count: int) -> int:
+    """The signature of a message in headers, without the number."""
+    return signature(kind[0], dtype, RedOp.SUM, kind[1], count)
+
+
+class MessageNetwork:
+    """Runs rounds on the streams (``comm.device.hosts.staging.Network``). Rounds of equal messages share those of their slot, but for the
+    one with which a collective begins."""
+
+    def __init__(
+        self,
+        streams: MessageStreams,
+        rounds: Sequence[Round],
+        slots: Slots,
+        kind: Kind | None = None,
+    ) -> None:
+        self._streams, self._rounds, self._slots, self._kind = streams, rounds, slots, kind
+        self._prepared: dict[tuple[int, bool, tuple[Message, ...]], MessageOperation] = {}
+
+    def prepare(self, piece: Piece, number: int, slot: int) -> Prepared:
+        key = slot, self._kind is not None and number == 0, self._rounds[number].messages
+        if key not in self._prepared:
+            base = self._slots.address + slot * self._slots.nbytes
+            self._prepared[key] = MessageOperation(self._streams, key[2], base, self._kind, key[1])
+        return self._prepared[key]
+
+    def run(self, piece: Piece, number: int, slot: int) -> None:
+        self.prepare(piece, number, slot)()

@@ -1,0 +1,193 @@
+"""Into which pieces an operation on GPU memory over hosts is cut, and what of a piece is copied where.
+
+All of it follows from counts that all ranks know, so all cut alike; there is no GPU and no communicator in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miraccl.types import Collective
+
+ALIGN = 64  # bytes, of the parts of a slot
+LEAST_PIECE = 128 << 10
+PIECES = 4  # of an operation at least, where they are no smaller than LEAST_PIECE: copies and network overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """``nbytes`` between byte ``device`` of the user's buffer number ``buffer`` and byte ``host`` of the slot."""
+
+    buffer: int
+    device: int
+    host: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A piece: copies, and where input and output lie in the slot: byte and elements of each block."""
+
+    down: tuple[Copy, ...] = ()
+    up: tuple[Copy, ...] = ()
+    source: int = 0
+    source_counts: tuple[int, ...] = ()
+    target: int = 0
+    target_counts: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """An operation as far as it decides about pieces. ``sends[j]`` and ``receives[j]`` are the elements of block j of this rank's input and
+    output, ``rank`` the caller's number among ``nranks``.  ``counts`` are those of an uneven collective, as all ranks know them; ``uneven``
+    collectives run as such in every piece, also where its blocks are equal.  ``places`` are the elements of the output where its blocks
+    begin; empty is one after another.  ``own_stays``: the block of an all_to_all that this rank has for itself is not copied.
+    ``overlaps``: smaller pieces, which are copied while others are sent, cost nothing else."""
+
+    collective: Collective
+    itemsize: int
+    rank: int
+    nranks: int
+    root: int = 0
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    counts: tuple[int, ...] = ()
+    uneven: bool = False
+    places: tuple[int, ...] = ()
+    own_stays: bool = False
+    overlaps: bool = True
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)  # asked for at every call
+    def even(
+        cls, collective: Collective, itemsize: int, rank: int, nranks: int, root: int, count: int
+    ) -> Shape:
+        """With blocks of ``count`` elements, as ``schedule.ir`` counts them."""
+        one, each = (count,), (count,) * nranks
+        sends, receives = {
+            Collective.ALL_GATHER: (one, each),
+            Collective.REDUCE_SCATTER: (each, one),
+            Collective.ALL_TO_ALL: (each, each),
+            Collective.GATHER: (one, each if rank == root else ()),
+            Collective.SCATTER: (each if rank == root else (), one),
+        }.get(collective, (one, one))
+        return cls(
+            collective=collective,
+            itemsize=itemsize,
+            rank=rank,
+            nranks=nranks,
+            root=root,
+            sends=sends,
+            receives=receives,
+        )
+
+
+_WHOLE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
+
+
+def elements_per_piece(shape: Shape, slot_bytes: int) -> int:
+    """Elements of a block in a piece, the same on all ranks: a block, one from every rank, or one to and one from each fill a slot at
+    most. What overlaps is cut into equal pieces, smaller ones where all ranks know how large it is."""
+    blocks = (
+        1
+        if shape.collective in _WHOLE
+        else 2 * shape.nranks
+        if shape.collective is Collective.ALL_TO_ALL
+        else shape.nranks
+    )
+    room = (slot_bytes - ALIGN) // (blocks * shape.itemsize)
+    most = max(1, room // ALIGN * ALIGN or room)
+    if shape.uneven or not shape.overlaps:
+        return most
+    count, least = _count(shape), max(1, LEAST_PIECE // (blocks * shape.itemsize))
+    npieces = max(-(-count // most), min(PIECES, count // least), 1)
+    return min(most, max(1, -(-count // (npieces * ALIGN))) * ALIGN)
+
+
+def _count(shape: Shape) -> int:
+    return max((*shape.sends, *shape.receives, *shape.counts), default=0)
+
+
+def cut(shape: Shape, slot_bytes: int) -> tuple[Piece, ...]:
+    """The pieces of an operation in order; none where there is nothing to move."""
+    most = elements_per_piece(shape, slot_bytes)
+    return tuple(_piece(shape, most, number) for number in range(-(-_count(shape) // most)))
+
+
+def _piece(shape: Shape, most: int, number: int) -> Piece:
+    """Input and output of one piece share their place where the collective has an in-place form."""
+    begin, size = number * most, shape.itemsize
+
+    def part(counts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(min(most, max(0, n - begin)) for n in counts)
+
+    sends, receives = part(shape.sends), part(shape.receives)
+    source = target = 0
+    collective, rank = shape.collective, shape.rank
+    if collective is Collective.ALL_TO_ALL:
+        target = -(-sum(sends) * size // ALIGN) * ALIGN
+    elif collective in (Collective.ALL_GATHER, Collective.GATHER) and len(receives) > 1:
+        source = sum(receives[:rank]) * size
+    elif collective in (Collective.REDUCE_SCATTER, Collective.SCATTER) and len(sends) > 1:
+        target = sum(sends[:rank]) * size
+    chief, kept = rank == shape.root, rank if shape.own_stays else -1
+    gives = chief or collective not in (Collective.BROADCAST, Collective.SCATTER)
+    gets = (chief or collective not in (Collective.REDUCE, Collective.GATHER)) and not (
+        chief and collective is Collective.BROADCAST
+    )
+    return Piece(
+        down=_copies(0, _one_after_another(shape.sends), sends, begin, source, size, kept)
+        if gives
+        else (),
+        up=_copies(
+            1,
+            shape.places or _one_after_another(shape.receives),
+            receives,
+            begin,
+            target,
+            size,
+            kept,
+        )
+        if gets
+        else (),
+        source=source,
+        source_counts=sends,
+        target=target,
+        target_counts=receives,
+        counts=part(shape.counts),
+    )
+
+
+def _one_after_another(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(counts, initial=0))[:-1]
+
+
+def _copies(
+    buffer: int,
+    places: Sequence[int],
+    part: Sequence[int],
+    begin: int,
+    host: int,
+    size: int,
+    kept: int,
+) -> tuple[Copy, ...]:
+    """Neighbours in both places are one copy. Block ``kept`` is none."""
+    copies: list[Copy] = []
+    for block, (place, count) in enumerate(zip(places, part, strict=True)):
+        if count and block != kept:
+            at, nbytes = (place + begin) * size, count * size
+            last = copies[-1] if copies else None
+            if (
+                last is not None
+                and last.device + last.nbytes == at
+                and last.host + last.nbytes == host
+            ):
+                copies[-1] = Copy(buffer, last.device, last.host, last.nbytes + nbytes)
+            else:
+                copies.append(Copy(buffer, at, host, nbytes))
+        host += count * size
+    return tuple(copies)

@@ -1,0 +1,317 @@
+"""GPU data on their way through pinned host memory and the CPU communicator, piece by piece, in stream order.
+
+What is enqueued for a piece: copies down to its slot, the number of the job into the slot's flag; then, after the next pieces have been
+sent down, a wait for the answer and copies up.  A lane (``proxy.staging``) runs a collective of its CPU communicator on the slot in
+between.  The calling thread never waits, and nothing is allocated once a slot is large enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from miraccl.errors import MiracclError
+from miraccl.executor.cuda.gpu import Gpu
+from miraccl.proxy import staging
+from miraccl.proxy.kernels import layout as at
+from miraccl.runtime.multinode.pieces import Piece
+from miraccl.schedule.reduction import NUMPY_DTYPE
+from miraccl.types import DType
+
+LANES = 2  # proxies, each with CPU communicators of its own
+NSLOTS = 2 * LANES  # while a lane's piece is on the network, its next one is copied
+PAGE_BYTES = 4096
+FLAG_BYTES = PAGE_BYTES
+
+
+class Slots:
+    """Pinned memory for ``NSLOTS`` pieces of ``nbytes`` each: ordinary pages that are registered, so that sockets, the kernel's copies
+    between processes and GPUs all take them."""
+
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._gpu = gpu
+        self._map = mmap.mmap(-1, NSLOTS * self.nbytes)
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.on_gpu = gpu.pin(self.address, NSLOTS * self.nbytes)
+
+    def view(self, slot: int, offset: int, count: int, dtype: DType) -> np.ndarray:
+        """``count`` elements that lie ``offset`` bytes into a slot."""
+        begin = slot * self.nbytes + offset
+        return self.bytes[begin : begin + count * dtype.itemsize].view(NUMPY_DTYPE[dtype])
+
+    def close(self) -> None:
+        """May be called twice. The memory goes with the last array that lies in it."""
+        on_gpu, self.on_gpu = self.on_gpu, 0
+        if on_gpu:
+            self._gpu.unpin(self.address)
+
+
+class Prepared(Protocol):
+    """An operation that was checked and planned (``comm.persistent``); a call runs it."""
+
+    def __call__(self) -> Any: ...
+    def unlocked(self) -> tuple[int, int, int] | None: ...
+    def conclude(self, code: int) -> None: ...
+
+
+class Network(Protocol):
+    """The network's part of a job's pieces. ``number`` is the piece's."""
+
+    def run(self, piece: Piece, number: int, slot: int) -> None: ...
+
+    def prepare(self, piece: Piece, number: int, slot: int) -> Prepared | None:
+        """What the proxy's loop may start without Python, instead of ``run``."""
+
+
+class StagedJob:
+    """An operation that is cut into pieces (``proxy.staging.Job``)."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], slots: Slots, network: Network, captured: bool, stride: int
+    ) -> None:
+        self.pieces, self.slots, self.captured, self.stride = tuple(pieces), slots, captured, stride
+        self.npieces = len(self.pieces)
+        self.piece_bytes = max(
+            (copy.host + copy.nbytes for piece in self.pieces for copy in (*piece.down, *piece.up)),
+            default=0,
+        )
+        self.number = 0
+        self.announced: dict[int, int] = {}  # lane -> what its last coming was announced as
+        self.graphs = 0  # that bring it again
+        self.called = ""  # by the program, where its pieces and shards have other counts
+        self.beside = self.before = self.after = (
+            False  # kernels of the host run beside it, or before or after each piece
+        )
+        self._network = network
+        self._prepared = [
+            network.prepare(piece, number, slot_of(number, stride))
+            for number, piece in enumerate(self.pieces)
+        ]
+        calls = [prepared and prepared.unlocked() for prepared in self._prepared]
+        self._calls = np.array([call or (0, 0, 0) for call in calls], np.int64)
+        assert self._calls.nbytes == at.CALL_BYTES * self.npieces
+        self.calls = int(self._calls.ctypes.data) if any(calls) else 0
+
+    def holds_kernels(self, piece: int) -> bool:
+        """Whether no kernel of the host runs before a piece has been answered."""
+        return not self.beside and not self.before and (piece == 0 or not self.after)
+
+    def prepared(self, piece: int) -> Prepared | None:
+        """What the proxy's loop starts for a piece, if it does."""
+        return self._prepared[piece]
+
+    def run(self, piece: int, slot: int) -> None:
+        with self._naming():
+            self._network.run(self.pieces[piece], piece, slot)
+
+    def explain(self, piece: int, code: int) -> None:
+        prepared = self._prepared[piece]
+        assert prepared is not None, "only what was prepared gives codes"
+        with self._naming():
+            prepared.conclude(code)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Errors of a part name the whole, too."""
+        try:
+            yield
+        except MiracclError as error:
+            if self.called and not (error.op or "").endswith(self.called):
+                error.op = f"{error.op}, a part of {self.called}" if error.op else self.called
+            raise
+
+
+def slot_of(piece: int, stride: int) -> int:
+    return staging.slot_of(piece, stride, NSLOTS, LANES)
+
+
+Hook = Callable[[int, int], None]
+"""``hook(piece, slot)`` enqueues more in the same stream."""
+
+
+class Staging:
+    """Slots, flags and the proxies of one communicator."""
+
+    def __init__(
+        self, gpu: Gpu, slot_bytes: int, *, on_fault: Callable[[Exception], None], name: str
+    ) -> None:
+        self.gpu = gpu
+        self.slots = Slots(gpu, slot_bytes)
+        self._larger: list[Slots] = []
+        self._words, flags, self._flags_on_gpu = gpu.host_words(FLAG_BYTES)
+        self._flags = flags
+        self._recorded: list[StagedJob] | None = None
+        self._beside: dict[
+            int, int
+        ] = {}  # lane -> what the last job that has kernels beside it was announced as
+        self._captured_beside = False
+        self.enqueuing = (
+            False  # a call of the program is: its kernels may wait before its jobs are announced
+        )
+        self.proxies = [
+            staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=LANES)
+            for lane in range(LANES)
+        ]
+        for lane, proxy in enumerate(self.proxies):
+            proxy.start(f"{name}-{lane}")
+
+    def slots_for(self, nbytes: int) -> Slots:
+        """Slots of at least ``nbytes``; larger ones than usual are made once and kept."""
+        for slots in (self.slots, *self._larger):
+            if slots.nbytes >= nbytes:
+                return slots
+        with self.gpu.outside_of_capture():
+            self._larger.append(Slots(self.gpu, 1 << (nbytes - 1).bit_length()))
+        return self._larger[-1]
+
+    def job(
+        self,
+        pieces: Sequence[Piece],
+        slots: Slots,
+        network: Network,
+        captured: bool,
+        stride: int = 1,
+    ) -> StagedJob:
+        """``stride`` is 1 for a job of one lane, ``LANES`` for one of all."""
+        job = StagedJob(pieces, slots, network, captured, stride)
+        for proxy in self.proxies:
+            job.number = proxy.register(job)
+        return job
+
+    @property
+    def between_jobs(self) -> bool:
+        """Whether no lane is at work."""
+        return all(proxy.between_jobs for proxy in self.proxies)
+
+    @property
+    def idle(self) -> bool:
+        """Whether lanes have done all that was enqueued; a graph may always bring more."""
+        return all(proxy.idle for proxy in self.proxies)
+
+    def at_work(self) -> tuple[StagedJob, int] | None:
+        """The job that the first lane is at, and its piece."""
+        found = self.proxies[0].at_work()
+        return (
+            (found[0], found[1]) if found is not None and isinstance(found[0], StagedJob) else None
+        )
+
+    def is_behind_kernels(self) -> bool:
+        """Whether the first lane has nothing to do, and nothing comes to it until a kernel of the host goes on that has waited before."""
+        if self.enqueuing:
+            return False
+        beside = self._captured_beside or not all(
+            self.proxies[lane].has_ended(count) for lane, count in list(self._beside.items())
+        )
+        return not beside and self.proxies[0].at_work() is None
+
+    def drain(self) -> None:
+        """Run nothing any more, but let streams go on."""
+        for proxy in self.proxies:
+            proxy.drain()
+
+    def enqueue(
+        self,
+        job: StagedJob,
+        buffers: Sequence[int],
+        stream: int,
+        *,
+        takes_part: bool = True,
+        before: Hook | None = None,
+        after: Hook | None = None,
+    ) -> None:
+        """Enqueue all pieces. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
+        a piece before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
+        ahead = NSLOTS * job.stride // LANES - 1
+        job.before |= before is not None
+        job.after |= after is not None
+        self._captured_beside |= job.beside and job.captured
+        if takes_part and not job.captured:
+            self.announce(job) if self._recorded is None else self._record(job)
+        for number in range(job.npieces + ahead):
+            if number < job.npieces:
+                if before is not None:
+                    before(number, slot_of(number, job.stride))
+                if takes_part:
+                    self._send_down(job, number, buffers, stream)
+            if number >= ahead:
+                if takes_part:
+                    self._bring_up(job, number - ahead, buffers, stream)
+                if after is not None:
+                    after(number - ahead, slot_of(number - ahead, job.stride))
+
+    def announce(self, job: StagedJob) -> None:
+        """Its pieces come to the lanes soon."""
+        for lane, proxy in enumerate(self.proxies):
+            if proxy.takes_part(job):
+                job.announced[lane] = proxy.announce()
+                if job.beside:
+                    self._beside[lane] = job.announced[lane]
+
+    def forget(self, job: StagedJob) -> bool:
+        """Let go of a job that has ended and that no graph brings again; says whether it was one."""
+        if (
+            job.captured
+            or job.graphs
+            or not all(self.proxies[lane].has_ended(count) for lane, count in job.announced.items())
+        ):
+            return False
+        for proxy in self.proxies:
+            proxy.forget(job.number)
+        return True
+
+    def _record(self, job: StagedJob) -> None:
+        assert self._recorded is not None
+        self._recorded.append(job)
+        job.graphs += 1
+
+    @contextlib.contextmanager
+    def unannounced(self) -> Iterator[list[StagedJob]]:
+        """What is enqueued within is announced by the caller, each time that it comes, until its graph is destroyed."""
+        jobs: list[StagedJob] = []
+        self._recorded = jobs
+        try:
+            yield jobs
+        finally:
+            self._recorded = None
+
+    def _send_down(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
+        gpu, slot = self.gpu, slot_of(number, job.stride)
+        base = job.slots.address + slot * job.slots.nbytes
+        for copy in job.pieces[number].down:
+            gpu.copy_to_host(
+                base + copy.host, buffers[copy.buffer] + copy.device, copy.nbytes, stream
+            )
+        gpu.write_word(self._flags_on_gpu + slot * at.SLOT_STRIDE + at.DONE_OFFSET, 0, stream)
+        gpu.write_word(
+            self._flags_on_gpu + slot * at.SLOT_STRIDE + at.READY_OFFSET, job.number, stream
+        )
+
+    def _bring_up(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
+        gpu, slot = self.gpu, slot_of(number, job.stride)
+        gpu.wait_word(self._flags_on_gpu + slot * at.SLOT_STRIDE + at.DONE_OFFSET, 1, stream)
+        base = job.slots.address + slot * job.slots.nbytes
+        for copy in job.pieces[number].up:
+            gpu.copy_from_host(
+                buffers[copy.buffer] + copy.device, base + copy.host, copy.nbytes, stream
+            )
+
+    def bytes_pinned(self) -> int:
+        return FLAG_BYTES + sum(NSLOTS * slots.nbytes for slots in (self.slots, *self._larger))
+
+    def close(self) -> None:
+        """After every stream has passed what was enqueued; may be called twice. A lane that does not end keeps its memory."""
+        ended = [proxy.close() for proxy in self.proxies]
+        if not all(ended):
+            return
+        for slots in (self.slots, *self._larger):
+            slots.close()
+        flags, self._flags = self._flags, 0
+        if flags:
+            self.gpu.free_host(flags)

@@ -1,0 +1,146 @@
+"""TCP streams between ranks of different hosts that lanes serve themselves (``executor.cpu.kernels.unlocked.streams``).
+
+``transport.socket`` meets the peers and makes the streams, beside those of the CPU communicator; instead of a proxy, compiled code takes
+their descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from miraccl import params
+from miraccl.executor.cpu.context import call_kernel, unlocked_kernel
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.runtime.core import Member
+from miraccl.runtime.setup_phases import Stages
+from miraccl.transport.base import NetConnection
+from miraccl.transport.fifo import PAGE_BYTES
+from miraccl.transport.socket import SocketOptions, SocketTransport
+
+
+class _Keeper:
+    """Takes the streams of a transport as a proxy would, and leaves them alone (``transport.base.ProxyPort``)."""
+
+    bell, asleep = -1, 0
+
+    def __init__(self) -> None:
+        self.streams: dict[int, socket.socket] = {}
+
+    def attach(self, connections: Sequence[NetConnection]) -> None:
+        self.streams |= {connection.peer: connection.streams[0] for connection in connections}
+
+    def detach(self, peers: Sequence[int], *, linger: float) -> None:
+        self.abort("")
+
+    def abort(self, text: str) -> None:
+        for stream in self.streams.values():
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+            stream.close()
+        self.streams.clear()
+
+
+class PeerStreams:
+    """One stream to each of ``peers``; made by all ranks of the session of ``stages``, which numbers them as ``member`` does. Used by one
+    thread at a time."""
+
+    def __init__(self, stages: Stages, member: Member, peers: Sequence[int], name: str) -> None:
+        self.member, self.peers = member, tuple(sorted(peers))
+        session = stages.session
+        self._keeper = _Keeper()
+
+        def look() -> None:
+            stages.look()
+            member.check(0, "connecting")
+
+        self._transport = SocketTransport(
+            member.fabric.endpoints[member.rank],
+            proxy=self._keeper,
+            secret=session.data_key,
+            job=f"{session.name} {name}".encode(),
+            slot_bytes=PAGE_BYTES,
+            options=SocketOptions(nstreams=1, buffer_bytes=params.SOCKET_BUFFER.read()),
+            timeout=stages.deadline,
+            check=look,
+        )
+        try:
+            infos = stages.gather(name, self._transport.setup())
+            self._transport.connect({peer: infos[peer] for peer in self.peers})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def sockets(self) -> Mapping[int, socket.socket]:
+        """By peer."""
+        return self._keeper.streams
+
+    def descriptor(self, peer: int) -> int:
+        return self._keeper.streams[peer].fileno()
+
+    def leave(self) -> None:
+        """Let the peers find the end behind what was sent to them; nothing is taken any more."""
+        for stream in self.sockets.values():
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._transport.close()
+
+
+class StreamOperation:
+    """An operation on streams (``comm.device.hosts.staging.Prepared``). ``kernel``: its function in ``executor.cpu.kernels.unlocked``."""
+
+    kernel: str
+
+    def __init__(self, member: Member, name: str) -> None:
+        self.name, self._member = name, member
+        self._words = np.zeros(ex.EXCHANGE_BYTES // 8, np.int64)
+
+    def _use(self, rows: np.ndarray) -> None:
+        """Take the peers' words."""
+        self.rows, self._polls = rows, np.zeros(len(rows), np.int64)
+        fill(
+            self._words,
+            (ex.NPEERS, len(rows)),
+            (ex.ROWS, rows.ctypes.data),
+            (ex.POLLS, self._polls.ctypes.data),
+        )
+
+    @property
+    def member(self) -> Member:
+        """Whose operation it is."""
+        return self._member
+
+    def unlocked(self) -> tuple[int, int, int]:
+        """(function, context, exchange), as ``comm.persistent`` has it."""
+        return (
+            unlocked_kernel(self.kernel),
+            self._member.context.address,
+            int(self._words.ctypes.data),
+        )
+
+    def conclude(self, code: int) -> None:
+        """Raise what a code of that function means."""
+        self._member._conclude(code, self.name)
+
+    def __call__(self) -> None:
+        self._member.check(0, self.name)
+        function, context, exchange = self.unlocked()
+        self.conclude(call_kernel(function, context, exchange, 0, 0))
+
+
+def left(row: np.ndarray, way: int) -> int:
+    """Bytes of a peer's message that are still to go (``ex.OUT``) or to come (``ex.IN``)."""
+    return int(row[(way + ex.BYTES) // 8] - row[(way + ex.MOVED) // 8])
+
+
+def fill(words: np.ndarray, *values: tuple[int, int]) -> None:
+    """Write words at their places in bytes."""
+    for place, value in values:
+        words[place // 8] = value

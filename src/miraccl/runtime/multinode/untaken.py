@@ -1,0 +1,170 @@
+"""Messages of collectives between hosts that nobody will take, because ranks did not agree on roots or counts, or not all called.
+
+The next collective that is messages between the two tells of them, as a header has another number than what is waited for.  Where none
+follows, two others do.  ``Lookout``: what lies in a stream when this rank has ended the collective that it belongs to.  ``find``: when all
+ranks end and all that they called has ended, what one has sent another has taken.  Plain sends are not looked at: their receives are for
+their ranks to know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miraccl.errors import CollectiveMismatch
+from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.lower import describe_signature
+from miraccl.types import Collective
+
+HINT = "collective, root and counts must agree on all ranks, in the same order"
+_HEADER = struct.Struct("<qq")
+_COUNTED, _OF_COLLECTIVES, _LAST = ex.COUNTED // 8, ex.OF_COLLECTIVES // 8, ex.LAST_COLLECTIVE // 8
+Ways = Mapping[int, np.ndarray]
+"""By peer the words of what goes to it, and of what comes (``ex.STREAM_BYTES``)."""
+
+
+def in_words(sig: int, number: int) -> str:
+    """``scatter_v #17 (root 1)``; only collectives that are messages between hosts are numbered so."""
+    fields = describe_signature(sig)
+    text = f"{fields['collective']}_v #{number}"
+    return (
+        f"{text} (root {fields['root']})"
+        if Collective[fields["collective"].upper()].rooted
+        else text
+    )
+
+
+def number_of(words: np.ndarray, mark: int) -> int:
+    """The whole number of a collective of which headers say the lower bits, at most as large as that of the last one."""
+    counted = int(words[_COUNTED])
+    return counted - (counted - mark & ex.MARK_MASK)
+
+
+def remembered(words: np.ndarray, number: int) -> int:
+    """The signature of collective ``number`` of those that ``words`` count, 0 if it is not known: any more, or as it never came."""
+    counted = int(words[_COUNTED])
+    return (
+        int(words[ex.REMEMBERED // 8 + number % ex.MEMORY])
+        if 0 <= counted - number < ex.MEMORY and number > 0
+        else 0
+    )
+
+
+def not_taken(sender: int, sig: int, receiver: int, known: int, number: int) -> str:
+    """Why a rank has not taken a message of collective ``number``, which is ``sig`` for the sender, and ``known`` for the receiver, if it
+    is known."""
+    there, here = in_words(sig, number), in_words(known or sig, number)
+    if here != there:
+        both = sorted([(receiver, here), (sender, there)])
+        return "ranks called different operations: " + ", ".join(
+            f"{what} on rank {who}" for who, what in both
+        )
+    return f"ranks disagree on what is sent: rank {sender} sent more in {there} than rank {receiver} took"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The collectives of a rank, as ``ex.COLLECTIVES_BYTES`` has them, and by peer how many messages it has sent in them, the number of
+    the last collective in which it did, and how many it has taken."""
+
+    collectives: np.ndarray
+    peers: np.ndarray
+
+    @classmethod
+    def of(cls, nranks: int, collectives: np.ndarray, ways: Ways) -> Tally:
+        peers = np.zeros((nranks, 3), np.int64)
+        for peer, (out, into) in ways.items():
+            peers[peer] = out[_OF_COLLECTIVES], out[_LAST], into[_OF_COLLECTIVES]
+        return cls(collectives, peers)
+
+    def to_bytes(self) -> bytes:
+        return self.collectives.tobytes() + self.peers.tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Tally:
+        words = np.frombuffer(data, np.int64)
+        size = ex.COLLECTIVES_BYTES // 8
+        return cls(words[:size], words[size:].reshape(-1, 3))
+
+
+def find(tallies: Sequence[Tally | None], rank: int) -> CollectiveMismatch | None:
+    """The error of messages that were not taken, alike on all ranks; None of a rank: it does not know what it has sent and taken.
+
+    Messages are taken in order, so the last one that went to a rank is among those that it has not taken.
+    """
+    known = {who: tally for who, tally in enumerate(tallies) if tally is not None}
+    untaken = [
+        (int(there.peers[receiver][1]), sender, receiver)
+        for sender, there in known.items()
+        for receiver, here in known.items()
+        if there.peers[receiver][0] > here.peers[sender][2]
+    ]
+    if not untaken:
+        return None
+    number, sender, receiver = min(untaken)
+    sig, here = remembered(known[sender].collectives, number), known[receiver].collectives
+    if not sig:
+        text = f"ranks disagree on what is sent: rank {sender} sent more in collective #{number} than rank {receiver} took"
+    elif number > here[_COUNTED]:
+        what = in_words(sig, number)
+        text = f"ranks disagree on what is sent: rank {sender} sent in {what}, to which rank {receiver} never came"
+    else:
+        text = not_taken(sender, sig, receiver, remembered(here, number), number)
+    return CollectiveMismatch(
+        text, rank=rank, peer=sender if rank == receiver else receiver, hint=HINT
+    )
+
+
+class Lookout:
+    """Looks at what has come in the streams of a rank, and takes nothing."""
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
+        self._rank, self._sockets = rank, sockets
+        self._peers = {stream.fileno(): peer for peer, stream in sockets.items()}
+        self._poll = select.poll()
+        for descriptor in self._peers:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def look(
+        self, collectives: np.ndarray, ways: Ways, between: Callable[[], bool]
+    ) -> CollectiveMismatch | None:
+        """The error of a message that this rank will not take. ``between``: whether the lane is between operations. It may begin with one
+        while this looks, as somebody else may launch a graph; so what is seen counts only if nothing has begun meanwhile."""
+        if not collectives[_COUNTED]:
+            return None
+        for descriptor, events in self._poll.poll(0):
+            peer = self._peers[descriptor]
+            begun = int(ways[peer][1][ex.BEGUN_EVER // 8]), int(collectives[_COUNTED])
+            if not events & select.POLLIN or not between():
+                continue
+            header = b""
+            with contextlib.suppress(OSError):
+                header = self._sockets[peer].recv(
+                    _HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT
+                )
+            now = int(ways[peer][1][ex.BEGUN_EVER // 8]), int(collectives[_COUNTED])
+            if len(header) == _HEADER.size and between() and begun == now:
+                sig, second = _HEADER.unpack(header)
+                found = self._judge(peer, sig, second, collectives)
+                if found is not None:
+                    return found
+        return None
+
+    def _judge(
+        self, peer: int, sig: int, second: int, collectives: np.ndarray
+    ) -> CollectiveMismatch | None:
+        """Of a header between two messages of ``peer``: a collective to come has a larger number than all that this rank has begun."""
+        number = number_of(collectives, second >> ex.MARK_SHIFT)
+        if (
+            sig >> 16 & 31 == Collective.SEND_RECV
+            or int(collectives[_COUNTED]) - number > ex.MARK_MASK // 2
+        ):
+            return None
+        text = not_taken(peer, sig, self._rank, remembered(collectives, number), number)
+        return CollectiveMismatch(text, rank=self._rank, peer=peer, hint=HINT)

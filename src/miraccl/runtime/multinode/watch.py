@@ -1,0 +1,72 @@
+"""What happens to the streams of lanes before there is anything for lanes to do: a thread sees that they break.
+
+The acceptor of a stream may have sent its welcome, and taken it for connected, while the initiator has not read it and calls in vain.  Once
+the ranks are ready the operation that needs a stream finds that it is broken.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Mapping
+
+from miraccl.bootstrap.bell import Bell
+from miraccl.errors import as_system_failure
+from miraccl.runtime.fabric import after_notice
+from miraccl.runtime.setup_phases import Stages
+from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
+
+
+class Watch:
+    """Ends ``stages`` when a stream breaks, after the control plane had time for a better reason. ``close`` it once the ranks are ready."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._peers: dict[int, int] = {}  # by descriptor
+        self._poll = select.poll()
+        self._closed = False
+        with as_system_failure("streams cannot be watched", rank=stages.session.rank):
+            self._bell = Bell()
+            self._poll.register(self._bell, select.POLLIN)
+            self._thread = threading.Thread(
+                target=self._run, name="miraccl stream watch", daemon=True
+            )
+            try:
+                self._thread.start()
+            except BaseException:
+                self._bell.close()
+                raise
+
+    def add(self, streams: Mapping[int, socket.socket]) -> None:
+        """Those to other ranks, which are numbered as in the stages' session."""
+        for peer, stream in streams.items():
+            self._peers[stream.fileno()] = peer
+            self._poll.register(stream, select.POLLRDHUP)
+        self._bell.ring()
+
+    def _run(self) -> None:
+        while not self._closed:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._bell.fileno():
+                    self._bell.silence()
+                else:
+                    self._poll.unregister(descriptor)
+                    self._tell(self._peers[descriptor])
+
+    def _tell(self, peer: int) -> None:
+        loss, session = Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), self._stages.session
+
+        def end() -> None:
+            if not self._closed:
+                self._stages.end(loss.error(rank=session.rank, peer=peer))
+
+        after_notice(session, loss, end)
+
+    def close(self) -> None:
+        """May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._bell.ring()
+            self._thread.join()
+            self._bell.close()

@@ -1,0 +1,33 @@
+"""Connections to ranks on other hosts: the TCP transport and the proxy that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from miraccl.proxy.thread import Proxy
+from miraccl.runtime.setup_phases import Stages
+from miraccl.transport.base import Endpoint, OnLost
+from miraccl.transport.socket import SocketTransport
+
+
+def open_network(
+    stages: Stages,
+    me: Endpoint,
+    slot_bytes: int,
+    wake: Callable[[int], None],
+    on_lost: OnLost,
+    check: Callable[[], None],
+) -> tuple[SocketTransport, Any]:
+    """The transport and its proxy; the caller closes them in this order. ``check`` raises if a rank dies while they connect."""
+    proxy = Proxy(rank=me.rank, wake=wake, on_lost=on_lost)
+    transport = SocketTransport(
+        me,
+        proxy=proxy,
+        secret=stages.session.data_key,
+        job=stages.session.name.encode(),
+        slot_bytes=slot_bytes,
+        timeout=stages.deadline,
+        check=check,
+    )
+    return transport, proxy

@@ -1,0 +1,104 @@
+"""What a program may ask of a communicator, and what the environment says where it asks for nothing."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miraccl import params
+from miraccl.errors import InvalidUsage
+from miraccl.planning import nccl_hints
+from miraccl.types import Collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a communicator was asked to be; all ranks give the same."""
+
+    timeout: float
+    algo: str
+    proto: str
+    deterministic: bool
+    buffsize: int
+    single_copy: str = ""
+    cta_policy: str = (
+        ""  # of kernels on GPUs (``params.CTA_POLICIES``), where the environment has none
+    )
+    wishes: tuple[tuple[Collective, str], ...] = ()  # algorithms that NCCL_ALGO wishes
+    protocols: tuple[
+        tuple[Collective, str], ...
+    ] = ()  # what NCCL_PROTO wishes; where CPU ranks can follow, it is in ``proto``
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        timeout: float | None = None,
+        algo: str | None = None,
+        proto: str | None = None,
+        deterministic: bool | None = None,
+        buffsize: int | None = None,
+        cta_policy: str | None = None,
+        **unknown: Any,
+    ) -> Options:
+        for name in unknown:
+            raise InvalidUsage(f"there is no option {name!r}; there are {', '.join(_NAMES)}")
+        if timeout is not None and (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or not 0 < timeout < math.inf
+        ):
+            raise InvalidUsage(
+                f"timeout is {timeout!r}; it is a finite number of seconds greater than 0"
+            )
+        for name, text in (("algo", algo), ("proto", proto)):
+            if text is not None and not isinstance(text, str):
+                raise InvalidUsage(
+                    f"{name} is {text!r}; it is a name, such as {'ring' if name == 'algo' else 'simple'}"
+                )
+        if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
+            raise InvalidUsage(f"deterministic is {deterministic!r}; it is True or False")
+        if buffsize is not None and (
+            isinstance(buffsize, bool) or not isinstance(buffsize, int) or buffsize < 0
+        ):
+            raise InvalidUsage(
+                f"buffsize is {buffsize!r}; it is a number of bytes, 0 leaves the choice to us"
+            )
+        if cta_policy is not None and cta_policy not in params.CTA_POLICIES:
+            raise InvalidUsage(
+                f"cta_policy is {cta_policy!r}; allowed are {', '.join(params.CTA_POLICIES)}"
+            )
+        algorithm, wishes = nccl_hints.read_algorithms() if algo is None else (algo.lower(), {})
+        protocol, protocols = nccl_hints.read_protocols() if proto is None else (proto.lower(), {})
+        if protocol not in ("", *params.PROTOCOLS):
+            source = "MIRACCL_PROTO: " if proto is None else ""
+            raise InvalidUsage(
+                f"{source}protocol {protocol!r} does not exist; allowed are simple, ll and, on GPU memory, ll128"
+            )
+        return cls(
+            timeout=params.TIMEOUT.read()
+            if timeout is None
+            else float(min(timeout, params.FOREVER)),
+            algo=algorithm,
+            wishes=tuple(wishes.items()),
+            protocols=tuple(protocols.items()),
+            proto=protocol or nccl_hints.on_cpus(protocols),
+            deterministic=params.DETERMINISTIC.read()
+            if deterministic is None
+            else bool(deterministic),
+            buffsize=params.BUFFSIZE.read() if buffsize is None else buffsize,
+            single_copy=params.SINGLE_COPY.read(),
+            cta_policy=cta_policy or "",
+        )
+
+
+#: of options that a program may give
+_NAMES = tuple(
+    p.name
+    for p in inspect.signature(Options.create).parameters.values()
+    if p.kind is p.KEYWORD_ONLY
+)

@@ -1,0 +1,49 @@
+"""The session of ranks that were given a unique id by their user."""
+
+from __future__ import annotations
+
+import contextlib
+
+from miraccl import params, trace
+from miraccl.bootstrap import Session, UniqueId, connect
+from miraccl.deadline import Deadline
+from miraccl.errors import InvalidUsage, MiracclError
+from miraccl.planning.tuning import prepare
+from miraccl.runtime.options import Options
+
+
+def begin(timeout: float | None = None) -> Deadline:
+    """The deadline of a communicator that is made from now on: ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT, for ranks to meet
+    and to connect.  What a machine does at its first use comes before that."""
+    with contextlib.suppress(MiracclError, OSError):  # told once the others can hear of it
+        prepare()
+    return Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
+
+
+def meet_by_id(
+    nranks: int, unique_id: UniqueId | bytes | str, rank: int, options: Options, deadline: Deadline
+) -> Session:
+    """The session of the job with this id."""
+    check_place(nranks, rank)
+    ident = _as_unique_id(unique_id)
+    trace.configure()
+    return connect(ident, rank, nranks, deadline, session_timeout=options.timeout)
+
+
+def check_place(nranks: int, rank: int) -> None:
+    if isinstance(nranks, bool) or not isinstance(nranks, int) or nranks < 1:
+        raise InvalidUsage(f"nranks is {nranks!r}; it is 1 or more")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nranks:
+        raise InvalidUsage(f"rank is {rank!r}; allowed are 0 to {nranks - 1}")
+
+
+def _as_unique_id(given: UniqueId | bytes | str) -> UniqueId:
+    if isinstance(given, UniqueId):
+        return given
+    if isinstance(given, str):
+        return UniqueId.parse(given)
+    if isinstance(given, bytes | bytearray):
+        return UniqueId.from_bytes(bytes(given))
+    raise InvalidUsage(
+        f"unique_id is a {type(given).__name__}; allowed are what get_unique_id() returns, its bytes and its text"
+    )

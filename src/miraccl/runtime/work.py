@@ -1,0 +1,141 @@
+"""Handles of operations that go on in the background, and the thread that runs them in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from miraccl import params
+from miraccl.diagnosis.blocked_ops import Wait, Waiting
+from miraccl.errors import CollectiveTimeout, InvalidUsage, as_system_failure
+
+
+def patience(timeout: float | None) -> float | None:
+    """The seconds that a ``wait`` was given, of which there may be any number from 0 on; None waits for the operation's own deadline."""
+    if timeout is None:
+        return None
+    if (
+        isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout != timeout
+    ):  # NaN
+        raise InvalidUsage(f"wait: timeout is {timeout!r}; it is a number of seconds, or None")
+    return float(min(timeout, params.FOREVER))
+
+
+class Work:
+    """An operation that was started with ``async_op=True``. Its buffers belong to the library until ``wait`` has returned."""
+
+    def __init__(self, name: str, where: Callable[[], Wait | None] | None = None) -> None:
+        """``where``: what whoever waits for it waits in."""
+        self.name, self._where = name, where
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
+        """The result, once it is there; raises the operation's error, or ``CollectiveTimeout`` after ``timeout`` seconds.
+
+        ``stream`` says something on GPU memory alone; what is in CPU memory is there for every stream.
+        """
+        if timeout is None and self._where is not None and not self._done.is_set():
+            with Waiting(self._where):
+                self._done.wait()
+        if not self._done.wait(patience(timeout)):
+            raise CollectiveTimeout(
+                f"not finished within {timeout:g} s; it goes on in the background", op=self.name
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        """As ``wait``, which on GPU memory does not wait on the host."""
+        return self.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._done.is_set()
+
+    is_completed = done
+
+    def exception(self) -> BaseException | None:
+        """The error of a finished operation, or None."""
+        return self._error
+
+    def _finish(self, result: Any, error: BaseException | None) -> None:
+        self._result, self._error = result, error
+        self._done.set()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.done() else "running"
+        return f"<Work {self.name} {state}>"
+
+
+class Worker:
+    """Runs operations of one communicator one after another on a thread of its own, started when it is first needed.
+
+    ``changed`` is called before the first pending operation and after the last: while there are any, every call of the communicator
+    queues up behind them.
+    """
+
+    def __init__(
+        self, name: str, changed: Callable[[], None], where: Callable[[], Wait | None]
+    ) -> None:
+        """``where``: what its thread waits in."""
+        self._name, self._changed, self._where = name, changed, where
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()  # a signal handler may finalize in the middle
+        self._pending = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    def submit(self, name: str, action: Callable[[], Any]) -> Work:
+        work = Work(name, self._where)
+        with self._lock:
+            if self._closed:
+                raise InvalidUsage("the communicator is closed", op=name)
+            if self._thread is None:
+                thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                with as_system_failure("there can be no background work", op=name):
+                    thread.start()
+                self._thread = thread
+            self._pending += 1
+            if self._pending == 1:
+                self._changed()
+            self._queue.put(
+                (work, action)
+            )  # with the lock: what is put in after the end would never be run
+        return work
+
+    def _loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, action = item
+            result, error = None, None
+            try:
+                result = action()
+            except BaseException as caught:  # it belongs to whoever waits
+                error = caught
+            with self._lock:
+                self._pending -= 1
+                if self._pending == 0:
+                    self._changed()
+            work._finish(result, error)
+            del item, work, action, result
+
+    def close(self, timeout: float) -> bool:
+        """End the thread after what is pending; False if that takes longer than ``timeout`` seconds."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._queue.put(None)
+        deadline = time.monotonic() + timeout
+        thread.join(max(0.0, deadline - time.monotonic()))
+        return not thread.is_alive()
