@@ -20,7 +20,7 @@ import numpy as np
 
 import miraccl
 from miraccl.tools import launch
-from miraccl.tools.perf.conductor import pretend_host
+from miraccl.tools.perf.orchestrator import pretend_host
 from miraccl.tools.spawn import Context, Ranks
 
 

@@ -1,6 +1,6 @@
 """miraccl beside its peers, cell by cell: every operation, size, number of ranks, in and out of place.
 
-All libraries are alive at the same time and take turns, batch by batch (``miraccl.tools.perf.conductor``): while one works, the ranks
+All libraries are alive at the same time and take turns, batch by batch (``miraccl.tools.perf.orchestrator``): while one works, the ranks
 of the others block in a system call, so what else the machine does hits all of them.  A round starts fresh processes; a cell is the
 median over rounds of the median over batches of the slowest rank's mean.  Every library's results are checked element by element.
 
@@ -30,8 +30,8 @@ import common
 
 from miraccl.params import parse_size
 from miraccl.tools import launch
-from miraccl.tools.perf.conductor import Group, Job, Line, OwnGroup, run_in_turns
 from miraccl.tools.perf.measure import Options
+from miraccl.tools.perf.orchestrator import Group, Job, Line, OwnGroup, run_in_turns
 from miraccl.tools.perf.peers import PeerGroup, find_python
 from miraccl.tools.perf.spec import OPERATIONS, build_case
 

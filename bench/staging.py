@@ -36,7 +36,7 @@ from miraccl.runtime.multinode.direct import DirectStreams
 from miraccl.runtime.multinode.layout import HostsLayout
 from miraccl.runtime.multinode.messages import MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import StagedCollective
-from miraccl.runtime.multinode.pieces import Shape, cut
+from miraccl.runtime.multinode.segments import Shape, cut
 from miraccl.runtime.multinode.staging import LANES, StagedJob, Staging
 from miraccl.runtime.multinode.transfers import cut_transfers, transfers_on
 from miraccl.runtime.options import Options

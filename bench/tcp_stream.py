@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from miraccl import params
 from miraccl.proxy import Proxy
 from miraccl.transport.base import Endpoint, FifoPair
+from miraccl.transport.connect_round import tune
 from miraccl.transport.ends import RecvEnd, SendEnd
 from miraccl.transport.fifo import Memory, memory_at, native_atomics
-from miraccl.transport.meeting import tune
 from miraccl.transport.socket import SocketOptions, SocketTransport
 
 TIMEOUT_S = 30.0

@@ -17,7 +17,7 @@ import numpy as np
 import miraccl
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
-from miraccl.transport.meeting import Meeting
+from miraccl.transport.connect_round import Meeting
 from miraccl.transport.socket import SocketTransport
 from miraccl.wire.stream import HandshakeState
 from tests.comm.fault_ranks import nobody_left, seen, together, wait_until

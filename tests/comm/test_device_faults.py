@@ -15,8 +15,8 @@ from miraccl.bootstrap import HUB, Notice, PeerLost
 from miraccl.diagnosis.error_codec import to_words
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout, moves
-from miraccl.runtime.gpu.boards import Boards, Move, Said
 from miraccl.runtime.gpu.faults import LEFT, NOTICE, DeviceFaults
+from miraccl.runtime.gpu.flight_recorder import Boards, Move, Said
 from miraccl.runtime.multinode.faults import HostsFaults
 from miraccl.types import Collective
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from miraccl.executor.cpu.context import Context, WaitPolicy, call_kernel
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.unlocked.operations import NOT_BEGUN
+from miraccl.executor.cpu.kernels.nogil.operations import NOT_BEGUN
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime import group
 from miraccl.runtime.multinode.messages import MessageOperation

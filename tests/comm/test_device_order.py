@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap.session import solo
-from miraccl.runtime.gpu.order import Orders, of_program, of_thread
+from miraccl.runtime.gpu.launch_order import Orders, of_program, of_thread
 from miraccl.runtime.options import Options
 from tests.comm.test_life import in_threads
 

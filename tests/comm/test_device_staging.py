@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.layout import group_by_host, host_name
-from miraccl.runtime.multinode.pieces import ALIGN, LEAST_PIECE, Copy, Shape, cut
+from miraccl.runtime.multinode.segments import ALIGN, LEAST_PIECE, Copy, Shape, cut
 from miraccl.runtime.multinode.transfers import ROUND_SLOTS, cut_transfers, message_bytes
 from miraccl.types import Collective, DType
 

@@ -17,10 +17,10 @@ from miraccl.errors import (
     MiracclError,
     PeerDied,
 )
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.nogil import layout as ex
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime.multinode.faults import HostsFaults
-from miraccl.runtime.multinode.untaken import Lookout, Tally, find
+from miraccl.runtime.multinode.unmatched import Lookout, Tally, find
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import untaken_ranks
 from tests.gpu.emulator import folder, needs_compiler

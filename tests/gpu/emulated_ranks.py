@@ -25,7 +25,7 @@ from miraccl.executor.cuda.driver import ordinal_at
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.ops.arguments import DLTensor
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
-from miraccl.runtime.gpu.order import Orders
+from miraccl.runtime.gpu.launch_order import Orders
 from miraccl.runtime.gpu.stream_order import KEPT_STREAMS
 from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.runtime.options import Options

@@ -27,14 +27,14 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.nogil import layout as ex
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode import communicator as several
+from miraccl.runtime.multinode import graph_cache
 from miraccl.runtime.multinode import jobs as hosts_jobs
-from miraccl.runtime.multinode import replays
 from miraccl.runtime.multinode.communicator import HostsCommunicator
 from miraccl.runtime.multinode.staging import LANES
 from miraccl.runtime.options import Options
@@ -555,7 +555,7 @@ def again(hosts: str, kernels: bool) -> None:
     with session() as world:
         w = World(world, hosts, kernels=kernels, apart=not kernels)
         comm, n, r = w.comm, w.nranks, w.rank
-        vars(replays)["MOST"] = 7  # so that some are forgotten and come again
+        vars(graph_cache)["MOST"] = 7  # so that some are forgotten and come again
         launched: list[int] = []
         launch = w.cuda.cuGraphLaunch
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.tools.perf import data, device_check
-from miraccl.tools.perf.card import Card
 from miraccl.tools.perf.device_array import Arena
+from miraccl.tools.perf.gpu_buffers import Card
 from miraccl.tools.perf.spec import ITEMSIZES, build_case
 
 NBYTES = 64 << 20

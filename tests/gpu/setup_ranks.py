@@ -22,8 +22,8 @@ from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.multinode.streams import PeerStreams
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import Stages
+from miraccl.transport.connect_round import Meeting
 from miraccl.transport.cuda_fds import Door
-from miraccl.transport.meeting import Meeting
 from miraccl.wire.stream import HandshakeState
 from tests.comm.fault_ranks import seen
 from tests.gpu.fake_cuda import FakeCuda

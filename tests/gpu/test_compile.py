@@ -20,7 +20,7 @@ from miraccl.executor.cuda.source import (
     fan_of,
     write_source,
 )
-from miraccl.tools.perf import card
+from miraccl.tools.perf import gpu_buffers
 from miraccl.types import DType, RedOp
 
 try:
@@ -154,9 +154,10 @@ def test_kernels_compile(arch: int) -> None:
     for spec in many() if arch == 90 else few():
         cubin = toolkit.compile_cubin(write_source(spec, arch), arch, spec.name)
         assert cubin[:4] == b"\x7fELF", spec.name
-    for itemsize in card.WIDTHS:
+    for itemsize in gpu_buffers.WIDTHS:
         assert (
-            toolkit.compile_cubin(card.source(itemsize), arch, f"perf-{itemsize}")[:4] == b"\x7fELF"
+            toolkit.compile_cubin(gpu_buffers.source(itemsize), arch, f"perf-{itemsize}")[:4]
+            == b"\x7fELF"
         )
 
 

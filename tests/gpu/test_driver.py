@@ -12,7 +12,7 @@ from miraccl.errors import SystemFailure
 from miraccl.executor.cuda import driver, toolkit
 from miraccl.executor.cuda.driver import ordinal_at
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.gpu.kept import Kept
+from miraccl.runtime.gpu.keep_alive import Kept
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeCuda, Result, context_of
 from tests.gpu.gpus import GPUS, NEEDS_GPU

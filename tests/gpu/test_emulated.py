@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout, lower, schedules
-from miraccl.executor.cuda.bank import least_slots, slot_packets
+from miraccl.executor.cuda.buffer_halves import least_slots, slot_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, DevicePlan, frame_of, kernel_spec, vectors_of
 from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of, write_source

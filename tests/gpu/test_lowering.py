@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, schedules, toolkit
-from miraccl.executor.cuda.bank import least_slots, slot_packets, word_packets
+from miraccl.executor.cuda.buffer_halves import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch_shape import MOST_PARTS

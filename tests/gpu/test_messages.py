@@ -19,7 +19,7 @@ from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.executor.cuda.moves import describe, move_signature
 from miraccl.executor.cuda.source import Frame
-from miraccl.runtime.gpu.boards import read_boards, read_head
+from miraccl.runtime.gpu.flight_recorder import read_boards, read_head
 from miraccl.runtime.gpu.messages import frame_of, read_refused
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, Choice

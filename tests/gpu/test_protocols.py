@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from miraccl.executor.cuda import layout, lower, schedules, staged_copies
-from miraccl.executor.cuda.bank import least_slots
+from miraccl.executor.cuda.buffer_halves import least_slots
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request
 from miraccl.schedule import catalog
 from miraccl.schedule.algos import double_binary_tree

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
-from miraccl.executor.cuda.lanes import COPY_BYTES
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
 from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.warp_queues import COPY_BYTES
 from miraccl.types import DType
 from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE

@@ -24,7 +24,7 @@ from miraccl.graph.channel_graph import (
 )
 from miraccl.graph.search import End, Origin, SearchResult, SearchSettings, Stop, search_channels
 from miraccl.graph.search.explain import explain_search
-from miraccl.graph.search.kernel.board import Board
+from miraccl.graph.search.kernel.state import Board
 from miraccl.graph.search.records import Phase, Reason
 from miraccl.graph.search.run import walk_compiled, walk_interpreted
 from miraccl.topo.analyse import Domain

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import GraphKind, Pattern
 from miraccl.graph.search.kernel import moves, order
-from miraccl.graph.search.kernel.board import NOW, Board
+from miraccl.graph.search.kernel.state import NOW, Board
 from miraccl.graph.search.nets import candidate_nets, preferred_nets
 from miraccl.graph.search.passes import MAX_DIRECT_HEADS
 from miraccl.graph.search.speeds import INTER_BLACKWELL, INTRA, first_at_most, speeds_for

@@ -30,9 +30,9 @@ LIBRARIES = (
     "miraccl.native.words",
     "miraccl.executor.cpu.kernels.engine",
     "miraccl.executor.cpu.kernels.fold",
-    "miraccl.executor.cpu.kernels.unlocked.operations",
+    "miraccl.executor.cpu.kernels.nogil.operations",
     "miraccl.fastpath.cuda.call",
-    "miraccl.proxy.kernels.lane",
+    "miraccl.proxy.kernels.staging",
     "miraccl.graph.search.kernel.channel_search",
 )
 

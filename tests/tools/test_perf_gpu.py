@@ -20,11 +20,11 @@ from miraccl.runtime.gpu.memory import device_view, lies_on_gpu, ordinal_of
 from miraccl.tools import cli, gpu_facts
 from miraccl.tools.perf import cli as perf_cli
 from miraccl.tools.perf import data, device_check
-from miraccl.tools.perf.card import Card
 from miraccl.tools.perf.device_array import Arena, DeviceArray
 from miraccl.tools.perf.device_miraccl import is_repeatable
 from miraccl.tools.perf.devices import Devices, DevicesType, describe, resolve
 from miraccl.tools.perf.engine import place_buffers
+from miraccl.tools.perf.gpu_buffers import Card
 from miraccl.tools.perf.spec import ITEMSIZES, build_case
 from miraccl.types import DType
 from tests.support.warm_python import warm_python

@@ -14,7 +14,7 @@ import miraccl
 from miraccl import params, trace
 from miraccl.errors import InvalidUsage
 from miraccl.params import FOREVER, PARAMS, Param
-from miraccl.transport.meeting import tune
+from miraccl.transport.connect_round import tune
 
 SOURCE = Path(miraccl.__file__).parent
 

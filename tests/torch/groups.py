@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from miraccl.errors import BootstrapError
 from miraccl.torch import BackendError, ProcessGroupMiraccl, start
 from miraccl.torch import monitored as monitored_barrier
-from miraccl.torch.channel import timeout_of
+from miraccl.torch.core_access import timeout_of
 from tests.torch.calls import exchanged, gathered_out
 from tests.torch.worlds import LIMIT, all_here, both, gloo, refused, world
 

@@ -29,13 +29,13 @@ from miraccl.errors import CollectiveTimeout, InvalidUsage, PeerDied
 from miraccl.torch import (
     BackendError,
     ProcessGroupMiraccl,
-    everyday,
+    fast_path,
     operators,
     tensors,
     transfers,
     wrapped,
 )
-from miraccl.torch.channel import timeout_of
+from miraccl.torch.core_access import timeout_of
 from miraccl.torch.streams import Streams, StreamWork
 from miraccl.torch.work import Lane, Work, seconds
 from miraccl.types import Collective, PreMulSum, RedOp
@@ -581,7 +581,7 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(
             and tensor.dtype in tensors.NATIVE
         )
 
-    monkeypatch.setattr(everyday, "is_everyday_on", ordinary)
+    monkeypatch.setattr(fast_path, "is_everyday_on", ordinary)
     monkeypatch.setattr(group, "_go", lambda *_: "staged")
     real, told = group.communicator, _Told()
     monkeypatch.setattr(group, "communicator", told)
@@ -647,7 +647,7 @@ def test_lists_of_everyday_tensors_take_no_staging(
 ) -> None:
     staged: list[str] = []
     monkeypatch.setattr(
-        everyday,
+        fast_path,
         "is_everyday_on",
         lambda tensor, ordinal: tensor.is_contiguous() and tensor.dtype in tensors.NATIVE,
     )

@@ -20,7 +20,7 @@ from miraccl.errors import (
     ProtocolError,
     SystemFailure,
 )
-from miraccl.transport import meeting
+from miraccl.transport import connect_round
 from miraccl.transport.base import Endpoint
 from miraccl.transport.fifo import Memory, Mode, memory_at
 from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
@@ -183,7 +183,7 @@ def test_address_that_does_not_answer_is_passed_over(world):
 
 
 def test_peer_that_cannot_be_reached_is_named(world, monkeypatch):
-    monkeypatch.setattr(meeting, "REFUSED_S", 0.05)
+    monkeypatch.setattr(connect_round, "REFUSED_S", 0.05)
     transport = build_rank(world, 0)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -283,7 +283,7 @@ def test_no_memory_for_slots_is_a_system_failure_and_leaves_no_connection():
 
 def test_call_that_reaches_itself_is_made_again(world, monkeypatch):
     """TCP's simultaneous open: nobody listens at a port of this host (any more), and the kernel takes the same one for the call."""
-    original = meeting.Meeting._connect
+    original = connect_round.Meeting._connect
     itself: list[socket.socket] = []
 
     def connect(self, address, port):
@@ -295,7 +295,7 @@ def test_call_that_reaches_itself_is_made_again(world, monkeypatch):
         itself[0].connect_ex(itself[0].getsockname())
         return itself[0]
 
-    monkeypatch.setattr(meeting.Meeting, "_connect", connect)
+    monkeypatch.setattr(connect_round.Meeting, "_connect", connect)
     for rank in range(2):
         build_rank(world, rank)
     world.connect()
@@ -387,7 +387,7 @@ def call(transport: SocketTransport) -> socket.socket:
 def test_strangers_and_garbage_do_not_disturb_a_meeting(world):
     for rank in range(2):
         build_rank(world, rank)
-    strangers = [call(world.transports[1]) for _ in range(meeting.MAX_STRANGERS + 20)]
+    strangers = [call(world.transports[1]) for _ in range(connect_round.MAX_STRANGERS + 20)]
     for i, stranger in enumerate(strangers):
         stranger.sendall(
             [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 4096, pattern(HELLO_BYTES)][
@@ -419,7 +419,7 @@ def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world
     """It does not know the secret: whatever it answers, it is dropped, and silence is dropped after the handshake's deadline."""
     jumps = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + sum(jumps), sleep=time.sleep)
-    monkeypatch.setattr(meeting, "time", clock)
+    monkeypatch.setattr(connect_round, "time", clock)
     transport = build_rank(world, 1)
     want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=2)
     hello = InitiatorHandshake(
@@ -432,7 +432,7 @@ def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world
         silent.sendall(hello)
         meets = other.submit(transport.connect, {0: absent})
         assert len(silent.recv(72, socket.MSG_WAITALL)) == 72
-        jumps.append(meeting.HANDSHAKE_TIMEOUT_S)
+        jumps.append(connect_round.HANDSHAKE_TIMEOUT_S)
         assert drained(silent) == b""
         assert len(drained(liar)) in (0, 72)  # bytes left unread turn the end into a reset
         jumps.append(WAIT_S)
@@ -442,7 +442,7 @@ def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world
 
 def test_peer_with_another_number_of_streams_is_dropped_and_named(world, monkeypatch, caplog):
     """It knows the secret, but not what was agreed on; the right streams of the same rank are still taken."""
-    monkeypatch.setattr(meeting, "HANDSHAKE_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(connect_round, "HANDSHAKE_TIMEOUT_S", WAIT_S)
     for rank in range(2):
         build_rank(world, rank)
     want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=3)

@@ -19,8 +19,8 @@ from miraccl.executor.cpu.kernels import layout as at
 from miraccl.planning.planner import Candidate
 from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import Member
-from miraccl.runtime.gpu.order import Orders, of_thread
-from miraccl.runtime.gpu.visits import visiting
+from miraccl.runtime.gpu.device_guard import visiting
+from miraccl.runtime.gpu.launch_order import Orders, of_thread
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin, meet_by_id
 from miraccl.runtime.setup_phases import Stages

@@ -21,7 +21,7 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap import lifetime
-from miraccl.bootstrap.bell import Bell
+from miraccl.bootstrap.eventfd import Bell
 from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from miraccl import trace
 from miraccl.bootstrap import lifetime
-from miraccl.bootstrap.bell import Bell
+from miraccl.bootstrap.eventfd import Bell
 from miraccl.bootstrap.hub import READ_BYTES, end_sending
 from miraccl.errors import (
     BootstrapError,

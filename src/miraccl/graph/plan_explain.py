@@ -18,11 +18,11 @@ from typing import Any
 from miraccl.graph import tuning_constants as k
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind
 from miraccl.graph.connect import Connections
+from miraccl.graph.format import bytes_in_words, time_in_words
 from miraccl.graph.plan import Plan
 from miraccl.graph.search.explain import explain_search
 from miraccl.graph.tuning import TuningModel
 from miraccl.graph.tuning_choice import TABLE_SIZES, Candidate, at_size, candidates, choose
-from miraccl.graph.words import bytes_in_words, time_in_words
 from miraccl.topo.explain import PathNotes, explain_paths
 from miraccl.topo.jsonform import number
 from miraccl.types import Collective

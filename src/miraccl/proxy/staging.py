@@ -30,7 +30,7 @@ from miraccl.proxy.kernels import layout as at
 
 log = trace.logger("proxy")
 
-KERNEL = "miraccl.proxy.kernels.lane"
+KERNEL = "miraccl.proxy.kernels.staging"
 FIRST_JOBS = 64
 CLOSE_WAIT_S, EXIT_WAIT_S = 10.0, 0.2
 

@@ -16,10 +16,10 @@ from miraccl.runtime import group as groups
 from miraccl.runtime.control import SET_UP
 from miraccl.runtime.core import Member
 from miraccl.runtime.exchange import Transfer
+from miraccl.runtime.gpu.device_guard import visiting
+from miraccl.runtime.gpu.launch_order import Orders
 from miraccl.runtime.gpu.memory import current_ordinal, lies_on_gpu, ordinal_of
-from miraccl.runtime.gpu.order import Orders
 from miraccl.runtime.gpu.stream import stream_of_its_own
-from miraccl.runtime.gpu.visits import visiting
 from miraccl.runtime.persistent import Persistent
 from miraccl.runtime.setup_phases import Stages
 from miraccl.types import Collective

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from miraccl.graph.channel_graph import Pattern
-from miraccl.graph.words import bytes_in_words, time_in_words
+from miraccl.graph.format import bytes_in_words, time_in_words
 
 Json = Mapping[str, Any]
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miraccl.errors import as_system_failure
-from miraccl.tools.channel import Channel
+from miraccl.tools.pipe import Channel
 from miraccl.tools.processes import LONGEST_NAP, die_with_parent, expect_children, signal_name
 
 _MAX_OUTPUT = 1 << 20

@@ -25,6 +25,7 @@ if not dist.is_available():
         hint="install a build with USE_DISTRIBUTED=1",
     )
 
+from miraccl.torch.dynamo_disable import untraced
 from miraccl.torch.failures import BackendError
 from miraccl.torch.functional import register
 from miraccl.torch.message_work import TransferWork
@@ -33,7 +34,6 @@ from miraccl.torch.rendezvous import SCHEME, handle
 from miraccl.torch.start import create
 from miraccl.torch.streams import StreamWork
 from miraccl.torch.tensors import DEVICES, NAME
-from miraccl.torch.untraced import untraced
 from miraccl.torch.work import Work
 from miraccl.torch.wrapped import install
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from miraccl.errors import MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
+from miraccl.torch.matching import SLICE_S, Post
 from miraccl.torch.message import Message
-from miraccl.torch.post import SLICE_S, Post
 from miraccl.torch.work import Action, Work, seconds
 
 

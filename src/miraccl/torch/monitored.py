@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from miraccl.errors import CollectiveTimeout
-from miraccl.torch.channel import wait_for_graph
-from miraccl.torch.post import Post
+from miraccl.torch.core_access import wait_for_graph
+from miraccl.torch.matching import Post
 
 NAME = "monitored_barrier"
 #: Tags below those that programs use.

@@ -23,13 +23,13 @@ from torch._C import _distributed_c10d as c10d
 from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import monitored
-from miraccl.torch.channel import is_on_one_host, run_beside, seat_of, set_timeout
-from miraccl.torch.elsewhere import Elsewhere
-from miraccl.torch.everyday import Everyday
+from miraccl.torch.core_access import is_on_one_host, run_beside, seat_of, set_timeout
 from miraccl.torch.failures import as_backend_errors
+from miraccl.torch.fast_path import Everyday
 from miraccl.torch.forms import short_form
+from miraccl.torch.matching import Post
 from miraccl.torch.message_work import Futures
-from miraccl.torch.post import Post
+from miraccl.torch.mixed_backends import Elsewhere
 from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import first_tensor
 from miraccl.torch.streams import Streams

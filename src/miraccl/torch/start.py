@@ -18,13 +18,13 @@ from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import Creation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
 from miraccl.runtime.fabric import NOTICE_FIRST_S
-from miraccl.runtime.gpu.order import of_program
+from miraccl.runtime.gpu.launch_order import of_program
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin
 from miraccl.runtime.setup_phases import Stages
-from miraccl.torch.channel import seat_of
-from miraccl.torch.elsewhere import Elsewhere, devices_of_call
+from miraccl.torch.core_access import seat_of
 from miraccl.torch.failures import as_backend_errors
+from miraccl.torch.mixed_backends import Elsewhere, devices_of_call
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.tensors import DEVICES, NAME
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.runtime.group import group
-from miraccl.torch.channel import check_gpu, judge_gpu
+from miraccl.torch.core_access import check_gpu, judge_gpu
 from miraccl.torch.failures import BackendError
 from miraccl.torch.work import Action, Work, nothing, seconds
 

@@ -15,11 +15,11 @@ import torch
 from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.torch.collectives import only
-from miraccl.torch.elsewhere import Elsewhere
 from miraccl.torch.failures import BackendError, as_backend_errors
+from miraccl.torch.matching import Post
 from miraccl.torch.message import SENT
 from miraccl.torch.message_work import Futures, TransferWork
-from miraccl.torch.post import Post
+from miraccl.torch.mixed_backends import Elsewhere
 from miraccl.torch.profiled import profiling, shown_as
 from miraccl.torch.routing import by_device
 from miraccl.torch.streams import Streams

@@ -31,8 +31,8 @@ from miraccl.transport.base import (
     ProxyPort,
     Transport,
 )
+from miraccl.transport.connect_round import Invitation, Meeting, Proven, family_of, tune
 from miraccl.transport.fifo import FifoMemory, check_slot_bytes
-from miraccl.transport.meeting import Invitation, Meeting, Proven, family_of, tune
 from miraccl.wire.stream import MAX_STREAMS, derive_key
 
 BACKLOG = 1024

@@ -34,7 +34,7 @@ from miraccl.wire.bootstrap import (
     advance,
     name_ranks,
 )
-from miraccl.wire.bootstrap_door import Door, Stranger, WrongVersion
+from miraccl.wire.bootstrap_admission import Door, Stranger, WrongVersion
 from miraccl.wire.bootstrap_groups import Groups
 from miraccl.wire.bootstrap_messages import (
     TO_HUB,

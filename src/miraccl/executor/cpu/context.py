@@ -24,7 +24,7 @@ from miraccl.types import Collective, DType, RedOp
 
 ENGINE = "miraccl.executor.cpu.kernels.engine"
 FOLDS = "miraccl.executor.cpu.kernels.fold"
-UNLOCKED = "miraccl.executor.cpu.kernels.unlocked.operations"
+UNLOCKED = "miraccl.executor.cpu.kernels.nogil.operations"
 PLAN_SLOTS = 1024  # entries of the table of plans; a power of two
 
 

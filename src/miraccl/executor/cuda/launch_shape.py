@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_packets
+from miraccl.executor.cuda.buffer_halves import least_slots, places, slot_packets, word_packets
 from miraccl.executor.cuda.plan import (
     TREES,
     DevicePlan,

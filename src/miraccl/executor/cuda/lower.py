@@ -15,7 +15,7 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.bank import least_slots, places, slot_packets, word_packets
+from miraccl.executor.cuda.buffer_halves import least_slots, places, slot_packets, word_packets
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, vectors_of
 from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.reduction import NUMPY_DTYPE

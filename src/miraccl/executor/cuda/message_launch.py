@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.lanes import OVERLAP_THREADS
 from miraccl.executor.cuda.launch import OVERLAP_FROM, Kernels, Launch
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.warp_queues import OVERLAP_THREADS
 from miraccl.fastpath.cuda.table import Doors
 
 PATTERNS = 1024  # that are kept

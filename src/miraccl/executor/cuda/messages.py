@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.lanes import WARPS, copy_lanes_of, lanes_of
 from miraccl.executor.cuda.lower import CommArgs, pack_args
 from miraccl.executor.cuda.source import Frame, KernelSpec
+from miraccl.executor.cuda.warp_queues import WARPS, copy_lanes_of, lanes_of
 from miraccl.types import DType
 
 MAX_BYTES = 1 << 48  # of a message

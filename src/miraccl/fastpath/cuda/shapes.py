@@ -3,15 +3,15 @@ of sizes, written into its argument."""
 
 from __future__ import annotations
 
-from miraccl.executor.cuda import lanes
+from miraccl.executor.cuda import warp_queues
 from miraccl.fastpath.cuda import layout as at
 from miraccl.fastpath.cuda.arrays import item_size
 from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, store
 
-lanes_of = inline(lanes.lanes_of)
-copy_lanes_of = inline(lanes.copy_lanes_of)
-fills_gpu = inline(lanes.fills_gpu)
+lanes_of = inline(warp_queues.lanes_of)
+copy_lanes_of = inline(warp_queues.copy_lanes_of)
+fills_gpu = inline(warp_queues.fills_gpu)
 slot_of = inline(at.slot_of)
 mix = inline(hashing.mix)
 
@@ -51,18 +51,18 @@ def give_lanes(messages: int, count: int, shape: int) -> int:
         if partner >= 0:
             if count_of(messages, partner) != count_of(messages, number):
                 return -1
-            lanes = copy_lanes_of(nbytes, load(shape + at.SHAPE_COPY_LANES))
+            warp_queues = copy_lanes_of(nbytes, load(shape + at.SHAPE_COPY_LANES))
         elif nbytes >= load(shape + at.SHAPE_BULK_FROM):
             return -1
         else:
-            lanes = lanes_of(
+            warp_queues = lanes_of(
                 nbytes,
                 load(shape + at.SHAPE_GROUP),
                 load(shape + at.SHAPE_FIRST),
                 load(shape + at.SHAPE_LANES),
             )
         place = queues + load(row + at.SHAPED_QUEUE) * at.QUEUE_BYTES + at.QUEUE_LANES
-        store(place, max(load(place), lanes))
+        store(place, max(load(place), warp_queues))
         total += nbytes
     return total
 
@@ -76,11 +76,12 @@ def write_launch(messages: int, count: int, signature: int, shape: int, config: 
     queues, warps = rows + count * at.SHAPED_BYTES, 0
     for number in range(load(shape + at.SHAPE_QUEUES)):
         queue = queues + number * at.QUEUE_BYTES
-        lanes = load(queue + at.QUEUE_LANES)
+        warp_queues = load(queue + at.QUEUE_LANES)
         store(
-            load(queue + at.QUEUE_RECORD), load(queue + at.QUEUE_HEAD) | lanes << 16 | warps << 32
+            load(queue + at.QUEUE_RECORD),
+            load(queue + at.QUEUE_HEAD) | warp_queues << 16 | warps << 32,
         )
-        warps += lanes
+        warps += warp_queues
     for number in range(count):
         row = rows + number * at.SHAPED_BYTES
         record = load(row + at.SHAPED_RECORD)

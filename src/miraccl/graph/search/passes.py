@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, start_graph
-from miraccl.graph.search.kernel.board import BEST, NOW, Board
+from miraccl.graph.search.kernel.state import BEST, NOW, Board
 from miraccl.graph.search.records import (
     Duplication,
     End,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from miraccl.graph.search.kernel import walk
-from miraccl.graph.search.kernel.board import ROW, Board
+from miraccl.graph.search.kernel.state import ROW, Board
 
 Walk = Callable[[Board], None]
 

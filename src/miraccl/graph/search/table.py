@@ -9,7 +9,7 @@ import numpy as np
 
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import MAX_CHANNELS
-from miraccl.graph.search.kernel.board import FRAME, GPU, GRAPH, HOP, LINK, NET, PATH, STATE, Board
+from miraccl.graph.search.kernel.state import FRAME, GPU, GRAPH, HOP, LINK, NET, PATH, STATE, Board
 from miraccl.graph.search.nets import candidate_nets
 from miraccl.topo.queries import Nearest
 from miraccl.topo.records import (

@@ -53,15 +53,15 @@ from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
 from miraccl.runtime.gpu.explain import DeviceCandidate, candidates
 from miraccl.runtime.gpu.faults import DeviceFaults
 from miraccl.runtime.gpu.grouped import GroupableByDoors
-from miraccl.runtime.gpu.kept import Kept
-from miraccl.runtime.gpu.looks import Looks
+from miraccl.runtime.gpu.keep_alive import Kept
+from miraccl.runtime.gpu.launch_order import SMALL_THREADS, Orders, of_thread
 from miraccl.runtime.gpu.memory import DeviceMemory, kinds
 from miraccl.runtime.gpu.messages import MessageCalls, frame_of
-from miraccl.runtime.gpu.order import SMALL_THREADS, Orders, of_thread
 from miraccl.runtime.gpu.planner import DevicePlanner
+from miraccl.runtime.gpu.probe import Looks
 from miraccl.runtime.gpu.rings import Ring, find_ring
-from miraccl.runtime.gpu.seat import KernelSeat
 from miraccl.runtime.gpu.stream_order import StreamOrder
+from miraccl.runtime.gpu.wait_state import KernelSeat
 from miraccl.runtime.gpu.windows import Windows
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import Stages

@@ -28,7 +28,7 @@ from miraccl.diagnosis.status_report import (
 )
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
-from miraccl.runtime.gpu.boards import Ahead, Boards
+from miraccl.runtime.gpu.flight_recorder import Ahead, Boards
 from miraccl.runtime.gpu.messages import mismatch
 
 NOTICE = "gpu_abort"

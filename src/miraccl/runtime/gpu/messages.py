@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.lanes import fills_gpu
 from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
 from miraccl.executor.cuda.moves import move_signature
 from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.warp_queues import fills_gpu
 from miraccl.ops.arguments import peer_rank
 from miraccl.runtime.gpu.collectives import Operator
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view

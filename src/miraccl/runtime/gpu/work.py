@@ -16,7 +16,7 @@ from miraccl.diagnosis.blocked_ops import Wait, Waiting
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.contexts import AnotherGpu
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.gpu.kept import Kept
+from miraccl.runtime.gpu.keep_alive import Kept
 from miraccl.runtime.work import Work, patience
 
 POLL_S = 50e-6

@@ -35,19 +35,19 @@ from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.explain import DeviceCandidate
 from miraccl.runtime.gpu.grouped import Groupable
+from miraccl.runtime.gpu.launch_order import Orders
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
-from miraccl.runtime.gpu.order import Orders
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.gpu.uneven import Uneven, UnevenCollectives, transfers_of
-from miraccl.runtime.multinode import untaken
+from miraccl.runtime.multinode import unmatched
 from miraccl.runtime.multinode.faults import HostsFaults
+from miraccl.runtime.multinode.graph_cache import Replays
+from miraccl.runtime.multinode.hierarchical import TwoSteps
 from miraccl.runtime.multinode.jobs import HostsJobs, HostsPlan, OpenCpu
 from miraccl.runtime.multinode.layout import HostsLayout, host_name
-from miraccl.runtime.multinode.pieces import Shape
-from miraccl.runtime.multinode.replays import Replays
-from miraccl.runtime.multinode.seat import LaneSeat
-from miraccl.runtime.multinode.steps import TwoSteps
-from miraccl.runtime.multinode.untaken import Tally
+from miraccl.runtime.multinode.segments import Shape
+from miraccl.runtime.multinode.unmatched import Tally
+from miraccl.runtime.multinode.wait_state import LaneSeat
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import Stages
 from miraccl.transport.cuda_p2p import Explanation
@@ -471,7 +471,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         if self.faults.fault is None:
             with contextlib.suppress(MiracclError):  # what comes from others until then is counted
                 tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
-                mismatch = untaken.find(
+                mismatch = unmatched.find(
                     [Tally.from_bytes(data) if data else None for data in tallies], self.rank
                 )
         self.seat.close()

@@ -16,10 +16,10 @@ import numpy as np
 
 from miraccl.executor.cpu.context import fold_kernel
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.nogil import layout as ex
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime.core import Member
-from miraccl.runtime.multinode.pieces import Piece, Shape
+from miraccl.runtime.multinode.segments import Piece, Shape
 from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, fill
 from miraccl.runtime.setup_phases import Stages
 from miraccl.types import Collective, DType, RedOp

@@ -21,10 +21,10 @@ from miraccl.runtime.multinode.direct import DirectStreams
 from miraccl.runtime.multinode.layout import HostsLayout
 from miraccl.runtime.multinode.messages import Kind, MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import CpuCommunicator, InPython, StagedCollective, agreeing
-from miraccl.runtime.multinode.pieces import Piece, Shape, cut
+from miraccl.runtime.multinode.segments import Piece, Shape, cut
 from miraccl.runtime.multinode.staging import LANES, Network, StagedJob, Staging
+from miraccl.runtime.multinode.stream_monitor import Watch
 from miraccl.runtime.multinode.transfers import EMPTY, cut_transfers, transfers_on
-from miraccl.runtime.multinode.watch import Watch
 from miraccl.runtime.setup_phases import Stages
 from miraccl.types import Collective, DType, RedOp
 

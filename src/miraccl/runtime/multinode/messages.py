@@ -17,14 +17,14 @@ import numpy as np
 from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.nogil import layout as ex
 from miraccl.executor.cpu.lower import describe_signature, signature
 from miraccl.runtime.core import Member
 from miraccl.runtime.multinode.layout import HostsLayout
-from miraccl.runtime.multinode.pieces import Piece
+from miraccl.runtime.multinode.segments import Piece
 from miraccl.runtime.multinode.staging import Prepared, Slots
 from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, fill, left
-from miraccl.runtime.multinode.untaken import (
+from miraccl.runtime.multinode.unmatched import (
     Lookout,
     Tally,
     in_words,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from miraccl.runtime.multinode.direct import DirectOperation, DirectStreams
-from miraccl.runtime.multinode.pieces import Piece, Shape
+from miraccl.runtime.multinode.segments import Piece, Shape
 from miraccl.runtime.multinode.staging import Network, Prepared, Slots
 from miraccl.types import Collective, DType, RedOp
 

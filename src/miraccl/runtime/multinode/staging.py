@@ -19,7 +19,7 @@ from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.proxy import staging
 from miraccl.proxy.kernels import layout as at
-from miraccl.runtime.multinode.pieces import Piece
+from miraccl.runtime.multinode.segments import Piece
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 

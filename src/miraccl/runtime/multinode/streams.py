@@ -14,7 +14,7 @@ import numpy as np
 
 from miraccl import params
 from miraccl.executor.cpu.context import call_kernel, unlocked_kernel
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.nogil import layout as ex
 from miraccl.runtime.core import Member
 from miraccl.runtime.setup_phases import Stages
 from miraccl.transport.base import NetConnection

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.network import CpuCommunicator, InPython
-from miraccl.runtime.multinode.pieces import ALIGN, Copy, Piece
+from miraccl.runtime.multinode.segments import ALIGN, Copy, Piece
 from miraccl.runtime.multinode.staging import Slots
 from miraccl.types import DType
 

@@ -195,8 +195,8 @@ def perf(op: str, **options: Any) -> None:
 
 
 def _job(request: Request) -> Any:
-    from miraccl.tools.perf.conductor import Job
     from miraccl.tools.perf.measure import Options
+    from miraccl.tools.perf.orchestrator import Job
 
     o = request.options
     return Job(
@@ -262,7 +262,7 @@ def _device_job(request: Request) -> Any:
 
 
 def _run_own(request: Request) -> None:
-    from miraccl.tools.perf import conductor, peers
+    from miraccl.tools.perf import orchestrator, peers
 
     if request.ordinals:
         _run_own_gpus(request)
@@ -275,17 +275,17 @@ def _run_own(request: Request) -> None:
     job = _job(request)
     arrived: list[Any] = []
     groups: list[Any] = [
-        conductor.OwnGroup(job, request.nranks, arrived.append)
+        orchestrator.OwnGroup(job, request.nranks, arrived.append)
     ]  # forks: before any thread
     try:
         with display(request) as show:
             if request.peer:
                 groups.append(peers.PeerGroup(request.peer, python, job, request.nranks))
-            for _ in conductor.run_in_turns(groups, o["timeout"]):
+            for _ in orchestrator.run_in_turns(groups, o["timeout"]):
                 while arrived and (not request.peer or arrived[0].number < groups[1].done):
                     line = arrived.pop(0)
                     show(
-                        conductor.join(line, groups[1].times, request.peer)
+                        orchestrator.join(line, groups[1].times, request.peer)
                         if request.peer
                         else line
                     )
@@ -313,8 +313,8 @@ def _run_own_gpus(request: Request) -> None:
 def _run_joined(request: Request) -> None:
     """This process is one rank of a job that something else started; rank 0 prints."""
     import miraccl
-    from miraccl.tools.perf.conductor import run_cases
     from miraccl.tools.perf.engine_miraccl import MiracclEngine
+    from miraccl.tools.perf.orchestrator import run_cases
 
     if request.ordinals:
         _end_joined(request, _run_joined_gpu(request))

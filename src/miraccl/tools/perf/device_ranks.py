@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miraccl.errors import InvalidUsage, MiracclError
-from miraccl.tools.perf.conductor import Group, Line, OwnGroup, RunFailed, join, run_in_turns
 from miraccl.tools.perf.device_array import Arena, padded
 from miraccl.tools.perf.device_measure import Bench, Cell, CellFailed, measure_cell
 from miraccl.tools.perf.device_miraccl import Chosen, MiracclDevice
 from miraccl.tools.perf.measure import Options
+from miraccl.tools.perf.orchestrator import Group, Line, OwnGroup, RunFailed, join, run_in_turns
 from miraccl.tools.spawn import Context
 
 _THREAD_PAUSES = 5  # threads of one process enqueue one after another
@@ -147,7 +147,7 @@ def arena_bytes(job: DeviceJob) -> int:
 def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Bench, DeviceInfo]]:
     """GPU, libraries and buffers of this rank. After a failure kernels that wait are ended, and the rest ends with the process."""
     from miraccl.executor.cuda.gpu import Gpu
-    from miraccl.tools.perf.card import Card
+    from miraccl.tools.perf.gpu_buffers import Card
 
     os.environ.update(job.environ())
     place, versions = None, {}
@@ -401,7 +401,7 @@ def _import_what_ranks_need() -> None:
     """So that forked ranks have it already; nothing here touches CUDA."""
     import miraccl.api.communicator
     import miraccl.runtime.multinode.communicator
-    import miraccl.tools.perf.card  # noqa: F401
+    import miraccl.tools.perf.gpu_buffers  # noqa: F401
     from miraccl.schedule import catalog
 
     catalog.names()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from miraccl.errors import MissingDependency
-from miraccl.tools.perf.conductor import Job, RunFailed
+from miraccl.tools.perf.orchestrator import Job, RunFailed
 
 _MODULES = {"gloo": "torch.distributed", "mpi": "mpi4py.MPI"}
 _INSTALL = {

@@ -2,7 +2,7 @@
 
 A message is a header (tag, bytes of the payload, and the payload if it is short) and, if it is not, its payload, which goes as any
 other message does.  Headers all have one size, so that one can be received before anything is known.  Which receive gets which message is
-Python's to say (``miraccl.torch.post``); compiled code does the everyday cases: a send that nothing is before, and a receive that no
+Python's to say (``miraccl.torch.matching``); compiled code does the everyday cases: a send that nothing is before, and a receive that no
 other one competes with, whose message is the next one of its source.  Whatever else it finds stays where it is.
 
 A payload that does not get through in the call leaves its progress in ``row``, an operation of ``kernels.p2p``, for ``exchange_all``.

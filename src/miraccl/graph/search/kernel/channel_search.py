@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from miraccl.graph.search.kernel.board import DIMENSIONS, RECORDS, ROW, Board
+from miraccl.graph.search.kernel.state import DIMENSIONS, RECORDS, ROW, Board
 from miraccl.graph.search.kernel.walk import WALK
 from miraccl.graph.search.kernel.walk import search as walk
 

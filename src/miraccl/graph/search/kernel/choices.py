@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.graph.search.kernel.board import (
+from miraccl.graph.search.kernel.order import list_next_gpus
+from miraccl.graph.search.kernel.state import (
     BEST,
     CLOSE_RING,
     COLLNET_DIRECT,
@@ -29,7 +30,6 @@ from miraccl.graph.search.kernel.board import (
     REPLAY,
     Board,
 )
-from miraccl.graph.search.kernel.order import list_next_gpus
 
 
 def push(board: Board, pick: int, count: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.graph.search.kernel.board import BALANCED_TREE, NOW, TREE, Board
+from miraccl.graph.search.kernel.state import BALANCED_TREE, NOW, TREE, Board
 
 DISCONNECTED = 11
 """``PathType.DIS`` as a plain number, for compiled code."""

@@ -6,7 +6,7 @@ ncclTopoSearchNextGpuSort, ncclTopoSearchRecNet, ncclTopoSearchCheckNet).
 
 from __future__ import annotations
 
-from miraccl.graph.search.kernel.board import BALANCED_TREE, NOW, RING, SPLIT_TREE, TREE, Board
+from miraccl.graph.search.kernel.state import BALANCED_TREE, NOW, RING, SPLIT_TREE, TREE, Board
 
 
 def gpu_pci_bw(board: Board, gpu: int) -> int:

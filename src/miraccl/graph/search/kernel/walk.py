@@ -17,7 +17,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.graph.search.kernel.board import (
+from miraccl.graph.search.kernel.choices import CHOICES, open_channel, push_first_gpu, visit
+from miraccl.graph.search.kernel.moves import (
+    MOVES,
+    ONE,
+    follow,
+    follow_fan_direct,
+    follow_fan_nvls,
+    follow_to_net,
+    reserve_net,
+    undo_fan_direct,
+    undo_fan_nvls,
+)
+from miraccl.graph.search.kernel.order import ORDER, may_leave, may_start
+from miraccl.graph.search.kernel.state import (
     BALANCED_TREE,
     CLOSE_RING,
     COLLNET_DIRECT,
@@ -36,19 +49,6 @@ from miraccl.graph.search.kernel.board import (
     SPLIT_TREE,
     Board,
 )
-from miraccl.graph.search.kernel.choices import CHOICES, open_channel, push_first_gpu, visit
-from miraccl.graph.search.kernel.moves import (
-    MOVES,
-    ONE,
-    follow,
-    follow_fan_direct,
-    follow_fan_nvls,
-    follow_to_net,
-    reserve_net,
-    undo_fan_direct,
-    undo_fan_nvls,
-)
-from miraccl.graph.search.kernel.order import ORDER, may_leave, may_start
 
 PCI_ORDER_BUDGET = 1 << 10
 """Visits of the first walk from a net, in PCI order; they do not count."""

@@ -13,7 +13,7 @@ from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
 from miraccl.ops.arguments import operator
-from miraccl.runtime.gpu.boards import (
+from miraccl.runtime.gpu.flight_recorder import (
     Boards,
     Come,
     Held,
@@ -26,7 +26,7 @@ from miraccl.runtime.gpu.boards import (
     read_waits,
 )
 from miraccl.runtime.gpu.messages import read_refused
-from miraccl.runtime.gpu.untaken import find_untaken
+from miraccl.runtime.gpu.unmatched import find_untaken
 
 if TYPE_CHECKING:
     from miraccl.runtime.gpu.faults import DeviceFaults

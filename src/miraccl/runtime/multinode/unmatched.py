@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miraccl.errors import CollectiveMismatch
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.nogil import layout as ex
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.types import Collective
 

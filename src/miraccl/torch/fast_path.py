@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from miraccl.runtime.group import group
 from miraccl.torch.collectives import Collectives
-from miraccl.torch.elsewhere import Elsewhere
+from miraccl.torch.mixed_backends import Elsewhere
 from miraccl.torch.operators import plain_operator
 from miraccl.torch.profiled import profiling
 from miraccl.torch.streams import Streams

@@ -35,7 +35,7 @@ from miraccl.errors import (
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.runtime.exchange import Entry
 from miraccl.runtime.progress import progress
-from miraccl.torch.channel import Wire, run_beside, seat_of, set_timeout, timeout_of
+from miraccl.torch.core_access import Wire, run_beside, seat_of, set_timeout, timeout_of
 from miraccl.torch.message import SENT, Early, Message, read_header, write_header
 
 SLICE_S = 0.005

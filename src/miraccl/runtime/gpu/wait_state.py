@@ -17,7 +17,7 @@ from miraccl.bootstrap import Session
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.diagnosis.waits import Come, ForOperation, ForRows, Place, Wait, stream_of
-from miraccl.runtime.gpu.looks import Looks
+from miraccl.runtime.gpu.probe import Looks
 
 End = Callable[[str, str], None]
 """``end(op, text)`` makes ``CollectiveMismatch`` the communicator's fault."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.board import begin_operation
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
-from miraccl.executor.cpu.kernels.unlocked.streams import (
+from miraccl.executor.cpu.kernels.nogil import layout as ex
+from miraccl.executor.cpu.kernels.nogil.streams import (
     begin_next,
     left,
     left_of,

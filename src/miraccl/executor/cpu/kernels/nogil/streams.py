@@ -9,7 +9,7 @@ import platform
 
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.executor.cpu.kernels.board import show_waiting
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.nogil import layout as ex
 from miraccl.executor.cpu.kernels.waiting import expired, fail, write_to
 from miraccl.native.intrinsics import (
     inline,

@@ -11,7 +11,7 @@ from typing import Any
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.multinode.jobs import ON_GPU, HostsJobs
-from miraccl.runtime.multinode.pieces import Shape, elements_per_piece
+from miraccl.runtime.multinode.segments import Shape, elements_per_piece
 from miraccl.types import Collective, DType, RedOp
 
 SUM = RedOp.SUM

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Mapping
 
-from miraccl.bootstrap.bell import Bell
+from miraccl.bootstrap.eventfd import Bell
 from miraccl.errors import as_system_failure
 from miraccl.runtime.fabric import after_notice
 from miraccl.runtime.setup_phases import Stages

@@ -13,7 +13,7 @@ import struct
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.source import Frame
-from miraccl.runtime.gpu.boards import Boards, Regions
+from miraccl.runtime.gpu.flight_recorder import Boards, Regions
 
 _COUNT = struct.Struct("<Q")
 _ROW = struct.Struct("<IIII")

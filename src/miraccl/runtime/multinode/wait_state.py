@@ -22,11 +22,11 @@ from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.diagnosis.mismatch import describe_message, describe_operation
 from miraccl.diagnosis.waits import Come, ForMessage, ForOperation, ForRoom, Place, Wait, stream_of
 from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.unlocked import layout as ex
+from miraccl.executor.cpu.kernels.nogil import layout as ex
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime.core import Member
-from miraccl.runtime.gpu.looks import Looks
-from miraccl.runtime.gpu.seat import DeviceSeat, End, KernelWaits
+from miraccl.runtime.gpu.probe import Looks
+from miraccl.runtime.gpu.wait_state import DeviceSeat, End, KernelWaits
 from miraccl.runtime.multinode.direct import DirectOperation
 from miraccl.runtime.multinode.jobs import HostsJobs
 from miraccl.runtime.multinode.layout import HostsLayout
