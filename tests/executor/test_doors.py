@@ -18,7 +18,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu import arrays
 from miraccl.executor.cpu.context import PLAN_SLOTS, _plan_key
 from miraccl.executor.cpu.kernels import layout as at
-from tests.comm import reference as ref
+from tests.runtime import reference as ref
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from miraccl import DType, PreMulSum, RedOp
 from miraccl.executor.cpu.context import call_kernel, fold_kernel, scale_kernel
 from miraccl.executor.cpu.kernels.layout import BLOCK
-from tests.comm import reference as ref
+from tests.runtime import reference as ref
 
 COUNTS = (0, 1, 7, 64, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5)
 NO_SIGN = (RedOp.MIN, RedOp.MAX)  # of two zeros either may be the smaller

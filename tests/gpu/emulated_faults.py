@@ -19,10 +19,10 @@ from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAb
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.types import RedOp
-from tests.comm.fault_ranks import seen as told_by
-from tests.comm.pair_ranks import await_two, questions
 from tests.gpu.emulated_ranks import Rank, rank
 from tests.gpu.fake_ranks import session
+from tests.runtime.fault_ranks import seen as told_by
+from tests.runtime.pair_ranks import await_two, questions
 
 
 def mismatch(later: bool) -> str:

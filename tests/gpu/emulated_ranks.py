@@ -30,10 +30,10 @@ from miraccl.runtime.gpu.stream_order import KEPT_STREAMS
 from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.runtime.options import Options
 from miraccl.types import Collective, PreMulSum, RedOp
-from tests.comm.test_life import in_threads
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, context_of, place, seen
 from tests.gpu.fake_ranks import session
+from tests.runtime.test_life import in_threads
 
 
 class Rank:

@@ -41,10 +41,10 @@ from miraccl.runtime.options import Options
 from miraccl.schedule.interpret import expected
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
-from tests.comm.pair_ranks import await_two, questions
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeArray, FakeCuda, FakeLocal, place, seen
 from tests.gpu.fake_ranks import session
+from tests.runtime.pair_ranks import await_two, questions
 
 BIG = 50_001  # float32: several pieces of the smallest slots
 

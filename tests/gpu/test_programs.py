@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from tests.comm.sweep_ranks import act_as_hosts
 from tests.gpu.emulator import folder, needs_compiler
 from tests.gpu.programs import __main__ as command
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
 from tests.gpu.programs.rank import Rank, touched
+from tests.runtime.sweep_ranks import act_as_hosts
 from tests.support.ranks import run_ranks
 
 SEEDS = range(150)

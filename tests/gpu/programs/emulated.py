@@ -12,12 +12,12 @@ import numpy as np
 from miraccl.executor.cuda.driver import check
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.windows import DeviceArray
-from tests.comm.reference import DTYPES
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import place, seen
 from tests.gpu.programs import records as at
 from tests.gpu.programs.calls import NSTREAMS
 from tests.gpu.programs.place import Memory, OnGpu
+from tests.runtime.reference import DTYPES
 
 
 class Emulated(OnGpu):

@@ -1,4 +1,4 @@
-"""What every rank's memory holds after each step, in NumPy, from the definitions of ``tests.comm.reference``."""
+"""What every rank's memory holds after each step, in NumPy, from the definitions of ``tests.runtime.reference``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from miraccl.types import PreMulSum, RedOp
-from tests.comm import reference as ref
 from tests.gpu.programs import records as at
 from tests.gpu.programs.values import parts, pool
+from tests.runtime import reference as ref
 
 Array = np.ndarray
 _BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}

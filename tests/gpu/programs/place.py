@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from miraccl.types import DType
-from tests.comm.reference import DTYPES
 from tests.gpu.programs import records as at
 from tests.gpu.programs.calls import NSTREAMS
 from tests.gpu.programs.values import KINDS, parts, pool
+from tests.runtime.reference import DTYPES
 
 _SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.comm import reference as ref
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
 from tests.gpu.programs.model import Model
 from tests.gpu.programs.own import Own
 from tests.gpu.programs.place import Cpu, Cuda
+from tests.runtime import reference as ref
 
 NOTE_BYTES = 1024
 

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from miraccl.types import DType
-from tests.comm import reference as ref
+from tests.runtime import reference as ref
 
 POOL = 1 << 18
 KINDS = ("wild", "tame", "unit")

@@ -14,8 +14,8 @@ import pytest
 import miraccl
 from miraccl import Communicator, DType
 from miraccl.errors import InvalidUsage
-from tests.comm import reference as ref
-from tests.comm.sweep_ranks import act_as_hosts
+from tests.runtime import reference as ref
+from tests.runtime.sweep_ranks import act_as_hosts
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess

@@ -16,8 +16,8 @@ import numpy as np
 import miraccl
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout as at
-from tests.comm.late_watcher import LateWatcher
-from tests.comm.sweep_ranks import act_as_hosts
+from tests.runtime.late_watcher import LateWatcher
+from tests.runtime.sweep_ranks import act_as_hosts
 
 
 def seen(error: BaseException) -> dict[str, Any]:

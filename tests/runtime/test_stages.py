@@ -25,7 +25,7 @@ from miraccl.runtime import fabric as fabric_module
 from miraccl.runtime import rendezvous
 from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.setup_phases import Stages
-from tests.comm.test_life import failing, in_threads
+from tests.runtime.test_life import failing, in_threads
 
 LIMIT_S = 20.0
 WAYS: dict[str, Callable[[Communicator], Communicator | None]] = {

@@ -11,8 +11,8 @@ import miraccl
 from miraccl import Communicator
 from miraccl.executor.cpu.context import words_at
 from miraccl.executor.cpu.kernels import layout as at
-from tests.comm import cases
-from tests.comm.test_life import in_threads
+from tests.runtime import cases
+from tests.runtime.test_life import in_threads
 
 PIECE = 64 << 10  # of a message between two ranks of a host
 

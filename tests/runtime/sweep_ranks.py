@@ -13,7 +13,7 @@ from miraccl import Communicator
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.schedule import catalog
 from miraccl.types import Collective, RedOp
-from tests.comm import cases
+from tests.runtime import cases
 
 COLLECTIVE = {
     name: Collective[name.removesuffix("_v").upper()] for name in (*cases.EVEN, *cases.UNEVEN)

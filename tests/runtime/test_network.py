@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.schedule import catalog
-from tests.comm import fault_ranks, sweep_ranks
-from tests.comm.test_collectives import ALGORITHMS, COUNTS, once
+from tests.runtime import fault_ranks, sweep_ranks
+from tests.runtime.test_collectives import ALGORITHMS, COUNTS, once
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -237,7 +237,7 @@ def test_ranks_on_hosts_with_addresses_of_their_own(namespaces: tuple[str, str, 
             first if rank < 2 else second,
             sys.executable,
             "-m",
-            "tests.comm.netns_rank",
+            "tests.runtime.netns_rank",
         ]
         ranks.append(
             subprocess.Popen(

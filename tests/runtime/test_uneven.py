@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.comm import uneven_ranks
+from tests.runtime import uneven_ranks
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess

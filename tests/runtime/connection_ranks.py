@@ -20,8 +20,8 @@ from miraccl.errors import MiracclError
 from miraccl.transport.connect_round import Meeting
 from miraccl.transport.socket import SocketTransport
 from miraccl.wire.stream import HandshakeState
-from tests.comm.fault_ranks import nobody_left, seen, together, wait_until
-from tests.comm.sweep_ranks import act_as_hosts
+from tests.runtime.fault_ranks import nobody_left, seen, together, wait_until
+from tests.runtime.sweep_ranks import act_as_hosts
 
 
 def _told(comm: miraccl.Communicator) -> dict[str, Any]:

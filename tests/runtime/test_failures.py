@@ -12,7 +12,7 @@ from miraccl.diagnosis.mismatch import differences, parted
 from miraccl.executor.cpu.kernels import layout as at
 from miraccl.tools.spawn import Outcome
 from miraccl.types import Collective
-from tests.comm import fault_ranks
+from tests.runtime import fault_ranks
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess

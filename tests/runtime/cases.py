@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from miraccl import Communicator, DType, PreMulSum, RedOp
-from tests.comm import reference as ref
+from tests.runtime import reference as ref
 
 GUARD = 96
 FILL = 0xA5

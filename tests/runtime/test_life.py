@@ -42,9 +42,14 @@ from miraccl.runtime.window import PAGE, Window
 from miraccl.runtime.work import Worker
 from miraccl.transport.shm import Segment, default_window_bytes, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
-from tests.comm import cases
-from tests.comm.late_watcher import LateWatcher
-from tests.comm.test_p2p import background_collectives, everybody_to_everybody, receive_first, ring
+from tests.runtime import cases
+from tests.runtime.late_watcher import LateWatcher
+from tests.runtime.test_p2p import (
+    background_collectives,
+    everybody_to_everybody,
+    receive_first,
+    ring,
+)
 from tests.support.ranks import run_ranks
 
 

@@ -18,7 +18,7 @@ from miraccl import Communicator, DType, PreMulSum, RedOp
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.ops import calls
 from miraccl.ops.arguments import operator, view
-from tests.comm import reference as ref
+from tests.runtime import reference as ref
 from tests.support.ranks import run_ranks
 
 

@@ -14,8 +14,8 @@ import miraccl
 from miraccl.bootstrap import Session, StatusRequest
 from miraccl.diagnosis import detector, status_report
 from miraccl.errors import MiracclError
-from tests.comm.fault_ranks import seen
-from tests.comm.sweep_ranks import act_as_hosts
+from tests.runtime.fault_ranks import seen
+from tests.runtime.sweep_ranks import act_as_hosts
 
 ODD = 1  # the rank that makes another call
 LARGE = 400_000  # more elements than slots take

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 
 import miraccl
-from tests.comm import cases
-from tests.comm.test_p2p import everybody_to_everybody, ring
+from tests.runtime import cases
+from tests.runtime.test_p2p import everybody_to_everybody, ring
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Collectives on real ranks against NumPy: every algorithm, all types and operators, in place and not, sizes around every border.
 
-Hypothesis draws seeds; the ranks of one run draw many cases from a seed (``tests.comm.cases``), so that starting ranks is not what
+Hypothesis draws seeds; the ranks of one run draw many cases from a seed (``tests.runtime.cases``), so that starting ranks is not what
 the time goes into. ``buffsize=1`` makes the slots of FIFOs as small as they get (8 KiB), so that a few thousand elements take several
 rounds.
 """
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from miraccl.schedule import catalog
-from tests.comm import sweep_ranks
+from tests.runtime import sweep_ranks
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess

@@ -11,7 +11,7 @@ from miraccl.api.communicator import Communicator
 from miraccl.bootstrap.session import solo
 from miraccl.runtime.gpu.launch_order import Orders, of_program, of_thread
 from miraccl.runtime.options import Options
-from tests.comm.test_life import in_threads
+from tests.runtime.test_life import in_threads
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comm import connection_ranks
+from tests.runtime import connection_ranks
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
