@@ -45,7 +45,7 @@ BUCKET_MB = (
 @register(
     "down_ring",
     collectives=[Collective.ALL_REDUCE, Collective.REDUCE_SCATTER],
-    sentence="A ring downwards: the order in which Gloo adds.",
+    description="A ring downwards: the order in which Gloo adds.",
 )
 def build_down_ring(collective: Collective, nranks: int, root: int) -> Schedule:
     """Chunk c starts at rank c - 1 and goes down to rank c, as in Gloo (``gloo/allreduce.cc: ring``, which sends to rank - 1).

@@ -21,7 +21,7 @@ HERE, RESULT = Ref(Buffer.INPUT, 0), Ref(Buffer.OUTPUT, 0)
 @register(
     "star",
     collectives=[Collective.ALL_REDUCE],
-    sentence="Everything through rank 0.",
+    description="Everything through rank 0.",
     rank_ordered=True,
 )
 def build_star(collective: Collective, nranks: int, root: int) -> Schedule:

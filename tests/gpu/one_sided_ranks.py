@@ -65,7 +65,7 @@ def register() -> None:
         chunks: Callable[[int], int],
     ) -> None:
         @catalog.register(
-            name, collectives=[collective], sentence="For a test.", needs_addressable_memory=True
+            name, collectives=[collective], description="For a test.", needs_addressable_memory=True
         )
         def build(asked: Collective, nranks: int, root: int) -> Schedule:
             return one_channel(

@@ -268,7 +268,7 @@ def sends_first() -> Iterator[str]:
     """A schedule of a user's, in which both ranks send more messages than a FIFO usually holds before they take one."""
     name, parts = "sends_first", range(layout.FIFO_SLOTS + 1)
 
-    @catalog.register(name, collectives=[Collective.ALL_REDUCE], sentence="For a test.")
+    @catalog.register(name, collectives=[Collective.ALL_REDUCE], description="For a test.")
     def build(collective: Collective, nranks: int, root: int) -> Schedule:
         both = (1, 0)
         ranks = (

@@ -179,7 +179,7 @@ def test_an_algorithm_that_is_new_is_considered() -> None:
     register(
         "twin",
         collectives=[Collective.ALL_REDUCE],
-        sentence="",
+        description="",
         latency=lambda collective, nranks: 0,
     )(build)
     try:
@@ -216,7 +216,7 @@ def test_a_schedule_for_one_root_is_no_candidate_for_others(asked: str) -> None:
 def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
     """Its size would follow from counts that come with the call."""
     gather = Collective.ALL_GATHER
-    register("pat_for_uneven", collectives=[gather], uneven=[gather], sentence="")(
+    register("pat_for_uneven", collectives=[gather], uneven=[gather], description="")(
         lambda collective, nranks, root: replace(
             catalog.build("pat", collective, nranks, root), name="pat_for_uneven"
         )
@@ -254,7 +254,7 @@ def test_signals_go_with_blocks_that_all_ranks_know() -> None:
             [barrier(), send(inp(0), 0), copy(inp(0), out(1)), recv(out(0), 0)],
         ],
     }
-    register("signals", collectives=collectives, uneven=collectives, sentence="")(
+    register("signals", collectives=collectives, uneven=collectives, description="")(
         lambda collective, nranks, root: one_channel("signals", collective, programs[collective])
     )
     try:
@@ -358,7 +358,7 @@ def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(
     register(
         "flawed",
         collectives=[Collective.ALL_REDUCE],
-        sentence="",
+        description="",
         **({"latency": lambda *args: 0} | claims),
     )(build)
     try:

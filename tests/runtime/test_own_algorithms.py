@@ -62,7 +62,7 @@ def sums(input_in_window: bool, output_in_window: bool) -> None:
     register(
         "out_of_outputs",
         collectives=[Collective.ALL_REDUCE],
-        sentence="",
+        description="",
         needs_addressable_memory=True,
     )(out_of_outputs)
     with miraccl.init(algo="out_of_outputs") as comm:
@@ -107,7 +107,7 @@ def gathers(way: str) -> None:
     register(
         "through_scratch",
         collectives=[Collective.ALL_GATHER],
-        sentence="",
+        description="",
         needs_addressable_memory=True,
     )(lambda collective, nranks, root: through_scratch(way))
     with miraccl.init(algo="through_scratch") as comm:
@@ -154,7 +154,7 @@ def adds_in_two_chunks(way: str, count: int) -> None:
     register(
         "in_two_chunks",
         collectives=[Collective.ALL_REDUCE],
-        sentence="",
+        description="",
         needs_addressable_memory=needs,
     )(lambda collective, nranks, root: in_two_chunks(way))
     with miraccl.init(algo="in_two_chunks") as comm:
@@ -182,7 +182,7 @@ def hands_over() -> None:
     register(
         "handed_over",
         collectives=[Collective.BROADCAST],
-        sentence="",
+        description="",
         needs_addressable_memory=True,
     )(handed_over)
     with miraccl.init(algo="handed_over") as comm:
@@ -246,7 +246,7 @@ def signalled_apart(collective: Collective, nranks: int, root: int) -> Schedule:
 def signals_apart() -> None:
     collectives = [Collective.GATHER, Collective.ALL_GATHER, Collective.BROADCAST]
     register(
-        "signalled_apart", collectives=collectives, sentence="", needs_addressable_memory=True
+        "signalled_apart", collectives=collectives, description="", needs_addressable_memory=True
     )(signalled_apart)
     with miraccl.init(algo="signalled_apart") as comm:
         for count in (3, 1 << 20):  # one round, many rounds
@@ -280,7 +280,7 @@ def reads_uneven_blocks() -> None:
         "read_by_all",
         collectives=[gather],
         uneven=[gather],
-        sentence="",
+        description="",
         needs_addressable_memory=True,
     )(read_by_all)
     with miraccl.init(algo="read_by_all") as comm:
@@ -309,7 +309,7 @@ def right_apart(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def keeps_apart() -> None:
-    register("right_apart", collectives=[Collective.ALL_REDUCE], sentence="")(right_apart)
+    register("right_apart", collectives=[Collective.ALL_REDUCE], description="")(right_apart)
     with miraccl.init(algo="right_apart") as comm:
         x = np.full(3, 1 + comm.rank, np.int32)
         assert comm.all_reduce(x, np.empty_like(x)).tolist() == [3, 3, 3]
@@ -332,7 +332,7 @@ def wrong(collective: Collective, nranks: int, root: int) -> Schedule:
 
 def does_without() -> None:
     everything = (Collective.ALL_REDUCE, Collective.BARRIER)
-    register("wrong", collectives=everything, sentence="", latency=lambda collective, nranks: 0)(
+    register("wrong", collectives=everything, description="", latency=lambda collective, nranks: 0)(
         wrong
     )
     with miraccl.init() as comm:
@@ -373,7 +373,7 @@ def signalled_first(collective: Collective, nranks: int, root: int) -> Schedule:
 def signals_first() -> None:
     collectives = [Collective.BARRIER, Collective.BROADCAST]
     register(
-        "signalled_first", collectives=collectives, sentence="", needs_addressable_memory=True
+        "signalled_first", collectives=collectives, description="", needs_addressable_memory=True
     )(signalled_first)
     with miraccl.init() as comm:
         member, session = comm._member, comm._member.session

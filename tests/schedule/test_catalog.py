@@ -42,7 +42,7 @@ def test_names_are_those_of_the_files():
         algorithm = catalog.get(name)
         assert algorithm.builtin
         assert algorithm.builder.__module__.endswith(f".{name}")
-        assert algorithm.sentence.endswith(".")
+        assert algorithm.description.endswith(".")
         assert algorithm.build(min(algorithm.collectives), 2).name == name
     assert {
         "ring",
@@ -86,7 +86,7 @@ def mine() -> Iterator[list[int]]:
     @catalog.register(
         "mine",
         collectives=[C.ALL_REDUCE],
-        sentence="For tests.",
+        description="For tests.",
         condition=lambda collective, nranks: nranks == 2,
     )
     def build(collective, nranks, root):
@@ -115,7 +115,7 @@ def test_registered_schedules_are_proved_before_they_are_handed_out(mine):
 
 def test_a_name_is_taken_once(mine):
     with pytest.raises(InvalidUsage, match="registered already"):
-        catalog.register("mine", collectives=[C.BROADCAST], sentence="Again.")(
+        catalog.register("mine", collectives=[C.BROADCAST], description="Again.")(
             lambda collective, nranks, root: None  # type: ignore[arg-type,return-value]
         )
 
@@ -143,7 +143,7 @@ def test_the_collectives_of_an_algorithm_are_collectives(wrong):
         InvalidUsage,
         match=f"'named': collectives has {wrong!r}; allowed are members of miraccl.Collective",
     ):
-        catalog.register("named", collectives=[C.REDUCE, wrong], sentence="For tests.")(
+        catalog.register("named", collectives=[C.REDUCE, wrong], description="For tests.")(
             catalog.get("ring").builder
         )
     assert "named" not in catalog.names()
@@ -151,7 +151,7 @@ def test_the_collectives_of_an_algorithm_are_collectives(wrong):
 
 @pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ("ring", "str"), ([[]], "list")])
 def test_an_algorithm_builds_a_schedule(made, name):
-    catalog.register("odd", collectives=[C.BROADCAST], sentence="For tests.")(
+    catalog.register("odd", collectives=[C.BROADCAST], description="For tests.")(
         lambda collective, nranks, root: made
     )
     try:
@@ -162,7 +162,7 @@ def test_an_algorithm_builds_a_schedule(made, name):
 
 
 def test_a_builder_that_fails_is_named_with_what_to_do():
-    @catalog.register("picky", collectives=[C.BARRIER], sentence="For tests.")
+    @catalog.register("picky", collectives=[C.BARRIER], description="For tests.")
     def build(collective, nranks, root):
         if nranks & (nranks - 1):
             raise ValueError("powers of two only")
@@ -187,7 +187,7 @@ def test_an_algorithm_in_the_place_of_a_built_in_one_is_proved(monkeypatch):
     """Also where ranks have an order, which built-in algorithms of that name follow."""
     catalog.names()  # loads those that are built in
     monkeypatch.setattr(catalog, "_ALGORITHMS", Registry("algorithm"))
-    catalog.register("ring", collectives=[C.BROADCAST], sentence="For tests.")(
+    catalog.register("ring", collectives=[C.BROADCAST], description="For tests.")(
         lambda collective, nranks, root: one_channel(
             "ring", collective, [[] for _ in range(nranks)]
         )
@@ -200,7 +200,7 @@ def test_an_algorithm_in_the_place_of_a_built_in_one_is_proved(monkeypatch):
 
 
 def test_an_algorithm_builds_what_it_is_asked_for():
-    @catalog.register("off", collectives=[C.BROADCAST], sentence="For tests.")
+    @catalog.register("off", collectives=[C.BROADCAST], description="For tests.")
     def build(collective, nranks, root):
         return one_channel(
             "off", collective, [[copy(inp(0), out(0)), send(inp(0), 1)], [recv(out(0), 0)]]

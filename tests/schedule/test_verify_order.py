@@ -211,9 +211,9 @@ def claims() -> Iterator[None]:
         return lambda collective, nranks, root: replace(schedule, name=name)
 
     for name, (schedule, claim) in made.items():
-        catalog.register(name, collectives=[C.REDUCE], sentence="For tests.", rank_ordered=claim)(
-            build(name, schedule)
-        )
+        catalog.register(
+            name, collectives=[C.REDUCE], description="For tests.", rank_ordered=claim
+        )(build(name, schedule))
     yield
     for name in made:
         catalog.unregister(name)

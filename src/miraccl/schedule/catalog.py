@@ -49,7 +49,7 @@ class Algorithm:
     name: str
     collectives: frozenset[Collective]
     builder: Build
-    sentence: str
+    description: str
     rank_ordered: bool = False
     rounds_once: bool = False
     direct: frozenset[Collective] = frozenset()
@@ -144,7 +144,7 @@ def register(
     name: str,
     *,
     collectives: Iterable[Collective],
-    sentence: str,
+    description: str,
     rank_ordered: bool = False,
     rounds_once: bool = False,
     direct: Iterable[Collective] = (),
@@ -177,7 +177,7 @@ def register(
                 name=name,
                 collectives=has,
                 builder=builder,
-                sentence=sentence,
+                description=description,
                 rank_ordered=rank_ordered,
                 rounds_once=rounds_once,
                 direct=frozenset(direct),
@@ -196,13 +196,13 @@ def register(
     return add
 
 
-def register_schedule(schedule: Schedule, sentence: str = "A single schedule.") -> None:
+def register_schedule(schedule: Schedule, description: str = "A single schedule.") -> None:
     """Make one schedule, from a text perhaps, an algorithm for just its collective, ranks and root, under its name."""
 
     register(
         schedule.name,
         collectives=[schedule.collective],
-        sentence=sentence,
+        description=description,
         needs_addressable_memory=schedule.needs_addressable_memory,
         condition=lambda collective, nranks: nranks == schedule.nranks,
         root=schedule.root,

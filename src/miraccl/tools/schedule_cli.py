@@ -109,7 +109,9 @@ def list_command(json_target: str | None) -> None:
     for name in catalog.names():
         algorithm = catalog.get(name)
         collectives = sorted(c.label for c in algorithm.collectives)
-        records.append({"name": name, "collectives": collectives, "sentence": algorithm.sentence})
+        records.append(
+            {"name": name, "collectives": collectives, "sentence": algorithm.description}
+        )
     if json_target:
         write_json(json_target, records)
         return

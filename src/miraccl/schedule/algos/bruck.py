@@ -42,7 +42,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "bruck",
     collectives=COLLECTIVES,
-    sentence="Distances 1, 2, 4 ...: log2(n) steps for any number of ranks; for small blocks.",
+    description="Distances 1, 2, 4 ...: log2(n) steps for any number of ranks; for small blocks.",
     rank_ordered=True,
     rounds_once=True,
     # all_to_all is not direct: the collected blocks of the next message overwrite those of the last

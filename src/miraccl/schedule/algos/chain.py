@@ -47,7 +47,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "chain",
     collectives=COLLECTIVES,
-    sentence="A pipeline from rank to rank: every link carries each byte once, latency grows with the number of ranks.",
+    description="A pipeline from rank to rank: every link carries each byte once, latency grows with the number of ranks.",
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     latency=latency,

@@ -31,7 +31,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "dissemination",
     collectives=(Collective.BARRIER,),
-    sentence="Barrier of log2(n) rounds in which everybody signals the rank 1, 2, 4 ... further on.",
+    description="Barrier of log2(n) rounds in which everybody signals the rank 1, 2, 4 ... further on.",
     rank_ordered=True,
     rounds_once=True,
     direct=(Collective.BARRIER,),

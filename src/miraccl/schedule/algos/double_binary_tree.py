@@ -142,7 +142,7 @@ def latency(collective: Collective, nranks: int) -> int:
 @register(
     "double_binary_tree",
     collectives=COLLECTIVES,
-    sentence="Two complementary binary trees, each for half of the data: logarithmic latency at nearly the bytes of a ring.",
+    description="Two complementary binary trees, each for half of the data: logarithmic latency at nearly the bytes of a ring.",
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     latency=latency,

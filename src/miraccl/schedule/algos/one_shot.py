@@ -49,7 +49,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "one_shot",
     collectives=COLLECTIVES,
-    sentence="Every rank sends to every rank that needs it: one step, additions in rank order, rounded once.",
+    description="Every rank sends to every rank that needs it: one step, additions in rank order, rounded once.",
     rank_ordered=True,
     rounds_once=True,
     direct=COLLECTIVES,

@@ -77,7 +77,7 @@ def plan(nranks: int) -> tuple[list[int], list[Round]]:
 @register(
     "pat",
     collectives=COLLECTIVES,
-    sentence="Shifted binomial trees, aggregated, far ranks first: log2(n) steps for any number of ranks, most bytes to the nearest.",
+    description="Shifted binomial trees, aggregated, far ranks first: log2(n) steps for any number of ranks, most bytes to the nearest.",
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     latency=latency,

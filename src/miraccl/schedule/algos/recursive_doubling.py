@@ -48,7 +48,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "recursive_doubling",
     collectives=COLLECTIVES,
-    sentence="Pairs at distance 1, 2, 4 ... exchange whole sums: log2(n) steps, for small messages.",
+    description="Pairs at distance 1, 2, 4 ... exchange whole sums: log2(n) steps, for small messages.",
     # not direct: a rank adds to the sum that it has just offered to its partner
     latency=latency,
     wire=wire,

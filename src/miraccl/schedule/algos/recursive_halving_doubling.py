@@ -85,7 +85,7 @@ def supports(collective: Collective, nranks: int) -> bool:
 @register(
     "recursive_halving_doubling",
     collectives=COLLECTIVES,
-    sentence="Pairs at distance n/2, n/4, ... 1 exchange halves, then double them back: few steps and, for powers of two, least bytes.",
+    description="Pairs at distance n/2, n/4, ... 1 exchange halves, then double them back: few steps and, for powers of two, least bytes.",
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     uneven=(Collective.ALL_GATHER,),

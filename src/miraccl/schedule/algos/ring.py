@@ -52,7 +52,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "ring",
     collectives=COLLECTIVES,
-    sentence="Neighbours pass chunks around a ring: least bytes for each link, latency grows with the number of ranks.",
+    description="Neighbours pass chunks around a ring: least bytes for each link, latency grows with the number of ranks.",
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     uneven=(Collective.ALL_GATHER, Collective.REDUCE_SCATTER),

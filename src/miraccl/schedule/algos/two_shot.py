@@ -45,7 +45,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "two_shot",
     collectives=COLLECTIVES,
-    sentence="Each rank adds up one chunk for all and sends it to all: two steps, few bytes, rank order, rounded once.",
+    description="Each rank adds up one chunk for all and sends it to all: two steps, few bytes, rank order, rounded once.",
     rank_ordered=True,
     rounds_once=True,
     direct=COLLECTIVES,

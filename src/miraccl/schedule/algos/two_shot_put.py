@@ -56,7 +56,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "two_shot_put",
     collectives=COLLECTIVES,
-    sentence="Each rank adds up one chunk out of all ranks' memory and puts it into all ranks' memory: no FIFO and no copies.",
+    description="Each rank adds up one chunk out of all ranks' memory and puts it into all ranks' memory: no FIFO and no copies.",
     rank_ordered=True,
     rounds_once=True,
     direct=COLLECTIVES,
