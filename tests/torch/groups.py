@@ -370,7 +370,7 @@ def monitored(path: str) -> None:
 
 def _reports_come_first(group: ProcessGroupMiraccl, name: str, nranks: int) -> None:
     """Rank 0 begins with the next barrier when the others have reported to it: they are in time, however late all are."""
-    post: Any = group._post
+    post: Any = group._matcher
     if not post.comm.rank:
         all_here(name, nranks)
         return
@@ -390,8 +390,8 @@ def monitored_at_the_last_moment(path: str) -> None:
     with world(path) as (rank, _), pytest.MonkeyPatch.context() as patch:
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
-        post = group._post
-        withdraw = post.withdraw
+        post = group._matcher
+        withdraw = post.cancel
 
         def withdraw_late(message: Any) -> bool:
             post.wait(message)

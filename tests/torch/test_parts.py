@@ -36,8 +36,8 @@ from miraccl.torch import (
     wrapped,
 )
 from miraccl.torch.core_access import timeout_of
-from miraccl.torch.streams import Streams, StreamWork
-from miraccl.torch.work import Lane, Work, seconds
+from miraccl.torch.streams import GroupStreams, StreamWork
+from miraccl.torch.work import Work, WorkQueue, seconds
 from miraccl.types import Collective, PreMulSum, RedOp
 from tests.torch.worlds import equal
 
@@ -75,7 +75,7 @@ def test_a_lane_without_a_thread_takes_nothing_and_goes_on(monkeypatch: pytest.M
     def no_more_threads(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    lane, work = Lane("test"), Work("first", [])
+    lane, work = WorkQueue("test"), Work("first", [])
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
         with pytest.raises(
@@ -89,7 +89,7 @@ def test_a_lane_without_a_thread_takes_nothing_and_goes_on(monkeypatch: pytest.M
 
 
 def test_many_threads_may_wait_for_one_work() -> None:
-    work, lane, go = Work("slow", []), Lane("test"), threading.Event()
+    work, lane, go = Work("slow", []), WorkQueue("test"), threading.Event()
     lane.submit(work, lambda: go.wait(LIMIT_S))
     with pytest.raises(BackendError, match=r"slow: not finished within 0:00:00\.010000"):
         work.wait(datetime.timedelta(milliseconds=10))
@@ -117,12 +117,12 @@ class _Slow(Work):
     def settle(self, error: Exception | None) -> bool:
         self.ending.set()
         self.go.wait(LIMIT_S)
-        return super().settle(error)
+        return super().mark_done(error)
 
 
 def test_a_lane_is_not_idle_before_its_last_work_has_ended() -> None:
     """Else a synchronous call may overtake the end of the asynchronous one before it, whose caller then sees it unfinished."""
-    lane, work = Lane("test"), _Slow()
+    lane, work = WorkQueue("test"), _Slow()
     lane.submit(work, lambda: None)
     assert work.ending.wait(LIMIT_S)
     assert not lane.idle
@@ -135,7 +135,7 @@ def test_a_lane_is_not_idle_before_its_last_work_has_ended() -> None:
 
 def test_a_lane_tells_while_it_runs_beside_the_program() -> None:
     told: list[bool] = []
-    lane, go = Lane("test", told.append), threading.Event()
+    lane, go = WorkQueue("test", told.append), threading.Event()
     lane.run("on the caller's thread", lambda: None)
     works = [lane.submit(Work("test", []), lambda: go.wait(LIMIT_S)) for _ in range(3)]
     assert told == [True]
@@ -157,7 +157,7 @@ def test_a_lane_that_a_signal_handler_closes_in_the_middle_of_a_call_takes_nothi
             lane.submit(Work("test", []), lambda: told.append("run"))
         told.append("refused")
 
-    lane = Lane("test", destroy)
+    lane = WorkQueue("test", destroy)
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
     caller.join(LIMIT_S)
@@ -165,7 +165,7 @@ def test_a_lane_that_a_signal_handler_closes_in_the_middle_of_a_call_takes_nothi
 
 
 def test_callbacks_run_on_the_lane_and_may_wait_for_what_they_start() -> None:
-    lane = Lane("test")
+    lane = WorkQueue("test")
     begin = threading.Event()
     seen: list[Any] = []
     work = Work("first", ["value"])
@@ -189,7 +189,7 @@ def test_errors_belong_to_the_work_and_leave_the_lane_running() -> None:
     def fail() -> None:
         raise InvalidUsage("no")
 
-    lane = Lane("test")
+    lane = WorkQueue("test")
     work = lane.submit(Work("bad", []), fail)
     with pytest.raises(BackendError, match="InvalidUsage: no"):
         work.wait()
@@ -220,13 +220,13 @@ def test_a_list_is_one_array_and_back(count: int, dtype: torch.dtype) -> None:
         [plain[0], *strided[1:]],
         *([[row.conj() for row in plain]] if dtype.is_complex else []),
     ]
-    for form in tensors.Form:
-        if form is tensors.Form.WIDE and dtype not in tensors.WIDENED:
+    for form in tensors.ElementEncoding:
+        if form is tensors.ElementEncoding.WIDE and dtype not in tensors.WIDENED:
             continue
         for given in lists:
             want = (
                 torch.cat(given).to(torch.int32)
-                if form is tensors.Form.WIDE
+                if form is tensors.ElementEncoding.WIDE
                 else torch.cat(given).resolve_conj()
             )
             staged = tensors.stage_list(given, "test", form)
@@ -349,10 +349,10 @@ class _Broken:
         raise CollectiveTimeout("waited for rank 1", op=name, graph=("rank 1: never came",))
 
 
-def _streams() -> tuple[Streams, _Cuda]:
+def _streams() -> tuple[GroupStreams, _Cuda]:
     cuda = _Cuda()
     comm: Any = _Comm()
-    return Streams(comm, torch.device("cpu"), cuda), cuda
+    return GroupStreams(comm, torch.device("cpu"), cuda), cuda
 
 
 def test_an_asynchronous_operation_waits_for_the_current_stream_and_wait_for_it() -> None:
@@ -476,7 +476,7 @@ def test_messages_that_start_together_are_one_operation() -> None:
         assert not works[0].is_completed()
         assert log == []
 
-    whole = streams.together(start)
+    whole = streams.run_batch(start)
     assert whole is not None
     assert log == [
         "own1 waits for current",
@@ -488,21 +488,21 @@ def test_messages_that_start_together_are_one_operation() -> None:
     ]
     assert all(work.wait() for work in [*works, whole])
     assert whole.result() == ["send", "recv"]
-    assert streams.together(lambda: None) is None
+    assert streams.run_batch(lambda: None) is None
 
     def broken() -> None:
         streams.transfer("send", [], [], lambda: None, lambda: None)
         raise ZeroDivisionError
 
     with contextlib.suppress(ZeroDivisionError):
-        streams.together(broken)
+        streams.run_batch(broken)
     streams.transfer("send", [], [], lambda: log.append("alone"), lambda: None)
     assert log[-1] == "alone"
 
 
 def test_a_barrier_waits_on_the_host_for_what_was_enqueued_before() -> None:
     streams, cuda = _streams()
-    drain = streams.mark()
+    drain = streams.record_drain_point()
     assert cuda.log == ["on the group's GPU"]
     drain()
     assert cuda.log[1:] == ["host waits for current/1", "host waits for own1/1"]
@@ -520,7 +520,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(transfers, "is_everyday", lambda tensor: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     cuda = _Cuda()
-    group._streams = Streams(comm, torch.device("cuda", 0), cuda)
+    group._streams = GroupStreams(comm, torch.device("cuda", 0), cuda)
     monkeypatch.setattr(group._streams, "future", lambda work: work.result())
     yield group
     group.shutdown()
@@ -731,7 +731,7 @@ def test_tensors_of_a_future_are_found_as_pytorch_finds_them() -> None:
 def test_symmetric_memory_is_refused_before_it_ends_the_process(
     group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rendezvous = wrapped._rendezvous(lambda tensor, group: "met")
+    rendezvous = wrapped._symmetric_memory_rendezvous(lambda tensor, group: "met")
     monkeypatch.setattr(
         distributed_c10d, "_resolve_process_group", lambda name: group if name == "ours" else None
     )
@@ -771,7 +771,7 @@ def test_a_part_of_a_column_is_an_array_of_any_form(
     monkeypatch.setattr(tensors, "_on_gpu", lambda _: on_gpu)
     column = torch.arange(6).to(dtype).reshape(3, 2)[1 : 1 + count, 1]
     assert column.stride() == (2,)
-    for form in (tensors.Form.VALUES, tensors.Form.BYTES):
+    for form in (tensors.ElementEncoding.VALUES, tensors.ElementEncoding.BYTES):
         staged = tensors.stage(column, "test", form)
         assert staged.temporary is None
         assert not on_gpu or staged.array.stride() == (1,)
@@ -788,7 +788,7 @@ def test_factors_of_integers_are_exact() -> None:
         (torch.tensor([2.5]), 2.5),
         (2.0, 2.0),
     ):
-        op = operators.recipe(dist._make_nccl_premul_sum(factor), torch.int64, "test").op
+        op = operators.reduction_plan(dist._make_nccl_premul_sum(factor), torch.int64, "test").op
         assert op == PreMulSum(want), (factor, op)
 
 
@@ -801,6 +801,6 @@ def test_bitwise_operators_fold_tensors(name: str, wanted: int) -> None:
     comm: Any = Comm()
     x = torch.tensor([0b1100], dtype=torch.uint8)
     operators.all_reduce(
-        comm, x, operators.recipe(getattr(dist.ReduceOp, name), torch.uint8, "test")
+        comm, x, operators.reduction_plan(getattr(dist.ReduceOp, name), torch.uint8, "test")
     )
     assert x.tolist() == [wanted]

@@ -44,7 +44,9 @@ def meet(store: Any, rank: int, patience: float) -> int:
     opts = types.SimpleNamespace(
         timeout=timeout, group_id="", group_rank=rank, global_ranks_in_group=[]
     )
-    with start._meet(store, rank, 2, Deadline.after(patience), start._NewGroup(opts)) as comm:
+    with start._rendezvous(
+        store, rank, 2, Deadline.after(patience), start.GroupCreation(opts)
+    ) as comm:
         return int(comm.all_reduce(np.ones(1))[0])
 
 
@@ -119,7 +121,7 @@ def test_a_second_try_while_rank_0_is_at_the_first() -> None:
     ident, root = create_root(nranks=2)
     store.set(start.KEY, str(ident))
     with pytest.raises(BootstrapError, match="enough"):
-        start._visit(store, 1, 2, Deadline.after(PATIENCE), enough)
+        start._join_as_peer(store, 1, 2, Deadline.after(PATIENCE), enough)
     meet_again(store)
     assert root.alive
     root.close("the end of the test")

@@ -24,7 +24,7 @@ from ray.util.collective.types import (
 from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.ops.arguments import Array, view
-from miraccl.ray.members import meet_by_store
+from miraccl.ray.members import rendezvous_by_store
 from miraccl.runtime.options import Options
 from miraccl.types import RedOp
 
@@ -56,7 +56,7 @@ class MiracclGroup(BaseGroup):
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
         # a name of its own: groups of create_group and of ray.util.collective have nothing to do with each other
-        self.communicator: Communicator = meet_by_store(
+        self.communicator: Communicator = rendezvous_by_store(
             world_size, rank, f"ray.util.collective/{group_name}", None, Options.create()
         )
 

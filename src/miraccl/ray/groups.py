@@ -25,7 +25,7 @@ LEAVE_SECONDS = 30.0
 
 _lock = threading.Lock()
 _order = threading.Lock()
-_made: dict[str, Group] = {}
+_created: dict[str, Group] = {}
 
 
 class Group:
@@ -56,8 +56,8 @@ class Group:
         Raises ``BootstrapError`` if some are still busy after ``timeout`` seconds; they leave when their turn comes.
         """
         with _lock:
-            if _made.get(self.name) is self:
-                del _made[self.name]
+            if _created.get(self.name) is self:
+                del _created[self.name]
         calls = _call_all(self.actors, members.leave, lambda _: (self.name,))
         _, late = ray.wait(calls, num_returns=len(calls), timeout=timeout)
         if late:
@@ -87,7 +87,7 @@ def create_group(
     """
     actors = _handles(actors)
     members.check_name(name)
-    deadline = time.monotonic() + members.patience_of(meet_timeout)
+    deadline = time.monotonic() + members.join_timeout(meet_timeout)
     Options.create(**options)
     nranks, ident = len(actors), ""
     undo: Callable[[Any, str], object] = (
@@ -104,18 +104,18 @@ def create_group(
     except BaseException as error:
         _call_all(actors, undo, lambda _: (name,))
         if ident and isinstance(error, BootstrapError) and error.peer is not None:
-            members.come_and_go(ident, nranks, error.peer)
+            members.join_and_leave(ident, nranks, error.peer)
         raise
     group = Group(name, actors)
     with _lock:
-        _made[name] = group
+        _created[name] = group
     return group
 
 
 def destroy_group(name: str = DEFAULT) -> None:
     """In the process that created the group: all actors leave it. In an actor: this one leaves it."""
     with _lock:
-        group = _made.get(name)
+        group = _created.get(name)
     if group is not None:
         group.destroy()
     elif not members.leave(None, name):
@@ -163,7 +163,9 @@ def _results(calls: list[Any], deadline: float, name: str, actors: list[Any]) ->
         if not done:
             missing = sorted(ranks.values())
             text = f"group {name!r}: nothing heard of rank {', '.join(map(str, missing))} of {len(calls)} before the deadline"
-            raise BootstrapError(text, hint=_why_busy([(rank, actors[rank]) for rank in missing]))
+            raise BootstrapError(
+                text, hint=_busy_reason([(rank, actors[rank]) for rank in missing])
+            )
         for call in done:
             rank = ranks.pop(call)
             try:
@@ -173,7 +175,7 @@ def _results(calls: list[Any], deadline: float, name: str, actors: list[Any]) ->
     return results
 
 
-def _why_busy(silent: list[tuple[int, Any]]) -> str:
+def _busy_reason(silent: list[tuple[int, Any]]) -> str:
     here = ray.get_runtime_context()
     for rank, actor in silent:
         if here.get_actor_id() is not None and actor == here.current_actor:

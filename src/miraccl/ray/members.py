@@ -30,10 +30,10 @@ from miraccl.runtime.setup_phases import Stages
 
 DEFAULT = "default"
 #: How long (seconds) an id from the store is trusted while nobody answers at its address, and the pauses between readings.
-TRUST_SECONDS = 1.0
+STALE_ID_SECONDS = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
 #: How long (seconds) the driver visits a meeting in place of a rank that failed.
-VISIT_SECONDS = 0.5
+JOIN_AND_LEAVE_SECONDS = 0.5
 _STORE = b"miraccl"
 _FAILED = "failed: "
 
@@ -47,7 +47,7 @@ def check_name(name: str) -> None:
         raise InvalidUsage(f"name is {name!r}; it is a text")
 
 
-def patience_of(meet_timeout: float | None) -> float:
+def join_timeout(meet_timeout: float | None) -> float:
     """Seconds for a group to be made."""
     if meet_timeout is not None and (isinstance(meet_timeout, bool | str) or not meet_timeout > 0):
         raise InvalidUsage(
@@ -95,11 +95,11 @@ def join(
     rank: int,
     nranks: int,
     ident: str,
-    patience: float,
+    timeout: float,
     options: dict[str, Any],
 ) -> None:
     """Meet the others within ``patience`` seconds, and connect to them."""
-    deadline = begin(patience)
+    deadline = begin(timeout)
     with _lock:
         root = _opened.pop(name, None)
     try:
@@ -110,13 +110,13 @@ def join(
     except BaseException as error:
         _close(root, error)
         raise
-    _keep(name, Communicator.from_session(session, opts, stages=Stages(session, deadline)))
+    _register(name, Communicator.from_session(session, opts, stages=Stages(session, deadline)))
 
 
-def come_and_go(ident: str, nranks: int, rank: int) -> None:
+def join_and_leave(ident: str, nranks: int, rank: int) -> None:
     """In place of a rank that will not come, so that the others need not wait for it: they see it go, or are told at its deadline."""
     with suppress(MiracclError):
-        connect(UniqueId.parse(ident), rank, nranks, VISIT_SECONDS).close()
+        connect(UniqueId.parse(ident), rank, nranks, JOIN_AND_LEAVE_SECONDS).close()
 
 
 def abandon(_actor: Any, name: str) -> None:
@@ -136,7 +136,7 @@ def leave(_actor: Any, name: str) -> bool:
     return comm is not None
 
 
-def _keep(name: str, comm: Communicator) -> None:
+def _register(name: str, comm: Communicator) -> None:
     with _lock:
         taken = name in _joined
         if not taken:
@@ -174,46 +174,48 @@ def join_group(
             f"this process is in a group {name!r} already",
             hint="destroy that one first, or give a name",
         )
-    comm = meet_by_store(nranks, rank, name, meet_timeout, Options.create(**options))
-    _keep(name, comm)
+    comm = rendezvous_by_store(nranks, rank, name, meet_timeout, Options.create(**options))
+    _register(name, comm)
     return comm
 
 
-def meet_by_store(
+def rendezvous_by_store(
     nranks: int, rank: int, name: str, meet_timeout: float | None, options: Options
 ) -> Communicator:
     """The communicator of the ranks that meet under ``name`` of this Ray namespace; kept by the caller."""
     check_place(nranks, rank)
-    deadline = begin(patience_of(meet_timeout))
+    deadline = begin(join_timeout(meet_timeout))
     trace.configure()
     key = f"{ray.get_runtime_context().namespace}/{name}".encode()
-    meet = _host if rank == 0 else _visit
+    meet = _join_as_root if rank == 0 else _join_as_peer
     session = meet(key, rank, nranks, deadline, options)
     return Communicator.from_session(session, options, stages=Stages(session, deadline))
 
 
-def _host(key: bytes, rank: int, nranks: int, deadline: Deadline, options: Options) -> Session:
+def _join_as_root(
+    key: bytes, rank: int, nranks: int, deadline: Deadline, options: Options
+) -> Session:
     root: Root | None = None
-    told = ""
+    published = ""
     try:
         ident, root = create_root(nranks=nranks)
         _put(key, str(ident))
-        told = str(ident)
+        published = str(ident)
         session = connect(ident, rank, nranks, deadline, session_timeout=options.timeout, root=root)
     except BaseException as error:
         _close(root, error)
         if isinstance(error, MiracclError):
             with suppress(MiracclError):
-                _tell_failure(key, told, error)
+                _publish_failure(key, published, error)
         raise
     with suppress(ray.exceptions.RayError):  # what is left leads nowhere
         internal_kv._internal_kv_del(key, namespace=_STORE)
     return session
 
 
-def _tell_failure(key: bytes, told: str, error: MiracclError) -> None:
+def _publish_failure(key: bytes, published: str, error: MiracclError) -> None:
     """To the ranks that read the key, unless what was ``told`` them there is another one's by now."""
-    if told and (_get(key, 0) or told) != told:
+    if published and (_get(key, 0) or published) != published:
         error.hint = "another process joined this group as rank 0, too"
     else:
         _put(key, f"{_FAILED}{error}")
@@ -235,7 +237,9 @@ def _put(key: bytes, text: str) -> None:
         raise BootstrapError(f"Ray's store does not answer: {error}", rank=0) from error
 
 
-def _visit(key: bytes, rank: int, nranks: int, deadline: Deadline, options: Options) -> Session:
+def _join_as_peer(
+    key: bytes, rank: int, nranks: int, deadline: Deadline, options: Options
+) -> Session:
     pause = FIRST_PAUSE
     problem = BootstrapError(
         f"rank 0 put no unique id into Ray's store within {deadline.seconds:g} s", rank=rank, peer=0
@@ -259,7 +263,7 @@ def _visit(key: bytes, rank: int, nranks: int, deadline: Deadline, options: Opti
                     nranks,
                     deadline,
                     session_timeout=options.timeout,
-                    dial_timeout=TRUST_SECONDS,
+                    dial_timeout=STALE_ID_SECONDS,
                 )
             except (HubNotFound, AuthenticationError) as error:
                 problem = error

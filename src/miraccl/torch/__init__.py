@@ -25,7 +25,7 @@ if not dist.is_available():
         hint="install a build with USE_DISTRIBUTED=1",
     )
 
-from miraccl.torch.dynamo_disable import untraced
+from miraccl.torch.dynamo_disable import disable_dynamo
 from miraccl.torch.failures import BackendError
 from miraccl.torch.functional import register
 from miraccl.torch.message_work import TransferWork
@@ -44,4 +44,4 @@ if NAME.upper() not in dist.Backend._plugins:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
     dist.register_rendezvous_handler(SCHEME, handle)
     parts = (cls for cls in ProcessGroupMiraccl.__mro__ if cls.__module__.startswith(__name__))
-    untraced(*parts, Work, TransferWork, StreamWork, functions=[*install(), *register()])
+    disable_dynamo(*parts, Work, TransferWork, StreamWork, functions=[*install(), *register()])

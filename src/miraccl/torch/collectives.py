@@ -17,7 +17,7 @@ from miraccl.ops.arguments import counts_of, peer_rank
 from miraccl.torch import operators, sparse
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.forms import short_form
-from miraccl.torch.operators import recipe
+from miraccl.torch.operators import reduction_plan
 from miraccl.torch.routing import by_device
 from miraccl.torch.tensors import Staged, stage, stage_list
 from miraccl.torch.work import Work
@@ -38,7 +38,7 @@ class Collectives:
 
     communicator: Communicator
 
-    def _go(
+    def _start(
         self,
         name: str,
         tensors: Sequence[Any],
@@ -54,7 +54,7 @@ class Collectives:
     @by_device("allreduce")
     @short_form(c10d.AllreduceOptions, "op", "timeout", lead=1, tensor_at=0)
     def allreduce(self, tensors: Sequence[Any], opts: Any = _ALL_REDUCE) -> Work:
-        only(tensors, "all_reduce")
+        single_item(tensors, "all_reduce")
         return self._all_reduce("all_reduce", tensors, opts)
 
     @by_device("allreduce_coalesced")
@@ -71,24 +71,24 @@ class Collectives:
                     sparse.check_sum(opts.reduceOp, name)
                     scattered.append(tensor)
                 else:
-                    how = recipe(opts.reduceOp, tensor.dtype, name)
-                    jobs.append((stage(tensor, name, how.form), how))
+                    how = reduction_plan(opts.reduceOp, tensor.dtype, name)
+                    jobs.append((stage(tensor, name, how.encoding), how))
 
         def action() -> None:
             for tensor in scattered:
                 sparse.all_reduce(self.communicator, tensor, name)
-            for staged, how in jobs:
-                operators.all_reduce(self.communicator, staged.array, how)
+            for staged, plan in jobs:
+                operators.all_reduce(self.communicator, staged.array, plan)
                 staged.store()
 
-        return self._go(name, tensors, [staged for staged, _ in jobs], action, opts)
+        return self._start(name, tensors, [staged for staged, _ in jobs], action, opts)
 
     @by_device("broadcast")
     @short_form(c10d.BroadcastOptions, "root", "timeout", lead=1, tensor_at=0)
     def broadcast(self, tensors: Sequence[Any], opts: Any = _BROADCAST) -> Work:
         with as_backend_errors():
             staged, root = (
-                stage(only(tensors, "broadcast"), "broadcast"),
+                stage(single_item(tensors, "broadcast"), "broadcast"),
                 self._root(opts, "broadcast"),
             )
 
@@ -96,29 +96,29 @@ class Collectives:
             self.communicator.broadcast(staged.array, root)
             staged.store()
 
-        return self._go("broadcast", tensors, [staged], action, opts)
+        return self._start("broadcast", tensors, [staged], action, opts)
 
     @by_device("reduce")
     @short_form(c10d.ReduceOptions, "root", "op", "timeout", lead=1, tensor_at=0)
     def reduce(self, tensors: Sequence[Any], opts: Any = _REDUCE) -> Work:
         with as_backend_errors():
-            tensor, root = only(tensors, "reduce"), self._root(opts, "reduce")
-            how = recipe(opts.reduceOp, tensor.dtype, "reduce")
-            staged = stage(tensor, "reduce", how.form)
+            tensor, root = single_item(tensors, "reduce"), self._root(opts, "reduce")
+            plan = reduction_plan(opts.reduceOp, tensor.dtype, "reduce")
+            staged = stage(tensor, "reduce", plan.encoding)
 
         def action() -> None:
-            operators.reduce(self.communicator, staged.array, root, how)
+            operators.reduce(self.communicator, staged.array, root, plan)
             if self.communicator.rank == root:
                 staged.store()
 
-        return self._go("reduce", tensors, [staged], action, opts)
+        return self._start("reduce", tensors, [staged], action, opts)
 
     @by_device("allgather")
     @short_form(c10d.AllgatherOptions, "timeout", lead=2, tensor_at=1)
     def allgather(
         self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER
     ) -> Work:
-        only(inputs, "all_gather")
+        single_item(inputs, "all_gather")
         return self._all_gather_lists("all_gather", output_lists, inputs, opts)
 
     @by_device("allgather_coalesced")
@@ -156,7 +156,7 @@ class Collectives:
             [t for outputs in output_lists for t in outputs],
             [s for job in jobs for s in job],
         )
-        return self._go(
+        return self._start(
             name,
             tensors,
             staged,
@@ -185,7 +185,7 @@ class Collectives:
                 self.communicator.all_gather(source.array, target.array)
                 target.store()
 
-        return self._go(name, outputs, [s for job in jobs for s in job], action, opts)
+        return self._start(name, outputs, [s for job in jobs for s in job], action, opts)
 
     @by_device("reduce_scatter")
     @short_form(c10d.ReduceScatterOptions, "op", "timeout", lead=2, tensor_at=0)
@@ -197,12 +197,12 @@ class Collectives:
     ) -> Work:
         name = "reduce_scatter"
         with as_backend_errors():
-            only(outputs, name)
+            single_item(outputs, name)
             jobs = []
             for output, inputs in _paired(outputs, input_lists, name):
-                how = recipe(opts.reduceOp, output.dtype, name)
-                source = stage_list(inputs, name, how.form, nranks=self.communicator.nranks)
-                jobs.append((source, stage(output, name, how.form), how))
+                plan = reduction_plan(opts.reduceOp, output.dtype, name)
+                source = stage_list(inputs, name, plan.encoding, nranks=self.communicator.nranks)
+                jobs.append((source, stage(output, name, plan.encoding), plan))
 
         def action() -> None:
             for source, target, how in jobs:
@@ -214,7 +214,7 @@ class Collectives:
                     )
                 target.store()
 
-        return self._go(name, outputs, [s for job in jobs for s in job[:2]], action, opts)
+        return self._start(name, outputs, [s for job in jobs for s in job[:2]], action, opts)
 
     @by_device("reduce_scatter_single", "_reduce_scatter_base")
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = _REDUCE_SCATTER) -> Work:
@@ -233,15 +233,17 @@ class Collectives:
         with as_backend_errors():
             jobs = []
             for output, tensor in _paired(outputs, inputs, name):
-                how = recipe(opts.reduceOp, output.dtype, name)
-                jobs.append((stage(tensor, name, how.form), stage(output, name, how.form), how))
+                plan = reduction_plan(opts.reduceOp, output.dtype, name)
+                jobs.append(
+                    (stage(tensor, name, plan.encoding), stage(output, name, plan.encoding), plan)
+                )
 
         def action() -> None:
             for source, target, how in jobs:
                 operators.reduce_scatter(self.communicator, source.array, target.array, how)
                 target.store()
 
-        return self._go(name, outputs, [s for job in jobs for s in job[:2]], action, opts)
+        return self._start(name, outputs, [s for job in jobs for s in job[:2]], action, opts)
 
     @by_device("alltoall")
     def alltoall(
@@ -256,7 +258,7 @@ class Collectives:
             self.communicator.all_to_all_v(source.array, source.counts, target.counts, target.array)
             target.store()
 
-        return self._go(name, outputs, [source, target], action, opts)
+        return self._start(name, outputs, [source, target], action, opts)
 
     @by_device("all_to_all_single", "alltoall_base")
     @short_form(c10d.AllToAllOptions, "timeout", lead=4)
@@ -273,8 +275,8 @@ class Collectives:
         with as_backend_errors():
             source, target = stage(tensor, name), stage(output, name)
             sends, receives = (
-                self._shares(source, input_splits, name),
-                self._shares(target, output_splits, name),
+                self._element_counts(source, input_splits, name),
+                self._element_counts(target, output_splits, name),
             )
 
         def action() -> None:
@@ -286,14 +288,16 @@ class Collectives:
                 self.communicator.all_to_all_v(source.array, sends, receives, target.array)
             target.store()
 
-        even_on_gpu = tensor.is_cuda and not _given(output_splits) and not _given(input_splits)
-        return self._go(name, [output], [source, target], action, opts)
+        even_on_gpu = (
+            tensor.is_cuda and not _has_splits(output_splits) and not _has_splits(input_splits)
+        )
+        return self._start(name, [output], [source, target], action, opts)
 
-    def _shares(self, staged: Staged, splits: Sequence[int] | None, name: str) -> list[int]:
+    def _element_counts(self, staged: Staged, splits: Sequence[int] | None, name: str) -> list[int]:
         """Counts of array elements per rank from counts of rows; equal shares where there are none."""
         tensor, nranks = staged.tensors[0], self.communicator.nranks
         length = tensor.shape[0] if tensor.dim() else 1
-        if not _given(splits):
+        if not _has_splits(splits):
             if length % nranks:
                 text = f"{name}: the tensor has {length} rows, which {nranks} ranks cannot share evenly"
                 raise InvalidUsage(text, hint="give splits")
@@ -314,8 +318,8 @@ class Collectives:
         name = "gather"
         with as_backend_errors():
             root = self._root(opts, name)
-            outputs = only(output_lists, name) if self.communicator.rank == root else []
-            source = stage(only(inputs, name), name)
+            outputs = single_item(output_lists, name) if self.communicator.rank == root else []
+            source = stage(single_item(inputs, name), name)
             target = (
                 stage_list(outputs, name, load=False, nranks=self.communicator.nranks)
                 if outputs
@@ -349,7 +353,7 @@ class Collectives:
             if target is not None:
                 target.store()
 
-        return self._go(
+        return self._start(
             name, outputs, [source] if target is None else [source, target], action, opts
         )
 
@@ -361,8 +365,8 @@ class Collectives:
         name = "scatter"
         with as_backend_errors():
             root = self._root(opts, name)
-            target = stage(only(outputs, name), name)
-            inputs = only(input_lists, name) if self.communicator.rank == root else []
+            target = stage(single_item(outputs, name), name)
+            inputs = single_item(input_lists, name) if self.communicator.rank == root else []
             source = stage_list(inputs, name, nranks=self.communicator.nranks) if inputs else None
             _check_equal_parts(source, target, name)
 
@@ -370,7 +374,7 @@ class Collectives:
             self.communicator.scatter(None if source is None else source.array, root, target.array)
             target.store()
 
-        return self._go(
+        return self._start(
             name, outputs, [target] if source is None else [source, target], action, opts
         )
 
@@ -386,7 +390,7 @@ class Collectives:
     alltoall_base = all_to_all_single
 
 
-def _given(splits: Sequence[int] | None) -> bool:
+def _has_splits(splits: Sequence[int] | None) -> bool:
     """Whether there are any; they may be an array, which has no truth."""
     return splits is not None and len(splits) > 0
 
@@ -408,7 +412,7 @@ def _paired(outputs: Sequence[Any], inputs: Sequence[Any], name: str) -> list[tu
     return list(zip(outputs, inputs, strict=True))
 
 
-def only(items: Sequence[Any], name: str) -> Any:
+def single_item(items: Sequence[Any], name: str) -> Any:
     """The one item of a list that C++ passes."""
     if len(items) != 1:
         with as_backend_errors():

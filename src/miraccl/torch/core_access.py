@@ -14,14 +14,14 @@ import numpy as np
 from miraccl import params
 from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, MiracclError
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.ops.arguments import Array, view
 from miraccl.runtime.exchange import Entry, Exchange, Transfer
 from miraccl.runtime.wait_state import MemberSeat
 from miraccl.types import Collective
 
 #: What nobody finds a second time: the message is lost, and with it the communicator.
-_FATAL = frozenset((at.ERR_INTERRUPTED, at.ERR_MISMATCH, at.ERR_SIZE, at.ERR_CMA))
+_FATAL = frozenset((layout.ERR_INTERRUPTED, layout.ERR_MISMATCH, layout.ERR_SIZE, layout.ERR_CMA))
 
 
 def timeout_of(comm: Communicator) -> float:
@@ -33,16 +33,16 @@ def set_timeout(comm: Communicator, seconds: float) -> None:
     """The deadline of every operation on CPU memory from now on; one beyond ``params.FOREVER`` means that."""
     seconds = min(seconds, params.FOREVER)
     comm._member.fabric.timeout = seconds
-    comm._member.context.set(at.CTX_TIMEOUT_NS, int(seconds * 1e9))
+    comm._member.context.set(layout.CTX_TIMEOUT_NS, int(seconds * 1e9))
 
 
-def run_beside(comm: Communicator, on: bool) -> None:
+def set_background(comm: Communicator, on: bool) -> None:
     """Whether other threads than that of the program are inside the communicator, so that one that waits there keeps nothing else from
     running."""
-    comm._member.context.set(at.CTX_ASIDE, int(on))
+    comm._member.context.set(layout.CTX_ASIDE, int(on))
 
 
-def seat_of(comm: Communicator) -> MemberSeat:
+def wait_state_of(comm: Communicator) -> MemberSeat:
     """For those who look for where programs wait."""
     return comm._member.seat
 
@@ -63,14 +63,14 @@ def check_gpu(comm: Communicator, name: str) -> None:
         comm._device.check(name)
 
 
-def judge_gpu(comm: Communicator) -> None:
+def refresh_gpu_faults(comm: Communicator) -> None:
     """Have ``check_gpu`` tell what kernels that have ended left for the next ones to find."""
     side: Any = comm._device
     if side is not None:
         getattr(side, "local", side).judge()
 
 
-class Wire(Exchange):
+class TaggedExchange(Exchange):
     """The sends and receives of a communicator that is used for nothing else; its caller lets one thread in at a time.
 
     ``put`` and ``take`` are for messages with tags (``kernels.tagged``); headers from each rank are received into memory of their own.
@@ -80,11 +80,11 @@ class Wire(Exchange):
         self._comm, self._member, self._faults = comm, comm._member, comm._member.faults
         context = comm._member.context
         super().__init__(comm.rank, context.wires, context.door("exchange", Collective.SEND_RECV))
-        self._put, self._take = (
+        self._send_tagged, self._recv_tagged = (
             context.door("put_tagged", Collective.SEND_RECV),
             context.door("take_tagged", Collective.SEND_RECV),
         )
-        self._row = np.zeros(at.OP_SIZE // 8, np.int64)
+        self._row = np.zeros(layout.OP_SIZE // 8, np.int64)
         self._row_address = int(self._row.ctypes.data)
         self._first = 0  # the place of the source that is looked at first
 
@@ -92,17 +92,17 @@ class Wire(Exchange):
     def _incoming(self) -> tuple[int, list[Entry]]:
         """The receives of headers, one of each other rank, and the address of their table."""
         peers = [peer for peer in range(self._comm.nranks) if peer != self._rank]
-        memory = np.zeros((len(peers), at.HEADER_BYTES), np.uint8)
+        memory = np.zeros((len(peers), layout.HEADER_BYTES), np.uint8)
         return self.table(
             [self._transfer(part, peer, True) for part, peer in zip(memory, peers, strict=True)]
         )
 
-    def _place(self, source: int) -> int:
+    def _table_index(self, source: int) -> int:
         return source - (source > self._rank)
 
     def header_from(self, source: int) -> Entry:
         """The receive of the next header of a rank."""
-        return self._incoming[1][self._place(source)]
+        return self._incoming[1][self._table_index(source)]
 
     def start(self, array: Array, peer: int, *, receives: bool) -> Entry:
         """Take in one message of bytes. It goes on in ``go_on``."""
@@ -126,50 +126,55 @@ class Wire(Exchange):
         """How many messages of a rank have come."""
         return self._member.context.received(peer)
 
-    def must_be_taken(self, entry: Entry) -> int:
+    def required_consumption(self, entry: Entry) -> int:
         """How many messages the peer must have taken for a send to go on (``kernels.p2p.messages_taken``, where that waits)."""
-        if entry.words[at.OP_DONE // 8] >= entry.words[at.OP_ROUNDS // 8]:
-            return int(entry.words[at.OP_MARK // 8])
-        return self._member.context.sent()[entry.transfer.peer] - (at.NSLOTS - 1)
+        if entry.words[layout.OP_DONE // 8] >= entry.words[layout.OP_ROUNDS // 8]:
+            return int(entry.words[layout.OP_MARK // 8])
+        return self._member.context.sent()[entry.transfer.peer] - (layout.NSLOTS - 1)
 
-    def put(self, peer: int, tag: int, address: int, nbytes: int) -> int:
+    def send_tagged(self, peer: int, tag: int, address: int, nbytes: int) -> int:
         """Send a message with a tag, if nothing is before it and there is room: ``at.OK``; ``at.UNDER_WAY``, where ``rest`` takes in the
         rest of it; else nothing has happened. Raises what it finds wrong, as ``take`` does."""
         if self._faults.fault is not None:
-            return at.NEED_PLAN  # the next attempt fails, with all messages
+            return layout.NEED_PLAN  # the next attempt fails, with all messages
         if self._open and any(
             [  # noqa: C419
                 e.transfer.peer == peer and not e.transfer.receives for e in self._open
             ]
         ):
-            return at.NEED_PLAN
-        code = self._put(peer, tag, address, nbytes, self._row_address)
+            return layout.NEED_PLAN
+        code = self._send_tagged(peer, tag, address, nbytes, self._row_address)
         if code in _FATAL:
             self._member._conclude(code, "send")
         return code
 
-    def take(self, source: int | None, tag: int, address: int, nbytes: int, limit_ns: int) -> int:
+    def recv_tagged(
+        self, source: int | None, tag: int, address: int, nbytes: int, limit_ns: int
+    ) -> int:
         """Receive the next message of a source, or of any rank, if it has this tag and size and comes in time: its source;
         -``at.UNDER_WAY``, where ``rest`` takes in the rest of it; else, below 0, nothing has happened.  Only headers may be open."""
         table, entries = self._incoming
         if self._faults.fault is not None or source == self._rank or not entries:
-            return -at.NEED_PLAN
+            return -layout.NEED_PLAN
         if source is None:
-            found = self._take(
+            found = self._recv_tagged(
                 table, len(entries), self._first, tag, address, nbytes, self._row_address, limit_ns
             )
             if found >= 0:
-                self._first = (self._place(found) + 1) % len(entries)
+                self._first = (self._table_index(found) + 1) % len(entries)
         else:
-            row = table + self._place(source) * at.OP_SIZE
-            found = self._take(row, 1, 0, tag, address, nbytes, self._row_address, limit_ns)
+            row = table + self._table_index(source) * layout.OP_SIZE
+            found = self._recv_tagged(row, 1, 0, tag, address, nbytes, self._row_address, limit_ns)
         if -found in _FATAL:
             self._member._conclude(-found, "recv")
         return found
 
-    def rest(self, array: Array) -> Entry:
+    def remainder(self, array: Array) -> Entry:
         """Take in what a ``put`` or ``take`` of this memory has left."""
-        receives, peer = bool(self._row[at.OP_RECEIVES // 8]), int(self._row[at.OP_PEER // 8])
+        receives, peer = (
+            bool(self._row[layout.OP_RECEIVES // 8]),
+            int(self._row[layout.OP_PEER // 8]),
+        )
         words = self._row.copy()
         entry = Entry(
             transfer=self._transfer(array, peer, receives),
@@ -179,7 +184,7 @@ class Wire(Exchange):
         self.take_in(entry)
         return entry
 
-    def go_on(self, must: Sequence[Entry], limit_s: float, any_of: Sequence[Entry] = ()) -> bool:
+    def progress(self, must: Sequence[Entry], limit_s: float, any_of: Sequence[Entry] = ()) -> bool:
         """Advance everything: until ``must`` has ended, or one of ``any_of``, or ``limit_s`` has passed; without either, as far as it goes
         at once.
 
@@ -187,15 +192,15 @@ class Wire(Exchange):
         """
         member = self._member
         self._check()
-        member.context.set(at.CTX_TIMEOUT_NS, max(1, int(limit_s * 1e9)))
+        member.context.set(layout.CTX_TIMEOUT_NS, max(1, int(limit_s * 1e9)))
         code = self.advance([e for e in must if not e.done], any_of=any_of)
-        if code == at.ERR_TIMEOUT:
+        if code == layout.ERR_TIMEOUT:
             return False
-        if code != at.OK:
+        if code != layout.OK:
             member._conclude(code, "send/recv")
         return True
 
-    def expire(self, text: str, peer: int | None) -> MiracclError:
+    def break_at_deadline(self, text: str, peer: int | None) -> MiracclError:
         """Break the communicator: a message has passed its deadline. The error has the wait-for graph."""
         member = self._member
         graph = wait_for_graph(self._comm)

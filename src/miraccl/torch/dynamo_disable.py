@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def untraced(*classes: type, functions: Iterable[Any] = ()) -> None:
+def disable_dynamo(*classes: type, functions: Iterable[Any] = ()) -> None:
     """Run these functions and the methods of these classes as they are, with all that they call."""
     try:
         frames = importlib.import_module("torch._C._dynamo.eval_frame")

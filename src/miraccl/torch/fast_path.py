@@ -14,16 +14,16 @@ from torch._C import _distributed_c10d as c10d
 
 from miraccl.runtime.group import group
 from miraccl.torch.collectives import Collectives
-from miraccl.torch.mixed_backends import Elsewhere
+from miraccl.torch.mixed_backends import OtherBackends
 from miraccl.torch.operators import plain_operator
 from miraccl.torch.profiled import profiling
-from miraccl.torch.streams import Streams
-from miraccl.torch.tensors import is_everyday_on
+from miraccl.torch.streams import GroupStreams
+from miraccl.torch.tensors import is_plain_gpu_tensor
 from miraccl.torch.work import Work
 from miraccl.types import Collective
 
 #: of these PyTorch copies many tensors with one kernel
-_TOGETHER = frozenset(
+_FOREACH_DTYPES = frozenset(
     (
         torch.float64,
         torch.float32,
@@ -37,11 +37,11 @@ _TOGETHER = frozenset(
 )
 
 
-class Everyday(Collectives):
+class FastPathCollectives(Collectives):
     """The collectives with one tensor, with one for the output and one for the input, and with lists of one for each rank."""
 
-    _streams: Streams | None
-    _elsewhere: Elsewhere | None
+    _streams: GroupStreams | None
+    _other_backends: OtherBackends | None
     _batch: list[Work] | None
     _sequence: int
     _on_one_host: bool
@@ -49,7 +49,7 @@ class Everyday(Collectives):
     # ---- one tensor, or an output and an input
 
     def allreduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.AllreduceOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
+        if _is_common_call(c10d.AllreduceOptions, rest, tensors) and self._eligible_on_gpu(tensors):
             x, opts = tensors[0], rest[0]
             if (op := plain_operator(opts.reduceOp)) is not None:
                 return self._call(
@@ -58,7 +58,7 @@ class Everyday(Collectives):
         return super().allreduce(tensors, *rest, **named)
 
     def broadcast(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.BroadcastOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
+        if _is_common_call(c10d.BroadcastOptions, rest, tensors) and self._eligible_on_gpu(tensors):
             return self._call(
                 "broadcast",
                 tensors,
@@ -71,7 +71,7 @@ class Everyday(Collectives):
         return super().broadcast(tensors, *rest, **named)
 
     def reduce(self, tensors: Sequence[Any], *rest: Any, **named: Any) -> Work:
-        if _is_usual(c10d.ReduceOptions, rest, tensors) and self._are_everyday_on_gpu(tensors):
+        if _is_common_call(c10d.ReduceOptions, rest, tensors) and self._eligible_on_gpu(tensors):
             x, opts = tensors[0], rest[0]
             if (op := plain_operator(opts.reduceOp)) is not None:
                 return self._call(
@@ -89,7 +89,7 @@ class Everyday(Collectives):
 
     def all_gather_single(self, output: Any, tensor: Any, *rest: Any) -> Work:
         memory = (output, tensor)
-        if rest and self._are_everyday_on_gpu(memory):
+        if rest and self._eligible_on_gpu(memory):
             return self._call(
                 "all_gather_into_tensor",
                 [output],
@@ -105,7 +105,7 @@ class Everyday(Collectives):
         memory = (output, tensor)
         if (
             rest
-            and self._are_everyday_on_gpu(memory)
+            and self._eligible_on_gpu(memory)
             and (op := plain_operator(rest[0].reduceOp)) is not None
         ):
             return self._call(
@@ -128,7 +128,7 @@ class Everyday(Collectives):
             rest
             and type(output_splits) is list
             and type(input_splits) is list
-            and self._are_everyday_on_gpu(memory)
+            and self._eligible_on_gpu(memory)
         ):
             if not output_splits and not input_splits and tensor.shape[0] % nranks == 0:
                 return self._call(
@@ -141,8 +141,8 @@ class Everyday(Collectives):
                     output,
                 )
             sends, receives = (
-                _elements(tensor, input_splits, nranks),
-                _elements(output, output_splits, nranks),
+                _split_counts(tensor, input_splits, nranks),
+                _split_counts(output, output_splits, nranks),
             )
             if sends and receives:
                 args = tensor, sends, receives, output
@@ -165,11 +165,11 @@ class Everyday(Collectives):
     def allgather(
         self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any
     ) -> Work:
-        usual = _is_usual(c10d.AllgatherOptions, rest, inputs) and _is_one(output_lists)
+        usual = _is_common_call(c10d.AllgatherOptions, rest, inputs) and _is_single(output_lists)
         if (
             usual
-            and self._are_everyday_on_gpu(inputs)
-            and self._is_of_each_rank(output_lists[0], inputs[0])
+            and self._eligible_on_gpu(inputs)
+            and self._has_one_per_rank(output_lists[0], inputs[0])
         ):
             outputs, x = output_lists[0], inputs[0]
             result: list[Any] = []  # of futures: one tensor of all ranks' (see ``collectives``)
@@ -186,11 +186,13 @@ class Everyday(Collectives):
     def reduce_scatter(
         self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any
     ) -> Work:
-        usual = _is_usual(c10d.ReduceScatterOptions, rest, outputs) and _is_one(input_lists)
+        usual = _is_common_call(c10d.ReduceScatterOptions, rest, outputs) and _is_single(
+            input_lists
+        )
         if (
             usual
-            and self._are_everyday_on_gpu(outputs)
-            and self._is_of_each_rank(input_lists[0], outputs[0])
+            and self._eligible_on_gpu(outputs)
+            and self._has_one_per_rank(input_lists[0], outputs[0])
         ):
             inputs, out = input_lists[0], outputs[0]
             if (op := plain_operator(rest[0].reduceOp)) is not None:
@@ -212,10 +214,10 @@ class Everyday(Collectives):
         if (
             usual
             and len(outputs) == len(inputs) == nranks
-            and self._are_everyday_on_gpu(together := (*outputs, *inputs))
+            and self._eligible_on_gpu(together := (*outputs, *inputs))
         ):
             one_type = len({x.dtype for x in together}) == 1
-            if one_type and self._are_messages(outputs, inputs):
+            if one_type and self._runs_as_messages(outputs, inputs):
                 return self._exchange(
                     "all_to_all",
                     outputs,
@@ -229,14 +231,14 @@ class Everyday(Collectives):
     def gather(
         self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], *rest: Any, **named: Any
     ) -> Work:
-        if _is_usual(c10d.GatherOptions, rest, inputs) and self._are_everyday_on_gpu(inputs):
+        if _is_common_call(c10d.GatherOptions, rest, inputs) and self._eligible_on_gpu(inputs):
             x, root = inputs[0], rest[0].rootRank
             if root != self.communicator.rank:
                 return self._call("gather", [], inputs, rest[0], self.communicator.gather, x, root)
             if (
-                _is_one(output_lists)
-                and self._is_of_each_rank(output_lists[0], x)
-                and self._are_messages(output_lists[0], inputs)
+                _is_single(output_lists)
+                and self._has_one_per_rank(output_lists[0], x)
+                and self._runs_as_messages(output_lists[0], inputs)
             ):
                 of = Collective.GATHER, root, x
                 return self._exchange(
@@ -247,16 +249,16 @@ class Everyday(Collectives):
     def scatter(
         self, outputs: Sequence[Any], input_lists: Sequence[Sequence[Any]], *rest: Any, **named: Any
     ) -> Work:
-        if _is_usual(c10d.ScatterOptions, rest, outputs) and self._are_everyday_on_gpu(outputs):
+        if _is_common_call(c10d.ScatterOptions, rest, outputs) and self._eligible_on_gpu(outputs):
             out, root = outputs[0], rest[0].rootRank
             if root != self.communicator.rank:
                 return self._call(
                     "scatter", outputs, outputs, rest[0], self.communicator.scatter, None, root, out
                 )
             if (
-                _is_one(input_lists)
-                and self._is_of_each_rank(input_lists[0], out)
-                and self._are_messages(outputs, input_lists[0])
+                _is_single(input_lists)
+                and self._has_one_per_rank(input_lists[0], out)
+                and self._runs_as_messages(outputs, input_lists[0])
             ):
                 of = Collective.SCATTER, root, out
                 return self._exchange(
@@ -277,7 +279,9 @@ class Everyday(Collectives):
     ) -> Work:
         """An operation of the communicator; ``tensors`` get its result, ``memory`` is all that it touches."""
         self._sequence += 1
-        return self._here.call(name, tensors, memory, operation, args, asynchronous=opts.asyncOp)
+        return self._gpu_streams.call(
+            name, tensors, memory, operation, args, asynchronous=opts.asyncOp
+        )
 
     def _run(
         self,
@@ -289,7 +293,7 @@ class Everyday(Collectives):
     ) -> Work:
         """The same of an operation with copies of PyTorch's around it."""
         self._sequence += 1
-        return self._here.run(name, tensors, memory, action, asynchronous=opts.asyncOp)
+        return self._gpu_streams.run(name, tensors, memory, action, asynchronous=opts.asyncOp)
 
     def _exchange(
         self,
@@ -319,26 +323,31 @@ class Everyday(Collectives):
         return self._call(name, tensors, [x for _, x in (*outgoing, *incoming)], opts, operation)
 
     @property
-    def _here(self) -> Streams:
+    def _gpu_streams(self) -> GroupStreams:
         assert self._streams is not None  # or nothing is everyday
         return self._streams
 
     # ---- what is ordinary
 
-    def _are_everyday_on_gpu(self, tensors: Iterable[Any]) -> bool:
+    def _eligible_on_gpu(self, tensors: Iterable[Any]) -> bool:
         """Whether nobody but the communicator wants to have or to see these tensors."""
         streams = self._streams
-        if streams is None or self._batch is not None or self._elsewhere is not None or profiling():
+        if (
+            streams is None
+            or self._batch is not None
+            or self._other_backends is not None
+            or profiling()
+        ):
             return False
         ordinal = streams.device.index
-        return all([is_everyday_on(tensor, ordinal) for tensor in tensors])  # noqa: C419  (a generator takes longer)
+        return all([is_plain_gpu_tensor(tensor, ordinal) for tensor in tensors])  # noqa: C419  (a generator takes longer)
 
-    def _is_of_each_rank(self, tensors: Any, one: Any) -> bool:
+    def _has_one_per_rank(self, tensors: Any, one: Any) -> bool:
         """Whether a list has a tensor like ``one``, which is everyday, for each rank, and PyTorch itself may write them."""
         if (
             type(tensors) is not list
             or len(tensors) != self.communicator.nranks
-            or not self._are_everyday_on_gpu(tensors)
+            or not self._eligible_on_gpu(tensors)
         ):
             return False
         shape, dtype = one.shape, one.dtype
@@ -348,7 +357,7 @@ class Everyday(Collectives):
             ]
         )
 
-    def _are_messages(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
+    def _runs_as_messages(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
         """Whether what goes from everyday tensors to other ranks' is messages, which it is on one host, whatever call it comes from.
 
         Several hosts have other ways, which all ranks take together, and none of it may be for a call of this rank alone to decide.
@@ -356,16 +365,16 @@ class Everyday(Collectives):
         return self._on_one_host and _storages(outputs).isdisjoint(_storages(inputs))
 
 
-def _is_one(things: Any) -> bool:
+def _is_single(things: Any) -> bool:
     return type(things) is list and len(things) == 1
 
 
-def _is_usual(options: type, rest: Sequence[Any], things: Any) -> bool:
+def _is_common_call(options: type, rest: Sequence[Any], things: Any) -> bool:
     """Whether a call has a list of one thing and options, as ``torch.distributed`` passes them."""
-    return len(rest) == 1 and type(rest[0]) is options and _is_one(things)
+    return len(rest) == 1 and type(rest[0]) is options and _is_single(things)
 
 
-def _elements(tensor: Any, splits: list[int], nranks: int) -> list[int]:
+def _split_counts(tensor: Any, splits: list[int], nranks: int) -> list[int]:
     """How many elements of a tensor are of each rank, from rows; nothing where ``collectives`` has something to say about the splits."""
     rows = tensor.shape[0]
     if len(splits) != nranks or sum(splits) != rows:
@@ -375,7 +384,7 @@ def _elements(tensor: Any, splits: list[int], nranks: int) -> list[int]:
 
 
 def _copy_each(outputs: Sequence[Any], parts: Sequence[Any]) -> None:
-    if outputs[0].dtype in _TOGETHER:
+    if outputs[0].dtype in _FOREACH_DTYPES:
         torch._foreach_copy_(outputs, parts)
     else:
         for output, part in zip(outputs, parts, strict=True):

@@ -32,182 +32,197 @@ from miraccl.errors import (
     InvalidUsage,
     MiracclError,
 )
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime.exchange import Entry
 from miraccl.runtime.progress import progress
-from miraccl.torch.core_access import Wire, run_beside, seat_of, set_timeout, timeout_of
-from miraccl.torch.message import SENT, Early, Message, read_header, write_header
+from miraccl.torch.core_access import (
+    TaggedExchange,
+    set_background,
+    set_timeout,
+    timeout_of,
+    wait_state_of,
+)
+from miraccl.torch.message import SENT, TaggedMessage, UnexpectedMessage, read_header, write_header
 
 SLICE_S = 0.005
 #: A receive that others stand beside is waited for alone only for so long: their messages may have to go on for its own to come.
-AMONG_OTHERS_NS = 200_000
+CONTENDED_SLICE_NS = 200_000
 #: A receive that only another thread of this rank can end looks again after ever longer naps, and so does one that others wait behind.
-NAP_FIRST_S, NAP_LAST_S = 20e-6, 500e-6
+BACKOFF_FIRST_S, BACKOFF_LAST_S = 20e-6, 500e-6
 CLOSE_WAIT_S = 10.0
 #: After this the lookout is told that a wait is long.
-LONG_S = 0.1
+LONG_WAIT_S = 0.1
 
 
-class Post:
+class TagMatcher:
     """The messages of one rank of a group. Any thread may call."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._me, self._nranks = comm.rank, comm.nranks
         self.set_timeout(timeout_of(comm))
-        self._wire = Wire(comm)
-        run_beside(comm, True)
-        self._seat = seat_of(comm)
-        self._seat.transfers, self._seat.aside = self._transfers, lambda: False
-        self._turn = threading.RLock()
-        self._counting = threading.Lock()
-        self._waiting = 0
-        self._wanted: list[Message] = []  # receives without a message
-        self._moving: list[Message] = []  # sends, and receives with one
-        self._early: list[Early] = []
+        self._exchange = TaggedExchange(comm)
+        set_background(comm, True)
+        self._wait_state = wait_state_of(comm)
+        self._wait_state.transfers, self._wait_state.aside = self._transfers, lambda: False
+        self._lock = threading.RLock()
+        self._waiters_lock = threading.Lock()
+        self._waiters = 0
+        self._posted_receives: list[TaggedMessage] = []  # receives without a message
+        self._active: list[TaggedMessage] = []  # sends, and receives with one
+        self._unexpected: list[UnexpectedMessage] = []
         self._headers: dict[int, Entry] = {}  # those that are awaited, by source
-        self._unused: dict[int, Entry] = {}  # headers of sends by peer
+        self._free_headers: dict[int, Entry] = {}  # headers of sends by peer
         self._closed = False
         self.watched = False
-        self._inside, self._held = _Turn(self), _Held(self)
+        self._locked, self._lock_held = _Locked(self), _LockHeld(self)
 
     # ---- calls
 
-    def send(self, tensor: Any, peer: int, tag: int, name: str = "send") -> Message:
+    def send(self, tensor: Any, peer: int, tag: int, name: str = "send") -> TaggedMessage:
         """Begin to send a tensor, which stays as it is until the message is done."""
         self._rank(peer, name)
-        with self._inside:
+        with self._locked:
             self._check(name)
             if peer == self._me:
-                payload = Message(name, tag, peer, tensor).array.copy()
-                self._early.append(Early(peer=peer, tag=tag, payload=payload, entries=[]))
+                payload = TaggedMessage(name, tag, peer, tensor).array.copy()
+                self._unexpected.append(
+                    UnexpectedMessage(peer=peer, tag=tag, payload=payload, entries=[])
+                )
                 self._advance([])
                 return SENT
-            code = self._wire.put(peer, tag, tensor.data_ptr(), tensor.nbytes)
-            if code == at.OK:
+            code = self._exchange.send_tagged(peer, tag, tensor.data_ptr(), tensor.nbytes)
+            if code == layout.OK:
                 return SENT
-            message = Message(name, tag, peer, tensor)
-            if code == at.UNDER_WAY:
-                message.entries = [self._wire.rest(message.array)]
-                self._moving.append(message)
+            message = TaggedMessage(name, tag, peer, tensor)
+            if code == layout.UNDER_WAY:
+                message.entries = [self._exchange.remainder(message.array)]
+                self._active.append(message)
             else:
                 self._send(message, peer)
         if not self.watched and not message.done:  # the program may do something else now
             progress.watch(self)
         return message
 
-    def _send(self, message: Message, peer: int) -> None:
+    def _send(self, message: TaggedMessage, peer: int) -> None:
         message.header = header = self._header_to(peer)
         payload = message.array
         write_header(header, message.tag, payload)
-        self._wire.take_in(header)
+        self._exchange.take_in(header)
         message.entries = [header]
-        if payload.nbytes > at.SHORT_BYTES:
-            message.entries = [header, self._wire.start(payload, peer, receives=False)]
-        self._moving.append(message)
-        self._await_headers()
+        if payload.nbytes > layout.SHORT_BYTES:
+            message.entries = [header, self._exchange.start(payload, peer, receives=False)]
+        self._active.append(message)
+        self._post_header_receives()
         self._advance([])
 
-    def receive(self, tensor: Any, peer: int | None, tag: int, name: str = "recv") -> Message:
+    def receive(self, tensor: Any, peer: int | None, tag: int, name: str = "recv") -> TaggedMessage:
         """Begin to receive into a tensor, from ``peer`` or from anyone."""
-        message = Message(name, tag, None if peer is None else self._rank(peer, name), tensor)
-        with self._inside:
+        message = TaggedMessage(name, tag, None if peer is None else self._rank(peer, name), tensor)
+        with self._locked:
             self._check(name)
-            self._wanted.append(message)
-            if self._early:
-                self._sort()  # it may have come already
-                self._conclude()
+            self._posted_receives.append(message)
+            if self._unexpected:
+                self._match_messages()  # it may have come already
+                self._complete()
         if not self.watched and not message.done:  # the program may do something else now
             progress.watch(self)
         return message
 
     def go_on_alone(self) -> bool | None:
         """As ``progress`` asks: do what can be done at once if no other thread is inside."""
-        if not self._turn.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return False
-        with self._held:
-            before = self._done_so_far()
+        with self._lock_held:
+            before = self._progress_state()
             if before is not None:
-                self._await_headers()
+                self._post_header_receives()
                 self._advance([])
-            return None if before is None else self._done_so_far() != before
+            return None if before is None else self._progress_state() != before
 
-    def _done_so_far(self) -> tuple[int, ...] | None:
+    def _progress_state(self) -> tuple[int, ...] | None:
         """What is under way, and how far it has come; None for nothing."""
-        entries = [*(m.entries for m in self._moving), *(early.entries for early in self._early)]
+        entries = [
+            *(m.entries for m in self._active),
+            *(early.entries for early in self._unexpected),
+        ]
         open_ones = [entry for some in entries for entry in some if not entry.done]
-        if not self._wanted and not open_ones:
+        if not self._posted_receives and not open_ones:
             return None
         return (
-            len(self._wanted),
+            len(self._posted_receives),
             len(open_ones),
-            sum(int(e.words[at.OP_DONE // 8]) for e in open_ones),
+            sum(int(e.words[layout.OP_DONE // 8]) for e in open_ones),
         )
 
-    def poll(self, message: Message) -> bool:
+    def poll(self, message: TaggedMessage) -> bool:
         """Do what can be done at once; whether the message is done."""
-        if not message.done and self._turn.acquire(blocking=False):
-            with self._held:
-                self._await_headers()
+        if not message.done and self._lock.acquire(blocking=False):
+            with self._lock_held:
+                self._post_header_receives()
                 self._advance([])
         return message.done
 
-    def wait(self, message: Message, limit: float | None = None) -> None:
+    def wait(self, message: TaggedMessage, limit: float | None = None) -> None:
         """Until the message is done; raises its error.
 
         After ``limit`` seconds it raises ``CollectiveTimeout`` and the message goes on; without a limit, the group's deadline breaks
         the communicator.
         """
         if not message.done and limit is not None:
-            self._go_on(message, limit)
-        elif not message.done and not self._take(message):
-            with Waiting(lambda: self._wait_for(message)):
-                self._go_on(message, limit)
+            self._wait_loop(message, limit)
+        elif not message.done and not self._try_direct_receive(message):
+            with Waiting(lambda: self._wait_reason(message)):
+                self._wait_loop(message, limit)
         if message.error is not None:
             raise message.error
 
-    def _go_on(self, message: Message, limit: float | None) -> None:
+    def _wait_loop(self, message: TaggedMessage, limit: float | None) -> None:
         """The rest of ``wait``."""
         now = time.monotonic()
-        end, long = now + (self.timeout if limit is None else limit), now + LONG_S
-        nap = NAP_FIRST_S
+        end, long = now + (self.timeout if limit is None else limit), now + LONG_WAIT_S
+        backoff = BACKOFF_FIRST_S
         while not message.done:
             now = time.monotonic()
             left = end - now
             if left <= 0:
-                with self._inside:  # it may have come while nobody looked
-                    self._await_headers()
+                with self._locked:  # it may have come while nobody looked
+                    self._post_header_receives()
                     self._advance([])
                 if not message.done:
-                    self._late(message, limit)
+                    self._raise_timeout(message, limit)
                 break
             if now > long:
                 lookout.call()
                 long = end
-            with self._inside:
-                self._await_headers()
+            with self._locked:
+                self._post_header_receives()
                 if (source := self._awaited_rank(message)) is not None:
-                    message.heard = self._wire.received(source)
-                must = self._next(message)
-                self._advance(must, min(SLICE_S, left), list(self._headers.values()))
-                idle = not must and not self._headers
-            if not message.done and (idle or self._waiting):
-                time.sleep(min(nap, left))
-                nap = min(2 * nap, NAP_LAST_S)
+                    message.received_count = self._exchange.received(source)
+                required = self._required_entries(message)
+                self._advance(required, min(SLICE_S, left), list(self._headers.values()))
+                idle = not required and not self._headers
+            if not message.done and (idle or self._waiters):
+                time.sleep(min(backoff, left))
+                backoff = min(2 * backoff, BACKOFF_LAST_S)
 
-    def _wait_for(self, message: Message) -> Wait | None:
+    def _wait_reason(self, message: TaggedMessage) -> Wait | None:
         """What has to come for ``message`` to go on, where that is up to one rank."""
-        peer, heard = self._awaited_rank(message), message.heard
-        if peer is None or heard is None or self.timeout < self._seat.usual_s:
+        peer, received = self._awaited_rank(message), message.received_count
+        if peer is None or received is None or self.timeout < self._wait_state.usual_s:
             return None
         sends = message.sends
         entry = next((e for e in message.entries if not e.done), None)
-        taken = self._wire.must_be_taken(entry) if sends and entry is not None else 0
-        if message.done or (sends and taken <= 0):
+        consumption = (
+            self._exchange.required_consumption(entry) if sends and entry is not None else 0
+        )
+        if message.done or (sends and consumption <= 0):
             return None
-        return self._seat.wait_for_message(peer, heard, taken, f"{message.name}, tag {message.tag}")
+        return self._wait_state.wait_for_message(
+            peer, received, consumption, f"{message.name}, tag {message.tag}"
+        )
 
-    def _awaited_rank(self, message: Message) -> int | None:
+    def _awaited_rank(self, message: TaggedMessage) -> int | None:
         """The other rank that a message is to or from, where that can be one only."""
         peer = 1 - self._me if message.peer is None and self._nranks == 2 else message.peer
         return None if peer == self._me else peer
@@ -220,54 +235,56 @@ class Post:
         awaited = [(source, True) for source in list(self._headers)]
         aside = [
             (early.peer, True)
-            for early in list(self._early)
+            for early in list(self._unexpected)
             if not all(e.done for e in early.entries)
         ]
-        messages = [*self._wanted, *self._moving]
+        messages = [*self._posted_receives, *self._active]
         return [
             *awaited,
             *aside,
             *((ANY if m.peer is None else m.peer, not m.sends) for m in messages),
         ]
 
-    def _take(self, message: Message) -> bool:
+    def _try_direct_receive(self, message: TaggedMessage) -> bool:
         """The shortest way, for a receive that is the next to get its message, while nothing is moving: whether that has ended it.  If
         another message comes first, or none for a while, nothing has happened."""
-        if not self._turn.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return False
-        with self._held:
-            if self._moving or self._waiting or not self._is_first(message):
+        with self._lock_held:
+            if self._active or self._waiters or not self._is_next_match(message):
                 return False
-            if self._early and not all(e.done for early in self._early for e in early.entries):
+            if self._unexpected and not all(
+                e.done for early in self._unexpected for e in early.entries
+            ):
                 return False
             try:
-                self._take_next(message)
+                self._receive_next(message)
             except MiracclError as error:
                 self._fail(error)
             return message.done
 
-    def _take_next(self, message: Message) -> None:
+    def _receive_next(self, message: TaggedMessage) -> None:
         """Where the next message is not its own, nothing happens."""
         tensor, limit_ns = (
             message.tensor,
-            self._slice_ns if len(self._wanted) == 1 else AMONG_OTHERS_NS,
+            self._slice_ns if len(self._posted_receives) == 1 else CONTENDED_SLICE_NS,
         )
-        source = self._wire.take(
+        source = self._exchange.recv_tagged(
             message.peer, message.tag, tensor.data_ptr(), tensor.nbytes, limit_ns
         )
-        if source < 0 and source != -at.UNDER_WAY:
+        if source < 0 and source != -layout.UNDER_WAY:
             return
-        self._wanted.remove(message)
+        self._posted_receives.remove(message)
         if source >= 0:
             message.peer, message.done = source, True
         else:
-            entry = self._wire.rest(message.array)
+            entry = self._exchange.remainder(message.array)
             message.peer, message.entries = entry.transfer.peer, [entry]
-            self._moving.append(message)
+            self._active.append(message)
 
-    def _is_first(self, message: Message) -> bool:
+    def _is_next_match(self, message: TaggedMessage) -> bool:
         """Whether it waits for a message that no older receive may get."""
-        for other in self._wanted:
+        for other in self._posted_receives:
             if other is message:
                 return True
             if other.tag == message.tag and (
@@ -276,15 +293,15 @@ class Post:
                 break
         return False
 
-    def give_up(self, message: Message) -> None:
+    def expire(self, message: TaggedMessage) -> None:
         """The group's deadline has passed for a message that nobody waits for with ``wait``: that breaks the communicator."""
-        self._late(message, None)
+        self._raise_timeout(message, None)
 
-    def withdraw(self, message: Message) -> bool:
+    def cancel(self, message: TaggedMessage) -> bool:
         """Take back a receive that has found no message; whether that was so."""
-        with self._inside:
-            if message in self._wanted:
-                self._wanted.remove(message)
+        with self._locked:
+            if message in self._posted_receives:
+                self._posted_receives.remove(message)
                 return True
         return False
 
@@ -294,10 +311,10 @@ class Post:
 
     def close(self) -> None:
         """End after the sends under way, and leave. Receives that wait are forgotten."""
-        with self._turn:
+        with self._lock:
             if self._closed:
                 return
-            sends = [m for m in self._moving if m.sends]
+            sends = [m for m in self._active if m.sends]
             end = time.monotonic() + CLOSE_WAIT_S
             try:
                 while any(not m.done for m in sends) and time.monotonic() < end:
@@ -330,7 +347,7 @@ class Post:
             )
         return peer
 
-    def _next(self, message: Message) -> Sequence[Entry]:
+    def _required_entries(self, message: TaggedMessage) -> Sequence[Entry]:
         """What has to end for ``message`` to go on; empty where that is not one thing."""
         if message.entries:
             return message.entries
@@ -338,106 +355,110 @@ class Post:
         return [] if header is None else [header]
 
     def _advance(
-        self, must: Sequence[Entry], limit_s: float = 1.0, any_of: Sequence[Entry] = ()
+        self, required: Sequence[Entry], limit_s: float = 1.0, any_of: Sequence[Entry] = ()
     ) -> None:
         """Go on with everything (``Wire.go_on``). A fault of the communicator becomes that of all messages."""
         if self._closed:  # another thread was late: the communicator's memory may be gone
             return
         try:
-            self._wire.go_on(must, limit_s, any_of)
-            while self._sort() and self._wire.open:
-                self._wire.go_on([], limit_s)
+            self._exchange.progress(required, limit_s, any_of)
+            while self._match_messages() and self._exchange.open:
+                self._exchange.progress([], limit_s)
         except MiracclError as error:
             self._fail(error)
-        self._conclude()
+        self._complete()
 
     def _fail(self, error: MiracclError) -> None:
-        self._conclude()
-        for message in [*self._wanted, *self._moving]:
+        self._complete()
+        for message in [*self._posted_receives, *self._active]:
             message.error, message.done = error, True
-        self._wanted, self._moving = [], []
+        self._posted_receives, self._active = [], []
 
-    def _await_headers(self) -> None:
+    def _post_header_receives(self) -> None:
         """A header is awaited from every rank from which some receive may get a message."""
-        for message in self._wanted:
+        for message in self._posted_receives:
             for source in range(self._nranks) if message.peer is None else (message.peer,):
                 if source != self._me and source not in self._headers:
-                    self._headers[source] = header = self._wire.header_from(source)
-                    self._wire.take_in(header)
+                    self._headers[source] = header = self._exchange.header_from(source)
+                    self._exchange.take_in(header)
 
     def _header_to(self, peer: int) -> Entry:
         """A header to a peer; each has its memory once, unless several are under way."""
-        return self._unused.pop(peer, None) or self._wire.header_to(
-            np.zeros(at.HEADER_BYTES, np.uint8), peer
+        return self._free_headers.pop(peer, None) or self._exchange.header_to(
+            np.zeros(layout.HEADER_BYTES, np.uint8), peer
         )
 
-    def _sort(self) -> bool:
+    def _match_messages(self) -> bool:
         """Bring messages and receives together; whether there is something new to do."""
         new = False
         for source in [source for source, header in self._headers.items() if header.done]:
-            self._arrived(source, self._headers[source])
-            self._wire.renew(self._headers.pop(source))
+            self._on_header(source, self._headers[source])
+            self._exchange.renew(self._headers.pop(source))
             new = True
-        for early in list(self._early) if self._wanted else ():
-            taker = self._taker(early.peer, early.tag)
-            if taker is not None:
-                self._give(taker, early)
-                self._early.remove(early)
+        for unexpected in list(self._unexpected) if self._posted_receives else ():
+            receive = self._match(unexpected.peer, unexpected.tag)
+            if receive is not None:
+                self._deliver(receive, unexpected)
+                self._unexpected.remove(unexpected)
                 new = True
-        if new and self._wanted:
-            self._await_headers()
+        if new and self._posted_receives:
+            self._post_header_receives()
         return new
 
-    def _taker(self, source: int, tag: int) -> Message | None:
-        return next((m for m in self._wanted if m.tag == tag and m.peer in (None, source)), None)
+    def _match(self, source: int, tag: int) -> TaggedMessage | None:
+        return next(
+            (m for m in self._posted_receives if m.tag == tag and m.peer in (None, source)), None
+        )
 
-    def _arrived(self, source: int, header: Entry) -> None:
+    def _on_header(self, source: int, header: Entry) -> None:
         """A payload that is not in its header goes straight to the receive that waits for it, else aside."""
         tag, nbytes, short = read_header(header)
-        ahead = any(e.peer == source and e.tag == tag for e in self._early)
-        taker = None if ahead else self._taker(source, tag)
+        queued = any(e.peer == source and e.tag == tag for e in self._unexpected)
+        receive = None if queued else self._match(source, tag)
         entries = []
-        fits = taker is not None and taker.nbytes == nbytes
-        if taker is not None and fits and nbytes <= at.SHORT_BYTES:  # most messages
-            taker.array[:] = short
-            taker.peer, taker.done = source, True
-            self._wanted.remove(taker)
+        fits = receive is not None and receive.nbytes == nbytes
+        if receive is not None and fits and nbytes <= layout.SHORT_BYTES:  # most messages
+            receive.array[:] = short
+            receive.peer, receive.done = source, True
+            self._posted_receives.remove(receive)
             return
-        if nbytes <= at.SHORT_BYTES:
+        if nbytes <= layout.SHORT_BYTES:
             payload = short.copy()
         else:
-            payload = taker.array if taker is not None and fits else np.empty(nbytes, np.uint8)
-            entries = [self._wire.start(payload, source, receives=True)]
-        early = Early(peer=source, tag=tag, payload=payload, entries=entries)
-        if taker is None:
-            self._early.append(early)
+            payload = receive.array if receive is not None and fits else np.empty(nbytes, np.uint8)
+            entries = [self._exchange.start(payload, source, receives=True)]
+        unexpected = UnexpectedMessage(peer=source, tag=tag, payload=payload, entries=entries)
+        if receive is None:
+            self._unexpected.append(unexpected)
         else:
-            self._give(taker, early, aside=not fits or not entries)
+            self._deliver(receive, unexpected, bounce=not fits or not entries)
 
-    def _give(self, message: Message, early: Early, *, aside: bool = True) -> None:
+    def _deliver(
+        self, message: TaggedMessage, unexpected: UnexpectedMessage, *, bounce: bool = True
+    ) -> None:
         """``aside``: the payload lands somewhere else than in the message's own memory."""
-        self._wanted.remove(message)
-        self._moving.append(message)
-        message.peer, message.entries = early.peer, early.entries
-        message.aside = early.payload if aside else None
-        if message.nbytes != early.payload.nbytes:
-            sizes = f"{early.payload.nbytes} bytes, the tensor {message.nbytes}"
-            text = f"the message of rank {early.peer} with tag {early.tag} has {sizes}"
+        self._posted_receives.remove(message)
+        self._active.append(message)
+        message.peer, message.entries = unexpected.peer, unexpected.entries
+        message.bounce = unexpected.payload if bounce else None
+        if message.nbytes != unexpected.payload.nbytes:
+            sizes = f"{unexpected.payload.nbytes} bytes, the tensor {message.nbytes}"
+            text = f"the message of rank {unexpected.peer} with tag {unexpected.tag} has {sizes}"
             message.error = CollectiveMismatch(
-                text, rank=self.comm.rank, peer=early.peer, op=message.name
+                text, rank=self.comm.rank, peer=unexpected.peer, op=message.name
             )
 
-    def _conclude(self) -> None:
+    def _complete(self) -> None:
         """Mark what is done."""
-        for message in [m for m in self._moving if all([e.done for e in m.entries])]:  # noqa: C419  (half the time of a generator)
-            if message.aside is not None and message.error is None:
-                np.copyto(message.array, message.aside)
+        for message in [m for m in self._active if all([e.done for e in m.entries])]:  # noqa: C419  (half the time of a generator)
+            if message.bounce is not None and message.error is None:
+                np.copyto(message.array, message.bounce)
             if message.header is not None and message.peer is not None:
-                self._unused[message.peer] = self._wire.renew(message.header)
-            self._moving.remove(message)
+                self._free_headers[message.peer] = self._exchange.renew(message.header)
+            self._active.remove(message)
             message.done = True
 
-    def _late(self, message: Message, limit: float | None) -> None:
+    def _raise_timeout(self, message: TaggedMessage, limit: float | None) -> None:
         who = "any rank" if message.peer is None else f"rank {message.peer}"
         it = f"a message with tag {message.tag}"
         what = f"{who} to take {it}" if message.name == "send" else f"{it} from {who}"
@@ -445,20 +466,20 @@ class Post:
             text = f"not finished within {limit:g} s: waits for {what}; it goes on"
             raise CollectiveTimeout(text, rank=self.comm.rank, peer=message.peer, op=message.name)
         text = f"rank {self.comm.rank} passed the deadline of {self.timeout:g} s while waiting for {what}"
-        with self._inside:
+        with self._locked:
             if not message.done:
-                self._fail(self._wire.expire(text, message.peer))
+                self._fail(self._exchange.break_at_deadline(text, message.peer))
 
 
-class _Held:
+class _LockHeld:
     """The turn, which this thread has; it is over with the block.
 
     What leaves the block and is no error of ours comes from the handler of a signal: nobody knows then how far messages have come, as when
     it comes from within compiled code.
     """
 
-    def __init__(self, post: Post) -> None:
-        self._post = post
+    def __init__(self, matcher: TagMatcher) -> None:
+        self._matcher = matcher
 
     def __enter__(self) -> None:
         pass
@@ -471,21 +492,21 @@ class _Held:
     ) -> None:
         try:
             if kind is not None and not issubclass(kind, MiracclError):
-                self._post.abort(f"{kind.__name__} was raised in the middle of a message")
+                self._matcher.abort(f"{kind.__name__} was raised in the middle of a message")
         finally:
-            self._post._turn.release()
+            self._matcher._lock.release()
 
 
-class _Turn(_Held):
+class _Locked(_LockHeld):
     """One thread at a time; others are counted, so that the one inside hurries."""
 
     def __enter__(self) -> None:
-        post = self._post
-        if not post._turn.acquire(blocking=False):
-            with post._counting:
-                post._waiting += 1
+        matcher = self._matcher
+        if not matcher._lock.acquire(blocking=False):
+            with matcher._waiters_lock:
+                matcher._waiters += 1
             try:
-                post._turn.acquire()
+                matcher._lock.acquire()
             finally:
-                with post._counting:
-                    post._waiting -= 1
+                with matcher._waiters_lock:
+                    matcher._waiters -= 1

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from miraccl.errors import MiracclError
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.ops.arguments import Array
 from miraccl.runtime.exchange import Entry
 from miraccl.torch.tensors import array_at
 
 
 @dataclass(eq=False, slots=True)
-class Message:
+class TaggedMessage:
     """A send or receive of a tensor whose memory is its values. ``peer`` of a receive from anyone is None until it has found its
     message."""
 
@@ -30,9 +30,9 @@ class Message:
     header: Entry | None = None
     entries: Sequence[Entry] = ()
     #: Where the payload lands first, if not in ``array``.
-    aside: Array | None = None
+    bounce: Array | None = None
     #: Of one that is waited for: how many messages of its rank had come when all that had come was known not to end it.
-    heard: int | None = None
+    received_count: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -51,11 +51,11 @@ class Message:
 
 
 #: Sends that need nothing more are all this one.
-SENT = Message("send", 0, None, None, done=True)
+SENT = TaggedMessage("send", 0, None, None, done=True)
 
 
 @dataclass(eq=False, kw_only=True)
-class Early:
+class UnexpectedMessage:
     """A message that nobody has asked for yet."""
 
     peer: int
@@ -67,13 +67,13 @@ class Early:
 def write_header(header: Entry, tag: int, payload: Array) -> None:
     """With the payload if it is short."""
     memory = header.transfer.memory.array
-    memory[: at.HEADER_PAYLOAD].view(np.int64)[:] = tag, payload.nbytes
-    if payload.nbytes <= at.SHORT_BYTES:
-        memory[at.HEADER_PAYLOAD : at.HEADER_PAYLOAD + payload.nbytes] = payload
+    memory[: layout.HEADER_PAYLOAD].view(np.int64)[:] = tag, payload.nbytes
+    if payload.nbytes <= layout.SHORT_BYTES:
+        memory[layout.HEADER_PAYLOAD : layout.HEADER_PAYLOAD + payload.nbytes] = payload
 
 
 def read_header(header: Entry) -> tuple[int, int, Array]:
     """Tag, bytes of the payload, and the payload if it is short."""
     memory = header.transfer.memory.array
-    tag, nbytes = memory[: at.HEADER_PAYLOAD].view(np.int64).tolist()
-    return tag, nbytes, memory[at.HEADER_PAYLOAD : at.HEADER_PAYLOAD + nbytes]
+    tag, nbytes = memory[: layout.HEADER_PAYLOAD].view(np.int64).tolist()
+    return tag, nbytes, memory[layout.HEADER_PAYLOAD : layout.HEADER_PAYLOAD + nbytes]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from miraccl.errors import MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
-from miraccl.torch.matching import SLICE_S, Post
-from miraccl.torch.message import Message
+from miraccl.torch.matching import SLICE_S, TagMatcher
+from miraccl.torch.message import TaggedMessage
 from miraccl.torch.work import Action, Work, seconds
 
 
@@ -27,30 +27,35 @@ class TransferWork(Work):
     _done = False
     _error: Exception | None = None
     _future: Any = None
-    _handed_over = False
+    _in_background = False
 
     def __init__(
         self,
         name: str,
         tensors: Sequence[Any],
-        post: Post,
-        message: Message,
-        futures: Futures,
-        after: Action | None,
+        matcher: TagMatcher,
+        message: TaggedMessage,
+        futures: FutureCompletion,
+        epilogue: Action | None,
     ) -> None:
         dist.Work.__init__(self)
         self._name, self._tensors = name, tensors
-        self._post, self.message, self._futures, self._after = post, message, futures, after
+        self._matcher, self.message, self._futures, self._epilogue = (
+            matcher,
+            message,
+            futures,
+            epilogue,
+        )
         self._lock = threading.Lock()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         if not self._done:
             try:
-                self._post.wait(self.message, None if timeout is None else seconds(timeout))
+                self._matcher.wait(self.message, None if timeout is None else seconds(timeout))
             except MiracclError as error:
                 if not self.message.done:
                     raise BackendError(error) from error
-            self.conclude()
+            self.complete()
         if self._error is not None:
             raise self._error
         return True
@@ -58,14 +63,14 @@ class TransferWork(Work):
     def is_completed(self) -> bool:
         if not self._done:
             with contextlib.suppress(MiracclError):  # it becomes the message's
-                self._post.poll(self.message)
-            self.conclude()
+                self._matcher.poll(self.message)
+            self.complete()
         return self._done
 
     def get_future(self) -> Any:
-        if not self.is_completed() and not self._handed_over:
-            self._handed_over = True
-            self._futures.see_to(self)
+        if not self.is_completed() and not self._in_background:
+            self._in_background = True
+            self._futures.complete_in_background(self)
         return super().get_future()
 
     def source_rank(self) -> int:
@@ -74,7 +79,7 @@ class TransferWork(Work):
 
     _source_rank = source_rank
 
-    def conclude(self) -> None:
+    def complete(self) -> None:
         """End as the message has ended; whoever comes second waits for the first."""
         message = self.message
         if not message.done:
@@ -84,31 +89,31 @@ class TransferWork(Work):
                 return
             if message.error is not None:
                 self._error = BackendError(message.error)
-            elif self._after is not None:
-                self._after()
+            elif self._epilogue is not None:
+                self._epilogue()
             self._done = True
             fulfil = self._future is not None
         if fulfil:
-            self.fulfil()
+            self.resolve_future()
 
 
-class Futures:
+class FutureCompletion:
     """Works whose futures somebody has end by themselves, each when its message has ended: one thread of the group waits for them all,
     while there are any."""
 
-    def __init__(self, name: str, post: Post) -> None:
-        self._name, self._post = name, post
+    def __init__(self, name: str, matcher: TagMatcher) -> None:
+        self._name, self._matcher = name, matcher
         self._lock = threading.Lock()
         self._open: dict[
             TransferWork, float
         ] = {}  # in the order of their deadlines, unless these have been changed
         self._thread: threading.Thread | None = None
 
-    def see_to(self, work: TransferWork) -> None:
+    def complete_in_background(self, work: TransferWork) -> None:
         """Have a work end; from a callback, which runs on the thread itself and may wait for it there, at once."""
         if threading.current_thread() is self._thread:
             self._wait(work, None)
-            work.conclude()
+            work.complete()
             return
         with self._lock:
             if self._thread is None:
@@ -119,20 +124,20 @@ class Futures:
                 ):
                     thread.start()
                 self._thread = thread
-            self._open[work] = time.monotonic() + self._post.timeout
+            self._open[work] = time.monotonic() + self._matcher.timeout
 
     def _run(self) -> None:
-        while works := self._left():
+        while works := self._pending():
             self._wait(next(iter(works)), SLICE_S)  # in which the others go on as well
             for work, end in works.items():
                 if not work.message.done and time.monotonic() >= end:
-                    self._post.give_up(work.message)
+                    self._matcher.expire(work.message)
                 if work.message.done:
                     with self._lock:
                         del self._open[work]
-                    work.conclude()
+                    work.complete()
 
-    def _left(self) -> dict[TransferWork, float]:
+    def _pending(self) -> dict[TransferWork, float]:
         """What has not ended; with nothing left the thread ends."""
         with self._lock:
             if not self._open:
@@ -141,7 +146,7 @@ class Futures:
 
     def _wait(self, work: TransferWork, limit: float | None) -> None:
         with contextlib.suppress(MiracclError):  # it becomes the message's
-            self._post.wait(work.message, limit)
+            self._matcher.wait(work.message, limit)
 
     def close(self, timeout: float) -> None:
         """Wait for the thread, after the post was closed, which ends all messages."""

@@ -28,7 +28,7 @@ def devices_of_call(default: dict[str, str]) -> dict[str, str]:
     return {str(device): str(name) for device, name in config.get_device_backend_map().items()}
 
 
-class Elsewhere:
+class OtherBackends:
     """The backends for ``devices`` (name by device type); ``group`` is the group that has them."""
 
     def __init__(
@@ -49,12 +49,12 @@ class Elsewhere:
         made: dict[str, tuple[Any, Any]] = {}
         for device, backend in devices.items():
             if backend not in made:
-                made[backend] = self._make(backend, dist.PrefixStore(f"{device}/", store))
+                made[backend] = self._create(backend, dist.PrefixStore(f"{device}/", store))
             kind, instance = made[backend]
             self.group._set_default_backend(kind)
             self.group._register_backend(torch.device(device), kind, instance)
 
-    def _make(self, backend: str, store: Any) -> tuple[Any, Any]:
+    def _create(self, backend: str, store: Any) -> tuple[Any, Any]:
         rank, size, timeout, options, global_ranks, name = self._arguments
         kind = dist.ProcessGroup.BackendType
         if backend == "gloo" and dist.is_gloo_available():
@@ -94,7 +94,7 @@ class Elsewhere:
         options: Any,
         name: str,
         devices: Any = None,
-    ) -> Elsewhere | None:
+    ) -> OtherBackends | None:
         """The same backends of some of the ranks, in their order, one of which is ``rank``; made by these alone. With ``devices``, of these
         only; None, where there are none."""
         kept = (
@@ -104,7 +104,7 @@ class Elsewhere:
         if not chosen:
             return None
         _, _, _, own, global_ranks, _ = self._arguments
-        return Elsewhere(
+        return OtherBackends(
             chosen,
             store,
             ranks.index(rank),

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
-from miraccl.torch.tensors import NATIVE, SMALL_FLOATS, WIDENED, Form
+from miraccl.torch.tensors import NATIVE, SMALL_FLOATS, WIDENED, ElementEncoding
 from miraccl.types import PreMulSum, RedOp
 
 _Kind = dist.ReduceOp.RedOpType
@@ -47,22 +47,22 @@ _COMPLEX_OPS = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class ReductionPlan:
     """How to reduce: with an operator of miraccl on arrays of ``form``, or with ``fold``, the name of a function of two arrays of bytes."""
 
-    form: Form
+    encoding: ElementEncoding
     op: RedOp | PreMulSum = RedOp.SUM
     fold: str | None = None
 
 
-def recipe(op: Any, dtype: Any, where: str) -> Recipe:
+def reduction_plan(op: Any, dtype: Any, where: str) -> ReductionPlan:
     """The recipe for a ``ReduceOp`` on tensors of ``dtype``; ``InvalidUsage`` where there is none."""
     kind = getattr(op, "op", op)
-    found = _recipe(kind, dtype, where)
+    found = _find_plan(kind, dtype, where)
     if found.op is not RedOp.PREMUL_SUM:
         return found
-    return Recipe(
-        form=found.form, op=PreMulSum(op.__getstate__()[1])
+    return ReductionPlan(
+        encoding=found.encoding, op=PreMulSum(op.__getstate__()[1])
     )  # op.factor is not in PyTorch 2.11
 
 
@@ -72,26 +72,29 @@ def plain_operator(op: Any) -> RedOp | None:
 
 
 @functools.cache
-def _recipe(kind: Any, dtype: Any, where: str) -> Recipe:
+def _find_plan(kind: Any, dtype: Any, where: str) -> ReductionPlan:
     if dtype is torch.bool and kind in _BOOLS:
-        return Recipe(form=Form.BYTES, op=_BOOLS[kind])
+        return ReductionPlan(encoding=ElementEncoding.BYTES, op=_BOOLS[kind])
     if kind in _BITWISE and not dtype.is_floating_point and not dtype.is_complex:
-        return Recipe(form=Form.BYTES, fold=_BITWISE[kind])
+        return ReductionPlan(encoding=ElementEncoding.BYTES, fold=_BITWISE[kind])
     if dtype.is_complex and kind not in _COMPLEX_OPS:
-        raise _refused(kind, dtype, where)
+        raise _unsupported(kind, dtype, where)
     if (
         not dtype.is_complex
         and dtype not in NATIVE
         and dtype not in SMALL_FLOATS
         and dtype not in WIDENED
     ):
-        raise _refused(kind, dtype, where)
+        raise _unsupported(kind, dtype, where)
     if kind not in _VALUES:
-        raise _refused(kind, dtype, where)
-    return Recipe(form=Form.WIDE if dtype in WIDENED else Form.VALUES, op=_VALUES[kind])
+        raise _unsupported(kind, dtype, where)
+    return ReductionPlan(
+        encoding=ElementEncoding.WIDE if dtype in WIDENED else ElementEncoding.VALUES,
+        op=_VALUES[kind],
+    )
 
 
-def _refused(kind: Any, dtype: Any, where: str) -> InvalidUsage:
+def _unsupported(kind: Any, dtype: Any, where: str) -> InvalidUsage:
     return InvalidUsage(
         f"{where}: ReduceOp.{getattr(kind, 'name', kind)} is not defined here for {dtype}",
         hint="see docs/torch.md",
@@ -101,38 +104,40 @@ def _refused(kind: Any, dtype: Any, where: str) -> InvalidUsage:
 # ---- reductions of flat arrays by a recipe
 
 
-def all_reduce(comm: Communicator, x: Any, how: Recipe) -> None:
+def all_reduce(comm: Communicator, x: Any, plan: ReductionPlan) -> None:
     """In place."""
-    if how.fold is None:
-        comm.all_reduce(x, op=how.op)
+    if plan.fold is None:
+        comm.all_reduce(x, op=plan.op)
     else:
-        _fold(how.fold, comm.all_gather(x), x)
+        _fold(plan.fold, comm.all_gather(x), x)
 
 
-def reduce(comm: Communicator, x: Any, root: int, how: Recipe) -> None:
+def reduce(comm: Communicator, x: Any, root: int, plan: ReductionPlan) -> None:
     """In place on the root."""
-    if how.fold is None:
-        comm.reduce(x, root, op=how.op)
+    if plan.fold is None:
+        comm.reduce(x, root, op=plan.op)
         return
     parts = comm.gather(x, root)
     if comm.rank == root:
-        _fold(how.fold, parts, x)
+        _fold(plan.fold, parts, x)
 
 
-def reduce_scatter(comm: Communicator, x: Any, out: Any, how: Recipe) -> None:
+def reduce_scatter(comm: Communicator, x: Any, out: Any, plan: ReductionPlan) -> None:
     """Equal shares."""
-    if how.fold is None:
-        comm.reduce_scatter(x, out, how.op)
+    if plan.fold is None:
+        comm.reduce_scatter(x, out, plan.op)
     else:
-        _fold(how.fold, comm.all_to_all(x), out)
+        _fold(plan.fold, comm.all_to_all(x), out)
 
 
-def reduce_scatter_v(comm: Communicator, x: Any, counts: list[int], out: Any, how: Recipe) -> None:
+def reduce_scatter_v(
+    comm: Communicator, x: Any, counts: list[int], out: Any, plan: ReductionPlan
+) -> None:
     """Rank r gets ``counts[r]`` elements."""
-    if how.fold is None:
-        comm.reduce_scatter_v(x, counts, out, how.op)
+    if plan.fold is None:
+        comm.reduce_scatter_v(x, counts, out, plan.op)
     else:
-        _fold(how.fold, comm.all_to_all_v(x, counts, [counts[comm.rank]] * comm.nranks), out)
+        _fold(plan.fold, comm.all_to_all_v(x, counts, [counts[comm.rank]] * comm.nranks), out)
 
 
 def _fold(name: str, parts: Any, out: Any) -> None:

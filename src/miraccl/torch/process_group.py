@@ -23,25 +23,25 @@ from torch._C import _distributed_c10d as c10d
 from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage
 from miraccl.torch import monitored
-from miraccl.torch.core_access import is_on_one_host, run_beside, seat_of, set_timeout
+from miraccl.torch.core_access import is_on_one_host, set_background, set_timeout, wait_state_of
 from miraccl.torch.failures import as_backend_errors
-from miraccl.torch.fast_path import Everyday
+from miraccl.torch.fast_path import FastPathCollectives
 from miraccl.torch.forms import short_form
-from miraccl.torch.matching import Post
-from miraccl.torch.message_work import Futures
-from miraccl.torch.mixed_backends import Elsewhere
+from miraccl.torch.matching import TagMatcher
+from miraccl.torch.message_work import FutureCompletion
+from miraccl.torch.mixed_backends import OtherBackends
 from miraccl.torch.profiled import profiled, profiling, shown_as
 from miraccl.torch.routing import first_tensor
-from miraccl.torch.streams import Streams
-from miraccl.torch.tensors import DEVICES, NAME, Staged, check_result, loaded
+from miraccl.torch.streams import GroupStreams
+from miraccl.torch.tensors import DEVICES, NAME, Staged, check_result, with_loads
 from miraccl.torch.transfers import Transfers
-from miraccl.torch.work import FinishedWork, Lane, Work, nothing, seconds
+from miraccl.torch.work import FinishedWork, Work, WorkQueue, no_action, seconds
 
 CLOSE_WAIT_S = 10.0
 _BARRIER = c10d.BarrierOptions()
 
 
-class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
+class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
     """One communicator as a ``torch.distributed`` group; ``communicator`` is there for its own calls (explain, last_plan).
 
     ``mail`` is a communicator of the same ranks for messages alone, ``elsewhere`` has the backends of other devices.
@@ -56,8 +56,8 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         self,
         store: Any,
         communicator: Communicator,
-        mail: Communicator,
-        elsewhere: Elsewhere | None = None,
+        p2p_comm: Communicator,
+        other_backends: OtherBackends | None = None,
     ) -> None:
         dist.ProcessGroup.__init__(
             self, communicator.rank, communicator.nranks
@@ -65,14 +65,14 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         self._store = store
         self._group_name = self._group_desc = ""
         self.communicator = communicator
-        self._elsewhere = elsewhere
-        beside = functools.partial(run_beside, communicator)
-        self._lane = Lane(
-            f"{NAME}-torch-{communicator.rank}", beside, seat_of(communicator).wait_inside
+        self._other_backends = other_backends
+        set_busy = functools.partial(set_background, communicator)
+        self._work_queue = WorkQueue(
+            f"{NAME}-torch-{communicator.rank}", set_busy, wait_state_of(communicator).wait_inside
         )
-        self._post = Post(mail)
-        self._futures = Futures(f"{NAME}-torch-mail-{communicator.rank}", self._post)
-        self._streams: Streams | None = None
+        self._matcher = TagMatcher(p2p_comm)
+        self._futures = FutureCompletion(f"{NAME}-torch-mail-{communicator.rank}", self._matcher)
+        self._streams: GroupStreams | None = None
         self._batch: list[Work] | None = None
         self._on_one_host = is_on_one_host(communicator)
         self._sequence = 0
@@ -113,32 +113,32 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     @property
     def options(self) -> Any:
         """What callers copy and hand to ``split_group``, and read the timeout from."""
-        return types.SimpleNamespace(_timeout=datetime.timedelta(seconds=self._post.timeout))
+        return types.SimpleNamespace(_timeout=datetime.timedelta(seconds=self._matcher.timeout))
 
     # ---- devices
 
     @property
     def _device_types(self) -> list[Any]:
-        others = self._elsewhere.devices if self._elsewhere else {}
+        others = self._other_backends.devices if self._other_backends else {}
         return [torch.device(d) for d in dict.fromkeys((*DEVICES, *others))]
 
     def _get_backend(self, device: Any) -> Any:
         """This group itself, which answers what callers ask backends, or another library's for its device."""
         kind = torch.device(device).type
-        if self._elsewhere is not None and kind in self._elsewhere.devices:
-            return self._elsewhere.group._get_backend(torch.device(device))
+        if self._other_backends is not None and kind in self._other_backends.devices:
+            return self._other_backends.group._get_backend(torch.device(device))
         if kind not in DEVICES:
             raise RuntimeError(f"no backend for device type {kind}")
         return self
 
-    def elsewhere_for(self, arguments: Any) -> Any:
+    def other_group_for(self, arguments: Any) -> Any:
         """The group of PyTorch's own that takes a call with these arguments; None: this one."""
-        if self._elsewhere is None:
+        if self._other_backends is None:
             return None
         tensor = first_tensor(arguments)
         return (
-            self._elsewhere.group
-            if tensor is not None and tensor.device.type in self._elsewhere.devices
+            self._other_backends.group
+            if tensor is not None and tensor.device.type in self._other_backends.devices
             else None
         )
 
@@ -165,10 +165,10 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     def _enable_collectives_timing(self) -> None:
         """Nothing is timed."""
 
-    def _streams_of(self, device: Any) -> Streams:
+    def _streams_of(self, device: Any) -> GroupStreams:
         if self._streams is None:
             ordinal = torch.cuda.current_device() if device.index is None else device.index
-            self._streams = Streams(self.communicator, torch.device(device.type, ordinal))
+            self._streams = GroupStreams(self.communicator, torch.device(device.type, ordinal))
         elif device.index not in (None, self._streams.device.index):
             with as_backend_errors():
                 raise InvalidUsage(
@@ -178,7 +178,7 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
     # ---- running
 
-    def _go(
+    def _start(
         self,
         name: str,
         tensors: Sequence[Any],
@@ -191,12 +191,12 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             with as_backend_errors():
                 for tensor in tensors:
                     check_result(tensor, name)
-            action = loaded(staged, action)
+            action = with_loads(staged, action)
         self._sequence += 1
         on_gpu = bool(staged) and staged[0].device.type != "cpu"
         if on_gpu and value is not None:
             tensors = value()
-        start = self._on_stream if on_gpu else self._on_cpu
+        start = self._on_gpu_stream if on_gpu else self._on_cpu
         if profiling():
             work = profiled(
                 f"{NAME}:{name}", lambda: start(name, tensors, staged, action, opts), on_gpu
@@ -207,7 +207,7 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             self._batch.append(work)
         return work
 
-    def _on_stream(
+    def _on_gpu_stream(
         self,
         name: str,
         tensors: Sequence[Any],
@@ -230,11 +230,11 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         action: Callable[[], Any],
         opts: Any,
     ) -> Work:
-        return self._on_lane(
+        return self._on_work_queue(
             name, tensors, action, seconds(opts.timeout), opts.asyncOp or self._batch is not None
         )
 
-    def _on_lane(
+    def _on_work_queue(
         self,
         name: str,
         tensors: Sequence[Any],
@@ -245,8 +245,8 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         if limit is not None:
             action = self._limited(limit, action)
         if asynchronous:
-            return self._lane.submit(Work(name, tensors), action)
-        self._lane.run(name, action)
+            return self._work_queue.submit(Work(name, tensors), action)
+        self._work_queue.run(name, action)
         return FinishedWork(name, tensors)
 
     def _limited(self, limit: float, action: Callable[[], Any]) -> Callable[[], None]:
@@ -258,7 +258,7 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
                 action()
             finally:
                 set_timeout(
-                    self.communicator, self._post.timeout
+                    self.communicator, self._matcher.timeout
                 )  # the program may have set another one meanwhile
 
         return run
@@ -268,11 +268,11 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     def barrier(self, opts: Any = _BARRIER) -> Work:
         device = opts.device
         if (
-            self._elsewhere is not None
+            self._other_backends is not None
             and device is not None
-            and device.type in self._elsewhere.devices
+            and device.type in self._other_backends.devices
         ):
-            other: Work = self._elsewhere.group.barrier(opts)
+            other: Work = self._other_backends.group.barrier(opts)
             return other
         self._sequence += 1
         streams = (
@@ -280,7 +280,7 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             if device is not None and device.type == "cuda"
             else self._streams
         )
-        drain = streams.mark() if streams is not None else None
+        drain = streams.record_drain_point() if streams is not None else None
 
         def action() -> None:
             if drain is not None:
@@ -293,7 +293,7 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
                 ):  # why others have left, if they have, and what they have found
                     streams.check("barrier")
 
-        return self._on_lane("barrier", [], action, seconds(opts.timeout), opts.asyncOp)
+        return self._on_work_queue("barrier", [], action, seconds(opts.timeout), opts.asyncOp)
 
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
@@ -302,10 +302,10 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
         A timeout of 0 waits for nobody, as on Gloo.
         """
-        limit = self._post.timeout if timeout is None else timeout.total_seconds()
+        limit = self._matcher.timeout if timeout is None else timeout.total_seconds()
         self._barriers += 1
         with as_backend_errors():
-            monitored.barrier(self._post, self._barriers, limit, wait_all_ranks)
+            monitored.barrier(self._matcher, self._barriers, limit, wait_all_ranks)
 
     # ---- sequence numbers, timeouts, other groups
 
@@ -318,12 +318,12 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """The deadline from now on, of other backends as well; that of miraccl's on a GPU is fixed when the group first uses it."""
-        self._post.set_timeout(
+        self._matcher.set_timeout(
             timeout.total_seconds()
         )  # first, as operations with deadlines of their own go back to this
         set_timeout(self.communicator, timeout.total_seconds())
-        if self._elsewhere is not None:
-            self._elsewhere.group.set_timeout(timeout)
+        if self._other_backends is not None:
+            self._other_backends.group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -344,8 +344,11 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         member = self.rank() in ranks
         with as_backend_errors():
             color, key = (min(ranks), list(ranks).index(self.rank())) if member else (None, 0)
-            part, mail = self.communicator.split(color, key), self._post.comm.split(color, key)
-        if part is None or mail is None:
+            part, p2p_comm = (
+                self.communicator.split(color, key),
+                self._matcher.comm.split(color, key),
+            )
+        if part is None or p2p_comm is None:
             return None
         name = group_name or self.name_of_split(number, ranks)
         store = dist.PrefixStore(f"{name}/", self._store)
@@ -353,19 +356,21 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
             f"{number}-{min(ranks)}/{NAME}/elsewhere/", store
         )  # names come again when their groups have gone
         try:
-            elsewhere = self._split_elsewhere(place, ranks, timeout, opts, name, device_types)
+            other_backends = self._split_other_backends(
+                place, ranks, timeout, opts, name, device_types
+            )
         except BaseException:
-            mail.finalize()
+            p2p_comm.finalize()
             part.finalize()
             raise
-        group = ProcessGroupMiraccl(store, part, mail, elsewhere)
+        group = ProcessGroupMiraccl(store, part, p2p_comm, other_backends)
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self._group_desc}:split:{number}")
         if timeout is not None:
             group.set_timeout(timeout)
         return group
 
-    def _split_elsewhere(
+    def _split_other_backends(
         self,
         store: Any,
         ranks: Sequence[int],
@@ -373,14 +378,14 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
         opts: Any,
         name: str,
         devices: Any,
-    ) -> Elsewhere | None:
+    ) -> OtherBackends | None:
         """Backends of other libraries for a part of the ranks. ``opts`` may be a copy of this group's own, which are not for them."""
-        if self._elsewhere is None:
+        if self._other_backends is None:
             return None
         limit = self.options._timeout if timeout is None else timeout
         given = None if isinstance(opts, types.SimpleNamespace) else opts
         with as_backend_errors():
-            return self._elsewhere.split(
+            return self._other_backends.split(
                 store,
                 list(ranks),
                 self.rank(),
@@ -405,28 +410,28 @@ class ProcessGroupMiraccl(Everyday, Transfers, dist.ProcessGroup):
     # ---- life
 
     def _wait_for_pending_works(self) -> None:
-        self._lane.run("wait_for_pending_works", nothing)
+        self._work_queue.run("wait_for_pending_works", no_action)
 
     def shutdown(self) -> None:
         """From ``destroy_process_group``: end after what is pending."""
-        if not self._lane.close(CLOSE_WAIT_S):
+        if not self._work_queue.close(CLOSE_WAIT_S):
             self.communicator.abort(
                 "the process group was destroyed while an operation was pending"
             )
-            self._lane.close(CLOSE_WAIT_S)
-        self._post.close()
+            self._work_queue.close(CLOSE_WAIT_S)
+        self._matcher.close()
         self._futures.close(CLOSE_WAIT_S)
         try:
             self.communicator.finalize()
         finally:
-            if self._elsewhere is not None and not self._aborted:
-                self._elsewhere.close()
+            if self._other_backends is not None and not self._aborted:
+                self._other_backends.close()
 
     def abort(self) -> None:
         """End now, on all ranks."""
         self._aborted = True
-        for comm in (self.communicator, self._post.comm):
+        for comm in (self.communicator, self._matcher.comm):
             comm.abort("the process group was aborted")
-        if self._elsewhere is not None:
-            self._elsewhere.abort()
+        if self._other_backends is not None:
+            self._other_backends.abort()
         self.shutdown()

@@ -22,20 +22,20 @@ from miraccl.runtime.gpu.launch_order import of_program
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin
 from miraccl.runtime.setup_phases import Stages
-from miraccl.torch.core_access import seat_of
+from miraccl.torch.core_access import wait_state_of
 from miraccl.torch.failures import as_backend_errors
-from miraccl.torch.mixed_backends import Elsewhere, devices_of_call
+from miraccl.torch.mixed_backends import OtherBackends, devices_of_call
 from miraccl.torch.process_group import ProcessGroupMiraccl
 from miraccl.torch.tensors import DEVICES, NAME
 
 KEY = "miraccl/unique_id"
 _NONE, _FAILED = "none", "failed: "
 #: Pauses of who waits for the id, in seconds.
-NAP_FIRST_S, NAP_LAST_S = 1e-3, 0.05
+BACKOFF_FIRST_S, BACKOFF_LAST_S = 1e-3, 0.05
 #: Seconds until who has an id looks whether there is another one; then twice as long each time.
-LOOK_AFTER_S = 0.5
+RECHECK_FIRST_S = 0.5
 #: What ranks of this process have read and failed with.
-_tried: set[tuple[int, str]] = set()
+_failed_ids: set[tuple[int, str]] = set()
 
 
 def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
@@ -46,28 +46,28 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     """
     store, rank, size, timeout = opts.store, opts.group_rank, opts.group_size, opts.timeout
     devices = devices_of_call(dict.fromkeys(DEVICES, NAME))
-    creation = _NewGroup(opts)
+    creation = GroupCreation(opts)
     with as_backend_errors(), creation:
         deadline = begin(timeout.total_seconds())
         try:
-            comm = _meet(store, rank, size, deadline, creation)
+            comm = _rendezvous(store, rank, size, deadline, creation)
         except BootstrapError:
             creation.look_again()
             raise
         try:
-            mail = comm.split_by(deadline, 0)
+            p2p_comm = comm.split_by(deadline, 0)
         except BaseException:
             comm.finalize()
             raise
-    assert mail is not None
-    seat_of(comm).usual_s = seat_of(mail).usual_s = creation.usual_s
+    assert p2p_comm is not None
+    wait_state_of(comm).usual_s = wait_state_of(p2p_comm).usual_s = creation.usual_s
     others = {device: name for device, name in devices.items() if name != NAME}
-    elsewhere = None
+    other_backends = None
     if others:
         place = dist.PrefixStore(f"{NAME}/elsewhere/", store)
         try:
             with as_backend_errors():
-                elsewhere = Elsewhere(
+                other_backends = OtherBackends(
                     others,
                     place,
                     rank,
@@ -78,13 +78,13 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
                     name=opts.group_id,
                 )
         except BaseException:
-            mail.finalize()
+            p2p_comm.finalize()
             comm.finalize()
             raise
-    return ProcessGroupMiraccl(store, comm, mail, elsewhere)
+    return ProcessGroupMiraccl(store, comm, p2p_comm, other_backends)
 
 
-class _NewGroup(Creation):
+class GroupCreation(Creation):
     """A group that is made: the default group knows the processes of its ranks, and which of them have left, so that they will not come."""
 
     def __init__(self, opts: Any) -> None:
@@ -92,7 +92,10 @@ class _NewGroup(Creation):
         self.name, self.usual_s = "world", opts.timeout.total_seconds()
         self._world, self._ranks, tokens, parent = None, [], [], ""
         if isinstance(world, ProcessGroupMiraccl):
-            seat, self._world = seat_of(world.communicator), world.communicator._member.session
+            seat, self._world = (
+                wait_state_of(world.communicator),
+                world.communicator._member.session,
+            )
             self.name, self._ranks, parent = (
                 f"group {opts.group_id}",
                 list(opts.global_ranks_in_group),
@@ -110,7 +113,7 @@ class _NewGroup(Creation):
         deadline = time.monotonic() + NOTICE_FIRST_S
         while self._world is not None and time.monotonic() < deadline:
             self.look()
-            time.sleep(NAP_FIRST_S)
+            time.sleep(BACKOFF_FIRST_S)
 
     def look(self) -> None:
         super().look()
@@ -125,24 +128,24 @@ class _NewGroup(Creation):
             )
 
 
-def _meet(
-    store: Any, rank: int, size: int, deadline: Deadline, creation: _NewGroup
+def _rendezvous(
+    store: Any, rank: int, size: int, deadline: Deadline, creation: GroupCreation
 ) -> Communicator:
     trace.configure()
     options = Options.create(timeout=deadline.seconds, cta_policy="efficiency")
     if size == 1:
         session = solo(deadline.seconds)
     elif rank == 0:
-        session = _host(store, size, deadline, creation.look)
+        session = _join_as_root(store, size, deadline, creation.look)
     else:
-        session = _visit(store, rank, size, deadline, creation.look)
+        session = _join_as_peer(store, rank, size, deadline, creation.look)
     session.name = creation.name
     return Communicator.from_session(
         session, options, stages=Stages(session, deadline), orders=of_program(session)
     )
 
 
-def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:
+def _join_as_root(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:
     """Rank 0's way: it opens the meeting point, and closes it if it gives up."""
     try:
         ident, root = create_root(nranks=size)
@@ -152,7 +155,7 @@ def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -
         )  # no two are equal, as no two ids are
         raise
     try:
-        with _offered(store, ident):
+        with _published_id(store, ident):
             return _connect(ident, 0, size, deadline, look, root)
     except BaseException as error:
         root.give_up(error)
@@ -160,7 +163,7 @@ def _host(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -
 
 
 @contextlib.contextmanager
-def _offered(store: Any, ident: UniqueId) -> Iterator[None]:
+def _published_id(store: Any, ident: UniqueId) -> Iterator[None]:
     """The id is in the store inside the block, in which all ranks meet: who begins again under the same name, after this group has ended or
     could not be made, must not find it.
 
@@ -175,12 +178,12 @@ def _offered(store: Any, ident: UniqueId) -> Iterator[None]:
             store.set(KEY, _NONE)
 
 
-def _visit(
+def _join_as_peer(
     store: Any, rank: int, size: int, deadline: Deadline, look: Callable[[], None]
 ) -> Session:
     """The way of the others. What they read may be of a rank 0 that was killed, or of a try that they have behind them."""
     while True:
-        text = _wait_for(store, rank, deadline, look)
+        text = _read_id(store, rank, deadline, look)
         try:
             if text.startswith(_FAILED):
                 why = text.removeprefix(_FAILED).partition(" ")[2]
@@ -188,10 +191,10 @@ def _visit(
                     f"rank 0 could not open the meeting point: {why}", rank=rank, peer=0
                 )
             return _connect(
-                UniqueId.parse(text), rank, size, deadline, _unless_replaced(store, text, look)
+                UniqueId.parse(text), rank, size, deadline, _check_not_replaced(store, text, look)
             )
         except BaseException as error:
-            _tried.add((rank, text))
+            _failed_ids.add((rank, text))
             misled = isinstance(error, HubNotFound | AuthenticationError) and _is_replaced(
                 store, text
             )
@@ -203,9 +206,9 @@ class _Replaced(Exception):
     """Rank 0 has put something else into the store."""
 
 
-def _unless_replaced(store: Any, text: str, look: Callable[[], None]) -> Callable[[], None]:
+def _check_not_replaced(store: Any, text: str, look: Callable[[], None]) -> Callable[[], None]:
     """``look``, and at times whether ``text`` is still what rank 0 wants to be read."""
-    pause = LOOK_AFTER_S
+    pause = RECHECK_FIRST_S
     due = time.monotonic() + pause
 
     def both() -> None:
@@ -248,11 +251,11 @@ def _connect(
     )
 
 
-def _wait_for(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]) -> str:
+def _read_id(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]) -> str:
     """What rank 0 has put into the store for this try."""
-    nap = NAP_FIRST_S
+    nap = BACKOFF_FIRST_S
     try:
-        while (text := _read(store)) == _NONE or (rank, text) in _tried:
+        while (text := _read(store)) == _NONE or (rank, text) in _failed_ids:
             look()
             if not deadline.left:
                 raise BootstrapError(
@@ -261,7 +264,7 @@ def _wait_for(store: Any, rank: int, deadline: Deadline, look: Callable[[], None
                     peer=0,
                 )
             time.sleep(nap)
-            nap = min(2 * nap, NAP_LAST_S)
+            nap = min(2 * nap, BACKOFF_LAST_S)
     except RuntimeError as error:  # DistStoreError, but not of every store
         raise BootstrapError(
             f"rank 0 put no unique id into the store: {error}", rank=rank, peer=0

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.runtime.group import group
-from miraccl.torch.core_access import check_gpu, judge_gpu
+from miraccl.torch.core_access import check_gpu, refresh_gpu_faults
 from miraccl.torch.failures import BackendError
-from miraccl.torch.work import Action, Work, nothing, seconds
+from miraccl.torch.work import Action, Work, no_action, seconds
 
 POLL_S = 0.0002
-KEPT_STREAMS = 64
+CACHED_STREAMS = 64
 
 
 class _Cuda:
@@ -43,7 +43,7 @@ class _Cuda:
         key = ordinal, torch._C._cuda_getCurrentRawStream(ordinal)
         stream = self._streams.get(key)
         if stream is None:
-            if len(self._streams) >= KEPT_STREAMS:
+            if len(self._streams) >= CACHED_STREAMS:
                 self._streams.clear()
             stream = self._streams[key] = torch.cuda.current_stream(ordinal)
         return stream
@@ -52,7 +52,7 @@ class _Cuda:
         return getattr(torch.cuda, name)
 
 
-class Streams:
+class GroupStreams:
     """The streams of one group on one GPU. Any thread may call; calls come in the same order on all ranks."""
 
     def __init__(self, comm: Communicator, device: Any, cuda: Any = None) -> None:
@@ -64,7 +64,7 @@ class Streams:
         self._fork: Any = None  # the event by which it waits for the current stream
         self._side: Any = None
         self._last: Any = None  # the event with which the group's stream ends
-        self._batch: list[tuple[_Part, Action, Action]] | None = None
+        self._batch: list[tuple[_BatchedWork, Action, Action]] | None = None
 
     @property
     def own(self) -> Any:
@@ -83,12 +83,12 @@ class Streams:
         asynchronous: bool,
     ) -> StreamWork:
         """Enqueue ``action``, which only enqueues; ``memory`` is every tensor that it touches, ``tensors`` those with the result."""
-        start = self._start_beside if asynchronous else self._start_here
+        start = self._start_on_own_stream if asynchronous else self._start_on_current_stream
         with self.lock:
             work: StreamWork = self._on_device(lambda: start(name, tensors, memory, action))
         return work
 
-    def _start_here(
+    def _start_on_current_stream(
         self,
         name: str,
         tensors: Sequence[Any],
@@ -100,13 +100,13 @@ class Streams:
         self._enqueue(action, *args)
         return StreamWork(name, tensors, self, self.cuda.current_stream(self.device.index))
 
-    def _start_beside(
+    def _start_on_own_stream(
         self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action
     ) -> StreamWork:
         """In the group's stream, which waits for the current one."""
-        own, current = self._branch()
+        own, current = self._fork_own_stream()
         self._in_stream(own, current, lambda: self._enqueue(action))
-        return self._beside(name, tensors, memory)
+        return self._record_work(name, tensors, memory)
 
     def call(
         self,
@@ -125,18 +125,18 @@ class Streams:
                     name, tensors, memory, lambda: operation(*args), asynchronous=asynchronous
                 )
             if not asynchronous:
-                return self._start_here(name, tensors, memory, operation, *args)
-            own, _ = self._branch()
+                return self._start_on_current_stream(name, tensors, memory, operation, *args)
+            own, _ = self._fork_own_stream()
             self._enqueue(operation, *args, stream=own.cuda_stream)
-            return self._beside(name, tensors, memory)
+            return self._record_work(name, tensors, memory)
 
-    def _branch(self) -> tuple[Any, Any]:
+    def _fork_own_stream(self) -> tuple[Any, Any]:
         """The group's stream, which waits for the current one, and that."""
         own, current = self.own, self.cuda.current_stream(self.device.index)
         own.wait_event(current.record_event(self._fork))
         return own, current
 
-    def _beside(self, name: str, tensors: Sequence[Any], memory: Iterable[Any]) -> StreamWork:
+    def _record_work(self, name: str, tensors: Sequence[Any], memory: Iterable[Any]) -> StreamWork:
         """The handle of what has been enqueued in the group's stream."""
         own = self.own
         for tensor in memory:
@@ -169,7 +169,7 @@ class Streams:
         """A send or receive: now, or with the others of the batch that is open."""
         if self._batch is None:
             return self.run(name, tensors, memory, lambda: (begin(), after()), asynchronous=True)
-        return self._noted(_Part(name, tensors, memory), begin, after)
+        return self._defer(_BatchedWork(name, tensors, memory), begin, after)
 
     def message(
         self, name: str, tensors: Sequence[Any], operation: Callable[..., Any], peer: int
@@ -179,11 +179,13 @@ class Streams:
             return self.call(
                 name, tensors, tensors, operation, (tensors[0], peer), asynchronous=True
             )
-        return self._noted(
-            _Part(name, tensors, tensors), functools.partial(operation, tensors[0], peer), nothing
+        return self._defer(
+            _BatchedWork(name, tensors, tensors),
+            functools.partial(operation, tensors[0], peer),
+            no_action,
         )
 
-    def _noted(self, part: _Part, begin: Action, after: Action) -> _Part:
+    def _defer(self, part: _BatchedWork, begin: Action, after: Action) -> _BatchedWork:
         assert self._batch is not None
         self._batch.append((part, begin, after))
         return part
@@ -191,7 +193,7 @@ class Streams:
     def open_batch(self) -> None:
         self._batch = []
 
-    def together(self, start: Action) -> Work | None:
+    def run_batch(self, start: Action) -> Work | None:
         """Run ``start``, whose sends and receives are one operation; None if there were none."""
         self.open_batch()
         try:
@@ -223,10 +225,10 @@ class Streams:
             asynchronous=True,
         )
         for part, _, _ in batch:
-            part.whole = work
+            part.batch_work = work
         return work
 
-    def mark(self) -> Callable[[], None]:
+    def record_drain_point(self) -> Callable[[], None]:
         """What waits on the host until everything enqueued so far has run, as c10d's barriers do."""
         with self.cuda.device(self.device):
             events = [
@@ -237,7 +239,7 @@ class Streams:
         def drain() -> None:
             for event in events:
                 event.synchronize()
-            judge_gpu(self.comm)
+            refresh_gpu_faults(self.comm)
             self.check("barrier")
 
         return drain
@@ -288,7 +290,12 @@ class StreamWork(Work):
     """An operation that has been enqueued in ``stream``; ``event`` follows it there, None for the stream's end at any time."""
 
     def __init__(
-        self, name: str, tensors: Sequence[Any], streams: Streams, stream: Any, event: Any = None
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        streams: GroupStreams,
+        stream: Any,
+        event: Any = None,
     ) -> None:
         dist.Work.__init__(
             self
@@ -350,36 +357,36 @@ class StreamWork(Work):
             return self._future
 
 
-class _Part(Work):
+class _BatchedWork(Work):
     """A send or receive of a batch; ``whole`` is there once the batch has started."""
 
-    whole: StreamWork | None = None
+    batch_work: StreamWork | None = None
 
     def __init__(self, name: str, tensors: Sequence[Any], memory: Iterable[Any]) -> None:
         dist.Work.__init__(self)  # nothing else of ``Work``'s: it ends with ``whole``
         self._name, self._tensors, self.memory = name, tensors, memory
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        return self._started().wait(timeout)
+        return self._require_started().wait(timeout)
 
     def is_completed(self) -> bool:
-        return self.whole is not None and self.whole.is_completed()
+        return self.batch_work is not None and self.batch_work.is_completed()
 
     def is_success(self) -> bool:
-        return self.whole is not None and self.whole.is_success()
+        return self.batch_work is not None and self.batch_work.is_success()
 
     def exception(self) -> Exception | None:
-        return None if self.whole is None else self.whole.exception()
+        return None if self.batch_work is None else self.batch_work.exception()
 
     def get_future(self) -> Any:
-        return self._started().get_future()
+        return self._require_started().get_future()
 
-    def _started(self) -> StreamWork:
-        if self.whole is None:
+    def _require_started(self) -> StreamWork:
+        if self.batch_work is None:
             raise BackendError(
                 InvalidUsage(
                     f"{self._name}: the batch has not ended",
                     hint="wait for it after _coalescing_manager",
                 )
             )
-        return self.whole
+        return self.batch_work

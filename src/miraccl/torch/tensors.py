@@ -44,10 +44,10 @@ SMALL_FLOATS = {
 COMPLEX = frozenset((torch.complex64, torch.complex128))
 WIDENED = frozenset((torch.int16, torch.uint16))
 #: Memory from an address on. A type of the right length would be made anew for every length, which takes ten times as long as all the rest.
-_FROM_HERE = ctypes.c_char * (1 << 46)
+_ANY_LENGTH = ctypes.c_char * (1 << 46)
 
 
-class Form(enum.IntEnum):  # whose members have a hash that is not written in Python
+class ElementEncoding(enum.IntEnum):  # whose members have a hash that is not written in Python
     """What the elements of the array are: the tensor's own values where miraccl knows the type (else bytes), bytes, or int32 values."""
 
     VALUES = enum.auto()
@@ -70,9 +70,9 @@ class Staged:
     array: Any
     counts: list[int]
     temporary: Any = None
-    loads: bool = False
+    needs_load: bool = False
     #: (address of the tensor's memory, that of its part of the temporary, bytes) where nothing but copying is to do.
-    moves: Sequence[tuple[int, int, int]] | None = None
+    copies: Sequence[tuple[int, int, int]] | None = None
 
     @property
     def count(self) -> int:
@@ -104,10 +104,10 @@ class Staged:
 
     def load(self) -> None:
         """Fill a temporary that wants it with the values of the tensors."""
-        if not self.loads:
+        if not self.needs_load:
             return
-        if self.moves is not None:
-            for own, part, nbytes in self.moves:
+        if self.copies is not None:
+            for own, part, nbytes in self.copies:
                 ctypes.memmove(part, own, nbytes)
         else:
             for part, tensor in self._parts():
@@ -117,8 +117,8 @@ class Staged:
         """Write a temporary back to the tensors."""
         if self.temporary is None:
             return
-        if self.moves is not None:
-            for own, part, nbytes in self.moves:
+        if self.copies is not None:
+            for own, part, nbytes in self.copies:
                 ctypes.memmove(own, part, nbytes)
         else:
             for part, tensor in self._parts():
@@ -132,7 +132,7 @@ class Staged:
             start += tensor.numel()
 
 
-def loaded(places: Sequence[Staged], action: Callable[[], Any]) -> Callable[[], None]:
+def with_loads(places: Sequence[Staged], action: Callable[[], Any]) -> Callable[[], None]:
     """The action after its temporaries have been filled."""
 
     def run() -> None:
@@ -186,7 +186,7 @@ def check_result(tensor: Any, where: str) -> None:
         raise InvalidUsage(f"{where}: {text}", hint="use clone()")
 
 
-def _own(tensor: Any, where: str) -> Any:
+def _owning_tensor(tensor: Any, where: str) -> Any:
     """The tensor that has the memory, which for ``AsyncCollectiveTensor`` is another one, and is waited for."""
     check(tensor, where)
     if type(tensor) is torch.Tensor:
@@ -205,19 +205,19 @@ def _own(tensor: Any, where: str) -> Any:
     return own
 
 
-def stage(tensor: Any, where: str, form: Form = Form.VALUES) -> Staged:
+def stage(tensor: Any, where: str, encoding: ElementEncoding = ElementEncoding.VALUES) -> Staged:
     """One tensor; with its values once it is loaded."""
-    own = _own(tensor, where)
-    if form is Form.WIDE or not _is_plain(own):
-        return stage_list([own], where, form)
-    array, width = _array(own, form)
+    own = _owning_tensor(tensor, where)
+    if encoding is ElementEncoding.WIDE or not _is_plain(own):
+        return stage_list([own], where, encoding)
+    array, width = _array(own, encoding)
     return Staged(tensors=[own], array=array, counts=[own.numel() * width])
 
 
 def stage_list(
     tensors: Sequence[Any],
     where: str,
-    form: Form = Form.VALUES,
+    encoding: ElementEncoding = ElementEncoding.VALUES,
     *,
     load: bool = True,
     nranks: int = 0,
@@ -228,28 +228,33 @@ def stage_list(
         raise InvalidUsage(
             f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks"
         )
-    tensors = [_own(tensor, where) for tensor in tensors]
+    tensors = [_owning_tensor(tensor, where) for tensor in tensors]
     dtype, device = tensors[0].dtype, tensors[0].device
     for tensor in tensors:
         if tensor.dtype is not dtype or tensor.device != device:
             raise _mixed(tensors, where)
     counts = [t.numel() for t in tensors]
     temporary = torch.empty(
-        sum(counts), dtype=torch.int32 if form is Form.WIDE else dtype, device=device
+        sum(counts), dtype=torch.int32 if encoding is ElementEncoding.WIDE else dtype, device=device
     )
-    array, width = _array(temporary, form)
+    array, width = _array(temporary, encoding)
     if width != 1:
         counts = [n * width for n in counts]
     moves = None
     if (
-        form is not Form.WIDE
+        encoding is not ElementEncoding.WIDE
         and not _on_gpu(temporary)
         and temporary.nbytes < SMALL_BYTES
         and all(map(_is_plain, tensors))
     ):
-        moves = _moves(tensors, temporary.data_ptr())
+        moves = _copy_list(tensors, temporary.data_ptr())
     return Staged(
-        tensors=tensors, array=array, counts=counts, temporary=temporary, loads=load, moves=moves
+        tensors=tensors,
+        array=array,
+        counts=counts,
+        temporary=temporary,
+        needs_load=load,
+        copies=moves,
     )
 
 
@@ -263,7 +268,7 @@ def _mixed(tensors: Sequence[Any], where: str) -> InvalidUsage:
     return InvalidUsage(f"{where}: the tensors of a list are on one device, got {devices}")
 
 
-def _moves(tensors: Sequence[Any], address: int) -> list[tuple[int, int, int]]:
+def _copy_list(tensors: Sequence[Any], address: int) -> list[tuple[int, int, int]]:
     """Of each tensor: its address, that of its part of the memory at ``address``, and its bytes."""
     moves = []
     for tensor in tensors:
@@ -283,18 +288,20 @@ def _on_gpu(tensor: Any) -> bool:
 
 
 @functools.cache
-def _element(dtype: Any, form: Form) -> tuple[Any, int, Any]:
+def _element(dtype: Any, encoding: ElementEncoding) -> tuple[Any, int, Any]:
     """How arrays of a form see elements of ``dtype``: NumPy's type, how many of these an element is, and torch's type to view it as."""
-    if form is Form.BYTES or not (dtype in NATIVE or dtype in SMALL_FLOATS or dtype in COMPLEX):
+    if encoding is ElementEncoding.BYTES or not (
+        dtype in NATIVE or dtype in SMALL_FLOATS or dtype in COMPLEX
+    ):
         return np.dtype(np.uint8), dtype.itemsize, torch.uint8
     if dtype in COMPLEX:
         return NATIVE[dtype.to_real()], 2, dtype.to_real()
     return NATIVE.get(dtype) or SMALL_FLOATS[dtype], 1, dtype
 
 
-def _array(tensor: Any, form: Form) -> tuple[Any, int]:
+def _array(tensor: Any, encoding: ElementEncoding) -> tuple[Any, int]:
     """The memory of a plain tensor, flat, and how many elements of it one of the tensor is; values on a GPU keep their shape."""
-    kind, width, seen_as = _element(tensor.dtype, form)
+    kind, width, seen_as = _element(tensor.dtype, encoding)
     if _on_gpu(tensor):
         own = (
             tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
@@ -302,7 +309,9 @@ def _array(tensor: Any, form: Form) -> tuple[Any, int]:
         if own.numel() <= 1:  # a part of a column may have any stride
             own = own.as_strided((own.numel(),), (1,))
         return (
-            own if form is Form.VALUES and seen_as is own.dtype else own.view(-1).view(seen_as)
+            own
+            if encoding is ElementEncoding.VALUES and seen_as is own.dtype
+            else own.view(-1).view(seen_as)
         ), width
     return array_at(
         tensor.data_ptr(), tensor.numel() * width, kind, tensor
@@ -311,12 +320,12 @@ def _array(tensor: Any, form: Form) -> tuple[Any, int]:
 
 def array_at(address: int, count: int, kind: Any, owner: Any) -> Any:
     """The memory at an address as a flat array, which keeps its owner alive."""
-    memory: Any = _FROM_HERE.from_address(address)
+    memory: Any = _ANY_LENGTH.from_address(address)
     memory.owner = owner
     return np.ndarray(count, kind, memory)
 
 
-def is_everyday(tensor: Any) -> bool:
+def is_plain_cpu_tensor(tensor: Any) -> bool:
     """Whether it is a tensor of the ordinary kind in CPU memory, whose memory is its values, and nobody looks at what it is used for."""
     ordinary = (
         type(tensor) is torch.Tensor
@@ -327,7 +336,7 @@ def is_everyday(tensor: Any) -> bool:
     return ordinary and not torch._C._len_torch_dispatch_stack()
 
 
-def is_everyday_on(tensor: Any, ordinal: int) -> bool:
+def is_plain_gpu_tensor(tensor: Any, ordinal: int) -> bool:
     """The same of a tensor on a GPU, whose elements miraccl knows. (One of a single element may have any stride.)"""
     own = (
         type(tensor) is torch.Tensor

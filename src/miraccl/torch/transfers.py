@@ -14,62 +14,62 @@ import torch
 
 from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, MiracclError
-from miraccl.torch.collectives import only
+from miraccl.torch.collectives import single_item
 from miraccl.torch.failures import BackendError, as_backend_errors
-from miraccl.torch.matching import Post
+from miraccl.torch.matching import TagMatcher
 from miraccl.torch.message import SENT
-from miraccl.torch.message_work import Futures, TransferWork
-from miraccl.torch.mixed_backends import Elsewhere
+from miraccl.torch.message_work import FutureCompletion, TransferWork
+from miraccl.torch.mixed_backends import OtherBackends
 from miraccl.torch.profiled import profiling, shown_as
 from miraccl.torch.routing import by_device
-from miraccl.torch.streams import Streams
-from miraccl.torch.tensors import NAME, check_result, is_everyday, loaded, stage
-from miraccl.torch.work import FinishedWork, Work, nothing
+from miraccl.torch.streams import GroupStreams
+from miraccl.torch.tensors import NAME, check_result, is_plain_cpu_tensor, stage, with_loads
+from miraccl.torch.work import FinishedWork, Work, no_action
 
 
 class Transfers:
     """Sends and receives, and several calls at once."""
 
     communicator: Communicator
-    _elsewhere: Elsewhere | None
-    _streams: Streams | None
+    _other_backends: OtherBackends | None
+    _streams: GroupStreams | None
     _batch: list[Work] | None
-    _post: Post
-    _futures: Futures
+    _matcher: TagMatcher
+    _futures: FutureCompletion
 
-    def _streams_of(self, device: Any) -> Streams:
+    def _streams_of(self, device: Any) -> GroupStreams:
         raise NotImplementedError
 
     @property
-    def _here(self) -> Streams:
+    def _gpu_streams(self) -> GroupStreams:
         raise NotImplementedError
 
-    def _are_everyday_on_gpu(self, tensors: Sequence[Any]) -> bool:
+    def _eligible_on_gpu(self, tensors: Sequence[Any]) -> bool:
         """Whether they are ordinary tensors on the group's GPU."""
         raise NotImplementedError
 
     # ---- one message
 
     def send(self, tensors: Sequence[Any], dst: int, tag: int = 0) -> Work:
-        if self._is_everyday_on_cpu(tensors):
+        if self._eligible_on_cpu(tensors):
             return self._send(tensors, tensors[0], dst, tag)
-        if self._are_everyday_on_gpu(tensors) and len(tensors) == 1:
-            return self._here.message("send", tensors, self.communicator.send, dst)
+        if self._eligible_on_gpu(tensors) and len(tensors) == 1:
+            return self._gpu_streams.message("send", tensors, self.communicator.send, dst)
         return self._send_any(tensors, dst, tag)
 
     def recv(self, tensors: Sequence[Any], src: int, tag: int = 0) -> Work:
-        if self._is_everyday_on_cpu(tensors):
+        if self._eligible_on_cpu(tensors):
             return self._receive(tensors, tensors[0], src, tag)
-        if self._are_everyday_on_gpu(tensors) and len(tensors) == 1:
-            return self._here.message("recv", tensors, self.communicator.recv, src)
+        if self._eligible_on_gpu(tensors) and len(tensors) == 1:
+            return self._gpu_streams.message("recv", tensors, self.communicator.recv, src)
         return self._receive_any(tensors, src, tag)
 
-    def _is_everyday_on_cpu(self, tensors: Sequence[Any]) -> bool:
+    def _eligible_on_cpu(self, tensors: Sequence[Any]) -> bool:
         """Whether a message is an ordinary tensor in CPU memory, which nobody else wants to have or to see."""
         return (
             len(tensors) == 1
-            and is_everyday(tensors[0])
-            and self._elsewhere is None
+            and is_plain_cpu_tensor(tensors[0])
+            and self._other_backends is None
             and not profiling()
         )
 
@@ -77,31 +77,31 @@ class Transfers:
     @shown_as(f"{NAME}:send")
     def _send_any(self, tensors: Sequence[Any], dst: int, tag: int) -> Work:
         with as_backend_errors():
-            staged = stage(only(tensors, "send"), "send")
+            staged = stage(single_item(tensors, "send"), "send")
             if staged.device.type != "cpu":
-                begin = loaded([staged], lambda: self.communicator.send(staged.array, dst))
+                begin = with_loads([staged], lambda: self.communicator.send(staged.array, dst))
                 return self._streams_of(staged.device).transfer(
-                    "send", tensors, staged.memory, begin, nothing
+                    "send", tensors, staged.memory, begin, no_action
                 )
             staged.load()
         return self._send(tensors, staged.plain, dst, tag)
 
     def _send(self, tensors: Sequence[Any], memory: Any, dst: int, tag: int) -> Work:
         try:
-            message = self._post.send(memory, dst, _tag(tag, "send"))
+            message = self._matcher.send(memory, dst, _tag(tag, "send"))
         except MiracclError as error:
             raise BackendError(error) from error
         if message is SENT:
             return self._transfer(FinishedWork("send", tensors))
         return self._transfer(
-            TransferWork("send", tensors, self._post, message, self._futures, None)
+            TransferWork("send", tensors, self._matcher, message, self._futures, None)
         )
 
     @by_device("recv")
     @shown_as(f"{NAME}:recv")
     def _receive_any(self, tensors: Sequence[Any], src: int, tag: int) -> Work:
         with as_backend_errors():
-            staged = stage(only(tensors, "recv"), "recv")
+            staged = stage(single_item(tensors, "recv"), "recv")
             check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
                 begin = lambda: self.communicator.recv(staged.array, src)  # noqa: E731
@@ -112,7 +112,7 @@ class Transfers:
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
         """From whoever sends first; ``source_rank`` of the work says who it was."""
-        if self._is_everyday_on_cpu(tensors):
+        if self._eligible_on_cpu(tensors):
             return self._receive(tensors, tensors[0], None, tag)
         return self._receive_any_source(tensors, tag)
 
@@ -120,7 +120,7 @@ class Transfers:
     @shown_as(f"{NAME}:recv")
     def _receive_any_source(self, tensors: Sequence[Any], tag: int) -> Work:
         with as_backend_errors():
-            staged = stage(only(tensors, "recv"), "recv")
+            staged = stage(single_item(tensors, "recv"), "recv")
             check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
                 raise InvalidUsage(
@@ -138,11 +138,11 @@ class Transfers:
         after: Callable[[], Any] | None = None,
     ) -> Work:
         try:
-            message = self._post.receive(memory, source, _tag(tag, "recv"))
+            message = self._matcher.receive(memory, source, _tag(tag, "recv"))
         except MiracclError as error:
             raise BackendError(error) from error
         return self._transfer(
-            TransferWork("recv", tensors, self._post, message, self._futures, after)
+            TransferWork("recv", tensors, self._matcher, message, self._futures, after)
         )
 
     def _transfer(self, work: Work) -> Work:
@@ -155,8 +155,8 @@ class Transfers:
     def _start_coalescing(self, device: Any) -> None:
         """Until ``_end_coalescing``, calls are asynchronous, and sends and receives of GPU memory wait for one another."""
         device = torch.device(device)
-        if self._elsewhere is not None and device.type in self._elsewhere.devices:
-            self._elsewhere.group._start_coalescing(device)
+        if self._other_backends is not None and device.type in self._other_backends.devices:
+            self._other_backends.group._start_coalescing(device)
             return
         self._batch = []
         if device.type == "cuda" and (
@@ -166,25 +166,25 @@ class Transfers:
 
     def _end_coalescing(self, device: Any) -> Any:
         device = torch.device(device)
-        if self._elsewhere is not None and device.type in self._elsewhere.devices:
-            return self._elsewhere.group._end_coalescing(device)
+        if self._other_backends is not None and device.type in self._other_backends.devices:
+            return self._other_backends.group._end_coalescing(device)
         batch, self._batch = self._batch or [], None
         transfers = (
             self._streams.close_batch()
             if device.type == "cuda" and self._streams is not None
             else None
         )
-        return _Several(batch if transfers is None else [*batch, transfers])
+        return _CoalescedWork(batch if transfers is None else [*batch, transfers])
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
-    def together(self, device: Any, start: Callable[[], Any]) -> list[Work]:
+    def run_batch(self, device: Any, start: Callable[[], Any]) -> list[Work]:
         """Run ``start``, whose sends and receives of GPU memory are one operation; its work, if there were any."""
-        work = self._streams_of(device).together(start)
+        work = self._streams_of(device).run_batch(start)
         return [] if work is None else [work]
 
 
-class _Several(Work):
+class _CoalescedWork(Work):
     """The operations of a coalesced block."""
 
     def __init__(self, works: Sequence[Work]) -> None:

@@ -32,11 +32,13 @@ class Work(dist.Work):
         super().__init__()
         self._name, self._tensors = name, list(tensors)
         self._done = False
-        self._going_on = (
+        self._running = (
             threading.Lock()
         )  # until it has ended; an Event is made in the time of a small operation
-        self._going_on.acquire()
-        self.where: Callable[[], Wait | None] | None = None  # what whoever waits for it waits in
+        self._running.acquire()
+        self.wait_reason: Callable[[], Wait | None] | None = (
+            None  # what whoever waits for it waits in
+        )
         self._error: Exception | None = None
         self._future: Any = None
         self._lock = threading.Lock()
@@ -45,17 +47,17 @@ class Work(dist.Work):
         """True when the operation has ended well; ``BackendError`` after its failure or after ``timeout`` (none, or 0: the group's)."""
         if not self._done:
             limit = seconds(timeout)
-            if limit is None and self.where is not None:
-                with Waiting(self.where):
-                    self._going_on.acquire()
-            elif not self._going_on.acquire(timeout=-1 if limit is None else limit):
+            if limit is None and self.wait_reason is not None:
+                with Waiting(self.wait_reason):
+                    self._running.acquire()
+            elif not self._running.acquire(timeout=-1 if limit is None else limit):
                 raise BackendError(
                     CollectiveTimeout(
                         f"not finished within {timeout}; it goes on in the background",
                         op=self._name,
                     )
                 )
-            self._going_on.release()
+            self._running.release()
         if self._error is not None:
             raise self._error
         return True
@@ -82,22 +84,22 @@ class Work(dist.Work):
                 self._future = torch.futures.Future()
             fulfil = fresh and self._done
         if fulfil:
-            self.fulfil()
+            self.resolve_future()
         return self._future
 
     def end(self, error: Exception | None) -> None:
         """From whoever ran it."""
-        if self.settle(error):
-            self.fulfil()
+        if self.mark_done(error):
+            self.resolve_future()
 
-    def settle(self, error: Exception | None) -> bool:
+    def mark_done(self, error: Exception | None) -> bool:
         """Mark it as ended; whether somebody has a future of it, which is still to be fulfilled."""
         with self._lock:
             self._error, self._done = error, True
-            self._going_on.release()
+            self._running.release()
             return self._future is not None
 
-    def fulfil(self) -> None:
+    def resolve_future(self) -> None:
         """Callbacks of the future run in here, and may ask for anything: no lock is held."""
         if self._error is None:
             self._future.set_result(self._tensors)
@@ -122,25 +124,25 @@ class FinishedWork(Work):
     def get_future(self) -> Any:
         if self._future is None:
             self._future = torch.futures.Future()
-            self.fulfil()
+            self.resolve_future()
         return self._future
 
 
-class Lane:
+class WorkQueue:
     """One thread for the asynchronous operations of a group, started when it is first needed."""
 
     def __init__(
         self,
         name: str,
-        beside: Callable[[bool], None] = lambda _: None,
-        where: Callable[[], Wait | None] | None = None,
+        set_busy: Callable[[bool], None] = lambda _: None,
+        wait_reason: Callable[[], Wait | None] | None = None,
     ) -> None:
         """``beside`` is called with True before the first pending operation and with False after the last; ``where``: what the lane waits
         in."""
-        self._name, self._beside, self._where = name, beside, where
+        self._name, self._set_busy, self._wait_reason = name, set_busy, wait_reason
         self._queue: queue.SimpleQueue[tuple[Work, Action] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may destroy the group in the middle
-        self._turn = threading.RLock()
+        self._run_lock = threading.RLock()
         self._pending = 0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -152,8 +154,8 @@ class Lane:
     def run(self, name: str, action: Action) -> None:
         """Run an action after what is pending, and wait for it. The callback of a future, which runs on the lane itself, does not queue."""
         if self.idle or threading.current_thread() is self._thread:
-            with self._turn:
-                translated(action)
+            with self._run_lock:
+                run_translated(action)
         else:
             self.submit(Work(name, []), action).wait()
 
@@ -183,14 +185,14 @@ class Lane:
                 thread.start()
             self._thread = thread
         self._count(1)
-        work.where = self._where
+        work.wait_reason = self._wait_reason
         self._queue.put((work, action))
 
     def _run(self, action: Action) -> Exception | None:
         """The error of an action belongs to whoever waits for it."""
         try:
-            with self._turn:
-                translated(action)
+            with self._run_lock:
+                run_translated(action)
         except Exception as error:
             return error
         return None
@@ -206,18 +208,18 @@ class Lane:
         """The lane is idle only after its last operation has ended and the callbacks of its future have run: what they call comes
         before whatever others call next, on every rank."""
         with self._lock:
-            fulfil = work.settle(error)
+            fulfil = work.mark_done(error)
             if not fulfil:
                 self._count(-1)
         if fulfil:
-            work.fulfil()
+            work.resolve_future()
             with self._lock:
                 self._count(-1)
 
     def _count(self, more: int) -> None:
         self._pending += more
         if self._pending == 0 or self._pending == more:
-            self._beside(self._pending > 0)
+            self._set_busy(self._pending > 0)
 
     def close(self, timeout: float) -> bool:
         """End the thread after what is pending; False if that takes longer than ``timeout`` seconds."""
@@ -231,11 +233,11 @@ class Lane:
         return not thread.is_alive()
 
 
-def nothing() -> None:
+def no_action() -> None:
     """The action that is none."""
 
 
-def translated(action: Action) -> None:
+def run_translated(action: Action) -> None:
     """Run an action whose errors leave as those of the backend."""
     try:
         action()

@@ -85,7 +85,7 @@ def install() -> list[Any]:
         from torch.distributed import _symmetric_memory
 
         meet = _symmetric_memory.rendezvous
-        _symmetric_memory.rendezvous = functools.wraps(meet)(_rendezvous(meet))
+        _symmetric_memory.rendezvous = functools.wraps(meet)(_symmetric_memory_rendezvous(meet))
     return new
 
 
@@ -96,7 +96,7 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
         group = _group(getattr(first, "group", None))
         if not isinstance(group, ProcessGroupMiraccl) or not isinstance(tensor, torch.Tensor):
             return original(p2p_op_list)
-        elsewhere = group.elsewhere_for([tensor]) is not None
+        elsewhere = group.other_group_for([tensor]) is not None
         together = (
             group._get_backend(tensor.device).supports_coalescing if elsewhere else tensor.is_cuda
         )
@@ -109,7 +109,7 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
             ) as manager:
                 _start_all(p2p_op_list)
             return manager.works
-        return group.together(tensor.device, lambda: _start_all(p2p_op_list))
+        return group.run_batch(tensor.device, lambda: _start_all(p2p_op_list))
 
     return batch_isend_irecv
 
@@ -257,7 +257,7 @@ def _extract_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     return extract_tensors
 
 
-def _rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
+def _symmetric_memory_rendezvous(original: Callable[..., Any]) -> Callable[..., Any]:
     def rendezvous(tensor: Any, group: Any) -> Any:
         known = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
         if isinstance(known, ProcessGroupMiraccl):
