@@ -211,7 +211,7 @@ def sweep_limits(
     torch: Any, dist: Any, comm: Any, timer: Timer, size: int, numbers: Sequence[int]
 ) -> None:
     """Microseconds of calls with so many multiprocessors, of tensors of ``size`` bytes in all; rank 0 prints them beside NCCL's."""
-    from miraccl.runtime.gpu.ctas import Ctas
+    from miraccl.runtime.gpu.ctas import CtaLimits
 
     agreed, each = comm.ctas, size // 4 // comm.nranks // 64 * 64
     whole = torch.randn(each * comm.nranks, device="cuda")
@@ -230,7 +230,7 @@ def sweep_limits(
     for name, (theirs, ours) in pairs.items():
         cells = [f"nccl {timer.slowest(timer.plain(theirs, iterations_for(size) // 2, 5)):.1f}"]
         for number in numbers:
-            comm.ctas = Ctas(most=min(number, agreed.most), limited=number < agreed.most)
+            comm.ctas = CtaLimits(max_sms=min(number, agreed.most), fixed=number < agreed.most)
             comm._forget()
             us = timer.slowest(timer.plain(ours, iterations_for(size) // 2, 5))
             plan = comm.last_plan

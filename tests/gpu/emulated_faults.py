@@ -107,11 +107,11 @@ def never_comes() -> dict[str, Any]:
         device = me.comm._device
         assert isinstance(device, DeviceCommunicator)
         if me.rank == 0:  # only now: compilers run before the first operation
-            boards = device._looks.boards()
+            boards = device._probe.boards()
             while boards is None or not all(boards.has_begun(peer, 2) for peer in range(1, last)):
-                boards = device._looks.boards()
+                boards = device._probe.boards()
             device._comm_args = dataclasses.replace(device._comm_args, timeout_ns=int(0.3e9))
-            device._forget()
+            device._drop_launches()
         if me.rank == last:
             while not device.faults.broken:
                 os.sched_yield()
@@ -586,7 +586,7 @@ def comes_late(what: str) -> dict[str, Any]:
         soon = dataclasses.replace(device._comm_args, timeout_ns=int((0.3 + me.rank) * 1e9))
         device._messages._comm_args, device._comm_args = soon, soon
         device._messages._patterns.clear()
-        device._forget()
+        device._drop_launches()
         stay_until_told(me)
         if me.rank == 1:
             stay_until_told(me)

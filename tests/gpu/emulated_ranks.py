@@ -25,8 +25,8 @@ from miraccl.executor.cuda.driver import ordinal_at
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.ops.arguments import DLTensor
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
-from miraccl.runtime.gpu.launch_order import Orders
-from miraccl.runtime.gpu.stream_order import KEPT_STREAMS
+from miraccl.runtime.gpu.launch_order import LaunchOrders
+from miraccl.runtime.gpu.stream_order import MAX_KEPT_STREAMS
 from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.runtime.options import Options
 from miraccl.types import Collective, PreMulSum, RedOp
@@ -51,7 +51,7 @@ class Rank:
         if not offset:
             return FakeArray(self.cuda, array)
         whole = place(self.cuda, np.concatenate([np.zeros(offset, dtype), array]))
-        return Part(whole.part(offset, array.size), array.dtype)
+        return Part(whole.slice(offset, array.size), array.dtype)
 
     def zeros(self, count: int, dtype: str = "float32") -> Any:
         return self.put(np.full(count, 77), dtype)
@@ -164,7 +164,7 @@ def sparing() -> None:
             assert comm is not None
             comm.barrier(stream=0)
             assert isinstance(comm._device, DeviceCommunicator)
-            assert comm._device.ctas.efficient
+            assert comm._device.ctas.efficiency
         assert part is not None
         part.finalize()
 
@@ -1008,7 +1008,7 @@ def several_in_threads() -> list[int]:
     operations adds to its stream."""
     with session() as world:
         options = Options.create(timeout=60)
-        me, shared = Rank(world, options.timeout), Orders()
+        me, shared = Rank(world, options.timeout), LaunchOrders()
         whole = Communicator.from_session(
             world.sub(range(world.nranks), "first"), options, orders=lambda: shared
         )
@@ -1106,21 +1106,21 @@ def in_streams_that_end() -> None:
         comm, n, current = me.comm, me.nranks, types.SimpleNamespace(stream=None)
         comm.barrier(stream=0)
         x, others = me.put(np.full(9, me.rank + 1)), len(me.cuda.streams)
-        for _ in range(2 * KEPT_STREAMS):
+        for _ in range(2 * MAX_KEPT_STREAMS):
             comm.all_reduce(x, op=RedOp.MAX, stream=OwnStream(me.cuda))
-        assert len(me.cuda.streams) <= others + KEPT_STREAMS + 1
+        assert len(me.cuda.streams) <= others + MAX_KEPT_STREAMS + 1
         for name in ("torch", "cupy"):
             sys.modules.pop(name, None)
         cuda = types.SimpleNamespace(get_current_stream=lambda ordinal: current.stream)
         vars(sys)["modules"]["cupy"] = types.SimpleNamespace(cuda=cuda, ndarray=OwnStream)
-        for _ in range(2 * KEPT_STREAMS):
+        for _ in range(2 * MAX_KEPT_STREAMS):
             current.stream = OwnStream(me.cuda)
             comm.all_reduce(x, op=RedOp.MAX)
         current.stream = None
         comm.all_reduce(x, stream=0)
         me.synchronize()
         same(x, np.full(9, n * n))
-        assert len(me.cuda.streams) <= others + KEPT_STREAMS + 1
+        assert len(me.cuda.streams) <= others + MAX_KEPT_STREAMS + 1
         del sys.modules["cupy"]
 
 

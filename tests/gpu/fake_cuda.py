@@ -831,7 +831,7 @@ class FakeLocal:
     ) -> DeviceMemory:
         from miraccl.runtime.gpu.communicator import DeviceCommunicator
 
-        return DeviceCommunicator._like(self, out, source, count, where, stream)  # type: ignore[arg-type]
+        return DeviceCommunicator._check_out(self, out, source, count, where, stream)  # type: ignore[arg-type]
 
     def _put(self, collective: Collective, stream: int, work: Callable[[], Any]) -> None:
         self.calls.append(collective)

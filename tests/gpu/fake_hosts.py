@@ -27,7 +27,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
-from miraccl.executor.cpu.kernels.nogil import layout as ex
+from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.memory import DeviceMemory
@@ -160,7 +160,9 @@ def _even(
                 comm.last_plan.algo,
                 comm.last_plan.reason,
             ), what
-            assert all(w.rank in pair or kind != "staging" for pair, kind, _ in explained.ways)
+            assert all(
+                w.rank in pair or kind != "staging" for pair, kind, _ in explained.connections
+            )
 
     def reductions(op: RedOp) -> None:
         run(Collective.ALL_REDUCE, 1, op, lambda x, like: comm.all_reduce(x, w.put(like), op))
@@ -309,15 +311,15 @@ def in_place(hosts: str, count: int) -> None:
         comm, n = w.comm, w.nranks
         inputs = [numbers(r, count * n, DType.FLOAT32) for r in range(n)]
         whole = w.put(inputs[w.rank])
-        comm.reduce_scatter(whole, whole.part(w.rank * count, count))
+        comm.reduce_scatter(whole, whole.slice(w.rank * count, count))
         comm.synchronize()
         check(
-            whole.part(w.rank * count, count),
+            whole.slice(w.rank * count, count),
             expected(Collective.REDUCE_SCATTER, list(inputs))[w.rank],
             "reduce_scatter",
         )
         gathered = w.zeros(count * n, DType.FLOAT32)
-        mine = gathered.part(w.rank * count, count)
+        mine = gathered.slice(w.rank * count, count)
         seen(mine)[:] = inputs[w.rank][:count]
         comm.all_gather(mine, gathered)
         comm.synchronize()
@@ -350,7 +352,7 @@ def uneven_collectives(hosts: str, apart: bool) -> None:
             comm.synchronize()
             begin = sum(counts[:r])
             places = w.zeros(sum(counts), DType.FLOAT32)
-            mine = places.part(begin, counts[r])
+            mine = places.slice(begin, counts[r])
             seen(mine)[:] = parts[r]
             comm.gather_v(mine, counts, 1, places if r == 1 else None)
             comm.synchronize()
@@ -391,8 +393,8 @@ def anywhere_in_windows(hosts: str) -> None:
         window: DeviceMemory = w.comm.empty(4 * count, "float32").miraccl_view
         x = w.put(np.full(count, w.rank + 1.0, np.float32))
         for y in (
-            window.part(w.rank * count, count),
-            window.part(0, count) if w.rank == 1 else w.zeros(count, DType.FLOAT32),
+            window.slice(w.rank * count, count),
+            window.slice(0, count) if w.rank == 1 else w.zeros(count, DType.FLOAT32),
         ):
             for root in range(2):  # the second time as a graph
                 w.comm.all_reduce(x, y)
@@ -421,14 +423,18 @@ def changing_counts(hosts: str, apart: bool) -> None:
             count = 1 + 700 * step
             seen(x)[:] = r + step
             seen(fixed)[:] = step
-            comm.all_to_all_v(x.part(0, n * count), [count] * n, [count] * n, y.part(0, n * count))
-            comm.all_to_all_v(x.part(0, n * BIG), [BIG] * n, [BIG] * n, y)  # larger than graphs are
-            comm.all_reduce(x.part(0, 99))
+            comm.all_to_all_v(
+                x.slice(0, n * count), [count] * n, [count] * n, y.slice(0, n * count)
+            )
+            comm.all_to_all_v(
+                x.slice(0, n * BIG), [BIG] * n, [BIG] * n, y
+            )  # larger than graphs are
+            comm.all_reduce(x.slice(0, 99))
             comm.synchronize()
             w.cuda.streams[stream].replay(graph)
             comm.synchronize()
             check(y, np.repeat(np.arange(n) + step, BIG), f"step {step}")
-            check(x.part(0, 99), np.full(99, sum(range(n)) + n * step), f"all_reduce {step}")
+            check(x.slice(0, 99), np.full(99, sum(range(n)) + n * step), f"all_reduce {step}")
             check(fixed, np.full(10, n * step), f"replay {step}")
             assert len(comm.jobs._jobs) <= 8
         assert max(len(proxy._jobs) for proxy in comm.jobs.staging.proxies) <= 9
@@ -525,7 +531,7 @@ def graphs(hosts: str, apart: bool) -> None:
         w.cuda.begin_capture(stream)
         comm.all_reduce(x, stream=stream)
         comm.all_gather(x, y, stream=stream)
-        comm.broadcast(x.part(0, 10), 1, stream=stream)
+        comm.broadcast(x.slice(0, 10), 1, stream=stream)
         comm.sendrecv(x, to, passed, frm, stream=stream)
         graph = w.cuda.end_capture(stream)
         comm.synchronize()
@@ -646,9 +652,9 @@ def special(hosts: str, apart: bool) -> None:
             lambda: comm.reduce_scatter(w.zeros(n + 1, DType.FLOAT32)),
             lambda: comm.all_gather_v(x, [1] * n, w.zeros(n, DType.INT32)),
             lambda: comm.all_to_all(x, x),
-            lambda: comm.sendrecv(x.part(0, 2), (r + 1) % n, x.part(1, 2), (r - 1) % n),
+            lambda: comm.sendrecv(x.slice(0, 2), (r + 1) % n, x.slice(1, 2), (r - 1) % n),
             lambda: comm.gather(
-                x.part(1, 2), r, x.part(0, 2 * n)
+                x.slice(1, 2), r, x.slice(0, 2 * n)
             ),  # an overlap that is not "in place"
             lambda: comm.scatter(None, (r + 1) % n),
             lambda: comm.scatter_v(None, [0] * n, (r + 1) % n, constant),
@@ -824,7 +830,7 @@ def differing_in_counts(hosts: str, apart: bool, count: int) -> str:
         x = w.zeros(count + 4, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
-        w.comm.all_reduce(x if w.comm.layout.host == 0 else x.part(0, count))
+        w.comm.all_reduce(x if w.comm.layout.host == 0 else x.slice(0, count))
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (CollectiveMismatch,))
 
@@ -1020,7 +1026,7 @@ def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
         comm, n, r = w.comm, w.nranks, w.rank
         one, every = w.put(np.full(1, float(r))), w.zeros(n, DType.FLOAT64)
         ones, own = [1] * n, int(r == 0)
-        _begin_at(w, ex.MARK_MASK + 1)
+        _begin_at(w, offsets.MARK_MASK + 1)
 
         def scatter(root: int) -> None:
             comm.scatter_v(every if r == root else None, ones, root, one, stream=stream)
@@ -1040,14 +1046,18 @@ def unlike_collectives(hosts: str, kernels: bool, case: str) -> str:
             "roots": lambda: scatter(1 if r == 1 else 0),
             "collectives": lambda: gather(1) if r == 0 else scatter(1),
             "counts": lambda: comm.all_to_all_v(
-                every.part(0, n * own),
+                every.slice(0, n * own),
                 [own] * n,
                 [own] + [0] * (n - 1),
-                one.part(0, own),
+                one.slice(0, own),
                 stream=stream,
             ),
             "one message": lambda: comm.all_to_all_v(
-                every.part(0, own), [0, own] + [0] * (n - 2), [0] * n, one.part(0, 0), stream=stream
+                every.slice(0, own),
+                [0, own] + [0] * (n - 2),
+                [0] * n,
+                one.slice(0, 0),
+                stream=stream,
             ),
             "send": lambda: comm.send(one, n - 1, stream=stream) if r == 0 else None,
             "graph": lambda: captured() if r == 0 else scatter(1),
@@ -1096,7 +1106,7 @@ def uneven_again(hosts: str, kernels: bool) -> None:
         )
         few, got = w.put(np.full(sum(sends), 7, np.int32)), w.zeros(sum(receives), DType.INT32)
         gathered = w.zeros(total, DType.FLOAT32)
-        _begin_at(w, ex.MARK_MASK - 6)
+        _begin_at(w, offsets.MARK_MASK - 6)
 
         def run(root: int, stream: int) -> None:
             comm.gather_v(mine, counts, root, whole if r == root else None, stream=stream)
@@ -1127,7 +1137,7 @@ def uneven_again(hosts: str, kernels: bool) -> None:
                 check(gathered, want, what)
                 check(got, np.full(sum(receives), 7), what)
         alone = comm.layout.width == 1 and comm.layout.even
-        assert _begin_at(w, 0) == ex.MARK_MASK - 6 + 4 * 3 * (4 if alone else 3)
+        assert _begin_at(w, 0) == offsets.MARK_MASK - 6 + 4 * 3 * (4 if alone else 3)
         w.finish()
 
 

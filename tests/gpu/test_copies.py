@@ -9,7 +9,7 @@ import pytest
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Copy, copies_of, faster_from, possible
 from miraccl.executor.cuda.staged_copies import ALGORITHMS
-from miraccl.runtime.gpu.ctas import Ctas
+from miraccl.runtime.gpu.ctas import CtaLimits
 from miraccl.runtime.gpu.engines import CopyEngines
 from miraccl.schedule import catalog
 from miraccl.types import Collective
@@ -70,10 +70,12 @@ def test_what_copy_engines_never_take_goes_through_doors(
 ) -> None:
     """A door knows sizes, not where memory lies: it is shut where that decides."""
     gpu, kernels, comm_args = Mock(), Mock(), Mock()
-    engines = CopyEngines(gpu, kernels, comm_args, Mock(nranks=nranks), Ctas(most=128, none=none))
+    engines = CopyEngines(
+        gpu, kernels, comm_args, Mock(nranks=nranks), CtaLimits(max_sms=128, copy_engines_only=none)
+    )
     for collective in Collective:
         for nbytes in (1, 1 << 20, 1 << 30):
             taken = none and collective in ALGORITHMS
             if windows and possible(collective, nranks):
                 taken = nbytes * (nranks - 1) >= faster_from(collective, nranks)
-            assert engines.may_take(collective, windows, nbytes) is taken
+            assert engines.may_handle(collective, windows, nbytes) is taken

@@ -22,9 +22,9 @@ from miraccl.ops.arguments import view as cpu_view
 from miraccl.runtime.gpu import memory
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
-from miraccl.runtime.gpu.stream import find_current_stream, number_of
-from miraccl.runtime.gpu.stream_order import KEPT_STREAMS, Owners
-from miraccl.runtime.gpu.windows import DeviceArray, Windows, _element_type
+from miraccl.runtime.gpu.stream import find_current_stream, stream_handle
+from miraccl.runtime.gpu.stream_order import MAX_KEPT_STREAMS, StreamKeepAlive
+from miraccl.runtime.gpu.windows import DeviceArray, DeviceWindows, _element_type
 from miraccl.runtime.window import element_type
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
@@ -133,7 +133,7 @@ def test_arrays_of_cupy_name_the_current_stream(monkeypatch: pytest.MonkeyPatch)
     gpu = Gpu()
     view(Described(stream=5), 6, gpu)
     assert gpu.ordered == []
-    assert memory.kinds == {}
+    assert memory.array_kinds == {}
 
 
 def test_the_current_stream_is_that_of_a_library_that_came_later(
@@ -166,17 +166,17 @@ def test_an_owner_of_a_stream_is_kept_beside_who_borrows_it() -> None:
     class Borrowed:
         pass
 
-    owners = Owners(lambda: (5,))
+    owners = StreamKeepAlive(lambda: (5,))
     ends: list[str] = []
     stream = Stream()
     weakref.finalize(stream, ends.append, "stream")
-    owners.keep(5, stream)
+    owners.retain(5, stream)
     del stream
-    for number in range(2 * KEPT_STREAMS):
-        owners.keep(5, Borrowed())
-        owners.keep(6 + number, Borrowed())
+    for number in range(2 * MAX_KEPT_STREAMS):
+        owners.retain(5, Borrowed())
+        owners.retain(6 + number, Borrowed())
     assert not ends
-    owners.let_go()
+    owners.release()
     assert ends == ["stream"]
 
 
@@ -199,7 +199,7 @@ def test_streams_that_are_none_are_refused(stream: Any) -> None:
         InvalidUsage,
         match="allowed are a CUstream as a number from 0 on, and objects that have one",
     ):
-        number_of(stream)
+        stream_handle(stream)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_streams_that_do_not_tell_their_number_are_refused(said: dict[str, Any])
     with pytest.raises(
         InvalidUsage, match=r"stream is namespace.*, which gives no number: (Type|Value|Index)Error"
     ):
-        number_of(types.SimpleNamespace(**said))
+        stream_handle(types.SimpleNamespace(**said))
 
 
 def test_streams_of_all_makes() -> None:
@@ -223,7 +223,7 @@ def test_streams_of_all_makes() -> None:
         types.SimpleNamespace(ptr=5),
         types.SimpleNamespace(__cuda_stream__=lambda: (0, 5)),
     ]
-    assert [number_of(stream) for stream in (0, 1, 5, (1 << 63) - 1, *named)] == [
+    assert [stream_handle(stream) for stream in (0, 1, 5, (1 << 63) - 1, *named)] == [
         0,
         1,
         5,
@@ -243,8 +243,8 @@ def test_outputs_wait_in_the_stream_of_the_operation() -> None:
 
     mine, out = Arguments(), Packed(np.zeros(4, np.float32))
     source = DeviceMemory(4096, 4, DType.FLOAT32)
-    assert mine._like(out, source, 4, "a test", 7).count == 4
-    mine._like(Described(stream=5), source, 4, "a test", 7)
+    assert mine._check_out(out, source, 4, "a test", 7).count == 4
+    mine._check_out(Described(stream=5), source, 4, "a test", 7)
     assert out.streams == [7]
     assert mine.gpu.ordered == [(5, 7)]
 
@@ -256,7 +256,7 @@ def test_masks_and_odd_addresses_are_refused() -> None:
     for thing in (Described(data=(4097, False)), Odd(odd)):
         with pytest.raises(InvalidUsage, match="x is not aligned to its element size of 4 bytes"):
             view(thing)
-    assert not memory.kinds
+    assert not memory.array_kinds
 
 
 class Freed(Packed):
@@ -279,7 +279,7 @@ def test_arrays_without_memory_are_refused() -> None:
     ):
         with pytest.raises(InvalidUsage, match="a test: x has 4 elements, but no memory"):
             view(thing)
-    assert not memory.kinds
+    assert not memory.array_kinds
     for empty in (
         Described(data=(0, False), shape=(3, 0)),
         Described(data=(None, False), shape=(0,)),
@@ -337,13 +337,13 @@ def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> N
     with pytest.raises(InvalidUsage, match=f"a test: x has a __cuda_array_interface__ .*{words}"):
         view(given)
     with pytest.raises(InvalidUsage, match=f"an array has a __cuda_array_interface__ .*{words}"):
-        memory.ordinal_of(given)
+        memory.device_ordinal(given)
     if not said.keys() & {"strides", "stream"}:  # may be left out
         with pytest.raises(
             InvalidUsage, match=f"x has a __cuda_array_interface__ whose {next(iter(said))} is None"
         ):
             view(lacking)
-    assert not memory.kinds
+    assert not memory.array_kinds
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], co
     ):
         view(Endless(np.zeros(4, np.float32), -4))
     assert view(Described(shape=(1 << 55,))).count == 1 << 55
-    assert Endless not in memory.kinds
+    assert Endless not in memory.array_kinds
 
 
 class Endless(Packed):
@@ -469,7 +469,7 @@ class Unwilling:
 )
 def test_whether_an_array_lies_on_a_gpu_never_raises(thing: Any, there: bool) -> None:
     """What is wrong is told by who asks for the memory, as a wrong argument."""
-    assert memory.lies_on_gpu(thing) is there
+    assert memory.is_gpu_array(thing) is there
     with pytest.raises(InvalidUsage, match="a test: x "):
         view(thing)
     with pytest.raises(InvalidUsage, match="a test: x "):
@@ -484,7 +484,7 @@ def test_an_interface_that_raises_is_named() -> None:
     with pytest.raises(
         InvalidUsage, match="an array gives no __cuda_array_interface__: RuntimeError: no context"
     ):
-        memory.ordinal_of(Raising())
+        memory.device_ordinal(Raising())
 
 
 class OfJax(Packed):
@@ -500,9 +500,9 @@ class OfCupy(Packed):
 def test_devices_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What JAX calls the id of a device counts those of all processes; CuPy's is the driver's number, as PyTorch's index is."""
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=OfCupy))
-    assert memory.ordinal_of(OfJax(np.zeros(4))) == 0
-    assert memory.ordinal_of(OfCupy(np.zeros(4))) == 3
-    assert memory.ordinal_of(types.SimpleNamespace(device=types.SimpleNamespace(index=2))) == 2
+    assert memory.device_ordinal(OfJax(np.zeros(4))) == 0
+    assert memory.device_ordinal(OfCupy(np.zeros(4))) == 3
+    assert memory.device_ordinal(types.SimpleNamespace(device=types.SimpleNamespace(index=2))) == 2
 
 
 class Gpus:
@@ -542,15 +542,23 @@ def test_the_current_gpu_is_the_drivers_where_no_library_says(
     cuda = FakeCuda(home=3)
     x = FakeArray(cuda, np.ones(4))
     cuda.install()
-    assert memory.current_ordinal() == memory.ordinal_of(x) == 3
+    assert memory.current_ordinal() == memory.device_ordinal(x) == 3
     cuda.choose(2)
-    assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (
+    assert (
+        memory.current_ordinal(),
+        memory.device_ordinal(x),
+        memory.device_ordinal(Described()),
+    ) == (
         2,
         3,
         2,
     )
     cuda.cuCtxSetCurrent(None)
-    assert (memory.current_ordinal(), memory.ordinal_of(x), memory.ordinal_of(Described())) == (
+    assert (
+        memory.current_ordinal(),
+        memory.device_ordinal(x),
+        memory.device_ordinal(Described()),
+    ) == (
         0,
         3,
         0,
@@ -634,7 +642,7 @@ def test_windows_are_shown_to_others_as_numbers_that_they_know(code: DType) -> N
         else (shown.kind, shown.itemsize) == ("u", kind.itemsize)
     )
     assert view(window) == DeviceMemory(4096, 6, code)
-    assert memory.kinds == {}
+    assert memory.array_kinds == {}
 
 
 def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -653,7 +661,7 @@ def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     plane: Any = types.SimpleNamespace(meet=lambda what, name, asked, deadline: [asked])
     stages: Any = types.SimpleNamespace(what="", deadline=None)
-    tensor = Windows(memory).empty((2, 3), torch.bfloat16, plane, stages)
+    tensor = DeviceWindows(memory).empty((2, 3), torch.bfloat16, plane, stages)
     assert (tensor.shape, tensor.dtype, devices) == ((2, 3), torch.bfloat16, ["cuda:1"])
 
 
@@ -666,7 +674,7 @@ def test_doors_are_told_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (Described(typestr="<c8"), Packed(np.zeros(8, np.float32)[::2]), None, good):
         with pytest.raises(InvalidUsage):
             view(wrong)
-    assert memory.kinds == {}
+    assert memory.array_kinds == {}
     view(Described())
     view(Packed(good))
     assert view(Jax(good)).read_only
@@ -675,7 +683,7 @@ def test_doors_are_told_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
         Packed: Kind(dlpack=True),
         Jax: Kind(dlpack=True, immutable=True),
     }
-    assert memory.kinds == want
+    assert memory.array_kinds == want
     for number in range(at.MOST_KINDS):
         view(type(f"Kind{number}", (Described,), {})())
-    assert len(memory.kinds) == at.MOST_KINDS
+    assert len(memory.array_kinds) == at.MOST_KINDS

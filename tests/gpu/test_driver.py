@@ -12,7 +12,7 @@ from miraccl.errors import SystemFailure
 from miraccl.executor.cuda import driver, toolkit
 from miraccl.executor.cuda.driver import ordinal_at
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.gpu.keep_alive import Kept
+from miraccl.runtime.gpu.keep_alive import KeepAlive
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import FakeCuda, Result, context_of
 from tests.gpu.gpus import GPUS, NEEDS_GPU
@@ -40,12 +40,12 @@ def test_the_context_of_a_program_is_known_and_stays() -> None:
         torch.cuda.set_device(here.ordinal)
         torch.ones(1, device="cuda")
         for gpu in gpus:
-            assert gpu.is_elsewhere() == (gpu is not here)
-            with gpu.visited():
-                assert not gpu.is_elsewhere()
+            assert gpu.is_wrong_device() == (gpu is not here)
+            with gpu.device_guard():
+                assert not gpu.is_wrong_device()
                 event = gpu.make_event()
                 gpu.record(event, 0)
-            assert not here.is_elsewhere()
+            assert not here.is_wrong_device()
             assert torch.cuda.current_device() == here.ordinal
             if gpu is not here:
                 with pytest.raises(SystemFailure):
@@ -60,20 +60,20 @@ def test_what_is_held_waits_for_the_gpu_of_its_communicator(
 ) -> None:
     cuda, gate = EmulatedCuda(), threading.Event()
     monkeypatch.setattr(driver, "bindings", lambda name: cuda)
-    kept, thing = Kept(Gpu(1)), Thing()
+    kept, thing = KeepAlive(Gpu(1)), Thing()
     there = weakref.ref(thing)
     cuda.streams.legacy[context_of(1)].put(
         lambda: None if gate.wait(30) else pytest.fail("nobody opens the gate")
     )
     cuda.choose(0)
-    kept.hold([thing], 0)
+    kept.retain([thing], 0)
     del thing
     cuda.streams[0].synchronize()  # of the other GPU
-    kept.hold([], 0)
+    kept.retain([], 0)
     assert there() is not None
     gate.set()
     cuda.streams.legacy[context_of(1)].synchronize()
-    kept.hold([], 0)
+    kept.retain([], 0)
     assert there() is None
     assert cuda.current == context_of(0)
 

@@ -25,7 +25,7 @@ def explained(
         collective=collective, dtype=dtype, op=RedOp.SUM, count=count, nranks=nranks, **request
     )
     return candidates(
-        asked, order=tuple(range(nranks))[::-1], order_reason="a ring", ways=WAYS, **more
+        asked, order=tuple(range(nranks))[::-1], order_reason="a ring", connections=WAYS, **more
     )
 
 
@@ -48,7 +48,7 @@ def test_the_chosen_one_is_first_and_is_what_runs(collective: Collective, count:
     assert {candidate.algo for candidate in found if candidate.proto != "copy"} == set(
         ALGORITHMS[collective]
     )
-    assert all(candidate.reason and candidate.ways == WAYS for candidate in found)
+    assert all(candidate.reason and candidate.connections == WAYS for candidate in found)
     assert len({candidate.reason for candidate in found}) == len(found)
 
 

@@ -20,7 +20,7 @@ from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_me
 from miraccl.executor.cuda.moves import describe, move_signature
 from miraccl.executor.cuda.source import Frame
 from miraccl.runtime.gpu.flight_recorder import read_boards, read_head
-from miraccl.runtime.gpu.messages import frame_of, read_refused
+from miraccl.runtime.gpu.messages import message_frame, read_rejected_size
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, Choice
 from miraccl.types import Collective, DType
@@ -141,7 +141,7 @@ def test_messages_may_be_distributed_over_launches_differently() -> None:
 
 def refused(where: Machine) -> int | None:
     """The size of the message of rank 0 that rank 1 has refused."""
-    return read_refused(GPU, where.comm_args(0), 1)
+    return read_rejected_size(GPU, where.comm_args(0), 1)
 
 
 @needs_compiler
@@ -773,4 +773,4 @@ def test_lines_are_used_where_paths_keep_them_whole(
         facts=[types.SimpleNamespace(arch=arch)] * 2,
         path=lambda a, b: path,
     )
-    assert frame_of(memory) is frame
+    assert message_frame(memory) is frame

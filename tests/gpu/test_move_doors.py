@@ -13,7 +13,7 @@ from miraccl.executor.cuda.messages import LaneRules, Message
 from miraccl.executor.cuda.moves import move_signature
 from miraccl.fastpath.cuda import layout as at
 from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.uneven import Uneven, transfers_of
+from miraccl.runtime.gpu.uneven import UnevenRequest, sends_and_receives
 from miraccl.types import Collective, DType
 from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE
@@ -83,7 +83,7 @@ def test_doors_find_what_python_would_send(
             or whole.data_ptr() >= part.data_ptr() + 4 * part.numel()
         )
         apart = apart or not part.numel() or not whole.numel()
-    asked = Uneven(
+    asked = UnevenRequest(
         collective=collective,
         source=memory(x),
         target=memory(out),
@@ -92,7 +92,7 @@ def test_doors_find_what_python_would_send(
         counts=() if collective is Collective.ALL_TO_ALL else sends if splits_in else receives,
         root=root,
     )
-    sent, received = transfers_of(asked, rank, nranks)
+    sent, received = sends_and_receives(asked, rank, nranks)
     side = Side(rank, nranks)
     parts = [(False, *part) for part in sent] + [(True, *part) for part in received]
     if parts:

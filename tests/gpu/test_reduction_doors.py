@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl.fastpath.cuda import layout as at
 from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.uneven import parts_of
+from miraccl.runtime.gpu.uneven import split_by_rank
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 from tests.gpu.door_side import Side, torch_with_doors
 from tests.gpu.fake_launch import SHAPE
@@ -73,7 +73,7 @@ def test_doors_launch_what_python_would(
     if len(set(counts)) == 1:
         want = [(1000 + counts[0], source.address, target)]
     else:
-        parts = parts_of(source, counts)
+        parts = split_by_rank(source, counts)
         want = [
             (100 * root + p.count, p.address, target if root == rank else p.address)
             for root, p in parts

@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.graph.plan_cache import sealed
 from miraccl.native import cache
-from miraccl.runtime.gpu.rings import Ring, find_ring
+from miraccl.runtime.gpu.rings import RingOrder, find_ring
 from miraccl.topo.load import load_topology
 from miraccl.transport.cuda_pairs import Facts, Paths, read_paths
 from tests.gpu import emulated_ranks
@@ -39,7 +39,7 @@ def bus_ids() -> list[str]:
     ]
 
 
-def ring_of(ids: list[str], paths: Paths | None = None) -> Ring:
+def ring_of(ids: list[str], paths: Paths | None = None) -> RingOrder:
     facts = [
         Facts(
             rank=r,
@@ -65,7 +65,7 @@ def test_neighbours_are_joined_by_nvlink_whatever_the_ranks(
     for ranks in ([0, 1, 2, 3, 4, 5, 6, 7], [5, 0, 3, 6, 1, 7, 2, 4]):
         chosen = [ids[i] for i in ranks]
         ring = ring_of(chosen)
-        assert "channel search (NVL" in ring.why
+        assert "channel search (NVL" in ring.reason
         assert sorted(ring.order) == list(range(8))
         paths = read_paths(chosen)
         around = [*ring.order, ring.order[0]]
@@ -79,8 +79,8 @@ def test_equal_gpus_are_not_searched(
 ) -> None:
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / f"{name}.xml"))
     ring = ring_of(bus_ids()[::-1])
-    assert ring.lowered == ()
-    assert "equally near (NVL" in ring.why
+    assert ring.kernel_order == ()
+    assert "equally near (NVL" in ring.reason
     assert not list(plans.iterdir())
 
 
@@ -103,7 +103,7 @@ def test_a_graph_file_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
     monkeypatch.setenv("NCCL_GRAPH_FILE", str(file))
     ring = ring_of(ids)
-    assert (ring.order, "graph.xml" in ring.why) == ((0, 2, 1, 3), True)
+    assert (ring.order, "graph.xml" in ring.reason) == ((0, 2, 1, 3), True)
 
 
 def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> None:
@@ -113,10 +113,10 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> Non
     record = json.loads(kept.read_bytes().partition(b"\n")[2])
     kept.write_bytes(sealed(json.dumps({**record, "order": [0, 3, 1, 2]}).encode()))
     again = ring_of(bus_ids())
-    assert (again.order, again.why) == ((0, 3, 1, 2), first.why)
+    assert (again.order, again.reason) == ((0, 3, 1, 2), first.reason)
     assert ring_of(bus_ids()[::-1]).order != again.order
     kept.write_bytes(sealed(json.dumps({**record, "order": [0, 3, 3, 2]}).encode()))
-    assert ring_of(bus_ids()).why.startswith("no ring was found: the search gave [0, 3, 3, 2]")
+    assert ring_of(bus_ids()).reason.startswith("no ring was found: the search gave [0, 3, 3, 2]")
 
 
 def test_where_nothing_is_found_the_order_is_that_of_the_ranks(
@@ -133,10 +133,10 @@ def test_where_nothing_is_found_the_order_is_that_of_the_ranks(
         ),
     ):
         ring = ring_of(chosen)
-        assert ring.lowered == ()
-        assert ring.why.startswith(why)
+        assert ring.kernel_order == ()
+        assert ring.reason.startswith(why)
     monkeypatch.setenv("NCCL_TOPO_FILE", "/nowhere.xml")
-    assert ring_of(ids).why.startswith("no ring was found: no topology")
+    assert ring_of(ids).reason.startswith("no ring was found: no topology")
 
 
 @pytest.mark.multiprocess

@@ -97,7 +97,7 @@ class Rank:
         op, count, root = RedOp[case.get("op", "SUM")], case["count"], case.get("root", 0)
         comm.planner.algo, comm.planner.proto = case.get("algo", ""), case.get("proto", "")
         comm._launches.clear()
-        comm.planner.use_none()
+        comm.planner.forget_user_plans()
         if "plan" in case:
             comm.use_plan(collective, dtype, count, DevicePlan(**case["plan"]), op)
         blocks = (

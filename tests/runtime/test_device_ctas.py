@@ -11,7 +11,7 @@ from miraccl import params
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
-from miraccl.runtime.gpu.ctas import SPARED, Ctas
+from miraccl.runtime.gpu.ctas import RESERVED_SMS, CtaLimits
 from miraccl.runtime.options import Options
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import emulated_ranks
@@ -26,7 +26,7 @@ def agreed(
     *environments: dict[str, str],
     policy: str = "",
     multiprocessors: int = 132,
-) -> Ctas:
+) -> CtaLimits:
     """What ranks with these environments agree on."""
     wishes = []
     for environment in environments:
@@ -34,8 +34,8 @@ def agreed(
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        wishes.append(Ctas.wish(multiprocessors, policy))
-    return Ctas.agree(wishes)
+        wishes.append(CtaLimits.proposal(multiprocessors, policy))
+    return CtaLimits.agree(wishes)
 
 
 def request(collective: Collective, nbytes: int, nranks: int = 2, **more: Any) -> Request:
@@ -51,30 +51,38 @@ def request(collective: Collective, nbytes: int, nranks: int = 2, **more: Any) -
 
 def test_without_a_wish_all_but_a_few_may_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     ctas = agreed(monkeypatch, {}, {})
-    assert ctas == Ctas(most=132 - SPARED)
+    assert ctas == CtaLimits(max_sms=132 - RESERVED_SMS)
     asked = ctas.apply(request(Collective.ALL_REDUCE, 64 * MIB))
-    assert (asked.multiprocessors, asked.packed) == (132 - SPARED, False)
+    assert (asked.multiprocessors, asked.packed) == (132 - RESERVED_SMS, False)
 
 
 def test_the_least_number_counts_and_one_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agreed(monkeypatch, {"MIRACCL_SMS": "16"}, {}, {"MIRACCL_SMS": "24"}) == Ctas(
-        most=16, limited=True
+    assert agreed(monkeypatch, {"MIRACCL_SMS": "16"}, {}, {"MIRACCL_SMS": "24"}) == CtaLimits(
+        max_sms=16, fixed=True
     )
-    assert agreed(monkeypatch, {"MIRACCL_SMS": "0"}, {}) == Ctas(most=1, limited=True, none=True)
-    assert agreed(monkeypatch, {"MIRACCL_SMS": "500"}) == Ctas(most=132 - SPARED, limited=True)
-    assert agreed(monkeypatch, {}, {"NCCL_CTA_POLICY": "1"}) == Ctas(
-        most=132 - SPARED, efficient=True
+    assert agreed(monkeypatch, {"MIRACCL_SMS": "0"}, {}) == CtaLimits(
+        max_sms=1, fixed=True, copy_engines_only=True
+    )
+    assert agreed(monkeypatch, {"MIRACCL_SMS": "500"}) == CtaLimits(
+        max_sms=132 - RESERVED_SMS, fixed=True
+    )
+    assert agreed(monkeypatch, {}, {"NCCL_CTA_POLICY": "1"}) == CtaLimits(
+        max_sms=132 - RESERVED_SMS, efficiency=True
     )
 
 
 def test_the_policy_of_the_environment_comes_before_that_of_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert agreed(monkeypatch, {}, policy="efficiency").efficient
-    assert not agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "default"}, policy="efficiency").efficient
-    assert agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "zero"}, policy="efficiency").none
+    assert agreed(monkeypatch, {}, policy="efficiency").efficiency
+    assert not agreed(
+        monkeypatch, {"MIRACCL_CTA_POLICY": "default"}, policy="efficiency"
+    ).efficiency
+    assert agreed(
+        monkeypatch, {"MIRACCL_CTA_POLICY": "zero"}, policy="efficiency"
+    ).copy_engines_only
     number = agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "efficiency", "MIRACCL_SMS": "40"})
-    assert number == Ctas(most=40, limited=True), "a number says more than a policy"
+    assert number == CtaLimits(max_sms=40, fixed=True), "a number says more than a policy"
 
 
 @pytest.mark.parametrize("text", ["fast", "3", "-1"])
@@ -94,7 +102,7 @@ def test_other_policies_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) 
 def test_efficiency_spares_multiprocessors_of_large_operations_only(
     collective: Collective, nranks: int
 ) -> None:
-    ctas = Ctas(most=128, efficient=True)
+    ctas = CtaLimits(max_sms=128, efficiency=True)
     small = request(collective, MIB // 8, nranks)
     assert choose(ctas.apply(small)) == choose(replace(small, multiprocessors=128))
     for nbytes in (4 * MIB, 25 * MIB, 256 * MIB):
@@ -110,7 +118,7 @@ def test_efficiency_spares_multiprocessors_of_large_operations_only(
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
 def test_a_limit_holds_for_all_sizes_and_kernels(most: int, nranks: int) -> None:
     """A block for each multiprocessor: the GPU spreads small blocks over idle ones, where kernels that run beside have no room then."""
-    ctas = Ctas(most=most, limited=True)
+    ctas = CtaLimits(max_sms=most, fixed=True)
     for collective in (
         Collective.ALL_REDUCE,
         Collective.ALL_GATHER,

@@ -9,7 +9,11 @@ from typing import TypeVar
 
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap.session import solo
-from miraccl.runtime.gpu.launch_order import Orders, of_program, of_thread
+from miraccl.runtime.gpu.launch_order import (
+    LaunchOrders,
+    program_launch_orders,
+    thread_launch_orders,
+)
 from miraccl.runtime.options import Options
 from tests.runtime.test_life import in_threads
 
@@ -34,28 +38,28 @@ def called_by_none_of_pythons_threads(call: Callable[[], object]) -> None:
 
 
 def test_threads_have_orders_of_their_own() -> None:
-    assert of_thread() is of_thread()
-    assert beside(of_thread) is not of_thread()
-    assert of_thread().on(0) is of_thread().on(0)
-    assert of_thread().on(0) is not of_thread().on(1)
+    assert thread_launch_orders() is thread_launch_orders()
+    assert beside(thread_launch_orders) is not thread_launch_orders()
+    assert thread_launch_orders().on(0) is thread_launch_orders().on(0)
+    assert thread_launch_orders().on(0) is not thread_launch_orders().on(1)
 
 
 def test_a_program_has_one_order_but_for_threads_of_its_own() -> None:
     session = solo(20.0)
-    here = of_program(session)
-    found: list[Orders] = []
+    here = program_launch_orders(session)
+    found: list[LaunchOrders] = []
     called_by_none_of_pythons_threads(lambda: found.append(here()))
     assert found == [here()]
-    assert of_program(session)() is here()
-    assert beside(here) not in (here(), of_thread())
-    assert beside(lambda: of_program(session)()) is here()
+    assert program_launch_orders(session)() is here()
+    assert beside(here) not in (here(), thread_launch_orders())
+    assert beside(lambda: program_launch_orders(session)()) is here()
 
 
 def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
     gate = threading.Barrier(2)
 
-    def work(comm: Communicator) -> Orders:
-        found = of_program(comm._member.session)()
+    def work(comm: Communicator) -> LaunchOrders:
+        found = program_launch_orders(comm._member.session)()
         gate.wait(20)
         return found
 
@@ -64,7 +68,7 @@ def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
 
 
 def test_parts_have_the_orders_of_the_whole() -> None:
-    shared = Orders()
+    shared = LaunchOrders()
     with Communicator.from_session(solo(20.0), Options.create(), orders=lambda: shared) as whole:
         part = beside(lambda: whole.split(0))
         assert part is not None

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import toolkit
-from miraccl.runtime.gpu.memory import device_view, lies_on_gpu, ordinal_of
+from miraccl.runtime.gpu.memory import device_ordinal, device_view, is_gpu_array
 from miraccl.tools import cli, gpu_facts
 from miraccl.tools.perf import cli as perf_cli
 from miraccl.tools.perf import data, device_check
@@ -250,8 +250,8 @@ def arena_of(card: Any, nbytes: int = 1 << 22) -> Arena:
 @pytest.mark.parametrize("name", ITEMSIZES)
 def test_communicators_take_the_arrays(card: Any, name: str) -> None:
     array = arena_of(card).take(100, name)
-    assert lies_on_gpu(array)
-    assert ordinal_of(array) == 3
+    assert is_gpu_array(array)
+    assert device_ordinal(array) == 3
     part = array[10:30]
     seen = device_view(part, "x", "a test")
     assert seen[:3] == (array.address + 10 * ITEMSIZES[name], 20, DType[name.upper()])

@@ -21,7 +21,7 @@ from miraccl.executor.cuda import driver, launch
 from miraccl.fastpath.cuda import layout as at
 from miraccl.runtime import dispatch
 from miraccl.runtime.gpu import memory, persistent
-from miraccl.runtime.gpu.memory import lies_on_gpu
+from miraccl.runtime.gpu.memory import is_gpu_array
 from miraccl.types import RedOp
 from tests.gpu import emulated_ranks
 from tests.gpu.emulated_cuda import EmulatedCuda
@@ -73,7 +73,7 @@ class Rank(emulated_ranks.Rank):
 
     def through_a_door(self) -> bool:
         """Whether the last operation was."""
-        return self.comm._device._doors.last is not None  # type: ignore[union-attr]
+        return self.comm._device._fast_path.last is not None  # type: ignore[union-attr]
 
     def tensor(self, rank: int, count: int, dtype: Any = torch.float32) -> Any:
         return (torch.arange(count) % 50 + 3 * rank).to(dtype)
@@ -84,7 +84,7 @@ class Rank(emulated_ranks.Rank):
 
 
 def on_gpu(thing: Any) -> bool:
-    return isinstance(thing, torch.Tensor) or lies_on_gpu(thing)
+    return isinstance(thing, torch.Tensor) or is_gpu_array(thing)
 
 
 def started() -> contextlib.AbstractContextManager[Rank]:
@@ -142,7 +142,7 @@ def streams() -> None:
     """A call in another stream goes through the door, after what the communicator did in the one before; not while one is captured."""
     with started() as me:
         comm, n, rank, cuda = me.comm, me.nranks, me.rank, me.cuda
-        order = StreamOrder(cuda, comm._device._doors)  # type: ignore[union-attr]
+        order = StreamOrder(cuda, comm._device._fast_path)  # type: ignore[union-attr]
         x = me.tensor(rank, 1001)
         total = torch.stack([me.tensor(r, 1001) for r in range(n)]).sum(0)
         one, other = (cuda.make_stream() for _ in range(2))

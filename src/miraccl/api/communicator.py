@@ -15,12 +15,12 @@ from miraccl.bootstrap import Session, UniqueId
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
 from miraccl.errors import MiracclError
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.planner import Candidate
 from miraccl.runtime.control import FINALIZE
 from miraccl.runtime.core import Member
-from miraccl.runtime.gpu.device_guard import visiting
-from miraccl.runtime.gpu.launch_order import Orders, of_thread
+from miraccl.runtime.gpu.device_guard import guarded
+from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin, meet_by_id
 from miraccl.runtime.setup_phases import Stages
@@ -68,7 +68,7 @@ class Communicator(Operations):
         *,
         parent: Communicator | None = None,
         stages: Stages | None = None,
-        orders: Callable[[], Orders] = of_thread,
+        orders: Callable[[], LaunchOrders] = thread_launch_orders,
     ) -> Communicator:
         """A communicator over a session that has met already; ``stages`` of that session, where there is a deadline for more than these;
         ``orders`` gives what its kernels and its parts' are ordered in, when they begin (``comm.device.order``)."""
@@ -82,7 +82,7 @@ class Communicator(Operations):
         options: Options,
         stages: Stages | None,
         parent: Communicator | None = None,
-        orders: Callable[[], Orders] = of_thread,
+        orders: Callable[[], LaunchOrders] = thread_launch_orders,
     ) -> None:
         self.rank, self.nranks = session.rank, session.nranks
         constants = parent._member.constants if parent else None
@@ -91,11 +91,11 @@ class Communicator(Operations):
         self._making = threading.RLock()
         self._orders = parent._orders if parent else orders
         context = member.context
-        word = at.CTX_LAST_PLAN // 8
+        word = layout.CTX_LAST_PLAN // 8
         self._cpu_plan = context.words.data[
             word : word + 1
         ]  # 0: the last operation was on GPU memory
-        self._cpu_plan_address = context.address + at.CTX_LAST_PLAN
+        self._cpu_plan_address = context.address + layout.CTX_LAST_PLAN
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
         self._all_gather = context.door("collective", Collective.ALL_GATHER)
         self._reduce_scatter = context.door("collective", Collective.REDUCE_SCATTER)
@@ -239,7 +239,7 @@ class Communicator(Operations):
                 self._waiting_for(self._device),
                 self._member.faults.control.attend(FINALIZE),
             ):  # it waits for the other ranks
-                untold = visiting(self._device).close(self._member.faults.raised)
+                untold = guarded(self._device).close(self._member.faults.raised)
         self._member.finalize()
         if untold is not None:
             raise untold
@@ -248,7 +248,7 @@ class Communicator(Operations):
         """Wait for this rank's GPU, and raise what its kernels found."""
         if self._device is not None:
             with self._waiting_for(self._device):
-                visiting(self._device).synchronize()
+                guarded(self._device).synchronize()
 
     def _waiting_for(self, device: DeviceCommunicator | HostsCommunicator) -> blocked_ops.Waiting:
         """The program's wait for all that it has called on GPU memory."""

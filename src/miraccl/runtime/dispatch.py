@@ -16,10 +16,10 @@ from miraccl.runtime import group as groups
 from miraccl.runtime.control import SET_UP
 from miraccl.runtime.core import Member
 from miraccl.runtime.exchange import Transfer
-from miraccl.runtime.gpu.device_guard import visiting
-from miraccl.runtime.gpu.launch_order import Orders
-from miraccl.runtime.gpu.memory import current_ordinal, lies_on_gpu, ordinal_of
-from miraccl.runtime.gpu.stream import stream_of_its_own
+from miraccl.runtime.gpu.device_guard import guarded
+from miraccl.runtime.gpu.launch_order import LaunchOrders
+from miraccl.runtime.gpu.memory import current_ordinal, device_ordinal, is_gpu_array
+from miraccl.runtime.gpu.stream import library_stream_getter
 from miraccl.runtime.persistent import Persistent
 from miraccl.runtime.setup_phases import Stages
 from miraccl.types import Collective
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from miraccl.api.communicator import Communicator
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.runtime.gpu.persistent import DevicePersistent
-    from miraccl.runtime.gpu.work import Background
+    from miraccl.runtime.gpu.work import BackgroundCalls
     from miraccl.runtime.multinode.communicator import HostsCommunicator
 
 
@@ -41,11 +41,11 @@ class Ways:
     nranks: int
     _member: Member
     _device: DeviceCommunicator | HostsCommunicator | None
-    _background: Background | None
+    _background: BackgroundCalls | None
     _making: AbstractContextManager[
         bool
     ]  # held by the thread that makes the GPU side; reentrant, for signal handlers
-    _orders: Callable[[], Orders]  # asked in the first operation on a GPU
+    _orders: Callable[[], LaunchOrders]  # asked in the first operation on a GPU
     _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
     _cpu_plan_address: int
 
@@ -58,18 +58,18 @@ class Ways:
     def _gpu(self, async_op: bool, stream: Any, *arrays: Any) -> Any:
         """What the call goes to if one of ``arrays`` lies on a GPU, else None."""
         for x in arrays:
-            if lies_on_gpu(x):
+            if is_gpu_array(x):
                 if self._device is not None and not async_op:
                     self._cpu_plan[0] = 0
                     group = groups.current()
-                    calls = visiting(self._device) if group is None else self._device.grouped(group)
+                    calls = guarded(self._device) if group is None else self._device.grouped(group)
                 else:
-                    calls = self._gpu_calls(async_op, ordinal_of(x))
-                if (current := stream_of_its_own(x)) is None:
+                    calls = self._gpu_calls(async_op, device_ordinal(x))
+                if (current := library_stream_getter(x)) is None:
                     return calls
-                from miraccl.runtime.gpu.work import InItsStream
+                from miraccl.runtime.gpu.work import StreamBound
 
-                return InItsStream(calls, current)
+                return StreamBound(calls, current)
         refuse_stream(stream, self.rank)
         return None
 
@@ -89,7 +89,7 @@ class Ways:
                 rank=self.rank,
                 hint="a rank works on one GPU: that of the first array it passed",
             )
-        return visiting(side)
+        return guarded(side)
 
     def _are_collective(
         self, collective: Collective, root: int, counts: Sequence[int], count: int
@@ -111,15 +111,15 @@ class Ways:
                 )
             return device.grouped(group)
         if not async_op:
-            return visiting(device)
+            return guarded(device)
         if self._background is None:
-            from miraccl.runtime.gpu.work import Background
+            from miraccl.runtime.gpu.work import BackgroundCalls
 
             with self._making:
                 wait = functools.partial(
                     self._member.seat.wait_for_stream, device.seat.name, op="work.synchronize()"
                 )
-                self._background = self._background or Background(device, wait)
+                self._background = self._background or BackgroundCalls(device, wait)
         return self._background
 
     def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
@@ -148,9 +148,9 @@ class Ways:
                 self._member.options,
                 open_cpu=self._open_cpu,
                 plane=self._member,
-                orders=self._orders(),
+                launch_orders=self._orders(),
             )
-        doors = self._device.stand_before(
+        doors = self._device.install_before(
             lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address
         )
         vars(self).update({f"_{name}": door for name, door in doors.items()})
@@ -195,12 +195,12 @@ class Ways:
         self, make: Callable[..., Call], name: str, *args: Any
     ) -> Persistent | DevicePersistent:
         self._member.check(0, name)
-        on_gpu = next((x for x in args if lies_on_gpu(x)), None)
+        on_gpu = next((x for x in args if is_gpu_array(x)), None)
         if on_gpu is not None:
             from miraccl.runtime.gpu.persistent import DevicePersistent
 
             return DevicePersistent(
-                self._device_side(ordinal_of(on_gpu)), name, args, self._cpu_plan
+                self._device_side(device_ordinal(on_gpu)), name, args, self._cpu_plan
             )
         return Persistent(self._member, make(self._place(name), *args), name)
 

@@ -18,7 +18,7 @@ from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import Creation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
 from miraccl.runtime.fabric import NOTICE_FIRST_S
-from miraccl.runtime.gpu.launch_order import of_program
+from miraccl.runtime.gpu.launch_order import program_launch_orders
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin
 from miraccl.runtime.setup_phases import Stages
@@ -141,7 +141,7 @@ def _rendezvous(
         session = _join_as_peer(store, rank, size, deadline, creation.look)
     session.name = creation.name
     return Communicator.from_session(
-        session, options, stages=Stages(session, deadline), orders=of_program(session)
+        session, options, stages=Stages(session, deadline), orders=program_launch_orders(session)
     )
 
 

@@ -46,7 +46,7 @@ class Emulated(OnGpu):
             whole = place(self._cuda, np.zeros(count, DTYPES[buffer.dtype]))
         else:
             whole = empty(count, DTYPES[buffer.dtype], device="cuda").miraccl_view
-        memory: DeviceMemory = whole.part(skew, buffer.count)
+        memory: DeviceMemory = whole.slice(skew, buffer.count)
         self.memory[buffer.number] = Memory(memory, seen(memory).view(f"i{buffer.dtype.itemsize}"))
 
     def part(self, view: at.View, index: int) -> Any:
@@ -54,7 +54,7 @@ class Emulated(OnGpu):
         if not isinstance(memory, DeviceMemory):
             return super().part(view, index)
         first, count = view.spans[index]
-        part = memory.part(first, count)
+        part = memory.slice(first, count)
         return DeviceArray(part.address, (count,), part.dtype, self)
 
     def fill(self, buffer: at.Buffer, kind: str, rank: int, salt: int) -> None:

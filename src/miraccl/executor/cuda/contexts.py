@@ -65,12 +65,12 @@ class PrimaryContext:
         elif current != self.context:
             raise AnotherGpu(f"GPU {self.ordinal} is not the one that is current in this thread")
 
-    def is_elsewhere(self) -> bool:
+    def is_wrong_device(self) -> bool:
         """Whether the calling thread has another context."""
         return int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")) not in (0, self.context)
 
     @contextlib.contextmanager
-    def visited(self) -> Iterator[None]:
+    def device_guard(self) -> Iterator[None]:
         """Inside the block the context is current in the calling thread; afterwards the one that was, if any."""
         if int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")) == self.context:
             yield

@@ -18,7 +18,7 @@ class DeviceArguments:
     nranks: int
     gpu: Gpu
 
-    def _like(
+    def _check_out(
         self, out: Any, source: DeviceMemory, count: int, where: str, stream: Any
     ) -> DeviceMemory:
         """The memory of ``out``, which must have ``count`` elements of the type of ``source``; it will be used in ``stream``."""
@@ -28,7 +28,7 @@ class DeviceArguments:
             raise InvalidUsage(text, rank=self.rank)
         return target
 
-    def _share(self, source: DeviceMemory, where: str) -> int:
+    def _equal_share(self, source: DeviceMemory, where: str) -> int:
         """Elements of an equal share."""
         if source.count % self.nranks:
             raise InvalidUsage(
@@ -38,15 +38,17 @@ class DeviceArguments:
         return source.count // self.nranks
 
     @staticmethod
-    def _overlap(a: DeviceMemory, b: DeviceMemory) -> bool:
+    def _overlaps(a: DeviceMemory, b: DeviceMemory) -> bool:
         if a.address > b.address:
             a, b = b, a
         return b.count != 0 and a.address + a.nbytes > b.address
 
-    def _in_place(self, whole: DeviceMemory, part: DeviceMemory, first: int, where: str) -> None:
+    def _check_in_place(
+        self, whole: DeviceMemory, part: DeviceMemory, first: int, where: str
+    ) -> None:
         """``part`` may lie ``first`` elements into ``whole``, the in-place form; any other overlap is refused."""
         if (
-            self._overlap(whole, part)
+            self._overlaps(whole, part)
             and part.address - whole.address != first * whole.dtype.itemsize
         ):
             raise InvalidUsage(
@@ -54,32 +56,32 @@ class DeviceArguments:
                 rank=self.rank,
             )
 
-    def _apart(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
+    def _check_disjoint(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
         """For operations without a form in place."""
-        if self._overlap(source, target):
+        if self._overlaps(source, target):
             raise InvalidUsage(
                 f"{where} has no in-place form: x and out must not overlap", rank=self.rank
             )
 
-    def _writes(self, collective: Collective, root: int) -> bool:
+    def _writes_result(self, collective: Collective, root: int) -> bool:
         """Whether this rank's target is written to."""
         if collective is Collective.BROADCAST:
             return self.rank != root
         return collective not in (Collective.REDUCE, Collective.GATHER) or self.rank == root
 
-    def _check_result(
+    def _check_writable(
         self, target: DeviceMemory, collective: Collective, root: int, where: str
     ) -> None:
         """Refuse an array that never changes for a result that this rank has."""
-        if target.read_only and self._writes(collective, root):
-            raise self._constant(where)
+        if target.read_only and self._writes_result(collective, root):
+            raise self._read_only_error(where)
 
-    def _constant(self, where: str) -> InvalidUsage:
+    def _read_only_error(self, where: str) -> InvalidUsage:
         """The refusal of an array for the result that never changes."""
         hint = "give out, an array that can; arrays of JAX never change"
         return InvalidUsage(
             f"{where}: the result's array cannot be written", rank=self.rank, hint=hint
         )
 
-    def _root(self, root: Any, where: str) -> int:
+    def _check_root(self, root: Any, where: str) -> int:
         return peer_rank(root, "root", self.nranks, where)

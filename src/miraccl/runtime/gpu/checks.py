@@ -7,11 +7,11 @@ from typing import Any
 from miraccl.ops.arguments import operator
 from miraccl.runtime.gpu.collectives import DeviceCollectives, Operator
 from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.gpu.uneven import Uneven, UnevenCollectives
+from miraccl.runtime.gpu.uneven import UnevenCollectives, UnevenRequest
 from miraccl.types import Collective
 
 
-class Checks(DeviceCollectives, UnevenCollectives):
+class ArgumentChecks(DeviceCollectives, UnevenCollectives):
     """Methods refuse what those of ``gpu`` refuse, and return what they return, with new arrays for results where none is given."""
 
     def __init__(self, gpu: Any) -> None:
@@ -28,10 +28,10 @@ class Checks(DeviceCollectives, UnevenCollectives):
         stream: Any,
     ) -> None:
         operator(op, source.dtype, collective.label)
-        self._check_result(target, collective, root, collective.label)
+        self._check_writable(target, collective, root, collective.label)
 
     _run_rooted = _run
 
-    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+    def _run_uneven(self, asked: UnevenRequest, stream: Any) -> None:
         if any(asked.receives):
-            self._check_result(asked.target, asked.collective, asked.root, asked.name)
+            self._check_writable(asked.target, asked.collective, asked.root, asked.name)

@@ -18,8 +18,8 @@ Operator = RedOp | PreMulSum
 class DeviceCollectives(NoDoors, DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
-    def stand_before(
-        self, following: Callable[[str], Door | None], cpu_plan: int
+    def install_before(
+        self, fallback: Callable[[str], Door | None], cpu_plan: int
     ) -> dict[str, Callable[..., Any]]:
         """The doors of this GPU by name of the operation, if it has any; what they do not take goes to those that are asked for here.
 
@@ -46,9 +46,11 @@ class DeviceCollectives(NoDoors, DeviceArguments):
             return x if out is None else out
         source = device_view(x, "x", "all_reduce", stream, self.gpu)
         target = (
-            source if out is None else self._like(out, source, source.count, "all_reduce", stream)
+            source
+            if out is None
+            else self._check_out(out, source, source.count, "all_reduce", stream)
         )
-        self._in_place(source, target, 0, "all_reduce")
+        self._check_in_place(source, target, 0, "all_reduce")
         self._run(Collective.ALL_REDUCE, source, target, source.count, op, 0, stream)
         return x if out is None else out
 
@@ -59,10 +61,10 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         if out is not None and not self._reduce_scatter(x, out, op, False, stream):
             return out
         source = device_view(x, "x", "reduce_scatter", stream, self.gpu)
-        count = self._share(source, "reduce_scatter")
+        count = self._equal_share(source, "reduce_scatter")
         out = empty_like(x, count, "reduce_scatter") if out is None else out
-        target = self._like(out, source, count, "reduce_scatter", stream)
-        self._in_place(source, target, self.rank * count, "reduce_scatter")
+        target = self._check_out(out, source, count, "reduce_scatter", stream)
+        self._check_in_place(source, target, self.rank * count, "reduce_scatter")
         self._run(Collective.REDUCE_SCATTER, source, target, count, op, 0, stream)
         return out
 
@@ -72,8 +74,8 @@ class DeviceCollectives(NoDoors, DeviceArguments):
             return out
         source = device_view(x, "x", "all_gather", stream, self.gpu)
         out = empty_like(x, source.count * self.nranks, "all_gather") if out is None else out
-        target = self._like(out, source, source.count * self.nranks, "all_gather", stream)
-        self._in_place(target, source, self.rank * source.count, "all_gather")
+        target = self._check_out(out, source, source.count * self.nranks, "all_gather", stream)
+        self._check_in_place(target, source, self.rank * source.count, "all_gather")
         self._run(Collective.ALL_GATHER, source, target, source.count, SUM, 0, stream)
         return out
 
@@ -82,10 +84,10 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         if out is not None and not self._all_to_all(x, out, None, False, stream):
             return out
         source = device_view(x, "x", "all_to_all", stream, self.gpu)
-        count = self._share(source, "all_to_all")
+        count = self._equal_share(source, "all_to_all")
         out = empty_like(x, source.count, "all_to_all") if out is None else out
-        target = self._like(out, source, source.count, "all_to_all", stream)
-        self._apart(source, target, "all_to_all")
+        target = self._check_out(out, source, source.count, "all_to_all", stream)
+        self._check_disjoint(source, target, "all_to_all")
         self._run(Collective.ALL_TO_ALL, source, target, count, SUM, 0, stream)
         return out
 
@@ -93,7 +95,7 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         """``x`` of rank ``root`` into ``x`` of every rank."""
         if not self._broadcast(x, None, root, False, stream):
             return x
-        chief = self._root(root, "broadcast")
+        chief = self._check_root(root, "broadcast")
         source = device_view(x, "x", "broadcast", stream, self.gpu)
         self._run(Collective.BROADCAST, source, source, source.count, SUM, chief, stream)
         return x
@@ -104,13 +106,13 @@ class DeviceCollectives(NoDoors, DeviceArguments):
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
         if not self._reduce(x, out, op, False, stream, root):
             return x if out is None or root != self.rank else out
-        chief = self._root(root, "reduce")
+        chief = self._check_root(root, "reduce")
         source = device_view(x, "x", "reduce", stream, self.gpu)
         target = (
             source
             if out is None or self.rank != chief
-            else self._like(out, source, source.count, "reduce", stream)
+            else self._check_out(out, source, source.count, "reduce", stream)
         )
-        self._in_place(source, target, 0, "reduce")
+        self._check_in_place(source, target, 0, "reduce")
         self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
         return x if target is source else out

@@ -48,21 +48,21 @@ from miraccl.runtime import group as groups
 from miraccl.runtime.control import SET_UP, Bare, Plane
 from miraccl.runtime.forks import why_closed
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
-from miraccl.runtime.gpu.ctas import Ctas
+from miraccl.runtime.gpu.ctas import CtaLimits
 from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
 from miraccl.runtime.gpu.explain import DeviceCandidate, candidates
 from miraccl.runtime.gpu.faults import DeviceFaults
-from miraccl.runtime.gpu.grouped import GroupableByDoors
-from miraccl.runtime.gpu.keep_alive import Kept
-from miraccl.runtime.gpu.launch_order import SMALL_THREADS, Orders, of_thread
-from miraccl.runtime.gpu.memory import DeviceMemory, kinds
-from miraccl.runtime.gpu.messages import MessageCalls, frame_of
+from miraccl.runtime.gpu.grouped import FastPathGroupable
+from miraccl.runtime.gpu.keep_alive import KeepAlive
+from miraccl.runtime.gpu.launch_order import SMALL_THREADS, LaunchOrders, thread_launch_orders
+from miraccl.runtime.gpu.memory import DeviceMemory, array_kinds
+from miraccl.runtime.gpu.messages import MessageCalls, message_frame
 from miraccl.runtime.gpu.planner import DevicePlanner
 from miraccl.runtime.gpu.probe import Looks
-from miraccl.runtime.gpu.rings import Ring, find_ring
+from miraccl.runtime.gpu.rings import RingOrder, find_ring
 from miraccl.runtime.gpu.stream_order import StreamOrder
 from miraccl.runtime.gpu.wait_state import KernelSeat
-from miraccl.runtime.gpu.windows import Windows
+from miraccl.runtime.gpu.windows import DeviceWindows
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import Stages
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
@@ -73,7 +73,7 @@ AnyLaunch = Launch | OneSidedLaunch | CopyLaunch | StagedLaunch
 CLOSE_WAIT_S = 10.0
 
 
-class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
+class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
 
     def __init__(
@@ -84,12 +84,12 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         *,
         plane: Plane | None = None,
         stages: Stages | None = None,
-        called: Sequence[int] = (),
-        orders: Orders | None = None,
+        global_ranks: Sequence[int] = (),
+        launch_orders: LaunchOrders | None = None,
     ) -> None:
         """Without ``options`` those of the environment; ``stages`` of a session that is this communicator's alone and ends with it;
         ``called`` are the numbers of the ranks where waits fail, if not their own; the others as in ``make_device_communicator``."""
-        self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
+        self._owns_session, stages = stages is not None, stages or Stages(session, what=SET_UP)
         options = Options.create() if options is None else options
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
@@ -108,7 +108,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             layout.FILLS,
             stages=stages,
         )
-        self._looks = Looks(
+        self._probe = Looks(
             self.gpu, self.symmetric, lambda: [*self._launches.items(), *self._engines.launches()]
         )
         try:
@@ -117,11 +117,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
                 session,
                 self._host,
                 options.timeout,
-                look=self._looks.boards,
-                name=self._looks.name,
-                refused=self._looks.refused,
-                stopped=self._looks.stopped,
-                called=called,
+                look=self._probe.boards,
+                name=self._probe.name,
+                refused=self._probe.refused,
+                stopped=self._probe.stopped,
+                called=global_ranks,
             )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
         except (
@@ -139,57 +139,63 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             outboxes=tuple(self.symmetric.outboxes),
             host=host_on_gpu,
             timeout_ns=int(options.timeout * 1e9),
-            order=self.ring.lowered,
+            order=self.ring.kernel_order,
             direct=self.symmetric.all_direct,
         )
         self._kernels = Kernels(self.gpu)
         self._launches: dict[tuple[Any, ...], Launch | OneSidedLaunch] = {}
-        self._windows: Windows | None = None
-        self._places_agree = True
+        self._windows: DeviceWindows | None = None
+        self._same_window_offset = True
         self._engines = CopyEngines(
             self.gpu, self._kernels, self._comm_args, self.symmetric, self.ctas
         )
-        self._kept = Kept(self.gpu)
-        self._order = (orders or of_thread()).on(ordinal)
-        self._doors = self._open_doors()
-        self.streams = StreamOrder(self.gpu, self._doors)
-        vars(self).update({f"_{name}": self._doors.door(name) for name in CALLS})
+        self._keep_alive = KeepAlive(self.gpu)
+        self._launch_order = (launch_orders or thread_launch_orders()).on(ordinal)
+        self._fast_path = self._open_fast_path()
+        self.streams = StreamOrder(self.gpu, self._fast_path)
+        vars(self).update({f"_{name}": self._fast_path.door(name) for name in CALLS})
         rules = LaneRules(
-            nranks=self.nranks, multiprocessors=self.ctas.most, frame=frame_of(self.symmetric)
+            nranks=self.nranks,
+            multiprocessors=self.ctas.max_sms,
+            frame=message_frame(self.symmetric),
         )
         self._messages = MessageLaunches(
-            self.gpu, self._kernels, self._comm_args, rules, self._doors
+            self.gpu, self._kernels, self._comm_args, rules, self._fast_path
         )
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
-        if self.ctas.none and self.nranks > 1:
-            self.faults.watch_copies(self._engines, self._looks.copies)
-        self.seat = KernelSeat(session, self._looks, self.faults.end_in_vain, self._has_done_all)
-        if not called and self.nranks > 1:  # else a part of something that is attended
+        if self.ctas.copy_engines_only and self.nranks > 1:
+            self.faults.watch_copies(self._engines, self._probe.copies)
+        self.seat = KernelSeat(session, self._probe, self.faults.end_in_vain, self._is_drained)
+        if not global_ranks and self.nranks > 1:  # else a part of something that is attended
             lookout.attend(self.seat)
         self.closed = self._foreign = False
         forks.tell(self)
         if _log.isEnabledFor(logging.INFO):
-            ways = {a + b - self.rank: way for (a, b), way, _ in self.ways() if self.rank in (a, b)}
+            ways = {
+                a + b - self.rank: way
+                for (a, b), way, _ in self.connections()
+                if self.rank in (a, b)
+            }
             _log.info(
                 "%s: %s",
                 session.name,
                 summary.of_gpu(
-                    self.rank, ordinal, ways, self.ring.order, self.ring.why, self.ctas.most
+                    self.rank, ordinal, ways, self.ring.order, self.ring.reason, self.ctas.max_sms
                 ),
             )
 
-    def _agree(self, cta_policy: str, stages: Stages) -> tuple[Ring, Ctas]:
+    def _agree(self, cta_policy: str, stages: Stages) -> tuple[RingOrder, CtaLimits]:
         """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and
         filled its memory, so that packets may be sent."""
-        ready: dict[str, Any] = {"ctas": Ctas.wish(self.gpu.multiprocessors, cta_policy)}
+        ready: dict[str, Any] = {"ctas": CtaLimits.proposal(self.gpu.multiprocessors, cta_policy)}
         if self.rank == 0:
             ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
         answers = stages.exchange("gpu ready", ready)
-        return Ring.from_json(answers[0]["ring"]), Ctas.agree(
+        return RingOrder.from_json(answers[0]["ring"]), CtaLimits.agree(
             [answer["ctas"] for answer in answers]
         )
 
-    def _open_doors(self) -> Doors:
+    def _open_fast_path(self) -> Doors:
         address = groups.address()
         groups.hasten(*group_builtins(address))
         doors = Doors(
@@ -197,20 +203,20 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             self.nranks,
             self.gpu.ordinal,
             abort=ctypes.addressof(self._host) + 4 * layout.HOST_ABORT,
-            order=self._order.address,
+            order=self._launch_order.address,
             own=id(self),
             groups=address,
             hand_over=self._hand_over,
-            hold=self._kept.hold,
+            hold=self._keep_alive.retain,
         )
         doors.ask_the_driver(*fast_calls(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing"))
         return doors
 
-    def stand_before(
-        self, following: Callable[[str], Door | None], cpu_plan: int
+    def install_before(
+        self, fallback: Callable[[str], Door | None], cpu_plan: int
     ) -> dict[str, Callable[..., Any]]:
-        self._doors.also_clear(cpu_plan)
-        return {name: self._doors.door(name, following(name), notes=True) for name in CALLS}
+        self._fast_path.also_clear(cpu_plan)
+        return {name: self._fast_path.door(name, fallback(name), notes=True) for name in CALLS}
 
     # ---- running
 
@@ -219,8 +225,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         self.check("empty")
         self.gpu.make_current()
         if self._windows is None:
-            self._windows = Windows(self.symmetric)
-            self._forget()  # operations into windows may take another way
+            self._windows = DeviceWindows(self.symmetric)
+            self._drop_launches()  # operations into windows may take another way
         stages = Stages(self.session, what="empty on GPUs")
         try:
             with self._plane.ending(stages), stages.follow():
@@ -241,7 +247,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     ) -> None:
         if self.closed:  # nothing can be prepared any more
             self.check(collective.label)
-        self._check_result(target, collective, root, collective.label)
+        self._check_writable(target, collective, root, collective.label)
         if type(op) is not RedOp:  # what is none may have no hash, by which launches are found
             operator(op, source.dtype, collective.label)
         if self.nranks == 1 or count == 0:
@@ -249,15 +255,15 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         else:
             key: tuple[Any, ...] = (collective, source.dtype, count, op, root)
             launch: AnyLaunch | None = None
-            if self._engines.may_take(
+            if self._engines.may_handle(
                 collective, self._windows is not None, count * source.dtype.itemsize
             ):
                 place = (
-                    self._windows.place(target)
-                    if self._windows is not None and self._places_agree
+                    self._windows.locate(target)
+                    if self._windows is not None and self._same_window_offset
                     else None
                 )
-                launch = self._engines.find(
+                launch = self._engines.find_launch(
                     collective,
                     source.dtype,
                     count,
@@ -270,16 +276,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             self._start(launch, source.address, target.address, stream, collective)
             enqueued = True
         if enqueued and (source.keep is not None or target.keep is not None):
-            self._hold([source, target], self._doors.stream)
+            self._retain([source, target], self._fast_path.stream)
 
     @contextlib.contextmanager
-    def in_any_place(self) -> Iterator[None]:
+    def any_window_offset(self) -> Iterator[None]:
         """Inside the block ranks may give outputs in different places of windows, or in none, so copy engines take none for a window's."""
-        self._places_agree = False
+        self._same_window_offset = False
         try:
             yield
         finally:
-            self._places_agree = True
+            self._same_window_offset = True
 
     def _start(
         self, launch: AnyLaunch, source: int, target: int, stream: Any, collective: Collective
@@ -291,13 +297,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     @property
     def last_plan(self) -> DevicePlan | None:
         """What the last operation ran with."""
-        launch = self._doors.last
+        launch = self._fast_path.last
         return self._plan if launch is None else launch.last_plan
 
     @last_plan.setter
     def last_plan(self, plan: DevicePlan | None) -> None:
         self._plan = plan
-        self._doors.went_another_way()
+        self._fast_path.went_another_way()
 
     def _run_alone(
         self,
@@ -334,7 +340,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         collective, dtype, count, op, root = key
         request = self.request(collective, dtype, count, op, root)
         launch: Launch | OneSidedLaunch
-        with self.gpu.visited():
+        with self.gpu.device_guard():
             if self.nranks == 1:
                 launch = self._kernels.prepare_scale(request, self._comm_args)
             else:
@@ -346,28 +352,30 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
                     self._in_window,
                 )
         if len(self._launches) >= MAX_LAUNCHES:
-            self._forget()
+            self._drop_launches()
         self._launches[key] = launch
-        engines = self._engines.may_take(collective, self._windows is not None, request.block_bytes)
+        engines = self._engines.may_handle(
+            collective, self._windows is not None, request.block_bytes
+        )
         if (
             isinstance(launch, Launch) and not engines
         ):  # else what runs depends on where the memory lies
-            self._doors.remember(
+            self._fast_path.remember(
                 collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS
             )
         return launch
 
     def _in_window(self, address: int, nbytes: int) -> Place | None:
         return (
-            self._windows.place(DeviceMemory(address, nbytes, DType.UINT8))
+            self._windows.locate(DeviceMemory(address, nbytes, DType.UINT8))
             if self._windows is not None
             else None
         )
 
-    def _forget(self) -> None:
+    def _drop_launches(self) -> None:
         """Prepare collectives anew."""
         self._launches.clear()
-        self._doors.forget_collectives()
+        self._fast_path.forget_collectives()
 
     def request(
         self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
@@ -385,14 +393,14 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         return candidates(
             request,
             order=self.ring.order,
-            order_reason=self.ring.why,
-            ways=self.ways(),
-            given=self.planner.given(request),
-            no_multiprocessors=self.ctas.none,
+            order_reason=self.ring.reason,
+            connections=self.connections(),
+            given=self.planner.user_plan(request),
+            no_multiprocessors=self.ctas.copy_engines_only,
             all_direct=self.symmetric.all_direct,
         )
 
-    def ways(self) -> Explanation:
+    def connections(self) -> Explanation:
         """How data go between each two ranks, and why."""
         return self.symmetric.explain()
 
@@ -401,11 +409,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     ) -> None:
         """Run operations of this kind with ``plan`` from now on; all ranks give the same."""
         self.planner.use(collective, dtype, count, plan, op)
-        self._forget()
+        self._drop_launches()
 
-    def last_in(self, capture: int) -> int:
+    def last_stream(self, capture: int) -> int:
         """The stream of the last operation (``comm.device.order.Launcher``)."""
-        return self.streams.last_in(capture)
+        return self.streams.last_stream(capture)
 
     def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
         """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
@@ -415,27 +423,27 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if self.closed or self._host[layout.HOST_ABORT]:
             self.check(name)
         self.gpu.make_any_current()
-        self._doors.learn_types()
-        self._doors.learn_kinds(kinds)
+        self._fast_path.learn_types()
+        self._fast_path.learn_kinds(array_kinds)
         number = self.streams.follow(stream)
-        if fills and self._order.last is not self:
-            self._order.take(self.gpu, self, number)
+        if fills and self._launch_order.last is not self:
+            self._launch_order.enter(self.gpu, self, number)
         return number
 
     @property
     def stream(self) -> int:
         """The stream of the last operation, as the driver's number; -1 before the first."""
-        return self._doors.stream
+        return self._fast_path.stream
 
     @stream.setter
     def stream(self, number: int) -> None:
-        self._doors.stream = number
+        self._fast_path.stream = number
 
-    def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
+    def _retain(self, views: Sequence[DeviceMemory], number: int) -> None:
         """Keep what these views keep until the GPU has done with them."""
         objects = [view.keep for view in views if view.keep is not None]
         if objects:
-            self._kept.hold(objects, number)
+            self._keep_alive.retain(objects, number)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds: on its GPU, of these in windows, and pinned on the host."""
@@ -460,16 +468,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if not self.closed:
             self.faults.abort(reason)
 
-    def settle(self, fault: MiracclError) -> None:
+    def set_fault(self, fault: MiracclError) -> None:
         """End what waits on this rank's GPU; later calls raise ``fault``, which somebody else tells the others. Any thread may call it."""
         if not self.closed:
             self.faults.settle(fault)
 
-    def _has_done_all(self) -> bool:
+    def _is_drained(self) -> bool:
         """Whether nothing is enqueued any more, and nothing can come by a graph."""
-        with contextlib.suppress(MiracclError), self.gpu.visited():  # else nobody can say
-            return self._doors.stream == -1 or (
-                self._doors.in_default_stream and self.gpu.is_done(0)
+        with contextlib.suppress(MiracclError), self.gpu.device_guard():  # else nobody can say
+            return self._fast_path.stream == -1 or (
+                self._fast_path.in_default_stream and self.gpu.is_done(0)
             )
         return False
 
@@ -479,19 +487,19 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             self.check()
         self.gpu.make_current()
         self.gpu.synchronize()
-        self.judge()
+        self.compare_ops()
         self.check()
 
-    def judge(self) -> None:
+    def compare_ops(self) -> None:
         """Find a mismatch in the last operations that left nobody waiting, for ``check`` to tell. The GPU has ended its work."""
         if self.nranks > 1 and not self.faults.ended:
-            self._looks.judge(self.faults)
+            self._probe.judge(self.faults)
 
     def has_stopped(self) -> bool:
         """Whether a wait on this rank's GPU has ended without what it waited for."""
-        return self.nranks > 1 and not self.faults.ended and self._looks.stopped()
+        return self.nranks > 1 and not self.faults.ended and self._probe.stopped()
 
-    def close(self, told: bool = False) -> MiracclError | None:
+    def close(self, already_reported: bool = False) -> MiracclError | None:
         """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
 
         Gives what kernels found and no call has told; what others found, too, unless the program was ``told`` of that in another way.
@@ -501,13 +509,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         if self.closed:
             return None
         self.closed = True
-        self._doors.close()
-        self._order.leave(self)
+        self._fast_path.close()
+        self._launch_order.leave(self)
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
-            self.streams.let_go()
-            self.judge()
+            self.streams.release_streams()
+            self.compare_ops()
         together = not self.faults.broken
         if together:
             self.faults.leave()
@@ -517,11 +525,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
         except MiracclError:
             together = False
         if together and self.nranks > 1:
-            self._looks.judge_end(self.faults, frame_of(self.symmetric))
+            self._probe.judge_end(self.faults, message_frame(self.symmetric))
         self.seat.close()
-        untold = self.faults.untold(told)  # also what others have found since
+        untold = self.faults.untold(already_reported)  # also what others have found since
         if together and self.nranks > 1:
-            untold = self._compare_ends(untold, told)
+            untold = self._exchange_findings(untold, already_reported)
         self.faults.end()
         self._launches.clear()
         if together:
@@ -529,18 +537,18 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
             if self._windows is not None:
                 self._windows.close()
             self.symmetric.close()
-            self._doors.held.clear()
-            self._kept.close()
+            self._fast_path.held.clear()
+            self._keep_alive.close()
             self.streams.close()
             self._messages.close()
             with contextlib.suppress(MiracclError):
                 self.gpu.free_host(self._host_address)
                 self.gpu.close()
-        if self._leaves:
+        if self._owns_session:
             self.session.close()
         return untold
 
-    def _compare_ends(self, untold: MiracclError | None, told: bool) -> MiracclError | None:
+    def _exchange_findings(self, untold: MiracclError | None, told: bool) -> MiracclError | None:
         """What was found at the end here, or on another rank: who sent what nobody took hears of it as well."""
         words: list[Any] = []
         with contextlib.suppress(MiracclError):
@@ -557,4 +565,4 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, GroupableByDoors):
     def forked(self) -> None:
         """In a forked child, where CUDA does not work, and what it has pinned may not be there."""
         self.closed = self._foreign = True
-        self._doors.close()
+        self._fast_path.close()

@@ -17,58 +17,60 @@ from miraccl.executor.cuda.plan import Request
 from miraccl.types import Collective
 
 #: multiprocessors that all kernels leave to others
-SPARED = 4
+RESERVED_SMS = 4
 #: (bytes that a rank sends up to, multiprocessors at most) of the policy ``efficiency``, measured on H200 (docs/performance.md).  Up to
 #: 1 MiB an operation is over before it is missed.  Sums read and write the plain data as well, and need more than what is only moved.
-Shares = tuple[tuple[int, int], ...]
-ALL, MIB = 1 << 30, 1 << 20
-MOVES: Shares = ((MIB, ALL), (28 * MIB, 24), (1 << 62, 64))
-SUMS: Shares = ((MIB, ALL), (16 * MIB, 32), (64 * MIB - 1, 48), (1 << 62, 64))
-_SPREAD = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+SmLimits = tuple[tuple[int, int], ...]
+NO_LIMIT, MIB = 1 << 30, 1 << 20
+MOVE_LIMITS: SmLimits = ((MIB, NO_LIMIT), (28 * MIB, 24), (1 << 62, 64))
+REDUCE_LIMITS: SmLimits = ((MIB, NO_LIMIT), (16 * MIB, 32), (64 * MIB - 1, 48), (1 << 62, 64))
+_BLOCK_PER_PEER = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ctas:
+class CtaLimits:
     """What all ranks have agreed on. ``most`` multiprocessors may be filled; ``limited``: that many because MIRACCL_SMS says so; ``none``:
     copy engines where possible."""
 
-    most: int
-    limited: bool = False
-    efficient: bool = False
-    none: bool = False
+    max_sms: int
+    fixed: bool = False
+    efficiency: bool = False
+    copy_engines_only: bool = False
 
     @staticmethod
-    def wish(multiprocessors: int, policy: str) -> dict[str, Any]:
+    def proposal(multiprocessors: int, policy: str) -> dict[str, Any]:
         """What one rank asks for, on a GPU of so many multiprocessors; ``policy`` is that of the program, after the environment's."""
         limit = params.SMS.read()
         policy = params.CTA_POLICY.read() or policy
         if limit < 0 and policy == "zero":
             limit = 0
         return {
-            "most": max(1, multiprocessors - SPARED),
+            "most": max(1, multiprocessors - RESERVED_SMS),
             "limit": limit,
             "efficient": limit < 0 and policy == "efficiency",
         }
 
     @classmethod
-    def agree(cls, wishes: Sequence[Mapping[str, Any]]) -> Ctas:
+    def agree(cls, proposals: Sequence[Mapping[str, Any]]) -> CtaLimits:
         """The least number of all ranks counts, and one that asks for the policy."""
-        limits = [int(wish["limit"]) for wish in wishes if int(wish["limit"]) >= 0]
-        most = min([int(wish["most"]) for wish in wishes] + limits)
+        limits = [int(wish["limit"]) for wish in proposals if int(wish["limit"]) >= 0]
+        most = min([int(wish["most"]) for wish in proposals] + limits)
         return cls(
             most=max(1, most),
             limited=bool(limits),
-            efficient=any(wish["efficient"] for wish in wishes),
+            efficient=any(wish["efficient"] for wish in proposals),
             none=most == 0,
         )
 
     def apply(self, request: Request) -> Request:
         """The request with the multiprocessors that its kernel may take."""
-        if self.limited:
-            return replace(request, multiprocessors=self.most, packed=True)
-        if not self.efficient:
-            return replace(request, multiprocessors=self.most)
-        spread = request.collective in _SPREAD  # a block for each of the others
+        if self.fixed:
+            return replace(request, multiprocessors=self.max_sms, packed=True)
+        if not self.efficiency:
+            return replace(request, multiprocessors=self.max_sms)
+        spread = request.collective in _BLOCK_PER_PEER  # a block for each of the others
         sent = request.block_bytes * (request.nranks - 1 if spread else 1)
-        few = next(count for upto, count in (MOVES if spread else SUMS) if sent <= upto)
-        return replace(request, multiprocessors=min(self.most, few), packed=few < self.most)
+        few = next(
+            count for upto, count in (MOVE_LIMITS if spread else REDUCE_LIMITS) if sent <= upto
+        )
+        return replace(request, multiprocessors=min(self.max_sms, few), packed=few < self.max_sms)

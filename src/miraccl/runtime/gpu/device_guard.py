@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Visitor:
+class DeviceGuarded:
     """The methods of ``gpu``, in which its context is current."""
 
     def __init__(self, gpu: Any) -> None:
@@ -26,6 +26,6 @@ class Visitor:
         return call
 
 
-def visiting(gpu: Any) -> Any:
+def guarded(gpu: Any) -> Any:
     """What takes the calls of this thread; one that is closed asks no driver any more, which a forked child has not."""
-    return Visitor(gpu) if not gpu.closed and gpu.gpu.is_elsewhere() else gpu
+    return DeviceGuarded(gpu) if not gpu.closed and gpu.gpu.is_elsewhere() else gpu

@@ -15,7 +15,7 @@ from miraccl.executor.cuda.launch import Kernels
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.plan import Request
 from miraccl.executor.cuda.staged_copies import ALGORITHMS, Directions, StagedLaunch
-from miraccl.runtime.gpu.ctas import Ctas
+from miraccl.runtime.gpu.ctas import CtaLimits
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
@@ -26,7 +26,12 @@ class CopyEngines:
     """Those of a communicator's GPU. They are taken where they are faster than kernels, or where multiprocessors are not to be used."""
 
     def __init__(
-        self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, memory: SymmetricMemory, ctas: Ctas
+        self,
+        gpu: Gpu,
+        kernels: Kernels,
+        comm_args: CommArgs,
+        memory: SymmetricMemory,
+        ctas: CtaLimits,
     ) -> None:
         self._gpu, self._kernels, self._comm_args, self._memory, self._ctas = (
             gpu,
@@ -39,10 +44,10 @@ class CopyEngines:
         self._sides: list[Side] = []
         self._directions: Directions = {}
 
-    def may_take(self, collective: Collective, windows: bool, block_bytes: int) -> bool:
+    def may_handle(self, collective: Collective, windows: bool, block_bytes: int) -> bool:
         """Whether ``find`` is to be asked, whose answer depends on where the memory lies; ``windows``: there are some."""
         nranks = self._memory.nranks
-        if self._ctas.none:
+        if self._ctas.copy_engines_only:
             return collective in ALGORITHMS
         return (
             windows
@@ -50,7 +55,7 @@ class CopyEngines:
             and block_bytes * (nranks - 1) >= faster_from(collective, nranks)
         )
 
-    def find(
+    def find_launch(
         self,
         collective: Collective,
         dtype: DType,
@@ -70,14 +75,14 @@ class CopyEngines:
         )  # as the communicator's own launches have
         if place is not None and possible(collective, self._memory.nranks):
             key += (place.number, place.offset)
-        elif self._ctas.none and self._memory.all_direct:
+        elif self._ctas.copy_engines_only and self._memory.all_direct:
             place = None
         else:
             return None
         if key not in self._launches:
             if len(self._launches) >= MAX_LAUNCHES:
                 self._launches.clear()
-            with self._gpu.visited(), self._gpu.outside_of_capture():
+            with self._gpu.device_guard(), self._gpu.outside_of_capture():
                 self._launches[key] = (
                     CopyLaunch(
                         self._gpu, self._kernels, request(), self._comm_args, place, self._sides
@@ -93,7 +98,7 @@ class CopyEngines:
         """Those that were made, by (collective, dtype, count, operator, root)."""
         return [(key[:5], launch) for key, launch in list(self._launches.items())]
 
-    def awaited(self) -> int | None:
+    def awaited_peer(self) -> int | None:
         """A peer whose data, or else whose room, a stream still waits for; None where that cannot be told, as in graphs."""
         for (peer, _), side in sorted(
             self._directions.items(), key=lambda item: (not item[0][1], item[0][0])
@@ -104,7 +109,7 @@ class CopyEngines:
                     return peer
         return None
 
-    def let_go(self) -> None:
+    def release_waits(self) -> None:
         """Of streams that wait for words which will not come."""
         self._gpu.make_current()
         with self._gpu.outside_of_capture():

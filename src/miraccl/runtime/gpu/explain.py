@@ -15,9 +15,9 @@ from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, f
 from miraccl.schedule.catalog import NEIGHBOURLY
 from miraccl.types import Collective
 
-Way = tuple[tuple[int, int], str, str]
+ConnectionInfo = tuple[tuple[int, int], str, str]
 """(pair of ranks, how data go between them, why)."""
-BY_MESSAGES = (Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
+MESSAGE_COLLECTIVES = (Collective.GATHER, Collective.SCATTER, Collective.BARRIER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class DeviceCandidate:
     unroll: int = 0
     order: tuple[int, ...] = ()
     order_reason: str = ""
-    ways: tuple[Way, ...] = ()
+    connections: tuple[ConnectionInfo, ...] = ()
 
 
 def candidates(
@@ -47,13 +47,13 @@ def candidates(
     *,
     order: tuple[int, ...],
     order_reason: str,
-    ways: Sequence[Way],
+    connections: Sequence[ConnectionInfo],
     given: DevicePlan | None = None,
     no_multiprocessors: bool = False,
     all_direct: bool = True,
 ) -> list[DeviceCandidate]:
     """All ways to run a request on one host, the chosen one first. ``given`` is a plan that the user laid down."""
-    every = tuple(ways)
+    every = tuple(connections)
     if request.nranks == 1:
         return [
             DeviceCandidate(
@@ -61,12 +61,14 @@ def candidates(
                 proto="",
                 chosen=True,
                 reason="one rank: the result is the input",
-                ways=every,
+                connections=every,
             )
         ]
-    if request.collective in BY_MESSAGES:
+    if request.collective in MESSAGE_COLLECTIVES:
         reason = "messages between pairs of ranks; how many warps follows from their sizes"
-        return [DeviceCandidate(algo="p2p", proto="", chosen=True, reason=reason, ways=every)]
+        return [
+            DeviceCandidate(algo="p2p", proto="", chosen=True, reason=reason, connections=every)
+        ]
 
     def of(plan: DevicePlan, chosen: bool, reason: str) -> DeviceCandidate:
         neighbours = plan.algo in NEIGHBOURLY
@@ -81,12 +83,12 @@ def candidates(
             unroll=plan.unroll,
             order=order if neighbours else (),
             order_reason=order_reason if neighbours else "",
-            ways=every,
+            connections=every,
         )
 
     kernel = given or choose(request)
     others = [
-        of(*_other(request, name, kernel))
+        of(*_alternative(request, name, kernel))
         for name in ALGORITHMS[request.collective]
         if name != kernel.algo
     ]
@@ -107,7 +109,7 @@ def candidates(
     return [of(kernel, True, "given with use_plan" if given else kernel.reason), *others]
 
 
-def _other(request: Request, name: str, chosen: DevicePlan) -> tuple[DevicePlan, bool, str]:
+def _alternative(request: Request, name: str, chosen: DevicePlan) -> tuple[DevicePlan, bool, str]:
     """The plan with another algorithm, and why it was not chosen."""
     plan = choose(replace(request, algo=name))
     if request.algo:

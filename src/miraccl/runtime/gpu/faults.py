@@ -29,7 +29,7 @@ from miraccl.diagnosis.status_report import (
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.flight_recorder import Ahead, Boards
-from miraccl.runtime.gpu.messages import mismatch
+from miraccl.runtime.gpu.messages import size_mismatch
 
 NOTICE = "gpu_abort"
 LEFT = "gpu_left"
@@ -40,11 +40,11 @@ LONGEST_GAP_S = 1.0  # what counts of the time between two looks, as for kernels
 _EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES, layout.ERROR_CROSSED, layout.ERROR_CIRCLE)
 
 
-class Engines(Protocol):
+class CopyWaits(Protocol):
     """Copies between ranks whose streams wait for peers (``comm.device.engines``)."""
 
-    def awaited(self) -> int | None: ...
-    def let_go(self) -> None: ...
+    def awaited_peer(self) -> int | None: ...
+    def release_waits(self) -> None: ...
 
 
 class DeviceFaults:
@@ -78,7 +78,7 @@ class DeviceFaults:
         self.told = False  # a call has raised the fault
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self._ended = threading.Event()
-        self._engines: Engines | None = None  # whose streams wait for peers
+        self._engines: CopyWaits | None = None  # whose streams wait for peers
         self._looking, self._letting_go = (
             threading.RLock(),
             threading.RLock(),
@@ -189,7 +189,7 @@ class DeviceFaults:
             self._name(number, signature) if number or signature else None,
         )
         if error == layout.ERROR_SIZES:
-            return mismatch(words, rank, peer, self._refused(there), op)
+            return size_mismatch(words, rank, peer, self._refused(there), op)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         if error == layout.ERROR_CROSSED:
             text = f"rank {rank} waits for {what} from rank {peer}, which has gone on to {op} and waits for rank {rank} there"
@@ -328,7 +328,7 @@ class DeviceFaults:
                 self._words[layout.HOST_LEFT] |= 1 << peer
 
     def watch_copies(
-        self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]
+        self, engines: CopyWaits, under_way: Callable[[], tuple[int, int] | None]
     ) -> None:
         """``engines`` have streams that wait for words of peers, after the launch that ``under_way()`` names by number and signature.
 
@@ -347,7 +347,7 @@ class DeviceFaults:
             ).start()
 
     def _look_at_copies(
-        self, engines: Engines, under_way: Callable[[], tuple[int, int] | None]
+        self, engines: CopyWaits, under_way: Callable[[], tuple[int, int] | None]
     ) -> None:
         waited, before, last = 0.0, None, time.monotonic()
         while not self._ended.wait(LOOK_S):
@@ -363,7 +363,7 @@ class DeviceFaults:
                 )
                 before, last = copies, now
                 if copies is not None and waited > self._timeout:
-                    peer = engines.awaited()
+                    peer = engines.awaited_peer()
                     self._report(
                         layout.ERROR_TIMEOUT,
                         self.session.rank if peer is None else peer,
@@ -399,12 +399,12 @@ class DeviceFaults:
                     daemon=True,
                 ).start()
 
-    def _release(self, engines: Engines) -> None:
+    def _release(self, engines: CopyWaits) -> None:
         """Streams reset the words that they wait for, so letting go once is not enough."""
         while not self._ended.wait(REPEAT_S):
             with self._letting_go, contextlib.suppress(MiracclError):  # whatever a look waits for
                 if not self._ended.is_set():
-                    engines.let_go()
+                    engines.release_waits()
 
     def end(self) -> None:
         """The GPU has ended its work: from now on nothing is written to the words, whose memory may go."""

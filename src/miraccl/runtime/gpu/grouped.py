@@ -8,8 +8,8 @@ from typing import Any
 from miraccl.executor.cuda.moves import move_signature
 from miraccl.fastpath.cuda.table import Doors
 from miraccl.runtime import group as groups
-from miraccl.runtime.gpu.persistent import result_of
-from miraccl.runtime.gpu.work import stream_of
+from miraccl.runtime.gpu.persistent import bind_result
+from miraccl.runtime.gpu.work import resolve_stream
 from miraccl.runtime.group import Group
 from miraccl.types import Collective
 
@@ -35,8 +35,8 @@ class Grouped:
             return transferring
 
         def note(*args: Any, stream: Any = None, **more: Any) -> Any:
-            number, method = stream_of(self._gpu, stream), getattr(self._gpu, name)
-            result, args = result_of(name, args, self._gpu)
+            number, method = resolve_stream(self._gpu, stream), getattr(self._gpu, name)
+            result, args = bind_result(name, args, self._gpu)
             self._items.append((number, lambda: method(*args, stream=number, **more)))
             return result
 
@@ -44,11 +44,13 @@ class Grouped:
 
     def _send(self, x: Any, dst: int, *, stream: Any = None) -> None:
         self._add(
-            stream_of(self._gpu, stream), x, self._gpu.transfer(x, dst, False, "send", stream)
+            resolve_stream(self._gpu, stream), x, self._gpu.transfer(x, dst, False, "send", stream)
         )
 
     def _recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
-        self._add(stream_of(self._gpu, stream), x, self._gpu.transfer(x, src, True, "recv", stream))
+        self._add(
+            resolve_stream(self._gpu, stream), x, self._gpu.transfer(x, src, True, "recv", stream)
+        )
         return x
 
     def _sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
@@ -57,7 +59,7 @@ class Grouped:
             for part in ((x, dst, False), (out, src, True))
         )
         self._gpu._apart(sent.memory, got.memory, "sendrecv")
-        number = stream_of(self._gpu, stream)
+        number = resolve_stream(self._gpu, stream)
         self._add(number, x, sent)
         self._add(number, out, got)
         return out
@@ -115,14 +117,14 @@ class Groupable:
         return group.part(self, Grouped)
 
 
-class GroupableByDoors(Groupable):
+class FastPathGroupable(Groupable):
     """A communicator whose doors note the messages of a group, until a call that they do not take."""
 
-    _doors: Doors
+    _fast_path: Doors
 
     def _hand_over(self, group: Group) -> None:
         """What doors have noted is Python's to run."""
-        stream, messages, signature = self._doors.take_notes()
+        stream, messages, signature = self._fast_path.take_notes()
         self.grouped(group).add(stream, messages)
         if signature:
             self.grouped(group).are_collective(signature, len(messages))
@@ -133,7 +135,7 @@ class GroupableByDoors(Groupable):
         """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
         of an array: arguments as of ``executor.cuda.moves.move_signature``."""
         signature = move_signature(collective, root, counts)
-        if not (groups.is_compiled_alone() and self._doors.are_collective(signature, count)):
+        if not (groups.is_compiled_alone() and self._fast_path.are_collective(signature, count)):
             whole = groups.current()
             assert whole is not None
             self.grouped(whole).are_collective(signature, count)

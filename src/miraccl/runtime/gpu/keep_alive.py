@@ -8,7 +8,7 @@ from typing import Any
 from miraccl.executor.cuda.gpu import Gpu
 
 
-class Kept:
+class KeepAlive:
     """Objects that must live until the GPU has come past where they were handed in; what was captured is kept to the end."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -16,12 +16,12 @@ class Kept:
         self._waiting: deque[tuple[Any, Any]] = deque()
         self._captured: list[Any] = []
 
-    def hold(self, objects: Any, stream: int) -> None:
+    def retain(self, objects: Any, stream: int) -> None:
         """Until everything that is in ``stream`` now has ended."""
-        with self.gpu.visited():  # doors come here as well
-            self._hold(objects, stream)
+        with self.gpu.device_guard():  # doors come here as well
+            self._retain(objects, stream)
 
-    def _hold(self, objects: Any, stream: int) -> None:
+    def _retain(self, objects: Any, stream: int) -> None:
         while self._waiting and self.gpu.has_passed(self._waiting[0][0]):
             self.gpu.destroy_event(self._waiting.popleft()[0])
         if self.gpu.is_capturing(stream):

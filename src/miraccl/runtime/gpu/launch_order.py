@@ -31,12 +31,12 @@ SMALL_THREADS = 2048
 class Launcher(Protocol):
     """A communicator."""
 
-    def last_in(self, capture: int) -> int:
+    def last_stream(self, capture: int) -> int:
         """The stream of its last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
         ...
 
 
-class Order:
+class LaunchOrder:
     """Which communicator filled this rank's GPU last."""
 
     def __init__(self) -> None:
@@ -44,55 +44,55 @@ class Order:
         self._word = ctypes.c_int64(0)  # the identity of the last, for compiled code
         self.address = ctypes.addressof(self._word)
 
-    def take(self, gpu: Gpu, who: Launcher, stream: int) -> None:
+    def enter(self, gpu: Gpu, launcher: Launcher, stream: int) -> None:
         """``who`` enqueues in ``stream`` next; it waits for the one before."""
-        before, self.last = self.last, who
-        self._word.value = id(who)
-        if before is None or before is who:
+        before, self.last = self.last, launcher
+        self._word.value = id(launcher)
+        if before is None or before is launcher:
             return
-        last = before.last_in(gpu.capture_id(stream))
+        last = before.last_stream(gpu.capture_id(stream))
         if last not in (-1, stream):
             gpu.order_streams(last, stream)
 
-    def leave(self, who: Launcher) -> None:
-        if self.last is who:
+    def leave(self, launcher: Launcher) -> None:
+        if self.last is launcher:
             self.last = None
             self._word.value = 0
 
 
-class Orders:
+class LaunchOrders:
     """Those of one rank, one for each GPU."""
 
     def __init__(self) -> None:
-        self._of_gpu: dict[int, Order] = {}
+        self._of_gpu: dict[int, LaunchOrder] = {}
 
-    def on(self, ordinal: int) -> Order:
-        return self._of_gpu.setdefault(ordinal, Order())
-
-
-_of_process = Orders()
-_of_thread = threading.local()
+    def on(self, ordinal: int) -> LaunchOrder:
+        return self._of_gpu.setdefault(ordinal, LaunchOrder())
 
 
-def of_thread() -> Orders:
+_process_orders = LaunchOrders()
+_thread_state = threading.local()
+
+
+def thread_launch_orders() -> LaunchOrders:
     """Those of the calling thread."""
-    if not hasattr(_of_thread, "orders"):
-        _of_thread.orders = Orders()
-    orders: Orders = _of_thread.orders
+    if not hasattr(_thread_state, "orders"):
+        _thread_state.orders = LaunchOrders()
+    orders: LaunchOrders = _thread_state.orders
     return orders
 
 
-def of_program(session: Session) -> Callable[[], Orders]:
+def program_launch_orders(session: Session) -> Callable[[], LaunchOrders]:
     """A function for the first operation of a communicator that the calling thread makes over ``session``: it gives the orders of the
     process in this thread, and in those that Python did not start; a thread that the program has started has its own."""
     maker, shared = threading.get_ident(), session.tokens.count(session.tokens[session.rank]) > 1
 
-    def orders() -> Orders:
+    def orders() -> LaunchOrders:
         foreign = isinstance(threading.current_thread(), threading._DummyThread)
         return (
-            _of_process
+            _process_orders
             if not shared and (foreign or threading.get_ident() == maker)
-            else of_thread()
+            else thread_launch_orders()
         )
 
     return orders

@@ -27,7 +27,7 @@ from miraccl.ops.arguments import (
     too_large,
     without_memory,
 )
-from miraccl.runtime.gpu.stream import dlpack_stream, find_current_stream, number_of
+from miraccl.runtime.gpu.stream import dlpack_stream, find_current_stream, stream_handle
 from miraccl.types import DL_TYPES, DType
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.
 _torch_dtypes: dict[Any, DType] = {}
 _typestrs: dict[str, DType] = {}
 #: for doors: types whose arrays were right, and by what they were looked at; those of the first ones that a process has
-kinds: dict[type, Kind] = {}
+array_kinds: dict[type, Kind] = {}
 
 
 class DeviceMemory(NamedTuple):
@@ -54,14 +54,14 @@ class DeviceMemory(NamedTuple):
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
-    def part(self, first: int, count: int) -> DeviceMemory:
+    def slice(self, first: int, count: int) -> DeviceMemory:
         """Elements ``first`` to ``first + count``."""
         return DeviceMemory(
             self.address + first * self.dtype.itemsize, count, self.dtype, self.keep, self.read_only
         )
 
 
-def lies_on_gpu(thing: Any) -> bool:
+def is_gpu_array(thing: Any) -> bool:
     """Whether ``thing`` is an array in GPU memory; cheap, never raises, imports nothing."""
     if isinstance(thing, np.ndarray):
         return False
@@ -84,7 +84,7 @@ def lies_on_gpu(thing: Any) -> bool:
 
 _DL_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 #: more bytes than any GPU has: of the address of a tensor whose storage was freed nothing is left but its offset into that
-FREED_BELOW = 1 << 40
+MAX_FREED_ADDRESS = 1 << 40
 
 
 def _dlpack_device(thing: Any) -> tuple[int, int]:
@@ -98,16 +98,16 @@ def _dlpack_device(thing: Any) -> tuple[int, int]:
         return 0, 0
 
 
-def ordinal_of(thing: Any) -> int:
+def device_ordinal(thing: Any) -> int:
     """The number of the GPU on which ``thing`` lies; the current one where neither the array nor the driver says."""
     # PyTorch's name, CuPy's name; JAX's devices have an id, too, which counts those of all processes
-    number = getattr(getattr(thing, "device", None), "id" if _is_cupys(thing) else "index", None)
+    number = getattr(getattr(thing, "device", None), "id" if _is_cupy(thing) else "index", None)
     if isinstance(number, int):
         return number
     kind, number = _dlpack_device(thing)
     if kind in _DL_CUDA:
         return number
-    interface = _interface_of(thing, "", "an array")
+    interface = _read_interface(thing, "", "an array")
     if interface is None:
         return current_ordinal()
     from miraccl.executor.cuda.driver import ordinal_at  # programs without a GPU need none of it
@@ -145,21 +145,21 @@ def device_view(
     if isinstance(thing, DeviceMemory):
         return thing
     if hasattr(type(thing), "miraccl_view"):
-        return _on(gpu, thing.miraccl_view, name, where)
+        return _check_device(gpu, thing.miraccl_view, name, where)
     immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
-    interface = None if immutable else _interface_of(thing, name, where)
+    interface = None if immutable else _read_interface(thing, name, where)
     if interface is not None:
-        view = _on(gpu, _view_interface(thing, interface, name, where), name, where)
-        if not _is_cupys(thing):
+        view = _check_device(gpu, _view_interface(thing, interface, name, where), name, where)
+        if not _is_cupy(thing):
             _wait_for_producer(interface, stream, gpu)
-            _note(thing, Kind(dlpack=False))
+            _remember_type(thing, Kind(dlpack=False))
         return view
     kind, ordinal = _dlpack_device(thing)
     if kind in _DL_CUDA:
         if gpu is not None and kind == _DL_CUDA[0] and ordinal != gpu.ordinal:
-            raise _elsewhere(name, where, ordinal, gpu)
+            raise _wrong_device(name, where, ordinal, gpu)
         view = _view_dlpack(thing, name, where, dlpack_stream(stream, ordinal))
-        _note(thing, Kind(dlpack=True, immutable=immutable))
+        _remember_type(thing, Kind(dlpack=True, immutable=immutable))
         return view._replace(read_only=view.read_only or immutable)
     if kind or hasattr(type(thing), "__array_interface__"):
         raise InvalidUsage(
@@ -171,14 +171,14 @@ def device_view(
     )
 
 
-def _on(gpu: Gpu | None, view: DeviceMemory, name: str, where: str) -> DeviceMemory:
+def _check_device(gpu: Gpu | None, view: DeviceMemory, name: str, where: str) -> DeviceMemory:
     """The memory, unless it is another GPU's."""
     if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
-        raise _elsewhere(name, where, owner, gpu)
+        raise _wrong_device(name, where, owner, gpu)
     return view
 
 
-def _interface_of(thing: Any, name: str, where: str) -> Any:
+def _read_interface(thing: Any, name: str, where: str) -> Any:
     """What it gives for an interface, None without."""
     try:
         return getattr(thing, "__cuda_array_interface__", None)
@@ -189,7 +189,7 @@ def _interface_of(thing: Any, name: str, where: str) -> Any:
         ) from error
 
 
-def _is_cupys(thing: Any) -> bool:
+def _is_cupy(thing: Any) -> bool:
     """An array of CuPy's names the current stream, as calls take it that name none; in another one the caller sees to the order."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(thing, cupy.ndarray)
@@ -200,20 +200,20 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
     producer = interface.get("stream")
     if producer is None or gpu is None:
         return
-    consumer = find_current_stream()(gpu.ordinal) if stream is None else number_of(stream)
+    consumer = find_current_stream()(gpu.ordinal) if stream is None else stream_handle(stream)
     if (int(producer) or at.STREAM_LEGACY) == (consumer or at.STREAM_LEGACY):
         return
-    with gpu.visited():
+    with gpu.device_guard():
         if gpu.capture_id(int(producer)) == gpu.capture_id(
             consumer
         ):  # what is not in the graph is no part of its order
             gpu.order_streams(int(producer), consumer)
 
 
-def _note(thing: Any, how: Kind) -> None:
+def _remember_type(thing: Any, how: Kind) -> None:
     """Tell doors of the type of an array that is right."""
-    if type(thing) not in kinds and len(kinds) < at.MOST_KINDS:
-        kinds[type(thing)] = how
+    if type(thing) not in array_kinds and len(array_kinds) < at.MOST_KINDS:
+        array_kinds[type(thing)] = how
 
 
 def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory:
@@ -258,7 +258,7 @@ def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
     )
 
 
-def _elsewhere(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
+def _wrong_device(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
     text = (
         f"{where}: {name} lies on GPU {ordinal}, but this communicator works on GPU {gpu.ordinal}"
     )
@@ -285,19 +285,23 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None
                 f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
             )
         if gpu is not None:
-            raise _elsewhere(name, where, tensor.get_device(), gpu)
+            raise _wrong_device(name, where, tensor.get_device(), gpu)
     if not tensor.is_contiguous():
         text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
         raise InvalidUsage(text, hint="pass x.contiguous()")
     if tensor.is_neg():
         raise negated(name, where)
     address, count = tensor.data_ptr(), tensor.numel()
-    if address < FREED_BELOW and count and address == tensor.storage_offset() * dtype.itemsize:
+    if (
+        address < MAX_FREED_ADDRESS
+        and count
+        and address == tensor.storage_offset() * dtype.itemsize
+    ):
         raise without_memory(name, where, count)
     return DeviceMemory(address, count, dtype)
 
 
-def _named(thing: Any, typestr: str) -> DType | None:
+def _dtype_of(thing: Any, typestr: str) -> DType | None:
     """The dtype of an array that gives it as ``typestr``; for bfloat16 and 8-bit floats NumPy has no code that says what they are."""
     with contextlib.suppress(TypeError, ValueError, SyntaxError):
         dtype = np.dtype(typestr)
@@ -371,7 +375,7 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str
     _check_interface(interface, f"{where}: {name}")
     shape, typestr = interface["shape"], interface["typestr"]
     dtype = _typestrs.get(typestr)
-    if dtype is None and (dtype := _named(thing, typestr)) is None:
+    if dtype is None and (dtype := _dtype_of(thing, typestr)) is None:
         raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {ALLOWED}")
     strides, size, count = interface.get("strides"), dtype.itemsize, 1
     for length in shape:

@@ -20,7 +20,12 @@ from miraccl.ops.arguments import peer_rank
 from miraccl.runtime.gpu.collectives import Operator
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
 from miraccl.runtime.gpu.transfer import DeviceTransfer
-from miraccl.runtime.gpu.uneven import Uneven, UnevenCollectives, parts_of, transfers_of
+from miraccl.runtime.gpu.uneven import (
+    UnevenCollectives,
+    UnevenRequest,
+    sends_and_receives,
+    split_by_rank,
+)
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import DIRECT
@@ -32,14 +37,14 @@ if TYPE_CHECKING:
     from miraccl.executor.cuda.message_launch import MessageLaunches
     from miraccl.executor.cuda.plan import DevicePlan
 
-SINCE_ARCH = 90
+NVLINK_SINCE_ARCH = 90
 _WORD, _REFUSED = struct.Struct("<Q"), 1 << 63
 _ITEMSIZES = tuple(
     dtype.itemsize for dtype in DType
 )  # by code: calls are counted in fractions of a microsecond
 
 
-def frame_of(memory: SymmetricMemory) -> Frame:
+def message_frame(memory: SymmetricMemory) -> Frame:
     """How rows of messages are framed, the same on all ranks: lines where every path keeps 128 bytes together, which NVLink does.
 
     NCCL allows LL128 within a host up to NVB (src/graph/tuning.cc).  Where the topology is not known, Hopper and
@@ -47,13 +52,13 @@ def frame_of(memory: SymmetricMemory) -> Frame:
     """
     for (a, b), choice in memory.ways.items():
         path = memory.path(a, b)
-        near = memory.facts[a].arch >= SINCE_ARCH if path is None else path <= PathType.NVB
+        near = memory.facts[a].arch >= NVLINK_SINCE_ARCH if path is None else path <= PathType.NVB
         if choice.kind not in DIRECT or not near:
             return Frame.PAIR
     return Frame.LINE
 
 
-def read_refused(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
+def read_rejected_size(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
     """The size of this rank's message that ``peer`` has refused, as in ``layout.MESSAGE``."""
     (word,) = _WORD.unpack(
         gpu.read(args.inboxes[peer] + layout.REFUSED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size)
@@ -61,14 +66,16 @@ def read_refused(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
     return int(word) - _REFUSED if word >= _REFUSED else None
 
 
-def mismatch(host: Any, rank: int, peer: int, refused: int | None, op: str | None) -> MiracclError:
+def size_mismatch(
+    host: Any, rank: int, peer: int, refused: int | None, op: str | None
+) -> MiracclError:
     """The error of ``layout.ERROR_SIZES``. ``refused``: see ``read_refused``; a kernel that sends knows only the message it is at."""
     sends = int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
     words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
     sizes = [words[i] | words[i + 1] << 32 for i in (0, 2)]
     mine, theirs = (
-        _in_words(refused if sends and refused is not None else sizes[0]),
-        _in_words(sizes[1]),
+        _format_size(refused if sends and refused is not None else sizes[0]),
+        _format_size(sizes[1]),
     )
     verb, other = ("sends", "receives") if sends else ("receives", "sends")
     text = f"rank {rank} {verb} {mine} where rank {peer} {other} {theirs}"
@@ -80,7 +87,7 @@ def mismatch(host: Any, rank: int, peer: int, refused: int | None, op: str | Non
     return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
 
 
-def _in_words(size: int) -> str:
+def _format_size(size: int) -> str:
     nbytes, code = size & ((1 << layout.TYPE_SHIFT) - 1), size >> layout.TYPE_SHIFT
     return describe(nbytes, code) if code in DType._value2member_map_ else f"{nbytes} bytes"
 
@@ -94,7 +101,7 @@ class MessageCalls(UnevenCollectives):
     if TYPE_CHECKING:
 
         def _enter(self, name: str, stream: Any, fills: bool = True) -> int: ...
-        def _hold(self, views: Sequence[DeviceMemory], number: int) -> None: ...
+        def _retain(self, views: Sequence[DeviceMemory], number: int) -> None: ...
         def _run(
             self,
             collective: Collective,
@@ -111,12 +118,16 @@ class MessageCalls(UnevenCollectives):
     def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
         """Send ``x`` to rank ``dst``. Matches one ``recv`` of the same count and dtype, in order."""
         if self._send(x, dst, False, stream):
-            self._go([self._message(x, dst, False, "x", "send", stream)], "send", stream)
+            self._launch_messages(
+                [self._message(x, dst, False, "x", "send", stream)], "send", stream
+            )
 
     def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
         """Receive from rank ``src`` into ``x``."""
         if self._recv(x, src, False, stream):
-            self._go([self._message(x, src, True, "x", "recv", stream)], "recv", stream)
+            self._launch_messages(
+                [self._message(x, src, True, "x", "recv", stream)], "recv", stream
+            )
         return x
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, stream: Any = None) -> Any:
@@ -131,8 +142,8 @@ class MessageCalls(UnevenCollectives):
         if (
             -got.nbytes < got.address - sent.address < sent.nbytes
         ):  # what the check asks, without a call
-            self._apart(pair[0][0], pair[1][0], "sendrecv")
-        self._go(pair, "sendrecv", stream)
+            self._check_disjoint(pair[0][0], pair[1][0], "sendrecv")
+        self._launch_messages(pair, "sendrecv", stream)
         return out
 
     def transfer(
@@ -156,7 +167,7 @@ class MessageCalls(UnevenCollectives):
             receives, peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory
         )
 
-    def _go(
+    def _launch_messages(
         self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any, signature: int = 0
     ) -> None:
         """Enqueue one launch; ``signature``: of the collective that it is, if any."""
@@ -167,7 +178,7 @@ class MessageCalls(UnevenCollectives):
         self.last_plan = self._messages.last_plan
         for memory, _ in parts:
             if memory.keep is not None:
-                self._hold([memory], number)
+                self._retain([memory], number)
 
     def exchange(
         self,
@@ -179,7 +190,7 @@ class MessageCalls(UnevenCollectives):
     ) -> None:
         """Sends and receives that go on together; between two ranks they match in their order.  ``signature``: of the collective that they
         are, if any, which all ranks then call, also those without any."""
-        self._go(
+        self._launch_messages(
             [(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers],
             name,
             stream,
@@ -214,7 +225,7 @@ class MessageCalls(UnevenCollectives):
         sends, receives = (
             ((count,), every) if collective is Collective.GATHER else (every, (count,))
         )
-        asked = Uneven(
+        asked = UnevenRequest(
             collective=collective,
             source=source,
             target=target,
@@ -225,13 +236,13 @@ class MessageCalls(UnevenCollectives):
         )
         self._run_messages(asked, collective.label, stream)
 
-    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+    def _run_uneven(self, asked: UnevenRequest, stream: Any) -> None:
         if asked.collective is Collective.REDUCE_SCATTER:
-            self._reduce_in_parts(asked.source, asked.target, asked.sends, asked.op, stream)
+            self._reduce_blocks(asked.source, asked.target, asked.sends, asked.op, stream)
         else:
             self._run_messages(asked, asked.name, stream)
 
-    def _reduce_in_parts(
+    def _reduce_blocks(
         self,
         source: DeviceMemory,
         target: DeviceMemory,
@@ -243,7 +254,7 @@ class MessageCalls(UnevenCollectives):
         if len(set(sizes)) == 1:
             self._run(Collective.REDUCE_SCATTER, source, target, sizes[0], op, 0, stream)
             return
-        for root, part in parts_of(source, sizes):
+        for root, part in split_by_rank(source, sizes):
             self._run(
                 Collective.REDUCE,
                 part,
@@ -254,14 +265,16 @@ class MessageCalls(UnevenCollectives):
                 stream,
             )
 
-    def _run_messages(self, asked: Uneven, name: str, stream: Any) -> None:
-        sent, received = transfers_of(asked, self.rank, self.nranks)
+    def _run_messages(self, asked: UnevenRequest, name: str, stream: Any) -> None:
+        sent, received = sends_and_receives(asked, self.rank, self.nranks)
         for _, memory in received:
             if memory.read_only:
-                raise self._constant(name)
+                raise self._read_only_error(name)
         parts = [(m, _message(False, r, m)) for r, m in sent]
         parts += [(m, _message(True, r, m)) for r, m in received]
-        self._go(parts, name, stream, move_signature(asked.collective, asked.root, asked.counts))
+        self._launch_messages(
+            parts, name, stream, move_signature(asked.collective, asked.root, asked.counts)
+        )
 
 
 def _message(receives: bool, peer: int, memory: DeviceMemory) -> Message:

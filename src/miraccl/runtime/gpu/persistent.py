@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miraccl.executor.cuda.contexts import AnotherGpu
-from miraccl.runtime.gpu.checks import Checks
-from miraccl.runtime.gpu.stream import stream_of_its_own
-from miraccl.runtime.gpu.work import InItsStream
+from miraccl.runtime.gpu.checks import ArgumentChecks
+from miraccl.runtime.gpu.stream import library_stream_getter
+from miraccl.runtime.gpu.work import StreamBound
 
 #: operations that make an array for the result where none is given -> where that stands in the arguments of the public methods
-_PLACE_OF_OUT = {
+_OUT_POSITION = {
     "all_gather": 1,
     "reduce_scatter": 1,
     "all_to_all": 1,
@@ -25,7 +25,7 @@ _PLACE_OF_OUT = {
 }
 
 
-def result_of(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any, ...]]:
+def bind_result(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any, ...]]:
     """(what an operation of ``gpu`` returns, its arguments with an array for the result), where the operation has not run yet.
 
     ``args`` are in the order of the public methods, all of them.  What the operation would refuse is refused now.
@@ -33,8 +33,8 @@ def result_of(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any,
     if name == "barrier":
         return None, ()
     given = [list(x) if isinstance(x, Iterator) else x for x in args]  # counts are looked at twice
-    result = getattr(Checks(gpu), name)(*given)
-    place = _PLACE_OF_OUT.get(name)
+    result = getattr(ArgumentChecks(gpu), name)(*given)
+    place = _OUT_POSITION.get(name)
     if place is not None and given[place] is None:
         given[place] = result
     return result, tuple(given)
@@ -46,9 +46,9 @@ class DevicePersistent:
     def __init__(self, gpu: Any, name: str, args: Sequence[Any], cpu_plan: Any) -> None:
         """``cpu_plan`` is the word that names the last plan on CPU memory."""
         self.name, self._gpu = name, gpu
-        self.result, bound = result_of(name, args, gpu)
-        current = next((own for x in args if (own := stream_of_its_own(x)) is not None), None)
-        method = getattr(gpu if current is None else InItsStream(gpu, current), name)
+        self.result, bound = bind_result(name, args, gpu)
+        current = next((own for x in args if (own := library_stream_getter(x)) is not None), None)
+        method = getattr(gpu if current is None else StreamBound(gpu, current), name)
         self._method, self._args, self._cpu_plan = method, bound, cpu_plan
 
     def __call__(self, *, stream: Any = None) -> Any:

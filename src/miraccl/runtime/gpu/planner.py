@@ -31,10 +31,10 @@ class DevicePlanner:
         if self.algo:
             catalog.get(self.algo)
         self.deterministic = options.deterministic
-        self._wishes = Wishes(
+        self._constraints = Wishes(
             algos=nccl_hints.on_gpus(dict(options.wishes)), protos=dict(options.protocols)
         )
-        self._given: dict[tuple[Collective, DType, int, RedOp], DevicePlan] = {}
+        self._user_plans: dict[tuple[Collective, DType, int, RedOp], DevicePlan] = {}
 
     def request(
         self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
@@ -53,13 +53,13 @@ class DevicePlanner:
             algo=algo,
             why=why,
             ordered=self.deterministic,
-            proto=self.proto or self._wishes.protos.get(collective, ""),
+            proto=self.proto or self._constraints.protos.get(collective, ""),
         )
 
     def _algorithm(self, collective: Collective) -> tuple[str, str]:
         """What was asked for where it has a schedule, and why, or nothing: then ``choose`` does. A wish that rules forbid is none."""
         ordered = self.deterministic and collective.reduces
-        asked = self.algo or self._wishes.algos.get(collective, "")
+        asked = self.algo or self._constraints.algos.get(collective, "")
         if asked and catalog.get(asked).supports(collective, self.nranks):
             if not ordered or catalog.get(asked).rank_ordered:
                 return asked, "asked for" if self.algo else "asked for (NCCL_ALGO)"
@@ -70,17 +70,17 @@ class DevicePlanner:
 
     def plan(self, request: Request) -> DevicePlan:
         """The plan for a request: one that was given, else what ``choose`` says."""
-        return self.given(request) or choose(request)
+        return self.user_plan(request) or choose(request)
 
-    def given(self, request: Request) -> DevicePlan | None:
-        return self._given.get((request.collective, request.dtype, request.count, request.op))
+    def user_plan(self, request: Request) -> DevicePlan | None:
+        return self._user_plans.get((request.collective, request.dtype, request.count, request.op))
 
     def use(
         self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp
     ) -> None:
         """Give ``plan`` for all requests of this kind."""
-        self._given[collective, dtype, count, op] = plan
+        self._user_plans[collective, dtype, count, op] = plan
 
-    def use_none(self) -> None:
+    def forget_user_plans(self) -> None:
         """Forget the plans that were given."""
-        self._given.clear()
+        self._user_plans.clear()

@@ -25,7 +25,7 @@ from miraccl.runtime.gpu.flight_recorder import (
     read_under_way,
     read_waits,
 )
-from miraccl.runtime.gpu.messages import read_refused
+from miraccl.runtime.gpu.messages import read_rejected_size
 from miraccl.runtime.gpu.unmatched import find_untaken
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Looks:
     def _look(self, read: Callable[..., Seen], *what: Any) -> Seen | None:
         with (
             contextlib.suppress(MiracclError),
-            self._gpu.visited(),
+            self._gpu.device_guard(),
         ):  # the GPU may be what is broken
             return read(self._gpu, self._where, *what)
         return None
@@ -70,7 +70,7 @@ class Looks:
 
     def refused(self, peer: int) -> int | None:
         """The size of this rank's message that ``peer`` has refused."""
-        return self._look(read_refused, peer)
+        return self._look(read_rejected_size, peer)
 
     def stopped(self) -> bool:
         """Whether a wait on this rank's GPU has ended without what it waited for, where that can be read."""

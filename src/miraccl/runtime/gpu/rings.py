@@ -23,50 +23,50 @@ _log = trace.logger("graph")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class RingOrder:
     """The ranks in the order in which neighbours follow one another, and why."""
 
     order: tuple[int, ...]
-    why: str
+    reason: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"order": list(self.order), "why": self.why}
+        return {"order": list(self.order), "why": self.reason}
 
     @classmethod
-    def from_json(cls, record: Any) -> Ring:
+    def from_json(cls, record: Any) -> RingOrder:
         return cls(order=tuple(int(rank) for rank in record["order"]), why=str(record["why"]))
 
     @property
-    def lowered(self) -> tuple[int, ...]:
+    def kernel_order(self) -> tuple[int, ...]:
         """For ``executor.cuda.lower``: nothing where it is the order of the ranks."""
         return () if self.order == tuple(range(len(self.order))) else self.order
 
 
-def in_rank_order(nranks: int, why: str) -> Ring:
-    return Ring(order=tuple(range(nranks)), why=why)
+def rank_order(nranks: int, why: str) -> RingOrder:
+    return RingOrder(order=tuple(range(nranks)), reason=why)
 
 
-def find_ring(facts: Sequence[Facts], paths: Paths) -> Ring:
+def find_ring(facts: Sequence[Facts], paths: Paths) -> RingOrder:
     """The ring of the ranks with these GPUs; ``paths`` as this process read them. Never raises."""
     nranks, ids = len(facts), [fact.bus_id for fact in facts]
     if nranks < 3:
-        return in_rank_order(nranks, "up to two ranks have one order")
+        return rank_order(nranks, "up to two ranks have one order")
     if len(set(ids)) < nranks:
-        return in_rank_order(nranks, "ranks share a GPU")
+        return rank_order(nranks, "ranks share a GPU")
     try:
         if paths.topology is None or paths.machine is None:
             raise LookupError(paths.note or "no topology")
         graph_file = params.GRAPH_FILE.read()
-        if not graph_file and (near := _equally_near(paths, ids)):
-            return in_rank_order(nranks, f"all GPUs are equally near ({near})")
-        order, near = _searched(paths.machine, ids, graph_file)
+        if not graph_file and (near := _uniform_distance(paths, ids)):
+            return rank_order(nranks, f"all GPUs are equally near ({near})")
+        order, near = _search_cached(paths.machine, ids, graph_file)
     except Exception as error:  # whatever is strange about this machine
         _log.warning("rings on GPU memory are in the order of the ranks: %s", error)
-        return in_rank_order(nranks, f"no ring was found: {error}")
-    return Ring(order=order, why=f"ring of {graph_file or 'the channel search'} ({near})")
+        return rank_order(nranks, f"no ring was found: {error}")
+    return RingOrder(order=order, reason=f"ring of {graph_file or 'the channel search'} ({near})")
 
 
-def _equally_near(paths: Paths, ids: Sequence[str]) -> str:
+def _uniform_distance(paths: Paths, ids: Sequence[str]) -> str:
     """How far all pairs of these GPUs are from each other, if that is the same for all, or nothing."""
     assert paths.topology is not None
     for domain in paths.topology.domains:
@@ -87,7 +87,9 @@ def _equally_near(paths: Paths, ids: Sequence[str]) -> str:
     return ""
 
 
-def _searched(machine: XmlNode, ids: Sequence[str], graph_file: str) -> tuple[tuple[int, ...], str]:
+def _search_cached(
+    machine: XmlNode, ids: Sequence[str], graph_file: str
+) -> tuple[tuple[int, ...], str]:
     """(order, how far neighbours are at most) of the first channel of the search among these GPUs, from the plans on disk or made now."""
     from miraccl.graph.plan import (
         PlanRequest,
@@ -96,7 +98,7 @@ def _searched(machine: XmlNode, ids: Sequence[str], graph_file: str) -> tuple[tu
     from miraccl.native.cache import plan_folder
 
     graphs = Path(graph_file).read_text() if graph_file else ""
-    request = PlanRequest.read(os.environ, gpus=_devices(machine, ids), graph_xml=graphs)
+    request = PlanRequest.read(os.environ, gpus=_device_numbers(machine, ids), graph_xml=graphs)
     key = plan_key(format_topology(machine).encode(), request, flavour="gpu ring")
     found = cached_document(plan_folder(), key, lambda: _search(machine, request)).data
     order = tuple(int(rank) for rank in found["order"])
@@ -121,7 +123,7 @@ def _search(machine: XmlNode, request: Any) -> dict[str, Any]:
     return {"order": order, "bw": slowest.bw_intra, "path": slowest.type_intra.name}
 
 
-def _devices(machine: XmlNode, ids: Sequence[str]) -> tuple[int, ...]:
+def _device_numbers(machine: XmlNode, ids: Sequence[str]) -> tuple[int, ...]:
     """The device numbers in the topology of the GPUs with these bus ids."""
     numbers = {
         bus_id(node.attrs["busid"]): int(gpu.attrs["dev"])

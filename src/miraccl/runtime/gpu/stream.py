@@ -19,21 +19,21 @@ def find_current_stream(
 ) -> Callable[[int], int]:
     """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream, whichever is there first. ``keep``
     hears of objects that may destroy their streams, which PyTorch's do not."""
-    return _stream_of_torch() or functools.partial(_stream_now, keep)
+    return _torch_stream_getter() or functools.partial(_look_up_stream, keep)
 
 
-def _stream_of_torch() -> Callable[[int], int] | None:
+def _torch_stream_getter() -> Callable[[int], int] | None:
     """PyTorch's function, where it is there and made for CUDA."""
     return getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_getCurrentRawStream", None)
 
 
-def _stream_now(keep: Callable[[int, Any], None], ordinal: int) -> int:
+def _look_up_stream(keep: Callable[[int, Any], None], ordinal: int) -> int:
     """Without PyTorch what is there is looked up in every call: a program may import a library after its first operation."""
-    of_torch = _stream_of_torch()
-    return stream_of_cupy(keep, ordinal) if of_torch is None else of_torch(ordinal)
+    of_torch = _torch_stream_getter()
+    return cupy_stream(keep, ordinal) if of_torch is None else of_torch(ordinal)
 
 
-def stream_of_cupy(keep: Callable[[int, Any], None], ordinal: int) -> int:
+def cupy_stream(keep: Callable[[int, Any], None], ordinal: int) -> int:
     """CuPy's current stream on a device; the legacy default stream without CuPy."""
     of_cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "get_current_stream", None)
     if of_cupy is None:
@@ -43,19 +43,19 @@ def stream_of_cupy(keep: Callable[[int, Any], None], ordinal: int) -> int:
     return number
 
 
-def stream_of_its_own(array: Any) -> Callable[[], Any] | None:
+def library_stream_getter(array: Any) -> Callable[[], Any] | None:
     """The function that gives the current stream of the library of ``array``, where that is not what ``find_current_stream`` finds: CuPy's,
     in a program that has PyTorch as well. Else None."""
     cupy = sys.modules.get("cupy")
-    if cupy is None or not isinstance(array, cupy.ndarray) or _stream_of_torch() is None:
+    if cupy is None or not isinstance(array, cupy.ndarray) or _torch_stream_getter() is None:
         return None
     return functools.partial(cupy.cuda.get_current_stream, int(array.device.id))
 
 
-def number_of(stream: Any) -> int:
+def stream_handle(stream: Any) -> int:
     """A stream as the driver's number: a number, a stream of PyTorch or CuPy, anything with ``__cuda_stream__``."""
     number = (
-        stream if isinstance(stream, int) and not isinstance(stream, bool) else _number_in(stream)
+        stream if isinstance(stream, int) and not isinstance(stream, bool) else _handle_of(stream)
     )
     if number is None or not 0 <= number < _TOO_LARGE:
         raise InvalidUsage(
@@ -64,7 +64,7 @@ def number_of(stream: Any) -> int:
     return number
 
 
-def _number_in(stream: Any) -> int | None:
+def _handle_of(stream: Any) -> int | None:
     """The number that an object has; None without."""
     try:
         for name in ("cuda_stream", "ptr"):
@@ -82,5 +82,5 @@ def _number_in(stream: Any) -> int | None:
 
 def dlpack_stream(stream: Any, ordinal: int) -> int:
     """The consumer's stream as ``__dlpack__`` wants to hear it: 1 is the legacy default stream, 2 that of the thread."""
-    number = find_current_stream()(ordinal) if stream is None else number_of(stream)
+    number = find_current_stream()(ordinal) if stream is None else stream_handle(stream)
     return number or 1

@@ -9,13 +9,13 @@ from typing import Any
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import fast_calls
 from miraccl.fastpath.cuda.table import Doors
-from miraccl.runtime.gpu.stream import find_current_stream, number_of, stream_of_cupy
+from miraccl.runtime.gpu.stream import cupy_stream, find_current_stream, stream_handle
 
 #: objects of streams that a communicator keeps, besides those of its last operations
-KEPT_STREAMS = 16
+MAX_KEPT_STREAMS = 16
 
 
-class Owners:
+class StreamKeepAlive:
     """The objects whose streams a communicator was given. CuPy destroys a stream with its object, and the next operation in another stream
     asks the driver about that of the last one: asked about one that was destroyed, the driver ends the process (580.159)."""
 
@@ -26,14 +26,14 @@ class Owners:
             tuple[int, type], Any
         ] = {}  # one that only borrows a stream takes no owner's place
 
-    def keep(self, number: int, stream: Any) -> None:
+    def retain(self, number: int, stream: Any) -> None:
         key = number, type(stream)
-        if key not in self._objects and len(self._objects) >= KEPT_STREAMS:
+        if key not in self._objects and len(self._objects) >= MAX_KEPT_STREAMS:
             used = self._in_use()
             self._objects = {key: kept for key, kept in self._objects.items() if key[0] in used}
         self._objects[key] = stream
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._objects.clear()
 
 
@@ -42,33 +42,33 @@ class StreamOrder:
 
     def __init__(self, gpu: Gpu, doors: Doors) -> None:
         """``doors`` note the stream of the last operation, and follow to others themselves where they can."""
-        self._gpu, self._doors = gpu, doors
-        self._outside = (
+        self._gpu, self._fast_path = gpu, doors
+        self._last_uncaptured = (
             -1
         )  # the stream of the last operation that was not captured, while captured ones follow it
-        self._owners = Owners(lambda: (doors.stream, self._outside))
+        self._keep_alive = StreamKeepAlive(lambda: (doors.stream, self._last_uncaptured))
         self._current: Callable[[int], int] | None = None
-        doors.ask_for_stream_of_arrays(functools.partial(stream_of_cupy, self._owners.keep))
+        doors.ask_for_stream_of_arrays(functools.partial(cupy_stream, self._keep_alive.retain))
         self._event = gpu.make_event()  # by which doors let a stream wait for another
         if all(calls := fast_calls(gpu, "cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent")):
             doors.follow_streams(int(self._event), calls, gpu.context)
 
-    def number(self, stream: Any) -> int:
+    def handle(self, stream: Any) -> int:
         """A stream as the driver's number; None: the current one (``comm.device.stream``)."""
         if stream is None:
             if self._current is None:
-                self._current = find_current_stream(self._owners.keep)
-                self._doors.ask_for_stream(self._current)
+                self._current = find_current_stream(self._keep_alive.retain)
+                self._fast_path.ask_for_stream(self._current)
             return self._current(self._gpu.ordinal)
-        number = number_of(stream)
+        number = stream_handle(stream)
         if type(stream) is not int:
-            self._owners.keep(number, stream)
+            self._keep_alive.retain(number, stream)
         return number
 
     def follow(self, stream: Any) -> int:
         """The stream's number; what is enqueued there from now on follows the last operation."""
-        number = self.number(stream)
-        if number != self._doors.stream or self._doors.captured:
+        number = self.handle(stream)
+        if number != self._fast_path.stream or self._fast_path.captured:
             self._change(number)
         return number
 
@@ -76,22 +76,26 @@ class StreamOrder:
         """The first call in another stream, or after a capture, waits for what this communicator did outside of captures; inside of one for
         what was captured."""
         capture = self._gpu.capture_id(number)
-        before = self.last_in(capture)
-        if not self._doors.captured:
-            self._outside = self._doors.stream
-        self._doors.stream, self._doors.captured = number, capture != 0
+        before = self.last_stream(capture)
+        if not self._fast_path.captured:
+            self._last_uncaptured = self._fast_path.stream
+        self._fast_path.stream, self._fast_path.captured = number, capture != 0
         if before not in (-1, number):
-            self._doors.release()
+            self._fast_path.release()
             self._gpu.order_streams(before, number)
 
-    def last_in(self, capture: int) -> int:
+    def last_stream(self, capture: int) -> int:
         """The stream of the last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
-        last = self._outside if self._doors.captured and not capture else self._doors.stream
+        last = (
+            self._last_uncaptured
+            if self._fast_path.captured and not capture
+            else self._fast_path.stream
+        )
         return last if last != -1 and self._gpu.capture_id(last) == capture else -1
 
-    def let_go(self) -> None:
+    def release_streams(self) -> None:
         """The GPU has ended its work: streams may end."""
-        self._owners.let_go()
+        self._keep_alive.release()
 
     def close(self) -> None:
         self._gpu.destroy_event(self._event)

@@ -20,7 +20,7 @@ from miraccl.types import Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Uneven:
+class UnevenRequest:
     """A collective with counts whose arguments are right. ``sends`` are the blocks of ``source``, ``receives`` those of ``target``: one for
     each rank, or one for all or for the root; ``counts`` what all ranks know, nothing for all_to_all."""
 
@@ -54,7 +54,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         """Run a gather or scatter of equal blocks in ``stream``; a rank that lacks one of the two buffers gives the other for it."""
         raise NotImplementedError
 
-    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
+    def _run_uneven(self, asked: UnevenRequest, stream: Any) -> None:
         """Run it in ``stream``."""
         raise NotImplementedError
 
@@ -62,8 +62,11 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
         if not self._gather(x, out, root, None, None, False, stream):
             return out if root == self.rank else None
-        chief, source = self._root(root, "gather"), device_view(x, "x", "gather", stream, self.gpu)
-        out, target = self._gathered(
+        chief, source = (
+            self._check_root(root, "gather"),
+            device_view(x, "x", "gather", stream, self.gpu),
+        )
+        out, target = self._gather_target(
             x, source, [source.count] * self.nranks, chief, out, "gather", stream
         )
         self._run_rooted(Collective.GATHER, source, target, source.count, SUM, chief, stream)
@@ -73,13 +76,13 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
         if not self._scatter(x, out, root, None, None, False, stream):
             return out
-        chief = self._root(root, "scatter")
+        chief = self._check_root(root, "scatter")
         if self.rank == chief:
             source = device_view(x, "x", "scatter", stream, self.gpu)
-            sizes = [self._share(source, "scatter")] * self.nranks
-            out, target = self._scattered(x, source, sizes, out, "scatter", stream)
+            sizes = [self._equal_share(source, "scatter")] * self.nranks
+            out, target = self._scatter_target(x, source, sizes, out, "scatter", stream)
         else:
-            source = target = self._given(out, "scatter", stream)
+            source = target = self._required_out(out, "scatter", stream)
         self._run_rooted(Collective.SCATTER, source, target, target.count, SUM, chief, stream)
         return out
 
@@ -90,11 +93,13 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         if not self._all_gather_v(x, out, None, None, counts, False, stream):
             return out
         sizes = counts_of(counts, "counts", self.nranks, "all_gather_v")
-        source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "all_gather_v", stream)
+        source = self._view_sized(
+            x, sizes[self.rank], f"counts[{self.rank}]", "all_gather_v", stream
+        )
         out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
-        target = self._like(out, source, sum(sizes), "all_gather_v", stream)
-        self._in_place(target, source, sum(sizes[: self.rank]), "all_gather_v")
-        asked = Uneven(
+        target = self._check_out(out, source, sum(sizes), "all_gather_v", stream)
+        self._check_in_place(target, source, sum(sizes[: self.rank]), "all_gather_v")
+        asked = UnevenRequest(
             collective=Collective.ALL_GATHER,
             source=source,
             target=target,
@@ -118,13 +123,13 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         if not self._reduce_scatter_v(x, out, op, False, stream, counts):
             return out
         sizes = counts_of(counts, "counts", self.nranks, "reduce_scatter_v")
-        source = self._sized(x, sum(sizes), "the sum of counts", "reduce_scatter_v", stream)
+        source = self._view_sized(x, sum(sizes), "the sum of counts", "reduce_scatter_v", stream)
         operator(op, source.dtype, "reduce_scatter_v")
         out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
-        target = self._like(out, source, sizes[self.rank], "reduce_scatter_v", stream)
-        self._in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")
+        target = self._check_out(out, source, sizes[self.rank], "reduce_scatter_v", stream)
+        self._check_in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")
         collective, mine = Collective.REDUCE_SCATTER, (target.count,)
-        asked = Uneven(
+        asked = UnevenRequest(
             collective=collective,
             source=source,
             target=target,
@@ -155,11 +160,11 @@ class UnevenCollectives(NoDoors, DeviceArguments):
             raise InvalidUsage(
                 f"all_to_all_v: a rank sends itself what it receives: {mine}", rank=self.rank
             )
-        source = self._sized(x, sum(sends), "the sum of send_counts", "all_to_all_v", stream)
+        source = self._view_sized(x, sum(sends), "the sum of send_counts", "all_to_all_v", stream)
         out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
-        target = self._like(out, source, sum(receives), "all_to_all_v", stream)
-        self._apart(source, target, "all_to_all_v")
-        asked = Uneven(
+        target = self._check_out(out, source, sum(receives), "all_to_all_v", stream)
+        self._check_disjoint(source, target, "all_to_all_v")
+        asked = UnevenRequest(
             collective=Collective.ALL_TO_ALL,
             source=source,
             target=target,
@@ -176,17 +181,17 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         if not self._gather_v(x, out, root, None, counts, False, stream):
             return out if root == self.rank else None
         chief, sizes = (
-            self._root(root, "gather_v"),
+            self._check_root(root, "gather_v"),
             counts_of(counts, "counts", self.nranks, "gather_v"),
         )
-        source = self._sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
-        out, target = self._gathered(x, source, sizes, chief, out, "gather_v", stream)
+        source = self._view_sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
+        out, target = self._gather_target(x, source, sizes, chief, out, "gather_v", stream)
         collective, mine, receives = (
             Collective.GATHER,
             (source.count,),
             sizes if self.rank == chief else (),
         )
-        asked = Uneven(
+        asked = UnevenRequest(
             collective=collective,
             source=source,
             target=target,
@@ -205,21 +210,21 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         if not self._scatter_v(x, out, root, counts, None, False, stream):
             return out
         chief, sizes = (
-            self._root(root, "scatter_v"),
+            self._check_root(root, "scatter_v"),
             counts_of(counts, "counts", self.nranks, "scatter_v"),
         )
         if self.rank == chief:
-            source = self._sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
-            out, target = self._scattered(x, source, sizes, out, "scatter_v", stream)
+            source = self._view_sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
+            out, target = self._scatter_target(x, source, sizes, out, "scatter_v", stream)
         else:
-            source = target = self._given(out, "scatter_v", stream)
-            self._expect(target, sizes[self.rank], "out", f"counts[{self.rank}]", "scatter_v")
+            source = target = self._required_out(out, "scatter_v", stream)
+            self._check_count(target, sizes[self.rank], "out", f"counts[{self.rank}]", "scatter_v")
         collective, mine, sends = (
             Collective.SCATTER,
             (target.count,),
             sizes if self.rank == chief else (),
         )
-        asked = Uneven(
+        asked = UnevenRequest(
             collective=collective,
             source=source,
             target=target,
@@ -233,7 +238,7 @@ class UnevenCollectives(NoDoors, DeviceArguments):
 
     # ---- parts
 
-    def _gathered(
+    def _gather_target(
         self,
         x: Any,
         source: DeviceMemory,
@@ -247,20 +252,20 @@ class UnevenCollectives(NoDoors, DeviceArguments):
         if self.rank != chief:
             return None, source
         out = empty_like(x, sum(sizes), where) if out is None else out
-        target = self._like(out, source, sum(sizes), where, stream)
-        self._in_place(target, source, sum(sizes[:chief]), where)
+        target = self._check_out(out, source, sum(sizes), where, stream)
+        self._check_in_place(target, source, sum(sizes[:chief]), where)
         return out, target
 
-    def _scattered(
+    def _scatter_target(
         self, x: Any, source: DeviceMemory, sizes: Sequence[int], out: Any, where: str, stream: Any
     ) -> tuple[Any, DeviceMemory]:
         """The root's share of a scatter and its memory."""
         out = empty_like(x, sizes[self.rank], where) if out is None else out
-        target = self._like(out, source, sizes[self.rank], where, stream)
-        self._in_place(source, target, sum(sizes[: self.rank]), where)
+        target = self._check_out(out, source, sizes[self.rank], where, stream)
+        self._check_in_place(source, target, sum(sizes[: self.rank]), where)
         return out, target
 
-    def _given(self, out: Any, where: str, stream: Any) -> DeviceMemory:
+    def _required_out(self, out: Any, where: str, stream: Any) -> DeviceMemory:
         if out is None:
             raise InvalidUsage(
                 f"{where}: a rank that is not the root gives out, the array for its share",
@@ -268,12 +273,14 @@ class UnevenCollectives(NoDoors, DeviceArguments):
             )
         return device_view(out, "out", where, stream, self.gpu)
 
-    def _sized(self, x: Any, count: int, why: str, where: str, stream: Any) -> DeviceMemory:
+    def _view_sized(self, x: Any, count: int, why: str, where: str, stream: Any) -> DeviceMemory:
         memory = device_view(x, "x", where, stream, self.gpu)
-        self._expect(memory, count, "x", why, where)
+        self._check_count(memory, count, "x", why, where)
         return memory
 
-    def _expect(self, memory: DeviceMemory, count: int, name: str, why: str, where: str) -> None:
+    def _check_count(
+        self, memory: DeviceMemory, count: int, name: str, why: str, where: str
+    ) -> None:
         if memory.count != count:
             raise InvalidUsage(
                 f"{where}: {name} has {memory.count} elements, but needs {count} ({why})",
@@ -281,24 +288,29 @@ class UnevenCollectives(NoDoors, DeviceArguments):
             )
 
 
-Parts = list[tuple[int, DeviceMemory]]
+RankBlocks = list[tuple[int, DeviceMemory]]
 """(rank, memory), without empty ones"""
 
 
-def parts_of(memory: DeviceMemory, sizes: Sequence[int]) -> Parts:
+def split_by_rank(memory: DeviceMemory, sizes: Sequence[int]) -> RankBlocks:
     """Consecutive parts, one a rank."""
     firsts = itertools.accumulate(sizes, initial=0)
     return [
-        (rank, memory.part(first, size))
+        (rank, memory.slice(first, size))
         for rank, (first, size) in enumerate(zip(firsts, sizes, strict=False))
         if size
     ]
 
 
-def transfers_of(asked: Uneven, rank: int, nranks: int) -> tuple[Parts, Parts]:
+def sends_and_receives(
+    asked: UnevenRequest, rank: int, nranks: int
+) -> tuple[RankBlocks, RankBlocks]:
     """What ``rank`` sends and receives in a collective that only moves data; empty blocks, which both sides leave out, and one that stays
     in its place are not among it."""
-    sent, received = parts_of(asked.source, asked.sends), parts_of(asked.target, asked.receives)
+    sent, received = (
+        split_by_rank(asked.source, asked.sends),
+        split_by_rank(asked.target, asked.receives),
+    )
     if asked.collective is Collective.ALL_GATHER:
         sent = [(peer, memory) for peer in range(nranks) for _, memory in sent]
     elif asked.collective is Collective.GATHER:

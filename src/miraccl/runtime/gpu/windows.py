@@ -23,7 +23,7 @@ from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from miraccl.types import DType
 
 #: names of types -> what has this type; bool is uint8 here
-_NAMES = DTYPE_NAMES | {"bool": DType.UINT8}
+_DTYPES_BY_NAME = DTYPE_NAMES | {"bool": DType.UINT8}
 
 
 class DeviceArray:
@@ -84,7 +84,7 @@ class DeviceArray:
         return f"<window memory on a GPU: {self.shape} {self.dtype.label}>"
 
 
-class Windows:
+class DeviceWindows:
     """The windows of a communicator."""
 
     def __init__(self, memory: SymmetricMemory) -> None:
@@ -124,7 +124,7 @@ class Windows:
             else array
         )
 
-    def place(self, memory: DeviceMemory) -> Place | None:
+    def locate(self, memory: DeviceMemory) -> Place | None:
         """Where ``memory`` lies in a window that every rank addresses, or None."""
         at = bisect.bisect_right(self._starts, (memory.address, len(self._windows))) - 1
         if at < 0:
@@ -146,11 +146,11 @@ def _element_type(dtype: Any) -> DType:
     """Of what ``empty`` takes on CPUs, and of PyTorch's types."""
     if isinstance(dtype, DType):
         return dtype
-    found = _NAMES.get(str(dtype).removeprefix("torch."))
+    found = _DTYPES_BY_NAME.get(str(dtype).removeprefix("torch."))
     if found is None and (kind := element_type(dtype)).isnative:
-        found = _NAMES.get(kind.name)
+        found = _DTYPES_BY_NAME.get(kind.name)
     if found is None:
         raise InvalidUsage(
-            f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_NAMES)}"
+            f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_DTYPES_BY_NAME)}"
         )
     return found

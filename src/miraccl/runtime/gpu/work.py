@@ -16,11 +16,11 @@ from miraccl.diagnosis.blocked_ops import Wait, Waiting
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.contexts import AnotherGpu
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.gpu.keep_alive import Kept
+from miraccl.runtime.gpu.keep_alive import KeepAlive
 from miraccl.runtime.work import Work, patience
 
 POLL_S = 50e-6
-POLLED_S = 0.02  # in which somebody who waits has looked
+POLL_TIMEOUT_S = 0.02  # in which somebody who waits has looked
 Current = Callable[[], Any]
 """Gives the current stream as an object."""
 
@@ -53,7 +53,7 @@ class DeviceWork(Work):
 
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
         """The result, for use in ``stream`` (None: the current one); raises what is known to have failed by now."""
-        number, gpu = stream_of(self._gpu, stream, self._current), self._gpu.gpu
+        number, gpu = resolve_stream(self._gpu, stream, self._current), self._gpu.gpu
         try:
             gpu.make_any_current()
             gpu.wait_event(number, self._event)
@@ -69,7 +69,7 @@ class DeviceWork(Work):
         """Wait on the host, ``CollectiveTimeout`` after ``timeout`` seconds; kernels end by themselves at the communicator's deadline."""
         timeout = patience(timeout)
         known = timeout is None and self._where is not None and not self.done()
-        with Waiting(self._still_waits) if known else contextlib.nullcontext():
+        with Waiting(self._wait_state) if known else contextlib.nullcontext():
             self._poll(timeout)
         self._gpu.check(self.name)
         self._keep = None
@@ -85,10 +85,10 @@ class DeviceWork(Work):
             self._polls += 1
             time.sleep(POLL_S)
 
-    def _still_waits(self) -> Wait | None:
+    def _wait_state(self) -> Wait | None:
         """What the thread in ``synchronize`` waits in, unless it cannot say that the operation goes on now: who asks knows already what the
         GPU waits for, which must not be something later."""
-        polls, end = self._polls, time.monotonic() + POLLED_S
+        polls, end = self._polls, time.monotonic() + POLL_TIMEOUT_S
         while self._polls < polls + 2:  # one of them has begun since
             if time.monotonic() > end:
                 return None
@@ -123,7 +123,7 @@ class DeviceWork(Work):
             self._gpu.gpu.destroy_event(event)
 
 
-def stream_of(gpu: Any, stream: Any, current: Current | None = None) -> int:
+def resolve_stream(gpu: Any, stream: Any, current: Current | None = None) -> int:
     """A stream of the user's as a number; for None what ``current`` gives, or else the current one."""
     if stream is None and current is not None:
         stream = current()
@@ -131,7 +131,7 @@ def stream_of(gpu: Any, stream: Any, current: Current | None = None) -> int:
     return number
 
 
-class InItsStream:
+class StreamBound:
     """The methods of ``gpu``, or of its ``Background``, for arrays of a library that has a current stream of its own."""
 
     def __init__(self, gpu: Any, current: Current) -> None:
@@ -141,14 +141,14 @@ class InItsStream:
         method = getattr(self._gpu, name)
 
         def call(*args: Any, stream: Any = None, **more: Any) -> Any:
-            if isinstance(self._gpu, Background):
+            if isinstance(self._gpu, BackgroundCalls):
                 return method(*args, stream=stream, current=self._current, **more)
             return method(*args, stream=self._current() if stream is None else stream, **more)
 
         return call
 
 
-class Background:
+class BackgroundCalls:
     """The methods of ``gpu``, each started on a stream of the communicator's own; they return a ``DeviceWork``.
 
     The operation begins after what the current stream holds.  With ``stream`` it runs there, in that stream's order.
@@ -158,7 +158,7 @@ class Background:
         """``wait(number)``: the program's ``number``-th for what the communicator does on the GPU."""
         self._gpu, self._wait = gpu, wait
         self._own: int | None = None
-        self._kept = Kept(gpu.gpu)
+        self._keep_alive = KeepAlive(gpu.gpu)
         self._numbers = itertools.count(1)
 
     def __getattr__(self, name: str) -> Callable[..., DeviceWork]:
@@ -168,19 +168,23 @@ class Background:
             *args: Any, stream: Any = None, current: Current | None = None, **more: Any
         ) -> DeviceWork:
             driver: Gpu = self._gpu.gpu
-            with driver.visited():
-                number = self._fork(current) if stream is None else stream_of(self._gpu, stream)
+            with driver.device_guard():
+                number = (
+                    self._fork(current) if stream is None else resolve_stream(self._gpu, stream)
+                )
                 result = method(*args, stream=number, **more)
                 keep = (args, more, result)
                 if not driver.is_capturing(number):  # memory of captures belongs to their graphs
-                    self._kept.hold(keep, number)  # the user may let go of everything at once
+                    self._keep_alive.retain(
+                        keep, number
+                    )  # the user may let go of everything at once
                 return DeviceWork(
-                    name, self._gpu, number, result, keep, current, self._where(number)
+                    name, self._gpu, number, result, keep, current, self._wait_provider(number)
                 )
 
         return start
 
-    def _where(self, stream: int) -> Callable[[], Wait | None] | None:
+    def _wait_provider(self, stream: int) -> Callable[[], Wait | None] | None:
         """What the host waits in that waits for what was enqueued in ``stream``: where the communicator's last operation is in that one, it
         ends after all of them."""
         if getattr(self._gpu, "local", self._gpu).stream != stream:
@@ -197,12 +201,12 @@ class Background:
             self._gpu.gpu.visited(),
         ):  # a context that a failed kernel broke needs nothing given back
             self._gpu.gpu.synchronize()
-            self._kept.close()
+            self._keep_alive.close()
             self._gpu.gpu.destroy_stream(own)
 
     def _fork(self, current: Current | None) -> int:
         if self._own is None:
             with self._gpu.gpu.outside_of_capture():
                 self._own = self._gpu.gpu.make_stream()
-        self._gpu.gpu.order_streams(stream_of(self._gpu, None, current), self._own)
+        self._gpu.gpu.order_streams(resolve_stream(self._gpu, None, current), self._own)
         return self._own

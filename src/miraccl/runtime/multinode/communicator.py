@@ -35,10 +35,10 @@ from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.explain import DeviceCandidate
 from miraccl.runtime.gpu.grouped import Groupable
-from miraccl.runtime.gpu.launch_order import Orders
+from miraccl.runtime.gpu.launch_order import LaunchOrders
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
 from miraccl.runtime.gpu.transfer import DeviceTransfer
-from miraccl.runtime.gpu.uneven import Uneven, UnevenCollectives, transfers_of
+from miraccl.runtime.gpu.uneven import UnevenCollectives, UnevenRequest, sends_and_receives
 from miraccl.runtime.multinode import unmatched
 from miraccl.runtime.multinode.faults import HostsFaults
 from miraccl.runtime.multinode.graph_cache import Replays
@@ -65,7 +65,7 @@ def make_device_communicator(
     *,
     open_cpu: OpenCpu,
     plane: Plane | None = None,
-    orders: Orders | None = None,
+    launch_orders: LaunchOrders | None = None,
 ) -> DeviceCommunicator | HostsCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
 
@@ -89,10 +89,16 @@ def make_device_communicator(
             ]
             if len(set(names)) == 1:
                 return DeviceCommunicator(
-                    own, ordinal, options, plane=plane, stages=stages, orders=orders
+                    own, ordinal, options, plane=plane, stages=stages, launch_orders=launch_orders
                 )
             return HostsCommunicator(
-                own, ordinal, names, options, open_cpu=open_cpu, stages=stages, orders=orders
+                own,
+                ordinal,
+                names,
+                options,
+                open_cpu=open_cpu,
+                stages=stages,
+                launch_orders=launch_orders,
             )
     except BaseException as error:
         stages.leave(error)
@@ -111,7 +117,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         *,
         open_cpu: OpenCpu,
         stages: Stages | None = None,
-        orders: Orders | None = None,
+        launch_orders: LaunchOrders | None = None,
     ) -> None:
         """``stages`` of a session that is this communicator's alone and ends with it."""
         self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
@@ -133,13 +139,18 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             unless_made.callback(self._local_session.close)
             part, mine = stages.part(self._local_session, SET_UP), self.layout.mine
             self.local = DeviceCommunicator(
-                self._local_session, ordinal, options, stages=part, called=mine, orders=orders
+                self._local_session,
+                ordinal,
+                options,
+                stages=part,
+                global_ranks=mine,
+                launch_orders=launch_orders,
             )
             self.local.faults.spread = self.faults.fail  # also to other hosts
             unless_made.callback(self.local.close)
             unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
             unless_made.callback(
-                self.local.settle, unmade
+                self.local.set_fault, unmade
             )  # else it would be closed together with others
             self.gpu = self.local.gpu
             self.jobs = HostsJobs(stages, self.layout, self.gpu, open_cpu, self.faults.found)
@@ -155,8 +166,8 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             stages.gather("gpu staging ready")
             self.jobs.begin()
             near = (
-                (self.local._looks, self._local_session)
-                if self.layout.width > 1 and self.local._looks is not None
+                (self.local._probe, self._local_session)
+                if self.layout.width > 1 and self.local._probe is not None
                 else None
             )
             self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end, self._has_done_all)
@@ -193,7 +204,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         stream: Any,
     ) -> None:
         operator(op, source.dtype, collective.label)
-        self._check_result(target, collective, root, collective.label)
+        self._check_writable(target, collective, root, collective.label)
         if count == 0:
             self.check(collective.label)
             return
@@ -207,13 +218,13 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     _run_rooted = _run
 
-    def _run_uneven(self, asked: Uneven, stream: Any) -> None:
-        self._check_result(asked.target, asked.collective, asked.root, asked.name)
+    def _run_uneven(self, asked: UnevenRequest, stream: Any) -> None:
+        self._check_writable(asked.target, asked.collective, asked.root, asked.name)
         if asked.counts and not any(asked.counts):
             self.check(asked.name)
             return
         if self._moves_by_messages(asked.collective):
-            sent, received = transfers_of(asked, self.rank, self.nranks)
+            sent, received = sends_and_receives(asked, self.rank, self.nranks)
             both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
             self._exchange(
                 [DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both],
@@ -277,7 +288,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.transfer(x, dst, False, "sendrecv", stream),
             self.transfer(out, src, True, "sendrecv", stream),
         ]
-        self._apart(pair[0].memory, pair[1].memory, "sendrecv")
+        self._check_disjoint(pair[0].memory, pair[1].memory, "sendrecv")
         self.exchange(pair, stream=stream, name="sendrecv")
         return out
 
@@ -307,7 +318,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         transfers: Sequence[DeviceTransfer],
         stream: Any,
         name: str,
-        asked: Uneven | None = None,
+        asked: UnevenRequest | None = None,
     ) -> None:
         """Those within the host are one kernel, in a stream beside the caller's where there are others: neither kind waits for the other.
 
@@ -373,7 +384,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             raise
         finally:
             self.jobs.staging.enqueuing = False
-        self.local._hold(views, number)
+        self.local._retain(views, number)
 
     # ---- explanation
 
@@ -389,14 +400,18 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         algo = "hierarchical" if two_steps else "staged"
         return [
             DeviceCandidate(
-                algo=algo, proto="staging", chosen=True, reason=reason, ways=tuple(self.ways())
+                algo=algo,
+                proto="staging",
+                chosen=True,
+                reason=reason,
+                connections=tuple(self.ways()),
             )
         ]
 
     def ways(self) -> Explanation:
         """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
         mine = self.layout.mine
-        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.ways()]
+        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.connections()]
         others = [rank for rank in range(self.nranks) if rank not in mine]
         far = [
             (
@@ -426,7 +441,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             if not self.faults.closed:  # else the words of lanes are gone, and what the host's GPUs have done is still looked at
                 self._cut |= not self.jobs.staging.between_jobs
                 self.jobs.staging.drain()
-        self.local.settle(fault)
+        self.local.set_fault(fault)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""
@@ -434,7 +449,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def _has_done_all(self) -> bool:
         """Whether kernels have done all that was enqueued, and none can come by a graph of the program's."""
-        with contextlib.suppress(MiracclError), self.gpu.visited():  # else nobody can say
+        with contextlib.suppress(MiracclError), self.gpu.device_guard():  # else nobody can say
             return not self._elsewhere and self.gpu.is_done(0)
         return False
 
@@ -445,7 +460,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.gpu.make_current()
         self.gpu.synchronize()
         if not self.closed and self.faults.fault is None:
-            self.local.judge()
+            self.local.compare_ops()
             if (found := self.jobs.come_too_late()) is not None:
                 self.faults.fail(found)
         self.check()

@@ -89,22 +89,22 @@ class TwoSteps:
         """
         width, last = self.at.width, self.at.width - 1
         share, rest = divmod(source.count, width)
-        even, shard = share * width, target.part(self.at.index * share, share)
+        even, shard = share * width, target.slice(self.at.index * share, share)
         if share:
-            self.local.reduce_scatter(source.part(0, even), shard, op, stream=number)
+            self.local.reduce_scatter(source.slice(0, even), shard, op, stream=number)
         if rest:
             self.local.reduce(
-                source.part(even, rest), last, target.part(even, rest), op, stream=number
+                source.slice(even, rest), last, target.slice(even, rest), op, stream=number
             )
-        mine = target.part(self.at.index * share, share + (rest if self.at.index == last else 0))
+        mine = target.slice(self.at.index * share, share + (rest if self.at.index == last else 0))
         if mine.count:
             shape = self._cross_shape(Collective.ALL_REDUCE, mine, mine.count)
             self._between(shape, mine.dtype, op, (mine.address, mine.address), number, captured)
-        with self.local.in_any_place():
+        with self.local.any_window_offset():
             if share:
-                self.local.all_gather(shard, target.part(0, even), stream=number)
+                self.local.all_gather(shard, target.slice(0, even), stream=number)
             if rest:
-                self.local.broadcast(target.part(even, rest), last, stream=number)
+                self.local.broadcast(target.slice(even, rest), last, stream=number)
 
     def all_gather(
         self, source: DeviceMemory, target: DeviceMemory, number: int, captured: bool
@@ -118,12 +118,12 @@ class TwoSteps:
         self._between(shape, source.dtype, SUM, (source.address, target.address), number, captured)
         if self.at.host_major:
             for host in range(len(self.at.groups)):
-                part = target.part(host * self.at.width * count, self.at.width * count)
-                self.local.all_gather(part.part(self.at.index * count, count), part, stream=number)
+                part = target.slice(host * self.at.width * count, self.at.width * count)
+                self.local.all_gather(part.slice(self.at.index * count, count), part, stream=number)
             return
         for ranks in self.at.groups:
             for index, rank in enumerate(ranks):
-                self.local.broadcast(target.part(rank * count, count), index, stream=number)
+                self.local.broadcast(target.slice(rank * count, count), index, stream=number)
 
     def reduce_scatter(
         self, source: DeviceMemory, target: DeviceMemory, op: RedOp, number: int, captured: bool
@@ -143,7 +143,7 @@ class TwoSteps:
                         else None
                     )
                     self.local.reduce(
-                        source.part(rank * count + piece * most, size),
+                        source.slice(rank * count + piece * most, size),
                         index,
                         out,
                         op,
@@ -160,8 +160,8 @@ class TwoSteps:
 
         def after(piece: int, slot: int) -> None:
             size = min(most, memory.count - piece * most)
-            with self.local.in_any_place():
-                self.local.broadcast(memory.part(piece * most, size), index, stream=number)
+            with self.local.any_window_offset():
+                self.local.broadcast(memory.slice(piece * most, size), index, stream=number)
 
         both = (memory.address, memory.address)
         self._between(
@@ -192,7 +192,7 @@ class TwoSteps:
         def before(piece: int, slot: int) -> None:
             size = min(most, source.count - piece * most)
             out = self.jobs.in_slot(slot, 0, size, source.dtype) if index == self.at.index else None
-            self.local.reduce(source.part(piece * most, size), index, out, op, stream=number)
+            self.local.reduce(source.slice(piece * most, size), index, out, op, stream=number)
 
         to = (0, target.address)
         self._between(
@@ -215,7 +215,7 @@ class TwoSteps:
         block = source.count // hosts
         for host in range(hosts):
             self.local.all_to_all(
-                source.part(host * block, block), target.part(host * block, block), stream=number
+                source.slice(host * block, block), target.slice(host * block, block), stream=number
             )
         shape = dataclasses.replace(
             self._cross_shape(Collective.ALL_TO_ALL, source, block), own_stays=True

@@ -316,7 +316,7 @@ class HostsJobs:
     def in_slot(self, slot: int, first: int, count: int, dtype: DType) -> DeviceMemory:
         """Elements of a slot, as kernels see them."""
         slots = self.staging.slots
-        return DeviceMemory(slots.on_gpu + slot * slots.nbytes, first + count, dtype).part(
+        return DeviceMemory(slots.on_gpu + slot * slots.nbytes, first + count, dtype).slice(
             first, count
         )
 
