@@ -38,7 +38,7 @@ from miraccl.runtime.multinode import jobs as hosts_jobs
 from miraccl.runtime.multinode.communicator import HostsCommunicator
 from miraccl.runtime.multinode.staging import LANES
 from miraccl.runtime.options import Options
-from miraccl.schedule.interpret import expected
+from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulated_cuda import EmulatedCuda
@@ -140,7 +140,7 @@ def _even(
         call: Callable[[DeviceMemory, np.ndarray], DeviceMemory | None],
     ) -> None:
         inputs = [numbers(r, count * blocks, dtype, count) for r in range(n)]
-        want = expected(collective, list(inputs), op=op, root=root)[w.rank]
+        want = expected_outputs(collective, list(inputs), op=op, root=root)[w.rank]
         x = w.put(inputs[w.rank])
         out = call(x, np.zeros(0 if want is None else want.size, NUMPY_DTYPE[dtype]))
         comm.synchronize()
@@ -315,7 +315,7 @@ def in_place(hosts: str, count: int) -> None:
         comm.synchronize()
         check(
             whole.slice(w.rank * count, count),
-            expected(Collective.REDUCE_SCATTER, list(inputs))[w.rank],
+            expected_outputs(Collective.REDUCE_SCATTER, list(inputs))[w.rank],
             "reduce_scatter",
         )
         gathered = w.zeros(count * n, DType.FLOAT32)

@@ -21,8 +21,8 @@ from miraccl.schedule.steps import (
     get,
     inp,
     one_channel,
-    others,
     out,
+    peers_after,
     put,
     scratch,
     signal,
@@ -41,13 +41,13 @@ def register() -> None:
 
     def gather(rank: int, nranks: int) -> Iterator[Step]:
         yield barrier()
-        for peer in others(rank, nranks):
+        for peer in peers_after(rank, nranks):
             yield get(inp(0), out(peer), peer)
         yield copy(inp(0), out(rank))
         yield barrier()
 
     def exchange(rank: int, nranks: int) -> Iterator[Step]:
-        peers = others(rank, nranks)
+        peers = peers_after(rank, nranks)
         yield signal(peers)
         yield wait(peers)
         for peer in peers:

@@ -14,7 +14,7 @@ from miraccl.executor.cuda import layout, lower
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request
 from miraccl.schedule import catalog
-from miraccl.schedule.algos.double_binary_tree import Place, places
+from miraccl.schedule.algos.double_binary_tree import TreePosition, tree_positions
 from miraccl.schedule.reduction import NUMPY_DTYPE, fold, premultiply
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import Machine, needs_compiler
@@ -131,8 +131,8 @@ def along_trees(
             divisor,
         )
 
-    def of(position: int) -> tuple[Place, Place]:
-        return places(request.collective, position, request.nranks)
+    def of(position: int) -> tuple[TreePosition, TreePosition]:
+        return tree_positions(request.collective, position, request.nranks)
 
     roots = [
         next(position for position in range(request.nranks) if of(position)[tree].up is None)

@@ -25,7 +25,7 @@ from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.multinode.communicator import HostsCommunicator, make_device_communicator
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import Stages
-from miraccl.schedule.interpret import expected
+from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import Settings
@@ -194,7 +194,7 @@ class ManyHosts:
         inputs = [
             self.input(r, count * blocks, dtype, collective.reduces) for r in range(comm.nranks)
         ]
-        want = expected(collective, list(inputs), op=op, root=root)[comm.rank]
+        want = expected_outputs(collective, list(inputs), op=op, root=root)[comm.rank]
         x = to_gpu(torch, inputs[comm.rank], dtype, case.get("offset", 0))
         out = (
             None

@@ -26,7 +26,7 @@ from miraccl.runtime.gpu.collectives import Operator
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.options import Options
 from miraccl.schedule import catalog, passes
-from miraccl.schedule.interpret import expected
+from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, PreMulSum, RedOp
 
@@ -111,7 +111,7 @@ class Rank:
             for r, i in enumerate(inputs)
         ]
         scalars = [r + 2 if not dtype.is_float else 0.5 - r for r in range(comm.nranks)]
-        want = expected(collective, whole, op=op, root=root, scalars=scalars)[comm.rank]
+        want = expected_outputs(collective, whole, op=op, root=root, scalars=scalars)[comm.rank]
         x = to_gpu(torch, inputs[comm.rank], dtype, case.get("offset", 0))
         operator = PreMulSum(scalars[comm.rank]) if op is RedOp.PREMUL_SUM else op
         run = self.call(collective, x, dtype, operator, root, case, want)

@@ -14,7 +14,7 @@ from miraccl.api.communicator import Communicator
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.catalog import register
-from miraccl.schedule.interpret import expected
+from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.ir import Schedule, Step
 from miraccl.schedule.steps import (
     barrier,
@@ -22,8 +22,8 @@ from miraccl.schedule.steps import (
     get,
     inp,
     one_channel,
-    others,
     out,
+    peers_after,
     put,
     recv,
     recv_reduce_all,
@@ -46,7 +46,7 @@ def out_of_outputs(collective: Collective, nranks: int, root: int) -> Schedule:
     """Everybody reads all outputs, which hold the inputs, and overwrites its own when all have read."""
 
     def steps(rank: int) -> Iterator[Step]:
-        peers = others(rank, nranks)
+        peers = peers_after(rank, nranks)
         yield copy(inp(0), out(0))
         yield signal(peers)
         yield wait(peers)
@@ -133,7 +133,7 @@ def in_two_chunks(way: str) -> Schedule:
     """An all-reduce in which every sum is of two chunks at once."""
 
     def steps(rank: int, nranks: int) -> Iterator[Step]:
-        peers = others(rank, nranks)
+        peers = peers_after(rank, nranks)
         if way == "messages":
             yield from (send(inp(0, 2), peer) for peer in peers)
             yield recv_reduce_all(inp(0, 2), out(0, 2), range(nranks))
@@ -266,7 +266,7 @@ def read_by_all(collective: Collective, nranks: int, root: int) -> Schedule:
     """Everybody reads the inputs of its peers, whose sizes it does not look at."""
 
     def steps(rank: int) -> Iterator[Step]:
-        peers = others(rank, nranks)
+        peers = peers_after(rank, nranks)
         yield from (signal(peers), wait(peers), copy(inp(0), out(rank)))
         yield from (get(inp(0), out(peer), peer) for peer in peers)
         yield from (signal(peers), wait(peers))
@@ -443,7 +443,7 @@ def runs_what_passes_make() -> int:
                         inputs = [
                             (np.arange(whole) % 97 + rank).astype(np.float32) for rank in range(n)
                         ]
-                        want = expected(kind, inputs, root=schedule.root)[me]
+                        want = expected_outputs(kind, inputs, root=schedule.root)[me]
                         got = operations[kind](sub, inputs[me].copy(), schedule.root)
                         assert sub.last_plan is not None
                         assert sub.last_plan.algo == schedule.name

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from miraccl.schedule import catalog
-from miraccl.schedule.interpret import expected, interpret
+from miraccl.schedule.interpret import expected_outputs, interpret
 from miraccl.schedule.ir import Buffer, Op
-from miraccl.schedule.layout import forms
+from miraccl.schedule.layout import in_place_forms
 from miraccl.schedule.reduction import reference
 from miraccl.types import Collective, RedOp
 from tests.schedule.helpers import BUILTIN, make_inputs, schedules
@@ -27,7 +27,9 @@ def agree(got, want):
 
 
 PLACED = [
-    (name, collective, in_place) for name, collective in BUILTIN for in_place in forms(collective)
+    (name, collective, in_place)
+    for name, collective in BUILTIN
+    for in_place in in_place_forms(collective)
 ]
 
 
@@ -37,19 +39,19 @@ def test_computes_its_collective(name, collective, in_place):
         count = (0, 1, 13, 40)[number % 4] if collective is not Collective.BARRIER else 0
         inputs = make_inputs(schedule, count)
         got = interpret(schedule, inputs, in_place=in_place, fifo_depth=2)
-        agree(got, expected(collective, inputs, root=schedule.root))
+        agree(got, expected_outputs(collective, inputs, root=schedule.root))
 
 
 @pytest.mark.parametrize(("name", "collective"), [case for case in BUILTIN if case[1].rooted])
 def test_every_root(name, collective):
     for schedule in schedules(name, collective, (5, 6), roots="all"):
         inputs = make_inputs(schedule, 9)
-        agree(interpret(schedule, inputs), expected(collective, inputs, root=schedule.root))
+        agree(interpret(schedule, inputs), expected_outputs(collective, inputs, root=schedule.root))
 
 
 @pytest.mark.parametrize(
     ("name", "collective", "in_place"),
-    [c for c in PLACED if catalog.direct_safe(c[0], c[1], 2, in_place=c[2])],
+    [c for c in PLACED if catalog.supports_direct(c[0], c[1], 2, in_place=c[2])],
 )
 def test_direct_and_shuffled(name, collective, in_place):
     """Where the catalog says so, receivers may read the sender's memory, in whatever order ranks run."""
@@ -57,14 +59,14 @@ def test_direct_and_shuffled(name, collective, in_place):
     for schedule in schedules(name, collective, (2, 5, 8)):
         inputs = make_inputs(schedule, 0 if collective is Collective.BARRIER else 11)
         got = interpret(schedule, inputs, in_place=in_place, direct=True, shuffle=rng.shuffle)
-        agree(got, expected(collective, inputs, root=schedule.root))
+        agree(got, expected_outputs(collective, inputs, root=schedule.root))
 
 
 def test_in_place_one_shot_is_rightly_not_direct():
     """The counterpart: an order of the ranks in which a peer's input is overwritten before it is read."""
     schedule = catalog.build("one_shot", Collective.ALL_REDUCE, 3)
     inputs = make_inputs(schedule, 4)
-    want: list[Any] = expected(Collective.ALL_REDUCE, inputs)
+    want: list[Any] = expected_outputs(Collective.ALL_REDUCE, inputs)
     got: list[Any] = interpret(schedule, inputs, in_place=True, direct=True)
     assert any(not np.array_equal(a, b) for a, b in zip(got, want))
 
@@ -79,9 +81,9 @@ def test_uneven_blocks(name, collective):
         if collective is Collective.ALL_TO_ALL:
             counts = [[(2 * r + 3 * c) % 4 for c in range(n)] for r in range(n)]
         inputs = make_inputs(schedule, counts)
-        for in_place in forms(collective):
+        for in_place in in_place_forms(collective):
             got = interpret(schedule, inputs, counts=counts, in_place=in_place)
-            agree(got, expected(collective, inputs, root=schedule.root, counts=counts))
+            agree(got, expected_outputs(collective, inputs, root=schedule.root, counts=counts))
 
 
 def test_no_scratch_where_uneven():
@@ -102,14 +104,16 @@ def test_operators(name, collective):
         for op in (RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG):
             agree(
                 interpret(schedule, inputs, op=op),
-                expected(collective, inputs, root=schedule.root, op=op),
+                expected_outputs(collective, inputs, root=schedule.root, op=op),
             )
         scalars = [float(r + 1) for r in range(n)]
         floats = [x.astype(np.float64) for x in inputs]
         got = interpret(schedule, floats, op=RedOp.PREMUL_SUM, scalars=scalars)
         agree(
             got,
-            expected(collective, floats, root=schedule.root, op=RedOp.PREMUL_SUM, scalars=scalars),
+            expected_outputs(
+                collective, floats, root=schedule.root, op=RedOp.PREMUL_SUM, scalars=scalars
+            ),
         )
 
 
@@ -201,10 +205,10 @@ def test_rooted_trees_share_their_root():
 
 
 def test_pat_sends_far_first_and_one_or_two_messages_a_round():
-    from miraccl.schedule.algos.pat import plan
+    from miraccl.schedule.algos.pat import plan_rounds
 
     for nranks in (*range(1, 40), 100, 128):
-        offsets, rounds = plan(nranks)
+        offsets, rounds = plan_rounds(nranks)
         assert sorted(offsets) == list(range(nranks))
         assert [r.distance for r in rounds] == sorted((r.distance for r in rounds), reverse=True)
         assert all(1 <= len(r.runs) <= 2 for r in rounds)

@@ -109,8 +109,8 @@ def test_registered_schedules_are_proved_before_they_are_handed_out(mine):
         with pytest.raises(ScheduleError, match="a second time"):
             catalog.build("mine", C.ALL_REDUCE, 2, in_place=True)
     assert len(mine) == 1
-    assert catalog.direct_safe("mine", C.ALL_REDUCE, 2)
-    assert not catalog.direct_safe("mine", C.ALL_REDUCE, 2, in_place=True)
+    assert catalog.supports_direct("mine", C.ALL_REDUCE, 2)
+    assert not catalog.supports_direct("mine", C.ALL_REDUCE, 2, in_place=True)
 
 
 def test_a_name_is_taken_once(mine):

@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule import catalog
-from miraccl.schedule.interpret import completing_steps, expected, interpret, run
+from miraccl.schedule.interpret import completing_steps, expected_outputs, interpret, run
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.layout import rank_cells
 from miraccl.schedule.reduction import NUMPY_DTYPE, divide_towards_zero, dtype_of, fold, reference
@@ -242,16 +242,19 @@ def test_integers_are_divided_as_in_c(dtype):
 def test_the_definition_of_collectives():
     a, b = np.array([1, 2]), np.array([30, 40])
     as_lists = lambda result: [None if x is None else list(x) for x in result]  # noqa: E731
-    assert as_lists(expected(C.ALL_REDUCE, [a, b])) == [[31, 42], [31, 42]]
-    assert as_lists(expected(C.REDUCE, [a, b], root=1)) == [None, [31, 42]]
-    assert as_lists(expected(C.REDUCE_SCATTER, [a, b])) == [[31], [42]]
-    assert as_lists(expected(C.ALL_GATHER, [a, b])) == [[1, 2, 30, 40]] * 2
-    assert as_lists(expected(C.GATHER, [a, b], root=1)) == [None, [1, 2, 30, 40]]
-    assert as_lists(expected(C.ALL_TO_ALL, [a, b])) == [[1, 30], [2, 40]]
-    assert as_lists(expected(C.BROADCAST, [None, b], root=1)) == [[30, 40]] * 2
-    assert as_lists(expected(C.SCATTER, [None, b], root=1)) == [[30], [40]]
-    assert expected(C.BARRIER, [None, None]) == [None, None]
-    assert as_lists(expected(C.ALL_TO_ALL, [a, b], counts=[[2, 0], [1, 1]])) == [[1, 2, 30], [40]]
+    assert as_lists(expected_outputs(C.ALL_REDUCE, [a, b])) == [[31, 42], [31, 42]]
+    assert as_lists(expected_outputs(C.REDUCE, [a, b], root=1)) == [None, [31, 42]]
+    assert as_lists(expected_outputs(C.REDUCE_SCATTER, [a, b])) == [[31], [42]]
+    assert as_lists(expected_outputs(C.ALL_GATHER, [a, b])) == [[1, 2, 30, 40]] * 2
+    assert as_lists(expected_outputs(C.GATHER, [a, b], root=1)) == [None, [1, 2, 30, 40]]
+    assert as_lists(expected_outputs(C.ALL_TO_ALL, [a, b])) == [[1, 30], [2, 40]]
+    assert as_lists(expected_outputs(C.BROADCAST, [None, b], root=1)) == [[30, 40]] * 2
+    assert as_lists(expected_outputs(C.SCATTER, [None, b], root=1)) == [[30], [40]]
+    assert expected_outputs(C.BARRIER, [None, None]) == [None, None]
+    assert as_lists(expected_outputs(C.ALL_TO_ALL, [a, b], counts=[[2, 0], [1, 1]])) == [
+        [1, 2, 30],
+        [40],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from miraccl.errors import InvalidUsage
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.cost import compute_cost
-from miraccl.schedule.interpret import expected, interpret
+from miraccl.schedule.interpret import expected_outputs, interpret
 from miraccl.schedule.ir import Op, Schedule
-from miraccl.schedule.layout import forms
+from miraccl.schedule.layout import in_place_forms
 from miraccl.schedule.steps import (
     inp,
     out,
@@ -34,11 +34,12 @@ SPLITTABLE = [
 
 
 def check(schedule: Schedule, fifo_depth: int = 8) -> None:
-    for in_place in forms(schedule.collective):
+    for in_place in in_place_forms(schedule.collective):
         verify(schedule, in_place=in_place, fifo_depth=fifo_depth)
     inputs = make_inputs(schedule, 2 * schedule.parts + 1)
     for got, want in zip(
-        interpret(schedule, inputs), expected(schedule.collective, inputs, root=schedule.root)
+        interpret(schedule, inputs),
+        expected_outputs(schedule.collective, inputs, root=schedule.root),
     ):
         assert (got is None) == (want is None)
         assert got is None or want is None or (got == want).all()

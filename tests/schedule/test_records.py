@@ -121,7 +121,7 @@ def test_in_place_overlap_is_nccls(collective):
         assert apart.cells == sum(apart.sizes)
         if cells.sizes[0] and cells.sizes[1]:
             assert cells.cells == max(cells.sizes[0], cells.sizes[1]) + cells.sizes[2]
-            first_in, first_out = cells.of(inp(0))[0], cells.of(out(0))[0]
+            first_in, first_out = cells.range_of(inp(0))[0], cells.range_of(out(0))[0]
             own = rank * parts
             want = {C.ALL_GATHER: own, C.GATHER: own, C.REDUCE_SCATTER: -own, C.SCATTER: -own}.get(
                 collective, 0

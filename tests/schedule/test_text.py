@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miraccl.errors import ScheduleError
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import OPERANDS, Buffer, Op, Ref, Schedule, Step
-from miraccl.schedule.text import dump, format_step, parse, parse_step, place
+from miraccl.schedule.text import dump, format_location, format_step, parse, parse_step
 from miraccl.types import Collective
 from tests.schedule.helpers import BUILTIN, schedules
 
@@ -92,7 +92,7 @@ def test_what_people_write():
     assert schedule.root == 1
     assert schedule.notes == ("n",)
     assert [len(steps) for steps in schedule.channels[0]] == [1, 1]
-    assert place(schedule, 0, 1, 0).endswith(
+    assert format_location(schedule, 0, 1, 0).endswith(
         "channel 0, rank 1, step 0 (recv_reduce_copy input[0] -> output[0] from 0)"
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule import catalog
-from miraccl.schedule.layout import forms
+from miraccl.schedule.layout import in_place_forms
 from miraccl.schedule.verify import is_direct_safe, verify
 from miraccl.types import Collective
 from tests.schedule.helpers import ALL_TO_ALL, BUILTIN, schedules
@@ -21,8 +21,8 @@ def test_right_for_1_to_33_ranks(name, collective):
     """A proof with ``direct`` is also one without, so that each size takes one per place."""
     ordered = catalog.get(name).rank_ordered
     for schedule in schedules(name, collective, range(1, 34)):
-        for in_place in forms(collective):
-            direct = catalog.direct_safe(
+        for in_place in in_place_forms(collective):
+            direct = catalog.supports_direct(
                 name, collective, schedule.nranks, schedule.root, in_place=in_place
             )
             verify(
@@ -63,7 +63,7 @@ def test_right_for_many_ranks(name, collective, nranks):
 def test_direct_is_declared_as_it_is(name, collective):
     """What is declared is safe for every size (above); what is not declared is unsafe for some."""
     algorithm = catalog.get(name)
-    for in_place in forms(collective):
+    for in_place in in_place_forms(collective):
         if collective not in (algorithm.direct_in_place if in_place else algorithm.direct):
             assert not all(
                 is_direct_safe(schedule, in_place)

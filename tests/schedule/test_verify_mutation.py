@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule import catalog
-from miraccl.schedule.interpret import expected, interpret
+from miraccl.schedule.interpret import expected_outputs, interpret
 from miraccl.schedule.ir import OPERANDS, Buffer, Op, Ref, Schedule, Step
-from miraccl.schedule.layout import forms
+from miraccl.schedule.layout import in_place_forms
 from miraccl.schedule.passes import split_channels
 from miraccl.schedule.verify import verify
 from miraccl.types import Collective
@@ -114,7 +114,7 @@ def mutants(draw: Any) -> Schedule:
 def is_right(schedule: Schedule, in_place: bool, direct: bool, seed: int) -> bool:
     """Whether the interpreter gets what the collective is defined to return, however the ranks take turns."""
     inputs = make_inputs(schedule, 2 * schedule.parts + 1, seed)
-    want = expected(schedule.collective, inputs, root=schedule.root)
+    want = expected_outputs(schedule.collective, inputs, root=schedule.root)
     for shuffle in (
         None,
         random.Random(seed).shuffle,
@@ -140,7 +140,7 @@ def is_right(schedule: Schedule, in_place: bool, direct: bool, seed: int) -> boo
 )
 @given(mutant=mutants(), direct=st.booleans(), in_place=st.booleans(), seed=st.integers(0, 1000))
 def test_what_is_accepted_is_right(mutant, direct, in_place, seed):
-    in_place = in_place and True in forms(mutant.collective)
+    in_place = in_place and True in in_place_forms(mutant.collective)
     try:
         verify(mutant, in_place=in_place, fifo_depth=2, direct=direct)
     except ScheduleError:

@@ -204,7 +204,7 @@ def test_no_run_is_faster_than_its_latencies_and_its_bytes(
     block = 0.0 if collective is Collective.BARRIER else MB
     run = simulate(schedule, links, block, slot_bytes=MB / 3)
     assert run.time_us >= cost.latency_steps * 2.0 - 1e-9
-    assert all(part <= 1 + 1e-9 for part, _ in run.use(links))
+    assert all(part <= 1 + 1e-9 for part, _ in run.link_utilisation(links))
     assert len(run.steps) == run.rounds * sum(
         len(steps) for channel in schedule.channels for steps in channel
     )

@@ -23,7 +23,7 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
-from miraccl.schedule.interpret import expected
+from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.tools.gpu_facts import CudaFacts, GpuInfo, PeerAccess
 from miraccl.tools.perf.data import PERIOD
@@ -264,7 +264,9 @@ class FakeCommunicator:
         if collective is Collective.SEND_RECV:
             result: Any = inputs[(self.rank - 1) % self.nranks]
         else:
-            result = expected(collective, inputs, root=root, op=op, scalars=scalars)[self.rank]
+            result = expected_outputs(collective, inputs, root=root, op=op, scalars=scalars)[
+                self.rank
+            ]
         if result is not None:
             place = view(target.address, target.nbytes).view(kind)
             place[:] = result

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.executor.cpu.context import fold_kernel, scale_kernel, set_counts
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.limits import SYNCS, check_limits, check_width
 from miraccl.executor.cpu.lower import Counts, Program, Run, lower, signature
 from miraccl.executor.cpu.sizes import size_class
@@ -24,7 +24,7 @@ from miraccl.planning.cost_model import Constants, Shape, predict_us
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import Algorithm
 from miraccl.schedule.ir import Buffer, Schedule
-from miraccl.schedule.layout import forms
+from miraccl.schedule.layout import in_place_forms
 from miraccl.types import Collective, DType, RedOp
 
 WINDOW_ONLY = 1 << 62  # a "direct" threshold that private memory never reaches
@@ -231,7 +231,7 @@ class Planner:
         """LL puts flag and data on one cache line: one miss instead of two for what fits. Larger messages are always Simple."""
         return (
             "ll"
-            if block_bytes <= at.INLINE_BYTES and self.overrides.proto != "simple"
+            if block_bytes <= layout.INLINE_BYTES and self.overrides.proto != "simple"
             else "simple"
         )
 
@@ -411,14 +411,14 @@ class Planner:
 
     def _direct(self, algo: str, request: Request) -> int:
         """From how many bytes on a piece is posted by address: never (-1), window memory only, or private memory too."""
-        if not catalog.direct_safe(
+        if not catalog.supports_direct(
             algo, request.collective, self.shape.nranks, request.root, in_place=request.in_place
         ):
             return -1
         if request.block_bytes < WINDOW_FROM:
             return -1
         if self._reads_blocks(algo, request) or 0 <= self.single_copy <= request.block_bytes:
-            return at.DIRECT_PIECE
+            return layout.DIRECT_PIECE
         return WINDOW_ONLY
 
     def _reads_blocks(self, algo: str, request: Request) -> bool:
@@ -429,7 +429,7 @@ class Planner:
             and not request.uneven
             and 0 <= self.exchange_copy <= request.block_bytes
             and all(
-                catalog.direct_safe(
+                catalog.supports_direct(
                     algo, request.collective, self.shape.nranks, request.root, in_place=form
                 )
                 for form in forms
@@ -462,7 +462,7 @@ def find_flaw(
     if algorithm.builtin:
         return ""
     try:
-        for in_place in forms(collective):
+        for in_place in in_place_forms(collective):
             schedule = catalog.build(algorithm.name, collective, nranks, root, in_place=in_place)
         check_limits(schedule)
         check_width(schedule, slot_bytes)

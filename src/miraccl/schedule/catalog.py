@@ -26,7 +26,7 @@ from miraccl.types import Collective
 
 T = TypeVar("T")
 Build = Callable[[Collective, int, int], Schedule]
-NEIGHBOURLY = (
+TOPOLOGY_ORDERED = (
     "ring",
     "chain",
     "double_binary_tree",
@@ -69,7 +69,7 @@ class Algorithm:
         if nranks < 1 or collective not in self.collectives:
             return False
         condition = self.condition
-        return condition is None or self._ask(
+        return condition is None or self._guarded_call(
             f"to say whether it has {collective.label}",
             nranks,
             lambda: condition(collective, nranks),
@@ -79,7 +79,7 @@ class Algorithm:
         """The schedule, not cached. Raises ``InvalidUsage`` where ``supports`` says no or ``root`` is no rank, ``ScheduleError`` where the
         builder fails."""
         if not self.supports(collective, nranks):
-            others = which_have(collective, nranks)
+            others = format_names_for(collective, nranks)
             raise InvalidUsage(
                 f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks",
                 hint=f"these have: {others}",
@@ -90,7 +90,7 @@ class Algorithm:
         if not self.supports(collective, nranks, root):
             raise InvalidUsage(f"algorithm {self.name!r} is for root {self.root}, not {root}")
         hint = "register(condition=...) says for which collectives and numbers of ranks an algorithm is"
-        schedule = self._ask(
+        schedule = self._guarded_call(
             f"to build {collective.label}",
             nranks,
             lambda: self.builder(collective, nranks, root),
@@ -112,20 +112,22 @@ class Algorithm:
         if self.latency is None:
             return compute_cost(schedule).latency_steps
         formula, collective, nranks = self.latency, schedule.collective, schedule.nranks
-        return self._ask(
+        return self._guarded_call(
             f"to tell the latency of {collective.label}",
             nranks,
             lambda: int(formula(collective, nranks)),
         )
 
-    def _ask(self, what: str, nranks: int, answer: Callable[[], T], hint: str | None = None) -> T:
+    def _guarded_call(
+        self, action: str, nranks: int, function: Callable[[], T], hint: str | None = None
+    ) -> T:
         """What the algorithm's own code answers, or ``ScheduleError`` that names it where that fails."""
         try:
-            return answer()
+            return function()
         except MiracclError:
             raise
         except Exception as error:
-            text = f"algorithm {self.name!r} fails {what} over {nranks} ranks: {type(error).__name__}: {error}"
+            text = f"algorithm {self.name!r} fails {action} over {nranks} ranks: {type(error).__name__}: {error}"
             raise ScheduleError(text, hint=hint) from error
 
 
@@ -214,9 +216,9 @@ def unregister(name: str) -> None:
     _load_builtins()
     _ALGORITHMS.remove(name)
     _built.cache_clear()
-    _ordered.cache_clear()
+    _relabelled.cache_clear()
     _prove.cache_clear()
-    _direct_safe.cache_clear()
+    _prove_direct.cache_clear()
 
 
 def names() -> list[str]:
@@ -244,7 +246,7 @@ def algorithms_for(collective: Collective, nranks: int, root: int | None = None)
     return [algorithm for algorithm in map(get, names()) if offers(algorithm)]
 
 
-def which_have(collective: Collective, nranks: int) -> str:
+def format_names_for(collective: Collective, nranks: int) -> str:
     """The names of ``algorithms_for``, for who asked for another one."""
     return ", ".join(algorithm.name for algorithm in algorithms_for(collective, nranks)) or "none"
 
@@ -265,19 +267,19 @@ def build(
     root = root if collective.rooted else 0
     if not get(name).builtin:
         _prove(name, collective, nranks, root, in_place)
-    elif order and name in NEIGHBOURLY:
-        return _ordered(name, collective, nranks, root, tuple(order))
+    elif order and name in TOPOLOGY_ORDERED:
+        return _relabelled(name, collective, nranks, root, tuple(order))
     return _built(name, collective, nranks, root)
 
 
-def direct_safe(
+def supports_direct(
     name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False
 ) -> bool:
     """Whether receivers may read the sender's memory; known for built-in algorithms, proved (and kept) for others."""
     algorithm = get(name)
     if algorithm.builtin:
         return collective in (algorithm.direct_in_place if in_place else algorithm.direct)
-    return _direct_safe(name, collective, nranks, root if collective.rooted else 0, in_place)
+    return _prove_direct(name, collective, nranks, root if collective.rooted else 0, in_place)
 
 
 @lru_cache(maxsize=256)
@@ -286,7 +288,7 @@ def _built(name: str, collective: Collective, nranks: int, root: int) -> Schedul
 
 
 @lru_cache(maxsize=256)
-def _ordered(
+def _relabelled(
     name: str, collective: Collective, nranks: int, root: int, order: tuple[int, ...]
 ) -> Schedule:
     return relabel(
@@ -301,5 +303,7 @@ def _prove(name: str, collective: Collective, nranks: int, root: int, in_place: 
 
 
 @lru_cache(maxsize=1024)
-def _direct_safe(name: str, collective: Collective, nranks: int, root: int, in_place: bool) -> bool:
+def _prove_direct(
+    name: str, collective: Collective, nranks: int, root: int, in_place: bool
+) -> bool:
     return is_direct_safe(_built(name, collective, nranks, root), in_place)

@@ -69,7 +69,7 @@ def _latency(schedule: Schedule, channel: int) -> int:
     programs = schedule.channels[channel]
     nranks = schedule.nranks
     clock, position = [0] * nranks, [0] * nranks
-    mail: dict[tuple[int, int, bool], deque[int]] = {}  # (sender, receiver, is a signal)
+    messages: dict[tuple[int, int, bool], deque[int]] = {}  # (sender, receiver, is a signal)
     ready = deque(range(nranks))
     at_barrier: set[int] = set()
     while ready:
@@ -85,18 +85,20 @@ def _latency(schedule: Schedule, channel: int) -> int:
                     position[other] += 1
                 ready.extend(at_barrier - {rank})
                 at_barrier.clear()
-            boxes = [
-                mail.setdefault((peer, rank, step.op is Op.WAIT), deque())
+            queues = [
+                messages.setdefault((peer, rank, step.op is Op.WAIT), deque())
                 for peer in _sources(step, rank)
             ]
-            if not all(boxes):
+            if not all(queues):
                 break
-            clock[rank] = max([clock[rank], *(box.popleft() for box in boxes)])
+            clock[rank] = max([clock[rank], *(box.popleft() for box in queues)])
             clock[rank] += step.op is Op.GET or (
                 step.op is Op.REDUCE_FROM_PEERS and _crossings(step, rank) > 0
             )
             for peer in _targets(step):
-                mail.setdefault((rank, peer, step.op is Op.SIGNAL), deque()).append(clock[rank] + 1)
+                messages.setdefault((rank, peer, step.op is Op.SIGNAL), deque()).append(
+                    clock[rank] + 1
+                )
                 ready.append(peer)
             position[rank] += 1
     for rank, steps in enumerate(programs):

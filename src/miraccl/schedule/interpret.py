@@ -33,14 +33,14 @@ Key = tuple[int, int, int]  # (sender, receiver, channel)
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted:
+class _DirectMessage:
     """A message of a direct run: where it lies."""
 
     rank: int
     ref: Ref
 
 
-class _State:
+class InterpreterState:
     """Memory, FIFOs, signals and program counters of all ranks."""
 
     def __init__(
@@ -60,10 +60,10 @@ class _State:
             depth,
             direct,
         )
-        self.fifos: defaultdict[Key, deque[list[Value] | _Posted]] = defaultdict(deque)
+        self.fifos: defaultdict[Key, deque[list[Value] | _DirectMessage]] = defaultdict(deque)
         self.signals: defaultdict[Key, int] = defaultdict(int)
         self.position = [[0] * schedule.nranks for _ in schedule.channels]
-        self.arrived = [
+        self.barriers_reached = [
             [0] * schedule.nranks for _ in schedule.channels
         ]  # barriers this rank has come to
 
@@ -74,7 +74,7 @@ class _State:
             ref.buffer, rank
         ):
             raise ScheduleError(f"{ref} is outside of the memory of rank {rank}")
-        return self.cells[rank].of(ref)
+        return self.cells[rank].range_of(ref)
 
     def load(self, rank: int, ref: Ref | None) -> list[Value]:
         assert ref is not None
@@ -103,9 +103,9 @@ class _State:
         if step.op is Op.WAIT:
             return all(self.signals[peer, rank, channel] for peer in step.peers)
         if step.op is Op.BARRIER:
-            mine = self.barriers_before(channel, rank) + 1
-            self.arrived[channel][rank] = mine
-            return all(count >= mine for count in self.arrived[channel])
+            number = self.barriers_before(channel, rank) + 1
+            self.barriers_reached[channel][rank] = number
+            return all(count >= number for count in self.barriers_reached[channel])
         return True
 
     def barriers_before(self, channel: int, rank: int) -> int:
@@ -117,14 +117,16 @@ class _State:
         if not self.fifos[peer, rank, channel]:  # ``can_run`` has seen one; the step wants a second
             raise ScheduleError(f"takes several messages from rank {peer} at a time")
         message = self.fifos[peer, rank, channel].popleft()
-        return self.load(message.rank, message.ref) if isinstance(message, _Posted) else message
+        return (
+            self.load(message.rank, message.ref) if isinstance(message, _DirectMessage) else message
+        )
 
     def send(
         self, rank: int, peer: int | None, channel: int, values: list[Value], ref: Ref | None
     ) -> None:
         """``ref``: where ``values`` lie in the sender's memory, if they do."""
         assert peer is not None
-        message = _Posted(rank, ref) if self.direct and ref is not None else values
+        message = _DirectMessage(rank, ref) if self.direct and ref is not None else values
         self.fifos[rank, peer, channel].append(message)
 
     def reduce(self, *operands: list[Value]) -> list[Value]:
@@ -187,7 +189,7 @@ class _State:
             case Op.BARRIER:
                 pass  # ``can_run`` has seen everybody
 
-    def turn(self, channel: int, rank: int) -> bool:
+    def try_step(self, channel: int, rank: int) -> bool:
         """Let ``rank`` do its next step on ``channel``, if it can."""
         steps, position = self.schedule.channels[channel][rank], self.position[channel][rank]
         if position == len(steps) or not self.can_run(steps[position], channel, rank):
@@ -200,7 +202,7 @@ class _State:
         self.position[channel][rank] += 1
         return True
 
-    def unfinished(self) -> str:
+    def describe_unfinished(self) -> str:
         """What is left over, or an empty string."""
         for channel, positions in enumerate(self.position):
             for rank, position in enumerate(positions):
@@ -234,14 +236,14 @@ def run(
     each round.  Raises ``ScheduleError`` for a schedule that gets stuck, leaves something over or reads undefined memory.
     """
     cells = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
-    state = _State(schedule, memory, cells, fold, fifo_depth, direct)
+    state = InterpreterState(schedule, memory, cells, fold, fifo_depth, direct)
     turns = [
         (channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)
     ]
-    while sum(state.turn(channel, rank) for channel, rank in turns):
+    while sum(state.try_step(channel, rank) for channel, rank in turns):
         if shuffle is not None:
             shuffle(turns)
-    if problem := state.unfinished():
+    if problem := state.describe_unfinished():
         raise ScheduleError(f"{schedule.name}: {problem}")
     return [
         [
@@ -265,7 +267,7 @@ def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
     for row, cell in zip(memory, cells, strict=True):
         base = cell.bases[Buffer.INPUT]
         row[base : base + cell.sizes[Buffer.INPUT]] = [1] * cell.sizes[Buffer.INPUT]
-    state = _State(schedule, memory, cells, count, None, False)
+    state = InterpreterState(schedule, memory, cells, count, None, False)
     turns = [
         (channel, rank) for channel in range(schedule.nchannels) for rank in range(schedule.nranks)
     ]
@@ -274,11 +276,11 @@ def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
         going = False
         for channel, rank in turns:
             folded.clear()
-            if state.turn(channel, rank):
+            if state.try_step(channel, rank):
                 going = True
                 if folded and min(folded) == schedule.nranks:
                     whole.add((channel, rank, state.position[channel][rank] - 1))
-    if problem := state.unfinished():
+    if problem := state.describe_unfinished():
         raise ScheduleError(f"{schedule.name}: {problem}")
     return frozenset(whole)
 
@@ -370,10 +372,12 @@ def interpret(
         direct=direct,
         shuffle=shuffle,
     )
-    return [_join(schedule, rank, chunks[rank], counts) for rank in range(nranks)]
+    return [_join_chunks(schedule, rank, chunks[rank], counts) for rank in range(nranks)]
 
 
-def _join(schedule: Schedule, rank: int, chunks: list[Value], counts: Counts) -> Array | None:
+def _join_chunks(
+    schedule: Schedule, rank: int, chunks: list[Value], counts: Counts
+) -> Array | None:
     if not chunks:
         return None
     lengths = block_counts(schedule, rank, Buffer.OUTPUT, counts)
@@ -392,7 +396,7 @@ def _join(schedule: Schedule, rank: int, chunks: list[Value], counts: Counts) ->
     return np.concatenate([chunk.data for chunk in chunks])
 
 
-def expected(
+def expected_outputs(
     collective: Collective,
     inputs: Sequence[Array | None],
     *,

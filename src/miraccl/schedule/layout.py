@@ -35,14 +35,14 @@ def part_bounds(count: int, part: int, parts: int) -> tuple[int, int]:
     return start, start + size + (part < extra)
 
 
-def forms(collective: Collective) -> tuple[bool, ...]:
+def in_place_forms(collective: Collective) -> tuple[bool, ...]:
     """Whether in place, for each form that the collective has: out of place, and in place where that has a meaning."""
     return (False,) if collective is Collective.ALL_TO_ALL else (False, True)
 
 
 def check_in_place(collective: Collective) -> None:
     """Raise ``InvalidUsage`` where "in place" has no meaning."""
-    if True not in forms(collective):
+    if True not in in_place_forms(collective):
         raise InvalidUsage("all_to_all has no in-place form: input and output must not overlap")
 
 
@@ -54,7 +54,7 @@ class RankCells:
     sizes: tuple[int, int, int]
     cells: int
 
-    def of(self, ref: Ref) -> range:
+    def range_of(self, ref: Ref) -> range:
         start = self.bases[ref.buffer] + ref.index
         return range(start, start + ref.chunks)
 

@@ -15,7 +15,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step, input_blocks, output_blocks
 from miraccl.types import Collective
 
-Move = Callable[[Ref], Ref]
+RefMap = Callable[[Ref], Ref]
 
 
 def interleave(schedules: Sequence[Schedule], name: str | None = None) -> Schedule:
@@ -33,9 +33,9 @@ def interleave(schedules: Sequence[Schedule], name: str | None = None) -> Schedu
     channels: list[tuple[tuple[Step, ...], ...]] = []
     offset = scratch_blocks = 0
     for schedule in schedules:
-        move = _mover(schedule, parts, offset)
+        move = _map_to_part_offset(schedule, parts, offset)
         channels += [
-            tuple(tuple(_moved(step, move) for step in steps) for steps in ranks)
+            tuple(tuple(_map_refs(step, move) for step in steps) for steps in ranks)
             for ranks in schedule.channels
         ]
         offset += schedule.parts
@@ -64,13 +64,13 @@ def pipeline(schedule: Schedule, depth: int) -> Schedule:
     if depth < 1:
         raise InvalidUsage(f"a pipeline has at least one stage, not {depth}")
     parts = schedule.parts * depth
-    moves = [_mover(schedule, parts, stage * schedule.parts) for stage in range(depth)]
+    moves = [_map_to_part_offset(schedule, parts, stage * schedule.parts) for stage in range(depth)]
 
     def stages(step: Step) -> list[Step]:
-        return [_moved(step, move) for move in moves] if step.chunks else [step]
+        return [_map_refs(step, move) for move in moves] if step.chunks else [step]
 
     scratch = -(-schedule.scratch_chunks // schedule.parts) * parts
-    return replace(_each_step(schedule, stages), parts=parts, scratch_chunks=scratch)
+    return replace(_map_steps(schedule, stages), parts=parts, scratch_chunks=scratch)
 
 
 def split_messages(schedule: Schedule) -> Schedule:
@@ -82,12 +82,12 @@ def split_messages(schedule: Schedule) -> Schedule:
             [step]
             if count <= 1
             else [
-                _moved(step, lambda ref, k=k: Ref(ref.buffer, ref.index + k))  # type: ignore[misc]
+                _map_refs(step, lambda ref, k=k: Ref(ref.buffer, ref.index + k))  # type: ignore[misc]
                 for k in range(count)
             ]
         )
 
-    return _each_step(schedule, single)
+    return _map_steps(schedule, single)
 
 
 def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
@@ -109,7 +109,7 @@ def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
         if not per_rank[ref.buffer]:
             return ref
         chunks = [order[chunk // parts] * parts + chunk % parts for chunk in ref]
-        return _run(ref, chunks)
+        return _contiguous_ref(ref, chunks)
 
     def peer(rank: int | None) -> int | None:
         return None if rank is None else order[rank]
@@ -119,7 +119,7 @@ def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
         peers = tuple(sorted(peers)) if step.op.reduces else peers
         return [
             replace(
-                _moved(step, move),
+                _map_refs(step, move),
                 recv_peer=peer(step.recv_peer),
                 send_peer=peer(step.send_peer),
                 peers=peers,
@@ -127,7 +127,7 @@ def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
         ]
 
     role = {rank: i for i, rank in enumerate(order)}
-    moved = _each_step(schedule, renamed)
+    moved = _map_steps(schedule, renamed)
     channels = tuple(tuple(ranks[role[rank]] for rank in range(nranks)) for ranks in moved.channels)
     return replace(
         moved, channels=channels, root=order[schedule.root] if schedule.collective.rooted else 0
@@ -164,7 +164,7 @@ def fuse(schedule: Schedule) -> Schedule:
     return replace(schedule, channels=channels)
 
 
-def _each_step(schedule: Schedule, change: Callable[[Step], list[Step]]) -> Schedule:
+def _map_steps(schedule: Schedule, change: Callable[[Step], list[Step]]) -> Schedule:
     channels = tuple(
         tuple(tuple(new for step in steps for new in change(step)) for steps in ranks)
         for ranks in schedule.channels
@@ -172,24 +172,24 @@ def _each_step(schedule: Schedule, change: Callable[[Step], list[Step]]) -> Sche
     return replace(schedule, channels=channels)
 
 
-def _moved(step: Step, move: Move) -> Step:
+def _map_refs(step: Step, move: RefMap) -> Step:
     if step.src is None and step.dst is None:
         return step
     src = None if step.src is None else move(step.src)
     return replace(step, src=src, dst=None if step.dst is None else move(step.dst))
 
 
-def _mover(schedule: Schedule, parts: int, offset: int) -> Move:
+def _map_to_part_offset(schedule: Schedule, parts: int, offset: int) -> RefMap:
     """Where a chunk goes when blocks are cut into ``parts`` and those of ``schedule`` start at ``offset``."""
     old = schedule.parts
 
     def move(ref: Ref) -> Ref:
-        return _run(ref, [chunk // old * parts + offset + chunk % old for chunk in ref])
+        return _contiguous_ref(ref, [chunk // old * parts + offset + chunk % old for chunk in ref])
 
     return move
 
 
-def _run(ref: Ref, chunks: list[int]) -> Ref:
+def _contiguous_ref(ref: Ref, chunks: list[int]) -> Ref:
     """``chunks`` in the place of ``ref``, if they are one run."""
     if chunks[-1] - chunks[0] != len(chunks) - 1 or any(b - a != 1 for a, b in pairwise(chunks)):
         raise InvalidUsage(

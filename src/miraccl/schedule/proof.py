@@ -15,18 +15,18 @@ from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Op, Schedule, Step
 from miraccl.schedule.provenance import (
     Access,
-    Clock,
-    Memory,
-    Problem,
+    ProofMemory,
+    StepViolation,
     Symbol,
+    VectorClock,
     add,
     add_in_rank_order,
 )
-from miraccl.schedule.text import place
+from miraccl.schedule.text import format_location
 from miraccl.types import Collective
 
 
-class _Message:
+class _SymbolicMessage:
     """What is in a FIFO: symbols (a copy) or, with ``cells``, the place where they are to be read."""
 
     __slots__ = ("cells", "clock", "number", "sender", "symbols")
@@ -35,7 +35,7 @@ class _Message:
         self,
         sender: int,
         number: int,
-        clock: Clock | None,
+        clock: VectorClock | None,
         symbols: list[Symbol] | None,
         cells: range | None,
     ) -> None:
@@ -48,7 +48,7 @@ class _Message:
         )
 
 
-class Proof:
+class ScheduleProof:
     """One run of all channels on symbols. Channels keep no order among each other, so that they run one after the other."""
 
     def __init__(
@@ -57,36 +57,36 @@ class Proof:
         self.schedule, self.depth, self.direct = schedule, depth, direct
         self.add = add_in_rank_order if rank_ordered else add
         self.reduces = schedule.collective.reduces
-        self.memory = Memory(schedule, in_place)
+        self.memory = ProofMemory(schedule, in_place)
         self.is_barrier = schedule.collective is Collective.BARRIER
         self.with_clocks = direct or schedule.needs_addressable_memory or self.is_barrier
         self.tracks = self.with_clocks or schedule.nchannels > 1
 
     def run(self) -> None:
-        heard: list[Clock] = []
+        clocks: list[VectorClock] = []
         for number in range(self.schedule.nchannels):
-            channel = _Channel(self, number)
+            channel = _ChannelProof(self, number)
             channel.run()
-            heard.append(np.array(channel.clock))
+            clocks.append(np.array(channel.clock))
         self._check_outputs()
         if self.is_barrier:
-            self._check_barrier(np.maximum.reduce(heard))
+            self._check_barrier(np.maximum.reduce(clocks))
 
-    def _check_barrier(self, heard: Clock) -> None:
+    def _check_barrier(self, final_clocks: VectorClock) -> None:
         """Nobody leaves a barrier before it has heard of everybody."""
-        for rank, other in np.argwhere(heard == 0):
+        for rank, other in np.argwhere(final_clocks == 0):
             raise ScheduleError(
                 f"{self.schedule.name}: rank {rank} may leave before rank {other} has come"
             )
 
     def _check_outputs(self) -> None:
         memory = self.memory
-        for cell, wanted in enumerate(memory.wanted):
+        for cell, wanted in enumerate(memory.expected):
             if wanted is None or memory.symbols[cell] == wanted:
                 continue
             held, writer = memory.symbols[cell], memory.writer[cell]
             who = (
-                place(self.schedule, writer.channel, writer.rank, writer.number)
+                format_location(self.schedule, writer.channel, writer.rank, writer.number)
                 if writer
                 else f"{self.schedule.name}: no channel"
             )
@@ -99,20 +99,20 @@ class Proof:
             )
 
 
-class _Channel:
+class _ChannelProof:
     """The run of one channel: program counters, FIFOs, signals, clocks."""
 
-    def __init__(self, proof: Proof, channel: int) -> None:
+    def __init__(self, proof: ScheduleProof, channel: int) -> None:
         self.proof, self.channel, self.memory = proof, channel, proof.memory
         self.schedule, self.depth, self.direct = proof.schedule, proof.depth, proof.direct
         self.steps = proof.schedule.channels[channel]
         nranks = proof.schedule.nranks
         self.position = [0] * nranks
-        self.fifos: dict[tuple[int, int], deque[_Message]] = {}
-        self.signals: dict[tuple[int, int], deque[Clock | None]] = {}
+        self.fifos: dict[tuple[int, int], deque[_SymbolicMessage]] = {}
+        self.signals: dict[tuple[int, int], deque[VectorClock | None]] = {}
         self.at_barrier: set[int] = set()
-        self.taken: list[_Message] = []  # by the step in progress
-        self.clock: list[Clock] = []
+        self.received: list[_SymbolicMessage] = []  # by the step in progress
+        self.clock: list[VectorClock] = []
         if proof.with_clocks:
             self.clock = [np.zeros(nranks, dtype=np.int32) for _ in range(nranks)]
             for rank, clock in enumerate(self.clock):
@@ -136,9 +136,9 @@ class _Channel:
                     break
                 try:
                     woken = self._execute(step, rank)
-                except Problem as problem:
+                except StepViolation as problem:
                     raise ScheduleError(
-                        f"{place(self.schedule, self.channel, rank, number)}: {problem}{self._origin()}"
+                        f"{format_location(self.schedule, self.channel, rank, number)}: {problem}{self._describe_senders()}"
                     ) from None
                 number += 1
                 self.position[rank] = number
@@ -147,9 +147,9 @@ class _Channel:
                         waiting.discard(other)
                         ready.append(other)
         if waiting:
-            raise ScheduleError(self._stuck(waiting))
-        self._check_left_over()
-        self._check_remote()
+            raise ScheduleError(self._describe_deadlock(waiting))
+        self._check_unreceived()
+        self._check_remote_accesses()
 
     def _can_run(self, step: Step, rank: int) -> bool:
         op = step.op
@@ -171,7 +171,7 @@ class _Channel:
     def _execute(self, step: Step, rank: int) -> Sequence[int]:
         """Do ``step``; returns the ranks that may be able to go on because of it."""
         op, src, dst = step.op, step.src, step.dst
-        self.taken.clear()
+        self.received.clear()
         if op is Op.SIGNAL:
             return self._signal(step, rank)
         if op is Op.WAIT:
@@ -185,22 +185,22 @@ class _Channel:
             assert step.send_peer is not None
             cells = self.memory.cells(rank, src)
             if self.direct:
-                self._post(rank, step.send_peer, None, cells)
+                self._send(rank, step.send_peer, None, cells)
             else:
-                self._post(rank, step.send_peer, self._read(rank, cells), None)
+                self._send(rank, step.send_peer, self._read(rank, cells), None)
             return (step.send_peer,)
         symbols, woken = self._operands(step, rank)
         stored = None
         if dst is not None:
             owner = step.send_peer if op is Op.PUT and step.send_peer is not None else rank
             stored = self.memory.cells(owner, dst)
-            if not self._stays(step, rank, stored):
+            if not self._is_self_copy(step, rank, stored):
                 self._write(rank, stored, symbols, owner)
         if op.sends and step.send_peer is not None:
             if self.direct and stored is not None:
-                self._post(rank, step.send_peer, None, stored)
+                self._send(rank, step.send_peer, None, stored)
             else:
-                self._post(rank, step.send_peer, symbols, None)
+                self._send(rank, step.send_peer, symbols, None)
             woken.append(step.send_peer)
         return woken
 
@@ -224,12 +224,12 @@ class _Channel:
             assert src is not None
             own = cells(rank, src)
             parts = [
-                self._read(rank, own) if other == rank else self._take(rank, other, src.chunks)
+                self._read(rank, own) if other == rank else self._receive(rank, other, src.chunks)
                 for other in step.peers
             ]
             return self._fold(parts), [other for other in step.peers if other != rank]
         assert peer is not None
-        message = self._take(rank, peer, step.chunks)
+        message = self._receive(rank, peer, step.chunks)
         if not op.reduces:
             return message, [peer]
         operand = src if src is not None else dst
@@ -255,18 +255,18 @@ class _Channel:
         self.at_barrier.clear()
         return ranks
 
-    def _origin(self) -> str:
+    def _describe_senders(self) -> str:
         """Which messages the step in progress took, for its error."""
-        if not self.taken:
+        if not self.received:
             return ""
         senders = ", ".join(
-            f"rank {message.sender} in its step {message.number}" for message in self.taken
+            f"rank {message.sender} in its step {message.number}" for message in self.received
         )
         return f"; the message was sent by {senders}"
 
     # clocks
 
-    def _release(self, rank: int) -> Clock | None:
+    def _release(self, rank: int) -> VectorClock | None:
         """The clock of what ``rank`` has done so far; what it does next is later."""
         if not self.clock:
             return None
@@ -274,25 +274,25 @@ class _Channel:
         self.clock[rank][rank] += 1
         return clock
 
-    def _merge(self, rank: int, clock: Clock | None) -> None:
+    def _merge(self, rank: int, clock: VectorClock | None) -> None:
         if clock is not None:
             np.maximum(self.clock[rank], clock, out=self.clock[rank])
 
     # messages
 
-    def _post(
+    def _send(
         self, rank: int, peer: int, symbols: list[Symbol] | None, cells: range | None
     ) -> None:
-        message = _Message(rank, self.position[rank], self._release(rank), symbols, cells)
+        message = _SymbolicMessage(rank, self.position[rank], self._release(rank), symbols, cells)
         self.fifos.setdefault((rank, peer), deque()).append(message)
 
-    def _take(self, rank: int, peer: int, chunks: int) -> list[Symbol]:
+    def _receive(self, rank: int, peer: int, chunks: int) -> list[Symbol]:
         message = self.fifos[peer, rank].popleft()
-        self.taken.append(message)
+        self.received.append(message)
         self._merge(rank, message.clock)
         size = len(message.symbols if message.symbols is not None else message.cells or ())
         if size != chunks:
-            raise Problem(f"expects {chunks} chunks, the message has {size}")
+            raise StepViolation(f"expects {chunks} chunks, the message has {size}")
         if message.symbols is not None:
             return message.symbols
         assert message.cells is not None
@@ -300,7 +300,7 @@ class _Channel:
 
     # memory
 
-    def _access(self, rank: int) -> tuple[Access, Clock | None]:
+    def _access(self, rank: int) -> tuple[Access, VectorClock | None]:
         clock = self.clock[rank] if self.clock else None
         return Access(
             self.channel, rank, 0 if clock is None else int(clock[rank]), self.position[rank]
@@ -315,19 +315,19 @@ class _Channel:
         for cell in cells:
             symbol = memory.symbols[cell]
             if symbol is None:
-                raise Problem(f"reads {memory.name(cell)}, which nothing has written before")
+                raise StepViolation(f"reads {memory.name(cell)}, which nothing has written before")
             symbols.append(symbol)
         return symbols
 
     def _read_remote(self, rank: int, owner: int, cells: range) -> list[Symbol]:
         if owner != rank:
-            self._enter(rank, owner, cells)
+            self._record_remote_access(rank, owner, cells)
         return self._read(rank, cells)
 
-    def _enter(self, rank: int, owner: int, cells: range) -> None:
+    def _record_remote_access(self, rank: int, owner: int, cells: range) -> None:
         """``rank`` touches memory of ``owner``, who must have come, and must not leave before."""
         if self.clock[rank][owner] == 0:
-            raise Problem(
+            raise StepViolation(
                 f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come"
             )
         time = int(self.clock[rank][rank])
@@ -335,35 +335,35 @@ class _Channel:
 
     def _write(self, rank: int, cells: range, symbols: list[Symbol], owner: int) -> None:
         if owner != rank:
-            self._enter(rank, owner, cells)
+            self._record_remote_access(rank, owner, cells)
         memory = self.memory
         access, clock = self._access(rank)
         for cell, symbol in zip(cells, symbols, strict=True):
             if self.proof.tracks:
                 memory.track_write(cell, access, clock)
-            self._check_belongs(cell, symbol)
+            self._check_stored_symbol(cell, symbol)
             memory.symbols[cell] = symbol
             memory.writer[cell] = access
 
-    def _check_belongs(self, cell: int, symbol: Symbol) -> None:
+    def _check_stored_symbol(self, cell: int, symbol: Symbol) -> None:
         """An output cell takes what is wanted there, or a part of the sum; a scratch cell takes chunks of its part."""
         memory = self.memory
-        wanted = memory.wanted[cell]
+        wanted = memory.expected[cell]
         if wanted is None:
-            if symbol.chunk % self.schedule.parts != memory.part[cell]:
-                raise Problem(
-                    f"{memory.name(cell)} is a part {memory.part[cell]}, input[{symbol.chunk}] is not"
+            if symbol.chunk % self.schedule.parts != memory.scratch_part[cell]:
+                raise StepViolation(
+                    f"{memory.name(cell)} is a part {memory.scratch_part[cell]}, input[{symbol.chunk}] is not"
                 )
         elif symbol.chunk != wanted.chunk or not (
             self.proof.reduces or symbol.ranks == wanted.ranks
         ):
-            raise Problem(
+            raise StepViolation(
                 f"puts {symbol} into {memory.name(cell)}, where {wanted} belongs (keep other chunks in scratch)"
             )
 
     def _fold(self, operands: list[list[Symbol]]) -> list[Symbol]:
         if not self.proof.reduces:
-            raise Problem(f"a {self.schedule.collective.label} does not reduce")
+            raise StepViolation(f"a {self.schedule.collective.label} does not reduce")
         total = operands[0]
         for operand in operands[1:]:
             total = [
@@ -371,21 +371,21 @@ class _Channel:
             ]
         return total
 
-    def _stays(self, step: Step, rank: int, stored: range) -> bool:
+    def _is_self_copy(self, step: Step, rank: int, stored: range) -> bool:
         """Whether ``step`` copies something onto itself, which touches nothing (in place)."""
         if step.src is None or step.op is Op.PUT or step.op is Op.GET:
             return False
         source = self.memory.cells(rank, step.src)
         if source != stored and source.start < stored.stop and stored.start < source.stop:
-            raise Problem(f"{step.src} and {step.dst} overlap in part")
+            raise StepViolation(f"{step.src} and {step.dst} overlap in part")
         return source == stored and step.op is Op.COPY
 
     # the end
 
-    def _check_left_over(self) -> None:
+    def _check_unreceived(self) -> None:
         for (sender, receiver), queue in self.fifos.items():
             if queue:
-                where = place(self.schedule, self.channel, sender, queue[0].number)
+                where = format_location(self.schedule, self.channel, sender, queue[0].number)
                 raise ScheduleError(
                     f"{where}: rank {receiver} never receives this message ({len(queue)} are left over)"
                 )
@@ -396,22 +396,22 @@ class _Channel:
                     f"{name}: rank {receiver} never waits for {len(clocks)} signals"
                 )
 
-    def _check_remote(self) -> None:
+    def _check_remote_accesses(self) -> None:
         """A rank whose memory a peer touches must hear of it before it ends."""
         for cell, rank, time, number in self.remote:
             owner = self.memory.owner(cell)
             if self.clock[owner][rank] < time:
-                where = place(self.schedule, self.channel, rank, number)
+                where = format_location(self.schedule, self.channel, rank, number)
                 raise ScheduleError(
                     f"{where}: rank {owner} may end before {self.memory.name(cell)} has been touched"
                 )
 
-    def _stuck(self, waiting: set[int]) -> str:
+    def _describe_deadlock(self, waiting: set[int]) -> str:
         """Names the rank to blame: one that waits for a rank that has ended, or else one on a cycle."""
-        waits = {rank: self._waits_for(rank) for rank in sorted(waiting)}
+        waits = {rank: self._blocking_peer(rank) for rank in sorted(waiting)}
         for rank, (peer, what) in waits.items():
             if peer not in waiting:
-                return f"{place(self.schedule, self.channel, rank, self.position[rank])}: waits for {what}, but rank {peer} has ended"
+                return f"{format_location(self.schedule, self.channel, rank, self.position[rank])}: waits for {what}, but rank {peer} has ended"
         rank = min(waiting)
         seen: list[int] = []
         while rank not in seen:
@@ -419,12 +419,12 @@ class _Channel:
             rank = waits[rank][0]
         cycle = seen[seen.index(rank) :]
         lines = [
-            f"{place(self.schedule, self.channel, rank, self.position[rank])}: waits for {waits[rank][1]}"
+            f"{format_location(self.schedule, self.channel, rank, self.position[rank])}: waits for {waits[rank][1]}"
             for rank in cycle
         ]
         return "deadlock: " + "; ".join(lines)
 
-    def _waits_for(self, rank: int) -> tuple[int, str]:
+    def _blocking_peer(self, rank: int) -> tuple[int, str]:
         step = self.steps[rank][self.position[rank]]
         if step.op is Op.BARRIER:
             peer = next(

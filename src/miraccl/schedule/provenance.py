@@ -15,14 +15,14 @@ import numpy as np
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Buffer, Ref, Schedule
 from miraccl.schedule.layout import rank_cells
-from miraccl.schedule.text import place
+from miraccl.schedule.text import format_location
 from miraccl.types import Collective
 
 #: cells of all ranks together that a proof takes on; a text can ask for any number
 MAX_CELLS = 1 << 24
 
 #: vector clock: how far the owner has heard of each rank
-Clock = np.ndarray[Any, np.dtype[np.int32]]
+VectorClock = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Symbol(NamedTuple):
@@ -44,7 +44,7 @@ class Access(NamedTuple):
     number: int
 
 
-class Problem(Exception):
+class StepViolation(Exception):
     """What is wrong with the step in progress; the verifier adds the place."""
 
 
@@ -56,9 +56,9 @@ def rank_list(ranks: int) -> str:
 def add(first: Symbol, second: Symbol) -> Symbol:
     """``first (+) second``; raises ``Problem`` if they are of different chunks or a contribution is in both."""
     if first.chunk != second.chunk:
-        raise Problem(f"reduces input[{first.chunk}] with input[{second.chunk}]")
+        raise StepViolation(f"reduces input[{first.chunk}] with input[{second.chunk}]")
     if twice := first.ranks & second.ranks:
-        raise Problem(
+        raise StepViolation(
             f"adds the contribution of rank {rank_list(twice)} to input[{first.chunk}] a second time"
         )
     return Symbol(first.chunk, first.ranks | second.ranks)
@@ -80,19 +80,19 @@ def add_in_rank_order(first: Symbol, second: Symbol) -> Symbol:
             if from_zero
             else "a sum begins with rank 0 and leaves none out"
         )
-        raise Problem(f"adds {second} to {first}; in the order of the ranks {wanted}")
+        raise StepViolation(f"adds {second} to {first}; in the order of the ranks {wanted}")
     return total
 
 
-def wanted_symbol(schedule: Schedule, rank: int, chunk: int) -> Symbol:
+def expected_symbol(schedule: Schedule, rank: int, chunk: int) -> Symbol:
     """What output chunk ``chunk`` of ``rank`` holds when the collective is done."""
-    parts, everybody = schedule.parts, (1 << schedule.nranks) - 1
+    parts, all_ranks = schedule.parts, (1 << schedule.nranks) - 1
     block, part = divmod(chunk, parts)
     match schedule.collective:
         case Collective.ALL_REDUCE | Collective.REDUCE:
-            return Symbol(chunk, everybody)
+            return Symbol(chunk, all_ranks)
         case Collective.REDUCE_SCATTER:
-            return Symbol(rank * parts + part, everybody)
+            return Symbol(rank * parts + part, all_ranks)
         case Collective.ALL_GATHER | Collective.GATHER:
             return Symbol(part, 1 << block)
         case Collective.BROADCAST:
@@ -105,7 +105,7 @@ def wanted_symbol(schedule: Schedule, rank: int, chunk: int) -> Symbol:
             raise ScheduleError(f"{schedule.name}: {schedule.collective.label} has no schedule")
 
 
-class Memory:
+class ProofMemory:
     """All cells of all ranks under global numbers, with what belongs there and who has touched them."""
 
     def __init__(self, schedule: Schedule, in_place: bool) -> None:
@@ -126,8 +126,8 @@ class Memory:
             self.starts.append(total)
             total += cells.cells
         self.symbols: list[Symbol | None] = [None] * total
-        self.wanted: list[Symbol | None] = [None] * total  # for cells of outputs
-        self.part = [-1] * total  # for cells of scratch
+        self.expected: list[Symbol | None] = [None] * total  # for cells of outputs
+        self.scratch_part = [-1] * total  # for cells of scratch
         self.writer: list[Access | None] = [None] * total
         self.readers: list[dict[tuple[int, int], Access] | None] = [
             None
@@ -136,10 +136,10 @@ class Memory:
             ninp, nout, nscratch = cells.sizes
             inp, out, scratch = self.bases[rank]
             self.symbols[inp : inp + ninp] = [Symbol(chunk, 1 << rank) for chunk in range(ninp)]
-            self.wanted[out : out + nout] = [
-                wanted_symbol(schedule, rank, chunk) for chunk in range(nout)
+            self.expected[out : out + nout] = [
+                expected_symbol(schedule, rank, chunk) for chunk in range(nout)
             ]
-            self.part[scratch : scratch + nscratch] = [
+            self.scratch_part[scratch : scratch + nscratch] = [
                 chunk % schedule.parts for chunk in range(nscratch)
             ]
 
@@ -159,7 +159,7 @@ class Memory:
                 return f"{buffer.name.lower()}[{index}] of rank {rank}"
         return f"cell {cell}"
 
-    def track_read(self, cell: int, reader: Access, clock: Clock | None) -> None:
+    def track_read(self, cell: int, reader: Access, clock: VectorClock | None) -> None:
         """Note a read; raises ``Problem`` if the last write is not known to the reader, whose ``clock`` is given if there are any."""
         writer = self.writer[cell]
         if writer is not None:
@@ -169,7 +169,7 @@ class Memory:
             readers = self.readers[cell] = {}
         readers[reader.channel, reader.rank] = reader
 
-    def track_write(self, cell: int, writer: Access, clock: Clock | None) -> None:
+    def track_write(self, cell: int, writer: Access, clock: VectorClock | None) -> None:
         """Note a write; raises ``Problem`` if an access before it is not known to the writer."""
         before = self.writer[cell]
         if before is not None:
@@ -180,14 +180,14 @@ class Memory:
         self.readers[cell] = None
 
     def _require_before(
-        self, first: Access, then: Access, clock: Clock | None, cell: int, does: str, did: str
+        self, first: Access, then: Access, clock: VectorClock | None, cell: int, does: str, did: str
     ) -> None:
         if first.channel == then.channel and (
             first.rank == then.rank or (clock is not None and clock[first.rank] >= first.time)
         ):
             return
-        other = place(self.schedule, first.channel, first.rank, first.number)
+        other = format_location(self.schedule, first.channel, first.rank, first.number)
         why = (
             "channels keep no order" if first.channel != then.channel else "nothing orders the two"
         )
-        raise Problem(f"{does} {self.name(cell)}, which {other} {did}, and {why}")
+        raise StepViolation(f"{does} {self.name(cell)}, which {other} {did}, and {why}")

@@ -86,7 +86,7 @@ def barrier() -> Step:
     return Step(op=Op.BARRIER)
 
 
-def others(rank: int, nranks: int) -> list[int]:
+def peers_after(rank: int, nranks: int) -> list[int]:
     """All peers, starting with the next rank, so that not everybody turns to rank 0 first."""
     return [(rank + distance) % nranks for distance in range(1, nranks)]
 

@@ -66,19 +66,19 @@ def format_step(step: Step) -> str:
     return " ".join(words)
 
 
-def place(schedule: Schedule, channel: int, rank: int, number: int) -> str:
+def format_location(schedule: Schedule, channel: int, rank: int, number: int) -> str:
     """How errors name a step: ``ring: channel 0, rank 1, step 2 (send input[0] to 2)``."""
     return f"{schedule.name}: channel {channel}, rank {rank}, step {number} ({format_step(schedule.channels[channel][rank][number])})"
 
 
 def parse(text: str) -> Schedule:
     """The schedule that ``text`` describes; raises ``ScheduleError`` naming the line. What it means is not checked: see ``verify``."""
-    reader = _Reader()
+    reader = _ScheduleParser()
     for number, line in enumerate(text.splitlines(), start=1):
         reader.number = number
         line = _without_comment(line).strip()
         if line:
-            reader.line(line)
+            reader.parse_line(line)
     return reader.finish()
 
 
@@ -99,15 +99,15 @@ def parse_step(text: str) -> Step:
         if word in ("->", "from", "to") and not rest:
             raise ValueError(f"{word!r} needs something after it")
         if word == "->":
-            step.dst = _once("dst", step.dst, parse_ref(rest.pop(0)))
+            step.dst = _set_once("dst", step.dst, parse_ref(rest.pop(0)))
         elif word == "from":
-            step.recv_peer = _once("from", step.recv_peer, _rank(rest.pop(0)))
+            step.recv_peer = _set_once("from", step.recv_peer, _rank(rest.pop(0)))
         elif word == "to":
-            step.send_peer = _once("to", step.send_peer, _rank(rest.pop(0)))
+            step.send_peer = _set_once("to", step.send_peer, _rank(rest.pop(0)))
         elif word == "peers":
             step.peers, rest = tuple(_rank(peer) for peer in rest), []
         else:
-            step.src = _once("src", step.src, parse_ref(word))
+            step.src = _set_once("src", step.src, parse_ref(word))
     return Step(
         op=_OPS[words[0]],
         src=step.src,
@@ -141,13 +141,13 @@ def _rank(text: str) -> int:
     return int(text)
 
 
-def _once(what: str, before: T | None, value: T) -> T:
+def _set_once(name: str, before: T | None, value: T) -> T:
     if before is not None:
-        raise ValueError(f"{what} is given twice")
+        raise ValueError(f"{name} is given twice")
     return value
 
 
-class _Reader:
+class _ScheduleParser:
     """Collects the lines of one schedule."""
 
     def __init__(self) -> None:
@@ -159,13 +159,13 @@ class _Reader:
     def fail(self, problem: str) -> NoReturn:
         raise ScheduleError(f"line {self.number}: {problem}")
 
-    def line(self, line: str) -> None:
+    def parse_line(self, line: str) -> None:
         keyword, _, rest = line.partition(" ")
         handlers: dict[str, Callable[[str], None]] = {
-            "schedule": self.start,
-            "note": self.note,
-            "channel": self.channel,
-            "rank": self.rank,
+            "schedule": self.parse_header,
+            "note": self.add_note,
+            "channel": self.add_channel,
+            "rank": self.add_rank,
         }
         if keyword != "schedule" and self.header is None:
             self.fail(
@@ -181,7 +181,7 @@ class _Reader:
         except ValueError as error:
             self.fail(str(error))
 
-    def start(self, rest: str) -> None:
+    def parse_header(self, rest: str) -> None:
         match = _HEADER.fullmatch(rest)
         if self.header is not None:
             self.fail("a second schedule; a text holds one")
@@ -197,9 +197,9 @@ class _Reader:
             self.fail(f"unknown field {min(unknown)!r}; there are nranks, parts, root, scratch")
         if "nranks" not in fields:
             self.fail("nranks is missing")
-        self.header = (self.string(match[1]), _COLLECTIVES[match[2]], fields)
+        self.header = (self.parse_string(match[1]), _COLLECTIVES[match[2]], fields)
 
-    def string(self, text: str) -> str:
+    def parse_string(self, text: str) -> str:
         try:
             value = json.loads(text)
         except ValueError:
@@ -208,17 +208,17 @@ class _Reader:
             self.fail(f"{text} is no quoted text")
         return value
 
-    def note(self, rest: str) -> None:
-        self.notes.append(self.string(rest))
+    def add_note(self, rest: str) -> None:
+        self.notes.append(self.parse_string(rest))
 
-    def channel(self, rest: str) -> None:
+    def add_channel(self, rest: str) -> None:
         if rest != str(len(self.channels)):
             self.fail(
                 f"channels are numbered in order: wanted is channel {len(self.channels)}, not {rest!r}"
             )
         self.channels.append([])
 
-    def rank(self, rest: str) -> None:
+    def add_rank(self, rest: str) -> None:
         if not self.channels:
             self.fail("a rank comes after a channel")
         if rest != str(len(self.channels[-1])):

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 
 from miraccl.errors import ScheduleError
 from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
-from miraccl.schedule.proof import Proof
-from miraccl.schedule.text import place
+from miraccl.schedule.proof import ScheduleProof
+from miraccl.schedule.text import format_location
 
 #: messages under way between two ranks on one channel; an executor's FIFO is at least as deep
 FIFO_DEPTH = 8
@@ -54,7 +54,7 @@ def verify(
     sum that no output holds (see ``provenance.add_in_rank_order``).
     """
     _check_static(schedule)
-    Proof(schedule, in_place, fifo_depth, direct, rank_ordered).run()
+    ScheduleProof(schedule, in_place, fifo_depth, direct, rank_ordered).run()
 
 
 def is_direct_safe(schedule: Schedule, in_place: bool) -> bool:
@@ -80,7 +80,9 @@ def _check_static(schedule: Schedule) -> None:
                     step, rank, sizes
                 )
                 if problem:
-                    raise ScheduleError(f"{place(schedule, channel, rank, number)}: {problem}")
+                    raise ScheduleError(
+                        f"{format_location(schedule, channel, rank, number)}: {problem}"
+                    )
 
 
 def _peer_problem(step: Step, rank: int, nranks: int) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.schedule.ir import Op, Schedule, Step
-from miraccl.schedule.text import place
+from miraccl.schedule.text import format_location
 from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.sim.links import Links
 
@@ -45,7 +45,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulationResult:
     """``time_us`` until the last rank has ended; ``carried[l]`` bytes over link l; ``steps`` in the order in which they ended."""
 
     time_us: float
@@ -53,7 +53,7 @@ class Outcome:
     steps: tuple[StepTime, ...]
     rounds: int
 
-    def use(self, links: Links) -> list[tuple[float, str]]:
+    def link_utilisation(self, links: Links) -> list[tuple[float, str]]:
         """For each link the part of the time that its bytes need at full speed, the busiest first, with its name."""
         full = [
             (nbytes / (bandwidth * BYTES_PER_US) / self.time_us if self.time_us else 0.0, name)
@@ -72,7 +72,7 @@ def simulate(
     slot_bytes: float = math.inf,
     fifo_depth: int = FIFO_DEPTH,
     memory_bandwidth: float = math.inf,
-) -> Outcome:
+) -> SimulationResult:
     """The course of ``schedule`` over ``links``; raises ``ScheduleError`` where it gets stuck.
 
     ``block_bytes``: of a block as ``schedule.ir`` defines it (all_reduce: the whole buffer, all_gather: the input).  ``memory_bandwidth``:
@@ -93,21 +93,23 @@ def simulate(
         raise InvalidUsage(
             f"{rounds} rounds are {steps} steps of all ranks, at most {MAX_STEPS} are simulated: take larger slots"
         )
-    return _Run(schedule, links, chunk, rounds, slot_bytes, fifo_depth, memory_bandwidth).run()
+    return _Simulation(
+        schedule, links, chunk, rounds, slot_bytes, fifo_depth, memory_bandwidth
+    ).run()
 
 
 @dataclass(eq=False)
 class _Flow:
     """A step in progress that moves bytes. ``load``: how often each link is crossed."""
 
-    worker: _Worker
+    worker: _ChannelRank
     remaining: float
     load: Counter[int]
     rate: float = 0.0
 
 
 @dataclass(eq=False)
-class _Worker:
+class _ChannelRank:
     """One rank on one channel."""
 
     channel: int
@@ -118,7 +120,9 @@ class _Worker:
     ready: float = 0.0
     start: float = 0.0
     busy: bool = False
-    came: list[float] = field(default_factory=list)  # when to each barrier that it has passed
+    barrier_times: list[float] = field(
+        default_factory=list
+    )  # when to each barrier that it has passed
 
     @property
     def step(self) -> Step:
@@ -126,14 +130,14 @@ class _Worker:
 
 
 @dataclass
-class _Wire:
+class _InFlight:
     """What is under way from one rank to another on a channel: arrival times, in order."""
 
     messages: deque[float] = field(default_factory=deque)
     signals: deque[float] = field(default_factory=deque)
 
 
-class _Run:
+class _Simulation:
     def __init__(
         self,
         schedule: Schedule,
@@ -153,11 +157,11 @@ class _Run:
         memories = [memory_bandwidth] * schedule.nranks if self.has_memory else []
         self.capacity = [bandwidth * BYTES_PER_US for bandwidth in (*links.bandwidths, *memories)]
         self.carried = [0.0] * len(self.capacity)
-        self.wires: defaultdict[tuple[int, int, int], _Wire] = defaultdict(
-            _Wire
+        self.in_flight: defaultdict[tuple[int, int, int], _InFlight] = defaultdict(
+            _InFlight
         )  # (sender, receiver, channel)
         self.workers = [
-            [_Worker(channel, rank, steps) for rank, steps in enumerate(ranks)]
+            [_ChannelRank(channel, rank, steps) for rank, steps in enumerate(ranks)]
             for channel, ranks in enumerate(schedule.channels)
         ]
         self.flows: list[_Flow] = []
@@ -165,7 +169,7 @@ class _Run:
         self.now = 0.0
         self.done: list[StepTime] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         waiting = [worker for workers in self.workers for worker in workers if worker.steps]
         while True:
             while self._start_all(waiting):
@@ -174,7 +178,7 @@ class _Run:
             if not waiting:
                 break
             self._advance(waiting)
-        return Outcome(
+        return SimulationResult(
             time_us=max((step.end for step in self.done), default=0.0),
             carried=tuple(self.carried[: len(self.links.names)]),
             steps=tuple(self.done),
@@ -183,7 +187,7 @@ class _Run:
 
     # ---- steps
 
-    def _start_all(self, waiting: Sequence[_Worker]) -> bool:
+    def _start_all(self, waiting: Sequence[_ChannelRank]) -> bool:
         """Begin every step that can begin now; those without bytes end at once, which may let others begin: then True."""
         ended = False
         for worker in waiting:
@@ -194,24 +198,24 @@ class _Run:
                 ended = True
         return ended
 
-    def _can_start(self, worker: _Worker) -> bool:
+    def _can_start(self, worker: _ChannelRank) -> bool:
         step, channel, rank = worker.step, worker.channel, worker.rank
         for peer in step.senders(rank):
-            messages = self.wires[peer, rank, channel].messages
+            messages = self.in_flight[peer, rank, channel].messages
             if not messages or messages[0] > self.now:
                 return False
         if step.op.sends and step.send_peer is not None:
-            return len(self.wires[rank, step.send_peer, channel].messages) < self.depth
+            return len(self.in_flight[rank, step.send_peer, channel].messages) < self.depth
         if step.op is Op.WAIT:
-            queues = [self.wires[peer, rank, channel].signals for peer in step.peers]
+            queues = [self.in_flight[peer, rank, channel].signals for peer in step.peers]
             return all(signals and signals[0] <= self.now for signals in queues)
         if step.op is Op.BARRIER:
-            return self._barrier_opens(worker)
+            return self._barrier_is_open(worker)
         return True
 
-    def _barrier_opens(self, worker: _Worker) -> bool:
+    def _barrier_is_open(self, worker: _ChannelRank) -> bool:
         """All ranks are at this barrier of the channel or past it, and the news of that has come."""
-        opens, number = 0.0, len(worker.came)
+        opens, number = 0.0, len(worker.barrier_times)
         for other in self.workers[worker.channel]:
             at_one = (
                 not other.busy
@@ -219,9 +223,11 @@ class _Run:
                 and other.steps
                 and other.step.op is Op.BARRIER
             )
-            if len(other.came) <= number and not (at_one and len(other.came) == number):
+            if len(other.barrier_times) <= number and not (
+                at_one and len(other.barrier_times) == number
+            ):
                 return False
-            came = other.came[number] if len(other.came) > number else other.ready
+            came = other.barrier_times[number] if len(other.barrier_times) > number else other.ready
             opens = max(
                 opens,
                 came
@@ -235,10 +241,10 @@ class _Run:
             heapq.heappush(self.arrivals, opens)
         return opens <= self.now
 
-    def _start(self, worker: _Worker) -> None:
+    def _start(self, worker: _ChannelRank) -> None:
         step, worker.start = worker.step, self.now
         nbytes = step.chunks * self.sizes[worker.round]
-        load = self._load(worker)
+        load = self._link_load(worker)
         if nbytes > 0 and load:
             worker.busy = True
             self.flows.append(_Flow(worker, nbytes, load))
@@ -247,7 +253,7 @@ class _Run:
         else:
             self._end(worker)
 
-    def _load(self, worker: _Worker) -> Counter[int]:
+    def _link_load(self, worker: _ChannelRank) -> Counter[int]:
         """The links that the step crosses, and how often."""
         step, rank, load = worker.step, worker.rank, Counter[int]()
         if step.send_peer is not None:
@@ -264,21 +270,23 @@ class _Run:
             load[len(self.links.names) + rank] = reads + writes + len(step.senders(rank))
         return load
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: _ChannelRank) -> None:
         """Take the messages, deliver what is sent, and go to the next step."""
         step, channel, rank = worker.step, worker.channel, worker.rank
         for peer in step.senders(rank):
-            self.wires[peer, rank, channel].messages.popleft()
+            self.in_flight[peer, rank, channel].messages.popleft()
         if step.op.sends and step.send_peer is not None:
-            self._deliver(self.wires[rank, step.send_peer, channel].messages, rank, step.send_peer)
+            self._deliver(
+                self.in_flight[rank, step.send_peer, channel].messages, rank, step.send_peer
+            )
         elif step.op is Op.SIGNAL:
             for peer in step.peers:
-                self._deliver(self.wires[rank, peer, channel].signals, rank, peer)
+                self._deliver(self.in_flight[rank, peer, channel].signals, rank, peer)
         elif step.op is Op.WAIT:
             for peer in step.peers:
-                self.wires[peer, rank, channel].signals.popleft()
+                self.in_flight[peer, rank, channel].signals.popleft()
         if step.op is Op.BARRIER:
-            worker.came.append(worker.ready)
+            worker.barrier_times.append(worker.ready)
         self.done.append(
             StepTime(
                 channel, rank, worker.round, worker.number, worker.ready, worker.start, self.now
@@ -296,16 +304,16 @@ class _Run:
 
     # ---- time
 
-    def _advance(self, waiting: Sequence[_Worker]) -> None:
+    def _advance(self, waiting: Sequence[_ChannelRank]) -> None:
         """Go to the next moment at which something ends or arrives."""
         while self.arrivals and self.arrivals[0] <= self.now:
             heapq.heappop(self.arrivals)
-        self._share()
+        self._share_bandwidth()
         ends = min((self.now + flow.remaining / flow.rate for flow in self.flows), default=math.inf)
         then = min(ends, self.arrivals[0] if self.arrivals else math.inf)
         if math.isinf(then):
             worker = waiting[0]
-            where = place(self.schedule, worker.channel, worker.rank, worker.number)
+            where = format_location(self.schedule, worker.channel, worker.rank, worker.number)
             raise ScheduleError(
                 f"{where}: waits for ever, and all others that have not ended as well"
             )
@@ -321,7 +329,7 @@ class _Run:
                 going.append(flow)
         self.flows = going
 
-    def _share(self) -> None:
+    def _share_bandwidth(self) -> None:
         """Max-min fair rates: the most contended link decides for all that cross it, then the next one among the rest."""
         left, open_flows = dict(enumerate(self.capacity)), list(self.flows)
         while open_flows:

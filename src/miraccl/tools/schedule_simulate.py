@@ -8,7 +8,7 @@ from typing import Any
 
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.text import format_step
-from miraccl.sim.clock import Outcome, simulate
+from miraccl.sim.clock import SimulationResult, simulate
 from miraccl.sim.links import LATENCY_US, Links, machine, mesh, switch
 from miraccl.tools.perf.spec import build_case
 from miraccl.tools.perf.table import format_us
@@ -46,7 +46,7 @@ def measure(
     slot_bytes: float,
     fifo_depth: int,
     memory_bandwidth: float = math.inf,
-) -> tuple[list[Record], Outcome]:
+) -> tuple[list[Record], SimulationResult]:
     """A record for each size, which means what it means in ``miraccl perf``, and the course of the last."""
     records: list[Record] = []
     for nbytes in sizes:
@@ -62,7 +62,7 @@ def measure(
             memory_bandwidth=memory_bandwidth,
         )
         algbw, busbw = case.speeds(outcome.time_us)
-        use = outcome.use(links)
+        use = outcome.link_utilisation(links)
         records.append(
             {
                 "bytes": case.nbytes,
@@ -91,7 +91,7 @@ def table(schedule: Schedule, links: Links, records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def trace(schedule: Schedule, outcome: Outcome) -> Record:
+def trace(schedule: Schedule, outcome: SimulationResult) -> Record:
     """A run as Chrome's Trace Event Format, which Perfetto and chrome://tracing show: a process per rank, a thread per channel."""
     events: list[Record] = []
     for step in outcome.steps:

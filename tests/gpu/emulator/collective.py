@@ -13,7 +13,7 @@ import numpy as np
 from miraccl.executor.cuda import schedules
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
-from miraccl.schedule.interpret import expected
+from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.emulator import Machine
@@ -100,7 +100,7 @@ def run(
         for r, x in enumerate(inputs)
     ]
     wants = (
-        expected(asked.collective, whole, op=asked.op, root=asked.root, scalars=scalars)
+        expected_outputs(asked.collective, whole, op=asked.op, root=asked.root, scalars=scalars)
         if want is None
         else [want] * nranks
     )
@@ -158,7 +158,7 @@ def run_in_a_row(machine: Machine, operations: Sequence[tuple[Request, DevicePla
             x if asked.collective is not Collective.BROADCAST or r == asked.root else None
             for r, x in enumerate(inputs)
         ]
-        defined = expected(asked.collective, whole, op=asked.op, root=asked.root)
+        defined = expected_outputs(asked.collective, whole, op=asked.op, root=asked.root)
         wants.append([x if want is None else want for x, want in zip(inputs, defined)])
         held.append([_placed(x, 0) for x in inputs])
         launches.append(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from miraccl.schedule.algos import double_binary_tree
-from miraccl.schedule.algos.double_binary_tree import Place
+from miraccl.schedule.algos.double_binary_tree import TreePosition
 from miraccl.types import Collective
 
 from .chain import greet, hear_greetings
@@ -33,7 +33,7 @@ def trees(
     """``which``: the trees. Weaker forms: ``settles``: what is to be used again is seen cleared; ``early``: pieces by which a sender runs
     ahead of its acks."""
     system = System(nranks)
-    places = [double_binary_tree.places(collective, rank, nranks) for rank in range(nranks)]
+    places = [double_binary_tree.tree_positions(collective, rank, nranks) for rank in range(nranks)]
     for rank in range(nranks):
         for tree in which:
             thread = system.thread(rank, f"tree {tree}" if len(which) > 1 else "")
@@ -78,7 +78,7 @@ class _Warp:
 
     thread: Thread
     tree: int
-    places: list[Place]
+    places: list[TreePosition]
     collective: Collective
     bank: int
     pieces: int

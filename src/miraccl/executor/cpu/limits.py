@@ -12,7 +12,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.kernels.layout import NSLOTS
 from miraccl.executor.cpu.sizes import ALIGN
 from miraccl.schedule.ir import Buffer, Op, Schedule, Step
-from miraccl.schedule.text import place
+from miraccl.schedule.text import format_location
 
 SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
 #: A part of a step that happens at once: the ranks taken from, those posted to, and what.
@@ -44,7 +44,7 @@ def _check_remote_memory(schedule: Schedule) -> None:
             for position, step in enumerate(steps):
                 if step.remote is not None and step.remote.buffer is Buffer.SCRATCH:
                     raise InvalidUsage(
-                        f"{place(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs"
+                        f"{format_location(schedule, number, rank, position)}: peers cannot address scratch memory on CPUs"
                     )
 
 
@@ -68,7 +68,9 @@ def _check_order(schedule: Schedule, channel: int) -> None:
             for sender in senders:
                 if (posted := fifos[sender, rank].popleft()) is not kind:
                     text = f"{posted} is before {kind} from rank {sender}, and CPU ranks take them in the order they were sent in"
-                    raise InvalidUsage(f"{place(schedule, channel, rank, number)}: {text}")
+                    raise InvalidUsage(
+                        f"{format_location(schedule, channel, rank, number)}: {text}"
+                    )
             for peer in receivers:
                 fifos[rank, peer].append(kind)
             position[rank] += 1
@@ -76,7 +78,7 @@ def _check_order(schedule: Schedule, channel: int) -> None:
     for rank, (at, steps) in enumerate(zip(position, parts, strict=True)):
         if at < len(steps):
             text = f"gets stuck on CPUs, where {NSLOTS} messages and signals at most are under way from one rank to another"
-            raise InvalidUsage(f"{place(schedule, channel, rank, steps[at][0])}: {text}")
+            raise InvalidUsage(f"{format_location(schedule, channel, rank, steps[at][0])}: {text}")
 
 
 def sync_peers(step: Step, rank: int, nranks: int) -> list[int]:

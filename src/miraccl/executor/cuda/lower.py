@@ -164,7 +164,7 @@ def trees_of(request: Request, comm_args: CommArgs) -> bytes:
     order = comm_args.order or tuple(range(request.nranks))
     root = order.index(request.root) if request.collective.rooted else 0
     trees = [
-        double_binary_tree.places(request.collective, position, request.nranks, root)
+        double_binary_tree.tree_positions(request.collective, position, request.nranks, root)
         for position in range(request.nranks)
     ]
     here = order.index(comm_args.rank)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from miraccl.executor.cuda import copies, staged_copies
 from miraccl.executor.cuda.choice import NEVER, choose, may_use_trees, ring_from
 from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of
-from miraccl.schedule.catalog import NEIGHBOURLY
+from miraccl.schedule.catalog import TOPOLOGY_ORDERED
 from miraccl.types import Collective
 
 ConnectionInfo = tuple[tuple[int, int], str, str]
@@ -71,7 +71,7 @@ def candidates(
         ]
 
     def of(plan: DevicePlan, chosen: bool, reason: str) -> DeviceCandidate:
-        neighbours = plan.algo in NEIGHBOURLY
+        neighbours = plan.algo in TOPOLOGY_ORDERED
         return DeviceCandidate(
             algo=plan.algo,
             proto=plan.proto,

@@ -57,11 +57,11 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
         return one_channel(
             "bruck", collective, (_all_gather(rank, nranks) for rank in range(nranks))
         )
-    moves = {
+    offsets_by_distance = {
         distance: [i for i in range(nranks) if i & distance] for distance in _distances(nranks)
     }
-    starts = _receive_areas([len(moving) for moving in moves.values()])
-    ranks = (_all_to_all(rank, nranks, moves, starts) for rank in range(nranks))
+    starts = _receive_areas([len(moving) for moving in offsets_by_distance.values()])
+    ranks = (_all_to_all(rank, nranks, offsets_by_distance, starts) for rank in range(nranks))
     return one_channel("bruck", collective, ranks, scratch_chunks=starts[-1])
 
 
@@ -95,19 +95,19 @@ def _receive_areas(sizes: list[int]) -> list[int]:
 
 
 def _all_to_all(
-    rank: int, nranks: int, moves: dict[int, list[int]], starts: list[int]
+    rank: int, nranks: int, offsets_by_distance: dict[int, list[int]], starts: list[int]
 ) -> Iterator[Step]:
     """``moves``: for each distance, how far the blocks that move by it had to go at the start."""
-    where = [
+    location = [
         inp((rank + i) % nranks) for i in range(nranks)
     ]  # the block that started with i ranks to go
-    yield copy(where[0], out(rank))
-    for (distance, moving), start in zip(moves.items(), starts, strict=False):
+    yield copy(location[0], out(rank))
+    for (distance, moving), start in zip(offsets_by_distance.items(), starts, strict=False):
         for slot, i in enumerate(moving):
-            yield copy(where[i], scratch(slot))
+            yield copy(location[i], scratch(slot))
         yield send(scratch(0, len(moving)), (rank + distance) % nranks)
         yield recv(scratch(start, len(moving)), (rank - distance) % nranks)
         for slot, i in enumerate(moving):
-            where[i] = scratch(start + slot)
+            location[i] = scratch(start + slot)
             if i < 2 * distance:  # no higher bit: this block has arrived
-                yield copy(where[i], out((rank - i) % nranks))
+                yield copy(location[i], out((rank - i) % nranks))

@@ -45,52 +45,56 @@ PARTS = 4
 COLLECTIVES = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 
 
-class Place(NamedTuple):
+class TreePosition(NamedTuple):
     """A rank's place in a tree."""
 
     up: int | None
     down: tuple[int, ...]
 
 
-def binary_tree(rank: int, nranks: int) -> Place:
+def binary_tree(rank: int, nranks: int) -> TreePosition:
     """NCCL's ``ncclGetBtree``: rank 0 is the root with one child, odd ranks are leaves; the lowest set bit is the height."""
     bit = 1
     while bit < nranks and not rank & bit:
         bit <<= 1
     if rank == 0:
-        return Place(None, (bit >> 1,) if nranks > 1 else ())
+        return TreePosition(None, (bit >> 1,) if nranks > 1 else ())
     up = (rank ^ bit) | (bit << 1)
     if up >= nranks:
         up = rank ^ bit
     low = bit >> 1
     if low == 0:
-        return Place(up, ())
+        return TreePosition(up, ())
     left, right = rank - low, rank + low
     while right >= nranks and low:
         low >>= 1
         right = rank + low
-    return Place(up, (left, right) if low else (left,))
+    return TreePosition(up, (left, right) if low else (left,))
 
 
-def _renamed(
+def _relabelled_position(
     rank: int, nranks: int, into: Callable[[int], int], back: Callable[[int], int]
-) -> Place:
+) -> TreePosition:
     place = binary_tree(into(rank), nranks)
-    return Place(
+    return TreePosition(
         None if place.up is None else back(place.up), tuple(back(child) for child in place.down)
     )
 
 
-def double_tree(rank: int, nranks: int) -> tuple[Place, Place]:
+def double_tree(rank: int, nranks: int) -> tuple[TreePosition, TreePosition]:
     """NCCL's ``ncclGetDtree``: the second tree is the mirror image for an even number of ranks, else the first one shifted."""
     if nranks % 2 == 0:
-        second = _renamed(rank, nranks, lambda r: nranks - 1 - r, lambda r: nranks - 1 - r)
+        second = _relabelled_position(
+            rank, nranks, lambda r: nranks - 1 - r, lambda r: nranks - 1 - r
+        )
     else:
-        second = _renamed(rank, nranks, lambda r: (r - 1) % nranks, lambda r: (r + 1) % nranks)
+        second = _relabelled_position(
+            rank, nranks, lambda r: (r - 1) % nranks, lambda r: (r + 1) % nranks
+        )
     return binary_tree(rank, nranks), second
 
 
-def rooted_double_tree(rank: int, nranks: int, root: int) -> tuple[Place, Place]:
+def rooted_double_tree(rank: int, nranks: int, root: int) -> tuple[TreePosition, TreePosition]:
     """Two trees that both hang from ``root``. In the second the other ranks are mirrored (odd ``nranks``) or shifted by one."""
 
     def first(r: int) -> int:
@@ -110,10 +114,14 @@ def rooted_double_tree(rank: int, nranks: int, root: int) -> tuple[Place, Place]
             return root
         return first_back(nranks - label if nranks % 2 else (label - 2) % (nranks - 1) + 1)
 
-    return _renamed(rank, nranks, first, first_back), _renamed(rank, nranks, second, second_back)
+    return _relabelled_position(rank, nranks, first, first_back), _relabelled_position(
+        rank, nranks, second, second_back
+    )
 
 
-def places(collective: Collective, rank: int, nranks: int, root: int = 0) -> tuple[Place, Place]:
+def tree_positions(
+    collective: Collective, rank: int, nranks: int, root: int = 0
+) -> tuple[TreePosition, TreePosition]:
     """The places of a rank in the two trees of a collective."""
     return (
         double_tree(rank, nranks)
@@ -125,7 +133,7 @@ def places(collective: Collective, rank: int, nranks: int, root: int = 0) -> tup
 @lru_cache(maxsize=64)
 def wire(collective: Collective, nranks: int) -> Fraction:
     """The rank with the most edges to send on, each for half a block."""
-    trees_of_ranks = [places(collective, rank, nranks) for rank in range(nranks)]
+    trees_of_ranks = [tree_positions(collective, rank, nranks) for rank in range(nranks)]
     if collective is Collective.ALL_REDUCE:
         sent = (sum((p.up is not None) + len(p.down) for p in trees) for trees in trees_of_ranks)
     elif collective is Collective.BROADCAST:
@@ -154,7 +162,7 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
         Collective.BROADCAST: _broadcast,
         Collective.REDUCE: _reduce,
     }[collective]
-    trees = [places(collective, rank, nranks, root) for rank in range(nranks)]
+    trees = [tree_positions(collective, rank, nranks, root) for rank in range(nranks)]
     channels = tuple(
         tuple(
             tuple(phases(trees[rank][tree], range(tree * PARTS, (tree + 1) * PARTS)))
@@ -173,7 +181,7 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
     )
 
 
-def _all_reduce(place: Place, parts: range) -> Iterator[Step]:
+def _all_reduce(place: TreePosition, parts: range) -> Iterator[Step]:
     """Up with all parts, then down with all; the root turns each part around. Partial sums wait in the output."""
     up, down = place
     if up is None:
@@ -192,28 +200,28 @@ def _all_reduce(place: Place, parts: range) -> Iterator[Step]:
             yield recv_reduce_copy(inp(part), out(part), down[0])
         yield recv_reduce_send(out(part) if len(down) == 2 else inp(part), down[-1], up)
     for part in parts:
-        yield from _pass_on(up, down, part)
+        yield from _forward(up, down, part)
 
 
-def _pass_on(up: int, down: tuple[int, ...], part: int) -> Iterator[Step]:
+def _forward(up: int, down: tuple[int, ...], part: int) -> Iterator[Step]:
     """Take a part from above and hand it to the children."""
     yield recv_copy_send(out(part), up, down[0]) if down else recv(out(part), up)
     for child in down[1:]:
         yield send(out(part), child)
 
 
-def _broadcast(place: Place, parts: range) -> Iterator[Step]:
+def _broadcast(place: TreePosition, parts: range) -> Iterator[Step]:
     up, down = place
     for part in parts:
         if up is not None:
-            yield from _pass_on(up, down, part)
+            yield from _forward(up, down, part)
             continue
         for child in down:
             yield send(inp(part), child)
         yield copy(inp(part), out(part))
 
 
-def _reduce(place: Place, parts: range) -> Iterator[Step]:
+def _reduce(place: TreePosition, parts: range) -> Iterator[Step]:
     """A node with two children keeps the sum with the first in scratch: only the root has an output."""
     up, down = place
     for part in parts:

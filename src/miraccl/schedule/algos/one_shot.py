@@ -22,7 +22,16 @@ from fractions import Fraction
 
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, inp, one_channel, others, out, recv, recv_reduce_all, send
+from miraccl.schedule.steps import (
+    copy,
+    inp,
+    one_channel,
+    out,
+    peers_after,
+    recv,
+    recv_reduce_all,
+    send,
+)
 from miraccl.types import Collective
 
 COLLECTIVES = (
@@ -76,26 +85,26 @@ def _steps(collective: Collective, rank: int, nranks: int, root: int) -> Iterato
     everybody = range(nranks)
     match collective:
         case Collective.ALL_REDUCE:
-            yield from (send(inp(0), peer) for peer in others(rank, nranks))
-            yield _add_up(rank, nranks, 0)
+            yield from (send(inp(0), peer) for peer in peers_after(rank, nranks))
+            yield _reduce_all_inputs(rank, nranks, 0)
         case Collective.REDUCE_SCATTER:
-            yield from (send(inp(peer), peer) for peer in others(rank, nranks))
-            yield _add_up(rank, nranks, rank)
+            yield from (send(inp(peer), peer) for peer in peers_after(rank, nranks))
+            yield _reduce_all_inputs(rank, nranks, rank)
         case Collective.ALL_GATHER:
-            yield from (send(inp(0), peer) for peer in others(rank, nranks))
+            yield from (send(inp(0), peer) for peer in peers_after(rank, nranks))
             yield copy(inp(0), out(rank))
-            yield from (recv(out(peer), peer) for peer in reversed(others(rank, nranks)))
+            yield from (recv(out(peer), peer) for peer in reversed(peers_after(rank, nranks)))
         case Collective.ALL_TO_ALL:
-            yield from (send(inp(peer), peer) for peer in others(rank, nranks))
+            yield from (send(inp(peer), peer) for peer in peers_after(rank, nranks))
             yield copy(inp(rank), out(rank))
-            yield from (recv(out(peer), peer) for peer in reversed(others(rank, nranks)))
+            yield from (recv(out(peer), peer) for peer in reversed(peers_after(rank, nranks)))
         case Collective.REDUCE:
-            yield send(inp(0), root) if rank != root else _add_up(rank, nranks, 0)
+            yield send(inp(0), root) if rank != root else _reduce_all_inputs(rank, nranks, 0)
         case _:
             yield from _rooted(collective, rank, root, everybody)
 
 
-def _add_up(rank: int, nranks: int, chunk: int) -> Step:
+def _reduce_all_inputs(rank: int, nranks: int, chunk: int) -> Step:
     return (
         recv_reduce_all(inp(chunk), out(0), range(nranks))
         if nranks > 1
@@ -110,12 +119,12 @@ def _rooted(collective: Collective, rank: int, root: int, everybody: range) -> I
             yield send(inp(0), root)
             return
         yield copy(inp(0), out(root))
-        yield from (recv(out(peer), peer) for peer in others(root, len(everybody)))
+        yield from (recv(out(peer), peer) for peer in peers_after(root, len(everybody)))
         return
     if rank != root:
         yield recv(out(0), root)
         return
     own = root if collective is Collective.SCATTER else 0
-    for peer in others(root, len(everybody)):
+    for peer in peers_after(root, len(everybody)):
         yield send(inp(peer if collective is Collective.SCATTER else 0), peer)
     yield copy(inp(own), out(0))

@@ -49,7 +49,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class PatRound:
     """One distance. ``runs``: (first slot, slots) of what the all-gather sends; it arrives from slot ``start`` on."""
 
     distance: int
@@ -57,7 +57,7 @@ class Round:
     start: int
 
 
-def plan(nranks: int) -> tuple[list[int], list[Round]]:
+def plan_rounds(nranks: int) -> tuple[list[int], list[PatRound]]:
     """How far before the rank the block in each slot comes from, and the rounds of the all-gather; the same on all ranks."""
     offsets, rounds = [0], []
     for bit in reversed(range((nranks - 1).bit_length())):
@@ -69,7 +69,7 @@ def plan(nranks: int) -> tuple[list[int], list[Round]]:
                 runs[-1] = (runs[-1][0], runs[-1][1] + 1)
             else:
                 runs.append((slot, 1))
-        rounds.append(Round(distance=distance, runs=tuple(runs), start=len(offsets)))
+        rounds.append(PatRound(distance=distance, runs=tuple(runs), start=len(offsets)))
         offsets = offsets + [offsets[slot] + distance for slot in wanted]
     return offsets, rounds
 
@@ -84,21 +84,23 @@ def plan(nranks: int) -> tuple[list[int], list[Round]]:
     wire=wire,
 )
 def build(collective: Collective, nranks: int, root: int) -> Schedule:
-    offsets, rounds = plan(nranks)
+    offsets, rounds = plan_rounds(nranks)
     steps = _all_gather if collective is Collective.ALL_GATHER else _reduce_scatter
     ranks = (steps(rank, nranks, offsets, rounds) for rank in range(nranks))
     return one_channel("pat", collective, ranks, scratch_chunks=nranks if nranks > 1 else 0)
 
 
-def _all_gather(rank: int, nranks: int, offsets: list[int], rounds: list[Round]) -> Iterator[Step]:
+def _all_gather(
+    rank: int, nranks: int, offsets: list[int], rounds: list[PatRound]
+) -> Iterator[Step]:
     if nranks > 1:
         yield copy(inp(0), scratch(0))
-    for turn in rounds:
-        for slot, blocks in turn.runs:
-            yield send(scratch(slot, blocks), (rank + turn.distance) % nranks)
-        slot = turn.start
-        for _, blocks in turn.runs:
-            yield recv(scratch(slot, blocks), (rank - turn.distance) % nranks)
+    for pat_round in rounds:
+        for slot, blocks in pat_round.runs:
+            yield send(scratch(slot, blocks), (rank + pat_round.distance) % nranks)
+        slot = pat_round.start
+        for _, blocks in pat_round.runs:
+            yield recv(scratch(slot, blocks), (rank - pat_round.distance) % nranks)
             slot += blocks
     yield copy(inp(0), out(rank))
     for slot, offset in enumerate(offsets[1:], start=1):
@@ -106,7 +108,7 @@ def _all_gather(rank: int, nranks: int, offsets: list[int], rounds: list[Round])
 
 
 def _reduce_scatter(
-    rank: int, nranks: int, offsets: list[int], rounds: list[Round]
+    rank: int, nranks: int, offsets: list[int], rounds: list[PatRound]
 ) -> Iterator[Step]:
     """What an all-gather received in a round is sent here, back to where it came from, and added to what was sent there."""
     if nranks == 1:
@@ -114,15 +116,15 @@ def _reduce_scatter(
         return
     for slot, offset in enumerate(offsets):
         yield copy(inp((rank - offset) % nranks), scratch(slot))
-    for turn in reversed(rounds):
-        slot = turn.start
-        for _, blocks in turn.runs:
-            yield send(scratch(slot, blocks), (rank - turn.distance) % nranks)
+    for pat_round in reversed(rounds):
+        slot = pat_round.start
+        for _, blocks in pat_round.runs:
+            yield send(scratch(slot, blocks), (rank - pat_round.distance) % nranks)
             slot += blocks
-        for first, blocks in turn.runs:
-            peer = (rank + turn.distance) % nranks
+        for first, blocks in pat_round.runs:
+            peer = (rank + pat_round.distance) % nranks
             yield (
                 recv_reduce_copy(scratch(0), out(0), peer)
-                if turn is rounds[0]
+                if pat_round is rounds[0]
                 else recv_reduce(scratch(first, blocks), peer)
             )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from miraccl.schedule.algos.recursive_halving_doubling import Folding, largest_power
+from miraccl.schedule.algos.recursive_halving_doubling import Folding, largest_power_of_two
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
 from miraccl.schedule.steps import (
@@ -35,13 +35,13 @@ COLLECTIVES = (Collective.ALL_REDUCE,)
 
 def latency(collective: Collective, nranks: int) -> int:
     folding = Folding(nranks)
-    power, extra = folding.power, folding.extra
+    power, extra = folding.core_size, folding.extra
     # a chain crosses all log2(p) distances, from a player to the opposite one; either may have to fold
     return power.bit_length() - 1 + (extra > 0) + (2 * extra > power)
 
 
 def wire(collective: Collective, nranks: int) -> Fraction:
-    power = largest_power(nranks)
+    power = largest_power_of_two(nranks)
     return Fraction(power.bit_length() - 1 + (power != nranks))
 
 
@@ -63,11 +63,11 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def _all_reduce(rank: int, nranks: int, folding: Folding) -> Iterator[Step]:
-    player, other = folding.player(rank), folding.stands_for(rank)
+    index, other = folding.core_index(rank), folding.folded_rank(rank)
     if nranks == 1:
         yield copy(inp(0), out(0))
         return
-    if player is None:
+    if index is None:
         yield send(inp(0), rank - 1)
         yield recv(out(0), rank - 1)
         return
@@ -76,8 +76,8 @@ def _all_reduce(rank: int, nranks: int, folding: Folding) -> Iterator[Step]:
         yield recv_reduce_copy(inp(0), out(0), other)
         source = out
     distance = 1
-    while distance < folding.power:
-        peer = folding.rank(player ^ distance)
+    while distance < folding.core_size:
+        peer = folding.core_rank(index ^ distance)
         yield send(source(0), peer)
         yield recv_reduce(out(0), peer) if source is out else recv_reduce_copy(inp(0), out(0), peer)
         source = out

@@ -37,7 +37,7 @@ from miraccl.types import Collective
 COLLECTIVES = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
-def largest_power(nranks: int) -> int:
+def largest_power_of_two(nranks: int) -> int:
     """The largest power of two up to ``nranks``."""
     return 1 << (nranks.bit_length() - 1)
 
@@ -46,31 +46,31 @@ class Folding:
     """How ``nranks`` ranks become ``power`` players: among the first ``2 (nranks - power)`` only the even ones play."""
 
     def __init__(self, nranks: int) -> None:
-        self.power = largest_power(nranks)
-        self.extra = nranks - self.power
+        self.core_size = largest_power_of_two(nranks)
+        self.extra = nranks - self.core_size
 
-    def player(self, rank: int) -> int | None:
+    def core_index(self, rank: int) -> int | None:
         """The player that ``rank`` is, if it plays."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return rank // 2 if rank % 2 == 0 else None
 
-    def rank(self, player: int) -> int:
-        return 2 * player if player < self.extra else player + self.extra
+    def core_rank(self, index: int) -> int:
+        return 2 * index if index < self.extra else index + self.extra
 
-    def stands_for(self, rank: int) -> int | None:
+    def folded_rank(self, rank: int) -> int | None:
         """The rank whose input ``rank`` takes over."""
         return rank + 1 if rank < 2 * self.extra and rank % 2 == 0 else None
 
 
 def latency(collective: Collective, nranks: int) -> int:
-    power = largest_power(nranks)
+    power = largest_power_of_two(nranks)
     steps = power.bit_length() - 1
     return 2 * steps + 2 * (power != nranks) if collective is Collective.ALL_REDUCE else steps
 
 
 def wire(collective: Collective, nranks: int) -> Fraction:
-    power = largest_power(nranks)
+    power = largest_power_of_two(nranks)
     return (
         Fraction(2 * (power - 1), power) + (power != nranks)
         if collective is Collective.ALL_REDUCE
@@ -79,7 +79,7 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 
 
 def supports(collective: Collective, nranks: int) -> bool:
-    return collective is Collective.ALL_REDUCE or nranks == largest_power(nranks)
+    return collective is Collective.ALL_REDUCE or nranks == largest_power_of_two(nranks)
 
 
 @register(
@@ -98,30 +98,30 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
     if collective is Collective.ALL_REDUCE:
         folding = Folding(nranks)
         ranks = (_all_reduce(rank, nranks, folding) for rank in range(nranks))
-        return one_channel(name, collective, ranks, parts=folding.power)
+        return one_channel(name, collective, ranks, parts=folding.core_size)
     if collective is Collective.ALL_GATHER:
         return one_channel(name, collective, (_all_gather(rank, nranks) for rank in range(nranks)))
     ranks = (_reduce_scatter(rank, nranks) for rank in range(nranks))
     return one_channel(name, collective, ranks, scratch_chunks=nranks // 2 if nranks > 2 else 0)
 
 
-def halves(player: int, power: int) -> Iterator[tuple[int, int, int, int]]:
+def halves(index: int, power: int) -> Iterator[tuple[int, int, int, int]]:
     """For each step of halving: (partner, first chunk of the half kept, of the half sent, chunks of a half)."""
     low, size = 0, power
     while size > 1:
         size //= 2
-        upper = bool(player & size)
+        upper = bool(index & size)
         keep, give = (low + size, low) if upper else (low, low + size)
-        yield player ^ size, keep, give, size
+        yield index ^ size, keep, give, size
         low = keep
 
 
 def _all_reduce(rank: int, nranks: int, folding: Folding) -> Iterator[Step]:
-    power, player, other = folding.power, folding.player(rank), folding.stands_for(rank)
+    power, index, other = folding.core_size, folding.core_index(rank), folding.folded_rank(rank)
     if nranks == 1:
         yield copy(inp(0), out(0))
         return
-    if player is None:
+    if index is None:
         yield send(inp(0, power), rank - 1)
         yield recv(out(0, power), rank - 1)
         return
@@ -129,9 +129,9 @@ def _all_reduce(rank: int, nranks: int, folding: Folding) -> Iterator[Step]:
     if other is not None:
         yield recv_reduce_copy(inp(0, power), out(0, power), other)
         source = out
-    steps = list(halves(player, power))
+    steps = list(halves(index, power))
     for partner, keep, give, size in steps:
-        peer = folding.rank(partner)
+        peer = folding.core_rank(partner)
         yield send(source(give, size), peer)
         yield (
             recv_reduce(out(keep, size), peer)
@@ -140,8 +140,8 @@ def _all_reduce(rank: int, nranks: int, folding: Folding) -> Iterator[Step]:
         )
         source = out
     for partner, keep, give, size in reversed(steps):
-        yield send(out(keep, size), folding.rank(partner))
-        yield recv(out(give, size), folding.rank(partner))
+        yield send(out(keep, size), folding.core_rank(partner))
+        yield recv(out(give, size), folding.core_rank(partner))
     if other is not None:
         yield send(out(0, power), other)
 

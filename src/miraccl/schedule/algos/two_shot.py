@@ -24,7 +24,16 @@ from fractions import Fraction
 from miraccl.schedule.algos import one_shot
 from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Schedule, Step
-from miraccl.schedule.steps import copy, inp, one_channel, others, out, recv, recv_reduce_all, send
+from miraccl.schedule.steps import (
+    copy,
+    inp,
+    one_channel,
+    out,
+    peers_after,
+    recv,
+    recv_reduce_all,
+    send,
+)
 from miraccl.types import Collective
 
 COLLECTIVES = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
@@ -66,7 +75,7 @@ def _all_reduce(rank: int, nranks: int) -> Iterator[Step]:
     if nranks == 1:
         yield copy(inp(0), out(0))
         return
-    peers = others(rank, nranks)
+    peers = peers_after(rank, nranks)
     yield from (send(inp(peer), peer) for peer in peers)
     yield recv_reduce_all(inp(rank), out(rank), range(nranks))
     yield from (send(out(rank), peer) for peer in peers)

@@ -29,8 +29,8 @@ from miraccl.schedule.steps import (
     copy,
     inp,
     one_channel,
-    others,
     out,
+    peers_after,
     put,
     reduce_from_peers,
     signal,
@@ -80,7 +80,7 @@ def _steps(collective: Collective, rank: int, nranks: int) -> Iterator[Step]:
     if nranks == 1:
         yield copy(inp(0), out(0))
         return
-    peers = others(rank, nranks)
+    peers = peers_after(rank, nranks)
     yield signal(peers)
     yield wait(peers)
     match collective:

@@ -153,7 +153,7 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
         raise click.UsageError("--algo is for collectives; a sendrecv is a message")
     collective = Collective[op.upper()]
     if not algorithm.supports(collective, nranks) and not (on_gpu and options["hosts"] > 1):
-        others = catalog.which_have(collective, nranks)
+        others = catalog.format_names_for(collective, nranks)
         raise click.UsageError(
             f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {others}"
         )
