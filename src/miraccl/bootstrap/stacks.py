@@ -40,8 +40,10 @@ _LOOPS = tuple(
         "multiprocessing/pool.py",
     )
 )
-#: Ours that runs no program's code, but for signal handlers.
-_CALLS = tuple(_PACKAGE + folder + os.sep for folder in ("comm", "torch"))
+#: Packages of this library that call application code only from signal handlers.
+_CALLS = tuple(
+    _PACKAGE + folder + os.sep for folder in ("api", "runtime", "diagnosis", "fastpath", "torch")
+)
 
 _lock = threading.RLock()
 _paused = False  # the garbage collector is, by whoever has the lock
