@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
     choices = Options.create()
 
     def open_cpu(sub: Any, stages: Any) -> Communicator:
-        return Communicator.from_session(sub, choices, stages=stages)
+        return Communicator.from_session(sub, choices, setup=stages)
 
     comm: Any = make_device_communicator(session, rank, choices, open_cpu=open_cpu)
     nccl = None if options.no_nccl else dist

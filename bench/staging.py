@@ -29,7 +29,7 @@ from numba import njit
 from miraccl import params
 from miraccl.api.communicator import Communicator
 from miraccl.native.intrinsics import load32, pause, sched_yield
-from miraccl.proxy.kernels.layout import READY_OFFSET, SLOT_STRIDE
+from miraccl.proxy.kernels.staging_layout import READY_OFFSET, SLOT_STRIDE
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
@@ -40,7 +40,7 @@ from miraccl.runtime.multinode.segments import Shape, cut
 from miraccl.runtime.multinode.staging import LANES, StagedJob, Staging
 from miraccl.runtime.multinode.transfers import cut_transfers, transfers_on
 from miraccl.runtime.options import Options
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.tools import launch
 from miraccl.tools.spawn import Context, Ranks
 from miraccl.types import Collective, DType, RedOp
@@ -125,11 +125,11 @@ def rank_main(
         streams: list[Any] = []
         if messages and not through_proxy:
             streams = [
-                MessageStreams(Stages(world), cpus[0]._member, HostsLayout.of(world.rank, "ab"))
+                MessageStreams(SetupPhases(world), cpus[0]._core, HostsLayout.of(world.rank, "ab"))
             ]
         elif not through_proxy:
             streams = [
-                DirectStreams(Stages(world.sub(range(2), f"direct {i}")), cpu._member)
+                DirectStreams(SetupPhases(world.sub(range(2), f"direct {i}")), cpu._core)
                 for i, cpu in enumerate(cpus)
             ]
 

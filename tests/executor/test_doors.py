@@ -17,7 +17,7 @@ from miraccl import Communicator, DType, RedOp
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu import arrays
 from miraccl.executor.cpu.context import PLAN_SLOTS, _plan_key
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from tests.runtime import reference as ref
 
 
@@ -37,8 +37,8 @@ def entered(comm: Communicator, array: Any) -> int:
 def test_a_call_enters_once_its_like_was_seen(comm: Communicator, count: int, dtype: DType) -> None:
     array = np.zeros(count, ref.DTYPES[dtype])
     comm.all_reduce(array)
-    assert entered(comm, array) == at.OK
-    assert entered(comm, array.reshape(1, -1)) == at.OK
+    assert entered(comm, array) == layout.OK
+    assert entered(comm, array.reshape(1, -1)) == layout.OK
     assert comm.last_plan is not None
 
 
@@ -53,7 +53,7 @@ def test_the_hash_of_huge_counts_wraps_alike(comm: Communicator, bits: int) -> N
         )
         array = np.frombuffer(memory, np.uint8)
         comm.all_reduce(array)
-        assert entered(comm, array) == at.OK
+        assert entered(comm, array) == layout.OK
         del array
 
 
@@ -74,7 +74,7 @@ def test_more_plans_than_the_table_has_room_for(comm: Communicator) -> None:
     array = np.arange(3 * PLAN_SLOTS, dtype=np.float32)
     for count in range(1, array.size, 2):
         assert comm.all_reduce(array[:count]).size == count
-    hits = sum(entered(comm, array[:count]) == at.OK for count in range(1, array.size, 2))
+    hits = sum(entered(comm, array[:count]) == layout.OK for count in range(1, array.size, 2))
     assert 0 < hits <= PLAN_SLOTS
     assert (array == np.arange(array.size)).all()
 
@@ -91,14 +91,14 @@ def test_calls_that_cannot_enter_cost_no_memory(comm: Communicator) -> None:
 
 
 def test_prepared_operations_leave_with_their_last_reference(comm: Communicator) -> None:
-    planner, x = comm._member.planner, np.zeros(10)
+    planner, x = comm._core.planner, np.zeros(10)
     gc.collect()
-    plans, doors = len(planner._plans), len(comm._member.context._doors)
+    plans, doors = len(planner._plans), len(comm._core.context._doors)
     for _ in range(20):
         comm.all_reduce_init(x)()
     gc.collect()
     assert len(planner._plans) <= plans + 1
-    assert len(comm._member.context._doors) == doors
+    assert len(comm._core.context._doors) == doors
 
 
 @pytest.mark.parametrize("root", [1 << 70, -(1 << 70), -1, 1, True, 0.0, None, "0"])
@@ -174,9 +174,9 @@ def test_arrays_that_a_door_must_refuse(comm: Communicator) -> None:
         5,
         "x",
     ):
-        assert entered(comm, bad) == at.NEED_PLAN
+        assert entered(comm, bad) == layout.NEED_PLAN
     assert (
-        comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == at.NEED_PLAN
+        comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == layout.NEED_PLAN
     )  # an overlap that is not "in place"
     for options in (
         (True, None),
@@ -184,5 +184,5 @@ def test_arrays_that_a_door_must_refuse(comm: Communicator) -> None:
         (0, None),
         (None, None),
     ):  # a stream, work in the background, or what only Python can tell
-        assert comm._all_reduce(good, None, RedOp.SUM, *options) == at.NEED_PLAN
-    assert entered(comm, good) == at.OK
+        assert comm._all_reduce(good, None, RedOp.SUM, *options) == layout.NEED_PLAN
+    assert entered(comm, good) == layout.OK

@@ -47,7 +47,7 @@ class Side:
         self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
         self.signatures: list[int] = []  # of what was handed over
         address = groups.address()
-        groups.hasten(*group_builtins(address))
+        groups.install_fast_path(*group_builtins(address))
         abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)
         self.doors = Doors(
             rank,

@@ -95,7 +95,7 @@ def alone(how: str) -> str:
 
 def stay_until_told(me: Rank) -> None:
     """Who waits for a rank that leaves is told that, instead of passing its deadline."""
-    me.comm._member.session.barrier("told")
+    me.comm._core.session.barrier("told")
 
 
 def never_comes() -> dict[str, Any]:
@@ -447,7 +447,7 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
             comm.all_gather(x, me.zeros(10 * me.nranks), stream=0)
         comm.all_reduce(x, stream=0)
         comm.synchronize()
-        comm._member.session.barrier("before they differ")
+        comm._core.session.barrier("before they differ")
         calls[case]()
         comm.synchronize()
     except MiracclError as error:
@@ -468,7 +468,7 @@ def works_that_end() -> list[float]:
         for _ in range(2):
             comm.all_reduce(x, stream=0)
         me.synchronize()
-        asked = questions(comm._member.session)
+        asked = questions(comm._core.session)
         if me.rank == 0:
             work = comm.broadcast(x, 0, async_op=True)
             comm.recv(me.zeros(10), 1, async_op=True)

@@ -1010,7 +1010,7 @@ def several_in_threads() -> list[int]:
         options = Options.create(timeout=60)
         me, shared = Rank(world, options.timeout), LaunchOrders()
         whole = Communicator.from_session(
-            world.sub(range(world.nranks), "first"), options, orders=lambda: shared
+            world.sub(range(world.nranks), "first"), options, launch_orders=lambda: shared
         )
         part = whole.split(0)
         assert part is not None
@@ -1019,7 +1019,7 @@ def several_in_threads() -> list[int]:
         def beside() -> None:
             comms.append(
                 Communicator.from_session(
-                    world.sub(range(world.nranks), "third"), options, orders=lambda: shared
+                    world.sub(range(world.nranks), "third"), options, launch_orders=lambda: shared
                 )
             )
             for comm, x, stream in zip(comms, arrays, streams, strict=True):
@@ -1058,7 +1058,7 @@ def after_a_capture() -> None:
         first, second, third = (me.cuda.make_stream() for _ in range(3))
         x, large = me.put(np.ones(9)), me.put(np.ones(150_000))
         part.barrier(stream=first)
-        order, waits = me.comm._device_side(me.rank).gpu.order_streams, []
+        order, waits = me.comm._require_gpu(me.rank).gpu.order_streams, []
 
         def ordered(gpu: Any, before: int, after: int) -> None:
             waits.append((before, after))

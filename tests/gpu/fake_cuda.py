@@ -778,7 +778,7 @@ class FakeLocal:
         self.cuda: FakeCuda = self.gpu.cuda
         name = f"{session.name}/fake"
         part = session.sub(range(self.nranks), name)
-        self._cpu = Communicator.from_session(part, options, stages=stages.part(part))
+        self._cpu = Communicator.from_session(part, options, setup=stages.part(part))
         self._stream = -1
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
         ways: Any = {
@@ -798,7 +798,7 @@ class FakeLocal:
 
     @property
     def closed(self) -> bool:
-        return self._cpu._member.closed
+        return self._cpu._core.closed
 
     def judge(self) -> None:
         """The CPU communicator compares what comes."""
@@ -874,10 +874,10 @@ class FakeLocal:
     def check(self, name: str = "") -> None:
         if self.words[layout.HOST_ERROR]:
             self.faults.check(name)
-        self._cpu._member.check(0, name)
+        self._cpu._core.check(0, name)
 
     def settle(self, fault: MiracclError) -> None:
-        self._cpu._member.faults.settle(fault)
+        self._cpu._core.faults.settle(fault)
 
     def has_stopped(self) -> bool:
         return False

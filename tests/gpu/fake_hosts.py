@@ -76,7 +76,7 @@ class World:
             world.rank,
             names,
             options,
-            open_cpu=lambda sub, stages: Communicator.from_session(sub, options, stages=stages),
+            open_cpu=lambda sub, stages: Communicator.from_session(sub, options, setup=stages),
         )
         self.rank, self.nranks = world.rank, world.nranks
         even = len({hosts.count(letter) for letter in hosts}) == 1

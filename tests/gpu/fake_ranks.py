@@ -11,7 +11,7 @@ from typing import Any
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from tests.gpu.fake_cuda import FakeCuda
 
@@ -59,11 +59,13 @@ def connect(
     with session() as world:
         gpu = Gpu(rank % int(os.environ.get("TEST_GPUS", "8")))
         opened = len(os.listdir("/proc/self/fd"))
-        memory = SymmetricMemory(gpu, world.rank, world.nranks, NBYTES, FILLS, stages=Stages(world))
+        memory = SymmetricMemory(
+            gpu, world.rank, world.nranks, NBYTES, FILLS, stages=SetupPhases(world)
+        )
         talk(memory, world)
         extra = None
         if window:
-            extra = memory.window(5000, Stages(world))
+            extra = memory.window(5000, SetupPhases(world))
             use_window(extra, world)
         result = {
             "kinds": memory.kinds,

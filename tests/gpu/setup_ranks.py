@@ -21,7 +21,7 @@ from miraccl.errors import MiracclError
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.multinode.streams import PeerStreams
 from miraccl.runtime.options import Options
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.connect_round import Meeting
 from miraccl.transport.cuda_fds import Door
 from miraccl.wire.stream import HandshakeState
@@ -275,14 +275,14 @@ def aborted(stage: str) -> dict[str, Any]:
 def aborts_late(stage: str) -> dict[str, Any]:
     """As ``aborted``, but the thread of rank 0 is late: rank 1 has heard of the abort and left before rank 0 knows of it itself."""
     with rank(True, 600.0) as me:
-        left, faults, vars_of = threading.Event(), me.comm._member.faults, cast(Any, Stages)
-        settle, end = faults.settle, Stages.end
+        left, faults, vars_of = threading.Event(), me.comm._core.faults, cast(Any, SetupPhases)
+        settle, end = faults.settle, SetupPhases.cancel
 
         def settle_late(error: MiracclError) -> MiracclError:
             left.wait(2.0)
             return settle(error)
 
-        def end_and_say(stages: Stages, error: MiracclError) -> None:
+        def end_and_say(stages: SetupPhases, error: MiracclError) -> None:
             end(stages, error)
             left.set()
 

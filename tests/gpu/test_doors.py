@@ -294,12 +294,12 @@ def test_messages_of_a_group_may_be_a_collective(grouping: Side) -> None:
     for signature in (77, 0, 77):
         with miraccl.group():
             assert side.send(x) == side.recv(y) == 0
-            assert groups.is_compiled_alone()
+            assert groups.is_single_compiled_block()
             assert not side.doors.are_collective(signature, 3)  # others are among them
             assert side.doors.are_collective(signature, 2)
         assert side.driver.seen.pop()[0] == (2 if signature else 1)
     with miraccl.group(), miraccl.group():
-        assert not groups.is_compiled_alone()
+        assert not groups.is_single_compiled_block()
     with miraccl.group():
         assert side.send(x) == side.recv(y) == 0
         assert side.doors.are_collective(77, 2)

@@ -24,7 +24,7 @@ from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.multinode.communicator import HostsCommunicator, make_device_communicator
 from miraccl.runtime.options import Options
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory
@@ -59,7 +59,7 @@ class OneHost(worker.Rank):
     def window(self, nbytes: int) -> str:
         """A further allocation is seen by all; two, so that the second has other addresses."""
         memory, torch = self.comm.symmetric, self.torch
-        first, second = (memory.window(nbytes, Stages(self.session)) for _ in range(2))
+        first, second = (memory.window(nbytes, SetupPhases(self.session)) for _ in range(2))
         if not second.addressable:
             first.close()
             second.close()
@@ -140,8 +140,8 @@ class Threads:
         return "".join(found)
 
 
-def open_cpu(session: Session, stages: Stages) -> Communicator:
-    return Communicator.from_session(session, Options.create(timeout=TIMEOUT), stages=stages)
+def open_cpu(session: Session, stages: SetupPhases) -> Communicator:
+    return Communicator.from_session(session, Options.create(timeout=TIMEOUT), setup=stages)
 
 
 class ManyHosts:

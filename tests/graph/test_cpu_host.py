@@ -76,7 +76,7 @@ def test_domains_follow_the_paths(tmp_path):
 def ring_over_interleaved_hosts(nranks):
     os.environ["MIRACCL_HOSTID"] = f"host{int(os.environ['MIRACCL_RANK']) % 2}"
     with miraccl.init(algo="ring") as comm:
-        order = comm._member.fabric.order
+        order = comm._core.fabric.order
         x = np.arange(1000, dtype=np.int64) + comm.rank
         comm.all_reduce(x)
         gathered = comm.all_gather(np.full(5, comm.rank))

@@ -41,7 +41,7 @@ def broken(how: str) -> Any:
     comm.barrier()
     together(comm)
     if comm.rank == 0:
-        sock = comm._member.fabric._proxy._drivers[1].streams[0]._sock
+        sock = comm._core.fabric._proxy._drivers[1].streams[0]._sock
         if how == "closed":
             sock.shutdown(socket.SHUT_RDWR)
         else:  # between two messages: the proxy is asleep
@@ -131,7 +131,7 @@ def slow() -> float:
         x, out, other = np.full(350_000, comm.rank + 1.0), np.zeros(350_000), 1 - comm.rank
         comm.sendrecv(x[:9], other, out[:9], other)
         together(comm)
-        streams = comm._member.fabric._proxy._drivers[other].streams
+        streams = comm._core.fabric._proxy._drivers[other].streams
         for stream in streams:
             stream.send = (
                 itertools.repeat(0).__next__

@@ -15,7 +15,7 @@ import numpy as np
 
 import miraccl
 from miraccl.errors import MiracclError
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from tests.runtime.late_watcher import LateWatcher
 from tests.runtime.sweep_ranks import act_as_hosts
 
@@ -33,13 +33,13 @@ def seen(error: BaseException) -> dict[str, Any]:
 
 def together(comm: miraccl.Communicator) -> None:
     """A barrier on the control plane: when it returns, no rank needs this one for it any more."""
-    comm._member.session.barrier("test")
+    comm._core.session.barrier("test")
 
 
 def nobody_left(comm: miraccl.Communicator) -> None:
     """Wait for all ranks, now that this one has seen its error: for who has not, a rank that ends has died."""
     with contextlib.suppress(MiracclError):
-        comm._member.session.barrier("seen", timeout=10)
+        comm._core.session.barrier("seen", timeout=10)
 
 
 def mismatch(field: str, odd: int, count: int, ranks_per_host: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def ends_at_once(what: str, ranks_per_host: int) -> Any:
     act_as_hosts(ranks_per_host)
     launched = miraccl.init(timeout=20)
     made = str(miraccl.get_unique_id()) if launched.rank == 1 else ""
-    ident = launched._member.session.all_gather(made.encode(), "id")[1].decode()
+    ident = launched._core.session.all_gather(made.encode(), "id")[1].decode()
     comm = miraccl.Communicator(launched.nranks, ident, launched.rank, timeout=20)
     together(launched)
     try:
@@ -107,7 +107,7 @@ def ends_at_once(what: str, ranks_per_host: int) -> Any:
 def goes_through(victim: int) -> Any:
     """Ranks 0 and 1 broadcast from rank 0, rank 2 from rank 1: the others are through and gone while rank 2 waits for one of them."""
     comm = miraccl.init(timeout=20)
-    session, through = comm._member.session, threading.Semaphore(0)
+    session, through = comm._core.session, threading.Semaphore(0)
     session.on_event(
         lambda event: (
             through.release() if getattr(event, "payload", {}).get("kind") == "through" else None
@@ -126,7 +126,7 @@ def goes_through(victim: int) -> Any:
         return seen(error)
     session.notify({"kind": "through"})
     wait_until(
-        lambda: bool(comm._member.fabric.history(2))
+        lambda: bool(comm._core.fabric.history(2))
     )  # it has called what does not fit: else that would never begin
     if comm.rank != victim:  # which ends without a word
         comm.finalize()
@@ -181,7 +181,7 @@ def split_against(what: str, ranks_per_host: int) -> Any:
     comm = miraccl.init(timeout=600)
     comm.all_reduce(np.ones(3))
     together(comm)
-    session = comm._member.session
+    session = comm._core.session
     session.timeout = 600
     x, large = np.ones(3), np.ones(300_000)
     calls: dict[str, Callable[[], Any]] = {
@@ -215,7 +215,7 @@ def split_after_an_operation_of_another_thread() -> float:
         x = np.ones(3)
         if comm.rank == 0:
             work = comm.all_reduce(x, async_op=True)
-            wait_until(lambda: bool(comm._member.context.met[1:, 0].all()))
+            wait_until(lambda: bool(comm._core.context.met[1:, 0].all()))
             time.sleep(
                 0.2
             )  # in which the operation looks whether somebody waits for this rank, and goes on
@@ -232,9 +232,11 @@ def split_against_another_meeting() -> Any:
     """Rank 1 calls split, the others something else on the control plane."""
     with miraccl.init(timeout=600) as comm:
         together(comm)
-        comm._member.session.timeout = 600
+        comm._core.session.timeout = 600
         try:
-            comm.split(0) if comm.rank == 1 else comm._member.meet("something else", "other", b"")
+            comm.split(0) if comm.rank == 1 else comm._core.run_control_op(
+                "something else", "other", b""
+            )
         except MiracclError as error:
             return seen(error)
         return {"type": "none"}
@@ -380,7 +382,7 @@ def killed_while_shrinking(path: str) -> Any:
     together(comm)
     if comm.rank == 1:
         others = [r for r in range(comm.nranks) if r != 1]
-        session, calls = comm._member.session, {""}
+        session, calls = comm._core.session, {""}
         while calls != {"shrink"}:
             status = session.request_status(10)
             calls = {thread["call"] for r in others for thread in status[r]["threads"][:1]}
@@ -394,7 +396,7 @@ def hub_in_rank_0(path: str) -> Any:
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
     world = miraccl.init(timeout=30)
     made = str(miraccl.get_unique_id()) if rank == 0 else ""
-    ident = world._member.session.all_gather(made.encode(), "id")[0].decode()
+    ident = world._core.session.all_gather(made.encode(), "id")[0].decode()
     comm = miraccl.Communicator(nranks, ident, rank, timeout=30)
     world.finalize()
     comm.all_reduce(np.ones(4))
@@ -412,8 +414,8 @@ def hub_in_rank_0(path: str) -> Any:
 def dies_with_a_message() -> Any:
     """Rank 1 is killed before rank 0 reads a message from its memory, whose watcher is late: it hears of that only afterwards."""
     comm = miraccl.init(timeout=30)
-    comm._member.context.set(at.CTX_P2P_DIRECT, 0)
-    x, session = np.ones(100_000), comm._member.session
+    comm._core.context.set(layout.CTX_P2P_DIRECT, 0)
+    x, session = np.ones(100_000), comm._core.session
     watcher = LateWatcher(session)
     pids = [int(pid) for pid in session.all_gather(str(os.getpid()).encode(), "pid")]
     if comm.rank == 1:
@@ -424,7 +426,7 @@ def dies_with_a_message() -> Any:
     wait_until(lambda: has_ended(pids[1]))
 
     def let_go() -> None:
-        wait_until(lambda: comm._member.faults.fault is not None or watcher.awaited)
+        wait_until(lambda: comm._core.faults.fault is not None or watcher.awaited)
         watcher.let_go(100)
 
     threading.Thread(target=let_go, daemon=True).start()
@@ -438,7 +440,7 @@ def dies_with_a_message() -> Any:
 def dies_for_one_that_leaves() -> Any:
     """Rank 0 finalizes while an operation is pending, for which rank 1, which is killed then, does not come any more."""
     comm = miraccl.init(timeout=30)
-    session, leaving = comm._member.session, threading.Event()
+    session, leaving = comm._core.session, threading.Event()
     session.on_event(
         lambda event: (
             leaving.set() if getattr(event, "payload", {}).get("kind") == "for a test" else None
@@ -450,7 +452,7 @@ def dies_for_one_that_leaves() -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def tell() -> None:
-        wait_until(lambda: comm._member.faults.closing)
+        wait_until(lambda: comm._core.faults.closing)
         session.notify({"kind": "for a test"})
 
     work = comm.all_reduce(np.ones(3), async_op=True)
@@ -478,7 +480,7 @@ def watch_and_die(comm: miraccl.Communicator, path: str) -> None:
     def watch() -> None:
         calls = 0
         while calls < 40:
-            calls += bool(comm._member.context.get(320))  # inside the engine
+            calls += bool(comm._core.context.get(320))  # inside the engine
             time.sleep(0)
         die(path)
 
@@ -524,10 +526,10 @@ def absent(where: str, ranks_per_host: int) -> Any:
     others passes when they wait for it."""
     act_as_hosts(ranks_per_host)
     comm = miraccl.init(timeout=30)
-    session, context = comm._member.session, comm._member.context
+    session, context = comm._core.session, comm._core.context
     session.on_event(
         lambda event: (
-            context.set(at.CTX_DEADLINE, 1) if getattr(event, "payload", {}) == PASSES else None
+            context.set(layout.CTX_DEADLINE, 1) if getattr(event, "payload", {}) == PASSES else None
         )
     )
     comm.all_reduce(np.ones(3, np.float32))
@@ -540,7 +542,7 @@ def absent(where: str, ranks_per_host: int) -> Any:
             until(
                 lambda told: (
                     told[0]["peer"] == 1
-                    and all(told[rank]["state"] == at.STATE_WAITING for rank in (0, 2))
+                    and all(told[rank]["state"] == layout.STATE_WAITING for rank in (0, 2))
                 ),
                 session,
             )
@@ -567,9 +569,9 @@ def absent(where: str, ranks_per_host: int) -> Any:
 
 def elsewhere(comm: miraccl.Communicator) -> Any:
     """Let the deadline of the others pass, who should name this function, and wait until the communicator is broken."""
-    comm._member.session.notify(PASSES)
+    comm._core.session.notify(PASSES)
     limit = time.monotonic() + 20
-    while comm._member.faults.fault is None and time.monotonic() < limit:
+    while comm._core.faults.fault is None and time.monotonic() < limit:
         time.sleep(0.01)
     try:
         comm.barrier()
@@ -590,14 +592,14 @@ def interrupted(what: str, ranks_per_host: int) -> Any:
     x = np.ones(40_000, np.float32)
 
     def interrupt_when_waiting() -> None:
-        wait_until(lambda: comm._member.fabric.board()["state"] == at.STATE_WAITING)
+        wait_until(lambda: comm._core.fabric.board()["state"] == layout.STATE_WAITING)
         os.kill(os.getpid(), signal.SIGINT)
 
     if comm.rank == 1:
         threading.Thread(target=interrupt_when_waiting, daemon=True).start()
     try:
         if comm.rank == 0:
-            wait_until(lambda: comm._member.faults.fault is not None)
+            wait_until(lambda: comm._core.faults.fault is not None)
         if what == "recv":
             comm.recv(x, 0 if comm.rank == 1 else 1)
         elif what == "group":
@@ -631,17 +633,17 @@ def handled(ranks_per_host: int) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
     with miraccl.init(timeout=20) as comm:
         heard = threading.Event()
-        comm._member.session.on_event(
+        comm._core.session.on_event(
             lambda event: heard.set() if getattr(event, "payload", {}).get("kind") == "go" else None
         )
         together(comm)
         if comm.rank == 1:
 
             def poke() -> None:
-                wait_until(lambda: comm._member.fabric.board()["state"] == at.STATE_WAITING)
+                wait_until(lambda: comm._core.fabric.board()["state"] == layout.STATE_WAITING)
                 os.kill(os.getpid(), signal.SIGUSR1)
                 wait_until(lambda: bool(calls))
-                comm._member.session.notify({"kind": "go"})
+                comm._core.session.notify({"kind": "go"})
 
             threading.Thread(target=poke, daemon=True).start()
         else:
@@ -684,14 +686,14 @@ def aborted(how: str, ranks_per_host: int) -> Any:
 
 
 def abort_when_waiting(comm: miraccl.Communicator) -> None:
-    wait_until(lambda: comm._member.fabric.board()["state"] == at.STATE_WAITING)
+    wait_until(lambda: comm._core.fabric.board()["state"] == layout.STATE_WAITING)
     comm.abort("from a thread")
 
 
 def ends_waits_before_its_fault_is_seen() -> bool:
     """Rank 0 aborts; whether a program that saw the fault could still have begun an operation, which others would be compared with."""
     with contextlib.suppress(MiracclError), miraccl.init(timeout=30) as comm:
-        faults = comm._member.faults
+        faults = comm._core.faults
         seen, set_abort = [], faults.fabric.set_abort
 
         def end_waits(code: int) -> None:

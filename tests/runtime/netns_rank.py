@@ -13,7 +13,7 @@ from tests.runtime.test_p2p import everybody_to_everybody, ring
 
 def main() -> None:
     with miraccl.init(timeout=30) as comm:
-        kinds = {peer: wire.kind for peer, wire in comm._member.context.wires.items()}
+        kinds = {peer: wire.kind for peer, wire in comm._core.context.wires.items()}
         rng = np.random.default_rng(11)
         for _ in range(40):
             case = cases.random_case(
@@ -26,7 +26,7 @@ def main() -> None:
             cases.perform(comm, case)
         ring(comm, 600_000)
         everybody_to_everybody(comm)
-        addresses = comm._member.session.addresses
+        addresses = comm._core.session.addresses
         print("fine", sorted(kinds.items()), addresses, flush=True)
 
 

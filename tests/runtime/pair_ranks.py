@@ -26,14 +26,14 @@ class Rank:
 
     def __init__(self, world: miraccl.Communicator, timeout: float) -> None:
         made = str(miraccl.get_unique_id()) if world.rank == 0 else ""
-        ident = world._member.session.all_gather(made.encode(), "id")[0].decode()
+        ident = world._core.session.all_gather(made.encode(), "id")[0].decode()
         self.comm = miraccl.Communicator(world.nranks, ident, world.rank, timeout=timeout)
         part = self.comm.split(0)
         assert part is not None
         self.part = part
         for comm in (self.comm, self.part):
             comm.all_reduce(np.ones(3))
-            comm._member.session.timeout = timeout
+            comm._core.session.timeout = timeout
         self.rank, self.nranks = world.rank, world.nranks
         self.peer = (ODD + 1) % self.nranks if self.rank == ODD else ODD
 
@@ -78,7 +78,7 @@ def pairs(
 
 
 def one(world: miraccl.Communicator, first: str, second: str, timeout: float) -> dict[str, Any]:
-    session = world._member.session
+    session = world._core.session
     me = Rank(world, timeout)
     name = first if me.rank == ODD else second
     got: dict[str, Any] = {"type": "none", "text": ""}
@@ -102,9 +102,7 @@ def threads() -> float:
     with miraccl.init(timeout=60) as world:
         me = Rank(world, 60)
         x, y = np.ones(3), np.ones(3)
-        helper = threading.Thread(
-            target=come_late, args=(me, y, questions(me.part._member.session))
-        )
+        helper = threading.Thread(target=come_late, args=(me, y, questions(me.part._core.session)))
         if me.rank == 0:
             helper.start()
             me.comm.all_reduce(x)
@@ -137,7 +135,7 @@ def await_two(asked: threading.Semaphore) -> None:
 def late() -> float:
     """Rank 0 computes while the others wait for it, until they have asked twice where it is."""
     with miraccl.init(timeout=60) as comm:
-        x, asked = np.ones(3), questions(comm._member.session)
+        x, asked = np.ones(3), questions(comm._core.session)
         if comm.rank == 0:
             await_two(asked)
         comm.all_reduce(x)

@@ -10,7 +10,7 @@ import numpy as np
 
 import miraccl
 from miraccl import Communicator
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.schedule import catalog
 from miraccl.types import Collective, RedOp
 from tests.runtime import cases
@@ -22,7 +22,7 @@ COLLECTIVE = {
 
 def derived(world: Communicator, label: str, **options: Any) -> Communicator:
     """Another communicator of the same ranks with other options."""
-    member = world._member
+    member = world._core
     session = member.session.sub(range(world.nranks), label)
     opts = replace(member.options, **options)
     return Communicator.from_session(session, opts, parent=world)
@@ -82,12 +82,12 @@ def single_copy_cases(seed: int, number: int, algo: str, counts: list[int], thre
     """As ``random_cases``, where private memory is read by the peer from ``threshold`` bytes on."""
     with miraccl.init(buffsize=1) as world:
         comm = derived(world, "single copy", algo=algo)
-        member = comm._member
+        member = comm._core
         assert member.fabric.addressable
         member.planner.single_copy = member.planner.exchange_copy = threshold
-        member.context.set(at.CTX_P2P_DIRECT, threshold)
+        member.context.set(layout.CTX_P2P_DIRECT, threshold)
         member.planner.stream_from = 0  # and what is written goes past the caches
-        member.context.set(at.CTX_STREAM_FROM, 0)
+        member.context.set(layout.CTX_STREAM_FROM, 0)
         comm.barrier()
         rng = np.random.default_rng(seed)
         names = [
@@ -167,28 +167,29 @@ def rooted_doors(root: int) -> None:
             )
 
         comm.gather_v(mine, [6] * n, root, stacked if me == root else None)
-        assert gather_door() == at.NEED_PLAN  # a plan of given counts is none of equal ones
+        assert gather_door() == layout.NEED_PLAN  # a plan of given counts is none of equal ones
         comm.gather(mine, root, stacked if me == root else None)
         comm.scatter(every if me == root else None, root, share)
         for _ in range(2):
             stacked[:] = share[:] = 0
-            assert gather_door() == scatter_door() == at.OK
+            assert gather_door() == scatter_door() == layout.OK
             assert me != root or np.array_equal(stacked, every)
             assert np.array_equal(share, mine)
         assert comm.gather(mine, root, stacked if me == root else None) is (
             stacked if me == root else None
         )
         assert comm.scatter(every if me == root else None, root, share) is share
-        assert gather_door(None, [6] * n) == at.NEED_PLAN
-        assert gather_door(at_root=float(root)) == at.NEED_PLAN
-        assert scatter_door(mine) == at.NEED_PLAN  # read-only
-        assert scatter_door(share.astype(np.float32)) == at.NEED_PLAN
-        assert scatter_door(None) == at.NEED_PLAN
+        assert gather_door(None, [6] * n) == layout.NEED_PLAN
+        assert gather_door(at_root=float(root)) == layout.NEED_PLAN
+        assert scatter_door(mine) == layout.NEED_PLAN  # read-only
+        assert scatter_door(share.astype(np.float32)) == layout.NEED_PLAN
+        assert scatter_door(None) == layout.NEED_PLAN
         if me == root:
-            assert gather_door(out=stacked[:-1]) == at.NEED_PLAN
-            assert gather_door(out=None) == at.NEED_PLAN
+            assert gather_door(out=stacked[:-1]) == layout.NEED_PLAN
+            assert gather_door(out=None) == layout.NEED_PLAN
             assert (
-                comm._gather(stacked[:6], stacked, root, None, None, False, None) == at.NEED_PLAN
+                comm._gather(stacked[:6], stacked, root, None, None, False, None)
+                == layout.NEED_PLAN
             )  # overlapping
         comm.barrier()
 
@@ -207,11 +208,11 @@ def reduce_door(root: int, algo: str) -> None:
             return comm._reduce(x, out if me == root else "not looked at", op, False, None, at_root)
 
         for op, want in ((RedOp.SUM, total), (RedOp.MAX, np.full(6, float(n)))):
-            assert door(op=op) == at.NEED_PLAN
+            assert door(op=op) == layout.NEED_PLAN
             comm.reduce(mine, root, got, op)
             for _ in range(2):
                 got[:] = 0
-                assert door(op=op) == at.OK
+                assert door(op=op) == layout.OK
                 assert np.array_equal(got, want if me == root else np.zeros(6))
         got[:] = 0
         prepared()
@@ -221,15 +222,15 @@ def reduce_door(root: int, algo: str) -> None:
             x = np.full(6, me + 1.0)
             assert comm.reduce(x, root) is x
             assert np.array_equal(x, total if me == root else np.full(6, me + 1.0))
-        assert door(op="sum") == at.NEED_PLAN
-        assert door(at_root=n) == at.NEED_PLAN
-        assert door(mine[::2]) == at.NEED_PLAN
+        assert door(op="sum") == layout.NEED_PLAN
+        assert door(at_root=n) == layout.NEED_PLAN
+        assert door(mine[::2]) == layout.NEED_PLAN
         if me == root:
-            assert door(mine, None) == at.NEED_PLAN  # read-only
-            assert door(out=got[:-1]) == at.NEED_PLAN
-            assert door(out=got.astype(np.float32)) == at.NEED_PLAN
+            assert door(mine, None) == layout.NEED_PLAN  # read-only
+            assert door(out=got[:-1]) == layout.NEED_PLAN
+            assert door(out=got.astype(np.float32)) == layout.NEED_PLAN
             assert (
-                comm._reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == at.NEED_PLAN
+                comm._reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == layout.NEED_PLAN
             )  # overlapping
         comm.barrier()
         comm.finalize()

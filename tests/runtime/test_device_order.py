@@ -59,7 +59,7 @@ def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
     gate = threading.Barrier(2)
 
     def work(comm: Communicator) -> LaunchOrders:
-        found = program_launch_orders(comm._member.session)()
+        found = program_launch_orders(comm._core.session)()
         gate.wait(20)
         return found
 
@@ -69,8 +69,10 @@ def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
 
 def test_parts_have_the_orders_of_the_whole() -> None:
     shared = LaunchOrders()
-    with Communicator.from_session(solo(20.0), Options.create(), orders=lambda: shared) as whole:
+    with Communicator.from_session(
+        solo(20.0), Options.create(), launch_orders=lambda: shared
+    ) as whole:
         part = beside(lambda: whole.split(0))
         assert part is not None
         with part:
-            assert part._orders() is shared
+            assert part._launch_orders() is shared

@@ -34,7 +34,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime import core
 from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.options import Options
@@ -136,8 +136,8 @@ def test_single_copy_between_threads() -> None:
     """A peer in the same process reads the sender's memory directly."""
 
     def work(comm: Communicator) -> None:
-        comm._member.planner.single_copy = 0
-        comm._member.context.set(304, 0)
+        comm._core.planner.single_copy = 0
+        comm._core.context.set(304, 0)
         comm.barrier()
         random_cases(comm)
         ring(comm, 50_000)
@@ -170,13 +170,13 @@ def test_two_threads_in_one_communicator_are_told() -> None:
 
             def other() -> None:
                 inside.wait(10)
-                while not comm._member.context.occupied:
+                while not comm._core.context.occupied:
                     pass
                 try:
                     comm.barrier()
                 except InvalidUsage as error:
                     refused.append(error)
-                comm._member.session.all_gather(b"", "refused")
+                comm._core.session.all_gather(b"", "refused")
 
             thread = threading.Thread(target=other, daemon=True)
             thread.start()
@@ -185,7 +185,7 @@ def test_two_threads_in_one_communicator_are_told() -> None:
             thread.join(10)
             assert "another thread is inside" in str(refused[0])
         else:
-            comm._member.session.all_gather(b"", "refused")
+            comm._core.session.all_gather(b"", "refused")
             comm.all_reduce(np.ones(4))
         comm.barrier()
 
@@ -211,12 +211,12 @@ def test_finalize_ends_what_another_thread_is_in(
         ranks[comm.rank] = comm
         comm.barrier()
         if comm.rank == 1:
-            while not (ended.is_set() if patience < 1 else ranks[0]._member.closed):
+            while not (ended.is_set() if patience < 1 else ranks[0]._core.closed):
                 time.sleep(0.001)
             comm.finalize()
             return
         thread, errors = failing(lambda: comm.recv(np.ones(4), src=1))
-        while not comm._member.context.occupied:
+        while not comm._core.context.occupied:
             time.sleep(0.001)
         comm.finalize()
         thread.join(10)
@@ -259,12 +259,12 @@ class LateRank1:
 
     def come(self, comm: Communicator) -> None:
         if comm.rank == 1:
-            self.watcher = LateWatcher(comm._member.session)
+            self.watcher = LateWatcher(comm._core.session)
         self._all_here.wait(20)
 
     def abort(self, comm: Communicator) -> None:
         """Rank 1 holds what it hears from when ``comm``, another rank, aborts."""
-        comm._member.session.notify({"kind": "for a test"})
+        comm._core.session.notify({"kind": "for a test"})
         self.watcher.await_event()
         comm.abort("for a test")
 
@@ -277,14 +277,12 @@ def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_
 
     def work(comm: Communicator) -> None:
         ranks[comm.rank] = comm
-        faults = comm._member.faults
+        faults = comm._core.faults
         late.come(comm)
         if comm.rank == 0:
             late.abort(comm)
         elif comm.rank == 1:
-            until(
-                lambda: ranks[2]._member.faults.fault is not None
-            )  # the hub has told rank 1 before
+            until(lambda: ranks[2]._core.faults.fault is not None)  # the hub has told rank 1 before
             faults.connection_lost(0, Loss(LossKind.RESET, "it is closed"))
             until(lambda: faults.fault is not None or late.watcher.awaited)
             late.watcher.let_go(100)
@@ -308,8 +306,8 @@ def test_a_mismatch_behind_a_connection_that_broke_is_told_as_a_mismatch(
         comm.broadcast(np.ones(4), comm.rank)  # a root waits for nobody
         called.wait(20)
         if comm.rank == 0:
-            comm._member.faults.connection_lost(1, Loss(LossKind.RESET, "it is closed"))
-        until(lambda: comm._member.faults.fault is not None)
+            comm._core.faults.connection_lost(1, Loss(LossKind.RESET, "it is closed"))
+        until(lambda: comm._core.faults.fault is not None)
         with pytest.raises(CollectiveMismatch, match="root is 0 on rank 0, 1 on rank 1"):
             comm.barrier()
 
@@ -324,7 +322,7 @@ def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
     late = LateRank1(2)
 
     def work(comm: Communicator) -> None:
-        mine, session = comm._member.faults, comm._member.session
+        mine, session = comm._core.faults, comm._core.session
         late.come(comm)
         if comm.rank == 1:
             until(lambda: mine.fault is not None)
@@ -389,7 +387,7 @@ def finalize_in_a_handler() -> str:
     begun = time.monotonic()
     if comm.rank == 0:
         threading.Thread(
-            target=interrupt_when, args=(lambda: comm._member.context.occupied,), daemon=True
+            target=interrupt_when, args=(lambda: comm._core.context.occupied,), daemon=True
         ).start()
         with pytest.raises(CommunicatorClosed, match="finalized while a thread was inside"):
             comm.recv(np.ones(4), src=1)
@@ -409,7 +407,7 @@ def test_finalize_in_a_signal_handler_ends_what_its_thread_is_in() -> None:
 def finalize_in_a_handler_of_finalize() -> str:
     """Rank 0 finalizes while an operation is pending, for which rank 1 comes once a handler has finalized there, too."""
     with miraccl.init(timeout=20) as comm:
-        session, handled = comm._member.session, threading.Event()
+        session, handled = comm._core.session, threading.Event()
 
         def handle(*_: Any) -> None:
             comm.finalize()
@@ -421,7 +419,7 @@ def finalize_in_a_handler_of_finalize() -> str:
         if comm.rank == 0:
             work = comm.all_reduce(np.ones(4), async_op=True)
             threading.Thread(
-                target=interrupt_when, args=(lambda: comm._member.faults.closing,), daemon=True
+                target=interrupt_when, args=(lambda: comm._core.faults.closing,), daemon=True
             ).start()
             comm.finalize()
             return str(work.wait().sum())
@@ -437,12 +435,12 @@ def test_finalize_in_a_signal_handler_leaves_one_that_is_under_way_alone() -> No
 def finalize_in_a_handler_of_a_call() -> bool:
     """A signal comes in the middle of a call that shuts the doors; whether they are shut in the end."""
     comm = miraccl.init(timeout=20)
-    context = comm._member.context
+    context = comm._core.context
     signal.signal(signal.SIGALRM, lambda *_: comm.finalize())
     write = context.set
 
     def interrupted(place: int, value: int) -> None:
-        if place == at.CTX_BUSY and not comm._member.closed:
+        if place == layout.CTX_BUSY and not comm._core.closed:
             signal.raise_signal(signal.SIGALRM)
         write(place, value)
 
@@ -450,7 +448,7 @@ def finalize_in_a_handler_of_a_call() -> bool:
     comm.recv(np.ones(4), src=1 - comm.rank, async_op=True) if comm.rank == 0 else comm.send(
         np.ones(4), 1 - comm.rank
     )
-    closed = comm._member.closed and context.get(at.CTX_BUSY) != 0
+    closed = comm._core.closed and context.get(layout.CTX_BUSY) != 0
     comm.finalize()
     return closed
 
@@ -833,7 +831,7 @@ def test_background_work_without_a_thread_fails_alone() -> None:
 def test_a_broken_connection_is_told_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with Communicator.from_session(solo(), Options.create()) as comm:
         monkeypatch.setattr(threading.Thread, "start", _no_more_threads)
-        comm._member.faults.connection_lost(0, Loss(LossKind.RESET, "Connection reset by peer"))
+        comm._core.faults.connection_lost(0, Loss(LossKind.RESET, "Connection reset by peer"))
         with pytest.raises(
             PeerDied, match="rank 0 has lost its connection to rank 0: Connection reset by peer"
         ):

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import miraccl
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.schedule import catalog
 from tests.runtime import fault_ranks, sweep_ranks
 from tests.runtime.test_collectives import ALGORITHMS, COUNTS, once
@@ -52,9 +52,9 @@ def large(ranks_per_host: int) -> None:
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
         n, r = comm.nranks, comm.rank
-        kinds = [wire.kind for wire in comm._member.context.wires.values()]
-        assert kinds.count(at.KIND_SHM) == ranks_per_host - 1
-        assert kinds.count(at.KIND_NET) == n - ranks_per_host
+        kinds = [wire.kind for wire in comm._core.context.wires.values()]
+        assert kinds.count(layout.KIND_SHM) == ranks_per_host - 1
+        assert kinds.count(layout.KIND_NET) == n - ranks_per_host
         x = np.arange(5_000_001, dtype=np.float32) % 1000 + r
         out = np.zeros_like(x)
         comm.sendrecv(x, (r + 1) % n, out, (r - 1) % n)
@@ -94,13 +94,13 @@ def pestered(ranks_per_host: int) -> int:
     """Rank 0 sends garbage to every port of the job while collectives go on."""
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
-        transports = comm._member.fabric._transports
+        transports = comm._core.fabric._transports
         mine = [
             (lst.getsockname()[0], lst.getsockname()[1])
             for t in transports
             for lst in getattr(t, "_listeners", [])
         ]
-        session = comm._member.session
+        session = comm._core.session
         everyone = [eval(blob) for blob in session.all_gather(repr(mine).encode(), "ports")]
         link = session._link
         assert link is not None
@@ -264,7 +264,7 @@ def test_ranks_on_hosts_with_addresses_of_their_own(namespaces: tuple[str, str, 
         last = output.strip().splitlines()[-1]
         assert last.startswith("fine"), output
         near = rank ^ 1
-        assert f"({near}, {at.KIND_SHM})" in last
-        assert last.count(f", {at.KIND_NET})") == 2
+        assert f"({near}, {layout.KIND_SHM})" in last
+        assert last.count(f", {layout.KIND_NET})") == 2
         assert address in last
         assert family in address

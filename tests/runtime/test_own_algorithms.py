@@ -291,7 +291,7 @@ def reads_uneven_blocks() -> None:
         ):
             comm.all_gather_v(x, counts)
         assert comm.all_gather(x[:1]).tolist() == [0, 1, 2]
-        comm._member.planner.overrides = replace(comm._member.planner.overrides, algo="")
+        comm._core.planner.overrides = replace(comm._core.planner.overrides, algo="")
         assert comm.all_gather_v(x, counts).tolist() == [0, 1, 1, 1, 1, 1, 2, 2]
 
 
@@ -343,12 +343,12 @@ def does_without() -> None:
             row for row in comm.explain("all_reduce", x.nbytes, "int32") if row.algo == "wrong"
         ]
         assert row.reason.startswith("left out: wrong: channel 0, rank 0, step 0")
-        options = replace(comm._member.options, algo="wrong")
+        options = replace(comm._core.options, algo="wrong")
         with pytest.raises(
             ScheduleError, match="rank 0 may leave before rank 1 has come"
         ):  # a communicator plans its barrier at once
             Communicator.from_session(
-                comm._member.session.sub(range(comm.nranks), "asked"), options, parent=comm
+                comm._core.session.sub(range(comm.nranks), "asked"), options, parent=comm
             )
 
 
@@ -376,7 +376,7 @@ def signals_first() -> None:
         "signalled_first", collectives=collectives, description="", needs_addressable_memory=True
     )(signalled_first)
     with miraccl.init() as comm:
-        member, session = comm._member, comm._member.session
+        member, session = comm._core, comm._core.session
         options = replace(member.options, algo="signalled_first")
         with pytest.raises(
             InvalidUsage,
@@ -425,9 +425,9 @@ def runs_what_passes_make() -> int:
             for number, made in enumerate(made_of_others(catalog.build(name, kind, n, 1))):
                 schedule = replace(made, name=f"{name}_{kind.label}_{number}")
                 catalog.register_schedule(schedule)
-                options = replace(comm._member.options, algo=schedule.name)
+                options = replace(comm._core.options, algo=schedule.name)
                 with Communicator.from_session(
-                    comm._member.session.sub(range(n), schedule.name), options, parent=comm
+                    comm._core.session.sub(range(n), schedule.name), options, parent=comm
                 ) as sub:
                     for count in (0, 5, COUNT):
                         whole = (

@@ -105,12 +105,12 @@ def polled_by_another_thread(comm: Communicator) -> None:
             out = np.zeros(count, np.float32)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    comm._member, "go_on_alone", lambda: None
+                    comm._core, "go_on_alone", lambda: None
                 )  # it would be taken for the thread that waits
                 work = comm.recv(out, 0, async_op=True)
                 waiter = threading.Thread(target=work.wait)
                 waiter.start()
-                while not comm._member.context.occupied:
+                while not comm._core.context.occupied:
                     pass
                 for _ in range(2):
                     with pytest.raises(InvalidUsage, match="another thread is inside"):
@@ -140,11 +140,11 @@ def refused_while_another_thread_is_inside(comm: Communicator) -> None:
         if comm.rank == 0 and n > 1:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    comm._member, "go_on_alone", lambda: None
+                    comm._core, "go_on_alone", lambda: None
                 )  # it would be taken for the thread that is inside
                 waiter = threading.Thread(target=inside)
                 waiter.start()
-                while not comm._member.context.occupied:
+                while not comm._core.context.occupied:
                     pass
                 for call in (
                     lambda: comm.send(x, 1),
@@ -163,7 +163,7 @@ def refused_while_another_thread_is_inside(comm: Communicator) -> None:
             inside()
         assert (comm.all_reduce(np.ones(3)) == n).all()
         assert not out.any()
-        assert not comm._member.transfers
+        assert not comm._core.transfers
     side.finalize()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.cost_model import Constants, Shape
 from miraccl.planning.planner import WHOLE_BYTES, Overrides, Planner, Request
 from miraccl.runtime.measure import EXCHANGE_GAIN, _first_gain
@@ -46,7 +46,7 @@ def round_bytes(
             **request,
         )
     )
-    return int(run.words[at.RUN_ROUND_BYTES // 8])
+    return int(run.words[layout.RUN_ROUND_BYTES // 8])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_blocks_are_read_whole_from_the_threshold_on() -> None:
 def exchange(nbytes: int) -> None:
     """all_gather, in place on rank 0 only, and all_to_all, twice each, of blocks that are not whole rounds."""
     with miraccl.init() as comm:
-        member = comm._member
+        member = comm._core
         assert member.fabric.addressable
         member.planner.exchange_copy = 4096
         comm.barrier()

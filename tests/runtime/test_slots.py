@@ -10,7 +10,7 @@ import pytest
 import miraccl
 from miraccl import Communicator
 from miraccl.executor.cpu.context import words_at
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from tests.runtime import cases
 from tests.runtime.test_life import in_threads
 
@@ -29,10 +29,10 @@ def bytes_of(word: int) -> list[int]:
 
 def slots_of(comm: Communicator, peer: int) -> list[int]:
     """Numbers of the slots that this rank may use towards a peer, once all it sent has been taken."""
-    row = comm._member.context._send[peer]
-    returned = bytes_of(words_at(int(row[at.CONN_TAIL_ADDR // 8]) + at.TAIL_RETURNED, 1)[0])
-    sent = bytes_of(row[at.CONN_SENT // 8])
-    free = bytes_of(row[at.CONN_FREE // 8])[: int(row[at.CONN_NFREE // 8])]
+    row = comm._core.context._send[peer]
+    returned = bytes_of(words_at(int(row[layout.CONN_TAIL_ADDR // 8]) + layout.TAIL_RETURNED, 1)[0])
+    sent = bytes_of(row[layout.CONN_SENT // 8])
+    free = bytes_of(row[layout.CONN_FREE // 8])[: int(row[layout.CONN_NFREE // 8])]
     return free + [(other or own) - 1 for own, other in zip(sent, returned, strict=True) if own]
 
 
@@ -42,7 +42,7 @@ def message(source: int, number: int, nbytes: int) -> np.ndarray:
 
 def converse(comm: Communicator, swap: int, seed: int) -> list[list[int]]:
     """Two ranks do the same random program of messages one way, in bursts and both ways at once; the slots each has after every part."""
-    comm._member.context.set(at.CTX_SWAP, swap)
+    comm._core.context.set(layout.CTX_SWAP, swap)
     rng, peer, owned, number = np.random.default_rng(seed), 1 - comm.rank, [], 0
 
     def send(nbytes: int) -> None:
@@ -78,30 +78,31 @@ def converse(comm: Communicator, swap: int, seed: int) -> list[list[int]]:
 def test_messages_arrive_and_every_slot_has_one_owner(seed: int) -> None:
     first, second = in_threads(2, lambda comm: converse(comm, 1, seed))
     for mine, theirs in zip(first, second, strict=True):
-        assert sorted(mine + [number ^ at.NSLOTS for number in theirs]) == list(
-            range(2 * at.NSLOTS)
+        assert sorted(mine + [number ^ layout.NSLOTS for number in theirs]) == list(
+            range(2 * layout.NSLOTS)
         )
-        assert len(mine) == at.NSLOTS
-    assert any(number >= at.NSLOTS for owned in first for number in owned)
+        assert len(mine) == layout.NSLOTS
+    assert any(number >= layout.NSLOTS for owned in first for number in owned)
 
 
 def test_slots_stay_where_they_are_unless_told() -> None:
     for owned in in_threads(2, lambda comm: converse(comm, 0, 5)):
-        assert all(sorted(numbers) == list(range(at.NSLOTS)) for numbers in owned)
+        assert all(sorted(numbers) == list(range(layout.NSLOTS)) for numbers in owned)
 
 
 def test_ranks_need_not_agree() -> None:
     """One rank keeps what it reads, the other gives every slot back."""
     first, second = in_threads(2, lambda comm: converse(comm, comm.rank, 6))
     assert all(
-        len(mine) == len(theirs) == at.NSLOTS for mine, theirs in zip(first, second, strict=True)
+        len(mine) == len(theirs) == layout.NSLOTS
+        for mine, theirs in zip(first, second, strict=True)
     )
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 def test_collectives(nranks: int) -> None:
     def perform(comm: Communicator) -> Any:
-        comm._member.context.set(at.CTX_SWAP, 1)
+        comm._core.context.set(layout.CTX_SWAP, 1)
         rng = np.random.default_rng(nranks)
         for _ in range(30):
             counts = [0, 1, 5, 129, 5000, 70_000]

@@ -24,7 +24,7 @@ from miraccl.errors import (
 from miraccl.runtime import fabric as fabric_module
 from miraccl.runtime import rendezvous
 from miraccl.runtime.fabric import Fabric
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from tests.runtime.test_life import failing, in_threads
 
 LIMIT_S = 20.0
@@ -97,9 +97,9 @@ def clock(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Cl
 
 def test_stages_that_are_over_are_forgotten() -> None:
     def work(comm: Communicator) -> None:
-        session = comm._member.session
+        session = comm._core.session
         before = list(session._callbacks)
-        with Stages(session, what="a test").follow():
+        with SetupPhases(session, activity="a test").cancel_on_loss():
             assert len(session._callbacks) == len(before) + 1
         assert session._callbacks == before
 
@@ -111,8 +111,8 @@ def test_all_stages_end_by_the_deadline_of_the_call(way: str, clock: Clock) -> N
     done = threading.Barrier(2)  # a rank that leaves is one that shrink does without
 
     def work(comm: Communicator) -> None:
-        comm._member.session.timeout = LIMIT_S
-        comm._member.session.barrier("ready")
+        comm._core.session.timeout = LIMIT_S
+        comm._core.session.barrier("ready")
         clock.on.set()
         clock.check_that_it_is_one(lambda: WAYS[way](comm), comm.rank)
         done.wait(20)
@@ -127,7 +127,7 @@ def test_all_stages_end_by_the_deadline_for_meeting(
     monkeypatch.setenv("MIRACCL_BOOTSTRAP_TIMEOUT", str(LIMIT_S))
 
     def work(comm: Communicator) -> None:
-        comm._member.session.barrier("ready")
+        comm._core.session.barrier("ready")
         clock.on.set()
         clock.check_that_it_is_one(lambda: Communicator(2, ident, comm.rank, timeout=60), comm.rank)
 
@@ -149,7 +149,7 @@ def test_shrink_goes_on_without_a_rank_that_finalizes() -> None:
             sizes.append(part.shrink().nranks)
             assert time.monotonic() - start < 10
         else:
-            while not parts[0]._member.underway._open:
+            while not parts[0]._core.pending_setup._open:
                 time.sleep(0.001)
             part.finalize()
         comm.barrier()
@@ -165,8 +165,8 @@ def test_shrink_goes_on_without_a_rank_that_finalizes() -> None:
 )
 def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(clock: Clock) -> None:
     def work(comm: Communicator) -> None:
-        comm._member.session.timeout = LIMIT_S
-        comm._member.session.barrier("ready")
+        comm._core.session.timeout = LIMIT_S
+        comm._core.session.barrier("ready")
         clock.on.set()
         clock.check(lambda: comm.split(0), comm.rank)
 
@@ -189,11 +189,11 @@ def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(
         return reach(ours, *args)
 
     def work(comm: Communicator) -> None:
-        comm._member.session.timeout = LIMIT_S
-        comm._member.session.barrier("ready")
+        comm._core.session.timeout = LIMIT_S
+        comm._core.session.barrier("ready")
         if comm.rank == 0:
             monkeypatch.setattr(Fabric, "_reach", late)
-        comm._member.session.barrier("late")
+        comm._core.session.barrier("late")
         clock.on.set()
         if comm.rank == 0:
             clock.check(lambda: comm.split(0), 0)
@@ -235,7 +235,7 @@ def test_finalize_ends_a_shrink_of_another_thread() -> None:
             assert ended.wait(20)
             return
         thread, errors = failing(comm.shrink)
-        while not comm._member.underway._open:
+        while not comm._core.pending_setup._open:
             time.sleep(0.001)
         comm.finalize()
         thread.join(20)

@@ -151,7 +151,7 @@ def rounds(ranks_per_host: int) -> None:
 def always_new(calls: int) -> dict[str, Any]:
     """Counts that no call before had: what is kept of them."""
     with miraccl.init() as comm:
-        n, me, member = comm.nranks, comm.rank, comm._member
+        n, me, member = comm.nranks, comm.rank, comm._core
         rng = np.random.default_rng(3)
         tables = rng.integers(0, 400, (calls, n, n))
         x, y = np.zeros(400 * n, np.float32), np.zeros(400 * n, np.float32)
@@ -214,7 +214,7 @@ def disagree(what: str, then: str, ranks_per_host: int, timeout: float = 4.0) ->
     try:
         call()
         if then == "nothing":
-            wait_until(lambda: comm._member.faults.fault is not None)
+            wait_until(lambda: comm._core.faults.fault is not None)
         for _ in range(
             12
         ):  # whoever got through finds out when it takes the next message of that rank, or finds no slot for one more

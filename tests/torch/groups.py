@@ -236,7 +236,7 @@ def split(path: str) -> None:
         )
         assert (part is not None) == (rank in (0, nranks - 1))
         if part is not None:
-            assert part.communicator._member.options.cta_policy == "efficiency"
+            assert part.communicator._core.options.cta_policy == "efficiency"
             assert (part.rank(), part.size(), part.group_name) == (0 if rank else 1, 2, "ends")
             part.allreduce([x := torch.full((2,), float(rank))]).wait()
             assert x.tolist() == [nranks - 1.0] * 2

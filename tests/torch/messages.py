@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime.progress import progress
 from tests.torch.worlds import LIMIT, both, gloo, refused, world
 
@@ -162,8 +162,8 @@ def looked_after_again(path: str) -> None:
         first = dist.irecv(torch.zeros(1), fro)
         assert post.watched
         second = dist.irecv(torch.zeros(1), fro)  # which finds the thread awake
-        progress._called.clear()
-        progress._forget()
+        progress._wake_up.clear()
+        progress._stop_watching()
         assert post.watched
         for work in (first, second):
             dist.send(torch.ones(1), to)
@@ -193,12 +193,12 @@ def without_help(path: str) -> None:
         post = group._post
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         put, taken = _results(post._wire, "_put"), _results(post._wire, "_take")
-        sizes = (0, 1, at.SHORT_BYTES - 1, at.SHORT_BYTES, at.SHORT_BYTES + 1, 5000)
+        sizes = (0, 1, layout.SHORT_BYTES - 1, layout.SHORT_BYTES, layout.SHORT_BYTES + 1, 5000)
         sends = [
             dist.isend(torch.full((n,), i + 10 * rank, dtype=torch.uint8), to, tag=i)
             for i, n in enumerate(sizes)
         ]
-        assert put == [at.OK] * len(sizes)
+        assert put == [layout.OK] * len(sizes)
         assert all(work is not None and work.is_completed() for work in sends)
         dist.barrier()
         for i, n in enumerate(sizes):
@@ -210,7 +210,7 @@ def without_help(path: str) -> None:
         dist.barrier()
         for tag in (2, 1):
             dist.recv(torch.zeros(1), fro, tag=tag)
-        assert taken[len(sizes) :] == [-at.NEED_PLAN]  # the other one had come aside by then
+        assert taken[len(sizes) :] == [-layout.NEED_PLAN]  # the other one had come aside by then
         _stops_on_the_way(rank, post, put)
         _woken_by_any(rank, post)
 
@@ -234,7 +234,7 @@ def _stops_on_the_way(rank: int, post: Any, put: list[int]) -> None:
     if rank == 0:
         send = dist.isend(numbers, 1)
         dist.barrier()
-        assert put[-1] == at.UNDER_WAY
+        assert put[-1] == layout.UNDER_WAY
         assert send is not None
         send.wait()
     elif rank == 1:

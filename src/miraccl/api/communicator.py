@@ -18,12 +18,12 @@ from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.planner import Candidate
 from miraccl.runtime.control import FINALIZE
-from miraccl.runtime.core import Member
+from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.device_guard import guarded
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin, meet_by_id
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.shrink import shrink
 from miraccl.types import Collective, DType
 
@@ -58,7 +58,7 @@ class Communicator(Operations):
         opts = Options.create(**options)
         deadline = begin()
         session = meet_by_id(nranks, unique_id, rank, opts, deadline)
-        self._start(session, opts, Stages(session, deadline))
+        self._start(session, opts, SetupPhases(session, deadline))
 
     @classmethod
     def from_session(
@@ -67,30 +67,30 @@ class Communicator(Operations):
         options: Options,
         *,
         parent: Communicator | None = None,
-        stages: Stages | None = None,
-        orders: Callable[[], LaunchOrders] = thread_launch_orders,
+        setup: SetupPhases | None = None,
+        launch_orders: Callable[[], LaunchOrders] = thread_launch_orders,
     ) -> Communicator:
         """A communicator over a session that has met already; ``stages`` of that session, where there is a deadline for more than these;
         ``orders`` gives what its kernels and its parts' are ordered in, when they begin (``comm.device.order``)."""
         self = cls.__new__(cls)
-        self._start(session, options, stages, parent, orders)
+        self._start(session, options, setup, parent, launch_orders)
         return self
 
     def _start(
         self,
         session: Session,
         options: Options,
-        stages: Stages | None,
+        setup: SetupPhases | None,
         parent: Communicator | None = None,
-        orders: Callable[[], LaunchOrders] = thread_launch_orders,
+        launch_orders: Callable[[], LaunchOrders] = thread_launch_orders,
     ) -> None:
         self.rank, self.nranks = session.rank, session.nranks
-        constants = parent._member.constants if parent else None
-        member = self._member = Member(session, options, constants=constants, stages=stages)
+        constants = parent._core.constants if parent else None
+        core = self._core = CommunicatorCore(session, options, constants=constants, setup=setup)
         self._device = self._background = None
-        self._making = threading.RLock()
-        self._orders = parent._orders if parent else orders
-        context = member.context
+        self._gpu_lock = threading.RLock()
+        self._launch_orders = parent._launch_orders if parent else launch_orders
+        context = core.context
         word = layout.CTX_LAST_PLAN // 8
         self._cpu_plan = context.words.data[
             word : word + 1
@@ -112,12 +112,12 @@ class Communicator(Operations):
         self._send = context.door("send_recv", Collective.SEND_RECV, arg=0)
         self._recv = context.door("send_recv", Collective.SEND_RECV, arg=1)
         self._sendrecv = context.door("sendrecv", Collective.SEND_RECV)
-        self._barrier = member.barrier_door()
+        self._barrier = core.barrier_fast_entry()
         self._splits = 0
         self._gpu_waits = 0  # how often the program has waited for the GPU
 
-    def _open_cpu(self, session: Session, stages: Stages) -> Communicator:
-        return self._make_part(session, stages)
+    def _create_child(self, session: Session, setup: SetupPhases) -> Communicator:
+        return self._make_part(session, setup)
 
     # ---- memory and plans
 
@@ -128,13 +128,13 @@ class Communicator(Operations):
         A dtype of PyTorch's gives a tensor, another one a ``comm.device.windows.DeviceArray``.
         """
         if str(device) == "cpu":
-            return self._member.empty(shape, dtype)
-        return self._on_device(device, "empty").empty(shape, dtype)
+            return self._core.empty(shape, dtype)
+        return self._gpu_by_name(device, "empty").empty(shape, dtype)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator, by purpose; those on a GPU and pinned for it apart, once it is used."""
         gpu = self._device.memory() if self._device is not None else {}
-        return self._member.memory() | {f"gpu_{name}": nbytes for name, nbytes in gpu.items()}
+        return self._core.memory() | {f"gpu_{name}": nbytes for name, nbytes in gpu.items()}
 
     @overload
     def explain(
@@ -172,10 +172,10 @@ class Communicator(Operations):
         ``device`` "cuda" or "cuda:1" asks about GPU memory (``comm.device.explain.DeviceCandidate``); as the first call that names a GPU
         it is collective.
         """
-        kind, block_bytes, element = self._member.question(collective, nbytes, dtype)
+        kind, block_bytes, element = self._core.parse_explain_request(collective, nbytes, dtype)
         if str(device) == "cpu":
-            return self._member.planner.candidates(kind, block_bytes, element)
-        found: list[DeviceCandidate] = self._on_device(device, "explain").explain(
+            return self._core.planner.candidates(kind, block_bytes, element)
+        found: list[DeviceCandidate] = self._gpu_by_name(device, "explain").explain(
             kind, block_bytes, element, op
         )
         return found
@@ -185,7 +185,7 @@ class Communicator(Operations):
         """The plan of the last operation: of the last collective on CPU memory, or of what was started on GPU memory after it."""
         on_cpu = self._cpu_plan[0]
         return (
-            self._member.planner.choice_of(on_cpu)
+            self._core.planner.choice_of(on_cpu)
             if on_cpu or self._device is None
             else self._device.last_plan
         )
@@ -195,32 +195,34 @@ class Communicator(Operations):
     @property
     def local_rank(self) -> int:
         """This rank's number among the ranks of its host."""
-        return self._member.fabric.local.index(self.rank)
+        return self._core.fabric.local.index(self.rank)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """One communicator per ``color``, ranks ordered by (key, rank). Collective; a rank with color None gets None."""
-        return self.split_by(Deadline.after(self._member.session.timeout), color, key)
+        return self.split_within(Deadline.after(self._core.session.timeout), color, key)
 
-    def split_by(self, deadline: Deadline, color: int | None, key: int = 0) -> Communicator | None:
+    def split_within(
+        self, deadline: Deadline, color: int | None, key: int = 0
+    ) -> Communicator | None:
         """``split`` as a part of something that has a deadline."""
-        session = self._member.split(color, key, self._splits + 1, deadline)
+        session = self._core.split(color, key, self._splits + 1, deadline)
         self._splits += 1  # a refused call does not count: the others know nothing of it
-        return None if session is None else self._make_part(session, Stages(session, deadline))
+        return None if session is None else self._make_part(session, SetupPhases(session, deadline))
 
     def shrink(self) -> Communicator:
         """A communicator of the ranks that live, after this one broke. Collective over the living; who dies meanwhile is left out, too."""
-        self._member.check_open("shrink")
+        self._core.check_open("shrink")
         self._splits += 1
-        return shrink(self._member, self._splits, self._make_part)
+        return shrink(self._core, self._splits, self._make_part)
 
-    def _make_part(self, session: Session, stages: Stages) -> Communicator:
-        return Communicator.from_session(session, self._member.options, parent=self, stages=stages)
+    def _make_part(self, session: Session, stages: SetupPhases) -> Communicator:
+        return Communicator.from_session(session, self._core.options, parent=self, setup=stages)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End the communicator now, on all ranks: whoever waits raises ``CommunicatorAborted``. Any thread may call it."""
-        if self._device is not None and not self._member.foreign:
+        if self._device is not None and not self._core.in_forked_child:
             self._device.abort(reason)
-        self._member.abort(reason)
+        self._core.abort(reason)
 
     def finalize(self) -> None:
         """Leave in an orderly way, after what is pending; may be called twice. Not collective.
@@ -228,40 +230,44 @@ class Communicator(Operations):
         Raises what a kernel on the GPU, or a lane between hosts, found after the last call that could tell it (``CollectiveTimeout``,
         ``CollectiveMismatch``), and that a message of a collective on GPU memory was taken by nobody.
         """
-        if self._member.foreign:
+        if self._core.in_forked_child:
             return
-        self._member.end_underway()
+        self._core.cancel_pending_setup()
         if self._background is not None:
             self._background.close()
         untold = None
         if self._device is not None:
             with (
-                self._waiting_for(self._device),
-                self._member.faults.control.attend(FINALIZE),
+                self._register_gpu_wait(self._device),
+                self._core.faults.control.attend(FINALIZE),
             ):  # it waits for the other ranks
-                untold = guarded(self._device).close(self._member.faults.raised)
-        self._member.finalize()
+                untold = guarded(self._device).close(self._core.faults.raised)
+        self._core.finalize()
         if untold is not None:
             raise untold
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU, and raise what its kernels found."""
         if self._device is not None:
-            with self._waiting_for(self._device):
+            with self._register_gpu_wait(self._device):
                 guarded(self._device).synchronize()
 
-    def _waiting_for(self, device: DeviceCommunicator | HostsCommunicator) -> blocked_ops.Waiting:
+    def _register_gpu_wait(
+        self, device: DeviceCommunicator | HostsCommunicator
+    ) -> blocked_ops.Waiting:
         """The program's wait for all that it has called on GPU memory."""
         self._gpu_waits += 1
         return blocked_ops.Waiting(
-            functools.partial(self._member.seat.wait_for_stream, device.seat.name, self._gpu_waits)
+            functools.partial(
+                self._core.wait_state.wait_for_stream, device.seat.name, self._gpu_waits
+            )
         )
 
     def __enter__(self) -> Communicator:
         return self
 
     def __exit__(self, kind: Any, value: BaseException | None, trace: Any) -> None:
-        if value is not None and not self._member.closed:
+        if value is not None and not self._core.closed:
             self.abort(f"{kind.__name__} left the communicator's with block: {value}")
         try:
             self.finalize()
@@ -277,4 +283,4 @@ class Communicator(Operations):
         )
 
     def __repr__(self) -> str:
-        return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._member.closed else ''}>"
+        return f"<Communicator rank {self.rank} of {self.nranks}{' closed' if self._core.closed else ''}>"

@@ -12,7 +12,7 @@ from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.errors import BootstrapError, InvalidUsage
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 
 _FAILED = "failed: "
 
@@ -27,7 +27,7 @@ def init(mpi: Any = None, /, **options: Any) -> Communicator:
     opts = Options.create(**options)
     launch, deadline = detect_launch(os.environ), begin()
     session = meet(launch, deadline, session_timeout=opts.timeout)
-    return Communicator.from_session(session, opts, stages=Stages(session, deadline))
+    return Communicator.from_session(session, opts, setup=SetupPhases(session, deadline))
 
 
 def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
@@ -58,7 +58,7 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
         if root is not None:
             root.give_up(error)
         raise
-    return Communicator.from_session(session, opts, stages=Stages(session, deadline))
+    return Communicator.from_session(session, opts, setup=SetupPhases(session, deadline))
 
 
 def _place_in(mpi: Any) -> tuple[int, int]:

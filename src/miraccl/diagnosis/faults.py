@@ -37,18 +37,18 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime import control
 from miraccl.runtime.control import Control
 from miraccl.runtime.fabric import CATCH_UP_S, DEATH_NOTICE_S, NOTICE_FIRST_S, Fabric, after_notice
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 
 SEND_RECV = "send_recv"
 #: Seconds in which there is news of what is behind an error of the engine. The memory of a process that dies goes before its connections;
 #: whoever finds that a stream has ended has waited already.
-_BEHIND_S = {at.ERR_ABORTED: 2.0, at.ERR_CMA: DEATH_NOTICE_S, at.ERR_CUT: 0.0}
+_BEHIND_S = {layout.ERR_ABORTED: 2.0, layout.ERR_CMA: DEATH_NOTICE_S, layout.ERR_CUT: 0.0}
 HEARD_WAIT_S = 0.5  # for others to hear of a fault, before it is raised here
 HINT = "this communicator is broken; shrink() makes one of the living ranks"
 
@@ -72,7 +72,7 @@ class Faults:
         self.raised = False  # the program was told of a fault
         self._silent: set[int] = set()  # did not answer when they were asked last
         self._told = threading.Event()
-        self._stages: list[Stages] = []
+        self._stages: list[SetupPhases] = []
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self.control = Control(session, fabric, alone, detector.lookout.call)
         session.status_provider = self.status
@@ -142,7 +142,7 @@ class Faults:
             self.session.catch_up(CATCH_UP_S)
 
     @contextlib.contextmanager
-    def ending(self, stages: Stages) -> Iterator[None]:
+    def ending(self, stages: SetupPhases) -> Iterator[None]:
         """Inside the block a fault ends ``stages``."""
         self._stages.append(stages)
         try:
@@ -232,14 +232,14 @@ class Faults:
         others would take it for a mismatch.
         """
         with self._lock:
-            self.fabric.set_abort(at.ERR_ABORTED)
+            self.fabric.set_abort(layout.ERR_ABORTED)
             if self.fault is None:
                 self.fault = error
         self._told.set()
         if tag := self.control.now.get("tag"):
             self.session.end_gather(tag, "the communicator is broken")
         for stages in list(self._stages):
-            stages.end(self.fault)
+            stages.cancel(self.fault)
         return self.fault
 
     def spread(self, error: MiracclError) -> MiracclError:
@@ -281,7 +281,7 @@ class Faults:
             return error
         now = self.fabric.board()["seq"]
         for number in sorted(
-            self.fabric.history(self.rank), key=lambda number: (number - now - 1) & at.SEQ_MASK
+            self.fabric.history(self.rank), key=lambda number: (number - now - 1) & layout.SEQ_MASK
         ):  # the oldest first
             if differing := self._compared(number, statuses or {}):
                 return CollectiveMismatch(
@@ -295,8 +295,8 @@ class Faults:
         """The error for an ERR_* of the engine, which is raised then."""
         self.raised = True
         context = self.fabric.context
-        peer, step = context.get(at.CTX_ERR_PEER), context.get(at.CTX_ERR_STEP)
-        want, got = context.get(at.CTX_ERR_WANT), context.get(at.CTX_ERR_GOT)
+        peer, step = context.get(layout.CTX_ERR_PEER), context.get(layout.CTX_ERR_STEP)
+        want, got = context.get(layout.CTX_ERR_WANT), context.get(layout.CTX_ERR_GOT)
         board = self.fabric.board()
         op, rank, whom = describe_operation(board), self.called[self.rank], self._name(peer)
         if code in _BEHIND_S:
@@ -306,15 +306,15 @@ class Faults:
             ):  # a death: it is told what it has interrupted
                 self.fault.op = op
             self._let_hear()
-        if code == at.ERR_ABORTED:
+        if code == layout.ERR_ABORTED:
             error = CommunicatorAborted("the operation was aborted", rank=rank, op=op, hint=HINT)
             return self.fault or self.settle(self._behind(error))
         if self.fault is not None:
             return self.fault
-        if code == at.ERR_TIMEOUT:
+        if code == layout.ERR_TIMEOUT:
             statuses = self.statuses()
             differing = (
-                "" if board["p2p_sig"] else self._compared(board["sig"] & at.SEQ_MASK, statuses)
+                "" if board["p2p_sig"] else self._compared(board["sig"] & layout.SEQ_MASK, statuses)
             )
             if (
                 differing := differing
@@ -329,13 +329,15 @@ class Faults:
             return self.spread(
                 CollectiveTimeout(text, graph=graph, rank=rank, peer=whom, op=op, hint=HINT)
             )
-        if code == at.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
+        if code == layout.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
             return self.spread(self._parted(peer, op))
-        if code in (at.ERR_LEFT, at.ERR_PARTED) or (code == at.ERR_CUT and peer in self.left):
+        if code in (layout.ERR_LEFT, layout.ERR_PARTED) or (
+            code == layout.ERR_CUT and peer in self.left
+        ):
             left = of_leave(whom, self.left.get(peer, "finalized"), rank=rank, op=op)
             left.hint = HINT
             return self.spread(self._behind(left, self.statuses()))
-        if code == at.ERR_MISMATCH:
+        if code == layout.ERR_MISMATCH:
             if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
                 op = "send/recv"  # of a group that has not waited yet: the board shows what was before it
             return self.spread(
@@ -343,16 +345,16 @@ class Faults:
                     self._mismatch(peer, want, got), rank=rank, peer=whom, op=op, hint=HINT
                 )
             )
-        if code == at.ERR_SIZE:
+        if code == layout.ERR_SIZE:
             text = f"ranks disagree on the size of a message: rank {rank} expects {want} bytes, rank {whom} sent {got}"
             return self.spread(CollectiveMismatch(text, rank=rank, peer=whom, op=op, hint=HINT))
-        if code == at.ERR_ENDED:
+        if code == layout.ERR_ENDED:
             return self.spread(
                 CollectiveMismatch(self._in_vain(peer), rank=rank, peer=whom, op=op, hint=HINT)
             )
-        if code == at.ERR_CUT:
+        if code == layout.ERR_CUT:
             return self._tell_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), op)
-        if code == at.ERR_CMA:
+        if code == layout.ERR_CMA:
             text = f"the kernel refused to copy {want} bytes from the memory of rank {whom}"
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"
             return self.spread(SystemFailure(text, rank=rank, peer=whom, op=op, hint=hint))
@@ -416,7 +418,7 @@ class Faults:
         statuses = (
             self.statuses()
         )  # a message of an earlier operation than this: that is where ranks parted
-        for number in (got & at.SEQ_MASK, want & at.SEQ_MASK):
+        for number in (got & layout.SEQ_MASK, want & layout.SEQ_MASK):
             if differing := self._compared(number, statuses):
                 return differing
         return of_another_operation(

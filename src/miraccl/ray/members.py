@@ -26,7 +26,7 @@ from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin, check_place
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 
 DEFAULT = "default"
 #: How long (seconds) an id from the store is trusted while nobody answers at its address, and the pauses between readings.
@@ -110,7 +110,7 @@ def join(
     except BaseException as error:
         _close(root, error)
         raise
-    _register(name, Communicator.from_session(session, opts, stages=Stages(session, deadline)))
+    _register(name, Communicator.from_session(session, opts, setup=SetupPhases(session, deadline)))
 
 
 def join_and_leave(ident: str, nranks: int, rank: int) -> None:
@@ -189,7 +189,7 @@ def rendezvous_by_store(
     key = f"{ray.get_runtime_context().namespace}/{name}".encode()
     meet = _join_as_root if rank == 0 else _join_as_peer
     session = meet(key, rank, nranks, deadline, options)
-    return Communicator.from_session(session, options, stages=Stages(session, deadline))
+    return Communicator.from_session(session, options, setup=SetupPhases(session, deadline))
 
 
 def _join_as_root(

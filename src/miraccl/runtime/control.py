@@ -16,7 +16,7 @@ from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
 from miraccl.runtime.fabric import Fabric
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 
 KIND = "waits on the control plane"
 FINALIZE = "finalize"
@@ -35,7 +35,7 @@ class Plane(Protocol):
     ) -> list[bytes]:
         """Everybody's ``data``."""
 
-    def ending(self, stages: Stages, /) -> AbstractContextManager[None]:
+    def ending(self, stages: SetupPhases, /) -> AbstractContextManager[None]:
         """Inside the block what breaks the communicator ends ``stages``."""
 
 
@@ -50,7 +50,7 @@ class Bare:
     ) -> list[bytes]:
         return self._session.all_gather(data, tag, deadline)
 
-    def ending(self, stages: Stages) -> AbstractContextManager[None]:
+    def ending(self, stages: SetupPhases) -> AbstractContextManager[None]:
         return nullcontext()
 
 

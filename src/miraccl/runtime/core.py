@@ -23,7 +23,7 @@ from miraccl.diagnosis.detector import lookout
 from miraccl.diagnosis.error_codec import of_abort
 from miraccl.diagnosis.faults import Faults
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Run
 from miraccl.ops.arguments import MOST_BYTES, data_type
 from miraccl.ops.calls import Call, Place, barrier
@@ -34,23 +34,23 @@ from miraccl.runtime import forks, summary
 from miraccl.runtime.control import COUNTED_RANKS
 from miraccl.runtime.exchange import Entry, Exchange, Transfer
 from miraccl.runtime.fabric import Beliefs, Fabric
-from miraccl.runtime.forks import why_closed
+from miraccl.runtime.forks import closed_reason
 from miraccl.runtime.options import Options
 from miraccl.runtime.progress import progress
-from miraccl.runtime.setup_phases import Stages, Underway
-from miraccl.runtime.wait_state import MemberSeat
+from miraccl.runtime.setup_phases import PendingSetup, SetupPhases
+from miraccl.runtime.wait_state import CoreWaitState
 from miraccl.runtime.work import Work, Worker, patience
 from miraccl.types import Collective, DType
 from miraccl.wire.proxy_records import Loss
 
 _log = trace.logger("init")
-REASON_PENDING, REASON_CLOSED, REASON_OPEN = at.BUSY_PENDING, 2, 4
+REASON_PENDING, REASON_CLOSED, REASON_OPEN = layout.BUSY_PENDING, 2, 4
 MAX_RUNS = 2048
 CLOSE_WAIT_S = 10.0
-LOOK_S = 0.001
+POLL_S = 0.001
 
 
-class Member:
+class CommunicatorCore:
     """Everything behind a ``Communicator``; made collectively, closed by each rank for itself."""
 
     def __init__(
@@ -59,20 +59,22 @@ class Member:
         options: Options,
         *,
         constants: Constants | None = None,
-        stages: Stages | None = None,
+        setup: SetupPhases | None = None,
     ) -> None:
         self.session, self.options = session, options
         self.rank, self.nranks = session.rank, session.nranks
         self.closed = False
-        self.foreign = False
+        self.in_forked_child = False
         self.watched = False
-        self._alone = False  # ``progress`` is inside
-        self._life = threading.RLock()  # a signal handler may finalize in the middle of that
-        self._leaving = False
+        self._in_background_advance = False  # ``progress`` is inside
+        self._lifecycle_lock = (
+            threading.RLock()
+        )  # a signal handler may finalize in the middle of that
+        self._finalizing = False
         self._losses: dict[int, Loss] = {}
-        self.underway = Underway()
-        mine = constants or prepare()
-        beliefs = Beliefs(
+        self.pending_setup = PendingSetup()
+        measured = constants or prepare()
+        agreed_config = Beliefs(
             version=__version__,
             algo=options.algo
             or " ".join(f"{collective.label}:{name}" for collective, name in options.wishes),
@@ -81,7 +83,7 @@ class Member:
             deterministic=options.deterministic,
             buffsize=options.buffsize,
             single_copy=options.single_copy,
-            constants=mine.to_json(),
+            constants=measured.to_json(),
         )
         overrides = Overrides(
             algo=options.algo,
@@ -91,14 +93,17 @@ class Member:
         )
         try:
             self.fabric = Fabric(
-                stages or Stages(session), beliefs, timeout=options.timeout, on_lost=self._lost
+                setup or SetupPhases(session),
+                agreed_config,
+                timeout=options.timeout,
+                on_lost=self._lost,
             )
         except BaseException as error:
             session.close(f"could not connect: {error}"[:500])
             raise
         self.context = self.fabric.context
         self.constants = Constants.from_json(self.fabric.constants_text)
-        self.faults = Faults(session, self.fabric, self.waits_only)
+        self.faults = Faults(session, self.fabric, self.has_no_background_work)
         for rank, loss in list(self._losses.items()):
             self._lost(rank, loss)
         hosts = self.fabric.hosts if len(set(self.fabric.hosts)) > 1 else ()
@@ -114,27 +119,29 @@ class Member:
             constants=self.constants,
             overrides=overrides,
             stream_from=self.fabric.stream_from,
-            single_copy=self._copy_once_from(options.single_copy, self.constants.single_copy_from),
-            exchange_copy=self._copy_once_from(
+            single_copy=self._single_copy_threshold(
+                options.single_copy, self.constants.single_copy_from
+            ),
+            exchange_copy=self._single_copy_threshold(
                 options.single_copy, self.constants.exchange_copy_from
             ),
             addressable=self.fabric.addressable,
         )
-        self.context.set(at.CTX_P2P_DIRECT, self.planner.single_copy)
-        self.context.set(at.CTX_SWAP, int(self.constants.swap_slots))
-        self.seat = MemberSeat(self)
+        self.context.set(layout.CTX_P2P_DIRECT, self.planner.single_copy)
+        self.context.set(layout.CTX_SWAP, int(self.constants.swap_slots))
+        self.wait_state = CoreWaitState(self)
         self._worker = Worker(
-            f"miraccl-work-{session.name}", self.look_before_running, self.seat.wait_inside
+            f"miraccl-work-{session.name}", self.update_busy, self.wait_state.wait_inside
         )
         self._runs: dict[Request, Run] = {}
         self._exchange = Exchange(
             self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV)
         )
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
-            self.context.set(at.CTX_LOOKOUT, lookout.open())
-            blocked_ops.seats.take(self.seat)
-        session.on_event(self.underway.hear)
-        forks.tell(self)
+            self.context.set(layout.CTX_LOOKOUT, lookout.open())
+            blocked_ops.seats.take(self.wait_state)
+        session.on_event(self.pending_setup.on_event)
+        forks.register(self)
         if _log.isEnabledFor(logging.INFO):  # with many ranks the line takes time
             _log.info(
                 "%s: %s",
@@ -142,7 +149,7 @@ class Member:
                 summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]),
             )
 
-    def _copy_once_from(self, asked: str, measured: int) -> int:
+    def _single_copy_threshold(self, asked: str, measured: int) -> int:
         """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
         if not self.fabric.addressable or asked == "never":
             return -1
@@ -157,15 +164,15 @@ class Member:
 
     # ---- who may run
 
-    def look_before_running(self) -> None:
+    def update_busy(self) -> None:
         """Shut the doors as long as there are reasons to; whoever changes one calls it, on any thread.
 
         There is no lock, as a signal handler may finalize in the middle: who has written looks again whether that is still right.
         """
-        while (word := self._reasons()) != self.context.get(at.CTX_BUSY):
-            self.context.set(at.CTX_BUSY, word)
+        while (word := self._busy_reasons()) != self.context.get(layout.CTX_BUSY):
+            self.context.set(layout.CTX_BUSY, word)
 
-    def _reasons(self) -> int:
+    def _busy_reasons(self) -> int:
         """Background work, an end, sends or receives that are open."""
         pending = REASON_PENDING if self._worker.pending else 0
         return (
@@ -176,27 +183,27 @@ class Member:
 
     def check(self, code: int, name: str) -> None:
         """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
-        if code >= at.ERR_ABORTED:
-            self._fail(code, name)
+        if code >= layout.ERR_ABORTED:
+            self._raise_fault(code, name)
         if not self.closed:
             self.faults.check()
         self.check_open(name)
 
     def check_open(self, name: str) -> None:
         if self.closed:
-            raise CommunicatorClosed(why_closed(self.foreign), rank=self.rank, op=name)
+            raise CommunicatorClosed(closed_reason(self.in_forked_child), rank=self.rank, op=name)
 
-    def _conclude(self, code: int, name: str) -> None:
-        if code == at.BUSY:
+    def check_result(self, code: int, name: str) -> None:
+        if code == layout.BUSY:
             raise InvalidUsage(
                 f"{name}: another thread is inside this communicator",
                 hint="give each thread its own with split()",
             )
-        if code != at.OK:
-            self._fail(code, name)
+        if code != layout.OK:
+            self._raise_fault(code, name)
 
-    def _fail(self, code: int, name: str) -> NoReturn:
-        if code == at.ERR_INTERRUPTED:
+    def _raise_fault(self, code: int, name: str) -> NoReturn:
+        if code == layout.ERR_INTERRUPTED:
             # What was under way cannot be taken up again: the others are told before the exception goes its way.
             self.abort(f"a signal handler raised an exception in {name}")
             self.context.raise_kept()
@@ -241,10 +248,10 @@ class Member:
         if call.before is not None:
             call.before()
         counts = 0 if call.counts is None else call.counts.address
-        self._conclude(self.context.launch(run.address, call.source, call.target, counts), name)
+        self.check_result(self.context.launch(run.address, call.source, call.target, counts), name)
         return call.result
 
-    def run_prepared(self, run: Run, call: Call, name: str, code: int) -> Any:
+    def run_persistent(self, run: Run, call: Call, name: str, code: int) -> Any:
         """A persistent operation whose door was shut."""
         self.check(code, name)
         if self._worker.pending:
@@ -269,41 +276,41 @@ class Member:
         if not async_op:
             self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
-        self.look_before_running()
+        self.update_busy()
         try:
             if not async_op:
-                self.finish(entries, name)
+                self.complete(entries, name)
                 return result
             if not self._worker.pending:
                 self._advance([], name)
             else:
-                self._watch()
+                self._watch_open_transfers()
         except InvalidUsage:
-            self._withdraw(entries)
+            self._cancel(entries)
             raise
-        return _OpenWork(name, self, entries, result)
+        return P2pWork(name, self, entries, result)
 
-    def begin_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
+    def start_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
         """Run sends and receives together on the thread for background work."""
         self._exchange.refuse_lonely(transfers)
         entries = self._exchange.add(transfers)
-        self.look_before_running()
+        self.update_busy()
 
         def run() -> None:
             try:
                 self._advance(entries, name)
             except InvalidUsage:
-                self._withdraw(entries)
+                self._cancel(entries)
                 raise
 
         return self._worker.submit(name, run)
 
-    def _withdraw(self, entries: Sequence[Entry]) -> None:
+    def _cancel(self, entries: Sequence[Entry]) -> None:
         """What is refused, because another thread is inside, is not sent later."""
         self._exchange.withdraw(entries)
-        self.look_before_running()
+        self.update_busy()
 
-    def finish(self, entries: Sequence[Entry], name: str) -> bool:
+    def complete(self, entries: Sequence[Entry], name: str) -> bool:
         """Go on until these have ended."""
         self.check(0, name)
         self._exchange.check_can_end(entries)
@@ -317,9 +324,9 @@ class Member:
         self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None
     ) -> None:
         code = self._exchange.advance([e for e in must if not e.done], among)
-        self._watch()
-        self.look_before_running()
-        self._conclude(code, name)
+        self._watch_open_transfers()
+        self.update_busy()
+        self.check_result(code, name)
 
     def progress(self, entries: Sequence[Entry], name: str) -> bool:
         """Do what can be done at once; whether these have ended."""
@@ -328,26 +335,28 @@ class Member:
             self._advance([], name)
         return all(e.done for e in entries)
 
-    def _watch(self) -> None:
+    def _watch_open_transfers(self) -> None:
         if not self.watched and self._exchange.has_open:  # the program may do something else now
             progress.watch(self)
 
-    def go_on_alone(self) -> bool | None:
+    def advance_in_background(self) -> bool | None:
         """As ``progress`` asks: do what sends and receives in the background can do at once."""
-        self._alone = True  # before the look at ``closed``: whoever closes waits for it
+        self._in_background_advance = (
+            True  # before the look at ``closed``: whoever closes waits for it
+        )
         try:
             if self.closed or self.faults.fault is not None or not self._exchange.has_open:
                 return None
             if self._worker.pending:  # they come after that, or are a part of it
                 return False
             code, moved = self._exchange.advance_alone()
-            self.look_before_running()
-            if code not in (at.OK, at.BUSY):
+            self.update_busy()
+            if code not in (layout.OK, layout.BUSY):
                 with contextlib.suppress(MiracclError):  # the next call of the program raises it
-                    self._fail(code, "send/recv")
+                    self._raise_fault(code, "send/recv")
             return moved
         finally:
-            self._alone = False
+            self._in_background_advance = False
 
     def flush(self, background: bool = False) -> None:
         """End what is open of sends and receives: now, or in the background before what comes next."""
@@ -361,7 +370,7 @@ class Member:
         else:
             self._advance(entries, "send/recv")
 
-    def barrier_door(self) -> Any:
+    def barrier_fast_entry(self) -> Any:
         """The builtin that runs a barrier."""
         call = barrier(Place(self.rank, self.nranks, "barrier"))
         self._barrier_run = self.planner.make_run(call.request)
@@ -378,7 +387,7 @@ class Member:
         parts = self.fabric.memory()
         return {"total": parts["fifo"] + parts["network"] + parts["private"], **parts}
 
-    def question(
+    def parse_explain_request(
         self, collective: str | Collective, nbytes: int, dtype: Any
     ) -> tuple[Collective, int, DType]:
         """What ``explain`` is asked about: (collective, bytes of a block, type)."""
@@ -401,14 +410,14 @@ class Member:
 
     # ---- other communicators
 
-    def meet(
+    def run_control_op(
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
     ) -> list[bytes]:
         """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
-        with blocked_ops.Waiting(self.seat.meeting):
+        with blocked_ops.Waiting(self.wait_state.wait_for_control_op):
             return self.faults.meet(name, tag, data, deadline)
 
-    def ending(self, stages: Stages) -> contextlib.AbstractContextManager[None]:
+    def cancel_on_fault(self, stages: SetupPhases) -> contextlib.AbstractContextManager[None]:
         """Inside the block the communicator's fault ends ``stages``."""
         return self.faults.ending(stages)
 
@@ -422,12 +431,12 @@ class Member:
         """Sends and receives that have begun and not ended."""
         return [entry.transfer for entry in self._exchange.open]
 
-    def waits_only(self) -> bool:
+    def has_no_background_work(self) -> bool:
         """Whether nothing of this rank is under way beside its program."""
         return (
             not self._worker.pending
             and not self._exchange.open
-            and not self.context.get(at.CTX_ASIDE)
+            and not self.context.get(layout.CTX_ASIDE)
         )
 
     def split(self, color: int | None, key: int, number: int, deadline: Deadline) -> Session | None:
@@ -441,14 +450,16 @@ class Member:
             )
         if isinstance(key, bool) or not isinstance(key, int | np.integer):
             raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
-        mine = f"{'' if color is None else int(color)},{int(key)}".encode()
-        everyone = [
+        color_and_key = f"{'' if color is None else int(color)},{int(key)}".encode()
+        colors_and_keys = [
             tuple(blob.decode().split(","))
-            for blob in self.meet("split", f"split {number}", mine, deadline)
+            for blob in self.run_control_op("split", f"split {number}", color_and_key, deadline)
         ]
         if color is None:
             return None
-        chosen = sorted((int(k), r) for r, (c, k) in enumerate(everyone) if c == str(int(color)))
+        chosen = sorted(
+            (int(k), r) for r, (c, k) in enumerate(colors_and_keys) if c == str(int(color))
+        )
         return self.session.sub([r for _, r in chosen], f"{self.session.name}/{number}:{color}")
 
     # ---- end
@@ -458,24 +469,24 @@ class Member:
             return
         self.faults.spread(of_abort(self.rank, reason))
 
-    def end_underway(self) -> None:
+    def cancel_pending_setup(self) -> None:
         """The ranks that make another communicator of this one's go on without this rank."""
         text = (
             "the communicator was finalized while the ranks that live were making another one of it"
         )
-        self.underway.end(CommunicatorClosed(text, rank=self.rank, op="shrink"))
+        self.pending_setup.cancel(CommunicatorClosed(text, rank=self.rank, op="shrink"))
 
     def finalize(self) -> None:
-        with self._life:
-            if self.closed or self._leaving:
+        with self._lifecycle_lock:
+            if self.closed or self._finalizing:
                 return
-            self._leaving = True
+            self._finalizing = True
             try:
-                self._leave()
+                self._finalize()
             finally:
-                self._leaving = False
+                self._finalizing = False
 
-    def _leave(self) -> None:
+    def _finalize(self) -> None:
         self.faults.closing = True
         if self.faults.fault is None:
             with contextlib.suppress(
@@ -483,57 +494,61 @@ class Member:
             ):  # what was pending may have failed: its Work says so
                 self.flush(background=True)
         if not self._worker.close(CLOSE_WAIT_S):
-            self._end_while("an operation was pending")
+            self._fail_running_op("an operation was pending")
             self._worker.close(CLOSE_WAIT_S)
         self.closed = True
-        blocked_ops.seats.leave(self.seat)
-        self.look_before_running()
-        self._end_what_is_inside()
+        blocked_ops.seats.leave(self.wait_state)
+        self.update_busy()
+        self._interrupt_running_op()
         broken = str(self.faults.fault) if self.faults.fault is not None else ""
         self.fabric.close(abort=broken)
         self.session.close(broken or "finalized")
 
-    def _end_what_is_inside(self) -> None:
+    def _interrupt_running_op(self) -> None:
         """The operation of another thread, or of this one if a signal handler has come here, which then cannot go on; memory it uses is
         about to go.  Another thread's may end as what was pending may; the next one it calls finds the communicator closed."""
-        if not self.context.interrupted and self._left_alone():
+        if not self.context.interrupted and self._wait_until_idle():
             return
-        self._end_while("a thread was inside")
+        self._fail_running_op("a thread was inside")
         if not self.context.interrupted:
-            self._left_alone()
+            self._wait_until_idle()
 
-    def _end_while(self, what: str) -> None:
+    def _fail_running_op(self, what: str) -> None:
         self.faults.settle(
             CommunicatorClosed(f"the communicator was finalized while {what}", rank=self.rank)
         )
 
-    def _left_alone(self) -> bool:
+    def _wait_until_idle(self) -> bool:
         """Whether no thread is in the engine, in ``CLOSE_WAIT_S`` at the latest."""
         deadline = time.monotonic() + CLOSE_WAIT_S
-        while (self.context.occupied or self._alone) and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+        while (
+            self.context.occupied or self._in_background_advance
+        ) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         return not self.context.occupied
 
     def forked(self) -> None:
         """In a forked child: this communicator is the parent's, which alone speaks for the rank. Other threads may have held locks."""
-        self.closed = self.foreign = True
-        self._life = threading.RLock()
-        self.look_before_running()
+        self.closed = self.in_forked_child = True
+        self._lifecycle_lock = threading.RLock()
+        self.update_busy()
 
 
-class _OpenWork(Work):
+class P2pWork(Work):
     """A send or receive in the background. It goes on inside calls of its communicator, ``wait`` and ``done`` among them, and by itself."""
 
-    def __init__(self, name: str, member: Member, entries: Sequence[Entry], result: Any) -> None:
+    def __init__(
+        self, name: str, core: CommunicatorCore, entries: Sequence[Entry], result: Any
+    ) -> None:
         super().__init__(name)
-        self._member, self._entries = member, entries
+        self._core, self._entries = core, entries
         self._result = result
 
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
         if (seconds := patience(timeout)) is not None:
             self._poll_until(seconds)
         if not self.done():
-            self._settle(self._member.finish)
+            self._update(self._core.complete)
         return super().wait(0)
 
     def _poll_until(self, timeout: float) -> None:
@@ -547,14 +562,14 @@ class _OpenWork(Work):
 
     def done(self) -> bool:
         if not super().done():
-            self._settle(self._member.progress)
+            self._update(self._core.progress)
         return super().done()
 
     is_completed = done
 
-    def _settle(self, go_on: Callable[[Sequence[Entry], str], bool]) -> None:
+    def _update(self, advance: Callable[[Sequence[Entry], str], bool]) -> None:
         try:
-            if go_on(self._entries, self.name):
+            if advance(self._entries, self.name):
                 self._finish(self._result, None)
         except InvalidUsage:  # another thread is inside, say: nothing has happened to the operation
             raise

@@ -14,14 +14,14 @@ from miraccl.ops.arguments import peer_rank, refuse_stream, view
 from miraccl.ops.calls import Call, Place
 from miraccl.runtime import group as groups
 from miraccl.runtime.control import SET_UP
-from miraccl.runtime.core import Member
+from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.exchange import Transfer
 from miraccl.runtime.gpu.device_guard import guarded
 from miraccl.runtime.gpu.launch_order import LaunchOrders
 from miraccl.runtime.gpu.memory import current_ordinal, device_ordinal, is_gpu_array
 from miraccl.runtime.gpu.stream import library_stream_getter
 from miraccl.runtime.persistent import Persistent
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective
 
 _DEVICE = re.compile(r"cuda(?::([0-9]{1,4}))?")
@@ -34,28 +34,28 @@ if TYPE_CHECKING:
     from miraccl.runtime.multinode.communicator import HostsCommunicator
 
 
-class Ways:
+class Dispatcher:
     """What the operations of a communicator have in common."""
 
     rank: int
     nranks: int
-    _member: Member
+    _core: CommunicatorCore
     _device: DeviceCommunicator | HostsCommunicator | None
     _background: BackgroundCalls | None
-    _making: AbstractContextManager[
+    _gpu_lock: AbstractContextManager[
         bool
     ]  # held by the thread that makes the GPU side; reentrant, for signal handlers
-    _orders: Callable[[], LaunchOrders]  # asked in the first operation on a GPU
+    _launch_orders: Callable[[], LaunchOrders]  # asked in the first operation on a GPU
     _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
     _cpu_plan_address: int
 
-    def _open_cpu(self, session: Session, stages: Stages) -> Communicator:
+    def _create_child(self, session: Session, setup: SetupPhases) -> Communicator:
         """A communicator with these options over another session, made in its ``stages``: what the GPU side has between hosts."""
         raise NotImplementedError
 
     # ---- GPU memory
 
-    def _gpu(self, async_op: bool, stream: Any, *arrays: Any) -> Any:
+    def _gpu_target(self, async_op: bool, stream: Any, *arrays: Any) -> Any:
         """What the call goes to if one of ``arrays`` lies on a GPU, else None."""
         for x in arrays:
             if is_gpu_array(x):
@@ -64,7 +64,7 @@ class Ways:
                     group = groups.current()
                     calls = guarded(self._device) if group is None else self._device.grouped(group)
                 else:
-                    calls = self._gpu_calls(async_op, device_ordinal(x))
+                    calls = self._gpu_receiver(async_op, device_ordinal(x))
                 if (current := library_stream_getter(x)) is None:
                     return calls
                 from miraccl.runtime.gpu.work import StreamBound
@@ -73,7 +73,7 @@ class Ways:
         refuse_stream(stream, self.rank)
         return None
 
-    def _on_device(self, device: Any, name: str) -> Any:
+    def _gpu_by_name(self, device: Any, name: str) -> Any:
         """What has the methods of the GPU side, for a device in words (torch.device is written alike)."""
         match = _DEVICE.fullmatch(str(device))
         if match is None:
@@ -81,7 +81,7 @@ class Ways:
                 f"{name}: device is {device!r}; allowed are cpu, cuda and cuda:<number>",
                 rank=self.rank,
             )
-        side = self._device_side(int(match[1]) if match[1] else current_ordinal())
+        side = self._require_gpu(int(match[1]) if match[1] else current_ordinal())
         if match[1] and int(match[1]) != side.gpu.ordinal:
             text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
             raise InvalidUsage(
@@ -98,9 +98,9 @@ class Ways:
         (``comm.device.grouped.GroupableByDoors.are_collective``)."""
         self._device.are_collective(collective, root, counts, count)  # type: ignore[union-attr]
 
-    def _gpu_calls(self, async_op: bool, ordinal: int) -> Any:
+    def _gpu_receiver(self, async_op: bool, ordinal: int) -> Any:
         """The GPU side, or what has its methods: to note calls for the end of a group, or to start them in the background."""
-        device = self._device_side(ordinal)
+        device = self._require_gpu(ordinal)
         self._cpu_plan[0] = 0
         group = groups.current()
         if group is not None:
@@ -115,40 +115,40 @@ class Ways:
         if self._background is None:
             from miraccl.runtime.gpu.work import BackgroundCalls
 
-            with self._making:
+            with self._gpu_lock:
                 wait = functools.partial(
-                    self._member.seat.wait_for_stream, device.seat.name, op="work.synchronize()"
+                    self._core.wait_state.wait_for_stream, device.seat.name, op="work.synchronize()"
                 )
                 self._background = self._background or BackgroundCalls(device, wait)
         return self._background
 
-    def _device_side(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
+    def _require_gpu(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
         """The GPU side; made with the first call, by all ranks together. That of another thread waits meanwhile; after a failure it tries
         again."""
         if self._device is None:
-            self._member.check(
+            self._core.check(
                 0, SET_UP
             )  # in a forked child before the lock, which a thread of the parent may have had
-            with self._making:
+            with self._gpu_lock:
                 if self._device is None:
-                    self._make_device_side(ordinal)
+                    self._create_gpu(ordinal)
         return self._device  # type: ignore[return-value]
 
-    def _make_device_side(self, ordinal: int) -> None:
+    def _create_gpu(self, ordinal: int) -> None:
         from miraccl.executor.cuda.contexts import keeping_context
         from miraccl.runtime.multinode.communicator import (
             make_device_communicator,
         )  # most programs have no GPU and need none of it
 
-        self._member.check(0, SET_UP)
+        self._core.check(0, SET_UP)
         with keeping_context():
             self._device = make_device_communicator(
-                self._member.session,
+                self._core.session,
                 ordinal,
-                self._member.options,
-                open_cpu=self._open_cpu,
-                plane=self._member,
-                launch_orders=self._orders(),
+                self._core.options,
+                open_cpu=self._create_child,
+                plane=self._core,
+                launch_orders=self._launch_orders(),
             )
         doors = self._device.install_before(
             lambda name: vars(self).get(f"_{name}"), self._cpu_plan_address
@@ -157,7 +157,7 @@ class Ways:
 
     # ---- the long way
 
-    def _place(self, name: str) -> Place:
+    def _call_site(self, name: str) -> Place:
         return Place(self.rank, self.nranks, name)
 
     @staticmethod
@@ -170,7 +170,7 @@ class Ways:
             )
         return group
 
-    def _long_way(
+    def _slow_path(
         self,
         make: Callable[..., Call],
         args: tuple[Any, ...],
@@ -183,31 +183,31 @@ class Ways:
         Callers give ``make`` and ``args`` instead of a lambda: one over a function's arguments would turn these into cells, which cost time
         in every call, also where a door runs it.
         """
-        self._member.check(code, name)
-        call = make(self._place(name), *args)
+        self._core.check(code, name)
+        call = make(self._call_site(name), *args)
         group = self._open_group(name, async_op)
         if group is not None:
-            group.run(lambda: self._member.run(call, name))
+            group.run(lambda: self._core.run(call, name))
             return call.result
-        return self._member.submit(call, name) if async_op else self._member.run(call, name)
+        return self._core.submit(call, name) if async_op else self._core.run(call, name)
 
-    def _prepare(
+    def _make_persistent(
         self, make: Callable[..., Call], name: str, *args: Any
     ) -> Persistent | DevicePersistent:
-        self._member.check(0, name)
+        self._core.check(0, name)
         on_gpu = next((x for x in args if is_gpu_array(x)), None)
         if on_gpu is not None:
             from miraccl.runtime.gpu.persistent import DevicePersistent
 
             return DevicePersistent(
-                self._device_side(device_ordinal(on_gpu)), name, args, self._cpu_plan
+                self._require_gpu(device_ordinal(on_gpu)), name, args, self._cpu_plan
             )
-        return Persistent(self._member, make(self._place(name), *args), name)
+        return Persistent(self._core, make(self._call_site(name), *args), name)
 
-    def _checked(
+    def _checked_transfer(
         self, x: Any, peer: Any, receives: bool, name: str, argument: str = "x"
     ) -> Transfer:
-        self._member.check(0, name)
+        self._core.check(0, name)
         other = peer_rank(peer, "src" if receives else "dst", self.nranks, name)
         return Transfer(
             receives=receives, peer=other, memory=view(x, argument, writes=receives, where=name)
@@ -216,11 +216,11 @@ class Ways:
     def _transfer(
         self, x: Any, peer: Any, receives: bool, name: str, async_op: bool, code: int
     ) -> Any:
-        self._member.check(code, name)
-        transfer = self._checked(x, peer, receives, name)
+        self._core.check(code, name)
+        transfer = self._checked_transfer(x, peer, receives, name)
         result = x if receives else None
         group = self._open_group(name, async_op)
         if group is not None:
-            group.transfer(self._member, transfer)
+            group.transfer(self._core, transfer)
             return result
-        return self._member.exchange([transfer], result, name, async_op)
+        return self._core.exchange([transfer], result, name, async_op)

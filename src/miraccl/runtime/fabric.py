@@ -19,11 +19,11 @@ from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, SystemFailure
 from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.graph.rank_order import RankPlace, order_ranks
 from miraccl.native import atomics
 from miraccl.runtime import group
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.window import Window
 from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport, machine
 from miraccl.transport.shm import LARGEST_SLOT, ShmTransport, slot_bytes_for
@@ -63,7 +63,7 @@ class Fabric:
     """Connections of one rank in one communicator. Owns the transports and the context; ``close`` may be called twice."""
 
     def __init__(
-        self, stages: Stages, beliefs: Beliefs, *, timeout: float, on_lost: OnLost
+        self, stages: SetupPhases, beliefs: Beliefs, *, timeout: float, on_lost: OnLost
     ) -> None:
         """``timeout`` is that of operations."""
         self.session = session = stages.session
@@ -206,7 +206,7 @@ class Fabric:
 
     def _check(self) -> None:
         """Raise if a rank has died or left, or the stages have been ended."""
-        self._stages.look()
+        self._stages.check()
         for event in self.early:
             if isinstance(event, PeerLost | PeerLeft):
                 who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
@@ -235,7 +235,7 @@ class Fabric:
 
     def _end_stages(self, peer: int, loss: Loss) -> None:
         if not self._made:
-            self._stages.end(loss.error(rank=self.rank, peer=peer))
+            self._stages.cancel(loss.error(rank=self.rank, peer=peer))
 
     def _policy(self, membarrier: bool) -> WaitPolicy:
         policy = CROWDED if self.ranks_per_core > 1 else ALONE
@@ -244,7 +244,7 @@ class Fabric:
     def _wires(self, peer: int, pair: FifoPair, readable: bool) -> Wires:
         near = pair.send.kind is FifoKind.SHM
         return Wires(
-            kind=at.KIND_SHM if near else at.KIND_NET,
+            kind=layout.KIND_SHM if near else layout.KIND_NET,
             slot_bytes=pair.send.slot_bytes,
             send_posts=pair.send.post,
             send_tail=pair.send.tail,
@@ -264,25 +264,25 @@ class Fabric:
     def wake(self, rank: int) -> None:
         """Wake this rank if it sleeps in the engine; any thread may call it."""
         del rank
-        atomics.ring(self.shm.control + at.CTRL_BELL)
+        atomics.ring(self.shm.control + layout.CTRL_BELL)
 
     def set_abort(self, code: int) -> None:
         """End every wait of this rank, now and later; any thread may call it."""
-        atomics.store_release(self.shm.control + at.CTRL_ABORT, code)
+        atomics.store_release(self.shm.control + layout.CTRL_ABORT, code)
         self.wake(self.rank)
 
     def board(self) -> dict[str, int]:
         """What the engine is doing here, as the other ranks see it."""
-        words = words_at(self.shm.control, at.PAGE // 8)
+        words = words_at(self.shm.control, layout.PAGE // 8)
         names = {
-            "seq": at.BOARD_SEQ,
-            "sig": at.BOARD_SIG,
-            "count": at.BOARD_COUNT,
-            "step": at.BOARD_STEP,
-            "peer": at.BOARD_PEER,
-            "state": at.BOARD_STATE,
-            "p2p_sig": at.BOARD_P2P_SIG,
-            "p2p_count": at.BOARD_P2P_COUNT,
+            "seq": layout.BOARD_SEQ,
+            "sig": layout.BOARD_SIG,
+            "count": layout.BOARD_COUNT,
+            "step": layout.BOARD_STEP,
+            "peer": layout.BOARD_PEER,
+            "state": layout.BOARD_STATE,
+            "p2p_sig": layout.BOARD_P2P_SIG,
+            "p2p_count": layout.BOARD_P2P_COUNT,
         }
         return {name: int(words[place // 8]) for name, place in names.items()}
 
@@ -294,16 +294,16 @@ class Fabric:
     def history(self, rank: int) -> dict[int, tuple[int, int]]:
         """(signature, count) of the last operations by the low bits of their sequence number, as a rank of ``near`` ran them."""
         page = self.shm.control if rank == self.rank else self.shm.peers[rank].address
-        words = words_at(page + at.CTRL_HISTORY, 2 * at.HISTORY)
-        entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(at.HISTORY)]
-        return {sig & at.SEQ_MASK: (sig, count) for sig, count in entries if sig}
+        words = words_at(page + layout.CTRL_HISTORY, 2 * layout.HISTORY)
+        entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(layout.HISTORY)]
+        return {sig & layout.SEQ_MASK: (sig, count) for sig, count in entries if sig}
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""
         network = sum(
-            2 * at.NSLOTS * wire.slot_bytes
+            2 * layout.NSLOTS * wire.slot_bytes
             for wire in self.context.wires.values()
-            if wire.kind == at.KIND_NET
+            if wire.kind == layout.KIND_NET
         )
         return {
             "fifo": self.shm.segment.file.resident_bytes(0, self.shm.segment.nbytes),

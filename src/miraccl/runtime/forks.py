@@ -15,14 +15,14 @@ class Forkable(Protocol):
 _forkable: weakref.WeakSet[Forkable] = weakref.WeakSet()
 
 
-def tell(thing: Forkable) -> None:
+def register(forkable: Forkable) -> None:
     """Call ``thing.forked()`` in every forked child, as long as somebody holds ``thing``."""
-    _forkable.add(thing)
+    _forkable.add(forkable)
 
 
-def why_closed(foreign: bool) -> str:
+def closed_reason(in_forked_child: bool) -> str:
     """Why a communicator takes no calls: ``foreign``, in a forked child, or as it has ended."""
-    if foreign:
+    if in_forked_child:
         return (
             "the communicator belongs to the process that made it, from which this one was forked"
         )

@@ -29,28 +29,28 @@ def address() -> int:
     return _ADDRESS
 
 
-class Part(Protocol):
+class GroupBatch(Protocol):
     """What a group has collected for one communicator."""
 
     def run(self) -> None: ...
     def drop(self) -> None: ...
 
 
-AnyPart = TypeVar("AnyPart", bound=Part)
+AnyBatch = TypeVar("AnyPart", bound=GroupBatch)
 
 
 class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
-class Member(Protocol):
+class TransferCore(Protocol):
     """A communicator, as groups see it."""
 
     def exchange(self, transfers: list[Any], result: Any, name: str, async_op: bool) -> Any: ...
-    def begin_exchange(self, transfers: list[Any], name: str) -> Waitable: ...
+    def start_exchange(self, transfers: list[Any], name: str) -> Waitable: ...
 
 
-class _OnHost:
+class _CpuBatch:
     """Calls on CPU memory: sends and receives of each communicator, and what runs the others, in the order in which these were called.
 
     Ranks that send nothing over a communicator meet it only in a collective, so the order of these is that of the calls, whatever
@@ -58,18 +58,18 @@ class _OnHost:
     """
 
     def __init__(self, owner: Any) -> None:
-        self.transfers: dict[Member, list[Any]] = {}
-        self.others: list[Callable[[], Any]] = []
+        self.transfers: dict[TransferCore, list[Any]] = {}
+        self.operations: list[Callable[[], Any]] = []
 
     def run(self) -> None:
         """Messages of several communicators go on at the same time: other ranks may have begun with other ones."""
         members = list(self.transfers)
-        begun = [member.begin_exchange(self.transfers[member], "group") for member in members[1:]]
+        begun = [member.start_exchange(self.transfers[member], "group") for member in members[1:]]
         for member in members[:1]:
             member.exchange(self.transfers[member], None, "group", False)
         for work in begun:
             work.wait()
-        for run in self.others:
+        for run in self.operations:
             run()
 
     def drop(self) -> None:
@@ -83,22 +83,22 @@ class Group:
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth  # blocks that are open
-        self.parts: dict[Any, Any] = {}
+        self.batches: dict[Any, Any] = {}
 
-    def part(self, owner: Any, make: Callable[[Any], AnyPart]) -> AnyPart:
+    def batch(self, owner: Any, make: Callable[[Any], AnyBatch]) -> AnyBatch:
         """What is collected for ``owner``, at first ``make(owner)``."""
-        found: AnyPart | None = self.parts.get(owner)
+        found: AnyBatch | None = self.batches.get(owner)
         if found is None:
-            found = self.parts[owner] = make(owner)
+            found = self.batches[owner] = make(owner)
         return found
 
-    def transfer(self, member: Member, transfer: Any) -> None:
+    def transfer(self, core: TransferCore, transfer: Any) -> None:
         """A send or receive on CPU memory."""
-        self.part(_OnHost, _OnHost).transfers.setdefault(member, []).append(transfer)
+        self.batch(_CpuBatch, _CpuBatch).transfers.setdefault(core, []).append(transfer)
 
     def run(self, run: Callable[[], Any]) -> None:
         """Another operation on CPU memory."""
-        self.part(_OnHost, _OnHost).others.append(run)
+        self.batch(_CpuBatch, _CpuBatch).operations.append(run)
 
 
 class _Local(threading.local):
@@ -128,7 +128,7 @@ def _end(
         return
     _local.group = None
     _add(_OPEN, -1)
-    waiting = iter(whole.parts.values())
+    waiting = iter(whole.batches.values())
     try:
         if kind is None:
             for part in waiting:
@@ -169,9 +169,9 @@ def group() -> Block:
 
 # ---- groups that compiled code has begun
 
-HandOver = Callable[[Group], None]
-_noted: list[
-    HandOver
+ReplayCalls = Callable[[Group], None]
+_compiled_batches: list[
+    ReplayCalls
 ] = []  # by whom calls of the group are noted in which ``_record`` has a thread
 
 
@@ -180,13 +180,13 @@ def _is_compiled() -> int:
     return 0
 
 
-def hasten(
+def install_fast_path(
     begin: Callable[..., None], end: Callable[..., None], is_compiled: Callable[[], int]
 ) -> None:
     """Begin and end blocks by these builtins from now on; they hand to Python what they do not take."""
     global _is_compiled
     for where, value in (
-        (at.GROUPS_NOTED, _noted),
+        (at.GROUPS_NOTED, _compiled_batches),
         (at.GROUPS_BEGIN, _begin),
         (at.GROUPS_END, _end),
         (at.GROUPS_NONE, None),
@@ -196,17 +196,17 @@ def hasten(
     Block.__enter__, Block.__exit__ = begin, end  # type: ignore[method-assign]
 
 
-def _take_over() -> None:
+def _adopt_compiled_group() -> None:
     """Make a ``Group`` of the group that this thread has in ``_record``."""
     whole = _local.group = Group(_record[at.GROUPS_DEPTH // 8])
-    noted = _noted.copy()
-    _noted.clear()
+    noted = _compiled_batches.copy()
+    _compiled_batches.clear()
     _record[at.GROUPS_STATE // 8] = _record[at.GROUPS_THREAD // 8] = 0
     for hand_over in noted:
         hand_over(whole)
 
 
-def is_compiled_alone() -> bool:
+def is_single_compiled_block() -> bool:
     """Whether this thread's group is one block, and only compiled code knows of it."""
     return bool(_is_compiled()) and _record[at.GROUPS_DEPTH // 8] == 1
 
@@ -214,5 +214,5 @@ def is_compiled_alone() -> bool:
 def current() -> Group | None:
     """The group that this thread has open."""
     if _is_compiled():
-        _take_over()
+        _adopt_compiled_group()
     return _local.group

@@ -20,7 +20,7 @@ import numpy as np
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import UniqueId
 from miraccl.executor.cpu.context import call_kernel, fold_kernel
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.cost_model import Constants
 from miraccl.runtime.fabric import CROWDED
 from miraccl.types import DType, RedOp
@@ -75,7 +75,7 @@ def best_us(action: Callable[[], None], budget_s: float) -> float:
 def measure_folds(constants: Constants) -> Constants:
     """Bandwidth of reducing two vectors into one of them; never above that of copies, which cross from core to core."""
     fold = fold_kernel(DType.FLOAT32, RedOp.SUM)
-    keep = np.zeros(at.BLOCK, np.int64)
+    keep = np.zeros(layout.BLOCK, np.int64)
     folds = []
     for size, copy in zip(constants.sizes, constants.copy, strict=True):
         count = size // 2 // 4  # the working set is both vectors
@@ -146,11 +146,11 @@ def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     for word, value in (
-        (at.CTX_SPIN, CROWDED.spin),
-        (at.CTX_YIELDS, CROWDED.yields),
-        (at.CTX_STEP_ASIDE, 0),
+        (layout.CTX_SPIN, CROWDED.spin),
+        (layout.CTX_YIELDS, CROWDED.yields),
+        (layout.CTX_STEP_ASIDE, 0),
     ):
-        comm._member.context.set(word, value)
+        comm._core.context.set(word, value)
     switch = _together(comm, _round_trips(comm, small, 50), 5) / 100
     os.sched_setaffinity(0, cores)
     constants = replace(
@@ -163,7 +163,7 @@ def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
 
 
 def _single_copy_from(comm: Communicator) -> int:
-    member = comm._member
+    member = comm._core
     if (
         not member.fabric.addressable
     ):  # all ranks see this alike; one that may read need not be one that is read
@@ -173,9 +173,9 @@ def _single_copy_from(comm: Communicator) -> int:
         x = np.zeros(size // 4, np.float32)
         repeats = 3 if size > 4 << 20 else 5
         two = _together(comm, _round_trips(comm, x, 1), repeats)
-        member.context.set(at.CTX_P2P_DIRECT, 1)
+        member.context.set(layout.CTX_P2P_DIRECT, 1)
         one = _together(comm, _round_trips(comm, x, 1), repeats)
-        member.context.set(at.CTX_P2P_DIRECT, -1)
+        member.context.set(layout.CTX_P2P_DIRECT, -1)
         faster = np.array([int(one < CLEAR_GAIN * two)], np.int64)
         comm.broadcast(faster)
         if not faster[0]:
@@ -209,7 +209,7 @@ def _in_turns(
 
 def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
     """From which block size on an exchange of data that were just written is faster where ranks read each other's private memory."""
-    member = comm._member
+    member = comm._core
     if not member.fabric.addressable:
         return -1
     shares = []
@@ -221,7 +221,7 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
         )
 
     with copying("never") as twice, copying("1") as once:
-        twice._member.context.set(at.CTX_SWAP, int(swaps))
+        twice._core.context.set(layout.CTX_SWAP, int(swaps))
         for size in EXCHANGE_SIZES:
             times, places = np.zeros(2), []
             for _ in range(PLACES):
@@ -253,7 +253,7 @@ def _swaps_slots(comm: Communicator) -> bool:
     verdict = np.ones(1, np.int64)
 
     def exchanges(x: np.ndarray, out: np.ndarray, on: int) -> None:
-        comm._member.context.set(at.CTX_SWAP, on)
+        comm._core.context.set(layout.CTX_SWAP, on)
         for _ in range(30):
             comm.all_gather(x, out)
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.proxy.thread import Proxy
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.base import Endpoint, OnLost
 from miraccl.transport.socket import SocketTransport
 
 
 def open_network(
-    stages: Stages,
+    stages: SetupPhases,
     me: Endpoint,
     slot_bytes: int,
     wake: Callable[[int], None],

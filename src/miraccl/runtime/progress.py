@@ -17,22 +17,22 @@ from typing import Protocol
 from miraccl import trace
 
 #: Seconds between two looks: at first, at most, and while something moves that nobody else moves.
-FIRST_S, LAST_S, BUSY_S = 1e-3, 2e-2, 5e-5
+FIRST_POLL_S, MAX_POLL_S, BUSY_POLL_S = 1e-3, 2e-2, 5e-5
 #: After so long with nothing under way the thread sleeps until it is called.
-QUIET_S = 1.0
+IDLE_S = 1.0
 _log = trace.logger("proxy")
 
 
-class Movable(Protocol):
+class Progressable(Protocol):
     """What this thread looks after, while it is ``watched``."""
 
     watched: bool
 
-    def go_on_alone(self) -> bool | None:
+    def advance_in_background(self) -> bool | None:
         """Do what can be done at once if no other thread is at it; whether anything moved, None if nothing is under way."""
 
 
-class Progress:
+class ProgressThread:
     """The one of this process."""
 
     def __init__(self) -> None:
@@ -41,15 +41,15 @@ class Progress:
     def forked(self) -> None:
         """In a forked child, which has none of the parent's threads."""
         self._lock = threading.Lock()
-        self._called = threading.Event()
-        self._watched: weakref.WeakSet[Movable] = weakref.WeakSet()
+        self._wake_up = threading.Event()
+        self._watched: weakref.WeakSet[Progressable] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
-    def watch(self, post: Movable) -> None:
+    def watch(self, watched: Progressable) -> None:
         """Look after it until nothing has been under way for a while."""
         with self._lock:
-            self._watched.add(post)
-            post.watched = True
+            self._watched.add(watched)
+            watched.watched = True
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="miraccl progress", daemon=True)
                 try:
@@ -57,44 +57,46 @@ class Progress:
                 except RuntimeError:  # the host has none left: calls alone go on with messages
                     return
                 self._thread = thread
-            self._called.set()
+            self._wake_up.set()
 
     def _run(self) -> None:
         while True:
-            self._called.wait()
-            self._called.clear()
-            self._look_after_all()
+            self._wake_up.wait()
+            self._wake_up.clear()
+            self._poll_all()
 
-    def _look_after_all(self) -> None:
-        nap, last_seen = FIRST_S, time.monotonic()
+    def _poll_all(self) -> None:
+        interval, last_seen = FIRST_POLL_S, time.monotonic()
         while True:
-            time.sleep(nap)
-            found = [self._look_after(post) for post in list(self._watched)]
+            time.sleep(interval)
+            found = [self._poll(post) for post in list(self._watched)]
             now = time.monotonic()
             if any(moved is not None for moved in found):
                 last_seen = now
-            elif now - last_seen > QUIET_S and self._forget():
+            elif now - last_seen > IDLE_S and self._stop_watching():
                 return
-            nap = BUSY_S if any(found) else min(max(2 * nap, FIRST_S), LAST_S)
+            interval = (
+                BUSY_POLL_S if any(found) else min(max(2 * interval, FIRST_POLL_S), MAX_POLL_S)
+            )
 
-    def _forget(self) -> bool:
+    def _stop_watching(self) -> bool:
         """Look after nothing any more, unless somebody has called just now, or begun something since the last look."""
         with self._lock:
-            if self._called.is_set():
-                self._called.clear()
+            if self._wake_up.is_set():
+                self._wake_up.clear()
                 return False
             posts = list(self._watched)
             for post in posts:
                 post.watched = False
             self._watched.clear()
         for post in posts:  # who began something while it was still watched did not call
-            if self._look_after(post) is not None:
+            if self._poll(post) is not None:
                 self.watch(post)
         return True
 
-    def _look_after(self, post: Movable) -> bool | None:
+    def _poll(self, post: Progressable) -> bool | None:
         try:
-            return post.go_on_alone()
+            return post.advance_in_background()
         except (
             Exception
         ):  # it must go on with the others; whoever waits for these meets the same error
@@ -102,5 +104,5 @@ class Progress:
             return None
 
 
-progress = Progress()
+progress = ProgressThread()
 os.register_at_fork(after_in_child=progress.forked)

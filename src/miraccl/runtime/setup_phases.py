@@ -28,23 +28,25 @@ from miraccl.errors import (
 HINT = "all its stages share one deadline"
 
 
-class Stages:
+class SetupPhases:
     """Those of a communicator of the ranks of ``session``, or of ``what`` they do; they end by its deadline for operations, and by
     ``deadline`` where that comes first."""
 
-    def __init__(self, session: Session, deadline: Deadline | None = None, what: str = "") -> None:
-        self.session, self.what = session, what or f"making {session.name}"
+    def __init__(
+        self, session: Session, deadline: Deadline | None = None, activity: str = ""
+    ) -> None:
+        self.session, self.activity = session, activity or f"making {session.name}"
         self.deadline = Deadline.after(session.timeout).within(deadline or session.timeout)
-        self._now = ""
+        self._current = ""
         self._error: MiracclError | None = None
-        self._parts: list[Stages] = []
+        self._children: list[SetupPhases] = []
 
-    def part(self, session: Session, what: str = "") -> Stages:
+    def child(self, session: Session, activity: str = "") -> SetupPhases:
         """Stages of some of the ranks, with the deadline of these, which end when these do."""
-        part = Stages(session, self.deadline, what)
-        self._parts.append(part)
+        part = SetupPhases(session, self.deadline, activity)
+        self._children.append(part)
         if self._error is not None:
-            part.end(self._error)
+            part.cancel(self._error)
         return part
 
     def exchange(self, name: str, value: Any) -> list[Any]:
@@ -57,12 +59,12 @@ class Stages:
 
     def gather(self, name: str, data: bytes = b"") -> list[bytes]:
         """The stage ``name``: everybody's ``data`` by rank. Raises ``CollectiveTimeout`` naming the ranks that did not come."""
-        self._now = name
-        self.look()
+        self._current = name
+        self.check()
         try:
             return self.session.all_gather(data, name, self.deadline)
         except CommunicatorAborted:
-            self.look()
+            self.check()
             raise
         except (CollectiveTimeout, BootstrapError, PeerDied) as error:
             error.op, error.hint = (
@@ -73,10 +75,10 @@ class Stages:
 
     @property
     def _op(self) -> str:
-        return f"{self._now!r} of {self.what}" if self._now else self.what
+        return f"{self._current!r} of {self.activity}" if self._current else self.activity
 
     @contextmanager
-    def follow(self) -> Iterator[None]:
+    def cancel_on_loss(self) -> Iterator[None]:
         """Inside the block they end when a rank of the session dies or leaves it, wherever this one waits."""
         over = False
 
@@ -85,7 +87,7 @@ class Stages:
                 died = isinstance(event, PeerLost)
                 who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
                 text = f"{who} {'died' if died else 'left'}: {event.reason}"
-                self.end(
+                self.cancel(
                     (PeerDied if died else BootstrapError)(
                         text, rank=self.session.rank, peer=event.rank
                     )
@@ -98,56 +100,56 @@ class Stages:
             over = True
             self.session.off_event(hear)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise what has ended the stages."""
         if self._error is not None:
             self._error.op = self._error.op or self._op
             raise self._error
 
-    def end(self, error: MiracclError) -> None:
+    def cancel(self, error: MiracclError) -> None:
         """Any thread: the one that goes through the stages raises ``error``, unless it has come to the end of the last one."""
         self._error = self._error or error
-        self.session.end_gather(self._now, error.message)
-        for part in list(self._parts):
-            part.end(error)
+        self.session.end_gather(self._current, error.message)
+        for part in list(self._children):
+            part.cancel(error)
 
-    def leave(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         """This rank gives up and leaves the session: the others are told so at once."""
-        self.session.close(f"gave {self.what} up: {error}"[:500])
+        self.session.close(f"gave {self.activity} up: {error}"[:500])
 
 
-class Underway:
+class PendingSetup:
     """The stages of communicators that are made from one, of ranks that have not left it: they end when one of these leaves."""
 
     def __init__(self) -> None:
-        self._open: dict[Stages, tuple[int, ...]] = {}
+        self._open: dict[SetupPhases, tuple[int, ...]] = {}
         self._error: MiracclError | None = None
 
     @contextmanager
-    def attend(self, stages: Stages, ranks: Sequence[int]) -> Iterator[None]:
+    def track(self, setup: SetupPhases, ranks: Sequence[int]) -> Iterator[None]:
         """Inside the block a thread goes through ``stages``, with these ranks of the communicator."""
-        self._open[stages] = tuple(ranks)
+        self._open[setup] = tuple(ranks)
         try:
             if self._error is not None:
                 raise self._error
             yield
         finally:
-            del self._open[stages]
+            del self._open[setup]
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """From the watcher: a rank has left the communicator, which does not end its connection, as a death does."""
         if isinstance(event, PeerLeft):
             for stages, ranks in list(self._open.items()):
                 if event.rank in ranks:
-                    stages.end(
+                    stages.cancel(
                         PeerDied(
                             f"rank {event.rank} has left the communicator ({event.reason})",
                             peer=event.rank,
                         )
                     )
 
-    def end(self, error: MiracclError) -> None:
+    def cancel(self, error: MiracclError) -> None:
         """This rank leaves."""
         self._error = self._error or error
         for stages in list(self._open):
-            stages.end(error)
+            stages.cancel(error)

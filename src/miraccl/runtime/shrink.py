@@ -14,52 +14,52 @@ from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import Creation
 from miraccl.errors import BootstrapError, CollectiveMismatch, CommunicatorAborted, PeerDied
-from miraccl.runtime.core import Member
+from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.fabric import NOTICE_FIRST_S
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 
-LOOK_S = 0.005
+POLL_S = 0.005
 T = TypeVar("T")
 
 
-def shrink(member: Member, number: int, make: Callable[[Session, Stages], T]) -> T:
+def shrink(core: CommunicatorCore, number: int, make: Callable[[Session, SetupPhases], T]) -> T:
     """``make`` of the session of the ranks that live, and of its stages; ``number`` is the same on all of them."""
-    deadline = Deadline.after(member.session.timeout)
-    name = f"shrink {number} of {member.session.key}"  # whoever they take for living: those who know less will learn it
+    deadline = Deadline.after(core.session.timeout)
+    name = f"shrink {number} of {core.session.key}"  # whoever they take for living: those who know less will learn it
     while True:
-        ranks = _living(member)
-        session = member.session.sub(
-            ranks, f"{member.session.name}/shrink{number}:{','.join(map(str, ranks))}"
+        ranks = _live_ranks(core)
+        session = core.session.sub(
+            ranks, f"{core.session.name}/shrink{number}:{','.join(map(str, ranks))}"
         )
-        stages = Stages(session, deadline)
+        stages = SetupPhases(session, deadline)
 
-        def end(text: str, stages: Stages = stages) -> None:
-            stages.end(CollectiveMismatch(text, rank=member.rank, op="shrink"))
+        def end(text: str, stages: SetupPhases = stages) -> None:
+            stages.cancel(CollectiveMismatch(text, rank=core.rank, op="shrink"))
 
         with (
-            Creation(name, session.tokens, "shrink", member.rank, end),
-            member.underway.attend(stages, ranks),
+            Creation(name, session.tokens, "shrink", core.rank, end),
+            core.pending_setup.track(stages, ranks),
         ):
             try:
                 if (
-                    _living(member) == ranks
+                    _live_ranks(core) == ranks
                 ):  # else somebody has left before the stages could be told
                     return make(session, stages)
             except (CommunicatorAborted, PeerDied, BootstrapError):
-                if not _fewer_live(member, ranks):
-                    stages.look()  # another rank may have been told first why, and left
+                if not _ranks_have_left(core, ranks):
+                    stages.check()  # another rank may have been told first why, and left
                     raise
 
 
-def _living(member: Member) -> list[int]:
+def _live_ranks(core: CommunicatorCore) -> list[int]:
     """The ranks that have neither died nor left."""
-    gone = {*member.faults.lost, *member.faults.left, *member.session.gone()}
-    return [r for r in range(member.nranks) if r not in gone]
+    gone = {*core.faults.lost, *core.faults.left, *core.session.gone()}
+    return [r for r in range(core.nranks) if r not in gone]
 
 
-def _fewer_live(member: Member, ranks: list[int]) -> bool:
+def _ranks_have_left(core: CommunicatorCore, ranks: list[int]) -> bool:
     """Whether one of ``ranks``, of which this is one, is gone; a connection may break before the control plane tells that."""
     deadline = time.monotonic() + NOTICE_FIRST_S
-    while _living(member) == ranks and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
-    return _living(member) != ranks
+    while _live_ranks(core) == ranks and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return _live_ranks(core) != ranks

@@ -19,111 +19,112 @@ from miraccl.diagnosis.waits import (
     Wait,
 )
 from miraccl.errors import CollectiveMismatch
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime.control import FINALIZE
 
 if TYPE_CHECKING:
-    from miraccl.runtime.core import Member
+    from miraccl.runtime.core import CommunicatorCore
 
 
-class MemberSeat:
+class CoreWaitState:
     """That of a member. Who uses its communicator for messages in another way sets ``transfers`` and ``aside``."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self.key = member.session.key
+    def __init__(self, core: CommunicatorCore) -> None:
+        self._core = core
+        self.key = core.session.key
         #: the deadline of operations that were not given one
-        self.usual_s = member.options.timeout
+        self.usual_s = core.options.timeout
         #: sends and receives that go on by themselves or in later calls: (peer, whether it receives); peer -1: any
-        self.transfers: Callable[[], list[tuple[int, bool]]] = self._open
+        self.transfers: Callable[[], list[tuple[int, bool]]] = self._open_transfers
         #: whether operations that were called already may be to come
-        self.aside: Callable[[], bool] = self._pending
+        self.aside: Callable[[], bool] = self._has_background_work
 
     @property
     def session(self) -> Session | None:
-        faults = self._member.faults
+        faults = self._core.faults
         return (
             None
-            if self._member.closed or faults.closing or faults.fault is not None
-            else self._member.session
+            if self._core.closed or faults.closing or faults.fault is not None
+            else self._core.session
         )
 
     @property
     def hurried(self) -> bool:
         """Whether operations have a shorter deadline than usual: the program may go on after it."""
-        return self._member.fabric.timeout < self.usual_s
+        return self._core.fabric.timeout < self.usual_s
 
-    def _pending(self) -> bool:
-        return bool(self._member.pending or self._member.context.get(at.CTX_ASIDE))
+    def _has_background_work(self) -> bool:
+        return bool(self._core.pending or self._core.context.get(layout.CTX_ASIDE))
 
-    def _open(self) -> list[tuple[int, bool]]:
-        return [(transfer.peer, transfer.receives) for transfer in self._member.transfers]
+    def _open_transfers(self) -> list[tuple[int, bool]]:
+        return [(transfer.peer, transfer.receives) for transfer in self._core.transfers]
 
     def wait(self) -> Wait | None:
-        return None if self._pending() else self.wait_inside()
+        return None if self._has_background_work() else self.wait_inside()
 
     def wait_inside(self) -> Wait | None:
         """The wait of whatever thread is inside."""
-        member, context = self._member, self._member.context
+        member, context = self._core, self._core.context
         if member.closed or member.faults.fault is not None or self.hurried:
             return None
         received = [
             context.received(rank) for rank in range(member.nranks)
         ]  # before the rest, as it only grows
         board = member.fabric.board()
-        taken = context.get(at.CTX_SENDS)
+        taken = context.get(layout.CTX_SENDS)
         if (
-            board["state"] != at.STATE_WAITING
+            board["state"] != layout.STATE_WAITING
             or taken < 0
             or board != member.fabric.board()
-            or board["peer"] == at.ANYBODY
+            or board["peer"] == layout.ANYBODY
         ):
             return None
         peer, op = board["peer"], f"{describe_operation(board)} of {member.session.name}"
         if board["p2p_sig"]:
             return self.wait_for_message(peer, received[peer], taken, op)
-        return ForOperation(number=board["seq"], taken=taken, **self._for([peer], op))
+        return ForOperation(number=board["seq"], taken=taken, **self._common_fields([peer], op))
 
     def wait_for_message(self, peer: int, received: int, taken: int, op: str) -> Wait:
         """For the message of a rank after the first ``received``, or until it has taken ``taken`` of this one's."""
-        found = self._for([peer], op)
+        found = self._common_fields([peer], op)
         return ForRoom(number=taken, **found) if taken else ForMessage(number=received, **found)
 
     def wait_for_stream(self, stream: str, number: int, op: str = "synchronize") -> Wait | None:
         """The program's ``number``-th wait in ``op`` for what a stream of this process has to do (``whereabouts.Stream``)."""
-        if self._member.faults.fault is not None:
+        if self._core.faults.fault is not None:
             return None
         end, key = functools.partial(self._end, op), f"{self.key} {op}"
         return ForStream(
-            key=key, awaited=(stream,), op=op, end=end, number=number, rank=self._member.rank
+            key=key, awaited=(stream,), op=op, end=end, number=number, rank=self._core.rank
         )
 
-    def meeting(self) -> Wait | None:
+    def wait_for_control_op(self) -> Wait | None:
         """The meeting on the control plane that this rank is in."""
-        member, now = self._member, self._member.faults.control.now
+        member, now = self._core, self._core.faults.control.now
         if not now or now["op"] == FINALIZE or member.faults.fault is not None:
             return None
         others = [rank for rank in range(member.nranks) if rank != member.rank]
         return ForMeeting(
-            number=now["number"], **self._for(others, f"{now['op']} of {member.session.name}")
+            number=now["number"],
+            **self._common_fields(others, f"{now['op']} of {member.session.name}"),
         )
 
-    def _for(self, ranks: Sequence[int], op: str) -> dict[str, Any]:
+    def _common_fields(self, ranks: Sequence[int], op: str) -> dict[str, Any]:
         """What is alike in the waits of this seat."""
-        awaited = tuple(self._member.session.tokens[rank] for rank in ranks)
+        awaited = tuple(self._core.session.tokens[rank] for rank in ranks)
         return {
             "key": self.key,
             "awaited": awaited,
             "op": op,
             "end": functools.partial(self._end, op),
-            "rank": self._member.rank,
+            "rank": self._core.rank,
         }
 
     def come(self) -> Come:
-        member, aside = self._member, self.aside()  # first: what ends meanwhile is in the counts
+        member, aside = self._core, self.aside()  # first: what ends meanwhile is in the counts
         transfers = [*self.transfers(), *member.context.pair()]
         return Come(
-            operations=member.context.get(at.CTX_SEQ),
+            operations=member.context.get(layout.CTX_SEQ),
             meetings=member.faults.control.come,
             sent=member.context.sent(),
             taken=[member.context.received(rank) for rank in range(member.nranks)],
@@ -133,6 +134,4 @@ class MemberSeat:
         )
 
     def _end(self, op: str, text: str) -> None:
-        self._member.faults.spread(
-            CollectiveMismatch(text, rank=self._member.rank, op=op, hint=HINT)
-        )
+        self._core.faults.spread(CollectiveMismatch(text, rank=self._core.rank, op=op, hint=HINT))

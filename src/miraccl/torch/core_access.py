@@ -17,7 +17,7 @@ from miraccl.errors import CollectiveTimeout, MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.ops.arguments import Array, view
 from miraccl.runtime.exchange import Entry, Exchange, Transfer
-from miraccl.runtime.wait_state import MemberSeat
+from miraccl.runtime.wait_state import CoreWaitState
 from miraccl.types import Collective
 
 #: What nobody finds a second time: the message is lost, and with it the communicator.
@@ -26,35 +26,35 @@ _FATAL = frozenset((layout.ERR_INTERRUPTED, layout.ERR_MISMATCH, layout.ERR_SIZE
 
 def timeout_of(comm: Communicator) -> float:
     """Seconds that an operation on CPU memory may take."""
-    return comm._member.fabric.timeout
+    return comm._core.fabric.timeout
 
 
 def set_timeout(comm: Communicator, seconds: float) -> None:
     """The deadline of every operation on CPU memory from now on; one beyond ``params.FOREVER`` means that."""
     seconds = min(seconds, params.FOREVER)
-    comm._member.fabric.timeout = seconds
-    comm._member.context.set(layout.CTX_TIMEOUT_NS, int(seconds * 1e9))
+    comm._core.fabric.timeout = seconds
+    comm._core.context.set(layout.CTX_TIMEOUT_NS, int(seconds * 1e9))
 
 
 def set_background(comm: Communicator, on: bool) -> None:
     """Whether other threads than that of the program are inside the communicator, so that one that waits there keeps nothing else from
     running."""
-    comm._member.context.set(layout.CTX_ASIDE, int(on))
+    comm._core.context.set(layout.CTX_ASIDE, int(on))
 
 
-def wait_state_of(comm: Communicator) -> MemberSeat:
+def wait_state_of(comm: Communicator) -> CoreWaitState:
     """For those who look for where programs wait."""
-    return comm._member.seat
+    return comm._core.wait_state
 
 
 def wait_for_graph(comm: Communicator) -> tuple[str, ...]:
     """One line per rank: what it does, and where its program is."""
-    faults = comm._member.faults
+    faults = comm._core.faults
     return faults.wait_for_graph(faults.statuses())
 
 
 def is_on_one_host(comm: Communicator) -> bool:
-    return len(set(comm._member.fabric.hosts)) <= 1
+    return len(set(comm._core.fabric.hosts)) <= 1
 
 
 def check_gpu(comm: Communicator, name: str) -> None:
@@ -77,8 +77,8 @@ class TaggedExchange(Exchange):
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm, self._member, self._faults = comm, comm._member, comm._member.faults
-        context = comm._member.context
+        self._comm, self._member, self._faults = comm, comm._core, comm._core.faults
+        context = comm._core.context
         super().__init__(comm.rank, context.wires, context.door("exchange", Collective.SEND_RECV))
         self._send_tagged, self._recv_tagged = (
             context.door("put_tagged", Collective.SEND_RECV),
@@ -145,7 +145,7 @@ class TaggedExchange(Exchange):
             return layout.NEED_PLAN
         code = self._send_tagged(peer, tag, address, nbytes, self._row_address)
         if code in _FATAL:
-            self._member._conclude(code, "send")
+            self._member.check_result(code, "send")
         return code
 
     def recv_tagged(
@@ -166,7 +166,7 @@ class TaggedExchange(Exchange):
             row = table + self._table_index(source) * layout.OP_SIZE
             found = self._recv_tagged(row, 1, 0, tag, address, nbytes, self._row_address, limit_ns)
         if -found in _FATAL:
-            self._member._conclude(-found, "recv")
+            self._member.check_result(-found, "recv")
         return found
 
     def remainder(self, array: Array) -> Entry:
@@ -197,7 +197,7 @@ class TaggedExchange(Exchange):
         if code == layout.ERR_TIMEOUT:
             return False
         if code != layout.OK:
-            member._conclude(code, "send/recv")
+            member.check_result(code, "send/recv")
         return True
 
     def break_at_deadline(self, text: str, peer: int | None) -> MiracclError:

@@ -21,7 +21,7 @@ from miraccl.runtime.fabric import NOTICE_FIRST_S
 from miraccl.runtime.gpu.launch_order import program_launch_orders
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import begin
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.torch.core_access import wait_state_of
 from miraccl.torch.failures import as_backend_errors
 from miraccl.torch.mixed_backends import OtherBackends, devices_of_call
@@ -55,7 +55,7 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
             creation.look_again()
             raise
         try:
-            p2p_comm = comm.split_by(deadline, 0)
+            p2p_comm = comm.split_within(deadline, 0)
         except BaseException:
             comm.finalize()
             raise
@@ -94,7 +94,7 @@ class GroupCreation(Creation):
         if isinstance(world, ProcessGroupMiraccl):
             seat, self._world = (
                 wait_state_of(world.communicator),
-                world.communicator._member.session,
+                world.communicator._core.session,
             )
             self.name, self._ranks, parent = (
                 f"group {opts.group_id}",
@@ -141,7 +141,10 @@ def _rendezvous(
         session = _join_as_peer(store, rank, size, deadline, creation.look)
     session.name = creation.name
     return Communicator.from_session(
-        session, options, stages=Stages(session, deadline), orders=program_launch_orders(session)
+        session,
+        options,
+        setup=SetupPhases(session, deadline),
+        launch_orders=program_launch_orders(session),
     )
 
 

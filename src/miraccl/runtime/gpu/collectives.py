@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl.fastpath.cuda.table import Door
-from miraccl.fastpath.disabled import NoDoors
+from miraccl.fastpath.disabled import FastPathDisabled
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like
 from miraccl.types import Collective, PreMulSum, RedOp
@@ -15,7 +15,7 @@ SUM = RedOp.SUM
 Operator = RedOp | PreMulSum
 
 
-class DeviceCollectives(NoDoors, DeviceArguments):
+class DeviceCollectives(FastPathDisabled, DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
     def install_before(

@@ -46,7 +46,7 @@ from miraccl.ops.arguments import operator
 from miraccl.runtime import forks, summary
 from miraccl.runtime import group as groups
 from miraccl.runtime.control import SET_UP, Bare, Plane
-from miraccl.runtime.forks import why_closed
+from miraccl.runtime.forks import closed_reason
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
 from miraccl.runtime.gpu.ctas import CtaLimits
 from miraccl.runtime.gpu.engines import MAX_LAUNCHES, CopyEngines
@@ -64,7 +64,7 @@ from miraccl.runtime.gpu.stream_order import StreamOrder
 from miraccl.runtime.gpu.wait_state import KernelSeat
 from miraccl.runtime.gpu.windows import DeviceWindows
 from miraccl.runtime.options import Options
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation, SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
@@ -83,13 +83,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         options: Options | None = None,
         *,
         plane: Plane | None = None,
-        stages: Stages | None = None,
+        stages: SetupPhases | None = None,
         global_ranks: Sequence[int] = (),
         launch_orders: LaunchOrders | None = None,
     ) -> None:
         """Without ``options`` those of the environment; ``stages`` of a session that is this communicator's alone and ends with it;
         ``called`` are the numbers of the ranks where waits fail, if not their own; the others as in ``make_device_communicator``."""
-        self._owns_session, stages = stages is not None, stages or Stages(session, what=SET_UP)
+        self._owns_session, stages = (
+            stages is not None,
+            stages or SetupPhases(session, activity=SET_UP),
+        )
         options = Options.create() if options is None else options
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         if self.nranks > layout.MAX_RANKS or len(set(session.hosts)) > 1:
@@ -169,7 +172,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         if not global_ranks and self.nranks > 1:  # else a part of something that is attended
             lookout.attend(self.seat)
         self.closed = self._foreign = False
-        forks.tell(self)
+        forks.register(self)
         if _log.isEnabledFor(logging.INFO):
             ways = {
                 a + b - self.rank: way
@@ -184,7 +187,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
                 ),
             )
 
-    def _agree(self, cta_policy: str, stages: Stages) -> tuple[RingOrder, CtaLimits]:
+    def _agree(self, cta_policy: str, stages: SetupPhases) -> tuple[RingOrder, CtaLimits]:
         """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and
         filled its memory, so that packets may be sent."""
         ready: dict[str, Any] = {"ctas": CtaLimits.proposal(self.gpu.multiprocessors, cta_policy)}
@@ -197,7 +200,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
 
     def _open_fast_path(self) -> Doors:
         address = groups.address()
-        groups.hasten(*group_builtins(address))
+        groups.install_fast_path(*group_builtins(address))
         doors = Doors(
             self.rank,
             self.nranks,
@@ -227,9 +230,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         if self._windows is None:
             self._windows = DeviceWindows(self.symmetric)
             self._drop_launches()  # operations into windows may take another way
-        stages = Stages(self.session, what="empty on GPUs")
+        stages = SetupPhases(self.session, activity="empty on GPUs")
         try:
-            with self._plane.ending(stages), stages.follow():
+            with self._plane.ending(stages), stages.cancel_on_loss():
                 return self._windows.empty(shape, dtype, self._plane, stages)
         except CollectiveTimeout as error:  # who comes later would wait for those who have given up
             self.abort(str(error))
@@ -460,7 +463,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
         if self.closed:
-            raise CommunicatorClosed(why_closed(self._foreign), rank=self.rank, op=name or None)
+            raise CommunicatorClosed(closed_reason(self._foreign), rank=self.rank, op=name or None)
         self.faults.check(name)
 
     def abort(self, reason: str = "abort() was called") -> None:

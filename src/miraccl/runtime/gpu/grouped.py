@@ -114,7 +114,7 @@ class Groupable:
 
     def grouped(self, group: Group) -> Grouped:
         """What takes calls while a group is open."""
-        return group.part(self, Grouped)
+        return group.batch(self, Grouped)
 
 
 class FastPathGroupable(Groupable):
@@ -135,7 +135,9 @@ class FastPathGroupable(Groupable):
         """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
         of an array: arguments as of ``executor.cuda.moves.move_signature``."""
         signature = move_signature(collective, root, counts)
-        if not (groups.is_compiled_alone() and self._fast_path.are_collective(signature, count)):
+        if not (
+            groups.is_single_compiled_block() and self._fast_path.are_collective(signature, count)
+        ):
             whole = groups.current()
             assert whole is not None
             self.grouped(whole).are_collective(signature, count)

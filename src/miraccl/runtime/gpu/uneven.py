@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl.errors import InvalidUsage
-from miraccl.fastpath.disabled import NoDoors
+from miraccl.fastpath.disabled import FastPathDisabled
 from miraccl.ops.arguments import counts_of, operator
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.collectives import SUM, Operator
@@ -38,7 +38,7 @@ class UnevenRequest:
         return f"{self.collective.label}_v"
 
 
-class UnevenCollectives(NoDoors, DeviceArguments):
+class UnevenCollectives(FastPathDisabled, DeviceArguments):
     """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
 
     def _run_rooted(

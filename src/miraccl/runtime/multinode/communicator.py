@@ -49,7 +49,7 @@ from miraccl.runtime.multinode.segments import Shape
 from miraccl.runtime.multinode.unmatched import Tally
 from miraccl.runtime.multinode.wait_state import LaneSeat
 from miraccl.runtime.options import Options
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType
 
@@ -78,9 +78,9 @@ def make_device_communicator(
     """
     plane = plane or Bare(session)
     own = session.sub(range(session.nranks), f"{session.name}/gpu")
-    stages = Stages(own, what=SET_UP)
+    stages = SetupPhases(own, activity=SET_UP)
     try:
-        with plane.ending(stages), stages.follow():
+        with plane.ending(stages), stages.cancel_on_loss():
             names = [
                 blob.decode()
                 for blob in plane.meet(
@@ -101,7 +101,7 @@ def make_device_communicator(
                 launch_orders=launch_orders,
             )
     except BaseException as error:
-        stages.leave(error)
+        stages.give_up(error)
         raise
 
 
@@ -116,11 +116,11 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         options: Options | None = None,
         *,
         open_cpu: OpenCpu,
-        stages: Stages | None = None,
+        stages: SetupPhases | None = None,
         launch_orders: LaunchOrders | None = None,
     ) -> None:
         """``stages`` of a session that is this communicator's alone and ends with it."""
-        self._leaves, stages = stages is not None, stages or Stages(session, what=SET_UP)
+        self._leaves, stages = stages is not None, stages or SetupPhases(session, activity=SET_UP)
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.layout = HostsLayout.of(session.rank, hosts)
         self.faults = HostsFaults(
@@ -137,7 +137,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         )
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._local_session.close)
-            part, mine = stages.part(self._local_session, SET_UP), self.layout.mine
+            part, mine = stages.child(self._local_session, SET_UP), self.layout.mine
             self.local = DeviceCommunicator(
                 self._local_session,
                 ordinal,
@@ -158,7 +158,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             unless_made.callback(self.jobs.staging.close)
             unless_made.callback(self.jobs.abort, unmade.message)
             unless_made.push(
-                lambda kind, error, trace: stages.leave(error)
+                lambda kind, error, trace: stages.give_up(error)
             )  # first of all, as the rest takes time
             self.steps = TwoSteps(self.local, self.jobs)
             self.replays = Replays(self.gpu, self.jobs)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from miraccl.executor.cpu.context import fold_kernel
-from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.nogil import layout as ex
+from miraccl.executor.cpu.kernels import layout
+from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import signature
-from miraccl.runtime.core import Member
+from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.multinode.segments import Piece, Shape
 from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, fill
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
 MOST_PEERS = (
@@ -40,7 +40,7 @@ _NEVER_MORE = (
 class DirectStreams:
     """One stream to each other rank of a CPU communicator, all on other hosts; made collectively. Used by one thread at a time."""
 
-    def __init__(self, stages: Stages, member: Member) -> None:
+    def __init__(self, stages: SetupPhases, member: CommunicatorCore) -> None:
         self.member, self._session = member, stages.session
         self._streams = PeerStreams(
             stages, member, [rank for rank in range(member.nranks) if rank != member.rank], "direct"
@@ -49,7 +49,7 @@ class DirectStreams:
         self.peers = self._streams.peers
 
     @staticmethod
-    def useful(member: Member) -> bool:
+    def useful(member: CommunicatorCore) -> bool:
         """Whether all ranks of a communicator shall have such streams; all see it alike."""
         alone = len(set(member.fabric.hosts)) == member.nranks
         return alone and 1 < member.nranks <= MOST_PEERS + 1 and not member.options.algo
@@ -119,16 +119,19 @@ class DirectOperation(StreamOperation):
             if folds:
                 self._keep.append(streams.landing(block, number))
                 landing = sources[peer] = int(self._keep[-1].ctypes.data)
-            row = np.zeros(ex.ROW_BYTES // 8, np.int64)
-            fill(row, (ex.PEER, peer), (ex.DESCRIPTOR, streams.descriptor(peer)))
+            row = np.zeros(offsets.ROW_BYTES // 8, np.int64)
+            fill(row, (offsets.PEER, peer), (offsets.DESCRIPTOR, streams.descriptor(peer)))
             for way, address, block_number in (
-                (ex.OUT, source + (give or 0) * block, give),
-                (ex.IN, landing, take),
+                (offsets.OUT, source + (give or 0) * block, give),
+                (offsets.IN, landing, take),
             ):
                 fill(
                     row,
-                    (way + ex.BUFFER, address),
-                    (way + ex.BYTES, ex.HEADER_BYTES + (0 if block_number is None else block)),
+                    (way + offsets.BUFFER, address),
+                    (
+                        way + offsets.BYTES,
+                        offsets.HEADER_BYTES + (0 if block_number is None else block),
+                    ),
                 )
             rows.append(row)
         self._use(np.array(rows))
@@ -136,9 +139,9 @@ class DirectOperation(StreamOperation):
         template = signature(shape.collective, dtype, kind, shape.root, block // dtype.itemsize)
         fill(
             self._words,
-            (ex.TEMPLATE, template),
-            (ex.COUNT, block // dtype.itemsize),
-            (ex.ITEMSIZE, dtype.itemsize),
+            (offsets.TEMPLATE, template),
+            (offsets.COUNT, block // dtype.itemsize),
+            (offsets.ITEMSIZE, dtype.itemsize),
         )
         if folds:
             self._fold(
@@ -148,26 +151,26 @@ class DirectOperation(StreamOperation):
             place = shape.rank * block
             fill(
                 self._words,
-                (ex.COPY_FROM, source + place),
-                (ex.COPY_TO, target + place),
-                (ex.COPY_BYTES, block),
+                (offsets.COPY_FROM, source + place),
+                (offsets.COPY_TO, target + place),
+                (offsets.COPY_BYTES, block),
             )
 
     def _fold(self, sources: Sequence[int], to: int, nbytes: int, kernel: int) -> None:
-        self._accumulators = np.zeros(at.BLOCK, np.int64)
+        self._accumulators = np.zeros(layout.BLOCK, np.int64)
         self._bases = np.array(sources, np.int64)
         self._sources = np.array([self._accumulators.ctypes.data, *sources], np.int64)
         fill(
             self._words,
-            (ex.FOLD, kernel),
-            (ex.FOLD_TO, to),
-            (ex.FOLD_BYTES, nbytes),
-            (ex.NSOURCES, len(sources)),
+            (offsets.FOLD, kernel),
+            (offsets.FOLD_TO, to),
+            (offsets.FOLD_BYTES, nbytes),
+            (offsets.NSOURCES, len(sources)),
         )
         fill(
             self._words,
-            (ex.SOURCES, self._sources.ctypes.data),
-            (ex.BASES, self._bases.ctypes.data),
+            (offsets.SOURCES, self._sources.ctypes.data),
+            (offsets.BASES, self._bases.ctypes.data),
         )
 
 

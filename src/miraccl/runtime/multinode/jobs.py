@@ -25,13 +25,13 @@ from miraccl.runtime.multinode.segments import Piece, Shape, cut
 from miraccl.runtime.multinode.staging import LANES, Network, StagedJob, Staging
 from miraccl.runtime.multinode.stream_monitor import Watch
 from miraccl.runtime.multinode.transfers import EMPTY, cut_transfers, transfers_on
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
 LEAST_SLOT = 64 << 10
 MOST_JOBS = 1024
 AnyStreams = TypeVar("AnyStreams", DirectStreams, MessageStreams)
-OpenCpu = Callable[[Session, Stages], CpuCommunicator]
+OpenCpu = Callable[[Session, SetupPhases], CpuCommunicator]
 """A CPU communicator of a session, made in stages of that session."""
 ON_GPU = tuple(
     dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
@@ -54,7 +54,7 @@ class HostsJobs:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: SetupPhases,
         layout: HostsLayout,
         gpu: Gpu,
         open_cpu: OpenCpu,
@@ -76,12 +76,12 @@ class HostsJobs:
                 gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}"
             )
         except BaseException as error:
-            stages.leave(error)  # first of all, as the rest takes time
+            stages.give_up(error)  # first of all, as the rest takes time
             self.abort(str(error))
             self.finalize()
             raise
 
-    def _connect(self, stages: Stages, open_cpu: OpenCpu) -> None:
+    def _connect(self, stages: SetupPhases, open_cpu: OpenCpu) -> None:
         layout, session = self.layout, stages.session
         self.world = self._open(range(layout.nranks), "gpu world", stages, open_cpu)
         #: between hosts of equal numbers of ranks, those of one index: a communicator per lane
@@ -99,7 +99,7 @@ class HostsJobs:
                 session.sub(layout.across(), f"{name}.{lane}") for lane in range(len(self.crosses))
             ]
             self.direct = tuple(
-                self._keep(DirectStreams(stages.part(sub, SET_UP), cpu._member), layout.across())
+                self._keep(DirectStreams(stages.child(sub, SET_UP), cpu._member), layout.across())
                 for sub, cpu in zip(subs, self.crosses, strict=True)
             )
         #: streams of the messages between hosts, where there are few ranks
@@ -110,10 +110,10 @@ class HostsJobs:
             )
 
     def _open(
-        self, ranks: Sequence[int], name: str, stages: Stages, open_cpu: OpenCpu
+        self, ranks: Sequence[int], name: str, stages: SetupPhases, open_cpu: OpenCpu
     ) -> CpuCommunicator:
         session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
-        cpu = open_cpu(session, stages.part(session))
+        cpu = open_cpu(session, stages.child(session))
         blocked_ops.seats.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
         cpu._member.faults.called = ranks
         self._cpus.append(cpu)

@@ -16,10 +16,10 @@ import numpy as np
 
 from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.errors import MiracclError
-from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.nogil import layout as ex
+from miraccl.executor.cpu.kernels import layout
+from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature, signature
-from miraccl.runtime.core import Member
+from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.multinode.layout import HostsLayout
 from miraccl.runtime.multinode.segments import Piece
 from miraccl.runtime.multinode.staging import Prepared, Slots
@@ -32,13 +32,13 @@ from miraccl.runtime.multinode.unmatched import (
     number_of,
     remembered,
 )
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
     from miraccl.runtime.multinode.transfers import Message, Round
 
-_BEGUN_EVER = ex.BEGUN_EVER // 8
+_BEGUN_EVER = offsets.BEGUN_EVER // 8
 Kind = tuple[Collective, int]
 """What a collective is in headers, with its root."""
 MOST_FAR = 16  # ranks of other hosts: a lane looks at all streams that a round needs, and they take memory of the kernel
@@ -47,16 +47,16 @@ MOST_FAR = 16  # ranks of other hosts: a lane looks at all streams that a round 
 class MessageStreams:
     """A stream to each rank of other hosts, with the numbers of the messages that have gone and come; made collectively."""
 
-    def __init__(self, stages: Stages, member: Member, layout: HostsLayout) -> None:
+    def __init__(self, stages: SetupPhases, member: CommunicatorCore, layout: HostsLayout) -> None:
         self.member = member
         far = [rank for rank in range(layout.nranks) if rank not in layout.mine]
         self._streams = PeerStreams(stages, member, far, "gpu messages")
-        self._ways = {peer: np.zeros((2, ex.STREAM_BYTES // 8), np.int64) for peer in far}
-        self._collectives = np.zeros(ex.COLLECTIVES_BYTES // 8, np.int64)
+        self._ways = {peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in far}
+        self._collectives = np.zeros(offsets.COLLECTIVES_BYTES // 8, np.int64)
         self._lookout = Lookout(member.rank, self._streams.sockets)
 
     @staticmethod
-    def useful(member: Member, layout: HostsLayout) -> bool:
+    def useful(member: CommunicatorCore, layout: HostsLayout) -> bool:
         """Whether all ranks shall have such streams; all see it alike."""
         hosts = [{member.fabric.hosts[rank] for rank in ranks} for ranks in layout.groups]
         apart = sum(map(len, hosts)) == len(set(member.fabric.hosts))
@@ -72,7 +72,7 @@ class MessageStreams:
 
     def number(self, peer: int, receives: bool) -> int:
         """Where the messages of one way are counted."""
-        return int(self._ways[peer].ctypes.data) + ex.STREAM_BYTES * receives
+        return int(self._ways[peer].ctypes.data) + offsets.STREAM_BYTES * receives
 
     @property
     def collectives(self) -> int:
@@ -125,31 +125,41 @@ class MessageOperation(StreamOperation):
         super().__init__(streams.member, f"{kind[0].label}_v" if kind else "send/recv")
         if kind is not None:
             which = _template(kind, DType.UINT8, 0) if begins else 0
-            fill(self._words, (ex.COLLECTIVES, streams.collectives), (ex.COLLECTIVE, which))
-        self._use(np.zeros((len(self._peers), ex.ROW_BYTES // 8), np.int64))
+            fill(
+                self._words, (offsets.COLLECTIVES, streams.collectives), (offsets.COLLECTIVE, which)
+            )
+        self._use(np.zeros((len(self._peers), offsets.ROW_BYTES // 8), np.int64))
         self._parts: list[np.ndarray] = []
         for row, peer in zip(self.rows, self._peers, strict=True):
-            fill(row, (ex.PEER, peer), (ex.DESCRIPTOR, streams.descriptor(peer)))
-            for way, receives in ((ex.OUT, False), (ex.IN, True)):
+            fill(row, (offsets.PEER, peer), (offsets.DESCRIPTOR, streams.descriptor(peer)))
+            for way, receives in ((offsets.OUT, False), (offsets.IN, True)):
                 parts = self._table(
                     [m for m in messages if m.peer == peer and m.receives == receives], base
                 )
-                fill(row, (way + ex.PARTS, parts.ctypes.data), (way + ex.NPARTS, len(parts)))
-                fill(row, (way + ex.NUMBER, streams.number(peer, receives)))
+                fill(
+                    row,
+                    (way + offsets.PARTS, parts.ctypes.data),
+                    (way + offsets.NPARTS, len(parts)),
+                )
+                fill(row, (way + offsets.NUMBER, streams.number(peer, receives)))
 
     def _table(self, messages: Sequence[Message], base: int) -> np.ndarray:
         """The words of messages whose slot begins at ``base``."""
-        table = np.zeros((len(messages), ex.PART_SIZE // 8), np.int64)
+        table = np.zeros((len(messages), offsets.PART_SIZE // 8), np.int64)
         for part, message in zip(table, messages, strict=True):
             size = message.dtype.itemsize
             template = _template(self._kind, message.dtype, message.whole)
             fill(
                 part,
-                (ex.PART, base + message.host),
-                (ex.PART_BYTES, message.count * size),
-                (ex.PART_SIGNATURE, template),
+                (offsets.PART, base + message.host),
+                (offsets.PART_BYTES, message.count * size),
+                (offsets.PART_SIGNATURE, template),
             )
-            fill(part, (ex.PART_WHOLE, message.whole * size), (ex.PART_COUNT, message.whole))
+            fill(
+                part,
+                (offsets.PART_WHOLE, message.whole * size),
+                (offsets.PART_COUNT, message.whole),
+            )
         self._parts.append(table)
         return table
 
@@ -157,29 +167,33 @@ class MessageOperation(StreamOperation):
         """With each peer a message that has begun and not ended, which comes (``ex.IN``) or, where none does, goes (``ex.OUT``), and its
         words."""
         for number, (peer, row) in enumerate(zip(self._peers, self.rows, strict=True)):
-            for way in (ex.IN, ex.OUT):
-                begun = int(row[(way + ex.BEGUN) // 8])
+            for way in (offsets.IN, offsets.OUT):
+                begun = int(row[(way + offsets.BEGUN) // 8])
                 if left(row, way) and begun:
-                    yield peer, way, self._parts[2 * number + (way == ex.IN)][begun - 1]
+                    yield peer, way, self._parts[2 * number + (way == offsets.IN)][begun - 1]
                     break
 
     def to_begin(self) -> tuple[list[int], list[int]]:
         """To and from which ranks messages of the round have not begun yet: they do as those before them go on, whatever others do."""
         peers = list(zip(self._peers, self.rows, strict=True))
         sends, receives = (
-            [p for p, row in peers if row[(way + ex.BEGUN) // 8] < row[(way + ex.NPARTS) // 8]]
-            for way in (ex.OUT, ex.IN)
+            [
+                p
+                for p, row in peers
+                if row[(way + offsets.BEGUN) // 8] < row[(way + offsets.NPARTS) // 8]
+            ]
+            for way in (offsets.OUT, offsets.IN)
         )
         return sends, receives
 
     def conclude(self, code: int) -> None:
         """Raise what a code means; both ends' messages are known where they do not belong together."""
-        if code in (at.ERR_MISMATCH, at.ERR_SIZE):
-            peer = self._member.context.get(at.CTX_ERR_PEER)
+        if code in (layout.ERR_MISMATCH, layout.ERR_SIZE):
+            peer = self._member.context.get(layout.CTX_ERR_PEER)
             row = self.rows[self._peers.index(peer)]
             mine, theirs = (
                 _Header.of(row[place // 8], row[place // 8 + 1])
-                for place in (ex.IN + ex.HEADER, ex.HEADER_IN)
+                for place in (offsets.IN + offsets.HEADER, offsets.HEADER_IN)
             )
             raise self._member.faults.unlike_messages(
                 peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs)
@@ -195,7 +209,7 @@ class MessageOperation(StreamOperation):
         )
         if mine.mark == theirs.mark or SEND_RECV in (first["collective"], second["collective"]):
             return ""
-        if (theirs.mark - mine.mark) & ex.MARK_MASK <= ex.MARK_MASK // 2:
+        if (theirs.mark - mine.mark) & offsets.MARK_MASK <= offsets.MARK_MASK // 2:
             here, there = in_words(mine.sig, mine.mark), in_words(theirs.sig, theirs.mark)
             return f"ranks disagree on what is sent: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
         return not_taken(peer, theirs.sig, rank, self.streams.remembered(theirs.mark), theirs.mark)
@@ -210,7 +224,10 @@ class _Header(NamedTuple):
 
     @classmethod
     def of(cls, sig: Any, second: Any) -> _Header:
-        nbytes, mark = int(second) & (1 << ex.MARK_SHIFT) - 1, int(second) >> ex.MARK_SHIFT
+        nbytes, mark = (
+            int(second) & (1 << offsets.MARK_SHIFT) - 1,
+            int(second) >> offsets.MARK_SHIFT,
+        )
         return cls(int(sig), nbytes // DType(int(sig) >> 21 & 15).itemsize, mark)
 
 

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from miraccl.bootstrap.eventfd import Bell
 from miraccl.errors import as_system_failure
 from miraccl.runtime.fabric import after_notice
-from miraccl.runtime.setup_phases import Stages
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 
 
 class Watch:
     """Ends ``stages`` when a stream breaks, after the control plane had time for a better reason. ``close`` it once the ranks are ready."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: SetupPhases) -> None:
         self._stages = stages
         self._peers: dict[int, int] = {}  # by descriptor
         self._poll = select.poll()
@@ -59,7 +59,7 @@ class Watch:
 
         def end() -> None:
             if not self._closed:
-                self._stages.end(loss.error(rank=session.rank, peer=peer))
+                self._stages.cancel(loss.error(rank=session.rank, peer=peer))
 
         after_notice(session, loss, end)
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from miraccl import params
 from miraccl.executor.cpu.context import call_kernel, unlocked_kernel
-from miraccl.executor.cpu.kernels.nogil import layout as ex
-from miraccl.runtime.core import Member
-from miraccl.runtime.setup_phases import Stages
+from miraccl.executor.cpu.kernels.nogil import offsets
+from miraccl.runtime.core import CommunicatorCore
+from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.base import NetConnection
 from miraccl.transport.fifo import PAGE_BYTES
 from miraccl.transport.socket import SocketOptions, SocketTransport
@@ -48,13 +48,15 @@ class PeerStreams:
     """One stream to each of ``peers``; made by all ranks of the session of ``stages``, which numbers them as ``member`` does. Used by one
     thread at a time."""
 
-    def __init__(self, stages: Stages, member: Member, peers: Sequence[int], name: str) -> None:
+    def __init__(
+        self, stages: SetupPhases, member: CommunicatorCore, peers: Sequence[int], name: str
+    ) -> None:
         self.member, self.peers = member, tuple(sorted(peers))
         session = stages.session
         self._keeper = _Keeper()
 
         def look() -> None:
-            stages.look()
+            stages.check()
             member.check(0, "connecting")
 
         self._transport = SocketTransport(
@@ -98,22 +100,22 @@ class StreamOperation:
 
     kernel: str
 
-    def __init__(self, member: Member, name: str) -> None:
+    def __init__(self, member: CommunicatorCore, name: str) -> None:
         self.name, self._member = name, member
-        self._words = np.zeros(ex.EXCHANGE_BYTES // 8, np.int64)
+        self._words = np.zeros(offsets.EXCHANGE_BYTES // 8, np.int64)
 
     def _use(self, rows: np.ndarray) -> None:
         """Take the peers' words."""
         self.rows, self._polls = rows, np.zeros(len(rows), np.int64)
         fill(
             self._words,
-            (ex.NPEERS, len(rows)),
-            (ex.ROWS, rows.ctypes.data),
-            (ex.POLLS, self._polls.ctypes.data),
+            (offsets.NPEERS, len(rows)),
+            (offsets.ROWS, rows.ctypes.data),
+            (offsets.POLLS, self._polls.ctypes.data),
         )
 
     @property
-    def member(self) -> Member:
+    def member(self) -> CommunicatorCore:
         """Whose operation it is."""
         return self._member
 
@@ -127,7 +129,7 @@ class StreamOperation:
 
     def conclude(self, code: int) -> None:
         """Raise what a code of that function means."""
-        self._member._conclude(code, self.name)
+        self._member.check_result(code, self.name)
 
     def __call__(self) -> None:
         self._member.check(0, self.name)
@@ -137,7 +139,7 @@ class StreamOperation:
 
 def left(row: np.ndarray, way: int) -> int:
     """Bytes of a peer's message that are still to go (``ex.OUT``) or to come (``ex.IN``)."""
-    return int(row[(way + ex.BYTES) // 8] - row[(way + ex.MOVED) // 8])
+    return int(row[(way + offsets.BYTES) // 8] - row[(way + offsets.MOVED) // 8])
 
 
 def fill(words: np.ndarray, *values: tuple[int, int]) -> None:

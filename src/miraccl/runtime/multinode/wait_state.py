@@ -21,10 +21,10 @@ from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.diagnosis.mismatch import describe_message, describe_operation
 from miraccl.diagnosis.waits import Come, ForMessage, ForOperation, ForRoom, Place, Wait, stream_of
-from miraccl.executor.cpu.kernels import layout as at
-from miraccl.executor.cpu.kernels.nogil import layout as ex
+from miraccl.executor.cpu.kernels import layout
+from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature
-from miraccl.runtime.core import Member
+from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.probe import Looks
 from miraccl.runtime.gpu.wait_state import DeviceSeat, End, KernelWaits
 from miraccl.runtime.multinode.direct import DirectOperation
@@ -56,7 +56,7 @@ class LaneSeat(DeviceSeat):
         ``KernelSeat``, of these kernels."""
         self._is_done = is_done
         self._jobs, self._layout, self._end = jobs, layout, end
-        self._world: Member = jobs.world._member
+        self._world: CommunicatorCore = jobs.world._member
         self._members = list(
             dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])])
         )
@@ -131,13 +131,13 @@ class LaneSeat(DeviceSeat):
             ]
         return at_work, waits if self._jobs.staging.at_work() == at_work else []
 
-    def _in_collective(self, member: Member, operation: Any) -> Wait | None:
+    def _in_collective(self, member: CommunicatorCore, operation: Any) -> Wait | None:
         """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""
         board = member.fabric.board()
-        if board["state"] != at.STATE_WAITING:
+        if board["state"] != layout.STATE_WAITING:
             return None
         if board["p2p_sig"]:
-            inside = member.seat.wait_inside() if self._jobs.messages is None else None
+            inside = member.wait_state.wait_inside() if self._jobs.messages is None else None
             end = functools.partial(self._end, describe_operation(board))
             awaited = (self._named(board["peer"], LANE),)
             return inside and dataclasses.replace(
@@ -146,9 +146,9 @@ class LaneSeat(DeviceSeat):
         ranks = {board["peer"]}
         if isinstance(operation, DirectOperation) and operation.member is member:
             ranks = {
-                int(row[ex.PEER // 8])
+                int(row[offsets.PEER // 8])
                 for row in operation.rows
-                if left(row, ex.OUT) or left(row, ex.IN)
+                if left(row, offsets.OUT) or left(row, offsets.IN)
             }
         if describe_signature(board["sig"])["collective"] in _OF_ALL:
             ranks = set(range(member.nranks)) - {member.rank}
@@ -168,14 +168,14 @@ class LaneSeat(DeviceSeat):
         before = streams.begun()
         for peer, way, part in operation.under_way():
             sent, taken = before[peer]
-            sig, count = int(part[ex.PART_SIGNATURE // 8]), int(part[ex.PART_COUNT // 8])
+            sig, count = int(part[offsets.PART_SIGNATURE // 8]), int(part[offsets.PART_COUNT // 8])
             found = self._for([peer], describe_message(sig, count), sig) | {
                 "key": self._messages_key,
                 "rank": self._world.rank,
             }
             waits.append(
                 ForMessage(number=taken - 1, **found)
-                if way == ex.IN
+                if way == offsets.IN
                 else ForRoom(number=sent, **found)
             )
         return waits if streams.begun() == before else []
@@ -212,7 +212,7 @@ class LaneSeat(DeviceSeat):
         return come
 
 
-def _come_to(member: Member) -> Come:
+def _come_to(member: CommunicatorCore) -> Come:
     """What runs aside there is what this stream does."""
     called = {str(number): entry for number, entry in member.fabric.history(member.rank).items()}
-    return dataclasses.replace(member.seat.come(), aside=False, called=called)
+    return dataclasses.replace(member.wait_state.come(), aside=False, called=called)

@@ -218,7 +218,7 @@ def _open_miraccl(
     options = Choices.create(**job.init)
 
     def open_cpu(part: Any, stages: Any) -> Communicator:
-        return Communicator.from_session(part, options, stages=stages)
+        return Communicator.from_session(part, options, setup=stages)
 
     comm = make_device_communicator(session, ordinal, options, open_cpu=open_cpu)
 
