@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from miraccl import Collective, DType, RedOp
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.context import set_counts
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.p2p import item_size
 from miraccl.executor.cpu.lower import Counts, Run, describe_signature, lower, signature
 from miraccl.executor.cpu.sizes import ALIGN, MIN_ALIGNED, chunk_bytes, size_class
@@ -106,16 +106,16 @@ def test_a_run_takes_new_counts_and_keeps_nothing_of_the_old(
             assert each.out_blocks[:, 0].tolist() == [4 * sum(counts[:i]) for i in range(4)]
             assert each.out_blocks[:, 1].tolist() == [4 * c for c in counts]
             assert each.out_blocks[:, 2].tolist() == [chunk_bytes(4 * c, 1, 4) for c in counts]
-            assert word(each, at.RUN_OUT_BYTES) == 4 * sum(counts)
-            assert word(each, at.RUN_IN_BYTES) == 4 * counts[1]
-            assert word(each, at.RUN_STREAM) == (4 * sum(counts) + 4 * counts[1] >= 1 << 20)
-            assert word(each, at.RUN_NROUNDS) == max(
-                1, -(-4 * max(counts) // word(each, at.RUN_ROUND_BYTES))
+            assert word(each, layout.RUN_OUT_BYTES) == 4 * sum(counts)
+            assert word(each, layout.RUN_IN_BYTES) == 4 * counts[1]
+            assert word(each, layout.RUN_STREAM) == (4 * sum(counts) + 4 * counts[1] >= 1 << 20)
+            assert word(each, layout.RUN_NROUNDS) == max(
+                1, -(-4 * max(counts) // word(each, layout.RUN_ROUND_BYTES))
             )
-            assert word(each, at.RUN_TEMPLATE) == signature(
+            assert word(each, layout.RUN_TEMPLATE) == signature(
                 Collective.ALL_GATHER, DType.FLOAT32, RedOp.SUM, 0, sum(counts)
             )
-            assert word(each, at.RUN_COUNT) == 77
+            assert word(each, layout.RUN_COUNT) == 77
 
 
 COLLECTIVES = [c for c in Collective if c is not Collective.SEND_RECV]
@@ -129,14 +129,17 @@ def test_all_ranks_cut_rounds_alike(algo: str, collective: Collective) -> None:
     for count in (0, 1, 100, 2048, 2049, 12_345):
         runs = [make(algo, collective, 6, rank, count) for rank in range(6)]
         assert (
-            len({(word(run, at.RUN_NROUNDS), word(run, at.RUN_ROUND_BYTES)) for run in runs}) == 1
+            len(
+                {(word(run, layout.RUN_NROUNDS), word(run, layout.RUN_ROUND_BYTES)) for run in runs}
+            )
+            == 1
         )
-        piece = word(runs[0], at.RUN_ROUND_BYTES)
+        piece = word(runs[0], layout.RUN_ROUND_BYTES)
         schedule = runs[0].program.schedule
         assert piece * schedule.widest <= 8192
-        assert word(runs[0], at.RUN_NROUNDS) >= 1
+        assert word(runs[0], layout.RUN_NROUNDS) >= 1
         if collective is not Collective.BARRIER:
-            assert word(runs[0], at.RUN_NROUNDS) * piece >= min(
+            assert word(runs[0], layout.RUN_NROUNDS) * piece >= min(
                 chunk_bytes(4 * count, schedule.parts, 4), max(1, 4 * count)
             )
 
@@ -149,14 +152,14 @@ def test_programs_say_what_schedules_say(algo: str, collective: Collective) -> N
         steps = [step for channel in schedule.channels for step in channel[rank]]
         assert program.nsteps == len(steps)
         for row, step in zip(program.steps, steps):
-            assert row[at.STEP_OP // 8] == step.op
-            assert row[at.STEP_RECV // 8] == (-1 if step.recv_peer is None else step.recv_peer)
-            assert row[at.STEP_SEND // 8] == (-1 if step.send_peer is None else step.send_peer)
-            assert row[at.STEP_CHUNKS // 8] == step.chunks
-            npeers = int(row[at.STEP_NPEERS // 8])
+            assert row[layout.STEP_OP // 8] == step.op
+            assert row[layout.STEP_RECV // 8] == (-1 if step.recv_peer is None else step.recv_peer)
+            assert row[layout.STEP_SEND // 8] == (-1 if step.send_peer is None else step.send_peer)
+            assert row[layout.STEP_CHUNKS // 8] == step.chunks
+            npeers = int(row[layout.STEP_NPEERS // 8])
             assert npeers == (schedule.nranks if step.op is Op.BARRIER else len(step.peers))
             if step.peers:
-                first = (int(row[at.STEP_PEERS // 8]) - program.peers.ctypes.data) // 8
+                first = (int(row[layout.STEP_PEERS // 8]) - program.peers.ctypes.data) // 8
                 assert tuple(program.peers[first : first + npeers]) == step.peers
         assert sorted(set(program.sends.tolist())) == sorted(
             {s.send_peer for s in steps if s.send_peer is not None and s.op.sends}
@@ -172,10 +175,10 @@ def test_a_slot_too_small_for_a_step_is_refused() -> None:
 def test_scratch_has_room_for_all_chunks() -> None:
     for count in (0, 1, 5, 1000):
         run = make("pat", Collective.ALL_GATHER, 6, 1, count)
-        chunk = int(run.words[at.RUN_SCRATCH_CHUNK // 8])
+        chunk = int(run.words[layout.RUN_SCRATCH_CHUNK // 8])
         assert run.scratch.nbytes >= run.program.schedule.scratch_chunks * chunk
         assert chunk >= 4 * count
-        assert run.words[at.RUN_SCRATCH_BLOCK // 8] == 4 * count
+        assert run.words[layout.RUN_SCRATCH_BLOCK // 8] == 4 * count
 
 
 @given(
@@ -211,6 +214,6 @@ def test_the_engine_knows_the_size_of_every_type() -> None:
 def test_words_are_zero_where_nothing_was_set() -> None:
     run = make("ring", Collective.ALL_REDUCE, 3, 1, 10)
     assert run.words.dtype == np.int64
-    assert run.words[at.RUN_FOLD // 8] == 0
-    assert run.words[at.RUN_IN_BYTES // 8] == 40
-    assert run.words[at.RUN_OUT_BYTES // 8] == 40
+    assert run.words[layout.RUN_FOLD // 8] == 0
+    assert run.words[layout.RUN_IN_BYTES // 8] == 40
+    assert run.words[layout.RUN_OUT_BYTES // 8] == 40

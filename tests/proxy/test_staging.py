@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.proxy.kernels.layout import (
+from miraccl.proxy.kernels.staging_layout import (
     CALL_BYTES,
     DONE_OFFSET,
     LONGEST_PAUSE_NS,

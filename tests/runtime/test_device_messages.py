@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miraccl.executor.cpu.context import Context, WaitPolicy, call_kernel
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil.operations import NOT_BEGUN
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime import group
@@ -32,7 +32,7 @@ class Rank:
     """What ``MessageOperation`` needs of a rank: streams with their numbers, the context of its member."""
 
     def __init__(self, rank: int, nranks: int, timeout: float) -> None:
-        self.control = np.zeros(at.PAGE // 8, np.int64)
+        self.control = np.zeros(layout.PAGE // 8, np.int64)
         self.context = Context(
             rank=rank,
             nranks=nranks,
@@ -141,7 +141,7 @@ def test_every_receive_gets_its_send_however_the_ends_group_their_calls(
                     if not m.receives:
                         memory[m.host : m.host + m.count] = fills[number, : m.count]
                 outcomes[rank] = ranks[rank].run([m for m, _ in group], memory)[0]
-                if outcomes[rank] != at.OK:
+                if outcomes[rank] != layout.OK:
                     return
             received = [(m, number) for group in rounds[rank] for m, number in group if m.receives]
             if all(
@@ -157,7 +157,7 @@ def test_every_receive_gets_its_send_however_the_ends_group_their_calls(
             thread.join(WAIT_S)
         assert outcomes == ["all there"] * 3
         for a in range(3):
-            assert ranks[a].board(at.BOARD_P2P_SIG) == 0
+            assert ranks[a].board(layout.BOARD_P2P_SIG) == 0
             for b in range(3):
                 assert ranks[a].counts[b][0] == ranks[b].counts[a][1], "both ends count alike"
 
@@ -171,8 +171,8 @@ def test_what_goes_over_a_stream() -> None:
             message(False, 1, 3, 0, 10, DType.FLOAT32),
             message(False, 1, 7, 16, 10, DType.FLOAT32),
         ]
-        assert me.run(sends, memory)[0] == at.OK
-        assert me.run(sends[:1], memory)[0] == at.OK
+        assert me.run(sends, memory)[0] == layout.OK
+        assert me.run(sends[:1], memory)[0] == layout.OK
         parts = [memory[:3], memory[4:11], memory[:3]]
         want = b"".join(
             header(10, number + 1, DType.FLOAT32) + part.tobytes()
@@ -193,17 +193,17 @@ def test_messages_that_come_byte_by_byte() -> None:
         for byte in text:
             wire.send(bytes([byte]))
         thread.join(WAIT_S)
-        assert codes == [at.OK]
+        assert codes == [layout.OK]
         assert memory.tobytes() == b"abcdefgh"
 
 
 @pytest.mark.parametrize(
     ("sent", "code"),
     [
-        (header(10, 1, DType.INT32), at.ERR_MISMATCH),
-        (header(11, 1), at.ERR_MISMATCH),
-        (header(10, 2), at.ERR_MISMATCH),
-        (header(10 + (1 << 23), 1), at.ERR_SIZE),  # the hash of its count is the same
+        (header(10, 1, DType.INT32), layout.ERR_MISMATCH),
+        (header(11, 1), layout.ERR_MISMATCH),
+        (header(10, 2), layout.ERR_MISMATCH),
+        (header(10 + (1 << 23), 1), layout.ERR_SIZE),  # the hash of its count is the same
     ],
     ids=["type", "size", "number", "hash"],
 )
@@ -213,9 +213,9 @@ def test_a_message_of_another_kind_is_an_error(sent: bytes, code: int) -> None:
         wire.send(sent)
         found, _ = me.run([message(True, 1, 10)], np.zeros(10, np.uint8))
         assert found == code
-        assert me.context.get(at.CTX_ERR_PEER) == 1
+        assert me.context.get(layout.CTX_ERR_PEER) == 1
         words = struct.unpack("<qq", sent)
-        assert me.context.get(at.CTX_ERR_GOT) == words[code == at.ERR_SIZE]
+        assert me.context.get(layout.CTX_ERR_GOT) == words[code == layout.ERR_SIZE]
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -230,22 +230,22 @@ def test_a_wait_ends_with_the_deadline(receives: bool, closed: bool) -> None:
         began = time.thread_time()
         assert (
             ranks[0].run([message(receives, 2, count)], np.zeros(count, np.uint8))[0]
-            == at.ERR_TIMEOUT
+            == layout.ERR_TIMEOUT
         )
         assert time.thread_time() - began < 0.15
-        assert ranks[0].context.get(at.CTX_ERR_PEER) == 2
-        assert (ranks[0].board(at.BOARD_PEER), ranks[0].board(at.BOARD_STATE)) == (
+        assert ranks[0].context.get(layout.CTX_ERR_PEER) == 2
+        assert (ranks[0].board(layout.BOARD_PEER), ranks[0].board(layout.BOARD_STATE)) == (
             2,
-            at.STATE_WAITING,
+            layout.STATE_WAITING,
         )
-        assert ranks[0].board(at.BOARD_P2P_COUNT) == count
-        assert ranks[0].board(at.BOARD_P2P_SIG) == signature(
+        assert ranks[0].board(layout.BOARD_P2P_COUNT) == count
+        assert ranks[0].board(layout.BOARD_P2P_SIG) == signature(
             Collective.SEND_RECV, DType.UINT8, RedOp.SUM, 0, count
         )
 
 
 def test_a_wait_ends_with_an_abort_and_when_a_peer_leaves() -> None:
-    for code in (at.ERR_ABORTED, at.ERR_LEFT):
+    for code in (layout.ERR_ABORTED, layout.ERR_LEFT):
         with connected(2) as ranks:
             codes: list[int] = []
             thread = threading.Thread(
@@ -254,10 +254,10 @@ def test_a_wait_ends_with_an_abort_and_when_a_peer_leaves() -> None:
                 )
             )
             thread.start()
-            while ranks[0].board(at.BOARD_STATE) != at.STATE_WAITING:
+            while ranks[0].board(layout.BOARD_STATE) != layout.STATE_WAITING:
                 pass
-            if code == at.ERR_ABORTED:
-                ranks[0].control[at.CTRL_ABORT // 8] = at.ERR_ABORTED
+            if code == layout.ERR_ABORTED:
+                ranks[0].control[layout.CTRL_ABORT // 8] = layout.ERR_ABORTED
             else:
                 ranks[0].context.gone[1] = 1
                 ranks[1].sockets[0].shutdown(socket.SHUT_WR)
@@ -273,20 +273,20 @@ def test_what_a_peer_sent_before_it_left_is_taken() -> None:
             target=lambda: codes.append(ranks[0].run([message(True, 1, 1)], got)[0])
         )
         thread.start()
-        while ranks[0].board(at.BOARD_STATE) != at.STATE_WAITING:
+        while ranks[0].board(layout.BOARD_STATE) != layout.STATE_WAITING:
             pass
-        assert ranks[1].run([message(False, 0, 1)], np.full(1, 7, np.uint8))[0] == at.OK
+        assert ranks[1].run([message(False, 0, 1)], np.full(1, 7, np.uint8))[0] == layout.OK
         thread.join(WAIT_S)
-        assert (codes, got[0]) == ([at.OK], 7)
+        assert (codes, got[0]) == ([layout.OK], 7)
 
 
 def test_nothing_begins_where_the_doors_are_shut_or_after_an_abort() -> None:
     with connected(2) as ranks:
-        ranks[0].context.set(at.CTX_BUSY, 1)
+        ranks[0].context.set(layout.CTX_BUSY, 1)
         assert ranks[0].run([message(False, 1, 1)], np.zeros(1, np.uint8))[0] == NOT_BEGUN
-        ranks[0].context.set(at.CTX_BUSY, 0)
-        ranks[0].control[at.CTRL_ABORT // 8] = at.ERR_ABORTED
-        assert ranks[0].run([message(False, 1, 1)], np.zeros(1, np.uint8))[0] == at.ERR_ABORTED
+        ranks[0].context.set(layout.CTX_BUSY, 0)
+        ranks[0].control[layout.CTRL_ABORT // 8] = layout.ERR_ABORTED
+        assert ranks[0].run([message(False, 1, 1)], np.zeros(1, np.uint8))[0] == layout.ERR_ABORTED
         assert ranks[0].counts[1].tolist() == [0, 0]
         with pytest.raises(BlockingIOError):
             ranks[1].sockets[0].recv(1)

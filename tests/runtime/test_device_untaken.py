@@ -17,7 +17,7 @@ from miraccl.errors import (
     MiracclError,
     PeerDied,
 )
-from miraccl.executor.cpu.kernels.nogil import layout as ex
+from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime.multinode.faults import HostsFaults
 from miraccl.runtime.multinode.unmatched import Lookout, Tally, find
@@ -227,8 +227,8 @@ def tally(
     counted: int, peers: list[tuple[int, int, int]], kind: int = which(Collective.SCATTER)
 ) -> Tally:
     """Of a rank that has run ``counted`` collectives, all of one ``kind``."""
-    words = np.full(ex.COLLECTIVES_BYTES // 8, kind, np.int64)
-    words[ex.COUNTED // 8] = counted
+    words = np.full(offsets.COLLECTIVES_BYTES // 8, kind, np.int64)
+    words[offsets.COUNTED // 8] = counted
     return Tally.from_bytes(Tally(words, np.array(peers, np.int64)).to_bytes())
 
 
@@ -246,7 +246,7 @@ def test_tallies_are_alike_or_not() -> None:
         find([tally(2, [none, more]), tally(1, [(0, 0, 2), none])], 0)
     )
     long_ago = find(
-        [tally(2 + ex.MEMORY, [none, more]), tally(2 + ex.MEMORY, [(0, 0, 2), none])], 0
+        [tally(2 + offsets.MEMORY, [none, more]), tally(2 + offsets.MEMORY, [(0, 0, 2), none])], 0
     )
     assert "rank 0 sent more in collective #2 than rank 1 took" in str(long_ago)
     another = tally(2, [(0, 0, 2), none], which(Collective.SCATTER, 1))
@@ -260,10 +260,10 @@ def test_tallies_are_alike_or_not() -> None:
     [
         (Collective.SCATTER, 0, 5, True),
         (Collective.SCATTER, 1, 5, True),
-        (Collective.SCATTER, 4, ex.MARK_MASK + 3, True),
+        (Collective.SCATTER, 4, offsets.MARK_MASK + 3, True),
         (Collective.SCATTER, 100, 1 << 20, True),
         (Collective.SCATTER, -1, 5, False),  # this rank is still to come to it
-        (Collective.SCATTER, -3, ex.MARK_MASK, False),
+        (Collective.SCATTER, -3, offsets.MARK_MASK, False),
         (Collective.SEND_RECV, 5, 5, False),
         (Collective.SCATTER, 0, 0, False),
     ],
@@ -272,10 +272,10 @@ def test_what_lies_in_a_stream(kind: Collective, behind: int, counted: int, foun
     here, there = socket.socketpair()
     with here, there:
         lookout, words = Lookout(1, {0: here}), tally(counted, []).collectives.copy()
-        ways = {0: np.zeros((2, ex.STREAM_BYTES // 8), np.int64)}
+        ways = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
         assert lookout.look(words, ways, lambda: True) is None
-        number = 0 if kind is Collective.SEND_RECV else counted - behind & ex.MARK_MASK
-        header = struct.pack("<qq", which(kind) | 1, 4 | number << ex.MARK_SHIFT)
+        number = 0 if kind is Collective.SEND_RECV else counted - behind & offsets.MARK_MASK
+        header = struct.pack("<qq", which(kind) | 1, 4 | number << offsets.MARK_SHIFT)
         there.send(header[:15])
         assert lookout.look(words, ways, lambda: True) is None
         there.send(header[15:] + b"data")
@@ -295,9 +295,9 @@ def begins(ways: dict[int, np.ndarray], words: np.ndarray, what: str) -> Callabl
 
     def between() -> bool:
         if what == "message":
-            ways[0][1][ex.BEGUN_EVER // 8] += 1
+            ways[0][1][offsets.BEGUN_EVER // 8] += 1
         if what == "collective":
-            words[ex.COUNTED // 8] += 1
+            words[offsets.COUNTED // 8] += 1
         return next(answers)
 
     return between
@@ -308,7 +308,7 @@ def test_what_lies_in_a_stream_is_not_judged_while_the_lane_works(what: str) -> 
     here, there = socket.socketpair()
     with here, there:
         lookout, words = Lookout(1, {0: here}), tally(5, []).collectives.copy()
-        ways = {0: np.zeros((2, ex.STREAM_BYTES // 8), np.int64)}
-        there.send(struct.pack("<qq", which(Collective.SCATTER) | 1, 5 << ex.MARK_SHIFT))
+        ways = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
+        there.send(struct.pack("<qq", which(Collective.SCATTER) | 1, 5 << offsets.MARK_SHIFT))
         assert lookout.look(words, ways, begins(ways, words, what)) is None
         assert lookout.look(words, ways, lambda: True) is not None

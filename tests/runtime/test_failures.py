@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from miraccl.diagnosis.mismatch import differences, parted
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.tools.spawn import Outcome
 from miraccl.types import Collective
 from tests.runtime import fault_ranks
@@ -179,7 +179,7 @@ def board(seq: int, sig: Collective = Collective.ALL_REDUCE, **more: Any) -> dic
         "seq": seq,
         "sig": int(sig) << 16 | seq,
         "peer": -1,
-        "state": at.STATE_WAITING,
+        "state": layout.STATE_WAITING,
         "p2p_sig": 0,
     }
     return {"answered": True, "status": {**words, "meeting": {}, **more}}

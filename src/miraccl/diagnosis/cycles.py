@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from miraccl.diagnosis.waits import ForOperation, Place, Wait
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 
 Places = Mapping[str, Place]
 """Of programs and streams, by name."""
@@ -51,7 +51,7 @@ def called(wait: Wait, places: Places) -> dict[str, Sequence[int]]:
     """What streams have called under the number of the operation ``wait``, as (signature, count), as far as they tell."""
     if not isinstance(wait, ForOperation):
         return {}
-    number = str(wait.number & at.SEQ_MASK)
+    number = str(wait.number & layout.SEQ_MASK)
     here = {
         name: place.come[wait.key].called
         for name, place in places.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import describe_signature
 
 
@@ -21,7 +21,7 @@ def compared(entries: dict[int, tuple[int, int]]) -> str:
     if len({sig for sig, _ in entries.values()}) < 2:
         return ""
     told = (
-        len({sig >> at.SIG_COUNT_SHIFT for sig, _ in entries.values()}) > 1
+        len({sig >> layout.SIG_COUNT_SHIFT for sig, _ in entries.values()}) > 1
     )  # else the counts may differ, as those of uneven blocks do
     fields = {
         rank: _fields(sig, count if told else -1) for rank, (sig, count) in sorted(entries.items())
@@ -40,17 +40,17 @@ def has_ended(board: dict[str, int], theirs: dict[str, Any]) -> bool:
     """Whether the rank with the board ``theirs`` has ended the collective on ``board``."""
     return bool(
         theirs["seq"] > board["seq"]
-        or (theirs["seq"] == board["seq"] and theirs["state"] == at.STATE_IDLE)
+        or (theirs["seq"] == board["seq"] and theirs["state"] == layout.STATE_IDLE)
     )
 
 
 def of_another_operation(rank: int, peer: int, want: int, got: int) -> str:
     """What a message of ``peer`` means that belongs to an operation of another number than the one that ``rank`` waits in, where both ranks
     ran these alike; empty if it belongs to this one."""
-    mine, theirs = want & at.SEQ_MASK, got & at.SEQ_MASK
+    mine, theirs = want & layout.SEQ_MASK, got & layout.SEQ_MASK
     if mine == theirs:
         return ""
-    if (theirs - mine) & at.SEQ_MASK <= at.SEQ_MASK // 2:
+    if (theirs - mine) & layout.SEQ_MASK <= layout.SEQ_MASK // 2:
         return f"ranks disagree on what is sent: rank {rank} waits in operation #{mine} for rank {peer}, which has gone on to #{theirs}"
     return f"ranks disagree on what is sent: rank {peer} sent more in operation #{theirs} than rank {rank} took"
 
@@ -110,7 +110,7 @@ def parted(statuses: dict[int, dict[str, Any]]) -> str:
             if board["p2p_sig"]:
                 sig = (
                     board["p2p_sig"]
-                    if board["state"] == at.STATE_WAITING and board["peer"] == met
+                    if board["state"] == layout.STATE_WAITING and board["peer"] == met
                     else 0
                 )
             else:
@@ -151,10 +151,10 @@ def activity(board: dict[str, Any], newest: int) -> str:
     what = describe_operation(board)
     if board.get("meeting"):
         return f"waits in {board['meeting'].get('op')}; its last operation was {what}"
-    if board["state"] == at.STATE_WAITING:
-        whom = "any rank" if board["peer"] == at.ANYBODY else f"rank {board['peer']}"
+    if board["state"] == layout.STATE_WAITING:
+        whom = "any rank" if board["peer"] == layout.ANYBODY else f"rank {board['peer']}"
         return f"waits for {whom} in {what}, step {board['step']}"
-    if board["state"] == at.STATE_RUNNING:
+    if board["state"] == layout.STATE_RUNNING:
         return f"works on {what}"
     if board["seq"] < newest:
         return f"never arrived at operation #{board['seq'] + 1}; its last was {what}"

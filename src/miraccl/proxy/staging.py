@@ -26,7 +26,7 @@ import numpy as np
 
 from miraccl import native, trace
 from miraccl.native import atomics
-from miraccl.proxy.kernels import layout as at
+from miraccl.proxy.kernels import staging_layout
 
 log = trace.logger("proxy")
 
@@ -81,7 +81,7 @@ class StagingProxy:
             for name in ("serve", "pause_ns")
         )
         self._store, self._futex = atomics.bound("store_word"), atomics.bound("ring_futex")
-        self._words = np.zeros(at.LANE_BYTES // 8, np.int64)
+        self._words = np.zeros(staging_layout.LANE_BYTES // 8, np.int64)
         self.address = int(self._words.ctypes.data)
         self._jobs: list[Job | None] = []
         self._free: list[int] = []  # numbers of jobs that were forgotten
@@ -90,12 +90,12 @@ class StagingProxy:
         ] = []  # all that there were: the thread may still look into an older one
         self._enlarge(FIRST_JOBS)
         for place, value in (
-            (at.FLAGS, flags),
-            (at.NSLOTS, nslots),
-            (at.LANE, lane),
-            (at.LANES, lanes),
-            (at.SLOT, lane),
-            (at.PIECE, lane),
+            (staging_layout.FLAGS, flags),
+            (staging_layout.NSLOTS, nslots),
+            (staging_layout.LANE, lane),
+            (staging_layout.LANES, lanes),
+            (staging_layout.SLOT, lane),
+            (staging_layout.PIECE, lane),
         ):
             self._words[place // 8] = value
         self._thread: threading.Thread | None = None
@@ -108,14 +108,14 @@ class StagingProxy:
 
     def _ring(self) -> None:
         """Wake the thread if it sleeps."""
-        self._futex(self.address + at.BELL)
+        self._futex(self.address + staging_layout.BELL)
 
     def _enlarge(self, rows: int) -> None:
-        table = np.zeros((rows, at.JOB_BYTES // 8), np.int64)
+        table = np.zeros((rows, staging_layout.JOB_BYTES // 8), np.int64)
         if self._tables:
             table[: len(self._tables[-1])] = self._tables[-1]
         self._tables.append(table)
-        self._set(at.JOBS, int(table.ctypes.data))
+        self._set(staging_layout.JOBS, int(table.ctypes.data))
 
     def register(self, job: Job) -> int:
         """The number that a stream writes to ``ready`` for pieces of ``job``; it is registered with all lanes, in the same order.
@@ -125,15 +125,15 @@ class StagingProxy:
             self._enlarge(2 * number)
         row = self._tables[-1][number]
         for place, value in (
-            (at.JOB_NPIECES, job.npieces),
-            (at.JOB_STRIDE, job.stride),
-            (at.JOB_CAPTURED, job.captured),
-            (at.JOB_CALLS, job.calls),
+            (staging_layout.JOB_NPIECES, job.npieces),
+            (staging_layout.JOB_STRIDE, job.stride),
+            (staging_layout.JOB_CAPTURED, job.captured),
+            (staging_layout.JOB_CALLS, job.calls),
         ):
             row[place // 8] = value
         self._jobs[number - 1 : number] = [job]
         if job.captured and self.takes_part(job):
-            self._set(at.CAPTURED, 1)
+            self._set(staging_layout.CAPTURED, 1)
         return number
 
     def takes_part(self, job: Job) -> bool:
@@ -147,45 +147,47 @@ class StagingProxy:
 
     def announce(self) -> int:
         """A job is about to be enqueued that is not captured, and that comes to this lane; which one it is for ``has_ended``."""
-        count = self._get(at.ANNOUNCED) + 1
-        self._set(at.ANNOUNCED, count)
+        count = self._get(staging_layout.ANNOUNCED) + 1
+        self._set(staging_layout.ANNOUNCED, count)
         self._ring()
         return count
 
     def has_ended(self, count: int) -> bool:
         """Whether the lane has answered all pieces of what was announced so."""
-        return self._get(at.FINISHED) >= count
+        return self._get(staging_layout.FINISHED) >= count
 
     @property
     def _ready(self) -> int:
         """The number of the job whose piece is there, 0: none is."""
         return ctypes.c_uint32.from_address(
-            self._get(at.FLAGS) + self._get(at.SLOT) * at.SLOT_STRIDE + at.READY_OFFSET
+            self._get(staging_layout.FLAGS)
+            + self._get(staging_layout.SLOT) * staging_layout.SLOT_STRIDE
+            + staging_layout.READY_OFFSET
         ).value
 
     @property
     def between_jobs(self) -> bool:
         """Whether no piece is there, and all of the last job have been answered."""
-        return self._ready == 0 and self._get(at.PIECE) == self.lane
+        return self._ready == 0 and self._get(staging_layout.PIECE) == self.lane
 
     @property
     def idle(self) -> bool:
         """Whether all that was announced has been answered, and nothing may come without."""
         return (
-            self._get(at.CAPTURED) == 0
-            and self._get(at.ANNOUNCED) == self._get(at.FINISHED)
+            self._get(staging_layout.CAPTURED) == 0
+            and self._get(staging_layout.ANNOUNCED) == self._get(staging_layout.FINISHED)
             and self.between_jobs
         )
 
     def at_work(self) -> tuple[Job, int] | None:
         """The job whose piece is there, and the number of the piece, as they are now."""
-        number, piece = self._ready, self._get(at.PIECE)
+        number, piece = self._ready, self._get(staging_layout.PIECE)
         job = self._jobs[number - 1] if 0 < number <= len(self._jobs) else None
         return (job, piece) if job is not None and piece < job.npieces else None
 
     def drain(self) -> None:
         """Run nothing any more, but answer. Any thread may call it."""
-        self._set(at.DRAIN, 1)
+        self._set(staging_layout.DRAIN, 1)
         self._ring()
 
     # ---- the thread
@@ -198,7 +200,7 @@ class StagingProxy:
         )  # a process that ends without ``close`` unmaps what the loop looks at
 
     def _end(self, wait: float) -> bool:
-        self._set(at.STOP, 1)
+        self._set(staging_layout.STOP, 1)
         self._ring()
         if self._thread is None:
             return True
@@ -213,30 +215,30 @@ class StagingProxy:
     def step(self) -> bool:
         """Answer one piece if it is there; says whether it was."""
         outcome = self._serve(self.address, 0)
-        if outcome in (at.RUN, at.FAILED):
+        if outcome in (staging_layout.RUN, staging_layout.FAILED):
             self._run_held()
             self._serve(self.address, 0)
-        return bool(outcome != at.NOTHING)
+        return bool(outcome != staging_layout.NOTHING)
 
     def _loop(self) -> None:
-        while self._serve(self.address, 1) != at.NOTHING:
+        while self._serve(self.address, 1) != staging_layout.NOTHING:
             self._run_held()
 
     def _run_held(self) -> None:
         """Python's part of a piece; the next ``serve`` answers it."""
         job, piece, code = (
-            self._jobs[self._get(at.HELD) - 1],
-            self._get(at.PIECE),
-            self._get(at.CODE),
+            self._jobs[self._get(staging_layout.HELD) - 1],
+            self._get(staging_layout.PIECE),
+            self._get(staging_layout.CODE),
         )
         assert job is not None, "only jobs that have ended are forgotten"
         try:
             if code:
                 job.explain(piece, code)
             else:
-                job.run(piece, self._get(at.SLOT))
+                job.run(piece, self._get(staging_layout.SLOT))
         except Exception as error:
-            self._set(at.DRAIN, 1)
+            self._set(staging_layout.DRAIN, 1)
             log.info("piece %d of %d was not run: %s", piece + 1, job.npieces, error)
             self._on_fault(error)
 

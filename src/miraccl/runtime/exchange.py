@@ -14,14 +14,14 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.context import Wires
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Words, signature
 from miraccl.native import atomics
 from miraccl.ops.arguments import Memory
 from miraccl.types import Collective, RedOp
 
-_RECEIVES, _DONE, _ROUNDS = at.OP_RECEIVES // 8, at.OP_DONE // 8, at.OP_ROUNDS // 8
-_MARK, _MUST, _AFTER = at.OP_MARK // 8, at.OP_MUST // 8, at.OP_AFTER // 8
+_RECEIVES, _DONE, _ROUNDS = layout.OP_RECEIVES // 8, layout.OP_DONE // 8, layout.OP_ROUNDS // 8
+_MARK, _MUST, _AFTER = layout.OP_MARK // 8, layout.OP_MUST // 8, layout.OP_AFTER // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Exchange:
 
     def table(self, transfers: Sequence[Transfer]) -> tuple[int, list[Entry]]:
         """Entries whose words are the rows of one table, and its address."""
-        table = np.zeros((len(transfers), at.OP_SIZE // 8), np.int64)
+        table = np.zeros((len(transfers), layout.OP_SIZE // 8), np.int64)
         entries = []
         for row, transfer in zip(table, transfers, strict=True):
             row[:] = self._words(transfer)
@@ -155,20 +155,23 @@ class Exchange:
         return Entry(transfer=transfer, words=words, address=int(words.ctypes.data))
 
     def _words(self, transfer: Transfer) -> Words:
-        row = np.zeros(at.OP_SIZE // 8, np.int64)
+        row = np.zeros(layout.OP_SIZE // 8, np.int64)
         memory = transfer.memory
         wire = self._wires.get(transfer.peer)
         if wire is None:  # this rank itself
             return row
-        piece = wire.slot_bytes if wire.kind == at.KIND_SHM else at.NET_PIECE
+        piece = wire.slot_bytes if wire.kind == layout.KIND_SHM else layout.NET_PIECE
         for place, value in (
-            (at.OP_RECEIVES, int(transfer.receives)),
-            (at.OP_PEER, transfer.peer),
-            (at.OP_ADDR, memory.address),
-            (at.OP_BYTES, memory.nbytes),
-            (at.OP_SIG, signature(Collective.SEND_RECV, memory.dtype, RedOp.SUM, 0, memory.count)),
-            (at.OP_ROUNDS, max(1, -(-memory.nbytes // piece))),
-            (at.OP_COUNT, memory.count),
+            (layout.OP_RECEIVES, int(transfer.receives)),
+            (layout.OP_PEER, transfer.peer),
+            (layout.OP_ADDR, memory.address),
+            (layout.OP_BYTES, memory.nbytes),
+            (
+                layout.OP_SIG,
+                signature(Collective.SEND_RECV, memory.dtype, RedOp.SUM, 0, memory.count),
+            ),
+            (layout.OP_ROUNDS, max(1, -(-memory.nbytes // piece))),
+            (layout.OP_COUNT, memory.count),
         ):
             row[place // 8] = value
         return row
@@ -182,7 +185,7 @@ class Exchange:
         """Go on with everything (or ``among`` these alone) until all of ``must`` has ended, or one of ``any_of`` (without either: do what
         can be done at once); a result of the engine."""
         if not self._turn.acquire(blocking=False):
-            return at.BUSY
+            return layout.BUSY
         try:
             with self._moving:
                 return self._advance(must, among, any_of)
@@ -192,7 +195,7 @@ class Exchange:
     def advance_alone(self) -> tuple[int, bool | None]:
         """Do what can be done at once: (the engine's result, whether anything moved); None: a thread is in ``advance``, which does it."""
         if not self._moving.acquire(blocking=False):
-            return at.OK, None
+            return layout.OK, None
         try:
             before = self._so_far()
             return self._advance([], None, []), self._so_far() != before
@@ -210,8 +213,8 @@ class Exchange:
         with self._lock:
             entries = [e for e in self._open if among is None or e in among]
         if not entries:
-            return at.OK
-        wanted = {id(e): at.ANY for e in any_of} | {id(e): at.ALL for e in must}
+            return layout.OK
+        wanted = {id(e): layout.ANY for e in any_of} | {id(e): layout.ALL for e in must}
         alone = len(entries) == 1
         code = (
             self._advance_one(entries[0], wanted.get(id(entries[0]), 0))
@@ -230,7 +233,7 @@ class Exchange:
         return code
 
     def _advance_all(self, entries: Sequence[Entry], wanted: Mapping[int, int]) -> int:
-        table = np.zeros((len(entries), at.OP_SIZE // 8), np.int64)
+        table = np.zeros((len(entries), layout.OP_SIZE // 8), np.int64)
         last: dict[tuple[int, bool], int] = {}
         for i, entry in enumerate(entries):
             key = entry.transfer.peer, entry.transfer.receives
@@ -251,5 +254,5 @@ class Exchange:
         if row[_RECEIVES] or not row[_MARK]:
             return True
         return int(row[_MARK]) <= atomics.load_acquire(
-            self._wires[int(row[at.OP_PEER // 8])].send_tail
+            self._wires[int(row[layout.OP_PEER // 8])].send_tail
         )

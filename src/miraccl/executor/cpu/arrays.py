@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.schedule.reduction import DTYPE_OF, NUMPY_DTYPE
 from miraccl.types import DType
 
@@ -49,17 +49,18 @@ def _reads_right(array: np.ndarray) -> bool:
     def word(offset: int) -> int:
         return ctypes.c_int64.from_address(header + offset).value
 
-    flags = ctypes.c_int32.from_address(header + at.ARRAY_FLAGS).value
+    flags = ctypes.c_int32.from_address(header + layout.ARRAY_FLAGS).value
     dims = [
-        ctypes.c_int64.from_address(word(at.ARRAY_DIMS) + 8 * i).value for i in range(array.ndim)
+        ctypes.c_int64.from_address(word(layout.ARRAY_DIMS) + 8 * i).value
+        for i in range(array.ndim)
     ]
     return (
-        word(at.OB_TYPE) == id(np.ndarray)
-        and word(at.ARRAY_DATA) == array.ctypes.data
-        and ctypes.c_int32.from_address(header + at.ARRAY_ND).value == array.ndim
+        word(layout.OB_TYPE) == id(np.ndarray)
+        and word(layout.ARRAY_DATA) == array.ctypes.data
+        and ctypes.c_int32.from_address(header + layout.ARRAY_ND).value == array.ndim
         and tuple(dims) == array.shape
-        and word(at.ARRAY_DESCR) == id(array.dtype)
-        and bool(flags & at.ARRAY_C_CONTIGUOUS) == array.flags.c_contiguous
-        and bool(flags & at.ARRAY_ALIGNED) == array.flags.aligned
-        and bool(flags & at.ARRAY_WRITEABLE) == array.flags.writeable
+        and word(layout.ARRAY_DESCR) == id(array.dtype)
+        and bool(flags & layout.ARRAY_C_CONTIGUOUS) == array.flags.c_contiguous
+        and bool(flags & layout.ARRAY_ALIGNED) == array.flags.aligned
+        and bool(flags & layout.ARRAY_WRITEABLE) == array.flags.writeable
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from miraccl import native
 from miraccl.executor.cpu import arrays
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Counts, Run, Words
 from miraccl.native import atomics
 from miraccl.types import Collective, DType, RedOp
@@ -133,68 +133,68 @@ class Context:
         stream_from: int = 1 << 62,
     ) -> None:
         self.rank, self.nranks, self.wires = rank, nranks, dict(wires)
-        self.words = np.zeros(at.CTX_SIZE // 8, np.int64)
-        self._send = np.zeros((nranks, at.CONN_SIZE // 8), np.int64)
-        self._recv = np.zeros((nranks, at.CONN_SIZE // 8), np.int64)
+        self.words = np.zeros(layout.CTX_SIZE // 8, np.int64)
+        self._send = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
+        self._recv = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
         self._ctrls = np.zeros(nranks, np.int64)
         self._scratch = np.zeros(
-            at.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64
+            layout.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64
         )  # of each source three words: ``kernels.operands``
         self._stage = np.zeros(stage_bytes + 64, np.int8)
-        self._pair = np.zeros(2 * at.OP_SIZE // 8, np.int64)
-        self._counts = np.zeros(at.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
-        self._masks = np.zeros(2 * at.CPU_SET_BYTES // 8, np.int64)
+        self._pair = np.zeros(2 * layout.OP_SIZE // 8, np.int64)
+        self._counts = np.zeros(layout.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
+        self._masks = np.zeros(2 * layout.CPU_SET_BYTES // 8, np.int64)
         self.gone = np.zeros(nranks, np.int64)
-        self.met = np.zeros((nranks, at.MET_SIZE // 8), np.int64)
-        self._keep = np.zeros(at.BLOCK, np.int64)
+        self.met = np.zeros((nranks, layout.MET_SIZE // 8), np.int64)
+        self._keep = np.zeros(layout.BLOCK, np.int64)
         self._dtypes = arrays.descriptor_addresses()
-        self._plans = np.full((PLAN_SLOTS, at.PLAN_SIZE // 8), -1, np.int64)
+        self._plans = np.full((PLAN_SLOTS, layout.PLAN_SIZE // 8), -1, np.int64)
         self._runs: dict[int, Run] = {}
         self._doors: list[Any] = []
         for peer, wire in wires.items():
             self._wire(peer, wire)
         for place, value in (
-            (at.CTX_RANK, rank),
-            (at.CTX_NRANKS, nranks),
-            (at.CTX_CTRL, ctrl),
-            (at.CTX_CTRLS, self._ctrls.ctypes.data),
-            (at.CTX_SEND, self._send.ctypes.data),
-            (at.CTX_RECV, self._recv.ctypes.data),
-            (at.CTX_SPIN, policy.spin),
-            (at.CTX_YIELDS, policy.yields),
-            (at.CTX_TIMEOUT_NS, int(policy.timeout_s * 1e9)),
-            (at.CTX_NAP_NS, int(policy.nap_s * 1e9)),
-            (at.CTX_SCRATCH, self._scratch.ctypes.data),
-            (at.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
-            (at.CTX_STAGE_BYTES, stage_bytes),
-            (at.CTX_PAIR, self._pair.ctypes.data),
-            (at.CTX_COUNTS, self._counts.ctypes.data),
-            (at.CTX_MASKS, self._masks.ctypes.data),
-            (at.CTX_STREAM_FROM, stream_from),
-            (at.CTX_OPERATE, _engine("operate")),
-            (at.CTX_STEP_ASIDE, int(policy.step_aside)),
-            (at.CTX_GONE, self.gone.ctypes.data),
-            (at.CTX_MET, self.met.ctypes.data),
-            (at.CTX_KEEP, self._keep.ctypes.data),
-            (at.CTX_PLANS, self._plans.ctypes.data),
-            (at.CTX_PLANS_MASK, PLAN_SLOTS - 1),
-            (at.CTX_DTYPES, self._dtypes.ctypes.data),
+            (layout.CTX_RANK, rank),
+            (layout.CTX_NRANKS, nranks),
+            (layout.CTX_CTRL, ctrl),
+            (layout.CTX_CTRLS, self._ctrls.ctypes.data),
+            (layout.CTX_SEND, self._send.ctypes.data),
+            (layout.CTX_RECV, self._recv.ctypes.data),
+            (layout.CTX_SPIN, policy.spin),
+            (layout.CTX_YIELDS, policy.yields),
+            (layout.CTX_TIMEOUT_NS, int(policy.timeout_s * 1e9)),
+            (layout.CTX_NAP_NS, int(policy.nap_s * 1e9)),
+            (layout.CTX_SCRATCH, self._scratch.ctypes.data),
+            (layout.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
+            (layout.CTX_STAGE_BYTES, stage_bytes),
+            (layout.CTX_PAIR, self._pair.ctypes.data),
+            (layout.CTX_COUNTS, self._counts.ctypes.data),
+            (layout.CTX_MASKS, self._masks.ctypes.data),
+            (layout.CTX_STREAM_FROM, stream_from),
+            (layout.CTX_OPERATE, _engine("operate")),
+            (layout.CTX_STEP_ASIDE, int(policy.step_aside)),
+            (layout.CTX_GONE, self.gone.ctypes.data),
+            (layout.CTX_MET, self.met.ctypes.data),
+            (layout.CTX_KEEP, self._keep.ctypes.data),
+            (layout.CTX_PLANS, self._plans.ctypes.data),
+            (layout.CTX_PLANS_MASK, PLAN_SLOTS - 1),
+            (layout.CTX_DTYPES, self._dtypes.ctypes.data),
             # A door that cannot read headers must never match a type: no object has address 1.
-            (at.CTX_ARRAY_TYPE, id(np.ndarray) if arrays.headers_are_readable() else 1),
-            (at.CTX_NONE, id(None)),
-            (at.CTX_FALSE, id(False)),
-            (at.CTX_GROUPS, groups),
-            (at.CTX_INT_TYPE, id(int)),
-            (at.CTX_LIST_TYPE, id(list)),
-            (at.CTX_TUPLE_TYPE, id(tuple)),
-            (at.CTX_REDOP_TYPE, id(RedOp)),
-            (at.CTX_WINDOW, window[0]),
-            (at.CTX_WINDOW_END, window[1]),
-            (at.CTX_PID, os.getpid()),
-            (at.CTX_THREADED, int(threaded)),
-            (at.CTX_P2P_DIRECT, -1),
-            (at.CTX_MEMBARRIER, int(policy.membarrier)),
-            (at.CTX_LOOKOUT, -1),
+            (layout.CTX_ARRAY_TYPE, id(np.ndarray) if arrays.headers_are_readable() else 1),
+            (layout.CTX_NONE, id(None)),
+            (layout.CTX_FALSE, id(False)),
+            (layout.CTX_GROUPS, groups),
+            (layout.CTX_INT_TYPE, id(int)),
+            (layout.CTX_LIST_TYPE, id(list)),
+            (layout.CTX_TUPLE_TYPE, id(tuple)),
+            (layout.CTX_REDOP_TYPE, id(RedOp)),
+            (layout.CTX_WINDOW, window[0]),
+            (layout.CTX_WINDOW_END, window[1]),
+            (layout.CTX_PID, os.getpid()),
+            (layout.CTX_THREADED, int(threaded)),
+            (layout.CTX_P2P_DIRECT, -1),
+            (layout.CTX_MEMBARRIER, int(policy.membarrier)),
+            (layout.CTX_LOOKOUT, -1),
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)
@@ -203,33 +203,33 @@ class Context:
     def _wire(self, peer: int, wire: Wires) -> None:
         self._ctrls[peer] = wire.ctrl
         common = (
-            (at.CONN_KIND, wire.kind),
-            (at.CONN_SLOT_BYTES, wire.slot_bytes),
-            (at.CONN_CTRL, wire.ctrl),
-            (at.CONN_PID, wire.pid),
-            (at.CONN_WINDOW, wire.window),
-            (at.CONN_BELL_FD, wire.bell),
-            (at.CONN_ASLEEP, wire.asleep),
+            (layout.CONN_KIND, wire.kind),
+            (layout.CONN_SLOT_BYTES, wire.slot_bytes),
+            (layout.CONN_CTRL, wire.ctrl),
+            (layout.CONN_PID, wire.pid),
+            (layout.CONN_WINDOW, wire.window),
+            (layout.CONN_BELL_FD, wire.bell),
+            (layout.CONN_ASLEEP, wire.asleep),
         )
         send = (
-            (at.CONN_POSTS, wire.send_posts),
-            (at.CONN_SLOTS, wire.send_slots),
-            (at.CONN_OTHER, wire.recv_slots),
-            (at.CONN_TAIL_ADDR, wire.send_tail),
-            (at.CONN_FREE, sum(number << 8 * number for number in range(at.NSLOTS))),
-            (at.CONN_NFREE, at.NSLOTS),
+            (layout.CONN_POSTS, wire.send_posts),
+            (layout.CONN_SLOTS, wire.send_slots),
+            (layout.CONN_OTHER, wire.recv_slots),
+            (layout.CONN_TAIL_ADDR, wire.send_tail),
+            (layout.CONN_FREE, sum(number << 8 * number for number in range(layout.NSLOTS))),
+            (layout.CONN_NFREE, layout.NSLOTS),
         )
         recv = (
-            (at.CONN_POSTS, wire.recv_posts),
-            (at.CONN_SLOTS, wire.recv_slots),
-            (at.CONN_OTHER, wire.send_slots),
-            (at.CONN_TAIL_ADDR, wire.recv_tail),
+            (layout.CONN_POSTS, wire.recv_posts),
+            (layout.CONN_SLOTS, wire.recv_slots),
+            (layout.CONN_OTHER, wire.send_slots),
+            (layout.CONN_TAIL_ADDR, wire.recv_tail),
         )
         for table, fields in ((self._send, send), (self._recv, recv)):
             for place, value in (*common, *fields):
                 table[peer, place // 8] = value
-        self._send[peer, at.CONN_DIRECT // 8] = int(wire.readable)
-        self._recv[peer, at.CONN_WANTS // 8] = wire.recv_wants
+        self._send[peer, layout.CONN_DIRECT // 8] = int(wire.readable)
+        self._recv[peer, layout.CONN_WANTS // 8] = wire.recv_wants
 
     # ---- words
 
@@ -242,16 +242,16 @@ class Context:
     @property
     def occupied(self) -> bool:
         """Whether a thread is in the engine."""
-        return self.get(at.CTX_INSIDE) != 0
+        return self.get(layout.CTX_INSIDE) != 0
 
     @property
     def interrupted(self) -> bool:
         """Whether this very thread is in the engine: it runs the handler of a signal meanwhile."""
-        return self.occupied and self.get(at.CTX_TSTATE) == _this_thread()
+        return self.occupied and self.get(layout.CTX_TSTATE) == _this_thread()
 
     def raise_kept(self) -> NoReturn:
         """Raise the exception that a signal handler raised while the engine was waiting."""
-        first = at.CTX_EXCEPTION // 8
+        first = layout.CTX_EXCEPTION // 8
         kept = [int(word) or None for word in self.words[first : first + 3]]
         self.words[first : first + 3] = 0
         if kept[0] is None:
@@ -264,22 +264,22 @@ class Context:
     def meets(self, rank: int, seq: int, sent: int) -> None:
         """A rank waits on the control plane; its last operation was ``seq``, and it has sent ``sent`` messages here (-1: unknown)."""
         row = self.met[rank]
-        row[at.MET_SEQ // 8], row[at.MET_SENT // 8] = seq, sent
-        atomics.store_release(int(row.ctypes.data) + at.MET_TOLD, 1)
+        row[layout.MET_SEQ // 8], row[layout.MET_SENT // 8] = seq, sent
+        atomics.store_release(int(row.ctypes.data) + layout.MET_TOLD, 1)
 
     def sent(self) -> list[int]:
         """How many messages have been posted to each rank."""
-        return [int(count) for count in self._send[:, at.CONN_COUNT // 8]]
+        return [int(count) for count in self._send[:, layout.CONN_COUNT // 8]]
 
     def received(self, rank: int) -> int:
         """How many messages of a rank have been taken."""
-        return int(self._recv[rank, at.CONN_COUNT // 8])
+        return int(self._recv[rank, layout.CONN_COUNT // 8])
 
     def pair(self) -> list[tuple[int, bool]]:
         """What is left of a ``sendrecv`` that is under way: (peer, whether it receives)."""
         rows = self._pair.reshape(2, -1)
-        left = [row for row in rows if row[at.OP_DONE // 8] < row[at.OP_ROUNDS // 8]]
-        return [(int(row[at.OP_PEER // 8]), bool(row[at.OP_RECEIVES // 8])) for row in left]
+        left = [row for row in rows if row[layout.OP_DONE // 8] < row[layout.OP_ROUNDS // 8]]
+        return [(int(row[layout.OP_PEER // 8]), bool(row[layout.OP_RECEIVES // 8])) for row in left]
 
     def private_bytes(self) -> int:
         """Bytes of the context's own arrays and of all runs."""
@@ -329,21 +329,21 @@ class Context:
 
         For an ``uneven`` run, ``count`` is the class of its sizes, and ``out_count`` is 0.
         """
-        kind = int(collective) | (at.UNEVEN if uneven else 0)
+        kind = int(collective) | (layout.UNEVEN if uneven else 0)
         key = _plan_key(kind, count, out_count, int(dtype), arg, int(in_place))
         places = [(key + probe) & (PLAN_SLOTS - 1) for probe in range(4)]
-        if any(self._plans[p, at.PLAN_RUN // 8] == run.address for p in places):
+        if any(self._plans[p, layout.PLAN_RUN // 8] == run.address for p in places):
             return
-        free = [p for p in places if self._plans[p, at.PLAN_COLL // 8] == -1]
+        free = [p for p in places if self._plans[p, layout.PLAN_COLL // 8] == -1]
         row = self._plans[free[0] if free else places[0]]
         for place, value in (
-            (at.PLAN_COUNT, count),
-            (at.PLAN_OUT_COUNT, out_count),
-            (at.PLAN_DTYPE, int(dtype)),
-            (at.PLAN_ARG, arg),
-            (at.PLAN_INPLACE, int(in_place)),
-            (at.PLAN_RUN, run.address),
-            (at.PLAN_COLL, kind),
+            (layout.PLAN_COUNT, count),
+            (layout.PLAN_OUT_COUNT, out_count),
+            (layout.PLAN_DTYPE, int(dtype)),
+            (layout.PLAN_ARG, arg),
+            (layout.PLAN_INPLACE, int(in_place)),
+            (layout.PLAN_RUN, run.address),
+            (layout.PLAN_COLL, kind),
         ):
             row[place // 8] = value
         self._runs[run.address] = run

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.limits import check_limits, check_width
 from miraccl.executor.cpu.rounds import rounds_of
 from miraccl.executor.cpu.sizes import ALIGN, chunk_bytes, count_hash
@@ -53,7 +53,7 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
         for step in steps
     ]
     peers = np.array([p for peers in lists for p in peers] or [0], np.int64)
-    table = np.zeros((max(len(steps), 1), at.STEP_SIZE // 8), np.int64)
+    table = np.zeros((max(len(steps), 1), layout.STEP_SIZE // 8), np.int64)
     offset = 0
     for number, (step, listed) in enumerate(zip(steps, lists, strict=True)):
         table[number] = _encode(step, when[number], peers.ctypes.data + 8 * offset, len(listed))
@@ -71,21 +71,21 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
 
 
 def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
-    words = np.zeros(at.STEP_SIZE // 8, np.int64)
+    words = np.zeros(layout.STEP_SIZE // 8, np.int64)
     src = (step.src.buffer, step.src.index) if step.src else (0, 0)
     dst = (step.dst.buffer, step.dst.index) if step.dst else (0, 0)
     fields = (
-        (at.STEP_OP, step.op),
-        (at.STEP_SRC_BUF, src[0]),
-        (at.STEP_SRC, src[1]),
-        (at.STEP_DST_BUF, dst[0]),
-        (at.STEP_DST, dst[1]),
-        (at.STEP_CHUNKS, step.chunks),
-        (at.STEP_RECV, -1 if step.recv_peer is None else step.recv_peer),
-        (at.STEP_SEND, -1 if step.send_peer is None else step.send_peer),
-        (at.STEP_PEERS, peers),
-        (at.STEP_NPEERS, npeers),
-        (at.STEP_WHEN, when),
+        (layout.STEP_OP, step.op),
+        (layout.STEP_SRC_BUF, src[0]),
+        (layout.STEP_SRC, src[1]),
+        (layout.STEP_DST_BUF, dst[0]),
+        (layout.STEP_DST, dst[1]),
+        (layout.STEP_CHUNKS, step.chunks),
+        (layout.STEP_RECV, -1 if step.recv_peer is None else step.recv_peer),
+        (layout.STEP_SEND, -1 if step.send_peer is None else step.send_peer),
+        (layout.STEP_PEERS, peers),
+        (layout.STEP_NPEERS, npeers),
+        (layout.STEP_WHEN, when),
     )
     for place, value in fields:
         words[place // 8] = int(value)
@@ -99,7 +99,7 @@ def signature(collective: Collective, dtype: DType, op: RedOp, root: int, count:
         | dtype << 21
         | op << 25
         | (root & 0xFFF) << 28
-        | count_hash(count) << at.SIG_COUNT_SHIFT
+        | count_hash(count) << layout.SIG_COUNT_SHIFT
     )
 
 
@@ -163,10 +163,10 @@ class Run:
         self.program = program
         self.keep: list[Any] = []  # what lives as long as this
         self.in_blocks = np.zeros(
-            (max(1, schedule.input_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64
+            (max(1, schedule.input_chunks // schedule.parts), layout.BLOCK_SIZE // 8), np.int64
         )
         self.out_blocks = np.zeros(
-            (max(1, schedule.output_chunks // schedule.parts), at.BLOCK_SIZE // 8), np.int64
+            (max(1, schedule.output_chunks // schedule.parts), layout.BLOCK_SIZE // 8), np.int64
         )
         check_width(schedule, slot_bytes)
         piece = (
@@ -178,27 +178,27 @@ class Run:
             schedule.scratch_chunks * chunk_bytes(block_bytes, schedule.parts, itemsize) + 1,
             np.int8,
         )
-        self.words = np.zeros(at.RUN_SIZE // 8, np.int64)
+        self.words = np.zeros(layout.RUN_SIZE // 8, np.int64)
         for place, value in (
-            (at.RUN_SCRATCH, self.scratch.ctypes.data),
-            (at.RUN_ITEMSIZE, itemsize),
-            (at.RUN_FOLD, fold),
-            (at.RUN_PROGRAM, program.steps.ctypes.data),
-            (at.RUN_NSTEPS, program.nsteps),
-            (at.RUN_ROUND_BYTES, piece),
-            (at.RUN_DIRECT, direct),
-            (at.RUN_IN_BLOCKS, self.in_blocks.ctypes.data),
-            (at.RUN_OUT_BLOCKS, self.out_blocks.ctypes.data),
-            (at.RUN_NIN, schedule.input_chunks // schedule.parts),
-            (at.RUN_NOUT, schedule.output_chunks // schedule.parts),
-            (at.RUN_PARTS, schedule.parts),
-            (at.RUN_LL, int(ll)),
-            (at.RUN_SENDS, program.sends.ctypes.data),
-            (at.RUN_NSENDS, len(program.sends)),
-            (at.RUN_POST, post),
-            (at.RUN_POST_ARG, post_arg),
-            (at.RUN_TEMPLATE, template),
-            (at.RUN_STREAM_FROM, stream_from),
+            (layout.RUN_SCRATCH, self.scratch.ctypes.data),
+            (layout.RUN_ITEMSIZE, itemsize),
+            (layout.RUN_FOLD, fold),
+            (layout.RUN_PROGRAM, program.steps.ctypes.data),
+            (layout.RUN_NSTEPS, program.nsteps),
+            (layout.RUN_ROUND_BYTES, piece),
+            (layout.RUN_DIRECT, direct),
+            (layout.RUN_IN_BLOCKS, self.in_blocks.ctypes.data),
+            (layout.RUN_OUT_BLOCKS, self.out_blocks.ctypes.data),
+            (layout.RUN_NIN, schedule.input_chunks // schedule.parts),
+            (layout.RUN_NOUT, schedule.output_chunks // schedule.parts),
+            (layout.RUN_PARTS, schedule.parts),
+            (layout.RUN_LL, int(ll)),
+            (layout.RUN_SENDS, program.sends.ctypes.data),
+            (layout.RUN_NSENDS, len(program.sends)),
+            (layout.RUN_POST, post),
+            (layout.RUN_POST_ARG, post_arg),
+            (layout.RUN_TEMPLATE, template),
+            (layout.RUN_STREAM_FROM, stream_from),
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)
@@ -208,6 +208,6 @@ class Run:
     def prefer_memory(self, other: Run, ranks: Sequence[int]) -> None:
         """Take ``other`` instead whenever the buffers of this rank and of ``ranks`` are window memory."""
         self.memory, self._ask = other, np.array(ranks, np.int64)
-        self.words[at.RUN_MEMORY // 8] = other.address
-        self.words[at.RUN_ASK // 8] = self._ask.ctypes.data
-        self.words[at.RUN_NASK // 8] = len(ranks)
+        self.words[layout.RUN_MEMORY // 8] = other.address
+        self.words[layout.RUN_ASK // 8] = self._ask.ctypes.data
+        self.words[layout.RUN_NASK // 8] = len(ranks)

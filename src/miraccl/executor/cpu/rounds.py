@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.limits import SYNCS, sync_peers
 from miraccl.schedule.ir import Op, Schedule, Step
 
@@ -27,12 +27,16 @@ def rounds_of(schedule: Schedule, *, opened: bool) -> list[list[int]]:
         for rank in range(schedule.nranks)
     ]
     if not schedule.ops & SYNCS:
-        return [[at.EVERY_ROUND] * len(steps) for steps in programs]
-    first = at.NEVER if opened else at.FIRST_ROUND
+        return [[layout.EVERY_ROUND] * len(steps) for steps in programs]
+    first = layout.NEVER if opened else layout.FIRST_ROUND
     leading, trailing = _matched(programs), _matched([steps[::-1] for steps in programs])
     return [
         [
-            first if i < before else at.LAST_ROUND if i >= len(steps) - after else at.EVERY_ROUND
+            first
+            if i < before
+            else layout.LAST_ROUND
+            if i >= len(steps) - after
+            else layout.EVERY_ROUND
             for i in range(len(steps))
         ]
         for steps, before, after in zip(programs, leading, trailing, strict=True)

@@ -18,7 +18,7 @@ import numpy as np
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.proxy import staging
-from miraccl.proxy.kernels import layout as at
+from miraccl.proxy.kernels import staging_layout
 from miraccl.runtime.multinode.segments import Piece
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
@@ -96,7 +96,7 @@ class StagedJob:
         ]
         calls = [prepared and prepared.unlocked() for prepared in self._prepared]
         self._calls = np.array([call or (0, 0, 0) for call in calls], np.int64)
-        assert self._calls.nbytes == at.CALL_BYTES * self.npieces
+        assert self._calls.nbytes == staging_layout.CALL_BYTES * self.npieces
         self.calls = int(self._calls.ctypes.data) if any(calls) else 0
 
     def holds_kernels(self, piece: int) -> bool:
@@ -288,14 +288,24 @@ class Staging:
             gpu.copy_to_host(
                 base + copy.host, buffers[copy.buffer] + copy.device, copy.nbytes, stream
             )
-        gpu.write_word(self._flags_on_gpu + slot * at.SLOT_STRIDE + at.DONE_OFFSET, 0, stream)
         gpu.write_word(
-            self._flags_on_gpu + slot * at.SLOT_STRIDE + at.READY_OFFSET, job.number, stream
+            self._flags_on_gpu + slot * staging_layout.SLOT_STRIDE + staging_layout.DONE_OFFSET,
+            0,
+            stream,
+        )
+        gpu.write_word(
+            self._flags_on_gpu + slot * staging_layout.SLOT_STRIDE + staging_layout.READY_OFFSET,
+            job.number,
+            stream,
         )
 
     def _bring_up(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
         gpu, slot = self.gpu, slot_of(number, job.stride)
-        gpu.wait_word(self._flags_on_gpu + slot * at.SLOT_STRIDE + at.DONE_OFFSET, 1, stream)
+        gpu.wait_word(
+            self._flags_on_gpu + slot * staging_layout.SLOT_STRIDE + staging_layout.DONE_OFFSET,
+            1,
+            stream,
+        )
         base = job.slots.address + slot * job.slots.nbytes
         for copy in job.pieces[number].up:
             gpu.copy_from_host(

@@ -18,13 +18,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from miraccl.errors import CollectiveMismatch
-from miraccl.executor.cpu.kernels.nogil import layout as ex
+from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.types import Collective
 
 HINT = "collective, root and counts must agree on all ranks, in the same order"
 _HEADER = struct.Struct("<qq")
-_COUNTED, _OF_COLLECTIVES, _LAST = ex.COUNTED // 8, ex.OF_COLLECTIVES // 8, ex.LAST_COLLECTIVE // 8
+_COUNTED, _OF_COLLECTIVES, _LAST = (
+    offsets.COUNTED // 8,
+    offsets.OF_COLLECTIVES // 8,
+    offsets.LAST_COLLECTIVE // 8,
+)
 Ways = Mapping[int, np.ndarray]
 """By peer the words of what goes to it, and of what comes (``ex.STREAM_BYTES``)."""
 
@@ -43,15 +47,15 @@ def in_words(sig: int, number: int) -> str:
 def number_of(words: np.ndarray, mark: int) -> int:
     """The whole number of a collective of which headers say the lower bits, at most as large as that of the last one."""
     counted = int(words[_COUNTED])
-    return counted - (counted - mark & ex.MARK_MASK)
+    return counted - (counted - mark & offsets.MARK_MASK)
 
 
 def remembered(words: np.ndarray, number: int) -> int:
     """The signature of collective ``number`` of those that ``words`` count, 0 if it is not known: any more, or as it never came."""
     counted = int(words[_COUNTED])
     return (
-        int(words[ex.REMEMBERED // 8 + number % ex.MEMORY])
-        if 0 <= counted - number < ex.MEMORY and number > 0
+        int(words[offsets.REMEMBERED // 8 + number % offsets.MEMORY])
+        if 0 <= counted - number < offsets.MEMORY and number > 0
         else 0
     )
 
@@ -89,7 +93,7 @@ class Tally:
     @classmethod
     def from_bytes(cls, data: bytes) -> Tally:
         words = np.frombuffer(data, np.int64)
-        size = ex.COLLECTIVES_BYTES // 8
+        size = offsets.COLLECTIVES_BYTES // 8
         return cls(words[:size], words[size:].reshape(-1, 3))
 
 
@@ -140,7 +144,7 @@ class Lookout:
             return None
         for descriptor, events in self._poll.poll(0):
             peer = self._peers[descriptor]
-            begun = int(ways[peer][1][ex.BEGUN_EVER // 8]), int(collectives[_COUNTED])
+            begun = int(ways[peer][1][offsets.BEGUN_EVER // 8]), int(collectives[_COUNTED])
             if not events & select.POLLIN or not between():
                 continue
             header = b""
@@ -148,7 +152,7 @@ class Lookout:
                 header = self._sockets[peer].recv(
                     _HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT
                 )
-            now = int(ways[peer][1][ex.BEGUN_EVER // 8]), int(collectives[_COUNTED])
+            now = int(ways[peer][1][offsets.BEGUN_EVER // 8]), int(collectives[_COUNTED])
             if len(header) == _HEADER.size and between() and begun == now:
                 sig, second = _HEADER.unpack(header)
                 found = self._judge(peer, sig, second, collectives)
@@ -160,10 +164,10 @@ class Lookout:
         self, peer: int, sig: int, second: int, collectives: np.ndarray
     ) -> CollectiveMismatch | None:
         """Of a header between two messages of ``peer``: a collective to come has a larger number than all that this rank has begun."""
-        number = number_of(collectives, second >> ex.MARK_SHIFT)
+        number = number_of(collectives, second >> offsets.MARK_SHIFT)
         if (
             sig >> 16 & 31 == Collective.SEND_RECV
-            or int(collectives[_COUNTED]) - number > ex.MARK_MASK // 2
+            or int(collectives[_COUNTED]) - number > offsets.MARK_MASK // 2
         ):
             return None
         text = not_taken(peer, sig, self._rank, remembered(collectives, number), number)

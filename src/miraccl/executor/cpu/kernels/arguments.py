@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.native.intrinsics import (
     PyErr_Clear,
     PyList_GetItem,
@@ -19,24 +19,24 @@ from miraccl.types import DType
 
 INT64 = int(DType.INT64)
 MOST_COUNT = 1 << 48  # so that sums stay within a word; Python looks at more
-READABLE = at.ARRAY_C_CONTIGUOUS | at.ARRAY_ALIGNED
-WRITABLE = READABLE | at.ARRAY_WRITEABLE
+READABLE = layout.ARRAY_C_CONTIGUOUS | layout.ARRAY_ALIGNED
+WRITABLE = READABLE | layout.ARRAY_WRITEABLE
 NTYPES = len(DType)
 
 
 @inline
 def usable(ctx: int, array: int, flags: int) -> bool:
     """Whether it is a NumPy array that has these flags."""
-    if load(array + at.OB_TYPE) != load(ctx + at.CTX_ARRAY_TYPE):
+    if load(array + layout.OB_TYPE) != load(ctx + layout.CTX_ARRAY_TYPE):
         return False
-    return load32(array + at.ARRAY_FLAGS) & flags == flags
+    return load32(array + layout.ARRAY_FLAGS) & flags == flags
 
 
 @inline
 def elements(array: int) -> int:
-    dims = load(array + at.ARRAY_DIMS)
+    dims = load(array + layout.ARRAY_DIMS)
     count = 1
-    for i in range(load32(array + at.ARRAY_ND)):
+    for i in range(load32(array + layout.ARRAY_ND)):
         count *= load(dims + 8 * i)
     return count
 
@@ -44,8 +44,8 @@ def elements(array: int) -> int:
 @inline
 def dtype_code(ctx: int, array: int) -> int:
     """The DType of its elements, -1 for what collectives do not carry."""
-    descr = load(array + at.ARRAY_DESCR)
-    table = load(ctx + at.CTX_DTYPES)
+    descr = load(array + layout.ARRAY_DESCR)
+    table = load(ctx + layout.CTX_DTYPES)
     for code in range(NTYPES):
         if load(table + 8 * code) == descr:
             return code
@@ -64,7 +64,7 @@ def common_dtype(ctx: int, x: int, out: int, writes: bool) -> int:
 @inline
 def small_int(ctx: int, thing: int, kind: int) -> int:
     """The value of an object of exactly the type ``CTX_*_TYPE``; -1 for any other."""
-    if load(thing + at.OB_TYPE) != load(ctx + kind):
+    if load(thing + layout.OB_TYPE) != load(ctx + kind):
         return -1
     value = PyLong_AsLong(thing)
     if value == -1:  # negative, or larger than a word: then an exception is set
@@ -75,25 +75,25 @@ def small_int(ctx: int, thing: int, kind: int) -> int:
 @inline
 def read_counts(ctx: int, counts: int, number: int, into: int) -> int:
     """Write the counts of a list, a tuple or an array of int64 that has so many of them; their sum, -1 for anything else."""
-    kind, words, size = load(counts + at.OB_TYPE), 0, -1
-    if kind == load(ctx + at.CTX_LIST_TYPE):
+    kind, words, size = load(counts + layout.OB_TYPE), 0, -1
+    if kind == load(ctx + layout.CTX_LIST_TYPE):
         size = PyList_Size(counts)
-    elif kind == load(ctx + at.CTX_TUPLE_TYPE):
+    elif kind == load(ctx + layout.CTX_TUPLE_TYPE):
         size = PyTuple_Size(counts)
     elif (
         usable(ctx, counts, READABLE)
-        and load32(counts + at.ARRAY_ND) == 1
+        and load32(counts + layout.ARRAY_ND) == 1
         and dtype_code(ctx, counts) == INT64
     ):
-        words, size = load(counts + at.ARRAY_DATA), elements(counts)
+        words, size = load(counts + layout.ARRAY_DATA), elements(counts)
     if size != number:
         return -1
     total = 0
     for i in range(number):
-        if kind == load(ctx + at.CTX_LIST_TYPE):
-            count = small_int(ctx, PyList_GetItem(counts, i), at.CTX_INT_TYPE)
-        elif kind == load(ctx + at.CTX_TUPLE_TYPE):
-            count = small_int(ctx, PyTuple_GetItem(counts, i), at.CTX_INT_TYPE)
+        if kind == load(ctx + layout.CTX_LIST_TYPE):
+            count = small_int(ctx, PyList_GetItem(counts, i), layout.CTX_INT_TYPE)
+        elif kind == load(ctx + layout.CTX_TUPLE_TYPE):
+            count = small_int(ctx, PyTuple_GetItem(counts, i), layout.CTX_INT_TYPE)
         else:
             count = load(words + 8 * i)
         if count < 0 or count > MOST_COUNT:

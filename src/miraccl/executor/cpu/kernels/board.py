@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.native.intrinsics import inline, load, load_acquire, store, store_release
 
 
 @inline
 def begin_operation(ctx: int, template: int, count: int) -> int:
     """Number the communicator's next operation and put it on the board; returns its signature, ``template`` with the number."""
-    ctrl = load(ctx + at.CTX_CTRL)
-    seq = load(ctx + at.CTX_SEQ) + 1
-    store(ctx + at.CTX_SEQ, seq)
-    sig = template | (seq & at.SEQ_MASK)
-    store(ctrl + at.BOARD_SIG, sig)
-    store(ctrl + at.BOARD_COUNT, count)
+    ctrl = load(ctx + layout.CTX_CTRL)
+    seq = load(ctx + layout.CTX_SEQ) + 1
+    store(ctx + layout.CTX_SEQ, seq)
+    sig = template | (seq & layout.SEQ_MASK)
+    store(ctrl + layout.BOARD_SIG, sig)
+    store(ctrl + layout.BOARD_COUNT, count)
     if (
-        load_acquire(ctrl + at.CTRL_ABORT) == 0
+        load_acquire(ctrl + layout.CTRL_ABORT) == 0
     ):  # else it is not run, and others are not compared with it
-        entry = ctrl + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16
+        entry = ctrl + layout.CTRL_HISTORY + (seq & (layout.HISTORY - 1)) * 16
         store(entry, sig)
         store(entry + 8, count)
-    store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
+    store_release(ctrl + layout.BOARD_STATE, layout.STATE_RUNNING)
     store_release(
-        ctrl + at.BOARD_SEQ, seq
+        ctrl + layout.BOARD_SEQ, seq
     )  # after the state: with this number and idle, it has ended
     return sig
 
@@ -31,7 +31,7 @@ def begin_operation(ctx: int, template: int, count: int) -> int:
 @inline
 def show_waiting(ctx: int, peer: int) -> None:
     """Put on the board that this rank waits for ``peer``, in the step that it is at."""
-    ctrl = load(ctx + at.CTX_CTRL)
-    store(ctrl + at.BOARD_PEER, peer)
-    store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
-    store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
+    ctrl = load(ctx + layout.CTX_CTRL)
+    store(ctrl + layout.BOARD_PEER, peer)
+    store(ctrl + layout.BOARD_STEP, load(ctx + layout.CTX_STEP))
+    store_release(ctrl + layout.BOARD_STATE, layout.STATE_WAITING)

@@ -6,7 +6,7 @@ wrong.
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.arguments import (
     READABLE,
     WRITABLE,
@@ -39,21 +39,21 @@ write_counts = inline(set_counts)
 @inline
 def start(ctx: int, run: int) -> int:
     if (
-        load(ctx + at.CTX_THREADED) != 0
-        or load(run + at.RUN_IN_BYTES) + load(run + at.RUN_OUT_BYTES) > LONG_BYTES
+        load(ctx + layout.CTX_THREADED) != 0
+        or load(run + layout.RUN_IN_BYTES) + load(run + layout.RUN_OUT_BYTES) > LONG_BYTES
     ):
         release_gil(ctx)
-    store(ctx + at.CTX_LAST_PLAN, run)
-    return call4(load(ctx + at.CTX_OPERATE), ctx, run, load(run + at.RUN_TEMPLATE), 0)
+    store(ctx + layout.CTX_LAST_PLAN, run)
+    return call4(load(ctx + layout.CTX_OPERATE), ctx, run, load(run + layout.RUN_TEMPLATE), 0)
 
 
 @inline
 def start_on(ctx: int, run: int, source: int, target: int) -> int:
     """Start a run on these addresses; without one (0), Python makes it."""
     if run == 0:
-        return at.NEED_PLAN
-    store(run + at.RUN_IN, source)
-    store(run + at.RUN_OUT, target)
+        return layout.NEED_PLAN
+    store(run + layout.RUN_IN, source)
+    store(run + layout.RUN_OUT, target)
     return start(ctx, run)
 
 
@@ -70,18 +70,18 @@ def find_plan(
         + in_place
     )
     key ^= key >> 15
-    mask = load(ctx + at.CTX_PLANS_MASK)
+    mask = load(ctx + layout.CTX_PLANS_MASK)
     for probe in range(4):
-        entry = load(ctx + at.CTX_PLANS) + ((key + probe) & mask) * at.PLAN_SIZE
+        entry = load(ctx + layout.CTX_PLANS) + ((key + probe) & mask) * layout.PLAN_SIZE
         if (
-            load(entry + at.PLAN_COUNT) == count
-            and load(entry + at.PLAN_COLL) == coll
-            and load(entry + at.PLAN_DTYPE) == dtype
-            and load(entry + at.PLAN_ARG) == arg
-            and load(entry + at.PLAN_INPLACE) == in_place
-            and load(entry + at.PLAN_OUT_COUNT) == out_count
+            load(entry + layout.PLAN_COUNT) == count
+            and load(entry + layout.PLAN_COLL) == coll
+            and load(entry + layout.PLAN_DTYPE) == dtype
+            and load(entry + layout.PLAN_ARG) == arg
+            and load(entry + layout.PLAN_INPLACE) == in_place
+            and load(entry + layout.PLAN_OUT_COUNT) == out_count
         ):
-            return load(entry + at.PLAN_RUN)
+            return load(entry + layout.PLAN_RUN)
     return 0
 
 
@@ -106,27 +106,29 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
     coll = load(door + DOOR_COLL)
     x, out, third = load(args), load(args + 8), load(args + 16)
     if not usable(ctx, x, READABLE):
-        return at.NEED_PLAN
+        return layout.NEED_PLAN
     arg = small_int(
         ctx,
         third,
-        at.CTX_REDOP_TYPE if coll == ALL_REDUCE or coll == REDUCE_SCATTER else at.CTX_INT_TYPE,
+        layout.CTX_REDOP_TYPE
+        if coll == ALL_REDUCE or coll == REDUCE_SCATTER
+        else layout.CTX_INT_TYPE,
     )
     dtype = dtype_code(ctx, x)
     if dtype < 0 or arg < 0:
-        return at.NEED_PLAN
+        return layout.NEED_PLAN
     count = elements(x)
-    source = load(x + at.ARRAY_DATA)
+    source = load(x + layout.ARRAY_DATA)
     target, out_count, in_place = source, count, 1
-    if out == load(ctx + at.CTX_NONE):
+    if out == load(ctx + layout.CTX_NONE):
         if coll != ALL_REDUCE and coll != BROADCAST:
-            return at.NEED_PLAN
-        if load32(x + at.ARRAY_FLAGS) & WRITABLE != WRITABLE:
-            return at.NEED_PLAN
+            return layout.NEED_PLAN
+        if load32(x + layout.ARRAY_FLAGS) & WRITABLE != WRITABLE:
+            return layout.NEED_PLAN
     else:
         if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype:
-            return at.NEED_PLAN
-        target, out_count = load(out + at.ARRAY_DATA), elements(out)
+            return layout.NEED_PLAN
+        target, out_count = load(out + layout.ARRAY_DATA), elements(out)
         nbytes, out_bytes = count * item_size(dtype), out_count * item_size(dtype)
         in_place = overlap(
             coll,
@@ -134,10 +136,10 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
             nbytes,
             target,
             out_bytes,
-            load(ctx + at.CTX_RANK) * min(nbytes, out_bytes),
+            load(ctx + layout.CTX_RANK) * min(nbytes, out_bytes),
         )
         if in_place < 0:
-            return at.NEED_PLAN  # Python says what is wrong
+            return layout.NEED_PLAN  # Python says what is wrong
     run = find_plan(ctx, coll, count, out_count, dtype, arg, in_place)
     return start_on(ctx, run, source, target)
 
@@ -146,24 +148,24 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
 def parse_rooted(door: int, ctx: int, args: int) -> int:
     """(input, output, root, None, None) -> result of gather or scatter, whose one side only the root has; the others' is not looked at."""
     coll = load(door + DOOR_COLL)
-    none = load(ctx + at.CTX_NONE)
-    root = small_int(ctx, load(args + 16), at.CTX_INT_TYPE)
+    none = load(ctx + layout.CTX_NONE)
+    root = small_int(ctx, load(args + 16), layout.CTX_INT_TYPE)
     if root < 0 or load(args + 24) != none or load(args + 32) != none:
-        return at.NEED_PLAN
-    is_root = root == load(ctx + at.CTX_RANK)
+        return layout.NEED_PLAN
+    is_root = root == load(ctx + layout.CTX_RANK)
     has_input, has_output = is_root or coll == GATHER, is_root or coll == SCATTER
     x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
     dtype = common_dtype(ctx, x, out, has_output)
     if dtype < 0:
-        return at.NEED_PLAN
+        return layout.NEED_PLAN
     count, out_count = elements(x) if has_input else 0, elements(out) if has_output else 0
-    source, target = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA)
+    source, target = load(x + layout.ARRAY_DATA), load(out + layout.ARRAY_DATA)
     if (
         is_root
         and overlap(coll, source, count * item_size(dtype), target, out_count * item_size(dtype), 0)
         != 0
     ):
-        return at.NEED_PLAN
+        return layout.NEED_PLAN
     run = find_plan(ctx, coll, count, out_count, dtype, root, 0)
     return start_on(ctx, run, source, target)
 
@@ -174,30 +176,30 @@ def parse_reduce(ctx: int, args: int) -> int:
     at."""
     x, out = load(args), load(args + 8)
     op, root = (
-        small_int(ctx, load(args + 16), at.CTX_REDOP_TYPE),
-        small_int(ctx, load(args + 40), at.CTX_INT_TYPE),
+        small_int(ctx, load(args + 16), layout.CTX_REDOP_TYPE),
+        small_int(ctx, load(args + 40), layout.CTX_INT_TYPE),
     )
     if op < 0 or root < 0 or not usable(ctx, x, READABLE):
-        return at.NEED_PLAN
-    dtype, count, source = dtype_code(ctx, x), elements(x), load(x + at.ARRAY_DATA)
+        return layout.NEED_PLAN
+    dtype, count, source = dtype_code(ctx, x), elements(x), load(x + layout.ARRAY_DATA)
     if dtype < 0:
-        return at.NEED_PLAN
+        return layout.NEED_PLAN
     target, in_place = source, 1
-    if root == load(ctx + at.CTX_RANK):
-        if out == load(ctx + at.CTX_NONE):
+    if root == load(ctx + layout.CTX_RANK):
+        if out == load(ctx + layout.CTX_NONE):
             out = x
         if (
             not usable(ctx, out, WRITABLE)
             or dtype_code(ctx, out) != dtype
             or elements(out) != count
         ):
-            return at.NEED_PLAN
-        target = load(out + at.ARRAY_DATA)
+            return layout.NEED_PLAN
+        target = load(out + layout.ARRAY_DATA)
         in_place = overlap(
             ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype), 0
         )
         if in_place < 0:
-            return at.NEED_PLAN
+            return layout.NEED_PLAN
     run = find_plan(ctx, REDUCE, count, count, dtype, root << 3 | op, in_place)
     return start_on(ctx, run, source, target)
 
@@ -208,22 +210,26 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
     is rooted, the side that only the root has is not looked at on the others."""
     coll, third, arg = load(door + DOOR_COLL), load(args + 16), 0
     if coll == REDUCE_SCATTER:
-        arg = small_int(ctx, third, at.CTX_REDOP_TYPE)
+        arg = small_int(ctx, third, layout.CTX_REDOP_TYPE)
     elif coll == GATHER or coll == SCATTER:
-        arg = small_int(ctx, third, at.CTX_INT_TYPE)
+        arg = small_int(ctx, third, layout.CTX_INT_TYPE)
     count, out_count, most = read_call_counts(ctx, coll, lists)
     if arg < 0 or count < 0:
-        return at.NEED_PLAN
-    is_root = arg == load(ctx + at.CTX_RANK)
+        return layout.NEED_PLAN
+    is_root = arg == load(ctx + layout.CTX_RANK)
     has_input, has_output = coll != SCATTER or is_root, coll != GATHER or is_root
     x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
     dtype = common_dtype(ctx, x, out, has_output)
     if dtype < 0:
-        return at.NEED_PLAN
+        return layout.NEED_PLAN
     if (has_input and elements(x) != count) or (has_output and elements(out) != out_count):
-        return at.NEED_PLAN
-    source, target, itemsize = load(x + at.ARRAY_DATA), load(out + at.ARRAY_DATA), item_size(dtype)
-    table, nranks = load(ctx + at.CTX_COUNTS), load(ctx + at.CTX_NRANKS)
+        return layout.NEED_PLAN
+    source, target, itemsize = (
+        load(x + layout.ARRAY_DATA),
+        load(out + layout.ARRAY_DATA),
+        item_size(dtype),
+    )
+    table, nranks = load(ctx + layout.CTX_COUNTS), load(ctx + layout.CTX_NRANKS)
     in_place = 0
     if has_input and has_output:
         in_place = overlap(
@@ -235,13 +241,13 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
             elements_before(ctx, coll) * itemsize,
         )
         if in_place < 0:
-            return at.NEED_PLAN
+            return layout.NEED_PLAN
     else:
-        blocks = table + at.COUNTS_BLOCKS + (8 if has_input else 0)
+        blocks = table + layout.COUNTS_BLOCKS + (8 if has_input else 0)
         for i in range(nranks):
             store(blocks + 8 * i, 0)
     nbytes = UNKNOWN_BYTES if coll == ALL_TO_ALL else most * itemsize
-    run = find_plan(ctx, coll | at.UNEVEN, size_class(nbytes), 0, dtype, arg, in_place)
+    run = find_plan(ctx, coll | layout.UNEVEN, size_class(nbytes), 0, dtype, arg, in_place)
     if run != 0:
         write_counts(run, table, 0, 0)
     return start_on(ctx, run, source, target)

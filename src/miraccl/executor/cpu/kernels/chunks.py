@@ -6,7 +6,7 @@ part ``i % parts`` of a block.
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.native.intrinsics import inline, load
 from miraccl.schedule.ir import Buffer
 
@@ -16,18 +16,18 @@ INPUT, OUTPUT, SCRATCH = int(Buffer.INPUT), int(Buffer.OUTPUT), int(Buffer.SCRAT
 @inline
 def extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
     """(offset from the start of the buffer, bytes) of one chunk's piece of a round."""
-    piece = load(run + at.RUN_ROUND_BYTES)
-    parts = load(run + at.RUN_PARTS)
+    piece = load(run + layout.RUN_ROUND_BYTES)
+    parts = load(run + layout.RUN_PARTS)
     if buffer == SCRATCH:
-        size = load(run + at.RUN_SCRATCH_CHUNK)
-        left = min(size, load(run + at.RUN_SCRATCH_BLOCK) - index % parts * size) - rnd * piece
+        size = load(run + layout.RUN_SCRATCH_CHUNK)
+        left = min(size, load(run + layout.RUN_SCRATCH_BLOCK) - index % parts * size) - rnd * piece
         return index * size + rnd * piece, max(0, min(piece, left))
-    table = load(run + (at.RUN_IN_BLOCKS if buffer == INPUT else at.RUN_OUT_BLOCKS))
+    table = load(run + (layout.RUN_IN_BLOCKS if buffer == INPUT else layout.RUN_OUT_BLOCKS))
     block, part = index, 0
     if parts != 1:
         block = index // parts
         part = index - block * parts
-    entry = table + block * at.BLOCK_SIZE
+    entry = table + block * layout.BLOCK_SIZE
     chunk = load(entry + 16)
     low = part * chunk + rnd * piece
     high = min(min(part * chunk + chunk, load(entry + 8)), low + piece)
@@ -38,7 +38,14 @@ def extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
 def base(run: int, buffer: int) -> int:
     """Where a buffer begins."""
     return load(
-        run + (at.RUN_IN if buffer == INPUT else at.RUN_OUT if buffer == OUTPUT else at.RUN_SCRATCH)
+        run
+        + (
+            layout.RUN_IN
+            if buffer == INPUT
+            else layout.RUN_OUT
+            if buffer == OUTPUT
+            else layout.RUN_SCRATCH
+        )
     )
 
 
@@ -49,5 +56,5 @@ def span(run: int, buffer: int, index: int, chunks: int, rnd: int) -> int:
     for i in range(chunks):
         _, size = extent(run, buffer, index + i, rnd)
         if size > 0:
-            last = i * load(run + at.RUN_ROUND_BYTES) + size
+            last = i * load(run + layout.RUN_ROUND_BYTES) + size
     return last

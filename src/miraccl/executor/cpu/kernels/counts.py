@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miraccl.executor.cpu import sizes
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.native.intrinsics import inline, load, store
 
 chunk_bytes = inline(sizes.chunk_bytes)
@@ -20,7 +20,7 @@ def fill_blocks(
     for i in range(number):
         nbytes = load(counts + 8 * i) * itemsize
         size = chunk_bytes(nbytes, parts, itemsize)
-        row = table + i * at.BLOCK_SIZE
+        row = table + i * layout.BLOCK_SIZE
         store(row, end)
         store(row + 8, nbytes)
         store(row + 16, size)
@@ -31,34 +31,37 @@ def fill_blocks(
 
 @inline
 def fill(run: int, counts: int) -> None:
-    parts, itemsize = load(run + at.RUN_PARTS), load(run + at.RUN_ITEMSIZE)
-    inputs, number = load(run + at.RUN_IN_BLOCKS), load(run + at.RUN_NIN)
-    first = counts + at.COUNTS_BLOCKS
+    parts, itemsize = load(run + layout.RUN_PARTS), load(run + layout.RUN_ITEMSIZE)
+    inputs, number = load(run + layout.RUN_IN_BLOCKS), load(run + layout.RUN_NIN)
+    first = counts + layout.COUNTS_BLOCKS
     in_chunk, in_block, in_bytes = fill_blocks(inputs, first, number, parts, itemsize)
-    outputs = load(run + at.RUN_OUT_BLOCKS)
+    outputs = load(run + layout.RUN_OUT_BLOCKS)
     out_chunk, out_block, out_bytes = fill_blocks(
-        outputs, first + 8 * number, load(run + at.RUN_NOUT), parts, itemsize
+        outputs, first + 8 * number, load(run + layout.RUN_NOUT), parts, itemsize
     )
     chunk, block = max(in_chunk, out_chunk), max(1, max(in_block, out_block))
-    piece = load(run + at.RUN_ROUND_BYTES)
-    store(run + at.RUN_NROUNDS, max(1, (min(chunk, block) + piece - 1) // piece))
-    store(run + at.RUN_IN_BYTES, in_bytes)
-    store(run + at.RUN_OUT_BYTES, out_bytes)
-    store(run + at.RUN_STREAM, 1 if in_bytes + out_bytes >= load(run + at.RUN_STREAM_FROM) else 0)
-    store(run + at.RUN_SCRATCH_CHUNK, chunk)
-    store(run + at.RUN_SCRATCH_BLOCK, max(load(inputs + 8), load(outputs + 8)))
-    store(run + at.RUN_COUNT, load(counts + at.COUNTS_SHOWN))
-    template = load(run + at.RUN_TEMPLATE) & ((1 << at.SIG_COUNT_SHIFT) - 1)
+    piece = load(run + layout.RUN_ROUND_BYTES)
+    store(run + layout.RUN_NROUNDS, max(1, (min(chunk, block) + piece - 1) // piece))
+    store(run + layout.RUN_IN_BYTES, in_bytes)
+    store(run + layout.RUN_OUT_BYTES, out_bytes)
     store(
-        run + at.RUN_TEMPLATE,
-        template | count_hash(load(counts + at.COUNTS_AGREED)) << at.SIG_COUNT_SHIFT,
+        run + layout.RUN_STREAM,
+        1 if in_bytes + out_bytes >= load(run + layout.RUN_STREAM_FROM) else 0,
+    )
+    store(run + layout.RUN_SCRATCH_CHUNK, chunk)
+    store(run + layout.RUN_SCRATCH_BLOCK, max(load(inputs + 8), load(outputs + 8)))
+    store(run + layout.RUN_COUNT, load(counts + layout.COUNTS_SHOWN))
+    template = load(run + layout.RUN_TEMPLATE) & ((1 << layout.SIG_COUNT_SHIFT) - 1)
+    store(
+        run + layout.RUN_TEMPLATE,
+        template | count_hash(load(counts + layout.COUNTS_AGREED)) << layout.SIG_COUNT_SHIFT,
     )
 
 
 def set_counts(run: int, counts: int, unused: int, also_unused: int) -> int:
     """Write the counts at ``counts`` into a run and into the one that it may give way to; nothing of it may be under way."""
     fill(run, counts)
-    memory = load(run + at.RUN_MEMORY)
+    memory = load(run + layout.RUN_MEMORY)
     if memory != 0:
         fill(memory, counts)
-    return at.OK
+    return layout.OK

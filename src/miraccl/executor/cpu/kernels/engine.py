@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.board import begin_operation
 from miraccl.executor.cpu.kernels.calls import (
     DOOR_ARG,
@@ -47,40 +47,40 @@ from miraccl.native.intrinsics import (
 @inline
 def run_program(ctx: int, run: int) -> int:
     """Execute a run whose addresses and signature are set; OK or an ERR_*."""
-    store(ctx + at.CTX_DEADLINE, 0)
-    if load(run + at.RUN_MEMORY) != 0:
+    store(ctx + layout.CTX_DEADLINE, 0)
+    if load(run + layout.RUN_MEMORY) != 0:
         code = all_in_windows(ctx, run)
-        if code == at.OK:
-            memory = load(run + at.RUN_MEMORY)
-            store(memory + at.RUN_IN, load(run + at.RUN_IN))
-            store(memory + at.RUN_OUT, load(run + at.RUN_OUT))
-            store(memory + at.RUN_SIG, load(run + at.RUN_SIG))
-            store(ctx + at.CTX_LAST_PLAN, memory)
+        if code == layout.OK:
+            memory = load(run + layout.RUN_MEMORY)
+            store(memory + layout.RUN_IN, load(run + layout.RUN_IN))
+            store(memory + layout.RUN_OUT, load(run + layout.RUN_OUT))
+            store(memory + layout.RUN_SIG, load(run + layout.RUN_SIG))
+            store(ctx + layout.CTX_LAST_PLAN, memory)
             run = memory
-        elif code != at.NEED_PLAN:
+        elif code != layout.NEED_PLAN:
             return code
-    store(ctx + at.CTX_STREAM, load(run + at.RUN_STREAM))
-    steps = load(run + at.RUN_PROGRAM)
-    count = load(run + at.RUN_NSTEPS)
-    for rnd in range(load(run + at.RUN_NROUNDS)):
+    store(ctx + layout.CTX_STREAM, load(run + layout.RUN_STREAM))
+    steps = load(run + layout.RUN_PROGRAM)
+    count = load(run + layout.RUN_NSTEPS)
+    for rnd in range(load(run + layout.RUN_NROUNDS)):
         for i in range(count):
-            step = steps + i * at.STEP_SIZE
-            store(ctx + at.CTX_STEP, i)
+            step = steps + i * layout.STEP_SIZE
+            store(ctx + layout.CTX_STEP, i)
             code = do_step(ctx, run, step, rnd)
-            if code != at.OK:
+            if code != layout.OK:
                 return code
-    if load(run + at.RUN_DIRECT) >= 0:
-        sends = load(run + at.RUN_SENDS)
-        for i in range(load(run + at.RUN_NSENDS)):
+    if load(run + layout.RUN_DIRECT) >= 0:
+        sends = load(run + layout.RUN_SENDS)
+        for i in range(load(run + layout.RUN_NSENDS)):
             peer = load(sends + 8 * i)
-            code = drain(ctx, connection(ctx, at.CTX_SEND, peer), peer)
-            if code != at.OK:
+            code = drain(ctx, connection(ctx, layout.CTX_SEND, peer), peer)
+            if code != layout.OK:
                 return code
-    if load(run + at.RUN_POST) != 0:
-        out = load(run + at.RUN_OUT)
-        n = load(run + at.RUN_OUT_BYTES) // load(run + at.RUN_ITEMSIZE)
-        call4(load(run + at.RUN_POST), out, out, load(run + at.RUN_POST_ARG), n)
-    return at.OK
+    if load(run + layout.RUN_POST) != 0:
+        out = load(run + layout.RUN_OUT)
+        n = load(run + layout.RUN_OUT_BYTES) // load(run + layout.RUN_ITEMSIZE)
+        call4(load(run + layout.RUN_POST), out, out, load(run + layout.RUN_POST_ARG), n)
+    return layout.OK
 
 
 def operate(ctx: int, run: int, template: int, unused: int) -> int:
@@ -88,13 +88,13 @@ def operate(ctx: int, run: int, template: int, unused: int) -> int:
 
     The one copy of the executor: doors call it through the context, which keeps compilation to a few seconds.
     """
-    store(run + at.RUN_SIG, begin_operation(ctx, template, load(run + at.RUN_COUNT)))
-    ctrl = load(ctx + at.CTX_CTRL)
-    if load_acquire(ctrl + at.CTRL_ABORT) != 0:
-        return fail(ctx, at.ERR_ABORTED, -1, 0, load(ctrl + at.CTRL_ABORT))
+    store(run + layout.RUN_SIG, begin_operation(ctx, template, load(run + layout.RUN_COUNT)))
+    ctrl = load(ctx + layout.CTX_CTRL)
+    if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
+        return fail(ctx, layout.ERR_ABORTED, -1, 0, load(ctrl + layout.CTRL_ABORT))
     code = run_program(ctx, run)
-    if code == at.OK:
-        store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
+    if code == layout.OK:
+        store_release(ctrl + layout.BOARD_STATE, layout.STATE_IDLE)
     return code
 
 
@@ -102,28 +102,28 @@ def operate(ctx: int, run: int, template: int, unused: int) -> int:
 def enter(ctx: int) -> bool:
     """Whether the engine may run now; the GIL makes the test and the set one."""
     if (
-        load(ctx + at.CTX_BUSY) != 0
-        or load32(load(ctx + at.CTX_GROUPS)) != 0
-        or load(ctx + at.CTX_INSIDE) != 0
+        load(ctx + layout.CTX_BUSY) != 0
+        or load32(load(ctx + layout.CTX_GROUPS)) != 0
+        or load(ctx + layout.CTX_INSIDE) != 0
     ):
         return False
-    store(ctx + at.CTX_INSIDE, 1)
+    store(ctx + layout.CTX_INSIDE, 1)
     return True
 
 
 @inline
 def enter_anyway(ctx: int) -> bool:
     """As ``enter``, whatever Python's reasons to be busy are."""
-    if load(ctx + at.CTX_INSIDE) != 0:
+    if load(ctx + layout.CTX_INSIDE) != 0:
         return False
-    store(ctx + at.CTX_INSIDE, 1)
+    store(ctx + layout.CTX_INSIDE, 1)
     return True
 
 
 @inline
 def leave(ctx: int, code: int) -> int:
     restore_gil(ctx)
-    store(ctx + at.CTX_INSIDE, 0)
+    store(ctx + layout.CTX_INSIDE, 0)
     return PyLong_FromLong(code)
 
 
@@ -131,9 +131,11 @@ def leave(ctx: int, code: int) -> int:
 def try_enter(ctx: int, options: int) -> int:
     """OK: this thread has entered the engine.  NEED_PLAN where the last arguments, ``async_op`` and ``stream``, are not False and None;
     BUSY where the engine may not run now."""
-    if load(options) != load(ctx + at.CTX_FALSE) or load(options + 8) != load(ctx + at.CTX_NONE):
-        return at.NEED_PLAN
-    return at.OK if enter(ctx) else at.BUSY
+    if load(options) != load(ctx + layout.CTX_FALSE) or load(options + 8) != load(
+        ctx + layout.CTX_NONE
+    ):
+        return layout.NEED_PLAN
+    return layout.OK if enter(ctx) else layout.BUSY
 
 
 def collective(self: int, args: int, nargs: int) -> int:
@@ -142,7 +144,9 @@ def collective(self: int, args: int, nargs: int) -> int:
     ctx = load(door + DOOR_CTX)
     refused = try_enter(ctx, args + 24)
     return (
-        PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_and_run(door, ctx, args))
+        PyLong_FromLong(refused)
+        if refused != layout.OK
+        else leave(ctx, parse_and_run(door, ctx, args))
     )
 
 
@@ -152,7 +156,9 @@ def rooted(self: int, args: int, nargs: int) -> int:
     ctx = load(door + DOOR_CTX)
     refused = try_enter(ctx, args + 40)
     return (
-        PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_rooted(door, ctx, args))
+        PyLong_FromLong(refused)
+        if refused != layout.OK
+        else leave(ctx, parse_rooted(door, ctx, args))
     )
 
 
@@ -160,7 +166,7 @@ def reduce(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op, async_op, stream, root)``."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     refused = try_enter(ctx, args + 24)
-    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, parse_reduce(ctx, args))
+    return PyLong_FromLong(refused) if refused != layout.OK else leave(ctx, parse_reduce(ctx, args))
 
 
 def uneven(self: int, args: int, nargs: int) -> int:
@@ -170,7 +176,7 @@ def uneven(self: int, args: int, nargs: int) -> int:
     refused = try_enter(ctx, args + 40)
     return (
         PyLong_FromLong(refused)
-        if refused != at.OK
+        if refused != layout.OK
         else leave(ctx, parse_uneven(door, ctx, args, args + 24))
     )
 
@@ -182,7 +188,7 @@ def uneven_reduce(self: int, args: int, nargs: int) -> int:
     refused = try_enter(ctx, args + 24)
     return (
         PyLong_FromLong(refused)
-        if refused != at.OK
+        if refused != layout.OK
         else leave(ctx, parse_uneven(door, ctx, args, args + 40))
     )
 
@@ -192,7 +198,7 @@ def prepared(self: int, args: int, nargs: int) -> int:
     door = PyLong_AsLong(self)
     ctx = load(door + DOOR_CTX)
     if not enter(ctx):
-        return PyLong_FromLong(at.BUSY)
+        return PyLong_FromLong(layout.BUSY)
     return leave(ctx, start(ctx, load(door + DOOR_RUN)))
 
 
@@ -201,7 +207,7 @@ def launch(self: int, args: int, nargs: int) -> int:
     a run that has them already."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     if not enter_anyway(ctx):
-        return PyLong_FromLong(at.BUSY)
+        return PyLong_FromLong(layout.BUSY)
     run = PyLong_AsLong(load(args))
     counts = PyLong_AsLong(load(args + 24))
     if counts != 0:
@@ -221,7 +227,7 @@ def send_recv(self: int, args: int, nargs: int) -> int:
     refused = try_enter(ctx, args + 16)
     return (
         PyLong_FromLong(refused)
-        if refused != at.OK
+        if refused != layout.OK
         else leave(ctx, send_or_receive(ctx, args, load(door + DOOR_ARG) != 0))
     )
 
@@ -230,14 +236,18 @@ def sendrecv(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, dst, out, src, async_op, stream)``."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     refused = try_enter(ctx, args + 32)
-    return PyLong_FromLong(refused) if refused != at.OK else leave(ctx, send_and_receive(ctx, args))
+    return (
+        PyLong_FromLong(refused)
+        if refused != layout.OK
+        else leave(ctx, send_and_receive(ctx, args))
+    )
 
 
 def exchange(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(table, count)``: a group of sends and receives, see ``kernels.p2p``."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     if not enter_anyway(ctx):
-        return PyLong_FromLong(at.BUSY)
+        return PyLong_FromLong(layout.BUSY)
     release_gil(ctx)
     return leave(ctx, exchange_all(ctx, PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
 
@@ -246,7 +256,7 @@ def put_tagged(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(peer, tag, address, bytes, row)``, see ``kernels.tagged``."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     if not enter_anyway(ctx):
-        return PyLong_FromLong(at.BUSY)
+        return PyLong_FromLong(layout.BUSY)
     peer, tag, address = (
         PyLong_AsLong(load(args)),
         PyLong_AsLong(load(args + 8)),
@@ -265,7 +275,7 @@ def take_tagged(self: int, args: int, nargs: int) -> int:
     negative."""
     ctx = load(PyLong_AsLong(self) + DOOR_CTX)
     if not enter_anyway(ctx):
-        return PyLong_FromLong(-at.BUSY)
+        return PyLong_FromLong(-layout.BUSY)
     table, count, first = (
         PyLong_AsLong(load(args)),
         PyLong_AsLong(load(args + 8)),
@@ -276,7 +286,7 @@ def take_tagged(self: int, args: int, nargs: int) -> int:
         PyLong_AsLong(load(args + 32)),
         PyLong_AsLong(load(args + 40)),
     )
-    store(ctx + at.CTX_TIMEOUT_NS, PyLong_AsLong(load(args + 56)))
+    store(ctx + layout.CTX_TIMEOUT_NS, PyLong_AsLong(load(args + 56)))
     return leave(
         ctx,
         take_message(

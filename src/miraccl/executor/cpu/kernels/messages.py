@@ -8,7 +8,7 @@ takes what it finds.  A sender that posted an address may not return before the 
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.slots import (
     give_back,
     has_room,
@@ -35,16 +35,16 @@ from miraccl.native.intrinsics import (
 
 @inline
 def connection(ctx: int, table: int, peer: int) -> int:
-    return load(ctx + table) + peer * at.CONN_SIZE
+    return load(ctx + table) + peer * layout.CONN_SIZE
 
 
 @inline
 def acquire(ctx: int, conn: int, peer: int) -> int:
     """Wait until the next line and slot of a send connection are free."""
     if has_room(conn):
-        return at.OK
-    code = wait(ctx, load(conn + at.CONN_TAIL_ADDR), must_be_taken(conn), peer)
-    if code == at.OK:
+        return layout.OK
+    code = wait(ctx, load(conn + layout.CONN_TAIL_ADDR), must_be_taken(conn), peer)
+    if code == layout.OK:
         see_tail(conn)
     return code
 
@@ -53,12 +53,12 @@ def acquire(ctx: int, conn: int, peer: int) -> int:
 def post(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> None:
     """Publish the line whose payload or address is in place."""
     line = post_line(conn)
-    count = load(conn + at.CONN_COUNT) + 1
-    store(line + at.POST_SIG, sig)
-    store(line + at.POST_BYTES, nbytes)
-    store(line + at.POST_MODE, mode)
-    store(conn + at.CONN_COUNT, count)
-    store_release(line + at.POST_FLAG, count)
+    count = load(conn + layout.CONN_COUNT) + 1
+    store(line + layout.POST_SIG, sig)
+    store(line + layout.POST_BYTES, nbytes)
+    store(line + layout.POST_MODE, mode)
+    store(conn + layout.CONN_COUNT, count)
+    store_release(line + layout.POST_FLAG, count)
     wake(ctx, conn)
 
 
@@ -72,43 +72,45 @@ def post_slot(ctx: int, conn: int, sig: int, nbytes: int) -> None:
 def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> None:
     """Publish where the payload lies; the receiver takes it from there."""
     line = post_line(conn)
-    window = load(ctx + at.CTX_WINDOW)
+    window = load(ctx + layout.CTX_WINDOW)
     if (
         address >= window
-        and address + nbytes <= load(ctx + at.CTX_WINDOW_END)
-        and load(conn + at.CONN_KIND) == at.KIND_SHM
+        and address + nbytes <= load(ctx + layout.CTX_WINDOW_END)
+        and load(conn + layout.CONN_KIND) == layout.KIND_SHM
     ):
-        store(line + at.POST_ADDR, address - window)
-        post(ctx, conn, sig, nbytes, at.MODE_WINDOW)
+        store(line + layout.POST_ADDR, address - window)
+        post(ctx, conn, sig, nbytes, layout.MODE_WINDOW)
     else:
-        store(line + at.POST_ADDR, address)
-        post(ctx, conn, sig, nbytes, at.MODE_ADDRESS)
-    store(conn + at.CONN_LAST_DIRECT, load(conn + at.CONN_COUNT))
+        store(line + layout.POST_ADDR, address)
+        post(ctx, conn, sig, nbytes, layout.MODE_ADDRESS)
+    store(conn + layout.CONN_LAST_DIRECT, load(conn + layout.CONN_COUNT))
 
 
 @inline
 def can_post_address(ctx: int, conn: int, address: int, nbytes: int, threshold: int) -> bool:
     """Window memory is always posted; private memory from ``threshold`` bytes on, where the peer (or the proxy) can read it."""
-    if load(conn + at.CONN_KIND) == at.KIND_NET:  # the proxy sends straight from the user's memory
-        return nbytes > load(conn + at.CONN_SLOT_BYTES) or (
-            threshold >= 0 and nbytes >= at.DIRECT_PIECE
+    if (
+        load(conn + layout.CONN_KIND) == layout.KIND_NET
+    ):  # the proxy sends straight from the user's memory
+        return nbytes > load(conn + layout.CONN_SLOT_BYTES) or (
+            threshold >= 0 and nbytes >= layout.DIRECT_PIECE
         )
-    if nbytes <= at.INLINE_BYTES or threshold < 0:
+    if nbytes <= layout.INLINE_BYTES or threshold < 0:
         return False
-    if load(conn + at.CONN_KIND) == at.KIND_SHM:
-        window = load(ctx + at.CTX_WINDOW)
-        if address >= window and address + nbytes <= load(ctx + at.CTX_WINDOW_END):
+    if load(conn + layout.CONN_KIND) == layout.KIND_SHM:
+        window = load(ctx + layout.CTX_WINDOW)
+        if address >= window and address + nbytes <= load(ctx + layout.CTX_WINDOW_END):
             return True
-    return nbytes >= threshold and load(conn + at.CONN_DIRECT) != 0
+    return nbytes >= threshold and load(conn + layout.CONN_DIRECT) != 0
 
 
 @inline
 def drain(ctx: int, conn: int, peer: int) -> int:
     """Wait until the peer has taken everything that was posted by address."""
-    last = load(conn + at.CONN_LAST_DIRECT)
-    if load(conn + at.CONN_TAIL) >= last:
-        return at.OK
-    code = wait(ctx, load(conn + at.CONN_TAIL_ADDR), last, peer)
+    last = load(conn + layout.CONN_LAST_DIRECT)
+    if load(conn + layout.CONN_TAIL) >= last:
+        return layout.OK
+    code = wait(ctx, load(conn + layout.CONN_TAIL_ADDR), last, peer)
     see_tail(conn)
     return code
 
@@ -117,36 +119,39 @@ def drain(ctx: int, conn: int, peer: int) -> int:
 def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
     """Wait for the next message of a receive connection; it must belong to the operation ``sig``."""
     line = post_line(conn)
-    code = wait(ctx, line + at.POST_FLAG, load(conn + at.CONN_COUNT) + 1, peer)
-    if code != at.OK:
+    code = wait(ctx, line + layout.POST_FLAG, load(conn + layout.CONN_COUNT) + 1, peer)
+    if code != layout.OK:
         return code
-    if load(line + at.POST_SIG) != sig:
-        return fail(ctx, at.ERR_MISMATCH, peer, sig, load(line + at.POST_SIG))
-    return at.OK
+    if load(line + layout.POST_SIG) != sig:
+        return fail(ctx, layout.ERR_MISMATCH, peer, sig, load(line + layout.POST_SIG))
+    return layout.OK
 
 
 @inline
 def consume(ctx: int, conn: int) -> None:
-    consume_part(ctx, conn, load(ctx + at.CTX_SWAP) != 0)
+    consume_part(ctx, conn, load(ctx + layout.CTX_SWAP) != 0)
 
 
 @inline
 def consume_part(ctx: int, conn: int, swaps: bool) -> None:
     """The same, where ``swaps`` says whether the message's slot may be kept."""
     give_back(ctx, conn, swaps)
-    count = load(conn + at.CONN_COUNT) + 1
-    store(conn + at.CONN_COUNT, count)
-    store_release(load(conn + at.CONN_TAIL_ADDR), count)
+    count = load(conn + layout.CONN_COUNT) + 1
+    store(conn + layout.CONN_COUNT, count)
+    store_release(load(conn + layout.CONN_TAIL_ADDR), count)
     wake(ctx, conn)
 
 
 @inline
 def want(ctx: int, conn: int, address: int, nbytes: int) -> None:
     """Tell the proxy where the next message may land (network connections only)."""
-    line = load(conn + at.CONN_WANTS) + (load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)) * at.LINE
+    line = (
+        load(conn + layout.CONN_WANTS)
+        + (load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)) * layout.LINE
+    )
     store(line + 8, address)
     store(line + 16, nbytes)
-    store_release(line, load(conn + at.CONN_COUNT) + 1)
+    store_release(line, load(conn + layout.CONN_COUNT) + 1)
     wake(ctx, conn)
 
 
@@ -154,22 +159,22 @@ def want(ctx: int, conn: int, address: int, nbytes: int) -> None:
 def local_payload(ctx: int, conn: int) -> int:
     """The address here of the payload just received, or 0 if it lies in another process's private memory."""
     line = post_line(conn)
-    mode = load(line + at.POST_MODE)
-    if mode == at.MODE_SLOT or mode == at.MODE_MOVED:
+    mode = load(line + layout.POST_MODE)
+    if mode == layout.MODE_SLOT or mode == layout.MODE_MOVED:
         return slot_address(conn, received_slot(conn))
-    if mode == at.MODE_INLINE:
-        return line + at.POST_INLINE
-    if mode == at.MODE_WINDOW:
-        return load(conn + at.CONN_WINDOW) + load(line + at.POST_ADDR)
-    if load(conn + at.CONN_PID) == load(ctx + at.CTX_PID):
-        return load(line + at.POST_ADDR)
+    if mode == layout.MODE_INLINE:
+        return line + layout.POST_INLINE
+    if mode == layout.MODE_WINDOW:
+        return load(conn + layout.CONN_WINDOW) + load(line + layout.POST_ADDR)
+    if load(conn + layout.CONN_PID) == load(ctx + layout.CTX_PID):
+        return load(line + layout.POST_ADDR)
     return 0
 
 
 @inline
 def vectors_of(ctx: int, here: int, there: int, nbytes: int) -> int:
     """Two struct iovec, one after the other: the memory here and that of the other process."""
-    vectors = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_VECTORS
+    vectors = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_VECTORS
     store(vectors, here)
     store(vectors + 8, nbytes)
     store(vectors + 16, there)
@@ -183,7 +188,7 @@ def read_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
     done = 0
     while done < nbytes:
         vectors = vectors_of(ctx, dst + done, src + done, nbytes - done)
-        got = process_vm_readv(load(conn + at.CONN_PID), vectors, 1, vectors + 16, 1, 0)
+        got = process_vm_readv(load(conn + layout.CONN_PID), vectors, 1, vectors + 16, 1, 0)
         if got <= 0:
             return False
         done += got
@@ -196,7 +201,7 @@ def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
     done = 0
     while done < nbytes:
         vectors = vectors_of(ctx, src + done, dst + done, nbytes - done)
-        got = process_vm_writev(load(conn + at.CONN_PID), vectors, 1, vectors + 16, 1, 0)
+        got = process_vm_writev(load(conn + layout.CONN_PID), vectors, 1, vectors + 16, 1, 0)
         if got <= 0:
             return False
         done += got
@@ -206,7 +211,7 @@ def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
 @inline
 def copy_bytes(ctx: int, dst: int, src: int, nbytes: int) -> None:
     """Copy to a user's buffer: through the caches, or past them if the operation is larger than they are."""
-    if load(ctx + at.CTX_STREAM) == 0 or nbytes < 4096:
+    if load(ctx + layout.CTX_STREAM) == 0 or nbytes < 4096:
         memcpy(dst, src, nbytes)
         return
     head = -dst & 63
@@ -223,11 +228,11 @@ def copy_bytes(ctx: int, dst: int, src: int, nbytes: int) -> None:
 def take(ctx: int, conn: int, peer: int, dst: int, nbytes: int) -> int:
     """Copy the payload just received to ``dst``."""
     line = post_line(conn)
-    if load(line + at.POST_MODE) == at.MODE_LANDED:
-        return at.OK
+    if load(line + layout.POST_MODE) == layout.MODE_LANDED:
+        return layout.OK
     source = local_payload(ctx, conn)
     if source != 0:
         copy_bytes(ctx, dst, source, nbytes)
-    elif not read_remote(ctx, conn, dst, load(line + at.POST_ADDR), nbytes):
-        return fail(ctx, at.ERR_CMA, peer, nbytes, 0)
-    return at.OK
+    elif not read_remote(ctx, conn, dst, load(line + layout.POST_ADDR), nbytes):
+        return fail(ctx, layout.ERR_CMA, peer, nbytes, 0)
+    return layout.OK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.messages import connection, local_payload, read_remote
 from miraccl.executor.cpu.kernels.slots import post_line
 from miraccl.executor.cpu.kernels.waiting import fail
@@ -12,11 +12,11 @@ from miraccl.native.intrinsics import call4, inline, load, store
 @inline
 def fold_two(ctx: int, run: int, dst: int, a: int, b: int, nbytes: int) -> None:
     """``dst = a (+) b``."""
-    sources = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_SOURCES
-    store(sources, load(ctx + at.CTX_KEEP))
+    sources = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_SOURCES
+    store(sources, load(ctx + layout.CTX_KEEP))
     store(sources + 8, a)
     store(sources + 16, b)
-    call4(load(run + at.RUN_FOLD), dst, sources, 2, nbytes // load(run + at.RUN_ITEMSIZE))
+    call4(load(run + layout.RUN_FOLD), dst, sources, 2, nbytes // load(run + layout.RUN_ITEMSIZE))
 
 
 @inline
@@ -27,24 +27,24 @@ def fold_message(
     source = local_payload(ctx, conn)
     if source != 0:
         fold_two(ctx, run, dst, own, source + offset, nbytes)
-        return at.OK
-    remote = load(post_line(conn) + at.POST_ADDR) + offset
-    stage, step = load(ctx + at.CTX_STAGE), load(ctx + at.CTX_STAGE_BYTES)
+        return layout.OK
+    remote = load(post_line(conn) + layout.POST_ADDR) + offset
+    stage, step = load(ctx + layout.CTX_STAGE), load(ctx + layout.CTX_STAGE_BYTES)
     for start in range(0, nbytes, step):
         size = min(step, nbytes - start)
         if not read_remote(ctx, conn, stage, remote + start, size):
-            return fail(ctx, at.ERR_CMA, peer, nbytes, 0)
+            return fail(ctx, layout.ERR_CMA, peer, nbytes, 0)
         fold_two(ctx, run, dst + start, own + start, stage, size)
-    return at.OK
+    return layout.OK
 
 
 @inline
 def operand(ctx: int, step: int, i: int) -> int:
     """Two words for the operand of the ``i``-th peer of a step: its address here and, where that is 0, in the peer's private memory."""
     return (
-        load(ctx + at.CTX_SCRATCH)
-        + at.SCRATCH_SOURCES
-        + 8 * (load(step + at.STEP_NPEERS) + 1)
+        load(ctx + layout.CTX_SCRATCH)
+        + layout.SCRATCH_SOURCES
+        + 8 * (load(step + layout.STEP_NPEERS) + 1)
         + 16 * i
     )
 
@@ -53,35 +53,37 @@ def operand(ctx: int, step: int, i: int) -> int:
 def fold_operands(ctx: int, run: int, step: int, dst: int, nbytes: int) -> int:
     """``dst`` = the sum of all operands of a step, which ``operand`` has the addresses of, in their order."""
     if nbytes == 0:
-        return at.OK
-    count, peers = load(step + at.STEP_NPEERS), load(step + at.STEP_PEERS)
+        return layout.OK
+    count, peers = load(step + layout.STEP_NPEERS), load(step + layout.STEP_PEERS)
     remotes = 0
     for i in range(count):
         if load(operand(ctx, step, i)) == 0:
             remotes += 1
     block = nbytes
     if remotes != 0:
-        block = max(64, load(ctx + at.CTX_STAGE_BYTES) // remotes // 64 * 64)
-    sources = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_SOURCES
-    store(sources, load(ctx + at.CTX_KEEP))
+        block = max(64, load(ctx + layout.CTX_STAGE_BYTES) // remotes // 64 * 64)
+    sources = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_SOURCES
+    store(sources, load(ctx + layout.CTX_KEEP))
     for start in range(0, nbytes, block):
         size = min(block, nbytes - start)
-        stage = load(ctx + at.CTX_STAGE)
+        stage = load(ctx + layout.CTX_STAGE)
         for i in range(count):
             here = load(operand(ctx, step, i))
             if here != 0:
                 store(sources + 8 * (i + 1), here + start)
                 continue
             peer, there = load(peers + 8 * i), load(operand(ctx, step, i) + 8)
-            if not read_remote(ctx, connection(ctx, at.CTX_RECV, peer), stage, there + start, size):
-                return fail(ctx, at.ERR_CMA, peer, nbytes, 0)
+            if not read_remote(
+                ctx, connection(ctx, layout.CTX_RECV, peer), stage, there + start, size
+            ):
+                return fail(ctx, layout.ERR_CMA, peer, nbytes, 0)
             store(sources + 8 * (i + 1), stage)
             stage += block
         call4(
-            load(run + at.RUN_FOLD),
+            load(run + layout.RUN_FOLD),
             dst + start,
             sources,
             count,
-            size // load(run + at.RUN_ITEMSIZE),
+            size // load(run + layout.RUN_ITEMSIZE),
         )
-    return at.OK
+    return layout.OK

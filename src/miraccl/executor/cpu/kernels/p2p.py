@@ -12,7 +12,7 @@ peer, and each that could go has gone.
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.counts import count_hash
 from miraccl.executor.cpu.kernels.messages import (
     acquire,
@@ -60,7 +60,7 @@ ITEM_SIZES = sum((dtype.itemsize.bit_length() - 1) << 4 * dtype for dtype in DTy
 @inline
 def signature(dtype: int, count: int) -> int:
     """As ``lower.signature`` makes it, without a sequence number: two ranks may have sent different numbers of messages to others."""
-    return SEND_RECV << 16 | dtype << 21 | count_hash(count) << at.SIG_COUNT_SHIFT
+    return SEND_RECV << 16 | dtype << 21 | count_hash(count) << layout.SIG_COUNT_SHIFT
 
 
 @inline
@@ -72,41 +72,41 @@ def item_size(dtype: int) -> int:
 @inline
 def from_bytes(ctx: int, total: int) -> int:
     """From how many bytes on the pieces of a message of ``total`` bytes are posted by address; -1: never."""
-    threshold = load(ctx + at.CTX_P2P_DIRECT)
-    return at.DIRECT_PIECE if 0 <= threshold <= total else -1
+    threshold = load(ctx + layout.CTX_P2P_DIRECT)
+    return layout.DIRECT_PIECE if 0 <= threshold <= total else -1
 
 
 @inline
 def put_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
-    conn = connection(ctx, at.CTX_SEND, peer)
+    conn = connection(ctx, layout.CTX_SEND, peer)
     code = acquire(ctx, conn, peer)
-    if code != at.OK:
+    if code != layout.OK:
         return code
-    if nbytes <= at.INLINE_BYTES:
-        memcpy(post_line(conn) + at.POST_INLINE, address, nbytes)
-        post(ctx, conn, sig, nbytes, at.MODE_INLINE)
+    if nbytes <= layout.INLINE_BYTES:
+        memcpy(post_line(conn) + layout.POST_INLINE, address, nbytes)
+        post(ctx, conn, sig, nbytes, layout.MODE_INLINE)
     elif can_post_address(ctx, conn, address, nbytes, from_bytes(ctx, total)):
         post_address(ctx, conn, sig, address, nbytes)
     else:
         memcpy(slot(conn), address, nbytes)
         post_slot(ctx, conn, sig, nbytes)
-    return at.OK
+    return layout.OK
 
 
 @inline
 def announce(ctx: int, peer: int, address: int, nbytes: int) -> None:
-    conn = connection(ctx, at.CTX_RECV, peer)
-    if load(conn + at.CONN_KIND) == at.KIND_NET and nbytes > at.INLINE_BYTES:
+    conn = connection(ctx, layout.CTX_RECV, peer)
+    if load(conn + layout.CONN_KIND) == layout.KIND_NET and nbytes > layout.INLINE_BYTES:
         want(ctx, conn, address, nbytes)
 
 
 @inline
 def piece_bytes(ctx: int, peer: int) -> int:
     """Both ends of a pair have slots of the same size; network FIFOs send larger pieces, straight from and to the user's memory."""
-    conn = connection(ctx, at.CTX_SEND, peer)
-    if load(conn + at.CONN_KIND) == at.KIND_NET:
-        return at.NET_PIECE
-    return load(conn + at.CONN_SLOT_BYTES)
+    conn = connection(ctx, layout.CTX_SEND, peer)
+    if load(conn + layout.CONN_KIND) == layout.KIND_NET:
+        return layout.NET_PIECE
+    return load(conn + layout.CONN_SLOT_BYTES)
 
 
 @inline
@@ -118,28 +118,28 @@ def take_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: 
 
 @inline
 def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int, may_swap: bool) -> int:
-    conn = connection(ctx, at.CTX_RECV, peer)
+    conn = connection(ctx, layout.CTX_RECV, peer)
     code = receive(ctx, conn, peer, sig)
-    if code != at.OK:
+    if code != layout.OK:
         return code
-    size = load(post_line(conn) + at.POST_BYTES)
+    size = load(post_line(conn) + layout.POST_BYTES)
     if size != nbytes:
-        return fail(ctx, at.ERR_SIZE, peer, nbytes, size)
+        return fail(ctx, layout.ERR_SIZE, peer, nbytes, size)
     code = take(ctx, conn, peer, address, size)
-    if code == at.OK:
-        consume_part(ctx, conn, may_swap and load(ctx + at.CTX_SWAP) != 0)
+    if code == layout.OK:
+        consume_part(ctx, conn, may_swap and load(ctx + layout.CTX_SWAP) != 0)
     return code
 
 
 def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, dtype: int) -> int:
-    ctrl = load(ctx + at.CTX_CTRL)
+    ctrl = load(ctx + layout.CTX_CTRL)
     sig = signature(dtype, count)
-    store(ctrl + at.BOARD_P2P_COUNT, count)
-    store_release(ctrl + at.BOARD_P2P_SIG, sig)
-    store(ctx + at.CTX_DEADLINE, 0)
-    store(ctx + at.CTX_STEP, 0)
+    store(ctrl + layout.BOARD_P2P_COUNT, count)
+    store_release(ctrl + layout.BOARD_P2P_SIG, sig)
+    store(ctx + layout.CTX_DEADLINE, 0)
+    store(ctx + layout.CTX_STEP, 0)
     nbytes = count * item_size(dtype)
-    store(ctx + at.CTX_STREAM, 1 if nbytes >= load(ctx + at.CTX_STREAM_FROM) else 0)
+    store(ctx + layout.CTX_STREAM, 1 if nbytes >= load(ctx + layout.CTX_STREAM_FROM) else 0)
     piece = piece_bytes(ctx, peer)
     start = 0
     while True:
@@ -148,18 +148,18 @@ def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, 
             code = take_piece(ctx, peer, address + start, size, sig, nbytes)
         else:
             code = put_piece(ctx, peer, address + start, size, sig, nbytes)
-        if code != at.OK:
+        if code != layout.OK:
             return code
         start += size
         if start >= nbytes:
             break
     if not receives:
-        code = drain(ctx, connection(ctx, at.CTX_SEND, peer), peer)
-        if code != at.OK:
+        code = drain(ctx, connection(ctx, layout.CTX_SEND, peer), peer)
+        if code != layout.OK:
             return code
-    store_release(ctrl + at.BOARD_P2P_SIG, 0)
-    store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
-    return at.OK
+    store_release(ctrl + layout.BOARD_P2P_SIG, 0)
+    store_release(ctrl + layout.BOARD_STATE, layout.STATE_IDLE)
+    return layout.OK
 
 
 one_message = inline(_one_message)
@@ -171,73 +171,78 @@ def begin_op(
 ) -> None:
     """Write an operation that has not begun and follows no other one; as ``comm.exchange`` makes it."""
     nbytes, piece = count * item_size(dtype), piece_bytes(ctx, peer)
-    store(op + at.OP_RECEIVES, 1 if receives else 0)
-    store(op + at.OP_PEER, peer)
-    store(op + at.OP_ADDR, address)
-    store(op + at.OP_BYTES, nbytes)
-    store(op + at.OP_SIG, signature(dtype, count))
-    store(op + at.OP_AFTER, -1)
-    store(op + at.OP_ROUNDS, max(1, (nbytes + piece - 1) // piece))
-    store(op + at.OP_COUNT, count)
-    store(op + at.OP_DONE, 0)
-    store(op + at.OP_MARK, 0)
-    store(op + at.OP_MUST, must)
+    store(op + layout.OP_RECEIVES, 1 if receives else 0)
+    store(op + layout.OP_PEER, peer)
+    store(op + layout.OP_ADDR, address)
+    store(op + layout.OP_BYTES, nbytes)
+    store(op + layout.OP_SIG, signature(dtype, count))
+    store(op + layout.OP_AFTER, -1)
+    store(op + layout.OP_ROUNDS, max(1, (nbytes + piece - 1) // piece))
+    store(op + layout.OP_COUNT, count)
+    store(op + layout.OP_DONE, 0)
+    store(op + layout.OP_MARK, 0)
+    store(op + layout.OP_MUST, must)
 
 
 @inline
 def finished(ctx: int, op: int) -> bool:
     """All pieces are done and, for a send, taken where they were posted by address (``OP_MARK`` is then the count of messages)."""
-    if load(op + at.OP_DONE) < load(op + at.OP_ROUNDS):
+    if load(op + layout.OP_DONE) < load(op + layout.OP_ROUNDS):
         return False
-    if load(op + at.OP_RECEIVES) != 0 or load(op + at.OP_MARK) == 0:
+    if load(op + layout.OP_RECEIVES) != 0 or load(op + layout.OP_MARK) == 0:
         return True
-    conn = connection(ctx, at.CTX_SEND, load(op + at.OP_PEER))
-    return load_acquire(load(conn + at.CONN_TAIL_ADDR)) >= load(op + at.OP_MARK)
+    conn = connection(ctx, layout.CTX_SEND, load(op + layout.OP_PEER))
+    return load_acquire(load(conn + layout.CONN_TAIL_ADDR)) >= load(op + layout.OP_MARK)
 
 
 @inline
 def can_go(ctx: int, table: int, op: int) -> bool:
     """Whether the next piece can be posted or taken now. Tells the proxy where a piece may land (``OP_MARK``: pieces told)."""
-    done = load(op + at.OP_DONE)
-    if done >= load(op + at.OP_ROUNDS):
+    done = load(op + layout.OP_DONE)
+    if done >= load(op + layout.OP_ROUNDS):
         return False
-    after = load(op + at.OP_AFTER)
+    after = load(op + layout.OP_AFTER)
     if after >= 0:
-        before = table + after * at.OP_SIZE
-        if load(before + at.OP_DONE) < load(before + at.OP_ROUNDS):
+        before = table + after * layout.OP_SIZE
+        if load(before + layout.OP_DONE) < load(before + layout.OP_ROUNDS):
             return False
-    peer = load(op + at.OP_PEER)
-    if load(op + at.OP_RECEIVES) == 0:
-        conn = connection(ctx, at.CTX_SEND, peer)
-        return load_acquire(load(conn + at.CONN_TAIL_ADDR)) >= must_be_taken(conn)
-    conn = connection(ctx, at.CTX_RECV, peer)
-    if load(op + at.OP_MARK) <= done:
+    peer = load(op + layout.OP_PEER)
+    if load(op + layout.OP_RECEIVES) == 0:
+        conn = connection(ctx, layout.CTX_SEND, peer)
+        return load_acquire(load(conn + layout.CONN_TAIL_ADDR)) >= must_be_taken(conn)
+    conn = connection(ctx, layout.CTX_RECV, peer)
+    if load(op + layout.OP_MARK) <= done:
         start = done * piece_bytes(ctx, peer)
         announce(
             ctx,
             peer,
-            load(op + at.OP_ADDR) + start,
-            min(piece_bytes(ctx, peer), load(op + at.OP_BYTES) - start),
+            load(op + layout.OP_ADDR) + start,
+            min(piece_bytes(ctx, peer), load(op + layout.OP_BYTES) - start),
         )
-        store(op + at.OP_MARK, done + 1)
-    return load_acquire(post_line(conn) + at.POST_FLAG) >= load(conn + at.CONN_COUNT) + 1
+        store(op + layout.OP_MARK, done + 1)
+    return load_acquire(post_line(conn) + layout.POST_FLAG) >= load(conn + layout.CONN_COUNT) + 1
 
 
 @inline
 def go(ctx: int, op: int) -> int:
     """The next piece of an operation that can go."""
-    peer, done = load(op + at.OP_PEER), load(op + at.OP_DONE)
+    peer, done = load(op + layout.OP_PEER), load(op + layout.OP_DONE)
     piece = piece_bytes(ctx, peer)
     start = done * piece
-    address, size = load(op + at.OP_ADDR) + start, min(piece, load(op + at.OP_BYTES) - start)
-    if load(op + at.OP_RECEIVES) == 0:
-        code = put_piece(ctx, peer, address, size, load(op + at.OP_SIG), load(op + at.OP_BYTES))
-        conn = connection(ctx, at.CTX_SEND, peer)
-        if load(conn + at.CONN_LAST_DIRECT) == load(conn + at.CONN_COUNT):
-            store(op + at.OP_MARK, load(conn + at.CONN_COUNT))
+    address, size = (
+        load(op + layout.OP_ADDR) + start,
+        min(piece, load(op + layout.OP_BYTES) - start),
+    )
+    if load(op + layout.OP_RECEIVES) == 0:
+        code = put_piece(
+            ctx, peer, address, size, load(op + layout.OP_SIG), load(op + layout.OP_BYTES)
+        )
+        conn = connection(ctx, layout.CTX_SEND, peer)
+        if load(conn + layout.CONN_LAST_DIRECT) == load(conn + layout.CONN_COUNT):
+            store(op + layout.OP_MARK, load(conn + layout.CONN_COUNT))
     else:
-        code = take_announced(ctx, peer, address, size, load(op + at.OP_SIG), True)
-    store(op + at.OP_DONE, done + 1)
+        code = take_announced(ctx, peer, address, size, load(op + layout.OP_SIG), True)
+    store(op + layout.OP_DONE, done + 1)
     return code
 
 
@@ -246,13 +251,13 @@ def advance(ctx: int, table: int, count: int) -> tuple[int, int]:
     """One piece of every operation that can go: (result, how many went)."""
     went = 0
     for i in range(count):
-        op = table + i * at.OP_SIZE
+        op = table + i * layout.OP_SIZE
         if can_go(ctx, table, op):
             code = go(ctx, op)
-            if code != at.OK:
+            if code != layout.OK:
                 return code, went
             went += 1
-    return at.OK, went
+    return layout.OK, went
 
 
 @inline
@@ -260,13 +265,13 @@ def awaited(ctx: int, table: int, count: int) -> int:
     """The first operation that the call waits for: one of all that must end, else of those of which any must; -1 if it need not wait."""
     first_of_all, first_of_any, nall = -1, -1, 0
     for i in range(count):
-        op = table + i * at.OP_SIZE
-        must = load(op + at.OP_MUST)
-        if must == at.ALL:
+        op = table + i * layout.OP_SIZE
+        must = load(op + layout.OP_MUST)
+        if must == layout.ALL:
             nall += 1
             if first_of_all < 0 and not finished(ctx, op):
                 first_of_all = i
-        elif must == at.ANY:
+        elif must == layout.ANY:
             if finished(ctx, op):
                 return -1
             if first_of_any < 0:
@@ -278,59 +283,59 @@ def awaited(ctx: int, table: int, count: int) -> int:
 def ready(ctx: int, table: int, count: int) -> bool:
     """Whether anything has changed for the better."""
     for i in range(count):
-        if can_go(ctx, table, table + i * at.OP_SIZE):
+        if can_go(ctx, table, table + i * layout.OP_SIZE):
             return True
     first = awaited(ctx, table, count)
-    return first < 0 or first != load(ctx + at.CTX_STEP)
+    return first < 0 or first != load(ctx + layout.CTX_STEP)
 
 
 @inline
 def messages_taken(ctx: int, op: int) -> int:
     """How many messages the peer must have taken for a send to go on: those in the way of its next piece, or all that are to be taken."""
-    if load(op + at.OP_DONE) >= load(op + at.OP_ROUNDS):
-        return load(op + at.OP_MARK)
-    return must_be_taken(connection(ctx, at.CTX_SEND, load(op + at.OP_PEER)))
+    if load(op + layout.OP_DONE) >= load(op + layout.OP_ROUNDS):
+        return load(op + layout.OP_MARK)
+    return must_be_taken(connection(ctx, layout.CTX_SEND, load(op + layout.OP_PEER)))
 
 
 def _sleep_any(ctx: int, table: int, count: int) -> int:
     """As ``waiting.sleep``, for the first of many events: whoever brings one about rings this rank's bell."""
-    ctrl = load(ctx + at.CTX_CTRL)
-    op = table + load(ctx + at.CTX_STEP) * at.OP_SIZE
-    peer = load(op + at.OP_PEER)
-    sends = load(op + at.OP_RECEIVES) == 0
-    store(ctx + at.CTX_SENDS, messages_taken(ctx, op) if sends else 0)
-    alone = load(op + at.OP_MUST) == at.ALL  # else another rank may bring it about as well
-    store(ctrl + at.BOARD_PEER, peer if alone else at.ANYBODY)
-    store(ctrl + at.BOARD_STEP, load(ctx + at.CTX_STEP))
-    store(ctrl + at.BOARD_P2P_COUNT, load(op + at.OP_COUNT))
-    store_release(ctrl + at.BOARD_P2P_SIG, load(op + at.OP_SIG))
-    store_release(ctrl + at.BOARD_STATE, at.STATE_WAITING)
+    ctrl = load(ctx + layout.CTX_CTRL)
+    op = table + load(ctx + layout.CTX_STEP) * layout.OP_SIZE
+    peer = load(op + layout.OP_PEER)
+    sends = load(op + layout.OP_RECEIVES) == 0
+    store(ctx + layout.CTX_SENDS, messages_taken(ctx, op) if sends else 0)
+    alone = load(op + layout.OP_MUST) == layout.ALL  # else another rank may bring it about as well
+    store(ctrl + layout.BOARD_PEER, peer if alone else layout.ANYBODY)
+    store(ctrl + layout.BOARD_STEP, load(ctx + layout.CTX_STEP))
+    store(ctrl + layout.BOARD_P2P_COUNT, load(op + layout.OP_COUNT))
+    store_release(ctrl + layout.BOARD_P2P_SIG, load(op + layout.OP_SIG))
+    store_release(ctrl + layout.BOARD_STATE, layout.STATE_WAITING)
     nap = FIRST_NAP_NS
-    result = at.OK
+    result = layout.OK
     while True:
         bell = arm_bell(ctx)
         if ready(ctx, table, count):
             break
         result = doze(ctx, peer, bell, nap, now_ns(ctx))
-        if result != at.OK or ready(ctx, table, count):
+        if result != layout.OK or ready(ctx, table, count):
             break
         if (
             alone
-            and load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0
+            and load_acquire(load(ctx + layout.CTX_GONE) + 8 * peer) != 0
             and not ready(ctx, table, count)
         ):
-            result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
+            result = fail(ctx, layout.ERR_LEFT, peer, 0, 0)
             break
         if alone and never_comes(ctx, peer, sends) and not ready(ctx, table, count):
-            result = fail(ctx, at.ERR_PARTED, peer, 0, 0)
+            result = fail(ctx, layout.ERR_PARTED, peer, 0, 0)
             break
         if interrupted(ctx):
-            result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)
+            result = fail(ctx, layout.ERR_INTERRUPTED, peer, 0, 0)
             break
         nap = longer(ctx, nap)
-    store(ctrl + at.CTRL_SLEEP, 0)
-    if result == at.OK:
-        store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
+    store(ctrl + layout.CTRL_SLEEP, 0)
+    if result == layout.OK:
+        store_release(ctrl + layout.BOARD_STATE, layout.STATE_IDLE)
     return result
 
 
@@ -340,7 +345,7 @@ sleep_any = inline(_sleep_any)
 @inline
 def patience(ctx: int, count: int) -> int:
     """How often ``rest`` only pauses; a look at every operation takes about as long as a pause."""
-    return load(ctx + at.CTX_SPIN) // (1 + count)
+    return load(ctx + layout.CTX_SPIN) // (1 + count)
 
 
 @inline
@@ -349,11 +354,11 @@ def rest(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
     spins = patience(ctx, count)
     if idle <= spins:
         pause()
-        return at.OK, idle
+        return layout.OK, idle
     release_gil(ctx)
-    if idle <= spins + load(ctx + at.CTX_YIELDS) and load(ctx + at.CTX_NAPS) == 0:
+    if idle <= spins + load(ctx + layout.CTX_YIELDS) and load(ctx + layout.CTX_NAPS) == 0:
         yield_core(ctx, now_ns(ctx))
-        return at.OK, idle
+        return layout.OK, idle
     may_yield(ctx)  # this was one of the waits that do not
     return sleep_any(ctx, table, count), 0
 
@@ -361,27 +366,27 @@ def rest(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
 @inline
 def exchange_all(ctx: int, table: int, count: int) -> int:
     """Advance ``count`` sends and receives until those have ended that must (``OP_MUST``); without any, do what can be done at once."""
-    store(ctx + at.CTX_DEADLINE, 0)
+    store(ctx + layout.CTX_DEADLINE, 0)
     total = 0
     for i in range(count):
-        total += load(table + i * at.OP_SIZE + at.OP_BYTES)
-    store(ctx + at.CTX_STREAM, 1 if total >= load(ctx + at.CTX_STREAM_FROM) else 0)
+        total += load(table + i * layout.OP_SIZE + layout.OP_BYTES)
+    store(ctx + layout.CTX_STREAM, 1 if total >= load(ctx + layout.CTX_STREAM_FROM) else 0)
     idle, passes = 0, 0
     while True:
         code, went = advance(ctx, table, count)
-        if code != at.OK:
+        if code != layout.OK:
             return code
         first = awaited(ctx, table, count)
         passes += 1
-        if first < 0 and (went == 0 or passes > at.NSLOTS):
+        if first < 0 and (went == 0 or passes > layout.NSLOTS):
             break
-        store(ctx + at.CTX_STEP, max(first, 0))
+        store(ctx + layout.CTX_STEP, max(first, 0))
         if went > 0:
             idle = 0
             pause()
         else:
             code, idle = rest(ctx, table, count, idle + 1)
-            if code != at.OK:
+            if code != layout.OK:
                 return code
-    store_release(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_SIG, 0)
-    return at.OK
+    store_release(load(ctx + layout.CTX_CTRL) + layout.BOARD_P2P_SIG, 0)
+    return layout.OK

@@ -7,7 +7,7 @@ signalled: ``lower`` refuses schedules in which peers would touch it.
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.chunks import INPUT, base, extent
 from miraccl.executor.cpu.kernels.messages import (
     acquire,
@@ -27,8 +27,8 @@ from miraccl.native.intrinsics import inline, load, memcpy, store
 @inline
 def place_of(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, int]:
     """(0, offset in the window) or (``private``, address in private memory)."""
-    window = load(ctx + at.CTX_WINDOW)
-    if address >= window and address + nbytes <= load(ctx + at.CTX_WINDOW_END):
+    window = load(ctx + layout.CTX_WINDOW)
+    if address >= window and address + nbytes <= load(ctx + layout.CTX_WINDOW_END):
         return 0, address - window
     return private, address
 
@@ -37,10 +37,10 @@ def place_of(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, in
 def places(ctx: int, run: int) -> tuple[int, int, int]:
     """Which of this rank's buffers are in private memory, and where its input and its output begin, as it signals them."""
     in_mode, in_at = place_of(
-        ctx, load(run + at.RUN_IN), load(run + at.RUN_IN_BYTES), at.PRIVATE_IN
+        ctx, load(run + layout.RUN_IN), load(run + layout.RUN_IN_BYTES), layout.PRIVATE_IN
     )
     out_mode, out_at = place_of(
-        ctx, load(run + at.RUN_OUT), load(run + at.RUN_OUT_BYTES), at.PRIVATE_OUT
+        ctx, load(run + layout.RUN_OUT), load(run + layout.RUN_OUT_BYTES), layout.PRIVATE_OUT
     )
     return in_mode | out_mode, in_at, out_at
 
@@ -48,65 +48,69 @@ def places(ctx: int, run: int) -> tuple[int, int, int]:
 @inline
 def signal(ctx: int, run: int, peer: int) -> int:
     """Tell a peer that all before is done, and where this rank's buffers lie."""
-    conn = connection(ctx, at.CTX_SEND, peer)
+    conn = connection(ctx, layout.CTX_SEND, peer)
     code = acquire(ctx, conn, peer)
-    if code != at.OK:
+    if code != layout.OK:
         return code
     line = post_line(conn)
     modes, in_at, out_at = places(ctx, run)
-    store(line + at.POST_ADDR, in_at)
-    store(line + at.POST_ADDR2, out_at)
-    if load(conn + at.CONN_KIND) == at.KIND_NET:  # addresses mean nothing there
-        post(ctx, conn, load(run + at.RUN_SIG), 0, at.MODE_INLINE)
+    store(line + layout.POST_ADDR, in_at)
+    store(line + layout.POST_ADDR2, out_at)
+    if load(conn + layout.CONN_KIND) == layout.KIND_NET:  # addresses mean nothing there
+        post(ctx, conn, load(run + layout.RUN_SIG), 0, layout.MODE_INLINE)
     else:
-        post(ctx, conn, load(run + at.RUN_SIG), modes, at.MODE_SIGNAL)
-    return at.OK
+        post(ctx, conn, load(run + layout.RUN_SIG), modes, layout.MODE_SIGNAL)
+    return layout.OK
 
 
 @inline
 def await_signal(ctx: int, run: int, peer: int) -> int:
     """Wait for a peer's signal, and note where its buffers lie."""
-    conn = connection(ctx, at.CTX_RECV, peer)
-    code = receive(ctx, conn, peer, load(run + at.RUN_SIG))
-    if code != at.OK:
+    conn = connection(ctx, layout.CTX_RECV, peer)
+    code = receive(ctx, conn, peer, load(run + layout.RUN_SIG))
+    if code != layout.OK:
         return code
     line = post_line(conn)
-    modes = load(line + at.POST_BYTES)
-    same = load(conn + at.CONN_PID) == load(ctx + at.CTX_PID)
-    window = load(conn + at.CONN_WINDOW)
+    modes = load(line + layout.POST_BYTES)
+    same = load(conn + layout.CONN_PID) == load(ctx + layout.CTX_PID)
+    window = load(conn + layout.CONN_WINDOW)
     store(
-        conn + at.CONN_PEER_IN,
-        load(line + at.POST_ADDR) + (window if modes & at.PRIVATE_IN == 0 else 0),
+        conn + layout.CONN_PEER_IN,
+        load(line + layout.POST_ADDR) + (window if modes & layout.PRIVATE_IN == 0 else 0),
     )
     store(
-        conn + at.CONN_PEER_OUT,
-        load(line + at.POST_ADDR2) + (window if modes & at.PRIVATE_OUT == 0 else 0),
+        conn + layout.CONN_PEER_OUT,
+        load(line + layout.POST_ADDR2) + (window if modes & layout.PRIVATE_OUT == 0 else 0),
     )
-    store(conn + at.CONN_PEER_MODES, 0 if same else modes)
-    store(conn + at.CONN_PEER_PRIVATE, modes)
+    store(conn + layout.CONN_PEER_MODES, 0 if same else modes)
+    store(conn + layout.CONN_PEER_PRIVATE, modes)
     consume(ctx, conn)
-    return at.OK
+    return layout.OK
 
 
 @inline
 def buffer_of(conn: int, buffer: int) -> tuple[int, bool]:
     """Where a peer's input or output begins, as it has signalled, and whether that is in the private memory of another process."""
     if buffer == INPUT:
-        return load(conn + at.CONN_PEER_IN), load(conn + at.CONN_PEER_MODES) & at.PRIVATE_IN != 0
-    return load(conn + at.CONN_PEER_OUT), load(conn + at.CONN_PEER_MODES) & at.PRIVATE_OUT != 0
+        return load(conn + layout.CONN_PEER_IN), load(
+            conn + layout.CONN_PEER_MODES
+        ) & layout.PRIVATE_IN != 0
+    return load(conn + layout.CONN_PEER_OUT), load(
+        conn + layout.CONN_PEER_MODES
+    ) & layout.PRIVATE_OUT != 0
 
 
 @inline
 def reduce_from_peers(ctx: int, run: int, step: int, rnd: int) -> int:
     """All ranks' buffers have the same blocks, so this rank's offset is everybody's."""
-    src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
-    dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
+    src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
+    dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
     count, peers, rank = (
-        load(step + at.STEP_NPEERS),
-        load(step + at.STEP_PEERS),
-        load(ctx + at.CTX_RANK),
+        load(step + layout.STEP_NPEERS),
+        load(step + layout.STEP_PEERS),
+        load(ctx + layout.CTX_RANK),
     )
-    for chunk in range(load(step + at.STEP_CHUNKS)):
+    for chunk in range(load(step + layout.STEP_CHUNKS)):
         to, size = extent(run, dst_buf, dst + chunk, rnd)
         offset, own_size = extent(run, src_buf, src + chunk, rnd)
         for i in range(count):
@@ -114,23 +118,23 @@ def reduce_from_peers(ctx: int, run: int, step: int, rnd: int) -> int:
             if peer == rank:
                 store(operand(ctx, step, i), base(run, src_buf) + offset)
             else:
-                start, far = buffer_of(connection(ctx, at.CTX_RECV, peer), src_buf)
+                start, far = buffer_of(connection(ctx, layout.CTX_RECV, peer), src_buf)
                 store(operand(ctx, step, i), 0 if far else start + offset)
                 store(operand(ctx, step, i) + 8, start + offset)
         code = fold_operands(ctx, run, step, base(run, dst_buf) + to, min(size, own_size))
-        if code != at.OK:
+        if code != layout.OK:
             return code
-    return at.OK
+    return layout.OK
 
 
 @inline
 def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
-    src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
-    dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
-    peer = load(step + (at.STEP_SEND if puts else at.STEP_RECV))
-    conn = connection(ctx, at.CTX_RECV, peer)
+    src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
+    dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
+    peer = load(step + (layout.STEP_SEND if puts else layout.STEP_RECV))
+    conn = connection(ctx, layout.CTX_RECV, peer)
     theirs, far = buffer_of(conn, dst_buf if puts else src_buf)
-    for i in range(load(step + at.STEP_CHUNKS)):
+    for i in range(load(step + layout.STEP_CHUNKS)):
         frm, from_size = extent(run, src_buf, src + i, rnd)
         to, size = extent(run, dst_buf, dst + i, rnd)
         frm += base(run, src_buf) if puts else theirs
@@ -143,23 +147,23 @@ def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
             if puts
             else read_remote(ctx, conn, to, frm, size)
         ):
-            return fail(ctx, at.ERR_CMA, peer, size, 0)
-    return at.OK
+            return fail(ctx, layout.ERR_CMA, peer, size, 0)
+    return layout.OK
 
 
 @inline
 def all_in_windows(ctx: int, run: int) -> int:
     """Exchange with all ranks where the buffers lie: OK if they are window memory everywhere, ``NEED_PLAN`` if not, or an ERR_*."""
-    peers, count = load(run + at.RUN_ASK), load(run + at.RUN_NASK)
+    peers, count = load(run + layout.RUN_ASK), load(run + layout.RUN_NASK)
     for i in range(count):
         code = signal(ctx, run, load(peers + 8 * i))
-        if code != at.OK:
+        if code != layout.OK:
             return code
     private, _, _ = places(ctx, run)
     for i in range(count):
         peer = load(peers + 8 * i)
         code = await_signal(ctx, run, peer)
-        if code != at.OK:
+        if code != layout.OK:
             return code
-        private |= load(connection(ctx, at.CTX_RECV, peer) + at.CONN_PEER_PRIVATE)
-    return at.NEED_PLAN if private != 0 else at.OK
+        private |= load(connection(ctx, layout.CTX_RECV, peer) + layout.CONN_PEER_PRIVATE)
+    return layout.NEED_PLAN if private != 0 else layout.OK

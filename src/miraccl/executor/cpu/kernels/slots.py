@@ -14,7 +14,7 @@ receiver wrote there.  Of NSLOTS slots as many are free as the ring has free pla
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.native.intrinsics import inline, load, load_acquire, store, store_release
 
 #: Slots that are used before one that has just been read: an exchange of 128 KiB takes 13.6 us through slots of 64 KiB that were read just
@@ -27,13 +27,16 @@ MOST = 4
 
 @inline
 def post_line(conn: int) -> int:
-    return load(conn + at.CONN_POSTS) + (load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)) * at.LINE
+    return (
+        load(conn + layout.CONN_POSTS)
+        + (load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)) * layout.LINE
+    )
 
 
 @inline
 def bits_of(message: int) -> int:
     """Where the byte of a message is in a word of NSLOTS bytes."""
-    return (message & (at.NSLOTS - 1)) * 8
+    return (message & (layout.NSLOTS - 1)) * 8
 
 
 @inline
@@ -43,16 +46,18 @@ def with_byte(word: int, bits: int, value: int) -> int:
 
 @inline
 def slot_address(conn: int, number: int) -> int:
-    start = load(conn + at.CONN_SLOTS) if number < at.NSLOTS else load(conn + at.CONN_OTHER)
-    return start + (number & (at.NSLOTS - 1)) * load(conn + at.CONN_SLOT_BYTES)
+    start = (
+        load(conn + layout.CONN_SLOTS) if number < layout.NSLOTS else load(conn + layout.CONN_OTHER)
+    )
+    return start + (number & (layout.NSLOTS - 1)) * load(conn + layout.CONN_SLOT_BYTES)
 
 
 @inline
 def next_slot(conn: int) -> int:
     """Number of the slot for the next message of a send connection that has a place for it. The proxy takes them in turn."""
-    if load(conn + at.CONN_KIND) == at.KIND_NET:
-        return load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)
-    return load(conn + at.CONN_FREE) & 0xFF
+    if load(conn + layout.CONN_KIND) == layout.KIND_NET:
+        return load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)
+    return load(conn + layout.CONN_FREE) & 0xFF
 
 
 @inline
@@ -64,95 +69,100 @@ def slot(conn: int) -> int:
 @inline
 def use_slot(conn: int) -> int:
     """``next_slot`` goes with the message that is about to be posted; the mode that tells where it is."""
-    number, message = next_slot(conn), load(conn + at.CONN_COUNT)
-    if load(conn + at.CONN_KIND) != at.KIND_NET:
-        store(conn + at.CONN_FREE, load(conn + at.CONN_FREE) >> 8)
-        store(conn + at.CONN_NFREE, load(conn + at.CONN_NFREE) - 1)
-        store(conn + at.CONN_WARM, max(0, load(conn + at.CONN_WARM) - 1))
+    number, message = next_slot(conn), load(conn + layout.CONN_COUNT)
+    if load(conn + layout.CONN_KIND) != layout.KIND_NET:
+        store(conn + layout.CONN_FREE, load(conn + layout.CONN_FREE) >> 8)
+        store(conn + layout.CONN_NFREE, load(conn + layout.CONN_NFREE) - 1)
+        store(conn + layout.CONN_WARM, max(0, load(conn + layout.CONN_WARM) - 1))
         store(
-            conn + at.CONN_SENT, with_byte(load(conn + at.CONN_SENT), bits_of(message), number + 1)
+            conn + layout.CONN_SENT,
+            with_byte(load(conn + layout.CONN_SENT), bits_of(message), number + 1),
         )
-    if number == message & (at.NSLOTS - 1):
-        return at.MODE_SLOT
-    store(post_line(conn) + at.POST_ADDR, number)
-    return at.MODE_MOVED
+    if number == message & (layout.NSLOTS - 1):
+        return layout.MODE_SLOT
+    store(post_line(conn) + layout.POST_ADDR, number)
+    return layout.MODE_MOVED
 
 
 @inline
 def received_slot(conn: int) -> int:
     """Number of the slot that the message just received lies in (of modes SLOT and MOVED)."""
     line = post_line(conn)
-    if load(line + at.POST_MODE) == at.MODE_MOVED:
-        return load(line + at.POST_ADDR)
-    return load(conn + at.CONN_COUNT) & (at.NSLOTS - 1)
+    if load(line + layout.POST_MODE) == layout.MODE_MOVED:
+        return load(line + layout.POST_ADDR)
+    return load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)
 
 
 @inline
 def see_tail(conn: int) -> int:
     """How many messages the receiver has taken by now; slots that came back for them are free, to be used after all others."""
-    address = load(conn + at.CONN_TAIL_ADDR)
+    address = load(conn + layout.CONN_TAIL_ADDR)
     tail = load_acquire(address)
-    sent = load(conn + at.CONN_SENT)
+    sent = load(conn + layout.CONN_SENT)
     if sent != 0:
         returned, free, nfree = (
-            load_acquire(address + at.TAIL_RETURNED),
-            load(conn + at.CONN_FREE),
-            load(conn + at.CONN_NFREE),
+            load_acquire(address + layout.TAIL_RETURNED),
+            load(conn + layout.CONN_FREE),
+            load(conn + layout.CONN_NFREE),
         )
-        for message in range(load(conn + at.CONN_TAIL), tail):
+        for message in range(load(conn + layout.CONN_TAIL), tail):
             bits = bits_of(message)
             used, other = sent >> bits & 0xFF, returned >> bits & 0xFF
             if used != 0:
                 free |= ((used if other == 0 else other) - 1) << 8 * nfree
                 nfree += 1
                 sent = with_byte(sent, bits, 0)
-        store(conn + at.CONN_SENT, sent)
-        store(conn + at.CONN_FREE, free)
-        store(conn + at.CONN_NFREE, nfree)
-    store(conn + at.CONN_TAIL, tail)
+        store(conn + layout.CONN_SENT, sent)
+        store(conn + layout.CONN_FREE, free)
+        store(conn + layout.CONN_NFREE, nfree)
+    store(conn + layout.CONN_TAIL, tail)
     return tail
 
 
 @inline
 def must_be_taken(conn: int) -> int:
     """How many messages of a send connection the peer must have taken for the next one to have a place."""
-    return load(conn + at.CONN_COUNT) - (at.NSLOTS - 1)
+    return load(conn + layout.CONN_COUNT) - (layout.NSLOTS - 1)
 
 
 @inline
 def has_room(conn: int) -> bool:
     """Whether the next message has a place."""
     need = must_be_taken(conn)
-    return load(conn + at.CONN_TAIL) >= need or see_tail(conn) >= need
+    return load(conn + layout.CONN_TAIL) >= need or see_tail(conn) >= need
 
 
 @inline
 def swap(ctx: int, conn: int) -> int:
     """Keep the slot of the message just received and give another one: 1 + its number. 0 if there is none to give."""
-    out = load(ctx + at.CTX_SEND) + conn - load(ctx + at.CTX_RECV)
-    nfree = load(out + at.CONN_NFREE)
-    if load(out + at.CONN_WARM) >= nfree and nfree < at.NSLOTS:
+    out = load(ctx + layout.CTX_SEND) + conn - load(ctx + layout.CTX_RECV)
+    nfree = load(out + layout.CONN_NFREE)
+    if load(out + layout.CONN_WARM) >= nfree and nfree < layout.NSLOTS:
         see_tail(out)
-        nfree = load(out + at.CONN_NFREE)
-    place = max(load(out + at.CONN_WARM), min(REST, nfree - 1))
+        nfree = load(out + layout.CONN_NFREE)
+    place = max(load(out + layout.CONN_WARM), min(REST, nfree - 1))
     if place >= min(nfree, MOST):
         return 0
-    free, bits = load(out + at.CONN_FREE), 8 * place
-    store(out + at.CONN_FREE, with_byte(free, bits, received_slot(conn) ^ at.NSLOTS))
-    store(out + at.CONN_WARM, place + 1)
-    return ((free >> bits & 0xFF) ^ at.NSLOTS) + 1
+    free, bits = load(out + layout.CONN_FREE), 8 * place
+    store(out + layout.CONN_FREE, with_byte(free, bits, received_slot(conn) ^ layout.NSLOTS))
+    store(out + layout.CONN_WARM, place + 1)
+    return ((free >> bits & 0xFF) ^ layout.NSLOTS) + 1
 
 
 @inline
 def give_back(ctx: int, conn: int, swaps: bool) -> None:
     """Say which slot comes back for the message just received, another one only if ``swaps``; its sender looks once the tail has moved."""
-    mode, returned, number = load(post_line(conn) + at.POST_MODE), load(conn + at.CONN_RETURNED), 0
-    if mode == at.MODE_SLOT or mode == at.MODE_MOVED:
-        if swaps and load(conn + at.CONN_KIND) == at.KIND_SHM:
+    mode, returned, number = (
+        load(post_line(conn) + layout.POST_MODE),
+        load(conn + layout.CONN_RETURNED),
+        0,
+    )
+    if mode == layout.MODE_SLOT or mode == layout.MODE_MOVED:
+        if swaps and load(conn + layout.CONN_KIND) == layout.KIND_SHM:
             number = swap(ctx, conn)
     elif returned == 0:
         return
-    news = with_byte(returned, bits_of(load(conn + at.CONN_COUNT)), number)
+    news = with_byte(returned, bits_of(load(conn + layout.CONN_COUNT)), number)
     if news != returned:
-        store(conn + at.CONN_RETURNED, news)
-        store_release(load(conn + at.CONN_TAIL_ADDR) + at.TAIL_RETURNED, news)
+        store(conn + layout.CONN_RETURNED, news)
+        store_release(load(conn + layout.CONN_TAIL_ADDR) + layout.TAIL_RETURNED, news)

@@ -5,7 +5,7 @@ A step that has nothing to move in a round (``chunks``) sends and expects no mes
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.chunks import SCRATCH, base, extent, span
 from miraccl.executor.cpu.kernels.messages import (
     acquire,
@@ -50,41 +50,41 @@ REDUCE_FROM_PEERS, SIGNAL, WAIT, BARRIER = (
 def send(
     ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int, rnd: int, size: int
 ) -> int:
-    conn = connection(ctx, at.CTX_SEND, peer)
+    conn = connection(ctx, layout.CTX_SEND, peer)
     code = acquire(ctx, conn, peer)
-    if code != at.OK:
+    if code != layout.OK:
         return code
-    sig = load(run + at.RUN_SIG)
+    sig = load(run + layout.RUN_SIG)
     start = base(run, buffer)
     if chunks == 1:
         offset, _ = extent(run, buffer, index, rnd)
-        if can_post_address(ctx, conn, start + offset, size, load(run + at.RUN_DIRECT)):
+        if can_post_address(ctx, conn, start + offset, size, load(run + layout.RUN_DIRECT)):
             post_address(ctx, conn, sig, start + offset, size)
-        elif size <= at.INLINE_BYTES and load(run + at.RUN_LL) != 0:
-            memcpy(post_line(conn) + at.POST_INLINE, start + offset, size)
-            post(ctx, conn, sig, size, at.MODE_INLINE)
+        elif size <= layout.INLINE_BYTES and load(run + layout.RUN_LL) != 0:
+            memcpy(post_line(conn) + layout.POST_INLINE, start + offset, size)
+            post(ctx, conn, sig, size, layout.MODE_INLINE)
         else:
             memcpy(slot(conn), start + offset, size)
             post_slot(ctx, conn, sig, size)
-        return at.OK
-    piece = load(run + at.RUN_ROUND_BYTES)
+        return layout.OK
+    piece = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
         offset, length = extent(run, buffer, index + i, rnd)
         memcpy(slot(conn) + i * piece, start + offset, length)
     post_slot(ctx, conn, sig, size)
-    return at.OK
+    return layout.OK
 
 
 @inline
 def expect(ctx: int, run: int, conn: int, peer: int, size: int) -> int:
     """Wait for a message of ``size`` bytes."""
-    code = receive(ctx, conn, peer, load(run + at.RUN_SIG))
-    if code != at.OK:
+    code = receive(ctx, conn, peer, load(run + layout.RUN_SIG))
+    if code != layout.OK:
         return code
-    got = load(post_line(conn) + at.POST_BYTES)
+    got = load(post_line(conn) + layout.POST_BYTES)
     if got != size:
-        return fail(ctx, at.ERR_SIZE, peer, size, got)
-    return at.OK
+        return fail(ctx, layout.ERR_SIZE, peer, size, got)
+    return layout.OK
 
 
 @inline
@@ -97,11 +97,11 @@ def unpack(
         offset, size = extent(run, buffer, index, rnd)
         return take(ctx, conn, peer, start + offset, size)
     source = local_payload(ctx, conn)
-    piece = load(run + at.RUN_ROUND_BYTES)
+    piece = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
         offset, size = extent(run, buffer, index + i, rnd)
         memcpy(start + offset, source + i * piece, size)
-    return at.OK
+    return layout.OK
 
 
 @inline
@@ -118,7 +118,7 @@ def reduce_into(
     rnd: int,
 ) -> int:
     """``dst = src (+) message``, chunk by chunk."""
-    piece = load(run + at.RUN_ROUND_BYTES)
+    piece = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
         own, own_size = extent(run, src_buf, src + i, rnd)
         to, size = extent(run, dst_buf, dst + i, rnd)
@@ -134,25 +134,25 @@ def reduce_into(
                 i * piece,
                 size,
             )
-            if code != at.OK:
+            if code != layout.OK:
                 return code
-    return at.OK
+    return layout.OK
 
 
 @inline
 def reduce_onward(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int, size: int) -> int:
     """RECV_REDUCE_SEND: fold straight into the slot of the next rank."""
-    to = load(step + at.STEP_SEND)
-    out = connection(ctx, at.CTX_SEND, to)
+    to = load(step + layout.STEP_SEND)
+    out = connection(ctx, layout.CTX_SEND, to)
     code = acquire(ctx, out, to)
-    if code != at.OK:
+    if code != layout.OK:
         return code
     buffer, index, chunks = (
-        load(step + at.STEP_SRC_BUF),
-        load(step + at.STEP_SRC),
-        load(step + at.STEP_CHUNKS),
+        load(step + layout.STEP_SRC_BUF),
+        load(step + layout.STEP_SRC),
+        load(step + layout.STEP_CHUNKS),
     )
-    piece = load(run + at.RUN_ROUND_BYTES)
+    piece = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
         own, length = extent(run, buffer, index + i, rnd)
         if length > 0:
@@ -166,37 +166,37 @@ def reduce_onward(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int,
                 i * piece,
                 length,
             )
-            if code != at.OK:
+            if code != layout.OK:
                 return code
-    post_slot(ctx, out, load(run + at.RUN_SIG), size)
-    return at.OK
+    post_slot(ctx, out, load(run + layout.RUN_SIG), size)
+    return layout.OK
 
 
 @inline
 def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
     """All primitives that receive from one peer."""
-    chunks = load(step + at.STEP_CHUNKS)
-    src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
-    dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
+    chunks = load(step + layout.STEP_CHUNKS)
+    src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
+    dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
     size = (
         span(run, src_buf, src, chunks, rnd)
         if op == RECV_REDUCE_SEND
         else span(run, dst_buf, dst, chunks, rnd)
     )
     if size == 0:
-        return at.OK
-    peer = load(step + at.STEP_RECV)
-    conn = connection(ctx, at.CTX_RECV, peer)
+        return layout.OK
+    peer = load(step + layout.STEP_RECV)
+    conn = connection(ctx, layout.CTX_RECV, peer)
     lands = (
-        load(conn + at.CONN_KIND) == at.KIND_NET
+        load(conn + layout.CONN_KIND) == layout.KIND_NET
         and chunks == 1
         and (op == RECV or op == RECV_COPY_SEND)
     )
-    if lands and size > at.INLINE_BYTES and dst_buf != SCRATCH:
+    if lands and size > layout.INLINE_BYTES and dst_buf != SCRATCH:
         offset, _ = extent(run, dst_buf, dst, rnd)
         want(ctx, conn, base(run, dst_buf) + offset, size)
     code = expect(ctx, run, conn, peer, size)
-    if code == at.OK:
+    if code == layout.OK:
         if op == RECV or op == RECV_COPY_SEND:
             code = unpack(ctx, run, conn, peer, dst_buf, dst, chunks, rnd)
         elif op == RECV_REDUCE_SEND:
@@ -205,91 +205,91 @@ def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
             code = reduce_into(ctx, run, conn, peer, dst_buf, dst, dst_buf, dst, chunks, rnd)
         else:
             code = reduce_into(ctx, run, conn, peer, src_buf, src, dst_buf, dst, chunks, rnd)
-    if code != at.OK:
+    if code != layout.OK:
         return code
     consume(ctx, conn)
     if op == RECV_COPY_SEND or op == RECV_REDUCE_COPY_SEND:
-        return send(ctx, run, load(step + at.STEP_SEND), dst_buf, dst, chunks, rnd, size)
-    return at.OK
+        return send(ctx, run, load(step + layout.STEP_SEND), dst_buf, dst, chunks, rnd, size)
+    return layout.OK
 
 
 @inline
 def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
     """RECV_REDUCE_ALL."""
-    src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
+    src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
     dst_buf, dst, chunks = (
-        load(step + at.STEP_DST_BUF),
-        load(step + at.STEP_DST),
-        load(step + at.STEP_CHUNKS),
+        load(step + layout.STEP_DST_BUF),
+        load(step + layout.STEP_DST),
+        load(step + layout.STEP_CHUNKS),
     )
     to, size = extent(run, dst_buf, dst, rnd)
     message = size if chunks == 1 else span(run, dst_buf, dst, chunks, rnd)
     if message == 0:
-        return at.OK
+        return layout.OK
     count, peers, rank = (
-        load(step + at.STEP_NPEERS),
-        load(step + at.STEP_PEERS),
-        load(ctx + at.CTX_RANK),
+        load(step + layout.STEP_NPEERS),
+        load(step + layout.STEP_PEERS),
+        load(ctx + layout.CTX_RANK),
     )
     for i in range(count):
         peer = load(peers + 8 * i)
         if peer != rank:
-            code = expect(ctx, run, connection(ctx, at.CTX_RECV, peer), peer, message)
-            if code != at.OK:
+            code = expect(ctx, run, connection(ctx, layout.CTX_RECV, peer), peer, message)
+            if code != layout.OK:
                 return code
     for chunk in range(chunks):
         if chunk > 0:
             to, size = extent(run, dst_buf, dst + chunk, rnd)
         own, _ = extent(run, src_buf, src + chunk, rnd)
-        offset = chunk * load(run + at.RUN_ROUND_BYTES)
+        offset = chunk * load(run + layout.RUN_ROUND_BYTES)
         for i in range(count):
             peer = load(peers + 8 * i)
             if peer == rank:
                 store(operand(ctx, step, i), base(run, src_buf) + own)
             else:
-                conn = connection(ctx, at.CTX_RECV, peer)
+                conn = connection(ctx, layout.CTX_RECV, peer)
                 here = local_payload(ctx, conn)
                 store(operand(ctx, step, i), here + offset if here != 0 else 0)
-                store(operand(ctx, step, i) + 8, load(post_line(conn) + at.POST_ADDR) + offset)
+                store(operand(ctx, step, i) + 8, load(post_line(conn) + layout.POST_ADDR) + offset)
         code = fold_operands(ctx, run, step, base(run, dst_buf) + to, size)
-        if code != at.OK:
+        if code != layout.OK:
             return code
     for i in range(count):
         peer = load(peers + 8 * i)
         if peer != rank:
-            consume(ctx, connection(ctx, at.CTX_RECV, peer))
-    return at.OK
+            consume(ctx, connection(ctx, layout.CTX_RECV, peer))
+    return layout.OK
 
 
 @inline
 def signals(ctx: int, run: int, step: int, op: int) -> int:
     peers, count, rank = (
-        load(step + at.STEP_PEERS),
-        load(step + at.STEP_NPEERS),
-        load(ctx + at.CTX_RANK),
+        load(step + layout.STEP_PEERS),
+        load(step + layout.STEP_NPEERS),
+        load(ctx + layout.CTX_RANK),
     )
     if op == SIGNAL or op == BARRIER:
         for i in range(count):
             peer = load(peers + 8 * i)
             if peer != rank:
                 code = signal(ctx, run, peer)
-                if code != at.OK:
+                if code != layout.OK:
                     return code
     if op == WAIT or op == BARRIER:
         for i in range(count):
             peer = load(peers + 8 * i)
             if peer != rank:
                 code = await_signal(ctx, run, peer)
-                if code != at.OK:
+                if code != layout.OK:
                     return code
-    return at.OK
+    return layout.OK
 
 
 @inline
 def copy(ctx: int, run: int, step: int, rnd: int) -> None:
-    src_buf, src = load(step + at.STEP_SRC_BUF), load(step + at.STEP_SRC)
-    dst_buf, dst = load(step + at.STEP_DST_BUF), load(step + at.STEP_DST)
-    for i in range(load(step + at.STEP_CHUNKS)):
+    src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
+    dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
+    for i in range(load(step + layout.STEP_CHUNKS)):
         frm, from_size = extent(run, src_buf, src + i, rnd)
         to, size = extent(run, dst_buf, dst + i, rnd)
         frm += base(run, src_buf)
@@ -300,33 +300,33 @@ def copy(ctx: int, run: int, step: int, rnd: int) -> None:
 
 @inline
 def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
-    op = load(step + at.STEP_OP)
+    op = load(step + layout.STEP_OP)
     if op == SEND:
         buffer, index, chunks = (
-            load(step + at.STEP_SRC_BUF),
-            load(step + at.STEP_SRC),
-            load(step + at.STEP_CHUNKS),
+            load(step + layout.STEP_SRC_BUF),
+            load(step + layout.STEP_SRC),
+            load(step + layout.STEP_CHUNKS),
         )
         size = span(run, buffer, index, chunks, rnd)
         if size == 0:
-            return at.OK
-        return send(ctx, run, load(step + at.STEP_SEND), buffer, index, chunks, rnd, size)
+            return layout.OK
+        return send(ctx, run, load(step + layout.STEP_SEND), buffer, index, chunks, rnd, size)
     if op == RECV_REDUCE_ALL:
         return reduce_all(ctx, run, step, rnd)
     if op == COPY:
         copy(ctx, run, step, rnd)
-        return at.OK
+        return layout.OK
     if op < RECV_REDUCE_ALL:
         return through_fifo(ctx, run, step, op, rnd)
     if op == REDUCE_FROM_PEERS:
         return reduce_from_peers(ctx, run, step, rnd)
     if op == PUT or op == GET:
         return put_or_get(ctx, run, step, op == PUT, rnd)
-    when = load(step + at.STEP_WHEN)
+    when = load(step + layout.STEP_WHEN)
     if (
-        when == at.NEVER
-        or (when == at.FIRST_ROUND and rnd != 0)
-        or (when == at.LAST_ROUND and rnd != load(run + at.RUN_NROUNDS) - 1)
+        when == layout.NEVER
+        or (when == layout.FIRST_ROUND and rnd != 0)
+        or (when == layout.LAST_ROUND and rnd != load(run + layout.RUN_NROUNDS) - 1)
     ):
-        return at.OK
+        return layout.OK
     return signals(ctx, run, step, op)

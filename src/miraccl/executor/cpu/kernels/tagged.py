@@ -10,7 +10,7 @@ A payload that does not get through in the call leaves its progress in ``row``, 
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.messages import connection, consume_part, local_payload, post_slot
 from miraccl.executor.cpu.kernels.p2p import (
     begin_op,
@@ -32,59 +32,59 @@ UINT8 = int(DType.UINT8)
 def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: int) -> int:
     """Send a message that is the next one to ``peer``: OK; UNDER_WAY, where the rest of it is in ``row``; NEED_PLAN, where nothing has
     happened, for there is no room or no way; or an ERR_*."""
-    conn = connection(ctx, at.CTX_SEND, peer)
+    conn = connection(ctx, layout.CTX_SEND, peer)
     if (
-        load(conn + at.CONN_SLOT_BYTES) < at.HEADER_BYTES
-        or load_acquire(load(ctx + at.CTX_CTRL) + at.CTRL_ABORT) != 0
+        load(conn + layout.CONN_SLOT_BYTES) < layout.HEADER_BYTES
+        or load_acquire(load(ctx + layout.CTX_CTRL) + layout.CTRL_ABORT) != 0
     ):
-        return at.NEED_PLAN
+        return layout.NEED_PLAN
     if not has_room(conn):
-        return at.NEED_PLAN
+        return layout.NEED_PLAN
     header = slot(conn)
-    store(header + at.HEADER_TAG, tag)
-    store(header + at.HEADER_COUNT, nbytes)
-    if nbytes <= at.SHORT_BYTES:
-        memcpy(header + at.HEADER_PAYLOAD, address, nbytes)
-    post_slot(ctx, conn, signature(UINT8, at.HEADER_BYTES), at.HEADER_BYTES)
-    if nbytes <= at.SHORT_BYTES:
-        return at.OK
+    store(header + layout.HEADER_TAG, tag)
+    store(header + layout.HEADER_COUNT, nbytes)
+    if nbytes <= layout.SHORT_BYTES:
+        memcpy(header + layout.HEADER_PAYLOAD, address, nbytes)
+    post_slot(ctx, conn, signature(UINT8, layout.HEADER_BYTES), layout.HEADER_BYTES)
+    if nbytes <= layout.SHORT_BYTES:
+        return layout.OK
     release_gil(ctx)
     begin_op(ctx, row, False, peer, address, nbytes, UINT8, 0)
     code = exchange_all(ctx, row, 1)
-    return code if code != at.OK or finished(ctx, row) else at.UNDER_WAY
+    return code if code != layout.OK or finished(ctx, row) else layout.UNDER_WAY
 
 
 @inline
 def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) -> int:
     """As ``take_message``, of the message whose header has come for ``op``."""
-    peer = load(op + at.OP_PEER)
-    conn = connection(ctx, at.CTX_RECV, peer)
-    landed = load(post_line(conn) + at.POST_MODE) == at.MODE_LANDED
-    header = load(op + at.OP_ADDR) if landed else local_payload(ctx, conn)
+    peer = load(op + layout.OP_PEER)
+    conn = connection(ctx, layout.CTX_RECV, peer)
+    landed = load(post_line(conn) + layout.POST_MODE) == layout.MODE_LANDED
+    header = load(op + layout.OP_ADDR) if landed else local_payload(ctx, conn)
     if (
         header == 0
-        or load(header + at.HEADER_TAG) != tag
-        or load(header + at.HEADER_COUNT) != nbytes
+        or load(header + layout.HEADER_TAG) != tag
+        or load(header + layout.HEADER_COUNT) != nbytes
     ):
-        return -at.NEED_PLAN
-    if nbytes <= at.SHORT_BYTES:
-        memcpy(address, header + at.HEADER_PAYLOAD, nbytes)
-    consume_part(ctx, conn, load(ctx + at.CTX_SWAP) != 0)
-    store(op + at.OP_MARK, 0)
-    code = at.OK
-    if nbytes > at.SHORT_BYTES:
+        return -layout.NEED_PLAN
+    if nbytes <= layout.SHORT_BYTES:
+        memcpy(address, header + layout.HEADER_PAYLOAD, nbytes)
+    consume_part(ctx, conn, load(ctx + layout.CTX_SWAP) != 0)
+    store(op + layout.OP_MARK, 0)
+    code = layout.OK
+    if nbytes > layout.SHORT_BYTES:
         release_gil(ctx)
-        begin_op(ctx, row, True, peer, address, nbytes, UINT8, at.ALL)
+        begin_op(ctx, row, True, peer, address, nbytes, UINT8, layout.ALL)
         code = exchange_all(ctx, row, 1)
-    if code == at.OK:
+    if code == layout.OK:
         return peer
     comes_again = (
-        code == at.ERR_TIMEOUT
-        or code == at.ERR_ABORTED
-        or code == at.ERR_LEFT
-        or code == at.ERR_PARTED
+        code == layout.ERR_TIMEOUT
+        or code == layout.ERR_ABORTED
+        or code == layout.ERR_LEFT
+        or code == layout.ERR_PARTED
     )
-    return -at.UNDER_WAY if comes_again else -code
+    return -layout.UNDER_WAY if comes_again else -code
 
 
 @inline
@@ -98,19 +98,19 @@ def take_message(
     The sources are looked at in turn, from number ``first`` on.
     """
     for i in range(count):
-        store(table + i * at.OP_SIZE + at.OP_AFTER, -1)
-        store(table + i * at.OP_SIZE + at.OP_MUST, at.ALL if count == 1 else at.ANY)
-    store(ctx + at.CTX_DEADLINE, 0)
-    store(ctx + at.CTX_STEP, 0)
+        store(table + i * layout.OP_SIZE + layout.OP_AFTER, -1)
+        store(table + i * layout.OP_SIZE + layout.OP_MUST, layout.ALL if count == 1 else layout.ANY)
+    store(ctx + layout.CTX_DEADLINE, 0)
+    store(ctx + layout.CTX_STEP, 0)
     idle = 0
     while True:
         for i in range(count):
-            op = table + (first + i) % count * at.OP_SIZE
+            op = table + (first + i) % count * layout.OP_SIZE
             if can_go(ctx, table, op):
                 result = take_if(ctx, op, tag, address, nbytes, row)
-                store_release(load(ctx + at.CTX_CTRL) + at.BOARD_P2P_SIG, 0)
+                store_release(load(ctx + layout.CTX_CTRL) + layout.BOARD_P2P_SIG, 0)
                 return result
         release_gil(ctx)
         code, idle = rest(ctx, table, count, idle + 1)
-        if code != at.OK:
+        if code != layout.OK:
             return -code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.arguments import (
     READABLE,
     WRITABLE,
@@ -22,22 +22,22 @@ def send_or_receive(ctx: int, args: int, receives: bool) -> int:
     """(array, peer) -> result."""
     x = load(args)
     if not usable(ctx, x, WRITABLE if receives else READABLE):
-        return at.NEED_PLAN
-    peer = small_int(ctx, load(args + 8), at.CTX_INT_TYPE)
+        return layout.NEED_PLAN
+    peer = small_int(ctx, load(args + 8), layout.CTX_INT_TYPE)
     dtype = dtype_code(ctx, x)
     if (
         dtype < 0
         or peer < 0
-        or peer >= load(ctx + at.CTX_NRANKS)
-        or peer == load(ctx + at.CTX_RANK)
+        or peer >= load(ctx + layout.CTX_NRANKS)
+        or peer == load(ctx + layout.CTX_RANK)
     ):
-        return at.NEED_PLAN
-    ctrl = load(ctx + at.CTX_CTRL)
-    if load_acquire(ctrl + at.CTRL_ABORT) != 0:
-        return fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
-    if load(ctx + at.CTX_THREADED) != 0:
+        return layout.NEED_PLAN
+    ctrl = load(ctx + layout.CTX_CTRL)
+    if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
+        return fail(ctx, layout.ERR_ABORTED, peer, 0, load(ctrl + layout.CTRL_ABORT))
+    if load(ctx + layout.CTX_THREADED) != 0:
         release_gil(ctx)
-    return one_message(ctx, receives, peer, load(x + at.ARRAY_DATA), elements(x), dtype)
+    return one_message(ctx, receives, peer, load(x + layout.ARRAY_DATA), elements(x), dtype)
 
 
 @inline
@@ -45,37 +45,46 @@ def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
     """Write one entry of an exchange; False if the array or the peer is not an everyday one."""
     if not usable(ctx, array, WRITABLE if receives else READABLE):
         return False
-    if peer < 0 or peer >= load(ctx + at.CTX_NRANKS) or peer == load(ctx + at.CTX_RANK):
+    if peer < 0 or peer >= load(ctx + layout.CTX_NRANKS) or peer == load(ctx + layout.CTX_RANK):
         return False
     dtype = dtype_code(ctx, array)
-    if dtype < 0 or load(connection(ctx, at.CTX_SEND, peer) + at.CONN_KIND) == at.KIND_NONE:
+    if (
+        dtype < 0
+        or load(connection(ctx, layout.CTX_SEND, peer) + layout.CONN_KIND) == layout.KIND_NONE
+    ):
         return False
-    begin_op(ctx, op, receives, peer, load(array + at.ARRAY_DATA), elements(array), dtype, at.ALL)
+    begin_op(
+        ctx, op, receives, peer, load(array + layout.ARRAY_DATA), elements(array), dtype, layout.ALL
+    )
     return True
 
 
 @inline
 def send_and_receive(ctx: int, args: int) -> int:
     """(array, peer, array, peer) -> result."""
-    table = load(ctx + at.CTX_PAIR)
-    if not fill_op(ctx, table, False, load(args), small_int(ctx, load(args + 8), at.CTX_INT_TYPE)):
-        return at.NEED_PLAN
+    table = load(ctx + layout.CTX_PAIR)
+    if not fill_op(
+        ctx, table, False, load(args), small_int(ctx, load(args + 8), layout.CTX_INT_TYPE)
+    ):
+        return layout.NEED_PLAN
     if not fill_op(
         ctx,
-        table + at.OP_SIZE,
+        table + layout.OP_SIZE,
         True,
         load(args + 16),
-        small_int(ctx, load(args + 24), at.CTX_INT_TYPE),
+        small_int(ctx, load(args + 24), layout.CTX_INT_TYPE),
     ):
-        return at.NEED_PLAN
-    first, second = load(table + at.OP_ADDR), load(table + at.OP_SIZE + at.OP_ADDR)
-    if first < second + load(table + at.OP_SIZE + at.OP_BYTES) and second < first + load(
-        table + at.OP_BYTES
+        return layout.NEED_PLAN
+    first, second = load(table + layout.OP_ADDR), load(table + layout.OP_SIZE + layout.OP_ADDR)
+    if first < second + load(table + layout.OP_SIZE + layout.OP_BYTES) and second < first + load(
+        table + layout.OP_BYTES
     ):
-        return at.NEED_PLAN  # overlapping
-    ctrl = load(ctx + at.CTX_CTRL)
-    if load_acquire(ctrl + at.CTRL_ABORT) != 0:
-        return fail(ctx, at.ERR_ABORTED, load(table + at.OP_PEER), 0, load(ctrl + at.CTRL_ABORT))
-    if load(ctx + at.CTX_THREADED) != 0 or load(table + at.OP_BYTES) > LONG_BYTES:
+        return layout.NEED_PLAN  # overlapping
+    ctrl = load(ctx + layout.CTX_CTRL)
+    if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
+        return fail(
+            ctx, layout.ERR_ABORTED, load(table + layout.OP_PEER), 0, load(ctrl + layout.CTRL_ABORT)
+        )
+    if load(ctx + layout.CTX_THREADED) != 0 or load(table + layout.OP_BYTES) > LONG_BYTES:
         release_gil(ctx)
     return exchange_all(ctx, table, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.arguments import read_counts
 from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, store
@@ -33,11 +33,11 @@ def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
     """Write the counts of an uneven call to ``CTX_COUNTS``: (elements of the input, of the output, of the largest block that all ranks
     know), -1 for what is left to Python. ``lists`` are the counts of the input and those of the output."""
     nranks, rank, table = (
-        load(ctx + at.CTX_NRANKS),
-        load(ctx + at.CTX_RANK),
-        load(ctx + at.CTX_COUNTS),
+        load(ctx + layout.CTX_NRANKS),
+        load(ctx + layout.CTX_RANK),
+        load(ctx + layout.CTX_COUNTS),
     )
-    ins = table + at.COUNTS_BLOCKS
+    ins = table + layout.COUNTS_BLOCKS
     outs = ins + (8 * nranks if splits_input(coll) else 8)
     count = read_counts(ctx, load(lists), nranks, ins) if splits_input(coll) else 0
     out_count = read_counts(ctx, load(lists + 8), nranks, outs) if splits_output(coll) else 0
@@ -51,8 +51,8 @@ def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
         known = ins if splits_input(coll) else outs
         for i in range(nranks):
             agreed, most = mix(agreed, load(known + 8 * i)), max(most, load(known + 8 * i))
-    store(table + at.COUNTS_AGREED, agreed)
-    store(table + at.COUNTS_SHOWN, max(count, out_count) if coll != ALL_TO_ALL else count)
+    store(table + layout.COUNTS_AGREED, agreed)
+    store(table + layout.COUNTS_SHOWN, max(count, out_count) if coll != ALL_TO_ALL else count)
     if not splits_output(coll):
         out_count = load(ins + 8 * rank)
         store(outs, out_count)
@@ -65,8 +65,8 @@ def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
 @inline
 def elements_before(ctx: int, coll: int) -> int:
     """Elements of the blocks before this rank's, by the counts that were read last."""
-    blocks = load(ctx + at.CTX_COUNTS) + at.COUNTS_BLOCKS + (0 if splits_input(coll) else 8)
+    blocks = load(ctx + layout.CTX_COUNTS) + layout.COUNTS_BLOCKS + (0 if splits_input(coll) else 8)
     before = 0
-    for i in range(load(ctx + at.CTX_RANK)):
+    for i in range(load(ctx + layout.CTX_RANK)):
         before += load(blocks + 8 * i)
     return before

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from numba import types
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.board import show_waiting
 from miraccl.native.intrinsics import (
     FUTEX_WAIT,
@@ -58,14 +58,14 @@ LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run
 @inline
 def now_ns(ctx: int) -> int:
     """CLOCK_MONOTONIC."""
-    spec = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_NOW
+    spec = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_NOW
     clock_gettime(1, spec)
     return load(spec) * 1000000000 + load(spec + 8)
 
 
 @inline
 def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
-    spec = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_NAP
+    spec = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_NAP
     store(spec, nanoseconds // 1000000000)
     store(spec + 8, nanoseconds % 1000000000)
     syscall(SYS_FUTEX, address, FUTEX_WAIT, value, spec, 0, 0)
@@ -73,14 +73,14 @@ def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
 
 @inline
 def ring_bell(ctrl: int) -> None:
-    add32(ctrl + at.CTRL_BELL, 1)
-    syscall(SYS_FUTEX, ctrl + at.CTRL_BELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
+    add32(ctrl + layout.CTRL_BELL, 1)
+    syscall(SYS_FUTEX, ctrl + layout.CTRL_BELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
 
 
 @inline
 def write_to(ctx: int, descriptor: int) -> None:
     """Add 1 to an eventfd."""
-    word = load(ctx + at.CTX_SCRATCH) + at.SCRATCH_RING
+    word = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_RING
     store(word, 1)
     libc_write(types.int32(descriptor), word, 8)
 
@@ -88,54 +88,54 @@ def write_to(ctx: int, descriptor: int) -> None:
 @inline
 def wake(ctx: int, conn: int) -> None:
     """Tell the other end of a connection that a flag it may sleep on has been stored."""
-    if load(conn + at.CONN_KIND) == at.KIND_SHM:
-        if load(ctx + at.CTX_MEMBARRIER) == 0:
+    if load(conn + layout.CONN_KIND) == layout.KIND_SHM:
+        if load(ctx + layout.CTX_MEMBARRIER) == 0:
             fence()
-        ctrl = load(conn + at.CONN_CTRL)
-        if load(ctrl + at.CTRL_SLEEP) != 0:
+        ctrl = load(conn + layout.CONN_CTRL)
+        if load(ctrl + layout.CTRL_SLEEP) != 0:
             ring_bell(ctrl)
     else:
         fence()
-        if load_acquire(load(conn + at.CONN_ASLEEP)) != 0:
-            write_to(ctx, load(conn + at.CONN_BELL_FD))
+        if load_acquire(load(conn + layout.CONN_ASLEEP)) != 0:
+            write_to(ctx, load(conn + layout.CONN_BELL_FD))
 
 
 @inline
 def fail(ctx: int, code: int, peer: int, want: int, got: int) -> int:
-    store(ctx + at.CTX_ERR, code)
-    store(ctx + at.CTX_ERR_PEER, peer)
-    store(ctx + at.CTX_ERR_STEP, load(ctx + at.CTX_STEP))
-    store(ctx + at.CTX_ERR_WANT, want)
-    store(ctx + at.CTX_ERR_GOT, got)
+    store(ctx + layout.CTX_ERR, code)
+    store(ctx + layout.CTX_ERR_PEER, peer)
+    store(ctx + layout.CTX_ERR_STEP, load(ctx + layout.CTX_STEP))
+    store(ctx + layout.CTX_ERR_WANT, want)
+    store(ctx + layout.CTX_ERR_GOT, got)
     return code
 
 
 @inline
 def release_gil(ctx: int) -> None:
-    if load(ctx + at.CTX_TSTATE) == 0:
-        store(ctx + at.CTX_TSTATE, PyEval_SaveThread())
+    if load(ctx + layout.CTX_TSTATE) == 0:
+        store(ctx + layout.CTX_TSTATE, PyEval_SaveThread())
 
 
 @inline
 def restore_gil(ctx: int) -> None:
-    state = load(ctx + at.CTX_TSTATE)
+    state = load(ctx + layout.CTX_TSTATE)
     if state != 0 and state != -1:
-        store(ctx + at.CTX_TSTATE, 0)
+        store(ctx + layout.CTX_TSTATE, 0)
         PyEval_RestoreThread(state)
 
 
 @inline
 def interrupted(ctx: int) -> bool:
     """Let Python handle its signals (Ctrl-C); True if a handler raised."""
-    state = load(ctx + at.CTX_TSTATE)
+    state = load(ctx + layout.CTX_TSTATE)
     if state == -1:  # not called from Python
         return False
     PyEval_RestoreThread(state)
     raised = PyErr_CheckSignals() != 0
     if raised:  # kept for Python, which ends the communicator before it raises it
-        kept = ctx + at.CTX_EXCEPTION
+        kept = ctx + layout.CTX_EXCEPTION
         PyErr_Fetch(kept, kept + 8, kept + 16)
-    store(ctx + at.CTX_TSTATE, PyEval_SaveThread())
+    store(ctx + layout.CTX_TSTATE, PyEval_SaveThread())
     return raised
 
 
@@ -145,17 +145,17 @@ def differs(ctx: int, peer: int) -> int:
 
     The peer may have finished it already and be further on: its history says what it was, for the last ``HISTORY`` operations.
     """
-    table = load(ctx + at.CTX_CTRLS)
+    table = load(ctx + layout.CTX_CTRLS)
     theirs = load(table + 8 * peer)
     if theirs == 0:
         return 0
-    mine = load(ctx + at.CTX_CTRL)
-    seq = load(mine + at.BOARD_SEQ)
-    if load_acquire(theirs + at.BOARD_SEQ) < seq:
+    mine = load(ctx + layout.CTX_CTRL)
+    seq = load(mine + layout.BOARD_SEQ)
+    if load_acquire(theirs + layout.BOARD_SEQ) < seq:
         return 0
-    sig = load_acquire(theirs + at.CTRL_HISTORY + (seq & (at.HISTORY - 1)) * 16)
-    if sig & at.SEQ_MASK != seq & at.SEQ_MASK or sig == load(
-        mine + at.BOARD_SIG
+    sig = load_acquire(theirs + layout.CTRL_HISTORY + (seq & (layout.HISTORY - 1)) * 16)
+    if sig & layout.SEQ_MASK != seq & layout.SEQ_MASK or sig == load(
+        mine + layout.BOARD_SIG
     ):  # of another number: overwritten by a later one
         return 0
     return sig
@@ -168,21 +168,21 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
     Look at the awaited word once more after this: it may have come before.  From other hosts messages may come later than what the control
     plane tells; so there the peer must not have begun this operation, or all of its messages must be here.
     """
-    row = load(ctx + at.CTX_MET) + peer * at.MET_SIZE
+    row = load(ctx + layout.CTX_MET) + peer * layout.MET_SIZE
     if (
-        load_acquire(row + at.MET_TOLD) == 0
-        or load(ctx + at.CTX_ASIDE) != 0
-        or load(ctx + at.CTX_BUSY) & at.BUSY_PENDING != 0
+        load_acquire(row + layout.MET_TOLD) == 0
+        or load(ctx + layout.CTX_ASIDE) != 0
+        or load(ctx + layout.CTX_BUSY) & layout.BUSY_PENDING != 0
     ):
         return False
-    near = load(load(ctx + at.CTX_CTRLS) + 8 * peer) != 0
+    near = load(load(ctx + layout.CTX_CTRLS) + 8 * peer) != 0
     if sends and not near:
         return False
-    ctrl = load(ctx + at.CTX_CTRL)
-    if load(ctrl + at.BOARD_P2P_SIG) == 0:
-        return load(row + at.MET_SEQ) < load(ctrl + at.BOARD_SEQ)
-    return near or load(row + at.MET_SENT) == load(
-        load(ctx + at.CTX_RECV) + peer * at.CONN_SIZE + at.CONN_COUNT
+    ctrl = load(ctx + layout.CTX_CTRL)
+    if load(ctrl + layout.BOARD_P2P_SIG) == 0:
+        return load(row + layout.MET_SEQ) < load(ctrl + layout.BOARD_SEQ)
+    return near or load(row + layout.MET_SENT) == load(
+        load(ctx + layout.CTX_RECV) + peer * layout.CONN_SIZE + layout.CONN_COUNT
     )
 
 
@@ -190,26 +190,26 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
 def has_ended(ctx: int, peer: int) -> bool:
     """Whether the peer has ended the collective that this rank is still in: then ranks disagree on what is sent in it. Look at the awaited
     word once more after this."""
-    ctrl, theirs = load(ctx + at.CTX_CTRL), load(load(ctx + at.CTX_CTRLS) + 8 * peer)
-    if theirs == 0 or load(ctrl + at.BOARD_P2P_SIG) != 0:
+    ctrl, theirs = load(ctx + layout.CTX_CTRL), load(load(ctx + layout.CTX_CTRLS) + 8 * peer)
+    if theirs == 0 or load(ctrl + layout.BOARD_P2P_SIG) != 0:
         return False
-    seq, other = load(ctrl + at.BOARD_SEQ), load_acquire(theirs + at.BOARD_SEQ)
+    seq, other = load(ctrl + layout.BOARD_SEQ), load_acquire(theirs + layout.BOARD_SEQ)
     ended = other > seq
     if other == seq:
         ended = (
-            load_acquire(theirs + at.BOARD_STATE) == at.STATE_IDLE
-            or load_acquire(theirs + at.BOARD_P2P_SIG) != 0
+            load_acquire(theirs + layout.BOARD_STATE) == layout.STATE_IDLE
+            or load_acquire(theirs + layout.BOARD_P2P_SIG) != 0
         )
     return (
-        ended and load_acquire(theirs + at.CTRL_ABORT) == 0
+        ended and load_acquire(theirs + layout.CTRL_ABORT) == 0
     )  # after an abort it numbers operations that it does not run
 
 
 @inline
 def expired(ctx: int, now: int) -> bool:
-    deadline = load(ctx + at.CTX_DEADLINE)
+    deadline = load(ctx + layout.CTX_DEADLINE)
     if deadline == 0:
-        store(ctx + at.CTX_DEADLINE, now + load(ctx + at.CTX_TIMEOUT_NS))
+        store(ctx + layout.CTX_DEADLINE, now + load(ctx + layout.CTX_TIMEOUT_NS))
         return False
     return now > deadline
 
@@ -217,10 +217,10 @@ def expired(ctx: int, now: int) -> bool:
 @inline
 def ranks_on(ctx: int, cpu: int, above: int) -> int:
     """How many other ranks of this host, numbered above ``above``, were last seen waiting on a core."""
-    mine, count = load(ctx + at.CTX_RANK), 0
-    for rank in range(above + 1, load(ctx + at.CTX_NRANKS)):
-        ctrl = load(load(ctx + at.CTX_CTRLS) + 8 * rank)
-        if rank != mine and ctrl != 0 and load(ctrl + at.BOARD_CPU) == cpu + 1:
+    mine, count = load(ctx + layout.CTX_RANK), 0
+    for rank in range(above + 1, load(ctx + layout.CTX_NRANKS)):
+        ctrl = load(load(ctx + layout.CTX_CTRLS) + 8 * rank)
+        if rank != mine and ctrl != 0 and load(ctrl + layout.BOARD_CPU) == cpu + 1:
             count += 1
     return count
 
@@ -229,7 +229,7 @@ def ranks_on(ctx: int, cpu: int, above: int) -> int:
 def freer_core(ctx: int, cpu: int, here: int, allowed: int) -> int:
     """A core of the set ``allowed`` with at least two ranks fewer than this one has (``here`` others), the emptiest; else -1."""
     best, fewest = -1, here
-    for other in range(8 * at.CPU_SET_BYTES):
+    for other in range(8 * layout.CPU_SET_BYTES):
         if (load(allowed + (other >> 6) * 8) >> (other & 63)) & 1 != 0 and other != cpu:
             count = ranks_on(ctx, other, -1)
             if count < fewest:
@@ -248,35 +248,38 @@ def step_aside(ctx: int) -> None:
     and restored at once: it is a hint to the scheduler, not a binding.
     """
     cpu = types.int64(sched_getcpu())
-    store(load(ctx + at.CTX_CTRL) + at.BOARD_CPU, cpu + 1)
-    waits = load(ctx + at.CTX_WAITED) + 1
-    store(ctx + at.CTX_WAITED, waits)
+    store(load(ctx + layout.CTX_CTRL) + layout.BOARD_CPU, cpu + 1)
+    waits = load(ctx + layout.CTX_WAITED) + 1
+    store(ctx + layout.CTX_WAITED, waits)
     if waits & 15 != 0:  # every so often is enough
         return
     here = ranks_on(ctx, cpu, -1)
-    if here == 0 or ranks_on(ctx, cpu, load(ctx + at.CTX_RANK)) != 0:
+    if here == 0 or ranks_on(ctx, cpu, load(ctx + layout.CTX_RANK)) != 0:
         return
-    allowed, chosen = load(ctx + at.CTX_MASKS), load(ctx + at.CTX_MASKS) + at.CPU_SET_BYTES
-    for word in range(at.CPU_SET_BYTES // 8):
+    allowed, chosen = (
+        load(ctx + layout.CTX_MASKS),
+        load(ctx + layout.CTX_MASKS) + layout.CPU_SET_BYTES,
+    )
+    for word in range(layout.CPU_SET_BYTES // 8):
         store(allowed + 8 * word, 0)
         store(chosen + 8 * word, 0)
-    if sched_getaffinity(types.int32(0), at.CPU_SET_BYTES, allowed) < 0:
+    if sched_getaffinity(types.int32(0), layout.CPU_SET_BYTES, allowed) < 0:
         return
     core = freer_core(ctx, cpu, here, allowed)
     if core < 0:
         return
     store(chosen + (core >> 6) * 8, 1 << (core & 63))
-    if sched_setaffinity(types.int32(0), at.CPU_SET_BYTES, chosen) == 0:
-        sched_setaffinity(types.int32(0), at.CPU_SET_BYTES, allowed)
-        store(load(ctx + at.CTX_CTRL) + at.BOARD_CPU, core + 1)
+    if sched_setaffinity(types.int32(0), layout.CPU_SET_BYTES, chosen) == 0:
+        sched_setaffinity(types.int32(0), layout.CPU_SET_BYTES, allowed)
+        store(load(ctx + layout.CTX_CTRL) + layout.BOARD_CPU, core + 1)
 
 
 @inline
 def may_yield(ctx: int) -> bool:
     """Whether a wait yields before it sleeps; asked once a wait."""
-    naps = load(ctx + at.CTX_NAPS)
+    naps = load(ctx + layout.CTX_NAPS)
     if naps > 0:
-        store(ctx + at.CTX_NAPS, naps - 1)
+        store(ctx + layout.CTX_NAPS, naps - 1)
     return naps == 0
 
 
@@ -290,26 +293,26 @@ def yield_core(ctx: int, since: int) -> int:
     sched_yield()
     now = now_ns(ctx)
     if now - since >= HELD_NS:
-        store(ctx + at.CTX_NAPS, NAPS)
+        store(ctx + layout.CTX_NAPS, NAPS)
     return now
 
 
 @inline
 def longer(ctx: int, nap: int) -> int:
     """The nap after one of ``nap``; where they stop growing, some 60 ms into the wait, the lookout is told."""
-    most = load(ctx + at.CTX_NAP_NS)
-    if nap < most <= 2 * nap and load(ctx + at.CTX_LOOKOUT) >= 0:
-        write_to(ctx, load(ctx + at.CTX_LOOKOUT))
+    most = load(ctx + layout.CTX_NAP_NS)
+    if nap < most <= 2 * nap and load(ctx + layout.CTX_LOOKOUT) >= 0:
+        write_to(ctx, load(ctx + layout.CTX_LOOKOUT))
     return min(2 * nap, most)
 
 
 @inline
 def arm_bell(ctx: int) -> int:
     """Say that this rank is about to sleep; the bell's value, for ``doze``. What is waited for is to be looked at after this."""
-    ctrl = load(ctx + at.CTX_CTRL)
-    bell = load32(ctrl + at.CTRL_BELL)
-    exchange(ctrl + at.CTRL_SLEEP, 1)
-    if load(ctx + at.CTX_MEMBARRIER) != 0:
+    ctrl = load(ctx + layout.CTX_CTRL)
+    bell = load32(ctrl + layout.CTRL_BELL)
+    exchange(ctrl + layout.CTRL_SLEEP, 1)
+    if load(ctx + layout.CTX_MEMBARRIER) != 0:
         syscall(SYS_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)
     return bell
 
@@ -317,58 +320,60 @@ def arm_bell(ctx: int) -> int:
 @inline
 def doze(ctx: int, peer: int, bell: int, nap: int, now: int) -> int:
     """Sleep for ``nap`` ns from ``now`` on or until the bell rings: OK, or the ERR_* of an abort or a deadline that has passed before."""
-    ctrl = load(ctx + at.CTX_CTRL)
-    if load_acquire(ctrl + at.CTRL_ABORT) != 0:
-        return fail(ctx, at.ERR_ABORTED, peer, 0, load(ctrl + at.CTRL_ABORT))
+    ctrl = load(ctx + layout.CTX_CTRL)
+    if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
+        return fail(ctx, layout.ERR_ABORTED, peer, 0, load(ctrl + layout.CTRL_ABORT))
     if expired(ctx, now):
-        return fail(ctx, at.ERR_TIMEOUT, peer, 0, 0)
-    left = load(ctx + at.CTX_DEADLINE) - now
-    futex_wait(ctx, ctrl + at.CTRL_BELL, bell, max(1, min(nap, left)))
-    store(ctrl + at.CTRL_SLEEP, 0)
-    return at.OK
+        return fail(ctx, layout.ERR_TIMEOUT, peer, 0, 0)
+    left = load(ctx + layout.CTX_DEADLINE) - now
+    futex_wait(ctx, ctrl + layout.CTRL_BELL, bell, max(1, min(nap, left)))
+    store(ctrl + layout.CTRL_SLEEP, 0)
+    return layout.OK
 
 
 def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
-    ctrl = load(ctx + at.CTX_CTRL)
-    sends = address == load(load(ctx + at.CTX_SEND) + peer * at.CONN_SIZE + at.CONN_TAIL_ADDR)
-    store(ctx + at.CTX_SENDS, target if sends else 0)
+    ctrl = load(ctx + layout.CTX_CTRL)
+    sends = address == load(
+        load(ctx + layout.CTX_SEND) + peer * layout.CONN_SIZE + layout.CONN_TAIL_ADDR
+    )
+    store(ctx + layout.CTX_SENDS, target if sends else 0)
     show_waiting(ctx, peer)
     nap = FIRST_NAP_NS
-    result = at.OK
+    result = layout.OK
     while True:
         bell = arm_bell(ctx)
         if load_acquire(address) >= target:
             break
         now = now_ns(ctx)
         result = doze(ctx, peer, bell, nap, now)
-        if result != at.OK or load_acquire(address) >= target:
+        if result != layout.OK or load_acquire(address) >= target:
             break
         if (
             nap > FIRST_NAP_NS or now_ns(ctx) - now > FIRST_NAP_NS * 9 // 10
         ):  # slept in vain: look around
             other = differs(ctx, peer)
             if other != 0:
-                result = fail(ctx, at.ERR_MISMATCH, peer, load(ctrl + at.BOARD_SIG), other)
+                result = fail(ctx, layout.ERR_MISMATCH, peer, load(ctrl + layout.BOARD_SIG), other)
                 break
             if has_ended(ctx, peer) and load_acquire(address) < target:
-                result = fail(ctx, at.ERR_ENDED, peer, 0, 0)
+                result = fail(ctx, layout.ERR_ENDED, peer, 0, 0)
                 break
             if (
-                load_acquire(load(ctx + at.CTX_GONE) + 8 * peer) != 0
+                load_acquire(load(ctx + layout.CTX_GONE) + 8 * peer) != 0
                 and load_acquire(address) < target
             ):
-                result = fail(ctx, at.ERR_LEFT, peer, 0, 0)
+                result = fail(ctx, layout.ERR_LEFT, peer, 0, 0)
                 break
             if never_comes(ctx, peer, sends) and load_acquire(address) < target:
-                result = fail(ctx, at.ERR_PARTED, peer, 0, 0)
+                result = fail(ctx, layout.ERR_PARTED, peer, 0, 0)
                 break
             if interrupted(ctx):
-                result = fail(ctx, at.ERR_INTERRUPTED, peer, 0, 0)
+                result = fail(ctx, layout.ERR_INTERRUPTED, peer, 0, 0)
                 break
             nap = longer(ctx, nap)
-    store(ctrl + at.CTRL_SLEEP, 0)
-    if result == at.OK:  # else the board goes on telling where this rank got stuck
-        store_release(ctrl + at.BOARD_STATE, at.STATE_RUNNING)
+    store(ctrl + layout.CTRL_SLEEP, 0)
+    if result == layout.OK:  # else the board goes on telling where this rank got stuck
+        store_release(ctrl + layout.BOARD_STATE, layout.STATE_RUNNING)
     return result
 
 
@@ -378,20 +383,20 @@ sleep = inline(_sleep)
 @inline
 def wait(ctx: int, address: int, target: int, peer: int) -> int:
     """Return OK once the word at ``address`` has reached ``target``; else an ERR_*."""
-    for _ in range(load(ctx + at.CTX_SPIN)):
+    for _ in range(load(ctx + layout.CTX_SPIN)):
         if load_acquire(address) >= target:
-            return at.OK
+            return layout.OK
         pause()
     release_gil(ctx)
-    if load(ctx + at.CTX_STEP_ASIDE) != 0:
+    if load(ctx + layout.CTX_STEP_ASIDE) != 0:
         step_aside(ctx)
-    yields = load(ctx + at.CTX_YIELDS) if may_yield(ctx) else 0
+    yields = load(ctx + layout.CTX_YIELDS) if may_yield(ctx) else 0
     now = now_ns(ctx) if yields > 0 else 0
-    while yields > 0 and load(ctx + at.CTX_NAPS) == 0:
+    while yields > 0 and load(ctx + layout.CTX_NAPS) == 0:
         yields -= 1
         now = yield_core(ctx, now)
         for _ in range(SPIN_BETWEEN_YIELDS):
             if load_acquire(address) >= target:
-                return at.OK
+                return layout.OK
             pause()
     return sleep(ctx, address, target, peer)

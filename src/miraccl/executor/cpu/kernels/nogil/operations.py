@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.executor.cpu.kernels import layout as at
+from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.board import begin_operation
-from miraccl.executor.cpu.kernels.nogil import layout as ex
+from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.kernels.nogil.streams import (
     begin_next,
     left,
@@ -40,25 +40,25 @@ NOT_FROM_PYTHON = (
 @inline
 def enter(ctx: int) -> bool:
     """Whether an operation may begin. One thread at a time may be in a context; the caller sees to that."""
-    if load(ctx + at.CTX_BUSY) != 0 or load(ctx + at.CTX_INSIDE) != 0:
+    if load(ctx + layout.CTX_BUSY) != 0 or load(ctx + layout.CTX_INSIDE) != 0:
         return False
-    store(ctx + at.CTX_INSIDE, 1)
-    store(ctx + at.CTX_TSTATE, NOT_FROM_PYTHON)
+    store(ctx + layout.CTX_INSIDE, 1)
+    store(ctx + layout.CTX_TSTATE, NOT_FROM_PYTHON)
     return True
 
 
 @inline
 def leave(ctx: int) -> None:
-    store(ctx + at.CTX_TSTATE, 0)
-    store(ctx + at.CTX_INSIDE, 0)
+    store(ctx + layout.CTX_TSTATE, 0)
+    store(ctx + layout.CTX_INSIDE, 0)
 
 
 def run_unlocked(ctx: int, run: int, unused: int, unused2: int) -> int:
     """Run ``run``, whose addresses are set: OK, an ERR_*, or NOT_BEGUN where the doors are shut."""
     if not enter(ctx):
         return NOT_BEGUN
-    store(ctx + at.CTX_LAST_PLAN, run)
-    code = call4(load(ctx + at.CTX_OPERATE), ctx, run, load(run + at.RUN_TEMPLATE), 0)
+    store(ctx + layout.CTX_LAST_PLAN, run)
+    code = call4(load(ctx + layout.CTX_OPERATE), ctx, run, load(run + layout.RUN_TEMPLATE), 0)
     leave(ctx)
     return code
 
@@ -66,10 +66,10 @@ def run_unlocked(ctx: int, run: int, unused: int, unused2: int) -> int:
 @inline
 def aborted(ctx: int) -> int:
     """OK, or the error of a communicator that was aborted before the operation began."""
-    ctrl = load(ctx + at.CTX_CTRL)
-    if load_acquire(ctrl + at.CTRL_ABORT) != 0:
-        return fail(ctx, at.ERR_ABORTED, -1, 0, load(ctrl + at.CTRL_ABORT))
-    return at.OK
+    ctrl = load(ctx + layout.CTX_CTRL)
+    if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
+        return fail(ctx, layout.ERR_ABORTED, -1, 0, load(ctrl + layout.CTRL_ABORT))
+    return layout.OK
 
 
 # ---- what moves on streams
@@ -78,63 +78,71 @@ def aborted(ctx: int) -> int:
 @inline
 def payload_moved(way: int, upto: int) -> int:
     """``upto`` bytes, or the bytes of payload that have moved where those are fewer and not all."""
-    return upto if left(way) == 0 else min(upto, max(0, load(way + ex.MOVED) - ex.HEADER_BYTES))
+    return (
+        upto
+        if left(way) == 0
+        else min(upto, max(0, load(way + offsets.MOVED) - offsets.HEADER_BYTES))
+    )
 
 
 @inline
 def fold_some(exchange: int) -> bool:
     """Reduce what has come from all peers and gone to all; True when all of it is done."""
-    total, done = load(exchange + ex.FOLD_BYTES), load(exchange + ex.FOLDED)
+    total, done = load(exchange + offsets.FOLD_BYTES), load(exchange + offsets.FOLDED)
     upto = total
-    for i in range(load(exchange + ex.NPEERS)):
-        row = load(exchange + ex.ROWS) + i * ex.ROW_BYTES
-        upto = payload_moved(row + ex.OUT, payload_moved(row + ex.IN, upto))
+    for i in range(load(exchange + offsets.NPEERS)):
+        row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
+        upto = payload_moved(row + offsets.OUT, payload_moved(row + offsets.IN, upto))
     if upto < total:
-        upto = upto // ex.FOLD_PART * ex.FOLD_PART
+        upto = upto // offsets.FOLD_PART * offsets.FOLD_PART
     if upto > done:
-        sources, bases = load(exchange + ex.SOURCES), load(exchange + ex.BASES)
-        nsources = load(exchange + ex.NSOURCES)
+        sources, bases = load(exchange + offsets.SOURCES), load(exchange + offsets.BASES)
+        nsources = load(exchange + offsets.NSOURCES)
         for i in range(nsources):
             store(sources + 8 + 8 * i, load(bases + 8 * i) + done)
-        count = (upto - done) // load(exchange + ex.ITEMSIZE)
+        count = (upto - done) // load(exchange + offsets.ITEMSIZE)
         call4(
-            load(exchange + ex.FOLD), load(exchange + ex.FOLD_TO) + done, sources, nsources, count
+            load(exchange + offsets.FOLD),
+            load(exchange + offsets.FOLD_TO) + done,
+            sources,
+            nsources,
+            count,
         )
-        store(exchange + ex.FOLDED, upto)
+        store(exchange + offsets.FOLDED, upto)
     return upto == total
 
 
 @inline
 def move(ctx: int, exchange: int) -> int:
     """Until everything has gone, come and been reduced."""
-    store(exchange + ex.FOLDED, 0)
-    if load(exchange + ex.COPY_BYTES) != 0:
+    store(exchange + offsets.FOLDED, 0)
+    if load(exchange + offsets.COPY_BYTES) != 0:
         memcpy(
-            load(exchange + ex.COPY_TO),
-            load(exchange + ex.COPY_FROM),
-            load(exchange + ex.COPY_BYTES),
+            load(exchange + offsets.COPY_TO),
+            load(exchange + offsets.COPY_FROM),
+            load(exchange + offsets.COPY_BYTES),
         )
-    rows, count = load(exchange + ex.ROWS), load(exchange + ex.NPEERS)
+    rows, count = load(exchange + offsets.ROWS), load(exchange + offsets.NPEERS)
     since = 0
     while True:
         moved, missing = False, 0
         for i in range(count):
-            row = rows + i * ex.ROW_BYTES
+            row = rows + i * offsets.ROW_BYTES
             moved |= send_some(exchange, row)
-            begin_next(row + ex.OUT)
+            begin_next(row + offsets.OUT)
             code = receive_some(ctx, exchange, row)
-            if code >= at.ERR_ABORTED:
+            if code >= layout.ERR_ABORTED:
                 return code
-            begin_next(row + ex.IN)
-            moved |= code == at.OK
+            begin_next(row + offsets.IN)
+            moved |= code == layout.OK
             missing += left_of(row)
         if fold_some(exchange) and missing == 0:
-            return at.OK
+            return layout.OK
         now = 0 if moved else now_ns(ctx)
         since = now if since == 0 or moved else since
         if not moved:
             code = rest(ctx, exchange, now, now - since)
-            if code != at.OK:
+            if code != layout.OK:
                 return code
 
 
@@ -144,20 +152,20 @@ def move(ctx: int, exchange: int) -> int:
 @inline
 def begin(ctx: int, exchange: int) -> None:
     """Number and sign the operation, and write the headers."""
-    store(ctx + at.CTX_STEP, 0)
-    store(ctx + at.CTX_DEADLINE, 0)
-    sig = begin_operation(ctx, load(exchange + ex.TEMPLATE), load(exchange + ex.COUNT))
-    for i in range(load(exchange + ex.NPEERS)):
-        row = load(exchange + ex.ROWS) + i * ex.ROW_BYTES
-        sign(row + ex.OUT, sig)
-        sign(row + ex.IN, sig)
+    store(ctx + layout.CTX_STEP, 0)
+    store(ctx + layout.CTX_DEADLINE, 0)
+    sig = begin_operation(ctx, load(exchange + offsets.TEMPLATE), load(exchange + offsets.COUNT))
+    for i in range(load(exchange + offsets.NPEERS)):
+        row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
+        sign(row + offsets.OUT, sig)
+        sign(row + offsets.IN, sig)
 
 
 @inline
 def sign(way: int, sig: int) -> None:
-    store(way + ex.MOVED, 0)
-    store(way + ex.HEADER, sig)
-    store(way + ex.HEADER + 8, load(way + ex.BYTES) - ex.HEADER_BYTES)
+    store(way + offsets.MOVED, 0)
+    store(way + offsets.HEADER, sig)
+    store(way + offsets.HEADER + 8, load(way + offsets.BYTES) - offsets.HEADER_BYTES)
 
 
 def exchange_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int:
@@ -166,10 +174,10 @@ def exchange_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int
         return NOT_BEGUN
     begin(ctx, exchange)
     code = aborted(ctx)
-    if code == at.OK:
+    if code == layout.OK:
         code = move(ctx, exchange)
-    if code == at.OK:
-        store_release(load(ctx + at.CTX_CTRL) + at.BOARD_STATE, at.STATE_IDLE)
+    if code == layout.OK:
+        store_release(load(ctx + layout.CTX_CTRL) + layout.BOARD_STATE, layout.STATE_IDLE)
     leave(ctx)
     return code
 
@@ -179,46 +187,46 @@ def exchange_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int
 
 @inline
 def begin_messages(ctx: int, exchange: int) -> None:
-    store(ctx + at.CTX_STEP, 0)
-    store(ctx + at.CTX_DEADLINE, 0)
+    store(ctx + layout.CTX_STEP, 0)
+    store(ctx + layout.CTX_DEADLINE, 0)
     mark = begin_collective(exchange)
-    for i in range(load(exchange + ex.NPEERS)):
-        row = load(exchange + ex.ROWS) + i * ex.ROW_BYTES
-        count_messages(row + ex.OUT, load(exchange + ex.COLLECTIVES))
-        count_messages(row + ex.IN, load(exchange + ex.COLLECTIVES))
-        restart(row + ex.OUT, mark)
-        restart(row + ex.IN, mark)
+    for i in range(load(exchange + offsets.NPEERS)):
+        row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
+        count_messages(row + offsets.OUT, load(exchange + offsets.COLLECTIVES))
+        count_messages(row + offsets.IN, load(exchange + offsets.COLLECTIVES))
+        restart(row + offsets.OUT, mark)
+        restart(row + offsets.IN, mark)
 
 
 @inline
 def begin_collective(exchange: int) -> int:
     """Count and remember the collective that begins with this exchange, if one does; the mark of its messages, 0 for plain ones."""
-    words, begins = load(exchange + ex.COLLECTIVES), load(exchange + ex.COLLECTIVE)
+    words, begins = load(exchange + offsets.COLLECTIVES), load(exchange + offsets.COLLECTIVE)
     if words == 0:
         return 0
-    number = load(words + ex.COUNTED)
+    number = load(words + offsets.COUNTED)
     if begins != 0:
         number += 1
-        store(words + ex.COUNTED, number)
-        store(words + ex.REMEMBERED + 8 * (number % ex.MEMORY), begins)
-    return (number & ex.MARK_MASK) << ex.MARK_SHIFT
+        store(words + offsets.COUNTED, number)
+        store(words + offsets.REMEMBERED + 8 * (number % offsets.MEMORY), begins)
+    return (number & offsets.MARK_MASK) << offsets.MARK_SHIFT
 
 
 @inline
 def count_messages(way: int, words: int) -> None:
     """Add those that this exchange has one way to those of collectives; ``words`` count these, 0: the messages are plain."""
-    stream, parts = load(way + ex.NUMBER), load(way + ex.NPARTS)
+    stream, parts = load(way + offsets.NUMBER), load(way + offsets.NPARTS)
     if words != 0 and parts != 0:
-        store(stream + ex.OF_COLLECTIVES, load(stream + ex.OF_COLLECTIVES) + parts)
-        store(stream + ex.LAST_COLLECTIVE, load(words + ex.COUNTED))
+        store(stream + offsets.OF_COLLECTIVES, load(stream + offsets.OF_COLLECTIVES) + parts)
+        store(stream + offsets.LAST_COLLECTIVE, load(words + offsets.COUNTED))
 
 
 @inline
 def restart(way: int, mark: int) -> None:
-    store(way + ex.MARK, mark)
-    store(way + ex.BYTES, 0)
-    store(way + ex.MOVED, 0)
-    store(way + ex.BEGUN, 0)
+    store(way + offsets.MARK, mark)
+    store(way + offsets.BYTES, 0)
+    store(way + offsets.MOVED, 0)
+    store(way + offsets.BEGUN, 0)
     begin_next(way)
 
 
@@ -227,13 +235,13 @@ def messages_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int
     if not enter(ctx):
         return NOT_BEGUN
     code = aborted(ctx)
-    if code == at.OK:
+    if code == layout.OK:
         begin_messages(ctx, exchange)
         code = move(ctx, exchange)
-    if code == at.OK:
-        ctrl = load(ctx + at.CTX_CTRL)
-        store_release(ctrl + at.BOARD_P2P_SIG, 0)
-        store_release(ctrl + at.BOARD_STATE, at.STATE_IDLE)
+    if code == layout.OK:
+        ctrl = load(ctx + layout.CTX_CTRL)
+        store_release(ctrl + layout.BOARD_P2P_SIG, 0)
+        store_release(ctrl + layout.BOARD_STATE, layout.STATE_IDLE)
     leave(ctx)
     return code
 
