@@ -249,7 +249,7 @@ def test_several_threads_of_which_one_does_not_exist() -> None:
 
 @pytest.mark.parametrize(
     "look",
-    [lambda: locate([threading.get_ident()]), blocked_ops.only_thread],
+    [lambda: locate([threading.get_ident()]), blocked_ops.only_application_thread],
     ids=["locate", "only_thread"],
 )
 def test_a_look_keeps_nothing_of_a_program_that_collects_no_garbage(

@@ -409,7 +409,7 @@ def wait_for_one_another(case: str) -> dict[str, Any]:
 def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     """Ranks that wait for one another in calls that kernels do not compare, and whose programs wait for them: what is told of each case.
     All have time."""
-    detector.LOOK_AT_STREAMS_AFTER_S, detector.TICK_S = 0.05, 0.1
+    detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
     layout.BULK_FROM, layout.CHUNK_BYTES, layout.BULK_BYTES = 5000, 1024, 6 * 1024
     vars(blocked_ops)["only_thread"] = lambda: (
         threading.main_thread().ident
@@ -461,7 +461,7 @@ def _in_different_calls(me: Rank, case: str) -> dict[str, Any]:
 def works_that_end() -> list[float]:
     """Rank 0 waits on its host for an operation that has ended on the GPU, before others that wait for rank 1; that one waits for it
     on the CPU meanwhile, and rank 0 comes when others have asked often where everybody is."""
-    detector.LOOK_AT_STREAMS_AFTER_S, detector.TICK_S = 0.05, 0.1
+    detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
     vars(blocked_ops)["only_thread"] = lambda: threading.main_thread().ident
     with rank(timeout=60.0) as me:
         comm, x, y = me.comm, me.zeros(10), np.ones(3)

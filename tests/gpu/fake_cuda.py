@@ -877,7 +877,7 @@ class FakeLocal:
         self._cpu._core.check(0, name)
 
     def settle(self, fault: MiracclError) -> None:
-        self._cpu._core.faults.settle(fault)
+        self._cpu._core.faults.set_fault(fault)
 
     def has_stopped(self) -> bool:
         return False

@@ -838,7 +838,7 @@ def differing_in_counts(hosts: str, apart: bool, count: int) -> str:
 def in_different_calls(hosts: str, cases: Sequence[str], kernels: bool = False) -> list[str]:
     """Ranks that wait for one another between hosts, in calls that no message compares: what they raise of each case, minutes before the
     deadline."""
-    detector.LOOK_AT_STREAMS_AFTER_S = 0.05
+    detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
         return [
             _in_different_calls(World(_sub(world, case), hosts, 600.0, kernels, True), case)
@@ -891,7 +891,7 @@ def against_the_cpu(
 ) -> list[str]:
     """Rank 1 calls something else than the others, who wait for what they have called on GPU memory, or the other way round: what they
     raise of each pair of calls, of the others and of rank 1."""
-    detector.LOOK_AT_STREAMS_AFTER_S, detector.TICK_S = 0.05, 0.1
+    detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
     vars(blocked_ops)["only_thread"] = lambda: (
         threading.main_thread().ident
     )  # those of the pretended driver are no program's
@@ -933,7 +933,7 @@ def against_the_cpu(
 
 def late(hosts: str) -> None:
     """Rank 0 is late, its program or what lies in its stream, until the others have asked twice where everybody is."""
-    detector.LOOK_AT_STREAMS_AFTER_S = 0.05
+    detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
         w = World(world, hosts, apart=True)
         n, r = w.nranks, w.rank
@@ -959,7 +959,7 @@ def late(hosts: str) -> None:
 def stands_still() -> None:
     """What rank 0 sends to rank 1 stands still in the middle of a message of several, until others have asked twice where everybody is:
     rank 2 waits for what rank 0 sends next, and rank 1, in the same group, for what rank 2 sends then."""
-    detector.LOOK_AT_STREAMS_AFTER_S = 0.05
+    detector.FIRST_STREAM_PROBE_S = 0.05
     with session() as world:
         w = World(world, "ABC", apart=True)
         comm, r = w.comm, w.rank

@@ -276,7 +276,7 @@ def aborts_late(stage: str) -> dict[str, Any]:
     """As ``aborted``, but the thread of rank 0 is late: rank 1 has heard of the abort and left before rank 0 knows of it itself."""
     with rank(True, 600.0) as me:
         left, faults, vars_of = threading.Event(), me.comm._core.faults, cast(Any, SetupPhases)
-        settle, end = faults.settle, SetupPhases.cancel
+        settle, end = faults.set_fault, SetupPhases.cancel
 
         def settle_late(error: MiracclError) -> MiracclError:
             left.wait(2.0)

@@ -71,7 +71,7 @@ def pairs(
 ) -> list[dict[str, Any]]:
     """What this rank saw of each pair (call of rank ODD, call of the others); ``answer_s``: how long ranks wait for answers of others."""
     if answer_s is not None:
-        detector.ANSWER_S = status_report.STATUS_WAIT_S = answer_s
+        detector.QUERY_TIMEOUT_S = status_report.STATUS_TIMEOUT_S = answer_s
     act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=60) as world:
         return [one(world, *pair, timeout) for pair in names]

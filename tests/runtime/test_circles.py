@@ -11,44 +11,44 @@ import pytest
 
 from miraccl.diagnosis import cycles
 from miraccl.diagnosis.waits import (
-    ANY,
-    Come,
-    ForCall,
-    ForCreation,
-    ForMeeting,
-    ForMessage,
-    ForOperation,
-    ForRoom,
-    ForRows,
-    ForStream,
-    Place,
+    ANY_RANK,
+    BlockedState,
+    RankProgress,
     Wait,
+    WaitForControlOp,
+    WaitForCredit,
+    WaitForHost,
+    WaitForInit,
+    WaitForMessage,
+    WaitForOperation,
+    WaitForPackets,
+    WaitForStream,
 )
 
 
-def place(*waits: Wait | None, made: tuple[str, ...] = (), **come: dict[str, Any]) -> Place:
+def place(*waits: Wait | None, made: tuple[str, ...] = (), **come: dict[str, Any]) -> BlockedState:
     """Of a program or stream: its waits, creations it has come to, and how far it has come in communicators, by key."""
     nothing = {"sent": [0, 0, 0], "taken": [0, 0, 0]}
-    return Place(
+    return BlockedState(
         [wait for wait in waits if wait],
-        {key: Come(**(nothing | counts)) for key, counts in come.items()},
+        {key: RankProgress(**(nothing | counts)) for key, counts in come.items()},
         made,
     )
 
 
-def names(start: str, places: Mapping[str, Place]) -> list[str]:
+def names(start: str, places: Mapping[str, BlockedState]) -> list[str]:
     """Those in the circle, from what goes between processes."""
     told = {
-        name: Place.from_json(json.loads(json.dumps(place.to_json())))
+        name: BlockedState.from_json(json.loads(json.dumps(place.to_json())))
         for name, place in places.items()
     }
-    return [name for name, _ in cycles.find_circle(start, told)[1]]
+    return [name for name, _ in cycles.find_cycle(start, told)[1]]
 
 
-IN_A = ForOperation(key="a", awaited=("1",), op="", number=5)  # of process 0, for process 1
-MEETS = ForMeeting(key="a", awaited=("0", "2"), op="", number=2)  # of process 1
+IN_A = WaitForOperation(key="a", awaited=("1",), op="", number=5)  # of process 0, for process 1
+MEETS = WaitForControlOp(key="a", awaited=("0", "2"), op="", number=2)  # of process 1
 TAKES = replace(IN_A, taken=3)
-MAKES = ForCreation(key="b", awaited=("0",), op="")
+MAKES = WaitForInit(key="b", awaited=("0",), op="")
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ MAKES = ForCreation(key="b", awaited=("0",), op="")
         (place(IN_A, made=("b",)), place(MAKES, a={"operations": 4}), False),
     ],
 )
-def test_a_circle_of_two(mine: Place, theirs: Place, circle: bool) -> None:
+def test_a_circle_of_two(mine: BlockedState, theirs: BlockedState, circle: bool) -> None:
     assert bool(names("0", {"0": mine, "1": theirs})) == circle
 
 
-RECEIVES = ForMessage(key="m", awaited=("1",), op="", number=7)
-SENDS = ForRoom(key="m", awaited=("1",), op="", number=4)
+RECEIVES = WaitForMessage(key="m", awaited=("1",), op="", number=7)
+SENDS = WaitForCredit(key="m", awaited=("1",), op="", number=4)
 
 
 @pytest.mark.parametrize(
@@ -104,23 +104,23 @@ SENDS = ForRoom(key="m", awaited=("1",), op="", number=4)
         (SENDS, {"taken": [3, 0, 0]}, True),
         (SENDS, {"taken": [4, 0, 0]}, False),
         (SENDS, {"taken": [3, 0, 0], "receives": [0]}, False),
-        (SENDS, {"taken": [3, 0, 0], "receives": [ANY]}, False),
+        (SENDS, {"taken": [3, 0, 0], "receives": [ANY_RANK]}, False),
         (SENDS, {"taken": [3, 0, 0], "receives": [2], "sends": [0]}, True),
     ],
 )
 def test_a_message_against_an_operation(mine: Wait, theirs: dict[str, Any], circle: bool) -> None:
-    other = ForOperation(key="a", awaited=("0",), op="", number=1, rank=1)
+    other = WaitForOperation(key="a", awaited=("0",), op="", number=1, rank=1)
     assert bool(names("0", {"0": place(mine, a={}), "1": place(other, m=theirs)})) == circle
 
 
-LAUNCH = ForOperation(
+LAUNCH = WaitForOperation(
     key="gpu", awaited=("1/",), op="", number=5
 )  # of the stream of process 0, for that of process 1
-IN_CPU = ForOperation(
+IN_CPU = WaitForOperation(
     key="a", awaited=("0",), op="", number=1, rank=1
 )  # of process 1, for process 0
-WAITS_FOR_ALL = ForStream(key="a", awaited=("0/",), op="")
-NO_CALL = ForCall(key=IN_CPU.ident, awaited=("1",), op="")
+WAITS_FOR_ALL = WaitForStream(key="a", awaited=("0/",), op="")
+NO_CALL = WaitForHost(key=IN_CPU.ident, awaited=("1",), op="")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ NO_CALL = ForCall(key=IN_CPU.ident, awaited=("1",), op="")
     ],
 )
 def test_a_program_that_waits_for_its_stream(
-    mine: Wait | None, waits: list[Wait], theirs: Wait, here: Place, circle: bool
+    mine: Wait | None, waits: list[Wait], theirs: Wait, here: BlockedState, circle: bool
 ) -> None:
     places = {
         "0": place(mine, a={}),
@@ -177,7 +177,7 @@ def test_a_program_that_waits_for_its_stream(
     assert names("1", places) == (["1", "0", "0/", "1/"] if circle else [])
 
 
-ROWS = ForRows(key="gpu", awaited=("1/",), op="", number=3, holds=2, what="sent")
+ROWS = WaitForPackets(key="gpu", awaited=("1/",), op="", number=3, suspended=2, counter="sent")
 BACK = replace(LAUNCH, awaited=("0/",))
 
 
@@ -199,7 +199,7 @@ BACK = replace(LAUNCH, awaited=("0/",))
         ),  # it may send
     ],
 )
-def test_messages_in_kernels(mine: Wait, theirs: Place, circle: bool) -> None:
+def test_messages_in_kernels(mine: Wait, theirs: BlockedState, circle: bool) -> None:
     here = place(mine, gpu={"operations": 4, "sent": [0, 0], "taken": [0, 0]})
     assert bool(names("0/", {"0/": here, "1/": theirs})) == circle
 
@@ -211,20 +211,22 @@ def test_operations_of_one_number_that_differ() -> None:
         "1/": place(a={"called": {"5": [8, 1], "4": [6, 1]}}),
         "2/": place(),
     }
-    assert cycles.called(inside, places) == {"0/": [7, 1], "1/": [8, 1]}
+    assert cycles.logged_ops(inside, places) == {"0/": [7, 1], "1/": [8, 1]}
 
 
 def test_circles_of_three_and_those_who_wait_for_one() -> None:
     places = {
         str(r): place(
-            ForOperation(key=str(r), awaited=(str((r + 1) % 3),), op="", number=1),
+            WaitForOperation(key=str(r), awaited=(str((r + 1) % 3),), op="", number=1),
             made=(),
             **{str(k): {} for k in range(3)},
         )
         for r in range(3)
     }
     assert names("1", places) == ["1", "2", "0"]
-    places["3"] = place(ForMeeting(key="0", awaited=("0",), op="", number=1), made=(), **{"0": {}})
+    places["3"] = place(
+        WaitForControlOp(key="0", awaited=("0",), op="", number=1), made=(), **{"0": {}}
+    )
     assert names("3", places) == ["0", "1", "2"]
     places["2"] = replace(places["2"], waits=[])
     assert not names("1", places)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from miraccl.bootstrap import HUB, Notice, PeerLost
-from miraccl.diagnosis.error_codec import to_words
+from miraccl.diagnosis.error_codec import encode_error
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout, moves
 from miraccl.runtime.gpu.faults import LEFT, NOTICE, DeviceFaults
@@ -86,7 +86,7 @@ class Told:
 LOST = PeerLost(rank=1, reason="it ended")
 ABORTED = Notice(
     from_rank=1,
-    payload={NOTICE: to_words(CommunicatorAborted("rank 1 aborted the communicator: enough"))},
+    payload={NOTICE: encode_error(CommunicatorAborted("rank 1 aborted the communicator: enough"))},
 )
 
 

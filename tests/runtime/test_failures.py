@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from miraccl.diagnosis.mismatch import differences, parted
+from miraccl.diagnosis.mismatch import describe_differences, describe_diverged
 from miraccl.executor.cpu.kernels import layout
 from miraccl.tools.spawn import Outcome
 from miraccl.types import Collective
@@ -221,13 +221,13 @@ MESSAGE = int(Collective.SEND_RECV) << 16
     ],
 )
 def test_who_has_called_something_else(statuses: list[dict[str, Any]], text: str) -> None:
-    found = parted(dict(enumerate(statuses)))
+    found = describe_diverged(dict(enumerate(statuses)))
     assert found.endswith(text)
     assert bool(found) == bool(text)
 
 
 def test_lists_of_ranks_and_values_are_told_apart() -> None:
-    found = differences(
+    found = describe_differences(
         {0: {"count": "4"}, 1: {"count": "5"}, 2: {"count": "4"}, 3: {"count": "4"}}
     )
     assert found.endswith(": count is 4 on ranks 0, 2 and 3, 5 on rank 1")

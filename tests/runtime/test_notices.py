@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miraccl import errors
-from miraccl.diagnosis.error_codec import from_words, to_words
+from miraccl.diagnosis.error_codec import decode_error, encode_error
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.toolkit import CompileError
 
@@ -20,7 +20,7 @@ KINDS = [
 
 
 def told(error: MiracclError, rank: int = 1, source: int = 0) -> MiracclError:
-    heard = from_words(json.loads(json.dumps(to_words(error))), rank=rank, source=source)
+    heard = decode_error(json.loads(json.dumps(encode_error(error))), rank=rank, source=source)
     assert heard is not None
     return heard
 
@@ -64,4 +64,4 @@ def test_a_rank_that_hears_of_its_own_death_has_lost_who_told() -> None:
     ],
 )
 def test_notices_that_are_no_errors(words: Any) -> None:
-    assert from_words(words, rank=0, source=1) is None
+    assert decode_error(words, rank=0, source=1) is None

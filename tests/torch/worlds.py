@@ -29,7 +29,7 @@ def world(
 ) -> Iterator[tuple[int, int]]:
     """(rank, nranks) of the default group, which meets at a file; with ``device`` it is told its GPU."""
     torch.set_num_threads(1)
-    status_report.STATUS_WAIT_S = (
+    status_report.STATUS_TIMEOUT_S = (
         LIMIT.total_seconds() / 2
     )  # who is asked where it is may be late to say so
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])

@@ -254,10 +254,10 @@ class Communicator(Operations):
 
     def _register_gpu_wait(
         self, device: DeviceCommunicator | HostsCommunicator
-    ) -> blocked_ops.Waiting:
+    ) -> blocked_ops.BlockedScope:
         """The program's wait for all that it has called on GPU memory."""
         self._gpu_waits += 1
-        return blocked_ops.Waiting(
+        return blocked_ops.BlockedScope(
             functools.partial(
                 self._core.wait_state.wait_for_stream, device.seat.name, self._gpu_waits
             )

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from miraccl.diagnosis.waits import ForOperation, Place, Wait
+from miraccl.diagnosis.waits import BlockedState, Wait, WaitForOperation
 from miraccl.executor.cpu.kernels import layout
 
-Places = Mapping[str, Place]
+States = Mapping[str, BlockedState]
 """Of programs and streams, by name."""
-Circle = list[tuple[str, Wait]]
+Cycle = list[tuple[str, Wait]]
 """Names, with the waits for the following one."""
 
 
-def find_circle(start: str, places: Places) -> tuple[Wait | None, Circle]:
+def find_cycle(start: str, places: States) -> tuple[Wait | None, Cycle]:
     """The circle that ``start`` is in, or waits for, and the wait by which it gets there; no circle if there is none."""
-    trail: Circle = []
+    trail: Cycle = []
     seen: set[str] = set()
 
-    def follow(name: str) -> Circle:
+    def follow(name: str) -> Cycle:
         on_trail = [visited for visited, _ in trail]
         if name in on_trail:
             return trail[on_trail.index(name) :]
@@ -47,14 +47,14 @@ def find_circle(start: str, places: Places) -> tuple[Wait | None, Circle]:
     return (trail[0][1] if circle else None), circle
 
 
-def called(wait: Wait, places: Places) -> dict[str, Sequence[int]]:
+def logged_ops(wait: Wait, places: States) -> dict[str, Sequence[int]]:
     """What streams have called under the number of the operation ``wait``, as (signature, count), as far as they tell."""
-    if not isinstance(wait, ForOperation):
+    if not isinstance(wait, WaitForOperation):
         return {}
     number = str(wait.number & layout.SEQ_MASK)
     here = {
-        name: place.come[wait.key].called
+        name: place.progress[wait.key].op_log
         for name, place in places.items()
-        if wait.key in place.come
+        if wait.key in place.progress
     }
     return {name: theirs[number] for name, theirs in here.items() if number in theirs}

@@ -14,20 +14,25 @@ from typing import Any
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops, detector
-from miraccl.diagnosis.error_codec import from_words, of_death, of_leave, to_words
+from miraccl.diagnosis.error_codec import death_error, decode_error, departure_error, encode_error
 from miraccl.diagnosis.mismatch import (
-    activity,
-    compared,
+    compare_messages,
+    compare_ops,
+    describe_activity,
+    describe_completed_peer,
+    describe_differences,
+    describe_diverged,
     describe_message,
     describe_operation,
-    differences,
-    has_ended,
-    in_vain,
-    of_another_operation,
-    parted,
-    unlike_messages,
+    describe_stray_message,
+    has_completed,
 )
-from miraccl.diagnosis.status_report import ask, graph_line, place, silence
+from miraccl.diagnosis.status_report import (
+    describe_location,
+    describe_unresponsive,
+    graph_line,
+    query_status,
+)
 from miraccl.errors import (
     BootstrapError,
     CollectiveMismatch,
@@ -48,8 +53,8 @@ from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 SEND_RECV = "send_recv"
 #: Seconds in which there is news of what is behind an error of the engine. The memory of a process that dies goes before its connections;
 #: whoever finds that a stream has ended has waited already.
-_BEHIND_S = {layout.ERR_ABORTED: 2.0, layout.ERR_CMA: DEATH_NOTICE_S, layout.ERR_CUT: 0.0}
-HEARD_WAIT_S = 0.5  # for others to hear of a fault, before it is raised here
+_CAUSE_WAIT_S = {layout.ERR_ABORTED: 2.0, layout.ERR_CMA: DEATH_NOTICE_S, layout.ERR_CUT: 0.0}
+DELIVERY_WAIT_S = 0.5  # for others to hear of a fault, before it is raised here
 HINT = "this communicator is broken; shrink() makes one of the living ranks"
 
 
@@ -60,7 +65,7 @@ class Faults:
         """``alone``: see ``control``."""
         self.session, self.fabric = session, fabric
         self.rank, self.nranks = session.rank, session.nranks
-        self.called: Sequence[int] = range(
+        self.global_ranks: Sequence[int] = range(
             session.nranks
         )  # the numbers of the ranks in errors of operations
         self._alone = alone
@@ -68,13 +73,13 @@ class Faults:
         self.lost: dict[int, str] = {}
         self.left: dict[int, str] = {}
         self.closing = False
-        self._unheard = False
+        self._undelivered = False
         self.raised = False  # the program was told of a fault
-        self._silent: set[int] = set()  # did not answer when they were asked last
-        self._told = threading.Event()
-        self._stages: list[SetupPhases] = []
+        self._unresponsive: set[int] = set()  # did not answer when they were asked last
+        self._fault_known = threading.Event()
+        self._setups: list[SetupPhases] = []
         self._lock = threading.RLock()  # a signal handler may abort in the middle
-        self.control = Control(session, fabric, alone, detector.lookout.call)
+        self.control = Control(session, fabric, alone, detector.deadlock_detector.wake)
         session.status_provider = self.status
         session.on_event(self._on_event)
         for event in list(fabric.early):
@@ -86,8 +91,8 @@ class Faults:
         history = [
             [number, sig, count] for number, (sig, count) in self.fabric.history(self.rank).items()
         ]
-        if blocked_ops.needs_look():
-            detector.lookout.call()
+        if blocked_ops.needs_probe():
+            detector.deadlock_detector.wake()
         counted = (
             {"sent": self.fabric.context.sent()} if self.nranks <= control.COUNTED_RANKS else {}
         )
@@ -96,22 +101,22 @@ class Faults:
             "history": history,
             "meeting": self.control.now,
             **counted,
-            "program": blocked_ops.report(),
+            "program": blocked_ops.local_report(),
         }
 
     # ---- operations on the control plane
 
-    def meet(
+    def run_control_op(
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
     ) -> list[bytes]:
         """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends."""
         with self.control.attend(name, tag):
             try:
                 self.check()
-                self._compare_meetings()
+                self._compare_control_ops()
                 return self.control.gather(tag, data, deadline)
             except MiracclError as error:
-                raise self._explain_meeting(error, name, tag) from None
+                raise self._explain_control_op(error, name, tag) from None
 
     def check(self) -> None:
         """Raise the fault, if there is one."""
@@ -119,32 +124,32 @@ class Faults:
             self.raised = True
             raise self.fault
 
-    def _explain_meeting(self, error: MiracclError, name: str, tag: str) -> MiracclError:
+    def _explain_control_op(self, error: MiracclError, name: str, tag: str) -> MiracclError:
         self.raised = True
         if isinstance(
             error, BootstrapError | PeerDied
         ):  # a rank is gone, perhaps with a fault of which the notice is under way
-            self._await_news(NOTICE_FIRST_S)
+            self._await_cause(NOTICE_FIRST_S)
         if self.fault is not None:
-            self._let_hear()
+            self._await_delivery()
             return self.fault
         if isinstance(error, CollectiveTimeout):
-            if differing := parted(self.statuses()):
-                return self.spread(
+            if differing := describe_diverged(self.query_statuses()):
+                return self.propagate(
                     CollectiveMismatch(differing, rank=self.rank, op=name, hint=HINT)
                 )
             error.op = f"{tag!r} of {name}"
         return error
 
-    def _await_news(self, seconds: float) -> None:
+    def _await_cause(self, seconds: float) -> None:
         """Give the control plane time to tell why something has gone wrong here; what it has told by then is known when this returns."""
-        if not self._told.wait(seconds):
+        if not self._fault_known.wait(seconds):
             self.session.catch_up(CATCH_UP_S)
 
     @contextlib.contextmanager
-    def ending(self, stages: SetupPhases) -> Iterator[None]:
+    def fail_on_fault(self, stages: SetupPhases) -> Iterator[None]:
         """Inside the block a fault ends ``stages``."""
-        self._stages.append(stages)
+        self._setups.append(stages)
         try:
             self.check()
             yield
@@ -159,13 +164,15 @@ class Faults:
                 raise fault from None
             raise
         finally:
-            self._stages.remove(stages)
+            self._setups.remove(stages)
 
-    def _compare_meetings(self) -> None:
+    def _compare_control_ops(self) -> None:
         """Another rank is in another operation on the control plane, which is as good as any signature."""
         if ops := self.control.others():
-            text = differences({rank: {"collective": op} for rank, op in sorted(ops.items())})
-            self.spread(CollectiveMismatch(text, rank=self.rank, op=ops[self.rank], hint=HINT))
+            text = describe_differences(
+                {rank: {"collective": op} for rank, op in sorted(ops.items())}
+            )
+            self.propagate(CollectiveMismatch(text, rank=self.rank, op=ops[self.rank], hint=HINT))
 
     # ---- from the watcher's thread
 
@@ -177,18 +184,18 @@ class Faults:
             self.fabric.context.gone[event.rank] = 1
             self.fabric.wake(self.rank)
         elif isinstance(event, Notice):
-            self._noticed(event.from_rank, event.payload)
+            self._handle_notice(event.from_rank, event.payload)
 
     def _peer_lost(self, lost: PeerLost) -> None:
-        if self._needs_nobody:
+        if self._is_leaving:
             return
         self.lost[lost.rank] = lost.reason
-        error = of_death(lost, rank=self.called[self.rank], called=self.called)
+        error = death_error(lost, rank=self.global_ranks[self.rank], called=self.global_ranks)
         error.hint = HINT
-        self.settle(self._behind(error))
+        self.set_fault(self._root_cause(error))
 
     @property
-    def _needs_nobody(self) -> bool:
+    def _is_leaving(self) -> bool:
         """Whether this rank leaves, and nothing of it is under way any more."""
         return self.closing and self._alone() and not self.fabric.context.occupied
 
@@ -199,33 +206,35 @@ class Faults:
             self.fabric.context.gone[rank] = 1
             self.fabric.wake(self.rank)
         else:
-            after_notice(self.session, loss, lambda: self._without(rank, loss))
+            after_notice(self.session, loss, lambda: self._connection_broken(rank, loss))
 
-    def _without(self, rank: int, loss: Loss) -> None:
+    def _connection_broken(self, rank: int, loss: Loss) -> None:
         """There is no connection to a rank any more, which lives for all that is known: those between whom there is one must be told."""
-        if not self._needs_nobody and self.fault is None and rank not in self.left:
-            self._tell_loss(rank, loss)
+        if not self._is_leaving and self.fault is None and rank not in self.left:
+            self._report_loss(rank, loss)
 
-    def _tell_loss(self, rank: int, loss: Loss, op: str | None = None) -> MiracclError:
-        error = loss.error(rank=self.called[self.rank], peer=self.called[rank])
+    def _report_loss(self, rank: int, loss: Loss, op: str | None = None) -> MiracclError:
+        error = loss.error(rank=self.global_ranks[self.rank], peer=self.global_ranks[rank])
         error.hint, error.op = HINT, op
-        return self.spread(self._behind(error))
+        return self.propagate(self._root_cause(error))
 
-    def _noticed(self, source: int, payload: dict[str, Any]) -> None:
+    def _handle_notice(self, source: int, payload: dict[str, Any]) -> None:
         if payload.get("kind") == control.KIND:
             self.control.hear(source, payload)
-            self._compare_meetings()
+            self._compare_control_ops()
             return
-        if payload.get("kind") == detector.KIND:
-            detector.hear(payload)
+        if payload.get("kind") == detector.NOTICE_KIND:
+            detector.handle_notice(payload)
             return
         if (
-            error := from_words(payload, rank=self.called[self.rank], source=self._name(source))
+            error := decode_error(
+                payload, rank=self.global_ranks[self.rank], source=self._global_rank(source)
+            )
         ) is not None:
             error.hint = error.hint or HINT
-            self.settle(self._behind(error))
+            self.set_fault(self._root_cause(error))
 
-    def settle(self, error: MiracclError) -> MiracclError:
+    def set_fault(self, error: MiracclError) -> MiracclError:
         """Make ``error`` the communicator's fault unless it has one; ends all waits of this rank.
 
         Waits end first: a program that has seen the fault and goes on to another operation must find that no operation runs any more, or
@@ -235,14 +244,14 @@ class Faults:
             self.fabric.set_abort(layout.ERR_ABORTED)
             if self.fault is None:
                 self.fault = error
-        self._told.set()
+        self._fault_known.set()
         if tag := self.control.now.get("tag"):
             self.session.end_gather(tag, "the communicator is broken")
-        for stages in list(self._stages):
+        for stages in list(self._setups):
             stages.cancel(self.fault)
         return self.fault
 
-    def spread(self, error: MiracclError) -> MiracclError:
+    def propagate(self, error: MiracclError) -> MiracclError:
         """Settle on a fault found here and tell the others, who have heard of it when this returns: then this rank may end.
 
         They are told first: a program that another thread wakes here may see the fault and end at once.
@@ -250,27 +259,27 @@ class Faults:
         with self._lock:
             first = self.fault is None
             if first:
-                self._tell(error)
-            settled = self.settle(error)
+                self._notify(error)
+            settled = self.set_fault(error)
         if first:
-            self._let_hear()
+            self._await_delivery()
         return settled
 
-    def _tell(self, error: MiracclError) -> None:
+    def _notify(self, error: MiracclError) -> None:
         with contextlib.suppress(
             MiracclError
         ):  # the control plane may be gone as well; the others find out by themselves
-            self.session.notify(to_words(error))
-            self._unheard = True
+            self.session.notify(encode_error(error))
+            self._undelivered = True
 
-    def _let_hear(self) -> None:
+    def _await_delivery(self) -> None:
         """Wait until the others have heard of the fault; the watcher cannot, so whoever it wakes does."""
-        if self._unheard:
+        if self._undelivered:
             with contextlib.suppress(MiracclError):
-                self.session.wait_until_heard(HEARD_WAIT_S, without=self._silent)
-                self._unheard = False
+                self.session.wait_until_heard(DELIVERY_WAIT_S, without=self._unresponsive)
+                self._undelivered = False
 
-    def _behind(
+    def _root_cause(
         self, error: MiracclError, statuses: dict[int, dict[str, Any]] | None = None
     ) -> MiracclError:
         """What is behind ``error``: a mismatch, where a rank has died, left or aborted after ranks had called different operations.
@@ -283,9 +292,13 @@ class Faults:
         for number in sorted(
             self.fabric.history(self.rank), key=lambda number: (number - now - 1) & layout.SEQ_MASK
         ):  # the oldest first
-            if differing := self._compared(number, statuses or {}):
+            if differing := self._compare_op(number, statuses or {}):
                 return CollectiveMismatch(
-                    differing, rank=self.called[self.rank], peer=error.peer, op=error.op, hint=HINT
+                    differing,
+                    rank=self.global_ranks[self.rank],
+                    peer=error.peer,
+                    op=error.op,
+                    hint=HINT,
                 )
         return error
 
@@ -298,76 +311,84 @@ class Faults:
         peer, step = context.get(layout.CTX_ERR_PEER), context.get(layout.CTX_ERR_STEP)
         want, got = context.get(layout.CTX_ERR_WANT), context.get(layout.CTX_ERR_GOT)
         board = self.fabric.board()
-        op, rank, whom = describe_operation(board), self.called[self.rank], self._name(peer)
-        if code in _BEHIND_S:
-            self._await_news(_BEHIND_S[code])
+        op, rank, whom = (
+            describe_operation(board),
+            self.global_ranks[self.rank],
+            self._global_rank(peer),
+        )
+        if code in _CAUSE_WAIT_S:
+            self._await_cause(_CAUSE_WAIT_S[code])
             if (
                 self.fault is not None and self.fault.op is None
             ):  # a death: it is told what it has interrupted
                 self.fault.op = op
-            self._let_hear()
+            self._await_delivery()
         if code == layout.ERR_ABORTED:
             error = CommunicatorAborted("the operation was aborted", rank=rank, op=op, hint=HINT)
-            return self.fault or self.settle(self._behind(error))
+            return self.fault or self.set_fault(self._root_cause(error))
         if self.fault is not None:
             return self.fault
         if code == layout.ERR_TIMEOUT:
-            statuses = self.statuses()
+            statuses = self.query_statuses()
             differing = (
-                "" if board["p2p_sig"] else self._compared(board["sig"] & layout.SEQ_MASK, statuses)
+                ""
+                if board["p2p_sig"]
+                else self._compare_op(board["sig"] & layout.SEQ_MASK, statuses)
             )
             if (
                 differing := differing
-                or parted(statuses)
-                or self._waits_in_vain(peer, board, statuses)
+                or describe_diverged(statuses)
+                or self._peer_completed(peer, board, statuses)
             ):
-                return self.spread(
+                return self.propagate(
                     CollectiveMismatch(differing, rank=rank, peer=whom, op=op, hint=HINT)
                 )
             graph = self.wait_for_graph(statuses)
             text = f"rank {rank} passed the deadline of {self.fabric.timeout:g} s while waiting for rank {whom} in step {step}"
-            return self.spread(
+            return self.propagate(
                 CollectiveTimeout(text, graph=graph, rank=rank, peer=whom, op=op, hint=HINT)
             )
         if code == layout.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
-            return self.spread(self._parted(peer, op))
+            return self.propagate(self._diverged_error(peer, op))
         if code in (layout.ERR_LEFT, layout.ERR_PARTED) or (
             code == layout.ERR_CUT and peer in self.left
         ):
-            left = of_leave(whom, self.left.get(peer, "finalized"), rank=rank, op=op)
+            left = departure_error(whom, self.left.get(peer, "finalized"), rank=rank, op=op)
             left.hint = HINT
-            return self.spread(self._behind(left, self.statuses()))
+            return self.propagate(self._root_cause(left, self.query_statuses()))
         if code == layout.ERR_MISMATCH:
             if describe_signature(want)["collective"] == SEND_RECV and not board["p2p_sig"]:
                 op = "send/recv"  # of a group that has not waited yet: the board shows what was before it
-            return self.spread(
+            return self.propagate(
                 CollectiveMismatch(
                     self._mismatch(peer, want, got), rank=rank, peer=whom, op=op, hint=HINT
                 )
             )
         if code == layout.ERR_SIZE:
             text = f"ranks disagree on the size of a message: rank {rank} expects {want} bytes, rank {whom} sent {got}"
-            return self.spread(CollectiveMismatch(text, rank=rank, peer=whom, op=op, hint=HINT))
+            return self.propagate(CollectiveMismatch(text, rank=rank, peer=whom, op=op, hint=HINT))
         if code == layout.ERR_ENDED:
-            return self.spread(
-                CollectiveMismatch(self._in_vain(peer), rank=rank, peer=whom, op=op, hint=HINT)
+            return self.propagate(
+                CollectiveMismatch(
+                    self._completed_peer(peer), rank=rank, peer=whom, op=op, hint=HINT
+                )
             )
         if code == layout.ERR_CUT:
-            return self._tell_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), op)
+            return self._report_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), op)
         if code == layout.ERR_CMA:
             text = f"the kernel refused to copy {want} bytes from the memory of rank {whom}"
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"
-            return self.spread(SystemFailure(text, rank=rank, peer=whom, op=op, hint=hint))
-        return self.spread(MiracclError(f"the engine returned {code}", rank=rank, op=op))
+            return self.propagate(SystemFailure(text, rank=rank, peer=whom, op=op, hint=hint))
+        return self.propagate(MiracclError(f"the engine returned {code}", rank=rank, op=op))
 
-    def _name(self, rank: int) -> int:
+    def _global_rank(self, rank: int) -> int:
         """The number in errors; what is no rank stays as it is."""
-        return self.called[rank] if 0 <= rank < self.nranks else rank
+        return self.global_ranks[rank] if 0 <= rank < self.nranks else rank
 
-    def _in_vain(self, peer: int) -> str:
-        return in_vain(self.called[self.rank], self.called[peer])
+    def _completed_peer(self, peer: int) -> str:
+        return describe_completed_peer(self.global_ranks[self.rank], self.global_ranks[peer])
 
-    def _waits_in_vain(
+    def _peer_completed(
         self, peer: int, board: dict[str, int], statuses: dict[int, dict[str, Any]]
     ) -> str:
         """Where ``peer`` has ended the operation on ``board``, and nothing of what it sent is under way: so in words; else empty."""
@@ -376,37 +397,37 @@ class Faults:
             board["p2p_sig"]
             or not isinstance(theirs, dict)
             or "sent" not in theirs
-            or not has_ended(board, theirs)
+            or not has_completed(board, theirs)
         ):
             return ""
         return (
-            self._in_vain(peer)
+            self._completed_peer(peer)
             if theirs["sent"][self.rank] == self.fabric.context.received(peer)
             else ""
         )
 
-    def _parted(self, peer: int, op: str) -> MiracclError:
+    def _diverged_error(self, peer: int, op: str) -> MiracclError:
         """The error of a wait for a rank that waits on the control plane."""
-        statuses, board = self.statuses(), self.fabric.board()
+        statuses, board = self.query_statuses(), self.fabric.board()
         names = {
             peer: self.control.told_by(peer),
             self.rank: describe_signature(board["p2p_sig"] or board["sig"])["collective"],
         }
-        text = parted(statuses) or differences(
+        text = describe_diverged(statuses) or describe_differences(
             {rank: {"collective": name} for rank, name in sorted(names.items())}
         )
         return CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT)
 
-    def unlike_messages(
+    def message_mismatch(
         self, peer: int, mine: tuple[int, int], theirs: tuple[int, int], text: str = ""
     ) -> MiracclError:
         """The error of a message that ``peer`` sent and that is not what this rank receives; (signature, elements) of each, and how they
         differ, where not by these."""
         if self.fault is not None:
             return self.fault
-        text = text or unlike_messages(self.rank, mine, peer, theirs)
+        text = text or compare_messages(self.rank, mine, peer, theirs)
         op = describe_message(*mine)
-        return self.spread(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT))
+        return self.propagate(CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=HINT))
 
     def _mismatch(self, peer: int, want: int, got: int) -> str:
         """Which field differs, and which ranks have which value."""
@@ -414,18 +435,18 @@ class Faults:
             describe_signature(want)["collective"],
             describe_signature(got)["collective"],
         ):
-            return self._unlike(peer, want, got)
+            return self._compare_with_peer(peer, want, got)
         statuses = (
-            self.statuses()
+            self.query_statuses()
         )  # a message of an earlier operation than this: that is where ranks parted
         for number in (got & layout.SEQ_MASK, want & layout.SEQ_MASK):
-            if differing := self._compared(number, statuses):
+            if differing := self._compare_op(number, statuses):
                 return differing
-        return of_another_operation(
-            self.called[self.rank], self.called[peer], want, got
-        ) or self._unlike(peer, want, got)
+        return describe_stray_message(
+            self.global_ranks[self.rank], self.global_ranks[peer], want, got
+        ) or self._compare_with_peer(peer, want, got)
 
-    def _compared(self, number: int, statuses: dict[int, dict[str, Any]]) -> str:
+    def _compare_op(self, number: int, statuses: dict[int, dict[str, Any]]) -> str:
         """How the ranks' operations with this number (``SEQ_MASK``) differ, as far as boards and ``statuses`` tell; else empty."""
         found = {
             rank: entry
@@ -437,9 +458,9 @@ class Faults:
             for entry in status.get("history", ()) if isinstance(status, dict) else ():
                 if isinstance(entry, list) and len(entry) == 3 and entry[0] == number:
                     found[rank] = (int(entry[1]), int(entry[2]))
-        return compared({self.called[rank]: entry for rank, entry in found.items()})
+        return compare_ops({self.global_ranks[rank]: entry for rank, entry in found.items()})
 
-    def _unlike(self, peer: int, want: int, got: int) -> str:
+    def _compare_with_peer(self, peer: int, want: int, got: int) -> str:
         """Two ranks whose messages do not belong together."""
         board = self.fabric.board()
         count = (
@@ -450,17 +471,19 @@ class Faults:
             else -1
         )
         same_count = describe_signature(want)["count"] == describe_signature(got)["count"]
-        return unlike_messages(
-            self.called[self.rank],
+        return compare_messages(
+            self.global_ranks[self.rank],
             (want, count),
-            self.called[peer],
+            self.global_ranks[peer],
             (got, count if same_count else -1),
         )
 
-    def statuses(self) -> dict[int, dict[str, Any]]:
+    def query_statuses(self) -> dict[int, dict[str, Any]]:
         """What all ranks are doing, as ``statuses.ask`` has it."""
-        statuses = ask(self.session, self.left)
-        self._silent = {rank for rank, answer in statuses.items() if not answer.get("answered")}
+        statuses = query_status(self.session, self.left)
+        self._unresponsive = {
+            rank for rank, answer in statuses.items() if not answer.get("answered")
+        }
         return statuses
 
     def wait_for_graph(self, statuses: dict[int, dict[str, Any]]) -> tuple[str, ...]:
@@ -477,16 +500,20 @@ class Faults:
             board = answer.get("status")
             if rank in self.left:
                 lines.append(
-                    graph_line(self.called[rank], f"left the communicator ({self.left[rank]})")
+                    graph_line(
+                        self.global_ranks[rank], f"left the communicator ({self.left[rank]})"
+                    )
                 )
             elif not answer.get("answered") or not isinstance(board, dict) or "seq" not in board:
-                lines.append(graph_line(self.called[rank], silence(answer)))
+                lines.append(graph_line(self.global_ranks[rank], describe_unresponsive(answer)))
             else:
                 lines.append(
                     graph_line(
-                        self.called[rank],
-                        activity({**board, "peer": self._name(board["peer"])}, newest),
-                        place(answer),
+                        self.global_ranks[rank],
+                        describe_activity(
+                            {**board, "peer": self._global_rank(board["peer"])}, newest
+                        ),
+                        describe_location(answer),
                     )
                 )
         return tuple(lines)

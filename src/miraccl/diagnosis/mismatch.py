@@ -13,7 +13,7 @@ def _fields(sig: int, count: int) -> dict[str, str]:
     return {**describe_signature(sig), **({"count": str(count)} if count >= 0 else {})}
 
 
-def compared(entries: dict[int, tuple[int, int]]) -> str:
+def compare_ops(entries: dict[int, tuple[int, int]]) -> str:
     """How operations that ranks number alike differ, from (signature, count) by rank; empty if they do not.
 
     A count may be that of the operation before: it is written after the signature, which has a hash of it.
@@ -26,17 +26,17 @@ def compared(entries: dict[int, tuple[int, int]]) -> str:
     fields = {
         rank: _fields(sig, count if told else -1) for rank, (sig, count) in sorted(entries.items())
     }
-    return differences(fields) or differences(
+    return describe_differences(fields) or describe_differences(
         {rank: _fields(sig, -1) for rank, (sig, _) in sorted(entries.items())}
     )
 
 
-def in_vain(rank: int, peer: int) -> str:
+def describe_completed_peer(rank: int, peer: int) -> str:
     """That ``rank`` waits for ``peer`` in an operation that this one has ended."""
     return f"ranks disagree on what is sent: rank {rank} waits for rank {peer}, which has ended this operation"
 
 
-def has_ended(board: dict[str, int], theirs: dict[str, Any]) -> bool:
+def has_completed(board: dict[str, int], theirs: dict[str, Any]) -> bool:
     """Whether the rank with the board ``theirs`` has ended the collective on ``board``."""
     return bool(
         theirs["seq"] > board["seq"]
@@ -44,7 +44,7 @@ def has_ended(board: dict[str, int], theirs: dict[str, Any]) -> bool:
     )
 
 
-def of_another_operation(rank: int, peer: int, want: int, got: int) -> str:
+def describe_stray_message(rank: int, peer: int, want: int, got: int) -> str:
     """What a message of ``peer`` means that belongs to an operation of another number than the one that ``rank`` waits in, where both ranks
     ran these alike; empty if it belongs to this one."""
     mine, theirs = want & layout.SEQ_MASK, got & layout.SEQ_MASK
@@ -55,15 +55,15 @@ def of_another_operation(rank: int, peer: int, want: int, got: int) -> str:
     return f"ranks disagree on what is sent: rank {peer} sent more in operation #{theirs} than rank {rank} took"
 
 
-def unlike_messages(one: int, first: tuple[int, int], other: int, second: tuple[int, int]) -> str:
+def compare_messages(one: int, first: tuple[int, int], other: int, second: tuple[int, int]) -> str:
     """How a message of rank ``one`` differs from that of rank ``other``; (signature, count) of each, where a count of -1 is unknown."""
     both = {one: _fields(*first), other: _fields(*second)}
     if both[one]["collective"] != both[other]["collective"]:
         both = {rank: {"collective": fields["collective"]} for rank, fields in both.items()}
-    return differences(both) or "ranks called different operations: the signatures differ"
+    return describe_differences(both) or "ranks called different operations: the signatures differ"
 
 
-def differences(fields_of: dict[int, dict[str, str]]) -> str:
+def describe_differences(fields_of: dict[int, dict[str, str]]) -> str:
     """Which fields differ between ranks, and who has which value; empty if none does."""
     parts = []
     for field in next(iter(fields_of.values()), {}):
@@ -87,7 +87,7 @@ def differences(fields_of: dict[int, dict[str, str]]) -> str:
     return "ranks called different operations: " + "; ".join(parts) if parts else ""
 
 
-def parted(statuses: dict[int, dict[str, Any]]) -> str:
+def describe_diverged(statuses: dict[int, dict[str, Any]]) -> str:
     """Which ranks are in an operation on the control plane while others wait for them in another one, there or elsewhere; empty if none
     are."""
     boards = {
@@ -120,7 +120,7 @@ def parted(statuses: dict[int, dict[str, Any]]) -> str:
                     {"collective": describe_signature(sig)["collective"]},
                     {"collective": str(meeting.get("op"))},
                 )
-    return differences(dict(sorted(names.items())))
+    return describe_differences(dict(sorted(names.items())))
 
 
 def describe_operation(board: dict[str, int]) -> str:
@@ -147,7 +147,7 @@ def describe_message(sig: int, count: int) -> str:
     return f"{name} ({count} x {fields['dtype']})"
 
 
-def activity(board: dict[str, Any], newest: int) -> str:
+def describe_activity(board: dict[str, Any], newest: int) -> str:
     what = describe_operation(board)
     if board.get("meeting"):
         return f"waits in {board['meeting'].get('op')}; its last operation was {what}"

@@ -12,24 +12,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ANY = -1  # instead of a rank
+ANY_RANK = -1  # instead of a rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Come:
+class RankProgress:
     """How far a rank has come in a communicator: operations and meetings, by rank messages ``sent`` and ``taken``, and ``large`` ones that
     were taken where these are counted apart. To and from which ranks it ``sends`` and ``receives`` as well; ``aside``: operations that it
     has called already may be to come. ``called``: its last operations, by number (as on boards) signature and count."""
 
     operations: int = 0
-    meetings: int = 0
+    control_ops: int = 0
     sent: Sequence[int] = ()
-    taken: Sequence[int] = ()
+    received: Sequence[int] = ()
     large: Sequence[int] = ()
     sends: Collection[int] = ()
     receives: Collection[int] = ()
-    aside: bool = False
-    called: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    background: bool = False
+    op_log: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Wait(abc.ABC):
     number: int = 0
     rank: int = 0
     collective: str = ""
-    end: Callable[[str], None] = field(default=lambda _: None, compare=False)
+    fail: Callable[[str], None] = field(default=lambda _: None, compare=False)
 
     @property
     def ident(self) -> str:
@@ -54,76 +54,81 @@ class Wait(abc.ABC):
         return f"{type(self).__name__} {self.key} {self.number}"
 
     @abc.abstractmethod
-    def is_held_up(self, theirs: Place) -> bool:
+    def is_held_up(self, theirs: BlockedState) -> bool:
         """Whether one of ``awaited``, which is in a wait of its own, has not come."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": type(self).__name__,
-            **{name: getattr(self, name) for name in _told(type(self))},
+            **{name: getattr(self, name) for name in _wire_fields(type(self))},
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Wait:
         kind = _KINDS[data["kind"]]
         return kind(
-            **{name: data[name] for name in _told(kind)} | {"awaited": tuple(data["awaited"])}
+            **{name: data[name] for name in _wire_fields(kind)}
+            | {"awaited": tuple(data["awaited"])}
         )
 
 
-def _told(kind: type[Wait]) -> list[str]:
+def _wire_fields(kind: type[Wait]) -> list[str]:
     """The names of what others are told."""
     return [each.name for each in dataclasses.fields(kind) if each.name != "end"]
 
 
-class ForStream(Wait):
+class WaitForStream(Wait):
     """Of a program, its ``number``-th, for what a stream of its own has to do."""
 
-    def is_held_up(self, theirs: Place) -> bool:
-        return not any(isinstance(wait, ForCall) for wait in theirs.waits)
+    def is_held_up(self, theirs: BlockedState) -> bool:
+        return not any(isinstance(wait, WaitForHost) for wait in theirs.waits)
 
 
-class ForCall(Wait):
+class WaitForHost(Wait):
     """Of a stream that has nothing to do, for its program. ``key``: the ``ident`` of the wait that this is in."""
 
-    def is_held_up(self, theirs: Place) -> bool:
+    def is_held_up(self, theirs: BlockedState) -> bool:
         return any(wait.ident == self.key for wait in theirs.waits)
 
 
-class ForCreation(Wait):
+class WaitForInit(Wait):
     """For others to come to the creation ``key``."""
 
-    def is_held_up(self, theirs: Place) -> bool:
-        return self.key not in theirs.made
+    def is_held_up(self, theirs: BlockedState) -> bool:
+        return self.key not in theirs.inits
 
 
-class ForMeeting(Wait):
+class WaitForControlOp(Wait):
     """On the control plane."""
 
-    def is_held_up(self, theirs: Place) -> bool:
-        come = theirs.come.get(self.key)
-        return come is not None and come.meetings < self.number
+    def is_held_up(self, theirs: BlockedState) -> bool:
+        come = theirs.progress.get(self.key)
+        return come is not None and come.control_ops < self.number
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForOperation(Wait):
+class WaitForOperation(Wait):
     """For others to come to an operation. ``taken``: how many messages of this rank the awaited one must have taken, where the wait is for
     that; else 0."""
 
-    taken: int = 0
+    must_receive: int = 0
 
     @property
     def ident(self) -> str:
-        return f"{super().ident} {self.taken}"
+        return f"{super().ident} {self.must_receive}"
 
-    def is_held_up(self, theirs: Place) -> bool:
-        come = theirs.come.get(self.key)
-        if come is None or come.aside or (self.taken and come.taken[self.rank] >= self.taken):
+    def is_held_up(self, theirs: BlockedState) -> bool:
+        come = theirs.progress.get(self.key)
+        if (
+            come is None
+            or come.background
+            or (self.must_receive and come.received[self.rank] >= self.must_receive)
+        ):
             return False
         return come.operations < self.number
 
 
-class OfPair(Wait):
+class PeerWait(Wait):
     """For one other rank."""
 
     @property
@@ -131,89 +136,91 @@ class OfPair(Wait):
         return f"{super().ident} {self.awaited[0]}"
 
 
-class ForMessage(OfPair):
+class WaitForMessage(PeerWait):
     """For the message of a rank after the first ``number``."""
 
-    def is_held_up(self, theirs: Place) -> bool:
-        come = theirs.come.get(self.key)
+    def is_held_up(self, theirs: BlockedState) -> bool:
+        come = theirs.progress.get(self.key)
         return (
             come is not None
-            and not come.aside
+            and not come.background
             and self.rank not in come.sends
             and come.sent[self.rank] == self.number
         )
 
 
-class ForRoom(OfPair):
+class WaitForCredit(PeerWait):
     """Until a rank has taken ``number`` messages of this one."""
 
-    def is_held_up(self, theirs: Place) -> bool:
-        come = theirs.come.get(self.key)
-        if come is None or come.aside or come.taken[self.rank] >= self.number:
+    def is_held_up(self, theirs: BlockedState) -> bool:
+        come = theirs.progress.get(self.key)
+        if come is None or come.background or come.received[self.rank] >= self.number:
             return False
-        return not {self.rank, ANY} & set(come.receives)
+        return not {self.rank, ANY_RANK} & set(come.receives)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForRows(OfPair):
+class WaitForPackets(PeerWait):
     """Of a kernel, for a message, where only its holder can tell whether it comes (``executor/cuda/source/p2p.cuh``): until the count that
     the holder has under the name ``what`` has come to ``number``. ``holds`` has a bit for each rank for whose rows the launch that waits
     does nothing."""
 
-    what: str
-    holds: int
+    counter: str
+    suspended: int
 
     @property
     def ident(self) -> str:
-        return f"{super().ident} {self.what}"
+        return f"{super().ident} {self.counter}"
 
-    def is_held_up(self, theirs: Place) -> bool:
-        come = theirs.come.get(self.key)
-        in_launch = [wait.holds for wait in theirs.waits if isinstance(wait, ForRows)]
+    def is_held_up(self, theirs: BlockedState) -> bool:
+        come = theirs.progress.get(self.key)
+        in_launch = [wait.suspended for wait in theirs.waits if isinstance(wait, WaitForPackets)]
         if come is None or (in_launch and not any(holds >> self.rank & 1 for holds in in_launch)):
             return False
-        counts: Sequence[int] = getattr(come, self.what)
+        counts: Sequence[int] = getattr(come, self.counter)
         return counts[self.rank] < self.number
 
 
 _KINDS: dict[str, type[Wait]] = {
     kind.__name__: kind
     for kind in (
-        ForStream,
-        ForCall,
-        ForCreation,
-        ForMeeting,
-        ForOperation,
-        ForMessage,
-        ForRoom,
-        ForRows,
+        WaitForStream,
+        WaitForHost,
+        WaitForInit,
+        WaitForControlOp,
+        WaitForOperation,
+        WaitForMessage,
+        WaitForCredit,
+        WaitForPackets,
     )
 }
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockedState:
     """Where a program or stream is: what it waits for, each of which keeps it from going on; and, found out after that, how far it has
     come, by the communicators' keys, and to which creations."""
 
     waits: Sequence[Wait] = ()
-    come: Mapping[str, Come] = field(default_factory=dict)
-    made: Collection[str] = ()
+    progress: Mapping[str, RankProgress] = field(default_factory=dict)
+    inits: Collection[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        come = {key: dataclasses.asdict(come) for key, come in self.come.items()}
+        come = {key: dataclasses.asdict(come) for key, come in self.progress.items()}
         return {
             "waits": [wait.to_json() for wait in self.waits],
             "come": come,
-            "made": list(self.made),
+            "made": list(self.inits),
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Place:
+    def from_json(cls, data: Mapping[str, Any]) -> BlockedState:
         waits = [Wait.from_json(wait) for wait in data["waits"]]
-        return cls(waits, {key: Come(**come) for key, come in data["come"].items()}, data["made"])
+        return cls(
+            waits, {key: RankProgress(**come) for key, come in data["come"].items()}, data["made"]
+        )
 
 
-def stream_of(token: str, key: str, rank: int) -> str:
+def stream_name(token: str, key: str, rank: int) -> str:
     """The name of a rank's stream in the communicator ``key``; ranks may be threads of one process."""
     return f"{token}/{key}/{rank}"

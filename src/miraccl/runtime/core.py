@@ -19,8 +19,8 @@ from miraccl import __version__, params, trace
 from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
-from miraccl.diagnosis.detector import lookout
-from miraccl.diagnosis.error_codec import of_abort
+from miraccl.diagnosis.detector import deadlock_detector
+from miraccl.diagnosis.error_codec import abort_error
 from miraccl.diagnosis.faults import Faults
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout
@@ -138,8 +138,8 @@ class CommunicatorCore:
             self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV)
         )
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
-            self.context.set(layout.CTX_LOOKOUT, lookout.open())
-            blocked_ops.seats.take(self.wait_state)
+            self.context.set(layout.CTX_LOOKOUT, deadlock_detector.start())
+            blocked_ops.providers.add(self.wait_state)
         session.on_event(self.pending_setup.on_event)
         forks.register(self)
         if _log.isEnabledFor(logging.INFO):  # with many ranks the line takes time
@@ -414,12 +414,12 @@ class CommunicatorCore:
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
     ) -> list[bytes]:
         """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
-        with blocked_ops.Waiting(self.wait_state.wait_for_control_op):
-            return self.faults.meet(name, tag, data, deadline)
+        with blocked_ops.BlockedScope(self.wait_state.wait_for_control_op):
+            return self.faults.run_control_op(name, tag, data, deadline)
 
     def cancel_on_fault(self, stages: SetupPhases) -> contextlib.AbstractContextManager[None]:
         """Inside the block the communicator's fault ends ``stages``."""
-        return self.faults.ending(stages)
+        return self.faults.fail_on_fault(stages)
 
     @property
     def pending(self) -> int:
@@ -467,7 +467,7 @@ class CommunicatorCore:
     def abort(self, reason: str) -> None:
         if self.closed:
             return
-        self.faults.spread(of_abort(self.rank, reason))
+        self.faults.propagate(abort_error(self.rank, reason))
 
     def cancel_pending_setup(self) -> None:
         """The ranks that make another communicator of this one's go on without this rank."""
@@ -497,7 +497,7 @@ class CommunicatorCore:
             self._fail_running_op("an operation was pending")
             self._worker.close(CLOSE_WAIT_S)
         self.closed = True
-        blocked_ops.seats.leave(self.wait_state)
+        blocked_ops.providers.remove(self.wait_state)
         self.update_busy()
         self._interrupt_running_op()
         broken = str(self.faults.fault) if self.faults.fault is not None else ""
@@ -514,7 +514,7 @@ class CommunicatorCore:
             self._wait_until_idle()
 
     def _fail_running_op(self, what: str) -> None:
-        self.faults.settle(
+        self.faults.set_fault(
             CommunicatorClosed(f"the communicator was finalized while {what}", rank=self.rank)
         )
 

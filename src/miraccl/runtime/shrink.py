@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
-from miraccl.diagnosis.detector import Creation
+from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import BootstrapError, CollectiveMismatch, CommunicatorAborted, PeerDied
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.fabric import NOTICE_FIRST_S
@@ -37,7 +37,7 @@ def shrink(core: CommunicatorCore, number: int, make: Callable[[Session, SetupPh
             stages.cancel(CollectiveMismatch(text, rank=core.rank, op="shrink"))
 
         with (
-            Creation(name, session.tokens, "shrink", core.rank, end),
+            PendingCreation(name, session.tokens, "shrink", core.rank, end),
             core.pending_setup.track(stages, ranks),
         ):
             try:

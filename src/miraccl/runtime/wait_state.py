@@ -10,13 +10,13 @@ from miraccl.bootstrap import Session
 from miraccl.diagnosis.faults import HINT
 from miraccl.diagnosis.mismatch import describe_operation
 from miraccl.diagnosis.waits import (
-    Come,
-    ForMeeting,
-    ForMessage,
-    ForOperation,
-    ForRoom,
-    ForStream,
+    RankProgress,
     Wait,
+    WaitForControlOp,
+    WaitForCredit,
+    WaitForMessage,
+    WaitForOperation,
+    WaitForStream,
 )
 from miraccl.errors import CollectiveMismatch
 from miraccl.executor.cpu.kernels import layout
@@ -82,19 +82,25 @@ class CoreWaitState:
         peer, op = board["peer"], f"{describe_operation(board)} of {member.session.name}"
         if board["p2p_sig"]:
             return self.wait_for_message(peer, received[peer], taken, op)
-        return ForOperation(number=board["seq"], taken=taken, **self._common_fields([peer], op))
+        return WaitForOperation(
+            number=board["seq"], must_receive=taken, **self._common_fields([peer], op)
+        )
 
     def wait_for_message(self, peer: int, received: int, taken: int, op: str) -> Wait:
         """For the message of a rank after the first ``received``, or until it has taken ``taken`` of this one's."""
         found = self._common_fields([peer], op)
-        return ForRoom(number=taken, **found) if taken else ForMessage(number=received, **found)
+        return (
+            WaitForCredit(number=taken, **found)
+            if taken
+            else WaitForMessage(number=received, **found)
+        )
 
     def wait_for_stream(self, stream: str, number: int, op: str = "synchronize") -> Wait | None:
         """The program's ``number``-th wait in ``op`` for what a stream of this process has to do (``whereabouts.Stream``)."""
         if self._core.faults.fault is not None:
             return None
         end, key = functools.partial(self._end, op), f"{self.key} {op}"
-        return ForStream(
+        return WaitForStream(
             key=key, awaited=(stream,), op=op, end=end, number=number, rank=self._core.rank
         )
 
@@ -104,7 +110,7 @@ class CoreWaitState:
         if not now or now["op"] == FINALIZE or member.faults.fault is not None:
             return None
         others = [rank for rank in range(member.nranks) if rank != member.rank]
-        return ForMeeting(
+        return WaitForControlOp(
             number=now["number"],
             **self._common_fields(others, f"{now['op']} of {member.session.name}"),
         )
@@ -120,18 +126,20 @@ class CoreWaitState:
             "rank": self._core.rank,
         }
 
-    def come(self) -> Come:
+    def come(self) -> RankProgress:
         member, aside = self._core, self.aside()  # first: what ends meanwhile is in the counts
         transfers = [*self.transfers(), *member.context.pair()]
-        return Come(
+        return RankProgress(
             operations=member.context.get(layout.CTX_SEQ),
-            meetings=member.faults.control.come,
+            control_ops=member.faults.control.come,
             sent=member.context.sent(),
-            taken=[member.context.received(rank) for rank in range(member.nranks)],
-            aside=aside,
+            received=[member.context.received(rank) for rank in range(member.nranks)],
+            background=aside,
             sends=[peer for peer, receives in transfers if not receives],
             receives=[peer for peer, receives in transfers if receives],
         )
 
     def _end(self, op: str, text: str) -> None:
-        self._core.faults.spread(CollectiveMismatch(text, rank=self._core.rank, op=op, hint=HINT))
+        self._core.faults.propagate(
+            CollectiveMismatch(text, rank=self._core.rank, op=op, hint=HINT)
+        )

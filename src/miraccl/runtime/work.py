@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miraccl import params
-from miraccl.diagnosis.blocked_ops import Wait, Waiting
+from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, InvalidUsage, as_system_failure
 
 
@@ -40,7 +40,7 @@ class Work:
         ``stream`` says something on GPU memory alone; what is in CPU memory is there for every stream.
         """
         if timeout is None and self._where is not None and not self._done.is_set():
-            with Waiting(self._where):
+            with BlockedScope(self._where):
                 self._done.wait()
         if not self._done.wait(patience(timeout)):
             raise CollectiveTimeout(

@@ -50,7 +50,7 @@ def wait_state_of(comm: Communicator) -> CoreWaitState:
 def wait_for_graph(comm: Communicator) -> tuple[str, ...]:
     """One line per rank: what it does, and where its program is."""
     faults = comm._core.faults
-    return faults.wait_for_graph(faults.statuses())
+    return faults.wait_for_graph(faults.query_statuses())
 
 
 def is_on_one_host(comm: Communicator) -> bool:
@@ -205,4 +205,4 @@ class TaggedExchange(Exchange):
         member = self._member
         graph = wait_for_graph(self._comm)
         error = CollectiveTimeout(text, graph=graph, rank=member.rank, peer=peer, op="send/recv")
-        return member.faults.spread(error)
+        return member.faults.propagate(error)

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from miraccl.api.communicator import Communicator
-from miraccl.diagnosis.blocked_ops import Waiting
-from miraccl.diagnosis.detector import lookout
-from miraccl.diagnosis.waits import ANY, Wait
+from miraccl.diagnosis.blocked_ops import BlockedScope
+from miraccl.diagnosis.detector import deadlock_detector
+from miraccl.diagnosis.waits import ANY_RANK, Wait
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -172,7 +172,7 @@ class TagMatcher:
         if not message.done and limit is not None:
             self._wait_loop(message, limit)
         elif not message.done and not self._try_direct_receive(message):
-            with Waiting(lambda: self._wait_reason(message)):
+            with BlockedScope(lambda: self._wait_reason(message)):
                 self._wait_loop(message, limit)
         if message.error is not None:
             raise message.error
@@ -193,7 +193,7 @@ class TagMatcher:
                     self._raise_timeout(message, limit)
                 break
             if now > long:
-                lookout.call()
+                deadlock_detector.wake()
                 long = end
             with self._locked:
                 self._post_header_receives()
@@ -242,7 +242,7 @@ class TagMatcher:
         return [
             *awaited,
             *aside,
-            *((ANY if m.peer is None else m.peer, not m.sends) for m in messages),
+            *((ANY_RANK if m.peer is None else m.peer, not m.sends) for m in messages),
         ]
 
     def _try_direct_receive(self, message: TaggedMessage) -> bool:

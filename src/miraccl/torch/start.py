@@ -15,7 +15,7 @@ from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
 from miraccl.bootstrap.dial import HubNotFound
 from miraccl.deadline import Deadline
-from miraccl.diagnosis.detector import Creation
+from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
 from miraccl.runtime.fabric import NOTICE_FIRST_S
 from miraccl.runtime.gpu.launch_order import program_launch_orders
@@ -84,7 +84,7 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     return ProcessGroupMiraccl(store, comm, p2p_comm, other_backends)
 
 
-class GroupCreation(Creation):
+class GroupCreation(PendingCreation):
     """A group that is made: the default group knows the processes of its ranks, and which of them have left, so that they will not come."""
 
     def __init__(self, opts: Any) -> None:
@@ -116,7 +116,7 @@ class GroupCreation(Creation):
             time.sleep(BACKOFF_FIRST_S)
 
     def look(self) -> None:
-        super().look()
+        super().raise_if_failed()
         gone = self._world.gone() & {*self._ranks} if self._world is not None else ()
         if gone:
             peer = min(gone)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from miraccl import params
-from miraccl.diagnosis.blocked_ops import Wait, Waiting
+from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
 
@@ -48,7 +48,7 @@ class Work(dist.Work):
         if not self._done:
             limit = seconds(timeout)
             if limit is None and self.wait_reason is not None:
-                with Waiting(self.wait_reason):
+                with BlockedScope(self.wait_reason):
                     self._running.acquire()
             elif not self._running.acquire(timeout=-1 if limit is None else limit):
                 raise BackendError(

@@ -20,8 +20,8 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap import Session
-from miraccl.diagnosis.detector import lookout
-from miraccl.diagnosis.error_codec import from_words, to_words
+from miraccl.diagnosis.detector import deadlock_detector
+from miraccl.diagnosis.error_codec import decode_error, encode_error
 from miraccl.errors import (
     BootstrapError,
     CollectiveTimeout,
@@ -61,7 +61,7 @@ from miraccl.runtime.gpu.planner import DevicePlanner
 from miraccl.runtime.gpu.probe import Looks
 from miraccl.runtime.gpu.rings import RingOrder, find_ring
 from miraccl.runtime.gpu.stream_order import StreamOrder
-from miraccl.runtime.gpu.wait_state import KernelSeat
+from miraccl.runtime.gpu.wait_state import KernelWaitState
 from miraccl.runtime.gpu.windows import DeviceWindows
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
@@ -168,9 +168,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         if self.ctas.copy_engines_only and self.nranks > 1:
             self.faults.watch_copies(self._engines, self._probe.copies)
-        self.seat = KernelSeat(session, self._probe, self.faults.end_in_vain, self._is_drained)
+        self.seat = KernelWaitState(session, self._probe, self.faults.end_in_vain, self._is_drained)
         if not global_ranks and self.nranks > 1:  # else a part of something that is attended
-            lookout.attend(self.seat)
+            deadlock_detector.monitor(self.seat)
         self.closed = self._foreign = False
         forks.register(self)
         if _log.isEnabledFor(logging.INFO):
@@ -555,14 +555,16 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         """What was found at the end here, or on another rank: who sent what nobody took hears of it as well."""
         words: list[Any] = []
         with contextlib.suppress(MiracclError):
-            mine = json.dumps(to_words(untold) if untold is not None else None).encode()
+            mine = json.dumps(encode_error(untold) if untold is not None else None).encode()
             words = [
                 json.loads(blob)
                 for blob in self.session.all_gather(mine, "gpu closed", CLOSE_WAIT_S)
             ]
         if untold is not None or told or self.faults.told:
             return untold
-        heard = (from_words(said, rank=self.faults.rank, source=self.faults.rank) for said in words)
+        heard = (
+            decode_error(said, rank=self.faults.rank, source=self.faults.rank) for said in words
+        )
         return next((error for error in heard if error is not None), None)
 
     def forked(self) -> None:

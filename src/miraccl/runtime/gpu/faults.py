@@ -16,15 +16,21 @@ from typing import Any, Protocol
 
 from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.diagnosis import detector
-from miraccl.diagnosis.error_codec import from_words, of_abort, of_death, of_leave, to_words
+from miraccl.diagnosis.error_codec import (
+    abort_error,
+    death_error,
+    decode_error,
+    departure_error,
+    encode_error,
+)
 from miraccl.diagnosis.status_report import (
-    IN_ORDER,
-    ask,
-    circle,
+    ORDER_HINT,
+    describe_cycle,
+    describe_location,
+    describe_unresponsive,
     graph_line,
-    place,
-    silence,
-    together,
+    join_parts,
+    query_status,
 )
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
@@ -167,7 +173,9 @@ class DeviceFaults:
         if not error or self._is_late(error):
             return
         asks = error in (layout.ERROR_TIMEOUT, layout.ERROR_CIRCLE)
-        answers = ask(self.session) if asks else {}  # without the lock: answers come meanwhile
+        answers = (
+            query_status(self.session) if asks else {}
+        )  # without the lock: answers come meanwhile
         with self._lock:
             if self._is_late(error):
                 self._found = True
@@ -196,7 +204,7 @@ class DeviceFaults:
             hint = "a send and its receive come before or after the same collectives on both ranks"
             return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
         if error == layout.ERROR_CIRCLE:
-            return CollectiveMismatch(self._circle(answers), rank=rank, peer=peer, hint=IN_ORDER)
+            return CollectiveMismatch(self._circle(answers), rank=rank, peer=peer, hint=ORDER_HINT)
         boards = self._look()
         unlike = (
             boards.unlike(number)
@@ -213,7 +221,7 @@ class DeviceFaults:
             hint = f"{same} must be the same on all ranks, in the same order; results since then are void"
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
         if error == layout.ERROR_LEFT:
-            return of_leave(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
+            return departure_error(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
         copies = int(words[layout.HOST_WHAT]) == layout.WHAT_COPY
         whom = (
             "between ranks" if there == self.session.rank else f"from rank {peer}"
@@ -238,7 +246,10 @@ class DeviceFaults:
             hint = (
                 f"rank {peer} has not come to this operation, or is stuck before it on its stream"
             )
-        where = {r: place(answer) or silence(answer) for r, answer in answers.items()}
+        where = {
+            r: describe_location(answer) or describe_unresponsive(answer)
+            for r, answer in answers.items()
+        }
         graph = sorted(
             (self._called[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where}
         )
@@ -268,21 +279,23 @@ class DeviceFaults:
                 if rooms >> found[i] & 1
                 else f"a message from rank {ranks[j]}"
             )
-            return together(f"rank {ranks[i]} waits for {what}", place(answers.get(found[i], {})))
+            return join_parts(
+                f"rank {ranks[i]} waits for {what}", describe_location(answers.get(found[i], {}))
+            )
 
-        return circle(ranks, says)
+        return describe_cycle(ranks, says)
 
     # ---- ending waits
 
     def abort(self, reason: str) -> None:
         """End what waits on all ranks' GPUs. Any thread may call it. The others are told first: a program that it wakes may end at once."""
-        error = of_abort(self.rank, reason)
+        error = abort_error(self.rank, reason)
         self._notify(error)
         self._end(error, found_here=True)
 
     def end_in_vain(self, op: str, text: str) -> None:
         """Nothing comes of what waits here: ranks wait for one another."""
-        fault = CollectiveMismatch(text, rank=self.rank, op=op, hint=IN_ORDER)
+        fault = CollectiveMismatch(text, rank=self.rank, op=op, hint=ORDER_HINT)
         self._notify(fault)
         self._end(fault, heard=True)
 
@@ -297,22 +310,22 @@ class DeviceFaults:
 
     def _notify(self, error: MiracclError) -> None:
         with contextlib.suppress(MiracclError):  # the control plane may be gone as well
-            self.session.notify({NOTICE: to_words(error)})
+            self.session.notify({NOTICE: encode_error(error)})
 
     def _event(self, event: Event) -> None:
         """From the session's watcher: kernels that wait end within milliseconds."""
         if isinstance(event, PeerLost):
-            self._end(of_death(event, rank=self.rank, called=self._called), heard=True)
+            self._end(death_error(event, rank=self.rank, called=self._called), heard=True)
         elif isinstance(event, Notice) and NOTICE in event.payload:
             peer = self._called[event.from_rank]
-            told = from_words(event.payload[NOTICE], rank=self.rank, source=peer)
+            told = decode_error(event.payload[NOTICE], rank=self.rank, source=peer)
             self._end(
                 told
                 or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer),
                 heard=True,
             )
-        elif isinstance(event, Notice) and event.payload.get("kind") == detector.KIND:
-            detector.hear(event.payload)
+        elif isinstance(event, Notice) and event.payload.get("kind") == detector.NOTICE_KIND:
+            detector.handle_notice(event.payload)
         elif isinstance(event, Notice) and LEFT in event.payload:
             self._left(event.from_rank, "finalized")
         elif (

@@ -16,77 +16,90 @@ from typing import Any
 from miraccl.bootstrap import Session
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.faults import SEND_RECV
-from miraccl.diagnosis.waits import Come, ForOperation, ForRows, Place, Wait, stream_of
+from miraccl.diagnosis.waits import (
+    BlockedState,
+    RankProgress,
+    Wait,
+    WaitForOperation,
+    WaitForPackets,
+    stream_name,
+)
 from miraccl.runtime.gpu.probe import Looks
 
-End = Callable[[str, str], None]
+FailFn = Callable[[str, str], None]
 """``end(op, text)`` makes ``CollectiveMismatch`` the communicator's fault."""
 
 
-class DeviceSeat(abc.ABC):
+class DeviceWaitState(abc.ABC):
     """The stream (``whereabouts.Stream``) of a rank: ``_find`` says where it is, until it is closed."""
 
     def __init__(self, session: Session, name: str, needs_look: bool) -> None:
-        self._session, self.name, self.needs_look = session, name, needs_look
+        self._session, self.name, self.needs_probe = session, name, needs_look
         self._lock = (
             threading.RLock()
         )  # held while somebody looks; a signal handler may finalize in the middle
         self._closed = False
-        self._seen: Mapping[str, Place] = {}  # as the lookout has seen it last
+        self._last_probe: Mapping[str, BlockedState] = {}  # as the lookout has seen it last
 
     @property
     def session(self) -> Session | None:
         return None if self._closed else self._session
 
     @abc.abstractmethod
-    def _find(self, program: Wait | None) -> Mapping[str, Place]:
+    def _find(self, program: Wait | None) -> Mapping[str, BlockedState]:
         """As ``report`` gives it. First what is waited for, then whether that is all, then how far it has come."""
 
-    def look(self) -> None:
-        program = blocked_ops.current()
+    def probe(self) -> None:
+        program = blocked_ops.current_wait()
         with self._lock:
             if self.session is not None:
-                self._seen = self._find(program)
+                self._last_probe = self._find(program)
 
-    def report(self, program: Wait | None) -> Mapping[str, Place]:
-        if self.needs_look:
-            return self._seen
+    def report(self, program: Wait | None) -> Mapping[str, BlockedState]:
+        if self.needs_probe:
+            return self._last_probe
         with self._lock:
             return self._find(program) if self.session is not None else {}
 
     def close(self) -> None:
         """Nobody looks any more: what there is to look at may go."""
-        blocked_ops.streams.leave(self)
+        blocked_ops.stream_providers.remove(self)
         with self._lock:
-            self._closed, self._seen = True, {}
+            self._closed, self._last_probe = True, {}
 
 
 class KernelWaits:
     """Those of one rank. ``key`` is that of the session of the host's ranks, ``named(rank)`` the stream of one of these."""
 
     def __init__(
-        self, looks: Looks, key: str, rank: int, named: Callable[[int], str], end: End
+        self, looks: Looks, key: str, rank: int, named: Callable[[int], str], end: FailFn
     ) -> None:
-        self._looks, self._key, self._rank, self._named, self._end = looks, key, rank, named, end
+        self._looks, self._key, self._rank, self._stream_name, self._fail = (
+            looks,
+            key,
+            rank,
+            named,
+            end,
+        )
 
     def waits(self) -> list[Wait]:
         """The launch that they are in, or its messages."""
         found = self._looks.under_way()
         if found is not None:
             op = self._looks.name(found.number, found.signature)
-            return [ForOperation(number=found.number, **self._for(found.awaited, op))]
+            return [WaitForOperation(number=found.number, **self._wait_fields(found.awaited, op))]
         messages = self._looks.waits()
         rows = (
-            self._for((m.peer,), "send/recv") | {"collective": SEND_RECV, "number": m.count}
+            self._wait_fields((m.peer,), "send/recv") | {"collective": SEND_RECV, "number": m.count}
             for m in messages
         )
         return [
-            ForRows(what=m.what, holds=m.holds, **row)
+            WaitForPackets(counter=m.what, suspended=m.holds, **row)
             for m, row in zip(messages, rows, strict=True)
         ]
 
-    def _for(self, ranks: tuple[int, ...], op: str) -> dict[str, Any]:
-        awaited, end = tuple(map(self._named, ranks)), functools.partial(self._end, op)
+    def _wait_fields(self, ranks: tuple[int, ...], op: str) -> dict[str, Any]:
+        awaited, end = tuple(map(self._stream_name, ranks)), functools.partial(self._fail, op)
         return {
             "key": self._key,
             "awaited": awaited,
@@ -95,40 +108,40 @@ class KernelWaits:
             "rank": self._rank,
         }
 
-    def come(self) -> dict[str, Come]:
+    def progress(self) -> dict[str, RankProgress]:
         """How far they have come."""
         come = self._looks.come()
         return (
             {}
             if come is None
             else {
-                self._key: Come(
-                    operations=come.begun, sent=come.sent, taken=come.taken, large=come.large
+                self._key: RankProgress(
+                    operations=come.begun, sent=come.sent, received=come.taken, large=come.large
                 )
             }
         )
 
 
-class KernelSeat(DeviceSeat):
+class KernelWaitState(DeviceWaitState):
     """That of a communicator of one host."""
 
     def __init__(
-        self, session: Session, looks: Looks, end: End, is_done: Callable[[], bool]
+        self, session: Session, looks: Looks, end: FailFn, is_done: Callable[[], bool]
     ) -> None:
         """``is_done()``: whether nothing is enqueued any more, and no graph may bring anything; it may ask the driver."""
         super().__init__(
             session,
-            stream_of(session.tokens[session.rank], session.key, session.rank),
+            stream_name(session.tokens[session.rank], session.key, session.rank),
             needs_look=True,
         )
         self._is_done = is_done
-        self.kernels = KernelWaits(looks, session.key, session.rank, self._named, end)
+        self.kernels = KernelWaits(looks, session.key, session.rank, self._stream_name, end)
 
-    def _named(self, rank: int) -> str:
-        return stream_of(self._session.tokens[rank], self._session.key, rank)
+    def _stream_name(self, rank: int) -> str:
+        return stream_name(self._session.tokens[rank], self._session.key, rank)
 
-    def _find(self, program: Wait | None) -> Mapping[str, Place]:
+    def _find(self, program: Wait | None) -> Mapping[str, BlockedState]:
         waits = self.kernels.waits()
         if not waits and program is not None and self._is_done():
-            waits = [blocked_ops.no_call(program, self._session.tokens[self._session.rank])]
-        return {self.name: Place(waits, self.kernels.come())}
+            waits = [blocked_ops.wait_for_host(program, self._session.tokens[self._session.rank])]
+        return {self.name: BlockedState(waits, self.kernels.progress())}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from miraccl.diagnosis.blocked_ops import Wait, Waiting
+from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.contexts import AnotherGpu
 from miraccl.executor.cuda.gpu import Gpu
@@ -69,7 +69,7 @@ class DeviceWork(Work):
         """Wait on the host, ``CollectiveTimeout`` after ``timeout`` seconds; kernels end by themselves at the communicator's deadline."""
         timeout = patience(timeout)
         known = timeout is None and self._where is not None and not self.done()
-        with Waiting(self._wait_state) if known else contextlib.nullcontext():
+        with BlockedScope(self._wait_state) if known else contextlib.nullcontext():
             self._poll(timeout)
         self._gpu.check(self.name)
         self._keep = None

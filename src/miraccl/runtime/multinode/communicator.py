@@ -47,7 +47,7 @@ from miraccl.runtime.multinode.jobs import HostsJobs, HostsPlan, OpenCpu
 from miraccl.runtime.multinode.layout import HostsLayout, host_name
 from miraccl.runtime.multinode.segments import Shape
 from miraccl.runtime.multinode.unmatched import Tally
-from miraccl.runtime.multinode.wait_state import LaneSeat
+from miraccl.runtime.multinode.wait_state import MultiNodeWaitState
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import Explanation
@@ -170,9 +170,11 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 if self.layout.width > 1 and self.local._probe is not None
                 else None
             )
-            self.seat = LaneSeat(self.jobs, self.layout, near, self.faults.end, self._has_done_all)
+            self.seat = MultiNodeWaitState(
+                self.jobs, self.layout, near, self.faults.end, self._has_done_all
+            )
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
-                blocked_ops.streams.take(self.seat)
+                blocked_ops.stream_providers.add(self.seat)
             unless_made.pop_all()
 
     @property

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 from miraccl.bootstrap import Event, Notice, PeerLost, Session
-from miraccl.diagnosis.error_codec import from_words, of_abort, of_death, to_words
-from miraccl.diagnosis.status_report import IN_ORDER
+from miraccl.diagnosis.error_codec import abort_error, death_error, decode_error, encode_error
+from miraccl.diagnosis.status_report import ORDER_HINT
 from miraccl.errors import (
     CollectiveMismatch,
     CommunicatorAborted,
@@ -76,7 +76,7 @@ class HostsFaults:
             )
             if not told:
                 with contextlib.suppress(MiracclError):  # the control plane may be gone as well
-                    self.session.notify({NOTICE: to_words(fault)})
+                    self.session.notify({NOTICE: encode_error(fault)})
             self.fault, self._heard = fault, told
             self._found = found and not isinstance(fault, CommunicatorAborted)
         self._let_go(fault)
@@ -86,12 +86,12 @@ class HostsFaults:
         if self.closed:
             return
         if isinstance(event, PeerLost):
-            self.fail(death := of_death(event, rank=self.rank), told=True)
+            self.fail(death := death_error(event, rank=self.rank), told=True)
             self._abort_network(
                 death.message
             )  # lanes may wait for ranks that live, and will not come
         elif isinstance(event, Notice) and (
-            error := from_words(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)
+            error := decode_error(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)
         ):
             self.fail(error, told=True)
             self._abort_network(error.message)
@@ -99,11 +99,11 @@ class HostsFaults:
     def end(self, op: str, text: str) -> None:
         """Nothing comes of what waits here: ranks wait for one another."""
         if not self.closed:
-            self.fail(CollectiveMismatch(text, rank=self.rank, op=op, hint=IN_ORDER), found=True)
+            self.fail(CollectiveMismatch(text, rank=self.rank, op=op, hint=ORDER_HINT), found=True)
             self._abort_network(text)
 
     def abort(self, reason: str) -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""
         if not self.closed:
-            self.fail(of_abort(self.rank, reason))
+            self.fail(abort_error(self.rank, reason))
             self._abort_network(reason)

@@ -114,7 +114,7 @@ class HostsJobs:
     ) -> CpuCommunicator:
         session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
         cpu = open_cpu(session, stages.child(session))
-        blocked_ops.seats.leave(cpu._member.seat)  # the threads of ``staging`` wait in there
+        blocked_ops.providers.remove(cpu._member.seat)  # the threads of ``staging`` wait in there
         cpu._member.faults.called = ranks
         self._cpus.append(cpu)
         return cpu

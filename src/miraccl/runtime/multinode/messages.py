@@ -195,7 +195,7 @@ class MessageOperation(StreamOperation):
                 _Header.of(row[place // 8], row[place // 8 + 1])
                 for place in (offsets.IN + offsets.HEADER, offsets.HEADER_IN)
             )
-            raise self._member.faults.unlike_messages(
+            raise self._member.faults.message_mismatch(
                 peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs)
             )
         super().conclude(code)

@@ -20,13 +20,21 @@ from miraccl.bootstrap import Session
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.faults import SEND_RECV
 from miraccl.diagnosis.mismatch import describe_message, describe_operation
-from miraccl.diagnosis.waits import Come, ForMessage, ForOperation, ForRoom, Place, Wait, stream_of
+from miraccl.diagnosis.waits import (
+    BlockedState,
+    RankProgress,
+    Wait,
+    WaitForCredit,
+    WaitForMessage,
+    WaitForOperation,
+    stream_name,
+)
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.probe import Looks
-from miraccl.runtime.gpu.wait_state import DeviceSeat, End, KernelWaits
+from miraccl.runtime.gpu.wait_state import DeviceWaitState, FailFn, KernelWaits
 from miraccl.runtime.multinode.direct import DirectOperation
 from miraccl.runtime.multinode.jobs import HostsJobs
 from miraccl.runtime.multinode.layout import HostsLayout
@@ -36,12 +44,12 @@ from miraccl.runtime.multinode.streams import left
 from miraccl.types import Collective
 
 #: in the names of the halves of a rank
-LANE, KERNELS = " lane", " kernels"
+STAGING, KERNELS = " lane", " kernels"
 #: those in which every rank needs something of every other one
 _OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 
 
-class LaneSeat(DeviceSeat):
+class MultiNodeWaitState(DeviceWaitState):
     """That of a rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
 
     def __init__(
@@ -49,35 +57,37 @@ class LaneSeat(DeviceSeat):
         jobs: HostsJobs,
         layout: HostsLayout,
         near: tuple[Looks, Session] | None,
-        end: End,
+        end: FailFn,
         is_done: Callable[[], bool],
     ) -> None:
         """``near`` looks at the kernels of this host, where there are some, of the ranks of that session. ``is_done()``: as of
         ``KernelSeat``, of these kernels."""
         self._is_done = is_done
-        self._jobs, self._layout, self._end = jobs, layout, end
+        self._jobs, self._layout, self._fail = jobs, layout, end
         self._world: CommunicatorCore = jobs.world._member
         self._members = list(
             dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])])
         )
         super().__init__(
-            self._world.session, self._named(self._world.rank, ""), needs_look=near is not None
+            self._world.session,
+            self._stream_name(self._world.rank, ""),
+            needs_look=near is not None,
         )
-        self._near: KernelWaits | None = None
+        self._kernels: KernelWaits | None = None
         if near is not None:
             looks, session = near
-            self._near = KernelWaits(
+            self._kernels = KernelWaits(
                 looks,
                 session.key,
                 session.rank,
-                lambda rank: self._named(layout.mine[rank], KERNELS),
+                lambda rank: self._stream_name(layout.mine[rank], KERNELS),
                 end,
             )
 
-    def _named(self, rank: int, half: str) -> str:
+    def _stream_name(self, rank: int, half: str) -> str:
         """One half of a rank, or both."""
         session = self._world.session
-        return stream_of(session.tokens[rank], session.key + half, rank)
+        return stream_name(session.tokens[rank], session.key + half, rank)
 
     @property
     def session(self) -> Session | None:
@@ -85,12 +95,14 @@ class LaneSeat(DeviceSeat):
 
     # ---- what it waits for
 
-    def _find(self, program: Wait | None) -> Mapping[str, Place]:
+    def _find(self, program: Wait | None) -> Mapping[str, BlockedState]:
         if program is not None and self._has_done_all():
-            nothing = [blocked_ops.no_call(program, self._world.session.tokens[self._world.rank])]
+            nothing = [
+                blocked_ops.wait_for_host(program, self._world.session.tokens[self._world.rank])
+            ]
             return self._places(nothing, nothing, nothing)
         at_work, lane = self._of_lane()
-        kernels = self._near.waits() if self._near is not None else []
+        kernels = self._kernels.waits() if self._kernels is not None else []
         both = [*lane, *kernels]
         if kernels and not lane and self._jobs.staging.is_behind_kernels():
             return self._places(both, kernels, kernels)
@@ -100,19 +112,19 @@ class LaneSeat(DeviceSeat):
 
     def _places(
         self, both: list[Wait], lane: list[Wait], kernels: list[Wait]
-    ) -> Mapping[str, Place]:
-        rank, come = self._world.rank, self._near.come() if self._near is not None else {}
+    ) -> Mapping[str, BlockedState]:
+        rank, come = self._world.rank, self._kernels.progress() if self._kernels is not None else {}
         named = {
-            self._named(rank, LANE): Place(lane, self._come()),
-            self._named(rank, KERNELS): Place(kernels, come),
+            self._stream_name(rank, STAGING): BlockedState(lane, self._progress()),
+            self._stream_name(rank, KERNELS): BlockedState(kernels, come),
         }
-        return {self.name: Place(both), **named}
+        return {self.name: BlockedState(both), **named}
 
     def _has_done_all(self) -> bool:
         """Whether nothing is enqueued any more, and no graph may bring anything. Without others on its host all goes through lanes."""
         if not self._jobs.staging.idle:
             return False
-        return self._layout.width == 1 or (self._near is not None and self._is_done())
+        return self._layout.width == 1 or (self._kernels is not None and self._is_done())
 
     def _of_lane(self) -> tuple[tuple[StagedJob, int] | None, list[Wait]]:
         """The job and the piece that the lane is at, and what it waits for there. Where it is at none a call of the program may be at the
@@ -138,8 +150,8 @@ class LaneSeat(DeviceSeat):
             return None
         if board["p2p_sig"]:
             inside = member.wait_state.wait_inside() if self._jobs.messages is None else None
-            end = functools.partial(self._end, describe_operation(board))
-            awaited = (self._named(board["peer"], LANE),)
+            end = functools.partial(self._fail, describe_operation(board))
+            awaited = (self._stream_name(board["peer"], STAGING),)
             return inside and dataclasses.replace(
                 inside, awaited=awaited, end=end, collective=SEND_RECV
             )
@@ -154,12 +166,14 @@ class LaneSeat(DeviceSeat):
             ranks = set(range(member.nranks)) - {member.rank}
         if board != member.fabric.board() or not ranks <= set(range(member.nranks)):
             return None
-        found = self._for(
-            [member.faults.called[rank] for rank in sorted(ranks)],
+        found = self._wait_fields(
+            [member.faults.global_ranks[rank] for rank in sorted(ranks)],
             describe_operation(board),
             board["sig"],
         )
-        return ForOperation(key=member.session.key, number=board["seq"], rank=member.rank, **found)
+        return WaitForOperation(
+            key=member.session.key, number=board["seq"], rank=member.rank, **found
+        )
 
     def _in_messages(self, operation: MessageOperation) -> list[Wait]:
         """Of a round of messages: with each peer of which one has not come, or else to which one has not gone."""
@@ -169,22 +183,22 @@ class LaneSeat(DeviceSeat):
         for peer, way, part in operation.under_way():
             sent, taken = before[peer]
             sig, count = int(part[offsets.PART_SIGNATURE // 8]), int(part[offsets.PART_COUNT // 8])
-            found = self._for([peer], describe_message(sig, count), sig) | {
+            found = self._wait_fields([peer], describe_message(sig, count), sig) | {
                 "key": self._messages_key,
                 "rank": self._world.rank,
             }
             waits.append(
-                ForMessage(number=taken - 1, **found)
+                WaitForMessage(number=taken - 1, **found)
                 if way == offsets.IN
-                else ForRoom(number=sent, **found)
+                else WaitForCredit(number=sent, **found)
             )
         return waits if streams.begun() == before else []
 
-    def _for(self, ranks: Sequence[int], op: str, sig: int) -> dict[str, Any]:
+    def _wait_fields(self, ranks: Sequence[int], op: str, sig: int) -> dict[str, Any]:
         """What waits for ``ranks`` say, which are numbered as in the whole communicator."""
-        end, name = functools.partial(self._end, op), describe_signature(sig)["collective"]
+        end, name = functools.partial(self._fail, op), describe_signature(sig)["collective"]
         return {
-            "awaited": tuple(self._named(rank, LANE) for rank in ranks),
+            "awaited": tuple(self._stream_name(rank, STAGING) for rank in ranks),
             "op": f"{op} on GPU memory",
             "end": end,
             "collective": name,
@@ -196,8 +210,8 @@ class LaneSeat(DeviceSeat):
     def _messages_key(self) -> str:
         return f"{self._world.session.key} messages"
 
-    def _come(self) -> dict[str, Come]:
-        come = {member.session.key: _come_to(member) for member in self._members}
+    def _progress(self) -> dict[str, RankProgress]:
+        come = {member.session.key: _progress_of(member) for member in self._members}
         if self._jobs.messages is not None:
             at_work = self._jobs.staging.at_work()
             operation = at_work[0].prepared(at_work[1]) if at_work is not None else None
@@ -208,11 +222,13 @@ class LaneSeat(DeviceSeat):
             sent, taken = [0] * self._world.nranks, [0] * self._world.nranks
             for peer, (gone, begun) in self._jobs.messages.begun().items():
                 sent[peer], taken[peer] = gone, begun
-            come[self._messages_key] = Come(sent=sent, taken=taken, sends=sends, receives=receives)
+            come[self._messages_key] = RankProgress(
+                sent=sent, received=taken, sends=sends, receives=receives
+            )
         return come
 
 
-def _come_to(member: CommunicatorCore) -> Come:
+def _progress_of(member: CommunicatorCore) -> RankProgress:
     """What runs aside there is what this stream does."""
     called = {str(number): entry for number, entry in member.fabric.history(member.rank).items()}
     return dataclasses.replace(member.wait_state.come(), aside=False, called=called)
