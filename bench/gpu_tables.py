@@ -287,11 +287,11 @@ def _job(
     left: Sequence[Any], options: argparse.Namespace, ordinals: tuple[int, ...], with_nccl: bool
 ) -> Any:
     from miraccl.tools.perf.device_ranks import DeviceJob
-    from miraccl.tools.perf.measure import Options
+    from miraccl.tools.perf.measure import MeasureOptions
 
     return DeviceJob(
         cells=tuple(left),
-        options=Options(batches=options.batches),
+        options=MeasureOptions(batches=options.batches),
         ordinals=ordinals,
         init={"timeout": KERNEL_SECONDS},
         libraries=("miraccl", "nccl") if with_nccl else ("miraccl",),

@@ -20,7 +20,7 @@ import numpy as np
 
 import miraccl
 from miraccl.tools import launch
-from miraccl.tools.perf.orchestrator import pretend_host
+from miraccl.tools.perf.orchestrator import virtual_host_environ
 from miraccl.tools.spawn import Context, Ranks
 
 
@@ -83,7 +83,7 @@ def main() -> None:
     launch.warm_up()
 
     def environ(rank: int) -> dict[str, str]:
-        return {**of_rank(rank), **pretend_host(rank, args.ranks, args.hosts)}
+        return {**of_rank(rank), **virtual_host_environ(rank, args.ranks, args.hosts)}
 
     with (
         launch.local_job(args.ranks) as of_rank,

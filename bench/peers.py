@@ -30,8 +30,14 @@ import common
 
 from miraccl.params import parse_size
 from miraccl.tools import launch
-from miraccl.tools.perf.measure import Options
-from miraccl.tools.perf.orchestrator import Group, Job, Line, OwnGroup, run_in_turns
+from miraccl.tools.perf.measure import MeasureOptions
+from miraccl.tools.perf.orchestrator import (
+    OwnGroup,
+    PerfJob,
+    RankGroup,
+    ResultLine,
+    run_alternating,
+)
 from miraccl.tools.perf.peers import PeerGroup, find_python
 from miraccl.tools.perf.spec import OPERATIONS, build_case
 
@@ -77,11 +83,11 @@ def find_peers(folder: Path) -> Iterator[Peer]:
 
 
 def measure_round(
-    job: Job, nranks: int, peers: list[Peer], variants: list[str], timeout: float, cells: Cells
+    job: PerfJob, nranks: int, peers: list[Peer], variants: list[str], timeout: float, cells: Cells
 ) -> None:
     """One operation at all sizes, by everybody; adds a time to each cell."""
-    lines: dict[str, list[Line]] = {name: [] for name in variants}
-    groups: list[Group] = []
+    lines: dict[str, list[ResultLine]] = {name: [] for name in variants}
+    groups: list[RankGroup] = []
     others: list[PeerGroup] = []
     try:
         for name in variants:  # forks, so before anything else
@@ -91,7 +97,7 @@ def measure_round(
         for peer in peers:
             others.append(PeerGroup(peer.library, peer.python, job, nranks, peer.name))
             groups.append(others[-1])
-        for _ in run_in_turns(groups, timeout):
+        for _ in run_alternating(groups, timeout):
             pass
     finally:
         for group in groups:
@@ -218,7 +224,7 @@ def main() -> None:
         find_python(peer.library, peer.python)
     machine = common.describe_machine()
     launch.warm_up()
-    options = Options(batches=args.batches, fresh=args.fresh, bind=not args.no_bind)
+    options = MeasureOptions(batches=args.batches, fresh=args.fresh, bind=not args.no_bind)
     cells: Cells = defaultdict(lambda: defaultdict(list))
     for number in range(args.rounds):
         for nranks in (int(n) for n in args.ranks.split(",")):
@@ -227,11 +233,11 @@ def main() -> None:
                     build_case(op, parse_size(s), nranks=nranks, dtype=args.dtype)
                     for s in args.sizes.split(",")
                 )
-                job = Job(
+                job = PerfJob(
                     cases=tuple(cases),
                     options=options,
                     init={},
-                    in_turns=True,
+                    alternating=True,
                     hosts=min(args.hosts, nranks),
                 )
                 variants = [

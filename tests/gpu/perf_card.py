@@ -10,18 +10,18 @@ import numpy as np
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.tools.perf import data, device_check
 from miraccl.tools.perf.device_array import Arena
-from miraccl.tools.perf.gpu_buffers import Card
+from miraccl.tools.perf.gpu_buffers import GpuBuffers
 from miraccl.tools.perf.spec import ITEMSIZES, build_case
 
 NBYTES = 64 << 20
 
 
-def patterns(card: Card, arena: Arena) -> None:
+def patterns(card: GpuBuffers, arena: Arena) -> None:
     """What the GPU writes is what the CPU reads, and the GPU finds exactly the elements that the CPU made wrong."""
     for dtype, itemsize in ITEMSIZES.items():
         arena.reset()
         case = build_case("all_gather", 6 << 20, nranks=3, dtype=dtype)
-        array = arena.take(case.output_count, dtype)
+        array = arena.allocate(case.output_count, dtype)
         device_check.poison(card, array)
         assert device_check.count_wrong(card, case, array, 1, 7) == array.count, dtype
         for rank in range(3):
@@ -38,10 +38,10 @@ def patterns(card: Card, arena: Arena) -> None:
         assert device_check.count_wrong(card, case, array, 1, 7) == 3, dtype
 
 
-def graphs(card: Card, arena: Arena) -> None:
+def graphs(card: GpuBuffers, arena: Arena) -> None:
     """A captured stream runs when it is replayed, again and again; a capture that fails leaves the stream usable."""
     arena.reset()
-    array, host = arena.take(16, "uint8"), np.empty(16, np.uint8)
+    array, host = arena.allocate(16, "uint8"), np.empty(16, np.uint8)
     card.set_bytes(array.address, 16, 1)
     replay = card.capture(lambda: card.set_bytes(array.address, 8, 9))
     card.read(array.address, host)
@@ -59,7 +59,7 @@ def graphs(card: Card, arena: Arena) -> None:
     card.drop_graphs()
 
 
-def clock(card: Card) -> None:
+def clock(card: GpuBuffers) -> None:
     """A pause takes its time on the GPU: 400 000 cycles are 0.1 to 2 ms at 0.2 to 4 GHz, and ten of them take longer."""
     card.pause()
     one, ten = card.time_us(card.pause), card.time_us(lambda: card.pause(10))
@@ -69,7 +69,7 @@ def clock(card: Card) -> None:
 
 def main() -> None:
     gpu = Gpu(0)
-    card, arena = Card(gpu), Arena(gpu.allocate(NBYTES), NBYTES, 0)
+    card, arena = GpuBuffers(gpu), Arena(gpu.allocate(NBYTES), NBYTES, 0)
     assert card.free_bytes() > 0
     for check in (patterns, graphs):
         check(card, arena)

@@ -20,11 +20,11 @@ from miraccl.runtime.gpu.memory import device_ordinal, device_view, is_gpu_array
 from miraccl.tools import cli, gpu_facts
 from miraccl.tools.perf import cli as perf_cli
 from miraccl.tools.perf import data, device_check
-from miraccl.tools.perf.device_array import Arena, DeviceArray
+from miraccl.tools.perf.device_array import Arena, PerfDeviceArray
 from miraccl.tools.perf.device_miraccl import is_repeatable
 from miraccl.tools.perf.devices import Devices, DevicesType, describe, resolve
 from miraccl.tools.perf.engine import place_buffers
-from miraccl.tools.perf.gpu_buffers import Card
+from miraccl.tools.perf.gpu_buffers import GpuBuffers
 from miraccl.tools.perf.spec import ITEMSIZES, build_case
 from miraccl.types import DType
 from tests.support.warm_python import warm_python
@@ -240,7 +240,7 @@ def test_choices_reach_the_communicators(monkeypatch: pytest.MonkeyPatch) -> Non
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(toolkit, "compile_cubin", fake_gpu.compile_nothing)
     gpu: Any = fake_gpu.FakeGpu(0)
-    return Card(gpu)
+    return GpuBuffers(gpu)
 
 
 def arena_of(card: Any, nbytes: int = 1 << 22) -> Arena:
@@ -249,7 +249,7 @@ def arena_of(card: Any, nbytes: int = 1 << 22) -> Arena:
 
 @pytest.mark.parametrize("name", ITEMSIZES)
 def test_communicators_take_the_arrays(card: Any, name: str) -> None:
-    array = arena_of(card).take(100, name)
+    array = arena_of(card).allocate(100, name)
     assert is_gpu_array(array)
     assert device_ordinal(array) == 3
     part = array[10:30]
@@ -260,14 +260,14 @@ def test_communicators_take_the_arrays(card: Any, name: str) -> None:
 
 def test_arrays_of_an_arena_do_not_overlap(card: Any) -> None:
     arena = arena_of(card, 4096)
-    arrays = [arena.take(count, "float32") for count in (1, 130, 200)]
+    arrays = [arena.allocate(count, "float32") for count in (1, 130, 200)]
     ends = [a.address + a.nbytes for a in arrays]
     assert all(a.address % 512 == 0 for a in arrays)
     assert all(end <= b.address for end, b in zip(ends, arrays[1:]))
     with pytest.raises(InvalidUsage, match="set aside"):
-        arena.take(1 << 20, "float32")
+        arena.allocate(1 << 20, "float32")
     arena.reset()
-    assert arena.take(1, "int8").address == arrays[0].address
+    assert arena.allocate(1, "int8").address == arrays[0].address
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -280,7 +280,7 @@ def test_one_wrong_element_is_found(
     case = build_case(
         "all_gather", ITEMSIZES[dtype] * 3 * (2 * data.PERIOD + 5), nranks=3, dtype=dtype
     )
-    output = arena_of(card).take(case.output_count, dtype)
+    output = arena_of(card).allocate(case.output_count, dtype)
     device_check.poison(card, output)
     assert device_check.count_wrong(card, case, output, 0, 5) == case.output_count
     for rank in range(3):
@@ -298,7 +298,7 @@ def test_averages_that_round_are_compared_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(device_check, "HOST_BYTES", 0)
     case = build_case("all_reduce", 4 * 1000, nranks=3, dtype="float32", redop="avg")
-    output = arena_of(card).take(case.count, "float32")
+    output = arena_of(card).allocate(case.count, "float32")
     right = np.resize(data.reduced_table(case, 1), case.count).astype(np.float32)
     card.write(output.address, np.nextafter(right, np.float32(np.inf)))
     assert device_check.count_wrong(card, case, output, 0, 1) == 0
@@ -309,8 +309,8 @@ def test_averages_that_round_are_compared_on_the_cpu(
 @pytest.mark.parametrize(("redop", "value"), [("sum", 0.0), ("prod", 1.0)])
 def test_calm_buffers_hold_the_neutral_element(card: Any, redop: str, value: float) -> None:
     case = build_case("all_reduce", 4 * 50, nranks=2, dtype="float32", redop=redop)
-    array = arena_of(card).take(50, "float32")
-    device_check.calm(card, case, array)
+    array = arena_of(card).allocate(50, "float32")
+    device_check.fill_neutral(card, case, array)
     assert fake_gpu.view(array.address, array.nbytes).view(np.float32).tolist() == [value] * 50
 
 
@@ -327,13 +327,13 @@ def test_only_reductions_in_place_change_their_input(
     card: Any, op: str, in_place: bool, repeatable: bool
 ) -> None:
     case, arena = build_case(op, 4 * 300, nranks=3, dtype="float32"), arena_of(card)
-    x, y = place_buffers(case, 1, in_place, lambda count: arena.take(count, "float32"))
-    assert isinstance(x, DeviceArray)
+    x, y = place_buffers(case, 1, in_place, lambda count: arena.allocate(count, "float32"))
+    assert isinstance(x, PerfDeviceArray)
     assert is_repeatable(case, x, y) is repeatable
 
 
 def test_a_graph_runs_what_was_captured_and_ends_with_its_owner(card: Any) -> None:
-    array = arena_of(card).take(4, "uint8")
+    array = arena_of(card).allocate(4, "uint8")
     replay = card.capture(lambda: card.set_bytes(array.address, 2, 9))
     assert fake_gpu.view(array.address, 4).tolist() == [0, 0, 0, 0]
     assert card.time_us(replay) == 500.0

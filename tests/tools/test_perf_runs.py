@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.tools.perf.engine import Bound
+from miraccl.tools.perf.engine import BoundOperation
 from miraccl.tools.perf.engine_miraccl import MiracclEngine
-from miraccl.tools.perf.measure import Options, measure
+from miraccl.tools.perf.measure import MeasureOptions, measure
 from miraccl.tools.perf.spec import OPERATIONS, ROOTED, Case, build_case
 from tests.support.ranks import run_ranks
 from tests.support.warm_python import warm_python
@@ -311,7 +311,7 @@ def test_ranks_of_torchrun() -> None:
 class _Careless(MiracclEngine):
     """Gets one element wrong on one rank, in every call."""
 
-    def bind(self, case: Case, in_place: bool) -> Bound | None:
+    def bind(self, case: Case, in_place: bool) -> BoundOperation | None:
         bound = super().bind(case, in_place)
         assert bound is not None
 
@@ -320,12 +320,12 @@ class _Careless(MiracclEngine):
             if self.rank == 1:
                 bound.output[7] += 1
 
-        return Bound(call=call, input=bound.input, output=bound.output)
+        return BoundOperation(call=call, input=bound.input, output=bound.output)
 
 
 def _measure_carelessly(engine: type[MiracclEngine]) -> list[Any]:
     case = build_case("all_reduce", 4000, nranks=2, dtype="float32")
-    options = Options(iters=1, warmup=0, batches=1)
+    options = MeasureOptions(iters=1, warmup=0, batches=1)
     with miraccl.init() as comm:
         rows = [
             measure(engine(comm), case, in_place, options, lambda: None)
@@ -348,7 +348,9 @@ def _measure_in_turns() -> tuple[str, str]:
         def turn() -> None:
             comm.all_reduce(np.zeros(1))
 
-        row = measure(MiracclEngine(comm), case, True, Options(iters=1, warmup=0, batches=1), turn)
+        row = measure(
+            MiracclEngine(comm), case, True, MeasureOptions(iters=1, warmup=0, batches=1), turn
+        )
         assert row is not None
         return row.algo, comm.explain("all_reduce", 1 << 20)[0].algo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miraccl.tools.perf import table
-from miraccl.tools.perf.spec import OPERATIONS, Row, build_case, busbw_factor, size_range
+from miraccl.tools.perf.spec import OPERATIONS, PerfRow, build_case, busbw_factor, size_range
 
 DATA_OPERATIONS = [op for op in OPERATIONS if op != "barrier"]
 
@@ -59,7 +59,7 @@ def test_speeds() -> None:
     assert case.speeds(1000.0) == pytest.approx((1.0, 1.5))
 
 
-def row(**changes: object) -> Row:
+def row(**changes: object) -> PerfRow:
     fields: dict[str, object] = {
         "op": "all_reduce",
         "bytes": 4194304,
@@ -80,7 +80,7 @@ def row(**changes: object) -> Row:
         "proto": "simple",
         "channels": 2,
     }
-    return Row(**{**fields, **changes})  # type: ignore[arg-type]
+    return PerfRow(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_a_line_has_the_columns_of_nccl_tests() -> None:

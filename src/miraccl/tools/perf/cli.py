@@ -12,7 +12,7 @@ from miraccl.tools import launch
 from miraccl.tools.options import Finite, OutputFile, Size, Sizes
 from miraccl.tools.perf import devices
 from miraccl.tools.perf.report import display, finish
-from miraccl.tools.perf.request import DEFAULT_RANKS, DEFAULT_SIZES, Request, check
+from miraccl.tools.perf.request import DEFAULT_RANKS, DEFAULT_SIZES, PerfRequest, check
 from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
 
 
@@ -194,14 +194,14 @@ def perf(op: str, **options: Any) -> None:
         _run_own(request)
 
 
-def _job(request: Request) -> Any:
-    from miraccl.tools.perf.measure import Options
-    from miraccl.tools.perf.orchestrator import Job
+def _cpu_job(request: PerfRequest) -> Any:
+    from miraccl.tools.perf.measure import MeasureOptions
+    from miraccl.tools.perf.orchestrator import PerfJob
 
     o = request.options
-    return Job(
+    return PerfJob(
         cases=request.cases,
-        options=Options(
+        options=MeasureOptions(
             iters=o["iters"],
             warmup=o["warmup"],
             batches=o["batches"],
@@ -209,26 +209,26 @@ def _job(request: Request) -> Any:
             fresh=o["fresh"],
             bind=request.binds,
         ),
-        init=_choices(o),
+        init=_init_options(o),
         window=o["window"],
         persistent=o["persistent"],
         explain=o["explain"],
-        in_turns=bool(o["compare"]),
+        alternating=bool(o["compare"]),
         hosts=o["hosts"],
     )
 
 
-def _choices(options: dict[str, Any]) -> dict[str, Any]:
+def _init_options(options: dict[str, Any]) -> dict[str, Any]:
     """Those of ``miraccl.init``."""
     return {name: options[name] for name in ("algo", "proto", "deterministic") if options[name]}
 
 
-def _device_job(request: Request) -> Any:
+def _device_job(request: PerfRequest) -> Any:
     from miraccl.bootstrap.launch import detect_launch
     from miraccl.tools.perf import device_nccl
     from miraccl.tools.perf.device_measure import Cell
     from miraccl.tools.perf.device_ranks import DeviceJob, check_memory, check_peer
-    from miraccl.tools.perf.measure import Options
+    from miraccl.tools.perf.measure import MeasureOptions
 
     o = request.options
     here = detect_launch(os.environ).local_nranks if request.joins_launcher else request.nranks
@@ -236,7 +236,7 @@ def _device_job(request: Request) -> Any:
         check_peer(request.ordinals, here or request.nranks)
     job = DeviceJob(
         cells=tuple(Cell(case=case, graph=o["graph"]) for case in request.cases),
-        options=Options(
+        options=MeasureOptions(
             iters=o["iters"],
             warmup=o["warmup"],
             batches=o["batches"],
@@ -244,7 +244,7 @@ def _device_job(request: Request) -> Any:
             bind=bool(o["bind"]),
         ),
         ordinals=request.ordinals,
-        init=_choices(o),
+        init=_init_options(o),
         libraries=("miraccl", request.peer) if request.peer else ("miraccl",),
         sms=o["sms"],
         window=o["window"],
@@ -261,7 +261,7 @@ def _device_job(request: Request) -> Any:
 # ---------------------------------------------------------------------- own ranks
 
 
-def _run_own(request: Request) -> None:
+def _run_own(request: PerfRequest) -> None:
     from miraccl.tools.perf import orchestrator, peers
 
     if request.ordinals:
@@ -272,7 +272,7 @@ def _run_own(request: Request) -> None:
     if request.peer == "mpi":
         peers.find_launcher(python)
     launch.warm_up()
-    job = _job(request)
+    job = _cpu_job(request)
     arrived: list[Any] = []
     groups: list[Any] = [
         orchestrator.OwnGroup(job, request.nranks, arrived.append)
@@ -281,11 +281,11 @@ def _run_own(request: Request) -> None:
         with display(request) as show:
             if request.peer:
                 groups.append(peers.PeerGroup(request.peer, python, job, request.nranks))
-            for _ in orchestrator.run_in_turns(groups, o["timeout"]):
+            for _ in orchestrator.run_alternating(groups, o["timeout"]):
                 while arrived and (not request.peer or arrived[0].number < groups[1].done):
                     line = arrived.pop(0)
                     show(
-                        orchestrator.join(line, groups[1].times, request.peer)
+                        orchestrator.join_peer_times(line, groups[1].times, request.peer)
                         if request.peer
                         else line
                     )
@@ -295,7 +295,7 @@ def _run_own(request: Request) -> None:
     finish(request)
 
 
-def _run_own_gpus(request: Request) -> None:
+def _run_own_gpus(request: PerfRequest) -> None:
     from miraccl.tools.perf.device_ranks import run_cells
 
     with (
@@ -310,7 +310,7 @@ def _run_own_gpus(request: Request) -> None:
 # ---------------------------------------------------------------------- ranks of torchrun, mpirun or srun
 
 
-def _run_joined(request: Request) -> None:
+def _run_joined(request: PerfRequest) -> None:
     """This process is one rank of a job that something else started; rank 0 prints."""
     import miraccl
     from miraccl.tools.perf.engine_miraccl import MiracclEngine
@@ -319,35 +319,37 @@ def _run_joined(request: Request) -> None:
     if request.ordinals:
         _end_joined(request, _run_joined_gpu(request))
         return
-    job = _job(request)
+    job = _cpu_job(request)
     with miraccl.init(**job.init) as comm:
         engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)
         if comm.rank == 0:
             with display(request) as show:
-                run_cases(job, engine, _no_turns, show)
+                run_cases(job, engine, _no_alternation, show)
         else:
-            run_cases(job, engine, _no_turns, lambda line: request.rows.extend(line.rows))
+            run_cases(job, engine, _no_alternation, lambda line: request.rows.extend(line.rows))
         rank = comm.rank
     _end_joined(request, rank)
 
 
-def _run_joined_gpu(request: Request) -> int:
+def _run_joined_gpu(request: PerfRequest) -> int:
     from miraccl.bootstrap.launch import detect_launch
     from miraccl.tools.perf.device_ranks import run_rank
 
     job = _device_job(request)
     if detect_launch(os.environ).rank:
-        return run_rank(job, os.environ, _no_turns, lambda line: request.rows.extend(line.rows))
+        return run_rank(
+            job, os.environ, _no_alternation, lambda line: request.rows.extend(line.rows)
+        )
     with display(request) as show:
-        return run_rank(job, os.environ, _no_turns, show)
+        return run_rank(job, os.environ, _no_alternation, show)
 
 
-def _end_joined(request: Request, rank: int) -> None:
+def _end_joined(request: PerfRequest, rank: int) -> None:
     if rank == 0:
         finish(request)
     elif any(row.wrong for row in request.rows):
         sys.exit(1)
 
 
-def _no_turns() -> None:
+def _no_alternation() -> None:
     """Nobody to take turns with."""

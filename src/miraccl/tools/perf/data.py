@@ -73,17 +73,17 @@ def input_table(case: Case, rank: int, seed: int) -> Array:
     top = max(1, min(_SPREAD, limit // (weight * terms)))
     lowest = 1 if top > 2 else 0  # a contribution of zero would not be missed
     values = (raw % np.uint64(top + 1 - lowest)).astype(np.float64) + lowest
-    return np.where(_takes_part(case.nranks, rank, terms), values, 0.0)
+    return np.where(_contributes(case.nranks, rank, terms), values, 0.0)
 
 
 def _powers_of_two(case: Case, rank: int, raw: Any) -> Array:
     """Ones, and at so few ranks per element a two that the product is in the range of every type; powers of two are exact in all."""
     terms = min(case.nranks, 6)
     twos = (raw % np.uint64(2)).astype(np.float64) + 1.0
-    return np.where(_takes_part(case.nranks, rank, terms), twos, 1.0)
+    return np.where(_contributes(case.nranks, rank, terms), twos, 1.0)
 
 
-def _takes_part(nranks: int, rank: int, terms: int) -> Any:
+def _contributes(nranks: int, rank: int, terms: int) -> Any:
     """For each element, whether ``rank`` is one of the at most ``terms`` ranks that count there."""
     groups = -(-nranks // terms)
     return (np.arange(PERIOD) + rank) % groups == 0
@@ -122,7 +122,7 @@ def fill_input(case: Case, array: Array, rank: int, seed: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class ExpectedSegment:
     """``length`` elements of the output from ``start`` on are ``table`` from element ``phase`` on."""
 
     start: int
@@ -136,50 +136,56 @@ def poison(array: Array) -> None:
     array.view(np.uint8)[:] = 0xFF
 
 
-def calm(case: Case, array: Array) -> None:
+def fill_neutral(case: Case, array: Array) -> None:
     """Fill with the neutral element, so that repeated operations in place neither overflow nor become subnormal."""
     array[:] = np.ones(1, array.dtype) if case.redop == "prod" else np.zeros(1, array.dtype)
 
 
-def expected_output(case: Case, rank: int, seed: int) -> list[Segment]:
+def expected_output(case: Case, rank: int, seed: int) -> list[ExpectedSegment]:
     """What the output of ``rank`` must be; empty where the operation gives it none."""
     n, count = case.nranks, case.count
     if case.op in ("all_reduce", "reduce"):
         wanted = case.op == "all_reduce" or rank == case.root
         return (
-            [Segment(start=0, length=count, table=reduced_table(case, seed), phase=0)]
+            [ExpectedSegment(start=0, length=count, table=reduced_table(case, seed), phase=0)]
             if wanted
             else []
         )
     if case.op == "reduce_scatter":
-        return [Segment(start=0, length=count, table=reduced_table(case, seed), phase=rank * count)]
+        return [
+            ExpectedSegment(
+                start=0, length=count, table=reduced_table(case, seed), phase=rank * count
+            )
+        ]
     if case.op in ("all_gather", "gather"):
         if case.op == "gather" and rank != case.root:
             return []
         return [
-            Segment(start=r * count, length=count, table=input_table(case, r, seed), phase=0)
+            ExpectedSegment(
+                start=r * count, length=count, table=input_table(case, r, seed), phase=0
+            )
             for r in range(n)
         ]
     if case.op == "all_to_all":
         return [
-            Segment(
+            ExpectedSegment(
                 start=r * count, length=count, table=input_table(case, r, seed), phase=rank * count
             )
             for r in range(n)
         ]
     if case.op == "scatter":
         return [
-            Segment(
+            ExpectedSegment(
                 start=0, length=count, table=input_table(case, case.root, seed), phase=rank * count
             )
         ]
     if case.op == "barrier":
         return []
     source = case.root if case.op == "broadcast" else (rank - 1) % n
-    return [Segment(start=0, length=count, table=input_table(case, source, seed), phase=0)]
+    return [ExpectedSegment(start=0, length=count, table=input_table(case, source, seed), phase=0)]
 
 
-def count_wrong(case: Case, output: Array, segments: list[Segment]) -> int:
+def count_wrong(case: Case, output: Array, segments: list[ExpectedSegment]) -> int:
     """Elements of ``output`` that are not what they must be."""
     tolerance = relative_tolerance(case)
     return sum(
@@ -196,18 +202,18 @@ def relative_tolerance(case: Case) -> float:
     )  # two units in the last place; the spacing at 1.0 is 2 / _EXACT
 
 
-def _count_wrong_in(actual: Array, segment: Segment, tolerance: float) -> int:
+def _count_wrong_in(actual: Array, segment: ExpectedSegment, tolerance: float) -> int:
     reference = np.roll(segment.table, -(segment.phase % PERIOD))
     whole = actual.size // PERIOD * PERIOD
     wrong = 0
     step = PERIOD * 64  # bounds the memory of the comparison
     for start in range(0, whole, step):
         rows = actual[start : min(start + step, whole)].reshape(-1, PERIOD)
-        wrong += _differing(rows, reference, tolerance)
-    return wrong + _differing(actual[whole:], reference[: actual.size - whole], tolerance)
+        wrong += _count_differing(rows, reference, tolerance)
+    return wrong + _count_differing(actual[whole:], reference[: actual.size - whole], tolerance)
 
 
-def _differing(actual: Array, reference: Array, tolerance: float) -> int:
+def _count_differing(actual: Array, reference: Array, tolerance: float) -> int:
     rounded = reference.astype(actual.dtype)
     if not tolerance:
         bits = np.dtype(

@@ -24,7 +24,7 @@ class _Device(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index
 
 
-class DeviceArray:
+class PerfDeviceArray:
     """``count`` elements at ``address``; slices share the memory. ``tensor`` is PyTorch's view of it, or None."""
 
     __slots__ = (
@@ -63,12 +63,12 @@ class DeviceArray:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, place: slice) -> DeviceArray:
+    def __getitem__(self, place: slice) -> PerfDeviceArray:
         start, stop, step = place.indices(self.count)
         if step != 1:
             raise IndexError("slices of a DeviceArray are contiguous")
         part = None if self.tensor is None else self.tensor[start:stop]
-        return DeviceArray(
+        return PerfDeviceArray(
             self.address + start * self.dtype.itemsize,
             max(0, stop - start),
             self.name,
@@ -89,7 +89,7 @@ class Arena:
         """Forget all arrays."""
         self._used = 0
 
-    def take(self, count: int, name: str) -> DeviceArray:
+    def allocate(self, count: int, name: str) -> PerfDeviceArray:
         """An array of ``count`` elements, whose bytes are whatever was there."""
         nbytes = count * numpy_dtype(name).itemsize
         begin = self._used
@@ -98,7 +98,7 @@ class Arena:
                 f"the buffers of a case need more than the {self.nbytes} bytes set aside for them"
             )
         self._used = begin + -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return DeviceArray(
+        return PerfDeviceArray(
             self.address + begin, count, name, self._ordinal, self._tensor(begin, nbytes, name)
         )
 
@@ -115,13 +115,13 @@ def torch_name(name: str) -> str:
     return {"float8_e4m3": "float8_e4m3fn"}.get(name, name)
 
 
-def padded(nbytes: int) -> int:
+def padded_bytes(nbytes: int) -> int:
     """Bytes that an array of ``nbytes`` takes of an arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def as_device_array(thing: Any, name: str, ordinal: int) -> DeviceArray:
+def as_device_array(thing: Any, name: str, ordinal: int) -> PerfDeviceArray:
     """An array of another library, such as window memory, as a ``DeviceArray`` over the same bytes; the caller keeps ``thing``."""
     interface = thing.__cuda_array_interface__
     count = int(np.prod(interface["shape"], dtype=np.int64))
-    return DeviceArray(int(interface["data"][0] or 0), count, name, ordinal, None)
+    return PerfDeviceArray(int(interface["data"][0] or 0), count, name, ordinal, None)

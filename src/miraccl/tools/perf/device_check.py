@@ -12,44 +12,48 @@ from typing import Protocol
 import numpy as np
 
 from miraccl.tools.perf import data
-from miraccl.tools.perf.data import Array, Segment
-from miraccl.tools.perf.device_array import DeviceArray
+from miraccl.tools.perf.data import Array, ExpectedSegment
+from miraccl.tools.perf.device_array import PerfDeviceArray
 from miraccl.tools.perf.spec import Case
 
 HOST_BYTES = 1 << 20
 _CHUNK = data.PERIOD << 12  # elements that are copied back at a time
 
 
-class Memory(Protocol):
+class PatternMemory(Protocol):
     """What is needed of a GPU (``card.Card``)."""
 
     def write(self, address: int, host: Array) -> None: ...
     def read(self, address: int, host: Array) -> None: ...
     def set_bytes(self, address: int, nbytes: int, value: int) -> None: ...
-    def spread(self, address: int, count: int, table: Array, phase: int) -> None: ...
+    def tile(self, address: int, count: int, table: Array, phase: int) -> None: ...
     def count_different(self, address: int, count: int, table: Array, phase: int) -> int: ...
 
 
-def fill_input(memory: Memory, case: Case, array: DeviceArray, rank: int, seed: int) -> None:
+def fill_input(
+    memory: PatternMemory, case: Case, array: PerfDeviceArray, rank: int, seed: int
+) -> None:
     """Write the input of ``rank``; ``array`` is the whole input."""
     table = data.input_table(case, rank, seed).astype(array.dtype)
-    memory.spread(array.address, array.count, table, 0)
+    memory.tile(array.address, array.count, table, 0)
 
 
-def poison(memory: Memory, array: DeviceArray) -> None:
+def poison(memory: PatternMemory, array: PerfDeviceArray) -> None:
     """Bytes of ones, as ``data.poison``."""
     memory.set_bytes(array.address, array.nbytes, 0xFF)
 
 
-def calm(memory: Memory, case: Case, array: DeviceArray) -> None:
+def fill_neutral(memory: PatternMemory, case: Case, array: PerfDeviceArray) -> None:
     """The neutral element, as ``data.calm``."""
     if case.redop == "prod":
-        memory.spread(array.address, array.count, np.ones(data.PERIOD).astype(array.dtype), 0)
+        memory.tile(array.address, array.count, np.ones(data.PERIOD).astype(array.dtype), 0)
     else:
         memory.set_bytes(array.address, array.nbytes, 0)
 
 
-def count_wrong(memory: Memory, case: Case, output: DeviceArray, rank: int, seed: int) -> int:
+def count_wrong(
+    memory: PatternMemory, case: Case, output: PerfDeviceArray, rank: int, seed: int
+) -> int:
     """Elements of ``output`` that are not what they must be."""
     on_cpu = output.nbytes <= HOST_BYTES or data.relative_tolerance(case) > 0
     compare = _compare_on_cpu if on_cpu else _compare_on_gpu
@@ -58,14 +62,18 @@ def count_wrong(memory: Memory, case: Case, output: DeviceArray, rank: int, seed
     )
 
 
-def _compare_on_gpu(memory: Memory, case: Case, output: DeviceArray, segment: Segment) -> int:
+def _compare_on_gpu(
+    memory: PatternMemory, case: Case, output: PerfDeviceArray, segment: ExpectedSegment
+) -> int:
     address = output.address + segment.start * output.dtype.itemsize
     return memory.count_different(
         address, segment.length, segment.table.astype(output.dtype), segment.phase
     )
 
 
-def _compare_on_cpu(memory: Memory, case: Case, output: DeviceArray, segment: Segment) -> int:
+def _compare_on_cpu(
+    memory: PatternMemory, case: Case, output: PerfDeviceArray, segment: ExpectedSegment
+) -> int:
     wrong = 0
     for begin in range(0, segment.length, _CHUNK):
         part = np.empty(min(_CHUNK, segment.length - begin), output.dtype)

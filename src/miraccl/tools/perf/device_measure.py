@@ -25,9 +25,14 @@ from typing import Any, Protocol
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.tools.perf import device_check
 from miraccl.tools.perf.device_array import Arena
-from miraccl.tools.perf.device_miraccl import Chosen, DeviceBound, DeviceLibrary, MiracclDevice
-from miraccl.tools.perf.measure import Options
-from miraccl.tools.perf.spec import Case, Row, build_row
+from miraccl.tools.perf.device_miraccl import (
+    BoundDeviceOperation,
+    DeviceLibrary,
+    LaunchInfo,
+    MiracclDevice,
+)
+from miraccl.tools.perf.measure import MeasureOptions
+from miraccl.tools.perf.spec import Case, PerfRow, build_row
 
 #: operations in a batch by size (bytes up to, operations)
 _ITERS = ((1 << 16, 200), (1 << 20, 50), (64 << 20, 20), (1 << 62, 5))
@@ -53,7 +58,7 @@ class Cell:
     forms: tuple[bool, ...] = (False, True)
 
 
-class Clock(Protocol):
+class GpuTimer(Protocol):
     """What is needed of a GPU beside memory (``card.Card``)."""
 
     def wait(self) -> None: ...
@@ -69,13 +74,13 @@ class Bench:
     ``pauses``: how long hosts have to enqueue (threads of one process take longer).  ``turn`` is called before each stretch of work.
     """
 
-    card: Any
+    gpu: Any
     arena: Arena
     session: Any
     libraries: Sequence[DeviceLibrary]
-    options: Options
+    options: MeasureOptions
     device: str
-    turn: Callable[[], None] = lambda: None
+    wait_for_turn: Callable[[], None] = lambda: None
     pauses: int = 1
 
     @property
@@ -84,7 +89,7 @@ class Bench:
 
     def barrier(self) -> None:
         """All ranks, with nothing left to do on their GPUs."""
-        self.card.wait()
+        self.gpu.wait()
         self.session.barrier("perf")
 
     def gather(self, value: Any) -> list[Any]:
@@ -94,7 +99,7 @@ class Bench:
             for blob in self.session.all_gather(json.dumps(value).encode(), "perf values")
         ]
 
-    def slowest(self, values: Sequence[float]) -> list[float]:
+    def maximum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """The maximum over ranks, one by one."""
         return [max(column) for column in zip(*self.gather(list(values)), strict=True)]
 
@@ -104,22 +109,22 @@ class _Trial:
     """One library at one form of a case."""
 
     library: DeviceLibrary
-    bound: DeviceBound
+    bound: BoundDeviceOperation
     iters: int = 1
     run: Callable[[], Any] = lambda: None
     wrong: int = 0
     times: list[float] = field(default_factory=list)
     host_us: float = 0.0
-    chosen: Chosen = field(default_factory=Chosen)
+    launch_info: LaunchInfo = field(default_factory=LaunchInfo)
 
     @property
     def time_us(self) -> float:
         return statistics.median(self.times)
 
 
-def measure_cell(bench: Bench, cell: Cell) -> tuple[list[Row], Chosen]:
+def measure_cell(bench: Bench, cell: Cell) -> tuple[list[PerfRow], LaunchInfo]:
     """The rows of a cell, the same on every rank, and how the last form ran. Raises ``InvalidUsage`` on all ranks for what is refused."""
-    rows, chosen = [], Chosen()
+    rows, chosen = [], LaunchInfo()
     for in_place in cell.forms:
         found = _measure_form(bench, cell, in_place)
         if found is not None:
@@ -128,29 +133,31 @@ def measure_cell(bench: Bench, cell: Cell) -> tuple[list[Row], Chosen]:
     return rows, chosen
 
 
-def _measure_form(bench: Bench, cell: Cell, in_place: bool) -> tuple[Row, Chosen] | None:
+def _measure_form(bench: Bench, cell: Cell, in_place: bool) -> tuple[PerfRow, LaunchInfo] | None:
     batches = bench.options.batches
-    bench.turn()
-    bench.card.drop_graphs()
+    bench.wait_for_turn()
+    bench.gpu.drop_graphs()
     bench.arena.reset()
     trials = _prepare_all(bench, cell, in_place)
     for _ in range(batches):
-        bench.turn()
+        bench.wait_for_turn()
         for trial in trials:
             trial.times.append(_time_once(bench, trial.run) / trial.iters)
-    bench.turn()
+    bench.wait_for_turn()
     if not trials:
         return None
     for trial in trials:
-        _conclude(bench, cell, trial)
-    return _row(bench, cell, in_place, trials), trials[0].chosen
+        _finish_trial(bench, cell, trial)
+    return _row(bench, cell, in_place, trials), trials[0].launch_info
 
 
 def _prepare_all(bench: Bench, cell: Cell, in_place: bool) -> list[_Trial]:
     """A trial of each library that has the form; none if the first lacks it."""
     trials: list[_Trial] = []
     for number, library in enumerate(bench.libraries):
-        trial = _together(bench, lambda library=library: _prepare(bench, library, cell, in_place))  # type: ignore[misc]
+        trial = _run_on_all_ranks(
+            bench, lambda library=library: _prepare(bench, library, cell, in_place)
+        )  # type: ignore[misc]
         if trial is not None:
             trials.append(trial)
         elif number == 0:
@@ -158,7 +165,7 @@ def _prepare_all(bench: Bench, cell: Cell, in_place: bool) -> list[_Trial]:
     return [trial for trial in trials if _warm_up(bench, cell, trial)]
 
 
-def _together(bench: Bench, action: Callable[[], _Trial | None]) -> _Trial | None:
+def _run_on_all_ranks(bench: Bench, action: Callable[[], _Trial | None]) -> _Trial | None:
     """Do it on all ranks; if one of them refuses its arguments, all raise, and the communicator is as good as before."""
     trial, refusal = None, ""
     try:
@@ -181,15 +188,15 @@ def _prepare(bench: Bench, library: DeviceLibrary, cell: Cell, in_place: bool) -
     if bench.options.check:
         trial.wrong = _check(bench, cell.case, trial, bound.call, seed=1)
     else:
-        device_check.calm(bench.card, cell.case, bound.input)
+        device_check.fill_neutral(bench.gpu, cell.case, bound.input)
         bench.barrier()
         bound.call()
-    trial.chosen = bound.chosen()  # now: aligning the ranks is an operation, too
+    trial.launch_info = bound.launch_info()  # now: aligning the ranks is an operation, too
     return trial
 
 
 def _check(bench: Bench, case: Case, trial: _Trial, run: Callable[[], Any], seed: int) -> int:
-    bound, memory = trial.bound, bench.card
+    bound, memory = trial.bound, bench.gpu
     device_check.poison(memory, bound.output)
     device_check.fill_input(memory, case, bound.input, bench.rank, seed)
     bench.barrier()  # no rank writes into memory that another one still poisons
@@ -198,7 +205,7 @@ def _check(bench: Bench, case: Case, trial: _Trial, run: Callable[[], Any], seed
     trial.library.check()
     wrong = device_check.count_wrong(memory, case, bound.output, bench.rank, seed)
     if not bound.repeatable:
-        device_check.calm(memory, case, bound.input)
+        device_check.fill_neutral(memory, case, bound.input)
         memory.wait()
     return wrong
 
@@ -224,13 +231,13 @@ def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> bool:
                 f"{cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}"
             )
         if problem:
-            _say(
+            _print_note(
                 bench,
                 f"{trial.library.name}: {cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}",
             )
             return False
         trial.run()
-    bench.card.wait()
+    bench.gpu.wait()
     trial.library.check()
     return True
 
@@ -245,14 +252,14 @@ def _capture(bench: Bench, trial: _Trial, batch: Callable[[], Any]) -> str:
     return next((text for text in bench.gather(problem) if text), "")
 
 
-def _say(bench: Bench, text: str) -> None:
+def _print_note(bench: Bench, text: str) -> None:
     if bench.rank == 0:
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _choose_iters(bench: Bench, case: Case, trial: _Trial) -> int:
     usual = next(iters for limit, iters in _ITERS if case.nbytes <= limit)
-    (estimate,) = bench.slowest([_time_once(bench, trial.bound.call)])
+    (estimate,) = bench.maximum_over_ranks([_time_once(bench, trial.bound.call)])
     return max(1, min(usual, int(_BATCH_US / max(estimate, 0.1))))
 
 
@@ -260,23 +267,23 @@ def _time_once(bench: Bench, run: Callable[[], Any]) -> float:
     """Microseconds of one batch on this rank."""
     bench.barrier()
     bench.libraries[0].align()
-    bench.card.pause(bench.pauses)
-    return float(bench.card.time_us(run))
+    bench.gpu.pause(bench.pauses)
+    return float(bench.gpu.time_us(run))
 
 
-def _conclude(bench: Bench, cell: Cell, trial: _Trial) -> None:
+def _finish_trial(bench: Bench, cell: Cell, trial: _Trial) -> None:
     """The slowest rank's times, the second check, the host's time."""
-    bench.card.wait()
+    bench.gpu.wait()
     trial.library.check()
-    trial.times = bench.slowest(trial.times)
+    trial.times = bench.maximum_over_ranks(trial.times)
     if bench.options.check:
         run = trial.run if cell.graph and trial.bound.repeatable else trial.bound.call
         trial.wrong += _check(bench, cell.case, trial, run, seed=2)
         trial.wrong = sum(bench.gather(trial.wrong))
-    trial.host_us = _host_cost(bench, trial)
+    trial.host_us = _host_time_us(bench, trial)
 
 
-def _host_cost(bench: Bench, trial: _Trial) -> float:
+def _host_time_us(bench: Bench, trial: _Trial) -> float:
     call = trial.bound.call
     calls = max(2, min(_HOST_CALLS, int(_HOST_US / max(trial.time_us, 0.1))))
     best = float("inf")
@@ -287,12 +294,12 @@ def _host_cost(bench: Bench, trial: _Trial) -> float:
             call()
         best = min(best, (time.perf_counter() - before) / calls * 1e6)
     bench.barrier()
-    return bench.slowest([best])[0]
+    return bench.maximum_over_ranks([best])[0]
 
 
-def _row(bench: Bench, cell: Cell, in_place: bool, trials: Sequence[_Trial]) -> Row:
+def _row(bench: Bench, cell: Cell, in_place: bool, trials: Sequence[_Trial]) -> PerfRow:
     case, first = cell.case, trials[0]
-    chosen = first.chosen
+    chosen = first.launch_info
     row = build_row(
         case,
         first.times,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import miraccl
 from miraccl.tools.perf.data import numpy_dtype, premul_scalar
-from miraccl.tools.perf.device_array import Arena, DeviceArray, as_device_array
+from miraccl.tools.perf.device_array import Arena, PerfDeviceArray, as_device_array
 from miraccl.tools.perf.engine import place_buffers
 from miraccl.tools.perf.spec import REDUCING, Case
 from miraccl.types import PreMulSum
@@ -22,7 +22,7 @@ _ONE_FORM = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class LaunchInfo:
     """How an operation ran; ``blocks`` and ``threads`` are 0 where no kernel did, ``unroll`` vectors a thread handles at a time."""
 
     algo: str = ""
@@ -34,14 +34,14 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceBound:
+class BoundDeviceOperation:
     """One operation with its buffers; ``call`` enqueues it. ``repeatable``: called again, it gives the same result."""
 
     call: Callable[[], Any]
-    input: DeviceArray
-    output: DeviceArray
+    input: PerfDeviceArray
+    output: PerfDeviceArray
     repeatable: bool
-    chosen: Callable[[], Chosen] = Chosen
+    launch_info: Callable[[], LaunchInfo] = LaunchInfo
     owner: Any = field(default=None, repr=False)
 
 
@@ -50,7 +50,7 @@ class DeviceLibrary(Protocol):
 
     name: str
 
-    def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
+    def bind(self, case: Case, in_place: bool) -> BoundDeviceOperation | None:
         """Cut buffers and prepare; None if the library does not have this form."""
         ...
 
@@ -69,7 +69,7 @@ class DeviceLibrary(Protocol):
     def close(self) -> None: ...
 
 
-def is_repeatable(case: Case, x: DeviceArray, y: DeviceArray) -> bool:
+def is_repeatable(case: Case, x: PerfDeviceArray, y: PerfDeviceArray) -> bool:
     """A reduction whose output lies on its input changes what it will reduce the next time."""
     end = y.address + y.nbytes
     overlap = x.nbytes > 0 and y.nbytes > 0 and x.address < end and y.address < x.address + x.nbytes
@@ -94,23 +94,25 @@ class MiracclDevice:
         self._stream, self._arena, self.capture = stream, arena, capture
         self._ordinal: int = comm.gpu.ordinal
         self._window = window
-        self._keep: list[Any] = []
+        self._keep_alive: list[Any] = []
 
-    def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
+    def bind(self, case: Case, in_place: bool) -> BoundDeviceOperation | None:
         if not hasattr(self.comm, case.op) or (
             in_place is not (case.op == "broadcast") and case.op in _ONE_FORM
         ):
             return None
-        self._keep = []
-        x, y = place_buffers(case, self.rank, in_place, lambda count: self._take(count, case.dtype))
+        self._keep_alive = []
+        x, y = place_buffers(
+            case, self.rank, in_place, lambda count: self._allocate(count, case.dtype)
+        )
         call = self._call(case, x, y)
-        return DeviceBound(
+        return BoundDeviceOperation(
             call=call,
             input=x,
             output=y,
             repeatable=is_repeatable(case, x, y),
-            chosen=self._chosen,
-            owner=tuple(self._keep),
+            launch_info=self._launch_info,
+            owner=tuple(self._keep_alive),
         )
 
     def align(self) -> None:
@@ -122,18 +124,18 @@ class MiracclDevice:
     def close(self) -> None:
         """The communicator belongs to who made it."""
 
-    def _take(self, count: int, name: str) -> DeviceArray:
+    def _allocate(self, count: int, name: str) -> PerfDeviceArray:
         if not self._window or not count:
-            return self._arena.take(count, name)
+            return self._arena.allocate(count, name)
         memory = self.comm.empty(count, numpy_dtype(name))
-        self._keep.append(memory)
+        self._keep_alive.append(memory)
         return as_device_array(memory, name, self._ordinal)
 
-    def _chosen(self) -> Chosen:
+    def _launch_info(self) -> LaunchInfo:
         plan = self.comm.last_plan
         if plan is None or self.nranks == 1:
-            return Chosen()
-        return Chosen(
+            return LaunchInfo()
+        return LaunchInfo(
             algo=plan.algo,
             proto=plan.proto,
             blocks=getattr(plan, "blocks", 0),
@@ -142,7 +144,7 @@ class MiracclDevice:
             reason=getattr(plan, "reason", ""),
         )
 
-    def _call(self, case: Case, x: DeviceArray, y: DeviceArray) -> Callable[[], Any]:
+    def _call(self, case: Case, x: PerfDeviceArray, y: PerfDeviceArray) -> Callable[[], Any]:
         """The call as a user writes it."""
         function, stream, op = getattr(self.comm, case.op), self._stream, self._operator(case)
         source, target = x.argument, y.argument

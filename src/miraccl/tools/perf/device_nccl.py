@@ -16,13 +16,13 @@ from typing import Any
 
 from miraccl.bootstrap import Session
 from miraccl.errors import InvalidUsage, MissingDependency
-from miraccl.tools.perf.device_array import ALIGNMENT, Arena, DeviceArray
-from miraccl.tools.perf.device_miraccl import DeviceBound, is_repeatable
+from miraccl.tools.perf.device_array import ALIGNMENT, Arena, PerfDeviceArray
+from miraccl.tools.perf.device_miraccl import BoundDeviceOperation, is_repeatable
 from miraccl.tools.perf.engine import place_buffers
 from miraccl.tools.perf.spec import Case
 
 ENVIRON = {"NCCL_NVLS_ENABLE": "0"}
-_MEET_SECONDS = 120
+_RENDEZVOUS_SECONDS = 120
 _INSTALL = "pip install torch, a build with CUDA"
 _TYPES = ("int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bfloat16")
 _OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG", "none": "SUM"}
@@ -52,12 +52,12 @@ def check_torch() -> None:
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
-            timeout=_MEET_SECONDS,
+            timeout=_RENDEZVOUS_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise MissingDependency(
-            f"--compare nccl: PyTorch does not load within {_MEET_SECONDS} s", hint=_INSTALL
+            f"--compare nccl: PyTorch does not load within {_RENDEZVOUS_SECONDS} s", hint=_INSTALL
         ) from None
     if probe.returncode:
         lines = (probe.stdout.strip() or probe.stderr.strip()).splitlines() or [
@@ -85,7 +85,7 @@ class TorchStream:
         torch.cuda.set_stream(self.stream)
 
     @property
-    def number(self) -> int:
+    def stream_handle(self) -> int:
         return int(self.stream.cuda_stream)
 
     def arena(self, nbytes: int) -> Arena:
@@ -108,29 +108,29 @@ class NcclDevice:
 
     name = "nccl"
 
-    def __init__(self, session: Session, place: TorchStream, arena: Arena) -> None:
+    def __init__(self, session: Session, torch_stream: TorchStream, arena: Arena) -> None:
         import torch.distributed as dist
 
-        self._dist, self._torch, self._arena = dist, place.torch, arena
+        self._dist, self._torch, self._arena = dist, torch_stream.torch, arena
         self.rank, self.nranks = session.rank, session.nranks
-        self.capture = place.capture
-        where = _meeting_point(session)
+        self.capture = torch_stream.capture
+        where = _rendezvous_url(session)
         try:
             dist.init_process_group(
                 "nccl",
                 init_method=where,
                 rank=self.rank,
                 world_size=self.nranks,
-                timeout=datetime.timedelta(seconds=_MEET_SECONDS),
-                device_id=place.torch.device("cuda", place.ordinal),
+                timeout=datetime.timedelta(seconds=_RENDEZVOUS_SECONDS),
+                device_id=torch_stream.torch.device("cuda", torch_stream.ordinal),
             )
         except Exception as error:
             raise InvalidUsage(
                 f"NCCL does not start: {error}", rank=self.rank, hint="NCCL_DEBUG=INFO says more"
             ) from error
-        self._aligner = place.arena(ALIGNMENT).take(4, "float32").tensor.zero_()
+        self._aligner = torch_stream.arena(ALIGNMENT).allocate(4, "float32").tensor.zero_()
 
-    def bind(self, case: Case, in_place: bool) -> DeviceBound | None:
+    def bind(self, case: Case, in_place: bool) -> BoundDeviceOperation | None:
         if (
             case.dtype not in _TYPES
             or case.redop not in _OPS
@@ -145,9 +145,9 @@ class NcclDevice:
             return None
         same = in_place or case.op in _SAME_BUFFER
         x, y = place_buffers(
-            case, self.rank, same, lambda count: self._arena.take(count, case.dtype)
+            case, self.rank, same, lambda count: self._arena.allocate(count, case.dtype)
         )
-        return DeviceBound(
+        return BoundDeviceOperation(
             call=self._call(case, x, y), input=x, output=y, repeatable=is_repeatable(case, x, y)
         )
 
@@ -160,7 +160,9 @@ class NcclDevice:
     def close(self) -> None:
         self._dist.destroy_process_group()
 
-    def _call(self, case: Case, source: DeviceArray, target: DeviceArray) -> Callable[[], Any]:
+    def _call(
+        self, case: Case, source: PerfDeviceArray, target: PerfDeviceArray
+    ) -> Callable[[], Any]:
         dist, root, x, y = self._dist, case.root, source.tensor, target.tensor
         op = getattr(dist.ReduceOp, _OPS[case.redop])
         match case.op:
@@ -196,7 +198,7 @@ class NcclDevice:
         return exchange
 
 
-def _meeting_point(session: Session) -> str:
+def _rendezvous_url(session: Session) -> str:
     """A free port of rank 0's for PyTorch's store, on the host that the launcher names, or on this one."""
     where = ""
     if session.rank == 0:

@@ -18,11 +18,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miraccl.errors import InvalidUsage, MiracclError
-from miraccl.tools.perf.device_array import Arena, padded
+from miraccl.tools.perf.device_array import Arena, padded_bytes
 from miraccl.tools.perf.device_measure import Bench, Cell, CellFailed, measure_cell
-from miraccl.tools.perf.device_miraccl import Chosen, MiracclDevice
-from miraccl.tools.perf.measure import Options
-from miraccl.tools.perf.orchestrator import Group, Line, OwnGroup, RunFailed, join, run_in_turns
+from miraccl.tools.perf.device_miraccl import LaunchInfo, MiracclDevice
+from miraccl.tools.perf.measure import MeasureOptions
+from miraccl.tools.perf.orchestrator import (
+    OwnGroup,
+    RankGroup,
+    ResultLine,
+    RunFailed,
+    join_peer_times,
+    run_alternating,
+)
 from miraccl.tools.spawn import Context
 
 _THREAD_PAUSES = 5  # threads of one process enqueue one after another
@@ -35,7 +42,7 @@ class DeviceJob:
     the second its peer.  ``keep_going``: a cell that cannot run is reported and the next one measured."""
 
     cells: tuple[Cell, ...]
-    options: Options
+    options: MeasureOptions
     ordinals: tuple[int, ...]
     init: dict[str, Any] = field(default_factory=dict)
     libraries: tuple[str, ...] = ("miraccl",)
@@ -43,7 +50,7 @@ class DeviceJob:
     window: bool = False
     explain: bool = False
     threads: bool = False
-    in_turns: bool = False
+    alternating: bool = False
     keep_going: bool = False
     hosts: int = 1
 
@@ -70,9 +77,9 @@ class DeviceInfo:
 def run_rank(
     job: DeviceJob,
     environ: Mapping[str, str],
-    turn: Callable[[], None],
-    report: Callable[[Line], None],
-    tell: Callable[[DeviceInfo], None] = lambda info: None,
+    wait_for_turn: Callable[[], None],
+    report: Callable[[ResultLine], None],
+    report_info: Callable[[DeviceInfo], None] = lambda info: None,
 ) -> int:
     """The life of a rank; ``report`` is called on every rank with the same line. Returns the rank."""
     from miraccl.bootstrap.launch import detect_launch, meet
@@ -81,8 +88,8 @@ def run_rank(
     session = meet(place)
     local = session.rank if place.local_rank is None else place.local_rank
     with open_bench(job, session, job.ordinals[local % len(job.ordinals)]) as (bench, info):
-        bench.turn = turn
-        tell(info)
+        bench.wait_for_turn = wait_for_turn
+        report_info(info)
         if job.options.bind:
             _bind_to_core(bench)
         _warm_up(bench)
@@ -92,16 +99,16 @@ def run_rank(
     return int(session.rank)
 
 
-def _measure(bench: Bench, job: DeviceJob, number: int, cell: Cell) -> Line:
+def _measure(bench: Bench, job: DeviceJob, number: int, cell: Cell) -> ResultLine:
     try:
         rows, chosen = measure_cell(bench, cell)
     except (InvalidUsage, CellFailed) as error:
         if not job.keep_going:
             raise
-        return Line(number=number, out_of_place=None, in_place=None, failure=str(error))
+        return ResultLine(number=number, out_of_place=None, in_place=None, failure=str(error))
     found = {row.in_place: row for row in rows}
     explanation = (explain(chosen),) if job.explain and rows and chosen.algo else ()
-    return Line(
+    return ResultLine(
         number=number,
         out_of_place=found.get(False),
         in_place=found.get(True),
@@ -109,7 +116,7 @@ def _measure(bench: Bench, job: DeviceJob, number: int, cell: Cell) -> Line:
     )
 
 
-def explain(chosen: Chosen) -> dict[str, Any]:
+def explain(chosen: LaunchInfo) -> dict[str, Any]:
     """The plan of the last form as a plain dictionary."""
     names = ("algo", "proto", "blocks", "threads", "unroll", "reason")
     return {**{name: getattr(chosen, name) for name in names}, "chosen": True}
@@ -127,7 +134,7 @@ def _warm_up(bench: Bench) -> None:
     bench.barrier()
     elapsed = 0.0
     while elapsed < _WARM_UP_US:
-        elapsed += max(1000.0, bench.card.time_us(lambda: bench.card.pause(50)))
+        elapsed += max(1000.0, bench.gpu.time_us(lambda: bench.gpu.pause(50)))
     bench.barrier()
 
 
@@ -138,7 +145,8 @@ def arena_bytes(job: DeviceJob) -> int:
         case = cell.case
         largest = max(
             largest,
-            padded(case.input_count * case.itemsize) + padded(case.output_count * case.itemsize),
+            padded_bytes(case.input_count * case.itemsize)
+            + padded_bytes(case.output_count * case.itemsize),
         )
     return max(512, largest) * len(job.libraries)
 
@@ -147,48 +155,50 @@ def arena_bytes(job: DeviceJob) -> int:
 def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Bench, DeviceInfo]]:
     """GPU, libraries and buffers of this rank. After a failure kernels that wait are ended, and the rest ends with the process."""
     from miraccl.executor.cuda.gpu import Gpu
-    from miraccl.tools.perf.gpu_buffers import Card
+    from miraccl.tools.perf.gpu_buffers import GpuBuffers
 
     os.environ.update(job.environ())
-    place, versions = None, {}
+    torch_stream, versions = None, {}
     if "nccl" in job.libraries:
         from miraccl.tools.perf import device_nccl
 
         torch = device_nccl.load_torch()
-        place = device_nccl.TorchStream(torch, ordinal)
+        torch_stream = device_nccl.TorchStream(torch, ordinal)
         versions = {
             "torch": torch.__version__,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "cuda": str(torch.version.cuda),
         }
     gpu = Gpu(ordinal)
-    card = Card(gpu, place.number if place else None)
+    gpu_buffers = GpuBuffers(gpu, torch_stream.stream_handle if torch_stream else None)
     nbytes = arena_bytes(job)
-    arena = place.arena(nbytes) if place else Arena(gpu.allocate(nbytes), nbytes, ordinal)
+    arena = (
+        torch_stream.arena(nbytes) if torch_stream else Arena(gpu.allocate(nbytes), nbytes, ordinal)
+    )
     with contextlib.ExitStack() as stack:
         libraries: list[Any] = []
         memory, start_s = {}, 0.0
         for name in job.libraries:
-            free, before = card.free_bytes(), time.perf_counter()
+            free, before = gpu_buffers.free_bytes(), time.perf_counter()
             if name == "miraccl":
-                libraries.append(_open_miraccl(job, session, ordinal, card, arena, stack))
+                libraries.append(_open_miraccl(job, session, ordinal, gpu_buffers, arena, stack))
                 start_s = time.perf_counter() - before
-            elif place is not None:
-                libraries.append(device_nccl.NcclDevice(session, place, arena))
+            elif torch_stream is not None:
+                libraries.append(device_nccl.NcclDevice(session, torch_stream, arena))
                 stack.push(
                     lambda kind, error, trace, library=libraries[-1]: (
                         None if error else library.close()
                     )
                 )
             libraries[-1].align()
-            card.wait()
-            memory[name] = max(0, free - card.free_bytes())
+            gpu_buffers.wait()
+            memory[name] = max(0, free - gpu_buffers.free_bytes())
             session.barrier("perf opened")
         info = DeviceInfo(
-            device=_name_of(gpu, ordinal), memory_bytes=memory, start_s=start_s, versions=versions
+            device=_gpu_name(gpu, ordinal), memory_bytes=memory, start_s=start_s, versions=versions
         )
         bench = Bench(
-            card=card,
+            gpu=gpu_buffers,
             arena=arena,
             session=session,
             libraries=libraries,
@@ -201,14 +211,19 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
         MiracclError
     ):  # everything is measured and told; what cannot be freed ends with the process
         gpu.make_current()
-        card.close()
-        if place is None:
+        gpu_buffers.close()
+        if torch_stream is None:
             gpu.free(arena.address)
         gpu.close()
 
 
 def _open_miraccl(
-    job: DeviceJob, session: Any, ordinal: int, card: Any, arena: Arena, stack: contextlib.ExitStack
+    job: DeviceJob,
+    session: Any,
+    ordinal: int,
+    gpu_buffers: Any,
+    arena: Arena,
+    stack: contextlib.ExitStack,
 ) -> MiracclDevice:
     """What a ``Communicator`` opens with the first array on a GPU."""
     from miraccl.api.communicator import Communicator
@@ -229,10 +244,10 @@ def _open_miraccl(
             comm.abort()  # and no more: to close would wait for the GPU, and the error is to be told now
 
     stack.push(leave)
-    return MiracclDevice(comm, card.stream, arena, card.capture, window=job.window)
+    return MiracclDevice(comm, gpu_buffers.stream, arena, gpu_buffers.capture, window=job.window)
 
 
-def _name_of(gpu: Any, ordinal: int) -> str:
+def _gpu_name(gpu: Any, ordinal: int) -> str:
     from miraccl.executor.cuda.driver import check
 
     device = check(gpu.cuda.cuDeviceGet(ordinal), "cuDeviceGet")
@@ -248,7 +263,7 @@ def process_main(context: Context, job: DeviceJob) -> None:
     os.dup2(2, 1)  # standard output is the parent's table
 
     def turn() -> None:
-        if job.in_turns:
+        if job.alternating:
             context.emit("ready")
             context.receive()
 
@@ -274,7 +289,7 @@ def threads_main(context: Context, job: DeviceJob, nranks: int, timeout: float) 
     gate = threading.Barrier(nranks, hand_over)
 
     def turn() -> None:
-        if job.in_turns:
+        if job.alternating:
             gate.wait(timeout)
 
     def rank_thread(rank: int) -> None:
@@ -313,9 +328,9 @@ class _NcclGroup(OwnGroup):
         self.times: dict[tuple[int, bool], float] = {}
         self.host_times: dict[tuple[int, bool], float | None] = {}
         self.done = 0
-        super().__init__(job, nranks, self._take, "nccl", main=process_main)
+        super().__init__(job, nranks, self._record_line, "nccl", main=process_main)
 
-    def _take(self, line: Line | DeviceInfo) -> None:
+    def _record_line(self, line: ResultLine | DeviceInfo) -> None:
         if isinstance(line, DeviceInfo):
             return
         for row in line.rows:
@@ -332,16 +347,16 @@ def run_cells(
     nranks: int,
     timeout: float,
     on_info: Callable[[DeviceInfo], None] = lambda info: None,
-    patience: float | None = None,
-) -> Iterator[Iterator[Line]]:
+    line_timeout: float | None = None,
+) -> Iterator[Iterator[ResultLine]]:
     """Start ranks on this host, now, since they are forked; gives the lines as they come. The ranks end with the block.
 
     ``timeout`` is for everything, ``patience`` for the time between two lines, in seconds.  The iterator raises ``RunFailed``, after the
     lines that came before.
     """
-    _import_what_ranks_need()
-    arrived: list[Line] = []
-    groups: list[Group] = []
+    _preload_modules()
+    arrived: list[ResultLine] = []
+    groups: list[RankGroup] = []
     nccl: _NcclGroup | None = None
 
     def take(message: Any) -> None:
@@ -350,22 +365,22 @@ def run_cells(
         else:
             arrived.append(message)
 
-    def complete() -> Iterator[Line]:
+    def complete() -> Iterator[ResultLine]:
         while arrived and (nccl is None or arrived[0].number < nccl.done):
             line = arrived.pop(0)
-            yield line if nccl is None else _join(line, nccl)
+            yield line if nccl is None else _join_nccl_times(line, nccl)
 
-    def lines() -> Iterator[Line]:
+    def lines() -> Iterator[ResultLine]:
         try:
-            for _ in run_in_turns(groups, timeout, patience):
+            for _ in run_alternating(groups, timeout, line_timeout):
                 yield from complete()
         except RunFailed:
             yield from complete()
             raise
 
     try:
-        beside = job.threads and "nccl" in job.libraries  # PyTorch has one rank per process
-        if beside:
+        separate_nccl = job.threads and "nccl" in job.libraries  # PyTorch has one rank per process
+        if separate_nccl:
             job = replace(job, libraries=("miraccl",), in_turns=True)
         if job.threads:
             groups.append(
@@ -373,7 +388,7 @@ def run_cells(
             )
         else:
             groups.append(OwnGroup(job, nranks, take, main=process_main))
-        if beside:
+        if separate_nccl:
             nccl = _NcclGroup(replace(job, libraries=("nccl",), threads=False), nranks)
             groups.append(nccl)
         yield lines()
@@ -382,8 +397,8 @@ def run_cells(
             group.stop()
 
 
-def _join(line: Line, nccl: _NcclGroup) -> Line:
-    line = join(line, nccl.times, "nccl")
+def _join_nccl_times(line: ResultLine, nccl: _NcclGroup) -> ResultLine:
+    line = join_peer_times(line, nccl.times, "nccl")
 
     def with_host(row: Any) -> Any:
         if (
@@ -397,7 +412,7 @@ def _join(line: Line, nccl: _NcclGroup) -> Line:
     )
 
 
-def _import_what_ranks_need() -> None:
+def _preload_modules() -> None:
     """So that forked ranks have it already; nothing here touches CUDA."""
     import miraccl.api.communicator
     import miraccl.runtime.multinode.communicator

@@ -83,7 +83,7 @@ def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
     return devices.ordinals
 
 
-def count_together(nranks: int, hosts: int, joined: bool) -> int:
+def count_ranks_per_host(nranks: int, hosts: int, joined: bool) -> int:
     """How many ranks count themselves to one host, 0 if that is not known; more than kernels can serve are refused."""
     apart = (
         params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()

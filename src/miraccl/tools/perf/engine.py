@@ -15,7 +15,7 @@ from miraccl.tools.perf.spec import Case
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
+class BoundOperation:
     """One operation with its buffers. ``input`` and ``output`` are views; empty where a rank has none.
 
     ``owner`` keeps the memory alive; ``chosen`` says with which algorithm, protocol and channels the last call ran.
@@ -24,7 +24,7 @@ class Bound:
     call: Callable[[], Any]
     input: Array
     output: Array
-    chosen: Callable[[], tuple[str, str, int]] = lambda: ("", "", 0)
+    plan_names: Callable[[], tuple[str, str, int]] = lambda: ("", "", 0)
     owner: Any = None
 
 
@@ -41,7 +41,7 @@ class Engine(Protocol):
         """Element-wise ``max`` or ``sum`` over the ranks, the same on each."""
         ...
 
-    def bind(self, case: Case, in_place: bool) -> Bound | None:
+    def bind(self, case: Case, in_place: bool) -> BoundOperation | None:
         """Allocate and prepare; None if the library does not have this form."""
         ...
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import miraccl
 from miraccl.tools.perf.data import Array, numpy_dtype, premul_scalar
-from miraccl.tools.perf.engine import Bound, place_buffers
+from miraccl.tools.perf.engine import BoundOperation, place_buffers
 from miraccl.tools.perf.spec import Case
 from miraccl.types import PreMulSum
 
@@ -42,7 +42,7 @@ class MiracclEngine:
         array = self.comm.all_gather(np.array(values, np.float64)).reshape(self.nranks, len(values))
         return [float(v) for v in (array.max(axis=0) if how == "max" else array.sum(axis=0))]
 
-    def bind(self, case: Case, in_place: bool) -> Bound | None:
+    def bind(self, case: Case, in_place: bool) -> BoundOperation | None:
         if in_place is not (case.op == "broadcast") and case.op in _ONE_FORM:
             return None
         x, y = place_buffers(
@@ -50,8 +50,8 @@ class MiracclEngine:
         )
         call = self._call(case, x, y)
         if case.op in ("sendrecv", "barrier"):  # have no plan
-            return Bound(call=call, input=x, output=y)
-        return Bound(call=call, input=x, output=y, chosen=self._chosen)
+            return BoundOperation(call=call, input=x, output=y)
+        return BoundOperation(call=call, input=x, output=y, plan_names=self._plan_names)
 
     def close(self) -> None:
         self.comm.finalize()
@@ -63,7 +63,7 @@ class MiracclEngine:
         array[:] = np.zeros(1, dtype)
         return array
 
-    def _chosen(self) -> tuple[str, str, int]:
+    def _plan_names(self) -> tuple[str, str, int]:
         plan = self.comm.last_plan
         return (plan.algo, plan.proto, plan.channels) if plan is not None else ("", "", 0)
 

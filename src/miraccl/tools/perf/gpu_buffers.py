@@ -47,7 +47,7 @@ def source(itemsize: int) -> str:
     return f"#define T {WIDTHS[itemsize]}\n#define PERIOD {PERIOD}ull\n{_SOURCE}"
 
 
-class Card:
+class GpuBuffers:
     """One GPU with the stream on which everything is measured; ``stream`` as a number, or None for one of its own."""
 
     def __init__(self, gpu: Gpu, stream: int | None = None) -> None:
@@ -89,7 +89,7 @@ class Card:
                 self._cuda.cuMemsetD8Async(address, value, nbytes, self.stream), "cuMemsetD8Async"
             )
 
-    def spread(self, address: int, count: int, table: Array, phase: int) -> None:
+    def tile(self, address: int, count: int, table: Array, phase: int) -> None:
         """``x[i] = table[(i + phase) % PERIOD]`` for ``count`` elements of the table's size; the table has ``PERIOD`` elements."""
         if count:
             self.write(self._tables, table)

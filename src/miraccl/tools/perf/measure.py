@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miraccl.tools.perf import data
-from miraccl.tools.perf.engine import Bound, Engine
-from miraccl.tools.perf.spec import REDUCING, Case, Row, build_row
+from miraccl.tools.perf.engine import BoundOperation, Engine
+from miraccl.tools.perf.spec import REDUCING, Case, PerfRow, build_row
 
 _BATCH_SECONDS = 0.02
 _MAX_CALLS = 5000
@@ -28,7 +28,7 @@ _SMALL_BYTES = 4 << 20  # up to here a warm-up costs nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class MeasureOptions:
     """``iters`` and ``warmup`` are calls, None chooses: batches of about 20 ms. ``fresh`` rewrites the input before each call.
 
     ``bind`` keeps each rank on a core of its own, if there are enough.
@@ -43,26 +43,30 @@ class Options:
 
 
 def measure(
-    engine: Engine, case: Case, in_place: bool, options: Options, turn: Callable[[], None]
-) -> Row | None:
+    engine: Engine,
+    case: Case,
+    in_place: bool,
+    options: MeasureOptions,
+    wait_for_turn: Callable[[], None],
+) -> PerfRow | None:
     """Measure one form of one case; every rank gets the same row. None if the library does not have the form.
 
     ``turn`` is called before each stretch of work and may block there, so that libraries that are compared take turns.
     """
-    turn()
+    wait_for_turn()
     bound = engine.bind(case, in_place)
     if bound is None:
         for _ in range(options.batches + 1):  # stay in step with the other side
-            turn()
+            wait_for_turn()
         return None
     wrong = _check(engine, case, bound, in_place, seed=1) if options.check else 0
     iters = _warm_up(engine, case, bound, options)
     times = []
     for _ in range(options.batches):
-        turn()
+        wait_for_turn()
         times.append(_time_batch(engine, case, bound, iters, options.fresh))
-    chosen = bound.chosen()  # now: whoever takes turns may use the communicator
-    turn()
+    chosen = bound.plan_names()  # now: whoever takes turns may use the communicator
+    wait_for_turn()
     wrong += _check(engine, case, bound, in_place, seed=2) if options.check else 0
     times = engine.reduce_list(times, how="max")
     (total_wrong,) = engine.reduce_list([float(wrong)], how="sum")
@@ -79,7 +83,7 @@ def bind_to_core(engine: Engine) -> None:
         os.sched_setaffinity(0, {cores[engine.rank]})
 
 
-class Pace:
+class BarrierWarmup:
     """Barriers until they are as quick as they have been: ranks that have just woken up may share a core.
 
     It takes the scheduler up to some 100 ms to spread ranks that poll, and until then a barrier costs a time slice instead of a
@@ -90,7 +94,7 @@ class Pace:
         self._engine = engine
         self._best = float("inf")
 
-    def settle(self, least: float = 0.005, most: float = 0.25) -> None:
+    def run(self, least: float = 0.005, most: float = 0.25) -> None:
         """Between ``least`` and ``most`` seconds."""
         start = time.perf_counter()
         while True:
@@ -104,18 +108,18 @@ class Pace:
                 return
 
 
-def _check(engine: Engine, case: Case, bound: Bound, in_place: bool, seed: int) -> int:
+def _check(engine: Engine, case: Case, bound: BoundOperation, in_place: bool, seed: int) -> int:
     data.poison(bound.output)
     data.fill_input(case, bound.input, engine.rank, seed)
     engine.barrier()  # no rank writes into memory that another one still poisons
     bound.call()
     wrong = data.count_wrong(case, bound.output, data.expected_output(case, engine.rank, seed))
     if in_place and case.op in REDUCING:
-        data.calm(case, bound.input)
+        data.fill_neutral(case, bound.input)
     return wrong
 
 
-def _warm_up(engine: Engine, case: Case, bound: Bound, options: Options) -> int:
+def _warm_up(engine: Engine, case: Case, bound: BoundOperation, options: MeasureOptions) -> int:
     """Untimed calls; returns how many calls a batch has."""
     calls = (
         options.warmup if options.warmup is not None else 3 if case.nbytes <= _SMALL_BYTES else 1
@@ -134,7 +138,7 @@ def _warm_up(engine: Engine, case: Case, bound: Bound, options: Options) -> int:
     return max(1, min(_MAX_CALLS, int(_BATCH_SECONDS / estimate)))
 
 
-def _estimate(engine: Engine, bound: Bound, calls: int) -> float:
+def _estimate(engine: Engine, bound: BoundOperation, calls: int) -> float:
     """Seconds per call, the same on every rank."""
     engine.barrier()
     start = time.perf_counter()
@@ -143,7 +147,9 @@ def _estimate(engine: Engine, bound: Bound, calls: int) -> float:
     return max(1e-9, engine.reduce_list([(time.perf_counter() - start) / calls], how="max")[0])
 
 
-def _time_batch(engine: Engine, case: Case, bound: Bound, iters: int, fresh: bool) -> float:
+def _time_batch(
+    engine: Engine, case: Case, bound: BoundOperation, iters: int, fresh: bool
+) -> float:
     """Seconds per call on this rank."""
     call = bound.call
     if fresh:
@@ -155,9 +161,9 @@ def _time_batch(engine: Engine, case: Case, bound: Bound, iters: int, fresh: boo
     return (time.perf_counter() - start) / iters
 
 
-def _time_fresh(engine: Engine, case: Case, bound: Bound) -> float:
+def _time_fresh(engine: Engine, case: Case, bound: BoundOperation) -> float:
     """One call on an input that this rank has just written, as an application does."""
-    data.calm(case, bound.input)
+    data.fill_neutral(case, bound.input)
     engine.barrier()
     start = time.perf_counter()
     bound.call()
@@ -167,12 +173,12 @@ def _time_fresh(engine: Engine, case: Case, bound: Bound) -> float:
 def _row(
     case: Case,
     in_place: bool,
-    options: Options,
+    options: MeasureOptions,
     times: list[float],
     iters: int,
     wrong: int,
     chosen: tuple[str, str, int],
-) -> Row:
+) -> PerfRow:
     algo, proto, channels = chosen
     return build_row(
         case,

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 from miraccl.errors import Fault, InvalidUsage, MiracclError
 from miraccl.tools import launch
-from miraccl.tools.perf.measure import Options, Pace, bind_to_core, measure
-from miraccl.tools.perf.spec import Case, Row
+from miraccl.tools.perf.measure import BarrierWarmup, MeasureOptions, bind_to_core, measure
+from miraccl.tools.perf.spec import Case, PerfRow
 from miraccl.tools.spawn import Context, Outcome, Ranks
 
-_TOLD: tuple[Fault, ...] = (
+_SELF_EXPLANATORY: tuple[Fault, ...] = (
     "usage",
     "peer",
     "system",
@@ -46,35 +46,35 @@ class RunFailed(MiracclError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PerfJob:
     """What each rank is told. ``hosts``: the ranks behave as if they were on so many hosts, block by block."""
 
     cases: tuple[Case, ...]
-    options: Options
+    options: MeasureOptions
     init: dict[str, Any]
     window: bool = False
     persistent: bool = False
     explain: bool = False
-    in_turns: bool = False
+    alternating: bool = False
     hosts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ResultLine:
     """One size measured: a line of the table. ``failure`` says why there are no figures, where the others are wanted anyway."""
 
     number: int
-    out_of_place: Row | None
-    in_place: Row | None
+    out_of_place: PerfRow | None
+    in_place: PerfRow | None
     explanation: tuple[dict[str, Any], ...] = ()
     failure: str = ""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PerfRow]:
         return [r for r in (self.out_of_place, self.in_place) if r is not None]
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The ranks of one library, as the conductor sees them."""
 
     name: str
@@ -87,9 +87,9 @@ class Group(Protocol):
     @property
     def finished(self) -> bool: ...
 
-    def go(self) -> None: ...
+    def resume(self) -> None: ...
 
-    def pump(self, timeout: float) -> None:
+    def process_events(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for something to happen, and note it. Raises ``RunFailed``."""
         ...
 
@@ -97,19 +97,22 @@ class Group(Protocol):
 
 
 def run_cases(
-    job: Job, engine: Any, turn: Callable[[], None], report: Callable[[Line], None]
+    job: PerfJob,
+    engine: Any,
+    wait_for_turn: Callable[[], None],
+    report: Callable[[ResultLine], None],
 ) -> None:
     """The life of one rank; ``report`` is called on every rank with the same line."""
     for number, case in enumerate(job.cases):
         try:
-            out_of_place = measure(engine, case, False, job.options, turn)
-            in_place = measure(engine, case, True, job.options, turn)
+            out_of_place = measure(engine, case, False, job.options, wait_for_turn)
+            in_place = measure(engine, case, True, job.options, wait_for_turn)
         except MemoryError as error:
             text = f"{case.op} of {case.nbytes} bytes on {case.nranks} ranks needs more memory than there is: {error}"
             raise InvalidUsage(text) from None
         explanation = tuple(explain(engine.comm, case)) if job.explain else ()
         report(
-            Line(
+            ResultLine(
                 number=number, out_of_place=out_of_place, in_place=in_place, explanation=explanation
             )
         )
@@ -123,7 +126,7 @@ def explain(comm: Any, case: Case) -> list[dict[str, Any]]:
     return [{name: getattr(record, name) for name in names} for record in records]
 
 
-def rank_main(context: Context, job: Job) -> None:
+def rank_main(context: Context, job: PerfJob) -> None:
     """What a forked rank runs."""
     os.dup2(2, 1)  # standard output is the parent's table
     import miraccl
@@ -133,19 +136,19 @@ def rank_main(context: Context, job: Job) -> None:
         engine = MiracclEngine(comm, window=job.window, persistent=job.persistent)
         if job.options.bind:
             bind_to_core(engine)
-        pace = Pace(engine)
-        pace.settle(0.3 if job.in_turns else 0.1, 1.0)
+        pace = BarrierWarmup(engine)
+        pace.run(0.3 if job.alternating else 0.1, 1.0)
 
         def turn() -> None:
-            if job.in_turns:
+            if job.alternating:
                 context.emit("ready")
                 context.receive()
-                pace.settle()
+                pace.run()
 
         run_cases(job, engine, turn, context.emit if comm.rank == 0 else lambda line: None)
 
 
-def pretend_host(rank: int, nranks: int, hosts: int) -> dict[str, str]:
+def virtual_host_environ(rank: int, nranks: int, hosts: int) -> dict[str, str]:
     """The settings that put a rank on one of ``hosts`` hosts, as far as miraccl and NCCL are concerned; nothing if there is one."""
     name = f"perf-host-{rank * hosts // nranks}"
     return {"MIRACCL_HOSTID": name, "NCCL_HOSTID": name} if hosts > 1 else {}
@@ -175,7 +178,7 @@ class OwnGroup:
         self._processes = processes or nranks
 
         def environ(rank: int) -> dict[str, str]:
-            return {**of_rank(rank), **pretend_host(rank, nranks, job.hosts)}
+            return {**of_rank(rank), **virtual_host_environ(rank, nranks, job.hosts)}
 
         ranks = Ranks(main or rank_main, self._processes, (job, *args), environ=environ)
         self._ranks = self._stack.enter_context(ranks)
@@ -190,12 +193,12 @@ class OwnGroup:
     def finished(self) -> bool:
         return not self._ranks.running
 
-    def go(self) -> None:
+    def resume(self) -> None:
         self._ready.clear()
         for rank in range(self._processes):
             self._ranks.send(rank, "go")
 
-    def pump(self, timeout: float) -> None:
+    def process_events(self, timeout: float) -> None:
         for rank, message in self._ranks.poll(timeout):
             if message == "ready":
                 self._ready.add(rank)
@@ -205,16 +208,16 @@ class OwnGroup:
             self._ranks.wait(time.monotonic() + _GRACE)
             failure = self._ranks.first_failure()
             assert failure is not None
-            for fault in _TOLD:
+            for fault in _SELF_EXPLANATORY:
                 if failure.fault == fault:
-                    raise RunFailed(_tell(failure), fault=fault)
-            raise RunFailed(_tell(failure), details=failure.error)
+                    raise RunFailed(_describe_failure(failure), fault=fault)
+            raise RunFailed(_describe_failure(failure), details=failure.error)
 
     def stop(self) -> None:
         self._stack.close()
 
 
-def _tell(failure: Outcome) -> str:
+def _describe_failure(failure: Outcome) -> str:
     text = failure.describe()
     if failure.summary:
         return text
@@ -226,8 +229,8 @@ def _tell(failure: Outcome) -> str:
     return f"{text} before it could report an error{why}"
 
 
-def run_in_turns(
-    groups: list[Group], timeout: float, patience: float | None = None
+def run_alternating(
+    groups: list[RankGroup], timeout: float, message_timeout: float | None = None
 ) -> Iterator[None]:
     """Give each group its turn until all have finished; yields whenever something may have arrived.
 
@@ -236,14 +239,16 @@ def run_in_turns(
     deadline = time.monotonic() + timeout
     while not all(g.finished for g in groups):
         for group in groups:
-            yield from _pump_until_idle(group, deadline, patience)
+            yield from _process_until_idle(group, deadline, message_timeout)
             if not group.finished:
-                group.go()
-                yield from _pump_until_idle(group, deadline, patience)
+                group.resume()
+                yield from _process_until_idle(group, deadline, message_timeout)
         yield
 
 
-def _pump_until_idle(group: Group, deadline: float, patience: float | None) -> Iterator[None]:
+def _process_until_idle(
+    group: RankGroup, deadline: float, message_timeout: float | None
+) -> Iterator[None]:
     while not (group.paused or group.finished):
         now = time.monotonic()
         left = deadline - now
@@ -251,16 +256,18 @@ def _pump_until_idle(group: Group, deadline: float, patience: float | None) -> I
             raise RunFailed(
                 f"{group.name} did not finish in time", hint="--timeout gives it longer"
             )
-        group.pump(left if patience is None else min(left, patience))
-        if patience is not None and time.monotonic() - now >= patience:
-            raise RunFailed(f"{group.name} was silent for {patience:g} s")
+        group.process_events(left if message_timeout is None else min(left, message_timeout))
+        if message_timeout is not None and time.monotonic() - now >= message_timeout:
+            raise RunFailed(f"{group.name} was silent for {message_timeout:g} s")
         yield
 
 
-def join(line: Line, times: dict[tuple[int, bool], float], peer: str) -> Line:
+def join_peer_times(
+    line: ResultLine, times: dict[tuple[int, bool], float], peer: str
+) -> ResultLine:
     """The line with the times of the peer put in."""
 
-    def joined(row: Row | None) -> Row | None:
+    def joined(row: PerfRow | None) -> PerfRow | None:
         if row is None:
             return None
         time_us = times.get((line.number, row.in_place))

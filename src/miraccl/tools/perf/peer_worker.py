@@ -34,8 +34,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from miraccl.tools.perf.data import numpy_dtype
-from miraccl.tools.perf.engine import Bound, place_buffers
-from miraccl.tools.perf.measure import Options, Pace, bind_to_core, measure
+from miraccl.tools.perf.engine import BoundOperation, place_buffers
+from miraccl.tools.perf.measure import BarrierWarmup, MeasureOptions, bind_to_core, measure
 from miraccl.tools.perf.spec import Case
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class MPIEngine:
         fold = max if how == "max" else sum
         return [float(fold(column)) for column in zip(*self._comm.allgather(values))]
 
-    def bind(self, case: Case, in_place: bool) -> Bound | None:
+    def bind(self, case: Case, in_place: bool) -> BoundOperation | None:
         if (
             case.dtype not in _MPI_TYPES
             or case.redop not in _MPI_OPS
@@ -87,7 +87,7 @@ class MPIEngine:
             case, self.rank, in_place, lambda count: np.zeros(count, numpy_dtype(case.dtype))
         )
         call = self._call(case, in_place, x, y)
-        return None if call is None else Bound(call=call, input=x, output=y)
+        return None if call is None else BoundOperation(call=call, input=x, output=y)
 
     def close(self) -> None:
         self._comm.Barrier()
@@ -162,7 +162,7 @@ class GlooEngine:
         )
         return [float(v) for v in tensor.tolist()]
 
-    def bind(self, case: Case, in_place: bool) -> Bound | None:
+    def bind(self, case: Case, in_place: bool) -> BoundOperation | None:
         if (
             case.dtype not in _GLOO_TYPES
             or case.redop not in _GLOO_OPS
@@ -173,7 +173,9 @@ class GlooEngine:
         x, y = place_buffers(
             case, self.rank, in_place, lambda count: self._torch.zeros(count, dtype=kind)
         )
-        return Bound(call=self._call(case, x, y), input=x.numpy(), output=y.numpy(), owner=(x, y))
+        return BoundOperation(
+            call=self._call(case, x, y), input=x.numpy(), output=y.numpy(), owner=(x, y)
+        )
 
     def close(self) -> None:
         self._dist.destroy_process_group()
@@ -209,7 +211,7 @@ class GlooEngine:
         sending.wait()
 
 
-class _Conductor:
+class _Orchestrator:
     """The other side of the Unix socket: says when it is this library's turn."""
 
     def __init__(self, path: str) -> None:
@@ -218,42 +220,42 @@ class _Conductor:
         self._lines = self._socket.makefile("r", encoding="utf-8")
 
     def wait_for_turn(self) -> None:
-        self.say(kind="ready")
+        self.send(kind="ready")
         if self._lines.readline().strip() != "go":
             sys.exit("the tool that started this process has gone")
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         self._socket.sendall((json.dumps(message) + "\n").encode())
 
 
-def work(engine: Engine, conductor: _Conductor, job: dict[str, Any]) -> None:
-    options, pace = Options(**job["options"]), Pace(engine)
+def measure_cases(engine: Engine, orchestrator: _Orchestrator, job: dict[str, Any]) -> None:
+    options, pace = MeasureOptions(**job["options"]), BarrierWarmup(engine)
     if options.bind:
         bind_to_core(engine)
-    pace.settle(0.3, 1.0)
+    pace.run(0.3, 1.0)
 
     def turn() -> None:
-        conductor.wait_for_turn()
-        pace.settle()
+        orchestrator.wait_for_turn()
+        pace.run()
 
     for number, fields in enumerate(job["cases"]):
         for in_place in (False, True):
             row = measure(engine, Case(**fields), in_place, options, turn)
             if engine.rank == 0 and row is not None:
-                conductor.say(
+                orchestrator.send(
                     kind="row", case=number, in_place=in_place, time_us=row.time_us, wrong=row.wrong
                 )
         if engine.rank == 0:  # whose rows came before it
-            conductor.say(kind="done", case=number)
+            orchestrator.send(kind="done", case=number)
 
 
 def main(library: str, path: str) -> None:
     engine: Engine = MPIEngine() if library == "mpi" else GlooEngine()
-    conductor = _Conductor(path)
-    conductor.say(kind="hello", rank=engine.rank, pid=os.getpid())
+    orchestrator = _Orchestrator(path)
+    orchestrator.send(kind="hello", rank=engine.rank, pid=os.getpid())
     with open(path + ".json", encoding="utf-8") as file:
-        work(engine, conductor, json.load(file))
-    conductor.say(kind="end")
+        measure_cases(engine, orchestrator, json.load(file))
+    orchestrator.send(kind="end")
     engine.close()
 
 

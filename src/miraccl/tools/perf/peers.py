@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from miraccl.errors import MissingDependency
-from miraccl.tools.perf.orchestrator import Job, RunFailed
+from miraccl.tools.perf.orchestrator import PerfJob, RunFailed
 
 _MODULES = {"gloo": "torch.distributed", "mpi": "mpi4py.MPI"}
 _INSTALL = {
@@ -91,7 +91,9 @@ def _launcher_options(launcher: str) -> list[str]:
 class PeerGroup:
     """The ranks of a peer. ``times[(case number, in place)]`` is in microseconds; the first ``done`` cases are complete."""
 
-    def __init__(self, library: str, python: str, job: Job, nranks: int, name: str = "") -> None:
+    def __init__(
+        self, library: str, python: str, job: PerfJob, nranks: int, name: str = ""
+    ) -> None:
         self.name = name or library
         self._library = library
         self.times: dict[tuple[int, bool], float] = {}
@@ -99,7 +101,7 @@ class PeerGroup:
         self._nranks = nranks
         self._ready: set[int] = set()
         self._ended = 0
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, _PeerConnection] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="miraccl-perf-")
         self._selector = selectors.DefaultSelector()
         path = os.path.join(self._folder.name, "turns")
@@ -125,20 +127,20 @@ class PeerGroup:
     def finished(self) -> bool:
         return self._ended == self._nranks
 
-    def go(self) -> None:
+    def resume(self) -> None:
         self._ready.clear()
         for connection in self._connections.values():
             connection.socket.sendall(b"go\n")
 
-    def pump(self, timeout: float) -> None:
+    def process_events(self, timeout: float) -> None:
         for key, _ in self._selector.select(min(timeout, 1.0)):
             if key.data == "connect":
                 accepted, _ = self._listener.accept()
-                connection = _Connection(accepted)
+                connection = _PeerConnection(accepted)
                 self._connections[accepted.fileno()] = connection
                 self._selector.register(accepted, selectors.EVENT_READ, connection)
             else:
-                self._listen(key.data)
+                self._read_messages(key.data)
         if not self.finished and any(p.poll() not in (None, 0) for p in self._processes):
             raise RunFailed(f"{self.name} failed: {self._tail()}")
 
@@ -189,15 +191,15 @@ class PeerGroup:
             )
         )
 
-    def _listen(self, connection: _Connection) -> None:
+    def _read_messages(self, connection: _PeerConnection) -> None:
         for message in connection.messages():
-            self._note(connection, message)
+            self._handle_message(connection, message)
         if connection.closed:
             self._selector.unregister(connection.socket)
             if not connection.ended:
                 raise RunFailed(f"a rank of {self.name} has gone: {self._tail()}")
 
-    def _note(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _handle_message(self, connection: _PeerConnection, message: dict[str, Any]) -> None:
         if message["kind"] == "ready":
             self._ready.add(connection.socket.fileno())
         elif message["kind"] == "end":
@@ -219,7 +221,7 @@ class PeerGroup:
         return text[-_MAX_TAIL:] or "it printed nothing"
 
 
-class _Connection:
+class _PeerConnection:
     """Lines of JSON from one rank of a peer."""
 
     def __init__(self, sock: socket.socket) -> None:

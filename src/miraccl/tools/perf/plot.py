@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from miraccl.errors import InvalidUsage, MissingDependency
-from miraccl.tools.perf.spec import Row, busbw_factor
+from miraccl.tools.perf.spec import PerfRow, busbw_factor
 
 _ENDINGS = (".svg", ".png", ".pdf")
 
 
-def load() -> Any:
+def load_figure_class() -> Any:
     """The figure class of matplotlib, without a display; raises ``MissingDependency`` with what to install."""
     try:
         from matplotlib.figure import Figure
@@ -30,12 +30,12 @@ def check_target(target: str) -> None:
         raise click.UsageError(
             f"--plot {target}: the name ends in {', '.join(_ENDINGS)}, which decides the format"
         )
-    load()
+    load_figure_class()
 
 
-def draw(rows: list[Row], target: str) -> None:
+def draw(rows: list[PerfRow], target: str) -> None:
     """One line per form, and one per form of the peer if there is one."""
-    figure = load()(figsize=(8, 5), layout="constrained")
+    figure = load_figure_class()(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for in_place, label in ((False, "out of place"), (True, "in place")):
         mine = [r for r in rows if r.in_place is in_place]
@@ -72,6 +72,6 @@ def draw(rows: list[Row], target: str) -> None:
         raise InvalidUsage(f"cannot write {target}: {error}") from None
 
 
-def _peer_busbw(row: Row) -> float:
+def _peer_busbw(row: PerfRow) -> float:
     assert row.peer_time_us is not None
     return row.bytes / row.peer_time_us / 1e3 * busbw_factor(row.op, row.ranks)

@@ -11,11 +11,11 @@ from typing import Any
 from miraccl.errors import InvalidUsage
 from miraccl.tools.options import write_json
 from miraccl.tools.perf import devices, plot, table
-from miraccl.tools.perf.request import Request
+from miraccl.tools.perf.request import PerfRequest
 
 
 @contextlib.contextmanager
-def display(request: Request) -> Iterator[Any]:
+def display(request: PerfRequest) -> Iterator[Any]:
     """Print the header, then give a function that prints a line and moves the progress bar."""
     if not request.quiet:
         _print_header(request)
@@ -64,7 +64,7 @@ def _progress(total: int) -> Iterator[Any]:
         progress.stop()
 
 
-def _print_header(request: Request) -> None:
+def _print_header(request: PerfRequest) -> None:
     where = (
         f"{request.device} ({devices.describe(request.ordinals)})"
         if request.ordinals
@@ -72,16 +72,16 @@ def _print_header(request: Request) -> None:
     )
     ranks = f"{request.nranks} rank{'s' * (request.nranks != 1)} on {where}"
     print(
-        f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype}, {_how(request)}"
+        f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype}, {_method(request)}"
     )
     print("\n".join(table.header(request.peer, bool(request.ordinals))), flush=True)
 
 
-def _how(request: Request) -> str:
+def _method(request: PerfRequest) -> str:
     options = request.options
     iters = f"{options['iters']} calls" if options["iters"] else "about 20 ms of calls"
     if options["devices"].on_gpu:
-        return _how_on_gpus(options)
+        return _method_on_gpus(options)
     kinds = [name for name in ("fresh", "window", "persistent", "deterministic") if options[name]]
     if request.binds:
         kinds.append("bound if cores suffice")
@@ -90,7 +90,7 @@ def _how(request: Request) -> str:
     return ", ".join([f"median of {options['batches']} batches of {iters}", *kinds])
 
 
-def _how_on_gpus(options: dict[str, Any]) -> str:
+def _method_on_gpus(options: dict[str, Any]) -> str:
     calls = f"{options['iters']} calls" if options["iters"] else "5 to 200 calls"
     kinds = [name for name in ("window",) if options[name]]
     if options["threads"]:
@@ -123,7 +123,7 @@ def _machine(joined: bool) -> str:
     return f"{cores} core{'s' * (cores != 1)}"
 
 
-def _print_line(request: Request, line: Any) -> None:
+def _print_line(request: PerfRequest, line: Any) -> None:
     if line.rows:
         print(table.line(line.out_of_place, line.in_place, request.peer, bool(request.ordinals)))
     for candidate in line.explanation:
@@ -141,7 +141,7 @@ def _print_line(request: Request, line: Any) -> None:
     sys.stdout.flush()
 
 
-def finish(request: Request) -> None:
+def finish(request: PerfRequest) -> None:
     o = request.options
     if not request.quiet:
         print("\n".join(table.footer(request.rows, request.peer)))

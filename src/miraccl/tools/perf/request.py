@@ -16,7 +16,7 @@ from miraccl.tools.perf.spec import (
     REDUCING,
     ROOTED,
     Case,
-    Row,
+    PerfRow,
     build_case,
     busbw_factor,
     size_range,
@@ -29,7 +29,7 @@ DEFAULT_FACTOR = 2.0
 
 
 @dataclass(kw_only=True)
-class Request:
+class PerfRequest:
     """The options, checked; ``rows`` collects results. ``gpu_bytes``: memory of the smallest GPU that is meant."""
 
     op: str
@@ -40,7 +40,7 @@ class Request:
     ordinals: tuple[int, ...] = ()
     device: str = ""
     gpu_bytes: int = 0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PerfRow] = field(default_factory=list)
 
     @property
     def peer(self) -> str:
@@ -58,7 +58,7 @@ class Request:
         return bool(self.options["json_target"] == "-")
 
 
-def check(op: str, options: dict[str, Any]) -> Request:
+def check(op: str, options: dict[str, Any]) -> PerfRequest:
     devices.check_options(options)
     if op == "barrier" and options["devices"].on_gpu:
         raise click.UsageError("barrier moves no data: leave --devices out")
@@ -75,7 +75,7 @@ def check(op: str, options: dict[str, Any]) -> Request:
     if options["root"] is not None and op not in ROOTED:
         raise click.UsageError(f"--root is for {', '.join(ROOTED)}; {op} has none")
     joined = None if options["ranks"] else launch.detect_ranks()
-    ordinals, device, gpu_bytes = _gpus(options["devices"])
+    ordinals, device, gpu_bytes = _resolve_gpus(options["devices"])
     nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
     if options["plot_target"] and (op == "barrier" or not busbw_factor(op, nranks)):
         raise click.UsageError(
@@ -107,11 +107,11 @@ def check(op: str, options: dict[str, Any]) -> Request:
             "--explain stands in the table, which --json - leaves out: give --json a file"
         )
     together = (
-        devices.count_together(nranks, options["hosts"], bool(joined)) if ordinals else nranks
+        devices.count_ranks_per_host(nranks, options["hosts"], bool(joined)) if ordinals else nranks
     )
-    _check_choice(op, nranks, options)
+    _check_algorithm(op, nranks, options)
     if together == nranks:
-        _check_order(op, nranks, options)
+        _check_deterministic(op, nranks, options)
     cases = [
         build_case(
             op,
@@ -125,7 +125,7 @@ def check(op: str, options: dict[str, Any]) -> Request:
     ]
     if not options["devices"].on_gpu:
         _check_memory(cases, 1 if joined else nranks)
-    return Request(
+    return PerfRequest(
         op=op,
         options=options,
         nranks=nranks,
@@ -137,7 +137,7 @@ def check(op: str, options: dict[str, Any]) -> Request:
     )
 
 
-def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
+def _check_algorithm(op: str, nranks: int, options: dict[str, Any]) -> None:
     """What ranks would refuse, or leave aside for want of such a schedule, after they have been started. Among GPUs of several hosts
     algorithms run in parts of the ranks, too, which is left to them."""
     from miraccl.executor.cuda import plan
@@ -159,7 +159,7 @@ def _check_choice(op: str, nranks: int, options: dict[str, Any]) -> None:
         )
 
 
-def _check_order(op: str, nranks: int, options: dict[str, Any]) -> None:
+def _check_deterministic(op: str, nranks: int, options: dict[str, Any]) -> None:
     """Ranks refuse an algorithm that adds in another order than they are asked to keep; either wish may be the environment's."""
     from miraccl.runtime.options import Options
     from miraccl.schedule import catalog
@@ -182,15 +182,15 @@ def _check_order(op: str, nranks: int, options: dict[str, Any]) -> None:
         raise click.UsageError(f"{text}; for {op} these do: {ordered}")
 
 
-def _gpus(wanted: devices.Devices) -> tuple[tuple[int, ...], str, int]:
+def _resolve_gpus(requested: devices.Devices) -> tuple[tuple[int, ...], str, int]:
     """The numbers of the GPUs that are meant, their names and the memory of the smallest; nothing on CPUs. CUDA is asked in another
     process: this one may fork."""
-    if not wanted.on_gpu:
+    if not requested.on_gpu:
         return (), "", 0
     from miraccl.tools import gpu_facts
 
     facts = gpu_facts.read_facts()
-    ordinals = devices.resolve(wanted, facts)
+    ordinals = devices.resolve(requested, facts)
     meant = facts.of(ordinals)
     return ordinals, meant.names, min(gpu.memory_bytes for gpu in meant.gpus)
 

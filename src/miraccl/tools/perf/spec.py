@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 #: operation -> (x of the busbw factor x(n-1)/n, or 0 for the factor 1; the input has nranks blocks; the output has)
-_SHAPES: dict[str, tuple[float, bool, bool]] = {
+_OPERATION_SHAPES: dict[str, tuple[float, bool, bool]] = {
     "all_reduce": (2.0, False, False),
     "all_gather": (1.0, False, True),
     "reduce_scatter": (1.0, True, False),
@@ -28,7 +28,7 @@ _SHAPES: dict[str, tuple[float, bool, bool]] = {
     "sendrecv": (0.0, False, False),
     "barrier": (0.0, False, False),
 }
-OPERATIONS = tuple(_SHAPES)
+OPERATIONS = tuple(_OPERATION_SHAPES)
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -55,7 +55,7 @@ def busbw_factor(op: str, nranks: int) -> float:
 
     gather and scatter follow ``gather.cu`` and ``scatter.cu`` of nccl-tests: (n-1)/n.
     """
-    numerator = _SHAPES[op][0]
+    numerator = _OPERATION_SHAPES[op][0]
     return numerator * (nranks - 1) / nranks if numerator else 1.0
 
 
@@ -77,12 +77,12 @@ class Case:
     @property
     def input_count(self) -> int:
         """Elements of the input (scatter: the root's)."""
-        return self.count * (self.nranks if _SHAPES[self.op][1] else 1)
+        return self.count * (self.nranks if _OPERATION_SHAPES[self.op][1] else 1)
 
     @property
     def output_count(self) -> int:
         """Elements of the output (gather: the root's)."""
-        return self.count * (self.nranks if _SHAPES[self.op][2] else 1)
+        return self.count * (self.nranks if _OPERATION_SHAPES[self.op][2] else 1)
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +101,7 @@ def build_case(
     """The case whose larger total buffer is ``nbytes``, rounded down to whole elements per rank, and at least one; barrier has none."""
     if op == "barrier":
         return Case(op=op, nranks=nranks, count=0, dtype=dtype, redop="none", root=-1)
-    blockwise = _SHAPES[op][1] or _SHAPES[op][2]
+    blockwise = _OPERATION_SHAPES[op][1] or _OPERATION_SHAPES[op][2]
     count = max(1, nbytes // ITEMSIZES[dtype] // (nranks if blockwise else 1))
     return Case(
         op=op,
@@ -123,7 +123,7 @@ def size_range(smallest: int, largest: int, factor: float) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PerfRow:
     """One measurement, as it is printed and written to JSON. Times in microseconds, speeds in GB/s.
 
     ``wrong`` counts elements over all ranks and all checks; it is None when nothing was checked.  On GPUs ``device`` is their name,
@@ -175,11 +175,11 @@ class Row:
         return record
 
 
-def build_row(case: Case, times_us: Sequence[float], **others: Any) -> Row:
+def build_row(case: Case, times_us: Sequence[float], **others: Any) -> PerfRow:
     """The row of ``case`` whose batches took ``times_us`` per operation; ``others`` are the fields that neither tells."""
     time_us = statistics.median(times_us)
     algbw, busbw = case.speeds(time_us)
-    return Row(
+    return PerfRow(
         op=case.op,
         bytes=case.nbytes,
         count=case.count,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.tools.perf.spec import Row
+from miraccl.tools.perf.spec import PerfRow
 
 _LEFT = "{:>12}  {:>12}  {:>11}  {:>10}  {:>4}"
 _SIDE = "  {:>8}  {:>6}  {:>6}  {:>6}"
@@ -50,18 +50,24 @@ def header(peer: str, host: bool = False) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def line(out_of_place: Row | None, in_place: Row | None, peer: str, host: bool = False) -> str:
+def line(
+    out_of_place: PerfRow | None, in_place: PerfRow | None, peer: str, host: bool = False
+) -> str:
     """One size. A form that the library does not have is N/A, as in nccl-tests."""
     row = out_of_place or in_place
     if row is None:
         raise ValueError("a line needs at least one form")
     text = " " + _LEFT.format(row.bytes, row.count, row.dtype, row.redop, row.root)
     for side in (out_of_place, in_place):
-        text += _side(side) + (_versus(side) if peer else "") + (_host(side) if host else "")
-    return f"{text}  {_chosen(out_of_place, in_place)}".rstrip()
+        text += (
+            _format_form(side)
+            + (_format_peer(side) if peer else "")
+            + (_format_host_time(side) if host else "")
+        )
+    return f"{text}  {_format_plans(out_of_place, in_place)}".rstrip()
 
 
-def _side(row: Row | None) -> str:
+def _format_form(row: PerfRow | None) -> str:
     if row is None:
         return _SIDE.format("N/A", "N/A", "N/A", "N/A")
     wrong = "N/A" if row.wrong is None else str(row.wrong)
@@ -70,22 +76,24 @@ def _side(row: Row | None) -> str:
     )
 
 
-def _versus(row: Row | None) -> str:
+def _format_peer(row: PerfRow | None) -> str:
     if row is None or row.peer_time_us is None or row.ratio is None:
         return _PEER.format("N/A", "N/A")
     return _PEER.format(format_us(row.peer_time_us), f"{row.ratio:.2f}")
 
 
-def _host(row: Row | None) -> str:
+def _format_host_time(row: PerfRow | None) -> str:
     return _HOST.format("N/A" if row is None or row.host_us is None else f"{row.host_us:.2f}")
 
 
-def _chosen(*rows: Row | None) -> str:
+def _format_plans(*rows: PerfRow | None) -> str:
     """``ring/simple x2``, on a GPU ``ring/simple 16x512`` (blocks x threads); both forms if they differ."""
-    return " | ".join(dict.fromkeys(_plan(row) for row in rows if row is not None and row.algo))
+    return " | ".join(
+        dict.fromkeys(_format_plan(row) for row in rows if row is not None and row.algo)
+    )
 
 
-def _plan(row: Row) -> str:
+def _format_plan(row: PerfRow) -> str:
     if not row.proto:
         return row.algo
     shape = (
@@ -98,7 +106,7 @@ def _plan(row: Row) -> str:
     return f"{row.algo}/{row.proto} {shape}"
 
 
-def footer(rows: list[Row], peer: str) -> list[str]:
+def footer(rows: list[PerfRow], peer: str) -> list[str]:
     """The verdict and the averages."""
     checked = [r.wrong for r in rows if r.wrong is not None]
     wrong = sum(checked)
