@@ -1,7 +1,9 @@
-"""The PyTorch backend: ``import miraccl.torch``, then ``torch.distributed.init_process_group("miraccl")``; tensors in CPU and GPU memory.
+"""PyTorch backend ``miraccl`` for ``torch.distributed``, for tensors in CPU and GPU memory.
 
-``import miraccl`` alone does not import torch: this package does, and elsewhere what was given tensors or asked to measure them.  See
-docs/torch.md for what works on which types.
+Usage: ``import miraccl.torch``, then ``torch.distributed.init_process_group("miraccl")``.
+
+``import miraccl`` alone does not import torch.  The guide's PyTorch page lists the supported
+operations and types.
 """
 
 from __future__ import annotations

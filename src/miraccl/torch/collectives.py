@@ -1,7 +1,8 @@
-"""c10d's collectives, each staged into flat arrays and given to the communicator.
+"""The collectives of c10d, staged into flat arrays and passed to the communicator.
 
-A call stages its arguments on the caller's thread, so that errors in them are raised there, and hands the rest to ``_go``.  The same code
-serves CPU and GPU memory: a staged array is NumPy's or a tensor, and the communicator takes both.
+Arguments are staged on the caller's thread, so errors in them are raised there; ``_start`` runs the
+rest.  CPU and GPU memory share this code: a staged array is a NumPy array or a tensor, and the
+communicator accepts both.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SCATTER = c10d.ScatterOptions()
 
 
 class Collectives:
-    """The collectives of a group, under all names that PyTorch has given them."""
+    """Collectives of a process group, under every name PyTorch has given them."""
 
     communicator: Communicator
 
@@ -47,8 +48,16 @@ class Collectives:
         opts: Any,
         value: Callable[[], Sequence[Any]] | None = None,
     ) -> Work:
-        """Run ``action`` where the staged arrays lie, as ``opts`` say; ``tensors`` hold the result. ``value`` is for what futures on GPUs
-        hold, where that is something else."""
+        """Run ``action`` on the thread or stream that serves the staged arrays.
+
+        Args:
+            name: Operation name for errors and the profiler.
+            tensors: Tensors that receive the result.
+            staged: Flat arrays that the operation reads and writes.
+            action: The operation itself.
+            opts: Options of c10d: ``timeout`` and ``asyncOp``.
+            value: Builds the value of futures on GPUs where it differs from ``tensors``.
+        """
         raise NotImplementedError
 
     @by_device("allreduce")
@@ -125,7 +134,9 @@ class Collectives:
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = _ALL_GATHER
     ) -> Work:
-        """``output_lists[r][i]`` becomes rank r's ``inputs[i]``."""
+        """Gather each of ``inputs`` from all ranks: ``output_lists[r][i]`` becomes rank r's
+        ``inputs[i]``.
+        """
         with as_backend_errors():
             by_rank = [_paired(of_rank, inputs, "all_gather_coalesced") for of_rank in output_lists]
         by_input = [[pairs[i][0] for pairs in by_rank] for i in range(len(inputs))]
@@ -270,7 +281,10 @@ class Collectives:
         input_splits: Sequence[int],
         opts: Any = _ALL_TO_ALL,
     ) -> Work:
-        """Splits are in rows; none are equal blocks. In CPU memory, ranks need not agree on whether they give any."""
+        """Exchange blocks of rows; empty splits mean equal blocks.
+
+        On CPU memory, ranks need not agree on whether they pass splits.
+        """
         name = "all_to_all_single"
         with as_backend_errors():
             source, target = stage(tensor, name), stage(output, name)
@@ -294,7 +308,7 @@ class Collectives:
         return self._start(name, [output], [source, target], action, opts)
 
     def _element_counts(self, staged: Staged, splits: Sequence[int] | None, name: str) -> list[int]:
-        """Counts of array elements per rank from counts of rows; equal shares where there are none."""
+        """Convert splits in rows to element counts per rank; without splits, equal shares."""
         tensor, nranks = staged.tensors[0], self.communicator.nranks
         length = tensor.shape[0] if tensor.dim() else 1
         if not _has_splits(splits):
@@ -331,7 +345,7 @@ class Collectives:
 
     @by_device("gather_single")
     def gather_single(self, output: Any, tensor: Any, opts: Any = _GATHER) -> Work:
-        """As ``gather``, into one tensor, which the root alone gives. For ``dist.gather_single`` of PyTorch 2.15."""
+        """Gather into one tensor, passed by the root only (``dist.gather_single`` of PyTorch 2.15)."""
         name = "gather_single"
         with as_backend_errors():
             root = self._root(opts, name)
@@ -391,12 +405,14 @@ class Collectives:
 
 
 def _has_splits(splits: Sequence[int] | None) -> bool:
-    """Whether there are any; they may be an array, which has no truth."""
+    """Return True if splits were given; an array of splits has no truth value."""
     return splits is not None and len(splits) > 0
 
 
 def _check_equal_parts(whole: Staged | None, part: Staged, name: str) -> None:
-    """What the root has for every rank is as large as what the rank has."""
+    """Raise ``InvalidUsage`` unless each tensor of the root's list has as many elements as
+    ``part``.
+    """
     if whole is not None and any(count != part.count for count in whole.counts):
         sizes = [tensor.numel() for tensor in whole.tensors]
         text = f"{name}: the tensors of the list have {sizes} elements; each needs {part.tensors[0].numel()}, as every rank's tensor"
@@ -404,7 +420,7 @@ def _check_equal_parts(whole: Staged | None, part: Staged, name: str) -> None:
 
 
 def _paired(outputs: Sequence[Any], inputs: Sequence[Any], name: str) -> list[tuple[Any, Any]]:
-    """Each output beside its input."""
+    """Pair each output with its input."""
     if len(outputs) != len(inputs):
         raise InvalidUsage(
             f"{name}: an output for each input; got {len(outputs)} outputs and {len(inputs)} inputs"
@@ -413,7 +429,7 @@ def _paired(outputs: Sequence[Any], inputs: Sequence[Any], name: str) -> list[tu
 
 
 def single_item(items: Sequence[Any], name: str) -> Any:
-    """The one item of a list that C++ passes."""
+    """Return the only item of a list that c10d passes."""
     if len(items) != 1:
         with as_backend_errors():
             raise InvalidUsage(f"{name}: one tensor (or list of tensors) a call, got {len(items)}")

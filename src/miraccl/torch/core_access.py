@@ -1,6 +1,8 @@
-"""What this package needs from inside a communicator: deadlines of single operations, and its wires for messages with tags.
+"""Access of this package to the inside of a communicator.
 
-Everything else here uses the communicator's public calls; whoever changes ``comm.member`` finds in this file what depends on it.
+The rest of the package uses public calls only.  This module holds the exceptions: per-operation
+deadlines, wait states for the deadlock detector, GPU faults, and the sends and receives that carry
+tagged messages.  A change of ``runtime.core`` affects PyTorch through this file alone.
 """
 
 from __future__ import annotations
@@ -25,55 +27,65 @@ _FATAL = frozenset((layout.ERR_INTERRUPTED, layout.ERR_MISMATCH, layout.ERR_SIZE
 
 
 def timeout_of(comm: Communicator) -> float:
-    """Seconds that an operation on CPU memory may take."""
+    """Return the deadline of operations on CPU memory, in seconds."""
     return comm._core.fabric.timeout
 
 
 def set_timeout(comm: Communicator, seconds: float) -> None:
-    """The deadline of every operation on CPU memory from now on; one beyond ``params.FOREVER`` means that."""
+    """Set the deadline of every later operation on CPU memory.
+
+    Args:
+        comm: The communicator to change.
+        seconds: The deadline; values above ``params.FOREVER`` are clamped to it.
+    """
     seconds = min(seconds, params.FOREVER)
     comm._core.fabric.timeout = seconds
     comm._core.context.set(layout.CTX_TIMEOUT_NS, int(seconds * 1e9))
 
 
 def set_background(comm: Communicator, on: bool) -> None:
-    """Whether other threads than that of the program are inside the communicator, so that one that waits there keeps nothing else from
-    running."""
+    """Declare that background threads enter the communicator (``on``) or that none does.
+
+    While set, a thread blocked in the communicator does not hold up the application, so the
+    deadlock detector does not treat its wait as the application's.
+    """
     comm._core.context.set(layout.CTX_ASIDE, int(on))
 
 
 def wait_state_of(comm: Communicator) -> CoreWaitState:
-    """For those who look for where programs wait."""
+    """Return the wait-state provider that the deadlock detector reads."""
     return comm._core.wait_state
 
 
 def wait_for_graph(comm: Communicator) -> tuple[str, ...]:
-    """One line per rank: what it does, and where its program is."""
+    """Return the wait-for graph: one line per rank with its operation and its source line."""
     faults = comm._core.faults
     return faults.wait_for_graph(faults.query_statuses())
 
 
 def is_on_one_host(comm: Communicator) -> bool:
+    """Return True if all ranks share one host."""
     return len(set(comm._core.fabric.hosts)) <= 1
 
 
 def check_gpu(comm: Communicator, name: str) -> None:
-    """Raise what kernels of the communicator have found so far; never waits for them."""
+    """Raise the fault that GPU kernels have reported so far, without waiting for them."""
     if comm._device is not None:
         comm._device.check(name)
 
 
 def refresh_gpu_faults(comm: Communicator) -> None:
-    """Have ``check_gpu`` tell what kernels that have ended left for the next ones to find."""
+    """Read faults left by finished kernels, so that the next ``check_gpu`` reports them."""
     side: Any = comm._device
     if side is not None:
         getattr(side, "local", side).judge()
 
 
 class TaggedExchange(Exchange):
-    """The sends and receives of a communicator that is used for nothing else; its caller lets one thread in at a time.
+    """Sends and receives of the communicator that carries a group's tagged messages.
 
-    ``put`` and ``take`` are for messages with tags (``kernels.tagged``); headers from each rank are received into memory of their own.
+    The caller serialises access.  ``send_tagged`` and ``recv_tagged`` are compiled
+    (``executor.cpu.kernels.tagged``); headers from each rank are received into fixed memory.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -90,7 +102,7 @@ class TaggedExchange(Exchange):
 
     @functools.cached_property
     def _incoming(self) -> tuple[int, list[Entry]]:
-        """The receives of headers, one of each other rank, and the address of their table."""
+        """Address of the table of header receives, and its entries, one per other rank."""
         peers = [peer for peer in range(self._comm.nranks) if peer != self._rank]
         memory = np.zeros((len(peers), layout.HEADER_BYTES), np.uint8)
         return self.table(
@@ -101,11 +113,11 @@ class TaggedExchange(Exchange):
         return source - (source > self._rank)
 
     def header_from(self, source: int) -> Entry:
-        """The receive of the next header of a rank."""
+        """Return the receive of the next header from rank ``source``."""
         return self._incoming[1][self._table_index(source)]
 
     def start(self, array: Array, peer: int, *, receives: bool) -> Entry:
-        """Take in one message of bytes. It goes on in ``go_on``."""
+        """Enqueue one message of bytes; ``progress`` advances it."""
         return self.add([self._transfer(array, peer, receives)])[0]
 
     def _transfer(self, array: Array, peer: int, receives: bool) -> Transfer:
@@ -119,22 +131,33 @@ class TaggedExchange(Exchange):
             raise self._faults.fault
 
     def header_to(self, array: Array, peer: int) -> Entry:
-        """A send that ``take_in`` takes, of memory that is used again and again."""
+        """Create a reusable send of a header to rank ``peer``."""
         return self._entry(self._transfer(array, peer, False))
 
     def received(self, peer: int) -> int:
-        """How many messages of a rank have come."""
+        """Return the number of messages received from rank ``peer``."""
         return self._member.context.received(peer)
 
     def required_consumption(self, entry: Entry) -> int:
-        """How many messages the peer must have taken for a send to go on (``kernels.p2p.messages_taken``, where that waits)."""
+        """Return how many messages the peer must have consumed before this send can continue.
+
+        Mirrors the wait in ``executor.cpu.kernels.p2p``.
+        """
         if entry.words[layout.OP_DONE // 8] >= entry.words[layout.OP_ROUNDS // 8]:
             return int(entry.words[layout.OP_MARK // 8])
         return self._member.context.sent()[entry.transfer.peer] - (layout.NSLOTS - 1)
 
     def send_tagged(self, peer: int, tag: int, address: int, nbytes: int) -> int:
-        """Send a message with a tag, if nothing is before it and there is room: ``at.OK``; ``at.UNDER_WAY``, where ``rest`` takes in the
-        rest of it; else nothing has happened. Raises what it finds wrong, as ``take`` does."""
+        """Send a tagged message at once if no other send is queued and the FIFO has room.
+
+        Returns:
+            ``layout.OK`` if sent; ``layout.UNDER_WAY`` if started, in which case ``remainder``
+            enqueues the
+            rest; any other code if nothing was sent.
+
+        Raises:
+            MiracclError: The communicator is broken.
+        """
         if self._faults.fault is not None:
             return layout.NEED_PLAN  # the next attempt fails, with all messages
         if self._open and any(
@@ -151,8 +174,16 @@ class TaggedExchange(Exchange):
     def recv_tagged(
         self, source: int | None, tag: int, address: int, nbytes: int, limit_ns: int
     ) -> int:
-        """Receive the next message of a source, or of any rank, if it has this tag and size and comes in time: its source;
-        -``at.UNDER_WAY``, where ``rest`` takes in the rest of it; else, below 0, nothing has happened.  Only headers may be open."""
+        """Receive the next message of a rank, or of any rank, if tag and size match within
+        ``limit_ns``.
+
+        Only header receives may be open.
+
+        Returns:
+            The source rank; ``-layout.UNDER_WAY`` if started, in which case ``remainder`` enqueues
+            the rest;
+            any other negative code if nothing was received.
+        """
         table, entries = self._incoming
         if self._faults.fault is not None or source == self._rank or not entries:
             return -layout.NEED_PLAN
@@ -170,7 +201,9 @@ class TaggedExchange(Exchange):
         return found
 
     def remainder(self, array: Array) -> Entry:
-        """Take in what a ``put`` or ``take`` of this memory has left."""
+        """Enqueue the unfinished part of the last ``send_tagged`` or ``recv_tagged`` of this
+        memory.
+        """
         receives, peer = (
             bool(self._row[layout.OP_RECEIVES // 8]),
             int(self._row[layout.OP_PEER // 8]),
@@ -185,10 +218,20 @@ class TaggedExchange(Exchange):
         return entry
 
     def progress(self, must: Sequence[Entry], limit_s: float, any_of: Sequence[Entry] = ()) -> bool:
-        """Advance everything: until ``must`` has ended, or one of ``any_of``, or ``limit_s`` has passed; without either, as far as it goes
-        at once.
+        """Advance all open entries.
 
-        False if the time was up, which leaves everything as it is.  Raises the communicator's fault.
+        Args:
+            must: Return once all of these are done.
+            limit_s: Give up after this many seconds, leaving everything as it is.
+            any_of: Return once one of these is done.  Without ``must`` and ``any_of``, return as
+                soon as
+                nothing more can be done without waiting.
+
+        Returns:
+            False if the time ran out.
+
+        Raises:
+            MiracclError: The communicator is broken.
         """
         member = self._member
         self._check()
@@ -201,7 +244,10 @@ class TaggedExchange(Exchange):
         return True
 
     def break_at_deadline(self, text: str, peer: int | None) -> MiracclError:
-        """Break the communicator: a message has passed its deadline. The error has the wait-for graph."""
+        """Break the communicator because a message missed its deadline; return the error to raise.
+
+        The error carries the wait-for graph.
+        """
         member = self._member
         graph = wait_for_graph(self._comm)
         error = CollectiveTimeout(text, graph=graph, rank=member.rank, peer=peer, op="send/recv")

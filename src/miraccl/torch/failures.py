@@ -1,4 +1,4 @@
-"""Errors as torch.distributed's users expect them."""
+"""Errors in the classes that users of ``torch.distributed`` expect."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from miraccl.errors import MiracclError
 
 
 class BackendError(dist.DistBackendError):
-    """What went wrong in miraccl, in its words; ``error`` is the original, with ``fault``, ``rank``, ``peer``, ``op`` and ``hint``."""
+    """``DistBackendError`` with the text of a miraccl error.
+
+    ``error`` is the original, with ``fault``, ``rank``, ``peer``, ``op`` and ``hint``.
+    """
 
     def __init__(self, error: MiracclError) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
         self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Also out of another process, as pools and Ray bring them."""
+        """Support pickling, as process pools and Ray need it."""
         return type(self), (self.error,)
 
 
 class _AsBackendErrors:
-    """Stands around the arguments of every call, so it is no generator, which takes a microsecond."""
+    """Context manager that translates errors; a class because a generator costs a microsecond."""
 
     def __enter__(self) -> None:
         pass
@@ -43,5 +46,5 @@ _AS_BACKEND_ERRORS = _AsBackendErrors()
 
 
 def as_backend_errors() -> AbstractContextManager[None]:
-    """Inside the block, errors of miraccl leave as ``BackendError``."""
+    """Translate miraccl errors raised inside the block to ``BackendError``."""
     return _AS_BACKEND_ERRORS

@@ -1,7 +1,8 @@
-"""What nearly all calls on GPUs are: ordinary tensors whose memory is their values, an operator of miraccl's, nobody who looks on.
+"""Fast path for common calls: contiguous strided tensors, built-in reductions, no observers.
 
-These go from c10d to the communicator without the staging and the closures of ``collectives``, which take longer than the launch of a
-small operation.  Whatever is not so ordinary, and a group's first call, is ``collectives``' matter.
+Such calls skip the staging and the closures of ``collectives``, which cost more than the launch of
+a small operation.  Other calls, and the first call of a group, take the slow path in
+``collectives``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _FOREACH_DTYPES = frozenset(
 
 
 class FastPathCollectives(Collectives):
-    """The collectives with one tensor, with one for the output and one for the input, and with lists of one for each rank."""
+    """Fast path of collectives with one tensor, an output and an input, or a list of one per rank."""
 
     _streams: GroupStreams | None
     _other_backends: OtherBackends | None
@@ -277,7 +278,10 @@ class FastPathCollectives(Collectives):
         operation: Callable[..., Any],
         *args: Any,
     ) -> Work:
-        """An operation of the communicator; ``tensors`` get its result, ``memory`` is all that it touches."""
+        """Run one operation of the communicator.
+
+        ``tensors`` receive the result; ``memory`` lists every tensor that the operation touches.
+        """
         self._sequence += 1
         return self._gpu_streams.call(
             name, tensors, memory, operation, args, asynchronous=opts.asyncOp
@@ -291,7 +295,7 @@ class FastPathCollectives(Collectives):
         opts: Any,
         action: Callable[[], None],
     ) -> Work:
-        """The same of an operation with copies of PyTorch's around it."""
+        """Run ``action``, an operation of the communicator between copies by PyTorch."""
         self._sequence += 1
         return self._gpu_streams.run(name, tensors, memory, action, asynchronous=opts.asyncOp)
 
@@ -306,7 +310,14 @@ class FastPathCollectives(Collectives):
         root: int = 0,
         share: Any = None,
     ) -> Work:
-        """A collective as messages to and from ranks, all at once; of one with a root ``share`` is what each rank has."""
+        """Run a collective as one group of sends and receives.
+
+        Args:
+            sends: Pairs of destination rank and tensor.
+            receives: Pairs of source rank and tensor.
+            root: Root of a rooted collective.
+            share: Of a rooted collective, the tensor that each rank contributes or receives.
+        """
         outgoing, incoming = list(sends), list(receives)
         counts = () if share is None else (share.numel(),) * self.communicator.nranks
 
@@ -330,7 +341,9 @@ class FastPathCollectives(Collectives):
     # ---- what is ordinary
 
     def _eligible_on_gpu(self, tensors: Iterable[Any]) -> bool:
-        """Whether nobody but the communicator wants to have or to see these tensors."""
+        """Return True if the GPU fast path can take these tensors: plain, on this GPU, not
+        observed.
+        """
         streams = self._streams
         if (
             streams is None
@@ -343,7 +356,7 @@ class FastPathCollectives(Collectives):
         return all([is_plain_gpu_tensor(tensor, ordinal) for tensor in tensors])  # noqa: C419  (a generator takes longer)
 
     def _has_one_per_rank(self, tensors: Any, one: Any) -> bool:
-        """Whether a list has a tensor like ``one``, which is everyday, for each rank, and PyTorch itself may write them."""
+        """Return True if the list holds one eligible, writable tensor like ``one`` per rank."""
         if (
             type(tensors) is not list
             or len(tensors) != self.communicator.nranks
@@ -358,9 +371,10 @@ class FastPathCollectives(Collectives):
         )
 
     def _runs_as_messages(self, outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
-        """Whether what goes from everyday tensors to other ranks' is messages, which it is on one host, whatever call it comes from.
+        """Return True if the exchange may run as messages between disjoint tensors.
 
-        Several hosts have other ways, which all ranks take together, and none of it may be for a call of this rank alone to decide.
+        On one host every form of the call is messages, so a rank may decide alone.  Over several
+        hosts all ranks must choose the same algorithm, so this is False there.
         """
         return self._on_one_host and _storages(outputs).isdisjoint(_storages(inputs))
 
@@ -370,12 +384,12 @@ def _is_single(things: Any) -> bool:
 
 
 def _is_common_call(options: type, rest: Sequence[Any], things: Any) -> bool:
-    """Whether a call has a list of one thing and options, as ``torch.distributed`` passes them."""
+    """Return True for a list of one item plus options, as ``torch.distributed`` passes them."""
     return len(rest) == 1 and type(rest[0]) is options and _is_single(things)
 
 
 def _split_counts(tensor: Any, splits: list[int], nranks: int) -> list[int]:
-    """How many elements of a tensor are of each rank, from rows; nothing where ``collectives`` has something to say about the splits."""
+    """Convert splits in rows to element counts per rank; empty if ``collectives`` must check them."""
     rows = tensor.shape[0]
     if len(splits) != nranks or sum(splits) != rows:
         return []

@@ -1,4 +1,4 @@
-"""The short forms that c10d's own groups take beside lists and options: ``group.allreduce(x, op=..., timeout=...)``."""
+"""Short call forms of c10d groups, such as ``group.allreduce(x, op=..., timeout=...)``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 def short_form(
     options: type, *names: str, lead: int, tensor_at: int | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a call that takes ``lead`` arguments and ``options``: the fields called ``names`` may be given instead of options.
+    """Decorate a method that takes ``lead`` arguments and ``options`` so that it accepts the short
+    form.
 
-    A tensor at place ``tensor_at`` stands for a list of it, and so does what is beside it.
+    Args:
+        options: The options class of c10d.
+        names: Option fields that may be passed instead of an options object, in positional order.
+        lead: Number of arguments before the options.
+        tensor_at: Position of an argument that may be one tensor instead of a list; the other
+            leading
+            arguments are then wrapped in lists as well.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,10 @@
-"""Two functional collectives whose C++ does not reach a group written in Python.
+"""Functional collectives whose C++ does not reach a group written in Python.
 
-``PyProcessGroup.hpp`` forwards to Python what the others call.  ``all_gather_into_tensor_out`` calls ``all_gather_single`` and
-``batch_p2p_ops`` ``startCoalescing``, which it leaves out: both end at a backend in C++ that such a group does not have.  They are
-registered for all devices as one; the kernels here, for a device each, come before, and hand calls of other groups on.
+``PyProcessGroup.hpp`` forwards most calls to Python, but not ``all_gather_single``, which
+``all_gather_into_tensor_out`` calls, nor ``startCoalescing``, which ``batch_p2p_ops`` calls.  Both
+would end at a C++ backend that such a group does not have.  PyTorch registers these operators for
+all devices at once; the kernels here are registered per device, so the dispatcher prefers them.
+Calls of other groups are forwarded.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _library = torch.library.Library("_c10d_functional", "IMPL")
 
 
 def register() -> list[Any]:
-    """Put the kernels before PyTorch's, as far as this version of PyTorch has the operators; the kernels."""
+    """Register the kernels for the operators that this version of PyTorch has; return the kernels."""
     kernels: list[Any] = [_all_gather_into_tensor_out, _batch_p2p_ops]
     for kernel in kernels:
         name = kernel.__name__.removeprefix("_")
@@ -51,7 +53,10 @@ def _batch_p2p_ops(
     tensors: Sequence[Any],
     group_name: str,
 ) -> Any:
-    """A send has an empty tensor to be waited for, a receive the tensor it receives into."""
+    """Start a batch of sends and receives; return one tensor per operation to wait on.
+
+    A receive returns the tensor that it fills, a send an empty tensor.
+    """
     group = c10d._resolve_process_group(group_name)
     if not isinstance(group, ProcessGroupMiraccl):
         return operator._op_dk(_ALL_DEVICES, op_list, peer_list, tag_list, tensors, group_name)

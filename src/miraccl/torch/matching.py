@@ -1,14 +1,16 @@
-"""Messages with tags between ranks' CPU memory, and receives from whoever sends first.
+"""Tag matching of messages in CPU memory, including receives from any source.
 
-A message is a header (tag, bytes, and the payload if that is short) and, if not, its payload; both go over a communicator of their own,
-so that messages and collectives of a group do not wait for each other.  Between two ranks in one direction messages follow one another,
-so a message that comes before its receive is put aside, in memory of its own.  A header is awaited only while some receive may want it.
+A message is a header (tag, size, and a short payload), followed by the payload if it is long.  Both
+travel over a communicator of their own, so messages and collectives of a group never wait for each
+other.  Messages from one rank to another arrive in order; one that arrives before its receive is
+buffered as unexpected.  A header receive is posted only while some receive could match it.
 
-Rules, those of MPI and Gloo: a receive takes the oldest message with its tag from its source; of several receives that want the same
-message, the oldest gets it.  The sizes must be equal.
+Matching follows MPI and Gloo: a receive matches the oldest message with its tag from its source,
+and a message matches the oldest such receive.  Sizes must be equal.
 
-Everything goes on inside calls: of ``wait``, ``poll`` and whatever else is called here; where none are made for a while, by ``progress``.
-A thread that waits steps back every ``SLICE_S``, so that threads of one process do not wait for each other's messages.
+All progress happens inside calls (``wait``, ``poll`` and the others); between calls, the progress
+thread of ``runtime.progress`` advances messages.  A waiting thread yields every ``SLICE_S``, so
+that threads of one process do not block each other's messages.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ LONG_WAIT_S = 0.1
 
 
 class TagMatcher:
-    """The messages of one rank of a group. Any thread may call."""
+    """Tag matching for one rank of a group; thread-safe."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -80,7 +82,7 @@ class TagMatcher:
     # ---- calls
 
     def send(self, tensor: Any, peer: int, tag: int, name: str = "send") -> TaggedMessage:
-        """Begin to send a tensor, which stays as it is until the message is done."""
+        """Start sending a tensor; its memory must not change until the message is done."""
         self._rank(peer, name)
         with self._locked:
             self._check(name)
@@ -117,7 +119,7 @@ class TagMatcher:
         self._advance([])
 
     def receive(self, tensor: Any, peer: int | None, tag: int, name: str = "recv") -> TaggedMessage:
-        """Begin to receive into a tensor, from ``peer`` or from anyone."""
+        """Post a receive into a tensor, from rank ``peer`` or, with None, from any source."""
         message = TaggedMessage(name, tag, None if peer is None else self._rank(peer, name), tensor)
         with self._locked:
             self._check(name)
@@ -141,7 +143,7 @@ class TagMatcher:
             return None if before is None else self._progress_state() != before
 
     def _progress_state(self) -> tuple[int, ...] | None:
-        """What is under way, and how far it has come; None for nothing."""
+        """Return a fingerprint of the open messages' progress, or None if there are none."""
         entries = [
             *(m.entries for m in self._active),
             *(early.entries for early in self._unexpected),
@@ -156,7 +158,7 @@ class TagMatcher:
         )
 
     def poll(self, message: TaggedMessage) -> bool:
-        """Do what can be done at once; whether the message is done."""
+        """Advance without waiting; return True if the message is done."""
         if not message.done and self._lock.acquire(blocking=False):
             with self._lock_held:
                 self._post_header_receives()
@@ -164,10 +166,13 @@ class TagMatcher:
         return message.done
 
     def wait(self, message: TaggedMessage, limit: float | None = None) -> None:
-        """Until the message is done; raises its error.
+        """Wait until the message is done and raise its error.
 
-        After ``limit`` seconds it raises ``CollectiveTimeout`` and the message goes on; without a limit, the group's deadline breaks
-        the communicator.
+        Args:
+            message: The message to complete.
+            limit: Seconds after which ``CollectiveTimeout`` is raised while the message continues.
+                Without
+                a limit, exceeding the group's deadline breaks the communicator.
         """
         if not message.done and limit is not None:
             self._wait_loop(message, limit)
@@ -178,7 +183,7 @@ class TagMatcher:
             raise message.error
 
     def _wait_loop(self, message: TaggedMessage, limit: float | None) -> None:
-        """The rest of ``wait``."""
+        """Advance messages until ``message`` is done or the time has passed."""
         now = time.monotonic()
         end, long = now + (self.timeout if limit is None else limit), now + LONG_WAIT_S
         backoff = BACKOFF_FIRST_S
@@ -207,7 +212,7 @@ class TagMatcher:
                 backoff = min(2 * backoff, BACKOFF_LAST_S)
 
     def _wait_reason(self, message: TaggedMessage) -> Wait | None:
-        """What has to come for ``message`` to go on, where that is up to one rank."""
+        """Return the wait-for record of ``message`` if a single rank can complete it, else None."""
         peer, received = self._awaited_rank(message), message.received_count
         if peer is None or received is None or self.timeout < self._wait_state.usual_s:
             return None
@@ -223,14 +228,15 @@ class TagMatcher:
         )
 
     def _awaited_rank(self, message: TaggedMessage) -> int | None:
-        """The other rank that a message is to or from, where that can be one only."""
+        """Return the only rank that can complete the message, or None."""
         peer = 1 - self._me if message.peer is None and self._nranks == 2 else message.peer
         return None if peer == self._me else peer
 
     def _transfers(self) -> list[tuple[int, bool]]:
-        """What goes on, or may go on, whatever the program does: (peer, whether it receives).
+        """Return the transfers that may advance in the background, as (peer, receives).
 
-        Another thread may be inside, but a message is always in some list, and these are read in the order in which it comes to them.
+        Safe without the lock: a message is always in at least one list, and the lists are read in
+        the order in which a message moves through them.
         """
         awaited = [(source, True) for source in list(self._headers)]
         aside = [
@@ -246,8 +252,12 @@ class TagMatcher:
         ]
 
     def _try_direct_receive(self, message: TaggedMessage) -> bool:
-        """The shortest way, for a receive that is the next to get its message, while nothing is moving: whether that has ended it.  If
-        another message comes first, or none for a while, nothing has happened."""
+        """Receive straight into the tensor if this receive is the next to match and nothing else is
+        active.
+
+        Returns True if that completed it.  If another message arrives first, or none in time,
+        nothing changes.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         with self._lock_held:
@@ -264,7 +274,7 @@ class TagMatcher:
             return message.done
 
     def _receive_next(self, message: TaggedMessage) -> None:
-        """Where the next message is not its own, nothing happens."""
+        """Receive the next message if it matches; otherwise change nothing."""
         tensor, limit_ns = (
             message.tensor,
             self._slice_ns if len(self._posted_receives) == 1 else CONTENDED_SLICE_NS,
@@ -283,7 +293,7 @@ class TagMatcher:
             self._active.append(message)
 
     def _is_next_match(self, message: TaggedMessage) -> bool:
-        """Whether it waits for a message that no older receive may get."""
+        """Return True if no older posted receive could match this receive's message."""
         for other in self._posted_receives:
             if other is message:
                 return True
@@ -294,11 +304,11 @@ class TagMatcher:
         return False
 
     def expire(self, message: TaggedMessage) -> None:
-        """The group's deadline has passed for a message that nobody waits for with ``wait``: that breaks the communicator."""
+        """Break the communicator: a message without a waiter has passed the group's deadline."""
         self._raise_timeout(message, None)
 
     def cancel(self, message: TaggedMessage) -> bool:
-        """Take back a receive that has found no message; whether that was so."""
+        """Cancel a receive that has not matched a message; return True if it was cancelled."""
         with self._locked:
             if message in self._posted_receives:
                 self._posted_receives.remove(message)
@@ -310,7 +320,7 @@ class TagMatcher:
         self._slice_ns = int(min(SLICE_S, seconds) * 1e9)
 
     def close(self) -> None:
-        """End after the sends under way, and leave. Receives that wait are forgotten."""
+        """Complete pending sends and leave; posted receives are dropped."""
         with self._lock:
             if self._closed:
                 return
@@ -348,7 +358,7 @@ class TagMatcher:
         return peer
 
     def _required_entries(self, message: TaggedMessage) -> Sequence[Entry]:
-        """What has to end for ``message`` to go on; empty where that is not one thing."""
+        """Return the entries that must finish for ``message`` to continue; empty if not known."""
         if message.entries:
             return message.entries
         header = None if message.peer is None else self._headers.get(message.peer)
@@ -357,7 +367,9 @@ class TagMatcher:
     def _advance(
         self, required: Sequence[Entry], limit_s: float = 1.0, any_of: Sequence[Entry] = ()
     ) -> None:
-        """Go on with everything (``Wire.go_on``). A fault of the communicator becomes that of all messages."""
+        """Advance everything (``TaggedExchange.progress``); a communicator fault fails every
+        message.
+        """
         if self._closed:  # another thread was late: the communicator's memory may be gone
             return
         try:
@@ -375,7 +387,7 @@ class TagMatcher:
         self._posted_receives, self._active = [], []
 
     def _post_header_receives(self) -> None:
-        """A header is awaited from every rank from which some receive may get a message."""
+        """Post a header receive for every rank from which a posted receive could match."""
         for message in self._posted_receives:
             for source in range(self._nranks) if message.peer is None else (message.peer,):
                 if source != self._me and source not in self._headers:
@@ -383,13 +395,15 @@ class TagMatcher:
                     self._exchange.take_in(header)
 
     def _header_to(self, peer: int) -> Entry:
-        """A header to a peer; each has its memory once, unless several are under way."""
+        """Return a header send to ``peer``, reusing a free one."""
         return self._free_headers.pop(peer, None) or self._exchange.header_to(
             np.zeros(layout.HEADER_BYTES, np.uint8), peer
         )
 
     def _match_messages(self) -> bool:
-        """Bring messages and receives together; whether there is something new to do."""
+        """Match arrived headers and unexpected messages to posted receives; return True on any
+        match.
+        """
         new = False
         for source in [source for source, header in self._headers.items() if header.done]:
             self._on_header(source, self._headers[source])
@@ -411,7 +425,11 @@ class TagMatcher:
         )
 
     def _on_header(self, source: int, header: Entry) -> None:
-        """A payload that is not in its header goes straight to the receive that waits for it, else aside."""
+        """Process an arrived header.
+
+        A payload outside the header is received into the matching tensor, or into a buffer if no
+        receive matches or the sizes differ.
+        """
         tag, nbytes, short = read_header(header)
         queued = any(e.peer == source and e.tag == tag for e in self._unexpected)
         receive = None if queued else self._match(source, tag)
@@ -436,7 +454,9 @@ class TagMatcher:
     def _deliver(
         self, message: TaggedMessage, unexpected: UnexpectedMessage, *, bounce: bool = True
     ) -> None:
-        """``aside``: the payload lands somewhere else than in the message's own memory."""
+        """Bind a message to a receive; with ``bounce``, its payload is copied from a buffer at the
+        end.
+        """
         self._posted_receives.remove(message)
         self._active.append(message)
         message.peer, message.entries = unexpected.peer, unexpected.entries
@@ -449,7 +469,7 @@ class TagMatcher:
             )
 
     def _complete(self) -> None:
-        """Mark what is done."""
+        """Mark finished messages as done."""
         for message in [m for m in self._active if all([e.done for e in m.entries])]:  # noqa: C419  (half the time of a generator)
             if message.bounce is not None and message.error is None:
                 np.copyto(message.array, message.bounce)
@@ -472,10 +492,10 @@ class TagMatcher:
 
 
 class _LockHeld:
-    """The turn, which this thread has; it is over with the block.
+    """Scope of a lock that the thread already holds; releases it at the end.
 
-    What leaves the block and is no error of ours comes from the handler of a signal: nobody knows then how far messages have come, as when
-    it comes from within compiled code.
+    An exception that is not a miraccl error comes from a signal handler.  The state of the messages
+    is then unknown, so the communicator is aborted.
     """
 
     def __init__(self, matcher: TagMatcher) -> None:
@@ -498,7 +518,7 @@ class _LockHeld:
 
 
 class _Locked(_LockHeld):
-    """One thread at a time; others are counted, so that the one inside hurries."""
+    """Scope that acquires the lock; waiters are counted, so that the holder yields to them."""
 
     def __enter__(self) -> None:
         matcher = self._matcher

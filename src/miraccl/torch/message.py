@@ -1,4 +1,4 @@
-"""A message with a tag, and its header."""
+"""Tagged messages and the format of their headers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from miraccl.torch.tensors import array_at
 
 @dataclass(eq=False, slots=True)
 class TaggedMessage:
-    """A send or receive of a tensor whose memory is its values. ``peer`` of a receive from anyone is None until it has found its
-    message."""
+    """A send or receive of a contiguous tensor.
+
+    ``peer`` of a receive from any source is None until a message has been matched.
+    """
 
     name: str
     tag: int
@@ -40,12 +42,12 @@ class TaggedMessage:
 
     @property
     def sends(self) -> bool:
-        """Whether it is a send under way."""
+        """True for a send that has started."""
         return bool(self.entries) and not self.entries[0].transfer.receives
 
     @property
     def array(self) -> Array:
-        """The tensor's bytes."""
+        """Bytes of the tensor; shares its memory."""
         memory: Array = array_at(self.tensor.data_ptr(), self.nbytes, np.uint8, self.tensor)
         return memory
 
@@ -56,7 +58,7 @@ SENT = TaggedMessage("send", 0, None, None, done=True)
 
 @dataclass(eq=False, kw_only=True)
 class UnexpectedMessage:
-    """A message that nobody has asked for yet."""
+    """A message that arrived before a matching receive was posted (MPI: unexpected message)."""
 
     peer: int
     tag: int
@@ -65,7 +67,7 @@ class UnexpectedMessage:
 
 
 def write_header(header: Entry, tag: int, payload: Array) -> None:
-    """With the payload if it is short."""
+    """Write tag and size into a header, and the payload if it fits (``layout.SHORT_BYTES``)."""
     memory = header.transfer.memory.array
     memory[: layout.HEADER_PAYLOAD].view(np.int64)[:] = tag, payload.nbytes
     if payload.nbytes <= layout.SHORT_BYTES:
@@ -73,7 +75,7 @@ def write_header(header: Entry, tag: int, payload: Array) -> None:
 
 
 def read_header(header: Entry) -> tuple[int, int, Array]:
-    """Tag, bytes of the payload, and the payload if it is short."""
+    """Return tag, payload size in bytes, and the payload if the header holds it."""
     memory = header.transfer.memory.array
     tag, nbytes = memory[: layout.HEADER_PAYLOAD].view(np.int64).tolist()
     return tag, nbytes, memory[layout.HEADER_PAYLOAD : layout.HEADER_PAYLOAD + nbytes]

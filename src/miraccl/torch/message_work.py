@@ -1,4 +1,4 @@
-"""Handles of messages of CPU memory, and what sees to their futures."""
+"""Work handles of messages in CPU memory, and completion of their futures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from miraccl.torch.work import Action, Work, seconds
 
 
 class TransferWork(Work):
-    """A send or receive of CPU memory. Its ``post`` goes on with it; ``after`` is what remains when it has ended.
+    """Handle of a send or receive in CPU memory.
 
-    ``futures`` see to it that it ends by itself once somebody has its future.
+    The matcher advances the message inside calls.  ``epilogue`` runs once when it has completed.
+    After ``get_future`` a background thread completes it (``FutureCompletion``).
     """
 
     _done = False
@@ -74,13 +75,13 @@ class TransferWork(Work):
         return super().get_future()
 
     def source_rank(self) -> int:
-        """The rank that sent, of a receive that has ended."""
+        """Return the sending rank of a completed receive."""
         return -1 if self.message.peer is None else self.message.peer
 
     _source_rank = source_rank
 
     def complete(self) -> None:
-        """End as the message has ended; whoever comes second waits for the first."""
+        """Take over the message's result once; concurrent callers wait for the first."""
         message = self.message
         if not message.done:
             return
@@ -98,8 +99,7 @@ class TransferWork(Work):
 
 
 class FutureCompletion:
-    """Works whose futures somebody has end by themselves, each when its message has ended: one thread of the group waits for them all,
-    while there are any."""
+    """Background completion of works whose future was requested: one thread per group while needed."""
 
     def __init__(self, name: str, matcher: TagMatcher) -> None:
         self._name, self._matcher = name, matcher
@@ -110,7 +110,11 @@ class FutureCompletion:
         self._thread: threading.Thread | None = None
 
     def complete_in_background(self, work: TransferWork) -> None:
-        """Have a work end; from a callback, which runs on the thread itself and may wait for it there, at once."""
+        """Complete ``work`` in the background.
+
+        Called from a callback on the thread itself, complete it at once: the callback may wait for
+        it.
+        """
         if threading.current_thread() is self._thread:
             self._wait(work, None)
             work.complete()
@@ -138,7 +142,7 @@ class FutureCompletion:
                     work.complete()
 
     def _pending(self) -> dict[TransferWork, float]:
-        """What has not ended; with nothing left the thread ends."""
+        """Return the open works with their deadlines; without any, the thread ends."""
         with self._lock:
             if not self._open:
                 self._thread = None
@@ -149,7 +153,7 @@ class FutureCompletion:
             self._matcher.wait(work.message, limit)
 
     def close(self, timeout: float) -> None:
-        """Wait for the thread, after the post was closed, which ends all messages."""
+        """Join the thread, after closing the matcher has ended all messages."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)

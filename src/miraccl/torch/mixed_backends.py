@@ -1,8 +1,9 @@
-"""Other libraries' backends for the devices that the string of a group gives them, as in ``cpu:miraccl,cuda:nccl``.
+"""Backends of other libraries beside miraccl in one group, as in ``cpu:miraccl,cuda:nccl``.
 
-PyTorch lets Python subclass ``ProcessGroup``, not ``Backend``, and what a plugin returns replaces the whole group: PyTorch stops at
-the first such backend and drops those made before.  So the miraccl group makes the others itself, in a group of PyTorch's own that it
-holds, and passes on the calls with tensors on their devices.
+PyTorch lets Python subclass ``ProcessGroup`` but not ``Backend``, and a plugin's group replaces the
+whole group: PyTorch stops at the first such backend and drops those made before.  The miraccl group
+therefore creates the other backends in an inner PyTorch group and forwards calls with tensors on
+their devices.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from miraccl.errors import InvalidUsage
 
 
 def devices_of_call(default: dict[str, str]) -> dict[str, str]:
-    """Backend by device type, from the call of PyTorch that asks a plugin for a backend: it is not among the plugin's arguments."""
+    """Return the backend name per device type from PyTorch's calling frame.
+
+    PyTorch does not pass the device map to a plugin, so it is read from the caller's locals; if it
+    is not found there, return ``default``.
+    """
     frame = sys._getframe(2)
     config = frame.f_locals.get("backend_config")
     if not isinstance(config, distributed_c10d.BackendConfig):
@@ -29,7 +34,7 @@ def devices_of_call(default: dict[str, str]) -> dict[str, str]:
 
 
 class OtherBackends:
-    """The backends for ``devices`` (name by device type); ``group`` is the group that has them."""
+    """Backends of other libraries, by device type; ``group`` is the PyTorch group that holds them."""
 
     def __init__(
         self,
@@ -95,8 +100,15 @@ class OtherBackends:
         name: str,
         devices: Any = None,
     ) -> OtherBackends | None:
-        """The same backends of some of the ranks, in their order, one of which is ``rank``; made by these alone. With ``devices``, of these
-        only; None, where there are none."""
+        """Create the same backends for a subset of the ranks; collective over that subset.
+
+        Args:
+            ranks: Ranks of this group that form the new one, in order; contains ``rank``.
+            devices: Restrict the new group to these devices.
+
+        Returns:
+            The new backends, or None if ``devices`` leaves none.
+        """
         kept = (
             self.devices if devices is None else {torch.device(device).type for device in devices}
         )

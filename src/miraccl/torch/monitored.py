@@ -1,7 +1,8 @@
-"""A barrier that says who is missing: ranks report to rank 0, which waits for each until the deadline and tells all how it ended.
+"""Barrier that names the missing ranks, with the rules of Gloo's ``monitored_barrier``.
 
-The rules are those of c10d's ``monitored_barrier`` on Gloo; besides the ranks, the error says where their programs are.  The barriers of
-a group have numbers, so that a rank that comes late to one is not taken for the next.  The group goes on after a barrier that failed.
+Ranks report to rank 0, which waits for each until the deadline and sends all of them the outcome.
+The error also says where the missing ranks are.  Barriers of a group are numbered, so that a late
+report is not mistaken for the next barrier's.  The group stays usable after a failed barrier.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ OUTCOME_BYTES = 4096
 
 
 def barrier(matcher: TagMatcher, number: int, limit: float, wait_all_ranks: bool) -> None:
-    """Return once all ranks have come to the barrier of this number; ``CollectiveTimeout`` after ``limit`` seconds, on all who came."""
+    """Return once all ranks have reached barrier ``number``.
+
+    Raises:
+        CollectiveTimeout: Ranks were missing after ``limit`` seconds; raised on every rank that
+            arrived.
+    """
     rank, nranks = matcher.comm.rank, matcher.comm.nranks
     tag = FIRST_TAG + 2 * number
     if rank:
@@ -42,7 +48,7 @@ def barrier(matcher: TagMatcher, number: int, limit: float, wait_all_ranks: bool
 
 
 def _missing_ranks(matcher: TagMatcher, tag: int, limit: float, wait_all_ranks: bool) -> list[int]:
-    """The ranks that have not reported in time: the first of them, or all."""
+    """Return the ranks that did not report in time: all of them, or only the first."""
     end = time.monotonic() + limit
     reports = {r: matcher.receive(_empty(), r, tag, NAME) for r in range(1, matcher.comm.nranks)}
     missing = []
@@ -69,7 +75,7 @@ def _report(matcher: TagMatcher, tag: int, limit: float) -> str:
 
 
 def _describe(matcher: TagMatcher, missing: list[int], limit: float) -> str:
-    """Empty if all came."""
+    """Format the outcome; empty if no rank is missing."""
     if not missing:
         return ""
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"

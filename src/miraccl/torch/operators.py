@@ -1,12 +1,13 @@
-"""torch's reduction operators on torch's types, in terms of what miraccl reduces.
+"""Reduction operators of torch on torch types, in terms of what miraccl reduces.
 
-- bool is an 8-bit integer of 0 and 1: SUM, MAX and BOR are the maximum (as in c10d's NCCL backend), PRODUCT, MIN and BAND the minimum.
-- complex numbers are pairs of real ones, which is right for sums only.
-- 16-bit integers are reduced as 32-bit ones and cut back, which gives the same as 16-bit arithmetic.
-- Bitwise operators are no operators of miraccl: the ranks exchange their bytes and fold them locally.  That costs the traffic and the
-  memory of an all_gather (all_to_all for reduce_scatter).
+- bool is an 8-bit integer of 0 and 1: SUM, MAX and BOR become the maximum (as in c10d's NCCL
+  backend), PRODUCT, MIN and BAND the minimum.
+- Complex numbers are pairs of reals, which is correct for sums only.
+- 16-bit integers are reduced as 32-bit integers and truncated, which equals 16-bit arithmetic.
+- miraccl has no bitwise operators: ranks exchange their bytes and fold them locally, at the traffic
+  and memory of an all_gather (all_to_all for reduce_scatter).
 
-Arrays are those of ``tensors.Staged``: NumPy's for CPU memory, flat tensors for GPU memory.
+Arrays are those of ``tensors.Staged``: NumPy arrays for CPU memory, flat tensors for GPU memory.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ _COMPLEX_OPS = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionPlan:
-    """How to reduce: with an operator of miraccl on arrays of ``form``, or with ``fold``, the name of a function of two arrays of bytes."""
+    """A reduction in terms of miraccl: operator ``op`` on arrays with ``encoding``, or a local
+    ``fold``.
+
+    ``fold`` names a NumPy and torch function of two byte arrays.
+    """
 
     encoding: ElementEncoding
     op: RedOp | PreMulSum = RedOp.SUM
@@ -56,7 +61,11 @@ class ReductionPlan:
 
 
 def reduction_plan(op: Any, dtype: Any, where: str) -> ReductionPlan:
-    """The recipe for a ``ReduceOp`` on tensors of ``dtype``; ``InvalidUsage`` where there is none."""
+    """Return the plan for a ``ReduceOp`` on tensors of ``dtype``.
+
+    Raises:
+        InvalidUsage: The operator is not defined for this type.
+    """
     kind = getattr(op, "op", op)
     found = _find_plan(kind, dtype, where)
     if found.op is not RedOp.PREMUL_SUM:
@@ -67,7 +76,7 @@ def reduction_plan(op: Any, dtype: Any, where: str) -> ReductionPlan:
 
 
 def plain_operator(op: Any) -> RedOp | None:
-    """The operator of miraccl that a ``ReduceOp`` is on elements that miraccl knows, where nothing else is to be done; or None."""
+    """Return the built-in operator equal to ``op``, or None if the reduction needs more than that."""
     return _PLAIN.get(op.op.value)
 
 
@@ -105,7 +114,7 @@ def _unsupported(kind: Any, dtype: Any, where: str) -> InvalidUsage:
 
 
 def all_reduce(comm: Communicator, x: Any, plan: ReductionPlan) -> None:
-    """In place."""
+    """Reduce ``x`` over all ranks, in place."""
     if plan.fold is None:
         comm.all_reduce(x, op=plan.op)
     else:
@@ -113,7 +122,7 @@ def all_reduce(comm: Communicator, x: Any, plan: ReductionPlan) -> None:
 
 
 def reduce(comm: Communicator, x: Any, root: int, plan: ReductionPlan) -> None:
-    """In place on the root."""
+    """Reduce ``x`` to the root, in place there."""
     if plan.fold is None:
         comm.reduce(x, root, op=plan.op)
         return
@@ -123,7 +132,7 @@ def reduce(comm: Communicator, x: Any, root: int, plan: ReductionPlan) -> None:
 
 
 def reduce_scatter(comm: Communicator, x: Any, out: Any, plan: ReductionPlan) -> None:
-    """Equal shares."""
+    """Reduce ``x`` and scatter equal shares to ``out``."""
     if plan.fold is None:
         comm.reduce_scatter(x, out, plan.op)
     else:
@@ -133,7 +142,7 @@ def reduce_scatter(comm: Communicator, x: Any, out: Any, plan: ReductionPlan) ->
 def reduce_scatter_v(
     comm: Communicator, x: Any, counts: list[int], out: Any, plan: ReductionPlan
 ) -> None:
-    """Rank r gets ``counts[r]`` elements."""
+    """Reduce ``x`` and scatter ``counts[r]`` elements to rank r."""
     if plan.fold is None:
         comm.reduce_scatter_v(x, counts, out, plan.op)
     else:
