@@ -787,7 +787,9 @@ class FakeLocal:
             "refused": lambda _: None,
             "stopped": lambda: False,
         }
-        self.faults = DeviceFaults(session, self.words, options.timeout, **ways, called=called)
+        self.faults = DeviceFaults(
+            session, self.words, options.timeout, **ways, global_ranks=called
+        )
         self._looks: Any = None
         self.calls: list[Collective] = []
         self.planner = types.SimpleNamespace(deterministic=options.deterministic)

@@ -19,7 +19,7 @@ from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
 from miraccl.executor.cuda.moves import describe, move_signature
 from miraccl.executor.cuda.source import Frame
-from miraccl.runtime.gpu.flight_recorder import read_boards, read_head
+from miraccl.runtime.gpu.flight_recorder import read_progress_header, read_snapshot
 from miraccl.runtime.gpu.messages import message_frame, read_rejected_size
 from miraccl.topo.records import PathType
 from miraccl.transport.cuda_pairs import HOST, IPC, Choice
@@ -182,11 +182,11 @@ GATHER, SCATTER = (
 def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
     """How many collectives that are messages a rank has begun, and by peer what it has been told."""
     (_, count), boards = (
-        read_head(GPU, where.comm_args(rank)).place,
-        read_boards(GPU, where.comm_args(rank)),
+        read_progress_header(GPU, where.comm_args(rank)).op_counts,
+        read_snapshot(GPU, where.comm_args(rank)),
     )
-    assert count == boards.mine.move
-    return count, {peer: said.move for peer, said in boards.theirs.items()}
+    assert count == boards.own.last_message_op
+    return count, {peer: said.last_message_op for peer, said in boards.peers.items()}
 
 
 @needs_compiler

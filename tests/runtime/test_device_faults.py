@@ -15,8 +15,8 @@ from miraccl.bootstrap import HUB, Notice, PeerLost
 from miraccl.diagnosis.error_codec import encode_error
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
 from miraccl.executor.cuda import layout, moves
-from miraccl.runtime.gpu.faults import LEFT, NOTICE, DeviceFaults
-from miraccl.runtime.gpu.flight_recorder import Boards, Move, Said
+from miraccl.runtime.gpu.faults import EXIT_NOTICE, FAULT_NOTICE, DeviceFaults
+from miraccl.runtime.gpu.flight_recorder import MessageRecord, OpLog, RecorderSnapshot
 from miraccl.runtime.multinode.faults import HostsFaults
 from miraccl.types import Collective
 
@@ -32,11 +32,13 @@ def name(number: int, signature: int) -> str:
 
 def said(
     launch: int = 0, move: int = 0, before: int = 0, what: int = SCATTER, signature: int = 0
-) -> Said:
+) -> OpLog:
     """What a rank says whose last operations are these; the collective of messages came after ``before`` launches."""
     launches = dict.fromkeys(range(launch, max(0, launch - 4), -1), signature)
-    entries = {move: Move(moves.move_tag(move, before, what), what, before)} if move else {}
-    return Said(launches, entries, launch, move)
+    entries = (
+        {move: MessageRecord(moves.move_tag(move, before, what), what, before)} if move else {}
+    )
+    return OpLog(launches, entries, launch, move)
 
 
 class Told:
@@ -44,7 +46,7 @@ class Told:
 
     def __init__(self, words: Any = None) -> None:
         self.notices: list[Any] = []
-        self.boards: Boards | None = None
+        self.boards: RecorderSnapshot | None = None
         self.stopped = False
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32) if words is None else words
         self.words_when_told: list[Any] = []
@@ -63,9 +65,9 @@ class Told:
             session,
             self.words,
             1.0,
-            look=lambda: self.boards,
-            name=name,
-            refused=lambda _: None,
+            read_snapshot=lambda: self.boards,
+            describe_launch=name,
+            rejected_size=lambda _: None,
             stopped=lambda: self.stopped,
         )
 
@@ -86,7 +88,9 @@ class Told:
 LOST = PeerLost(rank=1, reason="it ended")
 ABORTED = Notice(
     from_rank=1,
-    payload={NOTICE: encode_error(CommunicatorAborted("rank 1 aborted the communicator: enough"))},
+    payload={
+        FAULT_NOTICE: encode_error(CommunicatorAborted("rank 1 aborted the communicator: enough"))
+    },
 )
 
 
@@ -113,7 +117,7 @@ def test_what_was_heard_ends_waits_and_is_told(event: Any, error: type[Exception
 
 def test_a_rank_that_has_left_is_known_to_kernels() -> None:
     told, other = Told(), Told()
-    other.faults.leave()
+    other.faults.announce_exit()
     (notice,) = other.notices
     for peer in (1, 3):
         told.hear(Notice(from_rank=peer, payload=notice))
@@ -161,7 +165,7 @@ def test_a_death_that_is_heard_while_programs_are_asked_is_what_is_told() -> Non
     told = Told()
     told.kernel(layout.ERROR_TIMEOUT, 1)
     told.session.request_status = lambda *_, **__: told.hear(LOST) or {}
-    assert isinstance(told.faults.untold(), PeerDied), (
+    assert isinstance(told.faults.unreported(), PeerDied), (
         "what finalize raises, if nobody has asked before"
     )
     with pytest.raises(PeerDied):
@@ -171,7 +175,7 @@ def test_a_death_that_is_heard_while_programs_are_asked_is_what_is_told() -> Non
 
 def test_a_deadline_says_who_has_come() -> None:
     told = Told()
-    told.boards = Boards(said(7), {1: said(8), 2: said(6), 3: said()})
+    told.boards = RecorderSnapshot(said(7), {1: said(8), 2: said(6), 3: said()})
     told.words[layout.HOST_LAUNCH] = 7
     told.kernel(layout.ERROR_TIMEOUT, 2)
     with pytest.raises(CollectiveTimeout, match="rank 2 has not come") as raised:
@@ -187,7 +191,7 @@ def test_a_deadline_says_who_has_come() -> None:
 
 def test_what_a_kernel_found_is_told_to_all_once() -> None:
     told, other = Told(), Told()
-    told.boards = Boards(said(7), {1: said(7)})
+    told.boards = RecorderSnapshot(said(7), {1: said(7)})
     told.words[layout.HOST_LAUNCH] = 7
     told.kernel(layout.ERROR_TIMEOUT, 1)
     for _ in range(2):
@@ -206,14 +210,16 @@ def test_what_a_kernel_found_is_told_to_all_once() -> None:
 
 
 def test_boards_of_numbers_that_have_gone_round() -> None:
-    boards = Boards(said(), {1: said(3), 2: said(2**32 - 3)})
+    boards = RecorderSnapshot(said(), {1: said(3), 2: said(2**32 - 3)})
     assert boards.has_begun(1, 2**32 - 2)
     assert not boards.has_begun(2, 1)
 
 
 def test_a_deadline_in_a_collective_that_is_messages() -> None:
     told = Told()
-    told.boards = Boards(said(3, 2, 3), {1: said(3, 2, 3), 2: said(3, 1, 0, GATHER), 3: said(1)})
+    told.boards = RecorderSnapshot(
+        said(3, 2, 3), {1: said(3, 2, 3), 2: said(3, 1, 0, GATHER), 3: said(1)}
+    )
     told.words[layout.HOST_SIGNATURE] = SCATTER
     told.kernel(layout.ERROR_TIMEOUT, 2)
     with pytest.raises(CollectiveTimeout, match="rank 2 has not come to this operation") as raised:
@@ -229,7 +235,7 @@ def test_a_deadline_in_a_collective_that_is_messages() -> None:
 
 def test_a_deadline_of_a_message_says_what_others_ran_last() -> None:
     told = Told()
-    told.boards = Boards(said(3, 2, 3), {1: said(4, 2, 3), 2: said(3, 2, 3)})
+    told.boards = RecorderSnapshot(said(3, 2, 3), {1: said(4, 2, 3), 2: said(3, 2, 3)})
     told.kernel(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="rank 1 has not come to this message") as raised:
         told.faults.check("recv")
@@ -259,32 +265,36 @@ def test_a_deadline_of_a_message_says_what_others_ran_last() -> None:
     ],
 )
 def test_operations_in_another_order_are_found(
-    mine: Said, theirs: Said, found: tuple[int, int] | None
+    mine: OpLog, theirs: OpLog, found: tuple[int, int] | None
 ) -> None:
-    boards = Boards(mine, {2: said(7), 3: theirs}) if mine.move == 0 else Boards(mine, {3: theirs})
-    assert boards.unlike() == (None if found is None else (3, *found))
+    boards = (
+        RecorderSnapshot(mine, {2: said(7), 3: theirs})
+        if mine.last_message_op == 0
+        else RecorderSnapshot(mine, {3: theirs})
+    )
+    assert boards.find_mismatch() == (None if found is None else (3, *found))
 
 
 def test_what_begins_after_a_failed_wait_has_no_order() -> None:
     """The launches of a rank whose deadline has passed go on, its collectives of messages do not."""
     mine, theirs = said(9, 3, 7), said(8, 4, 8)
-    assert Boards(mine, {1: theirs}).unlike() == (1, 9, 0)
-    assert Boards(mine, {1: theirs}).unlike(0) is None
-    assert Boards(mine, {1: theirs}).unlike(9) == (1, 9, 0)
-    assert Boards(theirs, {1: mine}).unlike(0) == (1, 0, SCATTER)
-    assert Boards(theirs, {1: mine}, lambda peer: peer == 1).unlike(0) is None
+    assert RecorderSnapshot(mine, {1: theirs}).find_mismatch() == (1, 9, 0)
+    assert RecorderSnapshot(mine, {1: theirs}).find_mismatch(0) is None
+    assert RecorderSnapshot(mine, {1: theirs}).find_mismatch(9) == (1, 9, 0)
+    assert RecorderSnapshot(theirs, {1: mine}).find_mismatch(0) == (1, 0, SCATTER)
+    assert RecorderSnapshot(theirs, {1: mine}, lambda peer: peer == 1).find_mismatch(0) is None
 
 
 def test_all_have_come_where_none_is_behind() -> None:
-    assert Boards(said(7, 3, 7), {1: said(7, 3, 7), 2: said(9, 4, 8)}).all_have_come
-    assert not Boards(said(7, 3, 7), {1: said(7, 3, 7), 2: said(6, 3, 6)}).all_have_come
-    assert not Boards(said(7, 3, 7), {1: said(7, 2, 7), 2: said(7, 3, 7)}).all_have_come
+    assert RecorderSnapshot(said(7, 3, 7), {1: said(7, 3, 7), 2: said(9, 4, 8)}).all_caught_up
+    assert not RecorderSnapshot(said(7, 3, 7), {1: said(7, 3, 7), 2: said(6, 3, 6)}).all_caught_up
+    assert not RecorderSnapshot(said(7, 3, 7), {1: said(7, 2, 7), 2: said(7, 3, 7)}).all_caught_up
 
 
 @pytest.mark.parametrize("error", [layout.ERROR_TIMEOUT, layout.ERROR_LEFT])
 def test_a_wait_in_vain_that_boards_explain_is_a_mismatch(error: int) -> None:
     told = Told()
-    told.boards = Boards(said(8, 2, 7), {1: said(7, 3, 7), 2: said(8, 2, 7)})
+    told.boards = RecorderSnapshot(said(8, 2, 7), {1: said(7, 3, 7), 2: said(8, 2, 7)})
     told.words[layout.HOST_LAUNCH] = 8
     told.kernel(error, 2)
     with pytest.raises(
@@ -333,7 +343,7 @@ def test_no_operation_begins_once_the_fault_is_seen(hears: bool) -> None:
             seen.append((type(error), told.faults.broken))
 
     told = late(lambda told: waiting.append(beside(lambda: check(told), 0.05)))
-    told.hear(LOST) if hears else told.faults.settle(CommunicatorAborted("enough"))
+    told.hear(LOST) if hears else told.faults.set_fault(CommunicatorAborted("enough"))
     waiting[0].join()
     assert seen == [(PeerDied if hears else CommunicatorAborted, True)]
 
@@ -342,7 +352,7 @@ def test_the_words_are_not_written_any_more_once_their_memory_may_go() -> None:
     order: list[str] = []
 
     def end(told: Told) -> None:
-        told.faults.end()
+        told.faults.close()
         order.append("ended")
 
     def close(told: Told) -> None:
@@ -354,8 +364,8 @@ def test_the_words_are_not_written_any_more_once_their_memory_may_go() -> None:
     told.hear(LOST)
     closing[0].join()
     told.hear(ABORTED)
-    told.hear(Notice(from_rank=1, payload={LEFT: True}))
-    told.faults.settle(CommunicatorAborted("too late"))
+    told.hear(Notice(from_rank=1, payload={EXIT_NOTICE: True}))
+    told.faults.set_fault(CommunicatorAborted("too late"))
     assert told.words[layout.HOST_LEFT] == 0
     assert order == ["written", "ended"]
 

@@ -117,7 +117,9 @@ class Dispatcher:
 
             with self._gpu_lock:
                 wait = functools.partial(
-                    self._core.wait_state.wait_for_stream, device.seat.name, op="work.synchronize()"
+                    self._core.wait_state.wait_for_stream,
+                    device.wait_state.name,
+                    op="work.synchronize()",
                 )
                 self._background = self._background or BackgroundCalls(device, wait)
         return self._background

@@ -58,7 +58,7 @@ from miraccl.runtime.gpu.launch_order import SMALL_THREADS, LaunchOrders, thread
 from miraccl.runtime.gpu.memory import DeviceMemory, array_kinds
 from miraccl.runtime.gpu.messages import MessageCalls, message_frame
 from miraccl.runtime.gpu.planner import DevicePlanner
-from miraccl.runtime.gpu.probe import Looks
+from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.rings import RingOrder, find_ring
 from miraccl.runtime.gpu.stream_order import StreamOrder
 from miraccl.runtime.gpu.wait_state import KernelWaitState
@@ -111,7 +111,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             layout.FILLS,
             stages=stages,
         )
-        self._probe = Looks(
+        self._probe = DeviceProbe(
             self.gpu, self.symmetric, lambda: [*self._launches.items(), *self._engines.launches()]
         )
         try:
@@ -120,11 +120,11 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
                 session,
                 self._host,
                 options.timeout,
-                look=self._probe.boards,
-                name=self._probe.name,
-                refused=self._probe.refused,
+                read_snapshot=self._probe.snapshot,
+                describe_launch=self._probe.describe_launch,
+                rejected_size=self._probe.rejected_size,
                 stopped=self._probe.stopped,
-                called=global_ranks,
+                global_ranks=global_ranks,
             )
             self.ring, self.ctas = self._agree(options.cta_policy, stages)
         except (
@@ -167,10 +167,12 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         )
         self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
         if self.ctas.copy_engines_only and self.nranks > 1:
-            self.faults.watch_copies(self._engines, self._probe.copies)
-        self.seat = KernelWaitState(session, self._probe, self.faults.end_in_vain, self._is_drained)
+            self.faults.monitor_copies(self._engines, self._probe.pending_copies)
+        self.wait_state = KernelWaitState(
+            session, self._probe, self.faults.fail_deadlocked, self._is_drained
+        )
         if not global_ranks and self.nranks > 1:  # else a part of something that is attended
-            deadlock_detector.monitor(self.seat)
+            deadlock_detector.monitor(self.wait_state)
         self.closed = self._foreign = False
         forks.register(self)
         if _log.isEnabledFor(logging.INFO):
@@ -474,7 +476,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     def set_fault(self, fault: MiracclError) -> None:
         """End what waits on this rank's GPU; later calls raise ``fault``, which somebody else tells the others. Any thread may call it."""
         if not self.closed:
-            self.faults.settle(fault)
+            self.faults.set_fault(fault)
 
     def _is_drained(self) -> bool:
         """Whether nothing is enqueued any more, and nothing can come by a graph."""
@@ -496,7 +498,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     def compare_ops(self) -> None:
         """Find a mismatch in the last operations that left nobody waiting, for ``check`` to tell. The GPU has ended its work."""
         if self.nranks > 1 and not self.faults.ended:
-            self._probe.judge(self.faults)
+            self._probe.compare_ops(self.faults)
 
     def has_stopped(self) -> bool:
         """Whether a wait on this rank's GPU has ended without what it waited for."""
@@ -521,19 +523,19 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             self.compare_ops()
         together = not self.faults.broken
         if together:
-            self.faults.leave()
+            self.faults.announce_exit()
         try:
             if together:
                 self.session.barrier("gpu close", timeout=CLOSE_WAIT_S)
         except MiracclError:
             together = False
         if together and self.nranks > 1:
-            self._probe.judge_end(self.faults, message_frame(self.symmetric))
-        self.seat.close()
-        untold = self.faults.untold(already_reported)  # also what others have found since
+            self._probe.compare_final_ops(self.faults, message_frame(self.symmetric))
+        self.wait_state.close()
+        untold = self.faults.unreported(already_reported)  # also what others have found since
         if together and self.nranks > 1:
             untold = self._exchange_findings(untold, already_reported)
-        self.faults.end()
+        self.faults.close()
         self._launches.clear()
         if together:
             self._engines.close()
@@ -560,7 +562,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
                 json.loads(blob)
                 for blob in self.session.all_gather(mine, "gpu closed", CLOSE_WAIT_S)
             ]
-        if untold is not None or told or self.faults.told:
+        if untold is not None or told or self.faults.reported:
             return untold
         heard = (
             decode_error(said, rank=self.faults.rank, source=self.faults.rank) for said in words

@@ -34,16 +34,23 @@ from miraccl.diagnosis.status_report import (
 )
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
-from miraccl.runtime.gpu.flight_recorder import Ahead, Boards
+from miraccl.runtime.gpu.flight_recorder import RecorderSnapshot, Straggler
 from miraccl.runtime.gpu.messages import size_mismatch
 
-NOTICE = "gpu_abort"
-LEFT = "gpu_left"
-REPEAT_S = 0.002
-LOOK_S = 0.02  # at what kernels found and how long copies take, where streams wait for words
-LONGEST_GAP_S = 1.0  # what counts of the time between two looks, as for kernels
+FAULT_NOTICE = "gpu_abort"
+EXIT_NOTICE = "gpu_left"
+RELEASE_INTERVAL_S = 0.002
+PROBE_INTERVAL_S = (
+    0.02  # at what kernels found and how long copies take, where streams wait for words
+)
+MAX_COUNTED_GAP_S = 1.0  # what counts of the time between two looks, as for kernels
 #: also why the peer has left or aborted since
-_EXPLAINS = (layout.ERROR_MISMATCH, layout.ERROR_SIZES, layout.ERROR_CROSSED, layout.ERROR_CIRCLE)
+_ROOT_CAUSES = (
+    layout.ERROR_MISMATCH,
+    layout.ERROR_SIZES,
+    layout.ERROR_CROSSED,
+    layout.ERROR_CIRCLE,
+)
 
 
 class CopyWaits(Protocol):
@@ -64,33 +71,38 @@ class DeviceFaults:
         words: Any,
         timeout_s: float,
         *,
-        look: Callable[[], Boards | None],
-        name: Callable[[int, int], str],
-        refused: Callable[[int], int | None],
+        read_snapshot: Callable[[], RecorderSnapshot | None],
+        describe_launch: Callable[[int, int], str],
+        rejected_size: Callable[[int], int | None],
         stopped: Callable[[], bool],
-        called: Sequence[int] = (),
+        global_ranks: Sequence[int] = (),
     ) -> None:
         self.session = session
-        self._called = called or range(session.nranks)
-        self.rank = self._called[session.rank]
+        self._global_ranks = global_ranks or range(session.nranks)
+        self.rank = self._global_ranks[session.rank]
         #: how other ranks are told of a fault that was found here
-        self.spread: Callable[[MiracclError], None] = self._notify
+        self.propagate: Callable[[MiracclError], None] = self._notify
         self._words, self._timeout = words, timeout_s
-        self._look, self._name, self._refused, self._stopped = look, name, refused, stopped
-        self._why_left: dict[int, str] = {}
+        self._read_snapshot, self._describe_launch, self._rejected_size, self._stopped = (
+            read_snapshot,
+            describe_launch,
+            rejected_size,
+            stopped,
+        )
+        self._exit_reasons: dict[int, str] = {}
         self._fault: MiracclError | None = None
-        self._found = False  # what kernels wrote is the fault, or came too late to be
-        self._heard = False  # another rank's is the fault
-        self.told = False  # a call has raised the fault
+        self._found_by_kernel = False  # what kernels wrote is the fault, or came too late to be
+        self._from_peer = False  # another rank's is the fault
+        self.reported = False  # a call has raised the fault
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self._ended = threading.Event()
         self._engines: CopyWaits | None = None  # whose streams wait for peers
-        self._looking, self._letting_go = (
+        self._probe_lock, self._release_lock = (
             threading.RLock(),
             threading.RLock(),
         )  # held while a thread is at the GPU
         self._releasing = False
-        session.on_event(self._event)
+        session.on_event(self._on_event)
 
     @property
     def broken(self) -> bool:
@@ -102,37 +114,39 @@ class DeviceFaults:
 
     def check(self, name: str = "") -> None:
         """Raise what was found so far, if anything."""
-        self._take_in()
+        self._collect_kernel_report()
         with self._lock:
             fault = self._fault
             if fault is None and self.broken:
                 fault = CommunicatorAborted("the communicator was aborted", rank=self.rank)
         if fault is not None:
-            self.told = True
+            self.reported = True
             raised = copy.copy(fault)  # each has a traceback of its own
             raised.op = fault.op or name or None
             raise raised
 
-    def untold(self, told: bool = False) -> MiracclError | None:
+    def unreported(self, already_reported: bool = False) -> MiracclError | None:
         """What nobody was told of, though operations are not what they should be: what kernels found here, a mismatch that others found,
         and whatever they told where it has ended a wait: these two not where the program was ``told`` in another way. The GPU has ended
         its work."""
-        self._take_in()
+        self._collect_kernel_report()
         fault = self._fault
-        if fault is None or self.told:
+        if fault is None or self.reported:
             return None
-        void = self._found or (
-            self._heard and not told and (isinstance(fault, CollectiveMismatch) or self._stopped())
+        void = self._found_by_kernel or (
+            self._from_peer
+            and not already_reported
+            and (isinstance(fault, CollectiveMismatch) or self._stopped())
         )
         return fault if void else None
 
     # ---- what kernels found
 
-    def found_mismatch(self, peer: int, number: int, signature: int) -> None:
+    def record_mismatch(self, peer: int, number: int, signature: int) -> None:
         """As a kernel reports it that finds another operation of ``peer`` in the place of launch ``number`` (0: of messages). None runs."""
-        self._report(layout.ERROR_MISMATCH, peer, layout.WHAT_MEETING, number, signature)
+        self._write_report(layout.ERROR_MISMATCH, peer, layout.WHAT_MEETING, number, signature)
 
-    def _report(self, error: int, peer: int, what: int, number: int, signature: int) -> None:
+    def _write_report(self, error: int, peer: int, what: int, number: int, signature: int) -> None:
         """As ``report`` of source/common.cuh, when no kernel runs that might."""
         with self._lock:
             if self._ended.is_set() or self._words[layout.HOST_CLAIM]:
@@ -143,77 +157,83 @@ class DeviceFaults:
             self._words[layout.HOST_ERROR] = error
             self._words[layout.HOST_ABORT] = 1
 
-    def found_ahead(self, what: Ahead) -> None:
+    def record_straggler(self, what: Straggler) -> None:
         """At the end, when no rank waits: a rank has called an operation that another one has not. All ranks find such a thing."""
         who, behind = (
-            self.rank if rank is None else self._called[rank] for rank in (what.rank, what.behind)
+            self.rank if rank is None else self._global_ranks[rank]
+            for rank in (what.ahead, what.behind)
         )
-        op = self._name(what.number, what.signature)
+        op = self._describe_launch(what.number, what.signature)
         text = f"rank {who} has called {op}, and rank {behind} has finalized the communicator without it"
-        self._conclude(behind if who == self.rank else who, op, text)
+        self._set_final_mismatch(behind if who == self.rank else who, op, text)
 
-    def found_untaken(self, there: int, signature: int) -> None:
+    def record_unmatched(self, there: int, signature: int) -> None:
         """At the end, too: a message of a collective that this rank has not taken; ``signature`` 0: not known of which."""
-        peer, op = self._called[there], self._name(0, signature) if signature else None
+        peer, op = (
+            self._global_ranks[there],
+            self._describe_launch(0, signature) if signature else None,
+        )
         text = f"ranks disagree on what is sent: rank {peer} sent more in {op or 'a collective'} than rank {self.rank} took"
-        self._conclude(peer, op, text)
+        self._set_final_mismatch(peer, op, text)
 
-    def _conclude(self, peer: int, op: str | None, text: str) -> None:
+    def _set_final_mismatch(self, peer: int, op: str | None, text: str) -> None:
         hint = "all ranks call the same collectives, and agree on root and counts; results of that one are void"
         with self._lock:
             if self._fault is None:
-                self._found, self._fault = (
+                self._found_by_kernel, self._fault = (
                     True,
                     CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint),
                 )
 
-    def _take_in(self) -> None:
+    def _collect_kernel_report(self) -> None:
         """Make what kernels wrote the fault, and tell the others."""
         error = int(self._words[layout.HOST_ERROR])
-        if not error or self._is_late(error):
+        if not error or self._is_superseded(error):
             return
         asks = error in (layout.ERROR_TIMEOUT, layout.ERROR_CIRCLE)
         answers = (
             query_status(self.session) if asks else {}
         )  # without the lock: answers come meanwhile
         with self._lock:
-            if self._is_late(error):
-                self._found = True
+            if self._is_superseded(error):
+                self._found_by_kernel = True
                 return
-            fault = self._explain(error, answers)
-            self.spread(fault)  # before the program sees it, which may end at once
-            self._found, self._fault = True, fault
+            fault = self._kernel_error(error, answers)
+            self.propagate(fault)  # before the program sees it, which may end at once
+            self._found_by_kernel, self._fault = True, fault
 
-    def _is_late(self, error: int) -> bool:
+    def _is_superseded(self, error: int) -> bool:
         """Whether there is a fault already, and it says as much as what kernels found."""
         with self._lock:
-            return self._found or (self._fault is not None and error not in _EXPLAINS)
+            return self._found_by_kernel or (self._fault is not None and error not in _ROOT_CAUSES)
 
-    def _explain(self, error: int, answers: Mapping[int, Mapping[str, Any]]) -> MiracclError:
+    def _kernel_error(self, error: int, answers: Mapping[int, Mapping[str, Any]]) -> MiracclError:
         words, rank, there = self._words, self.rank, int(self._words[layout.HOST_PEER])
         number, signature = int(words[layout.HOST_LAUNCH]), int(words[layout.HOST_SIGNATURE])
         peer, op = (
-            self._called[there],
-            self._name(number, signature) if number or signature else None,
+            self._global_ranks[there],
+            self._describe_launch(number, signature) if number or signature else None,
         )
         if error == layout.ERROR_SIZES:
-            return size_mismatch(words, rank, peer, self._refused(there), op)
+            return size_mismatch(words, rank, peer, self._rejected_size(there), op)
         what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
         if error == layout.ERROR_CROSSED:
             text = f"rank {rank} waits for {what} from rank {peer}, which has gone on to {op} and waits for rank {rank} there"
             hint = "a send and its receive come before or after the same collectives on both ranks"
             return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
         if error == layout.ERROR_CIRCLE:
-            return CollectiveMismatch(self._circle(answers), rank=rank, peer=peer, hint=ORDER_HINT)
-        boards = self._look()
+            return CollectiveMismatch(
+                self._describe_cycle(answers), rank=rank, peer=peer, hint=ORDER_HINT
+            )
+        boards = self._read_snapshot()
         unlike = (
-            boards.unlike(number)
+            boards.find_mismatch(number)
             if boards is not None and op is not None and error != layout.ERROR_MISMATCH
             else None
         )
         if unlike is not None:
             there, number, signature = unlike
-            peer, op = self._called[there], self._name(number, signature)
+            peer, op = self._global_ranks[there], self._describe_launch(number, signature)
         if unlike is not None or error == layout.ERROR_MISMATCH:
             count = f" (number {number} of this communicator on GPU memory)" if number else ""
             text = f"rank {peer} called another operation in the same place{count}"
@@ -221,7 +241,9 @@ class DeviceFaults:
             hint = f"{same} must be the same on all ranks, in the same order; results since then are void"
             return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
         if error == layout.ERROR_LEFT:
-            return departure_error(peer, self._why_left.get(there, "finalized"), rank=rank, op=op)
+            return departure_error(
+                peer, self._exit_reasons.get(there, "finalized"), rank=rank, op=op
+            )
         copies = int(words[layout.HOST_WHAT]) == layout.WHAT_COPY
         whom = (
             "between ranks" if there == self.session.rank else f"from rank {peer}"
@@ -229,8 +251,10 @@ class DeviceFaults:
         text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} {whom}"
         does = (
             {
-                r: boards.describe(r, number, self._name) if op else boards.last(r, self._name)
-                for r in boards.theirs
+                r: boards.describe(r, number, self._describe_launch)
+                if op
+                else boards.describe_last(r, self._describe_launch)
+                for r in boards.peers
             }
             if boards
             else {}
@@ -251,7 +275,7 @@ class DeviceFaults:
             for r, answer in answers.items()
         }
         graph = sorted(
-            (self._called[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where}
+            (self._global_ranks[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where}
         )
         return CollectiveTimeout(
             text,
@@ -262,7 +286,7 @@ class DeviceFaults:
             hint=hint,
         )
 
-    def _circle(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
+    def _describe_cycle(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
         """Who waits for whom in messages, and where its program is."""
         waits_for, rooms = (
             int(self._words[layout.HOST_CIRCLE]),
@@ -271,7 +295,7 @@ class DeviceFaults:
         found = [self.session.rank, int(self._words[layout.HOST_PEER])]
         while (following := waits_for >> 4 * found[-1] & 15) not in found:
             found.append(following)
-        ranks = [self._called[there] for there in found]
+        ranks = [self._global_ranks[there] for there in found]
 
         def says(i: int, j: int) -> str:
             what = (
@@ -291,57 +315,59 @@ class DeviceFaults:
         """End what waits on all ranks' GPUs. Any thread may call it. The others are told first: a program that it wakes may end at once."""
         error = abort_error(self.rank, reason)
         self._notify(error)
-        self._end(error, found_here=True)
+        self._end_waits(error, found_here=True)
 
-    def end_in_vain(self, op: str, text: str) -> None:
+    def fail_deadlocked(self, op: str, text: str) -> None:
         """Nothing comes of what waits here: ranks wait for one another."""
         fault = CollectiveMismatch(text, rank=self.rank, op=op, hint=ORDER_HINT)
         self._notify(fault)
-        self._end(fault, heard=True)
+        self._end_waits(fault, from_peer=True)
 
-    def settle(self, fault: MiracclError) -> None:
+    def set_fault(self, fault: MiracclError) -> None:
         """End what waits on this rank's GPU, because of ``fault``, which the others know. Any thread may call it."""
-        self._end(fault)
+        self._end_waits(fault)
 
-    def leave(self) -> None:
+    def announce_exit(self) -> None:
         """Tell the others that this rank's GPU has ended its work for good: kernels that still wait for it do so in vain, and end."""
         with contextlib.suppress(MiracclError):
-            self.session.notify({LEFT: True})
+            self.session.notify({EXIT_NOTICE: True})
 
     def _notify(self, error: MiracclError) -> None:
         with contextlib.suppress(MiracclError):  # the control plane may be gone as well
-            self.session.notify({NOTICE: encode_error(error)})
+            self.session.notify({FAULT_NOTICE: encode_error(error)})
 
-    def _event(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         """From the session's watcher: kernels that wait end within milliseconds."""
         if isinstance(event, PeerLost):
-            self._end(death_error(event, rank=self.rank, called=self._called), heard=True)
-        elif isinstance(event, Notice) and NOTICE in event.payload:
-            peer = self._called[event.from_rank]
-            told = decode_error(event.payload[NOTICE], rank=self.rank, source=peer)
-            self._end(
+            self._end_waits(
+                death_error(event, rank=self.rank, called=self._global_ranks), from_peer=True
+            )
+        elif isinstance(event, Notice) and FAULT_NOTICE in event.payload:
+            peer = self._global_ranks[event.from_rank]
+            told = decode_error(event.payload[FAULT_NOTICE], rank=self.rank, source=peer)
+            self._end_waits(
                 told
                 or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer),
-                heard=True,
+                from_peer=True,
             )
         elif isinstance(event, Notice) and event.payload.get("kind") == detector.NOTICE_KIND:
             detector.handle_notice(event.payload)
-        elif isinstance(event, Notice) and LEFT in event.payload:
-            self._left(event.from_rank, "finalized")
+        elif isinstance(event, Notice) and EXIT_NOTICE in event.payload:
+            self._peer_left(event.from_rank, "finalized")
         elif (
             isinstance(event, PeerLeft) and event.rank != HUB
         ):  # it may have failed when others took it for ready
-            self._left(event.rank, event.reason)
+            self._peer_left(event.rank, event.reason)
 
-    def _left(self, peer: int, why: str) -> None:
+    def _peer_left(self, peer: int, why: str) -> None:
         """What ``peer`` has not stored by now never comes."""
         with self._lock:
             if not self._ended.is_set():
-                self._why_left.setdefault(peer, why)
+                self._exit_reasons.setdefault(peer, why)
                 self._words[layout.HOST_LEFT] |= 1 << peer
 
-    def watch_copies(
-        self, engines: CopyWaits, under_way: Callable[[], tuple[int, int] | None]
+    def monitor_copies(
+        self, engines: CopyWaits, pending_copies: Callable[[], tuple[int, int] | None]
     ) -> None:
         """``engines`` have streams that wait for words of peers, after the launch that ``under_way()`` names by number and signature.
 
@@ -350,34 +376,34 @@ class DeviceFaults:
         """
         self._engines = engines
         if self.broken:
-            self._end(None)
+            self._end_waits(None)
         else:
             threading.Thread(
-                target=self._look_at_copies,
-                args=(engines, under_way),
+                target=self._monitor_copies,
+                args=(engines, pending_copies),
                 name="miraccl gpu look",
                 daemon=True,
             ).start()
 
-    def _look_at_copies(
-        self, engines: CopyWaits, under_way: Callable[[], tuple[int, int] | None]
+    def _monitor_copies(
+        self, engines: CopyWaits, pending_copies: Callable[[], tuple[int, int] | None]
     ) -> None:
         waited, before, last = 0.0, None, time.monotonic()
-        while not self._ended.wait(LOOK_S):
-            with self._looking:  # the memory is there until the end
+        while not self._ended.wait(PROBE_INTERVAL_S):
+            with self._probe_lock:  # the memory is there until the end
                 if self._ended.is_set():
                     return
-                copies = under_way()
+                copies = pending_copies()
                 now = time.monotonic()
                 waited = (
-                    waited + min(now - last, LONGEST_GAP_S)
+                    waited + min(now - last, MAX_COUNTED_GAP_S)
                     if copies is not None and copies == before
                     else 0.0
                 )
                 before, last = copies, now
                 if copies is not None and waited > self._timeout:
                     peer = engines.awaited_peer()
-                    self._report(
+                    self._write_report(
                         layout.ERROR_TIMEOUT,
                         self.session.rank if peer is None else peer,
                         layout.WHAT_COPY,
@@ -387,10 +413,10 @@ class DeviceFaults:
                 if self._ended.is_set() or self._releasing:
                     return
                 if self._words[layout.HOST_ERROR]:
-                    self._end(None)
+                    self._end_waits(None)
 
-    def _end(
-        self, fault: MiracclError | None, *, found_here: bool = False, heard: bool = False
+    def _end_waits(
+        self, fault: MiracclError | None, *, found_here: bool = False, from_peer: bool = False
     ) -> None:
         """End all waits, now and later. The first fault stays; what kernels have found says more than one that was ``found_here``.
 
@@ -402,26 +428,26 @@ class DeviceFaults:
                 return
             self._words[layout.HOST_ABORT] = 1
             if self._fault is None and not (found_here and self._words[layout.HOST_ERROR]):
-                self._fault, self._heard = fault, heard
+                self._fault, self._from_peer = fault, from_peer
             if self._engines is not None and not self._releasing:
                 self._releasing = True
                 threading.Thread(
-                    target=self._release,
+                    target=self._release_copies,
                     args=(self._engines,),
                     name="miraccl gpu release",
                     daemon=True,
                 ).start()
 
-    def _release(self, engines: CopyWaits) -> None:
+    def _release_copies(self, engines: CopyWaits) -> None:
         """Streams reset the words that they wait for, so letting go once is not enough."""
-        while not self._ended.wait(REPEAT_S):
-            with self._letting_go, contextlib.suppress(MiracclError):  # whatever a look waits for
+        while not self._ended.wait(RELEASE_INTERVAL_S):
+            with self._release_lock, contextlib.suppress(MiracclError):  # whatever a look waits for
                 if not self._ended.is_set():
                     engines.release_waits()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """The GPU has ended its work: from now on nothing is written to the words, whose memory may go."""
         with self._lock:
             self._ended.set()
-        with self._looking, self._letting_go:
+        with self._probe_lock, self._release_lock:
             pass

@@ -17,12 +17,12 @@ from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.moves import move_tag
 
-_STATE = struct.Struct(f"<{layout.STATE_COPIES + 1}Q")
+_STATE_WORDS = struct.Struct(f"<{layout.STATE_COPIES + 1}Q")
 _ENTRY = struct.Struct("<IIII")
-_ENTRIES = _ENTRY.size * layout.BOARD_ENTRIES
-_HEAD_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRIES
-_MOVE = struct.Struct(layout.MOVE)
-_MOVES = _MOVE.size * layout.MOVE_ENTRIES
+_ENTRY_BYTES = _ENTRY.size * layout.BOARD_ENTRIES
+_HEADER_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRY_BYTES
+_MESSAGE_RECORD = struct.Struct(layout.MOVE)
+_MESSAGE_RECORD_BYTES = _MESSAGE_RECORD.size * layout.MOVE_ENTRIES
 _STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_STOPPED
 _WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = (
     56,
@@ -30,173 +30,190 @@ _WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = (
     0,
     2,
 )  # of the words of waits in source/p2p.cuh
-_COUNTS = ("sent", "taken", "large")  # of ``Come``, by NEED_*
-_ALL, _HALF = 1 << 32, 1 << 31  # numbers wrap
+_COUNTER_NAMES = ("sent", "taken", "large")  # of ``Come``, by NEED_*
+_NUMBER_RANGE, _HALF_RANGE = 1 << 32, 1 << 31  # numbers wrap
 
 
 def _is_after(number: int, other: int) -> bool:
-    return 0 < (number - other) % _ALL < _HALF
+    return 0 < (number - other) % _NUMBER_RANGE < _HALF_RANGE
 
 
 @dataclass(frozen=True)
-class Move:
+class MessageRecord:
     """A collective that is messages, as a rank says: ``launches`` are those of other collectives before it."""
 
     tag: int
     signature: int
-    launches: int
+    launches_before: int
 
 
 @dataclass(frozen=True)
-class Said:
+class OpLog:
     """What a rank says of its last operations: by number the signatures of launches, and collectives that are messages. ``launch`` and
     ``move`` are the numbers of the last ones, 0 before the first."""
 
     launches: Mapping[int, int]
-    moves: Mapping[int, Move]
-    launch: int = 0
-    move: int = 0
+    message_ops: Mapping[int, MessageRecord]
+    last_launch: int = 0
+    last_message_op: int = 0
 
     @property
     def last(self) -> tuple[int, int] | None:
         """Number and signature of the last operation, the number 0 for messages; None before the first."""
-        if self.move and not _is_after(self.launch, self.moves[self.move].launches):
-            return 0, self.moves[self.move].signature
-        return (self.launch, self.launches[self.launch]) if self.launch in self.launches else None
+        if self.last_message_op and not _is_after(
+            self.last_launch, self.message_ops[self.last_message_op].launches_before
+        ):
+            return 0, self.message_ops[self.last_message_op].signature
+        return (
+            (self.last_launch, self.launches[self.last_launch])
+            if self.last_launch in self.launches
+            else None
+        )
 
-    def upto(self, number: int) -> Said:
+    def truncated_at(self, number: int) -> OpLog:
         """Without what this rank enqueued after the operation in which its wait failed: a launch, or (0) its last collective that is
         messages, for no more of these begin then."""
-        launch = number or self.moves[self.move].launches if number or self.move else self.launch
+        launch = (
+            number or self.message_ops[self.last_message_op].launches_before
+            if number or self.last_message_op
+            else self.last_launch
+        )
         launches = {
             other: signature
             for other, signature in self.launches.items()
             if not _is_after(other, launch)
         }
-        return Said(launches, self.moves, _last(launches), self.move)
+        return OpLog(launches, self.message_ops, _latest(launches), self.last_message_op)
 
 
-def _said(launches: Mapping[int, int], moves: bytes) -> Said:
-    entries = _MOVE.iter_unpack(moves)
+def _parse_op_log(launches: Mapping[int, int], moves: bytes) -> OpLog:
+    entries = _MESSAGE_RECORD.iter_unpack(moves)
     found = {
-        n: Move(tag, what, before)
+        n: MessageRecord(tag, what, before)
         for n, tag, what, before in entries
         if n and tag == move_tag(n, before, what)
     }  # whole ones
-    return Said(launches, found, _last(launches), _last(found))
+    return OpLog(launches, found, _latest(launches), _latest(found))
 
 
-def _last(numbers: Mapping[int, object]) -> int:
+def _latest(numbers: Mapping[int, object]) -> int:
     """The one after all others; they are close to one another."""
     return next(
         (number for number in numbers if not any(_is_after(other, number) for other in numbers)), 0
     )
 
 
-def _another(mine: Said, theirs: Said) -> tuple[int, int] | None:
+def _differing_op(mine: OpLog, theirs: OpLog) -> tuple[int, int] | None:
     """Number and signature, as ``Said.last`` has them, of an operation of ``mine`` in whose place the other rank says another."""
     for number, signature in mine.launches.items():
         if theirs.launches.get(number, signature) != signature:
             return number, signature
-    for number, move in mine.moves.items():
-        if number in theirs.moves and theirs.moves[number].tag != move.tag:
+    for number, move in mine.message_ops.items():
+        if number in theirs.message_ops and theirs.message_ops[number].tag != move.tag:
             return 0, move.signature
     return None
 
 
-def _in_another_order(mine: Said, theirs: Said) -> tuple[int, int] | None:
+def _reordered_op(mine: OpLog, theirs: OpLog) -> tuple[int, int] | None:
     """The same of one that the other rank has left out, where it has gone on, or that this rank has gone on to without one of the other."""
     if (
-        mine.move
-        and _is_after(mine.move, theirs.move)
-        and _is_after(theirs.launch, mine.moves[mine.move].launches)
+        mine.last_message_op
+        and _is_after(mine.last_message_op, theirs.last_message_op)
+        and _is_after(theirs.last_launch, mine.message_ops[mine.last_message_op].launches_before)
     ):
-        return 0, mine.moves[
-            mine.move
+        return 0, mine.message_ops[
+            mine.last_message_op
         ].signature  # it is past the launches before this one without it
     if (
-        theirs.move
-        and _is_after(theirs.move, mine.move)
-        and _is_after(mine.launch, before := theirs.moves[theirs.move].launches)
+        theirs.last_message_op
+        and _is_after(theirs.last_message_op, mine.last_message_op)
+        and _is_after(
+            mine.last_launch, before := theirs.message_ops[theirs.last_message_op].launches_before
+        )
     ):
-        number = (before + 1) % _ALL
+        number = (before + 1) % _NUMBER_RANGE
         return (number, mine.launches[number]) if number in mine.launches else mine.last
     return None
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Straggler:
     """An operation, named as ``Said.last`` names one, that ``rank`` has begun and ``behind`` has not; one of them is this rank (None)."""
 
-    rank: int | None
+    ahead: int | None
     behind: int | None
     number: int
     signature: int
 
 
 @dataclass(frozen=True)
-class Boards:
+class RecorderSnapshot:
     """What this rank has run, and what its peers say. ``stopped(rank)``: whether a peer's wait has failed, after which launches that it had
     enqueued still begin."""
 
-    mine: Said
-    theirs: Mapping[int, Said]
+    own: OpLog
+    peers: Mapping[int, OpLog]
     stopped: Callable[[int], bool] = lambda _: False
 
     def has_begun(self, rank: int, number: int) -> bool:
         """Whether a peer has begun launch ``number``, 0: the last collective of this rank that is messages."""
-        said = self.theirs.get(rank, Said({}, {}))
+        said = self.peers.get(rank, OpLog({}, {}))
         if number:
-            return said.launch != 0 and not _is_after(number, said.launch)
-        return said.move != 0 and not _is_after(self.mine.move, said.move)
+            return said.last_launch != 0 and not _is_after(number, said.last_launch)
+        return said.last_message_op != 0 and not _is_after(
+            self.own.last_message_op, said.last_message_op
+        )
 
     def describe(self, rank: int, number: int, name: Callable[[int, int], str]) -> str:
         """What a peer does about an operation; ``name(number, signature)`` is what one is called."""
         return (
             "has begun it"
             if self.has_begun(rank, number)
-            else f"never came to it; {self.last(rank, name)}"
+            else f"never came to it; {self.describe_last(rank, name)}"
         )
 
-    def last(self, rank: int, name: Callable[[int, int], str]) -> str:
+    def describe_last(self, rank: int, name: Callable[[int, int], str]) -> str:
         """What a peer ran last."""
-        said = self.theirs[rank].last if rank in self.theirs else None
+        said = self.peers[rank].last if rank in self.peers else None
         return f"its last was {name(*said)}" if said is not None else "it has run nothing yet"
 
     @property
-    def all_have_come(self) -> bool:
+    def all_caught_up(self) -> bool:
         """Whether all peers have begun what this rank has."""
-        mine = self.mine
+        mine = self.own
         return not any(
-            _is_after(mine.launch, said.launch) or _is_after(mine.move, said.move)
-            for said in self.theirs.values()
+            _is_after(mine.last_launch, said.last_launch)
+            or _is_after(mine.last_message_op, said.last_message_op)
+            for said in self.peers.values()
         )
 
-    def ahead(self) -> Ahead | None:
+    def find_straggler(self) -> Straggler | None:
         """Where this rank and a peer have not begun equally many operations."""
-        for peer, said in self.theirs.items():
-            if said.launch != self.mine.launch:
-                is_mine = _is_after(self.mine.launch, said.launch)
-                who = self.mine if is_mine else said
-                number, signature = who.launch, who.launches.get(who.launch, 0)
-            elif said.move != self.mine.move:
-                is_mine = _is_after(self.mine.move, said.move)
-                who = self.mine if is_mine else said
-                number, signature = 0, who.moves[who.move].signature
+        for peer, said in self.peers.items():
+            if said.last_launch != self.own.last_launch:
+                is_mine = _is_after(self.own.last_launch, said.last_launch)
+                who = self.own if is_mine else said
+                number, signature = who.last_launch, who.launches.get(who.last_launch, 0)
+            elif said.last_message_op != self.own.last_message_op:
+                is_mine = _is_after(self.own.last_message_op, said.last_message_op)
+                who = self.own if is_mine else said
+                number, signature = 0, who.message_ops[who.last_message_op].signature
             else:
                 continue
-            return Ahead(None if is_mine else peer, peer if is_mine else None, number, signature)
+            return Straggler(
+                None if is_mine else peer, peer if is_mine else None, number, signature
+            )
         return None
 
-    def unlike(self, failed: int | None = None) -> tuple[int, int, int] | None:
+    def find_mismatch(self, failed: int | None = None) -> tuple[int, int, int] | None:
         """A peer that ran another operation in the place of one of this rank's, and number and signature of that one. ``failed``: in which
         a wait of this rank did, as in ``Said.upto``."""
-        mine = self.mine if failed is None else self.mine.upto(failed)
-        for peer, said in self.theirs.items():
-            found = _another(mine, said)
+        mine = self.own if failed is None else self.own.truncated_at(failed)
+        for peer, said in self.peers.items():
+            found = _differing_op(mine, said)
             if (
                 found is None
-                and (found := _in_another_order(mine, said)) is not None
+                and (found := _reordered_op(mine, said)) is not None
                 and self.stopped(peer)
             ):
                 found = None
@@ -205,7 +222,7 @@ class Boards:
         return None
 
 
-class Regions(Protocol):
+class MemoryRegions(Protocol):
     """Where the memory of a rank and of its peers lies: ``transport.cuda_p2p.SymmetricMemory``, ``executor.cuda.lower.CommArgs``."""
 
     @property
@@ -219,26 +236,26 @@ class Regions(Protocol):
 
 
 @dataclass(frozen=True)
-class Head:
+class ProgressHeader:
     """The beginning of this rank's memory: its state and, where peers share this memory, the boards. One copy."""
 
     state: tuple[int, ...]
     content: bytes
 
     @property
-    def place(self) -> tuple[int, int]:
+    def op_counts(self) -> tuple[int, int]:
         """How many launches, and collectives that are messages, there were on this rank's GPU."""
-        return self.state[layout.STATE_LAUNCH] % _ALL, self.state[layout.STATE_MOVES] >> 32
+        return self.state[layout.STATE_LAUNCH] % _NUMBER_RANGE, self.state[layout.STATE_MOVES] >> 32
 
     @property
-    def begun(self) -> tuple[int, int]:
+    def last_begun(self) -> tuple[int, int]:
         """Number and signature of the last launch that has begun, 0 before the first."""
         noted = {
-            word >> 32: word % _ALL
+            word >> 32: word % _NUMBER_RANGE
             for word in self.state[layout.STATE_SIGNATURES :][: layout.BOARD_ENTRIES]
             if word
         }
-        return (number := _last(noted)), noted.get(number, 0)
+        return (number := _latest(noted)), noted.get(number, 0)
 
     @property
     def stopped(self) -> bool:
@@ -246,24 +263,27 @@ class Head:
         return self.state[layout.STATE_STOPPED] != 0
 
     @property
-    def copies(self) -> tuple[int, int] | None:
+    def pending_copies(self) -> tuple[int, int] | None:
         """Number and signature of the launch after which copies go on that wait for peers; None: none do."""
-        number = self.state[layout.STATE_COPIES] % _ALL
+        number = self.state[layout.STATE_COPIES] % _NUMBER_RANGE
         return (
-            (number, self.state[layout.STATE_SIGNATURES + number % layout.BOARD_ENTRIES] % _ALL)
+            (
+                number,
+                self.state[layout.STATE_SIGNATURES + number % layout.BOARD_ENTRIES] % _NUMBER_RANGE,
+            )
             if number
             else None
         )
 
 
-def read_head(gpu: Gpu, where: Regions) -> Head:
+def read_progress_header(gpu: Gpu, where: MemoryRegions) -> ProgressHeader:
     """What ``read_boards`` begins with."""
-    content = gpu.read(where.own, _HEAD_BYTES)
-    return Head(_STATE.unpack_from(content, layout.STATE_OFFSET), content)
+    content = gpu.read(where.own, _HEADER_BYTES)
+    return ProgressHeader(_STATE_WORDS.unpack_from(content, layout.STATE_OFFSET), content)
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class PendingLaunch:
     """A launch that a rank is in, and ranks without which it does not end, and which have not begun it."""
 
     number: int
@@ -271,28 +291,30 @@ class UnderWay:
     awaited: tuple[int, ...]
 
 
-def read_under_way(gpu: Gpu, where: Regions) -> UnderWay | None:
+def read_pending_launch(gpu: Gpu, where: MemoryRegions) -> PendingLaunch | None:
     """The launch that this rank is in and cannot end yet, as others have not come. (The count of launches does not tell: one thread adds to
     it, which may have waited for nobody.)"""
-    head = read_head(gpu, where)
-    number, signature = head.begun
+    head = read_progress_header(gpu, where)
+    number, signature = head.last_begun
     peers = [rank for rank in range(len(where.outboxes)) if rank != where.rank]
     if not peers or not number or head.stopped:
         return None
     told, _, _, word = _ENTRY.unpack(
-        gpu.read(where.outboxes[peers[0]] + _entry_of(where.rank, number), _ENTRY.size)
+        gpu.read(where.outboxes[peers[0]] + _entry_offset(where.rank, number), _ENTRY.size)
     )
     above = layout.NEEDS_ALL_SHIFT + 1
-    if told != number or word >> above != number % (_ALL >> above):
+    if told != number or word >> above != number % (_NUMBER_RANGE >> above):
         return None
     needed = peers if word & layout.NEEDS_ALL else [rank for rank in peers if word >> rank & 1]
     awaited = [
-        rank for rank in needed if _is_after(number, _last_told(gpu, where.inboxes[rank], rank))
+        rank
+        for rank in needed
+        if _is_after(number, _last_recorded_launch(gpu, where.inboxes[rank], rank))
     ]
-    return UnderWay(number, signature, tuple(awaited)) if awaited else None
+    return PendingLaunch(number, signature, tuple(awaited)) if awaited else None
 
 
-def _entry_of(rank: int, number: int) -> int:
+def _entry_offset(rank: int, number: int) -> int:
     """Where in a rank's memory the entry of ``rank`` for a launch is."""
     return (
         layout.BOARD_OFFSET
@@ -300,24 +322,24 @@ def _entry_of(rank: int, number: int) -> int:
     )
 
 
-def _last_told(gpu: Gpu, box: int, rank: int) -> int:
+def _last_recorded_launch(gpu: Gpu, box: int, rank: int) -> int:
     """The number of the last launch that ``rank`` has said there that it has begun, 0 before the first."""
-    entries = _ENTRY.iter_unpack(gpu.read(box + _entry_of(rank, 0), _ENTRIES))
-    return _last({number: signature for number, signature, *_ in entries if number or signature})
+    entries = _ENTRY.iter_unpack(gpu.read(box + _entry_offset(rank, 0), _ENTRY_BYTES))
+    return _latest({number: signature for number, signature, *_ in entries if number or signature})
 
 
 @dataclass(frozen=True)
-class Held:
+class PendingMessageWait:
     """What a rank says of a wait in messages: how far the peer's count ``what`` of ``Come`` must have come. ``holds``: a bit for each rank
     that the launch holds meanwhile (source/p2p.cuh)."""
 
     peer: int
-    what: str
+    counter: str
     count: int
     holds: int
 
 
-def read_waits(gpu: Gpu, where: Regions) -> list[Held]:
+def read_pending_waits(gpu: Gpu, where: MemoryRegions) -> list[PendingMessageWait]:
     """The long waits of this rank in the launch of messages that it is in."""
     nranks = len(where.inboxes)
     if _read_word(gpu, where.own + _STOPPED):
@@ -328,12 +350,14 @@ def read_waits(gpu: Gpu, where: Regions) -> list[Held]:
     found = []
     for peer, said in enumerate(struct.unpack(f"<{layout.MAX_RANKS}Q", row)[:nranks]):
         kind, count = said >> _WAIT_NEED & 3, said % (1 << _WAIT_HOLDS)
-        if said >> 63 and not _has_ended(gpu, where, peer, kind, count):
-            found.append(Held(peer, _COUNTS[kind], count, said >> _WAIT_HOLDS & 0xFF))
+        if said >> 63 and not _is_satisfied(gpu, where, peer, kind, count):
+            found.append(
+                PendingMessageWait(peer, _COUNTER_NAMES[kind], count, said >> _WAIT_HOLDS & 0xFF)
+            )
     return found
 
 
-def _has_ended(gpu: Gpu, where: Regions, peer: int, kind: int, count: int) -> bool:
+def _is_satisfied(gpu: Gpu, where: MemoryRegions, peer: int, kind: int, count: int) -> bool:
     """Whether a wait for ``peer`` has got what it was for: of a large message slots, which come before it is taken and counted."""
     if kind == _NEED_BULK:
         granted = (
@@ -342,7 +366,7 @@ def _has_ended(gpu: Gpu, where: Regions, peer: int, kind: int, count: int) -> bo
             )
             >> 32
         )
-        return not _is_after(count % _ALL, granted)
+        return not _is_after(count % _NUMBER_RANGE, granted)
     has = (
         where.own + layout.LANE_TAKEN_OFFSET
         if kind == _NEED_SENT
@@ -355,17 +379,17 @@ def _has_ended(gpu: Gpu, where: Regions, peer: int, kind: int, count: int) -> bo
 
 
 @dataclass(frozen=True)
-class Come:
+class MessageCounts:
     """How far a rank's kernels have come: the number of the last launch that has begun, and by peer rows of the first lane that they have
     sent to it, and told it that they have taken, and ``large`` messages that they have taken."""
 
-    begun: int
+    last_launch: int
     sent: tuple[int, ...]
-    taken: tuple[int, ...]
-    large: tuple[int, ...]
+    received: tuple[int, ...]
+    large_received: tuple[int, ...]
 
 
-def read_come(gpu: Gpu, where: Regions) -> Come:
+def read_message_counts(gpu: Gpu, where: MemoryRegions) -> MessageCounts:
     lanes = layout.message_lanes(len(where.inboxes))
     sent, taken, large = [], [], []
     for peer, outbox in enumerate(where.outboxes):
@@ -388,39 +412,49 @@ def read_come(gpu: Gpu, where: Regions) -> Come:
             where.own + layout.BULK_COUNTS_OFFSET + (layout.MAX_RANKS + peer) * layout.BULK_STRIDE
         )
         large.append(0 if near else _read_word(gpu, counted))
-    return Come(read_head(gpu, where).begun[0], tuple(sent), tuple(taken), tuple(large))
+    return MessageCounts(
+        read_progress_header(gpu, where).last_begun[0], tuple(sent), tuple(taken), tuple(large)
+    )
 
 
 def _read_word(gpu: Gpu, address: int) -> int:
     return int.from_bytes(gpu.read(address, 8), "little")
 
 
-def read_boards(gpu: Gpu, where: Regions, head: Head | None = None) -> Boards:
+def read_snapshot(
+    gpu: Gpu, where: MemoryRegions, head: ProgressHeader | None = None
+) -> RecorderSnapshot:
     """The boards of all peers, and what this rank has noted of its own operations. Memory that peers share is read once; ``head`` if it
     was read before."""
-    head = head or read_head(gpu, where)
+    head = head or read_progress_header(gpu, where)
     noted = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
     peers = {peer: inbox for peer, inbox in enumerate(where.inboxes) if peer != where.rank}
     # launches first: what a peer did before it began one is there then
     heads = {
-        box: head.content if box == where.own else gpu.read(box, _HEAD_BYTES)
+        box: head.content if box == where.own else gpu.read(box, _HEADER_BYTES)
         for box in set(peers.values())
     }
     moves = {
-        box: gpu.read(box + layout.MOVES_OFFSET, layout.MAX_RANKS * _MOVES)
+        box: gpu.read(box + layout.MOVES_OFFSET, layout.MAX_RANKS * _MESSAGE_RECORD_BYTES)
         for box in {where.own, *peers.values()}
     }
-    mine = _said(
-        {word >> 32: word % _ALL for word in noted if word},
-        _part(moves[where.own], where.rank, _MOVES),
+    mine = _parse_op_log(
+        {word >> 32: word % _NUMBER_RANGE for word in noted if word},
+        _rank_entries(moves[where.own], where.rank, _MESSAGE_RECORD_BYTES),
     )
     theirs = {}
     for peer, box in peers.items():
-        entries = _ENTRY.iter_unpack(_part(heads[box][layout.BOARD_OFFSET :], peer, _ENTRIES))
+        entries = _ENTRY.iter_unpack(
+            _rank_entries(heads[box][layout.BOARD_OFFSET :], peer, _ENTRY_BYTES)
+        )
         launched = {number: signature for number, signature, *_ in entries if number or signature}
-        theirs[peer] = _said(launched, _part(moves[box], peer, _MOVES))
-    return Boards(mine, theirs, lambda peer: any(gpu.read(where.outboxes[peer] + _STOPPED, 8)))
+        theirs[peer] = _parse_op_log(
+            launched, _rank_entries(moves[box], peer, _MESSAGE_RECORD_BYTES)
+        )
+    return RecorderSnapshot(
+        mine, theirs, lambda peer: any(gpu.read(where.outboxes[peer] + _STOPPED, 8))
+    )
 
 
-def _part(entries: bytes, rank: int, nbytes: int) -> bytes:
+def _rank_entries(entries: bytes, rank: int, nbytes: int) -> bytes:
     return entries[rank * nbytes : (rank + 1) * nbytes]

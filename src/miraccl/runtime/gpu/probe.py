@@ -14,27 +14,27 @@ from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
 from miraccl.ops.arguments import operator
 from miraccl.runtime.gpu.flight_recorder import (
-    Boards,
-    Come,
-    Held,
-    Regions,
-    UnderWay,
-    read_boards,
-    read_come,
-    read_head,
-    read_under_way,
-    read_waits,
+    MemoryRegions,
+    MessageCounts,
+    PendingLaunch,
+    PendingMessageWait,
+    RecorderSnapshot,
+    read_message_counts,
+    read_pending_launch,
+    read_pending_waits,
+    read_progress_header,
+    read_snapshot,
 )
 from miraccl.runtime.gpu.messages import read_rejected_size
-from miraccl.runtime.gpu.unmatched import find_untaken
+from miraccl.runtime.gpu.unmatched import find_unmatched
 
 if TYPE_CHECKING:
     from miraccl.runtime.gpu.faults import DeviceFaults
 
-Seen = TypeVar("Seen")
+Reading = TypeVar("Seen")
 
 
-class Known(Protocol):
+class LaunchRecord(Protocol):
     """A launch that was made."""
 
     @property
@@ -43,20 +43,20 @@ class Known(Protocol):
     def plan(self) -> DevicePlan: ...
 
 
-class Looks:
+class DeviceProbe:
     """Looks at the regions ``where`` of a communicator; ``launches()`` are those that it has made, by (collective, dtype, count, operator,
     root)."""
 
     def __init__(
         self,
         gpu: Gpu,
-        where: Regions,
-        launches: Callable[[], Iterable[tuple[tuple[Any, ...], Known]]],
+        where: MemoryRegions,
+        launches: Callable[[], Iterable[tuple[tuple[Any, ...], LaunchRecord]]],
     ) -> None:
         self._gpu, self._where, self._launches = gpu, where, launches
-        self._judged = 0, 0  # how far operations were compared with those of others
+        self._compared_counts = 0, 0  # how far operations were compared with those of others
 
-    def _look(self, read: Callable[..., Seen], *what: Any) -> Seen | None:
+    def _read(self, read: Callable[..., Reading], *what: Any) -> Reading | None:
         with (
             contextlib.suppress(MiracclError),
             self._gpu.device_guard(),
@@ -64,37 +64,37 @@ class Looks:
             return read(self._gpu, self._where, *what)
         return None
 
-    def boards(self) -> Boards | None:
+    def snapshot(self) -> RecorderSnapshot | None:
         """What all ranks run."""
-        return self._look(read_boards)
+        return self._read(read_snapshot)
 
-    def refused(self, peer: int) -> int | None:
+    def rejected_size(self, peer: int) -> int | None:
         """The size of this rank's message that ``peer`` has refused."""
-        return self._look(read_rejected_size, peer)
+        return self._read(read_rejected_size, peer)
 
     def stopped(self) -> bool:
         """Whether a wait on this rank's GPU has ended without what it waited for, where that can be read."""
-        head = self._look(read_head)
+        head = self._read(read_progress_header)
         return head is not None and head.stopped
 
-    def under_way(self) -> UnderWay | None:
+    def pending_launch(self) -> PendingLaunch | None:
         """The launch that this rank is in now."""
-        return self._look(read_under_way)
+        return self._read(read_pending_launch)
 
-    def waits(self) -> list[Held]:
+    def pending_waits(self) -> list[PendingMessageWait]:
         """What this rank waits for in messages now."""
-        return self._look(read_waits) or []
+        return self._read(read_pending_waits) or []
 
-    def come(self) -> Come | None:
+    def message_counts(self) -> MessageCounts | None:
         """How far the kernels of this rank have come, where that can be read."""
-        return self._look(read_come)
+        return self._read(read_message_counts)
 
-    def copies(self) -> tuple[int, int] | None:
+    def pending_copies(self) -> tuple[int, int] | None:
         """Number and signature of the operation whose copies wait for peers now."""
-        head = self._look(read_head)
-        return head.copies if head is not None else None
+        head = self._read(read_progress_header)
+        return head.pending_copies if head is not None else None
 
-    def name(self, number: int, signature: int) -> str:
+    def describe_launch(self, number: int, signature: int) -> str:
         """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``; ``number`` 0: a
         collective that is messages."""
         if not number:
@@ -111,33 +111,33 @@ class Looks:
                 return f"{collective.label} #{number} ({', '.join(what)}; {launch.plan.algo}, {launch.plan.proto})"
         return f"launch #{number}"
 
-    def judge(self, faults: DeviceFaults) -> None:
+    def compare_ops(self, faults: DeviceFaults) -> None:
         """Find a mismatch in the last operations that left nobody waiting: the next ones would tell of it. The GPU has ended its work."""
-        head = self._look(read_head)
+        head = self._read(read_progress_header)
         boards = (
-            self._look(read_boards, head)
-            if head is not None and head.place != self._judged
+            self._read(read_snapshot, head)
+            if head is not None and head.op_counts != self._compared_counts
             else None
         )
         if boards is not None and head is not None:
-            found = boards.unlike()
+            found = boards.find_mismatch()
             if found is not None:
-                faults.found_mismatch(*found)
-            elif boards.all_have_come:
-                self._judged = head.place
+                faults.record_mismatch(*found)
+            elif boards.all_caught_up:
+                self._compared_counts = head.op_counts
 
-    def judge_end(self, faults: DeviceFaults, frame: Frame) -> None:
+    def compare_final_ops(self, faults: DeviceFaults, frame: Frame) -> None:
         """The same once all ranks have come to the end and their GPUs have ended their work: equally many operations, and no messages of
         collectives that nobody has taken."""
-        boards = self._look(read_boards)
+        boards = self._read(read_snapshot)
         if boards is None:
             return
         boards = dataclasses.replace(
             boards, stopped=lambda _: False
         )  # or not all had come; their memory may be going already
-        if (unlike := boards.unlike()) is not None:
-            faults.found_mismatch(*unlike)
-        elif (ahead := boards.ahead()) is not None:
-            faults.found_ahead(ahead)
-        elif (untaken := self._look(find_untaken, frame, boards)) is not None:
-            faults.found_untaken(*untaken)
+        if (unlike := boards.find_mismatch()) is not None:
+            faults.record_mismatch(*unlike)
+        elif (ahead := boards.find_straggler()) is not None:
+            faults.record_straggler(ahead)
+        elif (untaken := self._read(find_unmatched, frame, boards)) is not None:
+            faults.record_unmatched(*untaken)

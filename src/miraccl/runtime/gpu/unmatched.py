@@ -13,26 +13,29 @@ import struct
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.source import Frame
-from miraccl.runtime.gpu.flight_recorder import Boards, Regions
+from miraccl.runtime.gpu.flight_recorder import MemoryRegions, RecorderSnapshot
 
 _COUNT = struct.Struct("<Q")
 _ROW = struct.Struct("<IIII")
 #: where in the first rows of a message a thread has stored its header (``frame`` of source/p2p.cuh), and what it is there: tag, flags
-_PLACES = {Frame.LINE: 7 * _ROW.size, Frame.PAIR: 0}
+_TAG_OFFSETS = {Frame.LINE: 7 * _ROW.size, Frame.PAIR: 0}
 
 
-def header_of(rows: bytes, frame: Frame, row: int) -> int | None:
+def message_tag(rows: bytes, frame: Frame, row: int) -> int | None:
     """The tag of the message whose first rows lie at ``row`` of a lane, two of them; None if it has not come."""
     flag = row // layout.RING_ROWS + 1 & 0xFFFFFFFF
     first, second = (
-        _ROW.unpack_from(rows, _PLACES[frame] + number * layout.ROW_BYTES) for number in range(2)
+        _ROW.unpack_from(rows, _TAG_OFFSETS[frame] + number * layout.ROW_BYTES)
+        for number in range(2)
     )
     if frame is Frame.LINE:
         return first[2] if first[3] == flag else None
     return second[0] if {first[1], first[3], second[1], second[3]} == {flag} else None
 
 
-def find_untaken(gpu: Gpu, where: Regions, frame: Frame, boards: Boards) -> tuple[int, int] | None:
+def find_unmatched(
+    gpu: Gpu, where: MemoryRegions, frame: Frame, boards: RecorderSnapshot
+) -> tuple[int, int] | None:
     """A peer whose message nobody has taken, and the signature of its collective, 0 if the peer does not say any more. All GPUs have ended
     their work, and no wait has failed."""
     lanes = layout.message_lanes(len(where.inboxes))
@@ -54,9 +57,13 @@ def find_untaken(gpu: Gpu, where: Regions, frame: Frame, boards: Boards) -> tupl
             gpu.read(ring + (row + i) % layout.RING_ROWS * layout.ROW_BYTES, layout.ROW_BYTES)
             for i in range(2)
         )
-        if tag := header_of(b"".join(both), frame, row):
+        if tag := message_tag(b"".join(both), frame, row):
             return peer, next(
-                (move.signature for move in boards.theirs[peer].moves.values() if move.tag == tag),
+                (
+                    move.signature
+                    for move in boards.peers[peer].message_ops.values()
+                    if move.tag == tag
+                ),
                 0,
             )
     return None

@@ -24,7 +24,7 @@ from miraccl.diagnosis.waits import (
     WaitForPackets,
     stream_name,
 )
-from miraccl.runtime.gpu.probe import Looks
+from miraccl.runtime.gpu.probe import DeviceProbe
 
 FailFn = Callable[[str, str], None]
 """``end(op, text)`` makes ``CollectiveMismatch`` the communicator's fault."""
@@ -46,20 +46,20 @@ class DeviceWaitState(abc.ABC):
         return None if self._closed else self._session
 
     @abc.abstractmethod
-    def _find(self, program: Wait | None) -> Mapping[str, BlockedState]:
+    def _read_states(self, program: Wait | None) -> Mapping[str, BlockedState]:
         """As ``report`` gives it. First what is waited for, then whether that is all, then how far it has come."""
 
     def probe(self) -> None:
         program = blocked_ops.current_wait()
         with self._lock:
             if self.session is not None:
-                self._last_probe = self._find(program)
+                self._last_probe = self._read_states(program)
 
     def report(self, program: Wait | None) -> Mapping[str, BlockedState]:
         if self.needs_probe:
             return self._last_probe
         with self._lock:
-            return self._find(program) if self.session is not None else {}
+            return self._read_states(program) if self.session is not None else {}
 
     def close(self) -> None:
         """Nobody looks any more: what there is to look at may go."""
@@ -72,9 +72,9 @@ class KernelWaits:
     """Those of one rank. ``key`` is that of the session of the host's ranks, ``named(rank)`` the stream of one of these."""
 
     def __init__(
-        self, looks: Looks, key: str, rank: int, named: Callable[[int], str], end: FailFn
+        self, looks: DeviceProbe, key: str, rank: int, named: Callable[[int], str], end: FailFn
     ) -> None:
-        self._looks, self._key, self._rank, self._stream_name, self._fail = (
+        self._probe, self._key, self._rank, self._stream_name, self._fail = (
             looks,
             key,
             rank,
@@ -84,17 +84,17 @@ class KernelWaits:
 
     def waits(self) -> list[Wait]:
         """The launch that they are in, or its messages."""
-        found = self._looks.under_way()
+        found = self._probe.pending_launch()
         if found is not None:
-            op = self._looks.name(found.number, found.signature)
+            op = self._probe.describe_launch(found.number, found.signature)
             return [WaitForOperation(number=found.number, **self._wait_fields(found.awaited, op))]
-        messages = self._looks.waits()
+        messages = self._probe.pending_waits()
         rows = (
             self._wait_fields((m.peer,), "send/recv") | {"collective": SEND_RECV, "number": m.count}
             for m in messages
         )
         return [
-            WaitForPackets(counter=m.what, suspended=m.holds, **row)
+            WaitForPackets(counter=m.counter, suspended=m.holds, **row)
             for m, row in zip(messages, rows, strict=True)
         ]
 
@@ -110,13 +110,16 @@ class KernelWaits:
 
     def progress(self) -> dict[str, RankProgress]:
         """How far they have come."""
-        come = self._looks.come()
+        come = self._probe.message_counts()
         return (
             {}
             if come is None
             else {
                 self._key: RankProgress(
-                    operations=come.begun, sent=come.sent, received=come.taken, large=come.large
+                    operations=come.last_launch,
+                    sent=come.sent,
+                    received=come.received,
+                    large=come.large_received,
                 )
             }
         )
@@ -126,7 +129,7 @@ class KernelWaitState(DeviceWaitState):
     """That of a communicator of one host."""
 
     def __init__(
-        self, session: Session, looks: Looks, end: FailFn, is_done: Callable[[], bool]
+        self, session: Session, looks: DeviceProbe, end: FailFn, is_done: Callable[[], bool]
     ) -> None:
         """``is_done()``: whether nothing is enqueued any more, and no graph may bring anything; it may ask the driver."""
         super().__init__(
@@ -140,7 +143,7 @@ class KernelWaitState(DeviceWaitState):
     def _stream_name(self, rank: int) -> str:
         return stream_name(self._session.tokens[rank], self._session.key, rank)
 
-    def _find(self, program: Wait | None) -> Mapping[str, BlockedState]:
+    def _read_states(self, program: Wait | None) -> Mapping[str, BlockedState]:
         waits = self.kernels.waits()
         if not waits and program is not None and self._is_done():
             waits = [blocked_ops.wait_for_host(program, self._session.tokens[self._session.rank])]

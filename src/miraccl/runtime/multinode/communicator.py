@@ -146,7 +146,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 global_ranks=mine,
                 launch_orders=launch_orders,
             )
-            self.local.faults.spread = self.faults.fail  # also to other hosts
+            self.local.faults.propagate = self.faults.fail  # also to other hosts
             unless_made.callback(self.local.close)
             unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
             unless_made.callback(
@@ -470,7 +470,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def _leave(self) -> None:
         """Tell the others that this rank's GPU and lanes have ended their work for good: who still waits for them does so in vain."""
         if not self.local.faults.broken:
-            self.local.faults.leave()
+            self.local.faults.announce_exit()
         self.jobs.leave()
 
     def close(self, told: bool = False) -> MiracclError | None:
@@ -506,4 +506,6 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.jobs.finalize()
         if self._leaves:
             self.session.close()
-        return None if self.faults.told or self.local.faults.told else mine or untold or mismatch
+        return (
+            None if self.faults.told or self.local.faults.reported else mine or untold or mismatch
+        )

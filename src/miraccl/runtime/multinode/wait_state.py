@@ -33,7 +33,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime.core import CommunicatorCore
-from miraccl.runtime.gpu.probe import Looks
+from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.wait_state import DeviceWaitState, FailFn, KernelWaits
 from miraccl.runtime.multinode.direct import DirectOperation
 from miraccl.runtime.multinode.jobs import HostsJobs
@@ -56,7 +56,7 @@ class MultiNodeWaitState(DeviceWaitState):
         self,
         jobs: HostsJobs,
         layout: HostsLayout,
-        near: tuple[Looks, Session] | None,
+        near: tuple[DeviceProbe, Session] | None,
         end: FailFn,
         is_done: Callable[[], bool],
     ) -> None:
