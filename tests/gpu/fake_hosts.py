@@ -1217,7 +1217,7 @@ def told_by_a_lane_later() -> str:
     """What a call of a new kind raises when the network is broken, and the lane that has found that is about to tell. The end does not."""
     with session() as world:
         w = World(world, "AB")
-        broken = w.comm.jobs.world._member.faults.settle(
+        broken = w.comm.jobs.world._core.faults.settle(
             PeerDied("rank 5 died: for a test", rank=w.rank, peer=5)
         )
         try:

@@ -38,8 +38,8 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.runtime import core
 from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.options import Options
-from miraccl.runtime.window import PAGE, Window
-from miraccl.runtime.work import Worker
+from miraccl.runtime.window import PAGE, WindowAllocator
+from miraccl.runtime.work import BackgroundWorker
 from miraccl.transport.shm import Segment, default_window_bytes, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.runtime import cases
@@ -459,7 +459,7 @@ def test_finalize_in_a_signal_handler_that_interrupts_any_call() -> None:
 
 
 def test_what_is_submitted_while_another_thread_ends_the_background_work_is_run() -> None:
-    worker = Worker("a test", lambda: None, lambda: None)
+    worker = BackgroundWorker("a test", lambda: None, lambda: None)
     closer = threading.Thread(target=worker.close, args=(20.0,))
     put = worker._queue.put
 
@@ -672,8 +672,8 @@ def limited() -> float:
         return float(comm.all_reduce(x)[-1])
 
 
-def make_window(pages: int) -> Window:
-    return Window(Segment.create("miraccl-test", pages * PAGE))
+def make_window(pages: int) -> WindowAllocator:
+    return WindowAllocator(Segment.create("miraccl-test", pages * PAGE))
 
 
 @settings(max_examples=30, deadline=None)
@@ -702,7 +702,7 @@ def test_window_allocation(plan: list[int | None], random: Any) -> None:
                 continue
             array[:] = tag % 251
             assert array.ctypes.data % PAGE == 0
-            assert window.holds(array.ctypes.data, array.nbytes)
+            assert window.contains(array.ctypes.data, array.nbytes)
             live[tag] = array
         spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in live.values() if a.nbytes)
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))

@@ -80,15 +80,15 @@ class Script:
             6,
             2.0,
         ),
-        (Script((9.0, True), (8.0, True)), 3 * measure.PATIENCE, 8.0),  # never quiet
-        (Script((3.0, False), (2.0, False), theirs=True), 3 * measure.PATIENCE, 2.0),
+        (Script((9.0, True), (8.0, True)), 3 * measure.RETRY_FACTOR, 8.0),  # never quiet
+        (Script((3.0, False), (2.0, False), theirs=True), 3 * measure.RETRY_FACTOR, 2.0),
     ],
 )
 def test_repetitions_that_nobody_disturbs(
     monkeypatch: pytest.MonkeyPatch, script: Script, taken: int, best: float
 ) -> None:
     monkeypatch.setattr(measure, "timed", script.timed)
-    assert measure._together(script.comm, lambda: None, 3) == best * 1e6
+    assert measure._best_collective_us(script.comm, lambda: None, 3) == best * 1e6
     assert script.taken == taken
 
 

@@ -178,14 +178,14 @@ def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is over for both; what it can see for itself is that a segment is missing."""
-    reach = Fabric._reach
+    reach = Fabric._connect_transport
     monkeypatch.setattr(fabric_module, "DEATH_NOTICE_S", 20.0)
 
     def late(ours: Fabric, *args: Any) -> Any:
         if ours.rank == 1:
             clock.stopped.set()
             assert clock.told.wait(20)
-            ours._stages.deadline = replace(ours._stages.deadline, at=time.monotonic())
+            ours._setup.deadline = replace(ours._setup.deadline, at=time.monotonic())
         return reach(ours, *args)
 
     def work(comm: Communicator) -> None:
@@ -216,7 +216,7 @@ def test_what_a_machine_does_at_its_first_use_is_not_on_time(
     monkeypatch.setattr(rendezvous, "prepare", compile_and_measure)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setenv("MIRACCL_BOOTSTRAP_TIMEOUT", "7")
-    deadline = rendezvous.begin()
+    deadline = rendezvous.start_deadline()
     assert (deadline.seconds, deadline.left) == (7.0, 7.0)
     now += 3.0
     assert deadline.left == 4.0

@@ -29,16 +29,18 @@ with miraccl.init() as comm:
     ],
 )
 def test_how_ranks_are_reached(rank: int, hosts: tuple[int, ...], text: str) -> None:
-    assert summary.of_ranks(rank, hosts, "10.0.0.1") == text
+    assert summary.describe_rank(rank, hosts, "10.0.0.1") == text
 
 
 def test_how_gpus_are_reached() -> None:
-    text = summary.of_gpu(1, 3, {0: "vmm", 2: "host", 3: "vmm"}, (0, 2, 1, 3), "as searched", 128)
+    text = summary.describe_gpu(
+        1, 3, {0: "vmm", 2: "host", 3: "vmm"}, (0, 2, 1, 3), "as searched", 128
+    )
     assert (
         text
         == "rank 1 on GPU 3: vmm with 0 3; host with 2; ring 0 2 1 3 (as searched); kernels take up to 128 multiprocessors"
     )
-    assert summary.of_gpu(0, 0, {}, (0,), "one", 8).startswith("rank 0 on GPU 0: alone; ")
+    assert summary.describe_gpu(0, 0, {}, (0,), "one", 8).startswith("rank 0 on GPU 0: alone; ")
 
 
 @pytest.mark.multiprocess

@@ -22,7 +22,7 @@ from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.device_guard import guarded
 from miraccl.runtime.gpu.launch_order import LaunchOrders, thread_launch_orders
 from miraccl.runtime.options import Options
-from miraccl.runtime.rendezvous import begin, meet_by_id
+from miraccl.runtime.rendezvous import join_by_id, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.shrink import shrink
 from miraccl.types import Collective, DType
@@ -56,8 +56,8 @@ class Communicator(Operations):
         self, nranks: int, unique_id: UniqueId | bytes | str, rank: int, **options: Any
     ) -> None:
         opts = Options.create(**options)
-        deadline = begin()
-        session = meet_by_id(nranks, unique_id, rank, opts, deadline)
+        deadline = start_deadline()
+        session = join_by_id(nranks, unique_id, rank, opts, deadline)
         self._start(session, opts, SetupPhases(session, deadline))
 
     @classmethod
@@ -239,7 +239,7 @@ class Communicator(Operations):
         if self._device is not None:
             with (
                 self._register_gpu_wait(self._device),
-                self._core.faults.control.attend(FINALIZE),
+                self._core.faults.control.enter(FINALIZE),
             ):  # it waits for the other ranks
                 untold = guarded(self._device).close(self._core.faults.raised)
         self._core.finalize()

@@ -11,7 +11,7 @@ from miraccl.bootstrap import Root, UniqueId, connect, create_root
 from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.errors import BootstrapError, InvalidUsage
 from miraccl.runtime.options import Options
-from miraccl.runtime.rendezvous import begin
+from miraccl.runtime.rendezvous import start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 
 _FAILED = "failed: "
@@ -25,7 +25,7 @@ def init(mpi: Any = None, /, **options: Any) -> Communicator:
     if mpi is not None:
         return _init_over(mpi, options)
     opts = Options.create(**options)
-    launch, deadline = detect_launch(os.environ), begin()
+    launch, deadline = detect_launch(os.environ), start_deadline()
     session = meet(launch, deadline, session_timeout=opts.timeout)
     return Communicator.from_session(session, opts, setup=SetupPhases(session, deadline))
 
@@ -51,7 +51,7 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
                 peer=0,
             )
         opts, ident = Options.create(**options), UniqueId.parse(text)
-    deadline = begin()
+    deadline = start_deadline()
     try:
         session = connect(ident, rank, nranks, deadline, session_timeout=opts.timeout, root=root)
     except BaseException as error:

@@ -31,7 +31,7 @@ from miraccl.diagnosis.status_report import describe_cycle as circle_of
 from miraccl.diagnosis.status_report import describe_location, join_parts
 from miraccl.diagnosis.waits import BlockedState, Wait, WaitForInit
 from miraccl.errors import CollectiveMismatch, MiracclError
-from miraccl.runtime.control import COUNTED_RANKS, TELL_US
+from miraccl.runtime.control import COUNTED_RANKS, REPORT_US
 
 NOTICE_KIND = "waits in a circle"
 #: Seconds from the word that a wait is long until others are asked, by how much longer each pause gets, and what an answer may take.
@@ -205,7 +205,7 @@ class _ProbeSchedule:
         if before is not None and before.ident == ident:
             return before
         first = FIRST_STREAM_PROBE_S if "/" in name else FIRST_PROBE_S
-        pause = max(first, TELL_US * 1e-6 * (session.nranks if session else 1) ** 2)
+        pause = max(first, REPORT_US * 1e-6 * (session.nranks if session else 1) ** 2)
         return cls(ident, pause, time.monotonic() + pause)
 
     def back_off(self) -> None:

@@ -45,8 +45,14 @@ from miraccl.errors import (
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import describe_signature
 from miraccl.runtime import control
-from miraccl.runtime.control import Control
-from miraccl.runtime.fabric import CATCH_UP_S, DEATH_NOTICE_S, NOTICE_FIRST_S, Fabric, after_notice
+from miraccl.runtime.control import ControlOps
+from miraccl.runtime.fabric import (
+    CATCH_UP_S,
+    DEATH_NOTICE_S,
+    NOTICE_FIRST_S,
+    Fabric,
+    run_after_notice,
+)
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 
@@ -79,10 +85,10 @@ class Faults:
         self._fault_known = threading.Event()
         self._setups: list[SetupPhases] = []
         self._lock = threading.RLock()  # a signal handler may abort in the middle
-        self.control = Control(session, fabric, alone, detector.deadlock_detector.wake)
+        self.control = ControlOps(session, fabric, alone, detector.deadlock_detector.wake)
         session.status_provider = self.status
         session.on_event(self._on_event)
-        for event in list(fabric.early):
+        for event in list(fabric.early_events):
             self._on_event(event)
 
     # ---- what this rank is doing
@@ -99,7 +105,7 @@ class Faults:
         return {
             **self.fabric.board(),
             "history": history,
-            "meeting": self.control.now,
+            "meeting": self.control.current,
             **counted,
             "program": blocked_ops.local_report(),
         }
@@ -110,7 +116,7 @@ class Faults:
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
     ) -> list[bytes]:
         """``session.all_gather`` as an operation ``name`` of the communicator, which its fault ends."""
-        with self.control.attend(name, tag):
+        with self.control.enter(name, tag):
             try:
                 self.check()
                 self._compare_control_ops()
@@ -168,7 +174,7 @@ class Faults:
 
     def _compare_control_ops(self) -> None:
         """Another rank is in another operation on the control plane, which is as good as any signature."""
-        if ops := self.control.others():
+        if ops := self.control.conflicting_ops():
             text = describe_differences(
                 {rank: {"collective": op} for rank, op in sorted(ops.items())}
             )
@@ -206,7 +212,7 @@ class Faults:
             self.fabric.context.gone[rank] = 1
             self.fabric.wake(self.rank)
         else:
-            after_notice(self.session, loss, lambda: self._connection_broken(rank, loss))
+            run_after_notice(self.session, loss, lambda: self._connection_broken(rank, loss))
 
     def _connection_broken(self, rank: int, loss: Loss) -> None:
         """There is no connection to a rank any more, which lives for all that is known: those between whom there is one must be told."""
@@ -219,8 +225,8 @@ class Faults:
         return self.propagate(self._root_cause(error))
 
     def _handle_notice(self, source: int, payload: dict[str, Any]) -> None:
-        if payload.get("kind") == control.KIND:
-            self.control.hear(source, payload)
+        if payload.get("kind") == control.BLOCKED_NOTICE:
+            self.control.on_notice(source, payload)
             self._compare_control_ops()
             return
         if payload.get("kind") == detector.NOTICE_KIND:
@@ -245,7 +251,7 @@ class Faults:
             if self.fault is None:
                 self.fault = error
         self._fault_known.set()
-        if tag := self.control.now.get("tag"):
+        if tag := self.control.current.get("tag"):
             self.session.end_gather(tag, "the communicator is broken")
         for stages in list(self._setups):
             stages.cancel(self.fault)
@@ -348,7 +354,7 @@ class Faults:
             return self.propagate(
                 CollectiveTimeout(text, graph=graph, rank=rank, peer=whom, op=op, hint=HINT)
             )
-        if code == layout.ERR_PARTED and self.control.told_by(peer) != control.FINALIZE:
+        if code == layout.ERR_PARTED and self.control.reported_op(peer) != control.FINALIZE:
             return self.propagate(self._diverged_error(peer, op))
         if code in (layout.ERR_LEFT, layout.ERR_PARTED) or (
             code == layout.ERR_CUT and peer in self.left
@@ -410,7 +416,7 @@ class Faults:
         """The error of a wait for a rank that waits on the control plane."""
         statuses, board = self.query_statuses(), self.fabric.board()
         names = {
-            peer: self.control.told_by(peer),
+            peer: self.control.reported_op(peer),
             self.rank: describe_signature(board["p2p_sig"] or board["sig"])["collective"],
         }
         text = describe_diverged(statuses) or describe_differences(
@@ -450,7 +456,7 @@ class Faults:
         """How the ranks' operations with this number (``SEQ_MASK``) differ, as far as boards and ``statuses`` tell; else empty."""
         found = {
             rank: entry
-            for rank in self.fabric.near
+            for rank in self.fabric.shm_ranks
             if (entry := self.fabric.history(rank).get(number))
         }
         for rank, answer in statuses.items():

@@ -25,7 +25,7 @@ from miraccl.bootstrap.dial import HubNotFound
 from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError
 from miraccl.runtime.options import Options
-from miraccl.runtime.rendezvous import begin, check_place
+from miraccl.runtime.rendezvous import check_rank, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 
 DEFAULT = "default"
@@ -99,7 +99,7 @@ def join(
     options: dict[str, Any],
 ) -> None:
     """Meet the others within ``patience`` seconds, and connect to them."""
-    deadline = begin(timeout)
+    deadline = start_deadline(timeout)
     with _lock:
         root = _opened.pop(name, None)
     try:
@@ -183,8 +183,8 @@ def rendezvous_by_store(
     nranks: int, rank: int, name: str, meet_timeout: float | None, options: Options
 ) -> Communicator:
     """The communicator of the ranks that meet under ``name`` of this Ray namespace; kept by the caller."""
-    check_place(nranks, rank)
-    deadline = begin(join_timeout(meet_timeout))
+    check_rank(nranks, rank)
+    deadline = start_deadline(join_timeout(meet_timeout))
     trace.configure()
     key = f"{ray.get_runtime_context().namespace}/{name}".encode()
     meet = _join_as_root if rank == 0 else _join_as_peer

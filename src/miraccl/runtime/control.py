@@ -18,67 +18,76 @@ from miraccl.errors import MiracclError
 from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.setup_phases import SetupPhases
 
-KIND = "waits on the control plane"
+BLOCKED_NOTICE = "waits on the control plane"
 FINALIZE = "finalize"
-SET_UP = "the first operation on GPU memory"  # the GPU side is made there, by all ranks together
+GPU_SETUP = "the first operation on GPU memory"  # the GPU side is made there, by all ranks together
 #: Seconds until a rank tells that it waits. All may have to tell all others, which takes the hub some 20 us each.
-TELL_AFTER_S, TELL_US = 0.1, 20
+REPORT_AFTER_S, REPORT_US = 0.1, 20
 #: Up to how many ranks it tells as well how many messages it has sent to each, by which ranks of other hosts know that none is on its way.
 COUNTED_RANKS = 64
 
 
-class Plane(Protocol):
+class ControlPlane(Protocol):
     """The control plane, for operations of several stages; the first one is where the ranks meet who may be in another operation."""
 
-    def meet(
+    def run_control_op(
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None, /
     ) -> list[bytes]:
         """Everybody's ``data``."""
 
-    def ending(self, stages: SetupPhases, /) -> AbstractContextManager[None]:
+    def cancel_on_fault(self, setup: SetupPhases, /) -> AbstractContextManager[None]:
         """Inside the block what breaks the communicator ends ``stages``."""
 
 
-class Bare:
+class NullControlPlane:
     """The plane of ranks that have no faults to share there."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def meet(
+    def run_control_op(
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
     ) -> list[bytes]:
         return self._session.all_gather(data, tag, deadline)
 
-    def ending(self, stages: SetupPhases) -> AbstractContextManager[None]:
+    def cancel_on_fault(self, setup: SetupPhases) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-class Control:
+class ControlOps:
     """This rank's operations on the control plane. ``alone`` says whether nothing else of this rank is under way."""
 
     def __init__(
-        self, session: Session, fabric: Fabric, alone: Callable[[], bool], long: Callable[[], None]
+        self,
+        session: Session,
+        fabric: Fabric,
+        has_no_background_work: Callable[[], bool],
+        on_slow: Callable[[], None],
     ) -> None:
         """``long`` is called, on any thread, when an operation takes long."""
-        self._session, self._fabric, self._alone, self._long = session, fabric, alone, long
+        self._session, self._fabric, self._has_no_background_work, self._on_slow = (
+            session,
+            fabric,
+            has_no_background_work,
+            on_slow,
+        )
         self._lock = threading.Lock()
         self._completed = 0
-        self._now: dict[str, Any] = {}
-        self._told: dict[
+        self._current: dict[str, Any] = {}
+        self._reported: dict[
             int, dict[str, Any]
         ] = {}  # what others have told since this rank's last operation here
 
     @property
-    def now(self) -> dict[str, Any]:
+    def current(self) -> dict[str, Any]:
         """The operation that this rank is in, empty if it is in none: ``op``, ``tag``, ``number``, ``alone``."""
-        now = self._now
-        return {**now, "alone": self._alone()} if now else {}
+        now = self._current
+        return {**now, "alone": self._has_no_background_work()} if now else {}
 
     @property
-    def come(self) -> int:
+    def last_started(self) -> int:
         """The number of the last operation that this rank has come to."""
-        now = self._now
+        now = self._current
         return max(self._completed, now["number"] if now and now["op"] != FINALIZE else 0)
 
     def gather(self, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
@@ -88,68 +97,71 @@ class Control:
         return parts
 
     @contextmanager
-    def attend(self, name: str, tag: str = "") -> Iterator[None]:
+    def enter(self, name: str, tag: str = "") -> Iterator[None]:
         """Inside the block this rank is in the operation ``name``, and the others are told if that takes long."""
         with self._lock:
-            self._now = {"op": name, "tag": tag, "number": self._completed + 1}
+            self._current = {"op": name, "tag": tag, "number": self._completed + 1}
             self._fabric.context.met[:] = 0
-        after = max(TELL_AFTER_S, TELL_US * 1e-6 * self._session.nranks**2)
+        after = max(REPORT_AFTER_S, REPORT_US * 1e-6 * self._session.nranks**2)
         over = threading.Event()
-        teller = threading.Thread(
-            target=self._tell, args=(after, over), name="miraccl control plane", daemon=True
+        reporter = threading.Thread(
+            target=self._report_blocked,
+            args=(after, over),
+            name="miraccl control plane",
+            daemon=True,
         )
         with suppress(
             RuntimeError
         ):  # no thread can be started: the others wait for the deadline, as they do for a rank that is late
-            teller.start()
+            reporter.start()
         try:
             yield
         finally:
             over.set()
             with self._lock:
-                self._now, self._told = {}, {}
+                self._current, self._reported = {}, {}
 
-    def _tell(self, after: float, over: threading.Event) -> None:
+    def _report_blocked(self, after: float, over: threading.Event) -> None:
         """On a thread of its own: tell once, as soon as nothing else of this rank is under way."""
         if over.wait(after):
             return
-        self._long()
-        while not (now := self.now).get("alone"):
+        self._on_slow()
+        while not (now := self.current).get("alone"):
             if over.wait(after):
                 return
-        word = {"kind": KIND, **now, "seq": self._fabric.board()["seq"]}
+        notice = {"kind": BLOCKED_NOTICE, **now, "seq": self._fabric.board()["seq"]}
         if self._session.nranks <= COUNTED_RANKS:
-            word["sent"] = self._fabric.context.sent()
+            notice["sent"] = self._fabric.context.sent()
         with suppress(MiracclError):  # the control plane is gone, and the wait with it
-            self._session.notify(word)
+            self._session.notify(notice)
 
-    def hear(self, rank: int, word: dict[str, Any]) -> None:
+    def on_notice(self, rank: int, notice: dict[str, Any]) -> None:
         """From the watcher: a rank waits."""
         with self._lock:
-            number = word.get("number")
+            number = notice.get("number")
             if not isinstance(number, int) or number <= self._completed:
                 return  # it does no longer
-            self._told[rank] = word
-            if not self._now:
-                sent = word.get("sent")
+            self._reported[rank] = notice
+            if not self._current:
+                sent = notice.get("sent")
                 self._fabric.context.meets(
                     rank,
-                    int(word["seq"]),
+                    int(notice["seq"]),
                     int(sent[self._session.rank]) if isinstance(sent, list) else -1,
                 )
         self._fabric.wake(self._session.rank)
 
-    def told_by(self, rank: int) -> str:
+    def reported_op(self, rank: int) -> str:
         """The operation on the control plane in which a rank waits, as far as it has told."""
-        return str(self._told.get(rank, {}).get("op", ""))
+        return str(self._reported.get(rank, {}).get("op", ""))
 
-    def others(self) -> dict[int, str]:
+    def conflicting_ops(self) -> dict[int, str]:
         """By rank the operations that take the place of the one that this rank is in, if there is one that differs; with this rank's."""
         with self._lock:
-            now = self._now
+            now = self._current
             ops = {
                 rank: str(word.get("op"))
-                for rank, word in self._told.items()
+                for rank, word in self._reported.items()
                 if now and word.get("number") == now["number"]
             }
         if not now or FINALIZE in (now["op"], *ops.values()) or set(ops.values()) <= {now["op"]}:

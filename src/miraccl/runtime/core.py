@@ -32,14 +32,14 @@ from miraccl.planning.planner import Overrides, Planner, Request
 from miraccl.planning.tuning import prepare
 from miraccl.runtime import forks, summary
 from miraccl.runtime.control import COUNTED_RANKS
-from miraccl.runtime.exchange import Entry, Exchange, Transfer
-from miraccl.runtime.fabric import Beliefs, Fabric
+from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
+from miraccl.runtime.fabric import AgreedConfig, Fabric
 from miraccl.runtime.forks import closed_reason
 from miraccl.runtime.options import Options
 from miraccl.runtime.progress import progress
 from miraccl.runtime.setup_phases import PendingSetup, SetupPhases
 from miraccl.runtime.wait_state import CoreWaitState
-from miraccl.runtime.work import Work, Worker, patience
+from miraccl.runtime.work import BackgroundWorker, Work, check_timeout
 from miraccl.types import Collective, DType
 from miraccl.wire.proxy_records import Loss
 
@@ -74,11 +74,11 @@ class CommunicatorCore:
         self._losses: dict[int, Loss] = {}
         self.pending_setup = PendingSetup()
         measured = constants or prepare()
-        agreed_config = Beliefs(
+        agreed_config = AgreedConfig(
             version=__version__,
             algo=options.algo
-            or " ".join(f"{collective.label}:{name}" for collective, name in options.wishes),
-            proto=" ".join(f"{collective.label}:{name}" for collective, name in options.protocols)
+            or " ".join(f"{collective.label}:{name}" for collective, name in options.algo_hints),
+            proto=" ".join(f"{collective.label}:{name}" for collective, name in options.proto_hints)
             or options.proto,
             deterministic=options.deterministic,
             buffsize=options.buffsize,
@@ -89,7 +89,7 @@ class CommunicatorCore:
             algo=options.algo,
             proto=options.proto,
             deterministic=options.deterministic,
-            wishes=dict(options.wishes),
+            wishes=dict(options.algo_hints),
         )
         try:
             self.fabric = Fabric(
@@ -130,11 +130,11 @@ class CommunicatorCore:
         self.context.set(layout.CTX_P2P_DIRECT, self.planner.single_copy)
         self.context.set(layout.CTX_SWAP, int(self.constants.swap_slots))
         self.wait_state = CoreWaitState(self)
-        self._worker = Worker(
+        self._worker = BackgroundWorker(
             f"miraccl-work-{session.name}", self.update_busy, self.wait_state.wait_inside
         )
         self._runs: dict[Request, Run] = {}
-        self._exchange = Exchange(
+        self._exchange = TransferTable(
             self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV)
         )
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
@@ -146,7 +146,7 @@ class CommunicatorCore:
             _log.info(
                 "%s: %s",
                 session.name,
-                summary.of_ranks(self.rank, self.fabric.hosts, session.addresses[self.rank]),
+                summary.describe_rank(self.rank, self.fabric.hosts, session.addresses[self.rank]),
             )
 
     def _single_copy_threshold(self, asked: str, measured: int) -> int:
@@ -178,7 +178,7 @@ class CommunicatorCore:
         return (
             pending
             | (REASON_CLOSED if self.closed else 0)
-            | (REASON_OPEN if self._exchange.has_open else 0)
+            | (REASON_OPEN if self._exchange.has_in_flight else 0)
         )
 
     def check(self, code: int, name: str) -> None:
@@ -274,7 +274,7 @@ class CommunicatorCore:
         """Run sends and receives together. Those in the background begin at once, as far as they can, and go on inside later calls
         of this communicator, or by themselves; they are waited for before a collective, whose messages take the same ways."""
         if not async_op:
-            self._exchange.refuse_lonely(transfers)
+            self._exchange.reject_unmatched_self(transfers)
         entries = self._exchange.add(transfers)
         self.update_busy()
         try:
@@ -292,7 +292,7 @@ class CommunicatorCore:
 
     def start_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
         """Run sends and receives together on the thread for background work."""
-        self._exchange.refuse_lonely(transfers)
+        self._exchange.reject_unmatched_self(transfers)
         entries = self._exchange.add(transfers)
         self.update_busy()
 
@@ -305,15 +305,15 @@ class CommunicatorCore:
 
         return self._worker.submit(name, run)
 
-    def _cancel(self, entries: Sequence[Entry]) -> None:
+    def _cancel(self, entries: Sequence[TransferEntry]) -> None:
         """What is refused, because another thread is inside, is not sent later."""
-        self._exchange.withdraw(entries)
+        self._exchange.cancel(entries)
         self.update_busy()
 
-    def complete(self, entries: Sequence[Entry], name: str) -> bool:
+    def complete(self, entries: Sequence[TransferEntry], name: str) -> bool:
         """Go on until these have ended."""
         self.check(0, name)
-        self._exchange.check_can_end(entries)
+        self._exchange.check_can_complete(entries)
         if self._worker.pending:
             self._worker.submit(name, lambda: self._advance(entries, name)).wait()
         elif not all(e.done for e in entries):
@@ -321,14 +321,14 @@ class CommunicatorCore:
         return True
 
     def _advance(
-        self, must: Sequence[Entry], name: str, among: Sequence[Entry] | None = None
+        self, must: Sequence[TransferEntry], name: str, among: Sequence[TransferEntry] | None = None
     ) -> None:
         code = self._exchange.advance([e for e in must if not e.done], among)
         self._watch_open_transfers()
         self.update_busy()
         self.check_result(code, name)
 
-    def progress(self, entries: Sequence[Entry], name: str) -> bool:
+    def progress(self, entries: Sequence[TransferEntry], name: str) -> bool:
         """Do what can be done at once; whether these have ended."""
         if not self._worker.pending and not all(e.done for e in entries):
             self.check(0, name)
@@ -336,7 +336,9 @@ class CommunicatorCore:
         return all(e.done for e in entries)
 
     def _watch_open_transfers(self) -> None:
-        if not self.watched and self._exchange.has_open:  # the program may do something else now
+        if (
+            not self.watched and self._exchange.has_in_flight
+        ):  # the program may do something else now
             progress.watch(self)
 
     def advance_in_background(self) -> bool | None:
@@ -345,11 +347,11 @@ class CommunicatorCore:
             True  # before the look at ``closed``: whoever closes waits for it
         )
         try:
-            if self.closed or self.faults.fault is not None or not self._exchange.has_open:
+            if self.closed or self.faults.fault is not None or not self._exchange.has_in_flight:
                 return None
             if self._worker.pending:  # they come after that, or are a part of it
                 return False
-            code, moved = self._exchange.advance_alone()
+            code, moved = self._exchange.try_advance()
             self.update_busy()
             if code not in (layout.OK, layout.BUSY):
                 with contextlib.suppress(MiracclError):  # the next call of the program raises it
@@ -360,9 +362,9 @@ class CommunicatorCore:
 
     def flush(self, background: bool = False) -> None:
         """End what is open of sends and receives: now, or in the background before what comes next."""
-        if not self._exchange.open:
+        if not self._exchange.in_flight:
             return
-        entries = self._exchange.open
+        entries = self._exchange.in_flight
         if (
             background or self._worker.pending
         ):  # what is added until that runs comes after the operation that this is for
@@ -417,9 +419,9 @@ class CommunicatorCore:
         with blocked_ops.BlockedScope(self.wait_state.wait_for_control_op):
             return self.faults.run_control_op(name, tag, data, deadline)
 
-    def cancel_on_fault(self, stages: SetupPhases) -> contextlib.AbstractContextManager[None]:
+    def cancel_on_fault(self, setup: SetupPhases) -> contextlib.AbstractContextManager[None]:
         """Inside the block the communicator's fault ends ``stages``."""
-        return self.faults.fail_on_fault(stages)
+        return self.faults.fail_on_fault(setup)
 
     @property
     def pending(self) -> int:
@@ -429,13 +431,13 @@ class CommunicatorCore:
     @property
     def transfers(self) -> list[Transfer]:
         """Sends and receives that have begun and not ended."""
-        return [entry.transfer for entry in self._exchange.open]
+        return [entry.transfer for entry in self._exchange.in_flight]
 
     def has_no_background_work(self) -> bool:
         """Whether nothing of this rank is under way beside its program."""
         return (
             not self._worker.pending
-            and not self._exchange.open
+            and not self._exchange.in_flight
             and not self.context.get(layout.CTX_ASIDE)
         )
 
@@ -538,14 +540,14 @@ class P2pWork(Work):
     """A send or receive in the background. It goes on inside calls of its communicator, ``wait`` and ``done`` among them, and by itself."""
 
     def __init__(
-        self, name: str, core: CommunicatorCore, entries: Sequence[Entry], result: Any
+        self, name: str, core: CommunicatorCore, entries: Sequence[TransferEntry], result: Any
     ) -> None:
         super().__init__(name)
         self._core, self._entries = core, entries
         self._result = result
 
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
-        if (seconds := patience(timeout)) is not None:
+        if (seconds := check_timeout(timeout)) is not None:
             self._poll_until(seconds)
         if not self.done():
             self._update(self._core.complete)
@@ -567,7 +569,7 @@ class P2pWork(Work):
 
     is_completed = done
 
-    def _update(self, advance: Callable[[Sequence[Entry], str], bool]) -> None:
+    def _update(self, advance: Callable[[Sequence[TransferEntry], str], bool]) -> None:
         try:
             if advance(self._entries, self.name):
                 self._finish(self._result, None)

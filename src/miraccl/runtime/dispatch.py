@@ -13,7 +13,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.ops.arguments import peer_rank, refuse_stream, view
 from miraccl.ops.calls import Call, Place
 from miraccl.runtime import group as groups
-from miraccl.runtime.control import SET_UP
+from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.exchange import Transfer
 from miraccl.runtime.gpu.device_guard import guarded
@@ -129,7 +129,7 @@ class Dispatcher:
         again."""
         if self._device is None:
             self._core.check(
-                0, SET_UP
+                0, GPU_SETUP
             )  # in a forked child before the lock, which a thread of the parent may have had
             with self._gpu_lock:
                 if self._device is None:
@@ -142,7 +142,7 @@ class Dispatcher:
             make_device_communicator,
         )  # most programs have no GPU and need none of it
 
-        self._core.check(0, SET_UP)
+        self._core.check(0, GPU_SETUP)
         with keeping_context():
             self._device = make_device_communicator(
                 self._core.session,

@@ -34,7 +34,7 @@ class Transfer:
 
 
 @dataclass(eq=False, kw_only=True)
-class Entry:
+class TransferEntry:
     """A transfer under way; ``words``, at ``address``, is its row of the table between calls."""
 
     transfer: Transfer
@@ -43,98 +43,102 @@ class Entry:
     done: bool = False
 
 
-class Exchange:
+class TransferTable:
     """All open transfers of one rank. Calls of one thread; ``add`` may come from another thread than ``advance``.
 
     A second thread that comes to ``advance`` is refused, and has changed nothing; ``advance`` waits for ``advance_alone``, which is short.
     """
 
     def __init__(
-        self, rank: int, wires: Mapping[int, Wires], door: Callable[[int, int], int]
+        self, rank: int, wires: Mapping[int, Wires], advance_table: Callable[[int, int], int]
     ) -> None:
-        self._rank, self._wires, self._door = rank, wires, door
-        self._open: list[Entry] = []
-        self._to_self: list[Entry] = []
+        self._rank, self._wires, self._advance_table = rank, wires, advance_table
+        self._open: list[TransferEntry] = []
+        self._self_transfers: list[TransferEntry] = []
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # of the program's thread that is inside
-        self._moving = threading.Lock()  # that one's, or that of ``advance_alone``
+        self._caller_lock = threading.Lock()  # of the program's thread that is inside
+        self._engine_lock = threading.Lock()  # that one's, or that of ``advance_alone``
 
     @property
-    def open(self) -> list[Entry]:
+    def in_flight(self) -> list[TransferEntry]:
         """What goes over a wire and has not ended."""
         return list(self._open)
 
     @property
-    def has_open(self) -> bool:
+    def has_in_flight(self) -> bool:
         return bool(self._open)
 
-    def add(self, transfers: Sequence[Transfer]) -> list[Entry]:
+    def add(self, transfers: Sequence[Transfer]) -> list[TransferEntry]:
         """Take transfers in, in their order; those to this rank itself are done at once where they find each other."""
         entries = [self._entry(t) for t in transfers]
         mine = [e for e in entries if e.transfer.peer == self._rank]
-        pairs = self._match([*self._to_self, *mine])
+        pairs = self._match([*self._self_transfers, *mine])
         with self._lock:
             self._open += [e for e in entries if e.transfer.peer != self._rank]
-            self._to_self += mine
+            self._self_transfers += mine
         for send, receive in pairs:
             np.copyto(
                 receive.transfer.memory.array.reshape(-1), send.transfer.memory.array.reshape(-1)
             )
             send.done = receive.done = True
-        self._to_self = [e for e in self._to_self if not e.done]
+        self._self_transfers = [e for e in self._self_transfers if not e.done]
         return entries
 
-    def withdraw(self, entries: Sequence[Entry]) -> None:
+    def cancel(self, entries: Sequence[TransferEntry]) -> None:
         """Take out again what has not begun."""
         with self._lock:
             self._open = [e for e in self._open if e not in entries or e.words[_DONE]]
-            self._to_self = [e for e in self._to_self if e not in entries]
+            self._self_transfers = [e for e in self._self_transfers if e not in entries]
 
-    def table(self, transfers: Sequence[Transfer]) -> tuple[int, list[Entry]]:
+    def table(self, transfers: Sequence[Transfer]) -> tuple[int, list[TransferEntry]]:
         """Entries whose words are the rows of one table, and its address."""
         table = np.zeros((len(transfers), layout.OP_SIZE // 8), np.int64)
         entries = []
         for row, transfer in zip(table, transfers, strict=True):
-            row[:] = self._words(transfer)
-            entries.append(Entry(transfer=transfer, words=row, address=int(row.ctypes.data)))
+            row[:] = self._row(transfer)
+            entries.append(
+                TransferEntry(transfer=transfer, words=row, address=int(row.ctypes.data))
+            )
         return int(table.ctypes.data), entries
 
-    def renew(self, entry: Entry) -> Entry:
+    def reset(self, entry: TransferEntry) -> TransferEntry:
         """An entry that has ended, as if it had not begun."""
         entry.done = False
         entry.words[_DONE] = entry.words[_MARK] = 0
         return entry
 
-    def take_in(self, entry: Entry) -> None:
+    def enqueue(self, entry: TransferEntry) -> None:
         """As ``add``, of an entry over a wire, which may have begun."""
         with self._lock:
             self._open.append(entry)
 
-    def refuse_lonely(self, transfers: Sequence[Transfer]) -> None:
+    def reject_unmatched_self(self, transfers: Sequence[Transfer]) -> None:
         """Raise if one of these, which are waited for together, can never end because its other half on this rank is missing."""
         mine = [t for t in transfers if t.peer == self._rank]
         sends = sum(not t.receives for t in mine) + sum(
-            not e.transfer.receives for e in self._to_self
+            not e.transfer.receives for e in self._self_transfers
         )
-        receives = sum(t.receives for t in mine) + sum(e.transfer.receives for e in self._to_self)
+        receives = sum(t.receives for t in mine) + sum(
+            e.transfer.receives for e in self._self_transfers
+        )
         if mine and sends != receives:
-            raise self._lonely(sends, receives)
+            raise self._unmatched_self_error(sends, receives)
 
-    def _lonely(self, sends: int, receives: int) -> InvalidUsage:
+    def _unmatched_self_error(self, sends: int, receives: int) -> InvalidUsage:
         text = f"rank {self._rank} sends itself {sends} messages and receives {receives} of them"
         return InvalidUsage(
             text,
             hint="a rank that sends to itself needs the receive in the same group, or before it",
         )
 
-    def check_can_end(self, entries: Sequence[Entry]) -> None:
+    def check_can_complete(self, entries: Sequence[TransferEntry]) -> None:
         """Raise if one of these is a message of this rank to itself whose other half is missing."""
         if any(e.transfer.peer == self._rank and not e.done for e in entries):
-            receives = sum(e.transfer.receives for e in self._to_self)
-            raise self._lonely(len(self._to_self) - receives, receives)
+            receives = sum(e.transfer.receives for e in self._self_transfers)
+            raise self._unmatched_self_error(len(self._self_transfers) - receives, receives)
 
     @staticmethod
-    def _match(entries: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
+    def _match(entries: Sequence[TransferEntry]) -> list[tuple[TransferEntry, TransferEntry]]:
         pairs = list(
             zip(
                 [e for e in entries if not e.transfer.receives],
@@ -150,11 +154,11 @@ class Exchange:
                 )
         return pairs
 
-    def _entry(self, transfer: Transfer) -> Entry:
-        words = self._words(transfer)
-        return Entry(transfer=transfer, words=words, address=int(words.ctypes.data))
+    def _entry(self, transfer: Transfer) -> TransferEntry:
+        words = self._row(transfer)
+        return TransferEntry(transfer=transfer, words=words, address=int(words.ctypes.data))
 
-    def _words(self, transfer: Transfer) -> Words:
+    def _row(self, transfer: Transfer) -> Words:
         row = np.zeros(layout.OP_SIZE // 8, np.int64)
         memory = transfer.memory
         wire = self._wires.get(transfer.peer)
@@ -178,37 +182,40 @@ class Exchange:
 
     def advance(
         self,
-        must: Sequence[Entry],
-        among: Sequence[Entry] | None = None,
-        any_of: Sequence[Entry] = (),
+        must: Sequence[TransferEntry],
+        among: Sequence[TransferEntry] | None = None,
+        any_of: Sequence[TransferEntry] = (),
     ) -> int:
         """Go on with everything (or ``among`` these alone) until all of ``must`` has ended, or one of ``any_of`` (without either: do what
         can be done at once); a result of the engine."""
-        if not self._turn.acquire(blocking=False):
+        if not self._caller_lock.acquire(blocking=False):
             return layout.BUSY
         try:
-            with self._moving:
+            with self._engine_lock:
                 return self._advance(must, among, any_of)
         finally:
-            self._turn.release()
+            self._caller_lock.release()
 
-    def advance_alone(self) -> tuple[int, bool | None]:
+    def try_advance(self) -> tuple[int, bool | None]:
         """Do what can be done at once: (the engine's result, whether anything moved); None: a thread is in ``advance``, which does it."""
-        if not self._moving.acquire(blocking=False):
+        if not self._engine_lock.acquire(blocking=False):
             return layout.OK, None
         try:
-            before = self._so_far()
-            return self._advance([], None, []), self._so_far() != before
+            before = self._completed_pieces()
+            return self._advance([], None, []), self._completed_pieces() != before
         finally:
-            self._moving.release()
+            self._engine_lock.release()
 
-    def _so_far(self) -> tuple[int, int]:
+    def _completed_pieces(self) -> tuple[int, int]:
         """How many transfers are open, and how many pieces of them are done."""
-        entries = self.open
+        entries = self.in_flight
         return len(entries), sum(int(e.words[_DONE]) for e in entries)
 
     def _advance(
-        self, must: Sequence[Entry], among: Sequence[Entry] | None, any_of: Sequence[Entry]
+        self,
+        must: Sequence[TransferEntry],
+        among: Sequence[TransferEntry] | None,
+        any_of: Sequence[TransferEntry],
     ) -> int:
         with self._lock:
             entries = [e for e in self._open if among is None or e in among]
@@ -225,14 +232,14 @@ class Exchange:
             self._open = [e for e in self._open if not e.done]
         return code
 
-    def _advance_one(self, entry: Entry, must: int) -> int:
+    def _advance_one(self, entry: TransferEntry, must: int) -> int:
         """As ``_advance_all``, without copies: the entry's own words are the table."""
         entry.words[_AFTER], entry.words[_MUST] = -1, must
-        code = self._door(entry.address, 1)
-        entry.done = entry.done or self._taken(entry.words)
+        code = self._advance_table(entry.address, 1)
+        entry.done = entry.done or self._has_ended(entry.words)
         return code
 
-    def _advance_all(self, entries: Sequence[Entry], wanted: Mapping[int, int]) -> int:
+    def _advance_all(self, entries: Sequence[TransferEntry], wanted: Mapping[int, int]) -> int:
         table = np.zeros((len(entries), layout.OP_SIZE // 8), np.int64)
         last: dict[tuple[int, bool], int] = {}
         for i, entry in enumerate(entries):
@@ -241,13 +248,13 @@ class Exchange:
             table[i, _AFTER] = last.get(key, -1)
             table[i, _MUST] = wanted.get(id(entry), 0)
             last[key] = i
-        code = self._door(int(table.ctypes.data), len(entries))
+        code = self._advance_table(int(table.ctypes.data), len(entries))
         for row, entry in zip(table, entries, strict=True):
             entry.words[:] = row
-            entry.done = entry.done or self._taken(row)
+            entry.done = entry.done or self._has_ended(row)
         return code
 
-    def _taken(self, row: Words) -> bool:
+    def _has_ended(self, row: Words) -> bool:
         """Whether an operation has ended: all pieces done, and those of a send that were posted by address taken by the peer."""
         if row[_DONE] < row[_ROUNDS]:
             return False

@@ -24,7 +24,7 @@ from miraccl.graph.rank_order import RankPlace, order_ranks
 from miraccl.native import atomics
 from miraccl.runtime import group
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.runtime.window import Window
+from miraccl.runtime.window import WindowAllocator
 from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport, machine
 from miraccl.transport.shm import LARGEST_SLOT, ShmTransport, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
@@ -33,8 +33,8 @@ from miraccl.wire.proxy_records import Loss, LossKind
 NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
 
 #: how ranks wait that have a core each, and how if they share cores
-ALONE = WaitPolicy(spin=1000, yields=5)
-CROWDED = WaitPolicy(spin=30, yields=60, membarrier=False)
+DEDICATED_CORES = WaitPolicy(spin=1000, yields=5)
+SHARED_CORES = WaitPolicy(spin=30, yields=60, membarrier=False)
 
 DEATH_NOTICE_S = (
     1.0  # in which the control plane tells of a death that a system call has shown already
@@ -44,7 +44,7 @@ CATCH_UP_S = 5.0  # until what it has told by then is known here, where the watc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beliefs:
+class AgreedConfig:
     """What all ranks must agree on before they move data; the names are those of ``PlanMismatch``."""
 
     version: str
@@ -63,26 +63,28 @@ class Fabric:
     """Connections of one rank in one communicator. Owns the transports and the context; ``close`` may be called twice."""
 
     def __init__(
-        self, stages: SetupPhases, beliefs: Beliefs, *, timeout: float, on_lost: OnLost
+        self, setup: SetupPhases, config: AgreedConfig, *, timeout: float, on_lost: OnLost
     ) -> None:
         """``timeout`` is that of operations."""
-        self.session = session = stages.session
+        self.session = session = setup.session
         self.rank, self.nranks = session.rank, session.nranks
         self.timeout = timeout
-        self._stages, self._made = stages, False
+        self._setup, self._connected = setup, False
         self._on_lost = on_lost
         self._transports: list[Transport] = []
         self._proxy: Any = None
-        self.early: list[Event] = []  # what happened before there was a ``Faults`` to hear of it
-        session.on_event(self.early.append)
+        self.early_events: list[
+            Event
+        ] = []  # what happened before there was a ``Faults`` to hear of it
+        session.on_event(self.early_events.append)
         try:
-            self._connect(beliefs)
+            self._connect(config)
         except BaseException as error:
             self.close(abort=f"could not connect: {error}")
             raise
-        self._made = True
+        self._connected = True
 
-    def _connect(self, beliefs: Beliefs) -> None:
+    def _connect(self, config: AgreedConfig) -> None:
         host = params.HOSTID.read() or self.session.hosts[self.rank]
         me = Endpoint(
             rank=self.rank,
@@ -99,7 +101,7 @@ class Fabric:
                 addresses=(self.session.addresses[self.rank], *me.addresses),
             )
         hello = {
-            "beliefs": beliefs.to_dict(),
+            "beliefs": config.to_dict(),
             "hostid": me.hostid,
             "host": host,
             "pid": me.pid,
@@ -108,8 +110,8 @@ class Fabric:
             "machine": machine(),
             "numa": numa_domain(),
         }
-        records = self._stages.exchange("fabric hello", hello)
-        _compare([record["beliefs"] for record in records])
+        records = self._setup.exchange("fabric hello", hello)
+        _check_agreement([record["beliefs"] for record in records])
         self.constants_text = str(records[0]["beliefs"]["constants"])
         self.endpoints = {
             r: Endpoint(
@@ -129,9 +131,9 @@ class Fabric:
             machines.count(rec["machine"]) / max(1, int(rec["cores"])) for rec in records
         )
         self.threaded = len({(machines[r], e.pid) for r, e in self.endpoints.items()}) < self.nranks
-        self._open_transports(me, beliefs)
+        self._open_transports(me, config)
 
-    def _open_transports(self, me: Endpoint, beliefs: Beliefs) -> None:
+    def _open_transports(self, me: Endpoint, config: AgreedConfig) -> None:
         near = {
             r: e
             for r, e in self.endpoints.items()
@@ -139,31 +141,33 @@ class Fabric:
         }
         far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
         largest = NET_SLOT if far else LARGEST_SLOT
-        shm = ShmTransport(me, near, budget=beliefs.buffsize, largest_slot=largest)
+        shm = ShmTransport(me, near, budget=config.buffsize, largest_slot=largest)
         self.shm = shm
         self._transports.append(shm)
         network = self._network(me, len(far)) if far else None
         blob = {"shm": shm.setup().decode(), "net": network.setup().hex() if network else ""}
-        infos = self._stages.exchange("fabric connect", blob)
-        pairs = self._reach(shm, {r: infos[r]["shm"].encode() for r in near})
+        infos = self._setup.exchange("fabric connect", blob)
+        pairs = self._connect_transport(shm, {r: infos[r]["shm"].encode() for r in near})
         if network:
-            pairs.update(self._reach(network, {r: bytes.fromhex(infos[r]["net"]) for r in far}))
+            pairs.update(
+                self._connect_transport(network, {r: bytes.fromhex(infos[r]["net"]) for r in far})
+            )
         readable = [] if params.CMA_DISABLE.read() else sorted(shm.readable)
-        mine = {
+        abilities_here = {
             "readable": readable,
             "membarrier": atomics.register_membarrier(),
             "domains": self._domains(),
         }
-        abilities = self._stages.exchange("fabric abilities", mine)
+        abilities = self._setup.exchange("fabric abilities", abilities_here)
         shm.release()
         order = order_ranks(self.places, abilities[0]["domains"])
         self.order = () if order == tuple(range(self.nranks)) else order
         self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
         #: every rank can read and write every other's private memory; all ranks see this alike
         self.addressable = all(len(a["readable"]) == self.nranks - 1 for a in abilities)
-        self.window = Window(shm.window)
+        self.window = WindowAllocator(shm.window)
         self.stream_from = last_level_cache_bytes() // max(1, len(self.local))
-        policy = self._policy(all(a["membarrier"] for a in abilities))
+        policy = self._wait_policy(all(a["membarrier"] for a in abilities))
         wires = {r: self._wires(r, pair, r in self.readable) for r, pair in pairs.items()}
         self.context = Context(
             rank=self.rank,
@@ -178,10 +182,12 @@ class Fabric:
         )
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
         self.slot_bytes = min(
-            int(n) for n in self._stages.exchange("fabric ready", slot_bytes)
+            int(n) for n in self._setup.exchange("fabric ready", slot_bytes)
         )  # hosts with many ranks have smaller slots
 
-    def _reach(self, transport: Transport, infos: dict[int, bytes]) -> dict[int, FifoPair]:
+    def _connect_transport(
+        self, transport: Transport, infos: dict[int, bytes]
+    ) -> dict[int, FifoPair]:
         """Connect; where that fails because a process is gone, its death is the error. It may have left because all that shares the
         deadline has ended, which is no reason to look for nothing else then."""
         try:
@@ -206,8 +212,8 @@ class Fabric:
 
     def _check(self) -> None:
         """Raise if a rank has died or left, or the stages have been ended."""
-        self._stages.check()
-        for event in self.early:
+        self._setup.check()
+        for event in self.early_events:
             if isinstance(event, PeerLost | PeerLeft):
                 who = f"rank {event.rank}" if event.rank >= 0 else "the launcher"
                 verb = "died" if isinstance(event, PeerLost) else "left"
@@ -222,7 +228,7 @@ class Fabric:
 
         slots = slot_bytes_for(nfar, NET_BUDGET, NET_SLOT)
         transport, self._proxy = open_network(
-            self._stages, me, slots, self.wake, self._lost, self._check
+            self._setup, me, slots, self.wake, self._lost, self._check
         )
         self._transports.append(transport)
         return transport
@@ -230,15 +236,15 @@ class Fabric:
     def _lost(self, peer: int, loss: Loss) -> None:
         """From the proxy. Ranks that are not connected yet may wait for ``peer``, and it for a call that nobody takes any more."""
         self._on_lost(peer, loss)
-        if not self._made and loss.kind is not LossKind.CLOSED:
-            after_notice(self.session, loss, lambda: self._end_stages(peer, loss))
+        if not self._connected and loss.kind is not LossKind.CLOSED:
+            run_after_notice(self.session, loss, lambda: self._cancel_setup(peer, loss))
 
-    def _end_stages(self, peer: int, loss: Loss) -> None:
-        if not self._made:
-            self._stages.cancel(loss.error(rank=self.rank, peer=peer))
+    def _cancel_setup(self, peer: int, loss: Loss) -> None:
+        if not self._connected:
+            self._setup.cancel(loss.error(rank=self.rank, peer=peer))
 
-    def _policy(self, membarrier: bool) -> WaitPolicy:
-        policy = CROWDED if self.ranks_per_core > 1 else ALONE
+    def _wait_policy(self, membarrier: bool) -> WaitPolicy:
+        policy = SHARED_CORES if self.ranks_per_core > 1 else DEDICATED_CORES
         return replace(policy, timeout_s=self.timeout, membarrier=membarrier and policy.membarrier)
 
     def _wires(self, peer: int, pair: FifoPair, readable: bool) -> Wires:
@@ -287,7 +293,7 @@ class Fabric:
         return {name: int(words[place // 8]) for name, place in names.items()}
 
     @property
-    def near(self) -> list[int]:
+    def shm_ranks(self) -> list[int]:
         """The ranks whose control pages lie in this process's memory, this rank's first; they stay when a rank has ended."""
         return [self.rank, *self.shm.peers]
 
@@ -328,13 +334,13 @@ class Fabric:
             self._proxy = None
 
 
-def after_notice(session: Session, loss: Loss, act: Callable[[], None]) -> None:
+def run_after_notice(session: Session, loss: Loss, action: Callable[[], None]) -> None:
     """Do ``act`` for a connection that is lost, where its peer has ended after the control plane had time to tell why: it died, or raised
     an error before. That reason is the better one."""
 
     def look() -> None:
         session.catch_up(CATCH_UP_S)
-        act()
+        action()
 
     timer = threading.Timer(
         NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0, look
@@ -343,7 +349,7 @@ def after_notice(session: Session, loss: Loss, act: Callable[[], None]) -> None:
     try:
         timer.start()
     except RuntimeError:  # no thread can be started: the reason that is known is better than none
-        act()
+        action()
 
 
 def _cores() -> int:
@@ -372,12 +378,12 @@ def last_level_cache_bytes() -> int:
     return max(sizes, default=0) or 32 << 20
 
 
-def _compare(beliefs: list[dict[str, Any]]) -> None:
+def _check_agreement(configs: list[dict[str, Any]]) -> None:
     """Raise ``PlanMismatch`` naming the ranks and the field, if ranks start from different settings."""
-    for field in beliefs[0]:
+    for field in configs[0]:
         if field == "constants":  # rank 0's are used by all
             continue
-        values = [b.get(field) for b in beliefs]
+        values = [b.get(field) for b in configs]
         if any(v != values[0] for v in values):
             groups = {repr(v): [r for r, w in enumerate(values) if w == v] for v in values}
             text = "; ".join(

@@ -22,16 +22,16 @@ from miraccl.bootstrap import UniqueId
 from miraccl.executor.cpu.context import call_kernel, fold_kernel
 from miraccl.executor.cpu.kernels import layout
 from miraccl.planning.cost_model import Constants
-from miraccl.runtime.fabric import CROWDED
+from miraccl.runtime.fabric import SHARED_CORES
 from miraccl.types import DType, RedOp
 
 SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
-PATIENCE = 6
+RETRY_FACTOR = 6
 TURNS = 3  # of ways that are compared
-PLACES = (
+PLACEMENTS = (
     4  # of buffers: how well they fit into the caches depends on where their pages happen to lie
 )
-DISTURBED = 0.02  # share of a repetition that a rank spends waiting for a core
+MAX_WAIT_SHARE = 0.02  # share of a repetition that a rank spends waiting for a core
 CLEAR_GAIN = 0.9  # a single copy has to take less than this share of the time of two copies
 EXCHANGE_SIZES = tuple(128 << 10 << i for i in range(6))  # blocks
 EXCHANGE_GAIN = 0.95  # as CLEAR_GAIN, for blocks that are read whole
@@ -42,7 +42,7 @@ SWAP_SIZES = (
 SWAP_GAIN = 0.97  # each takes less than this share of the time then
 
 
-def waited_for_a_core_s() -> float:
+def runqueue_wait_s() -> float:
     """Seconds that this thread was ready and had no core, since it began; 0 where Linux does not say."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
@@ -53,17 +53,17 @@ def waited_for_a_core_s() -> float:
 
 def timed(action: Callable[[], None]) -> tuple[float, bool]:
     """Seconds that an action takes, and whether others took the core meanwhile."""
-    waited, start = waited_for_a_core_s(), time.perf_counter()
+    waited, start = runqueue_wait_s(), time.perf_counter()
     action()
     seconds = time.perf_counter() - start
-    return seconds, waited_for_a_core_s() - waited > DISTURBED * seconds
+    return seconds, runqueue_wait_s() - waited > MAX_WAIT_SHARE * seconds
 
 
 def best_us(action: Callable[[], None], budget_s: float) -> float:
     """The shortest time of one call, in microseconds, within a time budget for calls that nobody disturbs, three at the least."""
     action()
     best, spent, begun, least = float("inf"), 0.0, time.perf_counter(), 3
-    while (least > 0 or spent < budget_s) and time.perf_counter() < begun + PATIENCE * budget_s:
+    while (least > 0 or spent < budget_s) and time.perf_counter() < begun + RETRY_FACTOR * budget_s:
         seconds, disturbed = timed(action)
         best = min(best, seconds)
         if not disturbed:
@@ -116,10 +116,10 @@ def _round_trips(comm: Communicator, x: np.ndarray, count: int) -> Callable[[], 
     return trips
 
 
-def _together(comm: Communicator, action: Callable[[], None], repeats: int) -> float:
+def _best_collective_us(comm: Communicator, action: Callable[[], None], repeats: int) -> float:
     """The shortest time of an action that both ranks take part in, the same number of times: ``repeats`` that nobody disturbs."""
     best, verdict = float("inf"), np.zeros(1, np.int64)
-    for _ in range(PATIENCE * repeats):
+    for _ in range(RETRY_FACTOR * repeats):
         comm.barrier()
         seconds, disturbed = timed(action)
         best = min(best, seconds)
@@ -138,20 +138,22 @@ def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
         x = np.zeros(size // 2 // 4, np.float32)  # the working set is one vector on each side
         count = max(1, min(200, (8 << 20) // x.nbytes))
         copies.append(
-            round(count * x.nbytes / _together(comm, partial(_stream, comm, x, count), 6), 1)
+            round(
+                count * x.nbytes / _best_collective_us(comm, partial(_stream, comm, x, count), 6), 1
+            )
         )
     small = np.zeros(1, np.float32)
-    latency = _together(comm, _round_trips(comm, small, 200), 8) / 400
-    single, swaps = _single_copy_from(comm), _swaps_slots(comm)
+    latency = _best_collective_us(comm, _round_trips(comm, small, 200), 8) / 400
+    single, swaps = _single_copy_from(comm), _swapping_slots_pays(comm)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     for word, value in (
-        (layout.CTX_SPIN, CROWDED.spin),
-        (layout.CTX_YIELDS, CROWDED.yields),
+        (layout.CTX_SPIN, SHARED_CORES.spin),
+        (layout.CTX_YIELDS, SHARED_CORES.yields),
         (layout.CTX_STEP_ASIDE, 0),
     ):
         comm._core.context.set(word, value)
-    switch = _together(comm, _round_trips(comm, small, 50), 5) / 100
+    switch = _best_collective_us(comm, _round_trips(comm, small, 50), 5) / 100
     os.sched_setaffinity(0, cores)
     constants = replace(
         constants, copy=tuple(copies), latency_us=round(latency, 4), switch_us=round(switch, 3)
@@ -172,9 +174,9 @@ def _single_copy_from(comm: Communicator) -> int:
     for size in reversed(SINGLE_COPY_SIZES):
         x = np.zeros(size // 4, np.float32)
         repeats = 3 if size > 4 << 20 else 5
-        two = _together(comm, _round_trips(comm, x, 1), repeats)
+        two = _best_collective_us(comm, _round_trips(comm, x, 1), repeats)
         member.context.set(layout.CTX_P2P_DIRECT, 1)
-        one = _together(comm, _round_trips(comm, x, 1), repeats)
+        one = _best_collective_us(comm, _round_trips(comm, x, 1), repeats)
         member.context.set(layout.CTX_P2P_DIRECT, -1)
         faster = np.array([int(one < CLEAR_GAIN * two)], np.int64)
         comm.broadcast(faster)
@@ -184,21 +186,21 @@ def _single_copy_from(comm: Communicator) -> int:
     return int(verdict[0])
 
 
-def _in_turns(
+def _compare_in_turns(
     comm: Communicator,
-    ways: Sequence[Callable[[], None]],
+    variants: Sequence[Callable[[], None]],
     before: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """The shortest time of the slowest rank for each of some ways to do the same, taking turns: thrice a turn that nobody disturbs."""
-    best, worst = [float("inf")] * len(ways), np.zeros(2)
+    best, worst = [float("inf")] * len(variants), np.zeros(2)
     for _ in range(TURNS):
-        for index, way in enumerate(ways):
-            way()  # caches and slots settle
+        for index, variant in enumerate(variants):
+            variant()  # caches and slots settle
             repeats = 3
-            for _ in range(PATIENCE * repeats):
+            for _ in range(RETRY_FACTOR * repeats):
                 before()
                 comm.barrier()
-                worst[:] = timed(way)
+                worst[:] = timed(variant)
                 comm.all_reduce(worst, None, RedOp.MAX)
                 best[index] = min(best[index], float(worst[0]))
                 repeats -= worst[1] == 0
@@ -224,11 +226,11 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
         twice._core.context.set(layout.CTX_SWAP, int(swaps))
         for size in EXCHANGE_SIZES:
             times, places = np.zeros(2), []
-            for _ in range(PLACES):
+            for _ in range(PLACEMENTS):
                 x = np.zeros(comm.nranks * size // 4, np.float32)
                 out = np.zeros_like(x)
                 places.append((x, out))  # the next ones lie elsewhere
-                times += _in_turns(
+                times += _compare_in_turns(
                     comm,
                     [partial(each.all_to_all, x, out) for each in (twice, once)],
                     partial(x.fill, 0),
@@ -248,7 +250,7 @@ def _first_gain(sizes: Sequence[int], shares: Sequence[float]) -> int:
     return -1
 
 
-def _swaps_slots(comm: Communicator) -> bool:
+def _swapping_slots_pays(comm: Communicator) -> bool:
     """Whether exchanges are clearly faster where slots change hands."""
     verdict = np.ones(1, np.int64)
 
@@ -260,7 +262,7 @@ def _swaps_slots(comm: Communicator) -> bool:
     for size in SWAP_SIZES:
         x = np.zeros(size // 4, np.float32)
         out = np.zeros(2 * len(x), np.float32)
-        off, on = _in_turns(comm, [partial(exchanges, x, out, on) for on in (0, 1)])
+        off, on = _compare_in_turns(comm, [partial(exchanges, x, out, on) for on in (0, 1)])
         verdict &= on < SWAP_GAIN * off
     comm.broadcast(verdict)
     return bool(verdict[0])

@@ -12,7 +12,7 @@ from miraccl.transport.socket import SocketTransport
 
 
 def open_network(
-    stages: SetupPhases,
+    setup: SetupPhases,
     me: Endpoint,
     slot_bytes: int,
     wake: Callable[[int], None],
@@ -24,10 +24,10 @@ def open_network(
     transport = SocketTransport(
         me,
         proxy=proxy,
-        secret=stages.session.data_key,
-        job=stages.session.name.encode(),
+        secret=setup.session.data_key,
+        job=setup.session.name.encode(),
         slot_bytes=slot_bytes,
-        timeout=stages.deadline,
+        timeout=setup.deadline,
         check=check,
     )
     return transport, proxy

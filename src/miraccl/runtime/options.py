@@ -28,8 +28,8 @@ class Options:
     cta_policy: str = (
         ""  # of kernels on GPUs (``params.CTA_POLICIES``), where the environment has none
     )
-    wishes: tuple[tuple[Collective, str], ...] = ()  # algorithms that NCCL_ALGO wishes
-    protocols: tuple[
+    algo_hints: tuple[tuple[Collective, str], ...] = ()  # algorithms that NCCL_ALGO wishes
+    proto_hints: tuple[
         tuple[Collective, str], ...
     ] = ()  # what NCCL_PROTO wishes; where CPU ranks can follow, it is in ``proto``
 

@@ -12,7 +12,7 @@ from miraccl.planning.tuning import prepare
 from miraccl.runtime.options import Options
 
 
-def begin(timeout: float | None = None) -> Deadline:
+def start_deadline(timeout: float | None = None) -> Deadline:
     """The deadline of a communicator that is made from now on: ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT, for ranks to meet
     and to connect.  What a machine does at its first use comes before that."""
     with contextlib.suppress(MiracclError, OSError):  # told once the others can hear of it
@@ -20,17 +20,17 @@ def begin(timeout: float | None = None) -> Deadline:
     return Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
 
 
-def meet_by_id(
+def join_by_id(
     nranks: int, unique_id: UniqueId | bytes | str, rank: int, options: Options, deadline: Deadline
 ) -> Session:
     """The session of the job with this id."""
-    check_place(nranks, rank)
+    check_rank(nranks, rank)
     ident = _as_unique_id(unique_id)
     trace.configure()
     return connect(ident, rank, nranks, deadline, session_timeout=options.timeout)
 
 
-def check_place(nranks: int, rank: int) -> None:
+def check_rank(nranks: int, rank: int) -> None:
     if isinstance(nranks, bool) or not isinstance(nranks, int) or nranks < 1:
         raise InvalidUsage(f"nranks is {nranks!r}; it is 1 or more")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < nranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def of_ranks(rank: int, hosts: Sequence[int], address: str) -> str:
+def describe_rank(rank: int, hosts: Sequence[int], address: str) -> str:
     """``hosts`` by rank, as numbers; ``address`` is where this rank listens."""
     near = [r for r, host in enumerate(hosts) if host == hosts[rank] and r != rank]
     far = [r for r, host in enumerate(hosts) if host != hosts[rank]]
@@ -14,21 +14,24 @@ def of_ranks(rank: int, hosts: Sequence[int], address: str) -> str:
     return f"rank {rank} of {len(hosts)}: {'; '.join(parts) or 'alone'}"
 
 
-def of_gpu(
+def describe_gpu(
     rank: int,
     ordinal: int,
-    ways: Mapping[int, str],
+    mappings: Mapping[int, str],
     order: Sequence[int],
-    why: str,
+    reason: str,
     multiprocessors: int,
 ) -> str:
     """``ways`` by peer; ``order`` is that of neighbours, and ``why``."""
-    by_way: dict[str, list[int]] = {}
-    for peer, way in sorted(ways.items()):
-        by_way.setdefault(way, []).append(peer)
-    reached = "; ".join(f"{way} with {_list(peers)}" for way, peers in by_way.items()) or "alone"
+    peers_by_mapping: dict[str, list[int]] = {}
+    for peer, way in sorted(mappings.items()):
+        peers_by_mapping.setdefault(way, []).append(peer)
+    reached = (
+        "; ".join(f"{way} with {_list(peers)}" for way, peers in peers_by_mapping.items())
+        or "alone"
+    )
     neighbours = " ".join(map(str, order))
-    return f"rank {rank} on GPU {ordinal}: {reached}; ring {neighbours} ({why}); kernels take up to {multiprocessors} multiprocessors"
+    return f"rank {rank} on GPU {ordinal}: {reached}; ring {neighbours} ({reason}); kernels take up to {multiprocessors} multiprocessors"
 
 
 def _list(ranks: Sequence[int]) -> str:

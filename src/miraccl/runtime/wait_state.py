@@ -106,7 +106,7 @@ class CoreWaitState:
 
     def wait_for_control_op(self) -> Wait | None:
         """The meeting on the control plane that this rank is in."""
-        member, now = self._core, self._core.faults.control.now
+        member, now = self._core, self._core.faults.control.current
         if not now or now["op"] == FINALIZE or member.faults.fault is not None:
             return None
         others = [rank for rank in range(member.nranks) if rank != member.rank]
@@ -131,7 +131,7 @@ class CoreWaitState:
         transfers = [*self.transfers(), *member.context.pair()]
         return RankProgress(
             operations=member.context.get(layout.CTX_SEQ),
-            control_ops=member.faults.control.come,
+            control_ops=member.faults.control.last_started,
             sent=member.context.sent(),
             received=[member.context.received(rank) for rank in range(member.nranks)],
             background=aside,

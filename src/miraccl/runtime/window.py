@@ -25,7 +25,7 @@ from miraccl.types import DType
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Window:
+class WindowAllocator:
     """First-fit allocator over a segment."""
 
     def __init__(self, segment: Segment) -> None:
@@ -42,12 +42,12 @@ class Window:
         kind, dims = element_type(dtype), dimensions(shape)
         nbytes = math.prod(dims) * kind.itemsize
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
-        offset = self._take(size)
+        offset = self._allocate(size)
         raw = self.segment.file.memory(offset, max(nbytes, 1))
-        weakref.finalize(raw, self._give, offset, size)
+        weakref.finalize(raw, self._release, offset, size)
         return np.frombuffer(raw, np.uint8, nbytes).view(kind).reshape(dims)
 
-    def holds(self, address: int, nbytes: int) -> bool:
+    def contains(self, address: int, nbytes: int) -> bool:
         return (
             self.segment.address <= address
             and address + nbytes <= self.segment.address + self.segment.nbytes
@@ -67,7 +67,7 @@ class Window:
             for a, b in zip(ends[::2], ends[1::2], strict=True)
         )
 
-    def _take(self, size: int) -> int:
+    def _allocate(self, size: int) -> int:
         with self._lock:
             self._merge()
             for i, (offset, room) in enumerate(self._free):
@@ -79,7 +79,7 @@ class Window:
             f"window memory has no room for {size} bytes; {self.allocated} of {self.segment.nbytes} are in use"
         )
 
-    def _give(self, offset: int, size: int) -> None:
+    def _release(self, offset: int, size: int) -> None:
         """Take a piece back. The garbage collector may call this anywhere, inside ``_take`` too: whoever holds the lock does the rest."""
         with contextlib.suppress(OSError):  # the memory goes with the segment, at the latest
             self.segment.file.remove(offset, size)

@@ -13,7 +13,7 @@ from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, InvalidUsage, as_system_failure
 
 
-def patience(timeout: float | None) -> float | None:
+def check_timeout(timeout: float | None) -> float | None:
     """The seconds that a ``wait`` was given, of which there may be any number from 0 on; None waits for the operation's own deadline."""
     if timeout is None:
         return None
@@ -27,9 +27,9 @@ def patience(timeout: float | None) -> float | None:
 class Work:
     """An operation that was started with ``async_op=True``. Its buffers belong to the library until ``wait`` has returned."""
 
-    def __init__(self, name: str, where: Callable[[], Wait | None] | None = None) -> None:
+    def __init__(self, name: str, wait_state: Callable[[], Wait | None] | None = None) -> None:
         """``where``: what whoever waits for it waits in."""
-        self.name, self._where = name, where
+        self.name, self._wait_state = name, wait_state
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -39,10 +39,10 @@ class Work:
 
         ``stream`` says something on GPU memory alone; what is in CPU memory is there for every stream.
         """
-        if timeout is None and self._where is not None and not self._done.is_set():
-            with BlockedScope(self._where):
+        if timeout is None and self._wait_state is not None and not self._done.is_set():
+            with BlockedScope(self._wait_state):
                 self._done.wait()
-        if not self._done.wait(patience(timeout)):
+        if not self._done.wait(check_timeout(timeout)):
             raise CollectiveTimeout(
                 f"not finished within {timeout:g} s; it goes on in the background", op=self.name
             )
@@ -73,7 +73,7 @@ class Work:
         return f"<Work {self.name} {state}>"
 
 
-class Worker:
+class BackgroundWorker:
     """Runs operations of one communicator one after another on a thread of its own, started when it is first needed.
 
     ``changed`` is called before the first pending operation and after the last: while there are any, every call of the communicator
@@ -81,10 +81,13 @@ class Worker:
     """
 
     def __init__(
-        self, name: str, changed: Callable[[], None], where: Callable[[], Wait | None]
+        self,
+        name: str,
+        on_pending_change: Callable[[], None],
+        wait_state: Callable[[], Wait | None],
     ) -> None:
         """``where``: what its thread waits in."""
-        self._name, self._changed, self._where = name, changed, where
+        self._name, self._on_pending_change, self._wait_state = name, on_pending_change, wait_state
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may finalize in the middle
         self._pending = 0
@@ -96,7 +99,7 @@ class Worker:
         return self._pending
 
     def submit(self, name: str, action: Callable[[], Any]) -> Work:
-        work = Work(name, self._where)
+        work = Work(name, self._wait_state)
         with self._lock:
             if self._closed:
                 raise InvalidUsage("the communicator is closed", op=name)
@@ -107,7 +110,7 @@ class Worker:
                 self._thread = thread
             self._pending += 1
             if self._pending == 1:
-                self._changed()
+                self._on_pending_change()
             self._queue.put(
                 (work, action)
             )  # with the lock: what is put in after the end would never be run
@@ -124,7 +127,7 @@ class Worker:
             with self._lock:
                 self._pending -= 1
                 if self._pending == 0:
-                    self._changed()
+                    self._on_pending_change()
             work._finish(result, error)
             del item, work, action, result
 

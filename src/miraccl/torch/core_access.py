@@ -18,7 +18,7 @@ from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.ops.arguments import Array, view
-from miraccl.runtime.exchange import Entry, Exchange, Transfer
+from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
 from miraccl.runtime.wait_state import CoreWaitState
 from miraccl.types import Collective
 
@@ -81,7 +81,7 @@ def refresh_gpu_faults(comm: Communicator) -> None:
         getattr(side, "local", side).judge()
 
 
-class TaggedExchange(Exchange):
+class TaggedExchange(TransferTable):
     """Sends and receives of the communicator that carries a group's tagged messages.
 
     The caller serialises access.  ``send_tagged`` and ``recv_tagged`` are compiled
@@ -101,7 +101,7 @@ class TaggedExchange(Exchange):
         self._first = 0  # the place of the source that is looked at first
 
     @functools.cached_property
-    def _incoming(self) -> tuple[int, list[Entry]]:
+    def _incoming(self) -> tuple[int, list[TransferEntry]]:
         """Address of the table of header receives, and its entries, one per other rank."""
         peers = [peer for peer in range(self._comm.nranks) if peer != self._rank]
         memory = np.zeros((len(peers), layout.HEADER_BYTES), np.uint8)
@@ -112,11 +112,11 @@ class TaggedExchange(Exchange):
     def _table_index(self, source: int) -> int:
         return source - (source > self._rank)
 
-    def header_from(self, source: int) -> Entry:
+    def header_from(self, source: int) -> TransferEntry:
         """Return the receive of the next header from rank ``source``."""
         return self._incoming[1][self._table_index(source)]
 
-    def start(self, array: Array, peer: int, *, receives: bool) -> Entry:
+    def start(self, array: Array, peer: int, *, receives: bool) -> TransferEntry:
         """Enqueue one message of bytes; ``progress`` advances it."""
         return self.add([self._transfer(array, peer, receives)])[0]
 
@@ -130,7 +130,7 @@ class TaggedExchange(Exchange):
         if self._faults.fault is not None:
             raise self._faults.fault
 
-    def header_to(self, array: Array, peer: int) -> Entry:
+    def header_to(self, array: Array, peer: int) -> TransferEntry:
         """Create a reusable send of a header to rank ``peer``."""
         return self._entry(self._transfer(array, peer, False))
 
@@ -138,7 +138,7 @@ class TaggedExchange(Exchange):
         """Return the number of messages received from rank ``peer``."""
         return self._member.context.received(peer)
 
-    def required_consumption(self, entry: Entry) -> int:
+    def required_consumption(self, entry: TransferEntry) -> int:
         """Return how many messages the peer must have consumed before this send can continue.
 
         Mirrors the wait in ``executor.cpu.kernels.p2p``.
@@ -200,7 +200,7 @@ class TaggedExchange(Exchange):
             self._member.check_result(-found, "recv")
         return found
 
-    def remainder(self, array: Array) -> Entry:
+    def remainder(self, array: Array) -> TransferEntry:
         """Enqueue the unfinished part of the last ``send_tagged`` or ``recv_tagged`` of this
         memory.
         """
@@ -209,15 +209,17 @@ class TaggedExchange(Exchange):
             int(self._row[layout.OP_PEER // 8]),
         )
         words = self._row.copy()
-        entry = Entry(
+        entry = TransferEntry(
             transfer=self._transfer(array, peer, receives),
             words=words,
             address=int(words.ctypes.data),
         )
-        self.take_in(entry)
+        self.enqueue(entry)
         return entry
 
-    def progress(self, must: Sequence[Entry], limit_s: float, any_of: Sequence[Entry] = ()) -> bool:
+    def progress(
+        self, must: Sequence[TransferEntry], limit_s: float, any_of: Sequence[TransferEntry] = ()
+    ) -> bool:
         """Advance all open entries.
 
         Args:

@@ -35,7 +35,7 @@ from miraccl.errors import (
     MiracclError,
 )
 from miraccl.executor.cpu.kernels import layout
-from miraccl.runtime.exchange import Entry
+from miraccl.runtime.exchange import TransferEntry
 from miraccl.runtime.progress import progress
 from miraccl.torch.core_access import (
     TaggedExchange,
@@ -73,8 +73,8 @@ class TagMatcher:
         self._posted_receives: list[TaggedMessage] = []  # receives without a message
         self._active: list[TaggedMessage] = []  # sends, and receives with one
         self._unexpected: list[UnexpectedMessage] = []
-        self._headers: dict[int, Entry] = {}  # those that are awaited, by source
-        self._free_headers: dict[int, Entry] = {}  # headers of sends by peer
+        self._headers: dict[int, TransferEntry] = {}  # those that are awaited, by source
+        self._free_headers: dict[int, TransferEntry] = {}  # headers of sends by peer
         self._closed = False
         self.watched = False
         self._locked, self._lock_held = _Locked(self), _LockHeld(self)
@@ -110,7 +110,7 @@ class TagMatcher:
         message.header = header = self._header_to(peer)
         payload = message.array
         write_header(header, message.tag, payload)
-        self._exchange.take_in(header)
+        self._exchange.enqueue(header)
         message.entries = [header]
         if payload.nbytes > layout.SHORT_BYTES:
             message.entries = [header, self._exchange.start(payload, peer, receives=False)]
@@ -131,7 +131,7 @@ class TagMatcher:
             progress.watch(self)
         return message
 
-    def go_on_alone(self) -> bool | None:
+    def advance_in_background(self) -> bool | None:
         """As ``progress`` asks: do what can be done at once if no other thread is inside."""
         if not self._lock.acquire(blocking=False):
             return False
@@ -357,7 +357,7 @@ class TagMatcher:
             )
         return peer
 
-    def _required_entries(self, message: TaggedMessage) -> Sequence[Entry]:
+    def _required_entries(self, message: TaggedMessage) -> Sequence[TransferEntry]:
         """Return the entries that must finish for ``message`` to continue; empty if not known."""
         if message.entries:
             return message.entries
@@ -365,7 +365,10 @@ class TagMatcher:
         return [] if header is None else [header]
 
     def _advance(
-        self, required: Sequence[Entry], limit_s: float = 1.0, any_of: Sequence[Entry] = ()
+        self,
+        required: Sequence[TransferEntry],
+        limit_s: float = 1.0,
+        any_of: Sequence[TransferEntry] = (),
     ) -> None:
         """Advance everything (``TaggedExchange.progress``); a communicator fault fails every
         message.
@@ -374,7 +377,7 @@ class TagMatcher:
             return
         try:
             self._exchange.progress(required, limit_s, any_of)
-            while self._match_messages() and self._exchange.open:
+            while self._match_messages() and self._exchange.in_flight:
                 self._exchange.progress([], limit_s)
         except MiracclError as error:
             self._fail(error)
@@ -392,9 +395,9 @@ class TagMatcher:
             for source in range(self._nranks) if message.peer is None else (message.peer,):
                 if source != self._me and source not in self._headers:
                     self._headers[source] = header = self._exchange.header_from(source)
-                    self._exchange.take_in(header)
+                    self._exchange.enqueue(header)
 
-    def _header_to(self, peer: int) -> Entry:
+    def _header_to(self, peer: int) -> TransferEntry:
         """Return a header send to ``peer``, reusing a free one."""
         return self._free_headers.pop(peer, None) or self._exchange.header_to(
             np.zeros(layout.HEADER_BYTES, np.uint8), peer
@@ -407,7 +410,7 @@ class TagMatcher:
         new = False
         for source in [source for source, header in self._headers.items() if header.done]:
             self._on_header(source, self._headers[source])
-            self._exchange.renew(self._headers.pop(source))
+            self._exchange.reset(self._headers.pop(source))
             new = True
         for unexpected in list(self._unexpected) if self._posted_receives else ():
             receive = self._match(unexpected.peer, unexpected.tag)
@@ -424,7 +427,7 @@ class TagMatcher:
             (m for m in self._posted_receives if m.tag == tag and m.peer in (None, source)), None
         )
 
-    def _on_header(self, source: int, header: Entry) -> None:
+    def _on_header(self, source: int, header: TransferEntry) -> None:
         """Process an arrived header.
 
         A payload outside the header is received into the matching tensor, or into a buffer if no
@@ -474,7 +477,7 @@ class TagMatcher:
             if message.bounce is not None and message.error is None:
                 np.copyto(message.array, message.bounce)
             if message.header is not None and message.peer is not None:
-                self._free_headers[message.peer] = self._exchange.renew(message.header)
+                self._free_headers[message.peer] = self._exchange.reset(message.header)
             self._active.remove(message)
             message.done = True
 

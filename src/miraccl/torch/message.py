@@ -11,7 +11,7 @@ import numpy as np
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.ops.arguments import Array
-from miraccl.runtime.exchange import Entry
+from miraccl.runtime.exchange import TransferEntry
 from miraccl.torch.tensors import array_at
 
 
@@ -29,8 +29,8 @@ class TaggedMessage:
     done: bool = False
     error: MiracclError | None = None
     #: Of a send; it is used again for other messages.
-    header: Entry | None = None
-    entries: Sequence[Entry] = ()
+    header: TransferEntry | None = None
+    entries: Sequence[TransferEntry] = ()
     #: Where the payload lands first, if not in ``array``.
     bounce: Array | None = None
     #: Of one that is waited for: how many messages of its rank had come when all that had come was known not to end it.
@@ -63,10 +63,10 @@ class UnexpectedMessage:
     peer: int
     tag: int
     payload: Array
-    entries: list[Entry]
+    entries: list[TransferEntry]
 
 
-def write_header(header: Entry, tag: int, payload: Array) -> None:
+def write_header(header: TransferEntry, tag: int, payload: Array) -> None:
     """Write tag and size into a header, and the payload if it fits (``layout.SHORT_BYTES``)."""
     memory = header.transfer.memory.array
     memory[: layout.HEADER_PAYLOAD].view(np.int64)[:] = tag, payload.nbytes
@@ -74,7 +74,7 @@ def write_header(header: Entry, tag: int, payload: Array) -> None:
         memory[layout.HEADER_PAYLOAD : layout.HEADER_PAYLOAD + payload.nbytes] = payload
 
 
-def read_header(header: Entry) -> tuple[int, int, Array]:
+def read_header(header: TransferEntry) -> tuple[int, int, Array]:
     """Return tag, payload size in bytes, and the payload if the header holds it."""
     memory = header.transfer.memory.array
     tag, nbytes = memory[: layout.HEADER_PAYLOAD].view(np.int64).tolist()

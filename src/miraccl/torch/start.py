@@ -20,7 +20,7 @@ from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, Pe
 from miraccl.runtime.fabric import NOTICE_FIRST_S
 from miraccl.runtime.gpu.launch_order import program_launch_orders
 from miraccl.runtime.options import Options
-from miraccl.runtime.rendezvous import begin
+from miraccl.runtime.rendezvous import start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.torch.core_access import wait_state_of
 from miraccl.torch.failures import as_backend_errors
@@ -48,7 +48,7 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
     devices = devices_of_call(dict.fromkeys(DEVICES, NAME))
     creation = GroupCreation(opts)
     with as_backend_errors(), creation:
-        deadline = begin(timeout.total_seconds())
+        deadline = start_deadline(timeout.total_seconds())
         try:
             comm = _rendezvous(store, rank, size, deadline, creation)
         except BootstrapError:

@@ -49,7 +49,7 @@ class Stages(Protocol):
     def gather(self, name: str, data: bytes = b"") -> Sequence[bytes]:
         """Everybody's data in rank order."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise what has ended the stages."""
 
 
@@ -209,7 +209,7 @@ class _Shared:
                     door.push(self.rank, address, [descriptor] if descriptor >= 0 else [], deadline)
                 except SystemFailure as error:
                     self._failed([peer], error)
-            taken = door.take(doors, deadline, stages.look)
+            taken = door.take(doors, deadline, stages.check)
         finally:
             close_all([exported] if exported >= 0 else [])
         for peer in doors:

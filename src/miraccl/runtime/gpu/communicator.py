@@ -45,7 +45,7 @@ from miraccl.fastpath.cuda.table import CALLS, Door, Doors, group_builtins
 from miraccl.ops.arguments import operator
 from miraccl.runtime import forks, summary
 from miraccl.runtime import group as groups
-from miraccl.runtime.control import SET_UP, Bare, Plane
+from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.forks import closed_reason
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
 from miraccl.runtime.gpu.ctas import CtaLimits
@@ -82,7 +82,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         ordinal: int,
         options: Options | None = None,
         *,
-        plane: Plane | None = None,
+        plane: ControlPlane | None = None,
         stages: SetupPhases | None = None,
         global_ranks: Sequence[int] = (),
         launch_orders: LaunchOrders | None = None,
@@ -91,7 +91,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         ``called`` are the numbers of the ranks where waits fail, if not their own; the others as in ``make_device_communicator``."""
         self._owns_session, stages = (
             stages is not None,
-            stages or SetupPhases(session, activity=SET_UP),
+            stages or SetupPhases(session, activity=GPU_SETUP),
         )
         options = Options.create() if options is None else options
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
@@ -102,7 +102,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             )
         self.planner = DevicePlanner(self.rank, self.nranks, options)
         self.gpu = Gpu(ordinal)
-        self._plane = plane or Bare(session)
+        self._plane = plane or NullControlPlane(session)
         self.symmetric = SymmetricMemory(
             self.gpu,
             self.rank,
@@ -184,7 +184,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             _log.info(
                 "%s: %s",
                 session.name,
-                summary.of_gpu(
+                summary.describe_gpu(
                     self.rank, ordinal, ways, self.ring.order, self.ring.reason, self.ctas.max_sms
                 ),
             )
@@ -234,7 +234,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             self._drop_launches()  # operations into windows may take another way
         stages = SetupPhases(self.session, activity="empty on GPUs")
         try:
-            with self._plane.ending(stages), stages.cancel_on_loss():
+            with self._plane.cancel_on_fault(stages), stages.cancel_on_loss():
                 return self._windows.empty(shape, dtype, self._plane, stages)
         except CollectiveTimeout as error:  # who comes later would wait for those who have given up
             self.abort(str(error))

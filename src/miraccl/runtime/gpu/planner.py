@@ -25,14 +25,14 @@ class DevicePlanner:
         self.rank, self.nranks = rank, nranks
         self.algo, self.proto = (
             options.algo,
-            "" if options.protocols else options.proto,
+            "" if options.proto_hints else options.proto,
         )  # that is what CPU ranks make of them
         check_protocol(self.proto)
         if self.algo:
             catalog.get(self.algo)
         self.deterministic = options.deterministic
         self._constraints = Wishes(
-            algos=nccl_hints.on_gpus(dict(options.wishes)), protos=dict(options.protocols)
+            algos=nccl_hints.on_gpus(dict(options.algo_hints)), protos=dict(options.proto_hints)
         )
         self._user_plans: dict[tuple[Collective, DType, int, RedOp], DevicePlan] = {}
 

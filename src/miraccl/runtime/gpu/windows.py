@@ -14,7 +14,7 @@ from typing import Any
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Place
 from miraccl.ops.arguments import MOST_BYTES
-from miraccl.runtime.control import Plane
+from miraccl.runtime.control import ControlPlane
 from miraccl.runtime.gpu.memory import DTYPE_NAMES, DeviceMemory
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.window import dimensions, element_type
@@ -96,7 +96,7 @@ class DeviceWindows:
     def nbytes(self) -> int:
         return sum(window.nbytes for window in self._windows)
 
-    def empty(self, shape: Any, dtype: Any, plane: Plane, stages: SetupPhases) -> Any:
+    def empty(self, shape: Any, dtype: Any, plane: ControlPlane, stages: SetupPhases) -> Any:
         """Zeroed memory on every rank; a tensor if ``dtype`` is one of PyTorch's, else a ``DeviceArray``. All ranks call alike."""
         kind, dims = _element_type(dtype), dimensions(shape)
         nbytes = max(1, math.prod(dims)) * kind.itemsize
@@ -106,7 +106,7 @@ class DeviceWindows:
             )
         asked = f"{dims} {kind.label}"
         for rank, theirs in enumerate(
-            plane.meet(stages.activity, "gpu empty", asked.encode(), stages.deadline)
+            plane.run_control_op(stages.activity, "gpu empty", asked.encode(), stages.deadline)
         ):
             if theirs.decode() != asked:
                 raise InvalidUsage(

@@ -17,7 +17,7 @@ from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.contexts import AnotherGpu
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.gpu.keep_alive import KeepAlive
-from miraccl.runtime.work import Work, patience
+from miraccl.runtime.work import Work, check_timeout
 
 POLL_S = 50e-6
 POLL_TIMEOUT_S = 0.02  # in which somebody who waits has looked
@@ -67,8 +67,8 @@ class DeviceWork(Work):
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """Wait on the host, ``CollectiveTimeout`` after ``timeout`` seconds; kernels end by themselves at the communicator's deadline."""
-        timeout = patience(timeout)
-        known = timeout is None and self._where is not None and not self.done()
+        timeout = check_timeout(timeout)
+        known = timeout is None and self._wait_state is not None and not self.done()
         with BlockedScope(self._wait_state) if known else contextlib.nullcontext():
             self._poll(timeout)
         self._gpu.check(self.name)
@@ -93,7 +93,7 @@ class DeviceWork(Work):
             if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)
-        return self._where() if self._where is not None else None
+        return self._wait_state() if self._wait_state is not None else None
 
     def done(self) -> bool:
         """Whether the GPU has ended the operation, in success or not."""

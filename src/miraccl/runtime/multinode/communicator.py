@@ -30,7 +30,7 @@ from miraccl.errors import (
 )
 from miraccl.executor.cuda.moves import move_signature
 from miraccl.ops.arguments import operator, peer_rank
-from miraccl.runtime.control import COUNTED_RANKS, SET_UP, Bare, Plane
+from miraccl.runtime.control import COUNTED_RANKS, GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.explain import DeviceCandidate
@@ -64,7 +64,7 @@ def make_device_communicator(
     options: Options | None = None,
     *,
     open_cpu: OpenCpu,
-    plane: Plane | None = None,
+    plane: ControlPlane | None = None,
     launch_orders: LaunchOrders | None = None,
 ) -> DeviceCommunicator | HostsCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
@@ -76,15 +76,15 @@ def make_device_communicator(
     All stages have one deadline, the session's.  They take place in a session of their own: a rank for which they end badly leaves it, and
     the others know at once.
     """
-    plane = plane or Bare(session)
+    plane = plane or NullControlPlane(session)
     own = session.sub(range(session.nranks), f"{session.name}/gpu")
-    stages = SetupPhases(own, activity=SET_UP)
+    stages = SetupPhases(own, activity=GPU_SETUP)
     try:
-        with plane.ending(stages), stages.cancel_on_loss():
+        with plane.cancel_on_fault(stages), stages.cancel_on_loss():
             names = [
                 blob.decode()
-                for blob in plane.meet(
-                    SET_UP, "gpu hosts", host_name(session).encode(), stages.deadline
+                for blob in plane.run_control_op(
+                    GPU_SETUP, "gpu hosts", host_name(session).encode(), stages.deadline
                 )
             ]
             if len(set(names)) == 1:
@@ -120,7 +120,10 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         launch_orders: LaunchOrders | None = None,
     ) -> None:
         """``stages`` of a session that is this communicator's alone and ends with it."""
-        self._leaves, stages = stages is not None, stages or SetupPhases(session, activity=SET_UP)
+        self._leaves, stages = (
+            stages is not None,
+            stages or SetupPhases(session, activity=GPU_SETUP),
+        )
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
         self.layout = HostsLayout.of(session.rank, hosts)
         self.faults = HostsFaults(
@@ -137,7 +140,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         )
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._local_session.close)
-            part, mine = stages.child(self._local_session, SET_UP), self.layout.mine
+            part, mine = stages.child(self._local_session, GPU_SETUP), self.layout.mine
             self.local = DeviceCommunicator(
                 self._local_session,
                 ordinal,

@@ -14,7 +14,7 @@ from miraccl.bootstrap import Session
 from miraccl.diagnosis import blocked_ops
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.control import SET_UP
+from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
@@ -93,20 +93,20 @@ class HostsJobs:
             self.crosses = (self.world, *lanes) if alone else tuple(lanes)
         #: the same ranks' own streams, where they are few
         self.direct: tuple[DirectStreams, ...] = ()
-        if self.crosses and DirectStreams.useful(self.crosses[0]._member):
+        if self.crosses and DirectStreams.useful(self.crosses[0]._core):
             name = f"{session.name}/gpu direct {layout.index}"
             subs = [
                 session.sub(layout.across(), f"{name}.{lane}") for lane in range(len(self.crosses))
             ]
             self.direct = tuple(
-                self._keep(DirectStreams(stages.child(sub, SET_UP), cpu._member), layout.across())
+                self._keep(DirectStreams(stages.child(sub, GPU_SETUP), cpu._core), layout.across())
                 for sub, cpu in zip(subs, self.crosses, strict=True)
             )
         #: streams of the messages between hosts, where there are few ranks
         self.messages: MessageStreams | None = None
-        if MessageStreams.useful(self.world._member, layout):
+        if MessageStreams.useful(self.world._core, layout):
             self.messages = self._keep(
-                MessageStreams(stages, self.world._member, layout), range(layout.nranks)
+                MessageStreams(stages, self.world._core, layout), range(layout.nranks)
             )
 
     def _open(
@@ -114,8 +114,8 @@ class HostsJobs:
     ) -> CpuCommunicator:
         session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
         cpu = open_cpu(session, stages.child(session))
-        blocked_ops.providers.remove(cpu._member.seat)  # the threads of ``staging`` wait in there
-        cpu._member.faults.called = ranks
+        blocked_ops.providers.remove(cpu._core.seat)  # the threads of ``staging`` wait in there
+        cpu._core.faults.called = ranks
         self._cpus.append(cpu)
         return cpu
 

@@ -186,24 +186,24 @@ class MessageOperation(StreamOperation):
         )
         return sends, receives
 
-    def conclude(self, code: int) -> None:
+    def check_result(self, code: int) -> None:
         """Raise what a code means; both ends' messages are known where they do not belong together."""
         if code in (layout.ERR_MISMATCH, layout.ERR_SIZE):
-            peer = self._member.context.get(layout.CTX_ERR_PEER)
+            peer = self._core.context.get(layout.CTX_ERR_PEER)
             row = self.rows[self._peers.index(peer)]
             mine, theirs = (
                 _Header.of(row[place // 8], row[place // 8 + 1])
                 for place in (offsets.IN + offsets.HEADER, offsets.HEADER_IN)
             )
-            raise self._member.faults.message_mismatch(
+            raise self._core.faults.message_mismatch(
                 peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs)
             )
-        super().conclude(code)
+        super().check_result(code)
 
     def _parted(self, peer: int, mine: _Header, theirs: _Header) -> str:
         """What a message of ``peer`` means that belongs to a collective of another number than this rank's; empty if it does not."""
         rank, first, second = (
-            self._member.rank,
+            self._core.rank,
             describe_signature(mine.sig),
             describe_signature(theirs.sig),
         )

@@ -21,7 +21,7 @@ class CpuCommunicator(Protocol):
 
     rank: int
     nranks: int
-    _member: Any
+    _core: Any
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = ...) -> Any: ...
     def all_reduce_init(self, x: Any, out: Any = None, op: Any = ...) -> Any: ...

@@ -58,7 +58,7 @@ class Prepared(Protocol):
 
     def __call__(self) -> Any: ...
     def unlocked(self) -> tuple[int, int, int] | None: ...
-    def conclude(self, code: int) -> None: ...
+    def check_result(self, code: int) -> None: ...
 
 
 class Network(Protocol):
@@ -115,7 +115,7 @@ class StagedJob:
         prepared = self._prepared[piece]
         assert prepared is not None, "only what was prepared gives codes"
         with self._naming():
-            prepared.conclude(code)
+            prepared.check_result(code)
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:

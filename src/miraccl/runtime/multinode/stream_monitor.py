@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from miraccl.bootstrap.eventfd import Bell
 from miraccl.errors import as_system_failure
-from miraccl.runtime.fabric import after_notice
+from miraccl.runtime.fabric import run_after_notice
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 
@@ -61,7 +61,7 @@ class Watch:
             if not self._closed:
                 self._stages.cancel(loss.error(rank=session.rank, peer=peer))
 
-        after_notice(session, loss, end)
+        run_after_notice(session, loss, end)
 
     def close(self) -> None:
         """May be called twice."""

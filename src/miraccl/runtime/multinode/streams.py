@@ -101,7 +101,7 @@ class StreamOperation:
     kernel: str
 
     def __init__(self, member: CommunicatorCore, name: str) -> None:
-        self.name, self._member = name, member
+        self.name, self._core = name, member
         self._words = np.zeros(offsets.EXCHANGE_BYTES // 8, np.int64)
 
     def _use(self, rows: np.ndarray) -> None:
@@ -117,24 +117,24 @@ class StreamOperation:
     @property
     def member(self) -> CommunicatorCore:
         """Whose operation it is."""
-        return self._member
+        return self._core
 
     def unlocked(self) -> tuple[int, int, int]:
         """(function, context, exchange), as ``comm.persistent`` has it."""
         return (
             unlocked_kernel(self.kernel),
-            self._member.context.address,
+            self._core.context.address,
             int(self._words.ctypes.data),
         )
 
-    def conclude(self, code: int) -> None:
+    def check_result(self, code: int) -> None:
         """Raise what a code of that function means."""
-        self._member.check_result(code, self.name)
+        self._core.check_result(code, self.name)
 
     def __call__(self) -> None:
-        self._member.check(0, self.name)
+        self._core.check(0, self.name)
         function, context, exchange = self.unlocked()
-        self.conclude(call_kernel(function, context, exchange, 0, 0))
+        self.check_result(call_kernel(function, context, exchange, 0, 0))
 
 
 def left(row: np.ndarray, way: int) -> int:

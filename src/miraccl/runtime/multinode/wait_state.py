@@ -64,10 +64,8 @@ class MultiNodeWaitState(DeviceWaitState):
         ``KernelSeat``, of these kernels."""
         self._is_done = is_done
         self._jobs, self._layout, self._fail = jobs, layout, end
-        self._world: CommunicatorCore = jobs.world._member
-        self._members = list(
-            dict.fromkeys([self._world, *(cpu._member for cpu in jobs.crosses[:1])])
-        )
+        self._world: CommunicatorCore = jobs.world._core
+        self._members = list(dict.fromkeys([self._world, *(cpu._core for cpu in jobs.crosses[:1])]))
         super().__init__(
             self._world.session,
             self._stream_name(self._world.rank, ""),
