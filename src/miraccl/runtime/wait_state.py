@@ -33,11 +33,11 @@ class CoreWaitState:
         self._core = core
         self.key = core.session.key
         #: the deadline of operations that were not given one
-        self.usual_s = core.options.timeout
+        self.default_timeout_s = core.options.timeout
         #: sends and receives that go on by themselves or in later calls: (peer, whether it receives); peer -1: any
-        self.transfers: Callable[[], list[tuple[int, bool]]] = self._open_transfers
+        self.open_transfers: Callable[[], list[tuple[int, bool]]] = self._open_transfers
         #: whether operations that were called already may be to come
-        self.aside: Callable[[], bool] = self._has_background_work
+        self.runs_in_background: Callable[[], bool] = self._has_background_work
 
     @property
     def session(self) -> Session | None:
@@ -49,9 +49,9 @@ class CoreWaitState:
         )
 
     @property
-    def hurried(self) -> bool:
+    def has_shorter_deadline(self) -> bool:
         """Whether operations have a shorter deadline than usual: the program may go on after it."""
-        return self._core.fabric.timeout < self.usual_s
+        return self._core.fabric.timeout < self.default_timeout_s
 
     def _has_background_work(self) -> bool:
         return bool(self._core.pending or self._core.context.get(layout.CTX_ASIDE))
@@ -59,13 +59,13 @@ class CoreWaitState:
     def _open_transfers(self) -> list[tuple[int, bool]]:
         return [(transfer.peer, transfer.receives) for transfer in self._core.transfers]
 
-    def wait(self) -> Wait | None:
+    def current_wait(self) -> Wait | None:
         return None if self._has_background_work() else self.wait_inside()
 
     def wait_inside(self) -> Wait | None:
         """The wait of whatever thread is inside."""
         member, context = self._core, self._core.context
-        if member.closed or member.faults.fault is not None or self.hurried:
+        if member.closed or member.faults.fault is not None or self.has_shorter_deadline:
             return None
         received = [
             context.received(rank) for rank in range(member.nranks)
@@ -99,7 +99,7 @@ class CoreWaitState:
         """The program's ``number``-th wait in ``op`` for what a stream of this process has to do (``whereabouts.Stream``)."""
         if self._core.faults.fault is not None:
             return None
-        end, key = functools.partial(self._end, op), f"{self.key} {op}"
+        end, key = functools.partial(self._fail, op), f"{self.key} {op}"
         return WaitForStream(
             key=key, awaited=(stream,), op=op, end=end, number=number, rank=self._core.rank
         )
@@ -122,13 +122,16 @@ class CoreWaitState:
             "key": self.key,
             "awaited": awaited,
             "op": op,
-            "end": functools.partial(self._end, op),
+            "end": functools.partial(self._fail, op),
             "rank": self._core.rank,
         }
 
-    def come(self) -> RankProgress:
-        member, aside = self._core, self.aside()  # first: what ends meanwhile is in the counts
-        transfers = [*self.transfers(), *member.context.pair()]
+    def progress(self) -> RankProgress:
+        member, aside = (
+            self._core,
+            self.runs_in_background(),
+        )  # first: what ends meanwhile is in the counts
+        transfers = [*self.open_transfers(), *member.context.pair()]
         return RankProgress(
             operations=member.context.get(layout.CTX_SEQ),
             control_ops=member.faults.control.last_started,
@@ -139,7 +142,7 @@ class CoreWaitState:
             receives=[peer for peer, receives in transfers if receives],
         )
 
-    def _end(self, op: str, text: str) -> None:
+    def _fail(self, op: str, text: str) -> None:
         self._core.faults.propagate(
             CollectiveMismatch(text, rank=self._core.rank, op=op, hint=HINT)
         )

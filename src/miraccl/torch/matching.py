@@ -66,7 +66,10 @@ class TagMatcher:
         self._exchange = TaggedExchange(comm)
         set_background(comm, True)
         self._wait_state = wait_state_of(comm)
-        self._wait_state.transfers, self._wait_state.aside = self._transfers, lambda: False
+        self._wait_state.open_transfers, self._wait_state.runs_in_background = (
+            self._transfers,
+            lambda: False,
+        )
         self._lock = threading.RLock()
         self._waiters_lock = threading.Lock()
         self._waiters = 0
@@ -214,7 +217,7 @@ class TagMatcher:
     def _wait_reason(self, message: TaggedMessage) -> Wait | None:
         """Return the wait-for record of ``message`` if a single rank can complete it, else None."""
         peer, received = self._awaited_rank(message), message.received_count
-        if peer is None or received is None or self.timeout < self._wait_state.usual_s:
+        if peer is None or received is None or self.timeout < self._wait_state.default_timeout_s:
             return None
         sends = message.sends
         entry = next((e for e in message.entries if not e.done), None)

@@ -60,7 +60,9 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
             comm.finalize()
             raise
     assert p2p_comm is not None
-    wait_state_of(comm).usual_s = wait_state_of(p2p_comm).usual_s = creation.usual_s
+    wait_state_of(comm).default_timeout_s = wait_state_of(p2p_comm).default_timeout_s = (
+        creation.usual_s
+    )
     others = {device: name for device, name in devices.items() if name != NAME}
     other_backends = None
     if others:
@@ -102,10 +104,10 @@ class GroupCreation(PendingCreation):
                 seat.key,
             )
             if (
-                self.usual_s >= seat.usual_s
+                self.usual_s >= seat.default_timeout_s
             ):  # else the program may go on when it has waited in vain
                 tokens = [self._world.tokens[rank] for rank in self._ranks]
-            self.usual_s = max(self.usual_s, seat.usual_s)
+            self.usual_s = max(self.usual_s, seat.default_timeout_s)
         super().__init__(f"group {opts.group_id} of {parent}", tokens, "new_group", opts.group_rank)
 
     def look_again(self) -> None:

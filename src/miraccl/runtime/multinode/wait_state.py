@@ -229,4 +229,4 @@ class MultiNodeWaitState(DeviceWaitState):
 def _progress_of(member: CommunicatorCore) -> RankProgress:
     """What runs aside there is what this stream does."""
     called = {str(number): entry for number, entry in member.fabric.history(member.rank).items()}
-    return dataclasses.replace(member.wait_state.come(), aside=False, called=called)
+    return dataclasses.replace(member.wait_state.progress(), aside=False, called=called)
