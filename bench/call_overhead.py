@@ -29,7 +29,7 @@ from gpu_ranks import need_gpus
 
 import miraccl
 from miraccl.tools import launch
-from miraccl.tools.spawn import Context, Ranks
+from miraccl.tools.spawn import RankContext, Ranks
 
 
 def time_calls(call: Callable[[], Any], calls: int) -> float:
@@ -198,7 +198,9 @@ def other_arrays(
     return found
 
 
-def rank_main(context: Context, devices: str, rounds: int, calls: int) -> dict[str, list[float]]:
+def rank_main(
+    context: RankContext, devices: str, rounds: int, calls: int
+) -> dict[str, list[float]]:
     with miraccl.init() as comm:
         times: dict[str, list[float]] = {}
         chosen = gpu_subjects(comm) if devices == "cuda" else subjects(comm)

@@ -21,7 +21,7 @@ import numpy as np
 import miraccl
 from miraccl.tools import launch
 from miraccl.tools.perf.orchestrator import virtual_host_environ
-from miraccl.tools.spawn import Context, Ranks
+from miraccl.tools.spawn import RankContext, Ranks
 
 
 def waits(comm: Any) -> dict[str, Callable[[], Any]]:
@@ -44,7 +44,7 @@ def waits(comm: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def rank_main(context: Context, seconds: float) -> dict[str, float]:
+def rank_main(context: RankContext, seconds: float) -> dict[str, float]:
     """Percent of a core, by what was waited in (0 for rank 0, which does not wait)."""
     shares = {}
     with miraccl.init() as comm:

@@ -19,7 +19,7 @@ import numpy as np
 
 import miraccl
 from miraccl.tools import launch
-from miraccl.tools.spawn import Context, Ranks
+from miraccl.tools.spawn import RankContext, Ranks
 
 Sample = tuple[int, int, int]
 
@@ -34,7 +34,7 @@ def read_memory() -> tuple[int, int]:
     return private, values["Pss"] - private
 
 
-def rank_main(context: Context, nbytes: int) -> dict[str, Sample]:
+def rank_main(context: RankContext, nbytes: int) -> dict[str, Sample]:
     """Growth in KiB by stage: private, share, and what the communicator tells."""
     x = np.ones(nbytes // 4, np.float32)
     private, share = read_memory()

@@ -42,7 +42,7 @@ from miraccl.runtime.multinode.transfers import cut_transfers, transfers_on
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.tools import launch
-from miraccl.tools.spawn import Context, Ranks
+from miraccl.tools.spawn import RankContext, Ranks
 from miraccl.types import Collective, DType, RedOp
 
 SIZES = "1K,64K,1M,64M"
@@ -103,7 +103,7 @@ Make = Callable[[int], tuple[StagedJob, Callable[[], Any]]]
 
 
 def rank_main(
-    context: Context,
+    context: RankContext,
     sizes: list[int],
     rounds: int,
     slot_bytes: int,

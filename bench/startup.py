@@ -19,7 +19,7 @@ from collections.abc import Callable
 import common
 
 from miraccl.tools import launch
-from miraccl.tools.spawn import Context, Ranks
+from miraccl.tools.spawn import RankContext, Ranks
 
 _PROGRAM = "import miraccl\nwith miraccl.init() as comm: comm.barrier()"
 
@@ -31,7 +31,7 @@ def time_command(*args: str) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def rank_main(context: Context) -> list[float]:
+def rank_main(context: RankContext) -> list[float]:
     import miraccl
 
     start = time.perf_counter()

@@ -23,7 +23,7 @@ import numpy as np
 
 import miraccl
 from miraccl.tools import launch
-from miraccl.tools.spawn import Context, Ranks
+from miraccl.tools.spawn import RankContext, Ranks
 
 SAME, NEW = "same counts", "new counts"
 Calls = Sequence[tuple[Any, ...]]
@@ -107,7 +107,7 @@ def time_calls(call: Callable[..., Any], calls: Calls) -> tuple[float, float]:
 
 
 def rank_main(
-    context: Context, mean: int, rounds: int, calls: int, port: int
+    context: RankContext, mean: int, rounds: int, calls: int, port: int
 ) -> dict[str, list[tuple[float, float]]]:
     """By subject, what each round found."""
     found: dict[str, list[tuple[float, float]]] = {}

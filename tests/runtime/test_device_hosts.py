@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from miraccl.tools.spawn import Outcome
+from miraccl.tools.spawn import RankOutcome
 from miraccl.types import DType
 from tests.gpu import fake_hosts
 from tests.gpu.emulator import folder, needs_compiler
@@ -402,7 +402,7 @@ def test_a_death_ends_kernels_that_wait() -> None:
     )
 
 
-def _check_death(outcomes: Sequence[Outcome]) -> None:
+def _check_death(outcomes: Sequence[RankOutcome]) -> None:
     last = len(outcomes) - 1
     for outcome in outcomes[:last]:
         assert not outcome.error

@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.diagnosis.mismatch import describe_differences, describe_diverged
 from miraccl.executor.cpu.kernels import layout
-from miraccl.tools.spawn import Outcome
+from miraccl.tools.spawn import RankOutcome
 from miraccl.types import Collective
 from tests.runtime import fault_ranks
 from tests.support.ranks import rank_outcomes, run_ranks
@@ -28,7 +28,7 @@ def _nothing_left_behind() -> Any:
     assert not left
 
 
-def values(outcomes: list[Outcome], but: int | None = None) -> list[dict[str, Any]]:
+def values(outcomes: list[RankOutcome], but: int | None = None) -> list[dict[str, Any]]:
     """What the ranks returned; ``but`` is the one that died."""
     for outcome in outcomes:
         assert outcome.rank == but or outcome.ok, (

@@ -14,7 +14,7 @@ from typing import Any
 
 from miraccl.tools import launch
 from miraccl.tools.processes import die_with_parent
-from miraccl.tools.spawn import Context, Outcome, Ranks
+from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
 
 # what ranks would import each for itself when they come to it
 ALWAYS = (
@@ -27,7 +27,7 @@ APART = "tests.interop."  # with JAX and its like, which begin threads and are n
 _LENGTH = struct.Struct("<Q")
 
 
-def _run_target(context: Context, module: str, function: str, args: tuple[Any, ...]) -> Any:
+def _run_target(context: RankContext, module: str, function: str, args: tuple[Any, ...]) -> Any:
     target: Any = importlib.import_module(module)
     for name in function.split("."):
         target = getattr(target, name)
@@ -43,7 +43,7 @@ def _import(module: str) -> None:
         gc.freeze()
 
 
-def _serve(request: dict[str, Any]) -> list[Outcome]:
+def _serve(request: dict[str, Any]) -> list[RankOutcome]:
     nranks, arguments = request["nranks"], (request["module"], request["function"], request["args"])
     _import(request["module"])
     with (

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miraccl.tools.spawn import Outcome
+from miraccl.tools.spawn import RankOutcome
 from tests.support.warm_python import TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ class _Server:
             start_new_session=True,
         )
 
-    def run(self, request: dict[str, Any]) -> list[Outcome]:
+    def run(self, request: dict[str, Any]) -> list[RankOutcome]:
         assert self._process.stdin is not None
         body = pickle.dumps(request)
         self._process.stdin.write(_LENGTH.pack(len(body)) + body)
@@ -61,7 +61,7 @@ class _Server:
         limit = request["timeout"] + _SPARE
         try:
             (length,) = _LENGTH.unpack(self._read(_LENGTH.size, limit))
-            outcomes: list[Outcome] = pickle.loads(self._read(length, limit))
+            outcomes: list[RankOutcome] = pickle.loads(self._read(length, limit))
         except TimeoutError:
             self.close()
             raise
@@ -111,7 +111,7 @@ def rank_outcomes(
     *args: Any,
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
-) -> list[Outcome]:
+) -> list[RankOutcome]:
     """Run ``target(*args)`` in ``n`` ranks; returns how each ended: status, value, error (traceback), output.
 
     ``target`` is a function at the top of a module below ``tests``; arguments and results must pickle.  ``timeout`` is in
@@ -149,7 +149,7 @@ def run_ranks(
     return [o.value for o in outcomes]
 
 
-def _report(outcome: Outcome) -> str:
+def _report(outcome: RankOutcome) -> str:
     if outcome.ok:
         return f"rank {outcome.rank} is fine"
     parts = [f"---- {outcome.describe()}", outcome.error.rstrip(), outcome.output.rstrip()]

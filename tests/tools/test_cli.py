@@ -20,7 +20,7 @@ import miraccl
 from miraccl.errors import MiracclError
 from miraccl.schedule import catalog
 from miraccl.tools import cli, doctor, doctor_gpu, env
-from miraccl.tools.findings import Finding
+from miraccl.tools.findings import DoctorFinding
 from miraccl.tools.schedule_draw import compute_timeline, draw_svg
 from miraccl.types import Collective
 from tests.topo.golden import TOPOLOGIES
@@ -539,7 +539,7 @@ def test_doctor_names_the_extra_that_brings_a_package(monkeypatch: pytest.Monkey
 
 
 def test_doctor_looks_at_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def found() -> Finding:
+    def found() -> DoctorFinding:
         return next(finding for finding in doctor.examine() if finding.name == "cache")
 
     monkeypatch.setattr(doctor, "CHECKS", {"cache": doctor.CHECKS["cache"]})
@@ -565,7 +565,7 @@ def test_doctor_says_that_network_cards_with_rdma_are_not_used(tmp_path: Path) -
 
 
 def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> Finding:
+    def fails() -> DoctorFinding:
         raise RuntimeError("boom")
 
     monkeypatch.setitem(doctor.CHECKS, "futex", fails)

@@ -12,7 +12,7 @@ import pytest
 from miraccl.errors import MissingDependency
 from miraccl.executor.cuda import toolkit
 from miraccl.tools import doctor, doctor_gpu, gpu_facts
-from miraccl.tools.findings import Finding
+from miraccl.tools.findings import DoctorFinding
 from miraccl.tools.gpu_facts import CudaFacts, PeerAccess
 from miraccl.topo import nvml
 from tests.tools import fake_gpu
@@ -25,7 +25,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Say what CUDA is to say; sysfs shows no GPU and NVRTC is there."""
 
     def set_facts(facts: CudaFacts) -> None:
-        doctor_gpu.forget()
+        doctor_gpu.clear_facts()
         monkeypatch.setattr(gpu_facts, "read_facts", lambda: facts)
 
     monkeypatch.setattr(doctor_gpu, "_is_nvidia_gpu", lambda device: False)
@@ -34,10 +34,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(toolkit, "version", lambda: (13, 0))
     monkeypatch.setattr(toolkit, "supported_archs", lambda: (75, 80, 90, 100))
     yield set_facts
-    doctor_gpu.forget()
+    doctor_gpu.clear_facts()
 
 
-def findings() -> dict[str, Finding]:
+def findings() -> dict[str, DoctorFinding]:
     return {
         finding.name: finding
         for check in doctor_gpu.CHECKS.values()
@@ -45,7 +45,7 @@ def findings() -> dict[str, Finding]:
     }
 
 
-def seen(finding: Finding | None) -> Finding:
+def seen(finding: DoctorFinding | None) -> DoctorFinding:
     assert finding is not None
     return finding
 
@@ -224,16 +224,16 @@ GPU 00000000:05:00.0
     ],
 )
 def test_the_fabric(state: str, status: str, expected: str, told: str) -> None:
-    found = doctor_gpu.judge_fabric(_SMI.format(state, status))
+    found = doctor_gpu.parse_fabric(_SMI.format(state, status))
     assert (found.status, found.found) == (expected, told)
     assert ("fabricmanager" in found.advice) is (expected == "note")
 
 
 def test_without_a_fabric_there_is_nothing_to_say() -> None:
-    assert doctor_gpu.judge_fabric("").status == "ok"
+    assert doctor_gpu.parse_fabric("").status == "ok"
     assert (
         "no NVSwitch"
-        in doctor_gpu.judge_fabric(
+        in doctor_gpu.parse_fabric(
             _SMI.format("N/A", "N/A").replace("Completed", "N/A").replace("Success", "N/A")
         ).found
     )
@@ -278,13 +278,13 @@ def test_without_a_fabric_there_is_nothing_to_say() -> None:
     ],
 )
 def test_settings_that_matter(environ: dict[str, str], status: str, told: str) -> None:
-    found = doctor_gpu.judge_settings(environ)
+    found = doctor_gpu.check_environ(environ)
     assert found.status == status
     assert told in f"{found.found} {found.advice}"
 
 
 def test_secrets_are_not_shown() -> None:
-    found = doctor_gpu.judge_settings({"MIRACCL_SECRET": "hush", "MIRACCL_UNIQUE_ID": "hush"})
+    found = doctor_gpu.check_environ({"MIRACCL_SECRET": "hush", "MIRACCL_UNIQUE_ID": "hush"})
     assert "hush" not in found.found
     assert "MIRACCL_SECRET" in found.found
 
@@ -301,7 +301,7 @@ def test_facts_survive_the_way_through_json() -> None:
         fake_gpu.facts(2), peers=(PeerAccess(source=0, target=1, allowed=True, rank=1),)
     )
     assert gpu_facts.facts_from_json(json.loads(json.dumps(asdict(facts)))) == facts
-    assert facts.of([1]).names == "1 x NVIDIA Cardboard"
+    assert facts.restrict_to([1]).names == "1 x NVIDIA Cardboard"
 
 
 def test_this_machine_is_asked() -> None:

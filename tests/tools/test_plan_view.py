@@ -82,7 +82,7 @@ def test_every_link_is_drawn_once(name: str) -> None:
         for link in node.links
     }
     assert sorted(
-        (min(w.source, w.target), max(w.source, w.target), w.type) for w in drawing.wires
+        (min(w.source, w.target), max(w.source, w.target), w.type) for w in drawing.links
     ) == sorted(links)
 
 
@@ -90,7 +90,7 @@ def test_nvlinks_of_one_height_do_not_overlap() -> None:
     drawing = draw_system(system_from_json(document("nvidia-dgx1v")["system"]))
     boxes = {box.index: box for box in drawing.boxes}
     spans: dict[float, list[tuple[float, float]]] = {}
-    for wire in drawing.wires:
+    for wire in drawing.links:
         if boxes[wire.source].kind == boxes[wire.target].kind == NodeType.GPU:
             (left, _), (_, level), (right, _) = wire.points[0], wire.points[1], wire.points[3]
             spans.setdefault(level, []).append((left, right))

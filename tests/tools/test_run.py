@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from miraccl.errors import InvalidUsage, SystemFailure
-from miraccl.tools.run import Job, build_command, open_job
+from miraccl.tools.run import LocalJob, build_command, open_job
 from tests.support.accidents import few_descriptors, open_files
 
 Script = Callable[[str], str]
@@ -80,7 +80,9 @@ def test_the_end_of_a_rank_may_be_seen_before_its_output(
 
     monkeypatch.setattr(os, "pidfd_open", open_ended)
     assert (
-        Job(["sh", "-c", "echo out; echo err >&2"], 2, lambda rank: {}, tag=True, grace=0.0).run()
+        LocalJob(
+            ["sh", "-c", "echo out; echo err >&2"], 2, lambda rank: {}, tag=True, grace=0.0
+        ).run()
         == 0
     )
     out, err = capfd.readouterr()
@@ -137,7 +139,7 @@ def test_a_launcher_that_is_short_of_descriptors_says_so_and_leaves_nothing(coun
     files, jobs = open_files(), []
 
     def start() -> None:
-        jobs.append(Job(["sleep", "60"], 2, lambda rank: {}, tag=True, grace=0.0))
+        jobs.append(LocalJob(["sleep", "60"], 2, lambda rank: {}, tag=True, grace=0.0))
         jobs[0].run()
 
     with few_descriptors(count), pytest.raises(SystemFailure, match="Too many open files"):
@@ -273,7 +275,9 @@ def test_a_signal_ends_a_job_that_is_still_starting() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
-    assert Job(["sleep", "60"], 20, environ, tag=False, grace=0.1).run() == 128 + signal.SIGTERM
+    assert (
+        LocalJob(["sleep", "60"], 20, environ, tag=False, grace=0.1).run() == 128 + signal.SIGTERM
+    )
     assert started == [0, 1, 2, 3]
 
 

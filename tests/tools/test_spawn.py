@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from miraccl.errors import SystemFailure
-from miraccl.tools.spawn import Context, Outcome, Ranks
+from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
 from tests.support.accidents import few_descriptors, open_files
 
 
 def run(
     target: Any, nranks: int, *args: Any, timeout: float = 30.0, grace: float = 30.0
-) -> list[Outcome]:
+) -> list[RankOutcome]:
     with Ranks(
         target, nranks, args, environ=lambda rank: {"SPAWN_TEST": str(rank)}, capture=True
     ) as ranks:
@@ -26,38 +26,38 @@ def run(
     return ranks.outcomes
 
 
-def _answer(context: Context, factor: int) -> tuple[int, str]:
+def _answer(context: RankContext, factor: int) -> tuple[int, str]:
     print("hello")
     return context.rank * factor, os.environ["SPAWN_TEST"]
 
 
-def _fail_on_one(context: Context) -> None:
+def _fail_on_one(context: RankContext) -> None:
     if context.rank == 1:
         raise ValueError("a reason")
     signal.pause()
 
 
-def _killed(context: Context) -> None:
+def _killed(context: RankContext) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _leave(context: Context, code: Any) -> None:
+def _leave(context: RankContext, code: Any) -> None:
     sys.exit(code)
 
 
-def _never_end(context: Context) -> None:
+def _never_end(context: RankContext) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context.emit("ignores everything")
     while True:
         signal.pause()
 
 
-def _echo(context: Context) -> None:
+def _echo(context: RankContext) -> None:
     while (message := context.receive()) != "stop":
         context.emit((context.rank, message))
 
 
-def _big(context: Context) -> bytes:
+def _big(context: RankContext) -> bytes:
     print("x" * 300_000)
     return b"y" * 5_000_000
 
@@ -92,7 +92,7 @@ class _PeerTrouble(Exception):
     fault = "peer"
 
 
-def _report_a_peer(context: Context) -> None:
+def _report_a_peer(context: RankContext) -> None:
     """Rank 0 tells first that another rank failed, then rank 1 why; rank 2 never ends."""
     if context.rank == 0:
         raise _PeerTrouble("somebody died")
@@ -127,7 +127,7 @@ def test_a_killed_rank_and_exit_statuses() -> None:
     assert run(_leave, 1, None)[0].ok
 
 
-def _interrupted(context: Context) -> bool:
+def _interrupted(context: RankContext) -> bool:
     """Ctrl-C comes to the child as soon as there is one, and to its parent, which alone goes on."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     parent, fork, (heard, told) = os.getpid(), os.fork, os.pipe()

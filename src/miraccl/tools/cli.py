@@ -17,7 +17,7 @@ import click
 
 import miraccl
 from miraccl.errors import MiracclError
-from miraccl.tools.options import KnownCommands
+from miraccl.tools.options import SuggestingGroup
 
 #: command -> (module:attribute, sentence of the overview)
 COMMANDS = {
@@ -43,7 +43,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(KnownCommands):
+class LazyGroup(SuggestingGroup):
     """A group whose commands are imported at their first use (click documentation, "Lazily loading subcommands")."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -19,7 +19,7 @@ import click
 import miraccl
 from miraccl import params
 from miraccl.tools import doctor_gpu
-from miraccl.tools.findings import Check, Finding, Status, read_text
+from miraccl.tools.findings import Check, DoctorFinding, Status, read_text
 from miraccl.tools.options import OutputFile, write_json
 
 CACHE_BYTES = 1 << 20  # what compiled kernels of CPU ranks take, at the least
@@ -52,16 +52,16 @@ def doctor(json_target: str | None) -> None:
         sys.exit(1)
 
 
-def examine() -> list[Finding]:
+def examine() -> list[DoctorFinding]:
     """All findings; a check that fails itself is a finding too."""
-    doctor_gpu.forget()
-    findings: list[Finding | None] = []
+    doctor_gpu.clear_facts()
+    findings: list[DoctorFinding | None] = []
     for name, check in CHECKS.items():
         try:
             findings.append(check())
         except Exception as error:  # a doctor must not die of the patient
             findings.append(
-                Finding(
+                DoctorFinding(
                     name=name,
                     status="note",
                     found=f"could not be checked: {type(error).__name__}: {error}",
@@ -70,7 +70,7 @@ def examine() -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[DoctorFinding]) -> None:
     width = max(len(f.name) for f in findings)
     for f in findings:
         print(f"{f.status:<8}{f.name:<{width}}  {f.found}")
@@ -81,42 +81,46 @@ def _print(findings: list[Finding]) -> None:
 # ---------------------------------------------------------------------- checks
 
 
-def _check_python() -> Finding:
+def _check_python() -> DoctorFinding:
     text = f"miraccl {miraccl.__version__}, {platform.python_implementation()} {platform.python_version()} at {sys.executable}"
-    return Finding(name="python", status="ok", found=text)
+    return DoctorFinding(name="python", status="ok", found=text)
 
 
-def _check_package(name: str, why: str, extra: str = "") -> Callable[[], Finding]:
+def _check_package(name: str, why: str, extra: str = "") -> Callable[[], DoctorFinding]:
     """``extra``: the extra of miraccl that installs the package, where miraccl works without it."""
 
-    def check() -> Finding:
+    def check() -> DoctorFinding:
         try:
-            return Finding(name=name, status="ok", found=importlib.metadata.version(name))
+            return DoctorFinding(name=name, status="ok", found=importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             status: Status = "note" if extra else "missing"
             install = f"pip install 'miraccl[{extra}]'" if extra else f"pip install {name}"
-            return Finding(
+            return DoctorFinding(
                 name=name, status=status, found="not installed", advice=f"{install}: {why}"
             )
 
     return check
 
 
-def _check_kernel() -> Finding:
+def _check_kernel() -> DoctorFinding:
     text = f"{platform.system()} {platform.release()} on {platform.machine()}"
     if platform.system() != "Linux":
-        return Finding(name="kernel", status="missing", found=text, advice="miraccl runs on Linux")
-    return Finding(name="kernel", status="ok", found=text)
+        return DoctorFinding(
+            name="kernel", status="missing", found=text, advice="miraccl runs on Linux"
+        )
+    return DoctorFinding(name="kernel", status="ok", found=text)
 
 
-def _check_cores() -> Finding:
+def _check_cores() -> DoctorFinding:
     allowed, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     text = f"{allowed} of {all_cores} usable"
     quota = _cgroup_cores()
     if quota is not None and quota < allowed:
         advice = "the container's quota is below its cores: ranks beyond it wait for each other's time slices"
-        return Finding(name="cores", status="note", found=f"{text}, quota {quota:g}", advice=advice)
-    return Finding(name="cores", status="ok", found=text)
+        return DoctorFinding(
+            name="cores", status="note", found=f"{text}, quota {quota:g}", advice=advice
+        )
+    return DoctorFinding(name="cores", status="ok", found=text)
 
 
 def _cgroup_cores() -> float | None:
@@ -128,20 +132,20 @@ def _cgroup_cores() -> float | None:
     return None if quota == "max" else int(quota) / int(period)
 
 
-def _check_memfd() -> Finding:
+def _check_memfd() -> DoctorFinding:
     fd = os.memfd_create("miraccl-doctor")
     try:
         os.ftruncate(fd, 1 << 12)
     finally:
         os.close(fd)
-    return Finding(name="memfd", status="ok", found="anonymous shared memory works")
+    return DoctorFinding(name="memfd", status="ok", found="anonymous shared memory works")
 
 
-def _check_shm() -> Finding:
+def _check_shm() -> DoctorFinding:
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:
-        return Finding(
+        return DoctorFinding(
             name="/dev/shm",
             status="note",
             found="absent",
@@ -150,39 +154,41 @@ def _check_shm() -> Finding:
     free = stat.f_bavail * stat.f_frsize
     text = f"{free / (1 << 20):.0f} MiB free"
     if free < 64 << 20:
-        return Finding(
+        return DoctorFinding(
             name="/dev/shm", status="note", found=text, advice="containers: run with --shm-size=1g"
         )
-    return Finding(name="/dev/shm", status="ok", found=text)
+    return DoctorFinding(name="/dev/shm", status="ok", found=text)
 
 
-def _check_futex() -> Finding:
+def _check_futex() -> DoctorFinding:
     libc = ctypes.CDLL(None, use_errno=True)
     word = ctypes.c_int(0)
     numbers = {"x86_64": 202, "aarch64": 98}  # asm/unistd_64.h and asm-generic/unistd.h
     if platform.machine() not in numbers:
-        return Finding(name="futex", status="note", found=f"not checked on {platform.machine()}")
+        return DoctorFinding(
+            name="futex", status="note", found=f"not checked on {platform.machine()}"
+        )
     woken = libc.syscall(
         numbers[platform.machine()], ctypes.byref(word), 1, 1, None, None, 0
     )  # FUTEX_WAKE
     if woken < 0:
         code = ctypes.get_errno()
-        return Finding(
+        return DoctorFinding(
             name="futex",
             status="missing",
             found=os.strerror(code),
             advice="the sandbox forbids futex: allow it",
         )
-    return Finding(name="futex", status="ok", found="works")
+    return DoctorFinding(name="futex", status="ok", found="works")
 
 
-def _check_cma() -> Finding:
+def _check_cma() -> DoctorFinding:
     """Reading another process's memory: tried on a child, as ranks do it among siblings."""
     if params.CMA_DISABLE.read():
-        return Finding(name="cma", status="note", found="switched off by MIRACCL_CMA_DISABLE")
+        return DoctorFinding(name="cma", status="note", found="switched off by MIRACCL_CMA_DISABLE")
     error = _read_sibling_memory()
     if not error:
-        return Finding(
+        return DoctorFinding(
             name="cma",
             status="ok",
             found="process_vm_readv between processes of one user is allowed",
@@ -193,7 +199,7 @@ def _check_cma() -> Finding:
         advice += f"; kernel.yama.ptrace_scope is {scope}, 0 allows it"
     else:
         advice += "; containers: add the capability SYS_PTRACE"
-    return Finding(
+    return DoctorFinding(
         name="cma",
         status="note",
         found=f"process_vm_readv is refused: {os.strerror(error)}",
@@ -222,13 +228,13 @@ def _read_sibling_memory() -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _check_cache() -> Finding:
+def _check_cache() -> DoctorFinding:
     from miraccl.native import cache
 
     wanted, folder = cache.wanted(), cache.folder()
     if folder is None:
         advice = "kernels are compiled again in every process: set MIRACCL_CACHE_DIR to a folder that lasts and can be written"
-        return Finding(
+        return DoctorFinding(
             name="cache",
             status="note",
             found=f"neither {wanted} nor a temporary folder can be written",
@@ -239,7 +245,7 @@ def _check_cache() -> Finding:
             os.posix_fallocate(file.fileno(), 0, CACHE_BYTES)
     except OSError as error:
         advice = "compiled kernels go to a temporary folder, if that has room: make some here, or set MIRACCL_CACHE_DIR"
-        return Finding(
+        return DoctorFinding(
             name="cache",
             status="note",
             found=f"{folder} cannot be written: {error.strerror}",
@@ -247,16 +253,16 @@ def _check_cache() -> Finding:
         )
     if folder != wanted:
         advice = "set MIRACCL_CACHE_DIR to a folder that can be written and lasts, or new kernels are compiled again"
-        return Finding(
+        return DoctorFinding(
             name="cache",
             status="note",
             found=f"{wanted} cannot be written, {folder} is used",
             advice=advice,
         )
-    return Finding(name="cache", status="ok", found=f"{folder} can be written")
+    return DoctorFinding(name="cache", status="ok", found=f"{folder} can be written")
 
 
-def _check_interfaces() -> Finding:
+def _check_interfaces() -> DoctorFinding:
     import socket
 
     names = [name for _, name in socket.if_nameindex()]
@@ -264,28 +270,28 @@ def _check_interfaces() -> Finding:
         f"{name} {read_text(f'/sys/class/net/{name}/operstate') or 'unknown'}" for name in names
     ]
     if not names:
-        return Finding(
+        return DoctorFinding(
             name="interfaces",
             status="note",
             found="none",
             advice="without a network interface, ranks of one host only",
         )
-    return Finding(name="interfaces", status="ok", found=", ".join(states))
+    return DoctorFinding(name="interfaces", status="ok", found=", ".join(states))
 
 
-def _check_rdma(folder: Path = Path("/sys/class/infiniband")) -> Finding | None:
+def _check_rdma(folder: Path = Path("/sys/class/infiniband")) -> DoctorFinding | None:
     devices = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     if not devices:
         return None
     advice = "miraccl topo and plan count them; data between hosts go through TCP sockets"
-    return Finding(
+    return DoctorFinding(
         name="rdma", status="note", found=f"{', '.join(devices)}: not used", advice=advice
     )
 
 
-def _check_tools() -> Finding:
+def _check_tools() -> DoctorFinding:
     found = [name for name in ("torchrun", "mpirun", "srun") if shutil.which(name)]
-    return Finding(name="launchers", status="ok", found=", ".join(["miraccl run", *found]))
+    return DoctorFinding(name="launchers", status="ok", found=", ".join(["miraccl run", *found]))
 
 
 CHECKS: dict[str, Check] = {

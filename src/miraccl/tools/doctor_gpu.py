@@ -20,7 +20,7 @@ from miraccl.params import PROTOCOLS
 from miraccl.schedule import catalog
 from miraccl.tools import gpu_facts
 from miraccl.tools.env import LAUNCH_VARIABLES, collect, unknown_variables
-from miraccl.tools.findings import Check, Finding, read_text
+from miraccl.tools.findings import Check, DoctorFinding, read_text
 from miraccl.tools.gpu_facts import CudaFacts
 
 INSTALL = "pip install 'miraccl[cuda]'"
@@ -36,7 +36,7 @@ def facts() -> CudaFacts:
     return gpu_facts.read_facts()
 
 
-def forget() -> None:
+def clear_facts() -> None:
     """Ask anew."""
     facts.cache_clear()
 
@@ -44,22 +44,22 @@ def forget() -> None:
 # ---------------------------------------------------------------------- packages and driver
 
 
-def check_gpu() -> Finding:
+def check_gpu() -> DoctorFinding:
     """The kernel's side: is there a GPU, and a driver for it."""
     version = read_text("/proc/driver/nvidia/version")
     if version:
-        return Finding(name="gpu", status="ok", found=version.splitlines()[0])
+        return DoctorFinding(name="gpu", status="ok", found=version.splitlines()[0])
     if any(_is_nvidia_gpu(device) for device in Path("/sys/bus/pci/devices").glob("*")):
         advice = "install the NVIDIA driver (Debian: nvidia-driver; Ubuntu: ubuntu-drivers install)"
-        return Finding(
+        return DoctorFinding(
             name="gpu", status="note", found="an NVIDIA GPU without a driver", advice=advice
         )
     if facts().gpus:  # a sandbox that hides /proc/driver
-        return Finding(name="gpu", status="ok", found=facts().names)
+        return DoctorFinding(name="gpu", status="ok", found=facts().names)
     why, advice = "", "collectives run on CPUs"
     if bindings_version() and facts().problem:  # somebody has wanted GPUs here
         why, advice = f": {facts().problem}", f"{advice}; if there is a GPU, {facts().advice}"
-    return Finding(name="gpu", status="note", found=_ABSENT + why, advice=advice)
+    return DoctorFinding(name="gpu", status="note", found=_ABSENT + why, advice=advice)
 
 
 def _is_nvidia_gpu(device: Path) -> bool:
@@ -84,17 +84,17 @@ def bindings_version() -> str:
         return ""
 
 
-def check_bindings() -> Finding:
+def check_bindings() -> DoctorFinding:
     version = bindings_version()
     if version:
-        return Finding(name="cuda-bindings", status="ok", found=version)
+        return DoctorFinding(name="cuda-bindings", status="ok", found=version)
     why = "GPU memory needs it" if has_gpu() else "only GPU memory needs it"
-    return Finding(
+    return DoctorFinding(
         name="cuda-bindings", status="note", found="not installed", advice=f"{INSTALL}: {why}"
     )
 
 
-def check_nvrtc() -> Finding | None:
+def check_nvrtc() -> DoctorFinding | None:
     """The compiler of the kernels, which needs no GPU; what brings the bindings brings it too."""
     from miraccl.executor.cuda import toolkit
 
@@ -105,7 +105,7 @@ def check_nvrtc() -> Finding | None:
         archs = toolkit.supported_archs()
     except MiracclError as error:
         why = error.message if has_gpu() else "not installed"
-        return Finding(
+        return DoctorFinding(
             name="nvrtc",
             status="note",
             found=why,
@@ -115,26 +115,26 @@ def check_nvrtc() -> Finding | None:
     for arch in sorted({gpu.sm for gpu in facts().gpus}):
         why, advice = toolkit.misfit(arch)
         if why:
-            return Finding(name="nvrtc", status="note", found=why, advice=advice)
+            return DoctorFinding(name="nvrtc", status="note", found=why, advice=advice)
     driver = facts().driver
     if driver and major > int(driver.split(".")[0]):
         advice = f"{toolkit.INSTALL_12}, or a newer driver: a driver loads code of its own major version or older"
-        return Finding(
+        return DoctorFinding(
             name="nvrtc",
             status="note",
             found=f"{text}; the driver is of CUDA {driver}",
             advice=advice,
         )
-    return Finding(name="nvrtc", status="ok", found=text)
+    return DoctorFinding(name="nvrtc", status="ok", found=text)
 
 
-def check_cuda() -> Finding | None:
+def check_cuda() -> DoctorFinding | None:
     """The GPUs as CUDA shows them to this process."""
     known = facts()
     if known.problem:
         asked = bindings_version() and has_gpu()
         return (
-            Finding(name="cuda", status="note", found=known.problem, advice=known.advice)
+            DoctorFinding(name="cuda", status="note", found=known.problem, advice=known.advice)
             if asked
             else None
         )
@@ -146,24 +146,24 @@ def check_cuda() -> Finding | None:
     held = [str(gpu.ordinal) for gpu in known.gpus if gpu.mode != _DEFAULT_MODE]
     if held:
         advice = "nvidia-smi -c 0 lets several processes use a GPU; --threads and torch beside miraccl need it"
-        return Finding(
+        return DoctorFinding(
             name="cuda",
             status="note",
             found=f"{text}; GPU {', '.join(held)} is for one process only",
             advice=advice,
         )
-    return Finding(name="cuda", status="ok", found=text)
+    return DoctorFinding(name="cuda", status="ok", found=text)
 
 
 # ---------------------------------------------------------------------- between GPUs
 
 
-def check_peers() -> Finding | None:
+def check_peers() -> DoctorFinding | None:
     """Peer access, pair by pair."""
     pairs = facts().peers
     if not pairs:
         return (
-            Finding(name="gpu peers", status="ok", found="one GPU: nobody to reach")
+            DoctorFinding(name="gpu peers", status="ok", found="one GPU: nobody to reach")
             if facts().gpus
             else None
         )
@@ -175,16 +175,16 @@ def check_peers() -> Finding | None:
     if refused:
         found = f"no peer access between {', '.join(refused)}; {len(pairs) // 2 - len(refused)} of {len(pairs) // 2} pairs have it"
         advice = "nvidia-smi topo -p2p r says why; in virtual machines the GPUs need a common PCI switch, on bare metal ACS and IOMMU off"
-        return Finding(name="gpu peers", status="note", found=found, advice=advice)
+        return DoctorFinding(name="gpu peers", status="note", found=found, advice=advice)
     atomics = "" if all(pair.atomics for pair in pairs) else ", without native atomics (PCI)"
-    return Finding(
+    return DoctorFinding(
         name="gpu peers",
         status="ok",
         found=f"all {len(pairs) // 2} pairs address each other's memory{atomics}",
     )
 
 
-def check_ipc() -> Finding | None:
+def check_ipc() -> DoctorFinding | None:
     """Tried with two processes."""
     gpus = facts().gpus
     if not gpus:
@@ -198,18 +198,18 @@ def check_ipc() -> Finding | None:
     )
     if error:
         advice = "ranks as processes need CUDA IPC: containers need --ipc=host and the same GPUs; or one process for all GPUs (--threads)"
-        return Finding(
+        return DoctorFinding(
             name="gpu ipc",
             status="note",
             found=f"memory of another process cannot be mapped: {error}{handles}",
             advice=advice,
         )
-    return Finding(
+    return DoctorFinding(
         name="gpu ipc", status="ok", found=f"memory of another process can be mapped{handles}"
     )
 
 
-def check_nvlink() -> Finding | None:
+def check_nvlink() -> DoctorFinding | None:
     """NVLinks that are up, as ``miraccl topo detect`` counts them."""
     from miraccl.topo.nvml import read_gpus
 
@@ -218,19 +218,19 @@ def check_nvlink() -> Finding | None:
     gpus, why = read_gpus()
     if not gpus:
         advice = "pip install nvidia-ml-py: miraccl topo detect and the order of rings ask it for GPUs and NVLinks"
-        return Finding(name="nvlink", status="note", found=why, advice=advice)
+        return DoctorFinding(name="nvlink", status="note", found=why, advice=advice)
     links = [sum(count for _, count in gpu.nvlinks) for gpu in gpus]
     if not any(links):
         text = "one GPU" if len(gpus) == 1 else "none: the GPUs reach each other over PCI"
-        return Finding(name="nvlink", status="ok", found=text)
-    text = f"{_range(links)} links up per GPU, {_ends([end for gpu in gpus for end, _ in gpu.nvlinks], [gpu.bus_id for gpu in gpus])}"
+        return DoctorFinding(name="nvlink", status="ok", found=text)
+    text = f"{_range(links)} links up per GPU, {_describe_far_ends([end for gpu in gpus for end, _ in gpu.nvlinks], [gpu.bus_id for gpu in gpus])}"
     if min(links) < max(links):
         down = ", ".join(str(gpu.dev) for gpu, count in zip(gpus, links) if count < max(links))
         advice = "nvidia-smi nvlink -s shows which are down; reset the GPU or look at the fabric manager's log"
-        return Finding(
+        return DoctorFinding(
             name="nvlink", status="note", found=f"{text}; fewer on GPU {down}", advice=advice
         )
-    return Finding(name="nvlink", status="ok", found=text)
+    return DoctorFinding(name="nvlink", status="ok", found=text)
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -239,7 +239,7 @@ def _range(numbers: Sequence[int]) -> str:
     )
 
 
-def _ends(far_ends: Sequence[str], gpus: Sequence[str]) -> str:
+def _describe_far_ends(far_ends: Sequence[str], gpus: Sequence[str]) -> str:
     direct = any(end in gpus for end in far_ends)
     switched = any(end not in gpus for end in far_ends)
     return (
@@ -251,13 +251,13 @@ def _ends(far_ends: Sequence[str], gpus: Sequence[str]) -> str:
     )
 
 
-def check_fabric() -> Finding | None:
+def check_fabric() -> DoctorFinding | None:
     """The state of the NVSwitch fabric, from ``nvidia-smi -q``."""
     if not has_gpu():
         return None
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Finding(
+        return DoctorFinding(
             name="fabric",
             status="note",
             found="unknown: nvidia-smi is not on PATH",
@@ -268,22 +268,22 @@ def check_fabric() -> Finding | None:
             [program, "-q"], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(
+        return DoctorFinding(
             name="fabric",
             status="note",
             found=f"nvidia-smi does not answer: {error}",
             advice="look at dmesg",
         )
-    return judge_fabric(done.stdout)
+    return parse_fabric(done.stdout)
 
 
-def judge_fabric(text: str) -> Finding:
+def parse_fabric(text: str) -> DoctorFinding:
     """What the "Fabric" parts of ``nvidia-smi -q`` mean: per GPU a state, and a status once that is Completed."""
     states = re.findall(
         r"^\s+Fabric\s*\n\s+State\s*:\s*(\S.*?)\s*\n\s+Status\s*:\s*(\S.*?)\s*$", text, re.MULTILINE
     )
     if not states or all(state == "N/A" for state, _ in states):
-        return Finding(name="fabric", status="ok", found="no NVSwitch fabric to set up")
+        return DoctorFinding(name="fabric", status="ok", found="no NVSwitch fabric to set up")
     bad = sorted(
         {
             f"{state}, {status}"
@@ -292,8 +292,10 @@ def judge_fabric(text: str) -> Finding:
         }
     )
     if bad:
-        return Finding(name="fabric", status="note", found="; ".join(bad), advice=_FABRIC_ADVICE)
-    return Finding(
+        return DoctorFinding(
+            name="fabric", status="note", found="; ".join(bad), advice=_FABRIC_ADVICE
+        )
+    return DoctorFinding(
         name="fabric", status="ok", found=f"set up on {len(states)} GPU{'s' * (len(states) != 1)}"
     )
 
@@ -303,14 +305,14 @@ def judge_fabric(text: str) -> Finding:
 _P2P_OFF = (
     "the GPUs may not address each other's memory: unset it unless that is what you want to try"
 )
-_PICKED = "the choice of plans is overridden, for every size"
+_OVERRIDES = "the choice of plans is overridden, for every size"
 _NO_ALGORITHM = (
     "no algorithm is called so, and every program ends with that, unless it brings one of that name"
 )
 _NO_PROTOCOL = "no protocol is called so, and every program ends with that: allowed are"
-_WISHED = "where it leaves a single choice of ours, that is taken, for every size"
+_HINT_ONLY = "where it leaves a single choice of ours, that is taken, for every size"
 #: variable -> what is wrong with this value, or nothing
-_OPINIONS: dict[str, Callable[[str], str]] = {
+_SETTING_CHECKS: dict[str, Callable[[str], str]] = {
     "CUDA_LAUNCH_BLOCKING": lambda value: (
         "every launch waits for its kernel: unset it" if value not in ("", "0") else ""
     ),
@@ -318,14 +320,14 @@ _OPINIONS: dict[str, Callable[[str], str]] = {
     "MIRACCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
     "NCCL_P2P_DISABLE": lambda value: _P2P_OFF if value not in ("", "0") else "",
     "MIRACCL_ALGO": lambda value: (
-        value and (_PICKED if value.lower() in catalog.names() else _NO_ALGORITHM)
+        value and (_OVERRIDES if value.lower() in catalog.names() else _NO_ALGORITHM)
     ),
-    "NCCL_ALGO": lambda value: value and _WISHED,
+    "NCCL_ALGO": lambda value: value and _HINT_ONLY,
     "MIRACCL_PROTO": lambda value: (
         value
-        and (_PICKED if value.lower() in PROTOCOLS else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}")
+        and (_OVERRIDES if value.lower() in PROTOCOLS else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}")
     ),
-    "NCCL_PROTO": lambda value: value and _WISHED,
+    "NCCL_PROTO": lambda value: value and _HINT_ONLY,
     "MIRACCL_DEBUG_SUBSYS": trace.judge_subsystems,
 }
 _PREFIXES = ("MIRACCL_", "NCCL_")
@@ -340,33 +342,33 @@ _SECRET = ("MIRACCL_SECRET", "MIRACCL_UNIQUE_ID")
 _MAX_SHOWN = 60
 
 
-def check_settings() -> Finding:
-    return judge_settings(os.environ)
+def check_settings() -> DoctorFinding:
+    return check_environ(os.environ)
 
 
-def judge_settings(environ: Mapping[str, str]) -> Finding:
+def check_environ(environ: Mapping[str, str]) -> DoctorFinding:
     """Variables of the environment that change what happens, and what is wrong with them."""
     names = [
         name
         for name in sorted(environ)
-        if (name.startswith(_PREFIXES) or name in _NAMES) and not _of_a_launcher(name)
+        if (name.startswith(_PREFIXES) or name in _NAMES) and not _is_launch_variable(name)
     ]
     if not names:
-        return Finding(name="settings", status="ok", found="none is set")
+        return DoctorFinding(name="settings", status="ok", found="none is set")
     shown = ", ".join(
         name if name in _SECRET else f"{name}={environ[name][:_MAX_SHOWN]}" for name in names
     )
     opinions = [
         f"{name}: {text}"
         for name in names
-        if name in _OPINIONS and (text := _OPINIONS[name](environ[name].strip()))
+        if name in _SETTING_CHECKS and (text := _SETTING_CHECKS[name](environ[name].strip()))
     ]
     opinions += [
         f"{name} means nothing" + (f", did you mean {close}?" if close else "")
         for name, close in unknown_variables(environ)
     ]
     opinions += [record["error"] for record in collect(environ) if "error" in record]
-    return Finding(
+    return DoctorFinding(
         name="settings",
         status="note" if opinions else "ok",
         found=shown,
@@ -374,7 +376,7 @@ def judge_settings(environ: Mapping[str, str]) -> Finding:
     )
 
 
-def _of_a_launcher(name: str) -> bool:
+def _is_launch_variable(name: str) -> bool:
     return name.removeprefix("MIRACCL_") in LAUNCH_VARIABLES and name not in _SECRET
 
 

@@ -99,7 +99,7 @@ def _print_table(records: list[dict[str, Any]]) -> None:
     rows = [
         (
             f"MIRACCL_{r['name']}",
-            r.get("error") or _show(r["value"], r["unit"]),
+            r.get("error") or _format_value(r["value"], r["unit"]),
             r["source"],
             r["help"],
         )
@@ -114,7 +114,7 @@ def _print_table(records: list[dict[str, Any]]) -> None:
         )
 
 
-def _show(value: Any, unit: str) -> str:
+def _format_value(value: Any, unit: str) -> str:
     if isinstance(value, bool):
         return str(int(value))
     text = f"{value:g}" if isinstance(value, float) else str(value)
@@ -126,6 +126,6 @@ def render_markdown() -> str:
     lines = ["| variable | default | kind | also read | meaning |", "|---|---|---|---|---|"]
     for name, param in sorted(params.PARAMS.items()):
         nccl = f"`NCCL_{param.nccl}`" if param.nccl else ""
-        default = _show(param.default, param.unit).replace('""', "empty")
+        default = _format_value(param.default, param.unit).replace('""', "empty")
         lines.append(f"| `MIRACCL_{name}` | {default} | {param.kind} | {nccl} | {param.help} |")
     return "\n".join(lines)

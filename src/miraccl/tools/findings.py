@@ -11,7 +11,7 @@ Status = Literal["ok", "note", "missing"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """One thing that was looked at. ``note``: miraccl works, something is slower or off. ``missing``: it does not work."""
 
     name: str
@@ -21,7 +21,7 @@ class Finding:
 
 
 Check = Callable[
-    [], Finding | None
+    [], DoctorFinding | None
 ]  # None: there is nothing to look at here, or another check says it
 
 

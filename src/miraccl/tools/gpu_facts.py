@@ -75,7 +75,7 @@ class CudaFacts:
         kinds = dict.fromkeys(gpu.name for gpu in self.gpus)
         return ", ".join(f"{sum(gpu.name == kind for gpu in self.gpus)} x {kind}" for kind in kinds)
 
-    def of(self, ordinals: Sequence[int]) -> CudaFacts:
+    def restrict_to(self, ordinals: Sequence[int]) -> CudaFacts:
         """The same with some of the GPUs."""
         return replace(self, gpus=tuple(gpu for gpu in self.gpus if gpu.ordinal in ordinals))
 
@@ -104,7 +104,7 @@ def collect() -> CudaFacts:
         return CudaFacts(
             problem=f"CUDA does not start: {code.name}", advice=advice, bindings=version
         )
-    return _ask(cuda, version)
+    return _query_driver(cuda, version)
 
 
 def _package_version() -> str:
@@ -116,7 +116,7 @@ def _package_version() -> str:
         return "unknown version"
 
 
-def _ask(cuda: Any, version: str) -> CudaFacts:
+def _query_driver(cuda: Any, version: str) -> CudaFacts:
     from miraccl.executor.cuda.driver import check
 
     number = int(check(cuda.cuDriverGetVersion(), "cuDriverGetVersion"))
@@ -127,14 +127,14 @@ def _ask(cuda: Any, version: str) -> CudaFacts:
         advice="" if count else _INIT_ADVICE[100],
         driver=f"{number // 1000}.{number % 1000 // 10}",
         bindings=version,
-        gpus=tuple(_gpu(cuda, i, device) for i, device in enumerate(devices)),
+        gpus=tuple(_query_gpu(cuda, i, device) for i, device in enumerate(devices)),
         peers=tuple(
-            _peer(cuda, i, j, devices) for i in range(count) for j in range(count) if i != j
+            _query_peer(cuda, i, j, devices) for i in range(count) for j in range(count) if i != j
         ),
     )
 
 
-def _gpu(cuda: Any, ordinal: int, device: Any) -> GpuInfo:
+def _query_gpu(cuda: Any, ordinal: int, device: Any) -> GpuInfo:
     from miraccl.executor.cuda.driver import check
 
     def attribute(name: str) -> int:
@@ -153,7 +153,7 @@ def _gpu(cuda: Any, ordinal: int, device: Any) -> GpuInfo:
     )
 
 
-def _peer(cuda: Any, source: int, target: int, devices: list[Any]) -> PeerAccess:
+def _query_peer(cuda: Any, source: int, target: int, devices: list[Any]) -> PeerAccess:
     from miraccl.executor.cuda.driver import check
 
     allowed = bool(

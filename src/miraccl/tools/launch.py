@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from miraccl.errors import InvalidUsage, SystemFailure
-from miraccl.tools.spawn import Context, Ranks
+from miraccl.tools.spawn import RankContext, Ranks
 
 Environ = Callable[[int], dict[str, str]]
 _START_SECONDS = 30.0
@@ -23,12 +23,12 @@ def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[E
     """Hold the hub of ranks on this host, which may meet again and again; gives the environment of each, as a function of the rank."""
     from miraccl import bootstrap  # noqa: F401 - so that the fork has it
 
-    with Ranks(_hold_hub, 1, (nranks,)) as hub:
+    with Ranks(_run_hub, 1, (nranks,)) as hub:
         unique_id = _first_message(hub)
 
         def environ(rank: int) -> dict[str, str]:
             return {
-                **_numbers(rank, nranks, rank, nranks),
+                **_rank_environ(rank, nranks, rank, nranks),
                 "MIRACCL_UNIQUE_ID": unique_id,
                 **(extra or {}),
             }
@@ -36,7 +36,7 @@ def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[E
         yield environ
 
 
-def _hold_hub(context: Context, nranks: int) -> None:
+def _run_hub(context: RankContext, nranks: int) -> None:
     from miraccl.bootstrap import create_root
 
     unique_id, root = create_root(nranks=nranks, many=True)
@@ -71,8 +71,8 @@ def static_job(
             "several hosts need the same MIRACCL_SECRET in the environment: any text that others cannot guess"
         )
 
-    def of_rank(local_rank: int) -> dict[str, str]:
-        numbers = _numbers(node_rank * nproc + local_rank, nnodes * nproc, local_rank, nproc)
+    def environ_of(local_rank: int) -> dict[str, str]:
+        numbers = _rank_environ(node_rank * nproc + local_rank, nnodes * nproc, local_rank, nproc)
         return {
             **numbers,
             "MIRACCL_UNIQUE_ID": "",
@@ -80,10 +80,10 @@ def static_job(
             "MASTER_PORT": port,
         }
 
-    yield of_rank
+    yield environ_of
 
 
-def _numbers(rank: int, nranks: int, local_rank: int, local_nranks: int) -> dict[str, str]:
+def _rank_environ(rank: int, nranks: int, local_rank: int, local_nranks: int) -> dict[str, str]:
     return {
         "MIRACCL_RANK": str(rank),
         "MIRACCL_NRANKS": str(nranks),

@@ -104,7 +104,7 @@ class OutputFile(click.ParamType[str]):
         return path
 
 
-class KnownCommands(click.Group):
+class SuggestingGroup(click.Group):
     """A group that says which commands it has where it is given another."""
 
     def resolve_command(

@@ -12,7 +12,7 @@ from typing import Any
 _LENGTH = struct.Struct("<Q")
 
 
-class Channel:
+class ProcessPipe:
     """Pickled messages over one end of a socket pair between a parent and the child it forked (trusted, never the network)."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -29,7 +29,7 @@ class Channel:
     def receive(self) -> Any:
         """The next message; blocks. ``EOFError`` when the other side is gone."""
         while True:
-            for message in self._complete():
+            for message in self._complete_messages():
                 return message
             self._fill(0)
 
@@ -37,7 +37,7 @@ class Channel:
         """What has arrived; does not block. ``EOFError`` when the other side is gone and everything was taken."""
         with contextlib.suppress(BlockingIOError):
             self._fill(socket.MSG_DONTWAIT)
-        return list(self._complete())
+        return list(self._complete_messages())
 
     def close(self) -> None:
         self._socket.close()
@@ -51,7 +51,7 @@ class Channel:
             raise EOFError
         self._pending += data
 
-    def _complete(self) -> Iterator[Any]:
+    def _complete_messages(self) -> Iterator[Any]:
         while len(self._pending) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._pending)
             end = _LENGTH.size + length

@@ -115,11 +115,11 @@ def plan(
         raise InvalidUsage("only one output can go to standard output")
     tables = "-" not in (json_target, graph_xml, svg, html)
     depth = "explain" if explain or html else "bound" if tables else "plan"
-    source = _Source.of(
+    source = PlanSource.read(
         topo_file or params.TOPO_FILE.read(os.environ), _descriptions(accelerators, os.environ)
     )
     request = _request(nodes, gpus or (), collnet=collnet, fuse=fuse)
-    document = _document(source, request, depth=depth, cached=not no_cache)
+    document = _load_document(source, request, depth=depth, cached=not no_cache)
     if dump := params.TOPO_DUMP_FILE.read(os.environ):
         from miraccl.topo.select import select_topology
         from miraccl.topo.xmlfile import format_topology
@@ -145,7 +145,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Source:
+class PlanSource:
     """What is planned on. ``content`` is that of the topology file ``path``, read once: it may be a pipe, or change meanwhile. None is this
     machine. ``descriptions``: files of described accelerators."""
 
@@ -154,7 +154,7 @@ class _Source:
     descriptions: Sequence[str]
 
     @classmethod
-    def of(cls, path: str, descriptions: Sequence[str]) -> _Source:
+    def read(cls, path: str, descriptions: Sequence[str]) -> PlanSource:
         return cls(path, read_bytes(path, "topology file") if path else None, descriptions)
 
     @property
@@ -190,7 +190,9 @@ def _request(nodes: int, gpus: Sequence[int], *, collnet: bool, fuse: bool) -> P
     )
 
 
-def _document(source: _Source, request: PlanRequest, *, depth: str, cached: bool) -> PlanDocument:
+def _load_document(
+    source: PlanSource, request: PlanRequest, *, depth: str, cached: bool
+) -> PlanDocument:
     """The plan. ``depth``: ``plan`` alone, with the ``bound``, or with both that and the reasons (``explain``)."""
     from miraccl.graph.plan_cache import cached_document, plan_key
 
@@ -205,13 +207,11 @@ def _document(source: _Source, request: PlanRequest, *, depth: str, cached: bool
     )
 
 
-def _descriptions(described: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    return list(described) or [
-        file for file in params.ACCELERATORS.read(environ).split(":") if file
-    ]
+def _descriptions(files: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    return list(files) or [file for file in params.ACCELERATORS.read(environ).split(":") if file]
 
 
-def _compute(source: _Source, request: PlanRequest, depth: str) -> dict[str, Any]:
+def _compute(source: PlanSource, request: PlanRequest, depth: str) -> dict[str, Any]:
     from dataclasses import replace
 
     from miraccl.graph.plan import make_plan

@@ -55,20 +55,20 @@ def print_plan(document: Json) -> None:
         console.print(table)
         console.print()
     if bound := document.get("bound"):
-        _list(console, "Bounds on bus bandwidth", bound["sentences"])
+        _print_list(console, "Bounds on bus bandwidth", bound["sentences"])
 
 
 def print_explanation(document: Json) -> None:
     """The reasons as sentences, stage by stage."""
     console = _console()
-    for heading, sentences in document["explain"]["sentences"].items():
-        _list(console, f"Why: {heading.lower()}", sentences)
+    for heading, reasons in document["explain"]["sentences"].items():
+        _print_list(console, f"Why: {heading.lower()}", reasons)
 
 
-def _list(console: Console, heading: str, sentences: Sequence[str]) -> None:
+def _print_list(console: Console, heading: str, items: Sequence[str]) -> None:
     console.print(f"[bold]{escape(heading)}[/bold]")
     grid = Table.grid(padding=(0, 1))
-    for sentence in sentences:
+    for sentence in items:
         grid.add_row(" -", escape(sentence))
     console.print(grid)
     console.print()

@@ -6,11 +6,11 @@ import ctypes
 import os
 import signal
 
-LONGEST_NAP = 3600.0  # seconds a selector waits at most; epoll counts milliseconds in 32 bits
+MAX_WAIT_SECONDS = 3600.0  # seconds a selector waits at most; epoll counts milliseconds in 32 bits
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def expect_children() -> None:
+def restore_sigchld() -> None:
     """Have the kernel keep the statuses of children that end; where it was told to forget them (``trap '' CHLD``), so were we."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

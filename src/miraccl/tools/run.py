@@ -31,7 +31,7 @@ import click
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.tools import launch
 from miraccl.tools.options import Finite
-from miraccl.tools.processes import LONGEST_NAP, die_with_parent, expect_children, signal_name
+from miraccl.tools.processes import MAX_WAIT_SECONDS, die_with_parent, restore_sigchld, signal_name
 
 _FORWARDED = (
     signal.SIGINT,
@@ -109,7 +109,7 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
     command = build_command(program, args, as_module=options["as_module"])
     nproc = options["nproc"]
     with open_job(nproc, options["nnodes"], options["node_rank"], options["master"]) as environ:
-        job = Job(
+        job = LocalJob(
             command,
             nproc,
             environ,
@@ -166,7 +166,7 @@ class _Process:
     pending: dict[int, bytearray] = field(default_factory=dict)
 
 
-class Job:
+class LocalJob:
     """The ranks of this host. ``run()`` may be called once and returns the exit status of the whole."""
 
     def __init__(
@@ -195,16 +195,16 @@ class Job:
         self._limit: float | None = None
 
     def run(self) -> int:
-        expect_children()
-        with self._signals_caught():
+        restore_sigchld()
+        with self._catching_signals():
             try:
                 for local_rank in range(self._nproc):
                     self._start(local_rank)
-                    self._step(wait=False)
+                    self._process_events(wait=False)
                     if self._stage:  # a signal, or a rank that has failed already: no more of them
                         break
                 while self._running:
-                    self._step()
+                    self._process_events()
             finally:
                 self._kill_all()
         return self._status
@@ -250,7 +250,7 @@ class Job:
                 self._selector.register(pipe, selectors.EVENT_READ, ("output", local_rank, number))
 
     @contextlib.contextmanager
-    def _signals_caught(self) -> Any:
+    def _catching_signals(self) -> Any:
         """Have signals wake the selector; the previous handlers come back."""
         with self._selector, contextlib.ExitStack() as pair:
             with as_system_failure("signals cannot be caught"):
@@ -272,13 +272,13 @@ class Job:
 
     # ------------------------------------------------------------------ watching
 
-    def _step(self, *, wait: bool = True) -> None:
+    def _process_events(self, *, wait: bool = True) -> None:
         timeout = (
             0.0
             if not wait
             else None
             if self._limit is None
-            else min(max(0.0, self._limit - time.monotonic()), LONGEST_NAP)
+            else min(max(0.0, self._limit - time.monotonic()), MAX_WAIT_SECONDS)
         )
         for key, _ in self._selector.select(timeout):
             kind, local_rank, detail = key.data
@@ -291,17 +291,17 @@ class Job:
                 ):  # not after its rank's end, seen before it in this turn, has drained it
                     self._read(local_rank, detail, key.fileobj)
             else:
-                self._ended(local_rank)
+                self._handle_exit(local_rank)
         while self._signals:
             self._forward(self._signals.pop(0))
         if self._limit is not None and time.monotonic() >= self._limit:
             self._escalate()
 
-    def _ended(self, local_rank: int) -> None:
+    def _handle_exit(self, local_rank: int) -> None:
         entry = self._processes[local_rank]
         self._selector.unregister(entry.pidfd)
         os.close(entry.pidfd)
-        self._end_group(entry)  # before wait(): until then nobody else can have its number
+        self._kill_group(entry)  # before wait(): until then nobody else can have its number
         status = entry.process.wait()
         self._running.discard(local_rank)
         self._drain(local_rank)
@@ -336,13 +336,13 @@ class Job:
         """Whatever happened: nothing of the job stays behind."""
         for local_rank in self._running:
             entry = self._processes[local_rank]
-            self._end_group(entry)
+            self._kill_group(entry)
             entry.process.wait()
             if entry.pidfd >= 0:
                 os.close(entry.pidfd)
 
     @staticmethod
-    def _end_group(entry: _Process) -> None:
+    def _kill_group(entry: _Process) -> None:
         """Kill the rank, if it runs, and what it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(entry.process.pid, signal.SIGKILL)

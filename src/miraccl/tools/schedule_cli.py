@@ -15,11 +15,11 @@ from miraccl.errors import InvalidUsage, MiracclError, ScheduleError
 from miraccl.tools.options import (
     File,
     Finite,
-    KnownCommands,
     Numbers,
     OutputFile,
     Size,
     Sizes,
+    SuggestingGroup,
     read_bytes,
     write_json,
     write_text,
@@ -29,7 +29,7 @@ from miraccl.types import Collective
 _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_RECV)
 
 
-@click.group(cls=KnownCommands, short_help="Show, prove, draw and simulate algorithms.")
+@click.group(cls=SuggestingGroup, short_help="Show, prove, draw and simulate algorithms.")
 def schedule() -> None:
     """Show, prove, draw and simulate the steps of an algorithm.
 
@@ -142,7 +142,7 @@ def show(
         raise InvalidUsage(
             f"--rank {rank} is not one of the {built.nranks} ranks 0..{built.nranks - 1}"
         )
-    print(f"# {_counts(built)}")
+    print(f"# {_format_counts(built)}")
     if rank is None:
         print(dump(built), end="")
         return
@@ -222,7 +222,7 @@ def verify(
             )
             proved += 1
             print(
-                f"{name}: right, {'adds in the order of the ranks, ' if ordered else ''}{_counts(built)}"
+                f"{name}: right, {'adds in the order of the ranks, ' if ordered else ''}{_format_counts(built)}"
             )
         except ScheduleError as error:
             wrong += 1
@@ -367,7 +367,7 @@ def simulate(
         if options["nodes"] > 1 or options["gpus"]:
             raise InvalidUsage("--nodes and --gpus belong to --topo")
         built = _build(algo, collective, ranks or 4, root, plugin)
-        links = simulation.uniform(
+        links = simulation.uniform_links(
             built.nranks, options["bandwidth"] or 100.0, options["latency"], direct=options["mesh"]
         )
     if options["trace_file"] == options["json_target"] == "-":
@@ -475,7 +475,7 @@ def _parse_ranks(text: str) -> range:
     return range(low, high + 1)
 
 
-def _counts(built: Any) -> str:
+def _format_counts(built: Any) -> str:
     """Steps and messages, of the busiest rank and in all."""
     per_rank = [
         sum(len(channel[rank]) for channel in built.channels) for rank in range(built.nranks)

@@ -25,7 +25,7 @@ _COLORS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class StepEvent:
     """One step on the logical clock: it runs in the unit that begins at ``start``."""
 
     channel: int
@@ -40,17 +40,17 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrow:
+class MessageArrow:
     """A message, or a piece of memory that is read or written across ranks."""
 
-    sender: Event
-    receiver: Event
+    sender: StepEvent
+    receiver: StepEvent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    events: tuple[Event, ...]
-    arrows: tuple[Arrow, ...]
+    events: tuple[StepEvent, ...]
+    arrows: tuple[MessageArrow, ...]
 
     @property
     def length(self) -> int:
@@ -62,8 +62,8 @@ def compute_timeline(schedule: Schedule) -> Timeline:
 
     Raises ``ScheduleError`` if steps wait for each other in a circle.
     """
-    events: list[Event] = []
-    arrows: list[Arrow] = []
+    events: list[StepEvent] = []
+    arrows: list[MessageArrow] = []
     for number, ranks in enumerate(schedule.channels):
         clock = _ChannelClock(number, ranks)
         clock.run(schedule.name)
@@ -76,14 +76,14 @@ class _ChannelClock:
     """Runs one channel: ranks advance until nobody can."""
 
     def __init__(self, channel: int, ranks: tuple[tuple[Step, ...], ...]) -> None:
-        self.events: list[Event] = []
-        self.arrows: list[Arrow] = []
+        self.events: list[StepEvent] = []
+        self.arrows: list[MessageArrow] = []
         self._channel = channel
         self._ranks = ranks
         self._next = [0] * len(ranks)
         self._free = [0] * len(ranks)
-        self._messages: dict[tuple[int, int], deque[Event]] = defaultdict(deque)
-        self._signals: dict[tuple[int, int], deque[Event]] = defaultdict(deque)
+        self._messages: dict[tuple[int, int], deque[StepEvent]] = defaultdict(deque)
+        self._signals: dict[tuple[int, int], deque[StepEvent]] = defaultdict(deque)
 
     def run(self, name: str) -> None:
         while any(self._next[r] < len(steps) for r, steps in enumerate(self._ranks)):
@@ -98,26 +98,26 @@ class _ChannelClock:
         moved = False
         while self._next[rank] < len(self._ranks[rank]):
             step = self._ranks[rank][self._next[rank]]
-            queues = self._needed(rank, step)
+            queues = self._required_queues(rank, step)
             if step.op is Op.BARRIER or not all(queues):
                 return moved
-            self._place(rank, step, [queue.popleft() for queue in queues])
+            self._place_step(rank, step, [queue.popleft() for queue in queues])
             moved = True
         return moved
 
-    def _needed(self, rank: int, step: Step) -> list[deque[Event]]:
+    def _required_queues(self, rank: int, step: Step) -> list[deque[StepEvent]]:
         """The queues that must have a message each before the step can run."""
         if step.op is Op.WAIT:
             return [self._signals[peer, rank] for peer in step.peers]
         return [self._messages[peer, rank] for peer in step.senders(rank)]
 
-    def _place(self, rank: int, step: Step, arrived: list[Event]) -> None:
+    def _place_step(self, rank: int, step: Step, arrived: list[StepEvent]) -> None:
         start = max([self._free[rank], *(e.end for e in arrived)])
-        event = Event(
+        event = StepEvent(
             channel=self._channel, rank=rank, number=self._next[rank], step=step, start=start
         )
         self.events.append(event)
-        self.arrows += [Arrow(sender=sender, receiver=event) for sender in arrived]
+        self.arrows += [MessageArrow(sender=sender, receiver=event) for sender in arrived]
         self._free[rank] = event.end
         self._next[rank] += 1
         if step.op.sends and step.send_peer is not None:
@@ -136,7 +136,7 @@ class _ChannelClock:
             return False
         self._free = [max(self._free)] * len(self._free)
         for rank, steps in enumerate(self._ranks):
-            self._place(rank, steps[self._next[rank]], [])
+            self._place_step(rank, steps[self._next[rank]], [])
         return True
 
 
@@ -147,7 +147,7 @@ def draw_svg(schedule: Schedule) -> str:
     width = _LEFT + _UNIT * max(1, timeline.length) + 20
     height = _TOP + height_of_rank * schedule.nranks + 34
 
-    def middle(event: Event) -> float:
+    def middle(event: StepEvent) -> float:
         return _TOP + event.rank * height_of_rank + event.channel * _LANE + _LANE / 2
 
     title = f"{schedule.name}: {schedule.collective.label}, nranks {schedule.nranks}, channels {schedule.nchannels}, parts {schedule.parts}"
@@ -193,7 +193,7 @@ def _kind(op: Op) -> str:
     return "copy" if op is Op.COPY else "sync"
 
 
-def _box(event: Event, middle: float) -> str:
+def _box(event: StepEvent, middle: float) -> str:
     x, y = _LEFT + event.start * _UNIT + 4, middle - _BOX / 2
     ref = event.step.dst or event.step.src
     label = (
@@ -208,7 +208,7 @@ def _box(event: Event, middle: float) -> str:
     )
 
 
-def _arrow(arrow: Arrow, y1: float, y2: float) -> str:
+def _arrow(arrow: MessageArrow, y1: float, y2: float) -> str:
     x1 = _LEFT + arrow.sender.end * _UNIT - 8
     x2 = _LEFT + arrow.receiver.start * _UNIT + 4
     return f'<line x1="{x1}" y1="{y1:g}" x2="{x2}" y2="{y2:g}" stroke="black" stroke-width="0.8" marker-end="url(#tip)" opacity="0.7"/>'

@@ -31,7 +31,9 @@ def read_machine(
     )
 
 
-def uniform(nranks: int, bandwidth: float, latency_us: float | None, *, direct: bool) -> Links:
+def uniform_links(
+    nranks: int, bandwidth: float, latency_us: float | None, *, direct: bool
+) -> Links:
     """A switch, or a link for each pair, with the same links everywhere."""
     return (mesh if direct else switch)(
         nranks, bandwidth, LATENCY_US if latency_us is None else latency_us

@@ -31,31 +31,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miraccl.errors import as_system_failure
-from miraccl.tools.pipe import Channel
-from miraccl.tools.processes import LONGEST_NAP, die_with_parent, expect_children, signal_name
+from miraccl.tools.pipe import ProcessPipe
+from miraccl.tools.processes import MAX_WAIT_SECONDS, die_with_parent, restore_sigchld, signal_name
 
 _MAX_OUTPUT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class RankContext:
     """What the function that a rank runs is given as its first argument."""
 
     rank: int
     nranks: int
-    channel: Channel
+    pipe: ProcessPipe
 
     def emit(self, message: Any) -> None:
         """Hand a message to the parent."""
-        self.channel.send(("message", message))
+        self.pipe.send(("message", message))
 
     def receive(self) -> Any:
         """Take a message of the parent; blocks. ``EOFError`` when the parent is gone."""
-        return self.channel.receive()
+        return self.pipe.receive()
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class RankOutcome:
     """How a rank ended.
 
     ``status`` is the exit status, or minus the signal; ``error`` the traceback, empty if there was none; ``summary`` its last
@@ -91,9 +91,9 @@ class Outcome:
 class _Rank:
     pid: int
     pidfd: int
-    channel: Channel
+    pipe: ProcessPipe
     output_fd: int
-    outcome: Outcome
+    outcome: RankOutcome
     output: bytearray = field(default_factory=bytearray)
 
 
@@ -118,10 +118,10 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self._ended = 0
         self._closed = False
-        expect_children()
+        restore_sigchld()
         _flush()
         try:
-            with _ctrl_c_later() as mask:
+            with _sigint_blocked() as mask:
                 for rank in range(nranks):
                     self._ranks.append(
                         self._start(
@@ -145,7 +145,7 @@ class Ranks:
         self.stop(grace=0)
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RankOutcome]:
         return [r.outcome for r in self._ranks]
 
     @property
@@ -160,7 +160,7 @@ class Ranks:
         with contextlib.suppress(
             BrokenPipeError, ConnectionError
         ):  # its death is reported by poll()
-            self._ranks[rank].channel.send(message)
+            self._ranks[rank].pipe.send(message)
 
     def poll(self, timeout: float | None) -> list[tuple[int, Any]]:
         """Wait up to ``timeout`` seconds, an hour at most, for something to happen; returns messages as (rank, message).
@@ -169,13 +169,13 @@ class Ranks:
         """
         messages: list[tuple[int, Any]] = []
         for key, _ in self._selector.select(
-            timeout if timeout is None else min(timeout, LONGEST_NAP)
+            timeout if timeout is None else min(timeout, MAX_WAIT_SECONDS)
         ):
             kind, rank = key.data
             if kind == "message":
-                self._take_messages(rank, messages)
+                self._read_messages(rank, messages)
             elif kind == "output":
-                self._take_output(rank)
+                self._read_output(rank)
             else:
                 self._reap(rank, messages)
         return messages
@@ -203,7 +203,7 @@ class Ranks:
                 return False
         return True
 
-    def first_failure(self) -> Outcome | None:
+    def first_failure(self) -> RankOutcome | None:
         """The rank that failed first; those that were ended here, or that only report a peer's failure, count if there is no other.
 
         Ranks learn of each other's failures within microseconds, so the order in which errors arrive does not tell cause from effect.
@@ -219,14 +219,14 @@ class Ranks:
         """End what still runs: SIGTERM, ``grace`` seconds later SIGKILL; returns when nothing is left. May be called twice."""
         if self._closed:
             return
-        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
+        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
             if number is signal.SIGTERM and not grace:
                 continue
             for rank in self._ranks:
                 if rank.outcome.status is None:
                     rank.outcome.stopped = True
                     signal.pidfd_send_signal(rank.pidfd, number)
-            limit = time.monotonic() + patience
+            limit = time.monotonic() + seconds
             while self.running and time.monotonic() < limit:
                 self.poll(max(0.0, limit - time.monotonic()))
         for rank in self._ranks:
@@ -265,11 +265,11 @@ class Ranks:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 for other in self._ranks:
-                    other.channel.close()
+                    other.pipe.close()
                 _become_rank(
                     parent,
                     target,
-                    Context(rank=rank, nranks=nranks, channel=Channel(child_end)),
+                    RankContext(rank=rank, nranks=nranks, pipe=ProcessPipe(child_end)),
                     args,
                     environ,
                     write_fd,
@@ -277,7 +277,7 @@ class Ranks:
             unless_it_runs.callback(_end_child, pid)
             pidfd = os.pidfd_open(pid)
             unless_it_runs.callback(os.close, pidfd)
-            channel = Channel(parent_end)
+            channel = ProcessPipe(parent_end)
             if capture:
                 os.set_blocking(read_fd, False)
                 self._selector.register(read_fd, selectors.EVENT_READ, ("output", rank))
@@ -285,16 +285,16 @@ class Ranks:
             self._selector.register(pidfd, selectors.EVENT_READ, ("exit", rank))
             unless_it_runs.pop_all()
         return _Rank(
-            pid=pid, pidfd=pidfd, channel=channel, output_fd=read_fd, outcome=Outcome(rank=rank)
+            pid=pid, pidfd=pidfd, pipe=channel, output_fd=read_fd, outcome=RankOutcome(rank=rank)
         )
 
-    def _take_messages(self, number: int, messages: list[tuple[int, Any]]) -> bool:
+    def _read_messages(self, number: int, messages: list[tuple[int, Any]]) -> bool:
         """Take what has arrived; True if there may be more."""
         rank = self._ranks[number]
         try:
-            arrived = rank.channel.available()
+            arrived = rank.pipe.available()
         except EOFError:
-            self._forget(rank.channel)
+            self._unregister(rank.pipe)
             return False
         for kind, body in arrived:
             if kind == "message":
@@ -306,7 +306,7 @@ class Ranks:
                 rank.outcome.order = self._next_order()
         return bool(arrived)
 
-    def _take_output(self, number: int) -> bool:
+    def _read_output(self, number: int) -> bool:
         """Take what was printed; True if there may be more."""
         rank = self._ranks[number]
         if rank.output_fd < 0:
@@ -316,17 +316,17 @@ class Ranks:
         except BlockingIOError:
             return False
         if not data:
-            self._forget(rank.output_fd)
+            self._unregister(rank.output_fd)
         rank.output = (rank.output + data)[-_MAX_OUTPUT:]
         return bool(data)
 
     def _reap(self, number: int, messages: list[tuple[int, Any]]) -> None:
         rank = self._ranks[number]
-        self._forget(rank.pidfd)
+        self._unregister(rank.pidfd)
         # Processes that a rank started may hold both ends open, so only what is there is taken: no waiting for an end of file.
-        while self._take_messages(number, messages):
+        while self._read_messages(number, messages):
             pass
-        while self._take_output(number):
+        while self._read_output(number):
             pass
         _, status = os.waitpid(rank.pid, 0)
         rank.outcome.status = os.waitstatus_to_exitcode(status)
@@ -338,12 +338,12 @@ class Ranks:
     def _next_order(self) -> int:
         return 1 + max(r.outcome.order for r in self._ranks)
 
-    def _forget(self, fileobj: Any) -> None:
+    def _unregister(self, fileobj: Any) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fileobj)
 
     def _release(self, rank: _Rank) -> None:
-        rank.channel.close()
+        rank.pipe.close()
         for fd in (rank.pidfd, rank.output_fd):
             if fd >= 0:
                 with contextlib.suppress(OSError):
@@ -352,7 +352,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def _ctrl_c_later() -> Iterator[Iterable[int]]:
+def _sigint_blocked() -> Iterator[Iterable[int]]:
     """Ctrl-C reaches who starts ranks once all are started: a child to which it came before it is a rank would go on as its parent does.
     Gives the signals that were blocked."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -365,7 +365,7 @@ def _ctrl_c_later() -> Iterator[Iterable[int]]:
 def _become_rank(
     parent: int,
     target: Callable[..., Any],
-    context: Context,
+    context: RankContext,
     args: Sequence[Any],
     environ: Mapping[str, str],
     output_fd: int,
@@ -391,9 +391,9 @@ def _become_rank(
         os._exit(status)
 
 
-def _run(target: Callable[..., Any], context: Context, args: Sequence[Any]) -> int:
+def _run(target: Callable[..., Any], context: RankContext, args: Sequence[Any]) -> int:
     try:
-        context.channel.send(("value", target(context, *args)))
+        context.pipe.send(("value", target(context, *args)))
         return 0
     except SystemExit as stop:
         if isinstance(stop.code, str):
@@ -406,7 +406,7 @@ def _run(target: Callable[..., Any], context: Context, args: Sequence[Any]) -> i
                 f"{type(error).__name__}: {error}",
                 getattr(error, "fault", ""),
             )
-            context.channel.send(("error", body))
+            context.pipe.send(("error", body))
         return 1
 
 

@@ -13,9 +13,9 @@ from miraccl.errors import InvalidUsage
 from miraccl.tools.options import (
     MAX_NODES,
     File,
-    KnownCommands,
     Numbers,
     OutputFile,
+    SuggestingGroup,
     write_json,
     write_text,
 )
@@ -34,7 +34,7 @@ MAX_CPU_RANKS = 576
 """As many devices as a system may have (``topo.build.MAX_NODES``)."""
 
 
-@click.group(cls=KnownCommands, short_help="Show, read and compare the topology of machines.")
+@click.group(cls=SuggestingGroup, short_help="Show, read and compare the topology of machines.")
 def topo() -> None:
     """Show, read and compare the topology of machines.
 
@@ -50,7 +50,7 @@ def topo() -> None:
     """
 
 
-def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
+def _reading_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say how a file is read."""
     for decorate in (
         click.option(
@@ -191,7 +191,7 @@ def _tree(file: XmlFile) -> dict[str, Any]:
     default="-",
     help="Where to write; - is standard output.  [default: -]",
 )
-@_reading
+@_reading_options
 def dump(
     file: str | None,
     out: str,
@@ -229,7 +229,7 @@ def dump(
 
 @topo.command(short_help="Show the system graph and the paths between GPUs and nets.")
 @_file_argument
-@_reading
+@_reading_options
 @click.option(
     "--explain",
     metavar="FROM,TO|all",

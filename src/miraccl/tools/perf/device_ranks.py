@@ -30,7 +30,7 @@ from miraccl.tools.perf.orchestrator import (
     join_peer_times,
     run_alternating,
 )
-from miraccl.tools.spawn import Context
+from miraccl.tools.spawn import RankContext
 
 _THREAD_PAUSES = 5  # threads of one process enqueue one after another
 _WARM_UP_US = 300_000.0
@@ -258,7 +258,7 @@ def _gpu_name(gpu: Any, ordinal: int) -> str:
 # ---------------------------------------------------------------------- ranks as processes, ranks as threads
 
 
-def process_main(context: Context, job: DeviceJob) -> None:
+def process_main(context: RankContext, job: DeviceJob) -> None:
     """What a forked rank runs."""
     os.dup2(2, 1)  # standard output is the parent's table
 
@@ -277,7 +277,7 @@ def process_main(context: Context, job: DeviceJob) -> None:
     )
 
 
-def threads_main(context: Context, job: DeviceJob, nranks: int, timeout: float) -> None:
+def threads_main(context: RankContext, job: DeviceJob, nranks: int, timeout: float) -> None:
     """What the one process runs whose threads are the ranks. The first thread that fails ends the process."""
     os.dup2(2, 1)
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

@@ -21,7 +21,7 @@ from miraccl.errors import Fault, InvalidUsage, MiracclError
 from miraccl.tools import launch
 from miraccl.tools.perf.measure import BarrierWarmup, MeasureOptions, bind_to_core, measure
 from miraccl.tools.perf.spec import Case, PerfRow
-from miraccl.tools.spawn import Context, Outcome, Ranks
+from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
 
 _SELF_EXPLANATORY: tuple[Fault, ...] = (
     "usage",
@@ -126,7 +126,7 @@ def explain(comm: Any, case: Case) -> list[dict[str, Any]]:
     return [{name: getattr(record, name) for name in names} for record in records]
 
 
-def rank_main(context: Context, job: PerfJob) -> None:
+def rank_main(context: RankContext, job: PerfJob) -> None:
     """What a forked rank runs."""
     os.dup2(2, 1)  # standard output is the parent's table
     import miraccl
@@ -217,7 +217,7 @@ class OwnGroup:
         self._stack.close()
 
 
-def _describe_failure(failure: Outcome) -> str:
+def _describe_failure(failure: RankOutcome) -> str:
     text = failure.describe()
     if failure.summary:
         return text

@@ -191,7 +191,7 @@ def _resolve_gpus(requested: devices.Devices) -> tuple[tuple[int, ...], str, int
 
     facts = gpu_facts.read_facts()
     ordinals = devices.resolve(requested, facts)
-    meant = facts.of(ordinals)
+    meant = facts.restrict_to(ordinals)
     return ordinals, meant.names, min(gpu.memory_bytes for gpu in meant.gpus)
 
 

@@ -70,7 +70,7 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class DrawnLink:
     """A link, drawn once for both directions. ``points`` are corners; ``curved`` ones are joined by a smooth curve. ``bw`` is GB/s."""
 
     source: int
@@ -89,7 +89,7 @@ class Drawing:
     width: float
     height: float
     boxes: tuple[Box, ...]
-    wires: tuple[Wire, ...]
+    links: tuple[DrawnLink, ...]
     overlay_top: float
     overlay_bottom: float
 
@@ -113,7 +113,7 @@ def draw_system(system: System) -> Drawing:
         width=placed.width,
         height=placed.height,
         boxes=tuple(boxes[i] for i in sorted(boxes)),
-        wires=tuple(_wires(system, tree, boxes, placed)),
+        links=tuple(_place_links(system, tree, boxes, placed)),
         overlay_top=placed.overlay_top,
         overlay_bottom=placed.overlay_bottom,
     )
@@ -166,16 +166,18 @@ def _tracks(system: System, order: Mapping[int, int], *, least: int) -> dict[tup
         for link in system.nodes[i].links
         if link.target in order and abs(order[link.target] - order[i]) >= least
     }
-    taken: list[list[tuple[int, int]]] = []
+    occupied: list[list[tuple[int, int]]] = []
     tracks = {}
     for length, start, pair in sorted((order[b] - order[a], order[a], (a, b)) for a, b in pairs):
         free = (
-            n for n, row in enumerate(taken) if all(start + length < s or e < start for s, e in row)
+            n
+            for n, row in enumerate(occupied)
+            if all(start + length < s or e < start for s, e in row)
         )
-        track = next(free, len(taken))
-        if track == len(taken):
-            taken.append([])
-        taken[track].append((start, start + length))
+        track = next(free, len(occupied))
+        if track == len(occupied):
+            occupied.append([])
+        occupied[track].append((start, start + length))
         tracks[pair] = track
     return tracks
 
@@ -265,7 +267,7 @@ class _Placer:
                 )
             else:
                 x, y = self.x[i], self._row(i)
-            title, subtitle = _words(self.system, i)
+            title, subtitle = _box_text(self.system, i)
             result[i] = Box(
                 index=i, kind=node.type, title=title, subtitle=subtitle, x=x, y=y, w=w, h=h
             )
@@ -286,7 +288,7 @@ class _Placer:
         return self.leaf_y
 
 
-def _words(system: System, i: int) -> tuple[str, str]:
+def _box_text(system: System, i: int) -> tuple[str, str]:
     """Title and subtitle of a box."""
     node = system.nodes[i]
     domain = node.local_id >> 20 & 0xFFFFFFFF
@@ -307,8 +309,10 @@ def _words(system: System, i: int) -> tuple[str, str]:
     return "NIC", bus if node.local_id else ""
 
 
-def _wires(system: System, tree: _Tree, boxes: dict[int, Box], placed: _Placer) -> list[Wire]:
-    result: list[Wire] = []
+def _place_links(
+    system: System, tree: _Tree, boxes: dict[int, Box], placed: _Placer
+) -> list[DrawnLink]:
+    result: list[DrawnLink] = []
     drawn: set[tuple[int, int, LinkType]] = set()
     ports: dict[int, int] = {}
     for i, node in enumerate(system.nodes):
@@ -322,7 +326,7 @@ def _wires(system: System, tree: _Tree, boxes: dict[int, Box], placed: _Placer) 
                 a, b = b, a
             points, label, curved = _route(tree, placed, ports, a, b)
             result.append(
-                Wire(
+                DrawnLink(
                     source=a.index,
                     target=b.index,
                     type=link.type,

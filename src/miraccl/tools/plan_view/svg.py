@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from miraccl.tools.plan_view.layout import Box, Drawing, Point, Wire, draw_system
+from miraccl.tools.plan_view.layout import Box, Drawing, DrawnLink, Point, draw_system
 from miraccl.topo.jsonform import system_from_json
 from miraccl.topo.records import LOC_BW, LinkType
 
@@ -69,8 +69,8 @@ def machine_svg(drawing: Drawing, *, title: str, standalone: bool) -> str:
         parts.append(f'<text class="title" x="16" y="24">{escape(title)}</text>')
         parts.append(_legend(drawing, height - 12))
     parts.append(f'<g transform="translate(0 {_n(head)})">')
-    parts += [_wire(wire) for wire in drawing.wires]
-    parts += [_box(box) for box in drawing.boxes]
+    parts += [_render_link(wire) for wire in drawing.links]
+    parts += [_render_box(box) for box in drawing.boxes]
     parts.append('<g id="overlay"></g></g></svg>')
     return "\n".join(parts)
 
@@ -78,7 +78,7 @@ def machine_svg(drawing: Drawing, *, title: str, standalone: bool) -> str:
 def _legend(drawing: Drawing, y: float) -> str:
     parts = ['<g class="legend">']
     x = 16.0
-    for kind in sorted({wire.type for wire in drawing.wires}):
+    for kind in sorted({wire.type for wire in drawing.links}):
         parts.append(
             f'<path d="M{_n(x)} {_n(y - 4)}h22" stroke="{COLORS[kind]}" stroke-width="3"/>'
         )
@@ -88,7 +88,7 @@ def _legend(drawing: Drawing, y: float) -> str:
     return "".join(parts)
 
 
-def _box(box: Box) -> str:
+def _render_box(box: Box) -> str:
     two = bool(box.subtitle) and box.h >= 30
     title = box.title if two or not box.subtitle else f"{box.title} {box.subtitle}"
     tight = ' class="tight"' if len(title) > 11 and box.w < 100 else ""
@@ -105,7 +105,7 @@ def _box(box: Box) -> str:
     )
 
 
-def _wire(wire: Wire) -> str:
+def _render_link(wire: DrawnLink) -> str:
     color = COLORS[wire.type]
     virtual = wire.bw >= LOC_BW
     width = 1.2 + (0.0 if virtual else min(3.2, wire.bw / 110))
