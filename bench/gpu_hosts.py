@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     from miraccl.runtime.multinode import staging
 
     if options.lanes:  # before other modules read them
-        staging.LANES, staging.NSLOTS = options.lanes, 2 * options.lanes
+        staging.STAGING_THREADS, staging.NSLOTS = options.lanes, 2 * options.lanes
     from miraccl.runtime.multinode.communicator import make_device_communicator
     from miraccl.runtime.options import Options
 

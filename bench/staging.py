@@ -33,12 +33,12 @@ from miraccl.proxy.kernels.staging_layout import READY_OFFSET, SLOT_STRIDE
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode.direct import DirectStreams
-from miraccl.runtime.multinode.layout import HostsLayout
+from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.messages import MessageNetwork, MessageStreams
 from miraccl.runtime.multinode.network import StagedCollective
-from miraccl.runtime.multinode.segments import Shape, cut
-from miraccl.runtime.multinode.staging import LANES, StagedJob, Staging
-from miraccl.runtime.multinode.transfers import cut_transfers, transfers_on
+from miraccl.runtime.multinode.segments import StagedShape, split_segments
+from miraccl.runtime.multinode.staging import STAGING_THREADS, StagedJob, Staging
+from miraccl.runtime.multinode.transfers import run_on_communicator, split_transfers
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.tools import launch
@@ -116,7 +116,7 @@ def rank_main(
     with meet(detect_launch(os.environ)) as world:
         cpus = [
             Communicator.from_session(world.sub(range(2), f"lane {lane}"), Options.create())
-            for lane in range(LANES)
+            for lane in range(STAGING_THREADS)
         ]
         gpu: Any = Processor()
         staging = Staging(
@@ -125,7 +125,7 @@ def rank_main(
         streams: list[Any] = []
         if messages and not through_proxy:
             streams = [
-                MessageStreams(SetupPhases(world), cpus[0]._core, HostsLayout.of(world.rank, "ab"))
+                MessageStreams(SetupPhases(world), cpus[0]._core, NodeLayout.of(world.rank, "ab"))
             ]
         elif not through_proxy:
             streams = [
@@ -134,12 +134,16 @@ def rank_main(
             ]
 
         def all_reduce(count: int) -> tuple[StagedJob, Callable[[], Any]]:
-            shape = Shape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)
+            shape = StagedShape.even(Collective.ALL_REDUCE, 4, world.rank, 2, 0, count)
             network = StagedCollective(
                 cpus, shape, DType.FLOAT32, RedOp.SUM, staging.slots, streams
             )
             job = staging.job(
-                cut(shape, staging.slots.nbytes), staging.slots, network, False, LANES
+                split_segments(shape, staging.slots.nbytes),
+                staging.slots,
+                network,
+                False,
+                STAGING_THREADS,
             )
             return job, cpus[0].all_reduce_init(np.zeros(count, np.float32))
 
@@ -149,15 +153,15 @@ def rank_main(
                 DeviceTransfer(receives=receives, peer=1 - world.rank, memory=memory)
                 for receives in (False, True)
             ]
-            parts, need = cut_transfers(transfers, staging.slots.nbytes, 1)
+            parts, need = split_transfers(transfers, staging.slots.nbytes, 1)
             slots = staging.slots_for(need)
             network = (
                 MessageNetwork(streams[0], parts, slots)
                 if streams
-                else transfers_on(cpus[0], parts, slots)
+                else run_on_communicator(cpus[0], parts, slots)
             )
             x, y = np.zeros(count, np.float32), np.zeros(count, np.float32)
-            job = staging.job([part.piece for part in parts], slots, network, False)
+            job = staging.job([part.segment for part in parts], slots, network, False)
             return job, lambda: cpus[0].sendrecv(x, 1 - world.rank, y, 1 - world.rank)
 
         rows = {

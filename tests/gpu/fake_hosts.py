@@ -35,8 +35,8 @@ from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode import communicator as several
 from miraccl.runtime.multinode import graph_cache
 from miraccl.runtime.multinode import jobs as hosts_jobs
-from miraccl.runtime.multinode.communicator import HostsCommunicator
-from miraccl.runtime.multinode.staging import LANES
+from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
+from miraccl.runtime.multinode.staging import STAGING_THREADS
 from miraccl.runtime.options import Options
 from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -71,7 +71,7 @@ class World:
         if apart:
             os.environ["MIRACCL_HOSTID"] = names[world.rank]
         options = Options.create(timeout=timeout)
-        self.comm = HostsCommunicator(
+        self.comm = MultiNodeCommunicator(
             world,
             world.rank,
             names,
@@ -80,8 +80,8 @@ class World:
         )
         self.rank, self.nranks = world.rank, world.nranks
         even = len({hosts.count(letter) for letter in hosts}) == 1
-        assert len(self.comm.jobs.direct) == (LANES if apart and even else 0)
-        assert (self.comm.jobs.messages is not None) == apart
+        assert len(self.comm.runtime.direct) == (STAGING_THREADS if apart and even else 0)
+        assert (self.comm.runtime.messages is not None) == apart
 
     def put(self, array: np.ndarray) -> DeviceMemory:
         return place(self.cuda, array)
@@ -253,7 +253,7 @@ def with_kernels(hosts: str, apart: bool) -> None:
         for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
             assert used[collective] == "hierarchical"
         comm, n, r = w.comm, w.nranks, w.rank
-        near = [((a, b), kind) for (a, b), kind, _ in comm.ways() if hosts[a] == hosts[b]]
+        near = [((a, b), kind) for (a, b), kind, _ in comm.connections() if hosts[a] == hosts[b]]
         assert [kind for _, kind in near] == ["vmm"]
         everybody = [
             DeviceTransfer(receives=k, peer=p, memory=w.put(numbers(r, 3000, DType.INT8)))
@@ -436,8 +436,8 @@ def changing_counts(hosts: str, apart: bool) -> None:
             check(y, np.repeat(np.arange(n) + step, BIG), f"step {step}")
             check(x.slice(0, 99), np.full(99, sum(range(n)) + n * step), f"all_reduce {step}")
             check(fixed, np.full(10, n * step), f"replay {step}")
-            assert len(comm.jobs._jobs) <= 8
-        assert max(len(proxy._jobs) for proxy in comm.jobs.staging.proxies) <= 9
+            assert len(comm.runtime._jobs) <= 8
+        assert max(len(proxy._jobs) for proxy in comm.runtime.staging.proxies) <= 9
         w.finish()
 
 
@@ -487,7 +487,7 @@ def sends_and_receives(hosts: str, apart: bool) -> None:
 
 def _many(w: World) -> None:
     """Messages of all sizes to and from the ranks of other hosts, empty ones among them; even ranks group what odd ones do one by one."""
-    hosts = {rank: number for number, ranks in enumerate(w.comm.groups) for rank in ranks}
+    hosts = {rank: number for number, ranks in enumerate(w.comm.nodes) for rank in ranks}
     sizes = (3, 0, 20_000, 1, 7, 40_000)
     for low, high in [
         (a, b) for a in range(w.nranks) for b in range(a) if hosts[a] != hosts[b] and (a + b) % 2
@@ -664,7 +664,7 @@ def special(hosts: str, apart: bool) -> None:
             except InvalidUsage:
                 continue
             raise AssertionError("not refused")
-        assert all(kind == "staging" for _, kind, _ in comm.ways())
+        assert all(kind == "staging" for _, kind, _ in comm.connections())
         assert comm.memory()["pinned"] > 0
         w.finish()
 
@@ -818,7 +818,7 @@ def differing(hosts: str, apart: bool) -> str:
         x = w.zeros(100, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
-        w.comm.all_reduce(x, None, RedOp.SUM if w.comm.layout.host == 0 else RedOp.MAX)
+        w.comm.all_reduce(x, None, RedOp.SUM if w.comm.layout.node == 0 else RedOp.MAX)
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (CollectiveMismatch,))
 
@@ -830,7 +830,7 @@ def differing_in_counts(hosts: str, apart: bool, count: int) -> str:
         x = w.zeros(count + 4, DType.FLOAT32)
         w.comm.all_reduce(x)
         w.comm.synchronize()
-        w.comm.all_reduce(x if w.comm.layout.host == 0 else x.slice(0, count))
+        w.comm.all_reduce(x if w.comm.layout.node == 0 else x.slice(0, count))
         w.cuda.cuCtxSynchronize()
         return _fault(w, x, (CollectiveMismatch,))
 
@@ -937,7 +937,7 @@ def late(hosts: str) -> None:
     with session() as world:
         w = World(world, hosts, apart=True)
         n, r = w.nranks, w.rank
-        cpu: Any = w.comm.jobs.world
+        cpu: Any = w.comm.runtime.world
         for in_stream in (False, True):
             asked = questions(cpu._member.session)
             x, y = w.put(np.full(1000, r, np.float32)), w.zeros(1000, DType.FLOAT32)
@@ -964,13 +964,15 @@ def stands_still() -> None:
         w = World(world, "ABC", apart=True)
         comm, r = w.comm, w.rank
         large, y, z = (w.put(np.full(count, r, np.float32)) for count in (800_000, 10, 10))
-        cpu: Any = comm.jobs.world
+        cpu: Any = comm.runtime.world
         asked = questions(cpu._member.session)
         if r == 0:
             comm.send(large, 1)
             comm.send(y, 2)
         elif r == 1:
-            _through_python(comm.jobs.messages, 0, 2_080_000, functools.partial(await_two, asked))
+            _through_python(
+                comm.runtime.messages, 0, 2_080_000, functools.partial(await_two, asked)
+            )
             both = ((large, 0), (z, 2))
             comm.exchange(
                 [DeviceTransfer(receives=True, peer=peer, memory=memory) for memory, peer in both]
@@ -1136,14 +1138,14 @@ def uneven_again(hosts: str, kernels: bool) -> None:
                 check(spread, want[begin : begin + counts[r]], what)
                 check(gathered, want, what)
                 check(got, np.full(sum(receives), 7), what)
-        alone = comm.layout.width == 1 and comm.layout.even
+        alone = comm.layout.local_size == 1 and comm.layout.uniform
         assert _begin_at(w, 0) == offsets.MARK_MASK - 6 + 4 * 3 * (4 if alone else 3)
         w.finish()
 
 
 def _begin_at(w: World, number: int) -> int:
     """Let collectives of messages be counted from here on; how many there were."""
-    streams = w.comm.jobs.messages
+    streams = w.comm.runtime.messages
     assert streams is not None
     counted, streams._collectives[0] = int(streams._collectives[0]), number
     return counted
@@ -1202,7 +1204,7 @@ def told_between_checks() -> str:
 
         def late(name: str = "") -> None:
             check(name)
-            w.comm.faults.found(PeerDied("rank 5 died: for a test", rank=w.rank, peer=5))
+            w.comm.faults.fail_staging(PeerDied("rank 5 died: for a test", rank=w.rank, peer=5))
 
         vars(w.comm.faults)["check"] = late
         try:
@@ -1217,13 +1219,13 @@ def told_by_a_lane_later() -> str:
     """What a call of a new kind raises when the network is broken, and the lane that has found that is about to tell. The end does not."""
     with session() as world:
         w = World(world, "AB")
-        broken = w.comm.jobs.world._core.faults.settle(
+        broken = w.comm.runtime.world._core.faults.settle(
             PeerDied("rank 5 died: for a test", rank=w.rank, peer=5)
         )
         try:
             w.comm.all_reduce(w.zeros(10, DType.FLOAT32))
         except MiracclError as error:
-            w.comm.faults.found(broken)
+            w.comm.faults.fail_staging(broken)
             assert w.comm.close() is None, "it was told"
             return f"{type(error).__name__}: {error}"
         return ""
@@ -1238,12 +1240,12 @@ def cut(sends: bool) -> str:
         w.comm.synchronize()
         world.barrier("before the end of the stream")
         if w.rank == 1:
-            assert w.comm.jobs.messages is not None
+            assert w.comm.runtime.messages is not None
             for streams in (
-                w.comm.jobs.messages._streams,
-                *(direct._streams for direct in w.comm.jobs.direct),
+                w.comm.runtime.messages._streams,
+                *(direct._streams for direct in w.comm.runtime.direct),
             ):
-                streams._keeper.streams[0].shutdown(socket.SHUT_RDWR)
+                streams._collector.streams[0].shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(MiracclError):  # rank 1 may have told by now
             _begin(w, x, sends)
         w.cuda.cuCtxSynchronize()

@@ -22,7 +22,7 @@ from miraccl.bootstrap.launch import detect_launch, meet
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
-from miraccl.runtime.multinode.communicator import HostsCommunicator, make_device_communicator
+from miraccl.runtime.multinode.communicator import MultiNodeCommunicator, make_device_communicator
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.schedule.interpret import expected_outputs
@@ -159,16 +159,16 @@ class ManyHosts:
         comm = make_device_communicator(
             self.session, self.ordinal, Options.create(timeout=TIMEOUT), open_cpu=open_cpu
         )
-        assert isinstance(comm, HostsCommunicator)
+        assert isinstance(comm, MultiNodeCommunicator)
         self.comm = comm
 
     def run(self, case: dict[str, Any]) -> str:
         if "hosts" in case:
             names = "".join(
-                chr(ord("A") + next(h for h, ranks in enumerate(self.comm.groups) if r in ranks))
+                chr(ord("A") + next(h for h, ranks in enumerate(self.comm.nodes) if r in ranks))
                 for r in range(self.comm.nranks)
             )
-            return "" if names == case["hosts"] else f"the hosts are {self.comm.groups}"
+            return "" if names == case["hosts"] else f"the hosts are {self.comm.nodes}"
         if "failure" in case:
             return self.fail(case["failure"])
         if case.get("communicator"):
@@ -347,7 +347,7 @@ def main() -> None:
     print("RESULT " + json.dumps(answers), flush=True)
 
 
-def broken(comm: DeviceCommunicator | HostsCommunicator | None) -> bool:
+def broken(comm: DeviceCommunicator | MultiNodeCommunicator | None) -> bool:
     try:
         if comm is not None:
             comm.check()

@@ -17,7 +17,7 @@ from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAb
 from miraccl.executor.cuda import layout, moves
 from miraccl.runtime.gpu.faults import EXIT_NOTICE, FAULT_NOTICE, DeviceFaults
 from miraccl.runtime.gpu.flight_recorder import MessageRecord, OpLog, RecorderSnapshot
-from miraccl.runtime.multinode.faults import HostsFaults
+from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.types import Collective
 
 SCATTER, GATHER = (
@@ -380,8 +380,11 @@ def test_others_are_told_of_an_abort_before_it_wakes_anybody_here() -> None:
 
 def test_a_launcher_that_dies_is_no_rank() -> None:
     session: Any = types.SimpleNamespace(rank=0)
-    hosts, told = HostsFaults(session, let_go=lambda _: None, abort_network=lambda _: None), Told()
-    for hear, check in ((hosts.heard, hosts.check), (told.hear, told.faults.check)):
+    hosts, told = (
+        MultiNodeFaults(session, release_waits=lambda _: None, abort_network=lambda _: None),
+        Told(),
+    )
+    for hear, check in ((hosts.on_event, hosts.check), (told.hear, told.faults.check)):
         hear(PeerLost(rank=HUB, reason="it was killed"))
         with pytest.raises(PeerDied, match="the launcher died: it was killed"):
             check("all_reduce")
@@ -394,7 +397,9 @@ def test_others_are_told_of_a_fault_between_hosts_before_it_wakes_anybody_here()
         order.append(f"{kind}, {'broken' if faults.fault else 'whole'}")
 
     session: Any = types.SimpleNamespace(rank=0, notify=lambda _: note("told"))
-    faults = HostsFaults(session, let_go=lambda _: note("let go"), abort_network=lambda _: None)
+    faults = MultiNodeFaults(
+        session, release_waits=lambda _: note("let go"), abort_network=lambda _: None
+    )
     faults.fail(CollectiveTimeout("late"))
     faults.fail(CollectiveTimeout("later"))
     assert order == ["told, whole", "let go, broken"]

@@ -22,7 +22,7 @@ from miraccl.executor.cpu.kernels.nogil.operations import NOT_BEGUN
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime import group
 from miraccl.runtime.multinode.messages import MessageOperation
-from miraccl.runtime.multinode.transfers import Message
+from miraccl.runtime.multinode.transfers import StagedMessage
 from miraccl.types import Collective, DType, RedOp
 
 WAIT_S = 30.0
@@ -54,7 +54,9 @@ class Rank:
     def number(self, peer: int, receives: bool) -> int:
         return int(self.counts[peer].ctypes.data) + 8 * receives
 
-    def run(self, messages: Sequence[Message], memory: np.ndarray) -> tuple[int, MessageOperation]:
+    def run(
+        self, messages: Sequence[StagedMessage], memory: np.ndarray
+    ) -> tuple[int, MessageOperation]:
         streams: Any = self
         operation = MessageOperation(streams, messages, int(memory.ctypes.data))
         function, context, exchange = operation.unlocked()
@@ -85,8 +87,8 @@ def connected(nranks: int, timeout: float = WAIT_S, buffer_bytes: int = 0) -> It
 
 def message(
     receives: bool, peer: int, count: int, host: int = 0, whole: int = 0, dtype: DType = DType.UINT8
-) -> Message:
-    return Message(receives, peer, host, count, dtype, whole or count)
+) -> StagedMessage:
+    return StagedMessage(receives, peer, host, count, dtype, whole or count)
 
 
 def header(count: int, number: int, dtype: DType = DType.UINT8) -> bytes:
@@ -112,10 +114,10 @@ def test_every_receive_gets_its_send_however_the_ends_group_their_calls(
 ) -> None:
     """``calls`` are (source, distance of the target, bytes) in the order of the program; each rank groups its part as it likes."""
     fills = np.random.default_rng(1).integers(0, 256, (len(calls), 70_000), np.uint8)
-    rounds: list[list[list[tuple[Message, int]]]] = []
+    rounds: list[list[list[tuple[StagedMessage, int]]]] = []
     sizes = []
     for rank in range(3):
-        groups: list[list[tuple[Message, int]]] = [[]]
+        groups: list[list[tuple[StagedMessage, int]]] = [[]]
         host = 0
         for number, (source, distance, nbytes) in enumerate(calls):
             target = (source + distance) % 3

@@ -14,16 +14,22 @@ from hypothesis import strategies as st
 
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
-from miraccl.runtime.multinode.layout import group_by_host, host_name
-from miraccl.runtime.multinode.segments import ALIGN, LEAST_PIECE, Copy, Shape, cut
-from miraccl.runtime.multinode.transfers import ROUND_SLOTS, cut_transfers, message_bytes
+from miraccl.runtime.multinode.layout import group_by_node, node_name
+from miraccl.runtime.multinode.segments import (
+    ALIGN,
+    MIN_SEGMENT_BYTES,
+    SegmentCopy,
+    StagedShape,
+    split_segments,
+)
+from miraccl.runtime.multinode.transfers import ROUND_SLOTS, message_bytes, split_transfers
 from miraccl.types import Collective, DType
 
 SLOT = 64 << 10
 EVEN = [c for c in Collective if c <= Collective.SCATTER]
 
 
-def covered(copies: list[Copy], nbytes: int) -> np.ndarray:
+def covered(copies: list[SegmentCopy], nbytes: int) -> np.ndarray:
     """How often each byte of the user's buffer is copied."""
     times = np.zeros(nbytes, np.int8)
     for copy in copies:
@@ -33,7 +39,7 @@ def covered(copies: list[Copy], nbytes: int) -> np.ndarray:
     return times
 
 
-def disjoint(copies: tuple[Copy, ...]) -> bool:
+def disjoint(copies: tuple[SegmentCopy, ...]) -> bool:
     ends = sorted((copy.host, copy.host + copy.nbytes) for copy in copies)
     return all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
 
@@ -50,9 +56,10 @@ def test_even_collectives(
 ) -> None:
     root = data.draw(st.integers(0, nranks - 1))
     shapes = [
-        Shape.even(collective, dtype.itemsize, rank, nranks, root, count) for rank in range(nranks)
+        StagedShape.even(collective, dtype.itemsize, rank, nranks, root, count)
+        for rank in range(nranks)
     ]
-    plans = [cut(shape, SLOT) for shape in shapes]
+    plans = [split_segments(shape, SLOT) for shape in shapes]
     assert len({len(plan) for plan in plans}) == 1, "ranks cut alike"
     assert (len(plans[0]) == 0) == (count == 0)
     for rank, (shape, plan) in enumerate(zip(shapes, plans, strict=True)):
@@ -67,7 +74,7 @@ def test_even_collectives(
         ).all()
 
 
-def check_plan(shape: Shape, plan: Any) -> None:
+def check_plan(shape: StagedShape, plan: Any) -> None:
     for piece in plan:
         assert all(copy.host + copy.nbytes <= SLOT for copy in (*piece.down, *piece.up)), (
             "a slot overflows"
@@ -98,8 +105,10 @@ def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
             (one, () if rooted else whole) if gathers else (() if rooted else whole, one)
         )
         more = {"counts": whole, "uneven": True, "rank": rank, "nranks": len(counts)}
-        shape = Shape(collective=collective, itemsize=4, sends=sends, receives=receives, **more)  # type: ignore[arg-type]
-        plans.append(cut(shape, SLOT))
+        shape = StagedShape(
+            collective=collective, itemsize=4, sends=sends, receives=receives, **more
+        )  # type: ignore[arg-type]
+        plans.append(split_segments(shape, SLOT))
         check_plan(shape, plans[-1])
         assert (covered([c for p in plans[-1] for c in p.down], 4 * sum(sends)) == 1).all()
         assert (covered([c for p in plans[-1] for c in p.up], 4 * sum(receives)) == 1).all()
@@ -111,13 +120,13 @@ def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
 def test_pieces_are_equal_and_smaller_for_smaller_operations() -> None:
     def sizes(nbytes: int, slot: int = 4 << 20, **more: Any) -> list[int]:
         shape = dataclasses.replace(
-            Shape.even(Collective.ALL_REDUCE, 4, 0, 2, 0, nbytes // 4), **more
+            StagedShape.even(Collective.ALL_REDUCE, 4, 0, 2, 0, nbytes // 4), **more
         )
-        return [sum(piece.source_counts) * 4 for piece in cut(shape, slot)]
+        return [sum(piece.source_counts) * 4 for piece in split_segments(shape, slot)]
 
     assert sizes(1 << 10) == [1 << 10]
-    assert sizes(2 * LEAST_PIECE - 4) == [2 * LEAST_PIECE - 4]
-    assert sizes(2 * LEAST_PIECE) == [LEAST_PIECE] * 2
+    assert sizes(2 * MIN_SEGMENT_BYTES - 4) == [2 * MIN_SEGMENT_BYTES - 4]
+    assert sizes(2 * MIN_SEGMENT_BYTES) == [MIN_SEGMENT_BYTES] * 2
     assert sizes(1 << 20) == [1 << 18] * 4
     assert sizes(1 << 20, overlaps=False) == [1 << 20]
     large = sizes(64 << 20)
@@ -126,19 +135,19 @@ def test_pieces_are_equal_and_smaller_for_smaller_operations() -> None:
 
 
 def test_neighbours_are_one_copy_and_places_are_kept() -> None:
-    (piece,) = cut(Shape.even(Collective.ALL_GATHER, 4, 0, 4, 0, 10), SLOT)
-    assert piece.up == (Copy(1, 0, 0, 160),)
-    shape = Shape(
+    (piece,) = split_segments(StagedShape.even(Collective.ALL_GATHER, 4, 0, 4, 0, 10), SLOT)
+    assert piece.up == (SegmentCopy(1, 0, 0, 160),)
+    shape = StagedShape(
         collective=Collective.ALL_GATHER,
         itemsize=4,
         rank=0,
         nranks=2,
         sends=(3,),
         receives=(3, 3),
-        places=(6, 0),
+        block_offsets=(6, 0),
     )
-    (piece,) = cut(shape, SLOT)
-    assert piece.up == (Copy(1, 24, 0, 12), Copy(1, 0, 12, 12))
+    (piece,) = split_segments(shape, SLOT)
+    assert piece.up == (SegmentCopy(1, 24, 0, 12), SegmentCopy(1, 0, 12, 12))
 
 
 groups = st.lists(
@@ -154,8 +163,8 @@ def test_transfers_are_cut_alike_however_they_are_grouped(
         DeviceTransfer(receives=r, peer=p, memory=DeviceMemory(4096, n, DType.FLOAT32))
         for r, p, n in calls
     ]
-    together, need = cut_transfers(transfers, SLOT, far)
-    alone = [round for transfer in transfers for round in cut_transfers([transfer], SLOT, far)[0]]
+    together, need = split_transfers(transfers, SLOT, far)
+    alone = [round for transfer in transfers for round in split_transfers([transfer], SLOT, far)[0]]
 
     def lane(rounds: Any, receives: bool, peer: int) -> list[int]:
         return [
@@ -172,15 +181,18 @@ def test_transfers_are_cut_alike_however_they_are_grouped(
         copies = [
             c
             for round in together
-            for c in (*round.piece.down, *round.piece.up)
+            for c in (*round.segment.down, *round.segment.up)
             if c.buffer == number
         ]
         assert (covered(copies, transfer.memory.nbytes) == 1).all()
     for round in together:
-        assert disjoint((*round.piece.down, *round.piece.up))
-        assert all(copy.host + copy.nbytes <= need for copy in (*round.piece.down, *round.piece.up))
+        assert disjoint((*round.segment.down, *round.segment.up))
         assert all(
-            copy.nbytes <= message_bytes(SLOT, far) for copy in (*round.piece.down, *round.piece.up)
+            copy.host + copy.nbytes <= need for copy in (*round.segment.down, *round.segment.up)
+        )
+        assert all(
+            copy.nbytes <= message_bytes(SLOT, far)
+            for copy in (*round.segment.down, *round.segment.up)
         )
     if 4 * sum(n for _, _, n in calls) <= SLOT:
         assert len(together) == 1, "what fits goes on together"
@@ -190,11 +202,11 @@ def test_transfers_are_cut_alike_however_they_are_grouped(
 
 def test_hosts_are_what_ranks_say_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     session: Any = types.SimpleNamespace(rank=3, hosts=["a", "a", "b", "b"])
-    assert host_name(session) == "b"
+    assert node_name(session) == "b"
     monkeypatch.setenv("NCCL_HOSTID", "rack")
-    assert host_name(session) == "rack"
+    assert node_name(session) == "rack"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert host_name(session) == "rack"
+    assert node_name(session) == "rack"
     monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
-    assert host_name(session) == "rack/rank3"
-    assert group_by_host(["b", "a", "b"]) == [(0, 2), (1,)]
+    assert node_name(session) == "rack/rank3"
+    assert group_by_node(["b", "a", "b"]) == [(0, 2), (1,)]

@@ -19,8 +19,8 @@ from miraccl.errors import (
 )
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import signature
-from miraccl.runtime.multinode.faults import HostsFaults
-from miraccl.runtime.multinode.unmatched import Lookout, Tally, find
+from miraccl.runtime.multinode.faults import MultiNodeFaults
+from miraccl.runtime.multinode.unmatched import MessageCounters, UnmatchedDetector, find_unmatched
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import untaken_ranks
 from tests.gpu.emulator import folder, needs_compiler
@@ -198,22 +198,22 @@ def test_what_no_call_has_told_is_told_at_the_end(
     error: MiracclError, before: MiracclError | None, stopped: bool, untold: str
 ) -> None:
     """What a lane has found; of what others have told a mismatch, and what has ended a wait. Once, and not that somebody has aborted."""
-    faults = HostsFaults(solo(), let_go=lambda _: None, abort_network=lambda _: None)
-    assert faults.untold(lambda: stopped, False) is None
+    faults = MultiNodeFaults(solo(), release_waits=lambda _: None, abort_network=lambda _: None)
+    assert faults.unreported(lambda: stopped, False) is None
     if before is not None:
-        faults.fail(before, told=True)
-    faults.found(error)
-    faults.found(PeerDied("the other lane, later"))
+        faults.fail(before, from_peer=True)
+    faults.fail_staging(error)
+    faults.fail_staging(PeerDied("the other lane, later"))
     assert (
-        faults.untold(lambda: stopped, False)
+        faults.unreported(lambda: stopped, False)
         is {"error": error, "before": before, "": None}[untold]
     )
-    assert faults.untold(lambda: stopped, True) is (error if untold == "error" else None), (
+    assert faults.unreported(lambda: stopped, True) is (error if untold == "error" else None), (
         "the program knows what others have told"
     )
     with pytest.raises(MiracclError):
         faults.check()
-    assert faults.untold(lambda: stopped, False) is None
+    assert faults.unreported(lambda: stopped, False) is None
 
 
 # ---- what is compared
@@ -225,33 +225,33 @@ def which(collective: Collective, root: int = 0) -> int:
 
 def tally(
     counted: int, peers: list[tuple[int, int, int]], kind: int = which(Collective.SCATTER)
-) -> Tally:
+) -> MessageCounters:
     """Of a rank that has run ``counted`` collectives, all of one ``kind``."""
     words = np.full(offsets.COLLECTIVES_BYTES // 8, kind, np.int64)
     words[offsets.COUNTED // 8] = counted
-    return Tally.from_bytes(Tally(words, np.array(peers, np.int64)).to_bytes())
+    return MessageCounters.from_bytes(MessageCounters(words, np.array(peers, np.int64)).to_bytes())
 
 
 def test_tallies_are_alike_or_not() -> None:
     none, more = (0, 0, 0), (3, 2, 0)
-    assert find([tally(2, [none, (3, 2, 1)]), tally(2, [(1, 2, 3), none])], 0) is None
-    assert find([tally(2, [none, more]), None], 0) is None
-    assert find([None, None], 1) is None
+    assert find_unmatched([tally(2, [none, (3, 2, 1)]), tally(2, [(1, 2, 3), none])], 0) is None
+    assert find_unmatched([tally(2, [none, more]), None], 0) is None
+    assert find_unmatched([None, None], 1) is None
     for rank, peer in ((0, 1), (1, 0)):
-        error = find([tally(2, [none, more]), tally(2, [(0, 0, 2), none])], rank)
+        error = find_unmatched([tally(2, [none, more]), tally(2, [(0, 0, 2), none])], rank)
         assert error is not None
         assert (error.rank, error.peer) == (rank, peer)
         assert "rank 0 sent more in scatter_v #2 (root 0) than rank 1 took" in str(error)
     assert "to which rank 1 never came" in str(
-        find([tally(2, [none, more]), tally(1, [(0, 0, 2), none])], 0)
+        find_unmatched([tally(2, [none, more]), tally(1, [(0, 0, 2), none])], 0)
     )
-    long_ago = find(
+    long_ago = find_unmatched(
         [tally(2 + offsets.MEMORY, [none, more]), tally(2 + offsets.MEMORY, [(0, 0, 2), none])], 0
     )
     assert "rank 0 sent more in collective #2 than rank 1 took" in str(long_ago)
     another = tally(2, [(0, 0, 2), none], which(Collective.SCATTER, 1))
     assert "scatter_v #2 (root 0) on rank 0, scatter_v #2 (root 1) on rank 1" in str(
-        find([tally(2, [none, more]), another], 0)
+        find_unmatched([tally(2, [none, more]), another], 0)
     )
 
 
@@ -271,15 +271,15 @@ def test_tallies_are_alike_or_not() -> None:
 def test_what_lies_in_a_stream(kind: Collective, behind: int, counted: int, found: bool) -> None:
     here, there = socket.socketpair()
     with here, there:
-        lookout, words = Lookout(1, {0: here}), tally(counted, []).collectives.copy()
+        lookout, words = UnmatchedDetector(1, {0: here}), tally(counted, []).collectives.copy()
         ways = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
-        assert lookout.look(words, ways, lambda: True) is None
+        assert lookout.poll(words, ways, lambda: True) is None
         number = 0 if kind is Collective.SEND_RECV else counted - behind & offsets.MARK_MASK
         header = struct.pack("<qq", which(kind) | 1, 4 | number << offsets.MARK_SHIFT)
         there.send(header[:15])
-        assert lookout.look(words, ways, lambda: True) is None
+        assert lookout.poll(words, ways, lambda: True) is None
         there.send(header[15:] + b"data")
-        error = lookout.look(words, ways, lambda: True)
+        error = lookout.poll(words, ways, lambda: True)
         assert (error is not None) == found
         if error is not None:
             assert (
@@ -307,8 +307,8 @@ def begins(ways: dict[int, np.ndarray], words: np.ndarray, what: str) -> Callabl
 def test_what_lies_in_a_stream_is_not_judged_while_the_lane_works(what: str) -> None:
     here, there = socket.socketpair()
     with here, there:
-        lookout, words = Lookout(1, {0: here}), tally(5, []).collectives.copy()
+        lookout, words = UnmatchedDetector(1, {0: here}), tally(5, []).collectives.copy()
         ways = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
         there.send(struct.pack("<qq", which(Collective.SCATTER) | 1, 5 << offsets.MARK_SHIFT))
-        assert lookout.look(words, ways, begins(ways, words, what)) is None
-        assert lookout.look(words, ways, lambda: True) is not None
+        assert lookout.poll(words, ways, begins(ways, words, what)) is None
+        assert lookout.poll(words, ways, lambda: True) is not None

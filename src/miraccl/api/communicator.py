@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from miraccl.executor.cuda.plan import DevicePlan
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.runtime.gpu.explain import DeviceCandidate
-    from miraccl.runtime.multinode.communicator import HostsCommunicator
-    from miraccl.runtime.multinode.jobs import HostsPlan
+    from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
+    from miraccl.runtime.multinode.jobs import MultiNodePlan
 
 
 class Communicator(Operations):
@@ -181,7 +181,7 @@ class Communicator(Operations):
         return found
 
     @property
-    def last_plan(self) -> Candidate | DevicePlan | HostsPlan | None:
+    def last_plan(self) -> Candidate | DevicePlan | MultiNodePlan | None:
         """The plan of the last operation: of the last collective on CPU memory, or of what was started on GPU memory after it."""
         on_cpu = self._cpu_plan[0]
         return (
@@ -253,7 +253,7 @@ class Communicator(Operations):
                 guarded(self._device).synchronize()
 
     def _register_gpu_wait(
-        self, device: DeviceCommunicator | HostsCommunicator
+        self, device: DeviceCommunicator | MultiNodeCommunicator
     ) -> blocked_ops.BlockedScope:
         """The program's wait for all that it has called on GPU memory."""
         self._gpu_waits += 1

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.runtime.gpu.persistent import DevicePersistent
     from miraccl.runtime.gpu.work import BackgroundCalls
-    from miraccl.runtime.multinode.communicator import HostsCommunicator
+    from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
 
 
 class Dispatcher:
@@ -40,7 +40,7 @@ class Dispatcher:
     rank: int
     nranks: int
     _core: CommunicatorCore
-    _device: DeviceCommunicator | HostsCommunicator | None
+    _device: DeviceCommunicator | MultiNodeCommunicator | None
     _background: BackgroundCalls | None
     _gpu_lock: AbstractContextManager[
         bool
@@ -124,7 +124,7 @@ class Dispatcher:
                 self._background = self._background or BackgroundCalls(device, wait)
         return self._background
 
-    def _require_gpu(self, ordinal: int) -> DeviceCommunicator | HostsCommunicator:
+    def _require_gpu(self, ordinal: int) -> DeviceCommunicator | MultiNodeCommunicator:
         """The GPU side; made with the first call, by all ranks together. That of another thread waits meanwhile; after a failure it tries
         again."""
         if self._device is None:

@@ -40,13 +40,13 @@ from miraccl.runtime.gpu.memory import DeviceMemory, device_view
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.gpu.uneven import UnevenCollectives, UnevenRequest, sends_and_receives
 from miraccl.runtime.multinode import unmatched
-from miraccl.runtime.multinode.faults import HostsFaults
-from miraccl.runtime.multinode.graph_cache import Replays
-from miraccl.runtime.multinode.hierarchical import TwoSteps
-from miraccl.runtime.multinode.jobs import HostsJobs, HostsPlan, OpenCpu
-from miraccl.runtime.multinode.layout import HostsLayout, host_name
-from miraccl.runtime.multinode.segments import Shape
-from miraccl.runtime.multinode.unmatched import Tally
+from miraccl.runtime.multinode.faults import MultiNodeFaults
+from miraccl.runtime.multinode.graph_cache import GraphCache
+from miraccl.runtime.multinode.hierarchical import Hierarchical
+from miraccl.runtime.multinode.jobs import MultiNodePlan, MultiNodeRuntime, OpenCpu
+from miraccl.runtime.multinode.layout import NodeLayout, node_name
+from miraccl.runtime.multinode.segments import StagedShape
+from miraccl.runtime.multinode.unmatched import MessageCounters
 from miraccl.runtime.multinode.wait_state import MultiNodeWaitState
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
@@ -54,7 +54,13 @@ from miraccl.transport.cuda_p2p import Explanation
 from miraccl.types import Collective, DType
 
 CLOSE_WAIT_S = 10.0
-FAULTS = (CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied, SystemFailure)
+OPERATION_FAULTS = (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    PeerDied,
+    SystemFailure,
+)
 """What a call may raise other than that it is refused: of the driver, and of what the operation is made of, before that has told."""
 
 
@@ -66,7 +72,7 @@ def make_device_communicator(
     open_cpu: OpenCpu,
     plane: ControlPlane | None = None,
     launch_orders: LaunchOrders | None = None,
-) -> DeviceCommunicator | HostsCommunicator:
+) -> DeviceCommunicator | MultiNodeCommunicator:
     """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
 
     ``options`` are those of the communicator, by default what the environment says.  ``open_cpu`` makes a CPU communicator of a session;
@@ -84,14 +90,14 @@ def make_device_communicator(
             names = [
                 blob.decode()
                 for blob in plane.run_control_op(
-                    GPU_SETUP, "gpu hosts", host_name(session).encode(), stages.deadline
+                    GPU_SETUP, "gpu hosts", node_name(session).encode(), stages.deadline
                 )
             ]
             if len(set(names)) == 1:
                 return DeviceCommunicator(
                     own, ordinal, options, plane=plane, stages=stages, launch_orders=launch_orders
                 )
-            return HostsCommunicator(
+            return MultiNodeCommunicator(
                 own,
                 ordinal,
                 names,
@@ -105,7 +111,7 @@ def make_device_communicator(
         raise
 
 
-class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
+class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     """Ranks of several hosts, each with a GPU. ``hosts[r]`` is the name of rank r's host."""
 
     def __init__(
@@ -120,27 +126,29 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         launch_orders: LaunchOrders | None = None,
     ) -> None:
         """``stages`` of a session that is this communicator's alone and ends with it."""
-        self._leaves, stages = (
+        self._owns_session, stages = (
             stages is not None,
             stages or SetupPhases(session, activity=GPU_SETUP),
         )
         self.session, self.rank, self.nranks = session, session.rank, session.nranks
-        self.layout = HostsLayout.of(session.rank, hosts)
-        self.faults = HostsFaults(
-            session, let_go=self._let_go, abort_network=lambda reason: self.jobs.abort(reason)
+        self.layout = NodeLayout.of(session.rank, hosts)
+        self.faults = MultiNodeFaults(
+            session,
+            release_waits=self._release_waits,
+            abort_network=lambda reason: self.runtime.abort(reason),
         )
-        self._side: int | None = None
-        self._elsewhere = (
+        self._side_stream: int | None = None
+        self._used_other_streams = (
             False  # operations were in other streams than the default one, which is never captured
         )
-        self._cut = False  # lanes were at work when a fault ended that
-        self._ending = threading.RLock()  # a signal handler may abort in the middle
+        self._interrupted = False  # lanes were at work when a fault ended that
+        self._end_lock = threading.RLock()  # a signal handler may abort in the middle
         self._local_session = session.sub(
-            self.layout.mine, f"{session.name}/gpu host {self.layout.host}"
+            self.layout.local_ranks, f"{session.name}/gpu host {self.layout.node}"
         )
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._local_session.close)
-            part, mine = stages.child(self._local_session, GPU_SETUP), self.layout.mine
+            part, mine = stages.child(self._local_session, GPU_SETUP), self.layout.local_ranks
             self.local = DeviceCommunicator(
                 self._local_session,
                 ordinal,
@@ -156,39 +164,41 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 self.local.set_fault, unmade
             )  # else it would be closed together with others
             self.gpu = self.local.gpu
-            self.jobs = HostsJobs(stages, self.layout, self.gpu, open_cpu, self.faults.found)
-            unless_made.callback(self.jobs.finalize)
-            unless_made.callback(self.jobs.staging.close)
-            unless_made.callback(self.jobs.abort, unmade.message)
+            self.runtime = MultiNodeRuntime(
+                stages, self.layout, self.gpu, open_cpu, self.faults.fail_staging
+            )
+            unless_made.callback(self.runtime.finalize)
+            unless_made.callback(self.runtime.staging.close)
+            unless_made.callback(self.runtime.abort, unmade.message)
             unless_made.push(
                 lambda kind, error, trace: stages.give_up(error)
             )  # first of all, as the rest takes time
-            self.steps = TwoSteps(self.local, self.jobs)
-            self.replays = Replays(self.gpu, self.jobs)
-            session.on_event(self.faults.heard)  # from ranks that are ready
+            self.hierarchical = Hierarchical(self.local, self.runtime)
+            self.graph_cache = GraphCache(self.gpu, self.runtime)
+            session.on_event(self.faults.on_event)  # from ranks that are ready
             stages.gather("gpu staging ready")
-            self.jobs.begin()
+            self.runtime.stop_monitoring()
             near = (
                 (self.local._probe, self._local_session)
-                if self.layout.width > 1 and self.local._probe is not None
+                if self.layout.local_size > 1 and self.local._probe is not None
                 else None
             )
-            self.seat = MultiNodeWaitState(
-                self.jobs, self.layout, near, self.faults.end, self._has_done_all
+            self.wait_state = MultiNodeWaitState(
+                self.runtime, self.layout, near, self.faults.fail_deadlocked, self._is_drained
             )
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
-                blocked_ops.stream_providers.add(self.seat)
+                blocked_ops.stream_providers.add(self.wait_state)
             unless_made.pop_all()
 
     @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each host."""
-        return self.layout.groups
+        return self.layout.nodes
 
     @property
-    def last_plan(self) -> HostsPlan | None:
+    def last_plan(self) -> MultiNodePlan | None:
         """How the last operation between hosts ran."""
-        return self.jobs.last_plan
+        return self.runtime.last_plan
 
     @property
     def closed(self) -> bool:
@@ -214,11 +224,17 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.check(collective.label)
             return
 
-        way = self.steps.run if self.steps.takes(collective, source.dtype, op) else self.jobs.staged
+        way = (
+            self.hierarchical.run
+            if self.hierarchical.supports(collective, source.dtype, op)
+            else self.runtime.enqueue_staged
+        )
         enqueue = functools.partial(way, collective, source, target, count, op, root)
         with self._operation(collective.label, stream, [source, target]) as (number, captured):
             key = (collective, source.address, target.address, count, source.dtype, op, root)
-            if self.replays.run(key, max(source.nbytes, target.nbytes), number, captured, enqueue):
+            if self.graph_cache.run(
+                key, max(source.nbytes, target.nbytes), number, captured, enqueue
+            ):
                 self.local.stream = number
 
     _run_rooted = _run
@@ -228,7 +244,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         if asked.counts and not any(asked.counts):
             self.check(asked.name)
             return
-        if self._moves_by_messages(asked.collective):
+        if self._uses_messages(asked.collective):
             sent, received = sends_and_receives(asked, self.rank, self.nranks)
             both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
             self._exchange(
@@ -239,7 +255,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             )
             return
         source, target = asked.source, asked.target
-        shape = Shape(
+        shape = StagedShape(
             collective=asked.collective,
             itemsize=source.dtype.itemsize,
             rank=self.rank,
@@ -251,8 +267,8 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             uneven=True,
         )
         with self._operation(asked.name, stream, [source, target]) as (number, captured):
-            self.jobs.enqueue(
-                (self.jobs.world,),
+            self.runtime.enqueue(
+                (self.runtime.world,),
                 shape,
                 source.dtype,
                 asked.op,
@@ -261,11 +277,15 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 captured,
             )
 
-    def _moves_by_messages(self, collective: Collective) -> bool:
+    def _uses_messages(self, collective: Collective) -> bool:
         """Whether an uneven collective is sends and receives: those in which no block crosses the network twice to the same host."""
         once = collective in (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
-        alone = collective is Collective.ALL_GATHER and self.layout.width == 1 and self.layout.even
-        return self.jobs.messages is not None and (once or alone)
+        alone = (
+            collective is Collective.ALL_GATHER
+            and self.layout.local_size == 1
+            and self.layout.uniform
+        )
+        return self.runtime.messages is not None and (once or alone)
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
         """Window memory of this host's ranks: any GPU memory for operations over hosts, addressed by peers in the part inside the host."""
@@ -274,7 +294,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
         with self._operation("barrier", stream, []) as (number, captured):
-            self.jobs.barrier(number, captured)
+            self.runtime.barrier(number, captured)
 
     # ---- point to point
 
@@ -329,7 +349,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
         Where they are a collective, ``asked``, both kinds count it, also on ranks that have no messages of that kind.
         """
-        mine = self.layout.mine
+        mine = self.layout.local_ranks
         near = [
             dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine
         ]
@@ -339,21 +359,23 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             0 if asked is None else move_signature(asked.collective, asked.root, asked.counts)
         )
         inside, outside = (
-            bool(near) or (kind is not None and self.layout.width > 1),
+            bool(near) or (kind is not None and self.layout.local_size > 1),
             bool(far) or kind is not None,
         )
 
         def enqueue(number: int, captured: bool) -> None:
             if inside and outside:
-                self.gpu.order_streams(number, self._beside())
-                self.local.exchange(near, stream=self._beside(), name=name, signature=signature)
-                self.jobs.exchange(far, number, captured, kind, beside=True)
-                self.gpu.order_streams(self._beside(), number)
+                self.gpu.order_streams(number, self._open_side_stream())
+                self.local.exchange(
+                    near, stream=self._open_side_stream(), name=name, signature=signature
+                )
+                self.runtime.exchange(far, number, captured, kind, concurrent=True)
+                self.gpu.order_streams(self._open_side_stream(), number)
                 self.local.stream = number
             elif inside:
                 self.local.exchange(near, stream=number, name=name)
             elif outside:
-                self.jobs.exchange(far, number, captured, kind)
+                self.runtime.exchange(far, number, captured, kind)
 
         with self._operation(name, stream, [t.memory for t in transfers]) as (number, captured):
             each = [
@@ -361,17 +383,17 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 for t in transfers
             ]
             key = ("exchange", kind, signature, *each)
-            if self.replays.run(
+            if self.graph_cache.run(
                 key, sum(t.memory.nbytes for t in transfers), number, captured, enqueue
             ):
                 self.local.stream = number
 
-    def _beside(self) -> int:
+    def _open_side_stream(self) -> int:
         """A stream of our own."""
-        if self._side is None:
+        if self._side_stream is None:
             with self.gpu.outside_of_capture():
-                self._side = self.gpu.make_stream()
-        return self._side
+                self._side_stream = self.gpu.make_stream()
+        return self._side_stream
 
     @contextlib.contextmanager
     def _operation(
@@ -380,15 +402,17 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
         self.check(name)
         number = self.local._enter(name, stream)
-        self._elsewhere |= number != 0
-        self.jobs.staging.enqueuing = True
+        self._used_other_streams |= number != 0
+        self.runtime.staging.enqueuing = True
         try:
             yield number, self.gpu.capture_id(number) != 0
-        except FAULTS as error:  # half of it may be enqueued: no rank can count on what comes next
+        except (
+            OPERATION_FAULTS
+        ) as error:  # half of it may be enqueued: no rank can count on what comes next
             self.faults.fail(error)
             raise
         finally:
-            self.jobs.staging.enqueuing = False
+            self.runtime.staging.enqueuing = False
         self.local._retain(views, number)
 
     # ---- explanation
@@ -398,10 +422,10 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     ) -> list[DeviceCandidate]:
         """How ``collective`` runs on blocks of so many bytes, and why. Nothing is communicated."""
         operator(op, dtype, collective.label)
-        two_steps = self.steps.takes(collective, dtype, op)
+        two_steps = self.hierarchical.supports(collective, dtype, op)
         count = block_bytes // dtype.itemsize
-        shape = Shape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
-        reason = self.jobs.why(two_steps, shape, dtype, op)
+        shape = StagedShape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
+        reason = self.runtime.explain_algorithm(two_steps, shape, dtype, op)
         algo = "hierarchical" if two_steps else "staged"
         return [
             DeviceCandidate(
@@ -409,13 +433,13 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 proto="staging",
                 chosen=True,
                 reason=reason,
-                connections=tuple(self.ways()),
+                connections=tuple(self.connections()),
             )
         ]
 
-    def ways(self) -> Explanation:
+    def connections(self) -> Explanation:
         """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
-        mine = self.layout.mine
+        mine = self.layout.local_ranks
         near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.connections()]
         others = [rank for rank in range(self.nranks) if rank not in mine]
         far = [
@@ -431,7 +455,7 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds: on its GPU, and pinned on the host."""
         local = self.local.memory()
-        return local | {"pinned": local["pinned"] + self.jobs.bytes_pinned()}
+        return local | {"pinned": local["pinned"] + self.runtime.bytes_pinned()}
 
     # ---- failure and end
 
@@ -440,22 +464,22 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.faults.check(name)
         self.local.check(name)
 
-    def _let_go(self, fault: MiracclError) -> None:
+    def _release_waits(self, fault: MiracclError) -> None:
         """End what streams wait for."""
-        with self._ending:
+        with self._end_lock:
             if not self.faults.closed:  # else the words of lanes are gone, and what the host's GPUs have done is still looked at
-                self._cut |= not self.jobs.staging.between_jobs
-                self.jobs.staging.drain()
+                self._interrupted |= not self.runtime.staging.between_jobs
+                self.runtime.staging.drain()
         self.local.set_fault(fault)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End what waits, on all ranks; later calls raise. Any thread may call it."""
         self.faults.abort(reason)
 
-    def _has_done_all(self) -> bool:
+    def _is_drained(self) -> bool:
         """Whether kernels have done all that was enqueued, and none can come by a graph of the program's."""
         with contextlib.suppress(MiracclError), self.gpu.device_guard():  # else nobody can say
-            return not self._elsewhere and self.gpu.is_done(0)
+            return not self._used_other_streams and self.gpu.is_done(0)
         return False
 
     def synchronize(self) -> None:
@@ -466,17 +490,17 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.gpu.synchronize()
         if not self.closed and self.faults.fault is None:
             self.local.compare_ops()
-            if (found := self.jobs.come_too_late()) is not None:
+            if (found := self.runtime.find_unmatched()) is not None:
                 self.faults.fail(found)
         self.check()
 
-    def _leave(self) -> None:
+    def _announce_exit(self) -> None:
         """Tell the others that this rank's GPU and lanes have ended their work for good: who still waits for them does so in vain."""
         if not self.local.faults.broken:
             self.local.faults.announce_exit()
-        self.jobs.leave()
+        self.runtime.leave()
 
-    def close(self, told: bool = False) -> MiracclError | None:
+    def close(self, already_reported: bool = False) -> MiracclError | None:
         """Free everything, after this rank's GPU has ended its work; may be called twice. Gives what was found and no call has told;
         ``told`` as of ``DeviceCommunicator.close``."""
         if self.closed:
@@ -485,30 +509,33 @@ class HostsCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
-            tally = self.jobs.tally()
+            tally = self.runtime.message_counters()
             if self.faults.fault is None:
-                self._leave()
+                self._announce_exit()
         if self.faults.fault is None:
             with contextlib.suppress(MiracclError):  # what comes from others until then is counted
                 tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
-                mismatch = unmatched.find(
-                    [Tally.from_bytes(data) if data else None for data in tallies], self.rank
+                mismatch = unmatched.find_unmatched(
+                    [MessageCounters.from_bytes(data) if data else None for data in tallies],
+                    self.rank,
                 )
-        self.seat.close()
-        with self._ending:
+        self.wait_state.close()
+        with self._end_lock:
             self.faults.closed = True
         with contextlib.suppress(MiracclError):
-            self.jobs.staging.close()
-            self.replays.close()
-            if self._side is not None:
-                self.gpu.destroy_stream(self._side)
-        mine = self.faults.untold(
-            lambda: self._cut or self.local.has_stopped(), told
+            self.runtime.staging.close()
+            self.graph_cache.close()
+            if self._side_stream is not None:
+                self.gpu.destroy_stream(self._side_stream)
+        mine = self.faults.unreported(
+            lambda: self._interrupted or self.local.has_stopped(), already_reported
         )  # now: the GPU's memory is there
-        untold = self.local.close(told)
-        self.jobs.finalize()
-        if self._leaves:
+        untold = self.local.close(already_reported)
+        self.runtime.finalize()
+        if self._owns_session:
             self.session.close()
         return (
-            None if self.faults.told or self.local.faults.reported else mine or untold or mismatch
+            None
+            if self.faults.reported or self.local.faults.reported
+            else mine or untold or mismatch
         )

@@ -19,16 +19,16 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import signature
 from miraccl.runtime.core import CommunicatorCore
-from miraccl.runtime.multinode.segments import Piece, Shape
-from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, fill
+from miraccl.runtime.multinode.segments import StagedSegment, StagedShape
+from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, write_words
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
-MOST_PEERS = (
+MAX_PEERS = (
     7  # messages that one after another go out no later than the rounds of a tree would take
 )
 SMALL_BYTES = 64 << 10
-_NEVER_MORE = (
+_MINIMAL_TRAFFIC = (
     Collective.ALL_GATHER,
     Collective.REDUCE_SCATTER,
     Collective.ALL_TO_ALL,
@@ -45,21 +45,21 @@ class DirectStreams:
         self._streams = PeerStreams(
             stages, member, [rank for rank in range(member.nranks) if rank != member.rank], "direct"
         )
-        self._landings: list[np.ndarray] = []
+        self._receive_buffers: list[np.ndarray] = []
         self.peers = self._streams.peers
 
     @staticmethod
-    def useful(member: CommunicatorCore) -> bool:
+    def applicable(member: CommunicatorCore) -> bool:
         """Whether all ranks of a communicator shall have such streams; all see it alike."""
         alone = len(set(member.fabric.hosts)) == member.nranks
-        return alone and 1 < member.nranks <= MOST_PEERS + 1 and not member.options.algo
+        return alone and 1 < member.nranks <= MAX_PEERS + 1 and not member.options.algo
 
-    def takes(self, shape: Shape, piece: Piece, op: Any) -> bool:
+    def accepts(self, shape: StagedShape, piece: StagedSegment, op: Any) -> bool:
         """Whether a piece goes this way; all ranks decide alike."""
         if shape.uneven or (shape.collective.reduces and not isinstance(op, RedOp)):
             return False
         largest = max((*piece.source_counts, *piece.target_counts)) * shape.itemsize
-        return shape.collective in _NEVER_MORE or shape.nranks == 2 or largest <= SMALL_BYTES
+        return shape.collective in _MINIMAL_TRAFFIC or shape.nranks == 2 or largest <= SMALL_BYTES
 
     @property
     def sockets(self) -> Mapping[int, socket.socket]:
@@ -69,17 +69,17 @@ class DirectStreams:
     def descriptor(self, peer: int) -> int:
         return self._streams.descriptor(peer)
 
-    def landing(self, nbytes: int, number: int) -> np.ndarray:
+    def receive_buffer(self, nbytes: int, number: int) -> np.ndarray:
         """Memory for what the ``number``-th peer sends; all operations share it, for there is one at a time. It may move when it grows,
         so that operations keep theirs."""
-        while len(self._landings) <= number:
-            self._landings.append(np.empty(0, np.uint8))
-        if self._landings[number].nbytes < nbytes:
-            self._landings[number] = np.empty(nbytes, np.uint8)
-        return self._landings[number]
+        while len(self._receive_buffers) <= number:
+            self._receive_buffers.append(np.empty(0, np.uint8))
+        if self._receive_buffers[number].nbytes < nbytes:
+            self._receive_buffers[number] = np.empty(nbytes, np.uint8)
+        return self._receive_buffers[number]
 
-    def leave(self) -> None:
-        self._streams.leave()
+    def shutdown_writes(self) -> None:
+        self._streams.shutdown_writes()
 
     def close(self) -> None:
         """May be called twice."""
@@ -95,7 +95,7 @@ class DirectOperation(StreamOperation):
     def __init__(
         self,
         streams: DirectStreams,
-        shape: Shape,
+        shape: StagedShape,
         dtype: DType,
         op: Any,
         x: np.ndarray,
@@ -112,20 +112,20 @@ class DirectOperation(StreamOperation):
         sources = {shape.rank: own}
         rows = []
         for number, peer in enumerate(streams.peers):
-            give, take = _blocks(shape, peer)
+            give, take = _block_indices(shape, peer)
             if give is None and take is None:
                 continue
             landing = target + (take or 0) * block
             if folds:
-                self._keep.append(streams.landing(block, number))
+                self._keep.append(streams.receive_buffer(block, number))
                 landing = sources[peer] = int(self._keep[-1].ctypes.data)
             row = np.zeros(offsets.ROW_BYTES // 8, np.int64)
-            fill(row, (offsets.PEER, peer), (offsets.DESCRIPTOR, streams.descriptor(peer)))
+            write_words(row, (offsets.PEER, peer), (offsets.DESCRIPTOR, streams.descriptor(peer)))
             for way, address, block_number in (
                 (offsets.OUT, source + (give or 0) * block, give),
                 (offsets.IN, landing, take),
             ):
-                fill(
+                write_words(
                     row,
                     (way + offsets.BUFFER, address),
                     (
@@ -134,10 +134,10 @@ class DirectOperation(StreamOperation):
                     ),
                 )
             rows.append(row)
-        self._use(np.array(rows))
+        self._set_rows(np.array(rows))
         kind = op if shape.collective.reduces else RedOp.SUM
         template = signature(shape.collective, dtype, kind, shape.root, block // dtype.itemsize)
-        fill(
+        write_words(
             self._words,
             (offsets.TEMPLATE, template),
             (offsets.COUNT, block // dtype.itemsize),
@@ -147,9 +147,9 @@ class DirectOperation(StreamOperation):
             self._fold(
                 [sources[rank] for rank in sorted(sources)], own, block, fold_kernel(dtype, op)
             )
-        if shape.collective is Collective.ALL_TO_ALL and not shape.own_stays:
+        if shape.collective is Collective.ALL_TO_ALL and not shape.keeps_own_block:
             place = shape.rank * block
-            fill(
+            write_words(
                 self._words,
                 (offsets.COPY_FROM, source + place),
                 (offsets.COPY_TO, target + place),
@@ -160,21 +160,21 @@ class DirectOperation(StreamOperation):
         self._accumulators = np.zeros(layout.BLOCK, np.int64)
         self._bases = np.array(sources, np.int64)
         self._sources = np.array([self._accumulators.ctypes.data, *sources], np.int64)
-        fill(
+        write_words(
             self._words,
             (offsets.FOLD, kernel),
             (offsets.FOLD_TO, to),
             (offsets.FOLD_BYTES, nbytes),
             (offsets.NSOURCES, len(sources)),
         )
-        fill(
+        write_words(
             self._words,
             (offsets.SOURCES, self._sources.ctypes.data),
             (offsets.BASES, self._bases.ctypes.data),
         )
 
 
-def _block_bytes(shape: Shape, x: np.ndarray, out: np.ndarray) -> int:
+def _block_bytes(shape: StagedShape, x: np.ndarray, out: np.ndarray) -> int:
     """Bytes of a message."""
     match shape.collective:
         case Collective.REDUCE_SCATTER | Collective.SCATTER:
@@ -184,7 +184,7 @@ def _block_bytes(shape: Shape, x: np.ndarray, out: np.ndarray) -> int:
     return x.nbytes
 
 
-def _blocks(shape: Shape, peer: int) -> tuple[int | None, int | None]:
+def _block_indices(shape: StagedShape, peer: int) -> tuple[int | None, int | None]:
     """Which block of the input goes to a peer, and which of the output comes from it; None is none."""
     chief, root = shape.rank == shape.root, peer == shape.root
     match shape.collective:

@@ -17,10 +17,10 @@ from miraccl.errors import (
     SystemFailure,
 )
 
-NOTICE = "gpu_fault"
+FAULT_NOTICE = "gpu_fault"
 
 
-class HostsFaults:
+class MultiNodeFaults:
     """The fault of one communicator, if it has one.
 
     ``let_go(fault)`` ends what streams wait for: lanes answer without running anything, kernels of the host end.  ``abort_network(reason)``
@@ -31,15 +31,15 @@ class HostsFaults:
         self,
         session: Session,
         *,
-        let_go: Callable[[MiracclError], None],
+        release_waits: Callable[[MiracclError], None],
         abort_network: Callable[[str], None],
     ) -> None:
         self.session, self.rank = session, session.rank
         self.fault: MiracclError | None = None
         self.closed = False
-        self.told = False  # a call has raised the fault
-        self._found = self._heard = False  # a lane has found it, another rank has
-        self._let_go, self._abort_network = let_go, abort_network
+        self.reported = False  # a call has raised the fault
+        self._found_here = self._from_peer = False  # a lane has found it, another rank has
+        self._release_waits, self._abort_network = release_waits, abort_network
         self._lock = threading.RLock()  # a signal handler may abort in the middle
 
     def check(self, name: str = "") -> None:
@@ -49,22 +49,26 @@ class HostsFaults:
                 "the communicator has been finalized", rank=self.rank, op=name or None
             )
         if self.fault is not None:
-            self.told = True
+            self.reported = True
             raise self.fault
 
-    def found(self, error: Exception) -> None:
+    def fail_staging(self, error: Exception) -> None:
         """What a lane was to run has failed: the program is told, by ``untold`` if not by a call."""
-        self.fail(error, found=True)
+        self.fail(error, found_here=True)
 
-    def untold(self, stopped: Callable[[], bool], told: bool) -> MiracclError | None:
+    def unreported(
+        self, stopped: Callable[[], bool], already_reported: bool
+    ) -> MiracclError | None:
         """What no call has raised though operations are not what they should be: what lanes found here, a mismatch that others found, and
         whatever they told where it has ended a wait (``stopped()``): these two not where the program was ``told`` in another way."""
-        void = self._found or (
-            self._heard and not told and (isinstance(self.fault, CollectiveMismatch) or stopped())
+        void = self._found_here or (
+            self._from_peer
+            and not already_reported
+            and (isinstance(self.fault, CollectiveMismatch) or stopped())
         )
-        return self.fault if void and not self.told else None
+        return self.fault if void and not self.reported else None
 
-    def fail(self, error: Exception, told: bool = False, found: bool = False) -> None:
+    def fail(self, error: Exception, from_peer: bool = False, found_here: bool = False) -> None:
         """The first fault stays. The other ranks are told unless they told us, before the program can see it: that may end at once."""
         with self._lock:
             if self.fault is not None:
@@ -74,32 +78,36 @@ class HostsFaults:
                 if isinstance(error, MiracclError)
                 else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
             )
-            if not told:
+            if not from_peer:
                 with contextlib.suppress(MiracclError):  # the control plane may be gone as well
-                    self.session.notify({NOTICE: encode_error(fault)})
-            self.fault, self._heard = fault, told
-            self._found = found and not isinstance(fault, CommunicatorAborted)
-        self._let_go(fault)
+                    self.session.notify({FAULT_NOTICE: encode_error(fault)})
+            self.fault, self._from_peer = fault, from_peer
+            self._found_here = found_here and not isinstance(fault, CommunicatorAborted)
+        self._release_waits(fault)
 
-    def heard(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """From the control plane."""
         if self.closed:
             return
         if isinstance(event, PeerLost):
-            self.fail(death := death_error(event, rank=self.rank), told=True)
+            self.fail(death := death_error(event, rank=self.rank), from_peer=True)
             self._abort_network(
                 death.message
             )  # lanes may wait for ranks that live, and will not come
         elif isinstance(event, Notice) and (
-            error := decode_error(event.payload.get(NOTICE), rank=self.rank, source=event.from_rank)
+            error := decode_error(
+                event.payload.get(FAULT_NOTICE), rank=self.rank, source=event.from_rank
+            )
         ):
-            self.fail(error, told=True)
+            self.fail(error, from_peer=True)
             self._abort_network(error.message)
 
-    def end(self, op: str, text: str) -> None:
+    def fail_deadlocked(self, op: str, text: str) -> None:
         """Nothing comes of what waits here: ranks wait for one another."""
         if not self.closed:
-            self.fail(CollectiveMismatch(text, rank=self.rank, op=op, hint=ORDER_HINT), found=True)
+            self.fail(
+                CollectiveMismatch(text, rank=self.rank, op=op, hint=ORDER_HINT), found_here=True
+            )
             self._abort_network(text)
 
     def abort(self, reason: str) -> None:

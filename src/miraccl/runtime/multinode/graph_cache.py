@@ -11,72 +11,72 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.multinode.jobs import HostsJobs, HostsPlan
+from miraccl.runtime.multinode.jobs import MultiNodePlan, MultiNodeRuntime
 from miraccl.runtime.multinode.staging import StagedJob
 
-LARGEST = 1 << 20  # bytes: beyond, the network takes longer than the calls
-MOST = 64  # graphs of a communicator
+MAX_CACHED_BYTES = 1 << 20  # bytes: beyond, the network takes longer than the calls
+MAX_GRAPHS = 64  # graphs of a communicator
 Enqueue = Callable[[int, bool], None]
 """``enqueue(stream, captured)``"""
 
 
 @dataclass(frozen=True, slots=True)
-class _Replay:
+class _CachedGraph:
     """A graph, and what its lanes are to be told before it is launched."""
 
     graph: Any
-    jobs: tuple[StagedJob, ...]
-    plan: HostsPlan | None
+    staged_jobs: tuple[StagedJob, ...]
+    plan: MultiNodePlan | None
 
 
-class Replays:
+class GraphCache:
     """The graphs of one communicator."""
 
-    def __init__(self, gpu: Gpu, jobs: HostsJobs) -> None:
-        self._gpu, self._jobs = gpu, jobs
+    def __init__(self, gpu: Gpu, jobs: MultiNodeRuntime) -> None:
+        self._gpu, self._runtime = gpu, jobs
         self._stream: int | None = None
-        self._replays: dict[tuple[Any, ...], _Replay | None] = {}  # None: came once
+        self._graphs: dict[tuple[Any, ...], _CachedGraph | None] = {}  # None: came once
 
     def run(
         self, key: tuple[Any, ...], nbytes: int, stream: int, captured: bool, enqueue: Enqueue
     ) -> bool:
         """Do what ``enqueue`` does; says whether by a graph.  ``key`` is all that makes a difference, addresses included, ``nbytes`` how
         much the operation moves."""
-        if captured or nbytes > LARGEST:
+        if captured or nbytes > MAX_CACHED_BYTES:
             enqueue(stream, captured)
             return False
-        if key not in self._replays:
-            if len(self._replays) == MOST:
-                self._drop(next(iter(self._replays)))
-            self._replays[key] = None
+        if key not in self._graphs:
+            if len(self._graphs) == MAX_GRAPHS:
+                self._drop(next(iter(self._graphs)))
+            self._graphs[key] = None
             enqueue(stream, captured)
             return False
-        replay = self._replays.pop(key) or self._record(enqueue)
-        self._replays[key] = replay  # the one used last comes last
-        for job in replay.jobs:
-            self._jobs.staging.announce(job)
+        replay = self._graphs.pop(key) or self._capture(enqueue)
+        self._graphs[key] = replay  # the one used last comes last
+        for job in replay.staged_jobs:
+            self._runtime.staging.announce(job)
         self._gpu.launch_graph(replay.graph, stream)
-        self._jobs.last_plan = replay.plan
+        self._runtime.last_plan = replay.plan
         return True
 
-    def _record(self, enqueue: Enqueue) -> _Replay:
+    def _capture(self, enqueue: Enqueue) -> _CachedGraph:
         if self._stream is None:
             with self._gpu.outside_of_capture():
                 self._stream = self._gpu.make_stream()
-        with self._jobs.staging.unannounced() as jobs:
+        with self._runtime.staging.recording() as jobs:
             graph = self._gpu.capture(self._stream, lambda stream: enqueue(stream, False))
-        return _Replay(graph, tuple(jobs), self._jobs.last_plan)
+        return _CachedGraph(graph, tuple(jobs), self._runtime.last_plan)
 
     def _drop(self, key: tuple[Any, ...]) -> None:
-        replay = self._replays.pop(key)
+        replay = self._graphs.pop(key)
         if replay is not None:
             self._gpu.destroy_graph(replay.graph)
-            for job in replay.jobs:
+            for job in replay.staged_jobs:
                 job.graphs -= 1
 
     def close(self) -> None:
         """When the GPU has done with them."""
-        for key in list(self._replays):
+        for key in list(self._graphs):
             self._drop(key)
         if self._stream is not None:
             self._gpu.destroy_stream(self._stream)

@@ -10,12 +10,12 @@ from typing import Any
 
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.multinode.jobs import ON_GPU, HostsJobs
-from miraccl.runtime.multinode.segments import Shape, elements_per_piece
+from miraccl.runtime.multinode.jobs import GPU_REDUCIBLE, MultiNodeRuntime
+from miraccl.runtime.multinode.segments import StagedShape, elements_per_segment
 from miraccl.types import Collective, DType, RedOp
 
 SUM = RedOp.SUM
-IN_TWO_STEPS = (
+HIERARCHICAL = (
     Collective.ALL_REDUCE,
     Collective.REDUCE_SCATTER,
     Collective.ALL_GATHER,
@@ -25,20 +25,20 @@ IN_TWO_STEPS = (
 )
 
 
-class TwoSteps:
+class Hierarchical:
     """The algorithms of one communicator; ``local`` is its host's. Streams are numbers."""
 
-    def __init__(self, local: DeviceCommunicator, jobs: HostsJobs) -> None:
-        self.local, self.jobs, self.at = local, jobs, jobs.layout
-        self._called = ""
+    def __init__(self, local: DeviceCommunicator, jobs: MultiNodeRuntime) -> None:
+        self.local, self.runtime, self.layout = local, jobs, jobs.layout
+        self._call_text = ""
 
-    def takes(self, collective: Collective, dtype: DType, op: Any) -> bool:
+    def supports(self, collective: Collective, dtype: DType, op: Any) -> bool:
         """Whether ``run`` can."""
-        if collective not in IN_TWO_STEPS or (
-            collective is Collective.ALL_TO_ALL and not self.at.host_major
+        if collective not in HIERARCHICAL or (
+            collective is Collective.ALL_TO_ALL and not self.layout.node_major
         ):
             return False
-        return self.sums(dtype, op) if collective.reduces else self.at.hierarchical
+        return self.may_reduce(dtype, op) if collective.reduces else self.layout.hierarchical
 
     def run(
         self,
@@ -52,7 +52,7 @@ class TwoSteps:
         captured: bool,
     ) -> None:
         """A collective that ``takes`` says yes to, of blocks of ``count`` elements."""
-        self._called = self.jobs.in_words(collective.label, count, source.dtype)
+        self._call_text = self.runtime.describe_call(collective.label, count, source.dtype)
         match collective:
             case Collective.ALL_REDUCE:
                 self.all_reduce(source, target, op, number, captured)
@@ -67,15 +67,15 @@ class TwoSteps:
             case Collective.REDUCE:
                 self.reduce(source, target, op, root, number, captured)
 
-    def sums(self, dtype: DType, op: Any) -> bool:
+    def may_reduce(self, dtype: DType, op: Any) -> bool:
         """Whether sums may be made in two steps, on GPUs first. Sums of floats depend on where hosts begin then, which ``deterministic``
         forbids."""
         averages_integers = op is RedOp.AVG and not dtype.is_float
         ordered = self.local.planner.deterministic and dtype.is_float
         return (
-            self.at.hierarchical
+            self.layout.hierarchical
             and isinstance(op, RedOp)
-            and dtype in ON_GPU
+            and dtype in GPU_REDUCIBLE
             and not averages_integers
             and not ordered
         )
@@ -87,19 +87,23 @@ class TwoSteps:
 
         What cannot be shared out evenly belongs to the last rank of a host, next to its share.
         """
-        width, last = self.at.width, self.at.width - 1
+        width, last = self.layout.local_size, self.layout.local_size - 1
         share, rest = divmod(source.count, width)
-        even, shard = share * width, target.slice(self.at.index * share, share)
+        even, shard = share * width, target.slice(self.layout.local_rank * share, share)
         if share:
             self.local.reduce_scatter(source.slice(0, even), shard, op, stream=number)
         if rest:
             self.local.reduce(
                 source.slice(even, rest), last, target.slice(even, rest), op, stream=number
             )
-        mine = target.slice(self.at.index * share, share + (rest if self.at.index == last else 0))
+        mine = target.slice(
+            self.layout.local_rank * share, share + (rest if self.layout.local_rank == last else 0)
+        )
         if mine.count:
-            shape = self._cross_shape(Collective.ALL_REDUCE, mine, mine.count)
-            self._between(shape, mine.dtype, op, (mine.address, mine.address), number, captured)
+            shape = self._inter_node_shape(Collective.ALL_REDUCE, mine, mine.count)
+            self._run_inter_node(
+                shape, mine.dtype, op, (mine.address, mine.address), number, captured
+            )
         with self.local.any_window_offset():
             if share:
                 self.local.all_gather(shard, target.slice(0, even), stream=number)
@@ -111,17 +115,23 @@ class TwoSteps:
     ) -> None:
         """all_gather between hosts among ranks of equal index, then inside each host."""
         count = source.count
-        places = tuple(ranks[self.at.index] * count for ranks in self.at.groups)
+        places = tuple(ranks[self.layout.local_rank] * count for ranks in self.layout.nodes)
         shape = dataclasses.replace(
-            self._cross_shape(Collective.ALL_GATHER, source, count), places=places
+            self._inter_node_shape(Collective.ALL_GATHER, source, count), places=places
         )
-        self._between(shape, source.dtype, SUM, (source.address, target.address), number, captured)
-        if self.at.host_major:
-            for host in range(len(self.at.groups)):
-                part = target.slice(host * self.at.width * count, self.at.width * count)
-                self.local.all_gather(part.slice(self.at.index * count, count), part, stream=number)
+        self._run_inter_node(
+            shape, source.dtype, SUM, (source.address, target.address), number, captured
+        )
+        if self.layout.node_major:
+            for host in range(len(self.layout.nodes)):
+                part = target.slice(
+                    host * self.layout.local_size * count, self.layout.local_size * count
+                )
+                self.local.all_gather(
+                    part.slice(self.layout.local_rank * count, count), part, stream=number
+                )
             return
-        for ranks in self.at.groups:
+        for ranks in self.layout.nodes:
             for index, rank in enumerate(ranks):
                 self.local.broadcast(target.slice(rank * count, count), index, stream=number)
 
@@ -130,16 +140,16 @@ class TwoSteps:
     ) -> None:
         """Each block is reduced inside the host to the rank of its owner's index, into its slot; then reduce_scatter between hosts."""
         count, dtype = target.count, source.dtype
-        shape = self._cross_shape(Collective.REDUCE_SCATTER, source, count, kernels=True)
-        most = elements_per_piece(shape, self.jobs.slot_bytes)
+        shape = self._inter_node_shape(Collective.REDUCE_SCATTER, source, count, kernels=True)
+        most = elements_per_segment(shape, self.runtime.slot_bytes)
 
         def before(piece: int, slot: int) -> None:
             size = min(most, count - piece * most)
-            for host, ranks in enumerate(self.at.groups):
+            for host, ranks in enumerate(self.layout.nodes):
                 for index, rank in enumerate(ranks):
                     out = (
-                        self.jobs.in_slot(slot, host * size, size, dtype)
-                        if index == self.at.index
+                        self.runtime.slot_memory(slot, host * size, size, dtype)
+                        if index == self.layout.local_rank
                         else None
                     )
                     self.local.reduce(
@@ -150,13 +160,15 @@ class TwoSteps:
                         stream=number,
                     )
 
-        self._between(shape, dtype, op, (0, target.address), number, captured, before=before)
+        self._run_inter_node(shape, dtype, op, (0, target.address), number, captured, before=before)
 
     def broadcast(self, memory: DeviceMemory, root: int, number: int, captured: bool) -> None:
         """Between hosts among the ranks with the root's index, then inside each host, piece by piece."""
-        host, index = self.at.place(root)
-        shape = self._cross_shape(Collective.BROADCAST, memory, memory.count, host, kernels=True)
-        most = elements_per_piece(shape, self.jobs.slot_bytes)
+        host, index = self.layout.locate(root)
+        shape = self._inter_node_shape(
+            Collective.BROADCAST, memory, memory.count, host, kernels=True
+        )
+        most = elements_per_segment(shape, self.runtime.slot_bytes)
 
         def after(piece: int, slot: int) -> None:
             size = min(most, memory.count - piece * most)
@@ -164,14 +176,14 @@ class TwoSteps:
                 self.local.broadcast(memory.slice(piece * most, size), index, stream=number)
 
         both = (memory.address, memory.address)
-        self._between(
+        self._run_inter_node(
             shape,
             memory.dtype,
             SUM,
             both,
             number,
             captured,
-            takes_part=index == self.at.index,
+            takes_part=index == self.layout.local_rank,
             after=after,
         )
 
@@ -185,24 +197,28 @@ class TwoSteps:
         captured: bool,
     ) -> None:
         """Inside each host to the rank with the root's index, into its slot, then between hosts, piece by piece."""
-        host, index = self.at.place(root)
-        shape = self._cross_shape(Collective.REDUCE, source, source.count, host, kernels=True)
-        most = elements_per_piece(shape, self.jobs.slot_bytes)
+        host, index = self.layout.locate(root)
+        shape = self._inter_node_shape(Collective.REDUCE, source, source.count, host, kernels=True)
+        most = elements_per_segment(shape, self.runtime.slot_bytes)
 
         def before(piece: int, slot: int) -> None:
             size = min(most, source.count - piece * most)
-            out = self.jobs.in_slot(slot, 0, size, source.dtype) if index == self.at.index else None
+            out = (
+                self.runtime.slot_memory(slot, 0, size, source.dtype)
+                if index == self.layout.local_rank
+                else None
+            )
             self.local.reduce(source.slice(piece * most, size), index, out, op, stream=number)
 
         to = (0, target.address)
-        self._between(
+        self._run_inter_node(
             shape,
             source.dtype,
             op,
             to,
             number,
             captured,
-            takes_part=index == self.at.index,
+            takes_part=index == self.layout.local_rank,
             before=before,
         )
 
@@ -211,21 +227,25 @@ class TwoSteps:
     ) -> None:
         """all_to_all in the host of the blocks for each host, so that a rank has what its own host sends to all ranks of its index; then
         all_to_all between hosts, in place, of what is for others."""
-        hosts = len(self.at.groups)
+        hosts = len(self.layout.nodes)
         block = source.count // hosts
         for host in range(hosts):
             self.local.all_to_all(
                 source.slice(host * block, block), target.slice(host * block, block), stream=number
             )
         shape = dataclasses.replace(
-            self._cross_shape(Collective.ALL_TO_ALL, source, block), own_stays=True
+            self._inter_node_shape(Collective.ALL_TO_ALL, source, block), own_stays=True
         )
-        self._between(shape, source.dtype, SUM, (target.address, target.address), number, captured)
+        self._run_inter_node(
+            shape, source.dtype, SUM, (target.address, target.address), number, captured
+        )
 
-    def _between(self, shape: Shape, *args: Any, **hooks: Any) -> None:
-        self.jobs.enqueue(self.jobs.crosses, shape, *args, called=self._called, **hooks)
+    def _run_inter_node(self, shape: StagedShape, *args: Any, **hooks: Any) -> None:
+        self.runtime.enqueue(
+            self.runtime.inter_node, shape, *args, call_text=self._call_text, **hooks
+        )
 
-    def _cross_shape(
+    def _inter_node_shape(
         self,
         collective: Collective,
         memory: DeviceMemory,
@@ -233,9 +253,9 @@ class TwoSteps:
         root: int = 0,
         *,
         kernels: bool = False,
-    ) -> Shape:
+    ) -> StagedShape:
         """Of an operation between hosts. ``kernels``: they are launched for every piece."""
-        even = Shape.even(
-            collective, memory.dtype.itemsize, self.at.host, len(self.at.groups), root, count
+        even = StagedShape.even(
+            collective, memory.dtype.itemsize, self.layout.node, len(self.layout.nodes), root, count
         )
         return dataclasses.replace(even, overlaps=False) if kernels else even

@@ -20,47 +20,52 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.lower import describe_signature, signature
 from miraccl.runtime.core import CommunicatorCore
-from miraccl.runtime.multinode.layout import HostsLayout
-from miraccl.runtime.multinode.segments import Piece
-from miraccl.runtime.multinode.staging import Prepared, Slots
-from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, fill, left
+from miraccl.runtime.multinode.layout import NodeLayout
+from miraccl.runtime.multinode.segments import StagedSegment
+from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp
+from miraccl.runtime.multinode.streams import (
+    PeerStreams,
+    StreamOperation,
+    remaining_bytes,
+    write_words,
+)
 from miraccl.runtime.multinode.unmatched import (
-    Lookout,
-    Tally,
-    in_words,
-    not_taken,
-    number_of,
-    remembered,
+    MessageCounters,
+    UnmatchedDetector,
+    describe_collective,
+    describe_unmatched,
+    full_number,
+    signature_of,
 )
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
 if TYPE_CHECKING:
-    from miraccl.runtime.multinode.transfers import Message, Round
+    from miraccl.runtime.multinode.transfers import MessageRound, StagedMessage
 
 _BEGUN_EVER = offsets.BEGUN_EVER // 8
-Kind = tuple[Collective, int]
+CollectiveKind = tuple[Collective, int]
 """What a collective is in headers, with its root."""
-MOST_FAR = 16  # ranks of other hosts: a lane looks at all streams that a round needs, and they take memory of the kernel
+MAX_REMOTE_RANKS = 16  # ranks of other hosts: a lane looks at all streams that a round needs, and they take memory of the kernel
 
 
 class MessageStreams:
     """A stream to each rank of other hosts, with the numbers of the messages that have gone and come; made collectively."""
 
-    def __init__(self, stages: SetupPhases, member: CommunicatorCore, layout: HostsLayout) -> None:
+    def __init__(self, stages: SetupPhases, member: CommunicatorCore, layout: NodeLayout) -> None:
         self.member = member
-        far = [rank for rank in range(layout.nranks) if rank not in layout.mine]
+        far = [rank for rank in range(layout.nranks) if rank not in layout.local_ranks]
         self._streams = PeerStreams(stages, member, far, "gpu messages")
-        self._ways = {peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in far}
+        self._counters = {peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in far}
         self._collectives = np.zeros(offsets.COLLECTIVES_BYTES // 8, np.int64)
-        self._lookout = Lookout(member.rank, self._streams.sockets)
+        self._unmatched_detector = UnmatchedDetector(member.rank, self._streams.sockets)
 
     @staticmethod
-    def useful(member: CommunicatorCore, layout: HostsLayout) -> bool:
+    def applicable(member: CommunicatorCore, layout: NodeLayout) -> bool:
         """Whether all ranks shall have such streams; all see it alike."""
-        hosts = [{member.fabric.hosts[rank] for rank in ranks} for ranks in layout.groups]
+        hosts = [{member.fabric.hosts[rank] for rank in ranks} for ranks in layout.nodes]
         apart = sum(map(len, hosts)) == len(set(member.fabric.hosts))
-        return apart and layout.most_far <= MOST_FAR
+        return apart and layout.max_remote_ranks <= MAX_REMOTE_RANKS
 
     @property
     def sockets(self) -> Mapping[int, socket.socket]:
@@ -70,37 +75,37 @@ class MessageStreams:
     def descriptor(self, peer: int) -> int:
         return self._streams.descriptor(peer)
 
-    def number(self, peer: int, receives: bool) -> int:
+    def counter_address(self, peer: int, receives: bool) -> int:
         """Where the messages of one way are counted."""
-        return int(self._ways[peer].ctypes.data) + offsets.STREAM_BYTES * receives
+        return int(self._counters[peer].ctypes.data) + offsets.STREAM_BYTES * receives
 
     @property
-    def collectives(self) -> int:
+    def collectives_address(self) -> int:
         """Where the collectives of all streams are counted."""
         return int(self._collectives.ctypes.data)
 
-    def remembered(self, mark: int) -> int:
+    def signature_of(self, mark: int) -> int:
         """The signature of the collective of this number (as in headers) without the number, 0 if it is not known any more."""
-        return remembered(self._collectives, number_of(self._collectives, mark))
+        return signature_of(self._collectives, full_number(self._collectives, mark))
 
     def begun(self) -> dict[int, tuple[int, int]]:
         """By peer how many messages have begun to go to it, and to come from it."""
         return {
             peer: (int(out[_BEGUN_EVER]), int(into[_BEGUN_EVER]))
-            for peer, (out, into) in self._ways.items()
+            for peer, (out, into) in self._counters.items()
         }
 
-    def tally(self) -> Tally:
+    def message_counters(self) -> MessageCounters:
         """What this rank has sent and taken in collectives, once all of them have ended."""
-        return Tally.of(self.member.nranks, self._collectives, self._ways)
+        return MessageCounters.of(self.member.nranks, self._collectives, self._counters)
 
-    def come_too_late(self, between: Callable[[], bool]) -> MiracclError | None:
+    def find_unmatched(self, between: Callable[[], bool]) -> MiracclError | None:
         """The error of a message that lies here though this rank has ended the collective that it belongs to: nobody will take it.
         ``between``: whether the lane is between operations."""
-        return self._lookout.look(self._collectives, self._ways, between)
+        return self._unmatched_detector.poll(self._collectives, self._counters, between)
 
-    def leave(self) -> None:
-        self._streams.leave()
+    def shutdown_writes(self) -> None:
+        self._streams.shutdown_writes()
 
     def close(self) -> None:
         """May be called twice."""
@@ -115,9 +120,9 @@ class MessageOperation(StreamOperation):
     def __init__(
         self,
         streams: MessageStreams,
-        messages: Sequence[Message],
+        messages: Sequence[StagedMessage],
         base: int,
-        kind: Kind | None = None,
+        kind: CollectiveKind | None = None,
         begins: bool = True,
     ) -> None:
         self._peers = list(dict.fromkeys(message.peer for message in messages))
@@ -125,55 +130,57 @@ class MessageOperation(StreamOperation):
         super().__init__(streams.member, f"{kind[0].label}_v" if kind else "send/recv")
         if kind is not None:
             which = _template(kind, DType.UINT8, 0) if begins else 0
-            fill(
-                self._words, (offsets.COLLECTIVES, streams.collectives), (offsets.COLLECTIVE, which)
+            write_words(
+                self._words,
+                (offsets.COLLECTIVES, streams.collectives_address),
+                (offsets.COLLECTIVE, which),
             )
-        self._use(np.zeros((len(self._peers), offsets.ROW_BYTES // 8), np.int64))
+        self._set_rows(np.zeros((len(self._peers), offsets.ROW_BYTES // 8), np.int64))
         self._parts: list[np.ndarray] = []
         for row, peer in zip(self.rows, self._peers, strict=True):
-            fill(row, (offsets.PEER, peer), (offsets.DESCRIPTOR, streams.descriptor(peer)))
+            write_words(row, (offsets.PEER, peer), (offsets.DESCRIPTOR, streams.descriptor(peer)))
             for way, receives in ((offsets.OUT, False), (offsets.IN, True)):
                 parts = self._table(
                     [m for m in messages if m.peer == peer and m.receives == receives], base
                 )
-                fill(
+                write_words(
                     row,
                     (way + offsets.PARTS, parts.ctypes.data),
                     (way + offsets.NPARTS, len(parts)),
                 )
-                fill(row, (way + offsets.NUMBER, streams.number(peer, receives)))
+                write_words(row, (way + offsets.NUMBER, streams.counter_address(peer, receives)))
 
-    def _table(self, messages: Sequence[Message], base: int) -> np.ndarray:
+    def _table(self, messages: Sequence[StagedMessage], base: int) -> np.ndarray:
         """The words of messages whose slot begins at ``base``."""
         table = np.zeros((len(messages), offsets.PART_SIZE // 8), np.int64)
         for part, message in zip(table, messages, strict=True):
             size = message.dtype.itemsize
-            template = _template(self._kind, message.dtype, message.whole)
-            fill(
+            template = _template(self._kind, message.dtype, message.transfer_count)
+            write_words(
                 part,
                 (offsets.PART, base + message.host),
                 (offsets.PART_BYTES, message.count * size),
                 (offsets.PART_SIGNATURE, template),
             )
-            fill(
+            write_words(
                 part,
-                (offsets.PART_WHOLE, message.whole * size),
-                (offsets.PART_COUNT, message.whole),
+                (offsets.PART_WHOLE, message.transfer_count * size),
+                (offsets.PART_COUNT, message.transfer_count),
             )
         self._parts.append(table)
         return table
 
-    def under_way(self) -> Iterator[tuple[int, int, np.ndarray]]:
+    def active_messages(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """With each peer a message that has begun and not ended, which comes (``ex.IN``) or, where none does, goes (``ex.OUT``), and its
         words."""
         for number, (peer, row) in enumerate(zip(self._peers, self.rows, strict=True)):
             for way in (offsets.IN, offsets.OUT):
                 begun = int(row[(way + offsets.BEGUN) // 8])
-                if left(row, way) and begun:
+                if remaining_bytes(row, way) and begun:
                     yield peer, way, self._parts[2 * number + (way == offsets.IN)][begun - 1]
                     break
 
-    def to_begin(self) -> tuple[list[int], list[int]]:
+    def peers_to_begin(self) -> tuple[list[int], list[int]]:
         """To and from which ranks messages of the round have not begun yet: they do as those before them go on, whatever others do."""
         peers = list(zip(self._peers, self.rows, strict=True))
         sends, receives = (
@@ -192,15 +199,15 @@ class MessageOperation(StreamOperation):
             peer = self._core.context.get(layout.CTX_ERR_PEER)
             row = self.rows[self._peers.index(peer)]
             mine, theirs = (
-                _Header.of(row[place // 8], row[place // 8 + 1])
+                _MessageHeader.of(row[place // 8], row[place // 8 + 1])
                 for place in (offsets.IN + offsets.HEADER, offsets.HEADER_IN)
             )
             raise self._core.faults.message_mismatch(
-                peer, mine[:2], theirs[:2], self._parted(peer, mine, theirs)
+                peer, mine[:2], theirs[:2], self._describe_divergence(peer, mine, theirs)
             )
         super().check_result(code)
 
-    def _parted(self, peer: int, mine: _Header, theirs: _Header) -> str:
+    def _describe_divergence(self, peer: int, mine: _MessageHeader, theirs: _MessageHeader) -> str:
         """What a message of ``peer`` means that belongs to a collective of another number than this rank's; empty if it does not."""
         rank, first, second = (
             self._core.rank,
@@ -210,12 +217,17 @@ class MessageOperation(StreamOperation):
         if mine.mark == theirs.mark or SEND_RECV in (first["collective"], second["collective"]):
             return ""
         if (theirs.mark - mine.mark) & offsets.MARK_MASK <= offsets.MARK_MASK // 2:
-            here, there = in_words(mine.sig, mine.mark), in_words(theirs.sig, theirs.mark)
+            here, there = (
+                describe_collective(mine.sig, mine.mark),
+                describe_collective(theirs.sig, theirs.mark),
+            )
             return f"ranks disagree on what is sent: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
-        return not_taken(peer, theirs.sig, rank, self.streams.remembered(theirs.mark), theirs.mark)
+        return describe_unmatched(
+            peer, theirs.sig, rank, self.streams.signature_of(theirs.mark), theirs.mark
+        )
 
 
-class _Header(NamedTuple):
+class _MessageHeader(NamedTuple):
     """What a header says: signature, elements, and the number of the collective."""
 
     sig: int
@@ -223,7 +235,7 @@ class _Header(NamedTuple):
     mark: int
 
     @classmethod
-    def of(cls, sig: Any, second: Any) -> _Header:
+    def of(cls, sig: Any, second: Any) -> _MessageHeader:
         nbytes, mark = (
             int(second) & (1 << offsets.MARK_SHIFT) - 1,
             int(second) >> offsets.MARK_SHIFT,
@@ -231,7 +243,7 @@ class _Header(NamedTuple):
         return cls(int(sig), nbytes // DType(int(sig) >> 21 & 15).itemsize, mark)
 
 
-def _template(kind: Kind, dtype: DType, count: int) -> int:
+def _template(kind: CollectiveKind, dtype: DType, count: int) -> int:
     """The signature of a message in headers, without the number."""
     return signature(kind[0], dtype, RedOp.SUM, kind[1], count)
 
@@ -243,19 +255,19 @@ class MessageNetwork:
     def __init__(
         self,
         streams: MessageStreams,
-        rounds: Sequence[Round],
-        slots: Slots,
-        kind: Kind | None = None,
+        rounds: Sequence[MessageRound],
+        slots: PinnedSlots,
+        kind: CollectiveKind | None = None,
     ) -> None:
         self._streams, self._rounds, self._slots, self._kind = streams, rounds, slots, kind
-        self._prepared: dict[tuple[int, bool, tuple[Message, ...]], MessageOperation] = {}
+        self._prepared: dict[tuple[int, bool, tuple[StagedMessage, ...]], MessageOperation] = {}
 
-    def prepare(self, piece: Piece, number: int, slot: int) -> Prepared:
+    def prepare(self, piece: StagedSegment, number: int, slot: int) -> PreparedOp:
         key = slot, self._kind is not None and number == 0, self._rounds[number].messages
         if key not in self._prepared:
             base = self._slots.address + slot * self._slots.nbytes
             self._prepared[key] = MessageOperation(self._streams, key[2], base, self._kind, key[1])
         return self._prepared[key]
 
-    def run(self, piece: Piece, number: int, slot: int) -> None:
+    def run(self, piece: StagedSegment, number: int, slot: int) -> None:
         self.prepare(piece, number, slot)()

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from miraccl.runtime.multinode.direct import DirectOperation, DirectStreams
-from miraccl.runtime.multinode.segments import Piece, Shape
-from miraccl.runtime.multinode.staging import Network, Prepared, Slots
+from miraccl.runtime.multinode.segments import StagedSegment, StagedShape
+from miraccl.runtime.multinode.staging import PinnedSlots, PreparedOp, SegmentNetwork
 from miraccl.types import Collective, DType, RedOp
 
 
@@ -48,13 +48,13 @@ class CpuCommunicator(Protocol):
     def finalize(self) -> None: ...
 
 
-class InPython:
+class PythonStaging:
     """Pieces that Python runs: ``run(piece, number, slot)``."""
 
-    def __init__(self, run: Callable[[Piece, int, int], None]) -> None:
+    def __init__(self, run: Callable[[StagedSegment, int, int], None]) -> None:
         self.run = run
 
-    def prepare(self, piece: Piece, number: int, slot: int) -> None: ...
+    def prepare(self, piece: StagedSegment, number: int, slot: int) -> None: ...
 
 
 class StagedCollective:
@@ -64,17 +64,17 @@ class StagedCollective:
     def __init__(
         self,
         cpus: Sequence[CpuCommunicator],
-        shape: Shape,
+        shape: StagedShape,
         dtype: DType,
         op: Any,
-        slots: Slots,
+        slots: PinnedSlots,
         direct: Sequence[DirectStreams] = (),
     ) -> None:
         self._cpus, self._shape, self._dtype, self._op, self._slots = cpus, shape, dtype, op, slots
         self._direct = direct
-        self._prepared: dict[tuple[object, ...], Prepared] = {}
+        self._prepared: dict[tuple[object, ...], PreparedOp] = {}
 
-    def prepare(self, piece: Piece, number: int, slot: int) -> Prepared | None:
+    def prepare(self, piece: StagedSegment, number: int, slot: int) -> PreparedOp | None:
         """The operation, ready to be called; None for uneven blocks. Pieces of equal size share those of their slot."""
         if self._shape.uneven:
             return None
@@ -83,19 +83,19 @@ class StagedCollective:
             self._prepared[key] = self._make(piece, number, slot)
         return self._prepared[key]
 
-    def _make(self, piece: Piece, number: int, slot: int) -> Prepared:
+    def _make(self, piece: StagedSegment, number: int, slot: int) -> PreparedOp:
         if self._direct:
             streams = self._direct[number % len(self._direct)]
-            if streams.takes(self._shape, piece, self._op):
+            if streams.accepts(self._shape, piece, self._op):
                 return DirectOperation(
                     streams, self._shape, self._dtype, self._op, *self._arrays(piece, slot)
                 )
-        prepared: Prepared = _prepare(
+        prepared: PreparedOp = _prepare(
             self._cpu(number), self._shape, *self._arrays(piece, slot), self._op
         )
         return prepared
 
-    def run(self, piece: Piece, number: int, slot: int) -> None:
+    def run(self, piece: StagedSegment, number: int, slot: int) -> None:
         prepared = self.prepare(piece, number, slot)
         if prepared is not None:
             prepared()
@@ -105,12 +105,14 @@ class StagedCollective:
     def _cpu(self, number: int) -> CpuCommunicator:
         return self._cpus[number % len(self._cpus)]
 
-    def _arrays(self, piece: Piece, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    def _arrays(self, piece: StagedSegment, slot: int) -> tuple[np.ndarray, np.ndarray]:
         source = self._slots.view(slot, piece.source, sum(piece.source_counts), self._dtype)
         return source, self._slots.view(slot, piece.target, sum(piece.target_counts), self._dtype)
 
 
-def _prepare(cpu: CpuCommunicator, shape: Shape, x: np.ndarray, out: np.ndarray, op: Any) -> Any:
+def _prepare(
+    cpu: CpuCommunicator, shape: StagedShape, x: np.ndarray, out: np.ndarray, op: Any
+) -> Any:
     """The ``Prepared`` of even blocks."""
     root, chief = shape.root, shape.rank == shape.root
     match shape.collective:
@@ -134,7 +136,12 @@ def _prepare(cpu: CpuCommunicator, shape: Shape, x: np.ndarray, out: np.ndarray,
 
 
 def _run_uneven(
-    cpu: CpuCommunicator, shape: Shape, piece: Piece, x: np.ndarray, out: np.ndarray, op: Any
+    cpu: CpuCommunicator,
+    shape: StagedShape,
+    piece: StagedSegment,
+    x: np.ndarray,
+    out: np.ndarray,
+    op: Any,
 ) -> None:
     root, chief = shape.root, shape.rank == shape.root
     match shape.collective:
@@ -152,15 +159,15 @@ def _run_uneven(
             raise ValueError(f"{shape.collective.label} has no uneven form")
 
 
-def agreeing(
-    cpu: CpuCommunicator, pieces: tuple[Piece, ...], network: Network
-) -> tuple[tuple[Piece, ...], Network]:
+def with_agreed_count(
+    cpu: CpuCommunicator, pieces: tuple[StagedSegment, ...], network: SegmentNetwork
+) -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
     """For counts that each rank knows only of itself: the proxies agree on the number of pieces, and who has fewer takes part emptily."""
     nothing, none = np.empty(0, np.uint8), (0,) * cpu.nranks
-    mine = pieces or (Piece(source_counts=none, target_counts=none),)
+    mine = pieces or (StagedSegment(source_counts=none, target_counts=none),)
     agreed = len(mine)
 
-    def run(piece: Piece, number: int, slot: int) -> None:
+    def run(piece: StagedSegment, number: int, slot: int) -> None:
         nonlocal agreed
         if number == 0:
             agreed = int(cpu.all_reduce(np.array([len(mine)], np.int64), None, RedOp.MAX)[0])
@@ -169,4 +176,4 @@ def agreeing(
             for _ in range(agreed - len(mine)):
                 cpu.all_to_all_v(nothing, none, none, nothing)
 
-    return mine, InPython(run)
+    return mine, PythonStaging(run)

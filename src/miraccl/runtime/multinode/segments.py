@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from miraccl.types import Collective
 
 ALIGN = 64  # bytes, of the parts of a slot
-LEAST_PIECE = 128 << 10
-PIECES = 4  # of an operation at least, where they are no smaller than LEAST_PIECE: copies and network overlap
+MIN_SEGMENT_BYTES = 128 << 10
+MIN_SEGMENTS = 4  # of an operation at least, where they are no smaller than LEAST_PIECE: copies and network overlap
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class SegmentCopy:
     """``nbytes`` between byte ``device`` of the user's buffer number ``buffer`` and byte ``host`` of the slot."""
 
     buffer: int
@@ -28,11 +28,11 @@ class Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class StagedSegment:
     """A piece: copies, and where input and output lie in the slot: byte and elements of each block."""
 
-    down: tuple[Copy, ...] = ()
-    up: tuple[Copy, ...] = ()
+    down: tuple[SegmentCopy, ...] = ()
+    up: tuple[SegmentCopy, ...] = ()
     source: int = 0
     source_counts: tuple[int, ...] = ()
     target: int = 0
@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class StagedShape:
     """An operation as far as it decides about pieces. ``sends[j]`` and ``receives[j]`` are the elements of block j of this rank's input and
     output, ``rank`` the caller's number among ``nranks``.  ``counts`` are those of an uneven collective, as all ranks know them; ``uneven``
     collectives run as such in every piece, also where its blocks are equal.  ``places`` are the elements of the output where its blocks
@@ -57,15 +57,15 @@ class Shape:
     receives: tuple[int, ...]
     counts: tuple[int, ...] = ()
     uneven: bool = False
-    places: tuple[int, ...] = ()
-    own_stays: bool = False
+    block_offsets: tuple[int, ...] = ()
+    keeps_own_block: bool = False
     overlaps: bool = True
 
     @classmethod
     @functools.lru_cache(maxsize=1024)  # asked for at every call
     def even(
         cls, collective: Collective, itemsize: int, rank: int, nranks: int, root: int, count: int
-    ) -> Shape:
+    ) -> StagedShape:
         """With blocks of ``count`` elements, as ``schedule.ir`` counts them."""
         one, each = (count,), (count,) * nranks
         sends, receives = {
@@ -86,15 +86,15 @@ class Shape:
         )
 
 
-_WHOLE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
+_SINGLE_BLOCK = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 
 
-def elements_per_piece(shape: Shape, slot_bytes: int) -> int:
+def elements_per_segment(shape: StagedShape, slot_bytes: int) -> int:
     """Elements of a block in a piece, the same on all ranks: a block, one from every rank, or one to and one from each fill a slot at
     most. What overlaps is cut into equal pieces, smaller ones where all ranks know how large it is."""
     blocks = (
         1
-        if shape.collective in _WHOLE
+        if shape.collective in _SINGLE_BLOCK
         else 2 * shape.nranks
         if shape.collective is Collective.ALL_TO_ALL
         else shape.nranks
@@ -103,22 +103,22 @@ def elements_per_piece(shape: Shape, slot_bytes: int) -> int:
     most = max(1, room // ALIGN * ALIGN or room)
     if shape.uneven or not shape.overlaps:
         return most
-    count, least = _count(shape), max(1, LEAST_PIECE // (blocks * shape.itemsize))
-    npieces = max(-(-count // most), min(PIECES, count // least), 1)
+    count, least = _count(shape), max(1, MIN_SEGMENT_BYTES // (blocks * shape.itemsize))
+    npieces = max(-(-count // most), min(MIN_SEGMENTS, count // least), 1)
     return min(most, max(1, -(-count // (npieces * ALIGN))) * ALIGN)
 
 
-def _count(shape: Shape) -> int:
+def _count(shape: StagedShape) -> int:
     return max((*shape.sends, *shape.receives, *shape.counts), default=0)
 
 
-def cut(shape: Shape, slot_bytes: int) -> tuple[Piece, ...]:
+def split_segments(shape: StagedShape, slot_bytes: int) -> tuple[StagedSegment, ...]:
     """The pieces of an operation in order; none where there is nothing to move."""
-    most = elements_per_piece(shape, slot_bytes)
-    return tuple(_piece(shape, most, number) for number in range(-(-_count(shape) // most)))
+    most = elements_per_segment(shape, slot_bytes)
+    return tuple(_segment(shape, most, number) for number in range(-(-_count(shape) // most)))
 
 
-def _piece(shape: Shape, most: int, number: int) -> Piece:
+def _segment(shape: StagedShape, most: int, number: int) -> StagedSegment:
     """Input and output of one piece share their place where the collective has an in-place form."""
     begin, size = number * most, shape.itemsize
 
@@ -134,18 +134,18 @@ def _piece(shape: Shape, most: int, number: int) -> Piece:
         source = sum(receives[:rank]) * size
     elif collective in (Collective.REDUCE_SCATTER, Collective.SCATTER) and len(sends) > 1:
         target = sum(sends[:rank]) * size
-    chief, kept = rank == shape.root, rank if shape.own_stays else -1
+    chief, kept = rank == shape.root, rank if shape.keeps_own_block else -1
     gives = chief or collective not in (Collective.BROADCAST, Collective.SCATTER)
     gets = (chief or collective not in (Collective.REDUCE, Collective.GATHER)) and not (
         chief and collective is Collective.BROADCAST
     )
-    return Piece(
-        down=_copies(0, _one_after_another(shape.sends), sends, begin, source, size, kept)
+    return StagedSegment(
+        down=_copies(0, _consecutive_offsets(shape.sends), sends, begin, source, size, kept)
         if gives
         else (),
         up=_copies(
             1,
-            shape.places or _one_after_another(shape.receives),
+            shape.block_offsets or _consecutive_offsets(shape.receives),
             receives,
             begin,
             target,
@@ -162,7 +162,7 @@ def _piece(shape: Shape, most: int, number: int) -> Piece:
     )
 
 
-def _one_after_another(counts: Sequence[int]) -> tuple[int, ...]:
+def _consecutive_offsets(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(counts, initial=0))[:-1]
 
 
@@ -174,9 +174,9 @@ def _copies(
     host: int,
     size: int,
     kept: int,
-) -> tuple[Copy, ...]:
+) -> tuple[SegmentCopy, ...]:
     """Neighbours in both places are one copy. Block ``kept`` is none."""
-    copies: list[Copy] = []
+    copies: list[SegmentCopy] = []
     for block, (place, count) in enumerate(zip(places, part, strict=True)):
         if count and block != kept:
             at, nbytes = (place + begin) * size, count * size
@@ -186,8 +186,8 @@ def _copies(
                 and last.device + last.nbytes == at
                 and last.host + last.nbytes == host
             ):
-                copies[-1] = Copy(buffer, last.device, last.host, last.nbytes + nbytes)
+                copies[-1] = SegmentCopy(buffer, last.device, last.host, last.nbytes + nbytes)
             else:
-                copies.append(Copy(buffer, at, host, nbytes))
+                copies.append(SegmentCopy(buffer, at, host, nbytes))
         host += count * size
     return tuple(copies)

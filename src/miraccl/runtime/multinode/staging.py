@@ -19,17 +19,17 @@ from miraccl.errors import MiracclError
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.proxy import staging
 from miraccl.proxy.kernels import staging_layout
-from miraccl.runtime.multinode.segments import Piece
+from miraccl.runtime.multinode.segments import StagedSegment
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 
-LANES = 2  # proxies, each with CPU communicators of its own
-NSLOTS = 2 * LANES  # while a lane's piece is on the network, its next one is copied
+STAGING_THREADS = 2  # proxies, each with CPU communicators of its own
+NSLOTS = 2 * STAGING_THREADS  # while a lane's piece is on the network, its next one is copied
 PAGE_BYTES = 4096
 FLAG_BYTES = PAGE_BYTES
 
 
-class Slots:
+class PinnedSlots:
     """Pinned memory for ``NSLOTS`` pieces of ``nbytes`` each: ordinary pages that are registered, so that sockets, the kernel's copies
     between processes and GPUs all take them."""
 
@@ -53,7 +53,7 @@ class Slots:
             self._gpu.unpin(self.address)
 
 
-class Prepared(Protocol):
+class PreparedOp(Protocol):
     """An operation that was checked and planned (``comm.persistent``); a call runs it."""
 
     def __call__(self) -> Any: ...
@@ -61,12 +61,12 @@ class Prepared(Protocol):
     def check_result(self, code: int) -> None: ...
 
 
-class Network(Protocol):
+class SegmentNetwork(Protocol):
     """The network's part of a job's pieces. ``number`` is the piece's."""
 
-    def run(self, piece: Piece, number: int, slot: int) -> None: ...
+    def run(self, piece: StagedSegment, number: int, slot: int) -> None: ...
 
-    def prepare(self, piece: Piece, number: int, slot: int) -> Prepared | None:
+    def prepare(self, piece: StagedSegment, number: int, slot: int) -> PreparedOp | None:
         """What the proxy's loop may start without Python, instead of ``run``."""
 
 
@@ -74,62 +74,76 @@ class StagedJob:
     """An operation that is cut into pieces (``proxy.staging.Job``)."""
 
     def __init__(
-        self, pieces: Sequence[Piece], slots: Slots, network: Network, captured: bool, stride: int
+        self,
+        pieces: Sequence[StagedSegment],
+        slots: PinnedSlots,
+        network: SegmentNetwork,
+        captured: bool,
+        stride: int,
     ) -> None:
-        self.pieces, self.slots, self.captured, self.stride = tuple(pieces), slots, captured, stride
-        self.npieces = len(self.pieces)
-        self.piece_bytes = max(
-            (copy.host + copy.nbytes for piece in self.pieces for copy in (*piece.down, *piece.up)),
+        self.segments, self.slots, self.captured, self.stride = (
+            tuple(pieces),
+            slots,
+            captured,
+            stride,
+        )
+        self.npieces = len(self.segments)
+        self.segment_bytes = max(
+            (
+                copy.host + copy.nbytes
+                for piece in self.segments
+                for copy in (*piece.down, *piece.up)
+            ),
             default=0,
         )
         self.number = 0
         self.announced: dict[int, int] = {}  # lane -> what its last coming was announced as
         self.graphs = 0  # that bring it again
-        self.called = ""  # by the program, where its pieces and shards have other counts
-        self.beside = self.before = self.after = (
+        self.call_text = ""  # by the program, where its pieces and shards have other counts
+        self.concurrent = self.before = self.after = (
             False  # kernels of the host run beside it, or before or after each piece
         )
         self._network = network
         self._prepared = [
             network.prepare(piece, number, slot_of(number, stride))
-            for number, piece in enumerate(self.pieces)
+            for number, piece in enumerate(self.segments)
         ]
         calls = [prepared and prepared.unlocked() for prepared in self._prepared]
         self._calls = np.array([call or (0, 0, 0) for call in calls], np.int64)
         assert self._calls.nbytes == staging_layout.CALL_BYTES * self.npieces
         self.calls = int(self._calls.ctypes.data) if any(calls) else 0
 
-    def holds_kernels(self, piece: int) -> bool:
+    def blocks_kernels(self, piece: int) -> bool:
         """Whether no kernel of the host runs before a piece has been answered."""
-        return not self.beside and not self.before and (piece == 0 or not self.after)
+        return not self.concurrent and not self.before and (piece == 0 or not self.after)
 
-    def prepared(self, piece: int) -> Prepared | None:
+    def prepared(self, piece: int) -> PreparedOp | None:
         """What the proxy's loop starts for a piece, if it does."""
         return self._prepared[piece]
 
     def run(self, piece: int, slot: int) -> None:
-        with self._naming():
-            self._network.run(self.pieces[piece], piece, slot)
+        with self._name_errors():
+            self._network.run(self.segments[piece], piece, slot)
 
     def explain(self, piece: int, code: int) -> None:
         prepared = self._prepared[piece]
         assert prepared is not None, "only what was prepared gives codes"
-        with self._naming():
+        with self._name_errors():
             prepared.check_result(code)
 
     @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _name_errors(self) -> Iterator[None]:
         """Errors of a part name the whole, too."""
         try:
             yield
         except MiracclError as error:
-            if self.called and not (error.op or "").endswith(self.called):
-                error.op = f"{error.op}, a part of {self.called}" if error.op else self.called
+            if self.call_text and not (error.op or "").endswith(self.call_text):
+                error.op = f"{error.op}, a part of {self.call_text}" if error.op else self.call_text
             raise
 
 
 def slot_of(piece: int, stride: int) -> int:
-    return staging.slot_of(piece, stride, NSLOTS, LANES)
+    return staging.slot_of(piece, stride, NSLOTS, STAGING_THREADS)
 
 
 Hook = Callable[[int, int], None]
@@ -143,39 +157,39 @@ class Staging:
         self, gpu: Gpu, slot_bytes: int, *, on_fault: Callable[[Exception], None], name: str
     ) -> None:
         self.gpu = gpu
-        self.slots = Slots(gpu, slot_bytes)
-        self._larger: list[Slots] = []
+        self.slots = PinnedSlots(gpu, slot_bytes)
+        self._large_slots: list[PinnedSlots] = []
         self._words, flags, self._flags_on_gpu = gpu.host_words(FLAG_BYTES)
         self._flags = flags
         self._recorded: list[StagedJob] | None = None
-        self._beside: dict[
+        self._last_concurrent: dict[
             int, int
         ] = {}  # lane -> what the last job that has kernels beside it was announced as
-        self._captured_beside = False
+        self._captured_concurrent = False
         self.enqueuing = (
             False  # a call of the program is: its kernels may wait before its jobs are announced
         )
         self.proxies = [
-            staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=LANES)
-            for lane in range(LANES)
+            staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=STAGING_THREADS)
+            for lane in range(STAGING_THREADS)
         ]
         for lane, proxy in enumerate(self.proxies):
             proxy.start(f"{name}-{lane}")
 
-    def slots_for(self, nbytes: int) -> Slots:
+    def slots_for(self, nbytes: int) -> PinnedSlots:
         """Slots of at least ``nbytes``; larger ones than usual are made once and kept."""
-        for slots in (self.slots, *self._larger):
+        for slots in (self.slots, *self._large_slots):
             if slots.nbytes >= nbytes:
                 return slots
         with self.gpu.outside_of_capture():
-            self._larger.append(Slots(self.gpu, 1 << (nbytes - 1).bit_length()))
-        return self._larger[-1]
+            self._large_slots.append(PinnedSlots(self.gpu, 1 << (nbytes - 1).bit_length()))
+        return self._large_slots[-1]
 
     def job(
         self,
-        pieces: Sequence[Piece],
-        slots: Slots,
-        network: Network,
+        pieces: Sequence[StagedSegment],
+        slots: PinnedSlots,
+        network: SegmentNetwork,
         captured: bool,
         stride: int = 1,
     ) -> StagedJob:
@@ -195,19 +209,20 @@ class Staging:
         """Whether lanes have done all that was enqueued; a graph may always bring more."""
         return all(proxy.idle for proxy in self.proxies)
 
-    def at_work(self) -> tuple[StagedJob, int] | None:
+    def current_job(self) -> tuple[StagedJob, int] | None:
         """The job that the first lane is at, and its piece."""
         found = self.proxies[0].at_work()
         return (
             (found[0], found[1]) if found is not None and isinstance(found[0], StagedJob) else None
         )
 
-    def is_behind_kernels(self) -> bool:
+    def waits_for_kernels(self) -> bool:
         """Whether the first lane has nothing to do, and nothing comes to it until a kernel of the host goes on that has waited before."""
         if self.enqueuing:
             return False
-        beside = self._captured_beside or not all(
-            self.proxies[lane].has_ended(count) for lane, count in list(self._beside.items())
+        beside = self._captured_concurrent or not all(
+            self.proxies[lane].has_ended(count)
+            for lane, count in list(self._last_concurrent.items())
         )
         return not beside and self.proxies[0].at_work() is None
 
@@ -222,27 +237,27 @@ class Staging:
         buffers: Sequence[int],
         stream: int,
         *,
-        takes_part: bool = True,
+        participates: bool = True,
         before: Hook | None = None,
         after: Hook | None = None,
     ) -> None:
         """Enqueue all pieces. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
         a piece before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
-        ahead = NSLOTS * job.stride // LANES - 1
+        ahead = NSLOTS * job.stride // STAGING_THREADS - 1
         job.before |= before is not None
         job.after |= after is not None
-        self._captured_beside |= job.beside and job.captured
-        if takes_part and not job.captured:
+        self._captured_concurrent |= job.concurrent and job.captured
+        if participates and not job.captured:
             self.announce(job) if self._recorded is None else self._record(job)
         for number in range(job.npieces + ahead):
             if number < job.npieces:
                 if before is not None:
                     before(number, slot_of(number, job.stride))
-                if takes_part:
-                    self._send_down(job, number, buffers, stream)
+                if participates:
+                    self._copy_down(job, number, buffers, stream)
             if number >= ahead:
-                if takes_part:
-                    self._bring_up(job, number - ahead, buffers, stream)
+                if participates:
+                    self._copy_up(job, number - ahead, buffers, stream)
                 if after is not None:
                     after(number - ahead, slot_of(number - ahead, job.stride))
 
@@ -251,10 +266,10 @@ class Staging:
         for lane, proxy in enumerate(self.proxies):
             if proxy.takes_part(job):
                 job.announced[lane] = proxy.announce()
-                if job.beside:
-                    self._beside[lane] = job.announced[lane]
+                if job.concurrent:
+                    self._last_concurrent[lane] = job.announced[lane]
 
-    def forget(self, job: StagedJob) -> bool:
+    def evict(self, job: StagedJob) -> bool:
         """Let go of a job that has ended and that no graph brings again; says whether it was one."""
         if (
             job.captured
@@ -272,7 +287,7 @@ class Staging:
         job.graphs += 1
 
     @contextlib.contextmanager
-    def unannounced(self) -> Iterator[list[StagedJob]]:
+    def recording(self) -> Iterator[list[StagedJob]]:
         """What is enqueued within is announced by the caller, each time that it comes, until its graph is destroyed."""
         jobs: list[StagedJob] = []
         self._recorded = jobs
@@ -281,10 +296,10 @@ class Staging:
         finally:
             self._recorded = None
 
-    def _send_down(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
+    def _copy_down(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
         gpu, slot = self.gpu, slot_of(number, job.stride)
         base = job.slots.address + slot * job.slots.nbytes
-        for copy in job.pieces[number].down:
+        for copy in job.segments[number].down:
             gpu.copy_to_host(
                 base + copy.host, buffers[copy.buffer] + copy.device, copy.nbytes, stream
             )
@@ -299,7 +314,7 @@ class Staging:
             stream,
         )
 
-    def _bring_up(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
+    def _copy_up(self, job: StagedJob, number: int, buffers: Sequence[int], stream: int) -> None:
         gpu, slot = self.gpu, slot_of(number, job.stride)
         gpu.wait_word(
             self._flags_on_gpu + slot * staging_layout.SLOT_STRIDE + staging_layout.DONE_OFFSET,
@@ -307,20 +322,20 @@ class Staging:
             stream,
         )
         base = job.slots.address + slot * job.slots.nbytes
-        for copy in job.pieces[number].up:
+        for copy in job.segments[number].up:
             gpu.copy_from_host(
                 buffers[copy.buffer] + copy.device, base + copy.host, copy.nbytes, stream
             )
 
     def bytes_pinned(self) -> int:
-        return FLAG_BYTES + sum(NSLOTS * slots.nbytes for slots in (self.slots, *self._larger))
+        return FLAG_BYTES + sum(NSLOTS * slots.nbytes for slots in (self.slots, *self._large_slots))
 
     def close(self) -> None:
         """After every stream has passed what was enqueued; may be called twice. A lane that does not end keeps its memory."""
         ended = [proxy.close() for proxy in self.proxies]
         if not all(ended):
             return
-        for slots in (self.slots, *self._larger):
+        for slots in (self.slots, *self._large_slots):
             slots.close()
         flags, self._flags = self._flags, 0
         if flags:

@@ -18,7 +18,7 @@ from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
 
 
-class Watch:
+class StreamMonitor:
     """Ends ``stages`` when a stream breaks, after the control plane had time for a better reason. ``close`` it once the ranks are ready."""
 
     def __init__(self, stages: SetupPhases) -> None:
@@ -52,9 +52,9 @@ class Watch:
                     self._bell.silence()
                 else:
                     self._poll.unregister(descriptor)
-                    self._tell(self._peers[descriptor])
+                    self._report_broken(self._peers[descriptor])
 
-    def _tell(self, peer: int) -> None:
+    def _report_broken(self, peer: int) -> None:
         loss, session = Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), self._stages.session
 
         def end() -> None:

@@ -22,7 +22,7 @@ from miraccl.transport.fifo import PAGE_BYTES
 from miraccl.transport.socket import SocketOptions, SocketTransport
 
 
-class _Keeper:
+class _StreamCollector:
     """Takes the streams of a transport as a proxy would, and leaves them alone (``transport.base.ProxyPort``)."""
 
     bell, asleep = -1, 0
@@ -53,7 +53,7 @@ class PeerStreams:
     ) -> None:
         self.member, self.peers = member, tuple(sorted(peers))
         session = stages.session
-        self._keeper = _Keeper()
+        self._collector = _StreamCollector()
 
         def look() -> None:
             stages.check()
@@ -61,7 +61,7 @@ class PeerStreams:
 
         self._transport = SocketTransport(
             member.fabric.endpoints[member.rank],
-            proxy=self._keeper,
+            proxy=self._collector,
             secret=session.data_key,
             job=f"{session.name} {name}".encode(),
             slot_bytes=PAGE_BYTES,
@@ -79,12 +79,12 @@ class PeerStreams:
     @property
     def sockets(self) -> Mapping[int, socket.socket]:
         """By peer."""
-        return self._keeper.streams
+        return self._collector.streams
 
     def descriptor(self, peer: int) -> int:
-        return self._keeper.streams[peer].fileno()
+        return self._collector.streams[peer].fileno()
 
-    def leave(self) -> None:
+    def shutdown_writes(self) -> None:
         """Let the peers find the end behind what was sent to them; nothing is taken any more."""
         for stream in self.sockets.values():
             with contextlib.suppress(OSError):
@@ -104,10 +104,10 @@ class StreamOperation:
         self.name, self._core = name, member
         self._words = np.zeros(offsets.EXCHANGE_BYTES // 8, np.int64)
 
-    def _use(self, rows: np.ndarray) -> None:
+    def _set_rows(self, rows: np.ndarray) -> None:
         """Take the peers' words."""
         self.rows, self._polls = rows, np.zeros(len(rows), np.int64)
-        fill(
+        write_words(
             self._words,
             (offsets.NPEERS, len(rows)),
             (offsets.ROWS, rows.ctypes.data),
@@ -137,12 +137,12 @@ class StreamOperation:
         self.check_result(call_kernel(function, context, exchange, 0, 0))
 
 
-def left(row: np.ndarray, way: int) -> int:
+def remaining_bytes(row: np.ndarray, way: int) -> int:
     """Bytes of a peer's message that are still to go (``ex.OUT``) or to come (``ex.IN``)."""
     return int(row[(way + offsets.BYTES) // 8] - row[(way + offsets.MOVED) // 8])
 
 
-def fill(words: np.ndarray, *values: tuple[int, int]) -> None:
+def write_words(words: np.ndarray, *values: tuple[int, int]) -> None:
     """Write words at their places in bytes."""
     for place, value in values:
         words[place // 8] = value

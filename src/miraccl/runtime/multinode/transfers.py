@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miraccl.runtime.gpu.transfer import DeviceTransfer
-from miraccl.runtime.multinode.network import CpuCommunicator, InPython
-from miraccl.runtime.multinode.segments import ALIGN, Copy, Piece
-from miraccl.runtime.multinode.staging import Slots
+from miraccl.runtime.multinode.network import CpuCommunicator, PythonStaging
+from miraccl.runtime.multinode.segments import ALIGN, SegmentCopy, StagedSegment
+from miraccl.runtime.multinode.staging import PinnedSlots
 from miraccl.types import DType
 
-MESSAGES_PER_SLOT, MOST_PER_SLOT = 2, 16
+MIN_MESSAGES_PER_SLOT, MAX_MESSAGES_PER_SLOT = 2, 16
 ROUND_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StagedMessage:
     """What a round sends to or receives from a peer: ``count`` elements at byte ``host`` of the slot, of a transfer of ``whole``."""
 
     receives: bool
@@ -29,33 +29,35 @@ class Message:
     host: int
     count: int
     dtype: DType
-    whole: int
+    transfer_count: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    piece: Piece
-    messages: tuple[Message, ...]
+class MessageRound:
+    segment: StagedSegment
+    messages: tuple[StagedMessage, ...]
 
 
-EMPTY = Round(piece=Piece(), messages=())
+EMPTY_ROUND = MessageRound(segment=StagedSegment(), messages=())
 
 
 def message_bytes(slot_bytes: int, far: int) -> int:
     """Bytes of a message at most, where no rank has more than ``far`` on other hosts: a round has one to and one from each of them. The
     same at both ends, whatever else they have in their groups."""
-    return slot_bytes // min(max(MESSAGES_PER_SLOT, far), MOST_PER_SLOT) // ALIGN * ALIGN
+    return (
+        slot_bytes // min(max(MIN_MESSAGES_PER_SLOT, far), MAX_MESSAGES_PER_SLOT) // ALIGN * ALIGN
+    )
 
 
-Lane = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of each message
+MessageQueue = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of each message
 
 
-def cut_transfers(
+def split_transfers(
     transfers: Sequence[DeviceTransfer], slot_bytes: int, far: int
-) -> tuple[list[Round], int]:
+) -> tuple[list[MessageRound], int]:
     """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number; ``far`` as for ``message_bytes``."""
     most = message_bytes(slot_bytes, far)
-    lanes: dict[tuple[bool, int], Lane] = {}
+    lanes: dict[tuple[bool, int], MessageQueue] = {}
     for number, transfer in enumerate(transfers):
         nbytes = transfer.memory.nbytes
         messages = [(number, begin, min(most, nbytes - begin)) for begin in range(0, nbytes, most)]
@@ -75,18 +77,18 @@ def cut_transfers(
     return rounds, need
 
 
-def _round(transfers: Sequence[DeviceTransfer], parts: Lane) -> tuple[Round, int]:
+def _round(transfers: Sequence[DeviceTransfer], parts: MessageQueue) -> tuple[MessageRound, int]:
     """A round of these messages, and its bytes."""
     host = 0
-    down: list[Copy] = []
-    up: list[Copy] = []
+    down: list[SegmentCopy] = []
+    up: list[SegmentCopy] = []
     messages = []
     for number, begin, nbytes in parts:
         transfer = transfers[number]
-        (up if transfer.receives else down).append(Copy(number, begin, host, nbytes))
+        (up if transfer.receives else down).append(SegmentCopy(number, begin, host, nbytes))
         memory = transfer.memory
         messages.append(
-            Message(
+            StagedMessage(
                 transfer.receives,
                 transfer.peer,
                 host,
@@ -96,13 +98,17 @@ def _round(transfers: Sequence[DeviceTransfer], parts: Lane) -> tuple[Round, int
             )
         )
         host += -(-nbytes // ALIGN) * ALIGN
-    return Round(piece=Piece(down=tuple(down), up=tuple(up)), messages=tuple(messages)), host
+    return MessageRound(
+        segment=StagedSegment(down=tuple(down), up=tuple(up)), messages=tuple(messages)
+    ), host
 
 
-def transfers_on(cpu: CpuCommunicator, rounds: Sequence[Round], slots: Slots) -> InPython:
+def run_on_communicator(
+    cpu: CpuCommunicator, rounds: Sequence[MessageRound], slots: PinnedSlots
+) -> PythonStaging:
     """Run rounds on a CPU communicator: receives are posted first, then everything is waited for."""
 
-    def run(piece: Piece, number: int, slot: int) -> None:
+    def run(piece: StagedSegment, number: int, slot: int) -> None:
         works = []
         for message in sorted(rounds[number].messages, key=lambda m: not m.receives):
             memory = slots.view(slot, message.host, message.count, message.dtype)
@@ -111,4 +117,4 @@ def transfers_on(cpu: CpuCommunicator, rounds: Sequence[Round], slots: Slots) ->
         for work in works:
             work.wait()
 
-    return InPython(run)
+    return PythonStaging(run)

@@ -29,11 +29,11 @@ _COUNTED, _OF_COLLECTIVES, _LAST = (
     offsets.OF_COLLECTIVES // 8,
     offsets.LAST_COLLECTIVE // 8,
 )
-Ways = Mapping[int, np.ndarray]
+StreamCounters = Mapping[int, np.ndarray]
 """By peer the words of what goes to it, and of what comes (``ex.STREAM_BYTES``)."""
 
 
-def in_words(sig: int, number: int) -> str:
+def describe_collective(sig: int, number: int) -> str:
     """``scatter_v #17 (root 1)``; only collectives that are messages between hosts are numbered so."""
     fields = describe_signature(sig)
     text = f"{fields['collective']}_v #{number}"
@@ -44,13 +44,13 @@ def in_words(sig: int, number: int) -> str:
     )
 
 
-def number_of(words: np.ndarray, mark: int) -> int:
+def full_number(words: np.ndarray, mark: int) -> int:
     """The whole number of a collective of which headers say the lower bits, at most as large as that of the last one."""
     counted = int(words[_COUNTED])
     return counted - (counted - mark & offsets.MARK_MASK)
 
 
-def remembered(words: np.ndarray, number: int) -> int:
+def signature_of(words: np.ndarray, number: int) -> int:
     """The signature of collective ``number`` of those that ``words`` count, 0 if it is not known: any more, or as it never came."""
     counted = int(words[_COUNTED])
     return (
@@ -60,10 +60,10 @@ def remembered(words: np.ndarray, number: int) -> int:
     )
 
 
-def not_taken(sender: int, sig: int, receiver: int, known: int, number: int) -> str:
+def describe_unmatched(sender: int, sig: int, receiver: int, known: int, number: int) -> str:
     """Why a rank has not taken a message of collective ``number``, which is ``sig`` for the sender, and ``known`` for the receiver, if it
     is known."""
-    there, here = in_words(sig, number), in_words(known or sig, number)
+    there, here = describe_collective(sig, number), describe_collective(known or sig, number)
     if here != there:
         both = sorted([(receiver, here), (sender, there)])
         return "ranks called different operations: " + ", ".join(
@@ -73,7 +73,7 @@ def not_taken(sender: int, sig: int, receiver: int, known: int, number: int) -> 
 
 
 @dataclass(frozen=True)
-class Tally:
+class MessageCounters:
     """The collectives of a rank, as ``ex.COLLECTIVES_BYTES`` has them, and by peer how many messages it has sent in them, the number of
     the last collective in which it did, and how many it has taken."""
 
@@ -81,7 +81,7 @@ class Tally:
     peers: np.ndarray
 
     @classmethod
-    def of(cls, nranks: int, collectives: np.ndarray, ways: Ways) -> Tally:
+    def of(cls, nranks: int, collectives: np.ndarray, ways: StreamCounters) -> MessageCounters:
         peers = np.zeros((nranks, 3), np.int64)
         for peer, (out, into) in ways.items():
             peers[peer] = out[_OF_COLLECTIVES], out[_LAST], into[_OF_COLLECTIVES]
@@ -91,13 +91,15 @@ class Tally:
         return self.collectives.tobytes() + self.peers.tobytes()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Tally:
+    def from_bytes(cls, data: bytes) -> MessageCounters:
         words = np.frombuffer(data, np.int64)
         size = offsets.COLLECTIVES_BYTES // 8
         return cls(words[:size], words[size:].reshape(-1, 3))
 
 
-def find(tallies: Sequence[Tally | None], rank: int) -> CollectiveMismatch | None:
+def find_unmatched(
+    tallies: Sequence[MessageCounters | None], rank: int
+) -> CollectiveMismatch | None:
     """The error of messages that were not taken, alike on all ranks; None of a rank: it does not know what it has sent and taken.
 
     Messages are taken in order, so the last one that went to a rank is among those that it has not taken.
@@ -112,20 +114,20 @@ def find(tallies: Sequence[Tally | None], rank: int) -> CollectiveMismatch | Non
     if not untaken:
         return None
     number, sender, receiver = min(untaken)
-    sig, here = remembered(known[sender].collectives, number), known[receiver].collectives
+    sig, here = signature_of(known[sender].collectives, number), known[receiver].collectives
     if not sig:
         text = f"ranks disagree on what is sent: rank {sender} sent more in collective #{number} than rank {receiver} took"
     elif number > here[_COUNTED]:
-        what = in_words(sig, number)
+        what = describe_collective(sig, number)
         text = f"ranks disagree on what is sent: rank {sender} sent in {what}, to which rank {receiver} never came"
     else:
-        text = not_taken(sender, sig, receiver, remembered(here, number), number)
+        text = describe_unmatched(sender, sig, receiver, signature_of(here, number), number)
     return CollectiveMismatch(
         text, rank=rank, peer=sender if rank == receiver else receiver, hint=HINT
     )
 
 
-class Lookout:
+class UnmatchedDetector:
     """Looks at what has come in the streams of a rank, and takes nothing."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
@@ -135,8 +137,8 @@ class Lookout:
         for descriptor in self._peers:
             self._poll.register(descriptor, select.POLLIN)
 
-    def look(
-        self, collectives: np.ndarray, ways: Ways, between: Callable[[], bool]
+    def poll(
+        self, collectives: np.ndarray, ways: StreamCounters, between: Callable[[], bool]
     ) -> CollectiveMismatch | None:
         """The error of a message that this rank will not take. ``between``: whether the lane is between operations. It may begin with one
         while this looks, as somebody else may launch a graph; so what is seen counts only if nothing has begun meanwhile."""
@@ -155,20 +157,20 @@ class Lookout:
             now = int(ways[peer][1][offsets.BEGUN_EVER // 8]), int(collectives[_COUNTED])
             if len(header) == _HEADER.size and between() and begun == now:
                 sig, second = _HEADER.unpack(header)
-                found = self._judge(peer, sig, second, collectives)
+                found = self._check_header(peer, sig, second, collectives)
                 if found is not None:
                     return found
         return None
 
-    def _judge(
+    def _check_header(
         self, peer: int, sig: int, second: int, collectives: np.ndarray
     ) -> CollectiveMismatch | None:
         """Of a header between two messages of ``peer``: a collective to come has a larger number than all that this rank has begun."""
-        number = number_of(collectives, second >> offsets.MARK_SHIFT)
+        number = full_number(collectives, second >> offsets.MARK_SHIFT)
         if (
             sig >> 16 & 31 == Collective.SEND_RECV
             or int(collectives[_COUNTED]) - number > offsets.MARK_MASK // 2
         ):
             return None
-        text = not_taken(peer, sig, self._rank, remembered(collectives, number), number)
+        text = describe_unmatched(peer, sig, self._rank, signature_of(collectives, number), number)
         return CollectiveMismatch(text, rank=self._rank, peer=peer, hint=HINT)

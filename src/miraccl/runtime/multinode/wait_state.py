@@ -36,17 +36,17 @@ from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.wait_state import DeviceWaitState, FailFn, KernelWaits
 from miraccl.runtime.multinode.direct import DirectOperation
-from miraccl.runtime.multinode.jobs import HostsJobs
-from miraccl.runtime.multinode.layout import HostsLayout
+from miraccl.runtime.multinode.jobs import MultiNodeRuntime
+from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.messages import MessageOperation
 from miraccl.runtime.multinode.staging import StagedJob
-from miraccl.runtime.multinode.streams import left
+from miraccl.runtime.multinode.streams import remaining_bytes
 from miraccl.types import Collective
 
 #: in the names of the halves of a rank
 STAGING, KERNELS = " lane", " kernels"
 #: those in which every rank needs something of every other one
-_OF_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
+_NEEDS_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 
 
 class MultiNodeWaitState(DeviceWaitState):
@@ -54,8 +54,8 @@ class MultiNodeWaitState(DeviceWaitState):
 
     def __init__(
         self,
-        jobs: HostsJobs,
-        layout: HostsLayout,
+        jobs: MultiNodeRuntime,
+        layout: NodeLayout,
         near: tuple[DeviceProbe, Session] | None,
         end: FailFn,
         is_done: Callable[[], bool],
@@ -63,9 +63,11 @@ class MultiNodeWaitState(DeviceWaitState):
         """``near`` looks at the kernels of this host, where there are some, of the ranks of that session. ``is_done()``: as of
         ``KernelSeat``, of these kernels."""
         self._is_done = is_done
-        self._jobs, self._layout, self._fail = jobs, layout, end
+        self._runtime, self._layout, self._fail = jobs, layout, end
         self._world: CommunicatorCore = jobs.world._core
-        self._members = list(dict.fromkeys([self._world, *(cpu._core for cpu in jobs.crosses[:1])]))
+        self._members = list(
+            dict.fromkeys([self._world, *(cpu._core for cpu in jobs.inter_node[:1])])
+        )
         super().__init__(
             self._world.session,
             self._stream_name(self._world.rank, ""),
@@ -78,7 +80,7 @@ class MultiNodeWaitState(DeviceWaitState):
                 looks,
                 session.key,
                 session.rank,
-                lambda rank: self._stream_name(layout.mine[rank], KERNELS),
+                lambda rank: self._stream_name(layout.local_ranks[rank], KERNELS),
                 end,
             )
 
@@ -93,22 +95,22 @@ class MultiNodeWaitState(DeviceWaitState):
 
     # ---- what it waits for
 
-    def _find(self, program: Wait | None) -> Mapping[str, BlockedState]:
-        if program is not None and self._has_done_all():
+    def _read_states(self, program: Wait | None) -> Mapping[str, BlockedState]:
+        if program is not None and self._is_idle():
             nothing = [
                 blocked_ops.wait_for_host(program, self._world.session.tokens[self._world.rank])
             ]
-            return self._places(nothing, nothing, nothing)
-        at_work, lane = self._of_lane()
+            return self._states(nothing, nothing, nothing)
+        at_work, lane = self._staging_waits()
         kernels = self._kernels.waits() if self._kernels is not None else []
         both = [*lane, *kernels]
-        if kernels and not lane and self._jobs.staging.is_behind_kernels():
-            return self._places(both, kernels, kernels)
-        if at_work is not None and lane and not kernels and at_work[0].holds_kernels(at_work[1]):
-            return self._places(both, lane, lane)
-        return self._places(both, lane, kernels)
+        if kernels and not lane and self._runtime.staging.waits_for_kernels():
+            return self._states(both, kernels, kernels)
+        if at_work is not None and lane and not kernels and at_work[0].blocks_kernels(at_work[1]):
+            return self._states(both, lane, lane)
+        return self._states(both, lane, kernels)
 
-    def _places(
+    def _states(
         self, both: list[Wait], lane: list[Wait], kernels: list[Wait]
     ) -> Mapping[str, BlockedState]:
         rank, come = self._world.rank, self._kernels.progress() if self._kernels is not None else {}
@@ -118,49 +120,49 @@ class MultiNodeWaitState(DeviceWaitState):
         }
         return {self.name: BlockedState(both), **named}
 
-    def _has_done_all(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether nothing is enqueued any more, and no graph may bring anything. Without others on its host all goes through lanes."""
-        if not self._jobs.staging.idle:
+        if not self._runtime.staging.idle:
             return False
-        return self._layout.width == 1 or (self._kernels is not None and self._is_done())
+        return self._layout.local_size == 1 or (self._kernels is not None and self._is_done())
 
-    def _of_lane(self) -> tuple[tuple[StagedJob, int] | None, list[Wait]]:
+    def _staging_waits(self) -> tuple[tuple[StagedJob, int] | None, list[Wait]]:
         """The job and the piece that the lane is at, and what it waits for there. Where it is at none a call of the program may be at the
         words."""
-        at_work = self._jobs.staging.at_work()
+        at_work = self._runtime.staging.current_job()
         if at_work is None:
             return None, []
         operation = at_work[0].prepared(at_work[1])
         if isinstance(operation, MessageOperation):
-            waits = self._in_messages(operation)
+            waits = self._message_waits(operation)
         else:
             waits = [
                 wait
                 for member in self._members
-                if (wait := self._in_collective(member, operation)) is not None
+                if (wait := self._collective_wait(member, operation)) is not None
             ]
-        return at_work, waits if self._jobs.staging.at_work() == at_work else []
+        return at_work, waits if self._runtime.staging.current_job() == at_work else []
 
-    def _in_collective(self, member: CommunicatorCore, operation: Any) -> Wait | None:
+    def _collective_wait(self, member: CommunicatorCore, operation: Any) -> Wait | None:
         """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""
         board = member.fabric.board()
         if board["state"] != layout.STATE_WAITING:
             return None
         if board["p2p_sig"]:
-            inside = member.wait_state.wait_inside() if self._jobs.messages is None else None
+            inside = member.wait_state.wait_inside() if self._runtime.messages is None else None
             end = functools.partial(self._fail, describe_operation(board))
             awaited = (self._stream_name(board["peer"], STAGING),)
             return inside and dataclasses.replace(
-                inside, awaited=awaited, end=end, collective=SEND_RECV
+                inside, awaited=awaited, fail=end, collective=SEND_RECV
             )
         ranks = {board["peer"]}
         if isinstance(operation, DirectOperation) and operation.member is member:
             ranks = {
                 int(row[offsets.PEER // 8])
                 for row in operation.rows
-                if left(row, offsets.OUT) or left(row, offsets.IN)
+                if remaining_bytes(row, offsets.OUT) or remaining_bytes(row, offsets.IN)
             }
-        if describe_signature(board["sig"])["collective"] in _OF_ALL:
+        if describe_signature(board["sig"])["collective"] in _NEEDS_ALL:
             ranks = set(range(member.nranks)) - {member.rank}
         if board != member.fabric.board() or not ranks <= set(range(member.nranks)):
             return None
@@ -173,12 +175,12 @@ class MultiNodeWaitState(DeviceWaitState):
             key=member.session.key, number=board["seq"], rank=member.rank, **found
         )
 
-    def _in_messages(self, operation: MessageOperation) -> list[Wait]:
+    def _message_waits(self, operation: MessageOperation) -> list[Wait]:
         """Of a round of messages: with each peer of which one has not come, or else to which one has not gone."""
         streams = operation.streams
         waits: list[Wait] = []
         before = streams.begun()
-        for peer, way, part in operation.under_way():
+        for peer, way, part in operation.active_messages():
             sent, taken = before[peer]
             sig, count = int(part[offsets.PART_SIGNATURE // 8]), int(part[offsets.PART_COUNT // 8])
             found = self._wait_fields([peer], describe_message(sig, count), sig) | {
@@ -198,7 +200,7 @@ class MultiNodeWaitState(DeviceWaitState):
         return {
             "awaited": tuple(self._stream_name(rank, STAGING) for rank in ranks),
             "op": f"{op} on GPU memory",
-            "end": end,
+            "fail": end,
             "collective": name,
         }
 
@@ -210,15 +212,15 @@ class MultiNodeWaitState(DeviceWaitState):
 
     def _progress(self) -> dict[str, RankProgress]:
         come = {member.session.key: _progress_of(member) for member in self._members}
-        if self._jobs.messages is not None:
-            at_work = self._jobs.staging.at_work()
+        if self._runtime.messages is not None:
+            at_work = self._runtime.staging.current_job()
             operation = at_work[0].prepared(at_work[1]) if at_work is not None else None
             # before the counts: what begins meanwhile is in these
             sends, receives = (
-                operation.to_begin() if isinstance(operation, MessageOperation) else ([], [])
+                operation.peers_to_begin() if isinstance(operation, MessageOperation) else ([], [])
             )
             sent, taken = [0] * self._world.nranks, [0] * self._world.nranks
-            for peer, (gone, begun) in self._jobs.messages.begun().items():
+            for peer, (gone, begun) in self._runtime.messages.begun().items():
                 sent[peer], taken[peer] = gone, begun
             come[self._messages_key] = RankProgress(
                 sent=sent, received=taken, sends=sends, receives=receives
@@ -229,4 +231,4 @@ class MultiNodeWaitState(DeviceWaitState):
 def _progress_of(member: CommunicatorCore) -> RankProgress:
     """What runs aside there is what this stream does."""
     called = {str(number): entry for number, entry in member.fabric.history(member.rank).items()}
-    return dataclasses.replace(member.wait_state.progress(), aside=False, called=called)
+    return dataclasses.replace(member.wait_state.progress(), background=False, op_log=called)
