@@ -174,9 +174,9 @@ def test_arrays_that_a_door_must_refuse(comm: Communicator) -> None:
         5,
         "x",
     ):
-        assert entered(comm, bad) == layout.NEED_PLAN
+        assert entered(comm, bad) == layout.NOT_HANDLED
     assert (
-        comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == layout.NEED_PLAN
+        comm._all_reduce(good[:32], good[1:33], RedOp.SUM, False, None) == layout.NOT_HANDLED
     )  # an overlap that is not "in place"
     for options in (
         (True, None),
@@ -184,5 +184,5 @@ def test_arrays_that_a_door_must_refuse(comm: Communicator) -> None:
         (0, None),
         (None, None),
     ):  # a stream, work in the background, or what only Python can tell
-        assert comm._all_reduce(good, None, RedOp.SUM, *options) == layout.NEED_PLAN
+        assert comm._all_reduce(good, None, RedOp.SUM, *options) == layout.NOT_HANDLED
     assert entered(comm, good) == layout.OK

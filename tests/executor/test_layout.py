@@ -31,7 +31,7 @@ def test_control_page_words_do_not_overlap() -> None:
     names = [
         n
         for n in vars(layout)
-        if n.startswith("BOARD_") or n in ("CTRL_SLEEP", "CTRL_BELL", "CTRL_ABORT")
+        if n.startswith("BOARD_") or n in ("CTRL_SLEEP", "CTRL_DOORBELL", "CTRL_ABORT")
     ]
     places = [getattr(layout, n) for n in names]
     assert len(set(places)) == len(places)
@@ -45,12 +45,12 @@ def test_fifo_is_the_one_of_the_transports() -> None:
     assert layout.PAGE == fifo.PAGE_BYTES
     assert layout.INLINE_BYTES == fifo.INLINE_BYTES
     words = fifo.WORD_BYTES
-    assert fifo.WORD_FLAG * words == layout.POST_FLAG
-    assert fifo.WORD_SIGNATURE * words == layout.POST_SIG
-    assert fifo.WORD_NBYTES * words == layout.POST_BYTES
-    assert fifo.WORD_MODE * words == layout.POST_MODE
-    assert fifo.WORD_ADDRESS * words == layout.POST_ADDR
-    assert fifo.WORD_INLINE * words == layout.POST_INLINE
+    assert fifo.WORD_FLAG * words == layout.DESC_FLAG
+    assert fifo.WORD_SIGNATURE * words == layout.DESC_SIG
+    assert fifo.WORD_NBYTES * words == layout.DESC_BYTES
+    assert fifo.WORD_MODE * words == layout.DESC_MODE
+    assert fifo.WORD_ADDRESS * words == layout.DESC_ADDR
+    assert fifo.WORD_INLINE * words == layout.DESC_INLINE
     assert fifo.RETURNED_OFFSET == fifo.TAIL_OFFSET + layout.TAIL_RETURNED
     shared = {"SLOT", "INLINE", "WINDOW", "ADDRESS", "LANDED", "OVERSIZE", "SIGNAL", "MOVED"}
     assert {mode.name for mode in fifo.Mode} == shared
@@ -61,7 +61,7 @@ def test_fifo_is_the_one_of_the_transports() -> None:
 def test_results_of_kernels_differ() -> None:
     codes = [v for n, v in vars(layout).items() if n.startswith("ERR_")] + [
         layout.OK,
-        layout.NEED_PLAN,
+        layout.NOT_HANDLED,
         layout.BUSY,
     ]
     assert len(set(codes)) == len(codes)

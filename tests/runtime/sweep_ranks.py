@@ -167,7 +167,7 @@ def rooted_doors(root: int) -> None:
             )
 
         comm.gather_v(mine, [6] * n, root, stacked if me == root else None)
-        assert gather_door() == layout.NEED_PLAN  # a plan of given counts is none of equal ones
+        assert gather_door() == layout.NOT_HANDLED  # a plan of given counts is none of equal ones
         comm.gather(mine, root, stacked if me == root else None)
         comm.scatter(every if me == root else None, root, share)
         for _ in range(2):
@@ -179,17 +179,17 @@ def rooted_doors(root: int) -> None:
             stacked if me == root else None
         )
         assert comm.scatter(every if me == root else None, root, share) is share
-        assert gather_door(None, [6] * n) == layout.NEED_PLAN
-        assert gather_door(at_root=float(root)) == layout.NEED_PLAN
-        assert scatter_door(mine) == layout.NEED_PLAN  # read-only
-        assert scatter_door(share.astype(np.float32)) == layout.NEED_PLAN
-        assert scatter_door(None) == layout.NEED_PLAN
+        assert gather_door(None, [6] * n) == layout.NOT_HANDLED
+        assert gather_door(at_root=float(root)) == layout.NOT_HANDLED
+        assert scatter_door(mine) == layout.NOT_HANDLED  # read-only
+        assert scatter_door(share.astype(np.float32)) == layout.NOT_HANDLED
+        assert scatter_door(None) == layout.NOT_HANDLED
         if me == root:
-            assert gather_door(out=stacked[:-1]) == layout.NEED_PLAN
-            assert gather_door(out=None) == layout.NEED_PLAN
+            assert gather_door(out=stacked[:-1]) == layout.NOT_HANDLED
+            assert gather_door(out=None) == layout.NOT_HANDLED
             assert (
                 comm._gather(stacked[:6], stacked, root, None, None, False, None)
-                == layout.NEED_PLAN
+                == layout.NOT_HANDLED
             )  # overlapping
         comm.barrier()
 
@@ -208,7 +208,7 @@ def reduce_door(root: int, algo: str) -> None:
             return comm._reduce(x, out if me == root else "not looked at", op, False, None, at_root)
 
         for op, want in ((RedOp.SUM, total), (RedOp.MAX, np.full(6, float(n)))):
-            assert door(op=op) == layout.NEED_PLAN
+            assert door(op=op) == layout.NOT_HANDLED
             comm.reduce(mine, root, got, op)
             for _ in range(2):
                 got[:] = 0
@@ -222,15 +222,15 @@ def reduce_door(root: int, algo: str) -> None:
             x = np.full(6, me + 1.0)
             assert comm.reduce(x, root) is x
             assert np.array_equal(x, total if me == root else np.full(6, me + 1.0))
-        assert door(op="sum") == layout.NEED_PLAN
-        assert door(at_root=n) == layout.NEED_PLAN
-        assert door(mine[::2]) == layout.NEED_PLAN
+        assert door(op="sum") == layout.NOT_HANDLED
+        assert door(at_root=n) == layout.NOT_HANDLED
+        assert door(mine[::2]) == layout.NOT_HANDLED
         if me == root:
-            assert door(mine, None) == layout.NEED_PLAN  # read-only
-            assert door(out=got[:-1]) == layout.NEED_PLAN
-            assert door(out=got.astype(np.float32)) == layout.NEED_PLAN
+            assert door(mine, None) == layout.NOT_HANDLED  # read-only
+            assert door(out=got[:-1]) == layout.NOT_HANDLED
+            assert door(out=got.astype(np.float32)) == layout.NOT_HANDLED
             assert (
-                comm._reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == layout.NEED_PLAN
+                comm._reduce(got[:5], got[1:], RedOp.SUM, False, None, root) == layout.NOT_HANDLED
             )  # overlapping
         comm.barrier()
         comm.finalize()

@@ -159,7 +159,7 @@ def test_every_receive_gets_its_send_however_the_ends_group_their_calls(
             thread.join(WAIT_S)
         assert outcomes == ["all there"] * 3
         for a in range(3):
-            assert ranks[a].board(layout.BOARD_P2P_SIG) == 0
+            assert ranks[a].board(layout.PROGRESS_P2P_SIG) == 0
             for b in range(3):
                 assert ranks[a].counts[b][0] == ranks[b].counts[a][1], "both ends count alike"
 
@@ -217,7 +217,7 @@ def test_a_message_of_another_kind_is_an_error(sent: bytes, code: int) -> None:
         assert found == code
         assert me.context.get(layout.CTX_ERR_PEER) == 1
         words = struct.unpack("<qq", sent)
-        assert me.context.get(layout.CTX_ERR_GOT) == words[code == layout.ERR_SIZE]
+        assert me.context.get(layout.CTX_ERR_ACTUAL) == words[code == layout.ERR_SIZE]
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -236,12 +236,12 @@ def test_a_wait_ends_with_the_deadline(receives: bool, closed: bool) -> None:
         )
         assert time.thread_time() - began < 0.15
         assert ranks[0].context.get(layout.CTX_ERR_PEER) == 2
-        assert (ranks[0].board(layout.BOARD_PEER), ranks[0].board(layout.BOARD_STATE)) == (
+        assert (ranks[0].board(layout.PROGRESS_PEER), ranks[0].board(layout.PROGRESS_STATE)) == (
             2,
             layout.STATE_WAITING,
         )
-        assert ranks[0].board(layout.BOARD_P2P_COUNT) == count
-        assert ranks[0].board(layout.BOARD_P2P_SIG) == signature(
+        assert ranks[0].board(layout.PROGRESS_P2P_COUNT) == count
+        assert ranks[0].board(layout.PROGRESS_P2P_SIG) == signature(
             Collective.SEND_RECV, DType.UINT8, RedOp.SUM, 0, count
         )
 
@@ -256,7 +256,7 @@ def test_a_wait_ends_with_an_abort_and_when_a_peer_leaves() -> None:
                 )
             )
             thread.start()
-            while ranks[0].board(layout.BOARD_STATE) != layout.STATE_WAITING:
+            while ranks[0].board(layout.PROGRESS_STATE) != layout.STATE_WAITING:
                 pass
             if code == layout.ERR_ABORTED:
                 ranks[0].control[layout.CTRL_ABORT // 8] = layout.ERR_ABORTED
@@ -275,7 +275,7 @@ def test_what_a_peer_sent_before_it_left_is_taken() -> None:
             target=lambda: codes.append(ranks[0].run([message(True, 1, 1)], got)[0])
         )
         thread.start()
-        while ranks[0].board(layout.BOARD_STATE) != layout.STATE_WAITING:
+        while ranks[0].board(layout.PROGRESS_STATE) != layout.STATE_WAITING:
             pass
         assert ranks[1].run([message(False, 0, 1)], np.full(1, 7, np.uint8))[0] == layout.OK
         thread.join(WAIT_S)

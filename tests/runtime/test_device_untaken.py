@@ -246,7 +246,11 @@ def test_tallies_are_alike_or_not() -> None:
         find_unmatched([tally(2, [none, more]), tally(1, [(0, 0, 2), none])], 0)
     )
     long_ago = find_unmatched(
-        [tally(2 + offsets.MEMORY, [none, more]), tally(2 + offsets.MEMORY, [(0, 0, 2), none])], 0
+        [
+            tally(2 + offsets.RECENT_SIZE, [none, more]),
+            tally(2 + offsets.RECENT_SIZE, [(0, 0, 2), none]),
+        ],
+        0,
     )
     assert "rank 0 sent more in collective #2 than rank 1 took" in str(long_ago)
     another = tally(2, [(0, 0, 2), none], which(Collective.SCATTER, 1))
@@ -295,7 +299,7 @@ def begins(ways: dict[int, np.ndarray], words: np.ndarray, what: str) -> Callabl
 
     def between() -> bool:
         if what == "message":
-            ways[0][1][offsets.BEGUN_EVER // 8] += 1
+            ways[0][1][offsets.MESSAGES_BEGUN // 8] += 1
         if what == "collective":
             words[offsets.COUNTED // 8] += 1
         return next(answers)

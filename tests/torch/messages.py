@@ -210,7 +210,7 @@ def without_help(path: str) -> None:
         dist.barrier()
         for tag in (2, 1):
             dist.recv(torch.zeros(1), fro, tag=tag)
-        assert taken[len(sizes) :] == [-layout.NEED_PLAN]  # the other one had come aside by then
+        assert taken[len(sizes) :] == [-layout.NOT_HANDLED]  # the other one had come aside by then
         _stops_on_the_way(rank, post, put)
         _woken_by_any(rank, post)
 
@@ -234,7 +234,7 @@ def _stops_on_the_way(rank: int, post: Any, put: list[int]) -> None:
     if rank == 0:
         send = dist.isend(numbers, 1)
         dist.barrier()
-        assert put[-1] == layout.UNDER_WAY
+        assert put[-1] == layout.IN_PROGRESS
         assert send is not None
         send.wait()
     elif rank == 1:

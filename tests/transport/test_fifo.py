@@ -16,7 +16,7 @@ from miraccl.transport.fifo import FifoMemory, Memory, Mode, PlainAtomics, memor
 def test_numbers_of_the_layout():
     """Changing one of these breaks every executor that was compiled before."""
     assert (fifo.NSLOTS, fifo.LINE_BYTES, fifo.INLINE_BYTES) == (8, 64, 32)
-    assert (fifo.POST_OFFSET, fifo.WANT_OFFSET, fifo.TAIL_OFFSET, fifo.SLOTS_OFFSET) == (
+    assert (fifo.DESC_OFFSET, fifo.CTS_OFFSET, fifo.TAIL_OFFSET, fifo.SLOTS_OFFSET) == (
         0,
         512,
         1024,
@@ -48,11 +48,11 @@ def test_compiled_code_uses_the_same_numbers():
         fifo.INLINE_BYTES,
     )
     words = (
-        layout.POST_FLAG,
-        layout.POST_SIG,
-        layout.POST_BYTES,
-        layout.POST_MODE,
-        layout.POST_ADDR,
+        layout.DESC_FLAG,
+        layout.DESC_SIG,
+        layout.DESC_BYTES,
+        layout.DESC_MODE,
+        layout.DESC_ADDR,
     )
     assert words == tuple(
         8 * w
@@ -64,7 +64,7 @@ def test_compiled_code_uses_the_same_numbers():
             fifo.WORD_ADDRESS,
         )
     )
-    assert layout.POST_INLINE == 8 * fifo.WORD_INLINE
+    assert layout.DESC_INLINE == 8 * fifo.WORD_INLINE
     for mode in Mode:
         assert getattr(layout, f"MODE_{mode.name}") == mode
 

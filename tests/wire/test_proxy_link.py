@@ -18,13 +18,13 @@ from miraccl.wire.proxy_states import (
     RecvState,
     SendState,
 )
-from miraccl.wire.stream import MIN_PIECE_BYTES, Frame, FrameType
+from miraccl.wire.stream import MIN_SEGMENT_BYTES, Frame, FrameType
 from tests.wire.link_world import World
 
 SLOT = 8192
-BIG = 5 * MIN_PIECE_BYTES + 7
+BIG = 5 * MIN_SEGMENT_BYTES + 7
 CONFIG = rec.LinkConfig(
-    nstreams=2, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=2 * MIN_PIECE_BYTES
+    nstreams=2, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=2 * MIN_SEGMENT_BYTES
 )
 ONE_STREAM = rec.LinkConfig(nstreams=1, send_slot_bytes=SLOT, recv_slot_bytes=SLOT)
 
@@ -124,7 +124,7 @@ def test_announcement_and_want_may_cross():
 def test_data_may_overtake_the_announcement_on_another_stream():
     link = Link(CONFIG)
     link.handle(rec.Wanted(0, BIG))
-    link.handle(rec.FrameIn(1, data(0, BIG, stream=1, length=MIN_PIECE_BYTES)))
+    link.handle(rec.FrameIn(1, data(0, BIG, stream=1, length=MIN_SEGMENT_BYTES)))
     assert link.handle(rec.FrameIn(0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG))) == []
     assert link.alive
 
@@ -181,7 +181,7 @@ def test_large_message_is_striped_over_all_streams_and_small_ones_use_the_first(
     world.run()
     pieces = [f for f in world.frames(0, FrameType.DATA) if f.message == 0]
     assert {f.stream for f in pieces} == {0, 1}
-    assert all(f.length >= MIN_PIECE_BYTES for f in pieces[:-1])
+    assert all(f.length >= MIN_SEGMENT_BYTES for f in pieces[:-1])
     assert all(f.length <= CONFIG.piece_bytes for f in pieces)
     assert {f.stream for f in world.frames(0, FrameType.DATA) if f.message == 1} == {0}
 
@@ -236,7 +236,7 @@ def test_credit_is_told_every_half_ring_and_rides_on_data():
 
 def test_memory_is_released_only_when_the_kernel_has_taken_it_in_order():
     link = Link(CONFIG)
-    first = sends(link.handle(rec.Posted(0, 1, 3 * MIN_PIECE_BYTES)))
+    first = sends(link.handle(rec.Posted(0, 1, 3 * MIN_SEGMENT_BYTES)))
     assert [f.type for f in first] == [FrameType.ANNOUNCE]
     pieces = sends(link.handle(rec.FrameIn(0, Frame(FrameType.WANT, 0, 0, 0, BIG))))
     assert len(pieces) == 2
@@ -251,7 +251,7 @@ def test_memory_is_released_only_when_the_kernel_has_taken_it_in_order():
 # --- every order ---
 
 SIZES = st.lists(
-    st.sampled_from([0, 1, 32, 33, SLOT, SLOT + 1, MIN_PIECE_BYTES, MIN_PIECE_BYTES + 1, BIG]),
+    st.sampled_from([0, 1, 32, 33, SLOT, SLOT + 1, MIN_SEGMENT_BYTES, MIN_SEGMENT_BYTES + 1, BIG]),
     max_size=14,
 )
 
@@ -265,7 +265,7 @@ SIZES = st.lists(
 )
 def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rng):
     config = rec.LinkConfig(
-        nstreams=nstreams, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=MIN_PIECE_BYTES
+        nstreams=nstreams, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=MIN_SEGMENT_BYTES
     )
     rooms = [{m: BIG for m, n in enumerate(sizes[1 - i]) if n > SLOT or m in extra} for i in (0, 1)]
     world = World(config, sizes, (rooms[0], rooms[1]))
@@ -425,8 +425,8 @@ BAD_FRAMES = {
     "beyond the ring": (0, data(8, 10)),
     "too far": (0, data(1 << 40, 10)),
     "larger than a slot, unasked": (0, data(3, SLOT + 1)),
-    "larger than the room": (0, data(1, BIG + MIN_PIECE_BYTES)),
-    "announced, not wanted": (0, data(2, BIG, length=MIN_PIECE_BYTES)),
+    "larger than the room": (0, data(1, BIG + MIN_SEGMENT_BYTES)),
+    "announced, not wanted": (0, data(2, BIG, length=MIN_SEGMENT_BYTES)),
     "announced again": (0, Frame(FrameType.ANNOUNCE, 0, 2, 5, BIG)),
     "announces a small one": (0, Frame(FrameType.ANNOUNCE, 0, 3, 5, SLOT)),
     "announces another size": (0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG)),
@@ -456,15 +456,15 @@ def test_frame_that_cannot_be_true_ends_the_link(name):
 @pytest.mark.parametrize(
     "second",
     [
-        data(1, BIG, length=MIN_PIECE_BYTES, stream=1),
-        data(1, BIG, offset=MIN_PIECE_BYTES - 1, length=MIN_PIECE_BYTES, stream=1),
-        data(1, BIG - 1, offset=MIN_PIECE_BYTES, length=MIN_PIECE_BYTES, stream=1),
-        data(1, BIG, offset=MIN_PIECE_BYTES, length=MIN_PIECE_BYTES, stream=1, signature=6),
+        data(1, BIG, length=MIN_SEGMENT_BYTES, stream=1),
+        data(1, BIG, offset=MIN_SEGMENT_BYTES - 1, length=MIN_SEGMENT_BYTES, stream=1),
+        data(1, BIG - 1, offset=MIN_SEGMENT_BYTES, length=MIN_SEGMENT_BYTES, stream=1),
+        data(1, BIG, offset=MIN_SEGMENT_BYTES, length=MIN_SEGMENT_BYTES, stream=1, signature=6),
     ],
 )
 def test_piece_that_contradicts_another_piece_ends_the_link(second):
     link = started()
-    assert link.handle(rec.FrameIn(0, data(1, BIG, length=MIN_PIECE_BYTES)))
+    assert link.handle(rec.FrameIn(0, data(1, BIG, length=MIN_SEGMENT_BYTES)))
     assert lost(link.handle(rec.FrameIn(1, second))).kind is rec.LossKind.PROTOCOL
 
 
@@ -481,7 +481,7 @@ def test_garbage_names_itself():
 
 
 NUMBERS = st.one_of(
-    st.integers(0, 10), st.sampled_from([SLOT, SLOT + 1, BIG, MIN_PIECE_BYTES, 1 << 45, 1 << 62])
+    st.integers(0, 10), st.sampled_from([SLOT, SLOT + 1, BIG, MIN_SEGMENT_BYTES, 1 << 45, 1 << 62])
 )
 FRAMES = st.builds(
     Frame,
@@ -490,7 +490,7 @@ FRAMES = st.builds(
     message=NUMBERS,
     signature=st.integers(5, 6),
     nbytes=NUMBERS,
-    offset=st.sampled_from([0, 0, 0, MIN_PIECE_BYTES, 2 * MIN_PIECE_BYTES, 3]),
+    offset=st.sampled_from([0, 0, 0, MIN_SEGMENT_BYTES, 2 * MIN_SEGMENT_BYTES, 3]),
     length=NUMBERS,
     ack=st.integers(0, 3),
 )

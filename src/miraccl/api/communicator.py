@@ -91,11 +91,11 @@ class Communicator(Operations):
         self._gpu_lock = threading.RLock()
         self._launch_orders = parent._launch_orders if parent else launch_orders
         context = core.context
-        word = layout.CTX_LAST_PLAN // 8
+        word = layout.CTX_LAST_RUN // 8
         self._cpu_plan = context.words.data[
             word : word + 1
         ]  # 0: the last operation was on GPU memory
-        self._cpu_plan_address = context.address + layout.CTX_LAST_PLAN
+        self._cpu_plan_address = context.address + layout.CTX_LAST_RUN
         self._all_reduce = context.door("collective", Collective.ALL_REDUCE)
         self._all_gather = context.door("collective", Collective.ALL_GATHER)
         self._reduce_scatter = context.door("collective", Collective.REDUCE_SCATTER)

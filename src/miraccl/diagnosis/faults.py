@@ -54,12 +54,16 @@ from miraccl.runtime.fabric import (
     run_after_notice,
 )
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
+from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, Loss, LossKind
 
 SEND_RECV = "send_recv"
 #: Seconds in which there is news of what is behind an error of the engine. The memory of a process that dies goes before its connections;
 #: whoever finds that a stream has ended has waited already.
-_CAUSE_WAIT_S = {layout.ERR_ABORTED: 2.0, layout.ERR_CMA: DEATH_NOTICE_S, layout.ERR_CUT: 0.0}
+_CAUSE_WAIT_S = {
+    layout.ERR_ABORTED: 2.0,
+    layout.ERR_CMA: DEATH_NOTICE_S,
+    layout.ERR_STREAM_ENDED: 0.0,
+}
 DELIVERY_WAIT_S = 0.5  # for others to hear of a fault, before it is raised here
 HINT = "this communicator is broken; shrink() makes one of the living ranks"
 
@@ -315,7 +319,7 @@ class Faults:
         self.raised = True
         context = self.fabric.context
         peer, step = context.get(layout.CTX_ERR_PEER), context.get(layout.CTX_ERR_STEP)
-        want, got = context.get(layout.CTX_ERR_WANT), context.get(layout.CTX_ERR_GOT)
+        want, got = context.get(layout.CTX_ERR_EXPECTED), context.get(layout.CTX_ERR_ACTUAL)
         board = self.fabric.board()
         op, rank, whom = (
             describe_operation(board),
@@ -354,10 +358,10 @@ class Faults:
             return self.propagate(
                 CollectiveTimeout(text, graph=graph, rank=rank, peer=whom, op=op, hint=HINT)
             )
-        if code == layout.ERR_PARTED and self.control.reported_op(peer) != control.FINALIZE:
+        if code == layout.ERR_DIVERGED and self.control.reported_op(peer) != control.FINALIZE:
             return self.propagate(self._diverged_error(peer, op))
-        if code in (layout.ERR_LEFT, layout.ERR_PARTED) or (
-            code == layout.ERR_CUT and peer in self.left
+        if code in (layout.ERR_LEFT, layout.ERR_DIVERGED) or (
+            code == layout.ERR_STREAM_ENDED and peer in self.left
         ):
             left = departure_error(whom, self.left.get(peer, "finalized"), rank=rank, op=op)
             left.hint = HINT
@@ -379,8 +383,8 @@ class Faults:
                     self._completed_peer(peer), rank=rank, peer=whom, op=op, hint=HINT
                 )
             )
-        if code == layout.ERR_CUT:
-            return self._report_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), op)
+        if code == layout.ERR_STREAM_ENDED:
+            return self._report_loss(peer, Loss(LossKind.RESET, CLOSED_WITHOUT_CLOSE_FRAME), op)
         if code == layout.ERR_CMA:
             text = f"the kernel refused to copy {want} bytes from the memory of rank {whom}"
             hint = "MIRACCL_CMA_DISABLE=1 avoids process_vm_readv"

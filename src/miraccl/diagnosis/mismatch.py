@@ -152,7 +152,7 @@ def describe_activity(board: dict[str, Any], newest: int) -> str:
     if board.get("meeting"):
         return f"waits in {board['meeting'].get('op')}; its last operation was {what}"
     if board["state"] == layout.STATE_WAITING:
-        whom = "any rank" if board["peer"] == layout.ANYBODY else f"rank {board['peer']}"
+        whom = "any rank" if board["peer"] == layout.ANY_PEER else f"rank {board['peer']}"
         return f"waits for {whom} in {what}, step {board['step']}"
     if board["state"] == layout.STATE_RUNNING:
         return f"works on {what}"

@@ -418,7 +418,7 @@ class Planner:
         if request.block_bytes < WINDOW_FROM:
             return -1
         if self._reads_blocks(algo, request) or 0 <= self.single_copy <= request.block_bytes:
-            return layout.DIRECT_PIECE
+            return layout.MIN_DIRECT_BYTES
         return WINDOW_ONLY
 
     def _reads_blocks(self, algo: str, request: Request) -> bool:

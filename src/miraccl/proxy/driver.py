@@ -172,7 +172,7 @@ class Driver:
         return None
 
     def _take_want(self, message: int, line: int) -> None:
-        address, room = fifo.read_words(line, fifo.WORD_WANT_ADDRESS, 2)
+        address, room = fifo.read_words(line, fifo.WORD_CTS_ADDRESS, 2)
         if room < 0 or (room and address < fifo.PAGE_BYTES):
             return self.handle(wire.InternalError(f"wants {room} bytes at {address:#x}"))
         self._want_addresses[message] = address
@@ -210,7 +210,7 @@ class Driver:
         if not got_some:
             stream.readable = False
             return self.handle(
-                wire.StreamEnded(stream.index, self._why or wire.CLOSED_WITHOUT_A_WORD)
+                wire.StreamEnded(stream.index, self._why or wire.CLOSED_WITHOUT_CLOSE_FRAME)
             )
         while self.link.alive and self._take_one(stream):
             pass

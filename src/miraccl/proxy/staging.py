@@ -81,7 +81,7 @@ class StagingProxy:
             for name in ("serve", "pause_ns")
         )
         self._store, self._futex = atomics.bound("store_word"), atomics.bound("ring_futex")
-        self._words = np.zeros(staging_layout.LANE_BYTES // 8, np.int64)
+        self._words = np.zeros(staging_layout.THREAD_BYTES // 8, np.int64)
         self.address = int(self._words.ctypes.data)
         self._jobs: list[Job | None] = []
         self._free: list[int] = []  # numbers of jobs that were forgotten
@@ -92,10 +92,10 @@ class StagingProxy:
         for place, value in (
             (staging_layout.FLAGS, flags),
             (staging_layout.NSLOTS, nslots),
-            (staging_layout.LANE, lane),
-            (staging_layout.LANES, lanes),
+            (staging_layout.THREAD, lane),
+            (staging_layout.NTHREADS, lanes),
             (staging_layout.SLOT, lane),
-            (staging_layout.PIECE, lane),
+            (staging_layout.SEGMENT, lane),
         ):
             self._words[place // 8] = value
         self._thread: threading.Thread | None = None
@@ -108,7 +108,7 @@ class StagingProxy:
 
     def _ring(self) -> None:
         """Wake the thread if it sleeps."""
-        self._futex(self.address + staging_layout.BELL)
+        self._futex(self.address + staging_layout.DOORBELL)
 
     def _enlarge(self, rows: int) -> None:
         table = np.zeros((rows, staging_layout.JOB_BYTES // 8), np.int64)
@@ -125,7 +125,7 @@ class StagingProxy:
             self._enlarge(2 * number)
         row = self._tables[-1][number]
         for place, value in (
-            (staging_layout.JOB_NPIECES, job.npieces),
+            (staging_layout.JOB_NSEGMENTS, job.npieces),
             (staging_layout.JOB_STRIDE, job.stride),
             (staging_layout.JOB_CAPTURED, job.captured),
             (staging_layout.JOB_CALLS, job.calls),
@@ -168,7 +168,7 @@ class StagingProxy:
     @property
     def between_jobs(self) -> bool:
         """Whether no piece is there, and all of the last job have been answered."""
-        return self._ready == 0 and self._get(staging_layout.PIECE) == self.lane
+        return self._ready == 0 and self._get(staging_layout.SEGMENT) == self.lane
 
     @property
     def idle(self) -> bool:
@@ -181,7 +181,7 @@ class StagingProxy:
 
     def at_work(self) -> tuple[Job, int] | None:
         """The job whose piece is there, and the number of the piece, as they are now."""
-        number, piece = self._ready, self._get(staging_layout.PIECE)
+        number, piece = self._ready, self._get(staging_layout.SEGMENT)
         job = self._jobs[number - 1] if 0 < number <= len(self._jobs) else None
         return (job, piece) if job is not None and piece < job.npieces else None
 
@@ -215,20 +215,20 @@ class StagingProxy:
     def step(self) -> bool:
         """Answer one piece if it is there; says whether it was."""
         outcome = self._serve(self.address, 0)
-        if outcome in (staging_layout.RUN, staging_layout.FAILED):
+        if outcome in (staging_layout.NEEDS_PYTHON, staging_layout.FAILED):
             self._run_held()
             self._serve(self.address, 0)
-        return bool(outcome != staging_layout.NOTHING)
+        return bool(outcome != staging_layout.IDLE)
 
     def _loop(self) -> None:
-        while self._serve(self.address, 1) != staging_layout.NOTHING:
+        while self._serve(self.address, 1) != staging_layout.IDLE:
             self._run_held()
 
     def _run_held(self) -> None:
         """Python's part of a piece; the next ``serve`` answers it."""
         job, piece, code = (
-            self._jobs[self._get(staging_layout.HELD) - 1],
-            self._get(staging_layout.PIECE),
+            self._jobs[self._get(staging_layout.PYTHON_JOB) - 1],
+            self._get(staging_layout.SEGMENT),
             self._get(staging_layout.CODE),
         )
         assert job is not None, "only jobs that have ended are forgotten"

@@ -138,7 +138,7 @@ class CommunicatorCore:
             self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV)
         )
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
-            self.context.set(layout.CTX_LOOKOUT, deadlock_detector.start())
+            self.context.set(layout.CTX_DETECTOR, deadlock_detector.start())
             blocked_ops.providers.add(self.wait_state)
         session.on_event(self.pending_setup.on_event)
         forks.register(self)
@@ -438,7 +438,7 @@ class CommunicatorCore:
         return (
             not self._worker.pending
             and not self._exchange.in_flight
-            and not self.context.get(layout.CTX_ASIDE)
+            and not self.context.get(layout.CTX_BACKGROUND)
         )
 
     def split(self, color: int | None, key: int, number: int, deadline: Deadline) -> Session | None:

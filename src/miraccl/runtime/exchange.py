@@ -20,8 +20,8 @@ from miraccl.native import atomics
 from miraccl.ops.arguments import Memory
 from miraccl.types import Collective, RedOp
 
-_RECEIVES, _DONE, _ROUNDS = layout.OP_RECEIVES // 8, layout.OP_DONE // 8, layout.OP_ROUNDS // 8
-_MARK, _MUST, _AFTER = layout.OP_MARK // 8, layout.OP_MUST // 8, layout.OP_AFTER // 8
+_RECEIVES, _DONE, _ROUNDS = layout.OP_RECEIVES // 8, layout.OP_DONE // 8, layout.OP_SEGMENTS // 8
+_MARK, _MUST, _AFTER = layout.OP_MARK // 8, layout.OP_WAIT // 8, layout.OP_PREDECESSOR // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class TransferTable:
         wire = self._wires.get(transfer.peer)
         if wire is None:  # this rank itself
             return row
-        piece = wire.slot_bytes if wire.kind == layout.KIND_SHM else layout.NET_PIECE
+        piece = wire.slot_bytes if wire.kind == layout.KIND_SHM else layout.NET_SEGMENT_BYTES
         for place, value in (
             (layout.OP_RECEIVES, int(transfer.receives)),
             (layout.OP_PEER, transfer.peer),
@@ -174,7 +174,7 @@ class TransferTable:
                 layout.OP_SIG,
                 signature(Collective.SEND_RECV, memory.dtype, RedOp.SUM, 0, memory.count),
             ),
-            (layout.OP_ROUNDS, max(1, -(-memory.nbytes // piece))),
+            (layout.OP_SEGMENTS, max(1, -(-memory.nbytes // piece))),
             (layout.OP_COUNT, memory.count),
         ):
             row[place // 8] = value
@@ -221,7 +221,7 @@ class TransferTable:
             entries = [e for e in self._open if among is None or e in among]
         if not entries:
             return layout.OK
-        wanted = {id(e): layout.ANY for e in any_of} | {id(e): layout.ALL for e in must}
+        wanted = {id(e): layout.WAIT_ANY for e in any_of} | {id(e): layout.WAIT_ALL for e in must}
         alone = len(entries) == 1
         code = (
             self._advance_one(entries[0], wanted.get(id(entries[0]), 0))

@@ -270,7 +270,7 @@ class Fabric:
     def wake(self, rank: int) -> None:
         """Wake this rank if it sleeps in the engine; any thread may call it."""
         del rank
-        atomics.ring(self.shm.control + layout.CTRL_BELL)
+        atomics.ring(self.shm.control + layout.CTRL_DOORBELL)
 
     def set_abort(self, code: int) -> None:
         """End every wait of this rank, now and later; any thread may call it."""
@@ -281,14 +281,14 @@ class Fabric:
         """What the engine is doing here, as the other ranks see it."""
         words = words_at(self.shm.control, layout.PAGE // 8)
         names = {
-            "seq": layout.BOARD_SEQ,
-            "sig": layout.BOARD_SIG,
-            "count": layout.BOARD_COUNT,
-            "step": layout.BOARD_STEP,
-            "peer": layout.BOARD_PEER,
-            "state": layout.BOARD_STATE,
-            "p2p_sig": layout.BOARD_P2P_SIG,
-            "p2p_count": layout.BOARD_P2P_COUNT,
+            "seq": layout.PROGRESS_SEQ,
+            "sig": layout.PROGRESS_SIG,
+            "count": layout.PROGRESS_COUNT,
+            "step": layout.PROGRESS_STEP,
+            "peer": layout.PROGRESS_PEER,
+            "state": layout.PROGRESS_STATE,
+            "p2p_sig": layout.PROGRESS_P2P_SIG,
+            "p2p_count": layout.PROGRESS_P2P_COUNT,
         }
         return {name: int(words[place // 8]) for name, place in names.items()}
 

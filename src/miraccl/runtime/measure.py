@@ -150,7 +150,7 @@ def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
     for word, value in (
         (layout.CTX_SPIN, SHARED_CORES.spin),
         (layout.CTX_YIELDS, SHARED_CORES.yields),
-        (layout.CTX_STEP_ASIDE, 0),
+        (layout.CTX_MIGRATE, 0),
     ):
         comm._core.context.set(word, value)
     switch = _best_collective_us(comm, _round_trips(comm, small, 50), 5) / 100

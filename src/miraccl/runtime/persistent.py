@@ -46,7 +46,7 @@ class Persistent:
 
     def __call__(self, stream: Any = None) -> Any:
         """A ``stream`` is for GPU memory alone (``DevicePersistent``). It is no keyword-only argument here, which would take 10 ns."""
-        code = self._fast_entry() if stream is None else layout.NEED_PLAN
+        code = self._fast_entry() if stream is None else layout.NOT_HANDLED
         if not code:
             return self.result
         refuse_stream(stream, self._core.rank, self.name)

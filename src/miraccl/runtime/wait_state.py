@@ -54,7 +54,7 @@ class CoreWaitState:
         return self._core.fabric.timeout < self.default_timeout_s
 
     def _has_background_work(self) -> bool:
-        return bool(self._core.pending or self._core.context.get(layout.CTX_ASIDE))
+        return bool(self._core.pending or self._core.context.get(layout.CTX_BACKGROUND))
 
     def _open_transfers(self) -> list[tuple[int, bool]]:
         return [(transfer.peer, transfer.receives) for transfer in self._core.transfers]
@@ -71,12 +71,12 @@ class CoreWaitState:
             context.received(rank) for rank in range(member.nranks)
         ]  # before the rest, as it only grows
         board = member.fabric.board()
-        taken = context.get(layout.CTX_SENDS)
+        taken = context.get(layout.CTX_AWAITED_TAIL)
         if (
             board["state"] != layout.STATE_WAITING
             or taken < 0
             or board != member.fabric.board()
-            or board["peer"] == layout.ANYBODY
+            or board["peer"] == layout.ANY_PEER
         ):
             return None
         peer, op = board["peer"], f"{describe_operation(board)} of {member.session.name}"
@@ -101,7 +101,7 @@ class CoreWaitState:
             return None
         end, key = functools.partial(self._fail, op), f"{self.key} {op}"
         return WaitForStream(
-            key=key, awaited=(stream,), op=op, end=end, number=number, rank=self._core.rank
+            key=key, awaited=(stream,), op=op, fail=end, number=number, rank=self._core.rank
         )
 
     def wait_for_control_op(self) -> Wait | None:
@@ -122,7 +122,7 @@ class CoreWaitState:
             "key": self.key,
             "awaited": awaited,
             "op": op,
-            "end": functools.partial(self._fail, op),
+            "fail": functools.partial(self._fail, op),
             "rank": self._core.rank,
         }
 

@@ -49,7 +49,7 @@ def set_background(comm: Communicator, on: bool) -> None:
     While set, a thread blocked in the communicator does not hold up the application, so the
     deadlock detector does not treat its wait as the application's.
     """
-    comm._core.context.set(layout.CTX_ASIDE, int(on))
+    comm._core.context.set(layout.CTX_BACKGROUND, int(on))
 
 
 def wait_state_of(comm: Communicator) -> CoreWaitState:
@@ -143,7 +143,7 @@ class TaggedExchange(TransferTable):
 
         Mirrors the wait in ``executor.cpu.kernels.p2p``.
         """
-        if entry.words[layout.OP_DONE // 8] >= entry.words[layout.OP_ROUNDS // 8]:
+        if entry.words[layout.OP_DONE // 8] >= entry.words[layout.OP_SEGMENTS // 8]:
             return int(entry.words[layout.OP_MARK // 8])
         return self._member.context.sent()[entry.transfer.peer] - (layout.NSLOTS - 1)
 
@@ -151,7 +151,7 @@ class TaggedExchange(TransferTable):
         """Send a tagged message at once if no other send is queued and the FIFO has room.
 
         Returns:
-            ``layout.OK`` if sent; ``layout.UNDER_WAY`` if started, in which case ``remainder``
+            ``layout.OK`` if sent; ``layout.IN_PROGRESS`` if started, in which case ``remainder``
             enqueues the
             rest; any other code if nothing was sent.
 
@@ -159,13 +159,13 @@ class TaggedExchange(TransferTable):
             MiracclError: The communicator is broken.
         """
         if self._faults.fault is not None:
-            return layout.NEED_PLAN  # the next attempt fails, with all messages
+            return layout.NOT_HANDLED  # the next attempt fails, with all messages
         if self._open and any(
             [  # noqa: C419
                 e.transfer.peer == peer and not e.transfer.receives for e in self._open
             ]
         ):
-            return layout.NEED_PLAN
+            return layout.NOT_HANDLED
         code = self._send_tagged(peer, tag, address, nbytes, self._row_address)
         if code in _FATAL:
             self._member.check_result(code, "send")
@@ -180,13 +180,13 @@ class TaggedExchange(TransferTable):
         Only header receives may be open.
 
         Returns:
-            The source rank; ``-layout.UNDER_WAY`` if started, in which case ``remainder`` enqueues
+            The source rank; ``-layout.IN_PROGRESS`` if started, in which case ``remainder`` enqueues
             the rest;
             any other negative code if nothing was received.
         """
         table, entries = self._incoming
         if self._faults.fault is not None or source == self._rank or not entries:
-            return -layout.NEED_PLAN
+            return -layout.NOT_HANDLED
         if source is None:
             found = self._recv_tagged(
                 table, len(entries), self._first, tag, address, nbytes, self._row_address, limit_ns

@@ -100,7 +100,7 @@ class TagMatcher:
             if code == layout.OK:
                 return SENT
             message = TaggedMessage(name, tag, peer, tensor)
-            if code == layout.UNDER_WAY:
+            if code == layout.IN_PROGRESS:
                 message.entries = [self._exchange.remainder(message.array)]
                 self._active.append(message)
             else:
@@ -285,7 +285,7 @@ class TagMatcher:
         source = self._exchange.recv_tagged(
             message.peer, message.tag, tensor.data_ptr(), tensor.nbytes, limit_ns
         )
-        if source < 0 and source != -layout.UNDER_WAY:
+        if source < 0 and source != -layout.IN_PROGRESS:
             return
         self._posted_receives.remove(message)
         if source >= 0:

@@ -87,9 +87,9 @@ class Fifo:
         """The FIFO that lies at ``address`` in the standard layout."""
         return cls(
             kind=kind,
-            post=address + fifo.POST_OFFSET,
+            post=address + fifo.DESC_OFFSET,
             tail=address + fifo.TAIL_OFFSET,
-            want=address + fifo.WANT_OFFSET,
+            want=address + fifo.CTS_OFFSET,
             slots=address + fifo.SLOTS_OFFSET,
             slot_bytes=slot_bytes,
             bell=bell,

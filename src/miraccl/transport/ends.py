@@ -95,7 +95,7 @@ class RecvEnd:
             return
         message = self.consumed + ahead
         line = self.end.want + message % NSLOTS * LINE_BYTES
-        fifo.write_words(line, fifo.WORD_WANT_ADDRESS, [address, room])
+        fifo.write_words(line, fifo.WORD_CTS_ADDRESS, [address, room])
         self._atomics.store_release(line, message + 1)
         ring_bell(self._atomics, self.end)
 

@@ -41,12 +41,12 @@ WORD_INLINE: Final = 4
 """Inline payload starts here and ends with the line."""
 INLINE_BYTES: Final = (LINE_BYTES // WORD_BYTES - WORD_INLINE) * WORD_BYTES
 
-WORD_WANT_ADDRESS: Final = 1
-WORD_WANT_ROOM: Final = 2
+WORD_CTS_ADDRESS: Final = 1
+WORD_CTS_BYTES: Final = 2
 
-POST_OFFSET: Final = 0
-WANT_OFFSET: Final = POST_OFFSET + NSLOTS * LINE_BYTES
-TAIL_OFFSET: Final = WANT_OFFSET + NSLOTS * LINE_BYTES
+DESC_OFFSET: Final = 0
+CTS_OFFSET: Final = DESC_OFFSET + NSLOTS * LINE_BYTES
+TAIL_OFFSET: Final = CTS_OFFSET + NSLOTS * LINE_BYTES
 """The tail has 128 bytes to itself: the prefetcher of x86 fetches pairs of lines."""
 RETURNED_OFFSET: Final = TAIL_OFFSET + WORD_BYTES
 """Which slots came back for the last messages, a byte each: 0 the message's own, else 1 + a number.  Numbers below NSLOTS are slots of this

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, ProtocolError
-from miraccl.wire.stream import MAX_STREAMS, MIN_PIECE_BYTES, Frame
+from miraccl.wire.stream import MAX_STREAMS, MIN_SEGMENT_BYTES, Frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,10 @@ class LinkConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.nstreams <= MAX_STREAMS:
             raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, got {self.nstreams}")
-        if self.piece_bytes < MIN_PIECE_BYTES:
-            raise ValueError(f"a piece has {MIN_PIECE_BYTES} bytes or more, got {self.piece_bytes}")
+        if self.piece_bytes < MIN_SEGMENT_BYTES:
+            raise ValueError(
+                f"a piece has {MIN_SEGMENT_BYTES} bytes or more, got {self.piece_bytes}"
+            )
 
 
 class LossKind(enum.Enum):
@@ -47,7 +49,7 @@ class LossKind(enum.Enum):
     INTERNAL = "internal"
 
 
-CLOSED_WITHOUT_A_WORD = "it was closed without a word"
+CLOSED_WITHOUT_CLOSE_FRAME = "it was closed without a word"
 
 
 @dataclass(frozen=True)

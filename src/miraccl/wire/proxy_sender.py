@@ -13,7 +13,7 @@ from collections import deque
 from miraccl.wire.proxy_messages import Contradiction, Impossible, Outgoing
 from miraccl.wire.proxy_records import Instruction, LinkConfig, Posted, Release, Send, Taken
 from miraccl.wire.proxy_states import SendState
-from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_PIECE_BYTES, Frame, FrameType
+from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, Frame, FrameType
 
 # in place of a message number in a stream's queue
 _CONTROL, _CLOSE = -1, -2
@@ -187,7 +187,7 @@ class Sender:
         message = self._to_send[0]
         record = self._messages[message]
         left = record.nbytes - record.queued
-        small = record.nbytes <= MIN_PIECE_BYTES
+        small = record.nbytes <= MIN_SEGMENT_BYTES
         stream = 0 if small or self.config.nstreams == 1 else self._idlest()
         if not self._has_room(stream):
             return False
@@ -213,7 +213,7 @@ class Sender:
     def _piece_bytes(self, nbytes: int) -> int:
         """An equal share per stream, between the smallest and the largest piece, in whole pages."""
         share = -(-nbytes // self.config.nstreams)
-        return min(self.config.piece_bytes, max(MIN_PIECE_BYTES, -(-share // 4096) * 4096))
+        return min(self.config.piece_bytes, max(MIN_SEGMENT_BYTES, -(-share // 4096) * 4096))
 
     def _send(self, frame: Frame, message: int) -> None:
         self.told = frame.ack

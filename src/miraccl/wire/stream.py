@@ -1,7 +1,7 @@
 """Bytes of a stream between two proxies: the frame header and the handshake that comes before the first frame.
 
 Rules kept here:
-- A frame is 48 bytes of header and at most ``MAX_PIECE_BYTES`` of payload.  ``decode_frame`` refuses everything that this module
+- A frame is 48 bytes of header and at most ``MAX_SEGMENT_BYTES`` of payload.  ``decode_frame`` refuses everything that this module
   would not have encoded; what a frame *means* at this point of a connection is judged by ``wire.proxy``.
 - Before the first frame both sides prove that they know the job's secret: nonces of both sides, HMAC-SHA-256 over the whole
   transcript, labels for the two roles so that a message cannot be reflected, constant-time comparison.  Messages of the handshake
@@ -27,8 +27,8 @@ MAGIC = 0x4D43
 """First two bytes of each frame, ``CM`` on the wire."""
 _HEADER = struct.Struct("<HBBIQqQQQ")
 HEADER_BYTES = _HEADER.size
-MAX_PIECE_BYTES = 1 << 26
-MIN_PIECE_BYTES = 1 << 16
+MAX_SEGMENT_BYTES = 1 << 26
+MIN_SEGMENT_BYTES = 1 << 16
 """A message is cut into pieces no smaller than this (the last may be); NCCL's ``MIN_CHUNKSIZE`` in ``net_socket.cc`` is the same."""
 MAX_MESSAGE_BYTES = 1 << 46
 MAX_MESSAGE_NUMBER = 1 << 62
@@ -129,12 +129,12 @@ _USED: dict[FrameType, tuple[str, ...]] = {
 
 
 def _piece_complaint(frame: Frame) -> str:
-    if frame.length > MAX_PIECE_BYTES:
+    if frame.length > MAX_SEGMENT_BYTES:
         return f"piece of {frame.length} bytes"
     end = frame.offset + frame.length
     if end > frame.nbytes:
         return f"piece [{frame.offset}, {end}) of a message of {frame.nbytes} bytes"
-    if frame.length < MIN_PIECE_BYTES and end != frame.nbytes:
+    if frame.length < MIN_SEGMENT_BYTES and end != frame.nbytes:
         return f"piece of {frame.length} bytes is not the last"
     if frame.length == 0 and frame.nbytes:
         return "empty piece"

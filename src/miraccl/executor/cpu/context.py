@@ -145,7 +145,7 @@ class Context:
         self._counts = np.zeros(layout.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
         self._masks = np.zeros(2 * layout.CPU_SET_BYTES // 8, np.int64)
         self.gone = np.zeros(nranks, np.int64)
-        self.met = np.zeros((nranks, layout.MET_SIZE // 8), np.int64)
+        self.met = np.zeros((nranks, layout.CONTROL_WAIT_SIZE // 8), np.int64)
         self._keep = np.zeros(layout.BLOCK, np.int64)
         self._dtypes = arrays.descriptor_addresses()
         self._plans = np.full((PLAN_SLOTS, layout.PLAN_SIZE // 8), -1, np.int64)
@@ -163,19 +163,19 @@ class Context:
             (layout.CTX_SPIN, policy.spin),
             (layout.CTX_YIELDS, policy.yields),
             (layout.CTX_TIMEOUT_NS, int(policy.timeout_s * 1e9)),
-            (layout.CTX_NAP_NS, int(policy.nap_s * 1e9)),
+            (layout.CTX_MAX_SLEEP_NS, int(policy.nap_s * 1e9)),
             (layout.CTX_SCRATCH, self._scratch.ctypes.data),
             (layout.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
             (layout.CTX_STAGE_BYTES, stage_bytes),
-            (layout.CTX_PAIR, self._pair.ctypes.data),
+            (layout.CTX_SENDRECV_OPS, self._pair.ctypes.data),
             (layout.CTX_COUNTS, self._counts.ctypes.data),
-            (layout.CTX_MASKS, self._masks.ctypes.data),
+            (layout.CTX_CPU_MASKS, self._masks.ctypes.data),
             (layout.CTX_STREAM_FROM, stream_from),
             (layout.CTX_OPERATE, _engine("operate")),
-            (layout.CTX_STEP_ASIDE, int(policy.step_aside)),
+            (layout.CTX_MIGRATE, int(policy.step_aside)),
             (layout.CTX_GONE, self.gone.ctypes.data),
-            (layout.CTX_MET, self.met.ctypes.data),
-            (layout.CTX_KEEP, self._keep.ctypes.data),
+            (layout.CTX_CONTROL_WAITS, self.met.ctypes.data),
+            (layout.CTX_ACCUMULATORS, self._keep.ctypes.data),
             (layout.CTX_PLANS, self._plans.ctypes.data),
             (layout.CTX_PLANS_MASK, PLAN_SLOTS - 1),
             (layout.CTX_DTYPES, self._dtypes.ctypes.data),
@@ -194,7 +194,7 @@ class Context:
             (layout.CTX_THREADED, int(threaded)),
             (layout.CTX_P2P_DIRECT, -1),
             (layout.CTX_MEMBARRIER, int(policy.membarrier)),
-            (layout.CTX_LOOKOUT, -1),
+            (layout.CTX_DETECTOR, -1),
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)
@@ -208,28 +208,28 @@ class Context:
             (layout.CONN_CTRL, wire.ctrl),
             (layout.CONN_PID, wire.pid),
             (layout.CONN_WINDOW, wire.window),
-            (layout.CONN_BELL_FD, wire.bell),
+            (layout.CONN_DOORBELL, wire.bell),
             (layout.CONN_ASLEEP, wire.asleep),
         )
         send = (
-            (layout.CONN_POSTS, wire.send_posts),
+            (layout.CONN_DESCS, wire.send_posts),
             (layout.CONN_SLOTS, wire.send_slots),
-            (layout.CONN_OTHER, wire.recv_slots),
+            (layout.CONN_REVERSE_SLOTS, wire.recv_slots),
             (layout.CONN_TAIL_ADDR, wire.send_tail),
             (layout.CONN_FREE, sum(number << 8 * number for number in range(layout.NSLOTS))),
             (layout.CONN_NFREE, layout.NSLOTS),
         )
         recv = (
-            (layout.CONN_POSTS, wire.recv_posts),
+            (layout.CONN_DESCS, wire.recv_posts),
             (layout.CONN_SLOTS, wire.recv_slots),
-            (layout.CONN_OTHER, wire.send_slots),
+            (layout.CONN_REVERSE_SLOTS, wire.send_slots),
             (layout.CONN_TAIL_ADDR, wire.recv_tail),
         )
         for table, fields in ((self._send, send), (self._recv, recv)):
             for place, value in (*common, *fields):
                 table[peer, place // 8] = value
         self._send[peer, layout.CONN_DIRECT // 8] = int(wire.readable)
-        self._recv[peer, layout.CONN_WANTS // 8] = wire.recv_wants
+        self._recv[peer, layout.CONN_CTS // 8] = wire.recv_wants
 
     # ---- words
 
@@ -264,8 +264,8 @@ class Context:
     def meets(self, rank: int, seq: int, sent: int) -> None:
         """A rank waits on the control plane; its last operation was ``seq``, and it has sent ``sent`` messages here (-1: unknown)."""
         row = self.met[rank]
-        row[layout.MET_SEQ // 8], row[layout.MET_SENT // 8] = seq, sent
-        atomics.store_release(int(row.ctypes.data) + layout.MET_TOLD, 1)
+        row[layout.CONTROL_WAIT_SEQ // 8], row[layout.CONTROL_WAIT_SENT // 8] = seq, sent
+        atomics.store_release(int(row.ctypes.data) + layout.CONTROL_WAIT_SET, 1)
 
     def sent(self) -> list[int]:
         """How many messages have been posted to each rank."""
@@ -278,7 +278,7 @@ class Context:
     def pair(self) -> list[tuple[int, bool]]:
         """What is left of a ``sendrecv`` that is under way: (peer, whether it receives)."""
         rows = self._pair.reshape(2, -1)
-        left = [row for row in rows if row[layout.OP_DONE // 8] < row[layout.OP_ROUNDS // 8]]
+        left = [row for row in rows if row[layout.OP_DONE // 8] < row[layout.OP_SEGMENTS // 8]]
         return [(int(row[layout.OP_PEER // 8]), bool(row[layout.OP_RECEIVES // 8])) for row in left]
 
     def private_bytes(self) -> int:

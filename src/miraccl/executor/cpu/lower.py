@@ -85,7 +85,7 @@ def _encode(step: Step, when: int, peers: int, npeers: int) -> Words:
         (layout.STEP_SEND, -1 if step.send_peer is None else step.send_peer),
         (layout.STEP_PEERS, peers),
         (layout.STEP_NPEERS, npeers),
-        (layout.STEP_WHEN, when),
+        (layout.STEP_ROUNDS, when),
     )
     for place, value in fields:
         words[place // 8] = int(value)
@@ -195,8 +195,8 @@ class Run:
             (layout.RUN_LL, int(ll)),
             (layout.RUN_SENDS, program.sends.ctypes.data),
             (layout.RUN_NSENDS, len(program.sends)),
-            (layout.RUN_POST, post),
-            (layout.RUN_POST_ARG, post_arg),
+            (layout.RUN_EPILOGUE, post),
+            (layout.RUN_EPILOGUE_ARG, post_arg),
             (layout.RUN_TEMPLATE, template),
             (layout.RUN_STREAM_FROM, stream_from),
         ):
@@ -208,6 +208,6 @@ class Run:
     def prefer_memory(self, other: Run, ranks: Sequence[int]) -> None:
         """Take ``other`` instead whenever the buffers of this rank and of ``ranks`` are window memory."""
         self.memory, self._ask = other, np.array(ranks, np.int64)
-        self.words[layout.RUN_MEMORY // 8] = other.address
-        self.words[layout.RUN_ASK // 8] = self._ask.ctypes.data
-        self.words[layout.RUN_NASK // 8] = len(ranks)
+        self.words[layout.RUN_WINDOW_PATH // 8] = other.address
+        self.words[layout.RUN_NEGOTIATE_PEERS // 8] = self._ask.ctypes.data
+        self.words[layout.RUN_NEGOTIATE_NPEERS // 8] = len(ranks)

@@ -51,17 +51,17 @@ def answer(lane: int, number: int) -> None:
     """Let the stream go on, and look at the next slot."""
     job = load_acquire(lane + staging_layout.JOBS) + number * staging_layout.JOB_BYTES
     words = flag(lane)
-    following = load(lane + staging_layout.PIECE) + load(job + staging_layout.JOB_STRIDE)
-    if following < load(job + staging_layout.JOB_NPIECES):
-        store(lane + staging_layout.PIECE, following)
+    following = load(lane + staging_layout.SEGMENT) + load(job + staging_layout.JOB_STRIDE)
+    if following < load(job + staging_layout.JOB_NSEGMENTS):
+        store(lane + staging_layout.SEGMENT, following)
         store(
             lane + staging_layout.SLOT,
-            (load(lane + staging_layout.SLOT) + load(lane + staging_layout.LANES))
+            (load(lane + staging_layout.SLOT) + load(lane + staging_layout.NTHREADS))
             % load(lane + staging_layout.NSLOTS),
         )
     else:
-        store(lane + staging_layout.PIECE, load(lane + staging_layout.LANE))
-        store(lane + staging_layout.SLOT, load(lane + staging_layout.LANE))
+        store(lane + staging_layout.SEGMENT, load(lane + staging_layout.THREAD))
+        store(lane + staging_layout.SLOT, load(lane + staging_layout.THREAD))
         if load(job + staging_layout.JOB_CAPTURED) == 0:
             store(lane + staging_layout.FINISHED, load(lane + staging_layout.FINISHED) + 1)
     store_release(words + staging_layout.READY_OFFSET, 0)
@@ -77,7 +77,7 @@ def take(lane: int, number: int) -> int:
             + number * staging_layout.JOB_BYTES
             + staging_layout.JOB_CALLS
         )
-        call = calls + load(lane + staging_layout.PIECE) * staging_layout.CALL_BYTES
+        call = calls + load(lane + staging_layout.SEGMENT) * staging_layout.CALL_BYTES
         code = staging_layout.NOT_BEGUN
         if calls != 0 and load(call + staging_layout.CALL_FUNCTION) != 0:
             code = call4(
@@ -88,11 +88,15 @@ def take(lane: int, number: int) -> int:
                 0,
             )
         if code != 0:
-            store(lane + staging_layout.HELD, number)
+            store(lane + staging_layout.PYTHON_JOB, number)
             store(lane + staging_layout.CODE, 0 if code == staging_layout.NOT_BEGUN else code)
-            return staging_layout.RUN if code == staging_layout.NOT_BEGUN else staging_layout.FAILED
+            return (
+                staging_layout.NEEDS_PYTHON
+                if code == staging_layout.NOT_BEGUN
+                else staging_layout.FAILED
+            )
     answer(lane, number)
-    return staging_layout.ANSWERED
+    return staging_layout.COMPLETED
 
 
 @inline
@@ -100,16 +104,16 @@ def pause_for(lane: int, idle: int) -> int:
     """How long to wait before the next look, ``idle`` ns after something happened; 0 is not at all."""
     if idle < staging_layout.SPIN_NS:
         return 0
-    between_jobs = load(lane + staging_layout.PIECE) == load(lane + staging_layout.LANE)
+    between_jobs = load(lane + staging_layout.SEGMENT) == load(lane + staging_layout.THREAD)
     if (
         between_jobs
         and load_acquire(lane + staging_layout.ANNOUNCED) == load(lane + staging_layout.FINISHED)
         and load_acquire(lane + staging_layout.CAPTURED) == 0
     ):
-        return staging_layout.NO_PAUSE_NS
+        return staging_layout.IDLE_SLEEP_NS
     return min(
-        staging_layout.LONGEST_PAUSE_NS,
-        max(staging_layout.SHORTEST_PAUSE_NS, idle // staging_layout.PAUSE_PART),
+        staging_layout.MAX_SLEEP_NS,
+        max(staging_layout.MIN_SLEEP_NS, idle // staging_layout.SLEEP_FRACTION),
     )
 
 
@@ -118,7 +122,13 @@ def sleep(lane: int, bell: int, nanoseconds: int) -> None:
     store(lane + staging_layout.TIME, nanoseconds // 1000000000)
     store(lane + staging_layout.TIME + 8, nanoseconds % 1000000000)
     syscall(
-        SYS_FUTEX, lane + staging_layout.BELL, FUTEX_WAIT, bell, lane + staging_layout.TIME, 0, 0
+        SYS_FUTEX,
+        lane + staging_layout.DOORBELL,
+        FUTEX_WAIT,
+        bell,
+        lane + staging_layout.TIME,
+        0,
+        0,
     )
 
 
@@ -127,12 +137,12 @@ def watch(lane: int) -> int:
     """Answer pieces until Python is needed or the lane is to stop."""
     since = 0
     while load_acquire(lane + staging_layout.STOP) == 0:
-        bell = load32(lane + staging_layout.BELL)
-        for _ in range(staging_layout.LOOKS_BETWEEN_YIELDS):
+        bell = load32(lane + staging_layout.DOORBELL)
+        for _ in range(staging_layout.POLLS_PER_YIELD):
             number = load_acquire(flag(lane) + staging_layout.READY_OFFSET)
             if number != 0:
                 outcome = take(lane, number)
-                if outcome != staging_layout.ANSWERED:
+                if outcome != staging_layout.COMPLETED:
                     return outcome
                 since = 0
             pause()
@@ -144,21 +154,21 @@ def watch(lane: int) -> int:
             sched_yield()
         elif load_acquire(lane + staging_layout.STOP) == 0:
             sleep(lane, bell, rest)
-            if load32(lane + staging_layout.BELL) != bell:
+            if load32(lane + staging_layout.DOORBELL) != bell:
                 since = 0
-    return staging_layout.NOTHING
+    return staging_layout.IDLE
 
 
 def serve(self: int, args: int, nargs: int) -> int:
     """Builtin ``serve(lane, waits)``: answer what Python has run, then pieces until Python is needed; without ``waits`` one in all."""
     lane, waits = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
     state = PyEval_SaveThread()
-    held = load(lane + staging_layout.HELD)
-    outcome = staging_layout.NOTHING
+    held = load(lane + staging_layout.PYTHON_JOB)
+    outcome = staging_layout.IDLE
     if held != 0:
-        store(lane + staging_layout.HELD, 0)
+        store(lane + staging_layout.PYTHON_JOB, 0)
         answer(lane, held)
-        outcome = staging_layout.ANSWERED
+        outcome = staging_layout.COMPLETED
     if waits != 0:
         outcome = watch(lane)
     elif held == 0:

@@ -43,7 +43,7 @@ from miraccl.types import Collective, DType, RedOp
 if TYPE_CHECKING:
     from miraccl.runtime.multinode.transfers import MessageRound, StagedMessage
 
-_BEGUN_EVER = offsets.BEGUN_EVER // 8
+_BEGUN_EVER = offsets.MESSAGES_BEGUN // 8
 CollectiveKind = tuple[Collective, int]
 """What a collective is in headers, with its root."""
 MAX_REMOTE_RANKS = 16  # ranks of other hosts: a lane looks at all streams that a round needs, and they take memory of the kernel
@@ -145,27 +145,27 @@ class MessageOperation(StreamOperation):
                 )
                 write_words(
                     row,
-                    (way + offsets.PARTS, parts.ctypes.data),
-                    (way + offsets.NPARTS, len(parts)),
+                    (way + offsets.SEGMENTS, parts.ctypes.data),
+                    (way + offsets.NSEGMENTS, len(parts)),
                 )
                 write_words(row, (way + offsets.NUMBER, streams.counter_address(peer, receives)))
 
     def _table(self, messages: Sequence[StagedMessage], base: int) -> np.ndarray:
         """The words of messages whose slot begins at ``base``."""
-        table = np.zeros((len(messages), offsets.PART_SIZE // 8), np.int64)
+        table = np.zeros((len(messages), offsets.SEGMENT_SIZE // 8), np.int64)
         for part, message in zip(table, messages, strict=True):
             size = message.dtype.itemsize
             template = _template(self._kind, message.dtype, message.transfer_count)
             write_words(
                 part,
-                (offsets.PART, base + message.host),
-                (offsets.PART_BYTES, message.count * size),
-                (offsets.PART_SIGNATURE, template),
+                (offsets.SEGMENT_ADDRESS, base + message.host),
+                (offsets.SEGMENT_BYTES, message.count * size),
+                (offsets.SEGMENT_SIGNATURE, template),
             )
             write_words(
                 part,
-                (offsets.PART_WHOLE, message.transfer_count * size),
-                (offsets.PART_COUNT, message.transfer_count),
+                (offsets.SEGMENT_MESSAGE_BYTES, message.transfer_count * size),
+                (offsets.SEGMENT_COUNT, message.transfer_count),
             )
         self._parts.append(table)
         return table
@@ -175,7 +175,7 @@ class MessageOperation(StreamOperation):
         words."""
         for number, (peer, row) in enumerate(zip(self._peers, self.rows, strict=True)):
             for way in (offsets.IN, offsets.OUT):
-                begun = int(row[(way + offsets.BEGUN) // 8])
+                begun = int(row[(way + offsets.SEGMENTS_BEGUN) // 8])
                 if remaining_bytes(row, way) and begun:
                     yield peer, way, self._parts[2 * number + (way == offsets.IN)][begun - 1]
                     break
@@ -187,7 +187,7 @@ class MessageOperation(StreamOperation):
             [
                 p
                 for p, row in peers
-                if row[(way + offsets.BEGUN) // 8] < row[(way + offsets.NPARTS) // 8]
+                if row[(way + offsets.SEGMENTS_BEGUN) // 8] < row[(way + offsets.NSEGMENTS) // 8]
             ]
             for way in (offsets.OUT, offsets.IN)
         )

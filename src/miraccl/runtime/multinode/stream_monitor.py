@@ -15,7 +15,7 @@ from miraccl.bootstrap.eventfd import Bell
 from miraccl.errors import as_system_failure
 from miraccl.runtime.fabric import run_after_notice
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.wire.proxy_records import CLOSED_WITHOUT_A_WORD, Loss, LossKind
+from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, Loss, LossKind
 
 
 class StreamMonitor:
@@ -55,7 +55,7 @@ class StreamMonitor:
                     self._report_broken(self._peers[descriptor])
 
     def _report_broken(self, peer: int) -> None:
-        loss, session = Loss(LossKind.RESET, CLOSED_WITHOUT_A_WORD), self._stages.session
+        loss, session = Loss(LossKind.RESET, CLOSED_WITHOUT_CLOSE_FRAME), self._stages.session
 
         def end() -> None:
             if not self._closed:

@@ -26,7 +26,7 @@ HINT = "collective, root and counts must agree on all ranks, in the same order"
 _HEADER = struct.Struct("<qq")
 _COUNTED, _OF_COLLECTIVES, _LAST = (
     offsets.COUNTED // 8,
-    offsets.OF_COLLECTIVES // 8,
+    offsets.COLLECTIVE_MESSAGES // 8,
     offsets.LAST_COLLECTIVE // 8,
 )
 StreamCounters = Mapping[int, np.ndarray]
@@ -54,8 +54,8 @@ def signature_of(words: np.ndarray, number: int) -> int:
     """The signature of collective ``number`` of those that ``words`` count, 0 if it is not known: any more, or as it never came."""
     counted = int(words[_COUNTED])
     return (
-        int(words[offsets.REMEMBERED // 8 + number % offsets.MEMORY])
-        if 0 <= counted - number < offsets.MEMORY and number > 0
+        int(words[offsets.RECENT // 8 + number % offsets.RECENT_SIZE])
+        if 0 <= counted - number < offsets.RECENT_SIZE and number > 0
         else 0
     )
 
@@ -146,7 +146,7 @@ class UnmatchedDetector:
             return None
         for descriptor, events in self._poll.poll(0):
             peer = self._peers[descriptor]
-            begun = int(ways[peer][1][offsets.BEGUN_EVER // 8]), int(collectives[_COUNTED])
+            begun = int(ways[peer][1][offsets.MESSAGES_BEGUN // 8]), int(collectives[_COUNTED])
             if not events & select.POLLIN or not between():
                 continue
             header = b""
@@ -154,7 +154,7 @@ class UnmatchedDetector:
                 header = self._sockets[peer].recv(
                     _HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT
                 )
-            now = int(ways[peer][1][offsets.BEGUN_EVER // 8]), int(collectives[_COUNTED])
+            now = int(ways[peer][1][offsets.MESSAGES_BEGUN // 8]), int(collectives[_COUNTED])
             if len(header) == _HEADER.size and between() and begun == now:
                 sig, second = _HEADER.unpack(header)
                 found = self._check_header(peer, sig, second, collectives)

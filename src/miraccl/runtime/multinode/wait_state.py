@@ -182,7 +182,10 @@ class MultiNodeWaitState(DeviceWaitState):
         before = streams.begun()
         for peer, way, part in operation.active_messages():
             sent, taken = before[peer]
-            sig, count = int(part[offsets.PART_SIGNATURE // 8]), int(part[offsets.PART_COUNT // 8])
+            sig, count = (
+                int(part[offsets.SEGMENT_SIGNATURE // 8]),
+                int(part[offsets.SEGMENT_COUNT // 8]),
+            )
             found = self._wait_fields([peer], describe_message(sig, count), sig) | {
                 "key": self._messages_key,
                 "rank": self._world.rank,

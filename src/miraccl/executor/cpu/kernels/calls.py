@@ -1,6 +1,6 @@
 """From the arguments of a call to its run: what doors are handed is read and checked, the plan looked up, and its run started.
 
-Each ``parse_*`` returns the result of the run, or ``NEED_PLAN`` for what is not an everyday call: Python looks at it, and says what is
+Each ``parse_*`` returns the result of the run, or ``NOT_HANDLED`` for what is not an everyday call: Python looks at it, and says what is
 wrong.
 """
 
@@ -24,7 +24,7 @@ from miraccl.executor.cpu.sizes import UNKNOWN_BYTES
 from miraccl.native.intrinsics import call4, inline, load, load32, store
 from miraccl.types import Collective
 
-DOOR_CTX, DOOR_COLL, DOOR_ARG, DOOR_RUN = 0, 8, 16, 24
+FAST_CTX, FAST_COLL, FAST_ARG, FAST_RUN = 0, 8, 16, 24
 ALL_GATHER, REDUCE_SCATTER = int(Collective.ALL_GATHER), int(Collective.REDUCE_SCATTER)
 GATHER, SCATTER = int(Collective.GATHER), int(Collective.SCATTER)
 ALL_REDUCE, BROADCAST, REDUCE = (
@@ -43,7 +43,7 @@ def start(ctx: int, run: int) -> int:
         or load(run + layout.RUN_IN_BYTES) + load(run + layout.RUN_OUT_BYTES) > LONG_BYTES
     ):
         release_gil(ctx)
-    store(ctx + layout.CTX_LAST_PLAN, run)
+    store(ctx + layout.CTX_LAST_RUN, run)
     return call4(load(ctx + layout.CTX_OPERATE), ctx, run, load(run + layout.RUN_TEMPLATE), 0)
 
 
@@ -51,7 +51,7 @@ def start(ctx: int, run: int) -> int:
 def start_on(ctx: int, run: int, source: int, target: int) -> int:
     """Start a run on these addresses; without one (0), Python makes it."""
     if run == 0:
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     store(run + layout.RUN_IN, source)
     store(run + layout.RUN_OUT, target)
     return start(ctx, run)
@@ -103,10 +103,10 @@ def overlap(coll: int, source: int, nbytes: int, target: int, out_bytes: int, be
 @inline
 def parse_and_run(door: int, ctx: int, args: int) -> int:
     """(input, output or None, operator or root) -> result."""
-    coll = load(door + DOOR_COLL)
+    coll = load(door + FAST_COLL)
     x, out, third = load(args), load(args + 8), load(args + 16)
     if not usable(ctx, x, READABLE):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     arg = small_int(
         ctx,
         third,
@@ -116,18 +116,18 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
     )
     dtype = dtype_code(ctx, x)
     if dtype < 0 or arg < 0:
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     count = elements(x)
     source = load(x + layout.ARRAY_DATA)
     target, out_count, in_place = source, count, 1
     if out == load(ctx + layout.CTX_NONE):
         if coll != ALL_REDUCE and coll != BROADCAST:
-            return layout.NEED_PLAN
+            return layout.NOT_HANDLED
         if load32(x + layout.ARRAY_FLAGS) & WRITABLE != WRITABLE:
-            return layout.NEED_PLAN
+            return layout.NOT_HANDLED
     else:
         if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype:
-            return layout.NEED_PLAN
+            return layout.NOT_HANDLED
         target, out_count = load(out + layout.ARRAY_DATA), elements(out)
         nbytes, out_bytes = count * item_size(dtype), out_count * item_size(dtype)
         in_place = overlap(
@@ -139,7 +139,7 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
             load(ctx + layout.CTX_RANK) * min(nbytes, out_bytes),
         )
         if in_place < 0:
-            return layout.NEED_PLAN  # Python says what is wrong
+            return layout.NOT_HANDLED  # Python says what is wrong
     run = find_plan(ctx, coll, count, out_count, dtype, arg, in_place)
     return start_on(ctx, run, source, target)
 
@@ -147,17 +147,17 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
 @inline
 def parse_rooted(door: int, ctx: int, args: int) -> int:
     """(input, output, root, None, None) -> result of gather or scatter, whose one side only the root has; the others' is not looked at."""
-    coll = load(door + DOOR_COLL)
+    coll = load(door + FAST_COLL)
     none = load(ctx + layout.CTX_NONE)
     root = small_int(ctx, load(args + 16), layout.CTX_INT_TYPE)
     if root < 0 or load(args + 24) != none or load(args + 32) != none:
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     is_root = root == load(ctx + layout.CTX_RANK)
     has_input, has_output = is_root or coll == GATHER, is_root or coll == SCATTER
     x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
     dtype = common_dtype(ctx, x, out, has_output)
     if dtype < 0:
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     count, out_count = elements(x) if has_input else 0, elements(out) if has_output else 0
     source, target = load(x + layout.ARRAY_DATA), load(out + layout.ARRAY_DATA)
     if (
@@ -165,7 +165,7 @@ def parse_rooted(door: int, ctx: int, args: int) -> int:
         and overlap(coll, source, count * item_size(dtype), target, out_count * item_size(dtype), 0)
         != 0
     ):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     run = find_plan(ctx, coll, count, out_count, dtype, root, 0)
     return start_on(ctx, run, source, target)
 
@@ -180,10 +180,10 @@ def parse_reduce(ctx: int, args: int) -> int:
         small_int(ctx, load(args + 40), layout.CTX_INT_TYPE),
     )
     if op < 0 or root < 0 or not usable(ctx, x, READABLE):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     dtype, count, source = dtype_code(ctx, x), elements(x), load(x + layout.ARRAY_DATA)
     if dtype < 0:
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     target, in_place = source, 1
     if root == load(ctx + layout.CTX_RANK):
         if out == load(ctx + layout.CTX_NONE):
@@ -193,13 +193,13 @@ def parse_reduce(ctx: int, args: int) -> int:
             or dtype_code(ctx, out) != dtype
             or elements(out) != count
         ):
-            return layout.NEED_PLAN
+            return layout.NOT_HANDLED
         target = load(out + layout.ARRAY_DATA)
         in_place = overlap(
             ALL_REDUCE, source, count * item_size(dtype), target, count * item_size(dtype), 0
         )
         if in_place < 0:
-            return layout.NEED_PLAN
+            return layout.NOT_HANDLED
     run = find_plan(ctx, REDUCE, count, count, dtype, root << 3 | op, in_place)
     return start_on(ctx, run, source, target)
 
@@ -208,22 +208,22 @@ def parse_reduce(ctx: int, args: int) -> int:
 def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
     """(input, output, operator or root or None) and the counts of input and output, of which some collectives have one -> result; of what
     is rooted, the side that only the root has is not looked at on the others."""
-    coll, third, arg = load(door + DOOR_COLL), load(args + 16), 0
+    coll, third, arg = load(door + FAST_COLL), load(args + 16), 0
     if coll == REDUCE_SCATTER:
         arg = small_int(ctx, third, layout.CTX_REDOP_TYPE)
     elif coll == GATHER or coll == SCATTER:
         arg = small_int(ctx, third, layout.CTX_INT_TYPE)
     count, out_count, most = read_call_counts(ctx, coll, lists)
     if arg < 0 or count < 0:
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     is_root = arg == load(ctx + layout.CTX_RANK)
     has_input, has_output = coll != SCATTER or is_root, coll != GATHER or is_root
     x, out = load(args if has_input else args + 8), load(args + 8 if has_output else args)
     dtype = common_dtype(ctx, x, out, has_output)
     if dtype < 0:
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     if (has_input and elements(x) != count) or (has_output and elements(out) != out_count):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     source, target, itemsize = (
         load(x + layout.ARRAY_DATA),
         load(out + layout.ARRAY_DATA),
@@ -241,7 +241,7 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
             elements_before(ctx, coll) * itemsize,
         )
         if in_place < 0:
-            return layout.NEED_PLAN
+            return layout.NOT_HANDLED
     else:
         blocks = table + layout.COUNTS_BLOCKS + (8 if has_input else 0)
         for i in range(nranks):

@@ -50,7 +50,7 @@ def fill(run: int, counts: int) -> None:
     )
     store(run + layout.RUN_SCRATCH_CHUNK, chunk)
     store(run + layout.RUN_SCRATCH_BLOCK, max(load(inputs + 8), load(outputs + 8)))
-    store(run + layout.RUN_COUNT, load(counts + layout.COUNTS_SHOWN))
+    store(run + layout.RUN_COUNT, load(counts + layout.COUNTS_REPORTED))
     template = load(run + layout.RUN_TEMPLATE) & ((1 << layout.SIG_COUNT_SHIFT) - 1)
     store(
         run + layout.RUN_TEMPLATE,
@@ -61,7 +61,7 @@ def fill(run: int, counts: int) -> None:
 def set_counts(run: int, counts: int, unused: int, also_unused: int) -> int:
     """Write the counts at ``counts`` into a run and into the one that it may give way to; nothing of it may be under way."""
     fill(run, counts)
-    memory = load(run + layout.RUN_MEMORY)
+    memory = load(run + layout.RUN_WINDOW_PATH)
     if memory != 0:
         fill(memory, counts)
     return layout.OK

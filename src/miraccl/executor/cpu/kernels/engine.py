@@ -2,7 +2,7 @@
 
 A *door* is a Python builtin for one collective of one communicator.  It is handed the user's arrays themselves, reads their
 headers, looks the plan up and runs it, all in compiled code; whatever is not an everyday call (another kind of array, a size never
-seen, asynchronous work pending) makes it return ``NEED_PLAN`` or ``BUSY`` before anything was sent, and Python takes the long way.
+seen, asynchronous work pending) makes it return ``NOT_HANDLED`` or ``BUSY`` before anything was sent, and Python takes the long way.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.board import begin_operation
 from miraccl.executor.cpu.kernels.calls import (
-    DOOR_ARG,
-    DOOR_CTX,
-    DOOR_RUN,
+    FAST_ARG,
+    FAST_CTX,
+    FAST_RUN,
     parse_and_run,
     parse_reduce,
     parse_rooted,
@@ -48,16 +48,16 @@ from miraccl.native.intrinsics import (
 def run_program(ctx: int, run: int) -> int:
     """Execute a run whose addresses and signature are set; OK or an ERR_*."""
     store(ctx + layout.CTX_DEADLINE, 0)
-    if load(run + layout.RUN_MEMORY) != 0:
+    if load(run + layout.RUN_WINDOW_PATH) != 0:
         code = all_in_windows(ctx, run)
         if code == layout.OK:
-            memory = load(run + layout.RUN_MEMORY)
+            memory = load(run + layout.RUN_WINDOW_PATH)
             store(memory + layout.RUN_IN, load(run + layout.RUN_IN))
             store(memory + layout.RUN_OUT, load(run + layout.RUN_OUT))
             store(memory + layout.RUN_SIG, load(run + layout.RUN_SIG))
-            store(ctx + layout.CTX_LAST_PLAN, memory)
+            store(ctx + layout.CTX_LAST_RUN, memory)
             run = memory
-        elif code != layout.NEED_PLAN:
+        elif code != layout.NOT_HANDLED:
             return code
     store(ctx + layout.CTX_STREAM, load(run + layout.RUN_STREAM))
     steps = load(run + layout.RUN_PROGRAM)
@@ -76,10 +76,10 @@ def run_program(ctx: int, run: int) -> int:
             code = drain(ctx, connection(ctx, layout.CTX_SEND, peer), peer)
             if code != layout.OK:
                 return code
-    if load(run + layout.RUN_POST) != 0:
+    if load(run + layout.RUN_EPILOGUE) != 0:
         out = load(run + layout.RUN_OUT)
         n = load(run + layout.RUN_OUT_BYTES) // load(run + layout.RUN_ITEMSIZE)
-        call4(load(run + layout.RUN_POST), out, out, load(run + layout.RUN_POST_ARG), n)
+        call4(load(run + layout.RUN_EPILOGUE), out, out, load(run + layout.RUN_EPILOGUE_ARG), n)
     return layout.OK
 
 
@@ -94,7 +94,7 @@ def operate(ctx: int, run: int, template: int, unused: int) -> int:
         return fail(ctx, layout.ERR_ABORTED, -1, 0, load(ctrl + layout.CTRL_ABORT))
     code = run_program(ctx, run)
     if code == layout.OK:
-        store_release(ctrl + layout.BOARD_STATE, layout.STATE_IDLE)
+        store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_IDLE)
     return code
 
 
@@ -129,19 +129,19 @@ def leave(ctx: int, code: int) -> int:
 
 @inline
 def try_enter(ctx: int, options: int) -> int:
-    """OK: this thread has entered the engine.  NEED_PLAN where the last arguments, ``async_op`` and ``stream``, are not False and None;
+    """OK: this thread has entered the engine.  NOT_HANDLED where the last arguments, ``async_op`` and ``stream``, are not False and None;
     BUSY where the engine may not run now."""
     if load(options) != load(ctx + layout.CTX_FALSE) or load(options + 8) != load(
         ctx + layout.CTX_NONE
     ):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     return layout.OK if enter(ctx) else layout.BUSY
 
 
 def collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op_or_root, async_op, stream)``."""
     door = PyLong_AsLong(self)
-    ctx = load(door + DOOR_CTX)
+    ctx = load(door + FAST_CTX)
     refused = try_enter(ctx, args + 24)
     return (
         PyLong_FromLong(refused)
@@ -153,7 +153,7 @@ def collective(self: int, args: int, nargs: int) -> int:
 def rooted(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, root, None, None, async_op, stream)``; with counts of blocks in the place of None, Python looks."""
     door = PyLong_AsLong(self)
-    ctx = load(door + DOOR_CTX)
+    ctx = load(door + FAST_CTX)
     refused = try_enter(ctx, args + 40)
     return (
         PyLong_FromLong(refused)
@@ -164,7 +164,7 @@ def rooted(self: int, args: int, nargs: int) -> int:
 
 def reduce(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op, async_op, stream, root)``."""
-    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    ctx = load(PyLong_AsLong(self) + FAST_CTX)
     refused = try_enter(ctx, args + 24)
     return PyLong_FromLong(refused) if refused != layout.OK else leave(ctx, parse_reduce(ctx, args))
 
@@ -172,7 +172,7 @@ def reduce(self: int, args: int, nargs: int) -> int:
 def uneven(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, root or None, counts of x, counts of out, async_op, stream)``."""
     door = PyLong_AsLong(self)
-    ctx = load(door + DOOR_CTX)
+    ctx = load(door + FAST_CTX)
     refused = try_enter(ctx, args + 40)
     return (
         PyLong_FromLong(refused)
@@ -184,7 +184,7 @@ def uneven(self: int, args: int, nargs: int) -> int:
 def uneven_reduce(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op, async_op, stream, counts)`` of reduce_scatter."""
     door = PyLong_AsLong(self)
-    ctx = load(door + DOOR_CTX)
+    ctx = load(door + FAST_CTX)
     refused = try_enter(ctx, args + 24)
     return (
         PyLong_FromLong(refused)
@@ -196,16 +196,16 @@ def uneven_reduce(self: int, args: int, nargs: int) -> int:
 def prepared(self: int, args: int, nargs: int) -> int:
     """Builtin ``door()`` of a persistent operation: everything is in the run already."""
     door = PyLong_AsLong(self)
-    ctx = load(door + DOOR_CTX)
+    ctx = load(door + FAST_CTX)
     if not enter(ctx):
         return PyLong_FromLong(layout.BUSY)
-    return leave(ctx, start(ctx, load(door + DOOR_RUN)))
+    return leave(ctx, start(ctx, load(door + FAST_RUN)))
 
 
 def launch(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(run, input address, output address, counts address)``, whatever Python's reasons to be busy are; no counts (0) for
     a run that has them already."""
-    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    ctx = load(PyLong_AsLong(self) + FAST_CTX)
     if not enter_anyway(ctx):
         return PyLong_FromLong(layout.BUSY)
     run = PyLong_AsLong(load(args))
@@ -223,18 +223,18 @@ def launch(self: int, args: int, nargs: int) -> int:
 def send_recv(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(array, peer, async_op, stream)``."""
     door = PyLong_AsLong(self)
-    ctx = load(door + DOOR_CTX)
+    ctx = load(door + FAST_CTX)
     refused = try_enter(ctx, args + 16)
     return (
         PyLong_FromLong(refused)
         if refused != layout.OK
-        else leave(ctx, send_or_receive(ctx, args, load(door + DOOR_ARG) != 0))
+        else leave(ctx, send_or_receive(ctx, args, load(door + FAST_ARG) != 0))
     )
 
 
 def sendrecv(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, dst, out, src, async_op, stream)``."""
-    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    ctx = load(PyLong_AsLong(self) + FAST_CTX)
     refused = try_enter(ctx, args + 32)
     return (
         PyLong_FromLong(refused)
@@ -245,7 +245,7 @@ def sendrecv(self: int, args: int, nargs: int) -> int:
 
 def exchange(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(table, count)``: a group of sends and receives, see ``kernels.p2p``."""
-    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    ctx = load(PyLong_AsLong(self) + FAST_CTX)
     if not enter_anyway(ctx):
         return PyLong_FromLong(layout.BUSY)
     release_gil(ctx)
@@ -254,7 +254,7 @@ def exchange(self: int, args: int, nargs: int) -> int:
 
 def put_tagged(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(peer, tag, address, bytes, row)``, see ``kernels.tagged``."""
-    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    ctx = load(PyLong_AsLong(self) + FAST_CTX)
     if not enter_anyway(ctx):
         return PyLong_FromLong(layout.BUSY)
     peer, tag, address = (
@@ -273,7 +273,7 @@ def put_tagged(self: int, args: int, nargs: int) -> int:
 def take_tagged(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(table, count, first, tag, address, bytes, row, nanoseconds)``, see ``kernels.tagged``: the source, or another result,
     negative."""
-    ctx = load(PyLong_AsLong(self) + DOOR_CTX)
+    ctx = load(PyLong_AsLong(self) + FAST_CTX)
     if not enter_anyway(ctx):
         return PyLong_FromLong(-layout.BUSY)
     table, count, first = (

@@ -13,8 +13,8 @@ NSLOTS = 8  # FIFO depth, as NCCL_STEPS
 BLOCK = 1024  # accumulators of a fold
 
 # ---- post line of a message (transport.fifo)
-POST_FLAG, POST_SIG, POST_BYTES, POST_MODE, POST_ADDR, POST_ADDR2 = 0, 8, 16, 24, 32, 40
-POST_INLINE = 32
+DESC_FLAG, DESC_SIG, DESC_BYTES, DESC_MODE, DESC_ADDR, DESC_ADDR2 = 0, 8, 16, 24, 32, 40
+DESC_INLINE = 32
 INLINE_BYTES = 32
 MODE_SLOT, MODE_INLINE, MODE_WINDOW, MODE_ADDRESS, MODE_LANDED, MODE_OVERSIZE, MODE_SIGNAL = (
     0,
@@ -25,15 +25,15 @@ MODE_SLOT, MODE_INLINE, MODE_WINDOW, MODE_ADDRESS, MODE_LANDED, MODE_OVERSIZE, M
     5,
     6,
 )
-MODE_MOVED = 7  # in the slot whose number is in POST_ADDR (kernels.slots)
+MODE_MOVED = 7  # in the slot whose number is in DESC_ADDR (kernels.slots)
 TAIL_RETURNED = 8  # after the tail: which slots came back for the last messages, a byte each
 
 # ---- control page, one a rank, mapped by all ranks of the host
 CTRL_SLEEP = 0  # 1 while the rank sleeps on its doorbell
-CTRL_BELL = 8  # futex word (32 bits)
+CTRL_DOORBELL = 8  # futex word (32 bits)
 CTRL_ABORT = 64  # not 0: every wait ends; the value is an ERR_*
 # the board: what the rank is doing, for those who wait for it
-BOARD_SEQ, BOARD_SIG, BOARD_COUNT, BOARD_STEP, BOARD_PEER, BOARD_STATE = (
+PROGRESS_SEQ, PROGRESS_SIG, PROGRESS_COUNT, PROGRESS_STEP, PROGRESS_PEER, PROGRESS_STATE = (
     128,
     136,
     144,
@@ -41,13 +41,13 @@ BOARD_SEQ, BOARD_SIG, BOARD_COUNT, BOARD_STEP, BOARD_PEER, BOARD_STATE = (
     160,
     168,
 )
-BOARD_P2P_SIG, BOARD_P2P_COUNT, BOARD_CPU = (
+PROGRESS_P2P_SIG, PROGRESS_P2P_COUNT, PROGRESS_CPU = (
     176,
     184,
     192,
 )  # CPU: 1 + where the rank last waited, 0 unknown
 STATE_IDLE, STATE_RUNNING, STATE_WAITING = 0, 1, 2
-ANYBODY = -1  # in BOARD_PEER: whoever comes first
+ANY_PEER = -1  # in PROGRESS_PEER: whoever comes first
 CTRL_HISTORY = 1024  # (signature, count) of the last HISTORY operations, by sequence number: late ranks are compared with what was
 HISTORY = 32
 SEQ_MASK = 0xFFFF  # the bits of a signature that hold the sequence number
@@ -59,11 +59,11 @@ CTX_SEQ = 16
 CTX_CTRL = 24
 CTX_CTRLS = 32  # table of peers' control pages (0: not mapped here)
 CTX_SEND, CTX_RECV = 40, 48  # tables of connections, CONN_SIZE bytes each
-CTX_SPIN, CTX_YIELDS, CTX_TIMEOUT_NS, CTX_NAP_NS = 56, 64, 72, 80
+CTX_SPIN, CTX_YIELDS, CTX_TIMEOUT_NS, CTX_MAX_SLEEP_NS = 56, 64, 72, 80
 CTX_TSTATE = 88  # PyThreadState while the GIL is released, else 0
 CTX_SCRATCH = 96  # words for the moment, see SCRATCH_*
 CTX_STAGE, CTX_STAGE_BYTES = 104, 112  # memory that stays in cache, for single-copy reductions
-CTX_KEEP = 120  # accumulators of a fold (8 * BLOCK bytes)
+CTX_ACCUMULATORS = 120  # accumulators of a fold (8 * BLOCK bytes)
 CTX_PLANS, CTX_PLANS_MASK = 128, 136  # the table of plans
 CTX_DTYPES = 144  # table of descriptor addresses, one a DType
 CTX_ARRAY_TYPE, CTX_NONE, CTX_INT_TYPE, CTX_REDOP_TYPE = (
@@ -73,40 +73,42 @@ CTX_ARRAY_TYPE, CTX_NONE, CTX_INT_TYPE, CTX_REDOP_TYPE = (
     176,
 )  # addresses of Python's objects
 CTX_BUSY = 184  # not 0: Python must look (pending asynchronous work, closed)
-CTX_ERR, CTX_ERR_PEER, CTX_ERR_STEP, CTX_ERR_WANT, CTX_ERR_GOT = 192, 200, 208, 216, 224
+CTX_ERR, CTX_ERR_PEER, CTX_ERR_STEP, CTX_ERR_EXPECTED, CTX_ERR_ACTUAL = 192, 200, 208, 216, 224
 CTX_WINDOW, CTX_WINDOW_END = 232, 240  # this rank's window memory
 CTX_DEADLINE = 248  # of the operation under way; 0: not yet computed
 CTX_STEP = 256
 CTX_PID = 264
 CTX_THREADED = 272  # 1: peers are threads of this process; the GIL is given up before waiting
-CTX_LAST_PLAN = 288
-CTX_WAITED = 296
+CTX_LAST_RUN = 288
+CTX_WAIT_COUNT = 296
 CTX_P2P_DIRECT = 304  # a send of at least this many bytes is single-copy (p2p)
 CTX_MEMBARRIER = 312
 CTX_INSIDE = 320  # 1 while a thread is in the engine
 CTX_GONE = 328  # table: not 0 for a rank that has left in an orderly way
-CTX_MASKS = 336  # two sets of CPUs, CPU_SET_BYTES each
-CTX_STEP_ASIDE = 344  # 1: a rank that finds itself on a peer's core moves to a free one
+CTX_CPU_MASKS = 336  # two sets of CPUs, CPU_SET_BYTES each
+CTX_MIGRATE = 344  # 1: a rank that finds itself on a peer's core moves to a free one
 CTX_OPERATE = 352  # address of ``engine.operate``, which all doors call
 CTX_STREAM = 360  # 1: the operation under way writes more than the caches hold
 CTX_STREAM_FROM = 368  # bytes from which a send or receive does
-CTX_PAIR = 376  # memory of two entries of an exchange: the send and the receive of a sendrecv
+CTX_SENDRECV_OPS = (
+    376  # memory of two entries of an exchange: the send and the receive of a sendrecv
+)
 CTX_FALSE = 384  # address of the object, as CTX_NONE
-CTX_NAPS = 392  # how many waits sleep without a yield before
+CTX_SKIP_YIELDS = 392  # how many waits sleep without a yield before
 CTX_GROUPS = (
     400  # address of a 32-bit word that is not 0 while a thread has a group open: Python must look
 )
 CTX_SWAP = 408  # 1: a slot that was read may be kept and another one given back (kernels.slots)
-CTX_MET = 416  # table of what ranks have told that wait on the control plane, MET_SIZE bytes each
-CTX_ASIDE = 424  # not 0: operations run beside this rank's program, which may meanwhile come to the control plane
+CTX_CONTROL_WAITS = 416  # table of what ranks have told that wait on the control plane, CONTROL_WAIT_SIZE bytes each
+CTX_BACKGROUND = 424  # not 0: operations run beside this rank's program, which may meanwhile come to the control plane
 CTX_LIST_TYPE, CTX_TUPLE_TYPE = 432, 440  # as CTX_INT_TYPE
 CTX_COUNTS = 448  # memory of the counts of a call
-CTX_LOOKOUT = 456  # descriptor that is written to when a wait gets long; -1: none
-CTX_SENDS = 464  # how many messages the peer must have taken for this rank to go on; 0: it waits for one of the peer's
+CTX_DETECTOR = 456  # descriptor that is written to when a wait gets long; -1: none
+CTX_AWAITED_TAIL = 464  # how many messages the peer must have taken for this rank to go on; 0: it waits for one of the peer's
 CTX_EXCEPTION = 480  # type, value and traceback that a signal handler raised (3 words)
 CTX_SIZE = 512
 BUSY_PENDING = 1  # the bit of CTX_BUSY for asynchronous work
-MET_TOLD, MET_SEQ, MET_SENT, MET_SIZE = (
+CONTROL_WAIT_SET, CONTROL_WAIT_SEQ, CONTROL_WAIT_SENT, CONTROL_WAIT_SIZE = (
     0,
     8,
     16,
@@ -116,19 +118,19 @@ CPU_SET_BYTES = 128  # glibc's cpu_set_t: 1024 CPUs
 
 # ---- words for the moment, at CTX_SCRATCH
 SCRATCH_NOW = 0  # struct timespec: what the clock says
-SCRATCH_NAP = 16  # struct timespec: how long to sleep
-SCRATCH_RING = 48  # what is written to a descriptor
+SCRATCH_SLEEP = 16  # struct timespec: how long to sleep
+SCRATCH_EVENTFD = 48  # what is written to a descriptor
 SCRATCH_VECTORS = 64  # two struct iovec, the one here and the one of another process
 SCRATCH_SOURCES = 128  # the sources of a fold (kernels.operands), as many as there are ranks
 
 # ---- connection, one a direction and peer, private
 CONN_KIND = 0
-CONN_POSTS, CONN_SLOTS, CONN_SLOT_BYTES = 8, 16, 24
+CONN_DESCS, CONN_SLOTS, CONN_SLOT_BYTES = 8, 16, 24
 CONN_COUNT = 32  # messages posted / consumed so far
 CONN_TAIL_ADDR, CONN_TAIL = 40, 48
 CONN_CTRL, CONN_PID = 56, 64
 CONN_WINDOW = 72  # receive: where the peer's window memory is mapped here
-CONN_WANTS, CONN_BELL_FD, CONN_ASLEEP = 80, 88, 96
+CONN_CTS, CONN_DOORBELL, CONN_ASLEEP = 80, 88, 96
 CONN_LAST_DIRECT = 104
 CONN_PEER_IN, CONN_PEER_OUT = 112, 120  # where the peer's buffers begin, from its last SIGNAL
 CONN_PEER_MODES = 128  # which of them are in the private memory of another process: PRIVATE_*
@@ -136,7 +138,7 @@ CONN_DIRECT = 136  # send: 1 if the peer can read this process's private memory
 CONN_PEER_PRIVATE = (
     144  # as PEER_MODES, also for a peer in the same process, whose private memory can be addressed
 )
-CONN_OTHER = 152  # slots of the FIFO the other way
+CONN_REVERSE_SLOTS = 152  # slots of the FIFO the other way
 CONN_FREE, CONN_NFREE, CONN_WARM, CONN_SENT, CONN_RETURNED = (
     160,
     168,
@@ -147,10 +149,10 @@ CONN_FREE, CONN_NFREE, CONN_WARM, CONN_SENT, CONN_RETURNED = (
 CONN_SIZE = 256
 KIND_NONE, KIND_SHM, KIND_NET = 0, 1, 2
 PRIVATE_IN, PRIVATE_OUT = 1, 2
-DIRECT_PIECE = (
+MIN_DIRECT_BYTES = (
     4096  # bytes of a piece below which a copy is always cheaper than having it read by the peer
 )
-NET_PIECE = (
+NET_SEGMENT_BYTES = (
     8 << 20
 )  # bytes of a message of send/recv between hosts; longer ones are several messages
 
@@ -181,27 +183,32 @@ RUN_SCRATCH_CHUNK = 120
 RUN_LL = 128
 RUN_IN_BYTES, RUN_OUT_BYTES = 136, 144
 RUN_SENDS, RUN_NSENDS = 152, 160
-RUN_POST, RUN_POST_ARG = 168, 176  # kernel applied to the output at the end (avg), and its argument
+RUN_EPILOGUE, RUN_EPILOGUE_ARG = (
+    168,
+    176,
+)  # kernel applied to the output at the end (avg), and its argument
 RUN_TEMPLATE = 192  # signature without the sequence number
 RUN_STREAM = 200  # as CTX_STREAM
-RUN_MEMORY = 208  # the run to take instead if all ranks' buffers are window memory; 0: do not ask
-RUN_ASK, RUN_NASK = 216, 224  # the ranks to ask
+RUN_WINDOW_PATH = (
+    208  # the run to take instead if all ranks' buffers are window memory; 0: do not ask
+)
+RUN_NEGOTIATE_PEERS, RUN_NEGOTIATE_NPEERS = 216, 224  # the ranks to ask
 RUN_SCRATCH_BLOCK = 232  # bytes of a block, which the chunks of scratch are parts of
 RUN_NIN, RUN_NOUT = 240, 248  # how many blocks there are in RUN_IN_BLOCKS and RUN_OUT_BLOCKS
 RUN_STREAM_FROM = 256  # bytes of both buffers from which RUN_STREAM is set
 RUN_SIZE = 264
 BLOCK_SIZE = 24
 # counts of a call: what ranks compare, elements for the board, then elements of each block of the input, of the output
-COUNTS_AGREED, COUNTS_SHOWN, COUNTS_BLOCKS = 0, 8, 16
+COUNTS_AGREED, COUNTS_REPORTED, COUNTS_BLOCKS = 0, 8, 16
 
 # ---- step of a program
 STEP_OP, STEP_SRC_BUF, STEP_SRC, STEP_DST_BUF, STEP_DST, STEP_CHUNKS = 0, 8, 16, 24, 32, 40
-STEP_RECV, STEP_SEND, STEP_PEERS, STEP_NPEERS, STEP_WHEN = 48, 56, 64, 72, 80
+STEP_RECV, STEP_SEND, STEP_PEERS, STEP_NPEERS, STEP_ROUNDS = 48, 56, 64, 72, 80
 EVERY_ROUND, FIRST_ROUND, LAST_ROUND, NEVER = 0, 1, 2, 3
 STEP_SIZE = 96
 
 # ---- one send or receive of an exchange
-OP_RECEIVES, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_AFTER, OP_ROUNDS, OP_COUNT = (
+OP_RECEIVES, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_PREDECESSOR, OP_SEGMENTS, OP_COUNT = (
     0,
     8,
     16,
@@ -211,12 +218,15 @@ OP_RECEIVES, OP_PEER, OP_ADDR, OP_BYTES, OP_SIG, OP_AFTER, OP_ROUNDS, OP_COUNT =
     48,
     56,
 )
-OP_DONE, OP_MARK, OP_MUST = (
+OP_DONE, OP_MARK, OP_WAIT = (
     64,
     72,
     80,
 )  # DONE: pieces that are; MARK: see kernels.p2p; MUST: whether the call waits for it
-ALL, ANY = 1, 2  # of OP_MUST: the call returns when all of these have ended; when one of these has
+WAIT_ALL, WAIT_ANY = (
+    1,
+    2,
+)  # of OP_WAIT: the call returns when all of these have ended; when one of these has
 OP_SIZE = 96
 
 # ---- header of a message with a tag, which has the payload in it if that fits (kernels.tagged)
@@ -229,8 +239,8 @@ HEADER_TAG, HEADER_COUNT, HEADER_PAYLOAD, HEADER_BYTES = (
 SHORT_BYTES = HEADER_BYTES - HEADER_PAYLOAD
 
 # ---- results of a kernel
-OK, NEED_PLAN, BUSY = 0, 1, 2
-UNDER_WAY = 3  # it has begun, and somebody has to go on with it
+OK, NOT_HANDLED, BUSY = 0, 1, 2
+IN_PROGRESS = 3  # it has begun, and somebody has to go on with it
 ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRUPTED = (
     10,
     11,
@@ -240,9 +250,9 @@ ERR_ABORTED, ERR_TIMEOUT, ERR_MISMATCH, ERR_SIZE, ERR_LEFT, ERR_CMA, ERR_INTERRU
     15,
     16,
 )
-ERR_PARTED = 17  # the peer waits for this rank on the control plane
+ERR_DIVERGED = 17  # the peer waits for this rank on the control plane
 ERR_ENDED = 18  # the peer has ended the operation in which this rank waits for it
-ERR_CUT = 19  # the peer's stream has ended
+ERR_STREAM_ENDED = 19  # the peer's stream has ended
 
 # ---- what compiled code reads of a NumPy array: PyArrayObject_fields of numpy/core/include/numpy/ndarraytypes.h, part of NumPy's
 # ABI since 1.7; ``executor.cpu.arrays`` checks it on a probe before it is used

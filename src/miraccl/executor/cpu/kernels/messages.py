@@ -54,11 +54,11 @@ def post(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> None:
     """Publish the line whose payload or address is in place."""
     line = post_line(conn)
     count = load(conn + layout.CONN_COUNT) + 1
-    store(line + layout.POST_SIG, sig)
-    store(line + layout.POST_BYTES, nbytes)
-    store(line + layout.POST_MODE, mode)
+    store(line + layout.DESC_SIG, sig)
+    store(line + layout.DESC_BYTES, nbytes)
+    store(line + layout.DESC_MODE, mode)
     store(conn + layout.CONN_COUNT, count)
-    store_release(line + layout.POST_FLAG, count)
+    store_release(line + layout.DESC_FLAG, count)
     wake(ctx, conn)
 
 
@@ -78,10 +78,10 @@ def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> No
         and address + nbytes <= load(ctx + layout.CTX_WINDOW_END)
         and load(conn + layout.CONN_KIND) == layout.KIND_SHM
     ):
-        store(line + layout.POST_ADDR, address - window)
+        store(line + layout.DESC_ADDR, address - window)
         post(ctx, conn, sig, nbytes, layout.MODE_WINDOW)
     else:
-        store(line + layout.POST_ADDR, address)
+        store(line + layout.DESC_ADDR, address)
         post(ctx, conn, sig, nbytes, layout.MODE_ADDRESS)
     store(conn + layout.CONN_LAST_DIRECT, load(conn + layout.CONN_COUNT))
 
@@ -93,7 +93,7 @@ def can_post_address(ctx: int, conn: int, address: int, nbytes: int, threshold: 
         load(conn + layout.CONN_KIND) == layout.KIND_NET
     ):  # the proxy sends straight from the user's memory
         return nbytes > load(conn + layout.CONN_SLOT_BYTES) or (
-            threshold >= 0 and nbytes >= layout.DIRECT_PIECE
+            threshold >= 0 and nbytes >= layout.MIN_DIRECT_BYTES
         )
     if nbytes <= layout.INLINE_BYTES or threshold < 0:
         return False
@@ -119,11 +119,11 @@ def drain(ctx: int, conn: int, peer: int) -> int:
 def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
     """Wait for the next message of a receive connection; it must belong to the operation ``sig``."""
     line = post_line(conn)
-    code = wait(ctx, line + layout.POST_FLAG, load(conn + layout.CONN_COUNT) + 1, peer)
+    code = wait(ctx, line + layout.DESC_FLAG, load(conn + layout.CONN_COUNT) + 1, peer)
     if code != layout.OK:
         return code
-    if load(line + layout.POST_SIG) != sig:
-        return fail(ctx, layout.ERR_MISMATCH, peer, sig, load(line + layout.POST_SIG))
+    if load(line + layout.DESC_SIG) != sig:
+        return fail(ctx, layout.ERR_MISMATCH, peer, sig, load(line + layout.DESC_SIG))
     return layout.OK
 
 
@@ -146,7 +146,7 @@ def consume_part(ctx: int, conn: int, swaps: bool) -> None:
 def want(ctx: int, conn: int, address: int, nbytes: int) -> None:
     """Tell the proxy where the next message may land (network connections only)."""
     line = (
-        load(conn + layout.CONN_WANTS)
+        load(conn + layout.CONN_CTS)
         + (load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)) * layout.LINE
     )
     store(line + 8, address)
@@ -159,15 +159,15 @@ def want(ctx: int, conn: int, address: int, nbytes: int) -> None:
 def local_payload(ctx: int, conn: int) -> int:
     """The address here of the payload just received, or 0 if it lies in another process's private memory."""
     line = post_line(conn)
-    mode = load(line + layout.POST_MODE)
+    mode = load(line + layout.DESC_MODE)
     if mode == layout.MODE_SLOT or mode == layout.MODE_MOVED:
         return slot_address(conn, received_slot(conn))
     if mode == layout.MODE_INLINE:
-        return line + layout.POST_INLINE
+        return line + layout.DESC_INLINE
     if mode == layout.MODE_WINDOW:
-        return load(conn + layout.CONN_WINDOW) + load(line + layout.POST_ADDR)
+        return load(conn + layout.CONN_WINDOW) + load(line + layout.DESC_ADDR)
     if load(conn + layout.CONN_PID) == load(ctx + layout.CTX_PID):
-        return load(line + layout.POST_ADDR)
+        return load(line + layout.DESC_ADDR)
     return 0
 
 
@@ -228,11 +228,11 @@ def copy_bytes(ctx: int, dst: int, src: int, nbytes: int) -> None:
 def take(ctx: int, conn: int, peer: int, dst: int, nbytes: int) -> int:
     """Copy the payload just received to ``dst``."""
     line = post_line(conn)
-    if load(line + layout.POST_MODE) == layout.MODE_LANDED:
+    if load(line + layout.DESC_MODE) == layout.MODE_LANDED:
         return layout.OK
     source = local_payload(ctx, conn)
     if source != 0:
         copy_bytes(ctx, dst, source, nbytes)
-    elif not read_remote(ctx, conn, dst, load(line + layout.POST_ADDR), nbytes):
+    elif not read_remote(ctx, conn, dst, load(line + layout.DESC_ADDR), nbytes):
         return fail(ctx, layout.ERR_CMA, peer, nbytes, 0)
     return layout.OK

@@ -13,7 +13,7 @@ from miraccl.native.intrinsics import call4, inline, load, store
 def fold_two(ctx: int, run: int, dst: int, a: int, b: int, nbytes: int) -> None:
     """``dst = a (+) b``."""
     sources = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_SOURCES
-    store(sources, load(ctx + layout.CTX_KEEP))
+    store(sources, load(ctx + layout.CTX_ACCUMULATORS))
     store(sources + 8, a)
     store(sources + 16, b)
     call4(load(run + layout.RUN_FOLD), dst, sources, 2, nbytes // load(run + layout.RUN_ITEMSIZE))
@@ -28,7 +28,7 @@ def fold_message(
     if source != 0:
         fold_two(ctx, run, dst, own, source + offset, nbytes)
         return layout.OK
-    remote = load(post_line(conn) + layout.POST_ADDR) + offset
+    remote = load(post_line(conn) + layout.DESC_ADDR) + offset
     stage, step = load(ctx + layout.CTX_STAGE), load(ctx + layout.CTX_STAGE_BYTES)
     for start in range(0, nbytes, step):
         size = min(step, nbytes - start)
@@ -63,7 +63,7 @@ def fold_operands(ctx: int, run: int, step: int, dst: int, nbytes: int) -> int:
     if remotes != 0:
         block = max(64, load(ctx + layout.CTX_STAGE_BYTES) // remotes // 64 * 64)
     sources = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_SOURCES
-    store(sources, load(ctx + layout.CTX_KEEP))
+    store(sources, load(ctx + layout.CTX_ACCUMULATORS))
     for start in range(0, nbytes, block):
         size = min(block, nbytes - start)
         stage = load(ctx + layout.CTX_STAGE)

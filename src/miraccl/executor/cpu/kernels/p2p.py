@@ -1,9 +1,9 @@
 """Sends and receives: one alone, and any number that go on together.
 
 A message is cut into pieces of a slot; both ends cut alike, however each of them groups its calls.  What goes on together is a
-table of operations; the messages between two ranks in one direction follow one another (``OP_AFTER``), so the order on a FIFO is
+table of operations; the messages between two ranks in one direction follow one another (``OP_PREDECESSOR``), so the order on a FIFO is
 that of the program, and everything else goes in whatever order it can: no operation ever waits for another one of the table.  A
-call ends when the operations have whose ``OP_MUST`` is ``ALL``, or one whose is ``ANY``; the others keep their progress (``OP_DONE``) for
+call ends when the operations have whose ``OP_WAIT`` is ``ALL``, or one whose is ``ANY``; the others keep their progress (``OP_DONE``) for
 the next call.
 
 Why this cannot deadlock where the program does not: a rank that waits here waits only because each of its operations needs its
@@ -29,7 +29,7 @@ from miraccl.executor.cpu.kernels.messages import (
 )
 from miraccl.executor.cpu.kernels.slots import MOST, must_be_taken, post_line, slot
 from miraccl.executor.cpu.kernels.waiting import (
-    FIRST_NAP_NS,
+    FIRST_SLEEP_NS,
     arm_bell,
     doze,
     fail,
@@ -73,7 +73,7 @@ def item_size(dtype: int) -> int:
 def from_bytes(ctx: int, total: int) -> int:
     """From how many bytes on the pieces of a message of ``total`` bytes are posted by address; -1: never."""
     threshold = load(ctx + layout.CTX_P2P_DIRECT)
-    return layout.DIRECT_PIECE if 0 <= threshold <= total else -1
+    return layout.MIN_DIRECT_BYTES if 0 <= threshold <= total else -1
 
 
 @inline
@@ -83,7 +83,7 @@ def put_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: i
     if code != layout.OK:
         return code
     if nbytes <= layout.INLINE_BYTES:
-        memcpy(post_line(conn) + layout.POST_INLINE, address, nbytes)
+        memcpy(post_line(conn) + layout.DESC_INLINE, address, nbytes)
         post(ctx, conn, sig, nbytes, layout.MODE_INLINE)
     elif can_post_address(ctx, conn, address, nbytes, from_bytes(ctx, total)):
         post_address(ctx, conn, sig, address, nbytes)
@@ -105,7 +105,7 @@ def piece_bytes(ctx: int, peer: int) -> int:
     """Both ends of a pair have slots of the same size; network FIFOs send larger pieces, straight from and to the user's memory."""
     conn = connection(ctx, layout.CTX_SEND, peer)
     if load(conn + layout.CONN_KIND) == layout.KIND_NET:
-        return layout.NET_PIECE
+        return layout.NET_SEGMENT_BYTES
     return load(conn + layout.CONN_SLOT_BYTES)
 
 
@@ -122,7 +122,7 @@ def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int, may
     code = receive(ctx, conn, peer, sig)
     if code != layout.OK:
         return code
-    size = load(post_line(conn) + layout.POST_BYTES)
+    size = load(post_line(conn) + layout.DESC_BYTES)
     if size != nbytes:
         return fail(ctx, layout.ERR_SIZE, peer, nbytes, size)
     code = take(ctx, conn, peer, address, size)
@@ -134,8 +134,8 @@ def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int, may
 def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, dtype: int) -> int:
     ctrl = load(ctx + layout.CTX_CTRL)
     sig = signature(dtype, count)
-    store(ctrl + layout.BOARD_P2P_COUNT, count)
-    store_release(ctrl + layout.BOARD_P2P_SIG, sig)
+    store(ctrl + layout.PROGRESS_P2P_COUNT, count)
+    store_release(ctrl + layout.PROGRESS_P2P_SIG, sig)
     store(ctx + layout.CTX_DEADLINE, 0)
     store(ctx + layout.CTX_STEP, 0)
     nbytes = count * item_size(dtype)
@@ -157,8 +157,8 @@ def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, 
         code = drain(ctx, connection(ctx, layout.CTX_SEND, peer), peer)
         if code != layout.OK:
             return code
-    store_release(ctrl + layout.BOARD_P2P_SIG, 0)
-    store_release(ctrl + layout.BOARD_STATE, layout.STATE_IDLE)
+    store_release(ctrl + layout.PROGRESS_P2P_SIG, 0)
+    store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_IDLE)
     return layout.OK
 
 
@@ -176,18 +176,18 @@ def begin_op(
     store(op + layout.OP_ADDR, address)
     store(op + layout.OP_BYTES, nbytes)
     store(op + layout.OP_SIG, signature(dtype, count))
-    store(op + layout.OP_AFTER, -1)
-    store(op + layout.OP_ROUNDS, max(1, (nbytes + piece - 1) // piece))
+    store(op + layout.OP_PREDECESSOR, -1)
+    store(op + layout.OP_SEGMENTS, max(1, (nbytes + piece - 1) // piece))
     store(op + layout.OP_COUNT, count)
     store(op + layout.OP_DONE, 0)
     store(op + layout.OP_MARK, 0)
-    store(op + layout.OP_MUST, must)
+    store(op + layout.OP_WAIT, must)
 
 
 @inline
 def finished(ctx: int, op: int) -> bool:
     """All pieces are done and, for a send, taken where they were posted by address (``OP_MARK`` is then the count of messages)."""
-    if load(op + layout.OP_DONE) < load(op + layout.OP_ROUNDS):
+    if load(op + layout.OP_DONE) < load(op + layout.OP_SEGMENTS):
         return False
     if load(op + layout.OP_RECEIVES) != 0 or load(op + layout.OP_MARK) == 0:
         return True
@@ -199,12 +199,12 @@ def finished(ctx: int, op: int) -> bool:
 def can_go(ctx: int, table: int, op: int) -> bool:
     """Whether the next piece can be posted or taken now. Tells the proxy where a piece may land (``OP_MARK``: pieces told)."""
     done = load(op + layout.OP_DONE)
-    if done >= load(op + layout.OP_ROUNDS):
+    if done >= load(op + layout.OP_SEGMENTS):
         return False
-    after = load(op + layout.OP_AFTER)
+    after = load(op + layout.OP_PREDECESSOR)
     if after >= 0:
         before = table + after * layout.OP_SIZE
-        if load(before + layout.OP_DONE) < load(before + layout.OP_ROUNDS):
+        if load(before + layout.OP_DONE) < load(before + layout.OP_SEGMENTS):
             return False
     peer = load(op + layout.OP_PEER)
     if load(op + layout.OP_RECEIVES) == 0:
@@ -220,7 +220,7 @@ def can_go(ctx: int, table: int, op: int) -> bool:
             min(piece_bytes(ctx, peer), load(op + layout.OP_BYTES) - start),
         )
         store(op + layout.OP_MARK, done + 1)
-    return load_acquire(post_line(conn) + layout.POST_FLAG) >= load(conn + layout.CONN_COUNT) + 1
+    return load_acquire(post_line(conn) + layout.DESC_FLAG) >= load(conn + layout.CONN_COUNT) + 1
 
 
 @inline
@@ -266,12 +266,12 @@ def awaited(ctx: int, table: int, count: int) -> int:
     first_of_all, first_of_any, nall = -1, -1, 0
     for i in range(count):
         op = table + i * layout.OP_SIZE
-        must = load(op + layout.OP_MUST)
-        if must == layout.ALL:
+        must = load(op + layout.OP_WAIT)
+        if must == layout.WAIT_ALL:
             nall += 1
             if first_of_all < 0 and not finished(ctx, op):
                 first_of_all = i
-        elif must == layout.ANY:
+        elif must == layout.WAIT_ANY:
             if finished(ctx, op):
                 return -1
             if first_of_any < 0:
@@ -292,7 +292,7 @@ def ready(ctx: int, table: int, count: int) -> bool:
 @inline
 def messages_taken(ctx: int, op: int) -> int:
     """How many messages the peer must have taken for a send to go on: those in the way of its next piece, or all that are to be taken."""
-    if load(op + layout.OP_DONE) >= load(op + layout.OP_ROUNDS):
+    if load(op + layout.OP_DONE) >= load(op + layout.OP_SEGMENTS):
         return load(op + layout.OP_MARK)
     return must_be_taken(connection(ctx, layout.CTX_SEND, load(op + layout.OP_PEER)))
 
@@ -303,14 +303,16 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
     op = table + load(ctx + layout.CTX_STEP) * layout.OP_SIZE
     peer = load(op + layout.OP_PEER)
     sends = load(op + layout.OP_RECEIVES) == 0
-    store(ctx + layout.CTX_SENDS, messages_taken(ctx, op) if sends else 0)
-    alone = load(op + layout.OP_MUST) == layout.ALL  # else another rank may bring it about as well
-    store(ctrl + layout.BOARD_PEER, peer if alone else layout.ANYBODY)
-    store(ctrl + layout.BOARD_STEP, load(ctx + layout.CTX_STEP))
-    store(ctrl + layout.BOARD_P2P_COUNT, load(op + layout.OP_COUNT))
-    store_release(ctrl + layout.BOARD_P2P_SIG, load(op + layout.OP_SIG))
-    store_release(ctrl + layout.BOARD_STATE, layout.STATE_WAITING)
-    nap = FIRST_NAP_NS
+    store(ctx + layout.CTX_AWAITED_TAIL, messages_taken(ctx, op) if sends else 0)
+    alone = (
+        load(op + layout.OP_WAIT) == layout.WAIT_ALL
+    )  # else another rank may bring it about as well
+    store(ctrl + layout.PROGRESS_PEER, peer if alone else layout.ANY_PEER)
+    store(ctrl + layout.PROGRESS_STEP, load(ctx + layout.CTX_STEP))
+    store(ctrl + layout.PROGRESS_P2P_COUNT, load(op + layout.OP_COUNT))
+    store_release(ctrl + layout.PROGRESS_P2P_SIG, load(op + layout.OP_SIG))
+    store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_WAITING)
+    nap = FIRST_SLEEP_NS
     result = layout.OK
     while True:
         bell = arm_bell(ctx)
@@ -327,7 +329,7 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
             result = fail(ctx, layout.ERR_LEFT, peer, 0, 0)
             break
         if alone and never_comes(ctx, peer, sends) and not ready(ctx, table, count):
-            result = fail(ctx, layout.ERR_PARTED, peer, 0, 0)
+            result = fail(ctx, layout.ERR_DIVERGED, peer, 0, 0)
             break
         if interrupted(ctx):
             result = fail(ctx, layout.ERR_INTERRUPTED, peer, 0, 0)
@@ -335,7 +337,7 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
         nap = longer(ctx, nap)
     store(ctrl + layout.CTRL_SLEEP, 0)
     if result == layout.OK:
-        store_release(ctrl + layout.BOARD_STATE, layout.STATE_IDLE)
+        store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_IDLE)
     return result
 
 
@@ -356,7 +358,7 @@ def rest(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
         pause()
         return layout.OK, idle
     release_gil(ctx)
-    if idle <= spins + load(ctx + layout.CTX_YIELDS) and load(ctx + layout.CTX_NAPS) == 0:
+    if idle <= spins + load(ctx + layout.CTX_YIELDS) and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yield_core(ctx, now_ns(ctx))
         return layout.OK, idle
     may_yield(ctx)  # this was one of the waits that do not
@@ -365,7 +367,7 @@ def rest(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
 
 @inline
 def exchange_all(ctx: int, table: int, count: int) -> int:
-    """Advance ``count`` sends and receives until those have ended that must (``OP_MUST``); without any, do what can be done at once."""
+    """Advance ``count`` sends and receives until those have ended that must (``OP_WAIT``); without any, do what can be done at once."""
     store(ctx + layout.CTX_DEADLINE, 0)
     total = 0
     for i in range(count):
@@ -388,5 +390,5 @@ def exchange_all(ctx: int, table: int, count: int) -> int:
             code, idle = rest(ctx, table, count, idle + 1)
             if code != layout.OK:
                 return code
-    store_release(load(ctx + layout.CTX_CTRL) + layout.BOARD_P2P_SIG, 0)
+    store_release(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_P2P_SIG, 0)
     return layout.OK

@@ -54,8 +54,8 @@ def signal(ctx: int, run: int, peer: int) -> int:
         return code
     line = post_line(conn)
     modes, in_at, out_at = places(ctx, run)
-    store(line + layout.POST_ADDR, in_at)
-    store(line + layout.POST_ADDR2, out_at)
+    store(line + layout.DESC_ADDR, in_at)
+    store(line + layout.DESC_ADDR2, out_at)
     if load(conn + layout.CONN_KIND) == layout.KIND_NET:  # addresses mean nothing there
         post(ctx, conn, load(run + layout.RUN_SIG), 0, layout.MODE_INLINE)
     else:
@@ -71,16 +71,16 @@ def await_signal(ctx: int, run: int, peer: int) -> int:
     if code != layout.OK:
         return code
     line = post_line(conn)
-    modes = load(line + layout.POST_BYTES)
+    modes = load(line + layout.DESC_BYTES)
     same = load(conn + layout.CONN_PID) == load(ctx + layout.CTX_PID)
     window = load(conn + layout.CONN_WINDOW)
     store(
         conn + layout.CONN_PEER_IN,
-        load(line + layout.POST_ADDR) + (window if modes & layout.PRIVATE_IN == 0 else 0),
+        load(line + layout.DESC_ADDR) + (window if modes & layout.PRIVATE_IN == 0 else 0),
     )
     store(
         conn + layout.CONN_PEER_OUT,
-        load(line + layout.POST_ADDR2) + (window if modes & layout.PRIVATE_OUT == 0 else 0),
+        load(line + layout.DESC_ADDR2) + (window if modes & layout.PRIVATE_OUT == 0 else 0),
     )
     store(conn + layout.CONN_PEER_MODES, 0 if same else modes)
     store(conn + layout.CONN_PEER_PRIVATE, modes)
@@ -153,8 +153,8 @@ def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
 
 @inline
 def all_in_windows(ctx: int, run: int) -> int:
-    """Exchange with all ranks where the buffers lie: OK if they are window memory everywhere, ``NEED_PLAN`` if not, or an ERR_*."""
-    peers, count = load(run + layout.RUN_ASK), load(run + layout.RUN_NASK)
+    """Exchange with all ranks where the buffers lie: OK if they are window memory everywhere, ``NOT_HANDLED`` if not, or an ERR_*."""
+    peers, count = load(run + layout.RUN_NEGOTIATE_PEERS), load(run + layout.RUN_NEGOTIATE_NPEERS)
     for i in range(count):
         code = signal(ctx, run, load(peers + 8 * i))
         if code != layout.OK:
@@ -166,4 +166,4 @@ def all_in_windows(ctx: int, run: int) -> int:
         if code != layout.OK:
             return code
         private |= load(connection(ctx, layout.CTX_RECV, peer) + layout.CONN_PEER_PRIVATE)
-    return layout.NEED_PLAN if private != 0 else layout.OK
+    return layout.NOT_HANDLED if private != 0 else layout.OK

@@ -28,7 +28,7 @@ MOST = 4
 @inline
 def post_line(conn: int) -> int:
     return (
-        load(conn + layout.CONN_POSTS)
+        load(conn + layout.CONN_DESCS)
         + (load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)) * layout.LINE
     )
 
@@ -47,7 +47,9 @@ def with_byte(word: int, bits: int, value: int) -> int:
 @inline
 def slot_address(conn: int, number: int) -> int:
     start = (
-        load(conn + layout.CONN_SLOTS) if number < layout.NSLOTS else load(conn + layout.CONN_OTHER)
+        load(conn + layout.CONN_SLOTS)
+        if number < layout.NSLOTS
+        else load(conn + layout.CONN_REVERSE_SLOTS)
     )
     return start + (number & (layout.NSLOTS - 1)) * load(conn + layout.CONN_SLOT_BYTES)
 
@@ -80,7 +82,7 @@ def use_slot(conn: int) -> int:
         )
     if number == message & (layout.NSLOTS - 1):
         return layout.MODE_SLOT
-    store(post_line(conn) + layout.POST_ADDR, number)
+    store(post_line(conn) + layout.DESC_ADDR, number)
     return layout.MODE_MOVED
 
 
@@ -88,8 +90,8 @@ def use_slot(conn: int) -> int:
 def received_slot(conn: int) -> int:
     """Number of the slot that the message just received lies in (of modes SLOT and MOVED)."""
     line = post_line(conn)
-    if load(line + layout.POST_MODE) == layout.MODE_MOVED:
-        return load(line + layout.POST_ADDR)
+    if load(line + layout.DESC_MODE) == layout.MODE_MOVED:
+        return load(line + layout.DESC_ADDR)
     return load(conn + layout.CONN_COUNT) & (layout.NSLOTS - 1)
 
 
@@ -153,7 +155,7 @@ def swap(ctx: int, conn: int) -> int:
 def give_back(ctx: int, conn: int, swaps: bool) -> None:
     """Say which slot comes back for the message just received, another one only if ``swaps``; its sender looks once the tail has moved."""
     mode, returned, number = (
-        load(post_line(conn) + layout.POST_MODE),
+        load(post_line(conn) + layout.DESC_MODE),
         load(conn + layout.CONN_RETURNED),
         0,
     )

@@ -61,7 +61,7 @@ def send(
         if can_post_address(ctx, conn, start + offset, size, load(run + layout.RUN_DIRECT)):
             post_address(ctx, conn, sig, start + offset, size)
         elif size <= layout.INLINE_BYTES and load(run + layout.RUN_LL) != 0:
-            memcpy(post_line(conn) + layout.POST_INLINE, start + offset, size)
+            memcpy(post_line(conn) + layout.DESC_INLINE, start + offset, size)
             post(ctx, conn, sig, size, layout.MODE_INLINE)
         else:
             memcpy(slot(conn), start + offset, size)
@@ -81,7 +81,7 @@ def expect(ctx: int, run: int, conn: int, peer: int, size: int) -> int:
     code = receive(ctx, conn, peer, load(run + layout.RUN_SIG))
     if code != layout.OK:
         return code
-    got = load(post_line(conn) + layout.POST_BYTES)
+    got = load(post_line(conn) + layout.DESC_BYTES)
     if got != size:
         return fail(ctx, layout.ERR_SIZE, peer, size, got)
     return layout.OK
@@ -250,7 +250,7 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
                 conn = connection(ctx, layout.CTX_RECV, peer)
                 here = local_payload(ctx, conn)
                 store(operand(ctx, step, i), here + offset if here != 0 else 0)
-                store(operand(ctx, step, i) + 8, load(post_line(conn) + layout.POST_ADDR) + offset)
+                store(operand(ctx, step, i) + 8, load(post_line(conn) + layout.DESC_ADDR) + offset)
         code = fold_operands(ctx, run, step, base(run, dst_buf) + to, size)
         if code != layout.OK:
             return code
@@ -322,7 +322,7 @@ def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
         return reduce_from_peers(ctx, run, step, rnd)
     if op == PUT or op == GET:
         return put_or_get(ctx, run, step, op == PUT, rnd)
-    when = load(step + layout.STEP_WHEN)
+    when = load(step + layout.STEP_ROUNDS)
     if (
         when == layout.NEVER
         or (when == layout.FIRST_ROUND and rnd != 0)

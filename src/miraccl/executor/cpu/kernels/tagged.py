@@ -30,16 +30,16 @@ UINT8 = int(DType.UINT8)
 
 @inline
 def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: int) -> int:
-    """Send a message that is the next one to ``peer``: OK; UNDER_WAY, where the rest of it is in ``row``; NEED_PLAN, where nothing has
+    """Send a message that is the next one to ``peer``: OK; IN_PROGRESS, where the rest of it is in ``row``; NOT_HANDLED, where nothing has
     happened, for there is no room or no way; or an ERR_*."""
     conn = connection(ctx, layout.CTX_SEND, peer)
     if (
         load(conn + layout.CONN_SLOT_BYTES) < layout.HEADER_BYTES
         or load_acquire(load(ctx + layout.CTX_CTRL) + layout.CTRL_ABORT) != 0
     ):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     if not has_room(conn):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     header = slot(conn)
     store(header + layout.HEADER_TAG, tag)
     store(header + layout.HEADER_COUNT, nbytes)
@@ -51,7 +51,7 @@ def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: i
     release_gil(ctx)
     begin_op(ctx, row, False, peer, address, nbytes, UINT8, 0)
     code = exchange_all(ctx, row, 1)
-    return code if code != layout.OK or finished(ctx, row) else layout.UNDER_WAY
+    return code if code != layout.OK or finished(ctx, row) else layout.IN_PROGRESS
 
 
 @inline
@@ -59,14 +59,14 @@ def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) ->
     """As ``take_message``, of the message whose header has come for ``op``."""
     peer = load(op + layout.OP_PEER)
     conn = connection(ctx, layout.CTX_RECV, peer)
-    landed = load(post_line(conn) + layout.POST_MODE) == layout.MODE_LANDED
+    landed = load(post_line(conn) + layout.DESC_MODE) == layout.MODE_LANDED
     header = load(op + layout.OP_ADDR) if landed else local_payload(ctx, conn)
     if (
         header == 0
         or load(header + layout.HEADER_TAG) != tag
         or load(header + layout.HEADER_COUNT) != nbytes
     ):
-        return -layout.NEED_PLAN
+        return -layout.NOT_HANDLED
     if nbytes <= layout.SHORT_BYTES:
         memcpy(address, header + layout.HEADER_PAYLOAD, nbytes)
     consume_part(ctx, conn, load(ctx + layout.CTX_SWAP) != 0)
@@ -74,7 +74,7 @@ def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) ->
     code = layout.OK
     if nbytes > layout.SHORT_BYTES:
         release_gil(ctx)
-        begin_op(ctx, row, True, peer, address, nbytes, UINT8, layout.ALL)
+        begin_op(ctx, row, True, peer, address, nbytes, UINT8, layout.WAIT_ALL)
         code = exchange_all(ctx, row, 1)
     if code == layout.OK:
         return peer
@@ -82,9 +82,9 @@ def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) ->
         code == layout.ERR_TIMEOUT
         or code == layout.ERR_ABORTED
         or code == layout.ERR_LEFT
-        or code == layout.ERR_PARTED
+        or code == layout.ERR_DIVERGED
     )
-    return -layout.UNDER_WAY if comes_again else -code
+    return -layout.IN_PROGRESS if comes_again else -code
 
 
 @inline
@@ -92,14 +92,17 @@ def take_message(
     ctx: int, table: int, count: int, first: int, tag: int, address: int, nbytes: int, row: int
 ) -> int:
     """Wait for the next message of any of ``count`` sources, whose headers the operations of ``table`` receive, and take it if it is the
-    one: its source; else, negative, UNDER_WAY, where the rest of it is in ``row``, or another result.  After NEED_PLAN and what whoever
-    waits finds again (ERR_TIMEOUT, ERR_ABORTED, ERR_LEFT, ERR_PARTED) nothing has happened.
+    one: its source; else, negative, IN_PROGRESS, where the rest of it is in ``row``, or another result.  After NOT_HANDLED and what whoever
+    waits finds again (ERR_TIMEOUT, ERR_ABORTED, ERR_LEFT, ERR_DIVERGED) nothing has happened.
 
     The sources are looked at in turn, from number ``first`` on.
     """
     for i in range(count):
-        store(table + i * layout.OP_SIZE + layout.OP_AFTER, -1)
-        store(table + i * layout.OP_SIZE + layout.OP_MUST, layout.ALL if count == 1 else layout.ANY)
+        store(table + i * layout.OP_SIZE + layout.OP_PREDECESSOR, -1)
+        store(
+            table + i * layout.OP_SIZE + layout.OP_WAIT,
+            layout.WAIT_ALL if count == 1 else layout.WAIT_ANY,
+        )
     store(ctx + layout.CTX_DEADLINE, 0)
     store(ctx + layout.CTX_STEP, 0)
     idle = 0
@@ -108,7 +111,7 @@ def take_message(
             op = table + (first + i) % count * layout.OP_SIZE
             if can_go(ctx, table, op):
                 result = take_if(ctx, op, tag, address, nbytes, row)
-                store_release(load(ctx + layout.CTX_CTRL) + layout.BOARD_P2P_SIG, 0)
+                store_release(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_P2P_SIG, 0)
                 return result
         release_gil(ctx)
         code, idle = rest(ctx, table, count, idle + 1)

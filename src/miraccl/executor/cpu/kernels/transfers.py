@@ -22,7 +22,7 @@ def send_or_receive(ctx: int, args: int, receives: bool) -> int:
     """(array, peer) -> result."""
     x = load(args)
     if not usable(ctx, x, WRITABLE if receives else READABLE):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     peer = small_int(ctx, load(args + 8), layout.CTX_INT_TYPE)
     dtype = dtype_code(ctx, x)
     if (
@@ -31,7 +31,7 @@ def send_or_receive(ctx: int, args: int, receives: bool) -> int:
         or peer >= load(ctx + layout.CTX_NRANKS)
         or peer == load(ctx + layout.CTX_RANK)
     ):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     ctrl = load(ctx + layout.CTX_CTRL)
     if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
         return fail(ctx, layout.ERR_ABORTED, peer, 0, load(ctrl + layout.CTRL_ABORT))
@@ -54,7 +54,14 @@ def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
     ):
         return False
     begin_op(
-        ctx, op, receives, peer, load(array + layout.ARRAY_DATA), elements(array), dtype, layout.ALL
+        ctx,
+        op,
+        receives,
+        peer,
+        load(array + layout.ARRAY_DATA),
+        elements(array),
+        dtype,
+        layout.WAIT_ALL,
     )
     return True
 
@@ -62,11 +69,11 @@ def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
 @inline
 def send_and_receive(ctx: int, args: int) -> int:
     """(array, peer, array, peer) -> result."""
-    table = load(ctx + layout.CTX_PAIR)
+    table = load(ctx + layout.CTX_SENDRECV_OPS)
     if not fill_op(
         ctx, table, False, load(args), small_int(ctx, load(args + 8), layout.CTX_INT_TYPE)
     ):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     if not fill_op(
         ctx,
         table + layout.OP_SIZE,
@@ -74,12 +81,12 @@ def send_and_receive(ctx: int, args: int) -> int:
         load(args + 16),
         small_int(ctx, load(args + 24), layout.CTX_INT_TYPE),
     ):
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     first, second = load(table + layout.OP_ADDR), load(table + layout.OP_SIZE + layout.OP_ADDR)
     if first < second + load(table + layout.OP_SIZE + layout.OP_BYTES) and second < first + load(
         table + layout.OP_BYTES
     ):
-        return layout.NEED_PLAN  # overlapping
+        return layout.NOT_HANDLED  # overlapping
     ctrl = load(ctx + layout.CTX_CTRL)
     if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
         return fail(

@@ -52,7 +52,7 @@ def read_call_counts(ctx: int, coll: int, lists: int) -> tuple[int, int, int]:
         for i in range(nranks):
             agreed, most = mix(agreed, load(known + 8 * i)), max(most, load(known + 8 * i))
     store(table + layout.COUNTS_AGREED, agreed)
-    store(table + layout.COUNTS_SHOWN, max(count, out_count) if coll != ALL_TO_ALL else count)
+    store(table + layout.COUNTS_REPORTED, max(count, out_count) if coll != ALL_TO_ALL else count)
     if not splits_output(coll):
         out_count = load(ins + 8 * rank)
         store(outs, out_count)

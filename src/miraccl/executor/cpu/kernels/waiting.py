@@ -51,7 +51,7 @@ SPIN_BETWEEN_YIELDS = 16
 HELD_NS = 1_000_000
 #: How many waits sleep at once after such a yield.  A wait that sleeps costs some 10 us more, so they make up for about what it has cost.
 NAPS = 256
-FIRST_NAP_NS = 1_000_000
+FIRST_SLEEP_NS = 1_000_000
 LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run from its start
 
 
@@ -65,7 +65,7 @@ def now_ns(ctx: int) -> int:
 
 @inline
 def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
-    spec = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_NAP
+    spec = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_SLEEP
     store(spec, nanoseconds // 1000000000)
     store(spec + 8, nanoseconds % 1000000000)
     syscall(SYS_FUTEX, address, FUTEX_WAIT, value, spec, 0, 0)
@@ -73,14 +73,14 @@ def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
 
 @inline
 def ring_bell(ctrl: int) -> None:
-    add32(ctrl + layout.CTRL_BELL, 1)
-    syscall(SYS_FUTEX, ctrl + layout.CTRL_BELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
+    add32(ctrl + layout.CTRL_DOORBELL, 1)
+    syscall(SYS_FUTEX, ctrl + layout.CTRL_DOORBELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
 
 
 @inline
 def write_to(ctx: int, descriptor: int) -> None:
     """Add 1 to an eventfd."""
-    word = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_RING
+    word = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_EVENTFD
     store(word, 1)
     libc_write(types.int32(descriptor), word, 8)
 
@@ -97,7 +97,7 @@ def wake(ctx: int, conn: int) -> None:
     else:
         fence()
         if load_acquire(load(conn + layout.CONN_ASLEEP)) != 0:
-            write_to(ctx, load(conn + layout.CONN_BELL_FD))
+            write_to(ctx, load(conn + layout.CONN_DOORBELL))
 
 
 @inline
@@ -105,8 +105,8 @@ def fail(ctx: int, code: int, peer: int, want: int, got: int) -> int:
     store(ctx + layout.CTX_ERR, code)
     store(ctx + layout.CTX_ERR_PEER, peer)
     store(ctx + layout.CTX_ERR_STEP, load(ctx + layout.CTX_STEP))
-    store(ctx + layout.CTX_ERR_WANT, want)
-    store(ctx + layout.CTX_ERR_GOT, got)
+    store(ctx + layout.CTX_ERR_EXPECTED, want)
+    store(ctx + layout.CTX_ERR_ACTUAL, got)
     return code
 
 
@@ -150,12 +150,12 @@ def differs(ctx: int, peer: int) -> int:
     if theirs == 0:
         return 0
     mine = load(ctx + layout.CTX_CTRL)
-    seq = load(mine + layout.BOARD_SEQ)
-    if load_acquire(theirs + layout.BOARD_SEQ) < seq:
+    seq = load(mine + layout.PROGRESS_SEQ)
+    if load_acquire(theirs + layout.PROGRESS_SEQ) < seq:
         return 0
     sig = load_acquire(theirs + layout.CTRL_HISTORY + (seq & (layout.HISTORY - 1)) * 16)
     if sig & layout.SEQ_MASK != seq & layout.SEQ_MASK or sig == load(
-        mine + layout.BOARD_SIG
+        mine + layout.PROGRESS_SIG
     ):  # of another number: overwritten by a later one
         return 0
     return sig
@@ -168,10 +168,10 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
     Look at the awaited word once more after this: it may have come before.  From other hosts messages may come later than what the control
     plane tells; so there the peer must not have begun this operation, or all of its messages must be here.
     """
-    row = load(ctx + layout.CTX_MET) + peer * layout.MET_SIZE
+    row = load(ctx + layout.CTX_CONTROL_WAITS) + peer * layout.CONTROL_WAIT_SIZE
     if (
-        load_acquire(row + layout.MET_TOLD) == 0
-        or load(ctx + layout.CTX_ASIDE) != 0
+        load_acquire(row + layout.CONTROL_WAIT_SET) == 0
+        or load(ctx + layout.CTX_BACKGROUND) != 0
         or load(ctx + layout.CTX_BUSY) & layout.BUSY_PENDING != 0
     ):
         return False
@@ -179,9 +179,9 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
     if sends and not near:
         return False
     ctrl = load(ctx + layout.CTX_CTRL)
-    if load(ctrl + layout.BOARD_P2P_SIG) == 0:
-        return load(row + layout.MET_SEQ) < load(ctrl + layout.BOARD_SEQ)
-    return near or load(row + layout.MET_SENT) == load(
+    if load(ctrl + layout.PROGRESS_P2P_SIG) == 0:
+        return load(row + layout.CONTROL_WAIT_SEQ) < load(ctrl + layout.PROGRESS_SEQ)
+    return near or load(row + layout.CONTROL_WAIT_SENT) == load(
         load(ctx + layout.CTX_RECV) + peer * layout.CONN_SIZE + layout.CONN_COUNT
     )
 
@@ -191,14 +191,14 @@ def has_ended(ctx: int, peer: int) -> bool:
     """Whether the peer has ended the collective that this rank is still in: then ranks disagree on what is sent in it. Look at the awaited
     word once more after this."""
     ctrl, theirs = load(ctx + layout.CTX_CTRL), load(load(ctx + layout.CTX_CTRLS) + 8 * peer)
-    if theirs == 0 or load(ctrl + layout.BOARD_P2P_SIG) != 0:
+    if theirs == 0 or load(ctrl + layout.PROGRESS_P2P_SIG) != 0:
         return False
-    seq, other = load(ctrl + layout.BOARD_SEQ), load_acquire(theirs + layout.BOARD_SEQ)
+    seq, other = load(ctrl + layout.PROGRESS_SEQ), load_acquire(theirs + layout.PROGRESS_SEQ)
     ended = other > seq
     if other == seq:
         ended = (
-            load_acquire(theirs + layout.BOARD_STATE) == layout.STATE_IDLE
-            or load_acquire(theirs + layout.BOARD_P2P_SIG) != 0
+            load_acquire(theirs + layout.PROGRESS_STATE) == layout.STATE_IDLE
+            or load_acquire(theirs + layout.PROGRESS_P2P_SIG) != 0
         )
     return (
         ended and load_acquire(theirs + layout.CTRL_ABORT) == 0
@@ -220,7 +220,7 @@ def ranks_on(ctx: int, cpu: int, above: int) -> int:
     mine, count = load(ctx + layout.CTX_RANK), 0
     for rank in range(above + 1, load(ctx + layout.CTX_NRANKS)):
         ctrl = load(load(ctx + layout.CTX_CTRLS) + 8 * rank)
-        if rank != mine and ctrl != 0 and load(ctrl + layout.BOARD_CPU) == cpu + 1:
+        if rank != mine and ctrl != 0 and load(ctrl + layout.PROGRESS_CPU) == cpu + 1:
             count += 1
     return count
 
@@ -248,17 +248,17 @@ def step_aside(ctx: int) -> None:
     and restored at once: it is a hint to the scheduler, not a binding.
     """
     cpu = types.int64(sched_getcpu())
-    store(load(ctx + layout.CTX_CTRL) + layout.BOARD_CPU, cpu + 1)
-    waits = load(ctx + layout.CTX_WAITED) + 1
-    store(ctx + layout.CTX_WAITED, waits)
+    store(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_CPU, cpu + 1)
+    waits = load(ctx + layout.CTX_WAIT_COUNT) + 1
+    store(ctx + layout.CTX_WAIT_COUNT, waits)
     if waits & 15 != 0:  # every so often is enough
         return
     here = ranks_on(ctx, cpu, -1)
     if here == 0 or ranks_on(ctx, cpu, load(ctx + layout.CTX_RANK)) != 0:
         return
     allowed, chosen = (
-        load(ctx + layout.CTX_MASKS),
-        load(ctx + layout.CTX_MASKS) + layout.CPU_SET_BYTES,
+        load(ctx + layout.CTX_CPU_MASKS),
+        load(ctx + layout.CTX_CPU_MASKS) + layout.CPU_SET_BYTES,
     )
     for word in range(layout.CPU_SET_BYTES // 8):
         store(allowed + 8 * word, 0)
@@ -271,15 +271,15 @@ def step_aside(ctx: int) -> None:
     store(chosen + (core >> 6) * 8, 1 << (core & 63))
     if sched_setaffinity(types.int32(0), layout.CPU_SET_BYTES, chosen) == 0:
         sched_setaffinity(types.int32(0), layout.CPU_SET_BYTES, allowed)
-        store(load(ctx + layout.CTX_CTRL) + layout.BOARD_CPU, core + 1)
+        store(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_CPU, core + 1)
 
 
 @inline
 def may_yield(ctx: int) -> bool:
     """Whether a wait yields before it sleeps; asked once a wait."""
-    naps = load(ctx + layout.CTX_NAPS)
+    naps = load(ctx + layout.CTX_SKIP_YIELDS)
     if naps > 0:
-        store(ctx + layout.CTX_NAPS, naps - 1)
+        store(ctx + layout.CTX_SKIP_YIELDS, naps - 1)
     return naps == 0
 
 
@@ -293,16 +293,16 @@ def yield_core(ctx: int, since: int) -> int:
     sched_yield()
     now = now_ns(ctx)
     if now - since >= HELD_NS:
-        store(ctx + layout.CTX_NAPS, NAPS)
+        store(ctx + layout.CTX_SKIP_YIELDS, NAPS)
     return now
 
 
 @inline
 def longer(ctx: int, nap: int) -> int:
     """The nap after one of ``nap``; where they stop growing, some 60 ms into the wait, the lookout is told."""
-    most = load(ctx + layout.CTX_NAP_NS)
-    if nap < most <= 2 * nap and load(ctx + layout.CTX_LOOKOUT) >= 0:
-        write_to(ctx, load(ctx + layout.CTX_LOOKOUT))
+    most = load(ctx + layout.CTX_MAX_SLEEP_NS)
+    if nap < most <= 2 * nap and load(ctx + layout.CTX_DETECTOR) >= 0:
+        write_to(ctx, load(ctx + layout.CTX_DETECTOR))
     return min(2 * nap, most)
 
 
@@ -310,7 +310,7 @@ def longer(ctx: int, nap: int) -> int:
 def arm_bell(ctx: int) -> int:
     """Say that this rank is about to sleep; the bell's value, for ``doze``. What is waited for is to be looked at after this."""
     ctrl = load(ctx + layout.CTX_CTRL)
-    bell = load32(ctrl + layout.CTRL_BELL)
+    bell = load32(ctrl + layout.CTRL_DOORBELL)
     exchange(ctrl + layout.CTRL_SLEEP, 1)
     if load(ctx + layout.CTX_MEMBARRIER) != 0:
         syscall(SYS_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)
@@ -326,7 +326,7 @@ def doze(ctx: int, peer: int, bell: int, nap: int, now: int) -> int:
     if expired(ctx, now):
         return fail(ctx, layout.ERR_TIMEOUT, peer, 0, 0)
     left = load(ctx + layout.CTX_DEADLINE) - now
-    futex_wait(ctx, ctrl + layout.CTRL_BELL, bell, max(1, min(nap, left)))
+    futex_wait(ctx, ctrl + layout.CTRL_DOORBELL, bell, max(1, min(nap, left)))
     store(ctrl + layout.CTRL_SLEEP, 0)
     return layout.OK
 
@@ -336,9 +336,9 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
     sends = address == load(
         load(ctx + layout.CTX_SEND) + peer * layout.CONN_SIZE + layout.CONN_TAIL_ADDR
     )
-    store(ctx + layout.CTX_SENDS, target if sends else 0)
+    store(ctx + layout.CTX_AWAITED_TAIL, target if sends else 0)
     show_waiting(ctx, peer)
-    nap = FIRST_NAP_NS
+    nap = FIRST_SLEEP_NS
     result = layout.OK
     while True:
         bell = arm_bell(ctx)
@@ -349,11 +349,13 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
         if result != layout.OK or load_acquire(address) >= target:
             break
         if (
-            nap > FIRST_NAP_NS or now_ns(ctx) - now > FIRST_NAP_NS * 9 // 10
+            nap > FIRST_SLEEP_NS or now_ns(ctx) - now > FIRST_SLEEP_NS * 9 // 10
         ):  # slept in vain: look around
             other = differs(ctx, peer)
             if other != 0:
-                result = fail(ctx, layout.ERR_MISMATCH, peer, load(ctrl + layout.BOARD_SIG), other)
+                result = fail(
+                    ctx, layout.ERR_MISMATCH, peer, load(ctrl + layout.PROGRESS_SIG), other
+                )
                 break
             if has_ended(ctx, peer) and load_acquire(address) < target:
                 result = fail(ctx, layout.ERR_ENDED, peer, 0, 0)
@@ -365,7 +367,7 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
                 result = fail(ctx, layout.ERR_LEFT, peer, 0, 0)
                 break
             if never_comes(ctx, peer, sends) and load_acquire(address) < target:
-                result = fail(ctx, layout.ERR_PARTED, peer, 0, 0)
+                result = fail(ctx, layout.ERR_DIVERGED, peer, 0, 0)
                 break
             if interrupted(ctx):
                 result = fail(ctx, layout.ERR_INTERRUPTED, peer, 0, 0)
@@ -373,7 +375,7 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
             nap = longer(ctx, nap)
     store(ctrl + layout.CTRL_SLEEP, 0)
     if result == layout.OK:  # else the board goes on telling where this rank got stuck
-        store_release(ctrl + layout.BOARD_STATE, layout.STATE_RUNNING)
+        store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_RUNNING)
     return result
 
 
@@ -388,11 +390,11 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
             return layout.OK
         pause()
     release_gil(ctx)
-    if load(ctx + layout.CTX_STEP_ASIDE) != 0:
+    if load(ctx + layout.CTX_MIGRATE) != 0:
         step_aside(ctx)
     yields = load(ctx + layout.CTX_YIELDS) if may_yield(ctx) else 0
     now = now_ns(ctx) if yields > 0 else 0
-    while yields > 0 and load(ctx + layout.CTX_NAPS) == 0:
+    while yields > 0 and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yields -= 1
         now = yield_core(ctx, now)
         for _ in range(SPIN_BETWEEN_YIELDS):

@@ -57,7 +57,7 @@ def run_unlocked(ctx: int, run: int, unused: int, unused2: int) -> int:
     """Run ``run``, whose addresses are set: OK, an ERR_*, or NOT_BEGUN where the doors are shut."""
     if not enter(ctx):
         return NOT_BEGUN
-    store(ctx + layout.CTX_LAST_PLAN, run)
+    store(ctx + layout.CTX_LAST_RUN, run)
     code = call4(load(ctx + layout.CTX_OPERATE), ctx, run, load(run + layout.RUN_TEMPLATE), 0)
     leave(ctx)
     return code
@@ -94,7 +94,7 @@ def fold_some(exchange: int) -> bool:
         row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
         upto = payload_moved(row + offsets.OUT, payload_moved(row + offsets.IN, upto))
     if upto < total:
-        upto = upto // offsets.FOLD_PART * offsets.FOLD_PART
+        upto = upto // offsets.FOLD_SEGMENT_BYTES * offsets.FOLD_SEGMENT_BYTES
     if upto > done:
         sources, bases = load(exchange + offsets.SOURCES), load(exchange + offsets.BASES)
         nsources = load(exchange + offsets.NSOURCES)
@@ -177,7 +177,7 @@ def exchange_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int
     if code == layout.OK:
         code = move(ctx, exchange)
     if code == layout.OK:
-        store_release(load(ctx + layout.CTX_CTRL) + layout.BOARD_STATE, layout.STATE_IDLE)
+        store_release(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_STATE, layout.STATE_IDLE)
     leave(ctx)
     return code
 
@@ -208,16 +208,18 @@ def begin_collective(exchange: int) -> int:
     if begins != 0:
         number += 1
         store(words + offsets.COUNTED, number)
-        store(words + offsets.REMEMBERED + 8 * (number % offsets.MEMORY), begins)
+        store(words + offsets.RECENT + 8 * (number % offsets.RECENT_SIZE), begins)
     return (number & offsets.MARK_MASK) << offsets.MARK_SHIFT
 
 
 @inline
 def count_messages(way: int, words: int) -> None:
     """Add those that this exchange has one way to those of collectives; ``words`` count these, 0: the messages are plain."""
-    stream, parts = load(way + offsets.NUMBER), load(way + offsets.NPARTS)
+    stream, parts = load(way + offsets.NUMBER), load(way + offsets.NSEGMENTS)
     if words != 0 and parts != 0:
-        store(stream + offsets.OF_COLLECTIVES, load(stream + offsets.OF_COLLECTIVES) + parts)
+        store(
+            stream + offsets.COLLECTIVE_MESSAGES, load(stream + offsets.COLLECTIVE_MESSAGES) + parts
+        )
         store(stream + offsets.LAST_COLLECTIVE, load(words + offsets.COUNTED))
 
 
@@ -226,7 +228,7 @@ def restart(way: int, mark: int) -> None:
     store(way + offsets.MARK, mark)
     store(way + offsets.BYTES, 0)
     store(way + offsets.MOVED, 0)
-    store(way + offsets.BEGUN, 0)
+    store(way + offsets.SEGMENTS_BEGUN, 0)
     begin_next(way)
 
 
@@ -240,8 +242,8 @@ def messages_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int
         code = move(ctx, exchange)
     if code == layout.OK:
         ctrl = load(ctx + layout.CTX_CTRL)
-        store_release(ctrl + layout.BOARD_P2P_SIG, 0)
-        store_release(ctrl + layout.BOARD_STATE, layout.STATE_IDLE)
+        store_release(ctrl + layout.PROGRESS_P2P_SIG, 0)
+        store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_IDLE)
     leave(ctx)
     return code
 

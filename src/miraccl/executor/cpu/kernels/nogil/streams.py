@@ -69,7 +69,7 @@ def send_some(exchange: int, row: int) -> bool:
     way = row + offsets.OUT
     if left(way) == 0:
         return False
-    message = vector(exchange, way + offsets.HEADER, way, offsets.SEND_MOST)
+    message = vector(exchange, way + offsets.HEADER, way, offsets.MAX_SEND_BYTES)
     taken = syscall(
         SYS_SENDMSG, load(row + offsets.DESCRIPTOR), message, MSG_DONTWAIT | MSG_NOSIGNAL, 0, 0, 0
     )
@@ -81,16 +81,16 @@ def send_some(exchange: int, row: int) -> bool:
 
 @inline
 def receive_some(ctx: int, exchange: int, row: int) -> int:
-    """OK if something came, NEED_PLAN if nothing did, or an ERR_*.  Nothing comes on a stream that has ended: others may tell why."""
+    """OK if something came, NOT_HANDLED if nothing did, or an ERR_*.  Nothing comes on a stream that has ended: others may tell why."""
     way = row + offsets.IN
     if left(way) == 0:
-        return layout.NEED_PLAN
-    message = vector(exchange, row + offsets.HEADER_IN, way, offsets.RECV_MOST)
+        return layout.NOT_HANDLED
+    message = vector(exchange, row + offsets.HEADER_IN, way, offsets.MAX_RECV_BYTES)
     taken = syscall(SYS_RECVMSG, load(row + offsets.DESCRIPTOR), message, MSG_DONTWAIT, 0, 0, 0)
     if taken == 0:
         store(row + offsets.ENDED, 1)
     if taken <= 0:
-        return layout.NEED_PLAN
+        return layout.NOT_HANDLED
     moved = load(way + offsets.MOVED)
     store(way + offsets.MOVED, moved + taken)
     if moved < offsets.HEADER_BYTES <= moved + taken:
@@ -106,19 +106,23 @@ def receive_some(ctx: int, exchange: int, row: int) -> int:
 @inline
 def begin_next(way: int) -> None:
     """Where a message has gone or come: begin with the next of the sends or receives, if there is one; number it, and write its header."""
-    begun = load(way + offsets.BEGUN)
-    if left(way) == 0 and begun < load(way + offsets.NPARTS):
-        part = load(way + offsets.PARTS) + begun * offsets.PART_SIZE
-        number = load(load(way + offsets.NUMBER) + offsets.BEGUN_EVER) + 1
-        store(load(way + offsets.NUMBER) + offsets.BEGUN_EVER, number)
+    begun = load(way + offsets.SEGMENTS_BEGUN)
+    if left(way) == 0 and begun < load(way + offsets.NSEGMENTS):
+        part = load(way + offsets.SEGMENTS) + begun * offsets.SEGMENT_SIZE
+        number = load(load(way + offsets.NUMBER) + offsets.MESSAGES_BEGUN) + 1
+        store(load(way + offsets.NUMBER) + offsets.MESSAGES_BEGUN, number)
         store(
-            way + offsets.HEADER, load(part + offsets.PART_SIGNATURE) | (number & layout.SEQ_MASK)
+            way + offsets.HEADER,
+            load(part + offsets.SEGMENT_SIGNATURE) | (number & layout.SEQ_MASK),
         )
-        store(way + offsets.HEADER + 8, load(part + offsets.PART_WHOLE) | load(way + offsets.MARK))
-        store(way + offsets.BUFFER, load(part + offsets.PART))
-        store(way + offsets.BYTES, offsets.HEADER_BYTES + load(part + offsets.PART_BYTES))
+        store(
+            way + offsets.HEADER + 8,
+            load(part + offsets.SEGMENT_MESSAGE_BYTES) | load(way + offsets.MARK),
+        )
+        store(way + offsets.BUFFER, load(part + offsets.SEGMENT_ADDRESS))
+        store(way + offsets.BYTES, offsets.HEADER_BYTES + load(part + offsets.SEGMENT_BYTES))
         store(way + offsets.MOVED, 0)
-        store(way + offsets.BEGUN, begun + 1)
+        store(way + offsets.SEGMENTS_BEGUN, begun + 1)
 
 
 @inline
@@ -128,13 +132,16 @@ def show_missing(ctx: int, exchange: int) -> int:
         row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
         if left_of(row) > 0:
             way = row + offsets.IN if left(row + offsets.IN) > 0 else row + offsets.OUT
-            if load(way + offsets.NPARTS) > 0:
+            if load(way + offsets.NSEGMENTS) > 0:
                 ctrl = load(ctx + layout.CTX_CTRL)
                 part = (
-                    load(way + offsets.PARTS) + (load(way + offsets.BEGUN) - 1) * offsets.PART_SIZE
+                    load(way + offsets.SEGMENTS)
+                    + (load(way + offsets.SEGMENTS_BEGUN) - 1) * offsets.SEGMENT_SIZE
                 )
-                store(ctrl + layout.BOARD_P2P_COUNT, load(part + offsets.PART_COUNT))
-                store_release(ctrl + layout.BOARD_P2P_SIG, load(part + offsets.PART_SIGNATURE))
+                store(ctrl + layout.PROGRESS_P2P_COUNT, load(part + offsets.SEGMENT_COUNT))
+                store_release(
+                    ctrl + layout.PROGRESS_P2P_SIG, load(part + offsets.SEGMENT_SIGNATURE)
+                )
             show_waiting(ctx, load(row + offsets.PEER))
             return load(row + offsets.PEER)
     show_waiting(ctx, -1)
@@ -165,8 +172,8 @@ def look_around(ctx: int, exchange: int, now: int, idle: int) -> int:
     cut = cut_off(exchange)
     if cut >= 0 and load_acquire(load(ctx + layout.CTX_GONE) + 8 * cut) != 0:
         return fail(ctx, layout.ERR_LEFT, cut, 0, 0)
-    if cut >= 0 and idle > offsets.CUT_NS:
-        return fail(ctx, layout.ERR_CUT, cut, 0, 0)
+    if cut >= 0 and idle > offsets.STREAM_END_GRACE_NS:
+        return fail(ctx, layout.ERR_STREAM_ENDED, cut, 0, 0)
     return layout.OK
 
 
@@ -199,9 +206,9 @@ def nap(exchange: int, nanoseconds: int) -> None:
 @inline
 def tell_lookout(ctx: int, exchange: int, since: int) -> None:
     """Nothing has moved for long, ``since`` then: told once."""
-    if load(exchange + offsets.TOLD) != since and load(ctx + layout.CTX_LOOKOUT) >= 0:
-        store(exchange + offsets.TOLD, since)
-        write_to(ctx, load(ctx + layout.CTX_LOOKOUT))
+    if load(exchange + offsets.REPORTED) != since and load(ctx + layout.CTX_DETECTOR) >= 0:
+        store(exchange + offsets.REPORTED, since)
+        write_to(ctx, load(ctx + layout.CTX_DETECTOR))
 
 
 @inline
@@ -212,9 +219,9 @@ def rest(ctx: int, exchange: int, now: int, idle: int) -> int:
         if code != layout.OK:
             return code
     if idle >= offsets.SPIN_NS:
-        if idle >= offsets.LONG_NS:
+        if idle >= offsets.REPORT_AFTER_NS:
             tell_lookout(ctx, exchange, now - idle)
-        nap(exchange, min(idle, offsets.NAP_NS))
+        nap(exchange, min(idle, offsets.MAX_SLEEP_NS))
     elif idle > offsets.SPIN_NS // 8:
         sched_yield()
     else:
