@@ -95,7 +95,7 @@ class TransferTable:
         table = np.zeros((len(transfers), layout.OP_SIZE // 8), np.int64)
         entries = []
         for row, transfer in zip(table, transfers, strict=True):
-            row[:] = self._row(transfer)
+            row[:] = self._build_row(transfer)
             entries.append(
                 TransferEntry(transfer=transfer, words=row, address=int(row.ctypes.data))
             )
@@ -155,10 +155,10 @@ class TransferTable:
         return pairs
 
     def _entry(self, transfer: Transfer) -> TransferEntry:
-        words = self._row(transfer)
+        words = self._build_row(transfer)
         return TransferEntry(transfer=transfer, words=words, address=int(words.ctypes.data))
 
-    def _row(self, transfer: Transfer) -> Words:
+    def _build_row(self, transfer: Transfer) -> Words:
         row = np.zeros(layout.OP_SIZE // 8, np.int64)
         memory = transfer.memory
         wire = self._wires.get(transfer.peer)
