@@ -230,7 +230,7 @@ class PendingCreation:
         self._rank, self._op, self._wake = rank, op, wake
         self._ended = ""
         others = tuple(token for token in awaited if token != process_token().hex())
-        wait = WaitForInit(key=key, awaited=others, op=op, end=self._end, rank=rank)
+        wait = WaitForInit(key=key, awaited=others, op=op, fail=self._end, rank=rank)
         self._waiting = blocked_ops.BlockedScope(lambda: wait)
         self._timer = threading.Timer(FIRST_PROBE_S, deadlock_detector.wake)
         self._timer.daemon, self._timer.name = True, "miraccl creation"

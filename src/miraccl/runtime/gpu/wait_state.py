@@ -104,7 +104,7 @@ class KernelWaits:
             "key": self._key,
             "awaited": awaited,
             "op": f"{op} on GPU memory",
-            "end": end,
+            "fail": end,
             "rank": self._rank,
         }
 
