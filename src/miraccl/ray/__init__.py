@@ -1,10 +1,10 @@
-"""Communicators for Ray actors.  This package and nothing else in miraccl imports ray.
+"""Communicators for Ray actors; the only package of miraccl that imports ray.
 
-    group = miraccl.ray.create_group(actors)              # in the driver: actor number i becomes rank i
-    comm = miraccl.ray.get_group()                        # in a method of an actor: its communicator
+    group = miraccl.ray.create_group(actors)              # driver: actor i becomes rank i
+    comm = miraccl.ray.get_group()                        # method of an actor: its communicator
     group.destroy()
 
-``miraccl.ray.register_backend()`` makes MIRACCL a backend of ``ray.util.collective``.  See docs/ray.md.
+``miraccl.ray.register_backend()`` adds MIRACCL to ``ray.util.collective``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ __all__ = ["Group", "create_group", "destroy_group", "get_group", "join_group", 
 
 
 def register_backend() -> None:
-    """Make MIRACCL a backend of ``ray.util.collective`` in this process; the driver and every actor call it. May be called twice.
+    """Register MIRACCL with ``ray.util.collective`` in this process; idempotent.
 
-    Raises ``MissingDependency`` if this version of Ray takes no backends of others.
+    The driver and every actor must call it.
+
+    Raises:
+        MissingDependency: This version of Ray does not accept custom backends.
     """
     from miraccl.ray.backend import (
         register,

@@ -1,8 +1,9 @@
-"""MIRACCL as a backend of ``ray.util.collective``, whose interface for backends of others is ``register_collective_backend``.
+"""MIRACCL as a backend of ``ray.util.collective`` (``register_collective_backend``).
 
-Ray makes a group by ``MiracclGroup(world_size, rank, group_name)`` in every process and hands tensors in lists of one (its forms with
-several GPUs per process are refused).  Operations are synchronous and in place.  The interface has neither options nor timeouts for
-backends other than Gloo: MIRACCL_TIMEOUT and MIRACCL_BOOTSTRAP_TIMEOUT of the processes count.
+Ray calls ``MiracclGroup(world_size, rank, group_name)`` in every process and passes tensors in
+lists of one; its forms with several GPUs per process are rejected.  Operations are synchronous and
+in place.  The interface has no options and no timeouts for backends other than Gloo, so
+MIRACCL_TIMEOUT and MIRACCL_BOOTSTRAP_TIMEOUT of each process apply.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OPS = {
 
 
 def register() -> None:
-    """See ``miraccl.ray.register_backend``."""
+    """Implement ``miraccl.ray.register_backend``."""
     import ray.util.collective as collective
 
     if not hasattr(collective, "register_collective_backend"):
@@ -51,7 +52,7 @@ def register() -> None:
 
 
 class MiracclGroup(BaseGroup):
-    """One process's part of a group; ``communicator`` is what it is made of."""
+    """A group of ``ray.util.collective`` on one process, over ``communicator``."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
@@ -93,7 +94,9 @@ class MiracclGroup(BaseGroup):
         tensor: list[Any],
         allgather_options: Any = AllGatherOptions,
     ) -> None:
-        """``tensor`` of every rank into the tensors of ``tensor_list``, which may lie anywhere: through one temporary."""
+        """Gather ``tensor`` of all ranks into the tensors of ``tensor_list``, through one
+        temporary.
+        """
         mine = _flat(_only(tensor, "allgather"), "tensor", "allgather", writes=False)
         targets = _row(tensor_list, mine, self.world_size, "allgather", writes=True)
         gathered = self.communicator.all_gather(mine)
@@ -106,7 +109,9 @@ class MiracclGroup(BaseGroup):
         tensor_list: list[list[Any]],
         reducescatter_options: Any = ReduceScatterOptions,
     ) -> None:
-        """The reduction of everybody's r-th tensor into ``tensor`` of rank r; ``tensor_list`` stays as it is."""
+        """Reduce the r-th tensor of every rank's list into ``tensor`` of rank r; the lists stay
+        unchanged.
+        """
         target = _flat(_only(tensor, "reducescatter"), "tensor", "reducescatter", writes=True)
         blocks = _row(tensor_list, target, self.world_size, "reducescatter", writes=False)
         self.communicator.reduce_scatter(
@@ -148,7 +153,7 @@ def _flat(tensor: Any, name: str, where: str, *, writes: bool) -> Array:
 def _row(
     lists: list[list[Any]], like: Array, nranks: int, where: str, *, writes: bool
 ) -> list[Array]:
-    """The tensors of the only list, one a rank, all as large as ``like``."""
+    """Return the tensors of the only list, one per rank, checked to be like ``like``."""
     row = [
         _flat(tensor, f"tensor_list[{i}]", where, writes=writes)
         for i, tensor in enumerate(_only(lists, where))

@@ -1,8 +1,9 @@
-"""The side of the driver: make a group of actors, end it.
+"""Driver side of groups of actors: creation, calls and destruction.
 
-Actors need no base class and no method of ours: what must run in them is sent there through ``__ray_call__``, a method that Ray adds to
-every actor.  A group is made in two steps.  First all actors say that they live and are free, and that of rank 0 opens the meeting
-point; only when all have answered are they told to meet, since an actor that waits in a meeting can be told nothing else.
+Actors need no base class: code runs in them through ``__ray_call__``, which Ray adds to every
+actor. A group is created in two rounds.  In the first, every actor reports that it is alive and
+free, and the actor of rank 0 starts to listen.  Only after all have answered do they join, because
+an actor that is blocked in a rendezvous cannot be called.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _created: dict[str, Group] = {}
 
 
 class Group:
-    """What the driver keeps of a group: ``name``, and ``actors`` in order of rank."""
+    """Handle of a group in the driver: its ``name``, and its ``actors`` in order of rank."""
 
     def __init__(self, name: str, actors: Sequence[Any]) -> None:
         self.name = name
@@ -42,18 +43,28 @@ class Group:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> list[Any]:
-        """``function(comm, *args)`` in all actors at once, ``comm`` being their communicator; the results in order of rank.
+        """Call ``function(comm, *args)`` in all actors at once.
 
-        ``timeout`` in seconds.  Errors of a rank are raised here as Ray does, and are instances of their own class, too.
+        Args:
+            function: Receives the actor's communicator first.
+            timeout: Seconds to wait for the results; None waits without limit.
+
+        Returns:
+            The results in order of rank.
+
+        Raises:
+            Exception: The error of a rank, as Ray raises it; also an instance of its original
+                class.
         """
         calls = _call_all(self.actors, _run_in_group, lambda _: (self.name, function, *args))
         results: list[Any] = ray.get(calls, timeout=timeout)
         return results
 
     def destroy(self, timeout: float = LEAVE_SECONDS) -> None:
-        """All actors that live leave the group, at the latest when their current call ends. May be called twice.
+        """Make all living actors leave the group, after their current call; idempotent.
 
-        Raises ``BootstrapError`` if some are still busy after ``timeout`` seconds; they leave when their turn comes.
+        Raises:
+            BootstrapError: Some actors were still busy after ``timeout`` seconds; they leave later.
         """
         with _lock:
             if _created.get(self.name) is self:
@@ -79,11 +90,20 @@ class Group:
 def create_group(
     actors: Iterable[Any], name: str = DEFAULT, *, meet_timeout: float | None = None, **options: Any
 ) -> Group:
-    """Give ``actors`` a communicator: the i-th becomes rank i, and finds it with ``get_group(name)``.
+    """Give ``actors`` a communicator: the i-th becomes rank i and finds it with
+    ``get_group(name)``.
 
-    ``meet_timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT; it counts from the call, so it includes the start of actors and the
-    calls they are busy with.  Options are those of ``Communicator``, such as ``timeout`` of every operation.  Raises ``BootstrapError``
-    that names the rank if an actor is missing, dies or cannot join; ``InvalidUsage`` before anything is sent.
+    Args:
+        actors: Actor handles in order of rank.
+        name: Name of the group.
+        meet_timeout: Seconds from this call until all ranks must have joined, including the start
+            of
+            actors and calls they are busy with; default MIRACCL_BOOTSTRAP_TIMEOUT.
+        options: Options of ``Communicator``, such as ``timeout`` of every operation.
+
+    Raises:
+        BootstrapError: An actor is missing, dies or cannot join; names the rank.
+        InvalidUsage: An argument is wrong; raised before anything is sent.
     """
     actors = _handles(actors)
     members.check_name(name)
@@ -113,7 +133,7 @@ def create_group(
 
 
 def destroy_group(name: str = DEFAULT) -> None:
-    """In the process that created the group: all actors leave it. In an actor: this one leaves it."""
+    """Destroy a group in the process that created it; in an actor, leave it."""
     with _lock:
         group = _created.get(name)
     if group is not None:
@@ -144,9 +164,10 @@ def _handles(actors: Iterable[Any]) -> list[Any]:
 def _call_all(
     actors: Iterable[Any], function: Callable[..., Any], args: Callable[[int], tuple[Any, ...]]
 ) -> list[Any]:
-    """``function(actor, *args(rank))`` in every actor.
+    """Call ``function(actor, *args(rank))`` in every actor.
 
-    Such calls may wait for each other: those of several threads come in the same order to all actors, so that none wait crosswise.
+    Calls may wait for each other, so calls from several threads are sent to all actors in one
+    order; otherwise they could wait crosswise.
     """
     with _order:
         return [
@@ -155,7 +176,7 @@ def _call_all(
 
 
 def _results(calls: list[Any], deadline: float, name: str, actors: list[Any]) -> list[Any]:
-    """What the calls return, in order of rank; the first that fails ends the wait."""
+    """Return the results in order of rank; the first failure ends the wait."""
     ranks = {call: rank for rank, call in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
     while ranks:

@@ -1,11 +1,14 @@
-"""The side of the actors: which groups this process is in, and how it gets into one.
+"""Actor side of groups: the groups of this process, and joining one.
 
-Two ways lead into a group.  ``create_group`` of the driver calls ``prepare``, ``join`` and ``leave`` in the actors (``__ray_call__``);
-it carries the unique id itself, so nothing is stored anywhere.  ``join_group`` is for processes that know their rank without a driver:
-rank 0 puts the id into the cluster's key-value store, under Ray's namespace and the group's name, and removes it once all have met.
-A key that a crashed rank 0 left leads nowhere and is read again until the deadline, as with the files of ``bootstrap.runtime_file``.
+``create_group`` of the driver calls ``prepare``, ``join`` and ``leave`` in the actors
+(``__ray_call__``) and carries the unique id itself, so nothing is stored.  ``join_group`` is for
+processes that know their rank without a driver: rank 0 stores the id in the cluster's key-value
+store under Ray's namespace and the group's name, and removes it once all have joined.  A key left
+by a crashed rank 0 leads to a dead address and is read again until the deadline, as with the files
+of ``bootstrap.runtime_file``.
 
-Everything here runs in the process of an actor or task; the tables belong to the process, whatever thread a method runs on.
+Everything here runs in the process of an actor or task; the tables belong to the process, whatever
+thread a method runs on.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def check_name(name: str) -> None:
 
 
 def join_timeout(meet_timeout: float | None) -> float:
-    """Seconds for a group to be made."""
+    """Return the seconds within which a group must be formed."""
     if meet_timeout is not None and (isinstance(meet_timeout, bool | str) or not meet_timeout > 0):
         raise InvalidUsage(
             f"meet_timeout is {meet_timeout!r}; it is a number of seconds greater than 0"
@@ -57,7 +60,11 @@ def join_timeout(meet_timeout: float | None) -> float:
 
 
 def get_group(name: str = DEFAULT) -> Communicator:
-    """This process's communicator of a group. Raises ``InvalidUsage`` if it is not in it."""
+    """Return this process's communicator of a group.
+
+    Raises:
+        InvalidUsage: This process is not in the group.
+    """
     try:
         return _joined[name]
     except KeyError:
@@ -72,7 +79,11 @@ def get_group(name: str = DEFAULT) -> Communicator:
 
 
 def prepare(_actor: Any, name: str, rank: int, nranks: int) -> str:
-    """Check that the name is free; rank 0 opens the meeting point. Returns the unique id, empty for the other ranks."""
+    """Check that the name is free; on rank 0, start to listen.
+
+    Returns:
+        The unique id on rank 0, an empty string on other ranks.
+    """
     trace.configure()
     with _lock:
         if name in _joined:
@@ -98,7 +109,7 @@ def join(
     timeout: float,
     options: dict[str, Any],
 ) -> None:
-    """Meet the others within ``patience`` seconds, and connect to them."""
+    """Join the other ranks within ``timeout`` seconds and register the communicator."""
     deadline = start_deadline(timeout)
     with _lock:
         root = _opened.pop(name, None)
@@ -114,13 +125,13 @@ def join(
 
 
 def join_and_leave(ident: str, nranks: int, rank: int) -> None:
-    """In place of a rank that will not come, so that the others need not wait for it: they see it go, or are told at its deadline."""
+    """Join in place of a rank that will not, and leave, so that the others fail at once."""
     with suppress(MiracclError):
         connect(UniqueId.parse(ident), rank, nranks, JOIN_AND_LEAVE_SECONDS).close()
 
 
 def abandon(_actor: Any, name: str) -> None:
-    """Close the meeting point of a group that was not made."""
+    """Stop listening for a group that was not formed."""
     with _lock:
         root = _opened.pop(name, None)
     if root is not None:
@@ -128,7 +139,7 @@ def abandon(_actor: Any, name: str) -> None:
 
 
 def leave(_actor: Any, name: str) -> bool:
-    """Leave a group; whether this process was in it."""
+    """Leave a group; return True if this process was in it."""
     with _lock:
         comm = _joined.pop(name, None)
     if comm is not None:
@@ -163,10 +174,17 @@ def join_group(
     meet_timeout: float | None = None,
     **options: Any,
 ) -> Communicator:
-    """Join a group whose ``nranks`` members all call this, each with its ``rank``; in actors or tasks. Collective.
+    """Join a group from an actor or task, without a driver; collective.
 
-    ``meet_timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT; options are those of ``Communicator``.  Raises ``BootstrapError``
-    if a rank is missing at the deadline.  ``get_group(name)`` gives the communicator again.
+    Args:
+        nranks: Number of ranks that call this.
+        rank: This process's rank.
+        name: Name of the group; ``get_group(name)`` returns the communicator again.
+        meet_timeout: Seconds until all must have joined; default MIRACCL_BOOTSTRAP_TIMEOUT.
+        options: Options of ``Communicator``.
+
+    Raises:
+        BootstrapError: A rank is missing at the deadline.
     """
     check_name(name)
     if name in _joined:
@@ -182,7 +200,10 @@ def join_group(
 def rendezvous_by_store(
     nranks: int, rank: int, name: str, meet_timeout: float | None, options: Options
 ) -> Communicator:
-    """The communicator of the ranks that meet under ``name`` of this Ray namespace; kept by the caller."""
+    """Return a communicator of the ranks that meet under ``name`` in this Ray namespace.
+
+    The caller owns it.
+    """
     check_rank(nranks, rank)
     deadline = start_deadline(join_timeout(meet_timeout))
     trace.configure()
@@ -214,7 +235,7 @@ def _join_as_root(
 
 
 def _publish_failure(key: bytes, published: str, error: MiracclError) -> None:
-    """To the ranks that read the key, unless what was ``told`` them there is another one's by now."""
+    """Publish this rank's failure under the key, unless another process has replaced ``published``."""
     if published and (_get(key, 0) or published) != published:
         error.hint = "another process joined this group as rank 0, too"
     else:

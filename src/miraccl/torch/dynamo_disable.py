@@ -1,6 +1,8 @@
-"""Keeps ``torch.compile`` out of this package: it would trace the frames that PyTorch's C++ or a broken graph calls here.
+"""Exclusion of this package from ``torch.compile``.
 
-The function that says so is below ``torch._dynamo``, whose import takes a second; where a version of PyTorch lacks it, code is traced.
+Dynamo would trace the frames that PyTorch's C++, or a graph break, calls here.  The function that
+marks code objects lives below ``torch._dynamo``, whose import takes a second; on versions of
+PyTorch without it the code is traced.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from typing import Any
 
 
 def disable_dynamo(*classes: type, functions: Iterable[Any] = ()) -> None:
-    """Run these functions and the methods of these classes as they are, with all that they call."""
+    """Keep dynamo from tracing these functions and the methods of these classes, with their
+    callees.
+    """
     try:
         frames = importlib.import_module("torch._C._dynamo.eval_frame")
         alone = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)

@@ -1,11 +1,13 @@
-"""The process group: one communicator as c10d's callers see it.
+"""The process group: one communicator as a ``torch.distributed`` group.
 
-PyTorch lets Python subclass ``ProcessGroup``, not ``Backend`` (``PyProcessGroup.hpp``): the object that this module makes *is* the group
-of ``init_process_group``, for all devices.  C++ callers (DDP's reducer, the functional collectives) reach the methods that
-``PyProcessGroup`` forwards; Python callers reach them all.
+PyTorch lets Python subclass ``ProcessGroup`` but not ``Backend`` (``PyProcessGroup.hpp``), so the
+object made here *is* the group that ``init_process_group`` returns, for all devices.  C++ callers
+(DDP's reducer, the functional collectives) reach the methods that ``PyProcessGroup`` forwards;
+Python callers reach them all.
 
-Three ways lead on.  CPU memory: the lane, in the order of the calls.  Messages of CPU memory: the post, beside the lane.  GPU memory: the
-streams.  Calls with tensors of a device that the group's string gives to another backend are passed on to that one (``elsewhere``).
+Calls continue in one of three places: collectives in CPU memory in the work queue, in call order;
+messages in CPU memory in the tag matcher; GPU memory on the group's streams.  Calls with tensors of
+a device that another backend serves are forwarded to it (``mixed_backends``).
 """
 
 from __future__ import annotations
@@ -42,9 +44,15 @@ _BARRIER = c10d.BarrierOptions()
 
 
 class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
-    """One communicator as a ``torch.distributed`` group; ``communicator`` is there for its own calls (explain, last_plan).
+    """A ``torch.distributed`` group over one communicator.
 
-    ``mail`` is a communicator of the same ranks for messages alone, ``elsewhere`` has the backends of other devices.
+    ``communicator`` is public, for ``explain`` and ``last_plan``.
+
+    Args:
+        store: The store of the group; shared with groups split from it.
+        communicator: Runs the collectives.
+        p2p_comm: A communicator of the same ranks for messages only.
+        other_backends: Backends of other libraries for other devices.
     """
 
     supports_splitting = True
@@ -112,7 +120,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        """What callers copy and hand to ``split_group``, and read the timeout from."""
+        """Options that callers copy to ``split_group`` and read the timeout from."""
         return types.SimpleNamespace(_timeout=datetime.timedelta(seconds=self._matcher.timeout))
 
     # ---- devices
@@ -123,7 +131,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         return [torch.device(d) for d in dict.fromkeys((*DEVICES, *others))]
 
     def _get_backend(self, device: Any) -> Any:
-        """This group itself, which answers what callers ask backends, or another library's for its device."""
+        """Return the backend of a device: this group, or another library's backend."""
         kind = torch.device(device).type
         if self._other_backends is not None and kind in self._other_backends.devices:
             return self._other_backends.group._get_backend(torch.device(device))
@@ -132,7 +140,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         return self
 
     def other_group_for(self, arguments: Any) -> Any:
-        """The group of PyTorch's own that takes a call with these arguments; None: this one."""
+        """Return the inner PyTorch group that serves these arguments, or None for this group."""
         if self._other_backends is None:
             return None
         tensor = first_tensor(arguments)
@@ -143,7 +151,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         )
 
     def eager_connect_single_device(self, device: Any) -> None:
-        """From ``init_process_group(device_id=...)``: the GPU side is made now, by all ranks."""
+        """Set up the GPU side now, on all ranks (``init_process_group(device_id=...)``)."""
         self.bound_device_id = device
         x = torch.zeros(1, device=device)
         self._streams_of(device).run(
@@ -151,7 +159,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         )
 
     def perform_nocolor_split(self, device: Any) -> None:
-        """Groups meet through the store, without those that stay out."""
+        """Do nothing: a new group's ranks meet through the store, without the other ranks."""
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         return False
@@ -163,7 +171,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         return False
 
     def _enable_collectives_timing(self) -> None:
-        """Nothing is timed."""
+        """Do nothing: collectives are not timed."""
 
     def _streams_of(self, device: Any) -> GroupStreams:
         if self._streams is None:
@@ -250,7 +258,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         return FinishedWork(name, tensors)
 
     def _limited(self, limit: float, action: Callable[[], Any]) -> Callable[[], None]:
-        """The action with a deadline of its own, in seconds."""
+        """Wrap ``action`` with a deadline of its own, in seconds."""
 
         def run() -> None:
             set_timeout(self.communicator, limit)
@@ -298,9 +306,9 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that names the ranks that do not come, and where they are. Rank 0 finds out and tells the others.
+        """Wait for all ranks; raise an error that names the missing ranks and where they are.
 
-        A timeout of 0 waits for nobody, as on Gloo.
+        A timeout of 0 returns the state at once, as on Gloo.
         """
         limit = self._matcher.timeout if timeout is None else timeout.total_seconds()
         self._barriers += 1
@@ -310,14 +318,17 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
     # ---- sequence numbers, timeouts, other groups
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has called."""
+        """Return the number of collectives that this rank has called."""
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Numbers begin at 0 on all ranks."""
+        """Do nothing: numbers start at 0 on all ranks."""
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """The deadline from now on, of other backends as well; that of miraccl's on a GPU is fixed when the group first uses it."""
+        """Set the deadline of later operations, including those of other backends.
+
+        The GPU deadline is fixed at the group's first use of a GPU.
+        """
         self._matcher.set_timeout(
             timeout.total_seconds()
         )  # first, as operations with deadlines of their own go back to this
@@ -336,9 +347,12 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> ProcessGroupMiraccl | None:
-        """A group of some of this group's ranks, in their order; collective over all of them, each with the ranks of its own new group.
+        """Create a group of some of this group's ranks; collective over all of them.
 
-        A rank that is not among its ``ranks`` gets None.
+        Each rank passes the ranks of its own new group, in their new order.
+
+        Returns:
+            The new group, or None on a rank that is not in ``ranks``.
         """
         number = self.count_split()
         member = self.rank() in ranks
@@ -379,7 +393,10 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         name: str,
         devices: Any,
     ) -> OtherBackends | None:
-        """Backends of other libraries for a part of the ranks. ``opts`` may be a copy of this group's own, which are not for them."""
+        """Create the other libraries' backends for a subset of the ranks.
+
+        ``opts`` may be a copy of this group's own options, which do not apply to them.
+        """
         if self._other_backends is None:
             return None
         limit = self.options._timeout if timeout is None else timeout
@@ -396,12 +413,12 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
             )
 
     def count_split(self) -> int:
-        """The number of a split that begins, the same on all ranks."""
+        """Return the number of the split that starts now, equal on all ranks."""
         self._splits += 1
         return self._splits
 
     def name_of_split(self, number: int, ranks: Sequence[int]) -> str:
-        """Under which these ranks of a split meet."""
+        """Return the group name under which the ranks of a split meet."""
         return f"{self._group_name}:split{number}:{min(ranks)}"
 
     def comm_split_count(self) -> int:
@@ -413,7 +430,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         self._work_queue.run("wait_for_pending_works", no_action)
 
     def shutdown(self) -> None:
-        """From ``destroy_process_group``: end after what is pending."""
+        """Finish pending work and leave (``destroy_process_group``)."""
         if not self._work_queue.close(CLOSE_WAIT_S):
             self.communicator.abort(
                 "the process group was destroyed while an operation was pending"
@@ -428,7 +445,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
                 self._other_backends.close()
 
     def abort(self) -> None:
-        """End now, on all ranks."""
+        """Abort the group on all ranks."""
         self._aborted = True
         for comm in (self.communicator, self._matcher.comm):
             comm.abort("the process group was aborted")

@@ -1,6 +1,6 @@
-"""Operations as ``torch.profiler`` shows those of other backends: an event ``miraccl:all_reduce`` from the call to the end.
+"""Profiler events, such as ``miraccl:all_reduce``, from the call to the end of the operation.
 
-Of an asynchronous operation the end comes with its future; of one on a GPU the event is its launch.
+The event of an asynchronous operation ends with its future; on a GPU it covers the launch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from miraccl.torch.work import Work
 
 
 def profiling() -> bool:
+    """Return True while ``torch.profiler`` records."""
     return bool(torch.autograd._profiler_enabled())
 
 
 def profiled(title: str, start: Callable[[], Work], on_gpu: bool) -> Work:
-    """What ``start`` returns."""
+    """Run ``start`` inside a profiler event and return its work."""
     event = record_function(title)
     with event:
         work = start()
@@ -31,7 +32,7 @@ def profiled(title: str, start: Callable[[], Work], on_gpu: bool) -> Work:
 
 
 def shown_as(title: str) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
-    """Decorates a call of a group that is one event."""
+    """Decorate a method of a group as one profiler event."""
 
     def decorate(method: Callable[..., Work]) -> Callable[..., Work]:
         @functools.wraps(method)

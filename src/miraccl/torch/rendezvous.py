@@ -1,8 +1,8 @@
-"""``init_method="miraccl://"``: ``init_process_group`` under every launcher that ``miraccl.init`` knows.
+"""Rendezvous handler ``miraccl://`` for ``init_process_group`` under every supported launcher.
 
-PyTorch's own ``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets; ``mpirun``, ``srun`` and ``miraccl run``
-do not.  Here the ranks meet as for a communicator, and rank 0 tells the others where it has opened the store of the group.  Where RANK and
-WORLD_SIZE are what says who is who, it is ``env://``, with torchrun's store.
+PyTorch's ``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which ``mpirun`` and
+``srun`` do not set.  With ``miraccl://`` the ranks meet as for a communicator, and rank 0 announces
+the address of the group's store.  Under torchrun the handler is ``env://``, with torchrun's store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEME = "miraccl"
 def handle(
     url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **kwargs: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """The store, the rank and how many there are; collective over the ranks that the launcher started, within ``timeout``."""
+    """Yield the store, this rank and the number of ranks; collective, within ``timeout``."""
     if "?" in url:
         with as_backend_errors():
             raise InvalidUsage(

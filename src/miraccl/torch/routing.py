@@ -1,4 +1,4 @@
-"""Which backend of a group takes a call: the tensors' device says it."""
+"""Routing of a call to a backend by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miraccl.torch.work import Work
 
 
 def first_tensor(arguments: Any) -> Any:
-    """The first tensor among arguments and lists (of lists) of them; None if there is none."""
+    """Return the first tensor in nested lists of arguments, or None."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             return argument
@@ -22,8 +22,10 @@ def first_tensor(arguments: Any) -> Any:
 
 
 def by_device(*names: str) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
-    """Decorates a call of a group: with tensors of another backend's device it is that backend's, under whichever of ``names`` this version
-    of PyTorch has."""
+    """Decorate a method so that tensors of another backend's device go to that backend.
+
+    ``names`` are the names of the method in different versions of PyTorch.
+    """
 
     def decorate(method: Callable[..., Work]) -> Callable[..., Work]:
         @functools.wraps(method)

@@ -1,6 +1,6 @@
-"""Sums of sparse tensors (COO) in CPU memory, as DDP wants them for the gradients of sparse embeddings: what Gloo has.
+"""Sums of sparse COO tensors in CPU memory, as DDP needs for gradients of sparse embeddings.
 
-The ranks exchange their coordinates and values; each adds up all of them.
+Ranks exchange indices and values, and each rank adds all of them, as Gloo does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def is_sparse(tensor: Any) -> bool:
 
 
 def check_sum(op: Any, where: str) -> None:
+    """Raise ``InvalidUsage`` unless the operator is SUM."""
     if op != dist.ReduceOp.SUM:
         raise InvalidUsage(
             f"{where}: sparse tensors are added up only; allowed is ReduceOp.SUM",
@@ -29,7 +30,7 @@ def check_sum(op: Any, where: str) -> None:
 
 
 def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
-    """In place."""
+    """Sum a sparse tensor over all ranks, in place."""
     own = tensor.detach().coalesce()
     counts = comm.all_gather(np.array([own._nnz()])).tolist()
     indices = _gathered(comm, own.indices().t(), counts, where)
@@ -47,7 +48,7 @@ def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
 
 
 def _gathered(comm: Communicator, rows: Any, counts: list[int], where: str) -> Any:
-    """The rows of all ranks, of which rank r has ``counts[r]``, one after another."""
+    """Gather the rows of all ranks, ``counts[r]`` of rank r, in order of rank."""
     rows = rows.contiguous()
     whole = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
     source, target = stage(rows, where), stage(whole, where)

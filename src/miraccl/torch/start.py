@@ -1,4 +1,7 @@
-"""How a process group begins: rank 0 makes the unique id of a new communicator, the group's store carries it to the others."""
+"""Creation of a process group.
+
+Rank 0 creates the unique id of a new communicator; the store of the group carries it to the others.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,14 @@ _failed_ids: set[tuple[int, str]] = set()
 
 
 def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
-    """The group that ``init_process_group`` and ``new_group`` ask for; collective. Its ``timeout`` is the deadline of the meeting and
-    of every operation.
+    """Create the group for ``init_process_group`` or ``new_group``; collective.
 
-    Raises ``BackendError`` when ranks cannot meet; a rank 0 that cannot open the meeting point says so to the others through the store.
+    ``opts.timeout`` bounds the rendezvous and every later operation.
+
+    Raises:
+        BackendError: The ranks could not meet.  A rank 0 that cannot listen reports its reason to
+            the
+            others through the store.
     """
     store, rank, size, timeout = opts.store, opts.group_rank, opts.group_size, opts.timeout
     devices = devices_of_call(dict.fromkeys(DEVICES, NAME))
@@ -87,7 +94,11 @@ def create(opts: Any, backend_options: Any = None) -> ProcessGroupMiraccl:
 
 
 class GroupCreation(PendingCreation):
-    """A group that is made: the default group knows the processes of its ranks, and which of them have left, so that they will not come."""
+    """Creation of a group, as the deadlock detector sees it.
+
+    The default group knows the processes of its ranks, and which of them have left and will not
+    join.
+    """
 
     def __init__(self, opts: Any) -> None:
         world = dist.group.WORLD
@@ -151,7 +162,7 @@ def _rendezvous(
 
 
 def _join_as_root(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:
-    """Rank 0's way: it opens the meeting point, and closes it if it gives up."""
+    """Join as rank 0: listen, publish the id, and stop listening on failure."""
     try:
         ident, root = create_root(nranks=size)
     except MiracclError as error:
@@ -169,11 +180,12 @@ def _join_as_root(store: Any, size: int, deadline: Deadline, look: Callable[[], 
 
 @contextlib.contextmanager
 def _published_id(store: Any, ident: UniqueId) -> Iterator[None]:
-    """The id is in the store inside the block, in which all ranks meet: who begins again under the same name, after this group has ended or
-    could not be made, must not find it.
+    """Publish the id in the store for the duration of the block, in which all ranks meet.
 
-    A rank that comes too late for it waits for the next one, as for a rank 0 that has not come yet.  The key stays, because a rank that
-    has just seen it would wait in ``get`` if it were deleted.
+    A later group under the same name must not read a stale id, so the key is overwritten
+    afterwards.  It is not deleted: a rank that has just seen it would block in ``store.get``.  A
+    rank that is too late for this id waits for the next one, as it would for a rank 0 that has not
+    started.
     """
     try:
         store.set(KEY, str(ident))
@@ -186,7 +198,7 @@ def _published_id(store: Any, ident: UniqueId) -> Iterator[None]:
 def _join_as_peer(
     store: Any, rank: int, size: int, deadline: Deadline, look: Callable[[], None]
 ) -> Session:
-    """The way of the others. What they read may be of a rank 0 that was killed, or of a try that they have behind them."""
+    """Join as another rank; retry if the id was of a killed rank 0 or of an earlier attempt."""
     while True:
         text = _read_id(store, rank, deadline, look)
         try:
@@ -208,11 +220,13 @@ def _join_as_peer(
 
 
 class _Replaced(Exception):
-    """Rank 0 has put something else into the store."""
+    """Raised when rank 0 has published another id."""
 
 
 def _check_not_replaced(store: Any, text: str, look: Callable[[], None]) -> Callable[[], None]:
-    """``look``, and at times whether ``text`` is still what rank 0 wants to be read."""
+    """Wrap ``look`` so that it also raises ``_Replaced`` once the store holds another id than
+    ``text``.
+    """
     pause = RECHECK_FIRST_S
     due = time.monotonic() + pause
 
@@ -242,7 +256,11 @@ def _connect(
     look: Callable[[], None],
     root: Root | None = None,
 ) -> Session:
-    """Ranks may come as far apart as the group's timeout; one that cannot reach rank 0 knows it sooner."""
+    """Connect to rank 0.
+
+    Ranks may start as far apart as the group's timeout, but an unreachable rank 0 is reported after
+    MIRACCL_BOOTSTRAP_TIMEOUT.
+    """
     dial = params.BOOTSTRAP_TIMEOUT.read()
     return connect(
         ident,
@@ -257,7 +275,7 @@ def _connect(
 
 
 def _read_id(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]) -> str:
-    """What rank 0 has put into the store for this try."""
+    """Wait for the id that rank 0 publishes for this attempt."""
     nap = BACKOFF_FIRST_S
     try:
         while (text := _read(store)) == _NONE or (rank, text) in _failed_ids:

@@ -1,13 +1,16 @@
 """Operations on GPU memory, with the stream semantics of c10d's NCCL backend.
 
-- An asynchronous operation runs on the group's own stream, after what the current stream held when it was called; ``Work.wait`` makes the
-  current stream wait for it, not the host.  A synchronous one runs on the current stream.
-- Memory that the group's stream uses is noted with the allocator (``record_stream``).
-- Futures know their device: their callbacks run on streams that wait for the operation.
-- Nothing waits on the host except ``barrier`` and a ``wait`` with a timeout, so a CUDA graph may capture it all.
-- What kernels find out later (a deadline, an abort) is raised by the next call, ``wait`` or ``synchronize`` of the group.
+- An asynchronous operation runs on the group's own stream, after the work in the current stream at
+  the time of the call.  ``Work.wait`` makes the current stream wait, not the host.  A synchronous
+  operation runs on the current stream.
+- Memory used by the group's stream is reported to the allocator (``record_stream``).
+- Futures know their device: callbacks run on streams that wait for the operation.
+- Only ``barrier`` and a ``wait`` with a timeout block the host, so a CUDA graph can capture the
+  rest.
+- Faults that kernels find later (deadline, abort) are raised by the group's next call, ``wait`` or
+  ``synchronize``.
 
-``torch.cuda`` is an argument, so that the order of events can be tested on machines without a GPU.
+``torch.cuda`` is a parameter, so that the order of events can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ CACHED_STREAMS = 64
 
 
 class _Cuda:
-    """``torch.cuda``, whose current stream is not made anew for every question."""
+    """``torch.cuda`` with cached stream objects; creating one per call costs as much as a small
+    launch.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[tuple[int, int], Any] = {}
@@ -53,7 +58,10 @@ class _Cuda:
 
 
 class GroupStreams:
-    """The streams of one group on one GPU. Any thread may call; calls come in the same order on all ranks."""
+    """Streams of one group on one GPU; thread-safe.
+
+    All ranks must make calls in the same order.
+    """
 
     def __init__(self, comm: Communicator, device: Any, cuda: Any = None) -> None:
         self.comm, self.device = comm, device
@@ -68,7 +76,7 @@ class GroupStreams:
 
     @property
     def own(self) -> Any:
-        """The stream of asynchronous operations."""
+        """Stream of asynchronous operations, created on first use."""
         if self._own is None:
             self._own, self._fork = self.cuda.Stream(self.device), self.cuda.Event()
         return self._own
@@ -82,7 +90,14 @@ class GroupStreams:
         *,
         asynchronous: bool,
     ) -> StreamWork:
-        """Enqueue ``action``, which only enqueues; ``memory`` is every tensor that it touches, ``tensors`` those with the result."""
+        """Enqueue an operation.
+
+        Args:
+            tensors: Tensors that receive the result.
+            memory: Every tensor that the operation touches.
+            action: Enqueues the operation without waiting for it.
+            asynchronous: Use the group's stream instead of the current one.
+        """
         start = self._start_on_own_stream if asynchronous else self._start_on_current_stream
         with self.lock:
             work: StreamWork = self._on_device(lambda: start(name, tensors, memory, action))
@@ -96,14 +111,14 @@ class GroupStreams:
         action: Callable[..., Any],
         *args: Any,
     ) -> StreamWork:
-        """In the current stream."""
+        """Enqueue in the current stream."""
         self._enqueue(action, *args)
         return StreamWork(name, tensors, self, self.cuda.current_stream(self.device.index))
 
     def _start_on_own_stream(
         self, name: str, tensors: Sequence[Any], memory: Iterable[Any], action: Action
     ) -> StreamWork:
-        """In the group's stream, which waits for the current one."""
+        """Enqueue in the group's stream, after the current stream."""
         own, current = self._fork_own_stream()
         self._in_stream(own, current, lambda: self._enqueue(action))
         return self._record_work(name, tensors, memory)
@@ -118,7 +133,9 @@ class GroupStreams:
         *,
         asynchronous: bool,
     ) -> StreamWork:
-        """As ``run``, of one operation of the communicator, which is told its stream."""
+        """Enqueue one operation of the communicator; as ``run``, but passes the stream as an
+        argument.
+        """
         with self.lock:
             if self.cuda.current_device() != self.device.index:
                 return self.run(
@@ -131,13 +148,13 @@ class GroupStreams:
             return self._record_work(name, tensors, memory)
 
     def _fork_own_stream(self) -> tuple[Any, Any]:
-        """The group's stream, which waits for the current one, and that."""
+        """Make the group's stream wait for the current stream; return both."""
         own, current = self.own, self.cuda.current_stream(self.device.index)
         own.wait_event(current.record_event(self._fork))
         return own, current
 
     def _record_work(self, name: str, tensors: Sequence[Any], memory: Iterable[Any]) -> StreamWork:
-        """The handle of what has been enqueued in the group's stream."""
+        """Return the handle of the operations just enqueued in the group's stream."""
         own = self.own
         for tensor in memory:
             tensor.record_stream(own)
@@ -166,7 +183,7 @@ class GroupStreams:
     def transfer(
         self, name: str, tensors: Sequence[Any], memory: Iterable[Any], begin: Action, after: Action
     ) -> Work:
-        """A send or receive: now, or with the others of the batch that is open."""
+        """Enqueue a send or receive, or add it to the open batch."""
         if self._batch is None:
             return self.run(name, tensors, memory, lambda: (begin(), after()), asynchronous=True)
         return self._defer(_BatchedWork(name, tensors, memory), begin, after)
@@ -174,7 +191,7 @@ class GroupStreams:
     def message(
         self, name: str, tensors: Sequence[Any], operation: Callable[..., Any], peer: int
     ) -> Work:
-        """The same of one tensor, with nothing around the operation."""
+        """Enqueue a send or receive of one tensor without staging, or add it to the open batch."""
         if self._batch is None:
             return self.call(
                 name, tensors, tensors, operation, (tensors[0], peer), asynchronous=True
@@ -194,7 +211,9 @@ class GroupStreams:
         self._batch = []
 
     def run_batch(self, start: Action) -> Work | None:
-        """Run ``start``, whose sends and receives are one operation; None if there were none."""
+        """Run ``start`` and launch its sends and receives as one operation; None if there were
+        none.
+        """
         self.open_batch()
         try:
             start()
@@ -204,7 +223,7 @@ class GroupStreams:
         return self.close_batch()
 
     def close_batch(self) -> Work | None:
-        """Start the sends and receives of the batch as one operation; None if there were none."""
+        """Launch the sends and receives of the batch as one operation; None if there were none."""
         batch, self._batch = self._batch, None
         if not batch:
             return None
@@ -229,7 +248,7 @@ class GroupStreams:
         return work
 
     def record_drain_point(self) -> Callable[[], None]:
-        """What waits on the host until everything enqueued so far has run, as c10d's barriers do."""
+        """Return a function that blocks the host until all work enqueued so far has run."""
         with self.cuda.device(self.device):
             events = [
                 self.cuda.current_stream(self.device.index).record_event(),
@@ -245,7 +264,7 @@ class GroupStreams:
         return drain
 
     def future(self, work: StreamWork) -> Any:
-        """A future of ``work``; fulfilled at once, for whoever waits for it waits on a stream."""
+        """Return a future of ``work``, already resolved: its waiters wait on a stream."""
         error = work.exception()
         if error is not None:
             failed: Any = (
@@ -259,7 +278,10 @@ class GroupStreams:
         return result
 
     def _fulfil(self, result: Any, work: StreamWork) -> None:
-        """In a stream with nothing but what the work's event follows; the group's may hold later operations already."""
+        """Resolve the future in a stream that holds nothing after the work's event.
+
+        The group's own stream may already hold later operations.
+        """
         stream = work.stream
         if work.event is not None and work.event is not self._last:
             if self._side is None:
@@ -273,7 +295,7 @@ class GroupStreams:
         )
 
     def check(self, name: str) -> None:
-        """Raise what kernels have found so far."""
+        """Raise the fault that kernels have reported so far."""
         try:
             check_gpu(self.comm, name)
         except MiracclError as error:
@@ -287,7 +309,10 @@ class GroupStreams:
 
 
 class StreamWork(Work):
-    """An operation that has been enqueued in ``stream``; ``event`` follows it there, None for the stream's end at any time."""
+    """Handle of an operation enqueued in ``stream``.
+
+    ``event`` follows the operation there; with None, the end of the stream stands for it.
+    """
 
     def __init__(
         self,
@@ -308,7 +333,9 @@ class StreamWork(Work):
             self._streams.events.append(self.event)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Make the current stream wait. With a ``timeout``, the host waits as well, at most that long."""
+        """Make the current stream wait; with a ``timeout``, block the host at most that long as
+        well.
+        """
         streams = self._streams
         current = streams.cuda.current_stream(streams.device.index)
         if self.event is not None:
@@ -358,7 +385,7 @@ class StreamWork(Work):
 
 
 class _BatchedWork(Work):
-    """A send or receive of a batch; ``whole`` is there once the batch has started."""
+    """Handle of a send or receive in a batch; ``batch_work`` is set once the batch has started."""
 
     batch_work: StreamWork | None = None
 

@@ -1,9 +1,9 @@
-"""Tensors as flat arrays that collectives can use: NumPy arrays for CPU memory, tensors for GPU memory.
+"""Tensors as flat arrays: NumPy arrays for CPU memory, tensors for GPU memory.
 
-A contiguous tensor is viewed, never copied.  Anything else (strides, the lazy conjugate and negative bits, 16-bit integers in a
-reduction, a list of tensors) goes through one temporary, which ``Staged.store`` writes back.
-
-Element types that miraccl does not know travel as bytes, which every operation but a reduction may do.
+A contiguous tensor is viewed, never copied.  Everything else (other strides, lazy conjugate and
+negative bits, 16-bit integers in a reduction, lists of tensors) goes through one temporary that
+``Staged.store`` copies back.  Element types unknown to miraccl travel as bytes, which every
+operation except reductions allows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ _ANY_LENGTH = ctypes.c_char * (1 << 46)
 
 
 class ElementEncoding(enum.IntEnum):  # whose members have a hash that is not written in Python
-    """What the elements of the array are: the tensor's own values where miraccl knows the type (else bytes), bytes, or int32 values."""
+    """Meaning of a staged array's elements.
+
+    ``VALUES``: the tensor's values where miraccl knows the type, else bytes.  ``BYTES``: bytes.
+    ``WIDE``: values widened to int32.
+    """
 
     VALUES = enum.auto()
     BYTES = enum.auto()
@@ -61,9 +65,10 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(slots=True, kw_only=True)
 class Staged:
-    """``array`` is flat; ``counts`` are its elements of each tensor. ``temporary`` is None where it is the tensors' own memory.
+    """Tensors and the flat ``array`` that stands for them; ``counts`` are its elements per tensor.
 
-    A temporary gets the tensors' values in ``load``, when the operation runs: one before it may write them.
+    ``temporary`` is None if the array is the tensors' own memory.  A temporary is filled by
+    ``load`` when the operation runs, because an earlier operation may still write the tensors.
     """
 
     tensors: Sequence[Any]
@@ -76,7 +81,7 @@ class Staged:
 
     @property
     def count(self) -> int:
-        """Elements of the array."""
+        """Number of elements of the array."""
         return sum(self.counts)
 
     @property
@@ -85,13 +90,16 @@ class Staged:
 
     @property
     def plain(self) -> Any:
-        """The one tensor whose memory the array is: of a list, or of one whose values are not so in memory, the temporary."""
+        """Tensor whose memory is the array: the only tensor, or the temporary."""
         return self.tensors[0] if self.temporary is None else self.temporary
 
     @property
     def stacked(self) -> Sequence[Any]:
-        """The tensors of a list; where they have one shape, the temporary as one tensor of them all: the value of futures of ``all_gather``
-        with c10d's NCCL backend, on which PyTorch's hooks that quantize gradients count."""
+        """Tensors of a list or, if all have one shape, the temporary as one stacked tensor.
+
+        c10d's NCCL backend returns the stacked form from futures of ``all_gather``, and PyTorch's
+        hooks that quantize gradients rely on it.
+        """
         shape = self.tensors[0].shape
         if any(tensor.shape != shape for tensor in self.tensors):
             return self.tensors
@@ -99,11 +107,11 @@ class Staged:
 
     @property
     def memory(self) -> list[Any]:
-        """The tensors whose memory is used."""
+        """Every tensor whose memory the operation uses."""
         return [*self.tensors, *([] if self.temporary is None else [self.temporary])]
 
     def load(self) -> None:
-        """Fill a temporary that wants it with the values of the tensors."""
+        """Fill the temporary with the tensors' values, if it needs them."""
         if not self.needs_load:
             return
         if self.copies is not None:
@@ -114,7 +122,7 @@ class Staged:
                 _copy(part, tensor)
 
     def store(self) -> None:
-        """Write a temporary back to the tensors."""
+        """Copy the temporary back to the tensors."""
         if self.temporary is None:
             return
         if self.copies is not None:
@@ -125,7 +133,7 @@ class Staged:
                 _copy(tensor, part)
 
     def _parts(self) -> Iterator[tuple[Any, Any]]:
-        """The part of the temporary of each tensor, in its shape."""
+        """Yield each tensor with its part of the temporary, in the tensor's shape."""
         start = 0
         for tensor in self.tensors:
             yield self.temporary[start : start + tensor.numel()].view(tensor.shape), tensor
@@ -133,7 +141,7 @@ class Staged:
 
 
 def with_loads(places: Sequence[Staged], action: Callable[[], Any]) -> Callable[[], None]:
-    """The action after its temporaries have been filled."""
+    """Wrap ``action`` so that it first fills the temporaries."""
 
     def run() -> None:
         for place in places:
@@ -171,14 +179,18 @@ def check(tensor: Any, where: str) -> None:
 
 
 def _check_not_recorded(where: str) -> None:
-    """``make_fx`` records PyTorch's operators, of which a call of a group written in Python is none: the recorded program would lack it."""
+    """Raise ``InvalidUsage`` under ``make_fx``.
+
+    It records PyTorch operators only; a call of a group written in Python would be missing from the
+    recorded program.
+    """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         hint = "use torch.distributed._functional_collectives, or torch.compile"
         raise InvalidUsage(f"{where}: make_fx does not record calls of this backend", hint=hint)
 
 
 def check_result(tensor: Any, where: str) -> None:
-    """Raise ``InvalidUsage`` for a tensor that no result can be written to: an expanded one, whose elements share memory."""
+    """Raise ``InvalidUsage`` for a result tensor whose elements share memory, as an expanded one."""
     if not tensor.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
@@ -187,7 +199,7 @@ def check_result(tensor: Any, where: str) -> None:
 
 
 def _owning_tensor(tensor: Any, where: str) -> Any:
-    """The tensor that has the memory, which for ``AsyncCollectiveTensor`` is another one, and is waited for."""
+    """Return the tensor that owns the memory; waits for an ``AsyncCollectiveTensor``."""
     check(tensor, where)
     if type(tensor) is torch.Tensor:
         return tensor
@@ -206,7 +218,7 @@ def _owning_tensor(tensor: Any, where: str) -> Any:
 
 
 def stage(tensor: Any, where: str, encoding: ElementEncoding = ElementEncoding.VALUES) -> Staged:
-    """One tensor; with its values once it is loaded."""
+    """Stage one tensor."""
     own = _owning_tensor(tensor, where)
     if encoding is ElementEncoding.WIDE or not _is_plain(own):
         return stage_list([own], where, encoding)
@@ -222,8 +234,12 @@ def stage_list(
     load: bool = True,
     nranks: int = 0,
 ) -> Staged:
-    """Tensors of one type, one after another in one temporary, which is filled with their values if it ``load``s. With ``nranks``, one
-    of each rank."""
+    """Stage tensors of one dtype and device, concatenated in one temporary.
+
+    Args:
+        load: Fill the temporary with the tensors' values when the operation runs.
+        nranks: If not 0, the required number of tensors, one per rank.
+    """
     if nranks and len(tensors) != nranks:
         raise InvalidUsage(
             f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks"
@@ -269,7 +285,7 @@ def _mixed(tensors: Sequence[Any], where: str) -> InvalidUsage:
 
 
 def _copy_list(tensors: Sequence[Any], address: int) -> list[tuple[int, int, int]]:
-    """Of each tensor: its address, that of its part of the memory at ``address``, and its bytes."""
+    """Return (tensor address, address of its part at ``address``, bytes) of each tensor."""
     moves = []
     for tensor in tensors:
         nbytes = tensor.nbytes
@@ -279,7 +295,7 @@ def _copy_list(tensors: Sequence[Any], address: int) -> list[tuple[int, int, int
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether the tensor's memory is its values, one after another."""
+    """Return True if the tensor is contiguous, without lazy conjugate or negative bits."""
     return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
@@ -289,7 +305,7 @@ def _on_gpu(tensor: Any) -> bool:
 
 @functools.cache
 def _element(dtype: Any, encoding: ElementEncoding) -> tuple[Any, int, Any]:
-    """How arrays of a form see elements of ``dtype``: NumPy's type, how many of these an element is, and torch's type to view it as."""
+    """Return NumPy's type, how many of them form one element, and torch's type to view it as."""
     if encoding is ElementEncoding.BYTES or not (
         dtype in NATIVE or dtype in SMALL_FLOATS or dtype in COMPLEX
     ):
@@ -300,7 +316,10 @@ def _element(dtype: Any, encoding: ElementEncoding) -> tuple[Any, int, Any]:
 
 
 def _array(tensor: Any, encoding: ElementEncoding) -> tuple[Any, int]:
-    """The memory of a plain tensor, flat, and how many elements of it one of the tensor is; values on a GPU keep their shape."""
+    """Return the memory of a plain tensor as an array, and the array elements per tensor element.
+
+    Values on a GPU keep the tensor's shape.
+    """
     kind, width, seen_as = _element(tensor.dtype, encoding)
     if _on_gpu(tensor):
         own = (
@@ -319,14 +338,14 @@ def _array(tensor: Any, encoding: ElementEncoding) -> tuple[Any, int]:
 
 
 def array_at(address: int, count: int, kind: Any, owner: Any) -> Any:
-    """The memory at an address as a flat array, which keeps its owner alive."""
+    """Return memory at an address as a flat array that keeps ``owner`` alive."""
     memory: Any = _ANY_LENGTH.from_address(address)
     memory.owner = owner
     return np.ndarray(count, kind, memory)
 
 
 def is_plain_cpu_tensor(tensor: Any) -> bool:
-    """Whether it is a tensor of the ordinary kind in CPU memory, whose memory is its values, and nobody looks at what it is used for."""
+    """Return True for an ordinary contiguous CPU tensor outside any dispatch mode."""
     ordinary = (
         type(tensor) is torch.Tensor
         and tensor.is_cpu
@@ -337,7 +356,11 @@ def is_plain_cpu_tensor(tensor: Any) -> bool:
 
 
 def is_plain_gpu_tensor(tensor: Any, ordinal: int) -> bool:
-    """The same of a tensor on a GPU, whose elements miraccl knows. (One of a single element may have any stride.)"""
+    """Return True for an ordinary contiguous tensor on GPU ``ordinal`` of a type that miraccl
+    knows.
+
+    Single elements are excluded: their strides are arbitrary.
+    """
     own = (
         type(tensor) is torch.Tensor
         and tensor.is_cuda

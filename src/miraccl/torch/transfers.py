@@ -1,7 +1,7 @@
-"""Messages of a group, and blocks in which calls are collected.
+"""Point-to-point messages of a group, and coalesced blocks.
 
-Messages of CPU memory have tags and go by the post, beside the lane; those between GPUs are matched by their order, as on NCCL, and take
-the streams.
+Messages in CPU memory carry tags and go through the tag matcher, outside the work queue.  Messages
+between GPUs are matched by order, as in NCCL, and run on the group's streams.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from miraccl.torch.work import FinishedWork, Work, no_action
 
 
 class Transfers:
-    """Sends and receives, and several calls at once."""
+    """Sends, receives and coalesced calls of a process group."""
 
     communicator: Communicator
     _other_backends: OtherBackends | None
@@ -45,7 +45,7 @@ class Transfers:
         raise NotImplementedError
 
     def _eligible_on_gpu(self, tensors: Sequence[Any]) -> bool:
-        """Whether they are ordinary tensors on the group's GPU."""
+        """Return True if the GPU fast path can take these tensors."""
         raise NotImplementedError
 
     # ---- one message
@@ -65,7 +65,9 @@ class Transfers:
         return self._receive_any(tensors, src, tag)
 
     def _eligible_on_cpu(self, tensors: Sequence[Any]) -> bool:
-        """Whether a message is an ordinary tensor in CPU memory, which nobody else wants to have or to see."""
+        """Return True if the message is one plain CPU tensor and no other backend or profiler is
+        active.
+        """
         return (
             len(tensors) == 1
             and is_plain_cpu_tensor(tensors[0])
@@ -111,7 +113,7 @@ class Transfers:
         return self._receive(tensors, staged.plain, src, tag, staged.store)
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> Work:
-        """From whoever sends first; ``source_rank`` of the work says who it was."""
+        """Receive from any rank; ``source_rank`` of the work returns the sender."""
         if self._eligible_on_cpu(tensors):
             return self._receive(tensors, tensors[0], None, tag)
         return self._receive_any_source(tensors, tag)
@@ -153,7 +155,9 @@ class Transfers:
     # ---- several at once
 
     def _start_coalescing(self, device: Any) -> None:
-        """Until ``_end_coalescing``, calls are asynchronous, and sends and receives of GPU memory wait for one another."""
+        """Open a block in which calls are asynchronous and GPU sends and receives form one
+        operation.
+        """
         device = torch.device(device)
         if self._other_backends is not None and device.type in self._other_backends.devices:
             self._other_backends.group._start_coalescing(device)
@@ -179,13 +183,13 @@ class Transfers:
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
     def run_batch(self, device: Any, start: Callable[[], Any]) -> list[Work]:
-        """Run ``start``, whose sends and receives of GPU memory are one operation; its work, if there were any."""
+        """Run ``start`` with its GPU sends and receives as one operation; return its works."""
         work = self._streams_of(device).run_batch(start)
         return [] if work is None else [work]
 
 
 class _CoalescedWork(Work):
-    """The operations of a coalesced block."""
+    """Handle of all operations of a coalesced block."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__("coalesced", [t for work in works for t in work.result()])

@@ -1,7 +1,8 @@
-"""torch's handles of operations, and the order in which a process group runs them.
+"""Work handles of torch, and the queue that runs the operations of a group.
 
-``Lane`` runs what is asynchronous on one thread, in the order of the calls; what is synchronous runs on the caller's thread while
-the lane is empty, else behind what is pending.  One thread at a time is inside the communicator, whoever it is.
+``WorkQueue`` runs asynchronous operations on one thread, in call order.  A synchronous operation
+runs on the caller's thread if the queue is empty, else behind the pending ones.  At most one thread
+is inside the communicator.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Action = Callable[[], Any]
 
 
 class Work(dist.Work):
-    """An operation of the backend. ``wait`` raises its error; the future holds the tensors that got a result."""
+    """Handle of an operation; ``wait`` raises its error, the future holds the result tensors."""
 
     _tensors: Sequence[Any]
 
@@ -44,7 +45,17 @@ class Work(dist.Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """True when the operation has ended well; ``BackendError`` after its failure or after ``timeout`` (none, or 0: the group's)."""
+        """Wait for the operation to complete.
+
+        Args:
+            timeout: None or 0 mean the group's own deadline.
+
+        Returns:
+            True.
+
+        Raises:
+            BackendError: The operation failed, or did not finish within ``timeout``.
+        """
         if not self._done:
             limit = seconds(timeout)
             if limit is None and self.wait_reason is not None:
@@ -88,19 +99,19 @@ class Work(dist.Work):
         return self._future
 
     def end(self, error: Exception | None) -> None:
-        """From whoever ran it."""
+        """Complete the work and resolve its future."""
         if self.mark_done(error):
             self.resolve_future()
 
     def mark_done(self, error: Exception | None) -> bool:
-        """Mark it as ended; whether somebody has a future of it, which is still to be fulfilled."""
+        """Mark the work as done; return True if a future is waiting to be resolved."""
         with self._lock:
             self._error, self._done = error, True
             self._running.release()
             return self._future is not None
 
     def resolve_future(self) -> None:
-        """Callbacks of the future run in here, and may ask for anything: no lock is held."""
+        """Resolve the future.  Its callbacks run here and may call anything, so no lock is held."""
         if self._error is None:
             self._future.set_result(self._tensors)
         else:
@@ -108,7 +119,10 @@ class Work(dist.Work):
 
 
 class FinishedWork(Work):
-    """What has ended before its caller gets it: nobody can wait, so it has no locks, whose making takes as long as a small operation."""
+    """Handle of an operation that completed before the call returned.
+
+    It has no locks: creating them takes as long as a small operation.
+    """
 
     _done = True
     _error: Exception | None = None
@@ -129,7 +143,7 @@ class FinishedWork(Work):
 
 
 class WorkQueue:
-    """One thread for the asynchronous operations of a group, started when it is first needed."""
+    """Queue and thread of a group's asynchronous operations; the thread starts on first use."""
 
     def __init__(
         self,
@@ -137,8 +151,14 @@ class WorkQueue:
         set_busy: Callable[[bool], None] = lambda _: None,
         wait_reason: Callable[[], Wait | None] | None = None,
     ) -> None:
-        """``beside`` is called with True before the first pending operation and with False after the last; ``where``: what the lane waits
-        in."""
+        """Create the queue.
+
+        Args:
+            name: Thread name.
+            set_busy: Called with True before the first pending operation and with False after the
+                last.
+            wait_reason: Wait-for record of the operation that the thread runs.
+        """
         self._name, self._set_busy, self._wait_reason = name, set_busy, wait_reason
         self._queue: queue.SimpleQueue[tuple[Work, Action] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may destroy the group in the middle
@@ -189,7 +209,7 @@ class WorkQueue:
         self._queue.put((work, action))
 
     def _run(self, action: Action) -> Exception | None:
-        """The error of an action belongs to whoever waits for it."""
+        """Run an action; return its error, which belongs to whoever waits for the work."""
         try:
             with self._run_lock:
                 run_translated(action)
@@ -205,8 +225,11 @@ class WorkQueue:
             del item, work, action
 
     def _end(self, work: Work, error: Exception | None) -> None:
-        """The lane is idle only after its last operation has ended and the callbacks of its future have run: what they call comes
-        before whatever others call next, on every rank."""
+        """Complete a work.
+
+        The queue counts as idle only after the callbacks of the last future have run: operations
+        that they submit precede any submitted later, on every rank.
+        """
         with self._lock:
             fulfil = work.mark_done(error)
             if not fulfil:
@@ -222,7 +245,7 @@ class WorkQueue:
             self._set_busy(self._pending > 0)
 
     def close(self, timeout: float) -> bool:
-        """End the thread after what is pending; False if that takes longer than ``timeout`` seconds."""
+        """Stop the thread after pending work; return False if that takes over ``timeout`` seconds."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -234,11 +257,11 @@ class WorkQueue:
 
 
 def no_action() -> None:
-    """The action that is none."""
+    """Do nothing."""
 
 
 def run_translated(action: Action) -> None:
-    """Run an action whose errors leave as those of the backend."""
+    """Run an action, translating miraccl errors to ``BackendError``."""
     try:
         action()
     except MiracclError as error:
@@ -246,7 +269,11 @@ def run_translated(action: Action) -> None:
 
 
 def seconds(timeout: datetime.timedelta | None) -> float | None:
-    """c10d says 0 (``kNoTimeout``) where it means the group's own. A wait takes no more than ``params.FOREVER``."""
+    """Convert a timeout to seconds; None for c10d's 0 (``kNoTimeout``), which means the group's
+    own.
+
+    Clamped to ``params.FOREVER``.
+    """
     return (
         None
         if timeout is None or timeout <= datetime.timedelta(0)

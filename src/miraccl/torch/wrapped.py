@@ -1,25 +1,29 @@
-"""Functions of ``torch.distributed`` that ask for more than a group written in Python can be, wrapped for miraccl groups.
+"""Functions of ``torch.distributed`` patched for groups written in Python.
 
-- ``batch_isend_irecv`` starts a batch as one operation only where ``type(group) is ProcessGroup``, and else one call after the other.  On a
-  GPU that would be one kernel after the other on one stream, where a send waits for a receive that stands behind it; so it is for NCCL
-  behind a miraccl group, too.
-- ``monitored_barrier`` takes Gloo's groups only.
-- ``_set_pg_timeout`` knows Gloo's and NCCL's backends only, and else warns.
-- ``split_group`` takes groups bound to a GPU only; the others are made as ``new_group`` makes them, by the ranks that are in them.  They
-  meet under a name of the group that is split: ``_process_group_name`` counts the groups that a rank is in, which ranks differ in.
-- DDP's built-in FP16 hook reads the C++ type of a future's value, which one made in Python does not have: the same hook in Python does not.
-- ``ShardedTensor.gather`` takes CPU memory where the backend is called Gloo, and else the first device other than the CPU that the backend
-  is registered for.
-- ``_symmetric_memory.rendezvous`` asks a group in C++ for its store, where one written in Python has none, and ends the process: it is
-  refused.
-- ``_jit_internal._extract_tensors`` finds the tensors of a future's value by pickling it, which takes longer than a small operation; it is
-  asked by DDP twice a bucket.  A list of tensors is what it was.  ``Future.set_exception`` makes the error the value, in which DDP's C++
-  takes the first tensor for granted, and ends the process where there is none: our errors are raised.
-- ``_maybe_attach_flight_recorder`` (PyTorch 2.15) means to leave groups in Python alone, as its recorder files entries under a name that
-  they have no place for, but knows them by having no devices.
-- ``Join.notify_join_context`` gives its work to DDP's reducer, which keeps its C++ half alone; the module keeps the other one.
+- ``batch_isend_irecv`` starts a batch as one operation only if ``type(group) is ProcessGroup``,
+  else call by call.  On a GPU that is one kernel after another on one stream, where a send can wait
+  for a receive enqueued behind it.  The same holds for NCCL inside a miraccl group.
+- ``monitored_barrier`` accepts Gloo groups only.
+- ``_set_pg_timeout`` knows the Gloo and NCCL backends only, and warns otherwise.
+- ``split_group`` accepts groups bound to a GPU only.  Other groups are split as ``new_group`` does,
+  by the ranks of each new group.  They meet under a name derived from the parent: names from
+  ``_process_group_name`` count the groups of a rank, which differs between ranks.
+- DDP's built-in FP16 hook reads the C++ type of a future's value, which a future made in Python
+  does not have; the Python version of the hook does not need it.
+- ``ShardedTensor.gather`` uses CPU memory for backends named Gloo, and otherwise the first non-CPU
+  device of the backend.
+- ``_symmetric_memory.rendezvous`` asks the C++ group for its store, which a group written in Python
+  lacks, and terminates the process; the call is rejected.
+- ``_jit_internal._extract_tensors`` pickles a future's value to find its tensors, which takes
+  longer than a small operation; DDP calls it twice per bucket.  A list of tensors is returned
+  directly. ``Future.set_exception`` makes the error the value; DDP's C++ takes its first tensor
+  unchecked and terminates the process if there is none, so miraccl errors are raised here.
+- ``_maybe_attach_flight_recorder`` (PyTorch 2.15) skips groups without devices, which it takes for
+  groups written in Python; it would fail on one that has devices.
+- ``Join.notify_join_context`` hands its work to DDP's reducer, which keeps only the C++ half alone;
+  the module keeps a reference to the Python half.
 
-For all other groups, and all other values of futures, they are PyTorch's own.
+Other groups, and other values of futures, get PyTorch's own behaviour.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ _name_of_split: contextvars.ContextVar[str] = contextvars.ContextVar(
 
 
 def install() -> list[Any]:
-    """Put the wrapped functions into both modules that have them; what was put there."""
+    """Install the patched functions in the modules that export them; return them."""
     remaps = getattr(
         sys.modules.get("torch.distributed._functional_collectives"),
         "traceable_collective_remaps",
@@ -183,7 +187,10 @@ def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_parts(split_ranks: Sequence[Sequence[int]], nranks: int) -> None:
-    """All ranks are given the same lists, and raise alike."""
+    """Raise ``ValueError`` unless the lists are disjoint, non-empty subsets of the ranks.
+
+    All ranks pass the same lists, so all of them raise.
+    """
     together = [rank for ranks in split_ranks for rank in ranks]
     if (
         not all(split_ranks)
