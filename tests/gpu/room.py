@@ -38,5 +38,5 @@ class RoomStages:
         self.room.barrier.wait(self.deadline.left)
         return list(self.room.blobs)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Nothing ends them."""

@@ -157,7 +157,7 @@ class Faults:
             self.session.catch_up(CATCH_UP_S)
 
     @contextlib.contextmanager
-    def fail_on_fault(self, stages: SetupPhases) -> Iterator[None]:
+    def cancel_on_fault(self, stages: SetupPhases) -> Iterator[None]:
         """Inside the block a fault ends ``stages``."""
         self._setups.append(stages)
         try:

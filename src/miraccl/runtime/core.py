@@ -421,7 +421,7 @@ class CommunicatorCore:
 
     def cancel_on_fault(self, setup: SetupPhases) -> contextlib.AbstractContextManager[None]:
         """Inside the block the communicator's fault ends ``stages``."""
-        return self.faults.fail_on_fault(setup)
+        return self.faults.cancel_on_fault(setup)
 
     @property
     def pending(self) -> int:
