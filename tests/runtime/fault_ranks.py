@@ -324,7 +324,7 @@ def killed(phase: str, victim: int, path: str, ranks_per_host: int) -> Any:
     if phase == "bootstrap" and rank == victim:
         from miraccl.runtime.fabric import Fabric
 
-        Fabric._open_transports = lambda self, me, beliefs: die(path)  # type: ignore[method-assign]
+        Fabric._open_transports = lambda self, me, config: die(path)  # type: ignore[method-assign]
     if phase == "connect" and rank == victim:
         from miraccl.transport.shm import ShmTransport
         from miraccl.transport.socket import SocketTransport

@@ -105,7 +105,7 @@ def polled_by_another_thread(comm: Communicator) -> None:
             out = np.zeros(count, np.float32)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    comm._core, "go_on_alone", lambda: None
+                    comm._core, "advance_in_background", lambda: None
                 )  # it would be taken for the thread that waits
                 work = comm.recv(out, 0, async_op=True)
                 waiter = threading.Thread(target=work.wait)
@@ -140,7 +140,7 @@ def refused_while_another_thread_is_inside(comm: Communicator) -> None:
         if comm.rank == 0 and n > 1:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    comm._core, "go_on_alone", lambda: None
+                    comm._core, "advance_in_background", lambda: None
                 )  # it would be taken for the thread that is inside
                 waiter = threading.Thread(target=inside)
                 waiter.start()

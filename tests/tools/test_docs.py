@@ -23,7 +23,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").
 TEXTS = {path.name: path.read_text("utf-8") for path in DOCUMENTS}
 API = TEXTS["api.md"]
 #: what other rooms of the package make communicators with
-_OF_THE_PACKAGE = {"from_session", "split_by"}
+_OF_THE_PACKAGE = {"from_session", "split_within"}
 _SUFFIXES = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 

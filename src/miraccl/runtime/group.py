@@ -36,7 +36,7 @@ class GroupBatch(Protocol):
     def drop(self) -> None: ...
 
 
-AnyBatch = TypeVar("AnyPart", bound=GroupBatch)
+AnyBatch = TypeVar("AnyBatch", bound=GroupBatch)
 
 
 class Waitable(Protocol):
@@ -79,7 +79,7 @@ class _CpuBatch:
 class Group:
     """What a thread collects between the beginning of its outermost ``with`` block and the end. ``parts`` run in their order."""
 
-    __slots__ = ("depth", "parts")
+    __slots__ = ("depth", "batches")
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth  # blocks that are open

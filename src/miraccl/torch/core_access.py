@@ -96,8 +96,8 @@ class TaggedExchange(TransferTable):
             context.door("put_tagged", Collective.SEND_RECV),
             context.door("take_tagged", Collective.SEND_RECV),
         )
-        self._build_row = np.zeros(layout.OP_SIZE // 8, np.int64)
-        self._row_address = int(self._build_row.ctypes.data)
+        self._row = np.zeros(layout.OP_SIZE // 8, np.int64)
+        self._row_address = int(self._row.ctypes.data)
         self._first = 0  # the place of the source that is looked at first
 
     @functools.cached_property
@@ -205,10 +205,10 @@ class TaggedExchange(TransferTable):
         memory.
         """
         receives, peer = (
-            bool(self._build_row[layout.OP_RECEIVES // 8]),
-            int(self._build_row[layout.OP_PEER // 8]),
+            bool(self._row[layout.OP_RECEIVES // 8]),
+            int(self._row[layout.OP_PEER // 8]),
         )
-        words = self._build_row.copy()
+        words = self._row.copy()
         entry = TransferEntry(
             transfer=self._transfer(array, peer, receives),
             words=words,
