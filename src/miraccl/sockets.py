@@ -7,7 +7,7 @@ import os
 import socket
 import time
 
-MEMORY_S = 0.01
+NO_MEMORY_PAUSE_S = 0.01
 
 
 def finish_connect(sock: socket.socket) -> None:
@@ -21,10 +21,10 @@ def finish_connect(sock: socket.socket) -> None:
         raise OSError(errno.ECONNREFUSED, "connected to itself")
 
 
-def passes(error: OSError) -> bool:
+def is_transient(error: OSError) -> bool:
     """Whether a send or receive can be made again, on a socket that lives. Where the kernel had no memory for it, that is after a pause, as
     epoll calls such a socket ready all the while. Who waits for the outcome has a deadline; a call that passes has none."""
     if error.errno in (errno.ENOBUFS, errno.ENOMEM):
-        time.sleep(MEMORY_S)
+        time.sleep(NO_MEMORY_PAUSE_S)
         return True
     return isinstance(error, BlockingIOError | InterruptedError)

@@ -38,7 +38,7 @@ def configure() -> None:
         root.propagate = False
     text, variable = params.DEBUG_SUBSYS.resolve()
     if variable.startswith("MIRACCL_") and (
-        wrong := judge_subsystems(text)
+        wrong := validate_subsystems(text)
     ):  # NCCL has others, which mean nothing here
         raise InvalidUsage(f"{variable}={text!r}: {wrong}")
     inverted, named = parse_subsystems(text)
@@ -57,7 +57,7 @@ def parse_subsystems(text: str) -> tuple[bool, frozenset[str]]:
     return inverted, frozenset(_NCCL_NAMES.get(name, name) for name in names)
 
 
-def judge_subsystems(text: str) -> str:
+def validate_subsystems(text: str) -> str:
     """What is allowed, if ``text`` names a subsystem that there is not."""
     known = parse_subsystems(text.lower())[1] <= set(SUBSYSTEMS)
     return (

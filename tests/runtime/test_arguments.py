@@ -17,7 +17,7 @@ import miraccl
 from miraccl import Communicator, DType, PreMulSum, RedOp
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.ops import calls
-from miraccl.ops.arguments import operator, view
+from miraccl.ops.arguments import resolve_operator, view
 from tests.runtime import reference as ref
 from tests.support.ranks import run_ranks
 
@@ -498,7 +498,9 @@ def test_a_whole_number_of_floats_is_rounded_as_a_float() -> None:
     assert PreMulSum(same[1]) == PreMulSum(2) == PreMulSum(2.0)
     for kind in (np.float16, np.float32, np.float64):
         code = DType[np.dtype(kind).name.upper()]
-        (_, whole), (_, rounded) = (operator(PreMulSum(s), code, "test") for s in (odd, float(odd)))
+        (_, whole), (_, rounded) = (
+            resolve_operator(PreMulSum(s), code, "test") for s in (odd, float(odd))
+        )
         assert whole == rounded
         assert type(whole) is float
 

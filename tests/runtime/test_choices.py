@@ -15,8 +15,8 @@ import pytest
 from miraccl.errors import InvalidUsage, ScheduleError
 from miraccl.executor.cpu.sizes import size_class
 from miraccl.planning import nccl_hints
-from miraccl.planning.cost_model import Constants, Shape
-from miraccl.planning.planner import Candidate, Overrides, Planner, Request
+from miraccl.planning.cost_model import CommunicatorShape, CpuConstants
+from miraccl.planning.planner import Candidate, Overrides, Planner, PlanRequest
 from miraccl.runtime.options import Options
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import register
@@ -51,12 +51,12 @@ def chosen(
     dtype: DType = DType.FLOAT32,
     **overrides: object,
 ) -> list[Candidate]:
-    shape = Shape(nranks=nranks)
+    shape = CommunicatorShape(nranks=nranks)
     planner = Planner(
         rank=0,
         shape=shape,
         slot_bytes=1 << 18,
-        constants=Constants(),
+        constants=CpuConstants(),
         overrides=Overrides(**overrides),  # type: ignore[arg-type]
     )
     return planner.candidates(collective, nbytes, dtype)
@@ -100,9 +100,9 @@ def test_sizes_of_a_class_have_one_algorithm(nranks: int) -> None:
     planner, reasons = (
         Planner(
             rank=0,
-            shape=Shape(nranks=nranks),
+            shape=CommunicatorShape(nranks=nranks),
             slot_bytes=1 << 18,
-            constants=Constants(),
+            constants=CpuConstants(),
             overrides=Overrides(),
         ),
         set(),
@@ -135,9 +135,9 @@ def test_sizes_of_a_class_have_one_algorithm(nranks: int) -> None:
 def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner(
         rank=0,
-        shape=Shape(nranks=4),
+        shape=CommunicatorShape(nranks=4),
         slot_bytes=1 << 18,
-        constants=Constants(),
+        constants=CpuConstants(),
         overrides=Overrides(),
     )
     predicted: list[int] = []
@@ -148,7 +148,7 @@ def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("miraccl.planning.planner.predict_us", predict)
     ask = partial(
-        Request, collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, root=0
+        PlanRequest, collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, root=0
     )
     runs = [
         planner.make_run(ask(in_counts=(n,), out_counts=(n,), block_bytes=4 * n, count=n))
@@ -166,9 +166,9 @@ def test_a_size_that_is_new_costs_no_predictions(monkeypatch: pytest.MonkeyPatch
 def test_an_algorithm_that_is_new_is_considered() -> None:
     planner = Planner(
         rank=0,
-        shape=Shape(nranks=4),
+        shape=CommunicatorShape(nranks=4),
         slot_bytes=1 << 18,
-        constants=Constants(),
+        constants=CpuConstants(),
         overrides=Overrides(),
     )
     before = planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)[0].algo
@@ -197,9 +197,9 @@ def test_a_schedule_for_one_root_is_no_candidate_for_others(asked: str) -> None:
     try:
         planner = Planner(
             rank=0,
-            shape=Shape(nranks=4),
+            shape=CommunicatorShape(nranks=4),
             slot_bytes=1 << 18,
-            constants=Constants(),
+            constants=CpuConstants(),
             overrides=Overrides(algo=asked),
         )
         for root in range(4):
@@ -224,9 +224,9 @@ def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
     try:
         planner = Planner(
             rank=0,
-            shape=Shape(nranks=4),
+            shape=CommunicatorShape(nranks=4),
             slot_bytes=1 << 18,
-            constants=Constants(),
+            constants=CpuConstants(),
             overrides=Overrides(),
         )
         rows = {
@@ -260,9 +260,9 @@ def test_signals_go_with_blocks_that_all_ranks_know() -> None:
     try:
         planner = Planner(
             rank=0,
-            shape=Shape(nranks=2),
+            shape=CommunicatorShape(nranks=2),
             slot_bytes=1 << 18,
-            constants=Constants(),
+            constants=CpuConstants(),
             overrides=Overrides(),
         )
         for collective in collectives:
@@ -346,7 +346,7 @@ FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(flaw: str) -> None:
     build, claims, reason = FLAWED[flaw]
     request = partial(
-        Request,
+        PlanRequest,
         collective=Collective.ALL_REDUCE,
         dtype=DType.FLOAT32,
         op=RedOp.SUM,
@@ -365,9 +365,9 @@ def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(
         for rank in range(2):
             planner = Planner(
                 rank=rank,
-                shape=Shape(nranks=2),
+                shape=CommunicatorShape(nranks=2),
                 slot_bytes=1 << 18,
-                constants=Constants(),
+                constants=CpuConstants(),
                 overrides=Overrides(),
             )
             rows = planner.candidates(Collective.ALL_REDUCE, 8, DType.FLOAT32)
@@ -384,9 +384,9 @@ def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(
                 )
         asked = Planner(
             rank=0,
-            shape=Shape(nranks=2),
+            shape=CommunicatorShape(nranks=2),
             slot_bytes=1 << 18,
-            constants=Constants(),
+            constants=CpuConstants(),
             overrides=Overrides(algo="flawed"),
         )
         with pytest.raises((ScheduleError, InvalidUsage), match=reason):
@@ -452,7 +452,7 @@ def test_an_algorithm_that_does_not_exist_is_told_with_the_variable() -> None:
 )
 def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
     command, wishes = nccl_hints.read_protocols({"NCCL_PROTO": text})
-    assert (command, nccl_hints.on_cpus(wishes)) == ("", expected)
+    assert (command, nccl_hints.cpu_protocol(wishes)) == ("", expected)
     assert nccl_hints.read_protocols({"MIRACCL_PROTO": "LL128", "NCCL_PROTO": text}) == (
         "ll128",
         {},
@@ -485,9 +485,9 @@ def test_what_nccl_proto_wishes(text: str, expected: str) -> None:
 def test_what_gpus_have_kernels_of(
     text: str, expected: dict[Collective, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    wishes = nccl_hints.algorithms(text)
+    wishes = nccl_hints.hinted_algorithms(text)
     with caplog.at_level(logging.INFO, logger="miraccl"):
-        assert nccl_hints.on_gpus(wishes) == expected
+        assert nccl_hints.gpu_algorithms(wishes) == expected
     assert ("left aside on GPU memory" in caplog.text) is (set(wishes) != set(expected))
 
 
@@ -497,7 +497,7 @@ def test_what_nccl_proto_wishes_of_gpus() -> None:
 
 
 def test_wishes_are_followed_where_they_can_be() -> None:
-    wishes = nccl_hints.algorithms("ring;broadcast:tree")
+    wishes = nccl_hints.hinted_algorithms("ring;broadcast:tree")
     assert chosen(Collective.ALL_REDUCE, 64, wishes=wishes)[0].algo == "ring"
     assert chosen(Collective.ALL_REDUCE, 64, wishes=wishes)[0].reason == "asked for"
     assert chosen(Collective.BROADCAST, 64, wishes=wishes)[0].algo == "double_binary_tree"

@@ -9,8 +9,8 @@ import pytest
 
 import miraccl
 from miraccl.executor.cpu.kernels import layout
-from miraccl.planning.cost_model import Constants, Shape
-from miraccl.planning.planner import WHOLE_BYTES, Overrides, Planner, Request
+from miraccl.planning.cost_model import CommunicatorShape, CpuConstants
+from miraccl.planning.planner import WHOLE_BLOCK_BYTES, Overrides, Planner, PlanRequest
 from miraccl.runtime.measure import EXCHANGE_GAIN, _first_gain
 from miraccl.schedule import catalog
 from miraccl.types import Collective, DType, RedOp
@@ -26,15 +26,15 @@ def round_bytes(
     """How many bytes of a block a rank moves at a time."""
     planner = Planner(
         rank=0,
-        shape=Shape(nranks=nranks),
+        shape=CommunicatorShape(nranks=nranks),
         slot_bytes=SLOT,
-        constants=Constants(),
+        constants=CpuConstants(),
         overrides=Overrides(algo=algo),
         exchange_copy=1 << 20,
     )
     counts = (block,) * nranks
     run = planner.make_run(
-        Request(
+        PlanRequest(
             collective=collective,
             dtype=DType.UINT8,
             op=RedOp.SUM,
@@ -60,12 +60,12 @@ def round_bytes(
 def test_rounds_do_not_depend_on_who_works_in_place(algo: str) -> None:
     apart = round_bytes(Collective.ALL_GATHER, algo)
     assert apart == round_bytes(Collective.ALL_GATHER, algo, in_place=True)
-    assert apart <= SLOT or apart == WHOLE_BYTES
+    assert apart <= SLOT or apart == WHOLE_BLOCK_BYTES
 
 
 def test_blocks_are_read_whole_from_the_threshold_on() -> None:
-    assert round_bytes(Collective.ALL_TO_ALL, "one_shot") == WHOLE_BYTES
-    assert round_bytes(Collective.ALL_GATHER, "ring") == WHOLE_BYTES
+    assert round_bytes(Collective.ALL_TO_ALL, "one_shot") == WHOLE_BLOCK_BYTES
+    assert round_bytes(Collective.ALL_GATHER, "ring") == WHOLE_BLOCK_BYTES
     assert round_bytes(Collective.ALL_GATHER, "ring", block=(1 << 20) - 1) == SLOT
     assert round_bytes(Collective.ALL_TO_ALL, "one_shot", uneven=True) == SLOT
 
@@ -100,7 +100,9 @@ def exchange(nbytes: int) -> None:
         comm.finalize()
 
 
-@pytest.mark.parametrize(("nranks", "nbytes"), [(2, WHOLE_BYTES + 5000), (2, 70_001), (3, 300_000)])
+@pytest.mark.parametrize(
+    ("nranks", "nbytes"), [(2, WHOLE_BLOCK_BYTES + 5000), (2, 70_001), (3, 300_000)]
+)
 def test_data_of_ranks_in_place_and_not(nranks: int, nbytes: int) -> None:
     run_ranks(exchange, nranks, nbytes)
 

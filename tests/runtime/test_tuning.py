@@ -11,14 +11,14 @@ import pytest
 from miraccl import native
 from miraccl.executor.cpu.context import ENGINE
 from miraccl.planning import tuning
-from miraccl.planning.cost_model import Constants
+from miraccl.planning.cost_model import CpuConstants
 from miraccl.runtime import fabric
 
 
 def test_the_time_for_measuring_does_not_pass_while_the_engine_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted = Constants(switch_us=3.25)
+    wanted = CpuConstants(switch_us=3.25)
     order = []
 
     def measure(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

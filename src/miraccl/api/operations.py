@@ -272,7 +272,7 @@ class Operations(FastPathDisabled, Dispatcher):
             self._checked_transfer(x, dst, False, "sendrecv"),
             self._checked_transfer(out, src, True, "sendrecv", "out"),
         ]
-        calls.refuse_overlap(pair[0].memory, pair[1].memory, None, self._call_site("sendrecv"))
+        calls.check_overlap(pair[0].memory, pair[1].memory, None, self._call_site("sendrecv"))
         group = self._open_group("sendrecv", async_op)
         if group is not None:
             for transfer in pair:

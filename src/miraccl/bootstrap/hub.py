@@ -26,7 +26,7 @@ from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
-from miraccl.sockets import passes
+from miraccl.sockets import is_transient
 from miraccl.wire.auth import NONCE_BYTES, SECRET_BYTES
 from miraccl.wire.bootstrap import (
     CloseHub,
@@ -260,7 +260,7 @@ class Root:
         try:
             data = line.sock.recv(READ_BYTES)
         except OSError as error:
-            if not passes(error):
+            if not is_transient(error):
                 self._lost(line, f"its connection broke ({error.strerror})")
             return
         if not data:
@@ -306,7 +306,7 @@ class Root:
             try:
                 sent = line.sock.send(line.unsent)
             except OSError as error:
-                if not passes(
+                if not is_transient(
                     error
                 ):  # what it said before it went is still to be read, and then the end
                     line.unsent.clear()

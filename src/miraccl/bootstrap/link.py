@@ -29,7 +29,7 @@ from miraccl.errors import (
     as_system_failure,
 )
 from miraccl.params import FOREVER
-from miraccl.sockets import passes
+from miraccl.sockets import is_transient
 from miraccl.wire import framing
 from miraccl.wire.bootstrap import (
     Arrived,
@@ -384,7 +384,7 @@ class Link:
             try:
                 del self._unsent[: self._sock.send(self._unsent)]
             except OSError as error:
-                waiting = passes(error)
+                waiting = is_transient(error)
                 if not waiting:
                     self._unsent.clear()  # the reader sees the end, after what arrived before it
                     end_sending(self._sock)
@@ -553,7 +553,7 @@ class Link:
             closed = "the connection to the hub was closed; its process has probably ended"
             event = Received(now=now, data=data) if data else Disconnected(now=now, reason=closed)
         except OSError as error:
-            if passes(error):
+            if is_transient(error):
                 return
             event = Disconnected(
                 now=now, reason=f"the connection to the hub broke ({error.strerror})"

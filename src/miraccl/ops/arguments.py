@@ -26,11 +26,11 @@ Array = np.ndarray
 
 ALLOWED = ", ".join(code.label for code in DType)
 #: of one array: beyond the addresses of a process (x86-64, five levels of page tables)
-MOST_BYTES = 1 << 57
+MAX_BYTES = 1 << 57
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostMemory:
     """A contiguous buffer: the array that views it, and what the user passed (which is given back to him)."""
 
     array: Array
@@ -50,11 +50,11 @@ class Memory:
         return int(self.array.nbytes)
 
 
-def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
+def view(obj: Any, name: str, *, writes: bool, where: str) -> HostMemory:
     """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``."""
-    array = _as_array(thing, name, where)
-    if type(thing) is not np.ndarray:
-        _check_foreign(thing, array, name, where)
+    array = _as_array(obj, name, where)
+    if type(obj) is not np.ndarray:
+        _check_foreign(obj, array, name, where)
     dtype = dtype_of(array)
     if dtype is None:
         reason = (
@@ -88,45 +88,45 @@ def view(thing: Any, name: str, *, writes: bool, where: str) -> Memory:
         raise InvalidUsage(
             f"{where}: {name} is read-only, but the result is written to it", hint=advice
         )
-    return Memory(array, dtype, thing)
+    return HostMemory(array, dtype, obj)
 
 
-def _check_foreign(thing: Any, array: Array, name: str, where: str) -> None:
+def _check_foreign(obj: Any, array: Array, name: str, where: str) -> None:
     """Refuse what an array is only said to be, or says of itself beside its memory."""
-    if array.nbytes > MOST_BYTES:
-        raise too_large(array.size, str(array.dtype), name, where)
+    if array.nbytes > MAX_BYTES:
+        raise too_large_error(array.size, str(array.dtype), name, where)
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
     interface = (
         None
-        if isinstance(thing, np.ndarray) or hasattr(thing, "__dlpack__")
-        else getattr(thing, "__array_interface__", None)
+        if isinstance(obj, np.ndarray) or hasattr(obj, "__dlpack__")
+        else getattr(obj, "__array_interface__", None)
     )
-    if isinstance(thing, masked) or (interface is not None and interface.get("mask") is not None):
-        raise has_mask(name, where)
+    if isinstance(obj, masked) or (interface is not None and interface.get("mask") is not None):
+        raise masked_array_error(name, where)
 
 
-def _as_array(thing: Any, name: str, where: str) -> Array:
-    if isinstance(thing, np.ndarray):
-        return thing
+def _as_array(obj: Any, name: str, where: str) -> Array:
+    if isinstance(obj, np.ndarray):
+        return obj
     if isinstance(
-        thing, np.generic
+        obj, np.generic
     ):  # a scalar: NumPy makes a copy, which its owner would never see written
-        array = np.asarray(thing)
+        array = np.asarray(obj)
         array.flags.writeable = False
         return array
-    if hasattr(thing, "__dlpack__"):
-        return _from_dlpack(thing, name, where)
+    if hasattr(obj, "__dlpack__"):
+        return _from_dlpack(obj, name, where)
     try:
-        if hasattr(thing, "__array_interface__"):
-            return np.asarray(thing)
+        if hasattr(obj, "__array_interface__"):
+            return np.asarray(obj)
     except Exception as error:  # a property may raise anything
         raise InvalidUsage(
             f"{where}: {name} gives no __array_interface__: {type(error).__name__}: {error}"
         ) from error
     try:
-        return np.asarray(memoryview(thing))
+        return np.asarray(memoryview(obj))
     except (TypeError, ValueError, BufferError) as error:
-        kind = type(thing).__name__
+        kind = type(obj).__name__
         raise InvalidUsage(
             f"{where}: {name} is a {kind}; allowed are NumPy arrays and what has __array_interface__, the buffer protocol or DLPack"
         ) from error
@@ -161,15 +161,15 @@ _DL_FLAGS_AT, _DL_TENSOR_AT = (
 IMMUTABLE = ("jax", "jaxlib")
 
 
-def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
+def capsule_of(obj: Any, **options: Any) -> tuple[Any, int, bool]:
     """(capsule, address of its DLTensor, whether it is read-only); libraries from before DLPack 1.0 know no ``max_version``.
 
     ``options`` are further arguments of ``__dlpack__``.
     """
     try:
-        capsule = thing.__dlpack__(max_version=_DL_VERSION, **options)
+        capsule = obj.__dlpack__(max_version=_DL_VERSION, **options)
     except TypeError:
-        capsule = thing.__dlpack__(**options)
+        capsule = obj.__dlpack__(**options)
     name = name_of(capsule)
     if name == b"dltensor_versioned":
         pointer = pointer_of(capsule, name)
@@ -178,21 +178,21 @@ def capsule_of(thing: Any, **options: Any) -> tuple[Any, int, bool]:
     return (
         capsule,
         pointer_of(capsule, b"dltensor"),
-        type(thing).__module__.partition(".")[0] in IMMUTABLE,
+        type(obj).__module__.partition(".")[0] in IMMUTABLE,
     )
 
 
-def has_mask(name: str, where: str) -> InvalidUsage:
+def masked_array_error(name: str, where: str) -> InvalidUsage:
     return InvalidUsage(f"{where}: {name} has a mask, which operations do not look at")
 
 
-def too_large(count: int, dtype: str, name: str, where: str) -> InvalidUsage:
+def too_large_error(count: int, dtype: str, name: str, where: str) -> InvalidUsage:
     return InvalidUsage(
-        f"{where}: {name} is said to have {count} elements of {dtype}; a process addresses {MOST_BYTES} bytes"
+        f"{where}: {name} is said to have {count} elements of {dtype}; a process addresses {MAX_BYTES} bytes"
     )
 
 
-def without_memory(name: str, where: str, count: int) -> InvalidUsage:
+def freed_storage_error(name: str, where: str, count: int) -> InvalidUsage:
     return InvalidUsage(
         f"{where}: {name} has {count} elements, but no memory", hint="has its storage been freed?"
     )
@@ -207,7 +207,7 @@ def shape_of(tensor: DLTensor, name: str, where: str) -> tuple[int, ...]:
     return shape
 
 
-def negated(name: str, where: str) -> InvalidUsage:
+def lazily_negated_error(name: str, where: str) -> InvalidUsage:
     """The refusal of a tensor of PyTorch's with the lazy negative bit, whose memory holds the negatives of its values."""
     return InvalidUsage(
         f"{where}: {name} is negated lazily (is_neg()): its values are not in its memory",
@@ -215,10 +215,10 @@ def negated(name: str, where: str) -> InvalidUsage:
     )
 
 
-def _from_dlpack(thing: Any, name: str, where: str) -> Array:
+def _from_dlpack(obj: Any, name: str, where: str) -> Array:
     """A view of a CPU tensor. The capsule is kept, not consumed: it frees the tensor's reference when the view goes."""
     try:
-        kind = int(thing.__dlpack_device__()[0]) if hasattr(thing, "__dlpack_device__") else _DL_CPU
+        kind = int(obj.__dlpack_device__()[0]) if hasattr(obj, "__dlpack_device__") else _DL_CPU
     except Exception as error:
         raise InvalidUsage(f"{where}: {name} gives no DLPack device: {error}") from error
     if kind != _DL_CPU:
@@ -226,12 +226,10 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
             f"{where}: {name} lies on a device (DLPack type {kind}); this communicator works on CPU memory"
         )
     torch = sys.modules.get("torch")
-    if (
-        torch is not None and isinstance(thing, torch.Tensor) and thing.is_neg()
-    ):  # DLPack does not tell
-        raise negated(name, where)
+    if torch is not None and isinstance(obj, torch.Tensor) and obj.is_neg():  # DLPack does not tell
+        raise lazily_negated_error(name, where)
     try:
-        capsule, pointer, read_only = capsule_of(thing)
+        capsule, pointer, read_only = capsule_of(obj)
     except Exception as error:
         raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {error}") from error
     tensor = DLTensor.from_address(pointer)
@@ -251,15 +249,13 @@ def _from_dlpack(thing: Any, name: str, where: str) -> Array:
     if 0 in shape:
         return np.empty(shape, dtype)
     if not tensor.data or (
-        torch is not None
-        and isinstance(thing, torch.Tensor)
-        and not thing.untyped_storage().nbytes()
+        torch is not None and isinstance(obj, torch.Tensor) and not obj.untyped_storage().nbytes()
     ):
-        raise without_memory(
+        raise freed_storage_error(
             name, where, math.prod(shape)
         )  # of a part of a tensor whose storage was freed its offset is left
-    if math.prod(shape) * dtype.itemsize > MOST_BYTES:
-        raise too_large(math.prod(shape), code.label, name, where)
+    if math.prod(shape) * dtype.itemsize > MAX_BYTES:
+        raise too_large_error(math.prod(shape), code.label, name, where)
     base = _Exporter(start, shape, strides, dtype, capsule, read_only)
     return np.asarray(base).view(dtype)
 
@@ -289,10 +285,10 @@ class _Exporter:
 
 # ---- operators, peers, shapes
 
-_WITHOUT_DOUBT = 1e38  # is finite in all types in which elements are added up
+_SURELY_FINITE = 1e38  # is finite in all types in which elements are added up
 
 
-def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
+def resolve_operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
     """(kind, scalar of a pre-multiplied sum: an int for integers, which float64 does not hold exactly, else a float)."""
     if isinstance(op, PreMulSum):
         if not dtype.is_float:
@@ -302,7 +298,7 @@ def operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
                 )
             return RedOp.PREMUL_SUM, int(op.scalar)
         scalar = float(op.scalar)
-        if _WITHOUT_DOUBT < abs(scalar) < math.inf:
+        if _SURELY_FINITE < abs(scalar) < math.inf:
             _expect_finite(scalar, dtype, where)
         return RedOp.PREMUL_SUM, scalar
     if isinstance(op, RedOp) and op is not RedOp.PREMUL_SUM:
@@ -357,7 +353,7 @@ def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
     return int(value)
 
 
-def refuse_stream(stream: Any, rank: int, name: str | None = None) -> None:
+def reject_stream(stream: Any, rank: int, name: str | None = None) -> None:
     """Of an operation on CPU memory."""
     if stream is not None:
         raise InvalidUsage(
@@ -367,14 +363,14 @@ def refuse_stream(stream: Any, rank: int, name: str | None = None) -> None:
         )
 
 
-def same_dtype(a: Memory, b: Memory, names: str, where: str) -> None:
+def same_dtype(a: HostMemory, b: HostMemory, names: str, where: str) -> None:
     if a.dtype is not b.dtype:
         raise InvalidUsage(
             f"{where}: {names} have different dtypes, {a.dtype.label} and {b.dtype.label}"
         )
 
 
-def expect_count(memory: Memory, count: int, name: str, why: str, where: str) -> None:
+def expect_count(memory: HostMemory, count: int, name: str, why: str, where: str) -> None:
     if memory.count != count:
         raise InvalidUsage(
             f"{where}: {name} has {memory.count} elements, but needs {count} ({why})"

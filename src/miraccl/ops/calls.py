@@ -19,48 +19,48 @@ from miraccl.executor.cpu.sizes import UNKNOWN_BYTES, size_class
 from miraccl.native.hashing import mix
 from miraccl.ops.arguments import (
     Array,
-    Memory,
+    HostMemory,
     counts_of,
     expect_count,
-    operator,
     peer_rank,
+    resolve_operator,
     same_dtype,
     view,
 )
-from miraccl.planning.planner import Request
+from miraccl.planning.planner import PlanRequest
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
 
 @dataclass(kw_only=True)
-class Call:
+class PreparedOp:
     """An operation with its memory, and its counts if they are uneven. ``before`` runs just before it, ``keep`` is what must stay alive
     until it has run."""
 
-    request: Request
+    request: PlanRequest
     source: int
     target: int
     result: Any
     counts: Counts | None = None
-    before: Callable[[], object] | None = None
-    keep: list[Any] = field(default_factory=list)
+    prologue: Callable[[], object] | None = None
+    keep_alive: list[Any] = field(default_factory=list)
     cacheable: bool = True
     plan_arg: int = 0
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Who calls: rank, number of ranks, and the name of the call for error messages."""
 
     rank: int
     nranks: int
-    where: str
+    op: str
 
     def root(self, value: Any) -> int:
-        return peer_rank(value, "root", self.nranks, self.where)
+        return peer_rank(value, "root", self.nranks, self.op)
 
 
-def refuse_overlap(a: Memory, b: Memory, allowed: int | None, place: Place) -> bool:
+def check_overlap(a: HostMemory, b: HostMemory, allowed: int | None, site: CallSite) -> bool:
     """Whether the two are "in place" (``b`` starts ``allowed`` bytes into ``a``); other overlaps are refused."""
     first, second = a.address, b.address
     if a.nbytes == 0 or b.nbytes == 0 or first >= second + b.nbytes or second >= first + a.nbytes:
@@ -68,31 +68,33 @@ def refuse_overlap(a: Memory, b: Memory, allowed: int | None, place: Place) -> b
     if allowed is not None and second - first == allowed:
         return True
     raise InvalidUsage(
-        f"{place.where}: input and output overlap, but not as this operation's in-place form does"
+        f"{site.op}: input and output overlap, but not as this operation's in-place form does"
     )
 
 
-def _result(out: Any, like: Memory, shape: tuple[int, ...], place: Place) -> Memory:
+def _output(out: Any, like: HostMemory, shape: tuple[int, ...], site: CallSite) -> HostMemory:
     if out is None:
-        array = _new(shape, like.array.dtype, place)
-        return Memory(array, like.dtype, array)
-    memory = view(out, "out", writes=True, where=place.where)
-    same_dtype(like, memory, "input and out", place.where)
+        array = _new(shape, like.array.dtype, site)
+        return HostMemory(array, like.dtype, array)
+    memory = view(out, "out", writes=True, where=site.op)
+    same_dtype(like, memory, "input and out", site.op)
     return memory
 
 
-def _new(shape: tuple[int, ...], dtype: Any, place: Place) -> Array:
+def _new(shape: tuple[int, ...], dtype: Any, site: CallSite) -> Array:
     try:
         return np.empty(shape, dtype)
     except ValueError as error:
-        raise InvalidUsage(f"{place.where}: there is no array of shape {shape}: {error}") from error
+        raise InvalidUsage(f"{site.op}: there is no array of shape {shape}: {error}") from error
     except MemoryError as error:
         raise SystemFailure(
-            f"{place.where}: no memory for a result of shape {shape}", rank=place.rank
+            f"{site.op}: no memory for a result of shape {shape}", rank=site.rank
         ) from error
 
 
-def _premultiply(call: Call, memory: Memory, op: RedOp, scalar: float, writes_input: bool) -> Call:
+def _premultiply(
+    call: PreparedOp, memory: HostMemory, op: RedOp, scalar: float, writes_input: bool
+) -> PreparedOp:
     """For a pre-multiplied sum: scale the input where it lies (in place) or into a buffer of its own, just before the call."""
     if op is not RedOp.PREMUL_SUM:
         return call
@@ -100,9 +102,9 @@ def _premultiply(call: Call, memory: Memory, op: RedOp, scalar: float, writes_in
     target = memory.array if writes_input else np.empty_like(memory.array)
     source, count, kernel = memory.address, memory.count, scale_kernel(memory.dtype, False)
     destination = int(target.__array_interface__["data"][0])
-    call.before = lambda: call_kernel(kernel, destination, source, int(factor.ctypes.data), count)
+    call.prologue = lambda: call_kernel(kernel, destination, source, int(factor.ctypes.data), count)
     call.source = destination
-    call.keep += [factor, target]
+    call.keep_alive += [factor, target]
     call.cacheable = False
     return call
 
@@ -144,21 +146,23 @@ def new_flat(x: Any, counts: Any) -> Array | None:
         return None
 
 
-def _uneven_share(memory: Memory, place: Place, other: str) -> InvalidUsage:
-    text = f"{place.where}: x has {memory.count} elements, which {place.nranks} ranks cannot share evenly"
+def _uneven_error(memory: HostMemory, site: CallSite, other: str) -> InvalidUsage:
+    text = (
+        f"{site.op}: x has {memory.count} elements, which {site.nranks} ranks cannot share evenly"
+    )
     return InvalidUsage(text, hint=f"use {other}")
 
 
 # ---- one function a collective: (place, arguments) -> Call
 
 
-def all_reduce(place: Place, x: Any, out: Any, op: Any) -> Call:
-    source = view(x, "x", writes=out is None, where=place.where)
-    kind, scalar = operator(op, source.dtype, place.where)
-    target = source if out is None else _result(out, source, source.array.shape, place)
-    expect_count(target, source.count, "out", "as many as x", place.where)
-    in_place = out is None or refuse_overlap(source, target, 0, place)
-    call = _call(
+def all_reduce(site: CallSite, x: Any, out: Any, op: Any) -> PreparedOp:
+    source = view(x, "x", writes=out is None, where=site.op)
+    kind, scalar = resolve_operator(op, source.dtype, site.op)
+    target = source if out is None else _output(out, source, source.array.shape, site)
+    expect_count(target, source.count, "out", "as many as x", site.op)
+    in_place = out is None or check_overlap(source, target, 0, site)
+    call = _prepared(
         Collective.ALL_REDUCE,
         source,
         target,
@@ -170,19 +174,19 @@ def all_reduce(place: Place, x: Any, out: Any, op: Any) -> Call:
     return _premultiply(call, source, kind, scalar, in_place)
 
 
-def reduce(place: Place, x: Any, root: Any, out: Any, op: Any) -> Call:
-    root = place.root(root)
-    source = view(x, "x", writes=out is None and place.rank == root, where=place.where)
-    kind, scalar = operator(op, source.dtype, place.where)
+def reduce(site: CallSite, x: Any, root: Any, out: Any, op: Any) -> PreparedOp:
+    root = site.root(root)
+    source = view(x, "x", writes=out is None and site.rank == root, where=site.op)
+    kind, scalar = resolve_operator(op, source.dtype, site.op)
     target = (
         source
-        if out is None or place.rank != root
-        else _result(out, source, source.array.shape, place)
+        if out is None or site.rank != root
+        else _output(out, source, source.array.shape, site)
     )
-    expect_count(target, source.count, "out", "as many as x", place.where)
-    in_place = target is source or refuse_overlap(source, target, 0, place)
+    expect_count(target, source.count, "out", "as many as x", site.op)
+    in_place = target is source or check_overlap(source, target, 0, site)
     arg = root << 3 | kind  # as the door's
-    call = _call(
+    call = _prepared(
         Collective.REDUCE,
         source,
         target,
@@ -193,15 +197,15 @@ def reduce(place: Place, x: Any, root: Any, out: Any, op: Any) -> Call:
         in_place=in_place,
         plan_arg=arg,
     )
-    if place.rank != root:
+    if site.rank != root:
         call.result = x  # and a schedule has no output there
-    return _premultiply(call, source, kind, scalar, in_place and place.rank == root)
+    return _premultiply(call, source, kind, scalar, in_place and site.rank == root)
 
 
-def broadcast(place: Place, x: Any, root: Any) -> Call:
-    root = place.root(root)
-    memory = view(x, "x", writes=place.rank != root, where=place.where)
-    return _call(
+def broadcast(site: CallSite, x: Any, root: Any) -> PreparedOp:
+    root = site.root(root)
+    memory = view(x, "x", writes=site.rank != root, where=site.op)
+    return _prepared(
         Collective.BROADCAST,
         memory,
         memory,
@@ -214,31 +218,29 @@ def broadcast(place: Place, x: Any, root: Any) -> Call:
     )
 
 
-def all_gather(place: Place, x: Any, out: Any) -> Call:
-    source = view(x, "x", writes=False, where=place.where)
-    target = _result(out, source, _stacked(source.array, place.nranks), place)
-    expect_count(target, source.count * place.nranks, "out", f"{place.nranks} times x", place.where)
-    in_place = refuse_overlap(target, source, place.rank * source.nbytes, place)
-    return _call(
+def all_gather(site: CallSite, x: Any, out: Any) -> PreparedOp:
+    source = view(x, "x", writes=False, where=site.op)
+    target = _output(out, source, _stacked_shape(source.array, site.nranks), site)
+    expect_count(target, source.count * site.nranks, "out", f"{site.nranks} times x", site.op)
+    in_place = check_overlap(target, source, site.rank * source.nbytes, site)
+    return _prepared(
         Collective.ALL_GATHER,
         source,
         target,
         [source.count],
-        [source.count] * place.nranks,
+        [source.count] * site.nranks,
         in_place=in_place,
     )
 
 
-def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
-    sizes = counts_of(counts, "counts", place.nranks, place.where)
-    source = view(x, "x", writes=False, where=place.where)
-    expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
-    target = _result(out, source, (sum(sizes),), place)
-    expect_count(target, sum(sizes), "out", "the sum of counts", place.where)
-    in_place = refuse_overlap(
-        target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place
-    )
-    return _call(
+def all_gather_v(site: CallSite, x: Any, counts: Any, out: Any) -> PreparedOp:
+    sizes = counts_of(counts, "counts", site.nranks, site.op)
+    source = view(x, "x", writes=False, where=site.op)
+    expect_count(source, sizes[site.rank], "x", f"counts[{site.rank}]", site.op)
+    target = _output(out, source, (sum(sizes),), site)
+    expect_count(target, sum(sizes), "out", "the sum of counts", site.op)
+    in_place = check_overlap(target, source, sum(sizes[: site.rank]) * source.dtype.itemsize, site)
+    return _prepared(
         Collective.ALL_GATHER,
         source,
         target,
@@ -250,20 +252,20 @@ def all_gather_v(place: Place, x: Any, counts: Any, out: Any) -> Call:
     )
 
 
-def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
-    source = view(x, "x", writes=False, where=place.where)
-    kind, scalar = operator(op, source.dtype, place.where)
-    if source.count % place.nranks:
-        raise _uneven_share(source, place, "reduce_scatter_v")
-    count = source.count // place.nranks
-    target = _result(out, source, _share(source.array, place.nranks), place)
-    expect_count(target, count, "out", f"x shared by {place.nranks} ranks", place.where)
-    in_place = refuse_overlap(source, target, place.rank * target.nbytes, place)
-    call = _call(
+def reduce_scatter(site: CallSite, x: Any, out: Any, op: Any) -> PreparedOp:
+    source = view(x, "x", writes=False, where=site.op)
+    kind, scalar = resolve_operator(op, source.dtype, site.op)
+    if source.count % site.nranks:
+        raise _uneven_error(source, site, "reduce_scatter_v")
+    count = source.count // site.nranks
+    target = _output(out, source, _share_shape(source.array, site.nranks), site)
+    expect_count(target, count, "out", f"x shared by {site.nranks} ranks", site.op)
+    in_place = check_overlap(source, target, site.rank * target.nbytes, site)
+    call = _prepared(
         Collective.REDUCE_SCATTER,
         source,
         target,
-        [count] * place.nranks,
+        [count] * site.nranks,
         [count],
         kind,
         in_place=in_place,
@@ -271,17 +273,15 @@ def reduce_scatter(place: Place, x: Any, out: Any, op: Any) -> Call:
     return _premultiply(call, source, kind, scalar, False)
 
 
-def reduce_scatter_v(place: Place, x: Any, counts: Any, out: Any, op: Any) -> Call:
-    sizes = counts_of(counts, "counts", place.nranks, place.where)
-    source = view(x, "x", writes=False, where=place.where)
-    kind, scalar = operator(op, source.dtype, place.where)
-    expect_count(source, sum(sizes), "x", "the sum of counts", place.where)
-    target = _result(out, source, (sizes[place.rank],), place)
-    expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
-    in_place = refuse_overlap(
-        source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place
-    )
-    call = _call(
+def reduce_scatter_v(site: CallSite, x: Any, counts: Any, out: Any, op: Any) -> PreparedOp:
+    sizes = counts_of(counts, "counts", site.nranks, site.op)
+    source = view(x, "x", writes=False, where=site.op)
+    kind, scalar = resolve_operator(op, source.dtype, site.op)
+    expect_count(source, sum(sizes), "x", "the sum of counts", site.op)
+    target = _output(out, source, (sizes[site.rank],), site)
+    expect_count(target, sizes[site.rank], "out", f"counts[{site.rank}]", site.op)
+    in_place = check_overlap(source, target, sum(sizes[: site.rank]) * source.dtype.itemsize, site)
+    call = _prepared(
         Collective.REDUCE_SCATTER,
         source,
         target,
@@ -295,51 +295,53 @@ def reduce_scatter_v(place: Place, x: Any, counts: Any, out: Any, op: Any) -> Ca
     return _premultiply(call, source, kind, scalar, False)
 
 
-def all_to_all(place: Place, x: Any, out: Any) -> Call:
-    source = view(x, "x", writes=False, where=place.where)
-    if source.count % place.nranks:
-        raise _uneven_share(source, place, "all_to_all_v")
-    target = _result(out, source, source.array.shape, place)
-    expect_count(target, source.count, "out", "as many as x", place.where)
-    refuse_overlap(source, target, None, place)
-    count = source.count // place.nranks
-    return _call(
-        Collective.ALL_TO_ALL, source, target, [count] * place.nranks, [count] * place.nranks
+def all_to_all(site: CallSite, x: Any, out: Any) -> PreparedOp:
+    source = view(x, "x", writes=False, where=site.op)
+    if source.count % site.nranks:
+        raise _uneven_error(source, site, "all_to_all_v")
+    target = _output(out, source, source.array.shape, site)
+    expect_count(target, source.count, "out", "as many as x", site.op)
+    check_overlap(source, target, None, site)
+    count = source.count // site.nranks
+    return _prepared(
+        Collective.ALL_TO_ALL, source, target, [count] * site.nranks, [count] * site.nranks
     )
 
 
-def all_to_all_v(place: Place, x: Any, send_counts: Any, recv_counts: Any, out: Any) -> Call:
-    sends = counts_of(send_counts, "send_counts", place.nranks, place.where)
-    receives = counts_of(recv_counts, "recv_counts", place.nranks, place.where)
-    if sends[place.rank] != receives[place.rank]:
-        mine = f"send_counts[{place.rank}] is {sends[place.rank]}, recv_counts[{place.rank}] is {receives[place.rank]}"
-        raise InvalidUsage(f"{place.where}: a rank sends itself what it receives: {mine}")
-    source = view(x, "x", writes=False, where=place.where)
-    expect_count(source, sum(sends), "x", "the sum of send_counts", place.where)
-    target = _result(out, source, (sum(receives),), place)
-    expect_count(target, sum(receives), "out", "the sum of recv_counts", place.where)
-    refuse_overlap(source, target, None, place)
-    return _call(Collective.ALL_TO_ALL, source, target, sends, receives, agreed=[], uneven=True)
+def all_to_all_v(
+    site: CallSite, x: Any, send_counts: Any, recv_counts: Any, out: Any
+) -> PreparedOp:
+    sends = counts_of(send_counts, "send_counts", site.nranks, site.op)
+    receives = counts_of(recv_counts, "recv_counts", site.nranks, site.op)
+    if sends[site.rank] != receives[site.rank]:
+        mine = f"send_counts[{site.rank}] is {sends[site.rank]}, recv_counts[{site.rank}] is {receives[site.rank]}"
+        raise InvalidUsage(f"{site.op}: a rank sends itself what it receives: {mine}")
+    source = view(x, "x", writes=False, where=site.op)
+    expect_count(source, sum(sends), "x", "the sum of send_counts", site.op)
+    target = _output(out, source, (sum(receives),), site)
+    expect_count(target, sum(receives), "out", "the sum of recv_counts", site.op)
+    check_overlap(source, target, None, site)
+    return _prepared(Collective.ALL_TO_ALL, source, target, sends, receives, agreed=[], uneven=True)
 
 
-def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Call:
-    root = place.root(root)
-    source = view(x, "x", writes=False, where=place.where)
+def gather(site: CallSite, x: Any, root: Any, out: Any, counts: Any = None) -> PreparedOp:
+    root = site.root(root)
+    source = view(x, "x", writes=False, where=site.op)
     sizes = (
-        [source.count] * place.nranks
+        [source.count] * site.nranks
         if counts is None
-        else counts_of(counts, "counts", place.nranks, place.where)
+        else counts_of(counts, "counts", site.nranks, site.op)
     )
-    expect_count(source, sizes[place.rank], "x", f"counts[{place.rank}]", place.where)
-    shape = _stacked(source.array, place.nranks) if counts is None else (sum(sizes),)
-    if place.rank == root:
-        target = _result(out, source, shape, place)
-        expect_count(target, sum(sizes), "out", "all ranks' elements", place.where)
-        refuse_overlap(target, source, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+    expect_count(source, sizes[site.rank], "x", f"counts[{site.rank}]", site.op)
+    shape = _stacked_shape(source.array, site.nranks) if counts is None else (sum(sizes),)
+    if site.rank == root:
+        target = _output(out, source, shape, site)
+        expect_count(target, sum(sizes), "out", "all ranks' elements", site.op)
+        check_overlap(target, source, sum(sizes[: site.rank]) * source.dtype.itemsize, site)
     else:
         target = source
-    mine = sizes if place.rank == root else [0] * place.nranks
-    call = _call(
+    mine = sizes if site.rank == root else [0] * site.nranks
+    call = _prepared(
         Collective.GATHER,
         source,
         target,
@@ -350,43 +352,43 @@ def gather(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Cal
         uneven=counts is not None,
         plan_arg=root,
     )
-    if place.rank != root:
+    if site.rank != root:
         call.result = None
     return call
 
 
-def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Call:
+def scatter(site: CallSite, x: Any, root: Any, out: Any, counts: Any = None) -> PreparedOp:
     """``x`` counts on the root only; the others give ``out`` (or, in the even form, any array of the right size as ``x``)."""
-    root = place.root(root)
-    if place.rank == root:
-        source = view(x, "x", writes=False, where=place.where)
-        if counts is None and source.count % place.nranks:
-            raise _uneven_share(source, place, "scatter_v")
+    root = site.root(root)
+    if site.rank == root:
+        source = view(x, "x", writes=False, where=site.op)
+        if counts is None and source.count % site.nranks:
+            raise _uneven_error(source, site, "scatter_v")
         sizes = (
-            [source.count // place.nranks] * place.nranks
+            [source.count // site.nranks] * site.nranks
             if counts is None
-            else counts_of(counts, "counts", place.nranks, place.where)
+            else counts_of(counts, "counts", site.nranks, site.op)
         )
-        expect_count(source, sum(sizes), "x", "the sum of counts", place.where)
-        shape = _share(source.array, place.nranks) if counts is None else (sizes[place.rank],)
-        target = _result(out, source, shape, place)
-        expect_count(target, sizes[place.rank], "out", "the rank's share of x", place.where)
-        refuse_overlap(source, target, sum(sizes[: place.rank]) * source.dtype.itemsize, place)
+        expect_count(source, sum(sizes), "x", "the sum of counts", site.op)
+        shape = _share_shape(source.array, site.nranks) if counts is None else (sizes[site.rank],)
+        target = _output(out, source, shape, site)
+        expect_count(target, sizes[site.rank], "out", "the rank's share of x", site.op)
+        check_overlap(source, target, sum(sizes[: site.rank]) * source.dtype.itemsize, site)
     else:
         if out is None:
             raise InvalidUsage(
-                f"{place.where}: a rank that is not the root gives out, the array for its share"
+                f"{site.op}: a rank that is not the root gives out, the array for its share"
             )
-        target = view(out, "out", writes=True, where=place.where)
+        target = view(out, "out", writes=True, where=site.op)
         sizes = (
-            [target.count] * place.nranks
+            [target.count] * site.nranks
             if counts is None
-            else counts_of(counts, "counts", place.nranks, place.where)
+            else counts_of(counts, "counts", site.nranks, site.op)
         )
-        expect_count(target, sizes[place.rank], "out", f"counts[{place.rank}]", place.where)
+        expect_count(target, sizes[site.rank], "out", f"counts[{site.rank}]", site.op)
         source = target
-    blocks = sizes if place.rank == root else [0] * place.nranks
-    return _call(
+    blocks = sizes if site.rank == root else [0] * site.nranks
+    return _prepared(
         Collective.SCATTER,
         source,
         target,
@@ -399,18 +401,18 @@ def scatter(place: Place, x: Any, root: Any, out: Any, counts: Any = None) -> Ca
     )
 
 
-def barrier(place: Place) -> Call:
-    nothing = Memory(_NOTHING, _UINT8, None)
-    return _call(Collective.BARRIER, nothing, nothing, [], [])
+def barrier(site: CallSite) -> PreparedOp:
+    nothing = HostMemory(_NOTHING, _UINT8, None)
+    return _prepared(Collective.BARRIER, nothing, nothing, [], [])
 
 
 # ---- building
 
 
-def _call(
+def _prepared(
     collective: Collective,
-    source: Memory,
-    target: Memory,
+    source: HostMemory,
+    target: HostMemory,
     in_counts: Sequence[int],
     out_counts: Sequence[int],
     op: RedOp = RedOp.SUM,
@@ -420,12 +422,12 @@ def _call(
     uneven: bool = False,
     in_place: bool = False,
     plan_arg: int | None = None,
-) -> Call:
+) -> PreparedOp:
     """``agreed`` are the counts of blocks that all ranks know: None where all blocks are equal, empty where each knows only its own."""
     largest = max([*in_counts, *out_counts] if agreed is None else agreed, default=0)
     # all ranks must choose alike: without counts that all know, every size is planned as if it were the same
     nbytes = UNKNOWN_BYTES if agreed == [] else largest * source.dtype.itemsize
-    request = Request(
+    request = PlanRequest(
         collective=collective,
         dtype=source.dtype,
         op=op,
@@ -437,13 +439,13 @@ def _call(
         in_place=in_place,
         uneven=uneven,
     )
-    return Call(
+    return PreparedOp(
         request=request,
         source=source.address,
         target=target.address,
         result=target.given,
         counts=_counts(in_counts, out_counts, agreed or ()) if uneven else None,
-        keep=[source, target],
+        keep_alive=[source, target],
         plan_arg=int(op) if plan_arg is None else plan_arg,
     )
 
@@ -457,12 +459,12 @@ def _counts(in_counts: Sequence[int], out_counts: Sequence[int], agreed: Sequenc
     )
 
 
-def _stacked(array: Array, nranks: int) -> tuple[int, ...]:
+def _stacked_shape(array: Array, nranks: int) -> tuple[int, ...]:
     """The shape of ``nranks`` arrays put after one another along the first axis."""
     return (nranks * array.shape[0], *array.shape[1:]) if array.ndim else (nranks,)
 
 
-def _share(array: Array, nranks: int) -> tuple[int, ...]:
+def _share_shape(array: Array, nranks: int) -> tuple[int, ...]:
     """The shape of one rank's share along the first axis; flat where that cannot be cut."""
     if array.ndim and array.shape[0] % nranks == 0:
         return (array.shape[0] // nranks, *array.shape[1:])

@@ -19,7 +19,7 @@ from miraccl.types import Collective, DType
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constants:
+class CpuConstants:
     """What was measured (``comm.measure``). Times in microseconds, bandwidths in bytes per microsecond (MB/s).
 
     ``copy`` and ``fold`` are bandwidths for working sets of ``sizes`` bytes; ``fold`` counts the bytes of the result.
@@ -44,7 +44,7 @@ class Constants:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Constants:
+    def from_json(cls, text: str) -> CpuConstants:
         """Raises ``ValueError`` for what ``to_json`` does not produce."""
         values: Any = json.loads(text)
         if not isinstance(values, dict) or set(values) != {f.name for f in fields(cls)}:
@@ -67,7 +67,7 @@ class Constants:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class CommunicatorShape:
     """What the model knows of the communicator: ranks per core of the busiest host (at least 1), which peers are on a network, and in
     which order rings visit the ranks (empty: by number)."""
 
@@ -96,7 +96,7 @@ _PASSES: dict[Op, tuple[int, int]] = {
     Op.GET: (0, 2),
     Op.REDUCE_FROM_PEERS: (1, 2),
 }
-_SAMPLE = 4096  # steps of a schedule from which on one rank stands for all
+_SAMPLE_STEPS = 4096  # steps of a schedule from which on one rank stands for all
 
 
 def predict_us(
@@ -105,23 +105,25 @@ def predict_us(
     block_bytes: int,
     dtype: DType,
     round_bytes: int,
-    shape: Shape,
-    constants: Constants,
+    shape: CommunicatorShape,
+    constants: CpuConstants,
 ) -> float:
     """Predicted time in microseconds of one operation whose blocks have ``block_bytes`` bytes."""
     chunk = min(chunk_bytes(block_bytes, schedule.parts, dtype.itemsize), max(block_bytes, 1))
     rounds = -(-chunk // round_bytes) if block_bytes else 1
-    whole = sum(len(steps) for steps in schedule.channels[0]) <= _SAMPLE
+    whole = sum(len(steps) for steps in schedule.channels[0]) <= _SAMPLE_STEPS
     ranks = range(schedule.nranks) if whole else range(1)
     works = [
         _work_us(schedule, rank, chunk, block_bytes, rounds, shape, constants) for rank in ranks
     ]
     total = sum(works) * schedule.nranks / len(works)
     cores = schedule.nranks / max(1.0, shape.ranks_per_core)
-    return max(max(works), total / cores) + _waits_us(latency_steps, rounds, shape, constants)
+    return max(max(works), total / cores) + _latency_us(latency_steps, rounds, shape, constants)
 
 
-def _waits_us(latency_steps: int, rounds: int, shape: Shape, constants: Constants) -> float:
+def _latency_us(
+    latency_steps: int, rounds: int, shape: CommunicatorShape, constants: CpuConstants
+) -> float:
     """What messages in a row cost. Rounds follow one another in a pipeline where ranks have cores; where they share them, a rank that
     waits makes way for another every few messages."""
     if shape.hosts and len(set(shape.hosts)) > 1:
@@ -137,15 +139,15 @@ def _work_us(
     chunk: int,
     block_bytes: int,
     rounds: int,
-    shape: Shape,
-    constants: Constants,
+    shape: CommunicatorShape,
+    constants: CpuConstants,
 ) -> float:
     """What one rank's steps cost, waiting aside."""
     blocks = max(schedule.input_chunks, schedule.output_chunks) / schedule.parts
     cached = 1 / constants.at(constants.copy, min(256 << 10, 2.0 * chunk))
     extra = max(0.0, 1 / constants.at(constants.copy, 2.0 * block_bytes * blocks) - cached)
     folding = max(0.0, 1 / constants.at(constants.fold, 2.0 * chunk) - cached)
-    slots = users = copies = folds = wired = steps = 0
+    slots = users = copies = reduced = sent_remote = steps = 0
     before = None
     for channel in schedule.channels:
         for step in channel[rank]:
@@ -160,11 +162,11 @@ def _work_us(
             if step.op is Op.COPY:
                 copies += nbytes
             if step.op.reduces:
-                folds += additions * nbytes
+                reduced += additions * nbytes
             if step.op.sends and shape.remote(rank, step.send_peer):
-                wired += nbytes
-    time = (slots + copies) * cached + users * extra + folds * folding
-    return time + wired / constants.network + steps * rounds * constants.step_us
+                sent_remote += nbytes
+    time = (slots + copies) * cached + users * extra + reduced * folding
+    return time + sent_remote / constants.network + steps * rounds * constants.step_us
 
 
 def default_block_bytes(collective: Collective, nbytes: int, nranks: int) -> int:

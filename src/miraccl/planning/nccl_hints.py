@@ -23,9 +23,11 @@ from miraccl.types import Collective, Protocol
 
 _ALGORITHMS = {Algorithm.RING: "ring", Algorithm.TREE: "double_binary_tree", Algorithm.PAT: "pat"}
 _PROTOCOLS = {Protocol.SIMPLE: "simple", Protocol.LL: "ll", Protocol.LL128: "ll128"}
-_ON_CPUS = ("simple", "ll")
+_CPU_PROTOCOLS = ("simple", "ll")
 #: algorithm -> what it is on GPUs, by collective; NCCL has rings of broadcast and reduce, too, which are chains here
-_ON_GPUS = {name: dict.fromkeys(Collective, name) for name in ("one_shot", "two_shot", "chain")} | {
+_GPU_ALGORITHMS = {
+    name: dict.fromkeys(Collective, name) for name in ("one_shot", "two_shot", "chain")
+} | {
     "ring": {
         Collective.ALL_REDUCE: "ring",
         Collective.BROADCAST: "chain",
@@ -48,7 +50,7 @@ def read_algorithms(environ: Mapping[str, str] | None = None) -> tuple[str, dict
             catalog.get(value)
         except InvalidUsage as error:
             raise InvalidUsage(f"MIRACCL_ALGO: {error}") from None
-    return (value, {}) if source != "NCCL_ALGO" else ("", algorithms(value))
+    return (value, {}) if source != "NCCL_ALGO" else ("", hinted_algorithms(value))
 
 
 def read_protocols(environ: Mapping[str, str] | None = None) -> tuple[str, dict[Collective, str]]:
@@ -57,59 +59,59 @@ def read_protocols(environ: Mapping[str, str] | None = None) -> tuple[str, dict[
     return (
         (value, {})
         if source != "NCCL_PROTO"
-        else ("", _understand(value, PROTOCOL_LABELS, _PROTOCOLS, "NCCL_PROTO"))
+        else ("", _translate(value, PROTOCOL_LABELS, _PROTOCOLS, "NCCL_PROTO"))
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class NcclHints:
     """Algorithms and protocols that are wished, by collective."""
 
-    algos: Mapping[Collective, str] = field(default_factory=dict)
-    protos: Mapping[Collective, str] = field(default_factory=dict)
+    algorithms: Mapping[Collective, str] = field(default_factory=dict)
+    protocols: Mapping[Collective, str] = field(default_factory=dict)
 
 
-def algorithms(text: str) -> dict[Collective, str]:
+def hinted_algorithms(text: str) -> dict[Collective, str]:
     """The wish for each collective that has one. Names of ours count for all collectives."""
     labels = {algo: algo.label for algo in Algorithm}
     if text in catalog.names() and text not in map(str.lower, labels.values()):
         return dict.fromkeys(Collective, text)
-    return _understand(text, labels, _ALGORITHMS, "NCCL_ALGO")
+    return _translate(text, labels, _ALGORITHMS, "NCCL_ALGO")
 
 
-def on_cpus(protocols: Mapping[Collective, str]) -> str:
+def cpu_protocol(protocols: Mapping[Collective, str]) -> str:
     """The protocol of CPU ranks, or nothing: theirs is one for all collectives."""
-    wished = {protocols.get(collective, "") for collective in TUNED}
-    if len(wished) == 1 and wished <= set(_ON_CPUS):
-        return wished.pop()
-    if any(wished):
+    hinted = {protocols.get(collective, "") for collective in TUNED}
+    if len(hinted) == 1 and hinted <= set(_CPU_PROTOCOLS):
+        return hinted.pop()
+    if any(hinted):
         _log.info(
             "NCCL_PROTO is left aside on CPU ranks: they have %s, for all collectives alike",
-            " and ".join(_ON_CPUS),
+            " and ".join(_CPU_PROTOCOLS),
         )
     return ""
 
 
-def on_gpus(algorithms: Mapping[Collective, str]) -> dict[Collective, str]:
+def gpu_algorithms(algorithms: Mapping[Collective, str]) -> dict[Collective, str]:
     """The algorithms that GPUs have kernels for, by the names of those kernels."""
     result: dict[Collective, str] = {}
     for collective, name in algorithms.items():
-        if found := _ON_GPUS.get(name, {}).get(collective):
+        if found := _GPU_ALGORITHMS.get(name, {}).get(collective):
             result[collective] = found
-    aside = [
+    ignored = [
         f"{name} for {coll.label}"
         for coll, name in algorithms.items()
         if coll in TUNED and coll not in result
     ]
-    if aside:
+    if ignored:
         _log.info(
             "NCCL_ALGO is left aside on GPU memory, which has no kernel of %s: the model chooses",
-            ", ".join(aside),
+            ", ".join(ignored),
         )
     return result
 
 
-def _understand(
+def _translate(
     text: str, labels: Mapping[E, str], ours: Mapping[E, str], variable: str
 ) -> dict[Collective, str]:
     try:

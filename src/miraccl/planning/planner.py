@@ -20,7 +20,7 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.limits import SYNCS, check_limits, check_width
 from miraccl.executor.cpu.lower import Counts, Program, Run, lower, signature
 from miraccl.executor.cpu.sizes import size_class
-from miraccl.planning.cost_model import Constants, Shape, predict_us
+from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, predict_us
 from miraccl.schedule import catalog
 from miraccl.schedule.catalog import Algorithm
 from miraccl.schedule.ir import Buffer, Schedule
@@ -35,18 +35,18 @@ WINDOW_FROM = (
 #: ``WHOLE_BYTES`` (a system call for each slot costs what the single copy gains). In which forms, out of place (False) and in place, ranks
 #: may come together.
 EXCHANGES = {Collective.ALL_GATHER: (False, True), Collective.ALL_TO_ALL: (False,)}
-WHOLE_BYTES = 8 << 20
-ASK_FROM = (
+WHOLE_BLOCK_BYTES = 8 << 20
+NEGOTIATE_FROM = (
     96 << 10
 )  # bytes of a block from which ranks first tell each other whether all of them passed window memory
 STREAM_FACTOR = 1.75  # a collective reads part of what it moves from caches: it streams from this many times the cache share on
-TIE = 1.05  # what is predicted within 5 % is taken for equal, and these names decide, below and from LARGE bytes of a block on
-LARGE = 128 << 10
+TIE_FACTOR = 1.05  # what is predicted within 5 % is taken for equal, and these names decide, below and from LARGE bytes of a block on
+LARGE_BLOCK = 128 << 10
 PREFERENCE = ("one_shot", "two_shot", "ring", "chain", "pairwise", "recursive_doubling")
 PREFERENCE_LARGE = ("ring", *PREFERENCE)  # of all_reduce: half of its result goes past the caches
-MEMORY_ALGORITHM = "two_shot_put"
+WINDOW_ALGORITHM = "two_shot_put"
 #: the buffers that all ranks cut alike into uneven blocks, so that each knows where those of its peers lie
-CUT_ALIKE = {Collective.ALL_GATHER: Buffer.OUTPUT, Collective.REDUCE_SCATTER: Buffer.INPUT}
+KNOWN_LAYOUT = {Collective.ALL_GATHER: Buffer.OUTPUT, Collective.REDUCE_SCATTER: Buffer.INPUT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Overrides:
     algo: str = ""
     proto: str = ""
     deterministic: bool = False
-    wishes: Mapping[Collective, str] = field(default_factory=dict)
+    hints: Mapping[Collective, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What a run is made for. ``in_counts`` and ``out_counts`` are elements per block on this rank; ``block_bytes`` is the common size of
     blocks. Of an ``uneven`` operation counts come with each call, so there are none here, and ``block_bytes`` is the class
     (``sizes.size_class``) of the largest block of any rank."""
@@ -104,9 +104,9 @@ class Planner:
         self,
         *,
         rank: int,
-        shape: Shape,
+        shape: CommunicatorShape,
         slot_bytes: int,
-        constants: Constants,
+        constants: CpuConstants,
         overrides: Overrides,
         single_copy: int = -1,
         exchange_copy: int = -1,
@@ -121,7 +121,7 @@ class Planner:
         self._programs: dict[tuple[str, Collective, int, bool], Program] = {}
         self._choices: dict[tuple[object, ...], tuple[str, list[Algorithm]]] = {}
         self._plans: dict[
-            int, Candidate | tuple[str, Request]
+            int, Candidate | tuple[str, PlanRequest]
         ] = {}  # by the address of a run, in full once somebody has asked
         if overrides.algo:
             catalog.get(overrides.algo)  # an unknown name is refused now
@@ -135,7 +135,7 @@ class Planner:
         uneven: bool = False,
     ) -> list[Candidate]:
         """All ways, the chosen one first, then by predicted time."""
-        asked = self._asked(collective, root, uneven)
+        requested = self._requested(collective, root, uneven)
         chosen = self._choose(collective, block_bytes, dtype, root, uneven)
         rows = self._rows(
             catalog.algorithms_for(collective, self.shape.nranks, root),
@@ -145,20 +145,22 @@ class Planner:
             root,
             uneven,
         )
-        allowed = [row.time for row in rows if not row.barred]
+        allowed = [row.time for row in rows if not row.excluded]
         fastest, best = min(allowed), next(row.time for row in rows if row.name == chosen)
         result = []
-        for row in sorted(rows, key=lambda row: (row.name != chosen, bool(row.barred), row.time)):
+        for row in sorted(rows, key=lambda row: (row.name != chosen, bool(row.excluded), row.time)):
             if row.name == chosen:
                 reason = (
                     "asked for"
-                    if row.name == asked
-                    else _why_chosen(row.time, fastest, len(allowed), block_bytes)
+                    if row.name == requested
+                    else _choice_reason(row.time, fastest, len(allowed), block_bytes)
                 )
             else:
-                reason = row.barred or f"{row.time / best:.2f} times the predicted time of {chosen}"
-                if not row.barred and row.time <= TIE * fastest:
-                    reason += f", which is taken among equals (within {TIE - 1:.0%})"
+                reason = (
+                    row.excluded or f"{row.time / best:.2f} times the predicted time of {chosen}"
+                )
+                if not row.excluded and row.time <= TIE_FACTOR * fastest:
+                    reason += f", which is taken among equals (within {TIE_FACTOR - 1:.0%})"
             proto = self._protocol(block_bytes)
             result.append(
                 Candidate(
@@ -181,9 +183,9 @@ class Planner:
         root: int,
         uneven: bool,
     ) -> list[_Row]:
-        asked = self._asked(collective, root, uneven)
+        requested = self._requested(collective, root, uneven)
         return [
-            self._row(algorithm, collective, block_bytes, dtype, root, uneven, asked)
+            self._row(algorithm, collective, block_bytes, dtype, root, uneven, requested)
             for algorithm in algorithms
         ]
 
@@ -195,15 +197,17 @@ class Planner:
         dtype: DType,
         root: int,
         uneven: bool,
-        asked: str,
+        requested: str,
     ) -> _Row:
-        if algorithm.name != asked and (
-            flaw := find_flaw(algorithm, collective, self.shape.nranks, root, self.slot_bytes)
+        if algorithm.name != requested and (
+            defect := find_defect(algorithm, collective, self.shape.nranks, root, self.slot_bytes)
         ):
-            return _Row(math.inf, algorithm.name, f"left out: {flaw}")
+            return _Row(math.inf, algorithm.name, f"left out: {defect}")
         time = self._predict(algorithm, collective, block_bytes, dtype, root)
         return _Row(
-            time, algorithm.name, self._barred(algorithm, collective, dtype, root, uneven, asked)
+            time,
+            algorithm.name,
+            self._exclusion(algorithm, collective, dtype, root, uneven, requested),
         )
 
     def _choose(
@@ -216,13 +220,13 @@ class Planner:
         key = (collective, least, dtype, root, uneven, *map(id, algorithms))
         if key not in self._choices:
             rows = self._rows(algorithms, collective, least, dtype, root, uneven)
-            allowed = [row for row in rows if not row.barred]
+            allowed = [row for row in rows if not row.excluded]
             if not allowed:
                 raise InvalidUsage(
-                    f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_reasons(rows)}"
+                    f"no algorithm is left for {collective.label} over {self.shape.nranks} ranks: {_exclusions(rows)}"
                 )
             fastest = min(row.time for row in allowed)
-            equals = [row for row in allowed if row.time <= TIE * fastest]
+            equals = [row for row in allowed if row.time <= TIE_FACTOR * fastest]
             best = min(equals, key=lambda row: (_preference(row.name, collective, least), row.time))
             self._choices[key] = best.name, algorithms  # which stay, and with them their ids
         return self._choices[key][0]
@@ -235,12 +239,12 @@ class Planner:
             else "simple"
         )
 
-    def _asked(self, collective: Collective, root: int, uneven: bool) -> str:
+    def _requested(self, collective: Collective, root: int, uneven: bool) -> str:
         """What was asked for where it has a schedule, or nothing: then the model chooses. A wish that rules forbid is none."""
-        asked = self.overrides.algo or self.overrides.wishes.get(collective, "")
-        if not asked:
+        requested = self.overrides.algo or self.overrides.hints.get(collective, "")
+        if not requested:
             return ""
-        algorithm = catalog.get(asked)
+        algorithm = catalog.get(requested)
         if not algorithm.supports(collective, self.shape.nranks, root) or (
             uneven and collective not in algorithm.uneven
         ):
@@ -251,24 +255,26 @@ class Planner:
             )
             if unordered or (algorithm.needs_addressable_memory and not self.addressable):
                 return ""
-        return asked
+        return requested
 
-    def _for_windows(self, algorithm: Algorithm, collective: Collective, asked: str) -> bool:
-        free = not (asked or self.overrides.algo)
+    def _is_window_candidate(
+        self, algorithm: Algorithm, collective: Collective, requested: str
+    ) -> bool:
+        free = not (requested or self.overrides.algo)
         return (
-            algorithm.name == MEMORY_ALGORITHM
+            algorithm.name == WINDOW_ALGORITHM
             and free
             and algorithm.supports(collective, self.shape.nranks)
         )
 
-    def _barred(
+    def _exclusion(
         self,
         algorithm: Algorithm,
         collective: Collective,
         dtype: DType,
         root: int,
         uneven: bool,
-        asked: str,
+        requested: str,
     ) -> str:
         """Why an algorithm may not be used, or nothing; ``asked`` is what ``_asked`` says."""
         if uneven and collective not in algorithm.uneven:
@@ -277,30 +283,30 @@ class Planner:
             schedule = self._schedule(algorithm.name, collective, root, in_place=False)
             if schedule.scratch_chunks:
                 return "keeps blocks in scratch memory, which is not known to be large enough for uneven ones"
-            if schedule.addressed - {CUT_ALIKE.get(collective)}:
+            if schedule.addressed - {KNOWN_LAYOUT.get(collective)}:
                 return (
                     "addresses blocks of peers, who alone know where these lie if they are uneven"
                 )
-            if schedule.ops & SYNCS and collective not in CUT_ALIKE:
+            if schedule.ops & SYNCS and collective not in KNOWN_LAYOUT:
                 return "has signals, and ranks that do not know each other's blocks go through different numbers of rounds"
         if algorithm.needs_addressable_memory and collective is not Collective.BARRIER:
             if not self.addressable:
                 return "needs memory that peers can address, which not all ranks have here"
-            if algorithm.name != asked:
+            if algorithm.name != requested:
                 return (
                     "taken when all ranks pass window memory (comm.empty)"
-                    if self._for_windows(algorithm, collective, asked)
+                    if self._is_window_candidate(algorithm, collective, requested)
                     else ("needs memory that peers can address; choose it by name")
                 )
         if self.overrides.deterministic and collective.reduces and not algorithm.rank_ordered:
             return "does not add in the order of the ranks (deterministic)"
-        if asked and algorithm.name != asked:
-            return f"{asked} was asked for"
+        if requested and algorithm.name != requested:
+            return f"{requested} was asked for"
         if (
             collective.reduces
             and dtype.accumulates_in_float32
             and not algorithm.rounds_once
-            and algorithm.name != asked
+            and algorithm.name != requested
         ):
             return f"rounds {dtype.label} at every hop"
         return ""
@@ -339,32 +345,32 @@ class Planner:
             self._programs[key] = lower(schedule, self.rank, opened=opened)
         return self._programs[key]
 
-    def make_run(self, request: Request) -> Run:
+    def make_run(self, request: PlanRequest) -> Run:
         """The run for a request; its addresses are set by whoever starts it."""
         algo = self._choose(
             request.collective, request.block_bytes, request.dtype, request.root, request.uneven
         )
         run = self._run(algo, request)
-        if self._asks(algo, request):
-            other = self._run(MEMORY_ALGORITHM, request, opened=True)
+        if self._negotiates_window(algo, request):
+            other = self._run(WINDOW_ALGORITHM, request, opened=True)
             run.prefer_memory(other, [r for r in range(self.shape.nranks) if r != self.rank])
         return run
 
-    def _asks(self, algo: str, request: Request) -> bool:
+    def _negotiates_window(self, algo: str, request: PlanRequest) -> bool:
         """Whether ranks tell each other where their buffers lie before they choose between the plan and the one for window memory."""
-        algorithm = catalog.get(MEMORY_ALGORITHM)
+        algorithm = catalog.get(WINDOW_ALGORITHM)
         return (
             not self.overrides.algo
-            and not self._asked(request.collective, request.root, request.uneven)
+            and not self._requested(request.collective, request.root, request.uneven)
             and not self.shape.hosts
             and self.shape.nranks > 1
             and algorithm.supports(request.collective, self.shape.nranks)
-            and request.block_bytes >= ASK_FROM
+            and request.block_bytes >= NEGOTIATE_FROM
             and (not request.uneven or request.collective in algorithm.uneven)
-            and algo != MEMORY_ALGORITHM
+            and algo != WINDOW_ALGORITHM
         )
 
-    def _run(self, algo: str, request: Request, opened: bool = False) -> Run:
+    def _run(self, algo: str, request: PlanRequest, opened: bool = False) -> Run:
         algorithm = catalog.get(algo)
         program = self.program(algo, request.collective, request.root, request.in_place, opened)
         reduces = request.collective.reduces
@@ -378,10 +384,10 @@ class Planner:
             dtype=request.dtype,
             block_bytes=request.block_bytes,
             slot_bytes=self.slot_bytes,
-            round_bytes=WHOLE_BYTES
-            if self._reads_blocks(algo, request)
+            round_bytes=WHOLE_BLOCK_BYTES
+            if self._reads_whole_blocks(algo, request)
             else self.round_bytes(program.schedule.widest),
-            direct=self._direct(algo, request),
+            direct=self._direct_threshold(algo, request),
             template=signature(
                 request.collective,
                 request.dtype,
@@ -409,7 +415,7 @@ class Planner:
         weakref.finalize(run, self._plans.pop, run.address, None)
         return run
 
-    def _direct(self, algo: str, request: Request) -> int:
+    def _direct_threshold(self, algo: str, request: PlanRequest) -> int:
         """From how many bytes on a piece is posted by address: never (-1), window memory only, or private memory too."""
         if not catalog.supports_direct(
             algo, request.collective, self.shape.nranks, request.root, in_place=request.in_place
@@ -417,22 +423,22 @@ class Planner:
             return -1
         if request.block_bytes < WINDOW_FROM:
             return -1
-        if self._reads_blocks(algo, request) or 0 <= self.single_copy <= request.block_bytes:
+        if self._reads_whole_blocks(algo, request) or 0 <= self.single_copy <= request.block_bytes:
             return layout.MIN_DIRECT_BYTES
         return WINDOW_ONLY
 
-    def _reads_blocks(self, algo: str, request: Request) -> bool:
+    def _reads_whole_blocks(self, algo: str, request: PlanRequest) -> bool:
         """Whether ranks read whole blocks in private memory of others. All answer alike, in place or not: rounds must be cut alike."""
-        forms = EXCHANGES.get(request.collective, ())
+        in_place_forms = EXCHANGES.get(request.collective, ())
         return (
-            bool(forms)
+            bool(in_place_forms)
             and not request.uneven
             and 0 <= self.exchange_copy <= request.block_bytes
             and all(
                 catalog.supports_direct(
                     algo, request.collective, self.shape.nranks, request.root, in_place=form
                 )
-                for form in forms
+                for form in in_place_forms
             )
         )
 
@@ -443,18 +449,20 @@ class Planner:
             plan = self._plans[run_address] = self._candidate(*plan)
         return plan
 
-    def _candidate(self, algo: str, request: Request) -> Candidate:
-        ways = self.candidates(
+    def _candidate(self, algo: str, request: PlanRequest) -> Candidate:
+        candidates = self.candidates(
             request.collective, request.block_bytes, request.dtype, request.root, request.uneven
         )
-        if algo == MEMORY_ALGORITHM and ways[0].algo != algo:
-            return replace(ways[0], algo=algo, reason="all ranks passed window memory")
-        found = next((way for way in ways if way.algo == algo), None)
-        return found or replace(ways[0], algo=algo, reason="was chosen while it was registered")
+        if algo == WINDOW_ALGORITHM and candidates[0].algo != algo:
+            return replace(candidates[0], algo=algo, reason="all ranks passed window memory")
+        found = next((way for way in candidates if way.algo == algo), None)
+        return found or replace(
+            candidates[0], algo=algo, reason="was chosen while it was registered"
+        )
 
 
 @lru_cache(maxsize=256)
-def find_flaw(
+def find_defect(
     algorithm: Algorithm, collective: Collective, nranks: int, root: int, slot_bytes: int
 ) -> str:
     """Why operations that did not ask for an algorithm cannot have it: its code fails, its schedule is wrong in one of the collective's
@@ -477,29 +485,29 @@ class _Row(NamedTuple):
 
     time: float
     name: str
-    barred: str
+    excluded: str
 
 
-def _why_chosen(time: float, fastest: float, allowed: int, block_bytes: int) -> str:
+def _choice_reason(time: float, fastest: float, allowed: int, block_bytes: int) -> str:
     if allowed == 1:
         return "the only one"
-    if time > TIE * fastest:
+    if time > TIE_FACTOR * fastest:
         return f"best for blocks of {size_class(block_bytes)} bytes, the least of a class of sizes that are planned alike"
     return (
         "lowest predicted time"
         if time == fastest
-        else f"preferred among equals (within {TIE - 1:.0%} of the lowest predicted time)"
+        else f"preferred among equals (within {TIE_FACTOR - 1:.0%} of the lowest predicted time)"
     )
 
 
 def _preference(name: str, collective: Collective, block_bytes: int) -> int:
     order = (
         PREFERENCE_LARGE
-        if collective is Collective.ALL_REDUCE and block_bytes >= LARGE
+        if collective is Collective.ALL_REDUCE and block_bytes >= LARGE_BLOCK
         else PREFERENCE
     )
     return order.index(name) if name in order else len(order)
 
 
-def _reasons(rows: Sequence[_Row]) -> str:
-    return "; ".join(f"{row.name} {row.barred}" for row in rows) or "none is registered"
+def _exclusions(rows: Sequence[_Row]) -> str:
+    return "; ".join(f"{row.name} {row.excluded}" for row in rows) or "none is registered"

@@ -10,41 +10,41 @@ import sys
 from miraccl import native, trace
 from miraccl.executor.cpu.context import ENGINE
 from miraccl.native import cache
-from miraccl.planning.cost_model import Constants
+from miraccl.planning.cost_model import CpuConstants
 
 CACHE_FILE = "cpu-constants-3.json"
-MEASURING = "MIRACCL_MEASURING"  # set in the processes that measure
+MEASURING_VARIABLE = "MIRACCL_MEASURING"  # set in the processes that measure
 LIMIT_S = 30.0
 
 
-def _cached() -> Constants | None:
+def _cached() -> CpuConstants | None:
     data = cache.read(CACHE_FILE)
     if data is None:
         return None
     try:
-        return Constants.from_json(data.decode())
+        return CpuConstants.from_json(data.decode())
     except (ValueError, TypeError):
         return None
 
 
 @functools.cache
-def load_constants() -> Constants:
+def load_constants() -> CpuConstants:
     """This machine's constants. The first process of a machine measures them, those beside it wait; defaults if that fails."""
     found = _cached()
-    if found is not None or os.environ.get(MEASURING):
-        return found or Constants()
+    if found is not None or os.environ.get(MEASURING_VARIABLE):
+        return found or CpuConstants()
     with cache.lock("measure"):
         return _cached() or _measure()
 
 
-def prepare() -> Constants:
+def prepare() -> CpuConstants:
     """What a machine makes at its first use, in some seconds, and then has: compiled code and constants. Nobody else is waited for."""
     constants = load_constants()
     native.library(ENGINE)
     return constants
 
 
-def _measure() -> Constants:
+def _measure() -> CpuConstants:
     native.library(
         ENGINE
     )  # on a machine's first use its compilation may take longer than what measures has
@@ -56,15 +56,15 @@ def _measure() -> Constants:
     }
     if "MIRACCL_CACHE_DIR" in os.environ:
         environ["MIRACCL_CACHE_DIR"] = os.environ["MIRACCL_CACHE_DIR"]
-    environ[MEASURING] = "1"
+    environ[MEASURING_VARIABLE] = "1"
     command = [sys.executable, "-m", "miraccl.runtime.measure"]
     try:
         done = subprocess.run(
             command, env=environ, capture_output=True, timeout=LIMIT_S, check=True, text=True
         )
-        return Constants.from_json(done.stdout.strip().splitlines()[-1])
+        return CpuConstants.from_json(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         trace.logger("tuning").warning(
             "this machine could not be measured, defaults are used: %s", error
         )
-        return Constants()
+        return CpuConstants()

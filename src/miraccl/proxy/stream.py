@@ -13,7 +13,7 @@ from collections import deque
 from contextlib import suppress
 from itertools import islice
 
-from miraccl.sockets import passes
+from miraccl.sockets import is_transient
 from miraccl.wire.stream import (
     HEADER_BYTES,
     MAX_TEXT_BYTES,
@@ -104,7 +104,7 @@ class Stream:
             self.writable = False
             return 0
         except OSError as error:
-            if not passes(error):
+            if not is_transient(error):
                 raise
             return 0
         left = sent
@@ -150,7 +150,7 @@ class Stream:
             self.readable = False
             return True
         except OSError as error:
-            if not passes(error):
+            if not is_transient(error):
                 raise
             return True
         if got < room and not self._ending:

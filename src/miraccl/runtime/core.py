@@ -25,10 +25,10 @@ from miraccl.diagnosis.faults import Faults
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, InvalidUsage, MiracclError
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Run
-from miraccl.ops.arguments import MOST_BYTES, data_type
-from miraccl.ops.calls import Call, Place, barrier
-from miraccl.planning.cost_model import Constants, Shape, default_block_bytes
-from miraccl.planning.planner import Overrides, Planner, Request
+from miraccl.ops.arguments import MAX_BYTES, data_type
+from miraccl.ops.calls import CallSite, PreparedOp, barrier
+from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, default_block_bytes
+from miraccl.planning.planner import Overrides, Planner, PlanRequest
 from miraccl.planning.tuning import prepare
 from miraccl.runtime import forks, summary
 from miraccl.runtime.control import COUNTED_RANKS
@@ -58,7 +58,7 @@ class CommunicatorCore:
         session: Session,
         options: Options,
         *,
-        constants: Constants | None = None,
+        constants: CpuConstants | None = None,
         setup: SetupPhases | None = None,
     ) -> None:
         self.session, self.options = session, options
@@ -89,7 +89,7 @@ class CommunicatorCore:
             algo=options.algo,
             proto=options.proto,
             deterministic=options.deterministic,
-            wishes=dict(options.algo_hints),
+            hints=dict(options.algo_hints),
         )
         try:
             self.fabric = Fabric(
@@ -102,14 +102,14 @@ class CommunicatorCore:
             session.close(f"could not connect: {error}"[:500])
             raise
         self.context = self.fabric.context
-        self.constants = Constants.from_json(self.fabric.constants_text)
+        self.constants = CpuConstants.from_json(self.fabric.constants_text)
         self.faults = Faults(session, self.fabric, self.has_no_background_work)
         for rank, loss in list(self._losses.items()):
             self._lost(rank, loss)
         hosts = self.fabric.hosts if len(set(self.fabric.hosts)) > 1 else ()
         self.planner = Planner(
             rank=self.rank,
-            shape=Shape(
+            shape=CommunicatorShape(
                 nranks=self.nranks,
                 ranks_per_core=max(1.0, self.fabric.ranks_per_core),
                 hosts=hosts,
@@ -133,7 +133,7 @@ class CommunicatorCore:
         self._worker = BackgroundWorker(
             f"miraccl-work-{session.name}", self.update_busy, self.wait_state.wait_inside
         )
-        self._runs: dict[Request, Run] = {}
+        self._runs: dict[PlanRequest, Run] = {}
         self._exchange = TransferTable(
             self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV)
         )
@@ -211,7 +211,7 @@ class CommunicatorCore:
 
     # ---- collectives
 
-    def plan(self, call: Call) -> Run:
+    def plan(self, call: PreparedOp) -> Run:
         """The run for a call, from the cache; entered into the doors' table if doors can use it."""
         run = self._runs.get(call.request)
         if run is None:
@@ -237,21 +237,21 @@ class CommunicatorCore:
             )
         return run
 
-    def run(self, call: Call, name: str) -> Any:
+    def run(self, call: PreparedOp, name: str) -> Any:
         """Run a call now (after what is pending) and give its result."""
         if self._worker.pending:
             return self.submit(call, name).wait()
         self.flush()
         return self._run(call, self.plan(call), name)
 
-    def _run(self, call: Call, run: Run, name: str) -> Any:
-        if call.before is not None:
-            call.before()
+    def _run(self, call: PreparedOp, run: Run, name: str) -> Any:
+        if call.prologue is not None:
+            call.prologue()
         counts = 0 if call.counts is None else call.counts.address
         self.check_result(self.context.launch(run.address, call.source, call.target, counts), name)
         return call.result
 
-    def run_persistent(self, run: Run, call: Call, name: str, code: int) -> Any:
+    def run_persistent(self, run: Run, call: PreparedOp, name: str, code: int) -> Any:
         """A persistent operation whose door was shut."""
         self.check(code, name)
         if self._worker.pending:
@@ -260,7 +260,7 @@ class CommunicatorCore:
         self.flush()
         return self._run(call, run, name)
 
-    def submit(self, call: Call, name: str) -> Work:
+    def submit(self, call: PreparedOp, name: str) -> Work:
         """Run a call in the background, in order."""
         self.flush(background=True)
         run = self.plan(call)
@@ -374,7 +374,7 @@ class CommunicatorCore:
 
     def barrier_fast_entry(self) -> Any:
         """The builtin that runs a barrier."""
-        call = barrier(Place(self.rank, self.nranks, "barrier"))
+        call = barrier(CallSite(self.rank, self.nranks, "barrier"))
         self._barrier_run = self.planner.make_run(call.request)
         return self.context.door("prepared", Collective.BARRIER, run=self._barrier_run)
 
@@ -402,10 +402,10 @@ class CommunicatorCore:
         if (
             isinstance(nbytes, bool)
             or not isinstance(nbytes, int | np.integer)
-            or not 0 <= nbytes <= MOST_BYTES
+            or not 0 <= nbytes <= MAX_BYTES
         ):
             raise InvalidUsage(
-                f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 to {MOST_BYTES}"
+                f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 to {MAX_BYTES}"
             )
         kind = Collective[name]
         return kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype)

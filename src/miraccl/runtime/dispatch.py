@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.bootstrap import Session
 from miraccl.errors import InvalidUsage
-from miraccl.ops.arguments import peer_rank, refuse_stream, view
-from miraccl.ops.calls import Call, Place
+from miraccl.ops.arguments import peer_rank, reject_stream, view
+from miraccl.ops.calls import CallSite, PreparedOp
 from miraccl.runtime import group as groups
 from miraccl.runtime.control import GPU_SETUP
 from miraccl.runtime.core import CommunicatorCore
@@ -70,7 +70,7 @@ class Dispatcher:
                 from miraccl.runtime.gpu.work import StreamBound
 
                 return StreamBound(calls, current)
-        refuse_stream(stream, self.rank)
+        reject_stream(stream, self.rank)
         return None
 
     def _gpu_by_name(self, device: Any, name: str) -> Any:
@@ -159,8 +159,8 @@ class Dispatcher:
 
     # ---- the long way
 
-    def _call_site(self, name: str) -> Place:
-        return Place(self.rank, self.nranks, name)
+    def _call_site(self, name: str) -> CallSite:
+        return CallSite(self.rank, self.nranks, name)
 
     @staticmethod
     def _open_group(name: str, async_op: bool) -> Any:
@@ -174,7 +174,7 @@ class Dispatcher:
 
     def _slow_path(
         self,
-        make: Callable[..., Call],
+        make: Callable[..., PreparedOp],
         args: tuple[Any, ...],
         name: str,
         async_op: bool,
@@ -194,7 +194,7 @@ class Dispatcher:
         return self._core.submit(call, name) if async_op else self._core.run(call, name)
 
     def _make_persistent(
-        self, make: Callable[..., Call], name: str, *args: Any
+        self, make: Callable[..., PreparedOp], name: str, *args: Any
     ) -> Persistent | DevicePersistent:
         self._core.check(0, name)
         on_gpu = next((x for x in args if is_gpu_array(x)), None)

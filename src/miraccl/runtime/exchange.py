@@ -17,7 +17,7 @@ from miraccl.executor.cpu.context import Wires
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Words, signature
 from miraccl.native import atomics
-from miraccl.ops.arguments import Memory
+from miraccl.ops.arguments import HostMemory
 from miraccl.types import Collective, RedOp
 
 _RECEIVES, _DONE, _ROUNDS = layout.OP_RECEIVES // 8, layout.OP_DONE // 8, layout.OP_SEGMENTS // 8
@@ -30,7 +30,7 @@ class Transfer:
 
     receives: bool
     peer: int
-    memory: Memory
+    memory: HostMemory
 
 
 @dataclass(eq=False, kw_only=True)

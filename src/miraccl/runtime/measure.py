@@ -21,7 +21,7 @@ from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import UniqueId
 from miraccl.executor.cpu.context import call_kernel, fold_kernel
 from miraccl.executor.cpu.kernels import layout
-from miraccl.planning.cost_model import Constants
+from miraccl.planning.cost_model import CpuConstants
 from miraccl.runtime.fabric import SHARED_CORES
 from miraccl.types import DType, RedOp
 
@@ -72,7 +72,7 @@ def best_us(action: Callable[[], None], budget_s: float) -> float:
     return best * 1e6
 
 
-def measure_folds(constants: Constants) -> Constants:
+def measure_folds(constants: CpuConstants) -> CpuConstants:
     """Bandwidth of reducing two vectors into one of them; never above that of copies, which cross from core to core."""
     fold = fold_kernel(DType.FLOAT32, RedOp.SUM)
     keep = np.zeros(layout.BLOCK, np.int64)
@@ -131,7 +131,7 @@ def _best_collective_us(comm: Communicator, action: Callable[[], None], repeats:
     return best * 1e6
 
 
-def measure_ranks(comm: Communicator, constants: Constants) -> Constants:
+def measure_ranks(comm: Communicator, constants: CpuConstants) -> CpuConstants:
     """Bandwidth from rank to rank, latency between cores and on one core, and from which size on a single copy is faster."""
     copies = []
     for size in constants.sizes:
@@ -291,9 +291,9 @@ def main() -> None:
         os.waitpid(child, 0)
 
 
-def _rank(unique_id: UniqueId, rank: int) -> Constants:
+def _rank(unique_id: UniqueId, rank: int) -> CpuConstants:
     with Communicator(2, unique_id, rank, timeout=20.0, algo="", proto="") as comm:
-        return measure_ranks(comm, Constants())
+        return measure_ranks(comm, CpuConstants())
 
 
 if __name__ == "__main__":

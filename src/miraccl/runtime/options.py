@@ -72,8 +72,10 @@ class Options:
             raise InvalidUsage(
                 f"cta_policy is {cta_policy!r}; allowed are {', '.join(params.CTA_POLICIES)}"
             )
-        algorithm, wishes = nccl_hints.read_algorithms() if algo is None else (algo.lower(), {})
-        protocol, protocols = nccl_hints.read_protocols() if proto is None else (proto.lower(), {})
+        algorithm, algo_hints = nccl_hints.read_algorithms() if algo is None else (algo.lower(), {})
+        protocol, proto_hints = (
+            nccl_hints.read_protocols() if proto is None else (proto.lower(), {})
+        )
         if protocol not in ("", *params.PROTOCOLS):
             source = "MIRACCL_PROTO: " if proto is None else ""
             raise InvalidUsage(
@@ -84,9 +86,9 @@ class Options:
             if timeout is None
             else float(min(timeout, params.FOREVER)),
             algo=algorithm,
-            wishes=tuple(wishes.items()),
-            protocols=tuple(protocols.items()),
-            proto=protocol or nccl_hints.on_cpus(protocols),
+            algo_hints=tuple(algo_hints.items()),
+            proto_hints=tuple(proto_hints.items()),
+            proto=protocol or nccl_hints.cpu_protocol(proto_hints),
             deterministic=params.DETERMINISTIC.read()
             if deterministic is None
             else bool(deterministic),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from miraccl.executor.cpu.context import unlocked_kernel
+from miraccl.executor.cpu.context import nogil_kernel
 from miraccl.executor.cpu.kernels import layout
 from miraccl.fastpath.disabled import not_handled
-from miraccl.ops.arguments import refuse_stream
+from miraccl.ops.arguments import reject_stream
 
 if TYPE_CHECKING:
-    from miraccl.ops.calls import Call
+    from miraccl.ops.calls import PreparedOp
     from miraccl.runtime.core import CommunicatorCore
 
 
@@ -18,13 +18,13 @@ class Persistent:
     """``op()`` runs the operation on the buffers it was made with and returns the result's array. It counts as one operation of the
     communicator, in the order of the calls; ``miraccl.group`` does not collect it."""
 
-    def __init__(self, core: CommunicatorCore, call: Call, name: str) -> None:
+    def __init__(self, core: CommunicatorCore, call: PreparedOp, name: str) -> None:
         self._core, self._call, self.name = core, call, name
         self.result = call.result
         self._run = core.planner.make_run(call.request)
         self._run.words[layout.RUN_IN // 8] = call.source
         self._run.words[layout.RUN_OUT // 8] = call.target
-        self._runs_without_python = call.before is None
+        self._runs_without_python = call.prologue is None
         self._fast_entry = (
             core.context.door("prepared", call.request.collective, run=self._run)
             if self._runs_without_python
@@ -33,9 +33,9 @@ class Persistent:
 
     def unlocked(self) -> tuple[int, int, int] | None:
         """(function, context, run) for compiled code without the interpreter's lock, which calls ``function(context, run, 0, 0)``
-        (``executor.cpu.kernels.unlocked``) as long as this object lives; None where Python has a part in the operation."""
+        (``executor.cpu.kernels.nogil``) as long as this object lives; None where Python has a part in the operation."""
         return (
-            (unlocked_kernel("run_unlocked"), self._core.context.address, self._run.address)
+            (nogil_kernel("run_nogil"), self._core.context.address, self._run.address)
             if self._runs_without_python
             else None
         )
@@ -49,7 +49,7 @@ class Persistent:
         code = self._fast_entry() if stream is None else layout.NOT_HANDLED
         if not code:
             return self.result
-        refuse_stream(stream, self._core.rank, self.name)
+        reject_stream(stream, self._core.rank, self.name)
         return self._core.run_persistent(self._run, self._call, self.name, code)
 
     def __repr__(self) -> str:

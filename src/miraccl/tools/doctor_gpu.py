@@ -328,7 +328,7 @@ _SETTING_CHECKS: dict[str, Callable[[str], str]] = {
         and (_OVERRIDES if value.lower() in PROTOCOLS else f"{_NO_PROTOCOL} {', '.join(PROTOCOLS)}")
     ),
     "NCCL_PROTO": lambda value: value and _HINT_ONLY,
-    "MIRACCL_DEBUG_SUBSYS": trace.judge_subsystems,
+    "MIRACCL_DEBUG_SUBSYS": trace.validate_subsystems,
 }
 _PREFIXES = ("MIRACCL_", "NCCL_")
 _NAMES = (

@@ -29,7 +29,7 @@ from miraccl.errors import (
     SystemFailure,
     as_system_failure,
 )
-from miraccl.sockets import finish_connect, passes
+from miraccl.sockets import finish_connect, is_transient
 from miraccl.wire.stream import (
     NONCE_BYTES,
     AcceptorHandshake,
@@ -322,7 +322,7 @@ class Meeting:
             log.warning("dropped a connection: %s", problem.message)
             self._drop(approach)
         except OSError as error:
-            if not passes(error):
+            if not is_transient(error):
                 self._give_up(approach, error)
 
     def _give_up(self, approach: _Approach, error: OSError) -> None:
@@ -347,7 +347,7 @@ class Meeting:
                 sent = approach.sock.send(approach.answer)
                 approach.answer = approach.answer[sent:]
             except OSError as error:
-                if not passes(error):
+                if not is_transient(error):
                     raise
         if approach.answer:
             self._selector.modify(approach.sock, selectors.EVENT_WRITE, approach)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.ops.arguments import operator
+from miraccl.ops.arguments import resolve_operator
 from miraccl.runtime.gpu.collectives import DeviceCollectives, Operator
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import UnevenCollectives, UnevenRequest
@@ -27,7 +27,7 @@ class ArgumentChecks(DeviceCollectives, UnevenCollectives):
         root: int,
         stream: Any,
     ) -> None:
-        operator(op, source.dtype, collective.label)
+        resolve_operator(op, source.dtype, collective.label)
         self._check_writable(target, collective, root, collective.label)
 
     _run_rooted = _run

@@ -42,7 +42,7 @@ from miraccl.executor.cuda.one_sided import OneSidedLaunch, launch_of
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.staged_copies import StagedLaunch
 from miraccl.fastpath.cuda.table import CALLS, Door, Doors, group_builtins
-from miraccl.ops.arguments import operator
+from miraccl.ops.arguments import resolve_operator
 from miraccl.runtime import forks, summary
 from miraccl.runtime import group as groups
 from miraccl.runtime.control import GPU_SETUP, ControlPlane, NullControlPlane
@@ -254,7 +254,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             self.check(collective.label)
         self._check_writable(target, collective, root, collective.label)
         if type(op) is not RedOp:  # what is none may have no hash, by which launches are found
-            operator(op, source.dtype, collective.label)
+            resolve_operator(op, source.dtype, collective.label)
         if self.nranks == 1 or count == 0:
             enqueued = self._run_alone(collective, source, target, op, stream)
         else:
@@ -319,7 +319,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         stream: Any,
     ) -> bool:
         """One rank, or nothing to do: the result is the input, or its product with the operator's scalar. Whether anything was enqueued."""
-        kind, _ = operator(op, source.dtype, collective.label)
+        kind, _ = resolve_operator(op, source.dtype, collective.label)
         self.check(collective.label)
         if kind is RedOp.PREMUL_SUM and source.count:
             key = (collective, source.dtype, source.count, op, 0)

@@ -18,14 +18,14 @@ from miraccl.fastpath.cuda.kinds import Kind
 from miraccl.ops.arguments import (
     ALLOWED,
     IMMUTABLE,
-    MOST_BYTES,
+    MAX_BYTES,
     DLTensor,
     capsule_of,
-    has_mask,
-    negated,
+    freed_storage_error,
+    lazily_negated_error,
+    masked_array_error,
     shape_of,
-    too_large,
-    without_memory,
+    too_large_error,
 )
 from miraccl.runtime.gpu.stream import dlpack_stream, find_current_stream, stream_handle
 from miraccl.types import DL_TYPES, DType
@@ -240,7 +240,7 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
     _check_size(count, dtype, name, where)
     address = (tensor.data or 0) + tensor.byte_offset
     if not tensor.data and count:
-        raise without_memory(name, where, count)
+        raise freed_storage_error(name, where, count)
     if address % dtype.itemsize:
         raise _unaligned(name, where, dtype)
     return DeviceMemory(address, count, dtype, capsule, read_only)
@@ -248,8 +248,8 @@ def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory
 
 def _check_size(count: int, dtype: DType, name: str, where: str) -> None:
     """Refuse what no memory can be."""
-    if count * dtype.itemsize > MOST_BYTES:  # less is for the driver to refuse
-        raise too_large(count, dtype.label, name, where)
+    if count * dtype.itemsize > MAX_BYTES:  # less is for the driver to refuse
+        raise too_large_error(count, dtype.label, name, where)
 
 
 def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
@@ -290,14 +290,14 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None
         text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
         raise InvalidUsage(text, hint="pass x.contiguous()")
     if tensor.is_neg():
-        raise negated(name, where)
+        raise lazily_negated_error(name, where)
     address, count = tensor.data_ptr(), tensor.numel()
     if (
         address < MAX_FREED_ADDRESS
         and count
         and address == tensor.storage_offset() * dtype.itemsize
     ):
-        raise without_memory(name, where, count)
+        raise freed_storage_error(name, where, count)
     return DeviceMemory(address, count, dtype)
 
 
@@ -391,12 +391,12 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str
             expected *= length
     address, read_only = interface["data"]
     if not address and count:
-        raise without_memory(name, where, count)
+        raise freed_storage_error(name, where, count)
     address = int(address or 0)
     if address % size:
         raise _unaligned(name, where, dtype)
     if interface.get("mask") is not None:
-        raise has_mask(name, where)
+        raise masked_array_error(name, where)
     return DeviceMemory(address, count, dtype, None, bool(read_only))
 
 

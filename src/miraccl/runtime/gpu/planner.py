@@ -8,9 +8,9 @@ from __future__ import annotations
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan, Request, check_protocol
-from miraccl.ops.arguments import operator
+from miraccl.ops.arguments import resolve_operator
 from miraccl.planning import nccl_hints
-from miraccl.planning.nccl_hints import Wishes
+from miraccl.planning.nccl_hints import NcclHints
 from miraccl.runtime.gpu.collectives import SUM, Operator
 from miraccl.runtime.options import Options
 from miraccl.schedule import catalog
@@ -31,8 +31,9 @@ class DevicePlanner:
         if self.algo:
             catalog.get(self.algo)
         self.deterministic = options.deterministic
-        self._constraints = Wishes(
-            algos=nccl_hints.on_gpus(dict(options.algo_hints)), protos=dict(options.proto_hints)
+        self._constraints = NcclHints(
+            algorithms=nccl_hints.gpu_algorithms(dict(options.algo_hints)),
+            protocols=dict(options.proto_hints),
         )
         self._user_plans: dict[tuple[Collective, DType, int, RedOp], DevicePlan] = {}
 
@@ -40,7 +41,7 @@ class DevicePlanner:
         self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
     ) -> Request:
         """What ``choose`` decides about, on all multiprocessors; ``count`` are the elements of a block."""
-        kind, scalar = operator(op, dtype, collective.label)
+        kind, scalar = resolve_operator(op, dtype, collective.label)
         algo, why = self._algorithm(collective)
         return Request(
             collective=collective,
@@ -53,13 +54,13 @@ class DevicePlanner:
             algo=algo,
             why=why,
             ordered=self.deterministic,
-            proto=self.proto or self._constraints.protos.get(collective, ""),
+            proto=self.proto or self._constraints.protocols.get(collective, ""),
         )
 
     def _algorithm(self, collective: Collective) -> tuple[str, str]:
         """What was asked for where it has a schedule, and why, or nothing: then ``choose`` does. A wish that rules forbid is none."""
         ordered = self.deterministic and collective.reduces
-        asked = self.algo or self._constraints.algos.get(collective, "")
+        asked = self.algo or self._constraints.algorithms.get(collective, "")
         if asked and catalog.get(asked).supports(collective, self.nranks):
             if not ordered or catalog.get(asked).rank_ordered:
                 return asked, "asked for" if self.algo else "asked for (NCCL_ALGO)"

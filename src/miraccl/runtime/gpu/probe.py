@@ -12,7 +12,7 @@ from miraccl.executor.cuda import moves
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Frame
-from miraccl.ops.arguments import operator
+from miraccl.ops.arguments import resolve_operator
 from miraccl.runtime.gpu.flight_recorder import (
     MemoryRegions,
     MessageCounts,
@@ -31,7 +31,7 @@ from miraccl.runtime.gpu.unmatched import find_unmatched
 if TYPE_CHECKING:
     from miraccl.runtime.gpu.faults import DeviceFaults
 
-Reading = TypeVar("Seen")
+Reading = TypeVar("Reading")
 
 
 class LaunchRecord(Protocol):
@@ -103,7 +103,7 @@ class DeviceProbe:
             if signature in launch.signatures:
                 what = [f"{count} x {dtype.label}"]
                 what += (
-                    [operator(op, dtype, collective.label)[0].name.lower()]
+                    [resolve_operator(op, dtype, collective.label)[0].name.lower()]
                     if collective.reduces
                     else []
                 )

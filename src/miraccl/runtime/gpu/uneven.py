@@ -12,7 +12,7 @@ from typing import Any
 
 from miraccl.errors import InvalidUsage
 from miraccl.fastpath.disabled import FastPathDisabled
-from miraccl.ops.arguments import counts_of, operator
+from miraccl.ops.arguments import counts_of, resolve_operator
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.collectives import SUM, Operator
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like
@@ -124,7 +124,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
             return out
         sizes = counts_of(counts, "counts", self.nranks, "reduce_scatter_v")
         source = self._view_sized(x, sum(sizes), "the sum of counts", "reduce_scatter_v", stream)
-        operator(op, source.dtype, "reduce_scatter_v")
+        resolve_operator(op, source.dtype, "reduce_scatter_v")
         out = empty_like(x, sizes[self.rank], "reduce_scatter_v") if out is None else out
         target = self._check_out(out, source, sizes[self.rank], "reduce_scatter_v", stream)
         self._check_in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")

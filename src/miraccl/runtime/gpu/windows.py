@@ -13,7 +13,7 @@ from typing import Any
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda.copies import Place
-from miraccl.ops.arguments import MOST_BYTES
+from miraccl.ops.arguments import MAX_BYTES
 from miraccl.runtime.control import ControlPlane
 from miraccl.runtime.gpu.memory import DTYPE_NAMES, DeviceMemory
 from miraccl.runtime.setup_phases import SetupPhases
@@ -100,9 +100,9 @@ class DeviceWindows:
         """Zeroed memory on every rank; a tensor if ``dtype`` is one of PyTorch's, else a ``DeviceArray``. All ranks call alike."""
         kind, dims = _element_type(dtype), dimensions(shape)
         nbytes = max(1, math.prod(dims)) * kind.itemsize
-        if nbytes > MOST_BYTES:
+        if nbytes > MAX_BYTES:
             raise InvalidUsage(
-                f"empty: {dims} {kind.label} take {nbytes} bytes; a process addresses {MOST_BYTES}"
+                f"empty: {dims} {kind.label} take {nbytes} bytes; a process addresses {MAX_BYTES}"
             )
         asked = f"{dims} {kind.label}"
         for rank, theirs in enumerate(

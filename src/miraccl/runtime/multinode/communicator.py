@@ -29,7 +29,7 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.executor.cuda.moves import move_signature
-from miraccl.ops.arguments import operator, peer_rank
+from miraccl.ops.arguments import peer_rank, resolve_operator
 from miraccl.runtime.control import COUNTED_RANKS, GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
@@ -218,7 +218,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         root: int,
         stream: Any,
     ) -> None:
-        operator(op, source.dtype, collective.label)
+        resolve_operator(op, source.dtype, collective.label)
         self._check_writable(target, collective, root, collective.label)
         if count == 0:
             self.check(collective.label)
@@ -421,7 +421,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM
     ) -> list[DeviceCandidate]:
         """How ``collective`` runs on blocks of so many bytes, and why. Nothing is communicated."""
-        operator(op, dtype, collective.label)
+        resolve_operator(op, dtype, collective.label)
         two_steps = self.hierarchical.supports(collective, dtype, op)
         count = block_bytes // dtype.itemsize
         shape = StagedShape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
