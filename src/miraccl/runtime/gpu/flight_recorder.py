@@ -30,7 +30,7 @@ _WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = (
     0,
     2,
 )  # of the words of waits in source/p2p.cuh
-_COUNTER_NAMES = ("sent", "taken", "large")  # of ``Come``, by NEED_*
+_COUNTER_NAMES = ("sent", "received", "large")  # fields of RankProgress, by NEED_*
 _NUMBER_RANGE, _HALF_RANGE = 1 << 32, 1 << 31  # numbers wrap
 
 
