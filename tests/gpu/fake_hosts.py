@@ -34,7 +34,7 @@ from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.transfer import DeviceTransfer
 from miraccl.runtime.multinode import communicator as several
 from miraccl.runtime.multinode import graph_cache
-from miraccl.runtime.multinode import jobs as hosts_jobs
+from miraccl.runtime.multinode import runtime as hosts_jobs
 from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
 from miraccl.runtime.multinode.staging import STAGING_THREADS
 from miraccl.runtime.options import Options
@@ -409,7 +409,7 @@ def anywhere_in_windows(hosts: str) -> None:
 
 def changing_counts(hosts: str, apart: bool) -> None:
     """Counts that are others at every call, between calls that come again: as graphs, captured, and neither."""
-    vars(hosts_jobs)["MOST_JOBS"] = 4
+    vars(hosts_jobs)["MAX_JOBS"] = 4
     with session() as world:
         w = World(world, hosts, apart=apart)
         comm, n, r = w.comm, w.nranks, w.rank
@@ -561,7 +561,7 @@ def again(hosts: str, kernels: bool) -> None:
     with session() as world:
         w = World(world, hosts, kernels=kernels, apart=not kernels)
         comm, n, r = w.comm, w.nranks, w.rank
-        vars(graph_cache)["MOST"] = 7  # so that some are forgotten and come again
+        vars(graph_cache)["MAX_GRAPHS"] = 7  # so that some are forgotten and come again
         launched: list[int] = []
         launch = w.cuda.cuGraphLaunch
 
@@ -1219,7 +1219,7 @@ def told_by_a_lane_later() -> str:
     """What a call of a new kind raises when the network is broken, and the lane that has found that is about to tell. The end does not."""
     with session() as world:
         w = World(world, "AB")
-        broken = w.comm.runtime.world._core.faults.settle(
+        broken = w.comm.runtime.world._core.faults.set_fault(
             PeerDied("rank 5 died: for a test", rank=w.rank, peer=5)
         )
         try:

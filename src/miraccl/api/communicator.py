@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.runtime.gpu.explain import DeviceCandidate
     from miraccl.runtime.multinode.communicator import MultiNodeCommunicator
-    from miraccl.runtime.multinode.jobs import MultiNodePlan
+    from miraccl.runtime.multinode.runtime import MultiNodePlan
 
 
 class Communicator(Operations):

@@ -43,8 +43,8 @@ from miraccl.runtime.multinode import unmatched
 from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.runtime.multinode.graph_cache import GraphCache
 from miraccl.runtime.multinode.hierarchical import Hierarchical
-from miraccl.runtime.multinode.jobs import MultiNodePlan, MultiNodeRuntime, OpenCpu
 from miraccl.runtime.multinode.layout import NodeLayout, node_name
+from miraccl.runtime.multinode.runtime import MultiNodePlan, MultiNodeRuntime, OpenCpu
 from miraccl.runtime.multinode.segments import StagedShape
 from miraccl.runtime.multinode.unmatched import MessageCounters
 from miraccl.runtime.multinode.wait_state import MultiNodeWaitState

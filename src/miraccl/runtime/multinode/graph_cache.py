@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.runtime.multinode.jobs import MultiNodePlan, MultiNodeRuntime
+from miraccl.runtime.multinode.runtime import MultiNodePlan, MultiNodeRuntime
 from miraccl.runtime.multinode.staging import StagedJob
 
 MAX_CACHED_BYTES = 1 << 20  # bytes: beyond, the network takes longer than the calls

@@ -10,7 +10,7 @@ from typing import Any
 
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.gpu.memory import DeviceMemory
-from miraccl.runtime.multinode.jobs import GPU_REDUCIBLE, MultiNodeRuntime
+from miraccl.runtime.multinode.runtime import GPU_REDUCIBLE, MultiNodeRuntime
 from miraccl.runtime.multinode.segments import StagedShape, elements_per_segment
 from miraccl.types import Collective, DType, RedOp
 
@@ -115,9 +115,9 @@ class Hierarchical:
     ) -> None:
         """all_gather between hosts among ranks of equal index, then inside each host."""
         count = source.count
-        places = tuple(ranks[self.layout.local_rank] * count for ranks in self.layout.nodes)
+        offsets = tuple(ranks[self.layout.local_rank] * count for ranks in self.layout.nodes)
         shape = dataclasses.replace(
-            self._inter_node_shape(Collective.ALL_GATHER, source, count), places=places
+            self._inter_node_shape(Collective.ALL_GATHER, source, count), block_offsets=offsets
         )
         self._run_inter_node(
             shape, source.dtype, SUM, (source.address, target.address), number, captured
@@ -183,7 +183,7 @@ class Hierarchical:
             both,
             number,
             captured,
-            takes_part=index == self.layout.local_rank,
+            participates=index == self.layout.local_rank,
             after=after,
         )
 
@@ -218,7 +218,7 @@ class Hierarchical:
             to,
             number,
             captured,
-            takes_part=index == self.layout.local_rank,
+            participates=index == self.layout.local_rank,
             before=before,
         )
 
@@ -234,7 +234,7 @@ class Hierarchical:
                 source.slice(host * block, block), target.slice(host * block, block), stream=number
             )
         shape = dataclasses.replace(
-            self._inter_node_shape(Collective.ALL_TO_ALL, source, block), own_stays=True
+            self._inter_node_shape(Collective.ALL_TO_ALL, source, block), keeps_own_block=True
         )
         self._run_inter_node(
             shape, source.dtype, SUM, (target.address, target.address), number, captured

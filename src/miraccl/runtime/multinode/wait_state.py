@@ -36,9 +36,9 @@ from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.gpu.probe import DeviceProbe
 from miraccl.runtime.gpu.wait_state import DeviceWaitState, FailFn, KernelWaits
 from miraccl.runtime.multinode.direct import DirectOperation
-from miraccl.runtime.multinode.jobs import MultiNodeRuntime
 from miraccl.runtime.multinode.layout import NodeLayout
 from miraccl.runtime.multinode.messages import MessageOperation
+from miraccl.runtime.multinode.runtime import MultiNodeRuntime
 from miraccl.runtime.multinode.staging import StagedJob
 from miraccl.runtime.multinode.streams import remaining_bytes
 from miraccl.types import Collective
