@@ -875,14 +875,14 @@ def in_the_order_of_the_machine(topology: str) -> tuple[tuple[int, ...], str]:
         device: Any = me.comm._device
         for algo, rooted in (("ring", "chain"), ("double_binary_tree", "double_binary_tree")):
             device.planner.algo = algo
-            device._forget()
+            device._drop_launches()
             total = me.put(data[me.rank])
             me.comm.all_reduce(total)
             assert device.last_plan.algo == algo
             me.synchronize()
             same(total, sum(data))
             device.planner.algo = rooted
-            device._forget()
+            device._drop_launches()
             for root in range(me.nranks):
                 x, y = me.put(data[me.rank]), me.put(data[me.rank])
                 me.comm.broadcast(x, root)

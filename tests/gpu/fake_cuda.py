@@ -767,8 +767,8 @@ class FakeLocal:
         ordinal: int,
         options: Any,
         stages: Any,
-        called: Sequence[int],
-        orders: Any,
+        global_ranks: Sequence[int],
+        launch_orders: Any,
     ) -> None:
         from miraccl.api.communicator import Communicator
         from miraccl.runtime.gpu.faults import DeviceFaults
@@ -781,38 +781,38 @@ class FakeLocal:
         self._cpu = Communicator.from_session(part, options, setup=stages.part(part))
         self._stream = -1
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
-        ways: Any = {
-            "look": lambda: None,
-            "name": lambda *_: "",
-            "refused": lambda _: None,
+        callbacks: Any = {
+            "read_snapshot": lambda: None,
+            "describe_launch": lambda *_: "",
+            "rejected_size": lambda _: None,
             "stopped": lambda: False,
         }
         self.faults = DeviceFaults(
-            session, self.words, options.timeout, **ways, global_ranks=called
+            session, self.words, options.timeout, **callbacks, global_ranks=global_ranks
         )
-        self._looks: Any = None
+        self._probe: Any = None
         self.calls: list[Collective] = []
         self.planner = types.SimpleNamespace(deterministic=options.deterministic)
-        self.streams = types.SimpleNamespace(number=lambda stream: int(stream or 0))
-        self.symmetric, self.ways = types.SimpleNamespace(nbytes=0), list
+        self.streams = types.SimpleNamespace(handle=lambda stream: int(stream or 0))
+        self.symmetric, self.connections = types.SimpleNamespace(nbytes=0), list
         self.memory = lambda: {"device": 0, "windows": 0, "pinned": 0}
-        self.in_any_place = contextlib.nullcontext
+        self.any_window_offset = contextlib.nullcontext
 
     @property
     def closed(self) -> bool:
         return self._cpu._core.closed
 
-    def judge(self) -> None:
+    def compare_ops(self) -> None:
         """The CPU communicator compares what comes."""
 
     def _enter(self, name: str, stream: Any) -> int:
         self.check(name)
-        before, self._stream = self._stream, self.streams.number(stream)
+        before, self._stream = self._stream, self.streams.handle(stream)
         if before not in (-1, self._stream):
             self.gpu.order_streams(before, self._stream)
         return self._stream
 
-    def _hold(self, views: Sequence[DeviceMemory], number: int) -> None:
+    def _retain(self, views: Sequence[DeviceMemory], number: int) -> None:
         assert all(view.keep is None for view in views)
 
     def exchange(
@@ -828,7 +828,7 @@ class FakeLocal:
 
         self._put(Collective.SEND_RECV, stream, run)
 
-    def _like(
+    def _check_out(
         self, out: DeviceMemory, source: DeviceMemory, count: int, where: str, stream: Any
     ) -> DeviceMemory:
         from miraccl.runtime.gpu.communicator import DeviceCommunicator
@@ -878,11 +878,11 @@ class FakeLocal:
             self.faults.check(name)
         self._cpu._core.check(0, name)
 
-    def settle(self, fault: MiracclError) -> None:
+    def set_fault(self, fault: MiracclError) -> None:
         self._cpu._core.faults.set_fault(fault)
 
     def has_stopped(self) -> bool:
         return False
 
-    def close(self, told: bool = False) -> None:
+    def close(self, already_reported: bool = False) -> None:
         self._cpu.finalize()

@@ -287,7 +287,7 @@ def aborts_late(stage: str) -> dict[str, Any]:
             left.set()
 
         if me.rank == 0:
-            vars(faults)["settle"], vars_of.end = settle_late, end_and_say
+            vars(faults)["set_fault"], vars_of.end = settle_late, end_and_say
             thread = threading.Thread(target=me.comm.abort, args=("for a test",))
             _at_stages((stage,), lambda _: thread.start())
         return me.told(me.set_up)

@@ -86,7 +86,7 @@ class Packed:
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "kinds", {})
+    monkeypatch.setattr(memory, "array_kinds", {})
     monkeypatch.setattr(memory, "find_current_stream", lambda: lambda ordinal: 0)
 
 

@@ -104,10 +104,10 @@ def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
         sends, receives = (
             (one, () if rooted else whole) if gathers else (() if rooted else whole, one)
         )
-        more = {"counts": whole, "uneven": True, "rank": rank, "nranks": len(counts)}
+        more: dict[str, Any] = {"counts": whole, "uneven": True, "rank": rank, "nranks": len(counts)}
         shape = StagedShape(
             collective=collective, itemsize=4, sends=sends, receives=receives, **more
-        )  # type: ignore[arg-type]
+        )
         plans.append(split_segments(shape, SLOT))
         check_plan(shape, plans[-1])
         assert (covered([c for p in plans[-1] for c in p.down], 4 * sum(sends)) == 1).all()

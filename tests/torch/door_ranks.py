@@ -61,14 +61,14 @@ class Rank(emulated_ranks.Rank):
             del torch._C._cuda_getCurrentRawStream
         self._direct = Direct(self.cuda)
         vars(driver)["pointer_attribute"] = lambda kind, address: None  # of no GPU, as tensors
-        vars(dispatch).update(lies_on_gpu=on_gpu, ordinal_of=lambda x: 0)
-        vars(persistent).update(lies_on_gpu=on_gpu)
+        vars(dispatch).update(is_gpu_array=on_gpu, device_ordinal=lambda x: 0)
+        vars(persistent).update(is_gpu_array=on_gpu)
         self.right, self.left = (self.rank + 1) % self.nranks, (self.rank - 1) % self.nranks
         self.adopt(self.comm)
 
     def adopt(self, comm: Any) -> None:
         comm.barrier(stream=0)
-        comm._device._doors._put(at.STATE_DEVICE, DL_CPU)
+        comm._device._fast_path._put(at.STATE_DEVICE, DL_CPU)
         comm._device.gpu.ordinal = NO_DEVICE
 
     def through_a_door(self) -> bool:
@@ -414,7 +414,7 @@ def protocols() -> None:
             return 0
 
         side: Any = comm._device
-        side._doors.ask_the_driver(
+        side._fast_path.ask_the_driver(
             *(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (ask, captures))
         )
         side.gpu.owner = lambda address: NO_DEVICE
@@ -437,8 +437,8 @@ def protocols() -> None:
             assert comm.sendrecv(x, me.right, got, me.left) is got
             assert me.through_a_door() == (turn > 0)
             me.same(got.tensor, torch.from_numpy(everybody[me.left]))
-            assert len(side._doors.held) < at.MOST_HELD
-        assert side._kept._waiting
+            assert len(side._fast_path.held) < at.MOST_HELD
+        assert side._keep_alive._waiting
 
 
 def messages() -> None:

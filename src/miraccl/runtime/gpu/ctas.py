@@ -56,10 +56,10 @@ class CtaLimits:
         limits = [int(wish["limit"]) for wish in proposals if int(wish["limit"]) >= 0]
         most = min([int(wish["most"]) for wish in proposals] + limits)
         return cls(
-            most=max(1, most),
-            limited=bool(limits),
-            efficient=any(wish["efficient"] for wish in proposals),
-            none=most == 0,
+            max_sms=max(1, most),
+            fixed=bool(limits),
+            efficiency=any(wish["efficient"] for wish in proposals),
+            copy_engines_only=most == 0,
         )
 
     def apply(self, request: Request) -> Request:

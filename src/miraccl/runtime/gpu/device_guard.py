@@ -20,7 +20,7 @@ class DeviceGuarded:
         method = getattr(self._gpu, name)
 
         def call(*args: Any, **named: Any) -> Any:
-            with self._gpu.gpu.visited():
+            with self._gpu.gpu.device_guard():
                 return method(*args, **named)
 
         return call
@@ -28,4 +28,4 @@ class DeviceGuarded:
 
 def guarded(gpu: Any) -> Any:
     """What takes the calls of this thread; one that is closed asks no driver any more, which a forked child has not."""
-    return DeviceGuarded(gpu) if not gpu.closed and gpu.gpu.is_elsewhere() else gpu
+    return DeviceGuarded(gpu) if not gpu.closed and gpu.gpu.is_wrong_device() else gpu

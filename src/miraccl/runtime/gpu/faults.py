@@ -340,7 +340,7 @@ class DeviceFaults:
         """From the session's watcher: kernels that wait end within milliseconds."""
         if isinstance(event, PeerLost):
             self._end_waits(
-                death_error(event, rank=self.rank, called=self._global_ranks), from_peer=True
+                death_error(event, rank=self.rank, global_ranks=self._global_ranks), from_peer=True
             )
         elif isinstance(event, Notice) and FAULT_NOTICE in event.payload:
             peer = self._global_ranks[event.from_rank]

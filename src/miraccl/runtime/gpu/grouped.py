@@ -58,7 +58,7 @@ class Grouped:
             self._gpu.transfer(*part, "sendrecv", stream)
             for part in ((x, dst, False), (out, src, True))
         )
-        self._gpu._apart(sent.memory, got.memory, "sendrecv")
+        self._gpu._check_disjoint(sent.memory, got.memory, "sendrecv")
         number = resolve_stream(self._gpu, stream)
         self._add(number, x, sent)
         self._add(number, out, got)
@@ -88,7 +88,7 @@ class Grouped:
 
     def run(self) -> None:
         """The end of the group."""
-        with self._gpu.gpu.visited():
+        with self._gpu.gpu.device_guard():
             self._run()
 
     def _run(self) -> None:

@@ -56,7 +56,7 @@ class DevicePersistent:
         try:
             self._method(*self._args, stream=stream)
         except AnotherGpu:
-            with self._gpu.gpu.visited():
+            with self._gpu.gpu.device_guard():
                 self._method(*self._args, stream=stream)
         return self.result
 

@@ -34,7 +34,7 @@ class RingOrder:
 
     @classmethod
     def from_json(cls, record: Any) -> RingOrder:
-        return cls(order=tuple(int(rank) for rank in record["order"]), why=str(record["why"]))
+        return cls(order=tuple(int(rank) for rank in record["order"]), reason=str(record["why"]))
 
     @property
     def kernel_order(self) -> tuple[int, ...]:
@@ -42,8 +42,8 @@ class RingOrder:
         return () if self.order == tuple(range(len(self.order))) else self.order
 
 
-def rank_order(nranks: int, why: str) -> RingOrder:
-    return RingOrder(order=tuple(range(nranks)), reason=why)
+def rank_order(nranks: int, reason: str) -> RingOrder:
+    return RingOrder(order=tuple(range(nranks)), reason=reason)
 
 
 def find_ring(facts: Sequence[Facts], paths: Paths) -> RingOrder:

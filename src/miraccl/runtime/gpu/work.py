@@ -58,7 +58,7 @@ class DeviceWork(Work):
             gpu.make_any_current()
             gpu.wait_event(number, self._event)
         except AnotherGpu:
-            with gpu.visited():
+            with gpu.device_guard():
                 gpu.wait_event(number, self._event)
         if timeout is not None:
             self.synchronize(timeout)
@@ -198,7 +198,7 @@ class BackgroundCalls:
             return
         with (
             contextlib.suppress(MiracclError),
-            self._gpu.gpu.visited(),
+            self._gpu.gpu.device_guard(),
         ):  # a context that a failed kernel broke needs nothing given back
             self._gpu.gpu.synchronize()
             self._keep_alive.close()

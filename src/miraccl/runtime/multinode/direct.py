@@ -1,6 +1,6 @@
 """Pieces of GPU data exchanged by the lane itself, over TCP streams of its own: the shortest way between hosts.
 
-Every rank sends each other one what it needs and reduces what came, in the order of the ranks (``executor.cpu.kernels.unlocked``):
+Every rank sends each other one what it needs and reduces what came, in the order of the ranks (``executor.cpu.kernels.nogil``):
 one message one way, and no other thread has a part in it.  Where that moves more bytes than another algorithm (all_reduce, broadcast and
 reduce of more than two ranks) it is for small pieces only.  The operations belong to a CPU communicator: they are numbered, signed and put
 on the board with its others, and its faults explain theirs.
@@ -90,7 +90,7 @@ class DirectStreams:
 class DirectOperation(StreamOperation):
     """A collective of even blocks on one slot, on whose memory ``x`` and ``out`` lie in place."""
 
-    kernel = "exchange_unlocked"
+    kernel = "exchange_nogil"
 
     def __init__(
         self,

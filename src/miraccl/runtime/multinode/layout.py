@@ -37,9 +37,9 @@ class NodeLayout:
     @classmethod
     def of(cls, rank: int, hosts: Sequence[str]) -> NodeLayout:
         """``hosts[r]`` is the name of rank r's host."""
-        groups = tuple(group_by_node(hosts))
-        host = next(number for number, ranks in enumerate(groups) if rank in ranks)
-        return cls(rank=rank, groups=groups, host=host, index=groups[host].index(rank))
+        nodes = tuple(group_by_node(hosts))
+        node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+        return cls(rank=rank, nodes=nodes, node=node, local_rank=nodes[node].index(rank))
 
     @functools.cached_property
     def nranks(self) -> int:

@@ -1,6 +1,6 @@
 """Sends and receives of GPU memory that a lane makes itself, over a TCP stream to each rank of other hosts.
 
-A round is one call of compiled code (``executor.cpu.kernels.unlocked``): all its messages go and come at the same time, those of a pair
+A round is one call of compiled code (``executor.cpu.kernels.nogil``): all its messages go and come at the same time, those of a pair
 in one direction one after another.  Only the two ends take part in a message, so it is numbered by their stream, not with the operations of
 the CPU communicator; that one's board shows it and its faults explain it.  Where messages are a collective, they bear its kind and number:
 all ranks count those, so that a message that nobody took, because ranks did not agree, is not taken for one of the next.
@@ -115,7 +115,7 @@ class MessageStreams:
 class MessageOperation(StreamOperation):
     """The messages of a round, on one slot. ``kind``: of the collective that they are, if any; ``begins``: it does so with this round."""
 
-    kernel = "messages_unlocked"
+    kernel = "messages_nogil"
 
     def __init__(
         self,

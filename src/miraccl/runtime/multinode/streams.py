@@ -1,4 +1,4 @@
-"""TCP streams between ranks of different hosts that lanes serve themselves (``executor.cpu.kernels.unlocked.streams``).
+"""TCP streams between ranks of different hosts that lanes serve themselves (``executor.cpu.kernels.nogil.streams``).
 
 ``transport.socket`` meets the peers and makes the streams, beside those of the CPU communicator; instead of a proxy, compiled code takes
 their descriptors.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from miraccl import params
-from miraccl.executor.cpu.context import call_kernel, unlocked_kernel
+from miraccl.executor.cpu.context import call_kernel, nogil_kernel
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.runtime.core import CommunicatorCore
 from miraccl.runtime.setup_phases import SetupPhases
@@ -96,7 +96,7 @@ class PeerStreams:
 
 
 class StreamOperation:
-    """An operation on streams (``comm.device.hosts.staging.Prepared``). ``kernel``: its function in ``executor.cpu.kernels.unlocked``."""
+    """An operation on streams (``comm.device.hosts.staging.Prepared``). ``kernel``: its function in ``executor.cpu.kernels.nogil``."""
 
     kernel: str
 
@@ -122,7 +122,7 @@ class StreamOperation:
     def unlocked(self) -> tuple[int, int, int]:
         """(function, context, exchange), as ``comm.persistent`` has it."""
         return (
-            unlocked_kernel(self.kernel),
+            nogil_kernel(self.kernel),
             self._core.context.address,
             int(self._words.ctypes.data),
         )
