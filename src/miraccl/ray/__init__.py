@@ -32,6 +32,6 @@ def register_backend() -> None:
     """
     from miraccl.ray.backend import (
         register,
-    )  # ray.util.collective imports torch and cupy where they are installed
+    )  # imported late: ray.util.collective imports torch and cupy if installed
 
     register()

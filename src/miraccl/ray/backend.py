@@ -44,7 +44,7 @@ def register() -> None:
 
     if not hasattr(collective, "register_collective_backend"):
         raise MissingDependency(
-            "ray.util.collective of this version takes no backends of others",
+            "this version of ray.util.collective does not accept custom backends",
             hint="pip install 'ray>=2.60'",
         )
     if not collective.is_backend_available(NAME):
@@ -56,7 +56,7 @@ class MiracclGroup(BaseGroup):
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
-        # a name of its own: groups of create_group and of ray.util.collective have nothing to do with each other
+        # prefixed, so that it cannot collide with a group of create_group
         self.communicator: Communicator = rendezvous_by_store(
             world_size, rank, f"ray.util.collective/{group_name}", None, Options.create()
         )
@@ -140,7 +140,7 @@ def _op(options: Any, where: str) -> RedOp:
 def _only(tensors: list[Any], where: str) -> Any:
     if len(tensors) != 1:
         raise InvalidUsage(
-            f"{where}: {len(tensors)} tensors of one process; a rank of miraccl has one",
+            f"{where}: got {len(tensors)} tensors from one process; a miraccl rank has one",
             hint="use one actor per GPU",
         )
     return tensors[0]
@@ -160,7 +160,10 @@ def _row(
     ]
     for i, array in enumerate(row):
         if array.size != like.size or array.dtype != like.dtype:
-            text = f"tensor_list[{i}] has {array.size} elements of {array.dtype}, but tensor has {like.size} of {like.dtype}"
+            text = (
+                f"tensor_list[{i}] has {array.size} elements of {array.dtype}, "
+                f"but tensor has {like.size} of {like.dtype}"
+            )
             raise InvalidUsage(f"{where}: {text}")
     if len(row) != nranks:
         raise InvalidUsage(f"{where}: tensor_list has {len(row)} tensors for {nranks} ranks")

@@ -20,7 +20,7 @@ from miraccl.ray import members
 from miraccl.ray.members import DEFAULT
 from miraccl.runtime.options import Options
 
-#: Seconds that the driver waits longer than the ranks, whose errors say more.
+#: Seconds the driver waits beyond the ranks' deadline, because their errors are more specific.
 GRACE_SECONDS = 5.0
 LEAVE_SECONDS = 30.0
 
@@ -74,7 +74,8 @@ class Group:
         if late:
             ranks = ", ".join(str(rank) for rank, call in enumerate(calls) if call in late)
             raise BootstrapError(
-                f"group {self.name!r}: rank {ranks} did not leave within {timeout:g} s; busy with another call?"
+                f"group {self.name!r}: rank {ranks} did not leave within {timeout:g} s",
+                hint="is the actor busy with another call?",
             )
 
     def __enter__(self) -> Group:
@@ -112,7 +113,7 @@ def create_group(
     nranks, ident = len(actors), ""
     undo: Callable[[Any, str], object] = (
         members.abandon
-    )  # a group of this name that is there already is not ours to end
+    )  # an existing group of this name belongs to someone else
     try:
         calls = _call_all(actors, members.prepare, lambda rank: (name, rank, nranks))
         ident = _results(calls, deadline, name, actors)[0]
@@ -139,7 +140,7 @@ def destroy_group(name: str = DEFAULT) -> None:
     if group is not None:
         group.destroy()
     elif not members.leave(None, name):
-        raise InvalidUsage(f"this process neither made a group {name!r} nor is in one")
+        raise InvalidUsage(f"this process neither created a group {name!r} nor belongs to one")
 
 
 def _handles(actors: Iterable[Any]) -> list[Any]:
@@ -147,17 +148,15 @@ def _handles(actors: Iterable[Any]) -> list[Any]:
         handles = list(actors)
     except TypeError:
         raise InvalidUsage(
-            f"actors is a {type(actors).__name__}; it is a list of handles of actors, in order of rank"
+            f"actors is a {type(actors).__name__}; pass a list of actor handles in order of rank"
         ) from None
     if not handles:
         raise InvalidUsage("create_group needs at least one actor")
     for rank, actor in enumerate(handles):
         if not isinstance(actor, ray.actor.ActorHandle):
-            raise InvalidUsage(
-                f"actors[{rank}] is a {type(actor).__name__}, not the handle of an actor"
-            )
+            raise InvalidUsage(f"actors[{rank}] is a {type(actor).__name__}, not an actor handle")
     if len(set(handles)) < len(handles):
-        raise InvalidUsage("create_group was given the same actor twice; an actor is one rank")
+        raise InvalidUsage("create_group got the same actor twice; each actor is one rank")
     return handles
 
 
@@ -183,7 +182,10 @@ def _results(calls: list[Any], deadline: float, name: str, actors: list[Any]) ->
         done, _ = ray.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
         if not done:
             missing = sorted(ranks.values())
-            text = f"group {name!r}: nothing heard of rank {', '.join(map(str, missing))} of {len(calls)} before the deadline"
+            ranks_text = ", ".join(map(str, missing))
+            text = (
+                f"group {name!r}: no reply from rank {ranks_text} of {len(calls)} by the deadline"
+            )
             raise BootstrapError(
                 text, hint=_busy_reason([(rank, actors[rank]) for rank in missing])
             )
@@ -200,7 +202,10 @@ def _busy_reason(silent: list[tuple[int, Any]]) -> str:
     here = ray.get_runtime_context()
     for rank, actor in silent:
         if here.get_actor_id() is not None and actor == here.current_actor:
-            return f"rank {rank} is the actor that calls create_group, and busy with that; actors among themselves call join_group"
+            return (
+                f"rank {rank} is the actor that called create_group, so it is busy; "
+                "actors without a driver use join_group"
+            )
     return "has the actor started, or is it busy with another call?"
 
 
@@ -212,7 +217,7 @@ def _failure(name: str, rank: int, error: Exception) -> BootstrapError:
         else f"{type(cause).__name__}: {str(cause).strip()}"
     )
     return BootstrapError(
-        f"group {name!r} was not made, rank {rank} could not join: {text}", peer=rank
+        f"cannot create group {name!r}: rank {rank} could not join: {text}", peer=rank
     )
 
 

@@ -32,29 +32,30 @@ from miraccl.runtime.rendezvous import check_rank, start_deadline
 from miraccl.runtime.setup_phases import SetupPhases
 
 DEFAULT = "default"
-#: How long (seconds) an id from the store is trusted while nobody answers at its address, and the pauses between readings.
+#: Seconds an id from the store is trusted while its address does not answer, and the pauses
+#: between reads.
 STALE_ID_SECONDS = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
-#: How long (seconds) the driver visits a meeting in place of a rank that failed.
+#: Seconds the driver joins in place of a failed rank.
 JOIN_AND_LEAVE_SECONDS = 0.5
 _STORE = b"miraccl"
 _FAILED = "failed: "
 
 _lock = threading.Lock()
 _joined: dict[str, Communicator] = {}
-_opened: dict[str, Root] = {}  # meeting points of groups that are being made
+_opened: dict[str, Root] = {}  # listening control planes of groups being created
 
 
 def check_name(name: str) -> None:
     if not isinstance(name, str) or not name:
-        raise InvalidUsage(f"name is {name!r}; it is a text")
+        raise InvalidUsage(f"name is {name!r}; it must be a non-empty string")
 
 
 def join_timeout(meet_timeout: float | None) -> float:
     """Return the seconds within which a group must be formed."""
     if meet_timeout is not None and (isinstance(meet_timeout, bool | str) or not meet_timeout > 0):
         raise InvalidUsage(
-            f"meet_timeout is {meet_timeout!r}; it is a number of seconds greater than 0"
+            f"meet_timeout is {meet_timeout!r}; it must be a number of seconds above 0"
         )
     return params.BOOTSTRAP_TIMEOUT.read() if meet_timeout is None else float(meet_timeout)
 
@@ -70,7 +71,7 @@ def get_group(name: str = DEFAULT) -> Communicator:
     except KeyError:
         others = ", ".join(sorted(_joined)) or "none"
         raise InvalidUsage(
-            f"this process is not in a group {name!r} (it is in: {others})",
+            f"this process does not belong to group {name!r} (it belongs to: {others})",
             hint="create_group(actors) makes one",
         ) from None
 
@@ -88,12 +89,12 @@ def prepare(_actor: Any, name: str, rank: int, nranks: int) -> str:
     with _lock:
         if name in _joined:
             raise InvalidUsage(
-                f"this actor is in a group {name!r} already",
+                f"this actor already belongs to group {name!r}",
                 rank=rank,
-                hint="destroy that one first, or give a name",
+                hint="destroy that group first, or choose another name",
             )
-        if (old := _opened.pop(name, None)) is not None:  # of a driver that died in the middle
-            old.close("the group is being made anew")
+        if (old := _opened.pop(name, None)) is not None:  # left by a driver that died
+            old.close("the group is being created again")
         if rank != 0:
             return ""
         unique_id, _opened[name] = create_root(nranks=nranks)
@@ -135,7 +136,7 @@ def abandon(_actor: Any, name: str) -> None:
     with _lock:
         root = _opened.pop(name, None)
     if root is not None:
-        root.close("the group was given up")
+        root.close("creation of the group was abandoned")
 
 
 def leave(_actor: Any, name: str) -> bool:
@@ -153,9 +154,9 @@ def _register(name: str, comm: Communicator) -> None:
         if not taken:
             _joined[name] = comm
     if taken:
-        comm.abort("the name of its group is taken")
+        comm.abort("the name of its group is in use")
         comm.finalize()
-        raise InvalidUsage(f"this process is in a group {name!r} already", rank=comm.rank)
+        raise InvalidUsage(f"this process already belongs to group {name!r}", rank=comm.rank)
 
 
 def _close(root: Root | None, error: BaseException) -> None:
@@ -189,8 +190,8 @@ def join_group(
     check_name(name)
     if name in _joined:
         raise InvalidUsage(
-            f"this process is in a group {name!r} already",
-            hint="destroy that one first, or give a name",
+            f"this process already belongs to group {name!r}",
+            hint="destroy that group first, or choose another name",
         )
     comm = rendezvous_by_store(nranks, rank, name, meet_timeout, Options.create(**options))
     _register(name, comm)
@@ -229,7 +230,7 @@ def _join_as_root(
             with suppress(MiracclError):
                 _publish_failure(key, published, error)
         raise
-    with suppress(ray.exceptions.RayError):  # what is left leads nowhere
+    with suppress(ray.exceptions.RayError):  # a leftover key leads to a dead address
         internal_kv._internal_kv_del(key, namespace=_STORE)
     return session
 
@@ -237,7 +238,7 @@ def _join_as_root(
 def _publish_failure(key: bytes, published: str, error: MiracclError) -> None:
     """Publish this rank's failure under the key, unless another process has replaced ``published``."""
     if published and (_get(key, 0) or published) != published:
-        error.hint = "another process joined this group as rank 0, too"
+        error.hint = "another process also joined this group as rank 0"
     else:
         _put(key, f"{_FAILED}{error}")
 
@@ -248,14 +249,14 @@ def _get(key: bytes, rank: int) -> str:
             "ascii", "replace"
         )
     except ray.exceptions.RayError as error:
-        raise BootstrapError(f"Ray's store does not answer: {error}", rank=rank) from error
+        raise BootstrapError(f"cannot reach Ray's key-value store: {error}", rank=rank) from error
 
 
 def _put(key: bytes, text: str) -> None:
     try:
         internal_kv._internal_kv_put(key, text, overwrite=True, namespace=_STORE)
     except ray.exceptions.RayError as error:
-        raise BootstrapError(f"Ray's store does not answer: {error}", rank=0) from error
+        raise BootstrapError(f"cannot reach Ray's key-value store: {error}", rank=0) from error
 
 
 def _join_as_peer(
@@ -263,16 +264,16 @@ def _join_as_peer(
 ) -> Session:
     pause = FIRST_PAUSE
     problem = BootstrapError(
-        f"rank 0 put no unique id into Ray's store within {deadline.seconds:g} s", rank=rank, peer=0
+        f"rank 0 did not publish a unique id within {deadline.seconds:g} s", rank=rank, peer=0
     )
     while (left := deadline.left) > 0:
         try:
             text = _get(key, rank)
-        except BootstrapError as error:  # the head node is starting again, say
+        except BootstrapError as error:  # for example, the head node restarts
             problem, text = error, ""
-        if text.startswith(_FAILED):  # it may be trying again
+        if text.startswith(_FAILED):  # it may retry
             problem = BootstrapError(
-                f"rank 0 did not get the ranks together: {text.removeprefix(_FAILED)}",
+                f"rank 0 could not form the group: {text.removeprefix(_FAILED)}",
                 rank=rank,
                 peer=0,
             )

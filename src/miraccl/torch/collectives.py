@@ -294,9 +294,8 @@ class Collectives:
             )
 
         def action() -> None:
-            if (
-                even_on_gpu
-            ):  # one kernel for equal blocks; on the CPU the general form costs nothing
+            # equal blocks are one kernel on a GPU; on the CPU the general form costs nothing
+            if even_on_gpu:
                 self.communicator.all_to_all(source.array, target.array)
             else:
                 self.communicator.all_to_all_v(source.array, sends, receives, target.array)
@@ -313,8 +312,8 @@ class Collectives:
         length = tensor.shape[0] if tensor.dim() else 1
         if not _has_splits(splits):
             if length % nranks:
-                text = f"{name}: the tensor has {length} rows, which {nranks} ranks cannot share evenly"
-                raise InvalidUsage(text, hint="give splits")
+                text = f"{name}: cannot split {length} rows evenly over {nranks} ranks"
+                raise InvalidUsage(text, hint="pass splits")
             return [staged.count // nranks] * nranks
         rows = counts_of(splits, "a split", nranks, name)
         if sum(rows) != length:
@@ -415,15 +414,18 @@ def _check_equal_parts(whole: Staged | None, part: Staged, name: str) -> None:
     """
     if whole is not None and any(count != part.count for count in whole.counts):
         sizes = [tensor.numel() for tensor in whole.tensors]
-        text = f"{name}: the tensors of the list have {sizes} elements; each needs {part.tensors[0].numel()}, as every rank's tensor"
-        raise InvalidUsage(text, hint="all_to_all takes other sizes")
+        text = (
+            f"{name}: the tensors of the list have {sizes} elements; each must have "
+            f"{part.tensors[0].numel()}, as every rank's tensor"
+        )
+        raise InvalidUsage(text, hint="all_to_all accepts different sizes")
 
 
 def _paired(outputs: Sequence[Any], inputs: Sequence[Any], name: str) -> list[tuple[Any, Any]]:
     """Pair each output with its input."""
     if len(outputs) != len(inputs):
         raise InvalidUsage(
-            f"{name}: an output for each input; got {len(outputs)} outputs and {len(inputs)} inputs"
+            f"{name}: got {len(outputs)} outputs for {len(inputs)} inputs; the numbers must match"
         )
     return list(zip(outputs, inputs, strict=True))
 
@@ -432,5 +434,5 @@ def single_item(items: Sequence[Any], name: str) -> Any:
     """Return the only item of a list that c10d passes."""
     if len(items) != 1:
         with as_backend_errors():
-            raise InvalidUsage(f"{name}: one tensor (or list of tensors) a call, got {len(items)}")
+            raise InvalidUsage(f"{name}: got {len(items)} tensors (or lists); pass one per call")
     return items[0]

@@ -22,7 +22,7 @@ from miraccl.runtime.exchange import Transfer, TransferEntry, TransferTable
 from miraccl.runtime.wait_state import CoreWaitState
 from miraccl.types import Collective
 
-#: What nobody finds a second time: the message is lost, and with it the communicator.
+#: Codes that are reported once only: the message is lost, and with it the communicator.
 _FATAL = frozenset((layout.ERR_INTERRUPTED, layout.ERR_MISMATCH, layout.ERR_SIZE, layout.ERR_CMA))
 
 
@@ -93,12 +93,12 @@ class TaggedExchange(TransferTable):
         context = comm._core.context
         super().__init__(comm.rank, context.wires, context.door("exchange", Collective.SEND_RECV))
         self._send_tagged, self._recv_tagged = (
-            context.door("put_tagged", Collective.SEND_RECV),
-            context.door("take_tagged", Collective.SEND_RECV),
+            context.door("send_tagged", Collective.SEND_RECV),
+            context.door("recv_tagged", Collective.SEND_RECV),
         )
         self._row = np.zeros(layout.OP_SIZE // 8, np.int64)
         self._row_address = int(self._row.ctypes.data)
-        self._first = 0  # the place of the source that is looked at first
+        self._first = 0  # table index that is polled first
 
     @functools.cached_property
     def _incoming(self) -> tuple[int, list[TransferEntry]]:
@@ -159,7 +159,7 @@ class TaggedExchange(TransferTable):
             MiracclError: The communicator is broken.
         """
         if self._faults.fault is not None:
-            return layout.NOT_HANDLED  # the next attempt fails, with all messages
+            return layout.NOT_HANDLED  # the next progress call fails every message
         if self._open and any(
             [  # noqa: C419
                 e.transfer.peer == peer and not e.transfer.receives for e in self._open

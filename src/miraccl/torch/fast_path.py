@@ -23,7 +23,7 @@ from miraccl.torch.tensors import is_plain_gpu_tensor
 from miraccl.torch.work import Work
 from miraccl.types import Collective
 
-#: of these PyTorch copies many tensors with one kernel
+#: Types for which ``torch._foreach_copy_`` copies many tensors with one kernel.
 _FOREACH_DTYPES = frozenset(
     (
         torch.float64,
@@ -173,7 +173,7 @@ class FastPathCollectives(Collectives):
             and self._has_one_per_rank(output_lists[0], inputs[0])
         ):
             outputs, x = output_lists[0], inputs[0]
-            result: list[Any] = []  # of futures: one tensor of all ranks' (see ``collectives``)
+            result: list[Any] = []  # futures hold one stacked tensor (see ``Staged.stacked``)
 
             def action() -> None:
                 whole = x.new_empty((len(outputs), *x.shape))
@@ -335,7 +335,7 @@ class FastPathCollectives(Collectives):
 
     @property
     def _gpu_streams(self) -> GroupStreams:
-        assert self._streams is not None  # or nothing is everyday
+        assert self._streams is not None  # ``_eligible_on_gpu`` implies it
         return self._streams
 
     # ---- what is ordinary
@@ -353,7 +353,7 @@ class FastPathCollectives(Collectives):
         ):
             return False
         ordinal = streams.device.index
-        return all([is_plain_gpu_tensor(tensor, ordinal) for tensor in tensors])  # noqa: C419  (a generator takes longer)
+        return all([is_plain_gpu_tensor(tensor, ordinal) for tensor in tensors])  # noqa: C419  (a generator is slower)
 
     def _has_one_per_rank(self, tensors: Any, one: Any) -> bool:
         """Return True if the list holds one eligible, writable tensor like ``one`` per rank."""

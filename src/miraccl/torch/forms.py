@@ -29,9 +29,8 @@ def short_form(
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > lead and isinstance(
-                args[lead], options
-            ):  # what torch.distributed itself calls
+            # the form that torch.distributed itself uses
+            if len(args) > lead and isinstance(args[lead], options):
                 return method(self, *args)
             given, rest = args[:lead], args[lead:]
             alone = tensor_at is not None and isinstance(given[tensor_at], torch.Tensor)
@@ -42,7 +41,8 @@ def short_form(
             opts, values = options(), dict(zip(names, rest)) | kwargs
             if len(rest) > len(names) or set(values) - set(names):
                 raise TypeError(
-                    f"{method.__name__} takes {', '.join(names)} or opts, got {rest} and {sorted(kwargs)}"
+                    f"{method.__name__} takes {', '.join(names)} or opts; "
+                    f"got {rest} and {sorted(kwargs)}"
                 )
             for name, value in values.items():
                 if value is not None:

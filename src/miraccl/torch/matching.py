@@ -47,12 +47,14 @@ from miraccl.torch.core_access import (
 from miraccl.torch.message import SENT, TaggedMessage, UnexpectedMessage, read_header, write_header
 
 SLICE_S = 0.005
-#: A receive that others stand beside is waited for alone only for so long: their messages may have to go on for its own to come.
+#: Time slice of a direct receive while other receives are posted.  Their messages may have to
+#: advance before this one can arrive.
 CONTENDED_SLICE_NS = 200_000
-#: A receive that only another thread of this rank can end looks again after ever longer naps, and so does one that others wait behind.
+#: Exponential backoff of a receive that only another thread of this rank can complete, or behind
+#: which other threads wait.
 BACKOFF_FIRST_S, BACKOFF_LAST_S = 20e-6, 500e-6
 CLOSE_WAIT_S = 10.0
-#: After this the lookout is told that a wait is long.
+#: A wait longer than this wakes the deadlock detector.
 LONG_WAIT_S = 0.1
 
 
@@ -73,11 +75,11 @@ class TagMatcher:
         self._lock = threading.RLock()
         self._waiters_lock = threading.Lock()
         self._waiters = 0
-        self._posted_receives: list[TaggedMessage] = []  # receives without a message
-        self._active: list[TaggedMessage] = []  # sends, and receives with one
+        self._posted_receives: list[TaggedMessage] = []  # receives without a matching message
+        self._active: list[TaggedMessage] = []  # sends, and matched receives
         self._unexpected: list[UnexpectedMessage] = []
-        self._headers: dict[int, TransferEntry] = {}  # those that are awaited, by source
-        self._free_headers: dict[int, TransferEntry] = {}  # headers of sends by peer
+        self._headers: dict[int, TransferEntry] = {}  # posted header receives, by source
+        self._free_headers: dict[int, TransferEntry] = {}  # reusable header sends, by peer
         self._closed = False
         self.watched = False
         self._locked, self._lock_held = _Locked(self), _LockHeld(self)
@@ -105,7 +107,7 @@ class TagMatcher:
                 self._active.append(message)
             else:
                 self._send(message, peer)
-        if not self.watched and not message.done:  # the program may do something else now
+        if not self.watched and not message.done:  # the application may leave this library now
             progress.watch(self)
         return message
 
@@ -128,14 +130,19 @@ class TagMatcher:
             self._check(name)
             self._posted_receives.append(message)
             if self._unexpected:
-                self._match_messages()  # it may have come already
+                self._match_messages()  # it may have arrived already
                 self._complete()
-        if not self.watched and not message.done:  # the program may do something else now
+        if not self.watched and not message.done:  # the application may leave this library now
             progress.watch(self)
         return message
 
     def advance_in_background(self) -> bool | None:
-        """As ``progress`` asks: do what can be done at once if no other thread is inside."""
+        """Advance without waiting, for ``runtime.progress``.
+
+        Returns:
+            None if nothing is open, else True if something advanced; False if another thread is
+            inside.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         with self._lock_held:
@@ -194,7 +201,7 @@ class TagMatcher:
             now = time.monotonic()
             left = end - now
             if left <= 0:
-                with self._locked:  # it may have come while nobody looked
+                with self._locked:  # it may have arrived since the last poll
                     self._post_header_receives()
                     self._advance([])
                 if not message.done:
@@ -333,7 +340,7 @@ class TagMatcher:
                 while any(not m.done for m in sends) and time.monotonic() < end:
                     self._advance([e for m in sends for e in m.entries], SLICE_S)
             except MiracclError:
-                pass  # whoever waits for one of them is told
+                pass  # reported to the waiter of each message
             self._closed = True
             self._fail(
                 CommunicatorClosed("the process group has been destroyed", rank=self.comm.rank)
@@ -355,7 +362,7 @@ class TagMatcher:
     def _rank(self, peer: int, name: str) -> int:
         if not 0 <= peer < self._nranks:
             raise InvalidUsage(
-                f"{name}: the rank is {peer}; allowed are 0 to {self.comm.nranks - 1}",
+                f"{name}: rank {peer} does not exist; allowed are 0 to {self.comm.nranks - 1}",
                 rank=self.comm.rank,
             )
         return peer
@@ -376,7 +383,7 @@ class TagMatcher:
         """Advance everything (``TaggedExchange.progress``); a communicator fault fails every
         message.
         """
-        if self._closed:  # another thread was late: the communicator's memory may be gone
+        if self._closed:  # a late thread: the communicator's memory may be freed
             return
         try:
             self._exchange.progress(required, limit_s, any_of)
@@ -441,7 +448,7 @@ class TagMatcher:
         receive = None if queued else self._match(source, tag)
         entries = []
         fits = receive is not None and receive.nbytes == nbytes
-        if receive is not None and fits and nbytes <= layout.SHORT_BYTES:  # most messages
+        if receive is not None and fits and nbytes <= layout.SHORT_BYTES:  # the common case
             receive.array[:] = short
             receive.peer, receive.done = source, True
             self._posted_receives.remove(receive)
@@ -468,7 +475,7 @@ class TagMatcher:
         message.peer, message.entries = unexpected.peer, unexpected.entries
         message.bounce = unexpected.payload if bounce else None
         if message.nbytes != unexpected.payload.nbytes:
-            sizes = f"{unexpected.payload.nbytes} bytes, the tensor {message.nbytes}"
+            sizes = f"{unexpected.payload.nbytes} bytes, but the tensor has {message.nbytes}"
             text = f"the message of rank {unexpected.peer} with tag {unexpected.tag} has {sizes}"
             message.error = CollectiveMismatch(
                 text, rank=self.comm.rank, peer=unexpected.peer, op=message.name
@@ -476,7 +483,7 @@ class TagMatcher:
 
     def _complete(self) -> None:
         """Mark finished messages as done."""
-        for message in [m for m in self._active if all([e.done for e in m.entries])]:  # noqa: C419  (half the time of a generator)
+        for message in [m for m in self._active if all([e.done for e in m.entries])]:  # noqa: C419  (half the time of a generator expression)
             if message.bounce is not None and message.error is None:
                 np.copyto(message.array, message.bounce)
             if message.header is not None and message.peer is not None:
@@ -487,11 +494,11 @@ class TagMatcher:
     def _raise_timeout(self, message: TaggedMessage, limit: float | None) -> None:
         who = "any rank" if message.peer is None else f"rank {message.peer}"
         it = f"a message with tag {message.tag}"
-        what = f"{who} to take {it}" if message.name == "send" else f"{it} from {who}"
+        what = f"{who} to receive {it}" if message.name == "send" else f"{it} from {who}"
         if limit is not None:
-            text = f"not finished within {limit:g} s: waits for {what}; it goes on"
+            text = f"timed out after {limit:g} s waiting for {what}; the message continues"
             raise CollectiveTimeout(text, rank=self.comm.rank, peer=message.peer, op=message.name)
-        text = f"rank {self.comm.rank} passed the deadline of {self.timeout:g} s while waiting for {what}"
+        text = f"rank {self.comm.rank} timed out after {self.timeout:g} s waiting for {what}"
         with self._locked:
             if not message.done:
                 self._fail(self._exchange.break_at_deadline(text, message.peer))
@@ -518,7 +525,7 @@ class _LockHeld:
     ) -> None:
         try:
             if kind is not None and not issubclass(kind, MiracclError):
-                self._matcher.abort(f"{kind.__name__} was raised in the middle of a message")
+                self._matcher.abort(f"{kind.__name__} was raised during a message")
         finally:
             self._matcher._lock.release()
 

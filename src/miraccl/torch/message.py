@@ -28,12 +28,12 @@ class TaggedMessage:
     tensor: Any
     done: bool = False
     error: MiracclError | None = None
-    #: Of a send; it is used again for other messages.
+    #: Header of a send; reused for later messages.
     header: TransferEntry | None = None
     entries: Sequence[TransferEntry] = ()
-    #: Where the payload lands first, if not in ``array``.
+    #: Buffer that receives the payload, if not ``array``.
     bounce: Array | None = None
-    #: Of one that is waited for: how many messages of its rank had come when all that had come was known not to end it.
+    #: While waiting: messages received from its rank when none of them had completed this one.
     received_count: int | None = None
 
     @property
@@ -52,7 +52,7 @@ class TaggedMessage:
         return memory
 
 
-#: Sends that need nothing more are all this one.
+#: Shared handle of all sends that completed at once.
 SENT = TaggedMessage("send", 0, None, None, done=True)
 
 

@@ -63,7 +63,7 @@ class TransferWork(Work):
 
     def is_completed(self) -> bool:
         if not self._done:
-            with contextlib.suppress(MiracclError):  # it becomes the message's
+            with contextlib.suppress(MiracclError):  # stored in the message
                 self._matcher.poll(self.message)
             self.complete()
         return self._done
@@ -104,9 +104,8 @@ class FutureCompletion:
     def __init__(self, name: str, matcher: TagMatcher) -> None:
         self._name, self._matcher = name, matcher
         self._lock = threading.Lock()
-        self._open: dict[
-            TransferWork, float
-        ] = {}  # in the order of their deadlines, unless these have been changed
+        # deadline of each work, in order unless deadlines were changed
+        self._open: dict[TransferWork, float] = {}
         self._thread: threading.Thread | None = None
 
     def complete_in_background(self, work: TransferWork) -> None:
@@ -124,7 +123,7 @@ class FutureCompletion:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 with (
                     as_backend_errors(),
-                    as_system_failure("there can be no operation in the background"),
+                    as_system_failure("cannot start the thread of background operations"),
                 ):
                     thread.start()
                 self._thread = thread
@@ -132,7 +131,7 @@ class FutureCompletion:
 
     def _run(self) -> None:
         while works := self._pending():
-            self._wait(next(iter(works)), SLICE_S)  # in which the others go on as well
+            self._wait(next(iter(works)), SLICE_S)  # advances all of them
             for work, end in works.items():
                 if not work.message.done and time.monotonic() >= end:
                     self._matcher.expire(work.message)
@@ -149,7 +148,7 @@ class FutureCompletion:
             return dict(self._open)
 
     def _wait(self, work: TransferWork, limit: float | None) -> None:
-        with contextlib.suppress(MiracclError):  # it becomes the message's
+        with contextlib.suppress(MiracclError):  # stored in the message
             self._matcher.wait(work.message, limit)
 
     def close(self, timeout: float) -> None:

@@ -74,18 +74,18 @@ class OtherBackends:
             return kind.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
         if backend in ("gloo", "nccl"):
             raise InvalidUsage(
-                f"this build of PyTorch has no {backend.upper()}", hint="a build for CUDA has NCCL"
+                f"this build of PyTorch has no {backend.upper()}", hint="builds for CUDA have NCCL"
             )
         plugin = dist.Backend._plugins.get(backend.upper())
         if plugin is None or plugin.extended_api:
             raise InvalidUsage(
-                f"a group with miraccl for one device cannot have {backend!r} for another",
-                hint="gloo and nccl can",
+                f"cannot combine miraccl with backend {backend!r} in one group",
+                hint="gloo and nccl can be combined with it",
             )
         instance = plugin.creator_fn(store, rank, size, timeout)
         if isinstance(instance, dist.ProcessGroup):
             raise InvalidUsage(
-                f"the backend {backend!r} is a process group of its own, which cannot stand beside another"
+                f"cannot combine miraccl with backend {backend!r}: it replaces the whole group"
             )
         return kind.CUSTOM, instance
 

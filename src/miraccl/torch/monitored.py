@@ -17,9 +17,9 @@ from miraccl.torch.core_access import wait_for_graph
 from miraccl.torch.matching import TagMatcher
 
 NAME = "monitored_barrier"
-#: Tags below those that programs use.
+#: Tags below those that applications may use.
 FIRST_TAG = -(1 << 60)
-#: What rank 0's verdict may take beyond the deadline that it waits for itself: it asks the missing ranks where they are.
+#: Seconds that rank 0's outcome may take beyond its own deadline: it queries the missing ranks.
 OUTCOME_S = 5.0
 OUTCOME_BYTES = 4096
 
@@ -38,7 +38,7 @@ def barrier(matcher: TagMatcher, number: int, limit: float, wait_all_ranks: bool
     else:
         missing = _missing_ranks(matcher, tag, limit, wait_all_ranks)
         outcome = _describe(matcher, missing, limit)
-        for peer in range(1, nranks):  # who comes late is told at once
+        for peer in range(1, nranks):  # a late rank learns the outcome at once
             matcher.send(_packed(outcome), peer, tag + 1, NAME)
     if outcome:
         text, *graph = outcome.split("\n")
@@ -69,8 +69,8 @@ def _report(matcher: TagMatcher, tag: int, limit: float) -> str:
         matcher.wait(answer, limit + OUTCOME_S)
     except CollectiveTimeout:
         if matcher.cancel(answer):
-            return f"rank 0 did not come within {limit:g} s"
-        matcher.wait(answer)  # it was on its way
+            return f"rank 0 did not reach the barrier within {limit:g} s"
+        matcher.wait(answer)  # it was being received
     return bytes(packed.tolist()).rstrip(b"\0").decode("utf-8", "replace")
 
 
@@ -79,7 +79,9 @@ def _describe(matcher: TagMatcher, missing: list[int], limit: float) -> str:
     if not missing:
         return ""
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    return "\n".join([f"{who} did not come within {limit:g} s", *wait_for_graph(matcher.comm)])
+    return "\n".join(
+        [f"{who} did not reach the barrier within {limit:g} s", *wait_for_graph(matcher.comm)]
+    )
 
 
 def _packed(text: str) -> Any:

@@ -72,11 +72,11 @@ def reduction_plan(op: Any, dtype: Any, where: str) -> ReductionPlan:
         return found
     return ReductionPlan(
         encoding=found.encoding, op=PreMulSum(op.__getstate__()[1])
-    )  # op.factor is not in PyTorch 2.11
+    )  # PyTorch 2.11 has no op.factor
 
 
 def plain_operator(op: Any) -> RedOp | None:
-    """Return the built-in operator equal to ``op``, or None if the reduction needs more than that."""
+    """Return the built-in operator equal to ``op``, or None if there is none."""
     return _PLAIN.get(op.op.value)
 
 
@@ -105,7 +105,7 @@ def _find_plan(kind: Any, dtype: Any, where: str) -> ReductionPlan:
 
 def _unsupported(kind: Any, dtype: Any, where: str) -> InvalidUsage:
     return InvalidUsage(
-        f"{where}: ReduceOp.{getattr(kind, 'name', kind)} is not defined here for {dtype}",
+        f"{where}: ReduceOp.{getattr(kind, 'name', kind)} is not supported for {dtype}",
         hint="see docs/torch.md",
     )
 

@@ -67,9 +67,8 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         p2p_comm: Communicator,
         other_backends: OtherBackends | None = None,
     ) -> None:
-        dist.ProcessGroup.__init__(
-            self, communicator.rank, communicator.nranks
-        )  # the one with a store makes no object to override
+        # the constructor with a store creates an object whose methods cannot be overridden
+        dist.ProcessGroup.__init__(self, communicator.rank, communicator.nranks)
         self._store = store
         self._group_name = self._group_desc = ""
         self.communicator = communicator
@@ -180,7 +179,8 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         elif device.index not in (None, self._streams.device.index):
             with as_backend_errors():
                 raise InvalidUsage(
-                    f"the tensor is on {device}, this group works on {self._streams.device}: one GPU a group and rank"
+                    f"the tensor is on {device}, but this group uses {self._streams.device}; "
+                    "a group uses one GPU per rank"
                 )
         return self._streams
 
@@ -195,7 +195,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         opts: Any,
         value: Callable[[], Sequence[Any]] | None = None,
     ) -> Work:
-        if not all([place.temporary is None for place in staged]):  # noqa: C419  (a generator takes as long as a small operation)
+        if not all([place.temporary is None for place in staged]):  # noqa: C419  (a generator costs as much as a small op)
             with as_backend_errors():
                 for tensor in tensors:
                     check_result(tensor, name)
@@ -223,9 +223,8 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         action: Callable[[], Any],
         opts: Any,
     ) -> Work:
-        memory = (
-            t for place in staged for t in place.memory
-        )  # which only asynchronous operations look at
+        # a generator: only asynchronous operations read it
+        memory = (t for place in staged for t in place.memory)
         return self._streams_of(staged[0].device).run(
             name, tensors, memory, action, asynchronous=opts.asyncOp
         )
@@ -265,9 +264,8 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
             try:
                 action()
             finally:
-                set_timeout(
-                    self.communicator, self._matcher.timeout
-                )  # the program may have set another one meanwhile
+                # the application may have changed the deadline while the action ran
+                set_timeout(self.communicator, self._matcher.timeout)
 
         return run
 
@@ -296,9 +294,8 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
             try:
                 self.communicator.barrier()
             finally:
-                if (
-                    streams is not None
-                ):  # why others have left, if they have, and what they have found
+                # raises the faults of kernels, also the reason why other ranks have left
+                if streams is not None:
                     streams.check("barrier")
 
         return self._on_work_queue("barrier", [], action, seconds(opts.timeout), opts.asyncOp)
@@ -329,9 +326,8 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
 
         The GPU deadline is fixed at the group's first use of a GPU.
         """
-        self._matcher.set_timeout(
-            timeout.total_seconds()
-        )  # first, as operations with deadlines of their own go back to this
+        # first: operations with their own deadline restore this value (``_limited``)
+        self._matcher.set_timeout(timeout.total_seconds())
         set_timeout(self.communicator, timeout.total_seconds())
         if self._other_backends is not None:
             self._other_backends.group.set_timeout(timeout)
@@ -366,9 +362,7 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
             return None
         name = group_name or self.name_of_split(number, ranks)
         store = dist.PrefixStore(f"{name}/", self._store)
-        place = dist.PrefixStore(
-            f"{number}-{min(ranks)}/{NAME}/elsewhere/", store
-        )  # names come again when their groups have gone
+        place = dist.PrefixStore(f"{number}-{min(ranks)}/{NAME}/elsewhere/", store)
         try:
             other_backends = self._split_other_backends(
                 place, ranks, timeout, opts, name, device_types

@@ -30,8 +30,8 @@ def handle(
     if "?" in url:
         with as_backend_errors():
             raise InvalidUsage(
-                f"{url}: the launcher says rank and world_size",
-                hint=f"leave them out beside {SCHEME}://",
+                f"{url}: rank and world_size come from the launcher",
+                hint=f"omit them with {SCHEME}://",
             )
     trace.configure()
     with as_backend_errors():
@@ -40,9 +40,8 @@ def handle(
         yield from dist.rendezvous("env://", timeout=timeout, **kwargs)
         return
     yield _store(launch, timeout), launch.rank, launch.nranks
-    raise RuntimeError(
-        f"{SCHEME}:// does not meet again after a failure"
-    )  # as PyTorch's handlers say
+    # PyTorch's own handlers raise here as well
+    raise RuntimeError(f"{SCHEME}:// does not support a second rendezvous after a failure")
 
 
 def _store(launch: Launch, timeout: datetime.timedelta) -> Any:

@@ -24,7 +24,7 @@ def check_sum(op: Any, where: str) -> None:
     """Raise ``InvalidUsage`` unless the operator is SUM."""
     if op != dist.ReduceOp.SUM:
         raise InvalidUsage(
-            f"{where}: sparse tensors are added up only; allowed is ReduceOp.SUM",
+            f"{where}: sparse tensors support ReduceOp.SUM only",
             hint="use to_dense()",
         )
 
@@ -35,16 +35,14 @@ def all_reduce(comm: Communicator, tensor: Any, where: str) -> None:
     counts = comm.all_gather(np.array([own._nnz()])).tolist()
     indices = _gathered(comm, own.indices().t(), counts, where)
     values = _gathered(comm, own.values(), counts, where)
-    checked = (
-        torch.sparse.check_sparse_tensor_invariants.is_enabled()
-    )  # not said, PyTorch warns that it is off
+    # passed explicitly, because PyTorch warns about the default
+    checked = torch.sparse.check_sparse_tensor_invariants.is_enabled()
     total = torch.sparse_coo_tensor(
         indices.t(), values, own.shape, device=own.device, check_invariants=checked
     ).coalesce()
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        tensor.copy_(
-            total
-        )  # not its detach(): that one would get new entries, which the tensor does not see
+        # not tensor.detach(): new entries of a detached tensor are invisible to the tensor
+        tensor.copy_(total)
 
 
 def _gathered(comm: Communicator, rows: Any, counts: list[int], where: str) -> Any:

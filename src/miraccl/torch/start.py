@@ -33,11 +33,11 @@ from miraccl.torch.tensors import DEVICES, NAME
 
 KEY = "miraccl/unique_id"
 _NONE, _FAILED = "none", "failed: "
-#: Pauses of who waits for the id, in seconds.
+#: Backoff between reads of the id, in seconds.
 BACKOFF_FIRST_S, BACKOFF_LAST_S = 1e-3, 0.05
-#: Seconds until who has an id looks whether there is another one; then twice as long each time.
+#: Seconds until the first check for a newer id; doubled after each check.
 RECHECK_FIRST_S = 0.5
-#: What ranks of this process have read and failed with.
+#: Ids with which ranks of this process have failed.
 _failed_ids: set[tuple[int, str]] = set()
 
 
@@ -105,24 +105,20 @@ class GroupCreation(PendingCreation):
         self.name, self.usual_s = "world", opts.timeout.total_seconds()
         self._world, self._ranks, tokens, parent = None, [], [], ""
         if isinstance(world, ProcessGroupMiraccl):
-            seat, self._world = (
-                wait_state_of(world.communicator),
-                world.communicator._core.session,
-            )
+            state, self._world = wait_state_of(world.communicator), world.communicator._core.session
             self.name, self._ranks, parent = (
                 f"group {opts.group_id}",
                 list(opts.global_ranks_in_group),
-                seat.key,
+                state.key,
             )
-            if (
-                self.usual_s >= seat.default_timeout_s
-            ):  # else the program may go on when it has waited in vain
+            # with a shorter timeout the application may continue after this group has failed
+            if self.usual_s >= state.default_timeout_s:
                 tokens = [self._world.tokens[rank] for rank in self._ranks]
-            self.usual_s = max(self.usual_s, seat.default_timeout_s)
+            self.usual_s = max(self.usual_s, state.default_timeout_s)
         super().__init__(f"group {opts.group_id} of {parent}", tokens, "new_group", opts.group_rank)
 
     def look_again(self) -> None:
-        """After a failure, which may be another rank's that was told more: raise that."""
+        """After a failure, raise the more specific error that another rank may have published."""
         deadline = time.monotonic() + NOTICE_FIRST_S
         while self._world is not None and time.monotonic() < deadline:
             self.look()
@@ -134,7 +130,7 @@ class GroupCreation(PendingCreation):
         if gone:
             peer = min(gone)
             raise PeerDied(
-                f"rank {peer} has left the default group and will not come",
+                f"rank {peer} has left the default group and will not join",
                 rank=self._rank,
                 peer=peer,
                 op="new_group",
@@ -166,9 +162,8 @@ def _join_as_root(store: Any, size: int, deadline: Deadline, look: Callable[[], 
     try:
         ident, root = create_root(nranks=size)
     except MiracclError as error:
-        store.set(
-            KEY, f"{_FAILED}{secrets.token_hex(8)} {error}"
-        )  # no two are equal, as no two ids are
+        # the random part makes every failure text unique, as ids are
+        store.set(KEY, f"{_FAILED}{secrets.token_hex(8)} {error}")
         raise
     try:
         with _published_id(store, ident):
@@ -205,7 +200,7 @@ def _join_as_peer(
             if text.startswith(_FAILED):
                 why = text.removeprefix(_FAILED).partition(" ")[2]
                 raise BootstrapError(
-                    f"rank 0 could not open the meeting point: {why}", rank=rank, peer=0
+                    f"rank 0 cannot start the control plane: {why}", rank=rank, peer=0
                 )
             return _connect(
                 UniqueId.parse(text), rank, size, deadline, _check_not_replaced(store, text, look)
@@ -282,15 +277,15 @@ def _read_id(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]
             look()
             if not deadline.left:
                 raise BootstrapError(
-                    f"rank 0 put no unique id into the store within {deadline.seconds:g} s",
+                    f"rank 0 did not publish a unique id within {deadline.seconds:g} s",
                     rank=rank,
                     peer=0,
                 )
             time.sleep(nap)
             nap = min(2 * nap, BACKOFF_LAST_S)
-    except RuntimeError as error:  # DistStoreError, but not of every store
+    except RuntimeError as error:  # some stores raise DistStoreError, others not
         raise BootstrapError(
-            f"rank 0 put no unique id into the store: {error}", rank=rank, peer=0
+            f"cannot read the unique id of rank 0 from the store: {error}", rank=rank, peer=0
         ) from error
     return text
 

@@ -67,11 +67,11 @@ class GroupStreams:
         self.comm, self.device = comm, device
         self.cuda: Any = _Cuda() if cuda is None else cuda
         self.lock = threading.RLock()
-        self.events: list[Any] = []  # that no operation has any more
+        self.events: list[Any] = []  # free events, for reuse
         self._own: Any = None
-        self._fork: Any = None  # the event by which it waits for the current stream
+        self._fork: Any = None  # event that orders it after the current stream
         self._side: Any = None
-        self._last: Any = None  # the event with which the group's stream ends
+        self._last: Any = None  # last event of the group's stream
         self._batch: list[tuple[_BatchedWork, Action, Action]] | None = None
 
     @property
@@ -165,7 +165,7 @@ class GroupStreams:
         self._last = own.record_event(event)
         return StreamWork(name, tensors, self, own, event)
 
-    # PyTorch's own contexts for devices and streams take as long as a small operation
+    # PyTorch's context managers for devices and streams cost as much as a small operation
 
     def _on_device(self, action: Callable[[], Any]) -> Any:
         if self.cuda.current_device() == self.device.index:
@@ -267,9 +267,8 @@ class GroupStreams:
         """Return a future of ``work``, already resolved: its waiters wait on a stream."""
         error = work.exception()
         if error is not None:
-            failed: Any = (
-                torch.futures.Future()
-            )  # with devices, the tensors of its value would be looked for
+            # without devices: with them, PyTorch searches the value for tensors
+            failed: Any = torch.futures.Future()
             failed.set_exception(error)
             return failed
         result: Any = torch.futures.Future(devices=[self.device])
@@ -322,9 +321,8 @@ class StreamWork(Work):
         stream: Any,
         event: Any = None,
     ) -> None:
-        dist.Work.__init__(
-            self
-        )  # nothing else of ``Work``'s: it has no end on the host that anybody could wait for
+        # not ``Work.__init__``: the host never sees the end of this operation
+        dist.Work.__init__(self)
         self._name, self._tensors, self._future = name, tensors, None
         self._streams, self.stream, self.event = streams, stream, event
 
@@ -354,7 +352,8 @@ class StreamWork(Work):
             if time.monotonic() >= end:
                 raise BackendError(
                     CollectiveTimeout(
-                        f"not finished within {timeout}; it goes on on the GPU", op=self._name
+                        f"timed out after {timeout}; the operation continues on the GPU",
+                        op=self._name,
                     )
                 )
             time.sleep(POLL_S)
@@ -390,7 +389,7 @@ class _BatchedWork(Work):
     batch_work: StreamWork | None = None
 
     def __init__(self, name: str, tensors: Sequence[Any], memory: Iterable[Any]) -> None:
-        dist.Work.__init__(self)  # nothing else of ``Work``'s: it ends with ``whole``
+        dist.Work.__init__(self)  # not ``Work.__init__``: it completes with ``batch_work``
         self._name, self._tensors, self.memory = name, tensors, memory
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -412,8 +411,8 @@ class _BatchedWork(Work):
         if self.batch_work is None:
             raise BackendError(
                 InvalidUsage(
-                    f"{self._name}: the batch has not ended",
-                    hint="wait for it after _coalescing_manager",
+                    f"{self._name}: the batch is still open",
+                    hint="wait after _coalescing_manager has closed",
                 )
             )
         return self.batch_work

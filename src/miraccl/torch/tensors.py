@@ -23,7 +23,7 @@ from miraccl.errors import InvalidUsage
 
 NAME = "miraccl"
 DEVICES = ("cpu", "cuda")
-#: Types of torch that NumPy has as well.
+#: Types that NumPy has.
 NATIVE = {
     torch.int8: np.dtype(np.int8),
     torch.uint8: np.dtype(np.uint8),
@@ -35,7 +35,7 @@ NATIVE = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
 }
-#: NumPy knows these by ml_dtypes only.
+#: Types that NumPy has through ml_dtypes.
 SMALL_FLOATS = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
     torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
@@ -43,11 +43,12 @@ SMALL_FLOATS = {
 }
 COMPLEX = frozenset((torch.complex64, torch.complex128))
 WIDENED = frozenset((torch.int16, torch.uint16))
-#: Memory from an address on. A type of the right length would be made anew for every length, which takes ten times as long as all the rest.
+#: Memory of any length from an address.  ctypes would create a new type for every length, which
+#: takes ten times as long as the rest of the call.
 _ANY_LENGTH = ctypes.c_char * (1 << 46)
 
 
-class ElementEncoding(enum.IntEnum):  # whose members have a hash that is not written in Python
+class ElementEncoding(enum.IntEnum):  # an IntEnum: its hash is not written in Python
     """Meaning of a staged array's elements.
 
     ``VALUES``: the tensor's values where miraccl knows the type, else bytes.  ``BYTES``: bytes.
@@ -59,7 +60,7 @@ class ElementEncoding(enum.IntEnum):  # whose members have a hash that is not wr
     WIDE = enum.auto()
 
 
-#: Tensors of a list with fewer bytes than this are copied one by one by ``memmove``; for more, PyTorch has threads.
+#: Lists below this size are copied tensor by tensor with ``memmove``; above, PyTorch uses threads.
 SMALL_BYTES = 64 << 10
 
 
@@ -76,7 +77,7 @@ class Staged:
     counts: list[int]
     temporary: Any = None
     needs_load: bool = False
-    #: (address of the tensor's memory, that of its part of the temporary, bytes) where nothing but copying is to do.
+    #: (tensor address, address of its part of the temporary, bytes) if a plain copy suffices.
     copies: Sequence[tuple[int, int, int]] | None = None
 
     @property
@@ -155,9 +156,8 @@ def _copy(target: Any, source: Any) -> None:
     if target.is_inference() == torch.is_inference_mode_enabled():
         target.detach().copy_(source.detach())
     else:
-        with torch.inference_mode(
-            target.is_inference()
-        ):  # a mode of threads, and this may be the lane's
+        # the mode is per thread, and this may be the work queue's thread
+        with torch.inference_mode(target.is_inference()):
             target.detach().copy_(source.detach())
 
 
@@ -166,9 +166,10 @@ def check(tensor: Any, where: str) -> None:
     if torch._C._len_torch_dispatch_stack():
         _check_not_recorded(where)
     if not tensor.is_cpu and not tensor.is_cuda:
-        hint = "name a backend for this device: init_process_group('cpu:miraccl,xpu:xccl'), say"
+        hint = "name a backend for this device, as in init_process_group('cpu:miraccl,xpu:xccl')"
         raise InvalidUsage(
-            f"{where}: the tensor is on {tensor.device}; this backend works on {' and '.join(DEVICES)} tensors",
+            f"{where}: the tensor is on {tensor.device}; "
+            f"this backend supports {' and '.join(DEVICES)} tensors",
             hint=hint,
         )
     if tensor.layout is not torch.strided:
@@ -186,15 +187,18 @@ def _check_not_recorded(where: str) -> None:
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         hint = "use torch.distributed._functional_collectives, or torch.compile"
-        raise InvalidUsage(f"{where}: make_fx does not record calls of this backend", hint=hint)
+        raise InvalidUsage(f"{where}: cannot be recorded by make_fx", hint=hint)
 
 
 def check_result(tensor: Any, where: str) -> None:
-    """Raise ``InvalidUsage`` for a result tensor whose elements share memory, as an expanded one."""
+    """Raise ``InvalidUsage`` for a result tensor whose elements share memory."""
     if not tensor.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
-        text = f"the result goes to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, whose elements share memory"
+        text = (
+            f"cannot write the result: elements of the tensor of shape {tuple(tensor.shape)} "
+            f"and strides {tensor.stride()} share memory"
+        )
         raise InvalidUsage(f"{where}: {text}", hint="use clone()")
 
 
@@ -212,7 +216,7 @@ def _owning_tensor(tensor: Any, where: str) -> Any:
     if own.numel() and not own.data_ptr():
         raise InvalidUsage(
             f"{where}: a {type(tensor).__name__} has no memory of its own",
-            hint="of a DTensor use to_local()",
+            hint="use to_local() of a DTensor",
         )
     return own
 
@@ -242,7 +246,7 @@ def stage_list(
     """
     if nranks and len(tensors) != nranks:
         raise InvalidUsage(
-            f"{where}: the list has {len(tensors)} tensors; it needs one for each of {nranks} ranks"
+            f"{where}: the list has {len(tensors)} tensors; it needs one per rank, {nranks}"
         )
     tensors = [_owning_tensor(tensor, where) for tensor in tensors]
     dtype, device = tensors[0].dtype, tensors[0].device
@@ -280,8 +284,8 @@ def _mixed(tensors: Sequence[Any], where: str) -> InvalidUsage:
         sorted({str(t.device) for t in tensors}),
     )
     if len(dtypes) > 1:
-        return InvalidUsage(f"{where}: the tensors of a list have one dtype, got {dtypes}")
-    return InvalidUsage(f"{where}: the tensors of a list are on one device, got {devices}")
+        return InvalidUsage(f"{where}: the tensors of a list must have one dtype, got {dtypes}")
+    return InvalidUsage(f"{where}: the tensors of a list must be on one device, got {devices}")
 
 
 def _copy_list(tensors: Sequence[Any], address: int) -> list[tuple[int, int, int]]:
@@ -325,16 +329,15 @@ def _array(tensor: Any, encoding: ElementEncoding) -> tuple[Any, int]:
         own = (
             tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
         )
-        if own.numel() <= 1:  # a part of a column may have any stride
+        if own.numel() <= 1:  # a single element may have any stride
             own = own.as_strided((own.numel(),), (1,))
         return (
             own
             if encoding is ElementEncoding.VALUES and seen_as is own.dtype
             else own.view(-1).view(seen_as)
         ), width
-    return array_at(
-        tensor.data_ptr(), tensor.numel() * width, kind, tensor
-    ), width  # after Tensor.numpy nobody could resize the storage
+    # not Tensor.numpy(), after which the storage cannot be resized
+    return array_at(tensor.data_ptr(), tensor.numel() * width, kind, tensor), width
 
 
 def array_at(address: int, count: int, kind: Any, owner: Any) -> Any:

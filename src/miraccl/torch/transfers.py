@@ -126,8 +126,8 @@ class Transfers:
             check_result(tensors[0], "recv")
             if staged.device.type != "cpu":
                 raise InvalidUsage(
-                    "recv: a receive into GPU memory names the rank it receives from",
-                    hint="as on NCCL",
+                    "recv: cannot receive from any source into GPU memory; name the source rank",
+                    hint="NCCL has the same rule",
                 )
         return self._receive(tensors, staged.plain, None, tag, staged.store)
 
@@ -163,9 +163,8 @@ class Transfers:
             self._other_backends.group._start_coalescing(device)
             return
         self._batch = []
-        if device.type == "cuda" and (
-            self._streams is not None or torch.cuda.is_available()
-        ):  # a build for CUDA may have no GPU
+        # a CUDA build may run without a GPU
+        if device.type == "cuda" and (self._streams is not None or torch.cuda.is_available()):
             self._streams_of(device).open_batch()
 
     def _end_coalescing(self, device: Any) -> Any:
@@ -196,7 +195,9 @@ class _CoalescedWork(Work):
         self._works = list(works)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        return not [work for work in self._works if not work.wait(timeout)]  # all are waited for
+        return not [
+            work for work in self._works if not work.wait(timeout)
+        ]  # the list waits for every work
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -217,6 +218,6 @@ class _CoalescedWork(Work):
 
 
 def _tag(tag: int, name: str) -> int:
-    if tag < 0:  # those below are the group's own
-        raise InvalidUsage(f"{name}: the tag is {tag}; allowed are 0 and more")
+    if tag < 0:  # negative tags are reserved for the group
+        raise InvalidUsage(f"{name}: tag {tag} is not allowed; tags are >= 0")
     return tag

@@ -33,13 +33,11 @@ class Work(dist.Work):
         super().__init__()
         self._name, self._tensors = name, list(tensors)
         self._done = False
-        self._running = (
-            threading.Lock()
-        )  # until it has ended; an Event is made in the time of a small operation
+        # held until the operation ends; creating an Event costs as much as a small operation
+        self._running = threading.Lock()
         self._running.acquire()
-        self.wait_reason: Callable[[], Wait | None] | None = (
-            None  # what whoever waits for it waits in
-        )
+        # wait-for record of a thread that waits for this work
+        self.wait_reason: Callable[[], Wait | None] | None = None
         self._error: Exception | None = None
         self._future: Any = None
         self._lock = threading.Lock()
@@ -64,7 +62,7 @@ class Work(dist.Work):
             elif not self._running.acquire(timeout=-1 if limit is None else limit):
                 raise BackendError(
                     CollectiveTimeout(
-                        f"not finished within {timeout}; it goes on in the background",
+                        f"timed out after {timeout}; the operation continues in the background",
                         op=self._name,
                     )
                 )
@@ -161,7 +159,7 @@ class WorkQueue:
         """
         self._name, self._set_busy, self._wait_reason = name, set_busy, wait_reason
         self._queue: queue.SimpleQueue[tuple[Work, Action] | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # a signal handler may destroy the group in the middle
+        self._lock = threading.RLock()  # reentrant: a signal handler may destroy the group here
         self._run_lock = threading.RLock()
         self._pending = 0
         self._closed = False
@@ -172,7 +170,10 @@ class WorkQueue:
         return self._pending == 0
 
     def run(self, name: str, action: Action) -> None:
-        """Run an action after what is pending, and wait for it. The callback of a future, which runs on the lane itself, does not queue."""
+        """Run an action after the pending ones and wait for it.
+
+        A future's callback, which runs on the queue's own thread, is run directly.
+        """
         if self.idle or threading.current_thread() is self._thread:
             with self._run_lock:
                 run_translated(action)
@@ -180,13 +181,17 @@ class WorkQueue:
             self.submit(Work(name, []), action).wait()
 
     def submit(self, work: Work, action: Action) -> Work:
-        """Run an action in the background, in order; from a callback that runs on the lane, at once: it may be waited for there."""
+        """Run an action in the background, in order.
+
+        Submitted from a callback on the queue's thread, it runs at once: the callback may wait for
+        it.
+        """
         with self._lock:
             own = threading.current_thread() is self._thread
             if not own:
                 self._check()
                 self._enqueue(work, action)
-                self._check()  # again: in the middle, that is
+                self._check()  # a signal handler may have closed it since
         if own:
             work.end(self._run(action))
         return work
@@ -200,7 +205,7 @@ class WorkQueue:
             thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             with (
                 as_backend_errors(),
-                as_system_failure("there can be no operation in the background"),
+                as_system_failure("cannot start the thread of background operations"),
             ):
                 thread.start()
             self._thread = thread
@@ -245,7 +250,7 @@ class WorkQueue:
             self._set_busy(self._pending > 0)
 
     def close(self, timeout: float) -> bool:
-        """Stop the thread after pending work; return False if that takes over ``timeout`` seconds."""
+        """Stop the thread after pending work; False if that takes over ``timeout`` seconds."""
         with self._lock:
             self._closed = True
             thread = self._thread

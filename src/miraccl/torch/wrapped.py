@@ -69,7 +69,7 @@ def install() -> list[Any]:
             setattr(distributed_c10d, name, wrapped)
             if hasattr(dist, name):
                 setattr(dist, name, wrapped)
-            if original in remaps:  # torch.compile knows functions by their identity
+            if original in remaps:  # torch.compile identifies functions by object identity
                 remaps[wrapped] = remaps[original]
             new.append(wrapped)
     builtin = DistributedDataParallel._register_builtin_comm_hook
@@ -78,7 +78,7 @@ def install() -> list[Any]:
     )
     notify = Join.notify_join_context
     Join.notify_join_context = staticmethod(functools.wraps(notify)(_notify_join_context(notify)))
-    with contextlib.suppress(ImportError):  # a part of PyTorch that DTensor is to replace
+    with contextlib.suppress(ImportError):  # to be replaced by DTensor in PyTorch
         from torch.distributed._shard.sharded_tensor import ShardedTensor
 
         chosen = ShardedTensor._get_preferred_device
@@ -198,7 +198,8 @@ def _check_parts(split_ranks: Sequence[Sequence[int]], nranks: int) -> None:
         or not {*together} <= {*range(nranks)}
     ):
         raise ValueError(
-            f"split_group: {list(map(list, split_ranks))} are not parts of the ranks 0 to {nranks - 1}, each with a rank"
+            f"split_group: {list(map(list, split_ranks))} must be disjoint, non-empty subsets "
+            f"of ranks 0 to {nranks - 1}"
         )
 
 
@@ -255,7 +256,7 @@ def _preferred_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _extract_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     def extract_tensors(value: Any) -> Any:
-        if type(value) is list and all([type(thing) is torch.Tensor for thing in value]):  # noqa: C419  (a generator takes longer)
+        if type(value) is list and all([type(thing) is torch.Tensor for thing in value]):  # noqa: C419  (a generator is slower)
             return value.copy()
         if isinstance(value, BackendError):
             raise value
@@ -268,10 +269,13 @@ def _symmetric_memory_rendezvous(original: Callable[..., Any]) -> Callable[..., 
     def rendezvous(tensor: Any, group: Any) -> Any:
         known = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
         if isinstance(known, ProcessGroupMiraccl):
-            hint = "give it dist.new_group(backend='gloo') of the same ranks, and torch.ops.symm_mem its name"
+            hint = (
+                "pass dist.new_group(backend='gloo') of the same ranks, "
+                "and its name to torch.ops.symm_mem"
+            )
             with as_backend_errors():
                 raise InvalidUsage(
-                    "symmetric memory: PyTorch cannot meet over a group that is written in Python",
+                    "symmetric memory: PyTorch cannot use a process group written in Python",
                     hint=hint,
                 )
         return original(tensor, group)
