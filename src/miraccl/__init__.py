@@ -1,4 +1,4 @@
-"""miraccl: collective communication between processes, hosts and GPUs that explains every decision it makes.
+"""miraccl: collective communication between processes, hosts and GPUs, with explained decisions.
 
 import numpy as np, miraccl
 with miraccl.init() as comm:

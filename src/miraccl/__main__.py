@@ -1,4 +1,4 @@
-"""``python -m miraccl`` is the command ``miraccl``."""
+"""Entry point of ``python -m miraccl``, which runs the command line of ``miraccl``."""
 
 from miraccl.tools.cli import main
 

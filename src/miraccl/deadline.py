@@ -1,4 +1,4 @@
-"""One time by which several things end, however many of them wait."""
+"""A point in time shared by several waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from miraccl.params import FOREVER
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """``at`` is a time of the monotonic clock; ``seconds`` is what its user gave, for words about it."""
+    """Instant by which an operation must have ended.
+
+    Attributes:
+        seconds: The timeout the caller gave, in seconds; used in messages only.
+        at: The instant on ``time.monotonic()``, in seconds.
+    """
 
     seconds: float
     at: float
 
     @classmethod
     def after(cls, seconds: float | Deadline) -> Deadline:
-        """So many seconds from now; a deadline is itself."""
+        """Return the deadline ``seconds`` from now; a ``Deadline`` is returned unchanged."""
         if isinstance(seconds, Deadline):
             return seconds
         seconds = min(seconds, FOREVER)
@@ -25,9 +30,9 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds from now, at least 0."""
+        """Seconds until the deadline; 0 once it has passed."""
         return max(0.0, self.at - time.monotonic())
 
     def within(self, seconds: float | Deadline) -> Deadline:
-        """The earlier of this one and another."""
+        """Return the earlier of this deadline and ``seconds`` (from now, or another deadline)."""
         return min(self, Deadline.after(seconds), key=lambda deadline: deadline.at)

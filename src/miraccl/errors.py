@@ -1,7 +1,8 @@
-"""Every error this package raises on purpose.
+"""Errors that this package raises on purpose.
 
-An error answers four questions: whose fault it is (``fault``), who is involved (``rank``, ``peer``, ``op``), what happened
-(the message), and what is still possible (``hint``).  All of it survives pickling, so that a launcher can show the error of a rank.
+An error answers four questions: whose fault it is (``fault``), who is involved (``rank``, ``peer``,
+``op``), what happened (the message) and what is still possible (``hint``). All of it survives
+pickling, so that a launcher can show the error of a rank.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ Fault = Literal["usage", "peer", "system", "internal"]
 
 
 class MiracclError(Exception):
-    """Base of all errors of this package.
+    """Base class of all errors of this package.
 
-    ``fault``: ``usage`` (the caller can mend it), ``peer`` (another rank), ``system`` (kernel, network, disk) or ``internal``
-    (a bug of ours).  ``rank`` is the rank that raises, ``peer`` the one it is about, ``op`` the operation (``all_reduce #17``).
+    Attributes:
+        fault: Origin of the error: ``"usage"`` (the caller can correct it), ``"peer"`` (another
+            rank), ``"system"`` (kernel, network, disk) or ``"internal"`` (a bug of miraccl).
+        message: The text without rank, operation and hint.
+        rank: The rank that raises, or None.
+        peer: The rank that the error is about, or None.
+        op: The operation, such as ``"all_reduce #17"``, or None.
+        hint: Advice on what to do next, or None.
     """
 
     fault: Fault = "internal"
@@ -56,19 +63,21 @@ def _rebuild(cls: type[MiracclError], message: str, state: dict[str, Any]) -> Mi
 
 
 class InvalidUsage(MiracclError, ValueError):
-    """The caller passed something that is not allowed; nothing was sent."""
+    """An argument or a call that is not allowed. No data was sent; the communicator remains usable."""
 
     fault: Fault = "usage"
 
 
 class CommunicatorClosed(MiracclError):
-    """The communicator was finalized or aborted before this call."""
+    """The communicator was finalized or aborted before or during the call."""
 
     fault: Fault = "usage"
 
 
 class ScheduleError(MiracclError):
-    """A schedule is not a right implementation of its collective; the message names channel, rank, step and chunk."""
+    """A schedule does not implement its collective; the message names channel, rank, step and
+    chunk.
+    """
 
     fault: Fault = "usage"
 
@@ -80,7 +89,7 @@ class TopologyError(MiracclError, ValueError):
 
 
 class SystemFailure(MiracclError, OSError):
-    """The operating system refused something (a segment, a socket, a futex)."""
+    """The operating system refused a resource: memory, a socket, a descriptor or a thread."""
 
     fault: Fault = "system"
 
@@ -89,41 +98,49 @@ class SystemFailure(MiracclError, OSError):
 
 
 class MissingDependency(MiracclError, ImportError):
-    """An optional dependency is not installed; the hint says what to install."""
+    """An optional dependency is not installed; the hint names the package to install."""
 
     fault: Fault = "usage"
 
 
 class BootstrapError(MiracclError):
-    """Ranks could not meet: a rank is missing, died, or was refused."""
+    """The ranks could not connect: a rank is missing, died or was rejected."""
 
     fault: Fault = "peer"
 
 
 class AuthenticationError(BootstrapError):
-    """A peer could not prove that it knows the job's secret."""
+    """A peer could not prove that it knows the secret of the job."""
 
 
 class ProtocolError(MiracclError):
-    """A peer sent something that no peer of ours would send."""
+    """A peer sent data that violates the protocol."""
 
     fault: Fault = "peer"
 
 
 class PlanMismatch(MiracclError):
-    """Ranks computed different plans; the message names the ranks and the field that differs."""
+    """Ranks use different settings or plans; the message names the ranks and the field that
+    differs.
+    """
 
     fault: Fault = "peer"
 
 
 class CollectiveMismatch(MiracclError):
-    """Ranks called different operations at the same place; the message names the ranks and the field that differs."""
+    """Ranks called operations that do not match; the message names the ranks and the field that
+    differs.
+    """
 
     fault: Fault = "usage"
 
 
 class CollectiveTimeout(MiracclError, TimeoutError):
-    """An operation passed its deadline.  ``graph`` is the wait-for graph, one line per rank, as in the message."""
+    """An operation passed its deadline.
+
+    Attributes:
+        graph: The wait-for graph, one line per rank; it is part of ``str(error)``.
+    """
 
     fault: Fault = "peer"
 
@@ -137,7 +154,7 @@ class CollectiveTimeout(MiracclError, TimeoutError):
 
 
 class PeerDied(MiracclError, ConnectionError):
-    """Another rank's process ended while it was needed."""
+    """The process of another rank ended while an operation needed it."""
 
     fault: Fault = "peer"
 
@@ -146,14 +163,20 @@ class PeerDied(MiracclError, ConnectionError):
 
 
 class CommunicatorAborted(MiracclError):
-    """Some rank called ``abort()``; ``peer`` is the one that did."""
+    """A rank called ``abort()``; ``peer`` is that rank."""
 
     fault: Fault = "peer"
 
 
 @contextmanager
 def as_system_failure(text: str, **where: Any) -> Iterator[None]:
-    """Inside the block, what the system refuses (a descriptor, memory, a thread) leaves as ``SystemFailure``: ``text``, and why."""
+    """Convert ``OSError`` and failed thread creation inside the block to ``SystemFailure``.
+
+    Args:
+        text: What could not be done, such as "cannot open the segment"; the system's reason is
+            appended.
+        where: Attributes of the error (``rank``, ``peer``, ``op``, ``hint``).
+    """
     try:
         yield
     except MiracclError:

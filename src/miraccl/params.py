@@ -1,7 +1,8 @@
-"""Every setting, declared once: name, type, unit, default, sentence.
+"""Declaration of every setting: name, type, unit, default and a sentence.
 
-``MIRACCL_<NAME>`` sets a parameter; where NCCL has a variable of the same meaning, ``NCCL_<NAME>`` is honoured too, after ours.
-The environment is read here, at the edge; machines and records get values.  ``miraccl env`` prints this table.
+``MIRACCL_<NAME>`` sets a parameter. Where NCCL has a variable of the same meaning, ``NCCL_<NAME>``
+is read too; ours takes precedence. The environment is read at the edge of the library: state
+machines and records get values. ``miraccl env`` prints this table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ DEBUG_LEVELS = ("none", "warn", "info", "trace", "version", "abort")
 
 @dataclass(frozen=True, kw_only=True)
 class Param(Generic[T]):
-    """One setting. ``parse`` turns the text of the environment into a value and raises ``ValueError`` with what is allowed."""
+    """One setting.
+
+    Attributes:
+        name: Name without the prefix ``MIRACCL_``.
+        parse: Converts the text of the environment; raises ``ValueError`` that says what is
+            allowed.
+        kind: Kind of value, as ``miraccl env`` shows it.
+        nccl: Name of NCCL's variable without ``NCCL_``, or None.
+    """
 
     name: str
     default: T
@@ -40,7 +49,7 @@ class Param(Generic[T]):
         return self.resolve(environ)[0]
 
     def resolve(self, environ: Mapping[str, str] | None = None) -> tuple[T, str]:
-        """The value and where it came from: ``MIRACCL_X``, ``NCCL_X`` or ``default``."""
+        """Return the value and its source: ``MIRACCL_X``, ``NCCL_X`` or ``default``."""
         environ = os.environ if environ is None else environ
         for variable in (f"MIRACCL_{self.name}", f"NCCL_{self.nccl}" if self.nccl else ""):
             text = environ.get(variable, "").strip() if variable else ""
@@ -65,7 +74,7 @@ def declare(
     unit: str = "",
     nccl: str | None = None,
 ) -> Param[T]:
-    """Declare a parameter; ``nccl`` names the variable of NCCL with the same meaning, without ``NCCL_``."""
+    """Declare a parameter; ``nccl`` names NCCL's variable of the same meaning, without ``NCCL_``."""
     if name in PARAMS:
         raise ValueError(f"parameter {name} is declared twice")
     param = Param(
@@ -82,7 +91,7 @@ def declare(
 
 
 def parse_size(text: str) -> int:
-    """Bytes, with an optional binary suffix K, M or G: ``4M`` is 4194304."""
+    """Parse a number of bytes with an optional binary suffix K, M or G: ``4M`` is 4194304."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgKMG]?)(?:i?[bB])?", text.strip())
     if not match:
         raise ValueError("a size is a number with an optional K, M or G, such as 256K")
@@ -120,7 +129,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_integer(text: str) -> int:
-    """A whole number, decimal or with 0x; negative numbers are allowed where a parameter says what they mean."""
+    """Parse a decimal or 0x whole number; negative ones have a meaning for some parameters."""
     try:
         return int(text, 0)
     except ValueError:
@@ -128,7 +137,7 @@ def parse_integer(text: str) -> int:
 
 
 def _parse_flag(text: str) -> int:
-    """As NCCL's flags, which are numbers."""
+    """Parse a flag of NCCL, which is a number; words such as ``true`` are accepted as well."""
     try:
         return parse_integer(text)
     except ValueError:
@@ -136,7 +145,7 @@ def _parse_flag(text: str) -> int:
 
 
 def _parse_path(text: str) -> str:
-    """``~`` as shells have it, which leave it alone between quotes and in files of settings."""
+    """Expand ``~``, which shells leave alone between quotes and in settings files."""
     return os.path.expanduser(text)
 
 
@@ -162,7 +171,7 @@ def _parse_threshold(text: str) -> str:
 
 
 def _parse_cumem(text: str) -> int:
-    """1 and 0 as in NCCL; ``auto`` and NCCL's -2 are -1."""
+    """Parse 1 and 0 as NCCL does; ``auto`` and NCCL's -2 become -1."""
     if text.lower() in ("auto", "-2", "-1"):
         return -1
     if text in ("0", "1"):
@@ -171,7 +180,7 @@ def _parse_cumem(text: str) -> int:
 
 
 def _parse_cta_policy(text: str) -> str:
-    """Names as in ``NCCL_CTA_POLICY_*``, or NCCL's numbers of them."""
+    """Parse the names of ``NCCL_CTA_POLICY_*``, or NCCL's numbers for them."""
     name = dict(zip("012", CTA_POLICIES, strict=True)).get(text, text.lower())
     if name not in CTA_POLICIES:
         raise ValueError(f"allowed are {', '.join(CTA_POLICIES)}, or 0, 1 and 2")
@@ -499,7 +508,11 @@ _OLD_LEVELS = (0, 4, 5, 8, 9, 9)  # NCCL's numbers before 2.5: LOC PIX PXB PHB S
 
 
 def parse_path_level(text: str) -> int:
-    """The name of a path type, or a number of NCCL's old scale 0..5, as a value of ``topo.records.PathType``; -1 leaves it open."""
+    """Parse a path type, or a number of NCCL's old scale 0 to 5, to a ``topo.records.PathType``
+    value.
+
+    -1 leaves the choice open.
+    """
     if text == "-1":
         return -1
     if text.upper() in _PATH_LEVELS:

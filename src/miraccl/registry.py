@@ -1,4 +1,4 @@
-"""A name -> thing table with good errors: algorithms are found through one."""
+"""Named implementations of one kind, with errors that list the known names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Named implementations of one kind. Names are unique and lower case; a second registration is refused."""
+    """Table of implementations by name. Names are unique and lower case."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -1,4 +1,4 @@
-"""Non-blocking sockets: how a call that has begun ends, and one that the kernel had no memory for."""
+"""Non-blocking sockets: completion of a connect and classification of transient errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ NO_MEMORY_PAUSE_S = 0.01
 
 
 def finish_connect(sock: socket.socket) -> None:
-    """For a socket that has become ready for writing. Raises ``OSError`` where it is not connected to somebody else."""
+    """Complete a non-blocking connect once the socket is writable.
+
+    Raises:
+        OSError: The connection failed, or the socket is connected to itself.
+    """
     problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if problem:
         raise OSError(problem, os.strerror(problem))
@@ -22,8 +26,11 @@ def finish_connect(sock: socket.socket) -> None:
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether a send or receive can be made again, on a socket that lives. Where the kernel had no memory for it, that is after a pause, as
-    epoll calls such a socket ready all the while. Who waits for the outcome has a deadline; a call that passes has none."""
+    """Return True if a send or receive on a live socket can be repeated after ``error``.
+
+    Pauses for ``NO_MEMORY_PAUSE_S`` after an out-of-memory error. A transient error has no deadline
+    of its own: the caller that awaits the outcome has one.
+    """
     if error.errno in (errno.ENOBUFS, errno.ENOMEM):
         time.sleep(NO_MEMORY_PAUSE_S)
         return True

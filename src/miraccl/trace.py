@@ -1,4 +1,4 @@
-"""Log lines of this package: ``miraccl.<subsystem>`` loggers, switched by ``MIRACCL_DEBUG`` and ``MIRACCL_DEBUG_SUBSYS``."""
+"""Loggers ``miraccl.<subsystem>``, controlled by ``MIRACCL_DEBUG`` and ``MIRACCL_DEBUG_SUBSYS``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def logger(subsystem: str) -> logging.Logger:
 
 
 def configure() -> None:
-    """Apply the environment as it is now; a handler that the application installed on ``miraccl`` is left alone."""
+    """Apply the current environment. Handlers that the application set on ``miraccl`` are left
+    alone.
+    """
     level = params.DEBUG.read()
     root = logging.getLogger("miraccl")
     if not root.handlers:
@@ -49,7 +51,11 @@ def configure() -> None:
 
 
 def parse_subsystems(text: str) -> tuple[bool, frozenset[str]]:
-    """Whether all but the named ones are meant (``^``, as in NCCL), and the names; ``all`` is as good as none."""
+    """Parse a list of subsystems to (inverted, names).
+
+    ``^`` in front selects all but the named ones, as in NCCL. ``all`` means the same as an empty
+    list.
+    """
     inverted = text.startswith("^")
     names = {name.strip() for name in text.removeprefix("^").split(",")} - {""}
     if "all" in names:
@@ -58,7 +64,7 @@ def parse_subsystems(text: str) -> tuple[bool, frozenset[str]]:
 
 
 def validate_subsystems(text: str) -> str:
-    """What is allowed, if ``text`` names a subsystem that there is not."""
+    """Return the allowed values if ``text`` names an unknown subsystem, else an empty string."""
     known = parse_subsystems(text.lower())[1] <= set(SUBSYSTEMS)
     return (
         ""

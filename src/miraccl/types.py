@@ -1,6 +1,6 @@
-"""The closed sets of the field: data types, reduction operators, collectives, protocols, buffers.
+"""Closed sets of the library: data types, reduction operators, collectives and protocols.
 
-Codes are part of the wire signature of an operation, so numbers are never reused.
+Codes are part of an operation's signature on the wire, so numbers are never reused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from miraccl.errors import InvalidUsage
 
 
 class DType(enum.IntEnum):
-    """Element types, with NCCL's names where it has them. ``itemsize`` is in bytes."""
+    """Element types, named as in NCCL where it has them. ``itemsize`` is in bytes."""
 
     INT8 = 0
     UINT8 = 1
@@ -41,7 +41,7 @@ class DType(enum.IntEnum):
 
     @property
     def accumulates_in_float32(self) -> bool:
-        """16- and 8-bit floats are added up in float32 and rounded once."""
+        """True for 16-bit and 8-bit floats, which are added up in float32 and rounded once."""
         return self in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 
     @property
@@ -81,10 +81,10 @@ DL_TYPES = {
 
 
 class RedOp(enum.IntEnum):
-    """Kinds of reduction. AVG is the sum divided by the number of ranks (integers: truncated towards zero).
+    """Reduction operators.
 
-    An operator equals itself only, no number: calls find what was prepared for one like them by their operator, and 0 or False, which are
-    refused, must not find what SUM has.
+    ``AVG`` is the sum divided by the number of ranks; for integers the quotient is truncated
+    towards zero. An operator equals only itself, never a number.
     """
 
     SUM = 0
@@ -105,10 +105,16 @@ class RedOp(enum.IntEnum):
 
 @dataclass(frozen=True)
 class PreMulSum:
-    """Sum of ``scalar * x`` where each rank gives its own scalar (``ncclRedOpCreatePreMulSum``).
+    """Sum of ``scalar * x``, where each rank passes its own scalar (``ncclRedOpCreatePreMulSum``).
 
-    A whole number of Python, NumPy or PyTorch is kept as an int, which is exact for integers of 64 bits; any other is a float64. Equal
-    ones are the same factor: -0.0 and 0.0, which are equal as numbers, are two.
+    A whole number of Python, NumPy or PyTorch is stored as an int, which is exact for 64-bit
+    integers; any other number is stored as a float64. Equality distinguishes 0.0 from -0.0.
+
+    Args:
+        scalar: The factor of this rank. For integer arrays it must be a value of their type.
+
+    Raises:
+        InvalidUsage: ``scalar`` is not a number or is outside the range of float64.
     """
 
     scalar: float
@@ -135,7 +141,9 @@ class PreMulSum:
 
 
 class Collective(enum.IntEnum):
-    """What an operation does. Buffers are counted in *blocks* of ``count`` elements, see ``schedule.ir``."""
+    """Collective operations. Buffers are counted in *blocks* of ``count`` elements
+    (``schedule.ir``).
+    """
 
     ALL_REDUCE = 0
     ALL_GATHER = 1
@@ -167,7 +175,7 @@ class Collective(enum.IntEnum):
 
 
 class Protocol(enum.IntEnum):
-    """How bytes cross a connection. The word is used for nothing else in this package."""
+    """Data transfer protocols of a connection (NCCL's LL, LL128 and Simple)."""
 
     LL = 0
     LL128 = 1
