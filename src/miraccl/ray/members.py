@@ -236,7 +236,7 @@ def _join_as_root(
 
 
 def _publish_failure(key: bytes, published: str, error: MiracclError) -> None:
-    """Publish this rank's failure under the key, unless another process has replaced ``published``."""
+    """Publish this rank's failure, unless another process has replaced ``published``."""
     if published and (_get(key, 0) or published) != published:
         error.hint = "another process also joined this group as rank 0"
     else:

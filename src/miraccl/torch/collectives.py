@@ -344,7 +344,7 @@ class Collectives:
 
     @by_device("gather_single")
     def gather_single(self, output: Any, tensor: Any, opts: Any = _GATHER) -> Work:
-        """Gather into one tensor, passed by the root only (``dist.gather_single`` of PyTorch 2.15)."""
+        """Gather into one tensor of the root (``dist.gather_single`` of PyTorch 2.15)."""
         name = "gather_single"
         with as_backend_errors():
             root = self._root(opts, name)

@@ -180,7 +180,7 @@ class TaggedExchange(TransferTable):
         Only header receives may be open.
 
         Returns:
-            The source rank; ``-layout.IN_PROGRESS`` if started, in which case ``remainder`` enqueues
+            The source rank; ``-layout.IN_PROGRESS`` if started, and ``remainder`` enqueues
             the rest;
             any other negative code if nothing was received.
         """

@@ -39,7 +39,7 @@ _FOREACH_DTYPES = frozenset(
 
 
 class FastPathCollectives(Collectives):
-    """Fast path of collectives with one tensor, an output and an input, or a list of one per rank."""
+    """Collectives with one tensor, an output and an input, or a list with one per rank."""
 
     _streams: GroupStreams | None
     _other_backends: OtherBackends | None
@@ -353,7 +353,7 @@ class FastPathCollectives(Collectives):
         ):
             return False
         ordinal = streams.device.index
-        return all([is_plain_gpu_tensor(tensor, ordinal) for tensor in tensors])  # noqa: C419  (a generator is slower)
+        return all([is_plain_gpu_tensor(tensor, ordinal) for tensor in tensors])  # noqa: C419 (slower)
 
     def _has_one_per_rank(self, tensors: Any, one: Any) -> bool:
         """Return True if the list holds one eligible, writable tensor like ``one`` per rank."""
@@ -389,7 +389,7 @@ def _is_common_call(options: type, rest: Sequence[Any], things: Any) -> bool:
 
 
 def _split_counts(tensor: Any, splits: list[int], nranks: int) -> list[int]:
-    """Convert splits in rows to element counts per rank; empty if ``collectives`` must check them."""
+    """Convert splits in rows to element counts per rank; empty if they need a full check."""
     rows = tensor.shape[0]
     if len(splits) != nranks or sum(splits) != rows:
         return []

@@ -24,7 +24,7 @@ _library = torch.library.Library("_c10d_functional", "IMPL")
 
 
 def register() -> list[Any]:
-    """Register the kernels for the operators that this version of PyTorch has; return the kernels."""
+    """Register the kernels for the operators that this PyTorch has; return them."""
     kernels: list[Any] = [_all_gather_into_tensor_out, _batch_p2p_ops]
     for kernel in kernels:
         name = kernel.__name__.removeprefix("_")

@@ -483,7 +483,9 @@ class TagMatcher:
 
     def _complete(self) -> None:
         """Mark finished messages as done."""
-        for message in [m for m in self._active if all([e.done for e in m.entries])]:  # noqa: C419  (half the time of a generator expression)
+        # a list takes half the time of a generator expression
+        done = [m for m in self._active if all([e.done for e in m.entries])]  # noqa: C419
+        for message in done:
             if message.bounce is not None and message.error is None:
                 np.copyto(message.array, message.bounce)
             if message.header is not None and message.peer is not None:

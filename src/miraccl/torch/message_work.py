@@ -99,7 +99,7 @@ class TransferWork(Work):
 
 
 class FutureCompletion:
-    """Background completion of works whose future was requested: one thread per group while needed."""
+    """Background completion of works whose future was requested, by one thread per group."""
 
     def __init__(self, name: str, matcher: TagMatcher) -> None:
         self._name, self._matcher = name, matcher

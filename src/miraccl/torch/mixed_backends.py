@@ -34,7 +34,7 @@ def devices_of_call(default: dict[str, str]) -> dict[str, str]:
 
 
 class OtherBackends:
-    """Backends of other libraries, by device type; ``group`` is the PyTorch group that holds them."""
+    """Backends of other libraries by device type; ``group`` is the PyTorch group they are in."""
 
     def __init__(
         self,

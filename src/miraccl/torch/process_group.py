@@ -195,7 +195,8 @@ class ProcessGroupMiraccl(FastPathCollectives, Transfers, dist.ProcessGroup):
         opts: Any,
         value: Callable[[], Sequence[Any]] | None = None,
     ) -> Work:
-        if not all([place.temporary is None for place in staged]):  # noqa: C419  (a generator costs as much as a small op)
+        # a generator expression costs as much as a small operation
+        if not all([place.temporary is None for place in staged]):  # noqa: C419
             with as_backend_errors():
                 for tensor in tensors:
                     check_result(tensor, name)

@@ -256,7 +256,8 @@ def _preferred_device(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _extract_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     def extract_tensors(value: Any) -> Any:
-        if type(value) is list and all([type(thing) is torch.Tensor for thing in value]):  # noqa: C419  (a generator is slower)
+        # a list is faster than a generator expression here
+        if type(value) is list and all([type(x) is torch.Tensor for x in value]):  # noqa: C419
             return value.copy()
         if isinstance(value, BackendError):
             raise value
