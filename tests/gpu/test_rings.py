@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miraccl.graph.plan_cache import sealed
+from miraccl.graph.plan_cache import add_checksum
 from miraccl.native import cache
 from miraccl.runtime.gpu.rings import RingOrder, find_ring
 from miraccl.topo.load import load_topology
@@ -111,11 +111,11 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> Non
     first = ring_of(bus_ids())
     (kept,) = plans.iterdir()
     record = json.loads(kept.read_bytes().partition(b"\n")[2])
-    kept.write_bytes(sealed(json.dumps({**record, "order": [0, 3, 1, 2]}).encode()))
+    kept.write_bytes(add_checksum(json.dumps({**record, "order": [0, 3, 1, 2]}).encode()))
     again = ring_of(bus_ids())
     assert (again.order, again.reason) == ((0, 3, 1, 2), first.reason)
     assert ring_of(bus_ids()[::-1]).order != again.order
-    kept.write_bytes(sealed(json.dumps({**record, "order": [0, 3, 3, 2]}).encode()))
+    kept.write_bytes(add_checksum(json.dumps({**record, "order": [0, 3, 3, 2]}).encode()))
     assert ring_of(bus_ids()).reason.startswith("no ring was found: the search gave [0, 3, 3, 2]")
 
 

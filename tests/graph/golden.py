@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from miraccl.graph.channel_graph import GraphKind, graph_from_json
-from miraccl.graph.connect import PlannedDomain
-from miraccl.topo.jsonform import paths_from_json, system_from_json
+from miraccl.graph.connect import SearchedDomain
 from miraccl.topo.records import GpuNode, System
+from miraccl.topo.system_json import paths_from_json, system_from_json
 from tests.topo.golden import DATA, LARGER, GoldenCase, golden_cases
 
 FULL = os.environ.get("MIRACCL_GOLDEN_FULL", "") == "1"
@@ -82,7 +82,7 @@ def differences(want: Any, got: Any, where: str = "") -> list[str]:
     return [] if want == got else [f"{where}: {got!r}, expected {want!r}"]
 
 
-def recorded_domains(want: dict[str, Any]) -> list[PlannedDomain]:
+def recorded_domains(want: dict[str, Any]) -> list[SearchedDomain]:
     """The domains of a case from its recorded sections. Systems of further domains are not recorded: the first one's is used with other
     rank numbers. Skips the test where their sizes differ."""
     system = system_from_json(want["system"])
@@ -98,7 +98,7 @@ def recorded_domains(want: dict[str, Any]) -> list[PlannedDomain]:
         records = {graph.kind: graph for graph in map(graph_from_json, graphs)}
         assert set(records) == set(GraphKind)
         result.append(
-            PlannedDomain(system=_renumbered(system, sorted(ranks)), paths=paths, graphs=records)
+            SearchedDomain(system=_renumbered(system, sorted(ranks)), paths=paths, graphs=records)
         )
     return result
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, TopologyError
 from miraccl.graph.bound import (
+    aggregation_limit,
     bandwidth_bound,
-    bound_of_network,
-    collecting_limit,
-    least_connection,
-    narrowest_cut,
+    bound_network,
+    find_bottleneck,
+    min_pairwise_flow,
 )
 from miraccl.graph.flow_network import FlowNetwork, flow_network
 from miraccl.graph.max_flow import MaxFlow
-from miraccl.topo.jsonform import system_from_json
 from miraccl.topo.records import GpuNode, Link, LinkType, NetNode, NodeType, System, TopoNode
+from miraccl.topo.system_json import system_from_json
 from tests.topo.golden import DATA, golden_cases
 
 
@@ -61,11 +61,11 @@ def test_what_is_found_is_the_least_of_all_cuts(graph: FlowNetwork) -> None:
     """The narrowest cut, the least connection of two ranks, a flow: of the same networks, for finding all their cuts takes longest."""
     every, ranks = cuts(graph), set(graph.ranks)
     between = [(s, leaving) for s, leaving in every if s & ranks and not s >= ranks]
-    found = narrowest_cut(graph)
+    found = find_bottleneck(graph)
     assert found.rate == min(leaving / len(s & ranks) for s, leaving in between)
     assert found.rate == found.capacity / len(found.inside)
     assert found.capacity == sum((bw for _, _, bw in found.links), Fraction(0))
-    assert least_connection(graph) == min(leaving for _, leaving in between)
+    assert min_pairwise_flow(graph) == min(leaving for _, leaving in between)
     flow = MaxFlow(len(graph.names), graph.pairs)
     flow.push(1, 0, graph.capacities)  # what was pushed before does not matter
     value = Fraction(flow.push(0, 1, graph.capacities), graph.unit)
@@ -78,9 +78,9 @@ def test_what_is_found_is_the_least_of_all_cuts(graph: FlowNetwork) -> None:
 @given(networks())
 def test_the_ceiling_of_all_reduce_is_above_what_can_be_reached(graph: FlowNetwork) -> None:
     try:
-        bound = bound_of_network(graph)
+        bound = bound_network(graph)
     except TopologyError:
-        assert not narrowest_cut(graph).rate or not narrowest_cut(graph.reversed()).rate
+        assert not find_bottleneck(graph).rate or not find_bottleneck(graph.reversed()).rate
         return
     assert bound.all_reduce <= bound.all_reduce_ceiling
     assert (
@@ -112,7 +112,7 @@ def unbalanced() -> FlowNetwork:
 
 def test_what_relays_would_have_to_add_is_not_promised() -> None:
     """25/2 GB/s can enter the ranks, and a reduce-scatter enters 6 times per GB/s of a rank, so the cut (9/4) is out of reach."""
-    bound = bound_of_network(unbalanced())
+    bound = bound_network(unbalanced())
     assert (bound.widening, bound.narrowing) == ((), ("3", "5"))
     assert bound.all_gather_reached
     assert not bound.reduce_scatter_reached
@@ -122,7 +122,7 @@ def test_what_relays_would_have_to_add_is_not_promised() -> None:
     assert bound.all_gather == 2 * 2
     assert bound.all_reduce == Fraction(200, 49)
     assert bound.all_reduce_ceiling == Fraction(25, 6)
-    told = bound.sentences()
+    told = bound.summarize()
     assert told[1] == "no reduce-scatter without reducing switches can pass 4.16667 GB/s"
     assert told[3:] == [
         "the bound on reduce-scatter may be out of reach: what can be sent is less than what can be received at 3, 5"
@@ -150,7 +150,7 @@ def test_the_ceiling_of_that_network_is_reached() -> None:
                 load[int(a), int(b)] += rate
     assert all(load[start, end] <= capacity for start, end, capacity in graph.edges)
     bus = Fraction(2 * 2, 3)
-    assert sum(rate for rate, _, _ in trees) * bus == bound_of_network(graph).all_reduce_ceiling
+    assert sum(rate for rate, _, _ in trees) * bus == bound_network(graph).all_reduce_ceiling
 
 
 def in_tree(root: int, links: list[tuple[int, int]]) -> bool:
@@ -219,14 +219,14 @@ def without_relays(graph: FlowNetwork, rate: Fraction) -> FlowNetwork:
 @settings(deadline=None, max_examples=100)
 @given(networks_of_forwarders())
 def test_bounds_are_reached_where_relays_only_forward(graph: FlowNetwork) -> None:
-    assume(narrowest_cut(graph).rate and narrowest_cut(graph.reversed()).rate)
-    bound = bound_of_network(graph)
+    assume(find_bottleneck(graph).rate and find_bottleneck(graph.reversed()).rate)
+    bound = bound_network(graph)
     assert bound.all_gather_reached
     assert (
-        narrowest_cut(without_relays(graph, bound.all_gather_cut.rate)).rate
+        find_bottleneck(without_relays(graph, bound.all_gather_cut.rate)).rate
         == bound.all_gather_cut.rate
     )
-    turned = bound_of_network(graph.reversed())
+    turned = bound_network(graph.reversed())
     assert turned.reduce_scatter_reached
     assert (
         turned.reduce_scatter == bound.all_gather
@@ -239,7 +239,7 @@ def test_rings_and_stars_reach_their_link(ranks: int) -> None:
     ring = {(a, (a + 1) % ranks): Fraction(7) for a in range(ranks)}
     star = {edge: Fraction(7) for a in range(ranks) for edge in ((a, ranks), (ranks, a))}
     for graph in (network(ranks, 0, ring), network(ranks, 1, star)):
-        bound = bound_of_network(graph)
+        bound = bound_network(graph)
         assert (
             bound.all_gather
             == bound.reduce_scatter
@@ -253,7 +253,7 @@ def test_one_slow_rank_limits_an_all_gather_but_less_an_all_reduce() -> None:
     """Reduce towards a fast rank while broadcasting from it: the slow rank sends and receives at once."""
     speeds = [10, 10, 10, 1]
     star = {edge: Fraction(bw) for a, bw in enumerate(speeds) for edge in ((a, 4), (4, a))}
-    bound = bound_of_network(network(4, 1, star))
+    bound = bound_network(network(4, 1, star))
     assert bound.all_gather == 1
     assert bound.all_reduce == 1
     assert bound.all_reduce_ceiling == Fraction(3, 2)
@@ -267,7 +267,7 @@ def test_the_narrowest_cut_is_a_sentence(ranks: int, words: str) -> None:
     line = {(a, a + 1): Fraction(3) for a in range(ranks - 1)} | {
         (a + 1, a): Fraction(9) for a in range(ranks - 1)
     }
-    assert bound_of_network(network(ranks, 0, line)).all_gather_cut.sentence().startswith(words)
+    assert bound_network(network(ranks, 0, line)).all_gather_cut.describe().startswith(words)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
@@ -278,9 +278,9 @@ def test_copies_of_a_node_are_taken_as_alike(nodes: int) -> None:
     whole = FlowNetwork(
         names=graph.names, ranks=graph.ranks, edges=graph.edges, groups=(graph.ranks,)
     )
-    assert narrowest_cut(graph).rate == narrowest_cut(whole).rate
-    assert least_connection(graph) == least_connection(whole)
-    assert collecting_limit(graph) <= collecting_limit(
+    assert find_bottleneck(graph).rate == find_bottleneck(whole).rate
+    assert min_pairwise_flow(graph) == min_pairwise_flow(whole)
+    assert aggregation_limit(graph) <= aggregation_limit(
         whole
     )  # knows of the nodes as groups besides
 
@@ -340,7 +340,7 @@ def test_a_node_alone_leaves_the_network_out_unless_asked() -> None:
 def test_the_bound_of_some_nodes_or_more_bounds_more(nvlink: float, second: float) -> None:
     """Also where the link of a slow GPU limits an all-reduce: the result crosses it once, and bus bandwidth is 2 (n - 1) / n times that."""
     system = small_system(nvlink=nvlink, second=second)
-    some = bound_of_network(flow_network(system, 2, network=True), or_more=True)
+    some = bound_network(flow_network(system, 2, network=True), holds_for_more_nodes=True)
     for nodes in (3, 4, 7):
         more = bandwidth_bound(system, nodes)
         assert more.all_gather <= some.all_gather
@@ -358,9 +358,9 @@ def test_the_bound_of_some_nodes_or_more_bounds_more(nvlink: float, second: floa
 def test_what_leaves_an_unbalanced_node_does_not_bound_more_of_them() -> None:
     """A CPU that gives 1 GB/s to the NIC and takes 24: the bottleneck of few nodes is what leaves one."""
     graph = flow_network(small_system(up=1.0), 2, network=True)
-    assert bandwidth_bound(small_system(up=1.0), 4).all_gather > bound_of_network(graph).all_gather
+    assert bandwidth_bound(small_system(up=1.0), 4).all_gather > bound_network(graph).all_gather
     with pytest.raises(InvalidUsage, match="balanced"):
-        bound_of_network(graph, or_more=True)
+        bound_network(graph, holds_for_more_nodes=True)
 
 
 def test_what_cannot_be_bounded_is_refused() -> None:
@@ -394,4 +394,4 @@ def test_bounds_of_known_machines(name: str, nodes: int, gather: float) -> None:
     case = next(case for case in golden_cases(DATA / "golden") if case.name == name)
     bound = bandwidth_bound(system_from_json(case.load()["system"]), nodes)
     assert float(bound.all_gather) == pytest.approx(gather)
-    assert len(bound.sentences()) == 3
+    assert len(bound.summarize()) == 3

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage
-from miraccl.graph.channel_count import CountFacts, count_channels
+from miraccl.graph.channel_count import ChannelCountInputs, count_channels
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
-from miraccl.graph.connect import Connections, PlannedDomain, connect, connections_to_json
-from miraccl.graph.layout import RankLayout
+from miraccl.graph.connect import Connections, SearchedDomain, connect, connections_to_json
 from miraccl.graph.plan_settings import ConnectSettings
+from miraccl.graph.rank_layout import RankLayout
 from miraccl.graph.rings import build_rings
 from miraccl.graph.trees import NodeTree, TreeOrder, binary_tree, connect_tree, double_binary_tree
 from miraccl.topo.records import GpuNode, NodeType, Path, PathTable, PathType, System
@@ -133,7 +133,7 @@ def test_odd_nodes_swap_the_pair_of_a_crossing_ring() -> None:
     assert rings.tolist() == [[0, 1, 3, 2], [0, 2, 3, 1]]
 
 
-def facts(**changes: object) -> CountFacts:
+def inputs(**changes: object) -> ChannelCountInputs:
     values: dict[str, object] = {
         "searched": 4,
         "nnodes": 1,
@@ -142,7 +142,7 @@ def facts(**changes: object) -> CountFacts:
         "ring_bw_intra": 20.0,
         "collnet": None,
     }
-    return CountFacts(**(values | changes))  # type: ignore[arg-type]
+    return ChannelCountInputs(**(values | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -165,19 +165,19 @@ def facts(**changes: object) -> CountFacts:
     ],
 )
 def test_channel_counts(changes: dict[str, object], limits: dict[str, str], total: int) -> None:
-    count = count_channels(facts(**changes), ConnectSettings.read(limits))
+    count = count_channels(inputs(**changes), ConnectSettings.read(limits))
     assert count.total == total
     assert count.steps[-1].after == total
     assert all(a.after == b.before for a, b in zip(count.steps, count.steps[1:]))
 
 
 def test_copies_take_the_channels_in_turn() -> None:
-    count = count_channels(facts(searched=2), ConnectSettings(max_channels=3, min_channels=8))
+    count = count_channels(inputs(searched=2), ConnectSettings(max_channels=3, min_channels=8))
     assert count.source == (0, 1, 0, 0, 1, 0, 0, 1)
     assert count.tree == (0, 0, 1, 0, 0, 1, 0, 0)
 
 
-def small_domain(ranks: tuple[int, ...], *, channels: int = 2, sm: int = 80) -> PlannedDomain:
+def small_domain(ranks: tuple[int, ...], *, channels: int = 2, sm: int = 80) -> SearchedDomain:
     gpus = tuple(GpuNode(id=rank, dev=rank, rank=rank, sm=sm) for rank in ranks)
     system = System(nodes=gpus)
     row = tuple(
@@ -198,7 +198,7 @@ def small_domain(ranks: tuple[int, ...], *, channels: int = 2, sm: int = 80) -> 
         )
         for kind in GraphKind
     }
-    return PlannedDomain(
+    return SearchedDomain(
         system=system, paths=PathTable(rows={(NodeType.GPU, NodeType.GPU): row}), graphs=graphs
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 import miraccl
 from miraccl.graph.cpu_host import detect_host, domain_order
-from miraccl.graph.rank_order import RankPlace, order_ranks
+from miraccl.graph.rank_order import RankLocation, order_ranks
 from miraccl.schedule import catalog
 from miraccl.schedule.passes import relabel
 from miraccl.schedule.verify import verify
@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 
 def places(*pairs):
-    return [RankPlace(host=host, numa=numa) for host, numa in pairs]
+    return [RankLocation(host=host, numa=numa) for host, numa in pairs]
 
 
 def test_ranks_in_blocks_keep_their_numbers():
@@ -41,7 +41,7 @@ def test_domains_are_visited_in_the_given_order():
 )
 def test_an_ordered_ring_is_still_right_and_crosses_each_border_once(collective):
     hosts = (0, 1, 0, 1, 0, 1)
-    order = order_ranks([RankPlace(host=h) for h in hosts])
+    order = order_ranks([RankLocation(host=h) for h in hosts])
     schedule = relabel(catalog.build("ring", collective, 6), order)
     verify(schedule)
     links = {

@@ -15,7 +15,7 @@ from miraccl.graph.plan_bound import bound_section
 from miraccl.graph.plan_cache import MAX_FILES, cached_document, plan_key
 from miraccl.graph.plan_explain import CURVE_SIZES, explain_plan
 from miraccl.graph.plan_json import plan_to_json
-from miraccl.topo.explain import PathNotes
+from miraccl.topo.explain import PathChangeLog
 from miraccl.topo.records import NodeType, System
 from tests.graph.golden import differences, sample
 from tests.topo.golden import TOPOLOGIES, GoldenCase
@@ -149,7 +149,7 @@ def test_keys_follow_content_settings_and_kind() -> None:
         PlanRequest.read({"NCCL_ALGO": "ring"})
         and plan_key(b"<system/>", PlanRequest.read({"NCCL_ALGO": "ring"})),
         plan_key(b"<system />", PlanRequest()),
-        plan_key(b"<system/>", PlanRequest(), flavour="explain"),
+        plan_key(b"<system/>", PlanRequest(), variant="explain"),
     }
     assert len(keys) == 6
     assert key() == key()
@@ -207,7 +207,7 @@ def test_old_plans_make_room(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def explained() -> dict[str, object]:
-    notes = PathNotes()
+    notes = PathChangeLog()
     made = make_plan(H100, PlanRequest.read({}, nodes=2), recorder=notes)
     return {
         "plan": made,

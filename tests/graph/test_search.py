@@ -24,12 +24,12 @@ from miraccl.graph.channel_graph import (
 )
 from miraccl.graph.search import End, Origin, SearchResult, SearchSettings, Stop, search_channels
 from miraccl.graph.search.explain import explain_search
-from miraccl.graph.search.kernel.state import Board
-from miraccl.graph.search.records import Phase, Reason
+from miraccl.graph.search.kernel.state import SearchState
+from miraccl.graph.search.report import Phase, Reason
 from miraccl.graph.search.run import walk_compiled, walk_interpreted
 from miraccl.topo.analyse import Domain
-from miraccl.topo.jsonform import paths_from_json, system_from_json
 from miraccl.topo.records import PathTable, PathType, System
+from miraccl.topo.system_json import paths_from_json, system_from_json
 from tests.graph.golden import differences, sample
 from tests.graph.machines import domains
 from tests.topo.golden import DATA, GoldenCase, golden_cases
@@ -140,19 +140,19 @@ def _check_bandwidth(graph: ChannelGraph, system: System, paths: PathTable) -> N
 @given(domains(max_gpus=3), st.integers(1, 100), st.integers(0, 30))
 def test_compiled_and_interpreted_walks_agree(domain: Domain, budget: int, skipped: int) -> None:
     """Same graphs, same visits, every array of the board the same at the end, to the last bit: a few walks from anywhere in a search."""
-    boards: list[Board] = []
+    boards: list[SearchState] = []
 
-    def some_of(walk: Callable[[Board], None]) -> Callable[[Board], None]:
+    def some_of(walk: Callable[[SearchState], None]) -> Callable[[SearchState], None]:
         walks = 0
 
-        def run(board: Board) -> None:
+        def run(state: SearchState) -> None:
             nonlocal walks
             walks += 1
             if walks == 1:
-                boards.append(board)
+                boards.append(state)
             if skipped < walks <= skipped + 8:
-                board.state[0].budget = min(int(board.state[0].budget), budget)
-                walk(board)
+                state.header[0].budget = min(int(state.header[0].budget), budget)
+                walk(state)
 
         return run
 
@@ -162,19 +162,19 @@ def test_compiled_and_interpreted_walks_agree(domain: Domain, budget: int, skipp
         for w in (walk_compiled, walk_interpreted)
     ]
     assert results[0] == results[1]
-    for name, a, b in zip(Board._fields, boards[0], boards[1]):
+    for name, a, b in zip(SearchState._fields, boards[0], boards[1]):
         assert a.tobytes() == b.tobytes(), name
 
 
 @SLOW
 @given(domains())
 def test_a_search_gives_back_the_bandwidth(domain: Domain) -> None:
-    boards: list[Board] = []
+    boards: list[SearchState] = []
 
-    def walk(board: Board) -> None:
-        boards[:] = [board]
-        walk_compiled(board)
-        assert not board.used.any()
+    def walk(state: SearchState) -> None:
+        boards[:] = [state]
+        walk_compiled(state)
+        assert not state.used.any()
 
     search_channels(domain.system, domain.paths, walk=walk)
     for link, left in zip(domain.system.links, boards[0].links["bw"]):
@@ -199,7 +199,7 @@ def test_reports_tell_what_happened(domain: Domain) -> None:
             assert (report.stop is Stop.PERFECT) == any(
                 t.end is End.PERFECT and t.phase is Phase.FIND for t in report.tries
             )
-        assert all(0 <= link.left < link.bw for link in report.full_links)
+        assert all(0 <= link.left < link.bw for link in report.saturated_links)
         explained = explain_search(report)
         assert json.loads(json.dumps(explained)) == explained
         assert len(explained["tries"]) == len(report.tries)
@@ -252,13 +252,13 @@ def test_hopper_rings_are_doubled() -> None:
 
 def test_full_links_say_why_there_is_no_further_channel() -> None:
     result = _search("device-8xH200-vm.1n")
-    full = result.reports[GraphKind.RING].full_links
+    full = result.reports[GraphKind.RING].saturated_links
     assert len(full) == 16  # every GPU to the NVSwitch and back: 12 channels of 30 GB/s on 370.8
     assert {(round(link.bw, 1), link.left) for link in full} == {(370.8, 10.8)}
     assert (
         "10.8 of 370.8 GB/s left" in explain_search(result.reports[GraphKind.RING])["sentences"][-1]
     )
-    assert result.reports[GraphKind.NVLS].full_links == ()
+    assert result.reports[GraphKind.NVLS].saturated_links == ()
 
 
 def test_nvls_can_be_switched_off_and_needs_a_switch() -> None:

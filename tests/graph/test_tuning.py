@@ -20,9 +20,9 @@ from miraccl.graph.tuning_choice import (
     predict_time,
     tuning_to_json,
 )
-from miraccl.graph.tuning_constants import TUNED, Algorithm
-from miraccl.graph.tuning_facts import TuningFacts
-from miraccl.graph.tuning_filter import Wish, parse_wishes
+from miraccl.graph.tuning_constants import TUNED, NcclAlgorithm
+from miraccl.graph.tuning_filter import Constraint, parse_constraints
+from miraccl.graph.tuning_inputs import TuningInputs
 from miraccl.topo.records import PathType
 from miraccl.types import Collective, Protocol
 from tests.graph.golden import differences, recorded_domains, sample
@@ -41,7 +41,7 @@ def recorded_model(case: GoldenCase) -> TuningModel:
         collnet=case.options.collnet,
         settings=ConnectSettings.read(case.env),
     )
-    return build_model(TuningFacts.of(plan, domains[0].system), TuningSettings.read(case.env))
+    return build_model(TuningInputs.of(plan, domains[0].system), TuningSettings.read(case.env))
 
 
 @pytest.mark.golden
@@ -95,7 +95,7 @@ def graph(kind: GraphKind, pattern: Pattern, **changes: object) -> ChannelGraph:
     return ChannelGraph(**(values | changes))  # type: ignore[arg-type]
 
 
-def facts(**changes: object) -> TuningFacts:
+def inputs(**changes: object) -> TuningInputs:
     """Two nodes of four A100."""
     none = {"computed": False, "intra": (), "bw_intra": 0.0, "bw_inter": 0.0}
     values: dict[str, object] = {
@@ -124,11 +124,11 @@ def facts(**changes: object) -> TuningFacts:
         "collnet_heads": 0,
         "collnet_direct_heads": 1,
     }
-    return TuningFacts(**(values | changes))  # type: ignore[arg-type]
+    return TuningInputs(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_the_choice_is_the_fastest_candidate() -> None:
-    model = build_model(facts())
+    model = build_model(inputs())
     for coll in TUNED:
         for nbytes in TABLE_SIZES:
             choice = choose(model, coll, nbytes)
@@ -139,16 +139,16 @@ def test_the_choice_is_the_fastest_candidate() -> None:
 
 
 def test_time_never_falls_with_size_of_a_ring() -> None:
-    model = build_model(facts())
+    model = build_model(inputs())
     times = [
-        predict_time(model, ALL_REDUCE, Algorithm.RING, Protocol.LL, nbytes)
+        predict_time(model, ALL_REDUCE, NcclAlgorithm.RING, Protocol.LL, nbytes)
         for nbytes in TABLE_SIZES
     ]
     assert all(a is not None and b is not None and a < b for a, b in itertools.pairwise(times))
 
 
 def test_channels_shrink_for_small_sizes() -> None:
-    model = build_model(facts())
+    model = build_model(inputs())
     counts = [
         choice.channels
         for nbytes in TABLE_SIZES
@@ -161,33 +161,35 @@ def test_channels_shrink_for_small_sizes() -> None:
 @pytest.mark.parametrize(
     ("setting", "allowed"),
     [
-        (TuningSettings(algo="ring"), {Algorithm.RING}),
-        (TuningSettings(algo="^ring"), {Algorithm.TREE}),
-        (TuningSettings(algo="ring;allreduce:tree"), {Algorithm.TREE}),
-        (TuningSettings(algo="allgather:ring"), {Algorithm.TREE, Algorithm.RING}),
+        (TuningSettings(algo="ring"), {NcclAlgorithm.RING}),
+        (TuningSettings(algo="^ring"), {NcclAlgorithm.TREE}),
+        (TuningSettings(algo="ring;allreduce:tree"), {NcclAlgorithm.TREE}),
+        (TuningSettings(algo="allgather:ring"), {NcclAlgorithm.TREE, NcclAlgorithm.RING}),
     ],
 )
-def test_algorithms_can_be_excluded(setting: TuningSettings, allowed: set[Algorithm]) -> None:
-    model = build_model(facts(), setting)
+def test_algorithms_can_be_excluded(setting: TuningSettings, allowed: set[NcclAlgorithm]) -> None:
+    model = build_model(inputs(), setting)
     usable = {c.algorithm for c in candidates(model, ALL_REDUCE, 1 << 20) if c.time is not None}
     assert usable == allowed
 
 
 def test_nothing_left_is_no_choice_and_says_why() -> None:
-    model = build_model(facts(), TuningSettings(algo="nvls"))
+    model = build_model(inputs(), TuningSettings(algo="nvls"))
     assert choose(model, ALL_REDUCE, 1024) is None
-    assert all(c.off for c in candidates(model, ALL_REDUCE, 1024))
+    assert all(c.disabled_reason for c in candidates(model, ALL_REDUCE, 1024))
     assert tuning_to_json(model)["choice"]["AllReduce"][0] is None
 
 
 def test_ll128_is_off_on_far_paths_unless_asked_for() -> None:
-    far = dict(facts().graphs)
+    far = dict(inputs().graphs)
     far[GraphKind.RING] = graph(GraphKind.RING, Pattern.RING, type_inter=PathType.PHB)
-    by_default = build_model(facts(graphs=far)).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128)
+    by_default = build_model(inputs(graphs=far)).estimate(
+        ALL_REDUCE, NcclAlgorithm.RING, Protocol.LL128
+    )
     assert by_default.bandwidth == 0
-    assert "PHB" in by_default.off
-    asked = build_model(facts(graphs=far), TuningSettings(proto="ll128")).estimate(
-        ALL_REDUCE, Algorithm.RING, Protocol.LL128
+    assert "PHB" in by_default.disabled_reason
+    asked = build_model(inputs(graphs=far), TuningSettings(proto="ll128")).estimate(
+        ALL_REDUCE, NcclAlgorithm.RING, Protocol.LL128
     )
     assert asked.bandwidth > 0
 
@@ -195,7 +197,9 @@ def test_ll128_is_off_on_far_paths_unless_asked_for() -> None:
 def test_ll128_needs_equal_gpus() -> None:
     assert (
         "sm 80 to 90"
-        in build_model(facts(max_sm=90)).estimate(ALL_REDUCE, Algorithm.RING, Protocol.LL128).off
+        in build_model(inputs(max_sm=90))
+        .estimate(ALL_REDUCE, NcclAlgorithm.RING, Protocol.LL128)
+        .disabled_reason
     )
 
 
@@ -204,7 +208,7 @@ def test_ll128_needs_equal_gpus() -> None:
 )
 def test_thread_wishes_are_brought_into_range(threads: int, got: int) -> None:
     assert (
-        build_model(facts(), TuningSettings(threads=threads)).max_threads[Algorithm.RING][
+        build_model(inputs(), TuningSettings(threads=threads)).max_threads[NcclAlgorithm.RING][
             Protocol.LL
         ]
         == got
@@ -222,9 +226,9 @@ def test_settings_come_from_the_environment() -> None:
     assert read.thread_thresholds == (1, -2, 3, 4)
     assert read.net_overhead_us == pytest.approx(2.5)
     assert read.pat == 0
-    table = build_model(facts(), read).thread_thresholds
-    assert table[Algorithm.TREE] == (1, 8, 3)
-    assert table[Algorithm.RING] == (4, 8, 64)
+    table = build_model(inputs(), read).thread_thresholds
+    assert table[NcclAlgorithm.TREE] == (1, 8, 3)
+    assert table[NcclAlgorithm.RING] == (4, 8, 64)
 
 
 @pytest.mark.parametrize(
@@ -251,46 +255,56 @@ def test_overheads_without_end_are_refused(text: str) -> None:
 
 
 def test_pat_needs_one_rank_per_node() -> None:
-    one = facts(nnodes=8, nranks=8, max_local_ranks=1)
+    one = inputs(nnodes=8, nranks=8, max_local_ranks=1)
     assert (
-        build_model(one).estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE).bandwidth
+        build_model(one)
+        .estimate(Collective.ALL_GATHER, NcclAlgorithm.PAT, Protocol.SIMPLE)
+        .bandwidth
         > 0
     )
     assert (
-        build_model(facts())
-        .estimate(Collective.ALL_GATHER, Algorithm.PAT, Protocol.SIMPLE)
+        build_model(inputs())
+        .estimate(Collective.ALL_GATHER, NcclAlgorithm.PAT, Protocol.SIMPLE)
         .bandwidth
         == 0
     )
 
 
 def test_amd_hosts_pay_more_for_posting() -> None:
-    intel, amd = (build_model(facts(cpu_vendor=vendor)) for vendor in (1, 2))
-    key = (Collective.ALL_GATHER, Algorithm.RING, Protocol.SIMPLE)
+    intel, amd = (build_model(inputs(cpu_vendor=vendor)) for vendor in (1, 2))
+    key = (Collective.ALL_GATHER, NcclAlgorithm.RING, Protocol.SIMPLE)
     assert amd.estimate(*key).latency > intel.estimate(*key).latency
 
 
 def test_a_single_rank_has_no_model() -> None:
-    model = build_model(replace(facts(), nranks=1, nnodes=1))
+    model = build_model(replace(inputs(), nranks=1, nnodes=1))
     choice = choose(model, ALL_REDUCE, 1 << 30)
     assert choice is not None
-    assert (choice.algorithm, choice.protocol, choice.time) == (Algorithm.RING, Protocol.SIMPLE, 0)
+    assert (choice.algorithm, choice.protocol, choice.time) == (
+        NcclAlgorithm.RING,
+        Protocol.SIMPLE,
+        0,
+    )
 
 
-LABELS = {algo: algo.label for algo in Algorithm}
+LABELS = {algo: algo.label for algo in NcclAlgorithm}
 
 
 def test_a_later_entry_replaces_an_earlier_one_for_its_collective() -> None:
-    wishes = parse_wishes("ring,COLLNETdirect;allreduce:^tree", LABELS, "NCCL_ALGO")
-    assert [a for a, w in wishes[Collective.BROADCAST].items() if w == Wish.YES] == [
-        Algorithm.RING,
-        Algorithm.COLLNET_DIRECT,
+    constraints = parse_constraints("ring,COLLNETdirect;allreduce:^tree", LABELS, "NCCL_ALGO")
+    assert [a for a, w in constraints[Collective.BROADCAST].items() if w == Constraint.ALLOWED] == [
+        NcclAlgorithm.RING,
+        NcclAlgorithm.COLLNET_DIRECT,
     ]
-    assert [a for a, w in wishes[ALL_REDUCE].items() if w == Wish.NO] == [Algorithm.TREE]
-    assert set(parse_wishes("", LABELS, "NCCL_ALGO")[ALL_REDUCE].values()) == {Wish.FREE}
+    assert [a for a, w in constraints[ALL_REDUCE].items() if w == Constraint.EXCLUDED] == [
+        NcclAlgorithm.TREE
+    ]
+    assert set(parse_constraints("", LABELS, "NCCL_ALGO")[ALL_REDUCE].values()) == {
+        Constraint.UNCONSTRAINED
+    }
 
 
 @pytest.mark.parametrize("text", ["rong", "ring;tree", "allsum:ring", "allreduce:ring;tree"])
 def test_a_wrong_list_is_refused_with_its_variable(text: str) -> None:
     with pytest.raises(InvalidUsage, match="NCCL_ALGO"):
-        parse_wishes(text, LABELS, "NCCL_ALGO")
+        parse_constraints(text, LABELS, "NCCL_ALGO")

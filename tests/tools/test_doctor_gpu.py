@@ -167,8 +167,8 @@ def test_ipc_is_tried_with_a_gpu_that_is_reached(
     )
 
 
-def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuFacts:
-    return nvml.GpuFacts(dev=dev, bus_id=f"0000:0{dev}:00.0", sm=90, nvlinks=links)
+def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuInfo:
+    return nvml.GpuInfo(dev=dev, bus_id=f"0000:0{dev}:00.0", sm=90, nvlinks=links)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def gpu(dev: int, *links: tuple[str, int]) -> nvml.GpuFacts:
     ],
 )
 def test_nvlinks(
-    machine: Any, monkeypatch: pytest.MonkeyPatch, gpus: list[nvml.GpuFacts], status: str, told: str
+    machine: Any, monkeypatch: pytest.MonkeyPatch, gpus: list[nvml.GpuInfo], status: str, told: str
 ) -> None:
     machine(fake_gpu.facts(2))
     monkeypatch.setattr(

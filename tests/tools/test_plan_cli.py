@@ -15,7 +15,7 @@ from miraccl.graph.channel_graph import graph_from_json, graphs_from_xml
 from miraccl.tools import options, plan_cli
 from miraccl.topo import detect
 from miraccl.topo.detect import detect_machine
-from miraccl.topo.jsonform import system_from_json
+from miraccl.topo.system_json import system_from_json
 from tests.topo.golden import DATA, TOPOLOGIES
 
 H100 = str(TOPOLOGIES / "nvidia-dgxh100.xml")

@@ -22,9 +22,9 @@ from miraccl.graph.plan_json import plan_to_json
 from miraccl.tools.plan_view import render_page, render_svg
 from miraccl.tools.plan_view.layout import draw_system
 from miraccl.tools.plan_view.page import embedded
-from miraccl.topo.explain import PathNotes
-from miraccl.topo.jsonform import system_from_json
+from miraccl.topo.explain import PathChangeLog
 from miraccl.topo.records import NodeType
+from miraccl.topo.system_json import system_from_json
 from tests.graph.golden import all_cases
 from tests.topo.golden import TOPOLOGIES, GoldenCase
 
@@ -41,7 +41,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not in
 
 @cache
 def document(name: str, nodes: int = 1) -> dict[str, Any]:
-    notes = PathNotes()
+    notes = PathChangeLog()
     made = make_plan(TOPOLOGIES / f"{name}.xml", PlanRequest.read({}, nodes=nodes), recorder=notes)
     return {
         **plan_to_json(made),

@@ -104,7 +104,7 @@ def test_the_documentation_shows_this_example():
 def test_without_the_description_the_way_out_is_named():
     findings = check_file(SIPU_XML, accelerators=())
     assert findings[0].severity == "error"
-    assert any("--accelerators" in finding.mend for finding in findings)
+    assert any("--accelerators" in finding.fix for finding in findings)
 
 
 def test_descriptions_come_from_the_environment():

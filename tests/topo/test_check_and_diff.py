@@ -190,9 +190,9 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
     path.write_text(GOOD.replace("</cpu>", ""))
     (finding,) = check_file(path)
     assert (finding.severity, finding.line) == ("error", 13)
-    assert "close every element" in finding.mend
+    assert "close every element" in finding.fix
     path.write_text(GOOD.replace('numaid="0"', 'numaid="0" numaid="1"'))
-    assert check_file(path)[0].mend == "remove one of the two"
+    assert check_file(path)[0].fix == "remove one of the two"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_file_that_ends_too_early_says_what_to_close(cut, line, text, tmp_path
     (tmp_path / "a, b.xml").write_text(GOOD[:cut])
     (finding,) = check_file(tmp_path / "a, b.xml")
     assert (finding.severity, finding.line, finding.text) == ("error", line, text)
-    assert finding.mend.startswith("close every element")
+    assert finding.fix.startswith("close every element")
 
 
 def test_the_line_of_an_error_is_said_once(tmp_path):
@@ -259,7 +259,7 @@ def test_equal_findings_are_put_together():
 def test_a_pci_tree_only_says_what_to_add():
     text = '<system version="1"><cpu numaid="0" arch="arm64"><pci busid="0000:01:00.0" class="0x060400"/></cpu></system>'
     errors = [f for f in check_topology(load_topology_text(text)) if f.severity == "error"]
-    assert "add a <gpu> element" in errors[0].mend
+    assert "add a <gpu> element" in errors[0].fix
 
 
 def machine(name):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from miraccl.topo.jsonform import paths_from_json, paths_to_json, system_from_json, system_to_json
+from miraccl.topo.system_json import (
+    paths_from_json,
+    paths_to_json,
+    system_from_json,
+    system_to_json,
+)
 from tests.topo.golden import DATA, LARGER, GoldenCase, by_topology
 
 OWN = by_topology(DATA / "golden")

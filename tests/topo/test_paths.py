@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from miraccl.topo.analyse import Topology, analyse_topology
-from miraccl.topo.explain import RULES, PathNotes, explain_path, explain_paths
+from miraccl.topo.explain import RULES, PathChangeLog, explain_path, explain_paths
 from miraccl.topo.options import PathOptions, TopoOptions
 from miraccl.topo.paths import compute_paths, merged_type
 from miraccl.topo.queries import (
     GdrMode,
-    Nearest,
+    NearestDevices,
     gdr_mode,
     local_cpu,
     mirror_bits,
@@ -28,15 +28,15 @@ from tests.topo.golden import TOPOLOGIES
 GPU, NET = NodeType.GPU, NodeType.NET
 
 
-def topology(name: str, nodes: int = 1, **rules: object) -> tuple[Topology, PathNotes]:
-    notes = PathNotes()
+def topology(name: str, nodes: int = 1, **rules: object) -> tuple[Topology, PathChangeLog]:
+    notes = PathChangeLog()
     options = TopoOptions(nodes=nodes, paths=replace(PathOptions(), **rules))  # type: ignore[arg-type]
     return analyse_topology(
         read_topology(TOPOLOGIES / f"{name}.xml").root, options, recorder=notes
     ), notes
 
 
-def rules(notes: PathNotes) -> set[str]:
+def rules(notes: PathChangeLog) -> set[str]:
     return {
         change.rule
         for changes in (*notes.changes.values(), *notes.whole.values())
@@ -77,7 +77,7 @@ def test_every_rule_leaves_a_sentence():
         found, notes = topology(name, 2, **options)
         for changes in (*notes.changes.values(), *notes.whole.values()):
             for change in changes:
-                assert change.sentence
+                assert change.description
                 seen.add(change.rule)
         assert all(reason.to_json() for reason in explain_paths(found.system, found.paths, notes))
     assert seen == set(RULES)
@@ -86,7 +86,7 @@ def test_every_rule_leaves_a_sentence():
 def test_recording_changes_nothing():
     system = topology("nvidia-dgx1v")[0].whole
     assert compute_paths(system, PathOptions()) == compute_paths(
-        system, PathOptions(), recorder=PathNotes()
+        system, PathOptions(), recorder=PathChangeLog()
     )
 
 
@@ -97,7 +97,7 @@ def test_reason_of_a_relayed_path():
     assert reason.hops[reason.limit].bw == 24.0
     assert [change.rule for change in reason.changes] == ["pxn"]
     assert reason.changes[0].before.type == PathType.SYS
-    assert "forwards" in reason.changes[0].sentence
+    assert "forwards" in reason.changes[0].description
 
 
 def test_every_path_is_explained_by_a_hop_of_its_bandwidth():
@@ -123,10 +123,10 @@ def test_amd_pairs_may_access_each_other_everywhere():
 def test_domains_become_systems_of_their_own():
     found, notes = topology("pcie4-4nic-netfaster", 2)
     assert found.local_ranks == ((0, 1), (2, 3))
-    assert {(i, j) for i, j, _ in notes.separations()} == {
+    assert {(i, j) for i, j, _ in notes.find_separations()} == {
         (i, j) for i in range(4) for j in range(4) if (i < 2) != (j < 2)
     }
-    assert "they use the network" in next(notes.separations())[2]
+    assert "they use the network" in next(notes.find_separations())[2]
     for domain in found.domains:
         assert len(domain.system.gpus) == 2
         assert domain.system.inter == 1
@@ -160,17 +160,17 @@ def test_mirrored_bits():
 
 def test_nets_are_shared_among_gpus():
     found, _ = topology("single-a100-2nic", 2)
-    near = Nearest(found.system, found.paths)
+    near = NearestDevices(found.system, found.paths)
     assert near.nets(0) == [0, 1]
     assert near.nets_per_gpu(0) == 2
     assert [near.net(0, channel) for channel in range(4)] == [0, 1, 0, 1]
-    assert Nearest(found.system, found.paths, 1).nets_per_gpu(0) == 1
+    assert NearestDevices(found.system, found.paths, 1).nets_per_gpu(0) == 1
     assert [near.gpu(net) for net in (0, 1)] == [0, 0]
 
 
 def test_a_gpu_without_nets_uses_none():
     found, _ = topology("pcie4-2s-nonic")
-    near = Nearest(found.system, found.paths)
+    near = NearestDevices(found.system, found.paths)
     assert (near.net(0, 0), near.nets_per_gpu(0)) == (-1, 0)
 
 
@@ -186,7 +186,7 @@ def test_gpudirect():
         gdr_mode(system, paths, replace(options, gdr_level=PathType.LOC), 0, 0, read=False)
         == GdrMode.DISABLED
     )
-    assert pxn_relay(system, paths, 0, 3) == Nearest(system, paths).gpu(3)
+    assert pxn_relay(system, paths, 0, 3) == NearestDevices(system, paths).gpu(3)
     v100 = topology("pcie4-4nic-netfaster", 2, net_intra=False)[0]
     assert (
         gdr_mode(v100.system, v100.paths, options, 0, 0, read=True) == GdrMode.DISABLED

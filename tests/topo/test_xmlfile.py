@@ -10,8 +10,13 @@ from miraccl.errors import TopologyError
 from miraccl.topo import xmlfile
 from miraccl.topo.analyse import Topology, analyse_topology
 from miraccl.topo.check import check_topology
-from miraccl.topo.jsonform import paths_from_json, paths_to_json, system_from_json, system_to_json
 from miraccl.topo.load import load_topology_text
+from miraccl.topo.system_json import (
+    paths_from_json,
+    paths_to_json,
+    system_from_json,
+    system_to_json,
+)
 from miraccl.topo.xmlfile import (
     XmlNode,
     bus_id,

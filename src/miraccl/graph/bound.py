@@ -41,13 +41,13 @@ class Bottleneck:
     capacity: Fraction
     rate: Fraction
 
-    def sentence(self) -> str:
-        shown = _some([f"{a} to {b}" for a, b, _ in self.links], 4)
+    def describe(self) -> str:
+        shown = _join_some([f"{a} to {b}" for a, b, _ in self.links], 4)
         links = f"{len(self.links)} link{'' if len(self.links) == 1 else 's'}"
         ranks = (
             f"rank {self.inside[0]} has"
             if len(self.inside) == 1
-            else f"{len(self.inside)} ranks ({_some(self.inside, 8)}) share"
+            else f"{len(self.inside)} ranks ({_join_some(self.inside, 8)}) share"
         )
         return f"{ranks} {float(self.capacity):g} GB/s over {links} ({shown})"
 
@@ -86,16 +86,16 @@ class BandwidthBound:
         """Of ``all_reduce``. Where the ceiling is higher, nothing is known of what lies between."""
         return self.all_gather_reached and self.reduce_scatter_reached
 
-    def sentences(self) -> list[str]:
+    def summarize(self) -> list[str]:
         cut = self.reduce_scatter == (self.nranks - 1) * self.reduce_scatter_cut.rate
         return [
             f"no all-gather of {self.nranks} ranks can pass a bus bandwidth of {float(self.all_gather):g} GB/s: "
-            f"{self.all_gather_cut.sentence()}",
+            f"{self.all_gather_cut.describe()}",
             f"no reduce-scatter {'' if cut else 'without reducing switches '}can pass {float(self.reduce_scatter):g} GB/s",
             f"an all-reduce made of both reaches {float(self.all_reduce):g} GB/s at best; "
             f"no other without reducing switches can pass {float(self.all_reduce_ceiling):g} GB/s",
             *(
-                f"the bound on {name} may be out of reach: what can be sent is {how} than what can be received at {_some(relays, 4)}"
+                f"the bound on {name} may be out of reach: what can be sent is {how} than what can be received at {_join_some(relays, 4)}"
                 for name, relays, how in (
                     ("all-gather", self.widening, "more"),
                     ("reduce-scatter", self.narrowing, "less"),
@@ -105,7 +105,7 @@ class BandwidthBound:
         ]
 
 
-def _some(words: Sequence[object], count: int) -> str:
+def _join_some(words: Sequence[object], count: int) -> str:
     return ", ".join(map(str, words[:count])) + (", ..." if len(words) > count else "")
 
 
@@ -117,12 +117,12 @@ def bandwidth_bound(
     ``network``: whether NICs may be used; by default between nodes only. Raises ``InvalidUsage`` for less than two ranks and
     ``TopologyError`` when some rank cannot reach another one.
     """
-    return bound_of_network(
+    return bound_network(
         flow_network(system, nodes, network=nodes > 1 if network is None else network)
     )
 
 
-def bound_of_network(graph: FlowNetwork, *, or_more: bool = False) -> BandwidthBound:
+def bound_network(graph: FlowNetwork, *, holds_for_more_nodes: bool = False) -> BandwidthBound:
     """The bound for any graph of links. ``or_more``: one that holds for jobs on more of these nodes, too.
 
     More nodes only lower a bound, with one exception and one condition. The exception: least connection and bandwidth of an all-reduce's
@@ -130,22 +130,24 @@ def bound_of_network(graph: FlowNetwork, *, or_more: bool = False) -> BandwidthB
     of vertices is what leaves it, so that the bottleneck has the network on its inner side, and further nodes add to the ranks there
     but not to the links across. Else ``InvalidUsage`` is raised.
     """
-    if or_more and (len(graph.groups) < 2 or any(graph.surplus)):
+    if holds_for_more_nodes and (len(graph.groups) < 2 or any(graph.surplus)):
         raise InvalidUsage(
             "the bound of some nodes is one of more of them only for 2 or more nodes whose every vertex is balanced"
         )
     count = len(graph.ranks)
-    gather = narrowest_cut(graph)
-    scatter = narrowest_cut(graph.reversed())
+    gather = find_bottleneck(graph)
+    scatter = find_bottleneck(graph.reversed())
     if not gather.rate or not scatter.rate:
         raise TopologyError("some ranks cannot reach the others: no link leads there")
-    collected = collecting_limit(graph)
+    collected = aggregation_limit(graph)
     scatter_rate = min(scatter.rate, collected / count)
     both = 1 / (1 / (count * gather.rate) + 1 / (count * scatter_rate))
     per_bus = Fraction(2 * (count - 1), count)
     # The whole sum has to cross every cut between two ranks. And each byte of it is collected by the first group of ranks that has it; into
     # every other group something enters then or later, so data enters groups twice as often.
-    ceiling = min(least_connection(graph) * (2 if or_more else per_bus), collected / 2 * per_bus)
+    ceiling = min(
+        min_pairwise_flow(graph) * (2 if holds_for_more_nodes else per_bus), collected / 2 * per_bus
+    )
     return BandwidthBound(
         nranks=count,
         all_gather=(count - 1) * gather.rate,
@@ -159,15 +161,16 @@ def bound_of_network(graph: FlowNetwork, *, or_more: bool = False) -> BandwidthB
     )
 
 
-def narrowest_cut(graph: FlowNetwork) -> Bottleneck:
+def find_bottleneck(graph: FlowNetwork) -> Bottleneck:
     """The set S with the least ``capacity leaving S / ranks in S`` among those that lack a rank (1/x* in the paper)."""
     everything = frozenset(range(len(graph.names)))
     best = min(
-        (_bottleneck(graph, everything - {rank}) for rank in graph.images), key=lambda cut: cut.rate
+        (_bottleneck(graph, everything - {rank}) for rank in graph.representatives),
+        key=lambda cut: cut.rate,
     )
     source = len(graph.names)
     flow = MaxFlow(source + 1, [*graph.pairs, *((source, vertex) for vertex in graph.ranks)])
-    for sink in graph.images:
+    for sink in graph.representatives:
         # Every rank can send ``rate`` to this one, or the least cut is a set whose ranks cannot all send it out.
         while best.rate:
             rate = best.rate * graph.unit
@@ -190,7 +193,7 @@ def _bottleneck(graph: FlowNetwork, inside: frozenset[int]) -> Bottleneck:
     return Bottleneck(inside=ranks, links=links, capacity=capacity, rate=capacity / len(ranks))
 
 
-def collecting_limit(graph: FlowNetwork) -> Fraction:
+def aggregation_limit(graph: FlowNetwork) -> Fraction:
     """Bytes per second (GB/s) that can be collected: each the sum of one byte of every rank, at some rank.
 
     Cut the ranks into k groups. Without reducing relays, each of the k - 1 groups in which a sum does not end sends its share of it to a
@@ -198,14 +201,14 @@ def collecting_limit(graph: FlowNetwork) -> Fraction:
     """
     limits = []
     nodes = len(graph.groups)
-    for groups in ([(rank,) for rank in graph.images], graph.groups[:1]):
+    for groups in ([(rank,) for rank in graph.representatives], graph.groups[:1]):
         if len(groups) * nodes > 1:
-            entering = nodes * sum((_entering(graph, group) for group in groups), Fraction(0))
+            entering = nodes * sum((_max_inflow(graph, group) for group in groups), Fraction(0))
             limits.append(entering / (len(groups) * nodes - 1))
     return min(limits)
 
 
-def _entering(graph: FlowNetwork, group: Sequence[int]) -> Fraction:
+def _max_inflow(graph: FlowNetwork, group: Sequence[int]) -> Fraction:
     """The most that can enter a group of ranks: the least cut between all other ranks and it."""
     source, sink = len(graph.names), len(graph.names) + 1
     ends = [(vertex, sink) if vertex in group else (source, vertex) for vertex in graph.ranks]
@@ -214,9 +217,11 @@ def _entering(graph: FlowNetwork, group: Sequence[int]) -> Fraction:
     return Fraction(flow.push(source, sink, [*graph.capacities, *plenty]), graph.unit)
 
 
-def least_connection(graph: FlowNetwork) -> Fraction:
+def min_pairwise_flow(graph: FlowNetwork) -> Fraction:
     """The least maximal flow from a rank to another one."""
     flow = MaxFlow(len(graph.names), graph.pairs)
     first = graph.ranks[0]
-    ends = [pair for other in graph.others for pair in ((first, other), (other, first))]
+    ends = [
+        pair for other in graph.representative_peers for pair in ((first, other), (other, first))
+    ]
     return Fraction(min(flow.push(*pair, graph.capacities) for pair in ends), graph.unit)

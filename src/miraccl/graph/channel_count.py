@@ -22,7 +22,7 @@ class CountStep:
 
     before: int
     after: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ChannelCount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountFacts:
+class ChannelCountInputs:
     """What the rules look at. Bandwidths are GB/s per channel; ``collnet`` is the pair (inside, between nodes) of the CollNet chain graph
     or ``None`` where CollNet is not in use; ``min_sm`` is the least compute capability times ten."""
 
@@ -51,43 +51,43 @@ class CountFacts:
     collnet: tuple[float, float] | None = None
 
 
-def count_channels(facts: CountFacts, settings: ConnectSettings) -> ChannelCount:
+def count_channels(inputs: ChannelCountInputs, settings: ConnectSettings) -> ChannelCount:
     """Apply the rules in NCCL's order."""
-    channels = [(c, t) for t in (0, 1) for c in range(facts.searched)]
+    channels = [(c, t) for t in (0, 1) for c in range(inputs.searched)]
     steps: list[CountStep] = []
 
-    def resize(count: int, why: str) -> None:
+    def resize(count: int, reason: str) -> None:
         """Copy from the beginning, or cut the end off."""
         before = len(channels)
         if count != before:
-            steps.append(CountStep(before=before, after=count, why=why))
+            steps.append(CountStep(before=before, after=count, reason=reason))
         while len(channels) < count:
             channels.append(channels[len(channels) - before])
         del channels[count:]
 
     steps.append(
         CountStep(
-            before=facts.searched,
-            after=2 * facts.searched,
-            why="each searched channel carries both trees of a double binary tree",
+            before=inputs.searched,
+            after=2 * inputs.searched,
+            reason="each searched channel carries both trees of a double binary tree",
         )
     )
     resize(min(MAX_CHANNELS, len(channels)), f"{MAX_CHANNELS} is the most")
-    if facts.collnet and facts.collnet[0] > facts.collnet[1] and facts.nranks > facts.nnodes:
-        inside, between = facts.collnet
+    if inputs.collnet and inputs.collnet[0] > inputs.collnet[1] and inputs.nranks > inputs.nnodes:
+        inside, between = inputs.collnet
         resize(
             min(MAX_CHANNELS, len(channels) * 3 // 2),
             f"half as many again: the CollNet chain has {inside:g} GB/s inside the node, {between:g} GB/s beyond",
         )
     if (
-        facts.min_sm >= 90
-        and facts.nnodes > 1
-        and facts.ring_bw_intra > FAST_NODE_BW
+        inputs.min_sm >= 90
+        and inputs.nnodes > 1
+        and inputs.ring_bw_intra > FAST_NODE_BW
         and len(channels) < FEW_CHANNELS
     ):
         resize(
             2 * len(channels),
-            f"sm {facts.min_sm} over {facts.nnodes} nodes with {facts.ring_bw_intra:g} GB/s per ring channel (more than {FAST_NODE_BW:g}) "
+            f"sm {inputs.min_sm} over {inputs.nnodes} nodes with {inputs.ring_bw_intra:g} GB/s per ring channel (more than {FAST_NODE_BW:g}) "
             f"and fewer than {FEW_CHANNELS} channels: four compute channels for each searched one",
         )
     most = min(settings.max_channels, settings.max_ctas)

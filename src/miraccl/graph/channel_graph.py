@@ -19,8 +19,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from miraccl.errors import TopologyError
-from miraccl.topo.jsonform import number
 from miraccl.topo.records import GpuNode, PathType, System, f32
+from miraccl.topo.system_json import number
 
 MAX_CHANNELS = 64
 """Most channels a graph can have (NCCL ``MAXCHANNELS``)."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miraccl.graph.layout import Ints, RankLayout
 from miraccl.graph.nvls import unique_heads
+from miraccl.graph.rank_layout import Int32Array, RankLayout
 
 MAX_DIRECT_RANKS = 8
 """Most GPUs per node for CollNet (NCCL ``NCCL_MAX_DIRECT_ARITY`` + 1)."""
@@ -24,8 +24,8 @@ Orders = Sequence[Sequence[int]]
 class ChainPlan:
     """One channel: ``up`` [ranks] (the network for heads) and ``down`` [ranks]; -1 is nobody."""
 
-    up: Ints
-    down: Ints
+    up: Int32Array
+    down: Int32Array
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from miraccl.errors import InvalidUsage
-from miraccl.graph.channel_count import ChannelCount, CountFacts, count_channels
+from miraccl.graph.channel_count import ChannelCount, ChannelCountInputs, count_channels
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern
 from miraccl.graph.collnet import MAX_DIRECT_RANKS, CollnetPlan, connect_chain, connect_direct
-from miraccl.graph.layout import Ints, RankLayout
 from miraccl.graph.nvls import NvlsPlan, connect_nvls, nvls_channel_count, unique_heads
 from miraccl.graph.p2p_channels import P2pChannels, count_p2p_channels
 from miraccl.graph.plan_settings import ConnectSettings
+from miraccl.graph.rank_layout import Int32Array, RankLayout
 from miraccl.graph.rings import build_rings
 from miraccl.graph.trees import RankTree, TreeOrder, connect_tree, double_binary_tree, tree_depth
 from miraccl.topo.records import PathTable, PathType, System
@@ -35,7 +35,7 @@ Graphs = Mapping[GraphKind, ChannelGraph]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedDomain:
+class SearchedDomain:
     """GPUs of a host that reach each other without the network, and what was searched on them. ``ranks`` are local to the host."""
 
     system: System
@@ -69,7 +69,7 @@ class Connections:
     tree_depth: int
     min_sm: int
     max_sm: int
-    search_rings: Ints
+    search_rings: Int32Array
     search_trees: tuple[tuple[RankTree, RankTree], ...]
     nvls: NvlsPlan | None
     collnet: CollnetPlan | None
@@ -79,7 +79,7 @@ class Connections:
         return self.count.total
 
     @cached_property
-    def rings(self) -> Ints:
+    def rings(self) -> Int32Array:
         return self.search_rings[list(self.count.source)]
 
     @cached_property
@@ -87,7 +87,7 @@ class Connections:
         return tuple(self.search_trees[c][t] for c, t in zip(self.count.source, self.count.tree))
 
 
-def agree_graphs(domains: Sequence[PlannedDomain]) -> dict[GraphKind, ChannelGraph]:
+def agree_graphs(domains: Sequence[SearchedDomain]) -> dict[GraphKind, ChannelGraph]:
     """The graphs of the first domain, cut down to what all domains have."""
     agreed = {}
     for kind in GraphKind:
@@ -113,7 +113,7 @@ def agree_graphs(domains: Sequence[PlannedDomain]) -> dict[GraphKind, ChannelGra
 
 
 def connect(
-    domains: Sequence[PlannedDomain],
+    domains: Sequence[SearchedDomain],
     *,
     hosts: int,
     gpus_per_host: int,
@@ -136,7 +136,7 @@ def connect(
     )
     chain = graphs[GraphKind.COLLNET_CHAIN]
     searched = graphs[GraphKind.RING].n_channels
-    facts = CountFacts(
+    inputs = ChannelCountInputs(
         searched=searched,
         nnodes=layout.nnodes,
         nranks=layout.nranks,
@@ -144,7 +144,7 @@ def connect(
         ring_bw_intra=graphs[GraphKind.RING].bw_intra,
         collnet=(chain.bw_intra, chain.bw_inter) if collnet else None,
     )
-    count = count_channels(facts, settings)
+    count = count_channels(inputs, settings)
     trees = double_binary_tree(layout.nnodes)
     nvls_support = graphs[GraphKind.NVLS].n_channels > 0
     nvls = (
@@ -196,7 +196,7 @@ def connect(
     )
 
 
-def _tree_graphs(domains: Sequence[PlannedDomain]) -> list[ChannelGraph]:
+def _tree_graphs(domains: Sequence[SearchedDomain]) -> list[ChannelGraph]:
     return [domain.graphs[GraphKind.TREE] for domain in domains]
 
 
@@ -207,7 +207,7 @@ def _all_nvlink(paths: PathTable, gpus: int) -> bool:
 
 
 def _connect_collnet(
-    layout: RankLayout, domains: Sequence[PlannedDomain], searched: int, nvls: NvlsPlan | None
+    layout: RankLayout, domains: Sequence[SearchedDomain], searched: int, nvls: NvlsPlan | None
 ) -> CollnetPlan:
     chains = tuple(
         connect_chain(

@@ -65,12 +65,12 @@ class FlowNetwork:
         return sorted(set(range(len(self.names))) - set(self.ranks))
 
     @property
-    def images(self) -> tuple[int, ...]:
+    def representatives(self) -> tuple[int, ...]:
         """Ranks that stand for all: those of the first node."""
         return self.groups[0]
 
     @property
-    def others(self) -> tuple[int, ...]:
+    def representative_peers(self) -> tuple[int, ...]:
         """Ranks that stand for all but the first, seen from there."""
         return tuple(
             vertex for group in self.groups[:2] for vertex in group if vertex != self.ranks[0]

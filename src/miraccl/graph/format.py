@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def bytes_in_words(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """``2097152`` as ``2 MiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
@@ -11,7 +11,7 @@ def bytes_in_words(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def time_in_words(us: float) -> str:
+def format_time(us: float) -> str:
     """``2093.4`` us as ``2.093 ms``."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if us >= size:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miraccl.graph.layout import Ints, RankLayout
 from miraccl.graph.plan_settings import ConnectSettings
+from miraccl.graph.rank_layout import Int32Array, RankLayout
 from miraccl.graph.trees import TREE_ARITY, NodeTree
 
 _CHANNELS_HOPPER = 16
@@ -28,9 +28,9 @@ class NvlsPlan:
     channels with number t modulo 2; with one node they are empty. The first entry of ``down`` is the multicast group of the node."""
 
     heads: int
-    head_rank: Ints
-    up: tuple[Ints, ...] = ()
-    down: tuple[Ints, ...] = ()
+    head_rank: Int32Array
+    up: tuple[Int32Array, ...] = ()
+    down: tuple[Int32Array, ...] = ()
 
 
 def nvls_channel_count(sm: int, hosts: int, settings: ConnectSettings) -> int:
@@ -72,7 +72,9 @@ def connect_nvls(
     )
 
 
-def _head_tree(by_node: Ints, group: Ints, tree: NodeTree) -> tuple[Ints, Ints]:
+def _head_tree(
+    by_node: Int32Array, group: Int32Array, tree: NodeTree
+) -> tuple[Int32Array, Int32Array]:
     up = np.full(len(group), -1, dtype=np.int32)
     down = np.full((len(group), TREE_ARITY), -1, dtype=np.int32)
     down[:, 0] = group

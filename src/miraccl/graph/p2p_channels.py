@@ -27,7 +27,7 @@ class P2pChannels:
 
     total: int
     per_peer: int
-    why: str
+    limited_by: str
 
 
 def count_p2p_channels(
@@ -35,12 +35,12 @@ def count_p2p_channels(
 ) -> P2pChannels:
     """``channels`` is the number of collective channels; ``system`` and ``paths`` are those of the rank's own domain."""
     total = max(min(channels, settings.max_p2p_channels), settings.min_p2p_channels)
-    least, why = total, "nothing but their number"
+    least, limited_by = total, "nothing but their number"
     beyond = nranks > len(system.gpus)
     for g, gpu in enumerate(system.gpus):
         candidates = [
             (
-                _local_channels(paths, g, peer, gpu.sm),
+                _count_local_channels(paths, g, peer, gpu.sm),
                 f"{gpu.name} to {system.gpus[peer].name} ({paths.gpu_gpu(peer, g).type.name})",
             )
             for peer in range(len(system.gpus))
@@ -49,18 +49,20 @@ def count_p2p_channels(
         if beyond:
             candidates.append(
                 (
-                    _network_channels(system, paths, g, total, nranks, settings),
+                    _count_network_channels(system, paths, g, total, nranks, settings),
                     f"{gpu.name} over the network",
                 )
             )
         for count, pair in candidates:
             if count < least:
-                least, why = count, pair
+                least, limited_by = count, pair
     total_pow2 = min(_pow2_up(total), MAX_CHANNELS)
-    return P2pChannels(total=total_pow2, per_peer=min(_pow2_up(least), total_pow2), why=why)
+    return P2pChannels(
+        total=total_pow2, per_peer=min(_pow2_up(least), total_pow2), limited_by=limited_by
+    )
 
 
-def _local_channels(paths: PathTable, gpu: int, peer: int, sm: int) -> int:
+def _count_local_channels(paths: PathTable, gpu: int, peer: int, sm: int) -> int:
     """Two channels, or two for each NVLink between the two GPUs."""
     path = paths.gpu_gpu(peer, gpu)
     if path.type != PathType.NVL:
@@ -68,7 +70,7 @@ def _local_channels(paths: PathTable, gpu: int, peer: int, sm: int) -> int:
     return 2 * max(1, int(f32(path.bw / nvlink_bw(sm))))
 
 
-def _network_channels(
+def _count_network_channels(
     system: System, paths: PathTable, gpu: int, total: int, nranks: int, settings: ConnectSettings
 ) -> int:
     """Two per peer, halved while all peers together would put more than four on a channel, but enough to drive the GPU's NICs."""
@@ -77,10 +79,10 @@ def _network_channels(
     share = 2
     while share * nranks > total * 4 and share > 1:
         share //= 2
-    return max(_nics_to_fill(system, paths, gpu), share)
+    return max(_count_nics_to_saturate(system, paths, gpu), share)
 
 
-def _nics_to_fill(system: System, paths: PathTable, gpu: int) -> int:
+def _count_nics_to_saturate(system: System, paths: PathTable, gpu: int) -> int:
     """How many of the nearest NICs it takes to use the GPU's link to its CPU (0 where no such link exists)."""
     to_cpu = [
         link.bw for link in system.gpus[gpu].links if system.nodes[link.target].type == NodeType.CPU

@@ -14,18 +14,18 @@ from pathlib import Path
 
 from miraccl import params
 from miraccl.errors import InvalidUsage
-from miraccl.graph.connect import Connections, PlannedDomain, connect
+from miraccl.graph.connect import Connections, SearchedDomain, connect
 from miraccl.graph.plan_settings import ConnectSettings, TuningSettings
 from miraccl.graph.search import SearchResult, SearchSettings, search_channels
 from miraccl.graph.tuning import TuningModel, build_model
-from miraccl.graph.tuning_facts import TuningFacts
+from miraccl.graph.tuning_inputs import TuningInputs
 from miraccl.topo.analyse import Topology, analyse_system, analyse_topology
 from miraccl.topo.options import PathOptions, TopoOptions
 from miraccl.topo.paths import PathRecorder
 from miraccl.topo.records import System
 from miraccl.topo.xmlfile import XmlNode, read_topology
 
-Source = str | os.PathLike[str] | XmlNode | System
+TopologySource = str | os.PathLike[str] | XmlNode | System
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class PlanRequest:
         """With the settings of an environment. ``graph_xml`` is the text of a file of graphs that replace the search."""
         if nodes < 1:
             raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
-        seen = _Seen(environ)
+        seen = _RecordingEnviron(environ)
         collnet = params.COLLNET_ENABLE.read(seen) == 1 and collnet
         request = cls(
             nodes=nodes,
@@ -81,7 +81,7 @@ class PlanRequest:
         )
 
 
-class _Seen(Mapping[str, str]):
+class _RecordingEnviron(Mapping[str, str]):
     """An environment that remembers which of its variables were read, that is, which ones the plan depends on."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -114,7 +114,7 @@ class Plan:
 
 
 def plan(
-    source: Source,
+    source: TopologySource,
     nodes: int = 1,
     gpus: Sequence[int] = (),
     collnet: bool = False,
@@ -133,7 +133,7 @@ def plan(
 
 
 def make_plan(
-    source: Source, request: PlanRequest, *, recorder: PathRecorder | None = None
+    source: TopologySource, request: PlanRequest, *, recorder: PathRecorder | None = None
 ) -> Plan:
     """Like :func:`plan`, for a request that is already put together."""
     topology = _analyse(source, request, recorder)
@@ -141,15 +141,15 @@ def make_plan(
         search_channels(domain.system, domain.paths, request.search) for domain in topology.domains
     )
     name = Path(source).name if isinstance(source, str | os.PathLike) else ""
-    return plan_of_graphs(request, topology, searches, name=name)
+    return plan_from_graphs(request, topology, searches, name=name)
 
 
-def plan_of_graphs(
+def plan_from_graphs(
     request: PlanRequest, topology: Topology, searches: Sequence[SearchResult], *, name: str = ""
 ) -> Plan:
     """The stages after the search, on what it found (``searches[d]`` on domain d)."""
     domains = [
-        PlannedDomain(
+        SearchedDomain(
             system=domain.system,
             paths=domain.paths,
             graphs={graph.kind: graph for graph in search.graphs},
@@ -163,7 +163,7 @@ def plan_of_graphs(
         collnet=request.collnet,
         settings=request.connect,
     )
-    model = build_model(TuningFacts.of(connections, topology.system), request.tuning)
+    model = build_model(TuningInputs.of(connections, topology.system), request.tuning)
     return Plan(
         request=request,
         name=name,
@@ -174,7 +174,9 @@ def plan_of_graphs(
     )
 
 
-def _analyse(source: Source, request: PlanRequest, recorder: PathRecorder | None) -> Topology:
+def _analyse(
+    source: TopologySource, request: PlanRequest, recorder: PathRecorder | None
+) -> Topology:
     if isinstance(source, System):
         if request.gpus or request.fuse:
             raise InvalidUsage(

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.errors import InvalidUsage, TopologyError
-from miraccl.graph.bound import bound_of_network
+from miraccl.graph.bound import bound_network
 from miraccl.graph.flow_network import flow_network
 from miraccl.graph.plan import Plan
 from miraccl.graph.tuning import TuningModel
-from miraccl.graph.tuning_constants import PROTOCOL_LABELS, TUNED, Algorithm
-from miraccl.topo.jsonform import number
+from miraccl.graph.tuning_constants import PROTOCOL_LABELS, TUNED, NcclAlgorithm
+from miraccl.topo.system_json import number
 from miraccl.types import Collective, Protocol
 
 MAX_NODES = 16
@@ -34,7 +34,7 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
     try:
         graph = flow_network(made.topology.whole, nodes, network=network)
         fewer, balanced = nodes < made.request.nodes, not any(graph.surplus)
-        bound = bound_of_network(graph, or_more=fewer and balanced)
+        bound = bound_network(graph, holds_for_more_nodes=fewer and balanced)
     except (InvalidUsage, TopologyError):
         return None
     best = {
@@ -61,7 +61,7 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
         "plan": plan,
         "sentences": [
             *([_for_fewer(nodes, balanced)] if fewer else []),
-            *bound.sentences(),
+            *bound.summarize(),
             *(_in_words(name, share) for name, share in plan.items()),
         ],
     }
@@ -80,13 +80,13 @@ def _share(model: TuningModel, coll: Collective, limit: float) -> dict[str, Any]
     """The plan's highest bus bandwidth for a collective."""
     found = [
         (model.estimate(coll, algo, proto).bandwidth, algo, proto)
-        for algo in Algorithm
+        for algo in NcclAlgorithm
         for proto in Protocol
     ]
     bandwidth, algo, proto = max(found, key=lambda one: one[0])
     if not bandwidth or not limit:
         return None
-    bus = bandwidth * bus_factor(coll, model.facts.nranks)
+    bus = bandwidth * bus_factor(coll, model.inputs.nranks)
     reduces_in_switch = coll != Collective.ALL_GATHER and (algo.uses_nvls or algo.uses_collnet)
     return {
         "busBw": number(bus),

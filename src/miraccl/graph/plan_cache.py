@@ -37,13 +37,13 @@ class PlanDocument:
         return loaded
 
 
-def plan_key(content: bytes, request: PlanRequest, *, flavour: str = "") -> str:
+def plan_key(content: bytes, request: PlanRequest, *, variant: str = "") -> str:
     """A name for the plan of a topology with this content; ``flavour`` tells documents with different contents apart."""
     digest = hashlib.sha256()
     for part in (
         miraccl.__version__.encode(),
         _code_stamp(),
-        flavour.encode(),
+        variant.encode(),
         repr(request).encode(),
         content,
     ):
@@ -56,7 +56,9 @@ def plan_key(content: bytes, request: PlanRequest, *, flavour: str = "") -> str:
 def _code_stamp() -> bytes:
     """Size and time of change of every source that a plan depends on: a version number alone does not change while somebody edits."""
     package = Path(miraccl.__file__).parent
-    files = sorted(file for room in ("graph", "topo") for file in (package / room).rglob("*.py"))
+    files = sorted(
+        file for subpackage in ("graph", "topo") for file in (package / subpackage).rglob("*.py")
+    )
     return repr(
         [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     ).encode()
@@ -71,15 +73,15 @@ def cached_document(
         with contextlib.suppress(OSError):
             content = target.read_bytes()
             text = content.partition(b"\n")[2]
-            if content == sealed(text):
+            if content == add_checksum(text):
                 return PlanDocument(text=text, hit=True)
     text = json.dumps(make(), separators=(",", ":")).encode() + b"\n"
     if target:
-        _store(target, sealed(text))
+        _store(target, add_checksum(text))
     return PlanDocument(text=text, hit=False)
 
 
-def sealed(text: bytes) -> bytes:
+def add_checksum(text: bytes) -> bytes:
     """What a file holds: the hash and the text."""
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 

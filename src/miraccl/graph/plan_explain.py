@@ -18,13 +18,19 @@ from typing import Any
 from miraccl.graph import tuning_constants as k
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind
 from miraccl.graph.connect import Connections
-from miraccl.graph.format import bytes_in_words, time_in_words
+from miraccl.graph.format import format_bytes, format_time
 from miraccl.graph.plan import Plan
 from miraccl.graph.search.explain import explain_search
 from miraccl.graph.tuning import TuningModel
-from miraccl.graph.tuning_choice import TABLE_SIZES, Candidate, at_size, candidates, choose
-from miraccl.topo.explain import PathNotes, explain_paths
-from miraccl.topo.jsonform import number
+from miraccl.graph.tuning_choice import (
+    TABLE_SIZES,
+    TuningCandidate,
+    candidates,
+    choose,
+    estimate_at_size,
+)
+from miraccl.topo.explain import PathChangeLog, explain_paths
+from miraccl.topo.system_json import number
 from miraccl.types import Collective
 
 CURVE_SIZES = tuple(8 << i for i in range(31))
@@ -33,25 +39,25 @@ CURVE_SIZES = tuple(8 << i for i in range(31))
 Json = dict[str, Any]
 
 
-def explain_plan(made: Plan, notes: PathNotes) -> Json:
+def explain_plan(plan: Plan, notes: PathChangeLog) -> Json:
     """The value of the key ``explain``. ``notes`` is the recorder that :func:`plan.make_plan` was given."""
     paths = [
         reason.to_json()
-        for reason in explain_paths(made.topology.system, made.topology.paths, notes)
+        for reason in explain_paths(plan.topology.system, plan.topology.paths, notes)
     ]
-    search = [[explain_search(report) for report in result.reports] for result in made.searches]
+    search = [[explain_search(report) for report in result.reports] for result in plan.searches]
     return {
         "paths": paths,
         "search": search,
-        "channels": _channels(made.connections),
-        "tuning": _tuning(made.model),
+        "channels": _channels(plan.connections),
+        "tuning": _tuning(plan.model),
         "sentences": {
-            "Paths": _path_sentences(paths),
+            "Paths": _summarize_paths(paths),
             "Search": [
                 line for graphs in search for graph in graphs for line in graph["sentences"]
             ],
-            "Channels": channel_sentences(made.connections),
-            "Choice": choice_sentences(made.model),
+            "Channels": summarize_channels(plan.connections),
+            "Choice": summarize_choices(plan.model),
         },
     }
 
@@ -59,7 +65,7 @@ def explain_plan(made: Plan, notes: PathNotes) -> Json:
 # Paths
 
 
-def _path_sentences(paths: list[Json]) -> list[str]:
+def _summarize_paths(paths: list[Json]) -> list[str]:
     """One sentence for each kind of path between GPUs and to nets, with an example."""
     groups: dict[tuple[str, str, str, float], list[Json]] = {}
     for path in paths:
@@ -83,32 +89,32 @@ def _path_sentences(paths: list[Json]) -> list[str]:
 def _channels(connections: Connections) -> Json:
     return {
         "steps": [
-            {"before": s.before, "after": s.after, "why": s.why} for s in connections.count.steps
+            {"before": s.before, "after": s.after, "why": s.reason} for s in connections.count.steps
         ],
         "p2p": {
             "channels": connections.p2p.total,
             "perPeer": connections.p2p.per_peer,
-            "why": connections.p2p.why,
+            "why": connections.p2p.limited_by,
         },
     }
 
 
-def channel_sentences(connections: Connections) -> list[str]:
+def summarize_channels(connections: Connections) -> list[str]:
     """From what the search found to what runs."""
     several = connections.layout.nnodes > 1
     rings, trees = (
-        _graph_in_words(connections.graphs[kind], several)
+        _format_graph(connections.graphs[kind], several)
         for kind in (GraphKind.RING, GraphKind.TREE)
     )
     result = [f"the search found {rings} for rings and {trees} for trees"]
     result += [
-        f"{step.before} channels become {step.after}: {step.why}"
+        f"{step.before} channels become {step.after}: {step.reason}"
         for step in connections.count.steps
     ]
     result.append(f"collectives run on {connections.channels} channels")
     p2p = connections.p2p
     result.append(
-        f"send and receive use {p2p.total} channels (a power of two) and up to {p2p.per_peer} for one peer, limited by {p2p.why}"
+        f"send and receive use {p2p.total} channels (a power of two) and up to {p2p.per_peer} for one peer, limited by {p2p.limited_by}"
     )
     if connections.nvls:
         result.append(
@@ -119,7 +125,7 @@ def channel_sentences(connections: Connections) -> list[str]:
     return result
 
 
-def _graph_in_words(graph: ChannelGraph, several: bool) -> str:
+def _format_graph(graph: ChannelGraph, several: bool) -> str:
     """``several``: there are several nodes, so the network counts."""
     inside = (
         f"{graph.n_channels} channels of {graph.bw_intra:g} GB/s inside ({graph.type_intra.name})"
@@ -143,7 +149,7 @@ def _tuning(model: TuningModel) -> Json:
             "latency": number(estimate.latency),
             "bandwidth": number(estimate.bandwidth),
             "limits": list(estimate.limits),
-            "off": estimate.off,
+            "off": estimate.disabled_reason,
         }
         for (coll, algo, proto), estimate in model.estimates.items()
     ]
@@ -152,13 +158,13 @@ def _tuning(model: TuningModel) -> Json:
         "sizes": list(CURVE_SIZES),
         "curves": {name: _curves(model, coll) for coll, name in k.TUNED.items()},
         "choices": {
-            name: [_duel(model, coll, size) for size in TABLE_SIZES]
+            name: [_compare_candidates(model, coll, size) for size in TABLE_SIZES]
             for coll, name in k.TUNED.items()
         },
     }
 
 
-def _name(candidate: Candidate) -> str:
+def _name(candidate: TuningCandidate) -> str:
     return f"{candidate.algorithm.label}/{k.PROTOCOL_LABELS[candidate.protocol]}"
 
 
@@ -172,19 +178,23 @@ def _curves(model: TuningModel, coll: Collective) -> dict[str, list[float | int]
     return curves
 
 
-def _ranked(model: TuningModel, coll: Collective, nbytes: int) -> list[Candidate]:
+def _ranked(model: TuningModel, coll: Collective, nbytes: int) -> list[TuningCandidate]:
     """Usable candidates, fastest first; equals stay in NCCL's order."""
     usable = [c for c in candidates(model, coll, nbytes) if c.time is not None]
     return sorted(usable, key=lambda c: c.time or 0.0)
 
 
-def _duel(model: TuningModel, coll: Collective, nbytes: int) -> Json:
+def _compare_candidates(model: TuningModel, coll: Collective, nbytes: int) -> Json:
     """Who wins at a size, who comes second, and by how much."""
     ranked = _ranked(model, coll, nbytes)
     result: Json = {
         "bytes": nbytes,
         "winner": None,
-        "off": {_name(c): c.off for c in candidates(model, coll, nbytes) if c.off},
+        "off": {
+            _name(c): c.disabled_reason
+            for c in candidates(model, coll, nbytes)
+            if c.disabled_reason
+        },
     }
     choice = choose(model, coll, nbytes)
     if choice is None:
@@ -198,33 +208,33 @@ def _duel(model: TuningModel, coll: Collective, nbytes: int) -> Json:
     if len(ranked) > 1 and winner.time:
         result["runnerUp"] = _name(ranked[1])
         result["advantage"] = number((ranked[1].time or 0.0) / winner.time - 1)
-    result["why"] = "".join(_why(model, coll, ranked, nbytes))
+    result["why"] = "".join(_explain_winner(model, coll, ranked, nbytes))
     return result
 
 
-def _why(
-    model: TuningModel, coll: Collective, ranked: list[Candidate], nbytes: int
+def _explain_winner(
+    model: TuningModel, coll: Collective, ranked: list[TuningCandidate], nbytes: int
 ) -> Iterator[str]:
     """Time, latency and bandwidth of the winner at this size, and what it has over the next one."""
     winner = ranked[0]
-    yield f"{_name(winner)} takes {time_in_words(winner.time or 0.0)}"
+    yield f"{_name(winner)} takes {format_time(winner.time or 0.0)}"
     if not winner.time:
         return
-    latency, bw = at_size(model, coll, winner.algorithm, winner.protocol, nbytes)
-    yield f" ({time_in_words(latency)} latency, then {bytes_in_words(nbytes)} at {bw:.4g} GB/s)"
+    latency, bw = estimate_at_size(model, coll, winner.algorithm, winner.protocol, nbytes)
+    yield f" ({format_time(latency)} latency, then {format_bytes(nbytes)} at {bw:.4g} GB/s)"
     if len(ranked) > 1:
-        other_latency, other_bw = at_size(
+        other_latency, other_bw = estimate_at_size(
             model, coll, ranked[1].algorithm, ranked[1].protocol, nbytes
         )
         better = ["less latency"] * (latency < other_latency) + ["more bandwidth"] * (bw > other_bw)
         yield (
             f"; {_name(ranked[1])} would take {((ranked[1].time or 0.0) / winner.time - 1) * 100:.3g} % more "
-            f"({time_in_words(other_latency)}, {other_bw:.4g} GB/s)"
+            f"({format_time(other_latency)}, {other_bw:.4g} GB/s)"
         )
         yield f": the winner has {' and '.join(better)}" if better else ""
 
 
-def choice_sentences(model: TuningModel) -> list[str]:
+def summarize_choices(model: TuningModel) -> list[str]:
     """For each collective the ranges of sizes and their winners, with the reason at the first size of a range."""
     result = []
     for coll, name in k.TUNED.items():
@@ -234,11 +244,11 @@ def choice_sentences(model: TuningModel) -> list[str]:
             winner = _name(ranked[0]) if ranked else "nothing"
             if winner != last:
                 reason = (
-                    "".join(_why(model, coll, ranked, nbytes))
+                    "".join(_explain_winner(model, coll, ranked, nbytes))
                     if ranked
                     else "no algorithm and protocol is left"
                 )
-                result.append(f"{name} from {bytes_in_words(nbytes)}: {reason}")
+                result.append(f"{name} from {format_bytes(nbytes)}: {reason}")
                 last = winner
         if ranked := _ranked(model, coll, TABLE_SIZES[-1]):
             estimate = model.estimate(coll, ranked[0].algorithm, ranked[0].protocol)
@@ -246,6 +256,12 @@ def choice_sentences(model: TuningModel) -> list[str]:
                 result.append(
                     f"{name}, the {estimate.bandwidth:.4g} GB/s of {_name(ranked[0])}: {'; '.join(estimate.limits)}"
                 )
-        if off := sorted({c.off for c in candidates(model, coll, TABLE_SIZES[-1]) if c.off}):
+        if off := sorted(
+            {
+                c.disabled_reason
+                for c in candidates(model, coll, TABLE_SIZES[-1])
+                if c.disabled_reason
+            }
+        ):
             result.append(f"{name}, not available: " + "; ".join(off))
     return result

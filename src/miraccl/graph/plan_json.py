@@ -21,25 +21,25 @@ from miraccl.graph.channel_graph import (
     graph_to_json,
 )
 from miraccl.graph.connect import connections_to_json
-from miraccl.graph.plan import Plan, PlanRequest, plan_of_graphs
+from miraccl.graph.plan import Plan, PlanRequest, plan_from_graphs
 from miraccl.graph.search import SearchResult
 from miraccl.graph.tuning_choice import tuning_to_json
 from miraccl.topo.analyse import Domain, Topology, analyse_system
-from miraccl.topo.jsonform import paths_to_json, system_from_json, system_to_json
-from miraccl.topo.jsonshape import (
-    Shape,
-    anything,
+from miraccl.topo.json_schema import (
+    Validator,
+    any_value,
+    fixed_list,
+    float32,
+    integer,
     list_of,
     mapping,
     one_of,
+    raise_invalid,
     record,
-    refuse,
-    row,
-    single,
-    text,
-    whole,
+    string,
 )
 from miraccl.topo.records import PathType
+from miraccl.topo.system_json import paths_to_json, system_from_json, system_to_json
 
 FORMAT = 1
 NCCL_VERSION = "2.28.9-1"
@@ -48,15 +48,15 @@ NCCL_VERSION = "2.28.9-1"
 Json = dict[str, Any]
 
 
-def plan_to_json(made: Plan) -> Json:
+def plan_to_json(plan: Plan) -> Json:
     """The plan in the format of the reference results, with what a reader needs besides: ``whole`` where there are several domains (the
     machine before they were put apart) and ``graph_xml`` where graphs came from a file."""
-    topology, request = made.topology, made.request
-    graphs = [[graph_to_json(graph) for graph in search.graphs] for search in made.searches]
+    topology, request = plan.topology, plan.request
+    graphs = [[graph_to_json(graph) for graph in search.graphs] for search in plan.searches]
     result: Json = {
         "format": FORMAT,
         "nccl_version": NCCL_VERSION,
-        "topology": made.name,
+        "topology": plan.name,
         "nodes": request.nodes,
         "gpus_per_node": topology.nranks // request.nodes,
         "nranks": topology.nranks,
@@ -68,8 +68,8 @@ def plan_to_json(made: Plan) -> Json:
         "system": system_to_json(topology.system),
         "paths": paths_to_json(topology.paths, topology.system),
         "graphs": graphs[0],
-        "comm": connections_to_json(made.connections),
-        "tuning": tuning_to_json(made.model),
+        "comm": connections_to_json(plan.connections),
+        "tuning": tuning_to_json(plan.model),
     }
     if len(graphs) > 1:
         result["other_domain_graphs"] = graphs[1:]
@@ -84,7 +84,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
 
     Raises ``TopologyError``, or ``InvalidUsage`` for a setting in ``env``, with the place, what is there and what is allowed.
     """
-    _SHAPE(data, "")
+    _DOCUMENT(data, "")
     _check_sizes(data)
     request = PlanRequest.read(
         data["env"],
@@ -99,12 +99,12 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         SearchResult(graphs=_graphs(graphs, domain, where), reports=())
         for domain, (where, graphs) in zip(topology.domains, _graphs_of_domains(data), strict=True)
     ]
-    made = plan_of_graphs(request, topology, searches, name=data["topology"])
-    for key, derived in plan_to_json(made).items():
+    plan = plan_from_graphs(request, topology, searches, name=data["topology"])
+    for key, derived in plan_to_json(plan).items():
         if found := _difference(data.get(key), derived, key):
             where, there, fits = found
             raise TopologyError(f"{where} is {there}; from the rest of the document follows {fits}")
-    return made
+    return plan
 
 
 # What can be seen in one place
@@ -118,55 +118,55 @@ _PATTERNS: dict[GraphKind, tuple[Pattern, ...]] = {
 }
 _NEEDED = (GraphKind.RING, GraphKind.TREE)  # every plan has a channel of these
 
-_COUNT = whole(0)
-_NET = whole(-(1 << 63), (1 << 63) - 1)
+_COUNT = integer(0)
+_NET = integer(-(1 << 63), (1 << 63) - 1)
 _PATH_TYPE = one_of(*(kind.name for kind in PathType))
 
 
-def _graph_shape(kind: GraphKind) -> Shape:
+def _graph_validator(kind: GraphKind) -> Validator:
     return record(
         {
             "id": one_of(int(kind)),
             "computed": one_of(0, 1),
             "pattern": one_of(*map(int, _PATTERNS[kind])),
-            "bwIntra": single,
-            "bwInter": single,
-            "latencyInter": single,
+            "bwIntra": float32,
+            "bwInter": float32,
+            "latencyInter": float32,
             "typeIntra": _PATH_TYPE,
             "typeInter": _PATH_TYPE,
-            "sameChannels": whole(),
-            "crossNic": whole(),
-            "nHops": whole(),
-            "minChannels": whole(),
-            "maxChannels": whole(),
-            "intra": list_of(list_of(_COUNT, least=1), int(kind in _NEEDED), MAX_CHANNELS),
-            "inter": list_of(row(_NET, _NET)),
+            "sameChannels": integer(),
+            "crossNic": integer(),
+            "nHops": integer(),
+            "minChannels": integer(),
+            "maxChannels": integer(),
+            "intra": list_of(list_of(_COUNT, min_length=1), int(kind in _NEEDED), MAX_CHANNELS),
+            "inter": list_of(fixed_list(_NET, _NET)),
         }
     )
 
 
-_GRAPHS = row(*map(_graph_shape, GraphKind))
-_SHAPE = record(
+_GRAPHS = fixed_list(*map(_graph_validator, GraphKind))
+_DOCUMENT = record(
     {
         "format": one_of(FORMAT),
         "nccl_version": one_of(NCCL_VERSION),
-        "topology": text(),
-        "nodes": whole(1),
-        "gpus_per_node": whole(1),
-        "nranks": whole(1),
+        "topology": string(),
+        "nodes": integer(1),
+        "gpus_per_node": integer(1),
+        "nranks": integer(1),
         "collnet": one_of(0, 1),
         "fuse": one_of(0, 1),
         "gpus": list_of(_COUNT),
-        "env": mapping(text()),
-        "domains": list_of(list_of(_COUNT, least=1), least=1),
-        "system": anything,
-        "paths": anything,
+        "env": mapping(string()),
+        "domains": list_of(list_of(_COUNT, min_length=1), min_length=1),
+        "system": any_value,
+        "paths": any_value,
         "graphs": _GRAPHS,
         "comm": record({"rankToNode": list_of(_COUNT)}),
-        "tuning": anything,
-        "other_domain_graphs": list_of(_GRAPHS, least=1),
-        "whole": anything,
-        "graph_xml": text(),
+        "tuning": any_value,
+        "other_domain_graphs": list_of(_GRAPHS, min_length=1),
+        "whole": any_value,
+        "graph_xml": string(),
     },
     optional=("other_domain_graphs", "whole", "graph_xml"),
 )
@@ -179,7 +179,7 @@ def _check_sizes(data: Mapping[str, Any]) -> None:
     """Before anything of the size of ``nranks`` is made."""
     ranks = len(data["comm"]["rankToNode"])
     if data["nranks"] != data["nodes"] * data["gpus_per_node"]:
-        refuse(
+        raise_invalid(
             "nranks",
             data["nranks"],
             f"nodes times gpus_per_node, {data['nodes'] * data['gpus_per_node']}",
@@ -238,7 +238,7 @@ def _graphs(graphs: Sequence[Json], domain: Domain, where: str) -> tuple[Channel
             )
             if not fits:
                 allowed = f"{'some' if heads else 'an order'} of the ranks {sorted(domain.ranks)}"
-                refuse(f"{where}[{number}].intra[{channel}]", order, allowed)
+                raise_invalid(f"{where}[{number}].intra[{channel}]", order, allowed)
     return tuple(graph_from_json(graph) for graph in graphs)
 
 

@@ -19,7 +19,7 @@ MAX_CHANNELS = 64
 MAX_OVERHEAD_NS = 10**15
 
 
-def _bounded(value: int, low: int, high: int) -> int:
+def _clamp(value: int, low: int, high: int) -> int:
     return max(low, min(high, value))
 
 
@@ -51,8 +51,8 @@ class ConnectSettings:
 
         max_ctas = positive(params.MAX_CTAS)
         return cls(
-            min_channels=_bounded(either(params.MIN_NCHANNELS, params.MIN_NRINGS), 0, MAX_CHANNELS),
-            max_channels=_bounded(either(params.MAX_NCHANNELS, params.MAX_NRINGS), 1, MAX_CHANNELS),
+            min_channels=_clamp(either(params.MIN_NCHANNELS, params.MIN_NRINGS), 0, MAX_CHANNELS),
+            max_channels=_clamp(either(params.MAX_NCHANNELS, params.MAX_NRINGS), 1, MAX_CHANNELS),
             min_ctas=min(positive(params.MIN_CTAS), max_ctas),
             max_ctas=max_ctas,
             min_p2p_channels=params.MIN_P2P_NCHANNELS.read(environ),
@@ -88,8 +88,8 @@ class TuningSettings:
                 f"{params.NET_OVERHEAD.resolve(environ)[1]}: allowed are {-MAX_OVERHEAD_NS} to {MAX_OVERHEAD_NS} ns"
             )
         return cls(
-            algo=_of_nccl(params.ALGO, environ),
-            proto=_of_nccl(params.PROTO, environ),
+            algo=_read_nccl_variable(params.ALGO, environ),
+            proto=_read_nccl_variable(params.PROTO, environ),
             threads=params.NTHREADS.read(environ),
             ll128_threads=params.LL128_NTHREADS.read(environ),
             thread_thresholds=_leading_integers(params.THREAD_THRESHOLDS.read(environ))[:6],
@@ -99,7 +99,7 @@ class TuningSettings:
         )
 
 
-def _of_nccl(param: params.Param[str], environ: Mapping[str, str]) -> str:
+def _read_nccl_variable(param: params.Param[str], environ: Mapping[str, str]) -> str:
     """NCCL's variable alone: ours of the same meaning may name algorithms that the model does not know."""
     return param.parse(environ.get(f"NCCL_{param.nccl}", "").strip())
 
@@ -108,4 +108,4 @@ def _leading_integers(text: str) -> tuple[int, ...]:
     """The whole numbers at the start of a text, as ``sscanf`` reads them into 64 bits: what is none ends the list."""
     match = re.match(r"(?:\s*[+-]?[0-9]+)*", text)
     words = re.findall(r"[+-]?[0-9]+", match[0]) if match else []
-    return tuple(_bounded(int(word[:30]), -(1 << 63), (1 << 63) - 1) for word in words)
+    return tuple(_clamp(int(word[:30]), -(1 << 63), (1 << 63) - 1) for word in words)

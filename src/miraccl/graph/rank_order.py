@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlace:
+class RankLocation:
     """Where a rank runs: ``host`` is the same number for ranks of one host, ``numa`` the domain of its processors (-1 unknown)."""
 
     host: int
     numa: int = -1
 
 
-def order_ranks(places: Sequence[RankPlace], domains: Sequence[int] = ()) -> tuple[int, ...]:
+def order_ranks(places: Sequence[RankLocation], domains: Sequence[int] = ()) -> tuple[int, ...]:
     """The ranks in the order in which rings and chains visit them; the identity where ranks are placed in blocks already.
 
     ``domains`` is the order of NUMA domains within a host (those not in it come last, by number).

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from miraccl.errors import MiracclError
-from miraccl.graph.layout import Ints, RankLayout
+from miraccl.graph.rank_layout import Int32Array, RankLayout
 
 Orders = Sequence[Sequence[int]]
 """Per channel the local ranks of one domain in ring order."""
@@ -19,7 +19,7 @@ Orders = Sequence[Sequence[int]]
 
 def build_rings(
     layout: RankLayout, orders: Sequence[Orders], alternate: Sequence[bool], channels: int
-) -> Ints:
+) -> Int32Array:
     """[channels, ranks] every ring from rank 0 on; ``orders[d]`` are those of domain d.
 
     ``alternate[d]``: the search found channels in pairs that arrive on one NIC and leave on the other (``cross_nic`` 2). Then nodes with an
@@ -42,7 +42,7 @@ def build_rings(
     return rings
 
 
-def _check(rings: Ints) -> None:
+def _check(rings: Int32Array) -> None:
     everybody = np.arange(rings.shape[1])
     for c, ring in enumerate(rings):
         if not np.array_equal(np.sort(ring), everybody):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import Pattern
-from miraccl.graph.layout import Ints, RankLayout
+from miraccl.graph.rank_layout import Int32Array, RankLayout
 
 TREE_ARITY = 3
 """Most children of a rank: the next GPU of the chain and two nodes (NCCL ``NCCL_MAX_TREE_ARITY``)."""
@@ -34,10 +34,10 @@ class NodeTree:
     ``second_child[i]`` tells whether i hangs on its parent as the second child (numbers above the parent).
     """
 
-    up: Ints
-    down0: Ints
-    down1: Ints
-    second_child: Ints
+    up: Int32Array
+    down0: Int32Array
+    down1: Int32Array
+    second_child: Int32Array
 
 
 def binary_tree(n: int) -> NodeTree:
@@ -67,20 +67,20 @@ def double_binary_tree(n: int) -> tuple[NodeTree, NodeTree]:
     first = binary_tree(n)
     nodes = np.arange(n)
     if n % 2:
-        place = (nodes - 1) % n  # the one in the first tree that a node takes in the second
-        owner = (nodes + 1) % n  # and the node that takes a place
+        position = (nodes - 1) % n  # the one in the first tree that a node takes in the second
+        node_at = (nodes + 1) % n  # and the node that takes a place
     else:
-        place = owner = n - 1 - nodes
+        position = node_at = n - 1 - nodes
 
-    def image(values: Ints) -> Ints:
-        moved = values[place]
-        return _i32(np.where(moved < 0, -1, owner[moved]))
+    def image(values: Int32Array) -> Int32Array:
+        moved = values[position]
+        return _i32(np.where(moved < 0, -1, node_at[moved]))
 
     second = NodeTree(
         up=image(first.up),
         down0=image(first.down0),
         down1=image(first.down1),
-        second_child=first.second_child[place],
+        second_child=first.second_child[position],
     )
     return first, second
 
@@ -94,8 +94,8 @@ def tree_depth(layout: RankLayout) -> int:
 class RankTree:
     """One channel's tree over ranks: ``up`` [ranks], ``down`` [ranks, 3]; children in order of connection, -1 is none."""
 
-    up: Ints
-    down: Ints
+    up: Int32Array
+    down: Int32Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def connect_tree(
     return first, second
 
 
-def _chains(layout: RankLayout, orders: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+def _chains(layout: RankLayout, orders: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
     up = np.full(layout.nranks, -1, dtype=np.int32)
     down = np.full((layout.nranks, TREE_ARITY), -1, dtype=np.int32)
     for order in orders:
@@ -151,7 +151,12 @@ def _chains(layout: RankLayout, orders: Sequence[Sequence[int]]) -> tuple[Ints, 
 
 
 def _attach(
-    up: Ints, down: Ints, tree: NodeTree, parent: Ints, child0: Ints, child1: Ints
+    up: Int32Array,
+    down: Int32Array,
+    tree: NodeTree,
+    parent: Int32Array,
+    child0: Int32Array,
+    child1: Int32Array,
 ) -> RankTree:
     """Join the chains of all nodes along ``tree``; the GPU that talks to the parent's node hangs on that node's child GPU."""
     has = np.flatnonzero(tree.up >= 0)
@@ -165,5 +170,5 @@ def _attach(
     return RankTree(up=up, down=down)
 
 
-def _i32(values: NDArray[Any]) -> Ints:
+def _i32(values: NDArray[Any]) -> Int32Array:
     return values.astype(np.int32)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from miraccl.graph import tuning_constants as k
 from miraccl.graph.channel_graph import GraphKind, Pattern
 from miraccl.graph.plan_settings import TuningSettings
-from miraccl.graph.tuning_constants import Algorithm, Hardware
-from miraccl.graph.tuning_facts import TuningFacts
-from miraccl.graph.tuning_filter import Wish, parse_wishes
+from miraccl.graph.tuning_constants import Hardware, NcclAlgorithm
+from miraccl.graph.tuning_filter import Constraint, parse_constraints
+from miraccl.graph.tuning_inputs import TuningInputs
 from miraccl.graph.tuning_threads import max_threads, thread_thresholds
 from miraccl.topo.records import CpuArch, CpuVendor, PathType, f32
 from miraccl.types import Collective, Protocol
 
-Key = tuple[Collective, Algorithm, Protocol]
+EstimateKey = tuple[Collective, NcclAlgorithm, Protocol]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Estimate:
     latency: float = 0.0
     bandwidth: float = 0.0
     limits: tuple[str, ...] = ()
-    off: str = ""
+    disabled_reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,101 +41,103 @@ class TuningModel:
     """``estimates`` lacks combinations that no implementation exists for. ``max_threads`` and ``thread_thresholds`` are by algorithm and
     protocol; a threshold is in bytes per thread and channel."""
 
-    facts: TuningFacts
-    max_threads: Mapping[Algorithm, tuple[int, int, int]]
-    thread_thresholds: Mapping[Algorithm, tuple[int, int, int]]
-    estimates: Mapping[Key, Estimate]
+    inputs: TuningInputs
+    max_threads: Mapping[NcclAlgorithm, tuple[int, int, int]]
+    thread_thresholds: Mapping[NcclAlgorithm, tuple[int, int, int]]
+    estimates: Mapping[EstimateKey, Estimate]
 
-    def estimate(self, coll: Collective, algo: Algorithm, proto: Protocol) -> Estimate:
+    def estimate(self, coll: Collective, algo: NcclAlgorithm, proto: Protocol) -> Estimate:
         return self.estimates.get((coll, algo, proto), _MISSING)
 
 
-_MISSING = Estimate(off="there is no such implementation")
+_MISSING = Estimate(disabled_reason="there is no such implementation")
 
 
-def build_model(facts: TuningFacts, settings: TuningSettings | None = None) -> TuningModel:
+def build_model(inputs: TuningInputs, settings: TuningSettings | None = None) -> TuningModel:
     """The model for a communicator; with one rank there is nothing to estimate."""
     settings = settings or TuningSettings()
-    single = facts.nranks <= 1
+    single = inputs.nranks <= 1
     return TuningModel(
-        facts=facts,
-        max_threads=max_threads(facts, settings),
-        thread_thresholds=dict.fromkeys(Algorithm, (0, 0, 0))
+        inputs=inputs,
+        max_threads=max_threads(inputs, settings),
+        thread_thresholds=dict.fromkeys(NcclAlgorithm, (0, 0, 0))
         if single
-        else thread_thresholds(facts, settings),
-        estimates={} if single else _estimates(facts, settings),
+        else thread_thresholds(inputs, settings),
+        estimates={} if single else _estimates(inputs, settings),
     )
 
 
-def exists(coll: Collective, algo: Algorithm, proto: Protocol) -> bool:
+def is_implemented(coll: Collective, algo: NcclAlgorithm, proto: Protocol) -> bool:
     """Whether the combination is modelled at all."""
     if algo.uses_nvls and proto != Protocol.SIMPLE:
         return False
     if coll in (Collective.BROADCAST, Collective.REDUCE):
-        return algo == Algorithm.RING
+        return algo == NcclAlgorithm.RING
     if coll == Collective.ALL_REDUCE:
-        return algo != Algorithm.PAT
-    if algo == Algorithm.PAT:
+        return algo != NcclAlgorithm.PAT
+    if algo == NcclAlgorithm.PAT:
         return proto == Protocol.SIMPLE
-    return algo in (Algorithm.RING, Algorithm.NVLS, Algorithm.COLLNET_DIRECT)
+    return algo in (NcclAlgorithm.RING, NcclAlgorithm.NVLS, NcclAlgorithm.COLLNET_DIRECT)
 
 
-def _estimates(facts: TuningFacts, settings: TuningSettings) -> dict[Key, Estimate]:
-    algos = parse_wishes(settings.algo, {algo: algo.label for algo in Algorithm}, "NCCL_ALGO")
-    protos = parse_wishes(settings.proto, k.PROTOCOL_LABELS, "NCCL_PROTO")
-    result: dict[Key, Estimate] = {}
+def _estimates(inputs: TuningInputs, settings: TuningSettings) -> dict[EstimateKey, Estimate]:
+    algos = parse_constraints(
+        settings.algo, {algo: algo.label for algo in NcclAlgorithm}, "NCCL_ALGO"
+    )
+    protos = parse_constraints(settings.proto, k.PROTOCOL_LABELS, "NCCL_PROTO")
+    result: dict[EstimateKey, Estimate] = {}
     for coll in k.TUNED:
-        for algo in Algorithm:
+        for algo in NcclAlgorithm:
             for proto in Protocol:
-                missing = not exists(coll, algo, proto) or (
-                    algo == Algorithm.PAT and not _pat_enabled(facts, settings)
+                missing = not is_implemented(coll, algo, proto) or (
+                    algo == NcclAlgorithm.PAT and not _pat_enabled(inputs, settings)
                 )
                 # NVLS keeps one of its channels back, so a graph with a single one is not used.
-                if missing or (algo.uses_nvls and facts.graphs[GraphKind.NVLS].n_channels < 2):
+                if missing or (algo.uses_nvls and inputs.graphs[GraphKind.NVLS].n_channels < 2):
                     continue
-                bandwidth, limits = _algorithm_bandwidth(facts, coll, algo, proto)
-                off = _switched_off(
-                    facts, settings, algo, proto, algos[coll][algo], protos[coll][proto]
+                bandwidth, limits = _algorithm_bandwidth(inputs, coll, algo, proto)
+                disabled_reason = _disabled_reason(
+                    inputs, settings, algo, proto, algos[coll][algo], protos[coll][proto]
                 )
-                if not off and not bandwidth:
-                    off = limits[-1] if limits else "its graph has no channels"
+                if not disabled_reason and not bandwidth:
+                    disabled_reason = limits[-1] if limits else "its graph has no channels"
                 result[coll, algo, proto] = Estimate(
-                    latency=_latency(facts, settings, coll, algo, proto),
-                    bandwidth=0.0 if off else bandwidth,
+                    latency=_latency(inputs, settings, coll, algo, proto),
+                    bandwidth=0.0 if disabled_reason else bandwidth,
                     limits=tuple(limits),
-                    off=off,
+                    disabled_reason=disabled_reason,
                 )
     return result
 
 
-def _pat_enabled(facts: TuningFacts, settings: TuningSettings) -> bool:
-    if facts.min_sm < 60:
+def _pat_enabled(inputs: TuningInputs, settings: TuningSettings) -> bool:
+    if inputs.min_sm < 60:
         return False
-    return settings.pat != 0 if settings.pat != 2 else facts.nnodes == facts.nranks
+    return settings.pat != 0 if settings.pat != 2 else inputs.nnodes == inputs.nranks
 
 
 # Bandwidth
 
 
 def _algorithm_bandwidth(
-    facts: TuningFacts, coll: Collective, algo: Algorithm, proto: Protocol
+    inputs: TuningInputs, coll: Collective, algo: NcclAlgorithm, proto: Protocol
 ) -> tuple[float, list[str]]:
     """Algorithm bandwidth (bytes of the operation per time) before anything is switched off, and what it comes from, factor by factor."""
-    graph = facts.graphs[algo.graph]
+    graph = inputs.graphs[algo.graph]
     if not graph.n_channels:
         return 0.0, [f"the {algo.graph.label} search found no channels"]
     limits: list[str] = []
-    per_channel = _channel_bandwidth(facts, coll, algo, limits)
+    per_channel = _channel_bandwidth(inputs, coll, algo, limits)
     bus = f32(graph.n_channels * per_channel)
-    bus = _refined(facts, coll, algo, proto, bus, limits)
-    return _bus_to_algorithm(facts, coll, algo, bus, limits), limits
+    bus = _correct_bandwidth(inputs, coll, algo, proto, bus, limits)
+    return _bus_to_algorithm(inputs, coll, algo, bus, limits), limits
 
 
 def _channel_bandwidth(
-    facts: TuningFacts, coll: Collective, algo: Algorithm, limits: list[str]
+    inputs: TuningInputs, coll: Collective, algo: NcclAlgorithm, limits: list[str]
 ) -> float:
-    graph = facts.graphs[algo.graph]
-    inside = facts.nnodes <= 2 or algo.uses_collnet
+    graph = inputs.graphs[algo.graph]
+    inside = inputs.nnodes <= 2 or algo.uses_collnet
     bw = graph.bw_intra if inside else graph.bw_inter
     if not algo.uses_nvls:
         limits.append(
@@ -143,21 +145,23 @@ def _channel_bandwidth(
         )
         return bw
     channels = graph.n_channels
-    efficiency = f32(k.NVLS_EFFICIENCY[facts.generation])
+    efficiency = f32(k.NVLS_EFFICIENCY[inputs.generation])
     intra = f32(f32(f32(graph.bw_intra * efficiency) * (channels - 1)) / channels)
     how = f"{efficiency:.2g} of {graph.bw_intra:g}, one channel kept back"
     if coll == Collective.ALL_REDUCE:
         intra = f32(intra * 2)
         how += ", twice as reduction and broadcast overlap"
     else:
-        ppn = facts.ranks_per_node
+        ppn = inputs.ranks_per_node
         intra = f32(intra * f32(f32(ppn - 1) / ppn))
         how += f", {f32(ppn - 1) / ppn:.3g} of it from other GPUs"
-    inter = f32(graph.bw_inter * (2 if facts.nnodes <= 2 and algo == Algorithm.NVLS_TREE else 1))
+    inter = f32(
+        graph.bw_inter * (2 if inputs.nnodes <= 2 and algo == NcclAlgorithm.NVLS_TREE else 1)
+    )
     found = {"inside nodes": intra, "between nodes": inter}
-    if algo == Algorithm.NVLS_TREE:
+    if algo == NcclAlgorithm.NVLS_TREE:
         found["as measured per channel"] = f32(
-            k.NVLS_TREE_PER_CHANNEL[facts.generation][facts.scale]
+            k.NVLS_TREE_PER_CHANNEL[inputs.generation][inputs.scale]
         )
     where = min(found, key=lambda name: found[name])
     limits.append(
@@ -167,81 +171,81 @@ def _channel_bandwidth(
     return found[where]
 
 
-def _refined(
-    facts: TuningFacts,
+def _correct_bandwidth(
+    inputs: TuningInputs,
     coll: Collective,
-    algo: Algorithm,
+    algo: NcclAlgorithm,
     proto: Protocol,
     bus: float,
     limits: list[str],
 ) -> float:
     """Bus bandwidth after the corrections that measurements asked for."""
-    channels = facts.graphs[algo.graph].n_channels
-    generation, scale = facts.generation, facts.scale
+    channels = inputs.graphs[algo.graph].n_channels
+    generation, scale = inputs.generation, inputs.scale
 
-    def at_most(value: float, cap: float, why: str) -> float:
+    def limit_to(value: float, cap: float, why: str) -> float:
         if cap < value:
             limits.append(f"{why} {cap:g} GB/s")
             return cap
         return value
 
-    if algo == Algorithm.RING and proto == Protocol.LL:
+    if algo == NcclAlgorithm.RING and proto == Protocol.LL:
         limits.append("half of it: LL sends a flag with every 4 bytes")
-        bus = f32(at_most(bus * 0.5, _ll_max(facts), "LL reaches at most"))
-    if algo == Algorithm.RING and proto == Protocol.LL128:
+        bus = f32(limit_to(bus * 0.5, _ll_max(inputs), "LL reaches at most"))
+    if algo == NcclAlgorithm.RING and proto == Protocol.LL128:
         limits.append("92 % of it: LL128 sends 8 bytes of flag with 120")
         cap = channels * k.RING_LL128_PER_CHANNEL[generation][scale]
-        bus = f32(at_most(bus * 0.92, cap, f"{channels} channels of LL128 reach at most"))
-    if algo == Algorithm.TREE:
+        bus = f32(limit_to(bus * 0.92, cap, f"{channels} channels of LL128 reach at most"))
+    if algo == NcclAlgorithm.TREE:
         if coll == Collective.ALL_REDUCE:
             limits.append("92 % of it: a tree")
             cap = channels * k.TREE_PER_CHANNEL[generation][scale]
-            bus = f32(at_most(bus * 0.92, cap, f"{channels} tree channels reach at most"))
+            bus = f32(limit_to(bus * 0.92, cap, f"{channels} tree channels reach at most"))
         if proto == Protocol.LL:
             limits.append("divided by 3.8: a tree over LL")
-            bus = f32(at_most(bus * 1.0 / 3.8, _ll_max(facts), "LL reaches at most"))
+            bus = f32(limit_to(bus * 1.0 / 3.8, _ll_max(inputs), "LL reaches at most"))
         if proto == Protocol.LL128:
-            factor = 7.0 / 9.0 if facts.nnodes == 1 else 120.0 / 128.0
+            factor = 7.0 / 9.0 if inputs.nnodes == 1 else 120.0 / 128.0
             limits.append(f"times {factor:.3g}: a tree over LL128")
             cap = channels * k.TREE_LL128_PER_CHANNEL[generation][scale]
             bus = f32(
-                at_most(bus * factor, cap, f"{channels} tree channels of LL128 reach at most")
+                limit_to(bus * factor, cap, f"{channels} tree channels of LL128 reach at most")
             )
-        if facts.max_tree_pattern == Pattern.TREE:
+        if inputs.max_tree_pattern == Pattern.TREE:
             limits.append("85 % of it: one GPU of a node carries parent and children")
             bus = f32(bus * 0.85)
-    if algo == Algorithm.PAT:
+    if algo == NcclAlgorithm.PAT:
         limits.append("75 % of it: PAT")
         bus = f32(bus * 0.75)
     if algo.uses_collnet and proto != Protocol.SIMPLE:
         limits.append("CollNet runs over Simple only")
         return 0.0
-    if algo == Algorithm.COLLNET_DIRECT:
-        bus = _collnet_direct(facts, coll, bus, limits)
+    if algo == NcclAlgorithm.COLLNET_DIRECT:
+        bus = _collnet_direct(inputs, coll, bus, limits)
     gathers = coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     if (
         gathers
-        and facts.nnodes > 1
-        and algo in (Algorithm.NVLS, Algorithm.COLLNET_DIRECT)
-        and facts.max_local_ranks > facts.collnet_heads
+        and inputs.nnodes > 1
+        and algo in (NcclAlgorithm.NVLS, NcclAlgorithm.COLLNET_DIRECT)
+        and inputs.max_local_ranks > inputs.collnet_heads
     ):
         limits.append(
-            f"{facts.max_local_ranks} GPUs per node need as many CollNet heads, there are {facts.collnet_heads}"
+            f"{inputs.max_local_ranks} GPUs per node need as many CollNet heads, there are {inputs.collnet_heads}"
         )
         return 0.0
     return bus
 
 
-def _ll_max(facts: TuningFacts) -> float:
+def _ll_max(inputs: TuningInputs) -> float:
     """LL is bound by the GPU on one node, by the CPU over several."""
-    if facts.nnodes == 1:
-        return k.LL_MAX[facts.generation][facts.scale]
-    return k.LL_MAX[1 if facts.cpu_vendor == CpuVendor.AMD else 0][facts.scale]
+    if inputs.nnodes == 1:
+        return k.LL_MAX[inputs.generation][inputs.scale]
+    return k.LL_MAX[1 if inputs.cpu_vendor == CpuVendor.AMD else 0][inputs.scale]
 
 
-def _collnet_direct(facts: TuningFacts, coll: Collective, bus: float, limits: list[str]) -> float:
-    graph = facts.graphs[GraphKind.COLLNET_DIRECT]
-    ppn = facts.ranks_per_node
+def _collnet_direct(inputs: TuningInputs, coll: Collective, bus: float, limits: list[str]) -> float:
+    graph = inputs.graphs[GraphKind.COLLNET_DIRECT]
+    ppn = inputs.ranks_per_node
     if coll != Collective.ALL_REDUCE:
         each = min(graph.bw_intra, f32(graph.bw_inter * f32(0.9)))
         why = f"the least of {graph.bw_intra:g} inside and 0.9 of {graph.bw_inter:g} between nodes"
@@ -254,7 +258,7 @@ def _collnet_direct(facts: TuningFacts, coll: Collective, bus: float, limits: li
             f"divided by {gpus_per_nic:g}: {ppn:g} GPUs per node on {graph.n_channels} channels"
         )
     bus = f32(bus / gpus_per_nic)
-    if facts.min_sm < 90:
+    if inputs.min_sm < 90:
         return bus
     limits.append("85 % of it: CollNet direct from sm 90 on")
     return f32(bus * 0.85)
@@ -268,21 +272,21 @@ def _steps(coll: Collective, nranks: int) -> int:
 
 
 def _bus_to_algorithm(
-    facts: TuningFacts, coll: Collective, algo: Algorithm, bus: float, limits: list[str]
+    inputs: TuningInputs, coll: Collective, algo: NcclAlgorithm, bus: float, limits: list[str]
 ) -> float:
     """Bus bandwidth is what the links carry; the operation itself is shorter by the number of times that its bytes cross them."""
     if not bus or (
-        algo != Algorithm.RING and coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        algo != NcclAlgorithm.RING and coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     ):
         return bus
-    if algo == Algorithm.RING or algo.uses_nvls:
-        steps = _steps(coll, facts.nranks)
-        if steps != facts.nranks:
+    if algo == NcclAlgorithm.RING or algo.uses_nvls:
+        steps = _steps(coll, inputs.nranks)
+        if steps != inputs.nranks:
             limits.append(
-                f"times {facts.nranks / steps:.4g}: a link carries {steps}/{facts.nranks} of the bytes"
+                f"times {inputs.nranks / steps:.4g}: a link carries {steps}/{inputs.nranks} of the bytes"
             )
-        return f32(bus * f32((1.0 * facts.nranks) / steps))
-    ways = "up the tree and down again" if algo == Algorithm.TREE else "to the network and back"
+        return f32(bus * f32((1.0 * inputs.nranks) / steps))
+    ways = "up the tree and down again" if algo == NcclAlgorithm.TREE else "to the network and back"
     limits.append(f"half of it: bytes go {ways}")
     return f32(bus * 0.5)
 
@@ -291,55 +295,59 @@ def _bus_to_algorithm(
 
 
 def _step_latency(
-    facts: TuningFacts, hardware: Hardware, algo: Algorithm, proto: Protocol
+    inputs: TuningInputs, hardware: Hardware, algo: NcclAlgorithm, proto: Protocol
 ) -> float:
-    if facts.cpu_arch == CpuArch.POWER and (hardware, algo, proto) == (
+    if inputs.cpu_arch == CpuArch.POWER and (hardware, algo, proto) == (
         Hardware.PCI,
-        Algorithm.TREE,
+        NcclAlgorithm.TREE,
         Protocol.SIMPLE,
     ):
-        algo = Algorithm.RING  # trees are not penalised on POWER
+        algo = NcclAlgorithm.RING  # trees are not penalised on POWER
     return f32(k.STEP_LATENCY[hardware][algo][proto])
 
 
 def _latency(
-    facts: TuningFacts, settings: TuningSettings, coll: Collective, algo: Algorithm, proto: Protocol
+    inputs: TuningInputs,
+    settings: TuningSettings,
+    coll: Collective,
+    algo: NcclAlgorithm,
+    proto: Protocol,
 ) -> float:
     """us before the first byte arrives everywhere."""
-    graph = facts.graphs[algo.graph]
+    graph = inputs.graphs[algo.graph]
     inside = Hardware.NVLINK if graph.type_intra == PathType.NVL else Hardware.PCI
     base = f32(k.BASE_LATENCY.get(algo, (0.0, 0.0, 0.0))[proto])
-    intra = _step_latency(facts, inside, algo, proto)
+    intra = _step_latency(inputs, inside, algo, proto)
     # With one rank per node nothing hides the network, so the larger latency of a tree counts.
     inter = _step_latency(
-        facts, Hardware.NET, Algorithm.TREE if facts.ranks_per_node == 1 else algo, proto
+        inputs, Hardware.NET, NcclAlgorithm.TREE if inputs.ranks_per_node == 1 else algo, proto
     )
     inter = f32(inter + graph.latency_inter)
     if proto == Protocol.SIMPLE:  # the flush
         inter = f32(inter + graph.latency_inter)
-    others = facts.nranks // facts.nnodes - 1
-    levels = facts.nnodes.bit_length() - 1
+    others = inputs.nranks // inputs.nnodes - 1
+    levels = inputs.nnodes.bit_length() - 1
     match algo:
-        case Algorithm.RING:
-            return _ring_latency(facts, settings, coll, proto, base, intra, inter)
-        case Algorithm.TREE:
+        case NcclAlgorithm.RING:
+            return _ring_latency(inputs, settings, coll, proto, base, intra, inter)
+        case NcclAlgorithm.TREE:
             return f32(base + f32(2 * f32(f32(others * intra) + f32(levels * inter))))
         case (
-            Algorithm.COLLNET_DIRECT
+            NcclAlgorithm.COLLNET_DIRECT
         ):  # 0.4 us for each peer that is served in turn; summed in double precision
             return f32(base + (2 * (f32(min(1, others) * intra) + others * 0.4) + inter))
-        case Algorithm.COLLNET_CHAIN:
+        case NcclAlgorithm.COLLNET_CHAIN:
             return f32(base + f32(f32(2 * others * intra) + inter))
-        case Algorithm.NVLS:
-            return f32(intra + inter) if facts.nnodes > 1 else intra
-        case Algorithm.NVLS_TREE:
+        case NcclAlgorithm.NVLS:
+            return f32(intra + inter) if inputs.nnodes > 1 else intra
+        case NcclAlgorithm.NVLS_TREE:
             return f32(base + f32(intra + f32(2 * levels * inter)))
-        case Algorithm.PAT:  # a logarithmic and, still, a linear part
-            return f32(base + (levels * (inter / 3.5) + facts.nranks * 2.8))
+        case NcclAlgorithm.PAT:  # a logarithmic and, still, a linear part
+            return f32(base + (levels * (inter / 3.5) + inputs.nranks * 2.8))
 
 
 def _ring_latency(
-    facts: TuningFacts,
+    inputs: TuningInputs,
     settings: TuningSettings,
     coll: Collective,
     proto: Protocol,
@@ -347,72 +355,74 @@ def _ring_latency(
     intra: float,
     inter: float,
 ) -> float:
-    graph = facts.graphs[GraphKind.RING]
-    nsteps = _steps(coll, facts.nranks)
+    graph = inputs.graphs[GraphKind.RING]
+    nsteps = _steps(coll, inputs.nranks)
     if coll in (Collective.REDUCE, Collective.BROADCAST):
         hardware = (
             Hardware.NET
-            if facts.nnodes > 1
+            if inputs.nnodes > 1
             else Hardware.NVLINK
             if graph.type_intra == PathType.NVL
             else Hardware.PCI
         )
         if graph.same_channels:
-            return f32(base + _step_latency(facts, hardware, Algorithm.RING, proto))
-        like = Algorithm.TREE if proto == Protocol.SIMPLE else Algorithm.RING
-        return f32(base + f32(nsteps * _step_latency(facts, hardware, like, proto)))
-    if facts.nnodes > 1:
-        overhead = _net_overhead(facts, settings)
+            return f32(base + _step_latency(inputs, hardware, NcclAlgorithm.RING, proto))
+        like = NcclAlgorithm.TREE if proto == Protocol.SIMPLE else NcclAlgorithm.RING
+        return f32(base + f32(nsteps * _step_latency(inputs, hardware, like, proto)))
+    if inputs.nnodes > 1:
+        overhead = _net_overhead(inputs, settings)
         intra = max(intra, f32(overhead * 3) if proto == Protocol.SIMPLE else overhead)
-    between = (2 if coll == Collective.ALL_REDUCE else 1) * (facts.nnodes - 1)
+    between = (2 if coll == Collective.ALL_REDUCE else 1) * (inputs.nnodes - 1)
     return f32(base + f32(f32((nsteps - between) * intra) + f32(between * inter)))
 
 
-def _net_overhead(facts: TuningFacts, settings: TuningSettings) -> float:
+def _net_overhead(inputs: TuningInputs, settings: TuningSettings) -> float:
     if settings.net_overhead_us is not None:
         return f32(settings.net_overhead_us)
-    return 2.0 if facts.cpu_arch == CpuArch.X86 and facts.cpu_vendor == CpuVendor.AMD else 1.0
+    return 2.0 if inputs.cpu_arch == CpuArch.X86 and inputs.cpu_vendor == CpuVendor.AMD else 1.0
 
 
 # What is switched off
 
 
-def _switched_off(
-    facts: TuningFacts,
+def _disabled_reason(
+    inputs: TuningInputs,
     settings: TuningSettings,
-    algo: Algorithm,
+    algo: NcclAlgorithm,
     proto: Protocol,
-    algo_wish: Wish,
-    proto_wish: Wish,
+    algo_constraint: Constraint,
+    proto_constraint: Constraint,
 ) -> str:
     """Why the combination is not used, or an empty text."""
-    if algo_wish == Wish.NO:
+    if algo_constraint == Constraint.EXCLUDED:
         return "NCCL_ALGO excludes it"
-    if proto_wish == Wish.NO:
+    if proto_constraint == Constraint.EXCLUDED:
         return "NCCL_PROTO excludes it"
-    if facts.nnodes == 1 and algo == Algorithm.NVLS_TREE:
+    if inputs.nnodes == 1 and algo == NcclAlgorithm.NVLS_TREE:
         return "trees between nodes need several nodes"
-    if not facts.collnet_enabled and (
-        algo.uses_collnet or (algo == Algorithm.NVLS and facts.nnodes > 1)
+    if not inputs.collnet_enabled and (
+        algo.uses_collnet or (algo == NcclAlgorithm.NVLS and inputs.nnodes > 1)
     ):
         return "CollNet is not in use"
-    if not facts.nvswitch and algo == Algorithm.COLLNET_DIRECT:
+    if not inputs.nvswitch and algo == NcclAlgorithm.COLLNET_DIRECT:
         return "CollNet direct needs an NVSwitch"
-    if proto == Protocol.LL128 and proto_wish == Wish.FREE:
-        return _ll128_unsafe(facts, settings, algo)
+    if proto == Protocol.LL128 and proto_constraint == Constraint.UNCONSTRAINED:
+        return _ll128_unsafe_reason(inputs, settings, algo)
     return ""
 
 
-def _ll128_unsafe(facts: TuningFacts, settings: TuningSettings, algo: Algorithm) -> str:
+def _ll128_unsafe_reason(
+    inputs: TuningInputs, settings: TuningSettings, algo: NcclAlgorithm
+) -> str:
     """LL128 relies on 128-byte stores staying whole, which not every path keeps."""
-    graph = facts.graphs[algo.graph]
-    worst = PathType.PXN if settings.ll128_c2c and facts.min_sm >= 90 else PathType.PXB
+    graph = inputs.graphs[algo.graph]
+    worst = PathType.PXN if settings.ll128_c2c and inputs.min_sm >= 90 else PathType.PXB
     if graph.type_inter > worst:
         return (
             f"LL128 between nodes needs paths up to {worst.name}, these are {graph.type_inter.name}"
         )
     if graph.type_intra > PathType.NVB:
         return f"LL128 inside nodes needs paths up to NVB, these are {graph.type_intra.name}"
-    if facts.min_sm != facts.max_sm:
-        return f"LL128 needs equal GPUs, these are sm {facts.min_sm} to {facts.max_sm}"
-    return "LL128 needs sm 70" if facts.min_sm < 70 else ""
+    if inputs.min_sm != inputs.max_sm:
+        return f"LL128 needs equal GPUs, these are sm {inputs.min_sm} to {inputs.max_sm}"
+    return "LL128 needs sm 70" if inputs.min_sm < 70 else ""

@@ -12,9 +12,9 @@ from typing import Any
 from miraccl.graph import tuning_constants as k
 from miraccl.graph.collnet import MAX_DIRECT_RANKS
 from miraccl.graph.tuning import TuningModel
-from miraccl.graph.tuning_constants import Algorithm
-from miraccl.topo.jsonform import number
+from miraccl.graph.tuning_constants import NcclAlgorithm
 from miraccl.topo.records import f32
+from miraccl.topo.system_json import number
 from miraccl.types import Collective, Protocol
 
 TABLE_SIZES = tuple(8 << (2 * i) for i in range(16))
@@ -26,90 +26,92 @@ _PLATEAU_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class TuningCandidate:
     """One way to run an operation. ``time`` is us, ``None`` where it cannot be used, with the reason in ``off``."""
 
-    algorithm: Algorithm
+    algorithm: NcclAlgorithm
     protocol: Protocol
     time: float | None
-    off: str = ""
+    disabled_reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class TuningChoice:
     """``channels`` is the most channels that would be used, ``warps`` the size of their thread blocks."""
 
     nbytes: int
-    algorithm: Algorithm
+    algorithm: NcclAlgorithm
     protocol: Protocol
     time: float
     channels: int
     warps: int
 
 
-def candidates(model: TuningModel, coll: Collective, nbytes: int) -> list[Candidate]:
+def candidates(model: TuningModel, coll: Collective, nbytes: int) -> list[TuningCandidate]:
     """All that exist for the collective, in NCCL's order. ``nbytes`` is the larger of the whole send and receive buffer of a rank."""
-    if model.facts.nranks == 1:
-        return [Candidate(algorithm=Algorithm.RING, protocol=Protocol.SIMPLE, time=0.0)]
+    if model.inputs.nranks == 1:
+        return [TuningCandidate(algorithm=NcclAlgorithm.RING, protocol=Protocol.SIMPLE, time=0.0)]
     result = []
-    for algo in Algorithm:
-        unfit = _unfit(model, coll, algo)
+    for algo in NcclAlgorithm:
+        unsupported = _unsupported_reason(model, coll, algo)
         for proto in Protocol:
             if (coll, algo, proto) in model.estimates:
-                off = model.estimate(coll, algo, proto).off or unfit
-                time = None if off else predict_time(model, coll, algo, proto, nbytes)
-                result.append(Candidate(algorithm=algo, protocol=proto, time=time, off=off))
+                disabled_reason = model.estimate(coll, algo, proto).disabled_reason or unsupported
+                time = None if disabled_reason else predict_time(model, coll, algo, proto, nbytes)
+                result.append(
+                    TuningCandidate(algorithm=algo, protocol=proto, time=time, disabled_reason=disabled_reason)
+                )
     return result
 
 
-def _unfit(model: TuningModel, coll: Collective, algo: Algorithm) -> str:
+def _unsupported_reason(model: TuningModel, coll: Collective, algo: NcclAlgorithm) -> str:
     """Limits of the kernels that the model knows nothing of."""
-    facts = model.facts
-    if algo.uses_collnet and facts.max_local_ranks > MAX_DIRECT_RANKS:
+    inputs = model.inputs
+    if algo.uses_collnet and inputs.max_local_ranks > MAX_DIRECT_RANKS:
         return f"CollNet serves at most {MAX_DIRECT_RANKS} GPUs per node"
-    if algo.uses_nvls and not facts.nvls_support:
+    if algo.uses_nvls and not inputs.nvls_support:
         return "NVLS is not in use"
     if (
         algo.uses_nvls
         and coll != Collective.ALL_REDUCE
-        and facts.max_local_ranks > k.MAX_NVLS_RANKS
+        and inputs.max_local_ranks > k.MAX_NVLS_RANKS
     ):
         return f"NVLS serves at most {k.MAX_NVLS_RANKS} GPUs per node"
     return ""
 
 
 def predict_time(
-    model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int
+    model: TuningModel, coll: Collective, algo: NcclAlgorithm, proto: Protocol, nbytes: int
 ) -> float | None:
     """us, or ``None`` where the combination cannot be used."""
     if model.estimate(coll, algo, proto).bandwidth == 0:
         return None
-    latency, bw = at_size(model, coll, algo, proto, nbytes)
+    latency, bw = estimate_at_size(model, coll, algo, proto, nbytes)
     return f32(latency + f32(f32(nbytes) / f32(1000 * bw)))
 
 
-def at_size(
-    model: TuningModel, coll: Collective, algo: Algorithm, proto: Protocol, nbytes: int
+def estimate_at_size(
+    model: TuningModel, coll: Collective, algo: NcclAlgorithm, proto: Protocol, nbytes: int
 ) -> tuple[float, float]:
     """Latency (us) and bandwidth (GB/s) of an estimate after the corrections for the size."""
     estimate = model.estimate(coll, algo, proto)
     bw, latency = estimate.bandwidth, estimate.latency
-    facts = model.facts
+    inputs = model.inputs
     all_reduce = coll == Collective.ALL_REDUCE
     octave = (nbytes >> 6).bit_length() - 1
-    if algo == Algorithm.TREE and all_reduce and 0 <= octave < len(k.TREE_CORRECTION[proto]):
+    if algo == NcclAlgorithm.TREE and all_reduce and 0 <= octave < len(k.TREE_CORRECTION[proto]):
         bw = f32(bw * f32(k.TREE_CORRECTION[proto][octave]))
     long_ring = (
-        algo == Algorithm.RING and proto == Protocol.SIMPLE and facts.nnodes > 1 and all_reduce
+        algo == NcclAlgorithm.RING and proto == Protocol.SIMPLE and inputs.nnodes > 1 and all_reduce
     )
-    if long_ring and nbytes // (facts.channels * facts.nranks) >= _PLATEAU_BYTES:
-        latency = f32(latency * (1.9 if facts.min_sm < 80 else 1.4))
+    if long_ring and nbytes // (inputs.channels * inputs.nranks) >= _PLATEAU_BYTES:
+        latency = f32(latency * (1.9 if inputs.min_sm < 80 else 1.4))
     return latency, bw
 
 
-def choose(model: TuningModel, coll: Collective, nbytes: int) -> Choice | None:
+def choose(model: TuningModel, coll: Collective, nbytes: int) -> TuningChoice | None:
     """The fastest candidate (the first one of equals), or ``None`` where there is none."""
-    best: Candidate | None = None
+    best: TuningCandidate | None = None
     best_time = _LONGEST_US
     for candidate in candidates(model, coll, nbytes):
         if candidate.time is not None and 0 <= candidate.time < best_time:
@@ -117,7 +119,7 @@ def choose(model: TuningModel, coll: Collective, nbytes: int) -> Choice | None:
     if best is None:
         return None
     channels, threads = _size(model, best.algorithm, best.protocol, nbytes)
-    return Choice(
+    return TuningChoice(
         nbytes=nbytes,
         algorithm=best.algorithm,
         protocol=best.protocol,
@@ -127,29 +129,29 @@ def choose(model: TuningModel, coll: Collective, nbytes: int) -> Choice | None:
     )
 
 
-def _size(model: TuningModel, algo: Algorithm, proto: Protocol, nbytes: int) -> tuple[int, int]:
+def _size(model: TuningModel, algo: NcclAlgorithm, proto: Protocol, nbytes: int) -> tuple[int, int]:
     """Channels and threads: both shrink while a thread would have less than its threshold."""
-    facts = model.facts
-    channels = facts.channels
+    inputs = model.inputs
+    channels = inputs.channels
     threads = model.max_threads[algo][proto]
     threshold = model.thread_thresholds[algo][proto]
-    if algo == Algorithm.COLLNET_DIRECT:
+    if algo == NcclAlgorithm.COLLNET_DIRECT:
         channels, threshold = _collnet_direct_channels(
-            channels, threads * facts.collnet_direct_heads, threshold, nbytes
+            channels, threads * inputs.collnet_direct_heads, threshold, nbytes
         )
-    elif algo == Algorithm.NVLS and facts.nnodes > 1:
-        channels = min(facts.nvls_channels, channels)
+    elif algo == NcclAlgorithm.NVLS and inputs.nnodes > 1:
+        channels = min(inputs.nvls_channels, channels)
     elif algo.uses_nvls:
-        channels = facts.nvls_channels
+        channels = inputs.nvls_channels
     else:
         while nbytes < channels * threads * threshold and channels >= 2:
             channels -= 1
-    if not algo.uses_nvls and algo != Algorithm.COLLNET_DIRECT:
+    if not algo.uses_nvls and algo != NcclAlgorithm.COLLNET_DIRECT:
         while nbytes < channels * threads * threshold and threads % 128 == 0:
             threads //= 2
-    if proto == Protocol.SIMPLE and algo == Algorithm.RING:
+    if proto == Protocol.SIMPLE and algo == NcclAlgorithm.RING:
         threads += k.WARP  # one warp synchronises
-    if algo in (Algorithm.TREE, Algorithm.PAT):
+    if algo in (NcclAlgorithm.TREE, NcclAlgorithm.PAT):
         threads = k.MAX_THREADS
     return channels, max(threads, 3 * k.WARP)
 
@@ -174,8 +176,10 @@ def _collnet_direct_channels(
 def tuning_to_json(model: TuningModel) -> dict[str, Any]:
     """Section ``tuning`` of the reference results."""
     return {
-        "maxThreads": {algo.label: list(model.max_threads[algo]) for algo in Algorithm},
-        "threadThresholds": {algo.label: list(model.thread_thresholds[algo]) for algo in Algorithm},
+        "maxThreads": {algo.label: list(model.max_threads[algo]) for algo in NcclAlgorithm},
+        "threadThresholds": {
+            algo.label: list(model.thread_thresholds[algo]) for algo in NcclAlgorithm
+        },
         "latencies": _table(model, "latency"),
         "bandwidths": _table(model, "bandwidth"),
         "choice": {
@@ -189,13 +193,13 @@ def _table(model: TuningModel, field: str) -> dict[str, Any]:
     return {
         name: {
             algo.label: [number(getattr(model.estimate(coll, algo, p), field)) for p in Protocol]
-            for algo in Algorithm
+            for algo in NcclAlgorithm
         }
         for coll, name in k.TUNED.items()
     }
 
 
-def choice_to_json(choice: Choice | None) -> list[Any] | None:
+def choice_to_json(choice: TuningChoice | None) -> list[Any] | None:
     if choice is None:
         return None
     protocol = k.PROTOCOL_LABELS[choice.protocol]

@@ -15,7 +15,7 @@ from miraccl.types import Collective, Protocol
 Triple = tuple[float, float, float]
 
 
-class Algorithm(enum.IntEnum):
+class NcclAlgorithm(enum.IntEnum):
     """What a collective can run as, in the order in which ties are broken."""
 
     TREE = 0
@@ -37,30 +37,30 @@ class Algorithm(enum.IntEnum):
 
     @property
     def uses_collnet(self) -> bool:
-        return self in (Algorithm.COLLNET_DIRECT, Algorithm.COLLNET_CHAIN)
+        return self in (NcclAlgorithm.COLLNET_DIRECT, NcclAlgorithm.COLLNET_CHAIN)
 
     @property
     def uses_nvls(self) -> bool:
-        return self in (Algorithm.NVLS, Algorithm.NVLS_TREE)
+        return self in (NcclAlgorithm.NVLS, NcclAlgorithm.NVLS_TREE)
 
 
 _LABELS = {
-    Algorithm.TREE: "Tree",
-    Algorithm.RING: "Ring",
-    Algorithm.COLLNET_DIRECT: "CollNetDirect",
-    Algorithm.COLLNET_CHAIN: "CollNetChain",
-    Algorithm.NVLS: "NVLS",
-    Algorithm.NVLS_TREE: "NVLSTree",
-    Algorithm.PAT: "PAT",
+    NcclAlgorithm.TREE: "Tree",
+    NcclAlgorithm.RING: "Ring",
+    NcclAlgorithm.COLLNET_DIRECT: "CollNetDirect",
+    NcclAlgorithm.COLLNET_CHAIN: "CollNetChain",
+    NcclAlgorithm.NVLS: "NVLS",
+    NcclAlgorithm.NVLS_TREE: "NVLSTree",
+    NcclAlgorithm.PAT: "PAT",
 }
 _GRAPHS = {
-    Algorithm.TREE: GraphKind.TREE,
-    Algorithm.RING: GraphKind.RING,
-    Algorithm.COLLNET_DIRECT: GraphKind.COLLNET_DIRECT,
-    Algorithm.COLLNET_CHAIN: GraphKind.COLLNET_CHAIN,
-    Algorithm.NVLS: GraphKind.NVLS,
-    Algorithm.NVLS_TREE: GraphKind.NVLS,
-    Algorithm.PAT: GraphKind.TREE,
+    NcclAlgorithm.TREE: GraphKind.TREE,
+    NcclAlgorithm.RING: GraphKind.RING,
+    NcclAlgorithm.COLLNET_DIRECT: GraphKind.COLLNET_DIRECT,
+    NcclAlgorithm.COLLNET_CHAIN: GraphKind.COLLNET_CHAIN,
+    NcclAlgorithm.NVLS: GraphKind.NVLS,
+    NcclAlgorithm.NVLS_TREE: GraphKind.NVLS,
+    NcclAlgorithm.PAT: GraphKind.TREE,
 }
 
 PROTOCOL_LABELS: Final = {Protocol.LL: "LL", Protocol.LL128: "LL128", Protocol.SIMPLE: "Simple"}
@@ -85,40 +85,40 @@ class Hardware(enum.IntEnum):
 
 _NONE: Triple = (0.0, 0.0, 0.0)
 
-BASE_LATENCY: Final[dict[Algorithm, Triple]] = {
-    Algorithm.TREE: (6.8, 14.0, 8.4),
-    Algorithm.RING: (6.6, 14.0, 8.4),
-    Algorithm.PAT: (8.0, 8.0, 8.0),
+BASE_LATENCY: Final[dict[NcclAlgorithm, Triple]] = {
+    NcclAlgorithm.TREE: (6.8, 14.0, 8.4),
+    NcclAlgorithm.RING: (6.6, 14.0, 8.4),
+    NcclAlgorithm.PAT: (8.0, 8.0, 8.0),
 }
 """Start-up, us; algorithms that are not listed have none."""
 
-STEP_LATENCY: Final[dict[Hardware, dict[Algorithm, Triple]]] = {
+STEP_LATENCY: Final[dict[Hardware, dict[NcclAlgorithm, Triple]]] = {
     Hardware.NVLINK: {
-        Algorithm.TREE: (0.6, 1.25, 4.0),
-        Algorithm.RING: (0.6, 1.9, 3.4),
-        Algorithm.COLLNET_DIRECT: (0.0, 0.0, 3.7),
-        Algorithm.COLLNET_CHAIN: (0.0, 0.0, 2.8),
-        Algorithm.NVLS: (0.0, 0.0, 25.0),
-        Algorithm.NVLS_TREE: (0.0, 0.0, 25.0),
-        Algorithm.PAT: (0.0, 0.0, 4.0),
+        NcclAlgorithm.TREE: (0.6, 1.25, 4.0),
+        NcclAlgorithm.RING: (0.6, 1.9, 3.4),
+        NcclAlgorithm.COLLNET_DIRECT: (0.0, 0.0, 3.7),
+        NcclAlgorithm.COLLNET_CHAIN: (0.0, 0.0, 2.8),
+        NcclAlgorithm.NVLS: (0.0, 0.0, 25.0),
+        NcclAlgorithm.NVLS_TREE: (0.0, 0.0, 25.0),
+        NcclAlgorithm.PAT: (0.0, 0.0, 4.0),
     },
     Hardware.PCI: {
-        Algorithm.TREE: (1.0, 1.9, 4.0),
-        Algorithm.RING: (1.0, 2.5, 5.7),
-        Algorithm.COLLNET_DIRECT: (0.0, 0.0, 3.7),
-        Algorithm.COLLNET_CHAIN: (0.0, 0.0, 2.8),
-        Algorithm.NVLS: _NONE,
-        Algorithm.NVLS_TREE: _NONE,
-        Algorithm.PAT: (0.0, 0.0, 4.0),
+        NcclAlgorithm.TREE: (1.0, 1.9, 4.0),
+        NcclAlgorithm.RING: (1.0, 2.5, 5.7),
+        NcclAlgorithm.COLLNET_DIRECT: (0.0, 0.0, 3.7),
+        NcclAlgorithm.COLLNET_CHAIN: (0.0, 0.0, 2.8),
+        NcclAlgorithm.NVLS: _NONE,
+        NcclAlgorithm.NVLS_TREE: _NONE,
+        NcclAlgorithm.PAT: (0.0, 0.0, 4.0),
     },
     Hardware.NET: {
-        Algorithm.TREE: (5.0, 8.5, 14.0),
-        Algorithm.RING: (2.7, 4.0, 14.0),
-        Algorithm.COLLNET_DIRECT: (0.0, 0.0, 31.0),
-        Algorithm.COLLNET_CHAIN: (0.0, 0.0, 30.0),
-        Algorithm.NVLS: (0.0, 0.0, 18.0),
-        Algorithm.NVLS_TREE: (0.0, 0.0, 20.9),
-        Algorithm.PAT: (0.0, 0.0, 14.0),
+        NcclAlgorithm.TREE: (5.0, 8.5, 14.0),
+        NcclAlgorithm.RING: (2.7, 4.0, 14.0),
+        NcclAlgorithm.COLLNET_DIRECT: (0.0, 0.0, 31.0),
+        NcclAlgorithm.COLLNET_CHAIN: (0.0, 0.0, 30.0),
+        NcclAlgorithm.NVLS: (0.0, 0.0, 18.0),
+        NcclAlgorithm.NVLS_TREE: (0.0, 0.0, 20.9),
+        NcclAlgorithm.PAT: (0.0, 0.0, 14.0),
     },
 }
 """One step, us."""

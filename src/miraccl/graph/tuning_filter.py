@@ -18,22 +18,22 @@ from miraccl.graph.tuning_constants import TUNED
 from miraccl.types import Collective
 
 
-class Wish(enum.IntEnum):
+class Constraint(enum.IntEnum):
     """What a setting says about a choice. ``FREE``: nothing was said and the model decides."""
 
-    NO = 0
-    YES = 1
-    FREE = 2
+    EXCLUDED = 0
+    ALLOWED = 1
+    UNCONSTRAINED = 2
 
 
 E = TypeVar("E", bound=enum.IntEnum)
 
 
-def parse_wishes(
+def parse_constraints(
     text: str, labels: Mapping[E, str], variable: str
-) -> dict[Collective, dict[E, Wish]]:
+) -> dict[Collective, dict[E, Constraint]]:
     """The wish for each collective and element of ``labels``; ``variable`` is named in errors. An empty text leaves all ``FREE``."""
-    wishes = {coll: dict.fromkeys(labels, Wish.FREE) for coll in TUNED}
+    constraints = {coll: dict.fromkeys(labels, Constraint.UNCONSTRAINED) for coll in TUNED}
     by_name = {label.lower(): element for element, label in labels.items()}
     collectives = {label.lower(): coll for coll, label in TUNED.items()}
     for number, entry in enumerate(part for part in text.lower().split(";") if part.strip()):
@@ -56,9 +56,11 @@ def parse_wishes(
                 f"{variable}={text!r}: {unknown[0]!r} is not known; known are {', '.join(by_name)}"
             )
         listed = {by_name[name] for name in names}
-        for coll in [collectives[collective]] if collective else wishes:
-            wishes[coll] = {
-                element: Wish.YES if (element in listed) != excluded else Wish.NO
+        for coll in [collectives[collective]] if collective else constraints:
+            constraints[coll] = {
+                element: Constraint.ALLOWED
+                if (element in listed) != excluded
+                else Constraint.EXCLUDED
                 for element in labels
             }
-    return wishes
+    return constraints

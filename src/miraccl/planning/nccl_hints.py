@@ -16,12 +16,12 @@ from typing import TypeVar
 
 from miraccl import params, trace
 from miraccl.errors import InvalidUsage
-from miraccl.graph.tuning_constants import PROTOCOL_LABELS, TUNED, Algorithm
-from miraccl.graph.tuning_filter import Wish, parse_wishes
+from miraccl.graph.tuning_constants import PROTOCOL_LABELS, TUNED, NcclAlgorithm
+from miraccl.graph.tuning_filter import Constraint, parse_constraints
 from miraccl.schedule import catalog
 from miraccl.types import Collective, Protocol
 
-_ALGORITHMS = {Algorithm.RING: "ring", Algorithm.TREE: "double_binary_tree", Algorithm.PAT: "pat"}
+_ALGORITHMS = {NcclAlgorithm.RING: "ring", NcclAlgorithm.TREE: "double_binary_tree", NcclAlgorithm.PAT: "pat"}
 _PROTOCOLS = {Protocol.SIMPLE: "simple", Protocol.LL: "ll", Protocol.LL128: "ll128"}
 _CPU_PROTOCOLS = ("simple", "ll")
 #: algorithm -> what it is on GPUs, by collective; NCCL has rings of broadcast and reduce, too, which are chains here
@@ -39,7 +39,7 @@ _GPU_ALGORITHMS = {
 }
 _log = trace.logger("tuning")
 
-E = TypeVar("E", Algorithm, Protocol)
+E = TypeVar("E", NcclAlgorithm, Protocol)
 
 
 def read_algorithms(environ: Mapping[str, str] | None = None) -> tuple[str, dict[Collective, str]]:
@@ -73,7 +73,7 @@ class NcclHints:
 
 def hinted_algorithms(text: str) -> dict[Collective, str]:
     """The wish for each collective that has one. Names of ours count for all collectives."""
-    labels = {algo: algo.label for algo in Algorithm}
+    labels = {algo: algo.label for algo in NcclAlgorithm}
     if text in catalog.names() and text not in map(str.lower, labels.values()):
         return dict.fromkeys(Collective, text)
     return _translate(text, labels, _ALGORITHMS, "NCCL_ALGO")
@@ -115,16 +115,16 @@ def _translate(
     text: str, labels: Mapping[E, str], ours: Mapping[E, str], variable: str
 ) -> dict[Collective, str]:
     try:
-        parsed = parse_wishes(text, labels, variable)
+        parsed = parse_constraints(text, labels, variable)
     except InvalidUsage as error:
         _log.info("left aside: %s", error)
         return {}
     result: dict[Collective, str] = {}
     for collective, wishes in parsed.items():
-        left = [name for element, name in ours.items() if wishes[element] is Wish.YES]
+        left = [name for element, name in ours.items() if wishes[element] is Constraint.ALLOWED]
         if len(left) == 1:
             result[collective] = left[0]
-        elif Wish.FREE not in wishes.values():
+        elif Constraint.UNCONSTRAINED not in wishes.values():
             _log.info(
                 "%s=%s leaves %s of ours for %s: the model chooses",
                 variable,

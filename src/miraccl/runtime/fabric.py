@@ -20,7 +20,7 @@ from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, SystemFailure
 from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
 from miraccl.executor.cpu.kernels import layout
-from miraccl.graph.rank_order import RankPlace, order_ranks
+from miraccl.graph.rank_order import RankLocation, order_ranks
 from miraccl.native import atomics
 from miraccl.runtime import group
 from miraccl.runtime.setup_phases import SetupPhases
@@ -123,7 +123,7 @@ class Fabric:
         self.hosts = tuple(names.index(self.endpoints[r].hostid) for r in range(self.nranks))
         self.local = [r for r in range(self.nranks) if records[r]["host"] == host]
         self.places = [
-            RankPlace(host=self.hosts[r], numa=int(rec["numa"])) for r, rec in enumerate(records)
+            RankLocation(host=self.hosts[r], numa=int(rec["numa"])) for r, rec in enumerate(records)
         ]
         # Ranks that only act as several hosts share the cores of one machine.
         machines = [record["machine"] for record in records]

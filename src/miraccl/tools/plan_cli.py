@@ -201,7 +201,7 @@ def _load_document(
     ):  # a detected machine can change, and detecting it is most of the work
         return cached_document(None, "", lambda: _compute(source, request, depth))
     parts = [source.content, *(read_bytes(file, "description") for file in source.descriptions)]
-    key = plan_key(b"\0".join(parts), request, flavour=f"{depth} {source.name}")
+    key = plan_key(b"\0".join(parts), request, variant=f"{depth} {source.name}")
     return cached_document(
         plan_folder() if cached else None, key, lambda: _compute(source, request, depth)
     )
@@ -216,9 +216,9 @@ def _compute(source: PlanSource, request: PlanRequest, depth: str) -> dict[str, 
 
     from miraccl.graph.plan import make_plan
     from miraccl.graph.plan_json import plan_to_json
-    from miraccl.topo.explain import PathNotes
+    from miraccl.topo.explain import PathChangeLog
 
-    notes = PathNotes() if depth == "explain" else None
+    notes = PathChangeLog() if depth == "explain" else None
     made = replace(make_plan(source.root, request, recorder=notes), name=source.name)
     result = plan_to_json(made)
     if depth != "plan":
@@ -242,7 +242,7 @@ def _gpus(root: XmlNode) -> int:
 
 def _graph_xml(document: Mapping[str, Any]) -> str:
     from miraccl.graph.channel_graph import graph_from_json, graphs_to_xml
-    from miraccl.topo.jsonform import system_from_json
+    from miraccl.topo.system_json import system_from_json
 
     return graphs_to_xml(
         [graph_from_json(graph) for graph in document["graphs"]],

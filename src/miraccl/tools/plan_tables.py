@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from miraccl.graph.channel_graph import Pattern
-from miraccl.graph.format import bytes_in_words, time_in_words
+from miraccl.graph.format import format_bytes, format_time
 
 Json = Mapping[str, Any]
 
@@ -262,7 +262,7 @@ def _choices(document: Json) -> Table:
     for row in zip(*choice.values()):
         size = next((entry[0] for entry in row if entry), 0)
         table.add_row(
-            bytes_in_words(size),
-            *(f"{e[1]}/{e[2]} {time_in_words(e[3])} {e[4]}x{e[5]}" if e else "-" for e in row),
+            format_bytes(size),
+            *(f"{e[1]}/{e[2]} {format_time(e[3])} {e[4]}x{e[5]}" if e else "-" for e in row),
         )
     return table

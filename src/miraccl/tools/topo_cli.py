@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from miraccl.topo.analyse import Topology
-    from miraccl.topo.explain import PathNotes
+    from miraccl.topo.explain import PathChangeLog
     from miraccl.topo.options import TopoOptions
     from miraccl.topo.paths import Key
     from miraccl.topo.records import NodeType, System
@@ -254,10 +254,10 @@ def show(
       NCCL_P2P_LEVEL=SYS miraccl topo show machine.xml --explain GPU0,GPU7
     """
     from miraccl.topo.analyse import analyse_topology
-    from miraccl.topo.explain import PathNotes
+    from miraccl.topo.explain import PathChangeLog
     from miraccl.topo.load import dump_if_asked
 
-    notes = PathNotes() if explain is not None else None
+    notes = PathChangeLog() if explain is not None else None
     topology = analyse_topology(
         _load(file, accelerators).root, _options(nodes, gpus, fuse, collnet), recorder=notes
     )
@@ -270,8 +270,8 @@ def show(
         _print_system(topology)
 
 
-def _show_json(topology: Topology, notes: PathNotes | None, explain: str | None) -> dict[str, Any]:
-    from miraccl.topo.jsonform import paths_to_json, system_to_json
+def _show_json(topology: Topology, notes: PathChangeLog | None, explain: str | None) -> dict[str, Any]:
+    from miraccl.topo.system_json import paths_to_json, system_to_json
 
     result: dict[str, Any] = {
         "domains": [list(ranks) for ranks in topology.local_ranks],
@@ -282,12 +282,12 @@ def _show_json(topology: Topology, notes: PathNotes | None, explain: str | None)
     if notes is not None and explain is not None:
         result["reasons"] = [reason.to_json() for reason in _reasons(topology, notes, explain)]
         result["separations"] = [
-            {"gpus": [i, j], "reason": reason} for i, j, reason in notes.separations()
+            {"gpus": [i, j], "reason": reason} for i, j, reason in notes.find_separations()
         ]
     return result
 
 
-def _reasons(topology: Topology, notes: PathNotes, wanted: str) -> list[Any]:
+def _reasons(topology: Topology, notes: PathChangeLog, wanted: str) -> list[Any]:
     from miraccl.topo.explain import explain_path, explain_paths
 
     system, paths = topology.system, topology.paths
@@ -319,9 +319,9 @@ def _key(system: System, text: str) -> Key:
     return (*ends[0], *ends[1])
 
 
-def _print_reasons(topology: Topology, notes: PathNotes, wanted: str) -> None:
+def _print_reasons(topology: Topology, notes: PathChangeLog, wanted: str) -> None:
     names = [gpu.name for gpu in topology.whole.gpus]
-    for i, j, why in notes.separations():
+    for i, j, why in notes.find_separations():
         click.echo(f"{names[i]} and {names[j]} count as different nodes: {why}")
     for reason in _reasons(topology, notes, wanted):
         click.echo(f"{reason.source} to {reason.target}: {reason.type.name}, {reason.bw:g} GB/s")
@@ -333,7 +333,7 @@ def _print_reasons(topology: Topology, notes: PathNotes, wanted: str) -> None:
                 if change.before != change.after
                 else ""
             )
-            click.echo(f"  {was}{change.sentence}")
+            click.echo(f"  {was}{change.description}")
         for k, hop in enumerate(reason.hops):
             mark = "  <- limits" if k == reason.limit else ""
             click.echo(
@@ -449,8 +449,8 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
             place = f"line {finding.line}: " if finding.line else ""
             times = f" ({finding.count} times)" if finding.count > 1 else ""
             click.echo(f"{finding.severity}: {place}{finding.text}{times}")
-            if finding.mend:
-                click.echo(f"    mend: {finding.mend}")
+            if finding.fix:
+                click.echo(f"    mend: {finding.fix}")
         if not findings:
             click.echo("nothing to say: the file is complete")
     if any(finding.severity == "error" for finding in findings):

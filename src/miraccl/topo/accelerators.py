@@ -58,7 +58,7 @@ class LinkDescription:
         value = device.attrs.get(self.bw_attribute, "")
         return next((bw for prefix, bw in self.bw_by.items() if value.startswith(prefix)), self.bw)
 
-    def end(self, link: XmlNode) -> str:
+    def end_kind(self, link: XmlNode) -> str:
         """What is at the far end: switch, gpu or cpu."""
         if not self.kind:
             return self.only
@@ -158,15 +158,15 @@ def _rewrite(device: XmlNode, accelerator: Accelerator) -> None:
         return
     for child in device.children:
         if child.name == link.element:
-            end = link.end(child)
+            end_kind = link.end_kind(child)
             attrs = {
-                "kind": end,
+                "kind": end_kind,
                 "count": child.attrs.get("count", "1"),
                 "bw": repr(link.bandwidth(device)),
             }
-            if end == "switch":
+            if end_kind == "switch":
                 attrs["switch"] = link.switch_name
-            elif end == "gpu":
+            elif end_kind == "gpu":
                 if "target" not in child.attrs:
                     raise TopologyError(
                         f"line {child.line}: <{child.name}> leads to another device and has no target"
@@ -211,8 +211,8 @@ def parse_accelerators(
         raise TopologyError(
             f"{source}: format is {data.get('format')!r}; the known format of accelerator descriptions is 1"
         )
-    tables = _Table(source, "", data)
-    tables.only("format", "accelerator")
+    tables = _TomlTable(source, "", data)
+    tables.allow_only("format", "accelerator")
     return tuple(
         _accelerator(name, tables.table("accelerator").table(name))
         for name in tables.table("accelerator").data
@@ -220,7 +220,7 @@ def parse_accelerators(
 
 
 @dataclass(frozen=True)
-class _Table:
+class _TomlTable:
     """A TOML table that knows where it stands, so that a wrong value can be named."""
 
     source: str
@@ -231,18 +231,18 @@ class _Table:
         place = f"{self.where}.{key}" if self.where else key
         return TopologyError(f"{self.source}: {place} is {self.data.get(key)!r}, expected {wanted}")
 
-    def only(self, *keys: str) -> None:
+    def allow_only(self, *keys: str) -> None:
         unknown = [key for key in self.data if key not in keys]
         if unknown:
             raise TopologyError(
                 f"{self.source}: {self.where or 'the file'} has {unknown[0]!r}; known are {', '.join(keys)}"
             )
 
-    def table(self, key: str) -> _Table:
+    def table(self, key: str) -> _TomlTable:
         value = self.data.get(key)
         if not isinstance(value, dict):
             raise self.fail(key, "a table")
-        return _Table(self.source, f"{self.where}.{key}" if self.where else key, value)
+        return _TomlTable(self.source, f"{self.where}.{key}" if self.where else key, value)
 
     def text(self, key: str, default: str) -> str:
         value = self.data.get(key, default)
@@ -264,8 +264,8 @@ class _Table:
         return float(value)
 
 
-def _accelerator(name: str, table: _Table) -> Accelerator:
-    table.only("element", "pci_class", "pci_vendor", "sm", "label", "version", "link")
+def _accelerator(name: str, table: _TomlTable) -> Accelerator:
+    table.allow_only("element", "pci_class", "pci_vendor", "sm", "label", "version", "link")
     if not name.strip():
         raise TopologyError(f"{table.source}: an accelerator is called {name!r}; expected a name")
     sm, version = table.data.get("sm"), table.data.get("version", 0)
@@ -285,8 +285,8 @@ def _accelerator(name: str, table: _Table) -> Accelerator:
     )
 
 
-def _link(table: _Table) -> LinkDescription:
-    table.only("element", "bw", "kind", *_KINDS, "only", "switch_name")
+def _link(table: _TomlTable) -> LinkDescription:
+    table.allow_only("element", "bw", "kind", *_KINDS, "only", "switch_name")
     attribute, by = "", {}
     if isinstance(table.data.get("bw"), dict):
         inner = table.table("bw")

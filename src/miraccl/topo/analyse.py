@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from miraccl.errors import TopologyError
 from miraccl.topo.build import build_system
 from miraccl.topo.options import PathOptions, TopoOptions
-from miraccl.topo.paths import PathRecorder, compute_paths, find_domains, finish_system, keep_domain
+from miraccl.topo.paths import (
+    PathRecorder,
+    compute_paths,
+    find_domains,
+    finish_system,
+    restrict_to_domain,
+)
 from miraccl.topo.records import PathTable, System
 from miraccl.topo.select import select_topology
 from miraccl.topo.xmlfile import XmlNode
@@ -60,12 +66,12 @@ def analyse_topology(
     options = options or TopoOptions()
     selected = select_topology(root, options)
     whole = build_system(selected)
-    _refuse_lost_gpus(selected, whole)
+    _reject_dropped_gpus(selected, whole)
     topology = analyse_system(whole, nodes=options.nodes, options=options.paths, recorder=recorder)
     return replace(topology, root=selected)
 
 
-def _refuse_lost_gpus(root: XmlNode, system: System) -> None:
+def _reject_dropped_gpus(root: XmlNode, system: System) -> None:
     """A GPU that has a rank and is not in the graph would leave a job with holes."""
     there = {gpu.rank for gpu in system.gpus}
     for node in root.walk():
@@ -96,7 +102,7 @@ def analyse_system(
         recorder.split()
     domains: list[Domain] = []
     for group in groups:
-        system = whole if len(groups) == 1 else keep_domain(whole, group)
+        system = whole if len(groups) == 1 else restrict_to_domain(whole, group)
         paths = (
             first
             if system is whole

@@ -34,7 +34,7 @@ _SM = range(30, 200)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class TopologyFinding:
     """One finding: ``error`` keeps the file from being used, ``warning`` is probably not meant, ``note`` is an assumption.
 
     ``line`` is 0 where it concerns the whole file. ``count`` equal ones were put together at the first line.
@@ -43,27 +43,27 @@ class Finding:
     severity: Severity
     line: int
     text: str
-    mend: str = ""
+    fix: str = ""
     count: int = 1
 
 
 def check_file(
     path: str | os.PathLike[str] | None = None, *, accelerators: Sequence[Accelerator] | None = None
-) -> list[Finding]:
+) -> list[TopologyFinding]:
     """Read a file (None as ``load_topology``) and check it; what keeps it from being read is the only finding then."""
     try:
         file = load_topology(path, accelerators=accelerators)
     except TopologyError as error:
-        return [_refused(error)]
+        return [_describe_error(error)]
     return check_topology(file)
 
 
-def check_topology(file: XmlFile) -> list[Finding]:
+def check_topology(file: XmlFile) -> list[TopologyFinding]:
     """Findings in the order of the file, equal ones put together."""
     describe = (
         "links and devices NCCL does not know can be described in a TOML file (--accelerators)"
     )
-    mends = {
+    fixes = {
         "inside <gpu>": describe,
         "inside <pci>": describe,
         "attributes": "",
@@ -71,67 +71,71 @@ def check_topology(file: XmlFile) -> list[Finding]:
     }
     found = []
     for line, text in file.notes:
-        mend = next((mend for words, mend in mends.items() if words in text), "")
-        found.append(Finding(severity="note", line=line, text=text, mend=mend))
+        fix = next((fix for words, fix in fixes.items() if words in text), "")
+        found.append(TopologyFinding(severity="note", line=line, text=text, fix=fix))
     if file.version == 2:
         text = "version 2 is AMD's dialect: xgmi elements are read as links between GPUs; NCCL refuses the file"
         found.append(
-            Finding(
+            TopologyFinding(
                 severity="note",
                 line=file.root.line,
                 text=text,
-                mend='for NCCL write version="1" and nvlink elements',
+                fix='for NCCL write version="1" and nvlink elements',
             )
         )
-    for look in (_cpus, _pcis, _gpus, _links, _nets):
-        found += look(file.root)
+    for check in (_cpus, _pcis, _gpus, _links, _nets):
+        found += check(file.root)
     try:
         found += _planned(analyse_topology(file.root))
     except TopologyError as error:
-        found.append(_refused(error))
-    return _merged(sorted(found, key=lambda finding: finding.line))
+        found.append(_describe_error(error))
+    return _merge_equal(sorted(found, key=lambda finding: finding.line))
 
 
-def _refused(error: TopologyError) -> Finding:
+def _describe_error(error: TopologyError) -> TopologyFinding:
     match = re.search(r"lines? (\d+)", error.message)
     text = error.message
-    mend = ""
+    fix = ""
     if any(
         words in text
         for words in ("not closed", "no element found", "mismatched tag", "unclosed token")
     ):
-        mend = "close every element, <pci ...>...</pci> or <pci .../>"
+        fix = "close every element, <pci ...>...</pci> or <pci .../>"
     elif "duplicate attribute" in text:
-        mend = "remove one of the two"
+        fix = "remove one of the two"
     elif "has no sm" in text:
-        mend = 'add sm="80" (the compute capability times ten)'
+        fix = 'add sm="80" (the compute capability times ten)'
     elif "no GPU takes part" in text:
-        mend = "this is the PCI tree only: add a <gpu> element to the <pci> element of each GPU, or let NCCL or detection complete it"
+        fix = "this is the PCI tree only: add a <gpu> element to the <pci> element of each GPU, or let NCCL or detection complete it"
     elif "two GPUs have rank" in text:
-        mend = "give each gpu element its own rank"
+        fix = "give each gpu element its own rank"
     text = re.sub(
         r"^(?:.*?, )?line \d+: ", "", text
     )  # where it is stands in front of every finding
-    return Finding(severity="error", line=int(match[1]) if match else 0, text=text, mend=mend)
+    return TopologyFinding(severity="error", line=int(match[1]) if match else 0, text=text, fix=fix)
 
 
-def _merged(found: list[Finding]) -> list[Finding]:
+def _merge_equal(found: list[TopologyFinding]) -> list[TopologyFinding]:
     counts: dict[tuple[Severity, str, str], list[int]] = {}
     for finding in found:
-        counts.setdefault((finding.severity, finding.text, finding.mend), []).append(finding.line)
+        counts.setdefault((finding.severity, finding.text, finding.fix), []).append(finding.line)
     return [
-        Finding(severity=kind, line=at[0], text=text, mend=mend, count=len(at))
-        for (kind, text, mend), at in counts.items()
+        TopologyFinding(severity=kind, line=at[0], text=text, fix=fix, count=len(at))
+        for (kind, text, fix), at in counts.items()
     ]
 
 
-def _of(root: XmlNode, name: str) -> Iterator[XmlNode]:
+def _elements(root: XmlNode, name: str) -> Iterator[XmlNode]:
     return (node for node in root.walk() if node.name == name)
 
 
 def _hosts(root: XmlNode) -> dict[int, str | None]:
     """The host of each element below a cpu: bus ids and device numbers are of one host."""
-    return {id(node): cpu.attrs.get("host_hash") for cpu in _of(root, "cpu") for node in cpu.walk()}
+    return {
+        id(node): cpu.attrs.get("host_hash")
+        for cpu in _elements(root, "cpu")
+        for node in cpu.walk()
+    }
 
 
 def _named_by(root: XmlNode, name: str, *more: str) -> Callable[[XmlNode], object]:
@@ -155,87 +159,89 @@ def _repeated(
             first[value] = node
 
 
-def _cpus(root: XmlNode) -> Iterator[Finding]:
-    for cpu in _of(root, "cpu"):
+def _cpus(root: XmlNode) -> Iterator[TopologyFinding]:
+    for cpu in _elements(root, "cpu"):
         if cpu.integer("numaid") == -1:
             text = "numaid is -1: the NUMA domain is not known (a virtual machine often hides it); everything below counts as one domain"
-            yield Finding(
+            yield TopologyFinding(
                 severity="note",
                 line=cpu.line,
                 text=text,
-                mend="write one cpu element per NUMA domain, numaid 0, 1, ...",
+                fix="write one cpu element per NUMA domain, numaid 0, 1, ...",
             )
         if "arch" not in cpu.attrs:
             text = "cpu without arch: traffic between NUMA domains is taken to be unlimited"
-            yield Finding(
+            yield TopologyFinding(
                 severity="warning",
                 line=cpu.line,
                 text=text,
-                mend='add arch="x86_64", vendor, familyid and modelid',
+                fix='add arch="x86_64", vendor, familyid and modelid',
             )
         elif cpu.attrs["arch"] == "x86_64" and "vendor" not in cpu.attrs:
             text = "x86 cpu without vendor: traffic between NUMA domains is taken to be unlimited"
-            yield Finding(
+            yield TopologyFinding(
                 severity="warning",
                 line=cpu.line,
                 text=text,
-                mend='add vendor="GenuineIntel", familyid, modelid',
+                fix='add vendor="GenuineIntel", familyid, modelid',
             )
-    hosts = {cpu.attrs.get("host_hash") for cpu in _of(root, "cpu")}
+    hosts = {cpu.attrs.get("host_hash") for cpu in _elements(root, "cpu")}
     if len(hosts) > 1:
         text = f"cpu elements of {len(hosts)} hosts (host_hash): the file holds several machines"
-        yield Finding(severity="note", line=root.line, text=text)
+        yield TopologyFinding(severity="note", line=root.line, text=text)
     for cpu, first in _repeated(
-        _of(root, "cpu"), lambda c: (c.attrs.get("host_hash"), c.attrs.get("numaid"))
+        _elements(root, "cpu"), lambda c: (c.attrs.get("host_hash"), c.attrs.get("numaid"))
     ):
         text = f"numaid {cpu.attrs.get('numaid')} again, first in line {first.line}"
-        yield Finding(
-            severity="warning", line=cpu.line, text=text, mend="put what is below it into the first"
+        yield TopologyFinding(
+            severity="warning", line=cpu.line, text=text, fix="put what is below it into the first"
         )
 
 
-def _pcis(root: XmlNode) -> Iterator[Finding]:
-    for pci in _of(root, "pci"):
+def _pcis(root: XmlNode) -> Iterator[TopologyFinding]:
+    for pci in _elements(root, "pci"):
         if "busid" in pci.attrs and not BUS_ID.fullmatch(pci.attrs["busid"]):
             text = f"busid {pci.attrs['busid']!r} is not like 0000:1b:00.0"
-            yield Finding(
+            yield TopologyFinding(
                 severity="warning",
                 line=pci.line,
                 text=text,
-                mend="write domain:bus:device.function in hex",
+                fix="write domain:bus:device.function in hex",
             )
         device = any(child.name in ("gpu", "nic") for child in pci.children)
         for kind in ("gpu", "nic"):
             for more in [child for child in pci.children if child.name == kind][1:]:
                 text = f"another {kind} in the pci element of line {pci.line}: only the first counts, this one is left out"
-                yield Finding(
+                yield TopologyFinding(
                     severity="warning",
                     line=more.line,
                     text=text,
-                    mend=f"give each {kind} its own pci element, or join them",
+                    fix=f"give each {kind} its own pci element, or join them",
                 )
         if "class" not in pci.attrs and not device:
             text = "pci without class: taken for a PCI switch"
-            yield Finding(severity="note", line=pci.line, text=text, mend='add class="0x060400"')
+            yield TopologyFinding(
+                severity="note", line=pci.line, text=text, fix='add class="0x060400"'
+            )
         if not device and pci_class(pci.attrs.get("class", "")) != NodeType.PCI:
             text = f"a device of class {pci.attrs['class']} without gpu or nic element: it is left out with all below it"
-            yield Finding(severity="note", line=pci.line, text=text)
+            yield TopologyFinding(severity="note", line=pci.line, text=text)
         elif not any(node.name in ("gpu", "nic") for node in pci.walk()):
-            yield Finding(
+            yield TopologyFinding(
                 severity="note",
                 line=pci.line,
                 text="a PCI switch without GPU and NIC: it is left out",
             )
         else:
             yield from _pci_link(pci)
-    for pci, first in _repeated(_of(root, "pci"), _named_by(root, "busid")):
+    for pci, first in _repeated(_elements(root, "pci"), _named_by(root, "busid")):
         text = f"busid {pci.attrs['busid']} again, first in line {first.line}"
-        yield Finding(
-            severity="warning", line=pci.line, text=text, mend="each PCI device has one element"
+        yield TopologyFinding(
+            severity="warning", line=pci.line, text=text, fix="each PCI device has one element"
         )
 
 
-def _pci_link(pci: XmlNode) -> Iterator[Finding]:
+def _pci_link(pci: XmlNode) -> Iterator[TopologyFinding]:
     speed, width = pci.attrs.get("link_speed", ""), pci.integer("link_width")
     known = any(speed.startswith(prefix) for prefix, _ in PCI_SPEEDS)
     bw = pci_bw(speed, width)
@@ -245,85 +251,87 @@ def _pci_link(pci: XmlNode) -> Iterator[Finding]:
     lanes = f"{width or PCI_WIDTH_DEFAULT} lanes"
     if not known:
         text = f"link_speed of a {what} is {repr(speed) if speed else 'missing'}: 8 GT/s assumed, with {lanes} {bw:g} GB/s"
-        yield Finding(
+        yield TopologyFinding(
             severity="warning",
             line=pci.line,
             text=text,
-            mend='write the real one, such as link_speed="32.0 GT/s PCIe"',
+            fix='write the real one, such as link_speed="32.0 GT/s PCIe"',
         )
     if width == 0:
         text = f"link_width of a {what} is {pci.attrs.get('link_width') or 'missing'}: {lanes} assumed, {bw:g} GB/s"
-        yield Finding(
+        yield TopologyFinding(
             severity="note",
             line=pci.line,
             text=text,
-            mend='write the real one, such as link_width="16"',
+            fix='write the real one, such as link_width="16"',
         )
     elif width < 0:
-        yield Finding(
+        yield TopologyFinding(
             severity="warning",
             line=pci.line,
             text=f"link_width is {width}: the link carries nothing",
-            mend='link_width="16"',
+            fix='link_width="16"',
         )
-    net_bw = sum(max(0, net.integer("speed")) for net in _of(pci, "net")) / 8000
+    net_bw = sum(max(0, net.integer("speed")) for net in _elements(pci, "net")) / 8000
     if (
         net_bw * 0.9 > bw and what == "nic"
     ):  # 24 GB/s of PCI beside 25 GB/s of network is how machines are built
         text = f"its nets offer {net_bw:g} GB/s, its PCI link {bw:g} GB/s: the PCI link limits them"
-        yield Finding(severity="note" if known and width else "warning", line=pci.line, text=text)
+        yield TopologyFinding(
+            severity="note" if known and width else "warning", line=pci.line, text=text
+        )
 
 
-def _gpus(root: XmlNode) -> Iterator[Finding]:
-    gpus = list(_of(root, "gpu"))
+def _gpus(root: XmlNode) -> Iterator[TopologyFinding]:
+    gpus = list(_elements(root, "gpu"))
     for key in ("dev", "rank"):
         lacking = [gpu for gpu in gpus if key not in gpu.attrs]
         if lacking:
             rule = "numbered by bus id" if key == "dev" else "numbered by dev"
-            yield Finding(
+            yield TopologyFinding(
                 severity="note",
                 line=lacking[0].line,
                 text=f"gpu without {key}: {rule}",
-                mend=f"add {key} to every gpu",
+                fix=f"add {key} to every gpu",
             )
     for gpu in gpus:
         if (kind := gpu.attrs.get("accelerator", "").partition(" ")[0]) and "sm" in gpu.attrs:
             text = f"{kind} is planned as if it were a GPU of sm {gpu.attrs['sm']}"
-            yield Finding(severity="note", line=gpu.line, text=text)
+            yield TopologyFinding(severity="note", line=gpu.line, text=text)
         if "sm" in gpu.attrs and gpu.integer("sm") not in _SM:
             text = f"sm of a gpu is {gpu.attrs['sm']!r}, read as {gpu.integer('sm')}: no GPU has it"
-            yield Finding(
+            yield TopologyFinding(
                 severity="warning",
                 line=gpu.line,
                 text=text,
-                mend='write the compute capability times ten, such as sm="90"',
+                fix='write the compute capability times ten, such as sm="90"',
             )
         if "gdr" not in gpu.attrs:
-            yield Finding(
+            yield TopologyFinding(
                 severity="note",
                 line=gpu.line,
                 text="gpu without gdr: GPUDirect RDMA assumed",
-                mend='add gdr="1" or gdr="0"',
+                fix='add gdr="1" or gdr="0"',
             )
     for gpu, first in _repeated(iter(gpus), _named_by(root, "dev")):
         text = f"dev {gpu.attrs['dev']} again, first in line {first.line}"
-        yield Finding(
-            severity="warning", line=gpu.line, text=text, mend="give each gpu element its own dev"
+        yield TopologyFinding(
+            severity="warning", line=gpu.line, text=text, fix="give each gpu element its own dev"
         )
     if len({gpu.attrs.get("sm") for gpu in gpus}) > 1:
         kinds = ", ".join(sorted({gpu.attrs.get("sm", "none") for gpu in gpus}))
-        yield Finding(
+        yield TopologyFinding(
             severity="note",
             line=gpus[0].line,
             text=f"GPUs of different sm ({kinds}) in one machine",
         )
 
 
-def _links(root: XmlNode) -> Iterator[Finding]:
+def _links(root: XmlNode) -> Iterator[TopologyFinding]:
     counts: dict[tuple[tuple[str | None, int], tuple[str | None, int]], int] = {}
     owners: dict[tuple[str | None, int], XmlNode] = {}
     hosts = _hosts(root)
-    for pci in _of(root, "pci"):
+    for pci in _elements(root, "pci"):
         gpu = pci.child("gpu")
         if gpu is not None:
             owners[hosts[id(pci)], bus_id(pci.attrs.get("busid", ""))] = gpu
@@ -338,82 +346,84 @@ def _links(root: XmlNode) -> Iterator[Finding]:
             counts[own, target] = counts.get((own, target), 0) + link.integer("count")
             if target == own:
                 text = f"a GPU linked to itself ({link.attrs.get('target')}): the link is of no use"
-                mend = (
+                fix = (
                     'write the bus id of the other GPU; for a link to an NVSwitch tclass="0x068000"'
                 )
-                yield Finding(severity="warning", line=link.line, text=text, mend=mend)
+                yield TopologyFinding(severity="warning", line=link.line, text=text, fix=fix)
             elif target not in owners:
                 text = f"a link to {link.attrs.get('target')}, where no GPU is: it is left out"
-                yield Finding(
+                yield TopologyFinding(
                     severity="warning",
                     line=link.line,
                     text=text,
-                    mend="mend the target, or add that GPU",
+                    fix="mend the target, or add that GPU",
                 )
     for (one, other), count in counts.items():
         back = counts.get((other, one), 0)
         if other in owners and other != one and back != count:
             text = f"{count} links to {other[1]:x}, but {back} back"
-            yield Finding(
+            yield TopologyFinding(
                 severity="warning",
                 line=owners[one].line,
                 text=text,
-                mend="links between GPUs are written on both sides",
+                fix="links between GPUs are written on both sides",
             )
 
 
-def _described_link(link: XmlNode, gpu: XmlNode) -> Iterator[Finding]:
+def _described_link(link: XmlNode, gpu: XmlNode) -> Iterator[TopologyFinding]:
     try:
         bw = link_bw(link)
     except TopologyError:  # said when the machine is planned on
         return
     end = link.attrs.get("switch") or link.attrs.get("kind", "nowhere")
     text = f"{link.integer('count')} links of a {gpu.attrs.get('accelerator', 'GPU')} to {end}: {bw:g} GB/s by its description"
-    yield Finding(severity="note", line=link.line, text=text)
+    yield TopologyFinding(severity="note", line=link.line, text=text)
 
 
-def _nets(root: XmlNode) -> Iterator[Finding]:
-    nets = list(_of(root, "net"))
+def _nets(root: XmlNode) -> Iterator[TopologyFinding]:
+    nets = list(_elements(root, "net"))
     for net in nets:
         if "dev" not in net.attrs:
-            yield Finding(
+            yield TopologyFinding(
                 severity="warning",
                 line=net.line,
                 text="net without dev: it is left out",
-                mend="number the nets from 0",
+                fix="number the nets from 0",
             )
         if net.integer("speed") <= 0:
             text = f"net speed is {net.attrs.get('speed', 'missing')}: {NET_SPEED_DEFAULT // 1000} Gbit/s assumed"
-            yield Finding(
+            yield TopologyFinding(
                 severity="warning",
                 line=net.line,
                 text=text,
-                mend='write Mbit/s, such as speed="400000"',
+                fix='write Mbit/s, such as speed="400000"',
             )
         if "gdr" not in net.attrs:
             text = "net without gdr: no GPUDirect RDMA assumed"
-            yield Finding(
+            yield TopologyFinding(
                 severity="note",
                 line=net.line,
                 text=text,
-                mend='add gdr="1" where the NIC can access GPU memory',
+                fix='add gdr="1" where the NIC can access GPU memory',
             )
     for net, first in _repeated(iter(nets), _named_by(root, "dev")):
         text = f"a net with dev {net.attrs['dev']} ({net.attrs.get('name', 'no name')}) is listed again, first in line {first.line}"
-        mend = "list each net once, below the NIC it belongs to: paths lead to the first one only"
-        yield Finding(severity="warning", line=net.line, text=text, mend=mend)
+        fix = "list each net once, below the NIC it belongs to: paths lead to the first one only"
+        yield TopologyFinding(severity="warning", line=net.line, text=text, fix=fix)
     for net, first in _repeated(iter(nets), _named_by(root, "name", "port")):
         if net.attrs.get("dev") != first.attrs.get("dev"):
             text = f"net {net.attrs['name']}, port {net.attrs.get('port', 'missing')}, is listed again as dev {net.attrs.get('dev')}, "
             text += f"first in line {first.line}: it counts twice"
-            yield Finding(severity="warning", line=net.line, text=text, mend="list each net once")
+            yield TopologyFinding(
+                severity="warning", line=net.line, text=text, fix="list each net once"
+            )
 
 
-def _planned(topology: Topology) -> Iterator[Finding]:
+def _planned(topology: Topology) -> Iterator[TopologyFinding]:
     system = topology.system
     if len(topology.domains) > 1:
         groups = "; ".join(",".join(map(str, ranks)) for ranks in topology.local_ranks)
-        yield Finding(
+        yield TopologyFinding(
             severity="note",
             line=0,
             text=f"ranks {groups}: between these groups the network is faster, each counts as a node",
@@ -426,13 +436,13 @@ def _planned(topology: Topology) -> Iterator[Finding]:
             for i in range(len(domain.ranks))
         ]
         if first.setdefault(net.id, j) == j and all(path.type == PathType.DIS for path in paths):
-            yield Finding(
+            yield TopologyFinding(
                 severity="warning",
                 line=0,
                 text=f"no GPU reaches {net.name} ({net.label or 'no name'})",
             )
     if not system.nets:
-        mend = "add a net element below each NIC for jobs of several nodes"
-        yield Finding(
-            severity="note", line=0, text="no nets: the machine works alone only", mend=mend
+        fix = "add a net element below each NIC for jobs of several nodes"
+        yield TopologyFinding(
+            severity="note", line=0, text="no nets: the machine works alone only", fix=fix
         )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from miraccl.topo.nvml import GpuFacts, read_gpus
+from miraccl.topo.nvml import GpuInfo, read_gpus
 from miraccl.topo.select import fuse_ranks
 from miraccl.topo.sysfs import BUS_ID, Sysfs, printable
 from miraccl.topo.xmlfile import XmlFile, XmlNode, read_topology
@@ -47,7 +47,7 @@ _VIRTUAL = re.compile(
 def detect_machine(
     root: str | os.PathLike[str] = "/",
     *,
-    gpus: Sequence[GpuFacts] | None = None,
+    gpus: Sequence[GpuInfo] | None = None,
     cpu_ranks: int | None = None,
     arch: str | None = None,
     base: XmlNode | None = None,
@@ -60,7 +60,7 @@ def detect_machine(
     the notes.
     """
     sys = Sysfs(Path(root))
-    machine = _Machine(
+    machine = _MachineDetector(
         sys,
         _ARCHS.get(arch or platform.machine(), arch or platform.machine()),
         _base_tree(sys) if base is None else base,
@@ -75,8 +75,8 @@ def detect_machine(
         gpus, why = read_gpus()
         if not gpus:
             machine.note(f"no GPUs from NVML: {why}")
-    for facts in gpus:
-        machine.gpu(facts)
+    for info in gpus:
+        machine.gpu(info)
     if cpu_ranks or (cpu_ranks is None and not gpus):
         machine.cpu_ranks(cpu_ranks)
     machine.nets()
@@ -88,7 +88,7 @@ def _base_tree(sys: Sysfs) -> XmlNode | None:
     return read_topology(path).root if path.is_file() else None
 
 
-class _Machine:
+class _MachineDetector:
     def __init__(self, sys: Sysfs, arch: str, base: XmlNode | None) -> None:
         self.sys = sys
         self.arch = arch
@@ -97,7 +97,7 @@ class _Machine:
         for node in self.root.walk():
             if node.name == "pci" and "busid" in node.attrs:
                 self.devices.setdefault(node.attrs["busid"].lower(), node)
-        self.complete: set[str] = set()
+        self.completed: set[str] = set()
         self.unattached: set[str] = (
             set()
         )  # those whose upper devices are being made: links of a recorded folder may go in circles
@@ -133,19 +133,19 @@ class _Machine:
         """Architecture, and on x86 vendor, family and model as CPUID tells them (family 15 and later carry an extension shifted by 4)."""
         if self.arch != "x86_64":
             return {"arch": self.arch}
-        facts: dict[str, str] = {}
+        info: dict[str, str] = {}
         for line in self.sys.read("proc", "cpuinfo").splitlines():
             key, _, value = line.partition(":")
-            facts.setdefault(key.strip(), value.strip())
+            info.setdefault(key.strip(), value.strip())
         family, model = (
-            int(text) if _NUMBER.fullmatch(text := facts.get(key, "")) else 0
+            int(text) if _NUMBER.fullmatch(text := info.get(key, "")) else 0
             for key in ("cpu family", "model")
         )
         if family > 15:
             family = 15 + ((family - 15) << 4)
         return {
             "arch": self.arch,
-            "vendor": printable(facts.get("vendor_id", "")),
+            "vendor": printable(info.get("vendor_id", "")),
             "familyid": str(family),
             "modelid": str(model),
         }
@@ -155,17 +155,17 @@ class _Machine:
     def pci(self, bus_id: str, default_class: str) -> XmlNode:
         """The element of a PCI device, made with all above it if need be, and with the attributes the kernel knows."""
         node = self.devices.get(bus_id)
-        made = node is None
+        created = node is None
         if node is None:
             node = self.devices[bus_id] = XmlNode("pci", {"busid": bus_id})
-        if bus_id in self.complete:
+        if bus_id in self.completed:
             return node
-        self.complete.add(bus_id)
+        self.completed.add(bus_id)
         path = self.sys.pci(bus_id)
         if path is None:
             for key, value in (("class", default_class), ("link_speed", ""), ("link_width", "")):
                 node.attrs.setdefault(key, value)
-            if made:
+            if created:
                 self.note(
                     f"PCI device {bus_id} is not in sysfs: taken to hang on a CPU of unknown NUMA domain"
                 )
@@ -177,7 +177,7 @@ class _Machine:
                 node.attrs.setdefault(key, value or default_class)
         for key, value in zip(("link_speed", "link_width"), self.pci_link(path)):
             node.attrs.setdefault(key, value)
-        if made:
+        if created:
             parent, upper = path.parent, path.parent.parent
             self.unattached.add(bus_id)
             if (
@@ -220,16 +220,16 @@ class _Machine:
 
     # Ranks
 
-    def gpu(self, facts: GpuFacts) -> None:
-        pci = self.pci(facts.bus_id, "0x03")
+    def gpu(self, info: GpuInfo) -> None:
+        pci = self.pci(info.bus_id, "0x03")
         attrs = {
-            "dev": str(facts.dev),
-            "sm": str(facts.sm),
+            "dev": str(info.dev),
+            "sm": str(info.sm),
             "rank": str(len(self.ranks)),
             "gdr": "1",
         }
         gpu = XmlNode("gpu", attrs)
-        for target, count in facts.nvlinks:
+        for target, count in info.nvlinks:
             path = self.sys.pci(target) if BUS_ID.fullmatch(target) else None
             tclass = self.sys.value(path / "class") if path else ""
             gpu.children.append(
@@ -238,10 +238,8 @@ class _Machine:
                     {"target": target, "count": str(count), "tclass": tclass or "0x068000"},
                 )
             )
-        if facts.c2c:
-            gpu.children.append(
-                XmlNode("c2c", {"bw": str(facts.c2c[0]), "count": str(facts.c2c[1])})
-            )
+        if info.c2c:
+            gpu.children.append(XmlNode("c2c", {"bw": str(info.c2c[0]), "count": str(info.c2c[1])}))
         pci.children = [child for child in pci.children if child.name != "gpu"]
         pci.children.append(gpu)
         self.ranks.append(gpu)

@@ -16,7 +16,7 @@ from miraccl.topo.records import CpuNode, GpuNode, NetNode, NodeType, PathTable,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class TopologyDifference:
     """One thing that differs. ``where`` names it, ``count`` says how many alike were put together."""
 
     where: str
@@ -25,44 +25,46 @@ class Difference:
     count: int = 1
 
 
-def compare_topologies(left: Topology, right: Topology) -> list[Difference]:
+def compare_topologies(left: Topology, right: Topology) -> list[TopologyDifference]:
     """What differs between the first domains of two machines; equal differences of paths and links are put together."""
     found = list(_counts(left, right))
-    found += _grouped(_nodes(left.system, right.system))
-    found += _grouped(_paths(left, right))
+    found += _group_equal(_nodes(left.system, right.system))
+    found += _group_equal(_paths(left, right))
     for name, a, b in (
         ("totalBw", left.system.total_bw, right.system.total_bw),
         ("maxBw", left.system.max_bw, right.system.max_bw),
     ):
         if a != b:
-            found.append(Difference(where=name, left=f"{a:g} GB/s", right=f"{b:g} GB/s"))
+            found.append(TopologyDifference(where=name, left=f"{a:g} GB/s", right=f"{b:g} GB/s"))
     return found
 
 
-def compare_names(left: System, right: System) -> list[Difference]:
+def compare_names(left: System, right: System) -> list[TopologyDifference]:
     """Nodes whose names (bus ids, NUMA numbers) differ, by position."""
     return [
-        Difference(where=f"{kind.name} {i}", left=a.name, right=b.name)
+        TopologyDifference(where=f"{kind.name} {i}", left=a.name, right=b.name)
         for kind in NodeType
         for i, (a, b) in enumerate(zip(left.of(kind), right.of(kind)))
         if a.name != b.name
     ]
 
 
-def _counts(left: Topology, right: Topology) -> Iterator[Difference]:
+def _counts(left: Topology, right: Topology) -> Iterator[TopologyDifference]:
     for kind in NodeType:
         a, b = left.system.count(kind), right.system.count(kind)
         if a != b:
-            yield Difference(where=f"number of {kind.name} nodes", left=str(a), right=str(b))
+            yield TopologyDifference(
+                where=f"number of {kind.name} nodes", left=str(a), right=str(b)
+            )
     if len(left.domains) != len(right.domains):
-        yield Difference(
+        yield TopologyDifference(
             where="domains joined by the network only",
             left=str(len(left.domains)),
             right=str(len(right.domains)),
         )
 
 
-def _facts(node: TopoNode) -> dict[str, str]:
+def _node_attributes(node: TopoNode) -> dict[str, str]:
     if isinstance(node, GpuNode):
         return {
             "dev": str(node.dev),
@@ -88,10 +90,10 @@ def _facts(node: TopoNode) -> dict[str, str]:
 def _nodes(left: System, right: System) -> Iterator[tuple[str, str, str, str]]:
     for kind in NodeType:
         for a, b in zip(left.of(kind), right.of(kind)):
-            mine, other = _facts(a), _facts(b)
-            for key in mine:
-                if mine[key] != other[key]:
-                    yield kind.name, key, mine[key], other[key]
+            left_value, right_value = _node_attributes(a), _node_attributes(b)
+            for key in left_value:
+                if left_value[key] != right_value[key]:
+                    yield kind.name, key, left_value[key], right_value[key]
             one, two = _links(left, a), _links(right, b)
             if one != two:
                 yield kind.name, "links", one, two
@@ -129,10 +131,11 @@ def _path(paths: PathTable, source: NodeType, i: int, target: NodeType, j: int) 
     return f"{path.type.name} {path.bw:g} GB/s"
 
 
-def _grouped(found: Iterator[tuple[str, str, str, str]]) -> list[Difference]:
+def _group_equal(found: Iterator[tuple[str, str, str, str]]) -> list[TopologyDifference]:
     counts: dict[tuple[str, str, str, str], int] = {}
     for item in found:
         counts[item] = counts.get(item, 0) + 1
     return [
-        Difference(where=f"{a} {b}", left=c, right=d, count=n) for (a, b, c, d), n in counts.items()
+        TopologyDifference(where=f"{a} {b}", left=c, right=d, count=n)
+        for (a, b, c, d), n in counts.items()
     ]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miraccl.topo.hardware import nvlink_bw
-from miraccl.topo.jsonform import number
 from miraccl.topo.paths import Key
 from miraccl.topo.records import (
     CpuArch,
@@ -28,6 +27,7 @@ from miraccl.topo.records import (
     System,
     TopoNode,
 )
+from miraccl.topo.system_json import number
 
 RULES = {
     "p2p_level": "GPUs access each other's memory up to {level} here: diverted through {through}",
@@ -41,7 +41,7 @@ RULES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class PathChange:
     """One application of a rule: the path before and after it."""
 
     rule: str
@@ -50,11 +50,11 @@ class Change:
     facts: dict[str, object]
 
     @property
-    def sentence(self) -> str:
+    def description(self) -> str:
         return RULES[self.rule].format(**self.facts)
 
 
-class PathNotes:
+class PathChangeLog:
     """Collects the rules applied to paths, by source and target.
 
     ``changes`` are about the system planned with; where GPUs were put apart (several domains), ``whole`` holds what was applied to the
@@ -62,57 +62,57 @@ class PathNotes:
     """
 
     def __init__(self) -> None:
-        self.changes: dict[Key, list[Change]] = {}
-        self.whole: dict[Key, list[Change]] = {}
+        self.changes: dict[Key, list[PathChange]] = {}
+        self.whole: dict[Key, list[PathChange]] = {}
 
     def applied(
         self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]
     ) -> None:
         if key[:2] != key[2:]:
             self.changes.setdefault(key, []).append(
-                Change(rule=rule, before=before, after=after, facts=facts)
+                PathChange(rule=rule, before=before, after=after, facts=facts)
             )
 
     def split(self) -> None:
         self.whole, self.changes = self.changes, {}
 
-    def separations(self) -> Iterator[tuple[int, int, str]]:
+    def find_separations(self) -> Iterator[tuple[int, int, str]]:
         """Pairs of GPUs (positions in ``Topology.whole``) that only the network joins, each with the reason."""
         for (source, i, target, j), changes in self.whole.items():
             if source == target == NodeType.GPU and changes[-1].after.type == PathType.NET:
-                yield i, j, changes[-1].sentence
+                yield i, j, changes[-1].description
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hop:
+class PathHop:
     """One link of a path. ``why`` says where its bandwidth (GB/s) comes from."""
 
     link: LinkType
     source: str
     target: str
     bw: float
-    why: str
+    bw_source: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathReason:
+class PathExplanation:
     """A path explained. ``limit`` is the index of the hop that limits the bandwidth, -1 without hops."""
 
     source: str
     target: str
     type: PathType
     bw: float
-    hops: tuple[Hop, ...]
+    hops: tuple[PathHop, ...]
     limit: int
     type_reason: str
-    changes: tuple[Change, ...] = field(default=())
+    changes: tuple[PathChange, ...] = field(default=())
 
     @property
     def bw_reason(self) -> str:
         if self.limit < 0:
             return "no link is crossed" if self.type == PathType.LOC else "nothing leads there"
         hop = self.hops[self.limit]
-        return f"{hop.link.name} link from {hop.source} to {hop.target}: {hop.why}"
+        return f"{hop.link.name} link from {hop.source} to {hop.target}: {hop.bw_source}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``--json``; bandwidths in GB/s."""
@@ -130,14 +130,14 @@ class PathReason:
                     "from": h.source,
                     "to": h.target,
                     "bw": number(h.bw),
-                    "why": h.why,
+                    "why": h.bw_source,
                 }
                 for h in self.hops
             ],
             "rules": [
                 {
                     "rule": c.rule,
-                    "sentence": c.sentence,
+                    "sentence": c.description,
                     "before": [c.before.type.name, number(c.before.bw)],
                     "after": [c.after.type.name, number(c.after.bw)],
                 }
@@ -146,19 +146,23 @@ class PathReason:
         }
 
 
-def explain_paths(system: System, paths: PathTable, notes: PathNotes) -> Iterator[PathReason]:
+def explain_paths(
+    system: System, paths: PathTable, notes: PathChangeLog
+) -> Iterator[PathExplanation]:
     """The reasons of all paths, in the order of the table."""
     for source, i, target, j, _ in paths:
         yield explain_path(system, paths, notes, (source, i, target, j))
 
 
-def explain_path(system: System, paths: PathTable, notes: PathNotes, key: Key) -> PathReason:
+def explain_path(
+    system: System, paths: PathTable, notes: PathChangeLog, key: Key
+) -> PathExplanation:
     """The reasons of one path."""
     path = paths.path(*key)
     source, i, target, j = key
     hops = tuple(_hop(system, hop) for hop in path.hops)
     limit = min(range(len(hops)), key=lambda k: hops[k].bw) if hops else -1
-    return PathReason(
+    return PathExplanation(
         source=system.nodes[system.index(source, i)].name,
         target=system.nodes[system.index(target, j)].name,
         type=path.type,
@@ -170,15 +174,15 @@ def explain_path(system: System, paths: PathTable, notes: PathNotes, key: Key) -
     )
 
 
-def _hop(system: System, number: int) -> Hop:
+def _hop(system: System, number: int) -> PathHop:
     link, source = system.links[number], system.nodes[system.link_source[number]]
     target = system.nodes[link.target]
-    return Hop(
+    return PathHop(
         link=link.type,
         source=source.name,
         target=target.name,
         bw=link.bw,
-        why=_link_reason(source, target, link),
+        bw_source=_link_reason(source, target, link),
     )
 
 

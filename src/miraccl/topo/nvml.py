@@ -20,7 +20,7 @@ _CAP_P2P = 0  # NVML_NVLINK_CAP_P2P_SUPPORTED
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuFacts:
+class GpuInfo:
     """One GPU. ``sm``: compute capability times ten; ``nvlinks``: far ends (bus id, lower case) with their number of links; ``c2c``:
     bandwidth of a link (MB/s) and number of links, None without."""
 
@@ -37,7 +37,7 @@ def short_bus_id(text: str) -> str:
     return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
 
 
-def read_gpus() -> tuple[list[GpuFacts], str]:
+def read_gpus() -> tuple[list[GpuInfo], str]:
     """The GPUs NVML shows, and why there are none when there are none."""
     try:
         pynvml: Any = importlib.import_module("pynvml")
@@ -57,10 +57,10 @@ def read_gpus() -> tuple[list[GpuFacts], str]:
         pynvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, dev: int) -> GpuFacts:
+def _gpu(nvml: Any, dev: int) -> GpuInfo:
     handle = nvml.nvmlDeviceGetHandleByIndex(dev)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return GpuFacts(
+    return GpuInfo(
         dev=dev,
         bus_id=short_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
         sm=major * 10 + minor,
@@ -77,14 +77,14 @@ def _nvlinks(nvml: Any, handle: Any) -> tuple[tuple[str, int], ...]:
                 continue
             if not nvml.nvmlDeviceGetNvLinkState(handle, link):
                 continue
-            end = _far_end(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
+            end = _remote_end(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
         except nvml.NVMLError:
             continue
         ends[end] = ends.get(end, 0) + 1
     return tuple(ends.items())
 
 
-def _far_end(info: Any) -> str:
+def _remote_end(info: Any) -> str:
     """The short form of the bus id, as in NCCL's files; it is cut to ``fffffff:ff:ff.0`` for a switch that a virtual machine hides."""
     legacy = _text(getattr(info, "busIdLegacy", ""))
     return legacy.lower() if legacy else short_bus_id(_text(info.busId))

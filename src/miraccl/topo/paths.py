@@ -18,7 +18,7 @@ from typing import Protocol
 from miraccl.topo.options import PathOptions
 from miraccl.topo.queries import (
     GdrMode,
-    Nearest,
+    NearestDevices,
     gdr_mode,
     local_cpu,
     net_is_faster,
@@ -59,7 +59,7 @@ class PathRecorder(Protocol):
         """GPUs are put apart: what was heard so far is about the whole node, what follows about its first domain."""
 
 
-class _Table:
+class _PathTableBuilder:
     """The table while rules are applied to it."""
 
     def __init__(self, system: System, options: PathOptions, recorder: PathRecorder | None) -> None:
@@ -77,7 +77,7 @@ class _Table:
                         routes.row(start + i) for i in range(system.count(source))
                     ]
         self.paths = PathTable(rows=self.rows)
-        self.near = Nearest(system, self.paths, options.net_per_gpu)
+        self.nearest = NearestDevices(system, self.paths, options.net_per_gpu)
 
     def path(self, source: NodeType, i: int, target: NodeType, j: int) -> Path:
         return self.paths.path(source, i, target, j)
@@ -91,11 +91,11 @@ class _Table:
             self.recorder.applied(key, rule, row[j], path, facts)
         row[j] = path
         if (source, target) == (_GPU, _NET):
-            self.near.forget(gpu=i)
+            self.nearest.invalidate(gpu=i)
         elif (source, target) == (_NET, _GPU):
-            self.near.forget(net=i)
+            self.nearest.invalidate(net=i)
 
-    def lead(self, key: Key, through: tuple[NodeType, int], rule: str, **facts: object) -> None:
+    def reroute(self, key: Key, through: tuple[NodeType, int], rule: str, **facts: object) -> None:
         """Replace a path by the ones to and from a node on the way (addInterStep)."""
         source, i, target, j = key
         first, second = self.path(source, i, *through), self.path(*through, target, j)
@@ -120,7 +120,7 @@ def compute_paths(
     system: System, options: PathOptions, *, recorder: PathRecorder | None = None
 ) -> PathTable:
     """Paths of every GPU and net of ``system``, after all rules."""
-    table = _Table(system, options, recorder)
+    table = _PathTableBuilder(system, options, recorder)
     _apply_peer_rules(table)
     _apply_c2c(table)
     for net in range(len(system.nets)):
@@ -135,7 +135,7 @@ def compute_paths(
     return PathTable(rows=rows)
 
 
-def _apply_peer_rules(table: _Table) -> None:
+def _apply_peer_rules(table: _PathTableBuilder) -> None:
     system, options, paths = table.system, table.options, table.paths
     gpus = range(len(system.gpus))
     level = p2p_level(system, options)
@@ -143,13 +143,13 @@ def _apply_peer_rules(table: _Table) -> None:
         for peer in gpus:
             if not peer_access(system, paths, options, peer, gpu):
                 cpu = local_cpu(system, paths, gpu)
-                table.lead((_GPU, peer, _GPU, gpu), (_CPU, cpu), "p2p_level", level=level.name)
+                table.reroute((_GPU, peer, _GPU, gpu), (_CPU, cpu), "p2p_level", level=level.name)
         for peer in gpus:
-            if peer != gpu and (why := _only_net(table, peer, gpu)):
-                table.rename((_GPU, peer, _GPU, gpu), PathType.NET, why)
+            if peer != gpu and (rule := _network_only_reason(table, peer, gpu)):
+                table.rename((_GPU, peer, _GPU, gpu), PathType.NET, rule)
 
 
-def _only_net(table: _Table, gpu: int, peer: int) -> str:
+def _network_only_reason(table: _PathTableBuilder, gpu: int, peer: int) -> str:
     """The rule by which two GPUs of a node can only use the network, empty if they can use P2P or SHM."""
     system, options, paths = table.system, table.options, table.paths
     faster = net_is_faster(paths, options, gpu, peer)
@@ -162,7 +162,7 @@ def _only_net(table: _Table, gpu: int, peer: int) -> str:
     return "" if options.shm else "no_shm"
 
 
-def _apply_c2c(table: _Table) -> None:
+def _apply_c2c(table: _PathTableBuilder) -> None:
     system = table.system
     for net in range(len(system.nets)):
         for gpu in range(len(system.gpus)):
@@ -179,25 +179,25 @@ def _apply_c2c(table: _Table) -> None:
                     table.rename(key, PathType.P2C, "c2c", cpu=system.cpus[cpu].name)
 
 
-def _apply_net_rules(table: _Table, net: int, gpu: int) -> None:
+def _apply_net_rules(table: _PathTableBuilder, net: int, gpu: int) -> None:
     system, options = table.system, table.options
     if options.pxn:
-        relay = table.near.gpu(net)
+        relay = table.nearest.gpu(net)
         if relay not in (gpu, -1) and _pxn_helps(table, net, gpu, relay):
-            table.lead((_GPU, gpu, _NET, net), (_GPU, relay), "pxn")
+            table.reroute((_GPU, gpu, _NET, net), (_GPU, relay), "pxn")
     if table.path(_GPU, gpu, _NET, net).type >= PathType.PHB:
         return
     if (
-        gdr_mode(system, table.paths, options, gpu, table.near.first(net), read=False)
+        gdr_mode(system, table.paths, options, gpu, table.nearest.first(net), read=False)
         == GdrMode.DISABLED
     ):
         cpu = local_cpu(system, table.paths, gpu)
         facts = {"net_gdr": system.nets[net].gdr, "gpu_gdr": system.gpus[gpu].gdr}
-        table.lead((_NET, net, _GPU, gpu), (_CPU, cpu), "no_gdr", **facts)
-        table.lead((_GPU, gpu, _NET, net), (_CPU, cpu), "no_gdr", **facts)
+        table.reroute((_NET, net, _GPU, gpu), (_CPU, cpu), "no_gdr", **facts)
+        table.reroute((_GPU, gpu, _NET, net), (_CPU, cpu), "no_gdr", **facts)
 
 
-def _pxn_helps(table: _Table, net: int, gpu: int, relay: int) -> bool:
+def _pxn_helps(table: _PathTableBuilder, net: int, gpu: int, relay: int) -> bool:
     system = table.system
     own, relayed = table.path(_GPU, gpu, _NET, net), table.path(_GPU, relay, _NET, net)
     return (
@@ -215,13 +215,15 @@ def find_domains(system: System, paths: PathTable) -> tuple[tuple[int, ...], ...
     """GPU positions grouped by who reaches whom without the network (ncclTopoTrimSystem); the group with the lowest rank is the first."""
     domain: list[int] = []
     for gpu in range(len(system.gpus)):
-        near = [domain[peer] for peer in range(gpu) if paths.gpu_gpu(gpu, peer).type < PathType.NET]
-        domain.append(min([gpu, *near]))
+        nearest = [
+            domain[peer] for peer in range(gpu) if paths.gpu_gpu(gpu, peer).type < PathType.NET
+        ]
+        domain.append(min([gpu, *nearest]))
     groups = (tuple(g for g, d in enumerate(domain) if d == group) for group in set(domain))
     return tuple(sorted(groups, key=lambda group: min(system.gpus[gpu].rank for gpu in group)))
 
 
-def keep_domain(system: System, gpus: tuple[int, ...]) -> System:
+def restrict_to_domain(system: System, gpus: tuple[int, ...]) -> System:
     """The system without the GPUs that are not in ``gpus`` (positions) and without the links to them."""
     keep = [
         i for i, node in enumerate(system.nodes) if node.type != _GPU or i in gpus
@@ -244,10 +246,10 @@ def finish_system(system: System, paths: PathTable, options: PathOptions, *, nra
 
     ``nranks``: ranks of the whole job.
     """
-    near = Nearest(system, paths, options.net_per_gpu)
+    nearest = NearestDevices(system, paths, options.net_per_gpu)
     first = system.starts[_NET]
     nodes = tuple(
-        replace(n, local_gpu=near.gpu(i - first)) if isinstance(n, NetNode) else n
+        replace(n, local_gpu=nearest.gpu(i - first)) if isinstance(n, NetNode) else n
         for i, n in enumerate(system.nodes)
     )
     inter = 0 if len(system.gpus) == nranks else 1

@@ -46,7 +46,7 @@ def mirror_bits(value: int, power: int) -> int:
     return mirrored
 
 
-class Nearest:
+class NearestDevices:
     """Which NICs a GPU uses and which GPU is the closest to a NIC. Answers are kept until :meth:`forget`."""
 
     def __init__(self, system: System, paths: PathTable, net_per_gpu: int = 0) -> None:
@@ -59,7 +59,7 @@ class Nearest:
         for i, net in enumerate(system.nets):
             self._first.setdefault(net.id, i)
 
-    def forget(self, *, gpu: int | None = None, net: int | None = None) -> None:
+    def invalidate(self, *, gpu: int | None = None, net: int | None = None) -> None:
         """The row of this GPU to the nets, or of this net to the GPUs, has changed."""
         if gpu is not None:
             self._nets.pop(gpu, None)

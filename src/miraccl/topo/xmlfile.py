@@ -174,7 +174,7 @@ def bus_id(text: str) -> int:
 # Reading
 
 
-class _Reader:
+class _TopologyReader:
     """Builds the tree from expat's events. ``allowed`` extends :data:`CHILDREN` by the elements of described accelerators."""
 
     def __init__(self, source: str, data: bytes, extra: Mapping[str, tuple[str, ...]]) -> None:
@@ -322,7 +322,7 @@ def parse_topology(
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(data) > MAX_BYTES:
         raise TopologyError(f"{source}: {len(data)} bytes; a topology file has at most {MAX_BYTES}")
-    return _Reader(source, data, extra or {}).read()
+    return _TopologyReader(source, data, extra or {}).read()
 
 
 def read_topology(

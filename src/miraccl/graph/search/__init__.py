@@ -7,8 +7,8 @@ makes one walk on a board that ``table`` set up, ``nets`` says which nets are tr
 from __future__ import annotations
 
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, graphs_from_xml, start_graph
-from miraccl.graph.search.passes import Machine, search_graph
-from miraccl.graph.search.records import (
+from miraccl.graph.search.passes import SearchContext, search_graph
+from miraccl.graph.search.report import (
     End,
     Origin,
     Phase,
@@ -20,8 +20,8 @@ from miraccl.graph.search.records import (
 )
 from miraccl.graph.search.run import Walk, walk_compiled
 from miraccl.graph.search.settings import NVLS_AUTO, NVLS_OFF, SearchSettings
-from miraccl.graph.search.table import make_board
-from miraccl.topo.queries import Nearest
+from miraccl.graph.search.state_builder import build_state
+from miraccl.topo.queries import NearestDevices
 from miraccl.topo.records import PathTable, System
 
 __all__ = [
@@ -60,31 +60,31 @@ def search_channels(
     that cannot be used.
     """
     settings = settings or SearchSettings()
-    nearest = Nearest(system, paths, settings.net_per_gpu)
-    machine = Machine(
+    nearest = NearestDevices(system, paths, settings.net_per_gpu)
+    context = SearchContext(
         nearest=nearest,
         settings=settings,
-        board=make_board(nearest),
+        state=build_state(nearest),
         walk=walk,
         from_file=graphs_from_xml(settings.graph_xml, system) if settings.graph_xml else {},
     )
     reports: dict[GraphKind, SearchReport] = {}
     for kind in _ORDER:
         ring_channels = reports[GraphKind.RING].graph.n_channels if reports else 0
-        if _is_run(kind, machine):
-            reports[kind] = search_graph(machine, kind, ring_channels)
+        if _is_run(kind, context):
+            reports[kind] = search_graph(context, kind, ring_channels)
         else:
-            reports[kind] = _not_run(machine, start_graph(kind, ring_channels))
+            reports[kind] = _not_run(context, start_graph(kind, ring_channels))
     return SearchResult(
         graphs=tuple(reports[kind].graph for kind in GraphKind),
         reports=tuple(reports[kind] for kind in GraphKind),
     )
 
 
-def _is_run(kind: GraphKind, machine: Machine) -> bool:
+def _is_run(kind: GraphKind, context: SearchContext) -> bool:
     if kind is GraphKind.NVLS:
-        return supports_nvls(machine.system, machine.settings)
-    return machine.settings.collnet if kind.uses_collnet else True
+        return supports_nvls(context.system, context.settings)
+    return context.settings.collnet if kind.uses_collnet else True
 
 
 def supports_nvls(system: System, settings: SearchSettings) -> bool:
@@ -94,14 +94,14 @@ def supports_nvls(system: System, settings: SearchSettings) -> bool:
     return settings.nvls != NVLS_AUTO or min(system.gpus, key=lambda gpu: gpu.rank).sm >= 90
 
 
-def _not_run(machine: Machine, graph: ChannelGraph) -> SearchReport:
-    system = machine.system
+def _not_run(context: SearchContext, graph: ChannelGraph) -> SearchReport:
+    system = context.system
     return SearchReport(
         kind=graph.kind,
         origin=Origin.NOT_RUN,
-        inter=machine.inter,
+        inter=context.inter,
         max_bw=system.max_bw,
         total_bw=system.total_bw,
-        sm=machine.sm,
+        sm=context.sm,
         graph=graph,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.graph.channel_graph import GraphKind, Pattern
-from miraccl.graph.search.records import (
+from miraccl.graph.search.report import (
     Duplication,
     End,
     Origin,
@@ -15,7 +15,7 @@ from miraccl.graph.search.records import (
     Stop,
     Try,
 )
-from miraccl.topo.jsonform import number
+from miraccl.topo.system_json import number
 
 Json = dict[str, Any]
 
@@ -43,9 +43,9 @@ def explain_search(report: SearchReport) -> Json:
                 "bw": number(link.bw),
                 "left": number(link.left),
             }
-            for link in report.full_links
+            for link in report.saturated_links
         ],
-        "sentences": list(search_sentences(report)),
+        "sentences": list(summarize_search(report)),
     }
 
 
@@ -72,7 +72,7 @@ def _try(t: Try, inter: bool) -> Json:
             "bwInter": number(t.found_bw_inter),
             "total": number(t.found_channels * t.found_bw_intra),
         },
-        "sentence": try_sentence(t, inter),
+        "sentence": describe_try(t, inter),
     }
 
 
@@ -87,7 +87,7 @@ def _duplication(duplication: Duplication | None) -> Json | None:
     }
 
 
-def try_sentence(t: Try, inter: bool) -> str:
+def describe_try(t: Try, inter: bool) -> str:
     """One walk: why, what was asked for, how it ended."""
     bw = (
         f"{t.bw_intra:g} GB/s"
@@ -106,12 +106,12 @@ def try_sentence(t: Try, inter: bool) -> str:
     )
     kind = "equal channels" if t.same_channels else "channels"
     return (
-        f"{_reason(t)}: {kind} of {bw} over paths up to {paths}; {_ENDS[t.end]} ({t.visits} visits, allowed {t.budget}); "
+        f"{_describe_reason(t)}: {kind} of {bw} over paths up to {paths}; {_ENDS[t.end]} ({t.visits} visits, allowed {t.budget}); "
         f"{'better: ' if t.improved else ''}{found}"
     )
 
 
-def _reason(t: Try) -> str:
+def _describe_reason(t: Try) -> str:
     return {
         Reason.START: "first try",
         Reason.DIFFERENT_CHANNELS: "channels may differ from each other",
@@ -126,14 +126,14 @@ def _reason(t: Try) -> str:
     }[t.reason]
 
 
-def search_sentences(report: SearchReport) -> list[str]:
+def summarize_search(report: SearchReport) -> list[str]:
     """The story of one graph in a few sentences; none for a graph that was not asked for."""
     name = report.kind.label
     match report.origin:
         case Origin.NOT_RUN:
             return []
         case Origin.FILE:
-            return [f"{name}: {_in_words(report)}, from the graph file"]
+            return [f"{name}: {_describe_result(report)}, from the graph file"]
         case Origin.NO_NVSWITCH:
             return [
                 f"{name}: not possible, it needs an NVSwitch and GPUs of sm 90 or more (here sm {report.sm})"
@@ -141,15 +141,15 @@ def search_sentences(report: SearchReport) -> list[str]:
     find = [t for t in report.tries if t.phase is Phase.FIND]
     improve = [t for t in report.tries if t.phase is Phase.IMPROVE]
     lines = [
-        f"{_in_words(report)}, after {_count(len(report.tries), 'walk')} and {_count(report.visits, 'visit')}",
-        _first_speed(report),
+        f"{_describe_result(report)}, after {_count(len(report.tries), 'walk')} and {_count(report.visits, 'visit')}",
+        _describe_first_try(report),
     ]
-    lines += [f"pass 1, {try_sentence(t, report.inter)}" for t in find if t.improved]
+    lines += [f"pass 1, {describe_try(t, report.inter)}" for t in find if t.improved]
     if report.stop is not None:
-        lines.append(f"pass 1 ended after {_count(len(find), 'walk')}: {_stop(report)}")
+        lines.append(f"pass 1 ended after {_count(len(find), 'walk')}: {_describe_stop(report)}")
     if report.duplication:
-        lines.append(_in_words_of(report.duplication))
-    lines += [f"pass 2, {try_sentence(t, report.inter)}" for t in improve if t.improved]
+        lines.append(_describe_duplication(report.duplication))
+    lines += [f"pass 2, {describe_try(t, report.inter)}" for t in improve if t.improved]
     if improve and not improve[-1].improved:
         lines.append(
             f"pass 2 found nothing at {max(improve[-1].bw_intra, improve[-1].bw_inter):g} GB/s per channel and ended"
@@ -158,8 +158,8 @@ def search_sentences(report: SearchReport) -> list[str]:
         lines.append(
             "no walk found a channel, so one in the order of the GPUs was made, at 0.1 GB/s"
         )
-    if report.full_links:
-        lines.append(_full(report))
+    if report.saturated_links:
+        lines.append(_describe_saturated_links(report))
     return [f"{name}: {line}" for line in lines]
 
 
@@ -167,7 +167,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _stop(report: SearchReport) -> str:
+def _describe_stop(report: SearchReport) -> str:
     match report.stop:
         case Stop.PERFECT:
             return "there are as many channels as allowed"
@@ -180,19 +180,19 @@ def _stop(report: SearchReport) -> str:
     return "the slowest channel was tried"
 
 
-def _full(report: SearchReport) -> str:
+def _describe_saturated_links(report: SearchReport) -> str:
     """Where one more channel would not fit."""
     shown = ", ".join(
         f"{link.source} to {link.target} ({link.left:g} of {link.bw:g} GB/s left)"
-        for link in report.full_links[:3]
+        for link in report.saturated_links[:3]
     )
-    more = len(report.full_links) - 3
+    more = len(report.saturated_links) - 3
     return f"no room for another channel on {shown}" + (
         f" and {_count(more, 'more link')}" if more > 0 else ""
     )
 
 
-def _first_speed(report: SearchReport) -> str:
+def _describe_first_try(report: SearchReport) -> str:
     first = report.tries[0]
     where = "GPU to a net" if report.inter else "GPU to another"
     return (
@@ -201,7 +201,7 @@ def _first_speed(report: SearchReport) -> str:
     )
 
 
-def _in_words(report: SearchReport) -> str:
+def _describe_result(report: SearchReport) -> str:
     graph = report.graph
     if not graph.n_channels:
         return "no channel"
@@ -221,7 +221,7 @@ def _in_words(report: SearchReport) -> str:
     return f"{inside} and {graph.bw_inter:g} GB/s to the network (paths up to {graph.type_inter.name}{nets})"
 
 
-def _in_words_of(duplication: Duplication) -> str:
+def _describe_duplication(duplication: Duplication) -> str:
     return (
         f"{duplication.before} channels of {duplication.bw_intra:g} GB/s became {duplication.after} slower ones: "
         "one channel cannot drive links that fast"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miraccl.graph.channel_graph import MAX_CHANNELS
-from miraccl.topo.queries import Nearest
+from miraccl.topo.queries import NearestDevices
 from miraccl.topo.records import NodeType, PathType
 
 
-def preferred_nets(nearest: Nearest, gpu: int) -> list[int]:
+def preferred_nets(nearest: NearestDevices, gpu: int) -> list[int]:
     """The nets a GPU uses, by channel until they repeat; of nets that share an id, the first. Empty when it reaches none."""
     nets: list[int] = []
     for channel in range(MAX_CHANNELS):
@@ -26,7 +26,7 @@ def preferred_nets(nearest: Nearest, gpu: int) -> list[int]:
     return nets
 
 
-def candidate_nets(nearest: Nearest, gpus: Sequence[int], worst: PathType) -> list[int]:
+def candidate_nets(nearest: NearestDevices, gpus: Sequence[int], worst: PathType) -> list[int]:
     """The nets to try from these GPUs, best first: those they prefer, then all others up to the path type ``worst``.
 
     With a number of nets per GPU, the list ends at that many for each of ``gpus``. Empty when one of them reaches no net: NCCL then
@@ -35,11 +35,11 @@ def candidate_nets(nearest: Nearest, gpus: Sequence[int], worst: PathType) -> li
     preferred = [preferred_nets(nearest, gpu) for gpu in gpus]
     if not all(preferred):
         return []
-    nets = list(dict.fromkeys(net for of_gpu in preferred for net in of_gpu))
-    most = (
+    nets = list(dict.fromkeys(net for gpu_nets in preferred for net in gpu_nets))
+    limit = (
         nearest.net_per_gpu * len(gpus) if nearest.net_per_gpu > 0 else len(nearest.system.nets) + 1
     )
-    if len(nets) >= most:
+    if len(nets) >= limit:
         return nets
     rows = [nearest.paths.row(NodeType.GPU, gpu, NodeType.NET)[:MAX_CHANNELS] for gpu in gpus]
     for kind in range(worst + 1):
@@ -47,6 +47,6 @@ def candidate_nets(nearest: Nearest, gpus: Sequence[int], worst: PathType) -> li
             for net in (n for n, path in enumerate(row) if path.type == kind):
                 if net not in nets:
                     nets.append(net)
-                if len(nets) >= most:
+                if len(nets) >= limit:
                     return nets
     return nets

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from miraccl.graph.channel_graph import ChannelGraph, GraphKind, Pattern, start_graph
-from miraccl.graph.search.kernel.state import BEST, NOW, Board
-from miraccl.graph.search.records import (
+from miraccl.graph.search.kernel.state import BEST, CURRENT, SearchState
+from miraccl.graph.search.report import (
     Duplication,
     End,
     Origin,
@@ -22,12 +22,12 @@ from miraccl.graph.search.records import (
     Stop,
     Try,
 )
-from miraccl.graph.search.room import full_links
 from miraccl.graph.search.run import Walk
+from miraccl.graph.search.saturation import find_saturated_links
 from miraccl.graph.search.settings import SearchSettings
 from miraccl.graph.search.speeds import first_at_most, speeds_for
-from miraccl.graph.search.table import set_candidates
-from miraccl.topo.queries import Nearest
+from miraccl.graph.search.state_builder import set_candidates
+from miraccl.topo.queries import NearestDevices
 from miraccl.topo.records import CpuArch, CpuVendor, NodeType, PathTable, PathType, System, f32
 
 TOTAL_BUDGET = 1 << 19
@@ -50,12 +50,12 @@ CROSS_NIC_PATTERNS = (Pattern.RING, Pattern.BALANCED_TREE, Pattern.SPLIT_TREE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class SearchContext:
     """What all searches on one machine share. ``sm`` is the least compute capability (times ten) among the GPUs."""
 
-    nearest: Nearest
+    nearest: NearestDevices
     settings: SearchSettings
-    board: Board
+    state: SearchState
     walk: Walk
     from_file: Mapping[GraphKind, ChannelGraph]
 
@@ -95,44 +95,44 @@ class Attempt:
     max_channels: int
 
 
-def search_graph(machine: Machine, kind: GraphKind, ring_channels: int) -> SearchReport:
+def search_graph(context: SearchContext, kind: GraphKind, ring_channels: int) -> SearchReport:
     """Search one graph. ``ring_channels`` is what the ring of this machine has; trees and CollNet chains have to match it."""
-    start = _start(machine, kind, ring_channels)
-    loaded = machine.from_file.get(kind)
+    start = _start(context, kind, ring_channels)
+    loaded = context.from_file.get(kind)
     if (
         loaded is not None
         and loaded.n_channels
-        and not (machine.settings.cross_nic == 0 and loaded.cross_nic == 1)
+        and not (context.settings.cross_nic == 0 and loaded.cross_nic == 1)
     ):
         graph = replace(loaded, min_channels=start.min_channels, max_channels=start.max_channels)
-        return _report(machine, graph, Origin.FILE)
-    if kind is GraphKind.NVLS and (machine.sm < 90 or not machine.system.count(NodeType.NVS)):
-        return _report(machine, start, Origin.NO_NVSWITCH)
-    return _Search(machine, _limits(machine, start)).run()
+        return _report(context, graph, Origin.FILE)
+    if kind is GraphKind.NVLS and (context.sm < 90 or not context.system.count(NodeType.NVS)):
+        return _report(context, start, Origin.NO_NVSWITCH)
+    return _GraphSearch(context, _limits(context, start)).run()
 
 
-def _report(machine: Machine, graph: ChannelGraph, origin: Origin) -> SearchReport:
-    system = machine.system
+def _report(context: SearchContext, graph: ChannelGraph, origin: Origin) -> SearchReport:
+    system = context.system
     return SearchReport(
         kind=graph.kind,
         origin=origin,
-        inter=machine.inter,
+        inter=context.inter,
         max_bw=system.max_bw,
         total_bw=system.total_bw,
-        sm=machine.sm,
+        sm=context.sm,
         graph=graph,
     )
 
 
-def _start(machine: Machine, kind: GraphKind, ring_channels: int) -> ChannelGraph:
+def _start(context: SearchContext, kind: GraphKind, ring_channels: int) -> ChannelGraph:
     """The empty graph with the strictest path types and, where it is forced, other nets on the way out."""
     graph = start_graph(kind, ring_channels)
-    cross_nic = _cross_nic(machine, graph.pattern)
+    cross_nic = _cross_nic(context, graph.pattern)
     nearest_gpu, nearest_net = PathType.LOC, PathType.PIX
-    if machine.ngpus > 1:
-        nearest_gpu = path_type_range(machine, NodeType.GPU)[0]
-    if machine.inter:
-        nearest_net = path_type_range(machine, NodeType.NET)[0]
+    if context.ngpus > 1:
+        nearest_gpu = path_type_range(context, NodeType.GPU)[0]
+    if context.inter:
+        nearest_net = path_type_range(context, NodeType.NET)[0]
     return replace(
         graph,
         computed=True,
@@ -143,65 +143,65 @@ def _start(machine: Machine, kind: GraphKind, ring_channels: int) -> ChannelGrap
     )
 
 
-def _cross_nic(machine: Machine, pattern: Pattern) -> int:
-    several = len(machine.system.nets) > 1
-    return machine.settings.cross_nic if several and pattern in CROSS_NIC_PATTERNS else 0
+def _cross_nic(context: SearchContext, pattern: Pattern) -> int:
+    several = len(context.system.nets) > 1
+    return context.settings.cross_nic if several and pattern in CROSS_NIC_PATTERNS else 0
 
 
-def path_type_range(machine: Machine, target: NodeType) -> tuple[PathType, PathType]:
+def path_type_range(context: SearchContext, target: NodeType) -> tuple[PathType, PathType]:
     """Best and worst type among the paths from GPUs to GPUs or nets (NCCL ncclTopoGetGpuMinPath, ncclTopoGetGpuMaxPath)."""
     types = [
         path.type
-        for i in range(machine.ngpus)
-        for j, path in enumerate(machine.paths.row(NodeType.GPU, i, target))
+        for i in range(context.ngpus)
+        for j, path in enumerate(context.paths.row(NodeType.GPU, i, target))
         if target is not NodeType.GPU or i != j
     ]
     return min([PathType.SYS, *types]), max([PathType.LOC, *types])
 
 
-def _limits(machine: Machine, graph: ChannelGraph) -> ChannelGraph:
+def _limits(context: SearchContext, graph: ChannelGraph) -> ChannelGraph:
     """Channel limits and pattern as this machine allows them."""
     least, most, pattern = graph.min_channels, graph.max_channels, graph.pattern
     if pattern is Pattern.NVLS:
-        most = min(MAX_NVLS_HEADS, machine.ngpus)
-        if not machine.inter:
+        most = min(MAX_NVLS_HEADS, context.ngpus)
+        if not context.inter:
             least = most  # pull evenly from all GPUs
     if pattern is Pattern.COLLNET_DIRECT:
-        most = min(MAX_DIRECT_HEADS, machine.ngpus)
-    if machine.ngpus == 1 and pattern is not Pattern.RING:
+        most = min(MAX_DIRECT_HEADS, context.ngpus)
+    if context.ngpus == 1 and pattern is not Pattern.RING:
         pattern = Pattern.TREE
-    if pattern is Pattern.RING and most >= 2 and least == 1 and has_split_nvlink(machine):
+    if pattern is Pattern.RING and most >= 2 and least == 1 and has_split_nvlink(context):
         least = 2  # a tree will do better there, needs two channels, and has to match the ring
     return replace(graph, min_channels=least, max_channels=most, pattern=pattern)
 
 
-def has_split_nvlink(machine: Machine) -> bool:
+def has_split_nvlink(context: SearchContext) -> bool:
     """Two groups of GPUs joined by NVLink inside, by something slower between them."""
-    domain = list(range(machine.ngpus))
-    for g in range(machine.ngpus):
-        for p in range(g + 1, machine.ngpus):
-            if machine.paths.gpu_gpu(g, p).type == PathType.NVL:
+    domain = list(range(context.ngpus))
+    for g in range(context.ngpus):
+        for p in range(g + 1, context.ngpus):
+            if context.paths.gpu_gpu(g, p).type == PathType.NVL:
                 domain[p] = domain[g]
     return sum(domain.count(d) > 1 for d in set(domain)) == 2
 
 
-class _Search:
+class _GraphSearch:
     """The state of one graph's search."""
 
-    def __init__(self, machine: Machine, start: ChannelGraph) -> None:
-        self.machine = machine
+    def __init__(self, context: SearchContext, start: ChannelGraph) -> None:
+        self.context = context
         self.start = start
-        self.speeds = speeds_for(machine.sm, machine.inter)
+        self.speeds = speeds_for(context.sm, context.inter)
         self.tries: list[Try] = []
         self.candidates_for: PathType | None = None
-        self.cross_nic = _cross_nic(machine, start_graph(start.kind, 1).pattern)
+        self.cross_nic = _cross_nic(context, start_graph(start.kind, 1).pattern)
         self.farthest_gpu = (
-            path_type_range(machine, NodeType.GPU)[1] if machine.ngpus > 1 else PathType.SYS
+            path_type_range(context, NodeType.GPU)[1] if context.ngpus > 1 else PathType.SYS
         )
-        self.farthest_net = path_type_range(machine, NodeType.NET)[1]
-        for graph in (NOW, BEST):
+        self.farthest_net = path_type_range(context, NodeType.NET)[1]
+        for graph in (CURRENT, BEST):
             self._write(graph, self._attempt(start))
-            record = machine.board.graphs[graph]
+            record = context.state.graphs[graph]
             record.n_channels = record.n_hops = 0
             record.latency_inter = 0.0
             record.collnet = start.kind.uses_collnet
@@ -211,10 +211,10 @@ class _Search:
     @property
     def best(self) -> ChannelGraph:
         """The best graph found so far, as a record."""
-        board, start = self.machine.board, self.start
-        graph = board.graphs[BEST]
+        state, start = self.context.state, self.start
+        graph = state.graphs[BEST]
         channels = range(graph.n_channels)
-        steps = 1 if graph.pattern == Pattern.NVLS else self.machine.ngpus
+        steps = 1 if graph.pattern == Pattern.NVLS else self.context.ngpus
         return replace(
             start,
             pattern=Pattern(int(graph.pattern)),
@@ -229,12 +229,12 @@ class _Search:
             min_channels=int(graph.min_channels),
             max_channels=int(graph.max_channels),
             intra=tuple(
-                tuple(int(rank) for rank in board.ranks[BEST, c, :steps]) for c in channels
+                tuple(int(rank) for rank in state.ranks[BEST, c, :steps]) for c in channels
             ),
             inter=tuple(
-                (int(board.ends[BEST, c, 0]), int(board.ends[BEST, c, 1])) for c in channels
+                (int(state.ends[BEST, c, 0]), int(state.ends[BEST, c, 1])) for c in channels
             )
-            if self.machine.inter
+            if self.context.inter
             else (),
         )
 
@@ -253,32 +253,32 @@ class _Search:
         )
 
     def _write(self, graph: int, attempt: Attempt) -> None:
-        record = self.machine.board.graphs[graph]
+        record = self.context.state.graphs[graph]
         for name, value in vars(attempt).items():
             record[name] = value
 
     def _walk(self, phase: Phase, reason: Reason, attempt: Attempt) -> int:
         """One walk; returns what is left of its budget, -1 when it ended with the best possible graph."""
-        machine, board = self.machine, self.machine.board
-        if machine.inter and self.candidates_for != attempt.type_inter:
-            set_candidates(board, machine.nearest, attempt.type_inter)
+        context, state = self.context, self.context.state
+        if context.inter and self.candidates_for != attempt.type_inter:
+            set_candidates(state, context.nearest, attempt.type_inter)
             self.candidates_for = attempt.type_inter
-        self._write(NOW, attempt)
-        board.graphs[NOW].n_channels = 0
-        state, best = board.state[0], board.graphs[BEST]
-        state.budget = budget = SAME_CHANNELS_BUDGET if attempt.same_channels else TRY_BUDGET
-        state.visits = state.kept = state.depth = 0
-        machine.walk(board)
-        left = int(state.budget)
+        self._write(CURRENT, attempt)
+        state.graphs[CURRENT].n_channels = 0
+        header, best = state.header[0], state.graphs[BEST]
+        header.budget = budget = SAME_CHANNELS_BUDGET if attempt.same_channels else TRY_BUDGET
+        header.visits = header.kept = header.depth = 0
+        context.walk(state)
+        left = int(header.budget)
         self.tries.append(
             Try(
                 phase=phase,
                 reason=reason,
                 **vars(attempt),
                 budget=budget,
-                visits=int(state.visits),
+                visits=int(header.visits),
                 end=End.PERFECT if left == -1 else End.BUDGET if left == 0 else End.COMPLETE,
-                improved=bool(state.kept),
+                improved=bool(header.kept),
                 found_channels=int(best.n_channels),
                 found_bw_intra=float(best.bw_intra),
                 found_bw_inter=float(best.bw_inter),
@@ -288,8 +288,8 @@ class _Search:
 
     @property
     def _saturated(self) -> bool:
-        best = self.machine.board.graphs[BEST]
-        return f32(int(best.n_channels) * float(best.bw_inter)) >= self.machine.system.total_bw
+        best = self.context.state.graphs[BEST]
+        return f32(int(best.n_channels) * float(best.bw_inter)) >= self.context.system.total_bw
 
     # the passes
 
@@ -308,11 +308,11 @@ class _Search:
             origin = Origin.FALLBACK
             graph = self._fallback(graph)
         full = (
-            full_links(self.machine.system, self.machine.paths, graph)
+            find_saturated_links(self.context.system, self.context.paths, graph)
             if origin is Origin.SEARCH
             else ()
         )
-        report = _report(self.machine, graph, origin)
+        report = _report(self.context, graph, origin)
         next_bw = slower[0] if slower else 0.0
         return replace(
             report,
@@ -320,20 +320,20 @@ class _Search:
             stop=stop,
             next_bw=next_bw,
             duplication=duplication,
-            full_links=full,
+            saturated_links=full,
         )
 
     def _find(self) -> Stop:
         """Pass 1."""
-        machine, start, speeds = self.machine, self.start, self.speeds
-        total_bw = machine.system.total_bw
-        if machine.ngpus > 1 and start.pattern is not Pattern.RING:
-            total_bw = f32(total_bw * (machine.ngpus * 1.0 / (machine.ngpus - 1)))
+        context, start, speeds = self.context, self.start, self.speeds
+        total_bw = context.system.total_bw
+        if context.ngpus > 1 and start.pattern is not Pattern.RING:
+            total_bw = f32(total_bw * (context.ngpus * 1.0 / (context.ngpus - 1)))
         self.speed = next(
             (
                 i
                 for i, bw in enumerate(speeds)
-                if bw <= machine.system.max_bw and f32(bw * start.min_channels) <= total_bw
+                if bw <= context.system.max_bw and f32(bw * start.min_channels) <= total_bw
             ),
             len(speeds) - 1,
         )
@@ -349,33 +349,33 @@ class _Search:
                 return Stop.PERFECT
             if self._saturated:
                 return Stop.SATURATED
-            if attempt.same_channels and not self._through_amd(attempt):
+            if attempt.same_channels and not self._crosses_amd_sockets(attempt):
                 reason, attempt = Reason.DIFFERENT_CHANNELS, replace(attempt, same_channels=0)
                 continue
             budget += left
-            reason, attempt = self._concede(
+            reason, attempt = self._relax(
                 replace(attempt, same_channels=start.same_channels), budget
             )
         return reason
 
-    def _through_amd(self, attempt: Attempt) -> bool:
+    def _crosses_amd_sockets(self, attempt: Attempt) -> bool:
         """Different channels are not worth it between the sockets of AMD CPUs."""
-        first = self.machine.system.cpus[:1]
+        first = self.context.system.cpus[:1]
         amd = any(cpu.arch == CpuArch.X86 and cpu.vendor == CpuVendor.AMD for cpu in first)
         return amd and attempt.type_intra == PathType.SYS
 
-    def _concede(self, attempt: Attempt, budget: int) -> tuple[Reason | Stop, Attempt]:
+    def _relax(self, attempt: Attempt, budget: int) -> tuple[Reason | Stop, Attempt]:
         """What to ask for after a walk that did not settle it: the next concession, with all lesser ones withdrawn."""
-        machine, start = self.machine, self.start
-        best = self.machine.board.graphs[BEST]
+        context, start = self.context, self.start
+        best = self.context.state.graphs[BEST]
         found = best.n_channels > 0
         if budget < 0 and found:
             return Stop.BUDGET, attempt
-        if machine.sm >= 90 and attempt.pattern is Pattern.BALANCED_TREE:
+        if context.sm >= 90 and attempt.pattern is Pattern.BALANCED_TREE:
             return Reason.SIMPLER_TREE, replace(attempt, pattern=Pattern.TREE)
         attempt = replace(attempt, pattern=Pattern(int(best.pattern)))
 
-        farthest = attempt.type_inter if machine.inter else self.farthest_gpu
+        farthest = attempt.type_inter if context.inter else self.farthest_gpu
         if attempt.type_intra < min(farthest, PathType.NET) and (
             not found or attempt.type_intra < best.type_intra
         ):
@@ -388,7 +388,7 @@ class _Search:
             not found or attempt.type_inter < best.type_inter or attempt.type_inter < PathType.PXN
         )
         if (
-            machine.inter
+            context.inter
             and attempt.type_inter < min(self.farthest_net, PathType.NET)
             and worthwhile
         ):
@@ -415,16 +415,16 @@ class _Search:
 
     def _duplicate(self) -> Duplication | None:
         """Channels over fast links are doubled at half the bandwidth: one alone cannot drive them (NCCL ncclTopoDupChannels)."""
-        board = self.machine.board
-        best = board.graphs[BEST]
+        state = self.context.state
+        best = state.graphs[BEST]
         count, bw_intra, bw_inter = int(best.n_channels), float(best.bw_intra), float(best.bw_inter)
         if not count or best.pattern == Pattern.NVLS or bw_intra < DUPLICATE_FROM_BW:
             return None
-        if self.machine.sm > 80 and bw_intra < DUPLICATE_FEW_FROM_BW and count > FEW_CHANNELS:
+        if self.context.sm > 80 and bw_intra < DUPLICATE_FEW_FROM_BW and count > FEW_CHANNELS:
             return None
         doubled = min(2 * count, int(best.max_channels))
-        board.ranks[BEST, count:doubled] = board.ranks[BEST, : doubled - count]
-        board.ends[BEST, count:doubled] = board.ends[BEST, : doubled - count]
+        state.ranks[BEST, count:doubled] = state.ranks[BEST, : doubled - count]
+        state.ends[BEST, count:doubled] = state.ends[BEST, : doubled - count]
         times = -(-doubled // count)
         best.bw_intra, best.bw_inter, best.n_channels = (
             f32(bw_intra / times),
@@ -435,9 +435,9 @@ class _Search:
 
     def _improve(self) -> None:
         """Pass 2: the same number of channels, faster ones, for as long as each walk succeeds."""
-        board, speeds = self.machine.board, self.speeds
-        best = board.graphs[BEST]
-        board.graphs[NOW] = best  # its hop count goes on from there
+        state, speeds = self.context.state, self.speeds
+        best = state.graphs[BEST]
+        state.graphs[CURRENT] = best  # its hop count goes on from there
         at = first_at_most(speeds, float(best.bw_inter))
         attempt = replace(
             self._attempt(self.best),
@@ -471,8 +471,8 @@ class _Search:
         """Nothing was found: one slow channel in the order of the GPUs."""
         return replace(
             graph,
-            intra=(tuple(gpu.rank for gpu in self.machine.system.gpus),),
-            inter=((0, 0),) if self.machine.inter else (),
+            intra=(tuple(gpu.rank for gpu in self.context.system.gpus),),
+            inter=((0, 0),) if self.context.inter else (),
             bw_intra=FALLBACK_BW,
             bw_inter=FALLBACK_BW,
             type_intra=PathType.SYS,

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from miraccl.graph.search.kernel import walk
-from miraccl.graph.search.kernel.state import ROW, Board
+from miraccl.graph.search.kernel.state import ROW, SearchState
 
-Walk = Callable[[Board], None]
+Walk = Callable[[SearchState], None]
 
 
-def walk_interpreted(board: Board) -> None:
+def walk_interpreted(state: SearchState) -> None:
     """The kernel as ordinary Python: about a thousand times slower, and what the compiled one has to agree with."""
-    walk.search(board)
+    walk.search(state)
 
 
-def walk_compiled(board: Board) -> None:
+def walk_compiled(state: SearchState) -> None:
     """The kernel as machine code; the first call of a process loads it, the first on a machine compiles it."""
-    table = np.zeros((len(board), ROW), np.int64)
-    for i, array in enumerate(board):
+    table = np.zeros((len(state), ROW), np.int64)
+    for i, array in enumerate(state):
         table[i, 0] = array.ctypes.data
         table[i, 1 : 1 + array.ndim] = array.shape
     _entry()(table.ctypes.data, 0)

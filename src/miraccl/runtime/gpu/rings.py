@@ -99,7 +99,7 @@ def _search_cached(
 
     graphs = Path(graph_file).read_text() if graph_file else ""
     request = PlanRequest.read(os.environ, gpus=_device_numbers(machine, ids), graph_xml=graphs)
-    key = plan_key(format_topology(machine).encode(), request, flavour="gpu ring")
+    key = plan_key(format_topology(machine).encode(), request, variant="gpu ring")
     found = cached_document(plan_folder(), key, lambda: _search(machine, request)).data
     order = tuple(int(rank) for rank in found["order"])
     if sorted(order) != list(range(len(ids))):

@@ -14,7 +14,7 @@ from typing import Any
 
 from miraccl.tools.plan_view.layout import Drawing, draw_system
 from miraccl.tools.plan_view.svg import machine_svg
-from miraccl.topo.jsonform import system_from_json
+from miraccl.topo.system_json import system_from_json
 
 MAX_RANKS = 512
 """Rings and trees over more ranks are left out of the page; the plan's JSON has them."""

@@ -11,8 +11,8 @@ from html import escape
 from typing import Any
 
 from miraccl.tools.plan_view.layout import Box, Drawing, DrawnLink, Point, draw_system
-from miraccl.topo.jsonform import system_from_json
 from miraccl.topo.records import LOC_BW, LinkType
+from miraccl.topo.system_json import system_from_json
 
 COLORS = {
     LinkType.NVL: "#2b8a3e",

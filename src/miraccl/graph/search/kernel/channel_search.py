@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from miraccl.graph.search.kernel.state import DIMENSIONS, RECORDS, ROW, Board
+from miraccl.graph.search.kernel.state import DIMENSIONS, RECORDS, ROW, SearchState
 from miraccl.graph.search.kernel.walk import WALK
 from miraccl.graph.search.kernel.walk import search as walk
 
@@ -29,36 +29,36 @@ for function in WALK:
     extending.register_jitable(error_model="numpy")(function)
 
 
-class BoardType(types.Type):  # type: ignore[misc]
+class SearchStateType(types.Type):  # type: ignore[misc]
     """The type of a board in compiled code: the address of its table."""
 
     def __init__(self) -> None:
         super().__init__(name="Board")
 
 
-BOARD = BoardType()
+SEARCH_STATE = SearchStateType()
 
 
-@extending.register_model(BoardType)
-class BoardModel(extending.models.PrimitiveModel):  # type: ignore[misc]
+@extending.register_model(SearchStateType)
+class SearchStateModel(extending.models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, type: Any) -> None:
         super().__init__(manager, type, ir.IntType(64))
 
 
 @extending.intrinsic  # type: ignore[untyped-decorator]
-def as_board(typingctx: Any, address: Any) -> Any:
-    return BOARD(types.int64), lambda context, builder, signature, args: args[0]
+def as_search_state(typingctx: Any, address: Any) -> Any:
+    return SEARCH_STATE(types.int64), lambda context, builder, signature, args: args[0]
 
 
 @extending.intrinsic  # type: ignore[untyped-decorator]
-def table_row(typingctx: Any, board: Any, row: Any) -> Any:
+def table_row(typingctx: Any, state: Any, row: Any) -> Any:
     """Pointer to a row of the table."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offset = builder.mul(args[1], ir.Constant(ir.IntType(64), ROW * 8))
         return builder.inttoptr(builder.add(args[0], offset), context.get_value_type(types.voidptr))
 
-    return types.voidptr(BOARD, types.int64), emit
+    return types.voidptr(SEARCH_STATE, types.int64), emit
 
 
 @extending.intrinsic  # type: ignore[untyped-decorator]
@@ -72,33 +72,33 @@ def pointer(typingctx: Any, address: Any) -> Any:
 def _attribute(row: int, name: str, dtype: Any, dimensions: int) -> None:
     """Make ``board.<name>`` known to the compiler."""
 
-    def one(board: Any) -> Any:
-        entry = carray(table_row(board, row), ROW, np.int64)
+    def one(state: Any) -> Any:
+        entry = carray(table_row(state, row), ROW, np.int64)
         return carray(pointer(entry[0]), entry[1], dtype)
 
-    def two(board: Any) -> Any:
-        entry = carray(table_row(board, row), ROW, np.int64)
+    def two(state: Any) -> Any:
+        entry = carray(table_row(state, row), ROW, np.int64)
         return carray(pointer(entry[0]), (entry[1], entry[2]), dtype)
 
-    def three(board: Any) -> Any:
-        entry = carray(table_row(board, row), ROW, np.int64)
+    def three(state: Any) -> Any:
+        entry = carray(table_row(state, row), ROW, np.int64)
         return carray(pointer(entry[0]), (entry[1], entry[2], entry[3]), dtype)
 
-    def implementation(board: Any) -> Any:
+    def implementation(state: Any) -> Any:
         return (one, two, three)[dimensions - 1]
 
-    extending.overload_attribute(BoardType, name)(implementation)
+    extending.overload_attribute(SearchStateType, name)(implementation)
 
 
-for _row, _name in enumerate(Board._fields):
+for _row, _name in enumerate(SearchState._fields):
     _attribute(_row, _name, RECORDS[_row], DIMENSIONS[_row])
 
 
 def search(address: int, unused: int) -> int:
     """Walk on the board of a table; returns the visits made."""
-    board = as_board(address)
-    walk(board)
-    return int(board.state[0].visits)
+    state = as_search_state(address)
+    walk(state)
+    return int(state.header[0].visits)
 
 
 EXPORTS = {"search": search}

@@ -15,12 +15,12 @@ from miraccl.graph.search.kernel.state import (
     BEST,
     CLOSE_RING,
     COLLNET_DIRECT,
-    FAN_DIRECT,
-    FAN_NVLS,
+    CURRENT,
+    FANOUT_DIRECT,
+    FANOUT_NVLS,
     FINISH,
     FREE,
     NEXT_CHANNEL,
-    NOW,
     NVLS,
     PCI_ORDER,
     PICK_EXIT,
@@ -28,72 +28,72 @@ from miraccl.graph.search.kernel.state import (
     PICK_NET,
     PICK_NEXT,
     REPLAY,
-    Board,
+    SearchState,
 )
 
 
-def push(board: Board, pick: int, count: int) -> Any:
+def push(state: SearchState, pick: int, count: int) -> Any:
     """A new frame with ``count`` alternatives, whose row of choices has been filled."""
-    state = board.state[0]
-    frame = board.frames[state.depth]
+    header = state.header[0]
+    frame = state.frames[header.depth]
     frame.pick = pick
     frame.count = count
     frame.position = 0
     frame.open = 0
     frame.net = -1
-    state.depth += 1
+    header.depth += 1
     return frame
 
 
-def open_channel(board: Board) -> None:
+def open_channel(state: SearchState) -> None:
     """Push the choice of where the next channel starts."""
-    state = board.state[0]
-    if state.inter:
-        push(board, PICK_NET, state.starts_count)
+    header = state.header[0]
+    if header.inter:
+        push(state, PICK_NET, header.starts_count)
     else:
-        push_first_gpu(board, -1)
+        push_first_gpu(state, -1)
 
 
-def push_first_gpu(board: Board, net: int) -> None:
+def push_first_gpu(state: SearchState, net: int) -> None:
     """Push the choice of a channel's first GPU, entered from ``net`` (-1 none). Alternatives are pairs of order and GPU."""
-    state = board.state[0]
-    graph = board.graphs[NOW]
-    choices = board.choices[state.depth]
+    header = state.header[0]
+    graph = state.graphs[CURRENT]
+    choices = state.choices[header.depth]
     count = 0
     if graph.pattern == NVLS or (
         graph.pattern == COLLNET_DIRECT and net >= 0
     ):  # channels are heads
-        head = free_head(board, net) if net >= 0 else graph.n_channels
+        head = free_head(state, net) if net >= 0 else graph.n_channels
         if head >= 0:
             count = add_first(choices, count, FREE, head)
     elif graph.n_channels > 0 and (net < 0 or graph.same_channels):
-        count = add_first(choices, count, REPLAY, replayed_gpu(board, -1))
+        count = add_first(choices, count, REPLAY, replayed_gpu(state, -1))
         if not graph.same_channels:
-            count = add_all_gpus(board, choices, count)
+            count = add_all_gpus(state, choices, count)
     else:
-        if net < 0 or (state.nvs < 0 and graph.n_channels == 0):
+        if net < 0 or (header.nvs < 0 and graph.n_channels == 0):
             count = add_first(choices, count, PCI_ORDER, 0)
         count = (
-            add_all_gpus(board, choices, count)
+            add_all_gpus(state, choices, count)
             if net < 0
-            else add_near_gpus(board, choices, count, net)
+            else add_near_gpus(state, choices, count, net)
         )
-    push(board, PICK_FIRST, count).net = net
+    push(state, PICK_FIRST, count).net = net
 
 
-def add_all_gpus(board: Board, choices: Any, count: int) -> int:
-    for gpu in range(board.state[0].ngpus):
+def add_all_gpus(state: SearchState, choices: Any, count: int) -> int:
+    for gpu in range(state.header[0].ngpus):
         count = add_first(choices, count, FREE, gpu)
     return count
 
 
-def add_near_gpus(board: Board, choices: Any, count: int, net: int) -> int:
+def add_near_gpus(state: SearchState, choices: Any, count: int, net: int) -> int:
     """The GPU that counts as closest to the net, then the others at the same distance."""
-    local = board.nets[net].local_gpu
+    local = state.nets[net].local_gpu
     if local >= 0:
         count = add_first(choices, count, FREE, local)
-    for i in range(board.nets[net].near_count):
-        gpu = board.lists[board.nets[net].near_first + i]
+    for i in range(state.nets[net].near_count):
+        gpu = state.lists[state.nets[net].near_first + i]
         if gpu != local:
             count = add_first(choices, count, FREE, gpu)
     return count
@@ -105,65 +105,65 @@ def add_first(choices: Any, count: int, order: int, gpu: int) -> int:
     return count + 1
 
 
-def free_head(board: Board, net: int) -> int:
+def free_head(state: SearchState, net: int) -> int:
     """The GPU closest to a net if it may become the head of one more channel, else -1."""
-    graph = board.graphs[NOW]
-    gpu = board.nets[net].local_gpu
-    if gpu < 0 or graph.n_channels >= board.state[0].starts_count:
+    graph = state.graphs[CURRENT]
+    gpu = state.nets[net].local_gpu
+    if gpu < 0 or graph.n_channels >= state.header[0].starts_count:
         return -1
     for channel in range(graph.n_channels):
-        if board.ranks[NOW, channel, 0] == board.gpus[gpu].rank:
+        if state.ranks[CURRENT, channel, 0] == state.gpus[gpu].rank:
             return -1
     return int(gpu)
 
 
-def replayed_gpu(board: Board, step: int) -> int:
+def replayed_gpu(state: SearchState, step: int) -> int:
     """The GPU that follows this step in the channel before."""
-    rank = board.ranks[NOW, board.graphs[NOW].n_channels - 1, step + 1]
-    for gpu in range(board.state[0].ngpus):
-        if board.gpus[gpu].rank == rank:
+    rank = state.ranks[CURRENT, state.graphs[CURRENT].n_channels - 1, step + 1]
+    for gpu in range(state.header[0].ngpus):
+        if state.gpus[gpu].rank == rank:
             return gpu
     return -1
 
 
-def visit(board: Board, gpu: int, step: int, to_net: int, to_first: int, order: int) -> None:
+def visit(state: SearchState, gpu: int, step: int, to_net: int, to_first: int, order: int) -> None:
     """Arrive at a GPU: spend a visit and push the choice of where to go on; with the budget used up, nothing is pushed."""
-    state = board.state[0]
-    if state.budget <= 0:
+    header = state.header[0]
+    if header.budget <= 0:
         return
-    state.budget -= 1
-    state.visits += 1
-    if step == state.ngpus:
-        complete_channel(board)
+    header.budget -= 1
+    header.visits += 1
+    if step == header.ngpus:
+        complete_channel(state)
         return
-    graph = board.graphs[NOW]
-    row = state.depth
-    board.ranks[NOW, graph.n_channels, step] = board.gpus[gpu].rank
+    graph = state.graphs[CURRENT]
+    row = header.depth
+    state.ranks[CURRENT, graph.n_channels, step] = state.gpus[gpu].rank
     count = 1
     if step == to_net:
         pick = PICK_EXIT
-        first = board.lists[state.exits_first + 2 * gpu]
-        count = board.lists[state.exits_first + 2 * gpu + 1]
+        first = state.lists[header.exits_first + 2 * gpu]
+        count = state.lists[header.exits_first + 2 * gpu + 1]
         for i in range(count):
-            board.choices[row, i] = board.lists[first + i]
+            state.choices[row, i] = state.lists[first + i]
     elif graph.pattern == NVLS:
-        pick = FAN_NVLS
+        pick = FANOUT_NVLS
     elif graph.pattern == COLLNET_DIRECT:
-        pick = FAN_DIRECT
-    elif step < state.ngpus - 1:
+        pick = FANOUT_DIRECT
+    elif step < header.ngpus - 1:
         pick = PICK_NEXT
         if order == PCI_ORDER:
-            board.choices[row, 0] = step + 1
+            state.choices[row, 0] = step + 1
         elif order == REPLAY:
-            board.choices[row, 0] = replayed_gpu(board, step)
+            state.choices[row, 0] = replayed_gpu(state, step)
         else:
             sort_net = 0 if to_net == -1 else (1 if to_net == step + 1 else -1)
-            count = list_next_gpus(board, gpu, sort_net, row)
+            count = list_next_gpus(state, gpu, sort_net, row)
     elif step == to_first:
         pick = CLOSE_RING
     else:
         pick = FINISH
-    frame = push(board, pick, count)
+    frame = push(state, pick, count)
     frame.gpu = gpu
     frame.step = step
     frame.to_net = to_net
@@ -171,28 +171,28 @@ def visit(board: Board, gpu: int, step: int, to_net: int, to_first: int, order: 
     frame.order = order
 
 
-def complete_channel(board: Board) -> None:
+def complete_channel(state: SearchState) -> None:
     """One more channel stands: keep the graph if it is the best so far, and push the try for another."""
-    state = board.state[0]
-    graph = board.graphs[NOW]
+    header = state.header[0]
+    graph = state.graphs[CURRENT]
     graph.n_channels += 1
-    if is_better(board):
-        copy_graph(board, NOW, BEST)
-        state.kept += 1
+    if is_better(state):
+        copy_graph(state, CURRENT, BEST)
+        header.improvements += 1
         if graph.n_channels == graph.max_channels:
-            state.budget = -1
-    push(board, NEXT_CHANNEL, 1 if graph.n_channels < graph.max_channels else 0)
+            header.budget = -1
+    push(state, NEXT_CHANNEL, 1 if graph.n_channels < graph.max_channels else 0)
 
 
-def is_better(board: Board) -> bool:
-    graph = board.graphs[NOW]
-    best = board.graphs[BEST]
+def is_better(state: SearchState) -> bool:
+    graph = state.graphs[CURRENT]
+    best = state.graphs[BEST]
     if graph.n_channels < graph.min_channels:
         return False
     count = np.float32(graph.n_channels)
     best_count = np.float32(best.n_channels)
     if graph.pattern == NVLS:  # channels are GPUs that pull: the more the better
-        if graph.n_channels > best.n_channels and graph.n_channels <= board.state[0].ngpus:
+        if graph.n_channels > best.n_channels and graph.n_channels <= state.header[0].ngpus:
             return True
         return bool(count * graph.bw_inter > best_count * best.bw_inter)
     total = count * graph.bw_intra
@@ -206,13 +206,13 @@ def is_better(board: Board) -> bool:
     )
 
 
-def copy_graph(board: Board, source: int, target: int) -> None:
-    board.graphs[target] = board.graphs[source]
-    for channel in range(board.graphs[source].n_channels):
-        for step in range(board.state[0].ngpus):
-            board.ranks[target, channel, step] = board.ranks[source, channel, step]
-        board.ends[target, channel, 0] = board.ends[source, channel, 0]
-        board.ends[target, channel, 1] = board.ends[source, channel, 1]
+def copy_graph(state: SearchState, source: int, target: int) -> None:
+    state.graphs[target] = state.graphs[source]
+    for channel in range(state.graphs[source].n_channels):
+        for step in range(state.header[0].ngpus):
+            state.ranks[target, channel, step] = state.ranks[source, channel, step]
+        state.ends[target, channel, 0] = state.ends[source, channel, 0]
+        state.ends[target, channel, 1] = state.ends[source, channel, 1]
 
 
 CHOICES = (

@@ -6,105 +6,112 @@ ncclTopoSearchNextGpuSort, ncclTopoSearchRecNet, ncclTopoSearchCheckNet).
 
 from __future__ import annotations
 
-from miraccl.graph.search.kernel.state import BALANCED_TREE, NOW, RING, SPLIT_TREE, TREE, Board
+from miraccl.graph.search.kernel.state import (
+    BALANCED_TREE,
+    CURRENT,
+    RING,
+    SPLIT_TREE,
+    TREE,
+    SearchState,
+)
 
 
-def gpu_pci_bw(board: Board, gpu: int) -> int:
+def gpu_pci_bw(state: SearchState, gpu: int) -> int:
     """What a GPU's PCI link has left, whole GB/s of the worse direction; -1 without one."""
-    if board.gpus[gpu].pci_link < 0:
+    if state.gpus[gpu].pci_link < 0:
         return -1
-    up = board.links[board.gpus[gpu].pci_link].bw
-    down = board.links[board.gpus[gpu].pci_back].bw
+    up = state.links[state.gpus[gpu].pci_link].bw
+    down = state.links[state.gpus[gpu].pci_back].bw
     return int(min(up, down))
 
 
-def before(board: Board, here: int, net: int, a: int, b: int) -> int:
+def compare_gpus(state: SearchState, here: int, net: int, a: int, b: int) -> int:
     """Below 0 if GPU a is tried before GPU b, above 0 if after, 0 if their scores are equal; ``net`` -1 leaves the network out.
 
     More bandwidth to the net, on PCI, fewer hops to the net, more bandwidth from here, fewer hops from here. Scores are whole numbers.
     """
-    ngpus = board.state[0].ngpus
+    ngpus = state.header[0].ngpus
     if net >= 0:
-        net_a = board.paths[ngpus + net, a]
-        net_b = board.paths[ngpus + net, b]
+        net_a = state.paths[ngpus + net, a]
+        net_b = state.paths[ngpus + net, b]
         if int(net_a.bw) != int(net_b.bw):
             return int(net_b.bw) - int(net_a.bw)
-        pci_a = gpu_pci_bw(board, a)
-        pci_b = gpu_pci_bw(board, b)
+        pci_a = gpu_pci_bw(state, a)
+        pci_b = gpu_pci_bw(state, b)
         if pci_a != pci_b:
             return pci_b - pci_a
         if net_a.count != net_b.count:
             return int(net_a.count - net_b.count)
-    path_a = board.paths[here, a]
-    path_b = board.paths[here, b]
+    path_a = state.paths[here, a]
+    path_b = state.paths[here, b]
     if int(path_a.bw) != int(path_b.bw):
         return int(path_b.bw) - int(path_a.bw)
     return int(path_a.count - path_b.count)
 
 
-def list_next_gpus(board: Board, here: int, sort_net: int, row: int) -> int:
+def list_next_gpus(state: SearchState, here: int, sort_net: int, row: int) -> int:
     """Write the GPUs to try after this one into a row of choices, best first; returns how many.
 
     ``sort_net``: 1 if the next GPU goes to the network, -1 if a later one does, 0 if none will.
     """
-    state = board.state[0]
-    channel = board.graphs[NOW].n_channels
-    choices = board.choices[row]
+    header = state.header[0]
+    channel = state.graphs[CURRENT].n_channels
+    choices = state.choices[row]
     net = -1
     if sort_net != 0:
-        net = find_net(board, board.ends[NOW, channel, 0])
+        net = find_net(state, state.ends[CURRENT, channel, 0])
     count = 0
-    for offset in range(1, state.ngpus):
-        gpu = (here + offset) % state.ngpus
-        if board.paths[here, gpu].count == 0 or board.used[channel, gpu]:
+    for offset in range(1, header.ngpus):
+        gpu = (here + offset) % header.ngpus
+        if state.paths[here, gpu].count == 0 or state.used[channel, gpu]:
             continue
         at = count  # insertion sort; equal scores keep the order of the ring of indices
-        while at > 0 and before(board, here, net, gpu, choices[at - 1]) < 0:
+        while at > 0 and compare_gpus(state, here, net, gpu, choices[at - 1]) < 0:
             choices[at] = choices[at - 1]
             at -= 1
         choices[at] = gpu
         count += 1
-    if sort_net == -1 and same_distance(board, here, row, count):
+    if sort_net == -1 and same_distance(state, here, row, count):
         for i in range(count // 2):
             other = choices[count - 1 - i]
             choices[count - 1 - i] = choices[i]
             choices[i] = other
-    return neighbours_first(board, here, row, count) if state.nvs >= 0 else count
+    return neighbours_first(state, here, row, count) if header.nvs >= 0 else count
 
 
-def same_distance(board: Board, here: int, row: int, count: int) -> bool:
+def same_distance(state: SearchState, here: int, row: int, count: int) -> bool:
     """All these GPUs are equally far from here."""
     for i in range(1, count):
-        first = board.paths[here, board.choices[row, 0]]
-        other = board.paths[here, board.choices[row, i]]
+        first = state.paths[here, state.choices[row, 0]]
+        other = state.paths[here, state.choices[row, i]]
         if int(first.bw) != int(other.bw) or first.count != other.count:
             return False
     return True
 
 
-def neighbours_first(board: Board, here: int, row: int, count: int) -> int:
+def neighbours_first(state: SearchState, here: int, row: int, count: int) -> int:
     """With an NVSwitch only the neighbours by index are tried: it prefers traffic among few peers. Returns how many remain."""
-    ngpus = board.state[0].ngpus
-    pattern = board.graphs[NOW].pattern
-    following = (here + 1) % ngpus
-    preceding = (here - 1 + ngpus) % ngpus
-    kept = 0
+    ngpus = state.header[0].ngpus
+    pattern = state.graphs[CURRENT].pattern
+    next_gpu = (here + 1) % ngpus
+    previous_gpu = (here - 1 + ngpus) % ngpus
+    remaining = 0
     if pattern == RING:
-        kept += move_to_front(board, row, count, following)
-        if preceding != following:
-            kept += move_to_front(board, row, count, preceding)
+        remaining += move_to_front(state, row, count, next_gpu)
+        if previous_gpu != next_gpu:
+            remaining += move_to_front(state, row, count, previous_gpu)
     elif pattern in (SPLIT_TREE, BALANCED_TREE):
-        kept += move_to_front(board, row, count, preceding)
-        if preceding != following:
-            kept += move_to_front(board, row, count, following)
+        remaining += move_to_front(state, row, count, previous_gpu)
+        if previous_gpu != next_gpu:
+            remaining += move_to_front(state, row, count, next_gpu)
     else:
-        kept += move_to_front(board, row, count, following)
-    return kept
+        remaining += move_to_front(state, row, count, next_gpu)
+    return remaining
 
 
-def move_to_front(board: Board, row: int, count: int, gpu: int) -> int:
+def move_to_front(state: SearchState, row: int, count: int, gpu: int) -> int:
     """1 if the GPU was among the choices."""
-    choices = board.choices[row]
+    choices = state.choices[row]
     for i in range(count):
         if choices[i] == gpu:
             for j in range(i, 0, -1):
@@ -117,53 +124,55 @@ def move_to_front(board: Board, row: int, count: int, gpu: int) -> int:
 # Which net may be used
 
 
-def find_net(board: Board, id: int) -> int:
+def find_net(state: SearchState, id: int) -> int:
     """The first net of this id."""
-    for net in range(len(board.nets)):
-        if board.nets[net].id == id:
+    for net in range(len(state.nets)):
+        if state.nets[net].id == id:
             return net
     return -1
 
 
-def may_start(board: Board, net: int, bw: int) -> bool:
+def can_enter_by(state: SearchState, net: int, bw: int) -> bool:
     """The next channel may come in by this net."""
-    graph = board.graphs[NOW]
-    if graph.collnet and board.nets[net].collnet == 0:
+    graph = state.graphs[CURRENT]
+    if graph.collnet and state.nets[net].collnet == 0:
         return False
-    if board.nets[net].bw < bw:
+    if state.nets[net].bw < bw:
         return False
     if (
         graph.pattern == RING and graph.cross_nic == 2 and graph.n_channels % 2 == 1
     ):  # odd channels mirror the one before
-        return bool(board.nets[net].id == board.ends[NOW, graph.n_channels - 1, 1])
+        return bool(state.nets[net].id == state.ends[CURRENT, graph.n_channels - 1, 1])
     return True
 
 
-def may_leave(board: Board, net: int, step: int) -> bool:
+def can_leave_by(state: SearchState, net: int, step: int) -> bool:
     """The channel may leave by this net, at this step."""
-    graph = board.graphs[NOW]
+    graph = state.graphs[CURRENT]
     channel = graph.n_channels
-    id = board.nets[net].id
-    start = find_net(board, board.ends[NOW, channel, 0])
-    if graph.pattern == TREE and id != board.nets[start].id:  # its traffic is symmetric
+    id = state.nets[net].id
+    start = find_net(state, state.ends[CURRENT, channel, 0])
+    if graph.pattern == TREE and id != state.nets[start].id:  # its traffic is symmetric
         return False
     if graph.pattern == RING and graph.cross_nic == 2:
-        if channel % 2 == 1 and id != board.ends[NOW, channel - 1, 0]:
+        if channel % 2 == 1 and id != state.ends[CURRENT, channel - 1, 0]:
             return False
-    elif graph.cross_nic == 0 and board.nets[net].asic != board.nets[start].asic:
+    elif graph.cross_nic == 0 and state.nets[net].asic != state.nets[start].asic:
         return False
-    return not (graph.pattern == BALANCED_TREE and step != 0 and id != board.ends[NOW, channel, 1])
+    return not (
+        graph.pattern == BALANCED_TREE and step != 0 and id != state.ends[CURRENT, channel, 1]
+    )
 
 
 ORDER = (
     gpu_pci_bw,
-    before,
+    compare_gpus,
     find_net,
     same_distance,
     move_to_front,
     neighbours_first,
     list_next_gpus,
-    may_start,
-    may_leave,
+    can_enter_by,
+    can_leave_by,
 )
 """Everything here that is compiled."""

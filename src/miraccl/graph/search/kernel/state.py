@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-NOW: Final = 0
+CURRENT: Final = 0
 BEST: Final = 1
 
 # Patterns as plain numbers, for compiled code; the values are those of ``Pattern``.
@@ -32,8 +32,8 @@ PICK_FIRST: Final = 1  # the GPU where it starts
 PICK_EXIT: Final = 2  # the net by which it leaves the node, from this GPU
 PICK_NEXT: Final = 3  # the GPU after this one
 CLOSE_RING: Final = 4  # back to the first GPU
-FAN_NVLS: Final = 5  # this GPU pulls from all others through the NVSwitch
-FAN_DIRECT: Final = 6  # this GPU exchanges with every other GPU
+FANOUT_NVLS: Final = 5  # this GPU pulls from all others through the NVSwitch
+FANOUT_DIRECT: Final = 6  # this GPU exchanges with every other GPU
 FINISH: Final = 7  # all GPUs are in: the channel is complete
 NEXT_CHANNEL: Final = 8  # the channel counts; try for one more
 
@@ -53,10 +53,10 @@ _F = np.float32
 LINK = _record(bw=_F, pci=_I)
 """``pci``: 1 on a PCI link."""
 
-HOP = _record(link=_I, back=_I, share=_F)
+HOP = _record(link=_I, reverse=_I, reverse_share=_F)
 """One step of a path. ``share`` is the part of the bandwidth that the link ``back``, of the other direction, loses as well."""
 
-PATH = _record(first=_I, count=_I, type=_I, bw=_F, wide=_I)
+PATH = _record(first=_I, count=_I, type=_I, bw=_F, overhead_bw=_I)
 """``hops[first : first + count]``. ``wide``: its PCI links carry 6/5 of the data (peer-to-peer through an Intel host bridge)."""
 
 GPU = _record(rank=_I, pci_link=_I, pci_back=_I)
@@ -101,14 +101,14 @@ FRAME = _record(
 and back to its first GPU, -1 never; ``position``: alternatives begun of ``count``; ``open``: one of them is on the board;
 ``budget``: of the search around a bounded one."""
 
-STATE = _record(
+HEADER = _record(
     ngpus=_I,
     nvs=_I,
     inter=_I,
     depth=_I,
     budget=_I,
     visits=_I,
-    kept=_I,
+    improvements=_I,
     starts_first=_I,
     starts_count=_I,
     exits_first=_I,
@@ -119,11 +119,11 @@ STATE = _record(
 position in ``lists`` and number of the nets by which GPU g may leave."""
 
 
-class Board(NamedTuple):
+class SearchState(NamedTuple):
     """All arrays; one record each of ``state``, two of ``graphs``. ``ranks`` is [graph, channel, step], ``ends`` [graph, channel, 2],
     ``used`` [channel, GPU], ``choices`` [frame, alternative]."""
 
-    state: Any
+    header: Any
     graphs: Any
     ranks: Any
     ends: Any
@@ -138,7 +138,7 @@ class Board(NamedTuple):
     choices: Any
 
 
-RECORDS = (STATE, GRAPH, _I, _I, _I, LINK, HOP, PATH, GPU, NET, _I, FRAME, _I)
+RECORDS = (HEADER, GRAPH, _I, _I, _I, LINK, HOP, PATH, GPU, NET, _I, FRAME, _I)
 DIMENSIONS = (1, 1, 3, 3, 2, 1, 1, 2, 1, 1, 1, 1, 2)
 """Element type and number of dimensions of each array, in the order of ``Board``."""
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from miraccl.graph.channel_graph import ChannelGraph, Pattern
-from miraccl.graph.search.records import FullLink
+from miraccl.graph.search.report import SaturatedLink
 from miraccl.topo.records import Path, PathTable, System
 
 
-def full_links(system: System, paths: PathTable, graph: ChannelGraph) -> tuple[FullLink, ...]:
+def find_saturated_links(
+    system: System, paths: PathTable, graph: ChannelGraph
+) -> tuple[SaturatedLink, ...]:
     """The links that have less left than one more channel of this graph would take from them, fullest first.
 
     Counts what the channels send in the direction of the search (rings and trees; none for heads of NVLS and CollNet). What peer-to-peer
@@ -35,7 +37,7 @@ def full_links(system: System, paths: PathTable, graph: ChannelGraph) -> tuple[F
                 system.nodes[link.target].name,
             )
             full.append(
-                FullLink(
+                SaturatedLink(
                     source=source,
                     target=target,
                     type=link.type,

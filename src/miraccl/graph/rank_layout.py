@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from miraccl.errors import InvalidUsage
 
-Ints = NDArray[np.int32]
+Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,19 +60,19 @@ class RankLayout:
         return max(len(domain) for domain in self.domains)
 
     @cached_property
-    def node_domain(self) -> Ints:
+    def node_domain(self) -> Int32Array:
         """[nodes] the domain that each node is a copy of."""
         return np.tile(np.arange(len(self.domains), dtype=np.int32), self.hosts)
 
     @cached_property
-    def node_offset(self) -> Ints:
+    def node_offset(self) -> Int32Array:
         """[nodes] what turns a local rank into a global one."""
         return np.repeat(
             np.arange(self.hosts, dtype=np.int32) * np.int32(self.gpus_per_host), len(self.domains)
         )
 
     @cached_property
-    def rank_to_node(self) -> Ints:
+    def rank_to_node(self) -> Int32Array:
         """[ranks]"""
         local = np.empty(self.gpus_per_host, dtype=np.int32)
         for d, ranks in enumerate(self.domains):
@@ -83,15 +83,15 @@ class RankLayout:
             .astype(np.int32)
         )
 
-    def nodes_of(self, domain: int) -> Ints:
+    def nodes_of(self, domain: int) -> Int32Array:
         """The nodes that are copies of ``domain``, ascending."""
         return np.arange(domain, self.nnodes, len(self.domains), dtype=np.int32)
 
-    def per_node(self, local: Sequence[int]) -> Ints:
+    def per_node(self, local: Sequence[int]) -> Int32Array:
         """[nodes] global ranks from one local rank per domain."""
         return np.asarray(local, dtype=np.int32)[self.node_domain] + self.node_offset
 
-    def on_all_hosts(self, local: Sequence[int]) -> Ints:
+    def on_all_hosts(self, local: Sequence[int]) -> Int32Array:
         """[hosts, len(local)] the same local ranks on every host, as global ranks."""
         hosts = np.arange(self.hosts, dtype=np.int32)[:, None] * np.int32(self.gpus_per_host)
         return hosts + np.asarray(local, dtype=np.int32)[None, :]

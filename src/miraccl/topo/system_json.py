@@ -11,7 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miraccl.errors import TopologyError
-from miraccl.topo.jsonshape import Shape, list_of, one_of, record, row, single, text, whole
+from miraccl.topo.json_schema import (
+    Validator,
+    fixed_list,
+    float32,
+    integer,
+    list_of,
+    one_of,
+    record,
+    string,
+)
 from miraccl.topo.records import (
     LOCAL_ID_MASK,
     TABLE_SOURCES,
@@ -39,8 +48,8 @@ _DEVICE_BITS = (1 << 64) - 1
 
 def number(value: float) -> float | int:
     """A bandwidth as JSON shows it: nine significant digits, whole numbers without a point."""
-    text = float(f"{value:.9g}")
-    return int(text) if text == int(text) and abs(text) < 1e15 else text
+    string = float(f"{value:.9g}")
+    return int(string) if string == int(string) and abs(string) < 1e15 else string
 
 
 def system_to_json(system: System) -> Json:
@@ -90,32 +99,32 @@ def _attributes(node: TopoNode) -> Json:
 
 def _device_number(value: Any, where: str) -> None:
     if type(value) is not int:
-        text("-?0x[0-9a-f]{1,16}", "a number in hex, as 0x10de")(value, where)
+        string("-?0x[0-9a-f]{1,16}", "a number in hex, as 0x10de")(value, where)
 
 
-_ATTRIBUTES: dict[NodeType, dict[str, Shape]] = {
-    NodeType.GPU: dict.fromkeys(("dev", "rank", "sm", "gdr"), whole()),
+_ATTRIBUTES: dict[NodeType, dict[str, Validator]] = {
+    NodeType.GPU: dict.fromkeys(("dev", "rank", "sm", "gdr"), integer()),
     NodeType.PCI: {"device": _device_number},
-    NodeType.CPU: dict.fromkeys(("arch", "vendor", "model"), whole()),
+    NodeType.CPU: dict.fromkeys(("arch", "vendor", "model"), integer()),
     NodeType.NET: {
-        **dict.fromkeys(("dev", "port", "gdr", "coll", "maxChannels", "localGpu"), whole()),
+        **dict.fromkeys(("dev", "port", "gdr", "coll", "maxChannels", "localGpu"), integer()),
         "asic": _device_number,
-        "bw": single,
-        "latency": single,
+        "bw": float32,
+        "latency": float32,
     },
 }
 
 
-def _node_shape(kind: NodeType) -> Shape:
-    name = text(
+def _node_validator(kind: NodeType) -> Validator:
+    name = string(
         f"{kind.name}/[0-9a-f]{{1,2}}-[0-9a-f]{{1,14}}", f"a name such as {kind.name}/0-1a000"
     )
-    link = row(one_of(*(kind.name for kind in LinkType)), single, text())
+    link = fixed_list(one_of(*(kind.name for kind in LinkType)), float32, string())
     return record({"name": name, **_ATTRIBUTES.get(kind, {}), "links": list_of(link)})
 
 
-_NODES = {kind.name: list_of(_node_shape(kind)) for kind in NodeType}
-_SYSTEM = record({"maxBw": single, "totalBw": single, "inter": one_of(0, 1), **_NODES})
+_NODES = {kind.name: list_of(_node_validator(kind)) for kind in NodeType}
+_SYSTEM = record({"maxBw": float32, "totalBw": float32, "inter": one_of(0, 1), **_NODES})
 
 
 def system_from_json(data: Mapping[str, Any], where: str = "system") -> System:
@@ -228,9 +237,9 @@ def paths_to_json(paths: PathTable, system: System) -> Json:
             for target in TABLE_TARGETS:
                 if (source, target) == (NodeType.NET, NodeType.NET):
                     continue
-                row = paths.row(source, i, target)
+                fixed_list = paths.row(source, i, target)
                 entry[target.name] = [
-                    [p.type.name, number(p.bw), [hop[h] for h in p.hops]] for p in row
+                    [p.type.name, number(p.bw), [hop[h] for h in p.hops]] for p in fixed_list
                 ]
             result[source.name].append(entry)
     return result

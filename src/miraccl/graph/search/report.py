@@ -98,7 +98,7 @@ class Duplication:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullLink:
+class SaturatedLink:
     """A link without room for one more channel: from, to, GB/s in all and left."""
 
     source: str
@@ -124,7 +124,7 @@ class SearchReport:
     stop: Stop | None = None
     next_bw: float = 0.0
     duplication: Duplication | None = None
-    full_links: tuple[FullLink, ...] = ()
+    saturated_links: tuple[SaturatedLink, ...] = ()
     graph: ChannelGraph
 
     @property

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import GraphKind, Pattern
-from miraccl.graph.search.kernel import moves, order
-from miraccl.graph.search.kernel.state import NOW, Board
+from miraccl.graph.search.kernel import order, transitions
+from miraccl.graph.search.kernel.state import CURRENT, SearchState
 from miraccl.graph.search.nets import candidate_nets, preferred_nets
 from miraccl.graph.search.passes import MAX_DIRECT_HEADS
 from miraccl.graph.search.speeds import INTER_BLACKWELL, INTRA, first_at_most, speeds_for
-from miraccl.graph.search.table import make_board
-from miraccl.topo.queries import Nearest
+from miraccl.graph.search.state_builder import build_state
+from miraccl.topo.queries import NearestDevices
 from miraccl.topo.records import (
     CpuArch,
     CpuNode,
@@ -41,7 +41,7 @@ def link(kind: LinkType, bw: float, target: int) -> Link:
     return Link(type=kind, bw=bw, target=target)
 
 
-def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) -> Nearest:
+def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) -> NearestDevices:
     """GPUs at one CPU with 12 GB/s each, and a net of 10 GB/s at the CPU."""
     cpu = gpus
     nodes = (
@@ -85,11 +85,11 @@ def pcie_pair(vendor: CpuVendor = CpuVendor.INTEL, sm: int = 80, gpus: int = 2) 
             ),
         }
     )
-    return Nearest(system, paths)
+    return NearestDevices(system, paths)
 
 
-def board_for(nearest: Nearest, **graph: Any) -> Board:
-    board = make_board(nearest)
+def state_for(nearest: NearestDevices, **graph: Any) -> SearchState:
+    state = build_state(nearest)
     defaults = {
         "pattern": Pattern.RING,
         "type_intra": PathType.SYS,
@@ -98,17 +98,17 @@ def board_for(nearest: Nearest, **graph: Any) -> Board:
         "bw_inter": 5.0,
     }
     for name, value in {**defaults, **graph}.items():
-        board.graphs[NOW][name] = value
-    return board
+        state.graphs[CURRENT][name] = value
+    return state
 
 
-def left(board: Board) -> list[float]:
-    return [float(bw) for bw in board.links["bw"]]
+def left(state: SearchState) -> list[float]:
+    return [float(bw) for bw in state.links["bw"]]
 
 
 @given(st.floats(0, 5000, width=32), st.floats(0, 5000, width=32))
 def test_less_rounds_to_three_decimals_in_single_precision(a: float, b: float) -> None:
-    got = moves.less(np.float32(a), np.float32(b))
+    got = transitions.subtract_rounded(np.float32(a), np.float32(b))
     difference = np.float32(np.float32(a) - np.float32(b)) * np.float32(1000)
     magnitude = int(abs(float(difference)) + 0.5)
     want = np.float32(magnitude if difference >= 0 else -magnitude) / np.float32(1000)
@@ -119,90 +119,97 @@ def test_less_rounds_to_three_decimals_in_single_precision(a: float, b: float) -
 def test_less_keeps_the_first_touch_of_a_link() -> None:
     """20.6 x 18 has no three decimals in single precision: once it was used, it is another number."""
     full = np.float32(20.6) * np.float32(18)
-    again = moves.less(moves.less(full, np.float32(60)), np.float32(-60))
+    again = transitions.subtract_rounded(
+        transitions.subtract_rounded(full, np.float32(60)), np.float32(-60)
+    )
     assert struct.pack("f", full) != struct.pack("f", again)
-    assert moves.less(moves.less(again, np.float32(60)), np.float32(-60)) == again
+    assert (
+        transitions.subtract_rounded(
+            transitions.subtract_rounded(again, np.float32(60)), np.float32(-60)
+        )
+        == again
+    )
 
 
 @pytest.mark.parametrize(("vendor", "takes"), [(CpuVendor.INTEL, 6.0), (CpuVendor.AMD, 5.0)])
 def test_peer_to_peer_through_an_intel_host_bridge_costs_a_fifth_more(
     vendor: CpuVendor, takes: float
 ) -> None:
-    board = board_for(pcie_pair(vendor))
-    assert moves.follow(board, 0, 1, ONE)
-    assert left(board)[0] == left(board)[3] == 12 - takes
-    assert moves.follow(board, 0, 1, -ONE)
-    assert left(board) == [12.0] * 6
-    assert board.graphs[NOW].n_hops == 0
+    state = state_for(pcie_pair(vendor))
+    assert transitions.follow_path(state, 0, 1, ONE)
+    assert left(state)[0] == left(state)[3] == 12 - takes
+    assert transitions.follow_path(state, 0, 1, -ONE)
+    assert left(state) == [12.0] * 6
+    assert state.graphs[CURRENT].n_hops == 0
 
 
 def test_traffic_from_the_net_to_an_old_gpu_takes_an_eighth_of_the_way_back() -> None:
     for sm, aside in ((70, 5 / 8), (80, 0.0)):
-        board = board_for(pcie_pair(sm=sm))
-        assert moves.follow(board, 2, 0, ONE)
-        assert left(board)[0] == 12 - aside
+        state = state_for(pcie_pair(sm=sm))
+        assert transitions.follow_path(state, 2, 0, ONE)
+        assert left(state)[0] == 12 - aside
 
 
 def test_a_path_that_is_too_narrow_leaves_no_trace() -> None:
-    board = board_for(pcie_pair(CpuVendor.AMD))
-    board.links[3].bw = 4.0  # the second hop
-    before = left(board)
-    assert not moves.follow(board, 0, 1, ONE)
-    assert left(board) == before
+    state = state_for(pcie_pair(CpuVendor.AMD))
+    state.links[3].bw = 4.0  # the second hop
+    before = left(state)
+    assert not transitions.follow_path(state, 0, 1, ONE)
+    assert left(state) == before
 
 
 def test_only_whole_moves_are_held_to_the_path_type() -> None:
-    board = board_for(pcie_pair(), type_intra=PathType.PXB)
-    assert not moves.follow(board, 0, 1, ONE)
-    assert moves.follow(board, 0, 1, np.float32(0.5))
+    state = state_for(pcie_pair(), type_intra=PathType.PXB)
+    assert not transitions.follow_path(state, 0, 1, ONE)
+    assert transitions.follow_path(state, 0, 1, np.float32(0.5))
 
 
 def test_a_balanced_tree_takes_half_to_the_net() -> None:
-    board = board_for(pcie_pair(CpuVendor.AMD), pattern=Pattern.BALANCED_TREE)
-    assert moves.follow_to_net(board, 0, 0, ONE)
-    assert left(board)[0] == 9.5
-    assert board.graphs[NOW].bw_inter == 5.0
+    state = state_for(pcie_pair(CpuVendor.AMD), pattern=Pattern.BALANCED_TREE)
+    assert transitions.follow_path_to_net(state, 0, 0, ONE)
+    assert left(state)[0] == 9.5
+    assert state.graphs[CURRENT].bw_inter == 5.0
 
 
 def test_parts_of_a_hop_are_cut_off_as_in_c() -> None:
     """With a third of the bandwidth, hop counts go down faster than they went up."""
-    board = board_for(pcie_pair(gpus=4), bw_intra=3.0)
-    part = moves.fan_part(4)
-    board.graphs[NOW].n_hops = 2
-    moves.follow(board, 0, 1, part)
-    assert board.graphs[NOW].n_hops == 2
-    moves.follow(board, 0, 1, -part)
-    assert board.graphs[NOW].n_hops == 1
+    state = state_for(pcie_pair(gpus=4), bw_intra=3.0)
+    part = transitions.fanout_share(4)
+    state.graphs[CURRENT].n_hops = 2
+    transitions.follow_path(state, 0, 1, part)
+    assert state.graphs[CURRENT].n_hops == 2
+    transitions.follow_path(state, 0, 1, -part)
+    assert state.graphs[CURRENT].n_hops == 1
 
 
 def test_nets_of_one_port_share_what_is_reserved() -> None:
-    board = board_for(pcie_pair())
-    moves.reserve_net(board, 0, 4)
-    assert board.nets[0].bw == 6.0
-    moves.reserve_net(board, 0, -4)
-    assert board.nets[0].bw == 10.0
+    state = state_for(pcie_pair())
+    transitions.reserve_net(state, 0, 4)
+    assert state.nets[0].bw == 6.0
+    transitions.reserve_net(state, 0, -4)
+    assert state.nets[0].bw == 10.0
 
 
 def test_next_gpus_begin_after_the_last_and_prefer_more_bandwidth() -> None:
     nearest = pcie_pair(gpus=4)
-    board = board_for(nearest)
-    assert order.list_next_gpus(board, 1, 0, 0) == 3
-    assert list(board.choices[0, :3]) == [2, 3, 0]
-    board.paths[1, 0].bw = 13.0
-    order.list_next_gpus(board, 1, 0, 0)
-    assert list(board.choices[0, :3]) == [0, 2, 3]
-    board.paths[1, 0].bw = 12.9  # scores are whole numbers
-    order.list_next_gpus(board, 1, 0, 0)
-    assert list(board.choices[0, :3]) == [2, 3, 0]
+    state = state_for(nearest)
+    assert order.list_next_gpus(state, 1, 0, 0) == 3
+    assert list(state.choices[0, :3]) == [2, 3, 0]
+    state.paths[1, 0].bw = 13.0
+    order.list_next_gpus(state, 1, 0, 0)
+    assert list(state.choices[0, :3]) == [0, 2, 3]
+    state.paths[1, 0].bw = 12.9  # scores are whole numbers
+    order.list_next_gpus(state, 1, 0, 0)
+    assert list(state.choices[0, :3]) == [2, 3, 0]
 
 
 def test_gpus_alike_are_tried_backwards_when_a_later_one_goes_to_the_net() -> None:
-    board = board_for(pcie_pair(gpus=4))
-    order.list_next_gpus(board, 1, -1, 0)
-    assert list(board.choices[0, :3]) == [0, 3, 2]
-    board.used[0, 3] = 1
-    assert order.list_next_gpus(board, 1, -1, 0) == 2
-    assert list(board.choices[0, :2]) == [0, 2]
+    state = state_for(pcie_pair(gpus=4))
+    order.list_next_gpus(state, 1, -1, 0)
+    assert list(state.choices[0, :3]) == [0, 3, 2]
+    state.used[0, 3] = 1
+    assert order.list_next_gpus(state, 1, -1, 0) == 2
+    assert list(state.choices[0, :2]) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -210,17 +217,17 @@ def test_gpus_alike_are_tried_backwards_when_a_later_one_goes_to_the_net() -> No
     [(Pattern.RING, [0, 2]), (Pattern.BALANCED_TREE, [2, 0]), (Pattern.TREE, [2])],
 )
 def test_with_an_nvswitch_only_neighbours_are_tried(pattern: Pattern, expected: list[int]) -> None:
-    board = board_for(pcie_pair(gpus=4), pattern=pattern)
-    board.state[0].nvs = 5
-    count = order.list_next_gpus(board, 1, 0, 0)
-    assert list(board.choices[0, :count]) == expected
+    state = state_for(pcie_pair(gpus=4), pattern=pattern)
+    state.header[0].nvs = 5
+    count = order.list_next_gpus(state, 1, 0, 0)
+    assert list(state.choices[0, :count]) == expected
 
 
 def test_less_bandwidth_on_pci_puts_a_gpu_back() -> None:
-    board = board_for(pcie_pair(gpus=3))
-    board.links[1].bw = 3.0
-    order.list_next_gpus(board, 0, 1, 0)
-    assert list(board.choices[0, :2]) == [2, 1]
+    state = state_for(pcie_pair(gpus=3))
+    state.links[1].bw = 3.0
+    order.list_next_gpus(state, 0, 1, 0)
+    assert list(state.choices[0, :2]) == [2, 1]
 
 
 # Nets
@@ -238,12 +245,12 @@ def test_a_gpu_without_a_net_ends_the_search() -> None:
         **base.paths.rows,
         (NodeType.GPU, NodeType.NET): (base.paths.row(NodeType.GPU, 0, NodeType.NET), ()),
     }
-    nearest = Nearest(base.system, PathTable(rows=rows))
+    nearest = NearestDevices(base.system, PathTable(rows=rows))
     assert candidate_nets(nearest, [0, 1], PathType.SYS) == []
     assert candidate_nets(nearest, [0], PathType.SYS) == [0]
 
 
-def several_nets(types: list[PathType], net_per_gpu: int) -> Nearest:
+def several_nets(types: list[PathType], net_per_gpu: int) -> NearestDevices:
     """One GPU and nets at these path types, the nearest first."""
     nodes = (
         GpuNode(id=1, dev=0, rank=0, sm=80),
@@ -254,7 +261,7 @@ def several_nets(types: list[PathType], net_per_gpu: int) -> Nearest:
         (NodeType.GPU, NodeType.NET): (row,),
         (NodeType.NET, NodeType.GPU): tuple((path,) for path in row),
     }
-    return Nearest(System(nodes=nodes), PathTable(rows=rows), net_per_gpu)
+    return NearestDevices(System(nodes=nodes), PathTable(rows=rows), net_per_gpu)
 
 
 def test_farther_nets_come_last_and_only_when_allowed() -> None:
@@ -289,7 +296,7 @@ def test_a_link_without_a_way_back_is_refused_where_it_matters() -> None:
     nodes = list(nearest.system.nodes)
     nodes[0] = GpuNode(id=0x10, dev=0, rank=0, sm=70, links=(link(LinkType.NVL, 12.0, 2),))
     with pytest.raises(TopologyError, match="no PCI link back"):
-        make_board(Nearest(System(nodes=tuple(nodes), inter=1), nearest.paths))
+        build_state(NearestDevices(System(nodes=tuple(nodes), inter=1), nearest.paths))
 
 
 def test_collnet_direct_has_at_most_eight_heads() -> None:

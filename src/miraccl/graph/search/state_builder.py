@@ -9,9 +9,19 @@ import numpy as np
 
 from miraccl.errors import TopologyError
 from miraccl.graph.channel_graph import MAX_CHANNELS
-from miraccl.graph.search.kernel.state import FRAME, GPU, GRAPH, HOP, LINK, NET, PATH, STATE, Board
+from miraccl.graph.search.kernel.state import (
+    FRAME,
+    GPU,
+    GRAPH,
+    HEADER,
+    HOP,
+    LINK,
+    NET,
+    PATH,
+    SearchState,
+)
 from miraccl.graph.search.nets import candidate_nets
-from miraccl.topo.queries import Nearest
+from miraccl.topo.queries import NearestDevices
 from miraccl.topo.records import (
     CpuArch,
     CpuNode,
@@ -32,7 +42,7 @@ FRAMES_BESIDE_GPUS = 8
 """Choice points of a channel besides one per GPU: net, first GPU, two exits, close or finish, next channel, and two to spare."""
 
 
-def make_board(nearest: Nearest) -> Board:
+def build_state(nearest: NearestDevices) -> SearchState:
     """A board with all bandwidth on it and two empty graphs. :func:`set_candidates` has to follow where nets are used."""
     system, paths = nearest.system, nearest.paths
     ngpus, nnets = len(system.gpus), len(system.nets)
@@ -40,16 +50,16 @@ def make_board(nearest: Nearest) -> Board:
         raise TopologyError("there is no GPU to search channels for")
     table, hops = _paths(system, paths)
     near = [nearest.gpus(net) for net in range(nnets)]
-    state = np.zeros(1, STATE)
-    state[0].ngpus = ngpus
-    state[0].nvs = ngpus + nnets if system.count(NodeType.NVS) else -1
-    state[0].inter = system.inter
-    state[0].exits_first = sum(map(len, near))
-    lists = np.zeros(state[0].exits_first + 2 * ngpus + (ngpus + 1) * nnets, np.int64)
-    lists[: state[0].exits_first] = [gpu for gpus in near for gpu in gpus]
+    header = np.zeros(1, HEADER)
+    header[0].ngpus = ngpus
+    header[0].nvs = ngpus + nnets if system.count(NodeType.NVS) else -1
+    header[0].inter = system.inter
+    header[0].exits_first = sum(map(len, near))
+    lists = np.zeros(header[0].exits_first + 2 * ngpus + (ngpus + 1) * nnets, np.int64)
+    lists[: header[0].exits_first] = [gpu for gpus in near for gpu in gpus]
     frames = (ngpus + FRAMES_BESIDE_GPUS) * (MAX_CHANNELS + 1)
-    return Board(
-        state=state,
+    return SearchState(
+        header=header,
         graphs=np.zeros(2, GRAPH),
         ranks=np.zeros((2, MAX_CHANNELS, ngpus), np.int64),
         ends=np.zeros((2, MAX_CHANNELS, 2), np.int64),
@@ -73,19 +83,22 @@ def _array(rows: Sequence[tuple[Any, ...]], dtype: Any) -> Any:
     return array
 
 
-def set_candidates(board: Board, nearest: Nearest, worst: PathType) -> None:
+def set_candidates(state: SearchState, nearest: NearestDevices, worst: PathType) -> None:
     """Write the nets that channels may start from and leave by, up to the path type ``worst``."""
-    state = board.state[0]
-    ngpus = int(state.ngpus)
-    at = int(state.exits_first) + 2 * ngpus
+    header = state.header[0]
+    ngpus = int(header.ngpus)
+    at = int(header.exits_first) + 2 * ngpus
     starts = candidate_nets(nearest, range(ngpus), worst)
-    state.starts_first, state.starts_count = at, len(starts)
-    board.lists[at : at + len(starts)] = starts
+    header.starts_first, header.starts_count = at, len(starts)
+    state.lists[at : at + len(starts)] = starts
     at += len(starts)
     for gpu in range(ngpus):
         exits = candidate_nets(nearest, [gpu], worst)
-        board.lists[state.exits_first + 2 * gpu : state.exits_first + 2 * gpu + 2] = at, len(exits)
-        board.lists[at : at + len(exits)] = exits
+        state.lists[header.exits_first + 2 * gpu : header.exits_first + 2 * gpu + 2] = (
+            at,
+            len(exits),
+        )
+        state.lists[at : at + len(exits)] = exits
         at += len(exits)
 
 

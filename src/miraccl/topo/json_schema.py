@@ -13,110 +13,114 @@ from typing import Any, NoReturn
 
 from miraccl.errors import TopologyError
 
-Shape = Callable[[Any, str], None]
+Validator = Callable[[Any, str], None]
 
 INT32_MAX = (1 << 31) - 1
 _LARGEST_SINGLE = (2 - 2**-23) * 2.0**127
 
 
-def refuse(where: str, value: object, allowed: str) -> NoReturn:
+def raise_invalid(where: str, value: object, allowed: str) -> NoReturn:
     shown = repr(value)
     raise TopologyError(
         f"{where or 'the document'} is {shown if len(shown) <= 60 else shown[:57] + '...'}; allowed is {allowed}"
     )
 
 
-def whole(low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> Shape:
+def integer(low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> Validator:
     """A whole number from ``low`` to ``high``."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not int or not low <= value <= high:
-            refuse(where, value, f"a whole number from {low} to {high}")
+            raise_invalid(where, value, f"a whole number from {low} to {high}")
 
     return check
 
 
-def single(value: Any, where: str) -> None:
+def float32(value: Any, where: str) -> None:
     """A number of single precision."""
     if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > _LARGEST_SINGLE:
-        refuse(where, value, "a finite number of single precision")
+        raise_invalid(where, value, "a finite number of single precision")
 
 
-def anything(value: Any, where: str) -> None:
+def any_value(value: Any, where: str) -> None:
     """The reader looks at it."""
 
 
-def text(pattern: str = ".*", like: str = "a text") -> Shape:
+def string(pattern: str = ".*", like: str = "a text") -> Validator:
     """A text that matches ``pattern``; ``like`` says so in words."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, str) or not compiled.fullmatch(value):
-            refuse(where, value, like)
+            raise_invalid(where, value, like)
 
     return check
 
 
-def one_of(*values: str | int) -> Shape:
+def one_of(*values: str | int) -> Validator:
     def check(value: Any, where: str) -> None:
-        if not any(type(value) is type(one) and value == one for one in values):
-            refuse(where, value, " or ".join(map(repr, values)))
+        if not any(
+            type(value) is type(item_value) and value == item_value for item_value in values
+        ):
+            raise_invalid(where, value, " or ".join(map(repr, values)))
 
     return check
 
 
-def list_of(item: Shape, least: int = 0, most: int | None = None) -> Shape:
+def list_of(item: Validator, min_length: int = 0, max_length: int | None = None) -> Validator:
     def check(value: Any, where: str) -> None:
         if not isinstance(value, list):
-            refuse(where, value, "a list")
-        if len(value) < least or (most is not None and len(value) > most):
-            refuse(
+            raise_invalid(where, value, "a list")
+        if len(value) < min_length or (max_length is not None and len(value) > max_length):
+            raise_invalid(
                 where,
                 value,
-                f"a list of {least} or more" if most is None else f"a list of {least} to {most}",
+                f"a list of {min_length} or more"
+                if max_length is None
+                else f"a list of {min_length} to {max_length}",
             )
-        for number, one in enumerate(value):
-            item(one, f"{where}[{number}]")
+        for index, item_value in enumerate(value):
+            item(item_value, f"{where}[{index}]")
 
     return check
 
 
-def row(*items: Shape) -> Shape:
+def fixed_list(*items: Validator) -> Validator:
     """A list with a shape for each of its places."""
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, list) or len(value) != len(items):
-            refuse(where, value, f"a list of {len(items)}")
-        for number, (item, one) in enumerate(zip(items, value, strict=True)):
-            item(one, f"{where}[{number}]")
+            raise_invalid(where, value, f"a list of {len(items)}")
+        for index, (item, item_value) in enumerate(zip(items, value, strict=True)):
+            item(item_value, f"{where}[{index}]")
 
     return check
 
 
-def record(fields: Mapping[str, Shape], optional: Iterable[str] = ()) -> Shape:
+def record(fields: Mapping[str, Validator], optional: Iterable[str] = ()) -> Validator:
     """An object with these keys; others are left alone."""
-    may_lack = frozenset(optional)
+    optional_keys = frozenset(optional)
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, Mapping):
-            refuse(where, value, "an object")
-        for key, shape in fields.items():
+            raise_invalid(where, value, "an object")
+        for key, validator in fields.items():
             name = f"{where}.{key}" if where else key
             if key in value:
-                shape(value[key], name)
-            elif key not in may_lack:
+                validator(value[key], name)
+            elif key not in optional_keys:
                 raise TopologyError(f"{name} is missing")
 
     return check
 
 
-def mapping(item: Shape) -> Shape:
+def mapping(item: Validator) -> Validator:
     """An object with any keys."""
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, Mapping):
-            refuse(where, value, "an object")
-        for key, one in value.items():
-            item(one, f"{where}.{key}")
+            raise_invalid(where, value, "an object")
+        for key, item_value in value.items():
+            item(item_value, f"{where}.{key}")
 
     return check

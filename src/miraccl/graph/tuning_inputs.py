@@ -12,7 +12,7 @@ from miraccl.topo.records import CpuArch, CpuVendor, NodeType, System, f32
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningFacts:
+class TuningInputs:
     """``graphs`` are the agreed ones. ``collnet_heads`` is 0 and ``collnet_direct_heads`` 1 where CollNet is
     not in use; ``sm`` values are compute capabilities times ten."""
 
@@ -34,7 +34,7 @@ class TuningFacts:
     collnet_direct_heads: int
 
     @classmethod
-    def of(cls, plan: Connections, system: System) -> TuningFacts:
+    def of(cls, plan: Connections, system: System) -> TuningInputs:
         """Facts of a communicator; ``system`` is the machine as rank 0 sees it."""
         collnet = plan.collnet
         cpu = system.cpus[0] if system.cpus else None

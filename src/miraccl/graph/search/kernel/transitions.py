@@ -1,0 +1,166 @@
+"""Moves of the search: bandwidth taken from links and given back.
+
+Ordinary Python over the arrays of ``board``, compiled as it stands (see ``walk``). The rules are NCCL 2.28's (``src/graph/search.cc``
+followPath, ncclTopoFollowPath): single precision throughout, rounded to three decimals each time a link is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from miraccl.graph.search.kernel.state import BALANCED_TREE, CURRENT, TREE, SearchState
+
+DISCONNECTED = 11
+"""``PathType.DIS`` as a plain number, for compiled code."""
+
+ONE = np.float32(1.0)
+TWO = np.float32(2.0)
+HALF = np.float32(0.5)
+FIVE = np.float32(5.0)
+SIX = np.float32(6.0)
+THOUSAND = np.float32(1000.0)
+
+
+def subtract_rounded(a: Any, b: Any) -> Any:
+    """``a - b`` in single precision, rounded to three decimals, halves away from zero."""
+    scaled = float((a - b) * THOUSAND)
+    if scaled < 0.0:
+        return -np.float32(math.floor(0.5 - scaled)) / THOUSAND
+    return np.float32(math.floor(scaled + 0.5)) / THOUSAND
+
+
+def reserve_bandwidth(state: SearchState, path: Any, steps: int, bw: Any) -> int:
+    """Take ``bw`` from the first ``steps`` links of a path; stops before a link that has less and says how many were done."""
+    overhead_bw = bw * SIX / FIVE if path.pci_overhead else bw
+    for step in range(steps):
+        hop = state.hops[path.first + step]
+        link = state.links[hop.link]
+        forward_bw = overhead_bw if link.pci else bw
+        if link.bw < forward_bw:
+            return step
+        if hop.reverse_share > 0:
+            reverse = state.links[hop.reverse_link]
+            reverse_bw = forward_bw * hop.reverse_share
+            if reverse.bw < reverse_bw:
+                return step
+            link.bw = subtract_rounded(link.bw, forward_bw)
+            reverse.bw = subtract_rounded(reverse.bw, reverse_bw)
+        else:
+            link.bw = subtract_rounded(link.bw, forward_bw)
+    return steps
+
+
+def follow_path(state: SearchState, start: int, end: int, times: Any) -> bool:
+    """Move from one vertex to another with ``times`` the bandwidth of the graph; negative gives a move back.
+
+    Only a move with ``times`` exactly 1 is held to the path types allowed, as in NCCL.
+    """
+    graph = state.graphs[CURRENT]
+    ngpus = state.header[0].ngpus
+    nvs = state.header[0].nvs
+    path = state.paths[start, end]
+    inside = (start < ngpus or start == nvs) and (end < ngpus or end == nvs)
+    bw = graph.bw_intra if inside else graph.bw_inter
+    worst = graph.type_intra if inside else graph.type_inter
+    if path.type >= DISCONNECTED:
+        return False
+    if times == ONE:
+        if path.type > worst:
+            return False
+        if (
+            graph.pattern <= TREE and state.paths[end, start].type > worst
+        ):  # trees carry data both ways
+            return False
+    bw = bw * times
+    done = reserve_bandwidth(state, path, path.count, bw)
+    if done < path.count:
+        reserve_bandwidth(state, path, done, -bw)
+        return False
+    graph.n_hops = int(np.float32(graph.n_hops) + times * np.float32(path.count))
+    return True
+
+
+def follow_path_to_net(state: SearchState, gpu: int, net: int, times: Any) -> bool:
+    """A move from a GPU to a net. A balanced tree spreads this traffic over two GPUs, half each."""
+    graph = state.graphs[CURRENT]
+    whole = graph.bw_inter
+    if graph.pattern == BALANCED_TREE:
+        graph.bw_inter = whole * HALF
+    possible = follow_path(state, gpu, state.header[0].ngpus + net, times)
+    graph.bw_inter = whole
+    return possible
+
+
+def reserve_fanout_nvls(state: SearchState, head: int) -> bool:
+    """All GPUs to and from the NVSwitch, the head twice; either all of it is on the board or nothing."""
+    header = state.header[0]
+    for gpu in range(header.ngpus):
+        if not follow_path(state, header.nvs, gpu, TWO if gpu == head else ONE):
+            release_fanout_nvls(state, head, 0, gpu)
+            return False
+    for gpu in range(header.ngpus):
+        if not follow_path(state, gpu, header.nvs, TWO if gpu == head else ONE):
+            release_fanout_nvls(state, head, gpu, header.ngpus)
+            return False
+    return True
+
+
+def release_fanout_nvls(state: SearchState, head: int, ups: int, downs: int) -> None:
+    header = state.header[0]
+    for gpu in range(ups - 1, -1, -1):
+        follow_path(state, gpu, header.nvs, -TWO if gpu == head else -ONE)
+    for gpu in range(downs - 1, -1, -1):
+        follow_path(state, header.nvs, gpu, -TWO if gpu == head else -ONE)
+
+
+def fanout_share(ngpus: int) -> Any:
+    """Part of a head's bandwidth that each other GPU carries."""
+    return np.float32(1.0 / (ngpus - 1))
+
+
+def reserve_fanout_direct(state: SearchState, head: int) -> bool:
+    """The head to and from each GPU with an equal part of the bandwidth; either all of it is on the board or nothing."""
+    ngpus = state.header[0].ngpus
+    share = fanout_share(ngpus)
+    for gpu in range(ngpus):
+        if not follow_path(state, head, gpu, share):
+            release_fanout_direct(state, head, 0, gpu)
+            return False
+    for gpu in range(ngpus):
+        if not follow_path(state, gpu, head, share):
+            release_fanout_direct(state, head, gpu, ngpus)
+            return False
+    return True
+
+
+def release_fanout_direct(state: SearchState, head: int, ups: int, downs: int) -> None:
+    share = fanout_share(state.header[0].ngpus)
+    for gpu in range(ups - 1, -1, -1):
+        follow_path(state, gpu, head, -share)
+    for gpu in range(downs - 1, -1, -1):
+        follow_path(state, head, gpu, -share)
+
+
+def reserve_net(state: SearchState, net: int, bw: int) -> None:
+    """Take whole GB/s from all nets that share an adapter's port."""
+    for other in range(len(state.nets)):
+        if state.nets[other].asic == state.nets[net].asic:
+            state.nets[other].bw = state.nets[other].bw - np.float32(bw)
+
+
+TRANSITIONS = (
+    subtract_rounded,
+    reserve_bandwidth,
+    follow_path,
+    follow_path_to_net,
+    release_fanout_nvls,
+    reserve_fanout_nvls,
+    fanout_share,
+    release_fanout_direct,
+    reserve_fanout_direct,
+    reserve_net,
+)
+"""Everything here that is compiled."""
