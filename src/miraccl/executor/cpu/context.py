@@ -24,7 +24,7 @@ from miraccl.types import Collective, DType, RedOp
 
 ENGINE = "miraccl.executor.cpu.kernels.engine"
 FOLDS = "miraccl.executor.cpu.kernels.fold"
-UNLOCKED = "miraccl.executor.cpu.kernels.nogil.operations"
+NOGIL = "miraccl.executor.cpu.kernels.nogil.operations"
 PLAN_SLOTS = 1024  # entries of the table of plans; a power of two
 
 
@@ -90,9 +90,9 @@ def scale_kernel(dtype: DType, divides: bool) -> int:
 
 
 @functools.cache
-def unlocked_kernel(name: str) -> int:
-    """Address of ``run_unlocked`` or ``exchange_unlocked`` of ``executor.cpu.kernels.unlocked``."""
-    return native.library(UNLOCKED).address(native.PREFIX + name)
+def nogil_kernel(name: str) -> int:
+    """Address of ``run_nogil`` or ``exchange_nogil`` of ``executor.cpu.kernels.nogil``."""
+    return native.library(NOGIL).address(native.PREFIX + name)
 
 
 _restore_exception = ctypes.pythonapi.PyErr_Restore

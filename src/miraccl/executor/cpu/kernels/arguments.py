@@ -25,7 +25,7 @@ NTYPES = len(DType)
 
 
 @inline
-def usable(ctx: int, array: int, flags: int) -> bool:
+def is_usable(ctx: int, array: int, flags: int) -> bool:
     """Whether it is a NumPy array that has these flags."""
     if load(array + layout.OB_TYPE) != load(ctx + layout.CTX_ARRAY_TYPE):
         return False
@@ -33,7 +33,7 @@ def usable(ctx: int, array: int, flags: int) -> bool:
 
 
 @inline
-def elements(array: int) -> int:
+def element_count(array: int) -> int:
     dims = load(array + layout.ARRAY_DIMS)
     count = 1
     for i in range(load32(array + layout.ARRAY_ND)):
@@ -55,7 +55,7 @@ def dtype_code(ctx: int, array: int) -> int:
 @inline
 def common_dtype(ctx: int, x: int, out: int, writes: bool) -> int:
     """The DType of two arrays, the second of which is written to perhaps; -1 where they have none in common or cannot be used."""
-    if not usable(ctx, x, READABLE) or not usable(ctx, out, WRITABLE if writes else READABLE):
+    if not is_usable(ctx, x, READABLE) or not is_usable(ctx, out, WRITABLE if writes else READABLE):
         return -1
     dtype = dtype_code(ctx, x)
     return dtype if dtype_code(ctx, out) == dtype else -1
@@ -81,11 +81,11 @@ def read_counts(ctx: int, counts: int, number: int, into: int) -> int:
     elif kind == load(ctx + layout.CTX_TUPLE_TYPE):
         size = PyTuple_Size(counts)
     elif (
-        usable(ctx, counts, READABLE)
+        is_usable(ctx, counts, READABLE)
         and load32(counts + layout.ARRAY_ND) == 1
         and dtype_code(ctx, counts) == INT64
     ):
-        words, size = load(counts + layout.ARRAY_DATA), elements(counts)
+        words, size = load(counts + layout.ARRAY_DATA), element_count(counts)
     if size != number:
         return -1
     total = 0

@@ -29,7 +29,7 @@ def begin_operation(ctx: int, template: int, count: int) -> int:
 
 
 @inline
-def show_waiting(ctx: int, peer: int) -> None:
+def publish_wait(ctx: int, peer: int) -> None:
     """Put on the board that this rank waits for ``peer``, in the step that it is at."""
     ctrl = load(ctx + layout.CTX_CTRL)
     store(ctrl + layout.PROGRESS_PEER, peer)

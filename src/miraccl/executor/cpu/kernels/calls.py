@@ -12,14 +12,14 @@ from miraccl.executor.cpu.kernels.arguments import (
     WRITABLE,
     common_dtype,
     dtype_code,
-    elements,
+    element_count,
+    is_usable,
     small_int,
-    usable,
 )
 from miraccl.executor.cpu.kernels.counts import set_counts, size_class
 from miraccl.executor.cpu.kernels.p2p import item_size
 from miraccl.executor.cpu.kernels.uneven import elements_before, read_call_counts
-from miraccl.executor.cpu.kernels.waiting import LONG_BYTES, release_gil
+from miraccl.executor.cpu.kernels.waiting import RELEASE_GIL_BYTES, release_gil
 from miraccl.executor.cpu.sizes import UNKNOWN_BYTES
 from miraccl.native.intrinsics import call4, inline, load, load32, store
 from miraccl.types import Collective
@@ -37,10 +37,10 @@ write_counts = inline(set_counts)
 
 
 @inline
-def start(ctx: int, run: int) -> int:
+def start_run(ctx: int, run: int) -> int:
     if (
         load(ctx + layout.CTX_THREADED) != 0
-        or load(run + layout.RUN_IN_BYTES) + load(run + layout.RUN_OUT_BYTES) > LONG_BYTES
+        or load(run + layout.RUN_IN_BYTES) + load(run + layout.RUN_OUT_BYTES) > RELEASE_GIL_BYTES
     ):
         release_gil(ctx)
     store(ctx + layout.CTX_LAST_RUN, run)
@@ -48,13 +48,13 @@ def start(ctx: int, run: int) -> int:
 
 
 @inline
-def start_on(ctx: int, run: int, source: int, target: int) -> int:
+def start_run_at(ctx: int, run: int, source: int, target: int) -> int:
     """Start a run on these addresses; without one (0), Python makes it."""
     if run == 0:
         return layout.NOT_HANDLED
     store(run + layout.RUN_IN, source)
     store(run + layout.RUN_OUT, target)
-    return start(ctx, run)
+    return start_run(ctx, run)
 
 
 @inline
@@ -101,11 +101,11 @@ def overlap(coll: int, source: int, nbytes: int, target: int, out_bytes: int, be
 
 
 @inline
-def parse_and_run(door: int, ctx: int, args: int) -> int:
+def parse_and_run(call: int, ctx: int, args: int) -> int:
     """(input, output or None, operator or root) -> result."""
-    coll = load(door + FAST_COLL)
+    coll = load(call + FAST_COLL)
     x, out, third = load(args), load(args + 8), load(args + 16)
-    if not usable(ctx, x, READABLE):
+    if not is_usable(ctx, x, READABLE):
         return layout.NOT_HANDLED
     arg = small_int(
         ctx,
@@ -117,7 +117,7 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
     dtype = dtype_code(ctx, x)
     if dtype < 0 or arg < 0:
         return layout.NOT_HANDLED
-    count = elements(x)
+    count = element_count(x)
     source = load(x + layout.ARRAY_DATA)
     target, out_count, in_place = source, count, 1
     if out == load(ctx + layout.CTX_NONE):
@@ -126,9 +126,9 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
         if load32(x + layout.ARRAY_FLAGS) & WRITABLE != WRITABLE:
             return layout.NOT_HANDLED
     else:
-        if not usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype:
+        if not is_usable(ctx, out, WRITABLE) or dtype_code(ctx, out) != dtype:
             return layout.NOT_HANDLED
-        target, out_count = load(out + layout.ARRAY_DATA), elements(out)
+        target, out_count = load(out + layout.ARRAY_DATA), element_count(out)
         nbytes, out_bytes = count * item_size(dtype), out_count * item_size(dtype)
         in_place = overlap(
             coll,
@@ -141,13 +141,13 @@ def parse_and_run(door: int, ctx: int, args: int) -> int:
         if in_place < 0:
             return layout.NOT_HANDLED  # Python says what is wrong
     run = find_plan(ctx, coll, count, out_count, dtype, arg, in_place)
-    return start_on(ctx, run, source, target)
+    return start_run_at(ctx, run, source, target)
 
 
 @inline
-def parse_rooted(door: int, ctx: int, args: int) -> int:
+def parse_rooted(call: int, ctx: int, args: int) -> int:
     """(input, output, root, None, None) -> result of gather or scatter, whose one side only the root has; the others' is not looked at."""
-    coll = load(door + FAST_COLL)
+    coll = load(call + FAST_COLL)
     none = load(ctx + layout.CTX_NONE)
     root = small_int(ctx, load(args + 16), layout.CTX_INT_TYPE)
     if root < 0 or load(args + 24) != none or load(args + 32) != none:
@@ -158,7 +158,7 @@ def parse_rooted(door: int, ctx: int, args: int) -> int:
     dtype = common_dtype(ctx, x, out, has_output)
     if dtype < 0:
         return layout.NOT_HANDLED
-    count, out_count = elements(x) if has_input else 0, elements(out) if has_output else 0
+    count, out_count = element_count(x) if has_input else 0, element_count(out) if has_output else 0
     source, target = load(x + layout.ARRAY_DATA), load(out + layout.ARRAY_DATA)
     if (
         is_root
@@ -167,7 +167,7 @@ def parse_rooted(door: int, ctx: int, args: int) -> int:
     ):
         return layout.NOT_HANDLED
     run = find_plan(ctx, coll, count, out_count, dtype, root, 0)
-    return start_on(ctx, run, source, target)
+    return start_run_at(ctx, run, source, target)
 
 
 @inline
@@ -179,9 +179,9 @@ def parse_reduce(ctx: int, args: int) -> int:
         small_int(ctx, load(args + 16), layout.CTX_REDOP_TYPE),
         small_int(ctx, load(args + 40), layout.CTX_INT_TYPE),
     )
-    if op < 0 or root < 0 or not usable(ctx, x, READABLE):
+    if op < 0 or root < 0 or not is_usable(ctx, x, READABLE):
         return layout.NOT_HANDLED
-    dtype, count, source = dtype_code(ctx, x), elements(x), load(x + layout.ARRAY_DATA)
+    dtype, count, source = dtype_code(ctx, x), element_count(x), load(x + layout.ARRAY_DATA)
     if dtype < 0:
         return layout.NOT_HANDLED
     target, in_place = source, 1
@@ -189,9 +189,9 @@ def parse_reduce(ctx: int, args: int) -> int:
         if out == load(ctx + layout.CTX_NONE):
             out = x
         if (
-            not usable(ctx, out, WRITABLE)
+            not is_usable(ctx, out, WRITABLE)
             or dtype_code(ctx, out) != dtype
-            or elements(out) != count
+            or element_count(out) != count
         ):
             return layout.NOT_HANDLED
         target = load(out + layout.ARRAY_DATA)
@@ -201,14 +201,14 @@ def parse_reduce(ctx: int, args: int) -> int:
         if in_place < 0:
             return layout.NOT_HANDLED
     run = find_plan(ctx, REDUCE, count, count, dtype, root << 3 | op, in_place)
-    return start_on(ctx, run, source, target)
+    return start_run_at(ctx, run, source, target)
 
 
 @inline
-def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
+def parse_uneven(call: int, ctx: int, args: int, lists: int) -> int:
     """(input, output, operator or root or None) and the counts of input and output, of which some collectives have one -> result; of what
     is rooted, the side that only the root has is not looked at on the others."""
-    coll, third, arg = load(door + FAST_COLL), load(args + 16), 0
+    coll, third, arg = load(call + FAST_COLL), load(args + 16), 0
     if coll == REDUCE_SCATTER:
         arg = small_int(ctx, third, layout.CTX_REDOP_TYPE)
     elif coll == GATHER or coll == SCATTER:
@@ -222,7 +222,9 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
     dtype = common_dtype(ctx, x, out, has_output)
     if dtype < 0:
         return layout.NOT_HANDLED
-    if (has_input and elements(x) != count) or (has_output and elements(out) != out_count):
+    if (has_input and element_count(x) != count) or (
+        has_output and element_count(out) != out_count
+    ):
         return layout.NOT_HANDLED
     source, target, itemsize = (
         load(x + layout.ARRAY_DATA),
@@ -250,4 +252,4 @@ def parse_uneven(door: int, ctx: int, args: int, lists: int) -> int:
     run = find_plan(ctx, coll | layout.UNEVEN, size_class(nbytes), 0, dtype, arg, in_place)
     if run != 0:
         write_counts(run, table, 0, 0)
-    return start_on(ctx, run, source, target)
+    return start_run_at(ctx, run, source, target)

@@ -14,14 +14,17 @@ INPUT, OUTPUT, SCRATCH = int(Buffer.INPUT), int(Buffer.OUTPUT), int(Buffer.SCRAT
 
 
 @inline
-def extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
+def slice_extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
     """(offset from the start of the buffer, bytes) of one chunk's piece of a round."""
-    piece = load(run + layout.RUN_ROUND_BYTES)
+    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     parts = load(run + layout.RUN_PARTS)
     if buffer == SCRATCH:
         size = load(run + layout.RUN_SCRATCH_CHUNK)
-        left = min(size, load(run + layout.RUN_SCRATCH_BLOCK) - index % parts * size) - rnd * piece
-        return index * size + rnd * piece, max(0, min(piece, left))
+        left = (
+            min(size, load(run + layout.RUN_SCRATCH_BLOCK) - index % parts * size)
+            - rnd * slice_bytes
+        )
+        return index * size + rnd * slice_bytes, max(0, min(slice_bytes, left))
     table = load(run + (layout.RUN_IN_BLOCKS if buffer == INPUT else layout.RUN_OUT_BLOCKS))
     block, part = index, 0
     if parts != 1:
@@ -29,13 +32,13 @@ def extent(run: int, buffer: int, index: int, rnd: int) -> tuple[int, int]:
         part = index - block * parts
     entry = table + block * layout.BLOCK_SIZE
     chunk = load(entry + 16)
-    low = part * chunk + rnd * piece
-    high = min(min(part * chunk + chunk, load(entry + 8)), low + piece)
+    low = part * chunk + rnd * slice_bytes
+    high = min(min(part * chunk + chunk, load(entry + 8)), low + slice_bytes)
     return load(entry) + low, max(0, high - low)
 
 
 @inline
-def base(run: int, buffer: int) -> int:
+def buffer_base(run: int, buffer: int) -> int:
     """Where a buffer begins."""
     return load(
         run
@@ -50,11 +53,11 @@ def base(run: int, buffer: int) -> int:
 
 
 @inline
-def span(run: int, buffer: int, index: int, chunks: int, rnd: int) -> int:
+def message_bytes(run: int, buffer: int, index: int, chunks: int, rnd: int) -> int:
     """Bytes of the message that carries these chunks' pieces, the gaps between them included."""
     last = 0
     for i in range(chunks):
-        _, size = extent(run, buffer, index + i, rnd)
+        _, size = slice_extent(run, buffer, index + i, rnd)
         if size > 0:
             last = i * load(run + layout.RUN_ROUND_BYTES) + size
     return last

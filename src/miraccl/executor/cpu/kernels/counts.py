@@ -30,7 +30,7 @@ def fill_blocks(
 
 
 @inline
-def fill(run: int, counts: int) -> None:
+def fill_counts(run: int, counts: int) -> None:
     parts, itemsize = load(run + layout.RUN_PARTS), load(run + layout.RUN_ITEMSIZE)
     inputs, number = load(run + layout.RUN_IN_BLOCKS), load(run + layout.RUN_NIN)
     first = counts + layout.COUNTS_BLOCKS
@@ -40,8 +40,8 @@ def fill(run: int, counts: int) -> None:
         outputs, first + 8 * number, load(run + layout.RUN_NOUT), parts, itemsize
     )
     chunk, block = max(in_chunk, out_chunk), max(1, max(in_block, out_block))
-    piece = load(run + layout.RUN_ROUND_BYTES)
-    store(run + layout.RUN_NROUNDS, max(1, (min(chunk, block) + piece - 1) // piece))
+    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
+    store(run + layout.RUN_NROUNDS, max(1, (min(chunk, block) + slice_bytes - 1) // slice_bytes))
     store(run + layout.RUN_IN_BYTES, in_bytes)
     store(run + layout.RUN_OUT_BYTES, out_bytes)
     store(
@@ -60,8 +60,8 @@ def fill(run: int, counts: int) -> None:
 
 def set_counts(run: int, counts: int, unused: int, also_unused: int) -> int:
     """Write the counts at ``counts`` into a run and into the one that it may give way to; nothing of it may be under way."""
-    fill(run, counts)
-    memory = load(run + layout.RUN_WINDOW_PATH)
-    if memory != 0:
-        fill(memory, counts)
+    fill_counts(run, counts)
+    window_run = load(run + layout.RUN_WINDOW_PATH)
+    if window_run != 0:
+        fill_counts(window_run, counts)
     return layout.OK

@@ -19,16 +19,16 @@ from miraccl.executor.cpu.kernels.calls import (
     parse_reduce,
     parse_rooted,
     parse_uneven,
-    start,
-    start_on,
+    start_run,
+    start_run_at,
     write_counts,
 )
 from miraccl.executor.cpu.kernels.counts import set_counts
 from miraccl.executor.cpu.kernels.messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all
-from miraccl.executor.cpu.kernels.peer_memory import all_in_windows
+from miraccl.executor.cpu.kernels.peer_memory import negotiate_window
 from miraccl.executor.cpu.kernels.steps import do_step
-from miraccl.executor.cpu.kernels.tagged import put_message, take_message
+from miraccl.executor.cpu.kernels.tagged import recv_tagged_message, send_tagged_message
 from miraccl.executor.cpu.kernels.transfers import send_and_receive, send_or_receive
 from miraccl.executor.cpu.kernels.waiting import fail, release_gil, restore_gil
 from miraccl.native.intrinsics import (
@@ -49,14 +49,14 @@ def run_program(ctx: int, run: int) -> int:
     """Execute a run whose addresses and signature are set; OK or an ERR_*."""
     store(ctx + layout.CTX_DEADLINE, 0)
     if load(run + layout.RUN_WINDOW_PATH) != 0:
-        code = all_in_windows(ctx, run)
+        code = negotiate_window(ctx, run)
         if code == layout.OK:
-            memory = load(run + layout.RUN_WINDOW_PATH)
-            store(memory + layout.RUN_IN, load(run + layout.RUN_IN))
-            store(memory + layout.RUN_OUT, load(run + layout.RUN_OUT))
-            store(memory + layout.RUN_SIG, load(run + layout.RUN_SIG))
-            store(ctx + layout.CTX_LAST_RUN, memory)
-            run = memory
+            window_run = load(run + layout.RUN_WINDOW_PATH)
+            store(window_run + layout.RUN_IN, load(run + layout.RUN_IN))
+            store(window_run + layout.RUN_OUT, load(run + layout.RUN_OUT))
+            store(window_run + layout.RUN_SIG, load(run + layout.RUN_SIG))
+            store(ctx + layout.CTX_LAST_RUN, window_run)
+            run = window_run
         elif code != layout.NOT_HANDLED:
             return code
     store(ctx + layout.CTX_STREAM, load(run + layout.RUN_STREAM))
@@ -112,7 +112,7 @@ def enter(ctx: int) -> bool:
 
 
 @inline
-def enter_anyway(ctx: int) -> bool:
+def enter_unconditionally(ctx: int) -> bool:
     """As ``enter``, whatever Python's reasons to be busy are."""
     if load(ctx + layout.CTX_INSIDE) != 0:
         return False
@@ -140,80 +140,82 @@ def try_enter(ctx: int, options: int) -> int:
 
 def collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op_or_root, async_op, stream)``."""
-    door = PyLong_AsLong(self)
-    ctx = load(door + FAST_CTX)
-    refused = try_enter(ctx, args + 24)
+    call = PyLong_AsLong(self)
+    ctx = load(call + FAST_CTX)
+    rejected = try_enter(ctx, args + 24)
     return (
-        PyLong_FromLong(refused)
-        if refused != layout.OK
-        else leave(ctx, parse_and_run(door, ctx, args))
+        PyLong_FromLong(rejected)
+        if rejected != layout.OK
+        else leave(ctx, parse_and_run(call, ctx, args))
     )
 
 
 def rooted(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, root, None, None, async_op, stream)``; with counts of blocks in the place of None, Python looks."""
-    door = PyLong_AsLong(self)
-    ctx = load(door + FAST_CTX)
-    refused = try_enter(ctx, args + 40)
+    call = PyLong_AsLong(self)
+    ctx = load(call + FAST_CTX)
+    rejected = try_enter(ctx, args + 40)
     return (
-        PyLong_FromLong(refused)
-        if refused != layout.OK
-        else leave(ctx, parse_rooted(door, ctx, args))
+        PyLong_FromLong(rejected)
+        if rejected != layout.OK
+        else leave(ctx, parse_rooted(call, ctx, args))
     )
 
 
 def reduce(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op, async_op, stream, root)``."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
-    refused = try_enter(ctx, args + 24)
-    return PyLong_FromLong(refused) if refused != layout.OK else leave(ctx, parse_reduce(ctx, args))
+    rejected = try_enter(ctx, args + 24)
+    return (
+        PyLong_FromLong(rejected) if rejected != layout.OK else leave(ctx, parse_reduce(ctx, args))
+    )
 
 
 def uneven(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, root or None, counts of x, counts of out, async_op, stream)``."""
-    door = PyLong_AsLong(self)
-    ctx = load(door + FAST_CTX)
-    refused = try_enter(ctx, args + 40)
+    call = PyLong_AsLong(self)
+    ctx = load(call + FAST_CTX)
+    rejected = try_enter(ctx, args + 40)
     return (
-        PyLong_FromLong(refused)
-        if refused != layout.OK
-        else leave(ctx, parse_uneven(door, ctx, args, args + 24))
+        PyLong_FromLong(rejected)
+        if rejected != layout.OK
+        else leave(ctx, parse_uneven(call, ctx, args, args + 24))
     )
 
 
 def uneven_reduce(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op, async_op, stream, counts)`` of reduce_scatter."""
-    door = PyLong_AsLong(self)
-    ctx = load(door + FAST_CTX)
-    refused = try_enter(ctx, args + 24)
+    call = PyLong_AsLong(self)
+    ctx = load(call + FAST_CTX)
+    rejected = try_enter(ctx, args + 24)
     return (
-        PyLong_FromLong(refused)
-        if refused != layout.OK
-        else leave(ctx, parse_uneven(door, ctx, args, args + 40))
+        PyLong_FromLong(rejected)
+        if rejected != layout.OK
+        else leave(ctx, parse_uneven(call, ctx, args, args + 40))
     )
 
 
 def prepared(self: int, args: int, nargs: int) -> int:
     """Builtin ``door()`` of a persistent operation: everything is in the run already."""
-    door = PyLong_AsLong(self)
-    ctx = load(door + FAST_CTX)
+    call = PyLong_AsLong(self)
+    ctx = load(call + FAST_CTX)
     if not enter(ctx):
         return PyLong_FromLong(layout.BUSY)
-    return leave(ctx, start(ctx, load(door + FAST_RUN)))
+    return leave(ctx, start_run(ctx, load(call + FAST_RUN)))
 
 
 def launch(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(run, input address, output address, counts address)``, whatever Python's reasons to be busy are; no counts (0) for
     a run that has them already."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
-    if not enter_anyway(ctx):
+    if not enter_unconditionally(ctx):
         return PyLong_FromLong(layout.BUSY)
     run = PyLong_AsLong(load(args))
     counts = PyLong_AsLong(load(args + 24))
     if counts != 0:
         write_counts(run, counts, 0, 0)
     return leave(
-        ctx, start_on(ctx, run, PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16)))
+        ctx, start_run_at(ctx, run, PyLong_AsLong(load(args + 8)), PyLong_AsLong(load(args + 16)))
     )
 
 
@@ -222,23 +224,23 @@ def launch(self: int, args: int, nargs: int) -> int:
 
 def send_recv(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(array, peer, async_op, stream)``."""
-    door = PyLong_AsLong(self)
-    ctx = load(door + FAST_CTX)
-    refused = try_enter(ctx, args + 16)
+    call = PyLong_AsLong(self)
+    ctx = load(call + FAST_CTX)
+    rejected = try_enter(ctx, args + 16)
     return (
-        PyLong_FromLong(refused)
-        if refused != layout.OK
-        else leave(ctx, send_or_receive(ctx, args, load(door + FAST_ARG) != 0))
+        PyLong_FromLong(rejected)
+        if rejected != layout.OK
+        else leave(ctx, send_or_receive(ctx, args, load(call + FAST_ARG) != 0))
     )
 
 
 def sendrecv(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, dst, out, src, async_op, stream)``."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
-    refused = try_enter(ctx, args + 32)
+    rejected = try_enter(ctx, args + 32)
     return (
-        PyLong_FromLong(refused)
-        if refused != layout.OK
+        PyLong_FromLong(rejected)
+        if rejected != layout.OK
         else leave(ctx, send_and_receive(ctx, args))
     )
 
@@ -246,16 +248,16 @@ def sendrecv(self: int, args: int, nargs: int) -> int:
 def exchange(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(table, count)``: a group of sends and receives, see ``kernels.p2p``."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
-    if not enter_anyway(ctx):
+    if not enter_unconditionally(ctx):
         return PyLong_FromLong(layout.BUSY)
     release_gil(ctx)
     return leave(ctx, exchange_all(ctx, PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
 
 
-def put_tagged(self: int, args: int, nargs: int) -> int:
+def send_tagged(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(peer, tag, address, bytes, row)``, see ``kernels.tagged``."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
-    if not enter_anyway(ctx):
+    if not enter_unconditionally(ctx):
         return PyLong_FromLong(layout.BUSY)
     peer, tag, address = (
         PyLong_AsLong(load(args)),
@@ -264,17 +266,17 @@ def put_tagged(self: int, args: int, nargs: int) -> int:
     )
     return leave(
         ctx,
-        put_message(
+        send_tagged_message(
             ctx, peer, tag, address, PyLong_AsLong(load(args + 24)), PyLong_AsLong(load(args + 32))
         ),
     )
 
 
-def take_tagged(self: int, args: int, nargs: int) -> int:
+def recv_tagged(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(table, count, first, tag, address, bytes, row, nanoseconds)``, see ``kernels.tagged``: the source, or another result,
     negative."""
     ctx = load(PyLong_AsLong(self) + FAST_CTX)
-    if not enter_anyway(ctx):
+    if not enter_unconditionally(ctx):
         return PyLong_FromLong(-layout.BUSY)
     table, count, first = (
         PyLong_AsLong(load(args)),
@@ -289,7 +291,7 @@ def take_tagged(self: int, args: int, nargs: int) -> int:
     store(ctx + layout.CTX_TIMEOUT_NS, PyLong_AsLong(load(args + 56)))
     return leave(
         ctx,
-        take_message(
+        recv_tagged_message(
             ctx, table, count, first, tag, address, nbytes, PyLong_AsLong(load(args + 48))
         ),
     )
@@ -308,6 +310,6 @@ EXPORTS: dict[str, Any] = {
     "send_recv": send_recv,
     "sendrecv": sendrecv,
     "exchange": exchange,
-    "put_tagged": put_tagged,
-    "take_tagged": take_tagged,
+    "send_tagged": send_tagged,
+    "recv_tagged": recv_tagged,
 }

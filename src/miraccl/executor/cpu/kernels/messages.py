@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.slots import (
-    give_back,
-    has_room,
-    must_be_taken,
+    claim_slot,
+    has_free_slot,
+    poll_tail,
     post_line,
     received_slot,
-    see_tail,
+    required_tail,
+    return_slot,
     slot_address,
-    use_slot,
 )
-from miraccl.executor.cpu.kernels.waiting import fail, wait, wake
+from miraccl.executor.cpu.kernels.waiting import fail, wait, wake_peer
 from miraccl.native.intrinsics import (
     fence,
     inline,
@@ -39,18 +39,18 @@ def connection(ctx: int, table: int, peer: int) -> int:
 
 
 @inline
-def acquire(ctx: int, conn: int, peer: int) -> int:
+def acquire_slot(ctx: int, conn: int, peer: int) -> int:
     """Wait until the next line and slot of a send connection are free."""
-    if has_room(conn):
+    if has_free_slot(conn):
         return layout.OK
-    code = wait(ctx, load(conn + layout.CONN_TAIL_ADDR), must_be_taken(conn), peer)
+    code = wait(ctx, load(conn + layout.CONN_TAIL_ADDR), required_tail(conn), peer)
     if code == layout.OK:
-        see_tail(conn)
+        poll_tail(conn)
     return code
 
 
 @inline
-def post(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> None:
+def post_descriptor(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> None:
     """Publish the line whose payload or address is in place."""
     line = post_line(conn)
     count = load(conn + layout.CONN_COUNT) + 1
@@ -59,13 +59,13 @@ def post(ctx: int, conn: int, sig: int, nbytes: int, mode: int) -> None:
     store(line + layout.DESC_MODE, mode)
     store(conn + layout.CONN_COUNT, count)
     store_release(line + layout.DESC_FLAG, count)
-    wake(ctx, conn)
+    wake_peer(ctx, conn)
 
 
 @inline
 def post_slot(ctx: int, conn: int, sig: int, nbytes: int) -> None:
     """Publish what is in ``slot(conn)``."""
-    post(ctx, conn, sig, nbytes, use_slot(conn))
+    post_descriptor(ctx, conn, sig, nbytes, claim_slot(conn))
 
 
 @inline
@@ -79,10 +79,10 @@ def post_address(ctx: int, conn: int, sig: int, address: int, nbytes: int) -> No
         and load(conn + layout.CONN_KIND) == layout.KIND_SHM
     ):
         store(line + layout.DESC_ADDR, address - window)
-        post(ctx, conn, sig, nbytes, layout.MODE_WINDOW)
+        post_descriptor(ctx, conn, sig, nbytes, layout.MODE_WINDOW)
     else:
         store(line + layout.DESC_ADDR, address)
-        post(ctx, conn, sig, nbytes, layout.MODE_ADDRESS)
+        post_descriptor(ctx, conn, sig, nbytes, layout.MODE_ADDRESS)
     store(conn + layout.CONN_LAST_DIRECT, load(conn + layout.CONN_COUNT))
 
 
@@ -111,7 +111,7 @@ def drain(ctx: int, conn: int, peer: int) -> int:
     if load(conn + layout.CONN_TAIL) >= last:
         return layout.OK
     code = wait(ctx, load(conn + layout.CONN_TAIL_ADDR), last, peer)
-    see_tail(conn)
+    poll_tail(conn)
     return code
 
 
@@ -129,21 +129,21 @@ def receive(ctx: int, conn: int, peer: int, sig: int) -> int:
 
 @inline
 def consume(ctx: int, conn: int) -> None:
-    consume_part(ctx, conn, load(ctx + layout.CTX_SWAP) != 0)
+    consume_message(ctx, conn, load(ctx + layout.CTX_SWAP) != 0)
 
 
 @inline
-def consume_part(ctx: int, conn: int, swaps: bool) -> None:
+def consume_message(ctx: int, conn: int, swaps: bool) -> None:
     """The same, where ``swaps`` says whether the message's slot may be kept."""
-    give_back(ctx, conn, swaps)
+    return_slot(ctx, conn, swaps)
     count = load(conn + layout.CONN_COUNT) + 1
     store(conn + layout.CONN_COUNT, count)
     store_release(load(conn + layout.CONN_TAIL_ADDR), count)
-    wake(ctx, conn)
+    wake_peer(ctx, conn)
 
 
 @inline
-def want(ctx: int, conn: int, address: int, nbytes: int) -> None:
+def clear_to_send(ctx: int, conn: int, address: int, nbytes: int) -> None:
     """Tell the proxy where the next message may land (network connections only)."""
     line = (
         load(conn + layout.CONN_CTS)
@@ -152,7 +152,7 @@ def want(ctx: int, conn: int, address: int, nbytes: int) -> None:
     store(line + 8, address)
     store(line + 16, nbytes)
     store_release(line, load(conn + layout.CONN_COUNT) + 1)
-    wake(ctx, conn)
+    wake_peer(ctx, conn)
 
 
 @inline
@@ -172,7 +172,7 @@ def local_payload(ctx: int, conn: int) -> int:
 
 
 @inline
-def vectors_of(ctx: int, here: int, there: int, nbytes: int) -> int:
+def iovecs(ctx: int, here: int, there: int, nbytes: int) -> int:
     """Two struct iovec, one after the other: the memory here and that of the other process."""
     vectors = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_VECTORS
     store(vectors, here)
@@ -187,7 +187,7 @@ def read_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
     """Copy from the peer process's private memory; False if the kernel refuses."""
     done = 0
     while done < nbytes:
-        vectors = vectors_of(ctx, dst + done, src + done, nbytes - done)
+        vectors = iovecs(ctx, dst + done, src + done, nbytes - done)
         got = process_vm_readv(load(conn + layout.CONN_PID), vectors, 1, vectors + 16, 1, 0)
         if got <= 0:
             return False
@@ -200,7 +200,7 @@ def write_remote(ctx: int, conn: int, dst: int, src: int, nbytes: int) -> bool:
     """Copy into the peer process's private memory; False if the kernel refuses."""
     done = 0
     while done < nbytes:
-        vectors = vectors_of(ctx, src + done, dst + done, nbytes - done)
+        vectors = iovecs(ctx, src + done, dst + done, nbytes - done)
         got = process_vm_writev(load(conn + layout.CONN_PID), vectors, 1, vectors + 16, 1, 0)
         if got <= 0:
             return False
@@ -225,7 +225,7 @@ def copy_bytes(ctx: int, dst: int, src: int, nbytes: int) -> None:
 
 
 @inline
-def take(ctx: int, conn: int, peer: int, dst: int, nbytes: int) -> int:
+def copy_payload(ctx: int, conn: int, peer: int, dst: int, nbytes: int) -> int:
     """Copy the payload just received to ``dst``."""
     line = post_line(conn)
     if load(line + layout.DESC_MODE) == layout.MODE_LANDED:

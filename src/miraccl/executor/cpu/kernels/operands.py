@@ -39,7 +39,7 @@ def fold_message(
 
 
 @inline
-def operand(ctx: int, step: int, i: int) -> int:
+def operand_words(ctx: int, step: int, i: int) -> int:
     """Two words for the operand of the ``i``-th peer of a step: its address here and, where that is 0, in the peer's private memory."""
     return (
         load(ctx + layout.CTX_SCRATCH)
@@ -57,7 +57,7 @@ def fold_operands(ctx: int, run: int, step: int, dst: int, nbytes: int) -> int:
     count, peers = load(step + layout.STEP_NPEERS), load(step + layout.STEP_PEERS)
     remotes = 0
     for i in range(count):
-        if load(operand(ctx, step, i)) == 0:
+        if load(operand_words(ctx, step, i)) == 0:
             remotes += 1
     block = nbytes
     if remotes != 0:
@@ -68,11 +68,11 @@ def fold_operands(ctx: int, run: int, step: int, dst: int, nbytes: int) -> int:
         size = min(block, nbytes - start)
         stage = load(ctx + layout.CTX_STAGE)
         for i in range(count):
-            here = load(operand(ctx, step, i))
+            here = load(operand_words(ctx, step, i))
             if here != 0:
                 store(sources + 8 * (i + 1), here + start)
                 continue
-            peer, there = load(peers + 8 * i), load(operand(ctx, step, i) + 8)
+            peer, there = load(peers + 8 * i), load(operand_words(ctx, step, i) + 8)
             if not read_remote(
                 ctx, connection(ctx, layout.CTX_RECV, peer), stage, there + start, size
             ):

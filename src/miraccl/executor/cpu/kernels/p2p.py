@@ -15,30 +15,35 @@ from __future__ import annotations
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.counts import count_hash
 from miraccl.executor.cpu.kernels.messages import (
-    acquire,
+    acquire_slot,
     can_post_address,
+    clear_to_send,
     connection,
-    consume_part,
+    consume_message,
+    copy_payload,
     drain,
-    post,
     post_address,
+    post_descriptor,
     post_slot,
     receive,
-    take,
-    want,
 )
-from miraccl.executor.cpu.kernels.slots import MOST, must_be_taken, post_line, slot
+from miraccl.executor.cpu.kernels.slots import (
+    MAX_SWAP_SLOTS,
+    next_slot_address,
+    post_line,
+    required_tail,
+)
 from miraccl.executor.cpu.kernels.waiting import (
     FIRST_SLEEP_NS,
-    arm_bell,
-    doze,
+    arm_doorbell,
     fail,
+    futex_sleep,
     interrupted,
-    longer,
-    may_yield,
-    never_comes,
+    next_sleep_ns,
     now_ns,
+    peer_diverged,
     release_gil,
+    should_yield,
     yield_core,
 )
 from miraccl.native.intrinsics import (
@@ -70,38 +75,38 @@ def item_size(dtype: int) -> int:
 
 
 @inline
-def from_bytes(ctx: int, total: int) -> int:
+def direct_threshold(ctx: int, total: int) -> int:
     """From how many bytes on the pieces of a message of ``total`` bytes are posted by address; -1: never."""
     threshold = load(ctx + layout.CTX_P2P_DIRECT)
     return layout.MIN_DIRECT_BYTES if 0 <= threshold <= total else -1
 
 
 @inline
-def put_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
+def send_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
     conn = connection(ctx, layout.CTX_SEND, peer)
-    code = acquire(ctx, conn, peer)
+    code = acquire_slot(ctx, conn, peer)
     if code != layout.OK:
         return code
     if nbytes <= layout.INLINE_BYTES:
         memcpy(post_line(conn) + layout.DESC_INLINE, address, nbytes)
-        post(ctx, conn, sig, nbytes, layout.MODE_INLINE)
-    elif can_post_address(ctx, conn, address, nbytes, from_bytes(ctx, total)):
+        post_descriptor(ctx, conn, sig, nbytes, layout.MODE_INLINE)
+    elif can_post_address(ctx, conn, address, nbytes, direct_threshold(ctx, total)):
         post_address(ctx, conn, sig, address, nbytes)
     else:
-        memcpy(slot(conn), address, nbytes)
+        memcpy(next_slot_address(conn), address, nbytes)
         post_slot(ctx, conn, sig, nbytes)
     return layout.OK
 
 
 @inline
-def announce(ctx: int, peer: int, address: int, nbytes: int) -> None:
+def post_receive(ctx: int, peer: int, address: int, nbytes: int) -> None:
     conn = connection(ctx, layout.CTX_RECV, peer)
     if load(conn + layout.CONN_KIND) == layout.KIND_NET and nbytes > layout.INLINE_BYTES:
-        want(ctx, conn, address, nbytes)
+        clear_to_send(ctx, conn, address, nbytes)
 
 
 @inline
-def piece_bytes(ctx: int, peer: int) -> int:
+def segment_bytes(ctx: int, peer: int) -> int:
     """Both ends of a pair have slots of the same size; network FIFOs send larger pieces, straight from and to the user's memory."""
     conn = connection(ctx, layout.CTX_SEND, peer)
     if load(conn + layout.CONN_KIND) == layout.KIND_NET:
@@ -110,14 +115,18 @@ def piece_bytes(ctx: int, peer: int) -> int:
 
 
 @inline
-def take_piece(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
+def recv_segment(ctx: int, peer: int, address: int, nbytes: int, sig: int, total: int) -> int:
     """A piece of a message that comes alone: where that is long, for a time everything goes one way, and swapping slots does not pay."""
-    announce(ctx, peer, address, nbytes)
-    return take_announced(ctx, peer, address, nbytes, sig, total <= MOST * piece_bytes(ctx, peer))
+    post_receive(ctx, peer, address, nbytes)
+    return recv_posted_segment(
+        ctx, peer, address, nbytes, sig, total <= MAX_SWAP_SLOTS * segment_bytes(ctx, peer)
+    )
 
 
 @inline
-def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int, may_swap: bool) -> int:
+def recv_posted_segment(
+    ctx: int, peer: int, address: int, nbytes: int, sig: int, may_swap: bool
+) -> int:
     conn = connection(ctx, layout.CTX_RECV, peer)
     code = receive(ctx, conn, peer, sig)
     if code != layout.OK:
@@ -125,13 +134,15 @@ def take_announced(ctx: int, peer: int, address: int, nbytes: int, sig: int, may
     size = load(post_line(conn) + layout.DESC_BYTES)
     if size != nbytes:
         return fail(ctx, layout.ERR_SIZE, peer, nbytes, size)
-    code = take(ctx, conn, peer, address, size)
+    code = copy_payload(ctx, conn, peer, address, size)
     if code == layout.OK:
-        consume_part(ctx, conn, may_swap and load(ctx + layout.CTX_SWAP) != 0)
+        consume_message(ctx, conn, may_swap and load(ctx + layout.CTX_SWAP) != 0)
     return code
 
 
-def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, dtype: int) -> int:
+def _single_message(
+    ctx: int, receives: bool, peer: int, address: int, count: int, dtype: int
+) -> int:
     ctrl = load(ctx + layout.CTX_CTRL)
     sig = signature(dtype, count)
     store(ctrl + layout.PROGRESS_P2P_COUNT, count)
@@ -140,14 +151,14 @@ def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, 
     store(ctx + layout.CTX_STEP, 0)
     nbytes = count * item_size(dtype)
     store(ctx + layout.CTX_STREAM, 1 if nbytes >= load(ctx + layout.CTX_STREAM_FROM) else 0)
-    piece = piece_bytes(ctx, peer)
+    segment = segment_bytes(ctx, peer)
     start = 0
     while True:
-        size = min(piece, nbytes - start)
+        size = min(segment, nbytes - start)
         if receives:
-            code = take_piece(ctx, peer, address + start, size, sig, nbytes)
+            code = recv_segment(ctx, peer, address + start, size, sig, nbytes)
         else:
-            code = put_piece(ctx, peer, address + start, size, sig, nbytes)
+            code = send_segment(ctx, peer, address + start, size, sig, nbytes)
         if code != layout.OK:
             return code
         start += size
@@ -162,30 +173,37 @@ def _one_message(ctx: int, receives: bool, peer: int, address: int, count: int, 
     return layout.OK
 
 
-one_message = inline(_one_message)
+single_message = inline(_single_message)
 
 
 @inline
-def begin_op(
-    ctx: int, op: int, receives: bool, peer: int, address: int, count: int, dtype: int, must: int
+def init_op(
+    ctx: int,
+    op: int,
+    receives: bool,
+    peer: int,
+    address: int,
+    count: int,
+    dtype: int,
+    wait_mode: int,
 ) -> None:
     """Write an operation that has not begun and follows no other one; as ``comm.exchange`` makes it."""
-    nbytes, piece = count * item_size(dtype), piece_bytes(ctx, peer)
+    nbytes, segment = count * item_size(dtype), segment_bytes(ctx, peer)
     store(op + layout.OP_RECEIVES, 1 if receives else 0)
     store(op + layout.OP_PEER, peer)
     store(op + layout.OP_ADDR, address)
     store(op + layout.OP_BYTES, nbytes)
     store(op + layout.OP_SIG, signature(dtype, count))
     store(op + layout.OP_PREDECESSOR, -1)
-    store(op + layout.OP_SEGMENTS, max(1, (nbytes + piece - 1) // piece))
+    store(op + layout.OP_SEGMENTS, max(1, (nbytes + segment - 1) // segment))
     store(op + layout.OP_COUNT, count)
     store(op + layout.OP_DONE, 0)
     store(op + layout.OP_MARK, 0)
-    store(op + layout.OP_WAIT, must)
+    store(op + layout.OP_WAIT, wait_mode)
 
 
 @inline
-def finished(ctx: int, op: int) -> bool:
+def op_finished(ctx: int, op: int) -> bool:
     """All pieces are done and, for a send, taken where they were posted by address (``OP_MARK`` is then the count of messages)."""
     if load(op + layout.OP_DONE) < load(op + layout.OP_SEGMENTS):
         return False
@@ -196,7 +214,7 @@ def finished(ctx: int, op: int) -> bool:
 
 
 @inline
-def can_go(ctx: int, table: int, op: int) -> bool:
+def can_advance(ctx: int, table: int, op: int) -> bool:
     """Whether the next piece can be posted or taken now. Tells the proxy where a piece may land (``OP_MARK``: pieces told)."""
     done = load(op + layout.OP_DONE)
     if done >= load(op + layout.OP_SEGMENTS):
@@ -209,70 +227,70 @@ def can_go(ctx: int, table: int, op: int) -> bool:
     peer = load(op + layout.OP_PEER)
     if load(op + layout.OP_RECEIVES) == 0:
         conn = connection(ctx, layout.CTX_SEND, peer)
-        return load_acquire(load(conn + layout.CONN_TAIL_ADDR)) >= must_be_taken(conn)
+        return load_acquire(load(conn + layout.CONN_TAIL_ADDR)) >= required_tail(conn)
     conn = connection(ctx, layout.CTX_RECV, peer)
     if load(op + layout.OP_MARK) <= done:
-        start = done * piece_bytes(ctx, peer)
-        announce(
+        start = done * segment_bytes(ctx, peer)
+        post_receive(
             ctx,
             peer,
             load(op + layout.OP_ADDR) + start,
-            min(piece_bytes(ctx, peer), load(op + layout.OP_BYTES) - start),
+            min(segment_bytes(ctx, peer), load(op + layout.OP_BYTES) - start),
         )
         store(op + layout.OP_MARK, done + 1)
     return load_acquire(post_line(conn) + layout.DESC_FLAG) >= load(conn + layout.CONN_COUNT) + 1
 
 
 @inline
-def go(ctx: int, op: int) -> int:
+def advance_op(ctx: int, op: int) -> int:
     """The next piece of an operation that can go."""
     peer, done = load(op + layout.OP_PEER), load(op + layout.OP_DONE)
-    piece = piece_bytes(ctx, peer)
-    start = done * piece
+    segment = segment_bytes(ctx, peer)
+    start = done * segment
     address, size = (
         load(op + layout.OP_ADDR) + start,
-        min(piece, load(op + layout.OP_BYTES) - start),
+        min(segment, load(op + layout.OP_BYTES) - start),
     )
     if load(op + layout.OP_RECEIVES) == 0:
-        code = put_piece(
+        code = send_segment(
             ctx, peer, address, size, load(op + layout.OP_SIG), load(op + layout.OP_BYTES)
         )
         conn = connection(ctx, layout.CTX_SEND, peer)
         if load(conn + layout.CONN_LAST_DIRECT) == load(conn + layout.CONN_COUNT):
             store(op + layout.OP_MARK, load(conn + layout.CONN_COUNT))
     else:
-        code = take_announced(ctx, peer, address, size, load(op + layout.OP_SIG), True)
+        code = recv_posted_segment(ctx, peer, address, size, load(op + layout.OP_SIG), True)
     store(op + layout.OP_DONE, done + 1)
     return code
 
 
 @inline
-def advance(ctx: int, table: int, count: int) -> tuple[int, int]:
+def advance_all(ctx: int, table: int, count: int) -> tuple[int, int]:
     """One piece of every operation that can go: (result, how many went)."""
-    went = 0
+    advanced = 0
     for i in range(count):
         op = table + i * layout.OP_SIZE
-        if can_go(ctx, table, op):
-            code = go(ctx, op)
+        if can_advance(ctx, table, op):
+            code = advance_op(ctx, op)
             if code != layout.OK:
-                return code, went
-            went += 1
-    return layout.OK, went
+                return code, advanced
+            advanced += 1
+    return layout.OK, advanced
 
 
 @inline
-def awaited(ctx: int, table: int, count: int) -> int:
+def awaited_op(ctx: int, table: int, count: int) -> int:
     """The first operation that the call waits for: one of all that must end, else of those of which any must; -1 if it need not wait."""
     first_of_all, first_of_any, nall = -1, -1, 0
     for i in range(count):
         op = table + i * layout.OP_SIZE
-        must = load(op + layout.OP_WAIT)
-        if must == layout.WAIT_ALL:
+        wait_mode = load(op + layout.OP_WAIT)
+        if wait_mode == layout.WAIT_ALL:
             nall += 1
-            if first_of_all < 0 and not finished(ctx, op):
+            if first_of_all < 0 and not op_finished(ctx, op):
                 first_of_all = i
-        elif must == layout.WAIT_ANY:
-            if finished(ctx, op):
+        elif wait_mode == layout.WAIT_ANY:
+            if op_finished(ctx, op):
                 return -1
             if first_of_any < 0:
                 first_of_any = i
@@ -280,21 +298,21 @@ def awaited(ctx: int, table: int, count: int) -> int:
 
 
 @inline
-def ready(ctx: int, table: int, count: int) -> bool:
+def has_progress(ctx: int, table: int, count: int) -> bool:
     """Whether anything has changed for the better."""
     for i in range(count):
-        if can_go(ctx, table, table + i * layout.OP_SIZE):
+        if can_advance(ctx, table, table + i * layout.OP_SIZE):
             return True
-    first = awaited(ctx, table, count)
+    first = awaited_op(ctx, table, count)
     return first < 0 or first != load(ctx + layout.CTX_STEP)
 
 
 @inline
-def messages_taken(ctx: int, op: int) -> int:
+def awaited_tail(ctx: int, op: int) -> int:
     """How many messages the peer must have taken for a send to go on: those in the way of its next piece, or all that are to be taken."""
     if load(op + layout.OP_DONE) >= load(op + layout.OP_SEGMENTS):
         return load(op + layout.OP_MARK)
-    return must_be_taken(connection(ctx, layout.CTX_SEND, load(op + layout.OP_PEER)))
+    return required_tail(connection(ctx, layout.CTX_SEND, load(op + layout.OP_PEER)))
 
 
 def _sleep_any(ctx: int, table: int, count: int) -> int:
@@ -302,8 +320,8 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
     ctrl = load(ctx + layout.CTX_CTRL)
     op = table + load(ctx + layout.CTX_STEP) * layout.OP_SIZE
     peer = load(op + layout.OP_PEER)
-    sends = load(op + layout.OP_RECEIVES) == 0
-    store(ctx + layout.CTX_AWAITED_TAIL, messages_taken(ctx, op) if sends else 0)
+    sending = load(op + layout.OP_RECEIVES) == 0
+    store(ctx + layout.CTX_AWAITED_TAIL, awaited_tail(ctx, op) if sending else 0)
     alone = (
         load(op + layout.OP_WAIT) == layout.WAIT_ALL
     )  # else another rank may bring it about as well
@@ -312,29 +330,29 @@ def _sleep_any(ctx: int, table: int, count: int) -> int:
     store(ctrl + layout.PROGRESS_P2P_COUNT, load(op + layout.OP_COUNT))
     store_release(ctrl + layout.PROGRESS_P2P_SIG, load(op + layout.OP_SIG))
     store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_WAITING)
-    nap = FIRST_SLEEP_NS
+    sleep_ns = FIRST_SLEEP_NS
     result = layout.OK
     while True:
-        bell = arm_bell(ctx)
-        if ready(ctx, table, count):
+        doorbell = arm_doorbell(ctx)
+        if has_progress(ctx, table, count):
             break
-        result = doze(ctx, peer, bell, nap, now_ns(ctx))
-        if result != layout.OK or ready(ctx, table, count):
+        result = futex_sleep(ctx, peer, doorbell, sleep_ns, now_ns(ctx))
+        if result != layout.OK or has_progress(ctx, table, count):
             break
         if (
             alone
             and load_acquire(load(ctx + layout.CTX_GONE) + 8 * peer) != 0
-            and not ready(ctx, table, count)
+            and not has_progress(ctx, table, count)
         ):
             result = fail(ctx, layout.ERR_LEFT, peer, 0, 0)
             break
-        if alone and never_comes(ctx, peer, sends) and not ready(ctx, table, count):
+        if alone and peer_diverged(ctx, peer, sending) and not has_progress(ctx, table, count):
             result = fail(ctx, layout.ERR_DIVERGED, peer, 0, 0)
             break
         if interrupted(ctx):
             result = fail(ctx, layout.ERR_INTERRUPTED, peer, 0, 0)
             break
-        nap = longer(ctx, nap)
+        sleep_ns = next_sleep_ns(ctx, sleep_ns)
     store(ctrl + layout.CTRL_SLEEP, 0)
     if result == layout.OK:
         store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_IDLE)
@@ -345,15 +363,15 @@ sleep_any = inline(_sleep_any)
 
 
 @inline
-def patience(ctx: int, count: int) -> int:
+def spin_limit(ctx: int, count: int) -> int:
     """How often ``rest`` only pauses; a look at every operation takes about as long as a pause."""
     return load(ctx + layout.CTX_SPIN) // (1 + count)
 
 
 @inline
-def rest(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
+def back_off(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
     """Nothing could go for the ``idle``-th time since something did or this rank slept: (result, the new ``idle``)."""
-    spins = patience(ctx, count)
+    spins = spin_limit(ctx, count)
     if idle <= spins:
         pause()
         return layout.OK, idle
@@ -361,7 +379,7 @@ def rest(ctx: int, table: int, count: int, idle: int) -> tuple[int, int]:
     if idle <= spins + load(ctx + layout.CTX_YIELDS) and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yield_core(ctx, now_ns(ctx))
         return layout.OK, idle
-    may_yield(ctx)  # this was one of the waits that do not
+    should_yield(ctx)  # this was one of the waits that do not
     return sleep_any(ctx, table, count), 0
 
 
@@ -375,19 +393,19 @@ def exchange_all(ctx: int, table: int, count: int) -> int:
     store(ctx + layout.CTX_STREAM, 1 if total >= load(ctx + layout.CTX_STREAM_FROM) else 0)
     idle, passes = 0, 0
     while True:
-        code, went = advance(ctx, table, count)
+        code, advanced = advance_all(ctx, table, count)
         if code != layout.OK:
             return code
-        first = awaited(ctx, table, count)
+        first = awaited_op(ctx, table, count)
         passes += 1
-        if first < 0 and (went == 0 or passes > layout.NSLOTS):
+        if first < 0 and (advanced == 0 or passes > layout.NSLOTS):
             break
         store(ctx + layout.CTX_STEP, max(first, 0))
-        if went > 0:
+        if advanced > 0:
             idle = 0
             pause()
         else:
-            code, idle = rest(ctx, table, count, idle + 1)
+            code, idle = back_off(ctx, table, count, idle + 1)
             if code != layout.OK:
                 return code
     store_release(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_P2P_SIG, 0)

@@ -8,24 +8,24 @@ signalled: ``lower`` refuses schedules in which peers would touch it.
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.chunks import INPUT, base, extent
+from miraccl.executor.cpu.kernels.chunks import INPUT, buffer_base, slice_extent
 from miraccl.executor.cpu.kernels.messages import (
-    acquire,
+    acquire_slot,
     connection,
     consume,
-    post,
+    post_descriptor,
     read_remote,
     receive,
     write_remote,
 )
-from miraccl.executor.cpu.kernels.operands import fold_operands, operand
+from miraccl.executor.cpu.kernels.operands import fold_operands, operand_words
 from miraccl.executor.cpu.kernels.slots import post_line
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import inline, load, memcpy, store
 
 
 @inline
-def place_of(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, int]:
+def locate(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, int]:
     """(0, offset in the window) or (``private``, address in private memory)."""
     window = load(ctx + layout.CTX_WINDOW)
     if address >= window and address + nbytes <= load(ctx + layout.CTX_WINDOW_END):
@@ -34,37 +34,37 @@ def place_of(ctx: int, address: int, nbytes: int, private: int) -> tuple[int, in
 
 
 @inline
-def places(ctx: int, run: int) -> tuple[int, int, int]:
+def locate_buffers(ctx: int, run: int) -> tuple[int, int, int]:
     """Which of this rank's buffers are in private memory, and where its input and its output begin, as it signals them."""
-    in_mode, in_at = place_of(
+    in_mode, in_at = locate(
         ctx, load(run + layout.RUN_IN), load(run + layout.RUN_IN_BYTES), layout.PRIVATE_IN
     )
-    out_mode, out_at = place_of(
+    out_mode, out_at = locate(
         ctx, load(run + layout.RUN_OUT), load(run + layout.RUN_OUT_BYTES), layout.PRIVATE_OUT
     )
     return in_mode | out_mode, in_at, out_at
 
 
 @inline
-def signal(ctx: int, run: int, peer: int) -> int:
+def send_signal(ctx: int, run: int, peer: int) -> int:
     """Tell a peer that all before is done, and where this rank's buffers lie."""
     conn = connection(ctx, layout.CTX_SEND, peer)
-    code = acquire(ctx, conn, peer)
+    code = acquire_slot(ctx, conn, peer)
     if code != layout.OK:
         return code
     line = post_line(conn)
-    modes, in_at, out_at = places(ctx, run)
+    modes, in_at, out_at = locate_buffers(ctx, run)
     store(line + layout.DESC_ADDR, in_at)
     store(line + layout.DESC_ADDR2, out_at)
     if load(conn + layout.CONN_KIND) == layout.KIND_NET:  # addresses mean nothing there
-        post(ctx, conn, load(run + layout.RUN_SIG), 0, layout.MODE_INLINE)
+        post_descriptor(ctx, conn, load(run + layout.RUN_SIG), 0, layout.MODE_INLINE)
     else:
-        post(ctx, conn, load(run + layout.RUN_SIG), modes, layout.MODE_SIGNAL)
+        post_descriptor(ctx, conn, load(run + layout.RUN_SIG), modes, layout.MODE_SIGNAL)
     return layout.OK
 
 
 @inline
-def await_signal(ctx: int, run: int, peer: int) -> int:
+def wait_signal(ctx: int, run: int, peer: int) -> int:
     """Wait for a peer's signal, and note where its buffers lie."""
     conn = connection(ctx, layout.CTX_RECV, peer)
     code = receive(ctx, conn, peer, load(run + layout.RUN_SIG))
@@ -89,7 +89,7 @@ def await_signal(ctx: int, run: int, peer: int) -> int:
 
 
 @inline
-def buffer_of(conn: int, buffer: int) -> tuple[int, bool]:
+def peer_buffer(conn: int, buffer: int) -> tuple[int, bool]:
     """Where a peer's input or output begins, as it has signalled, and whether that is in the private memory of another process."""
     if buffer == INPUT:
         return load(conn + layout.CONN_PEER_IN), load(
@@ -111,17 +111,17 @@ def reduce_from_peers(ctx: int, run: int, step: int, rnd: int) -> int:
         load(ctx + layout.CTX_RANK),
     )
     for chunk in range(load(step + layout.STEP_CHUNKS)):
-        to, size = extent(run, dst_buf, dst + chunk, rnd)
-        offset, own_size = extent(run, src_buf, src + chunk, rnd)
+        to, size = slice_extent(run, dst_buf, dst + chunk, rnd)
+        offset, own_size = slice_extent(run, src_buf, src + chunk, rnd)
         for i in range(count):
             peer = load(peers + 8 * i)
             if peer == rank:
-                store(operand(ctx, step, i), base(run, src_buf) + offset)
+                store(operand_words(ctx, step, i), buffer_base(run, src_buf) + offset)
             else:
-                start, far = buffer_of(connection(ctx, layout.CTX_RECV, peer), src_buf)
-                store(operand(ctx, step, i), 0 if far else start + offset)
-                store(operand(ctx, step, i) + 8, start + offset)
-        code = fold_operands(ctx, run, step, base(run, dst_buf) + to, min(size, own_size))
+                start, far = peer_buffer(connection(ctx, layout.CTX_RECV, peer), src_buf)
+                store(operand_words(ctx, step, i), 0 if far else start + offset)
+                store(operand_words(ctx, step, i) + 8, start + offset)
+        code = fold_operands(ctx, run, step, buffer_base(run, dst_buf) + to, min(size, own_size))
         if code != layout.OK:
             return code
     return layout.OK
@@ -133,12 +133,12 @@ def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
     dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
     peer = load(step + (layout.STEP_SEND if puts else layout.STEP_RECV))
     conn = connection(ctx, layout.CTX_RECV, peer)
-    theirs, far = buffer_of(conn, dst_buf if puts else src_buf)
+    theirs, far = peer_buffer(conn, dst_buf if puts else src_buf)
     for i in range(load(step + layout.STEP_CHUNKS)):
-        frm, from_size = extent(run, src_buf, src + i, rnd)
-        to, size = extent(run, dst_buf, dst + i, rnd)
-        frm += base(run, src_buf) if puts else theirs
-        to += theirs if puts else base(run, dst_buf)
+        frm, from_size = slice_extent(run, src_buf, src + i, rnd)
+        to, size = slice_extent(run, dst_buf, dst + i, rnd)
+        frm += buffer_base(run, src_buf) if puts else theirs
+        to += theirs if puts else buffer_base(run, dst_buf)
         size = min(size, from_size)
         if not far:
             memcpy(to, frm, size)
@@ -152,17 +152,17 @@ def put_or_get(ctx: int, run: int, step: int, puts: bool, rnd: int) -> int:
 
 
 @inline
-def all_in_windows(ctx: int, run: int) -> int:
+def negotiate_window(ctx: int, run: int) -> int:
     """Exchange with all ranks where the buffers lie: OK if they are window memory everywhere, ``NOT_HANDLED`` if not, or an ERR_*."""
     peers, count = load(run + layout.RUN_NEGOTIATE_PEERS), load(run + layout.RUN_NEGOTIATE_NPEERS)
     for i in range(count):
-        code = signal(ctx, run, load(peers + 8 * i))
+        code = send_signal(ctx, run, load(peers + 8 * i))
         if code != layout.OK:
             return code
-    private, _, _ = places(ctx, run)
+    private, _, _ = locate_buffers(ctx, run)
     for i in range(count):
         peer = load(peers + 8 * i)
-        code = await_signal(ctx, run, peer)
+        code = wait_signal(ctx, run, peer)
         if code != layout.OK:
             return code
         private |= load(connection(ctx, layout.CTX_RECV, peer) + layout.CONN_PEER_PRIVATE)

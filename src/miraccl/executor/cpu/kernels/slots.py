@@ -19,10 +19,10 @@ from miraccl.native.intrinsics import inline, load, load_acquire, store, store_r
 
 #: Slots that are used before one that has just been read: an exchange of 128 KiB takes 13.6 us through slots of 64 KiB that were read just
 #: before, and 10.7 through those read one slot earlier, which have left the first-level cache (Intel Emerald Rapids).
-REST = 2
+COOLING_SLOTS = 2
 #: Swapping uses so many of the free slots, and leaves out messages of more pieces that come alone: ping-pong of 1 MiB was a fifth slower
 #: with all eight (second-level cache of 2 MiB), and with four that of 384 KiB to 2 MiB up to a quarter in one run of two.
-MOST = 4
+MAX_SWAP_SLOTS = 4
 
 
 @inline
@@ -34,7 +34,7 @@ def post_line(conn: int) -> int:
 
 
 @inline
-def bits_of(message: int) -> int:
+def byte_shift(message: int) -> int:
     """Where the byte of a message is in a word of NSLOTS bytes."""
     return (message & (layout.NSLOTS - 1)) * 8
 
@@ -63,13 +63,13 @@ def next_slot(conn: int) -> int:
 
 
 @inline
-def slot(conn: int) -> int:
+def next_slot_address(conn: int) -> int:
     """Its address."""
     return slot_address(conn, next_slot(conn))
 
 
 @inline
-def use_slot(conn: int) -> int:
+def claim_slot(conn: int) -> int:
     """``next_slot`` goes with the message that is about to be posted; the mode that tells where it is."""
     number, message = next_slot(conn), load(conn + layout.CONN_COUNT)
     if load(conn + layout.CONN_KIND) != layout.KIND_NET:
@@ -78,7 +78,7 @@ def use_slot(conn: int) -> int:
         store(conn + layout.CONN_WARM, max(0, load(conn + layout.CONN_WARM) - 1))
         store(
             conn + layout.CONN_SENT,
-            with_byte(load(conn + layout.CONN_SENT), bits_of(message), number + 1),
+            with_byte(load(conn + layout.CONN_SENT), byte_shift(message), number + 1),
         )
     if number == message & (layout.NSLOTS - 1):
         return layout.MODE_SLOT
@@ -96,7 +96,7 @@ def received_slot(conn: int) -> int:
 
 
 @inline
-def see_tail(conn: int) -> int:
+def poll_tail(conn: int) -> int:
     """How many messages the receiver has taken by now; slots that came back for them are free, to be used after all others."""
     address = load(conn + layout.CONN_TAIL_ADDR)
     tail = load_acquire(address)
@@ -108,7 +108,7 @@ def see_tail(conn: int) -> int:
             load(conn + layout.CONN_NFREE),
         )
         for message in range(load(conn + layout.CONN_TAIL), tail):
-            bits = bits_of(message)
+            bits = byte_shift(message)
             used, other = sent >> bits & 0xFF, returned >> bits & 0xFF
             if used != 0:
                 free |= ((used if other == 0 else other) - 1) << 8 * nfree
@@ -122,28 +122,28 @@ def see_tail(conn: int) -> int:
 
 
 @inline
-def must_be_taken(conn: int) -> int:
+def required_tail(conn: int) -> int:
     """How many messages of a send connection the peer must have taken for the next one to have a place."""
     return load(conn + layout.CONN_COUNT) - (layout.NSLOTS - 1)
 
 
 @inline
-def has_room(conn: int) -> bool:
+def has_free_slot(conn: int) -> bool:
     """Whether the next message has a place."""
-    need = must_be_taken(conn)
-    return load(conn + layout.CONN_TAIL) >= need or see_tail(conn) >= need
+    need = required_tail(conn)
+    return load(conn + layout.CONN_TAIL) >= need or poll_tail(conn) >= need
 
 
 @inline
-def swap(ctx: int, conn: int) -> int:
+def swap_slot(ctx: int, conn: int) -> int:
     """Keep the slot of the message just received and give another one: 1 + its number. 0 if there is none to give."""
     out = load(ctx + layout.CTX_SEND) + conn - load(ctx + layout.CTX_RECV)
     nfree = load(out + layout.CONN_NFREE)
     if load(out + layout.CONN_WARM) >= nfree and nfree < layout.NSLOTS:
-        see_tail(out)
+        poll_tail(out)
         nfree = load(out + layout.CONN_NFREE)
-    place = max(load(out + layout.CONN_WARM), min(REST, nfree - 1))
-    if place >= min(nfree, MOST):
+    place = max(load(out + layout.CONN_WARM), min(COOLING_SLOTS, nfree - 1))
+    if place >= min(nfree, MAX_SWAP_SLOTS):
         return 0
     free, bits = load(out + layout.CONN_FREE), 8 * place
     store(out + layout.CONN_FREE, with_byte(free, bits, received_slot(conn) ^ layout.NSLOTS))
@@ -152,7 +152,7 @@ def swap(ctx: int, conn: int) -> int:
 
 
 @inline
-def give_back(ctx: int, conn: int, swaps: bool) -> None:
+def return_slot(ctx: int, conn: int, swaps: bool) -> None:
     """Say which slot comes back for the message just received, another one only if ``swaps``; its sender looks once the tail has moved."""
     mode, returned, number = (
         load(post_line(conn) + layout.DESC_MODE),
@@ -161,10 +161,10 @@ def give_back(ctx: int, conn: int, swaps: bool) -> None:
     )
     if mode == layout.MODE_SLOT or mode == layout.MODE_MOVED:
         if swaps and load(conn + layout.CONN_KIND) == layout.KIND_SHM:
-            number = swap(ctx, conn)
+            number = swap_slot(ctx, conn)
     elif returned == 0:
         return
-    news = with_byte(returned, bits_of(load(conn + layout.CONN_COUNT)), number)
+    news = with_byte(returned, byte_shift(load(conn + layout.CONN_COUNT)), number)
     if news != returned:
         store(conn + layout.CONN_RETURNED, news)
         store_release(load(conn + layout.CONN_TAIL_ADDR) + layout.TAIL_RETURNED, news)

@@ -6,29 +6,29 @@ A step that has nothing to move in a round (``chunks``) sends and expects no mes
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.chunks import SCRATCH, base, extent, span
+from miraccl.executor.cpu.kernels.chunks import SCRATCH, buffer_base, message_bytes, slice_extent
 from miraccl.executor.cpu.kernels.messages import (
-    acquire,
+    acquire_slot,
     can_post_address,
+    clear_to_send,
     connection,
     consume,
     copy_bytes,
+    copy_payload,
     local_payload,
-    post,
     post_address,
+    post_descriptor,
     post_slot,
     receive,
-    take,
-    want,
 )
-from miraccl.executor.cpu.kernels.operands import fold_message, fold_operands, operand
+from miraccl.executor.cpu.kernels.operands import fold_message, fold_operands, operand_words
 from miraccl.executor.cpu.kernels.peer_memory import (
-    await_signal,
     put_or_get,
     reduce_from_peers,
-    signal,
+    send_signal,
+    wait_signal,
 )
-from miraccl.executor.cpu.kernels.slots import post_line, slot
+from miraccl.executor.cpu.kernels.slots import next_slot_address, post_line
 from miraccl.executor.cpu.kernels.waiting import fail
 from miraccl.native.intrinsics import inline, load, memcpy, store
 from miraccl.schedule.ir import Op
@@ -51,32 +51,32 @@ def send(
     ctx: int, run: int, peer: int, buffer: int, index: int, chunks: int, rnd: int, size: int
 ) -> int:
     conn = connection(ctx, layout.CTX_SEND, peer)
-    code = acquire(ctx, conn, peer)
+    code = acquire_slot(ctx, conn, peer)
     if code != layout.OK:
         return code
     sig = load(run + layout.RUN_SIG)
-    start = base(run, buffer)
+    start = buffer_base(run, buffer)
     if chunks == 1:
-        offset, _ = extent(run, buffer, index, rnd)
+        offset, _ = slice_extent(run, buffer, index, rnd)
         if can_post_address(ctx, conn, start + offset, size, load(run + layout.RUN_DIRECT)):
             post_address(ctx, conn, sig, start + offset, size)
         elif size <= layout.INLINE_BYTES and load(run + layout.RUN_LL) != 0:
             memcpy(post_line(conn) + layout.DESC_INLINE, start + offset, size)
-            post(ctx, conn, sig, size, layout.MODE_INLINE)
+            post_descriptor(ctx, conn, sig, size, layout.MODE_INLINE)
         else:
-            memcpy(slot(conn), start + offset, size)
+            memcpy(next_slot_address(conn), start + offset, size)
             post_slot(ctx, conn, sig, size)
         return layout.OK
-    piece = load(run + layout.RUN_ROUND_BYTES)
+    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
-        offset, length = extent(run, buffer, index + i, rnd)
-        memcpy(slot(conn) + i * piece, start + offset, length)
+        offset, length = slice_extent(run, buffer, index + i, rnd)
+        memcpy(next_slot_address(conn) + i * slice_bytes, start + offset, length)
     post_slot(ctx, conn, sig, size)
     return layout.OK
 
 
 @inline
-def expect(ctx: int, run: int, conn: int, peer: int, size: int) -> int:
+def receive_sized(ctx: int, run: int, conn: int, peer: int, size: int) -> int:
     """Wait for a message of ``size`` bytes."""
     code = receive(ctx, conn, peer, load(run + layout.RUN_SIG))
     if code != layout.OK:
@@ -92,15 +92,15 @@ def unpack(
     ctx: int, run: int, conn: int, peer: int, buffer: int, index: int, chunks: int, rnd: int
 ) -> int:
     """Copy the message to dst, chunk by chunk."""
-    start = base(run, buffer)
+    start = buffer_base(run, buffer)
     if chunks == 1:
-        offset, size = extent(run, buffer, index, rnd)
-        return take(ctx, conn, peer, start + offset, size)
+        offset, size = slice_extent(run, buffer, index, rnd)
+        return copy_payload(ctx, conn, peer, start + offset, size)
     source = local_payload(ctx, conn)
-    piece = load(run + layout.RUN_ROUND_BYTES)
+    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
-        offset, size = extent(run, buffer, index + i, rnd)
-        memcpy(start + offset, source + i * piece, size)
+        offset, size = slice_extent(run, buffer, index + i, rnd)
+        memcpy(start + offset, source + i * slice_bytes, size)
     return layout.OK
 
 
@@ -118,10 +118,10 @@ def reduce_into(
     rnd: int,
 ) -> int:
     """``dst = src (+) message``, chunk by chunk."""
-    piece = load(run + layout.RUN_ROUND_BYTES)
+    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
-        own, own_size = extent(run, src_buf, src + i, rnd)
-        to, size = extent(run, dst_buf, dst + i, rnd)
+        own, own_size = slice_extent(run, src_buf, src + i, rnd)
+        to, size = slice_extent(run, dst_buf, dst + i, rnd)
         size = min(size, own_size)
         if size > 0:
             code = fold_message(
@@ -129,9 +129,9 @@ def reduce_into(
                 run,
                 conn,
                 peer,
-                base(run, dst_buf) + to,
-                base(run, src_buf) + own,
-                i * piece,
+                buffer_base(run, dst_buf) + to,
+                buffer_base(run, src_buf) + own,
+                i * slice_bytes,
                 size,
             )
             if code != layout.OK:
@@ -140,11 +140,11 @@ def reduce_into(
 
 
 @inline
-def reduce_onward(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int, size: int) -> int:
+def reduce_to_next(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int, size: int) -> int:
     """RECV_REDUCE_SEND: fold straight into the slot of the next rank."""
     to = load(step + layout.STEP_SEND)
     out = connection(ctx, layout.CTX_SEND, to)
-    code = acquire(ctx, out, to)
+    code = acquire_slot(ctx, out, to)
     if code != layout.OK:
         return code
     buffer, index, chunks = (
@@ -152,18 +152,18 @@ def reduce_onward(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int,
         load(step + layout.STEP_SRC),
         load(step + layout.STEP_CHUNKS),
     )
-    piece = load(run + layout.RUN_ROUND_BYTES)
+    slice_bytes = load(run + layout.RUN_ROUND_BYTES)
     for i in range(chunks):
-        own, length = extent(run, buffer, index + i, rnd)
+        own, length = slice_extent(run, buffer, index + i, rnd)
         if length > 0:
             code = fold_message(
                 ctx,
                 run,
                 conn,
                 peer,
-                slot(out) + i * piece,
-                base(run, buffer) + own,
-                i * piece,
+                next_slot_address(out) + i * slice_bytes,
+                buffer_base(run, buffer) + own,
+                i * slice_bytes,
                 length,
             )
             if code != layout.OK:
@@ -173,15 +173,15 @@ def reduce_onward(ctx: int, run: int, step: int, conn: int, peer: int, rnd: int,
 
 
 @inline
-def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
+def receive_step(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
     """All primitives that receive from one peer."""
     chunks = load(step + layout.STEP_CHUNKS)
     src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
     dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
     size = (
-        span(run, src_buf, src, chunks, rnd)
+        message_bytes(run, src_buf, src, chunks, rnd)
         if op == RECV_REDUCE_SEND
-        else span(run, dst_buf, dst, chunks, rnd)
+        else message_bytes(run, dst_buf, dst, chunks, rnd)
     )
     if size == 0:
         return layout.OK
@@ -193,14 +193,14 @@ def through_fifo(ctx: int, run: int, step: int, op: int, rnd: int) -> int:
         and (op == RECV or op == RECV_COPY_SEND)
     )
     if lands and size > layout.INLINE_BYTES and dst_buf != SCRATCH:
-        offset, _ = extent(run, dst_buf, dst, rnd)
-        want(ctx, conn, base(run, dst_buf) + offset, size)
-    code = expect(ctx, run, conn, peer, size)
+        offset, _ = slice_extent(run, dst_buf, dst, rnd)
+        clear_to_send(ctx, conn, buffer_base(run, dst_buf) + offset, size)
+    code = receive_sized(ctx, run, conn, peer, size)
     if code == layout.OK:
         if op == RECV or op == RECV_COPY_SEND:
             code = unpack(ctx, run, conn, peer, dst_buf, dst, chunks, rnd)
         elif op == RECV_REDUCE_SEND:
-            code = reduce_onward(ctx, run, step, conn, peer, rnd, size)
+            code = reduce_to_next(ctx, run, step, conn, peer, rnd, size)
         elif op == RECV_REDUCE:
             code = reduce_into(ctx, run, conn, peer, dst_buf, dst, dst_buf, dst, chunks, rnd)
         else:
@@ -222,8 +222,8 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
         load(step + layout.STEP_DST),
         load(step + layout.STEP_CHUNKS),
     )
-    to, size = extent(run, dst_buf, dst, rnd)
-    message = size if chunks == 1 else span(run, dst_buf, dst, chunks, rnd)
+    to, size = slice_extent(run, dst_buf, dst, rnd)
+    message = size if chunks == 1 else message_bytes(run, dst_buf, dst, chunks, rnd)
     if message == 0:
         return layout.OK
     count, peers, rank = (
@@ -234,24 +234,27 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
     for i in range(count):
         peer = load(peers + 8 * i)
         if peer != rank:
-            code = expect(ctx, run, connection(ctx, layout.CTX_RECV, peer), peer, message)
+            code = receive_sized(ctx, run, connection(ctx, layout.CTX_RECV, peer), peer, message)
             if code != layout.OK:
                 return code
     for chunk in range(chunks):
         if chunk > 0:
-            to, size = extent(run, dst_buf, dst + chunk, rnd)
-        own, _ = extent(run, src_buf, src + chunk, rnd)
+            to, size = slice_extent(run, dst_buf, dst + chunk, rnd)
+        own, _ = slice_extent(run, src_buf, src + chunk, rnd)
         offset = chunk * load(run + layout.RUN_ROUND_BYTES)
         for i in range(count):
             peer = load(peers + 8 * i)
             if peer == rank:
-                store(operand(ctx, step, i), base(run, src_buf) + own)
+                store(operand_words(ctx, step, i), buffer_base(run, src_buf) + own)
             else:
                 conn = connection(ctx, layout.CTX_RECV, peer)
                 here = local_payload(ctx, conn)
-                store(operand(ctx, step, i), here + offset if here != 0 else 0)
-                store(operand(ctx, step, i) + 8, load(post_line(conn) + layout.DESC_ADDR) + offset)
-        code = fold_operands(ctx, run, step, base(run, dst_buf) + to, size)
+                store(operand_words(ctx, step, i), here + offset if here != 0 else 0)
+                store(
+                    operand_words(ctx, step, i) + 8,
+                    load(post_line(conn) + layout.DESC_ADDR) + offset,
+                )
+        code = fold_operands(ctx, run, step, buffer_base(run, dst_buf) + to, size)
         if code != layout.OK:
             return code
     for i in range(count):
@@ -262,7 +265,7 @@ def reduce_all(ctx: int, run: int, step: int, rnd: int) -> int:
 
 
 @inline
-def signals(ctx: int, run: int, step: int, op: int) -> int:
+def synchronize(ctx: int, run: int, step: int, op: int) -> int:
     peers, count, rank = (
         load(step + layout.STEP_PEERS),
         load(step + layout.STEP_NPEERS),
@@ -272,28 +275,28 @@ def signals(ctx: int, run: int, step: int, op: int) -> int:
         for i in range(count):
             peer = load(peers + 8 * i)
             if peer != rank:
-                code = signal(ctx, run, peer)
+                code = send_signal(ctx, run, peer)
                 if code != layout.OK:
                     return code
     if op == WAIT or op == BARRIER:
         for i in range(count):
             peer = load(peers + 8 * i)
             if peer != rank:
-                code = await_signal(ctx, run, peer)
+                code = wait_signal(ctx, run, peer)
                 if code != layout.OK:
                     return code
     return layout.OK
 
 
 @inline
-def copy(ctx: int, run: int, step: int, rnd: int) -> None:
+def copy_chunks(ctx: int, run: int, step: int, rnd: int) -> None:
     src_buf, src = load(step + layout.STEP_SRC_BUF), load(step + layout.STEP_SRC)
     dst_buf, dst = load(step + layout.STEP_DST_BUF), load(step + layout.STEP_DST)
     for i in range(load(step + layout.STEP_CHUNKS)):
-        frm, from_size = extent(run, src_buf, src + i, rnd)
-        to, size = extent(run, dst_buf, dst + i, rnd)
-        frm += base(run, src_buf)
-        to += base(run, dst_buf)
+        frm, from_size = slice_extent(run, src_buf, src + i, rnd)
+        to, size = slice_extent(run, dst_buf, dst + i, rnd)
+        frm += buffer_base(run, src_buf)
+        to += buffer_base(run, dst_buf)
         if to != frm:
             copy_bytes(ctx, to, frm, min(size, from_size))
 
@@ -307,17 +310,17 @@ def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
             load(step + layout.STEP_SRC),
             load(step + layout.STEP_CHUNKS),
         )
-        size = span(run, buffer, index, chunks, rnd)
+        size = message_bytes(run, buffer, index, chunks, rnd)
         if size == 0:
             return layout.OK
         return send(ctx, run, load(step + layout.STEP_SEND), buffer, index, chunks, rnd, size)
     if op == RECV_REDUCE_ALL:
         return reduce_all(ctx, run, step, rnd)
     if op == COPY:
-        copy(ctx, run, step, rnd)
+        copy_chunks(ctx, run, step, rnd)
         return layout.OK
     if op < RECV_REDUCE_ALL:
-        return through_fifo(ctx, run, step, op, rnd)
+        return receive_step(ctx, run, step, op, rnd)
     if op == REDUCE_FROM_PEERS:
         return reduce_from_peers(ctx, run, step, rnd)
     if op == PUT or op == GET:
@@ -329,4 +332,4 @@ def do_step(ctx: int, run: int, step: int, rnd: int) -> int:
         or (when == layout.LAST_ROUND and rnd != load(run + layout.RUN_NROUNDS) - 1)
     ):
         return layout.OK
-    return signals(ctx, run, step, op)
+    return synchronize(ctx, run, step, op)

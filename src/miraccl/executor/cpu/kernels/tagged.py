@@ -11,16 +11,21 @@ A payload that does not get through in the call leaves its progress in ``row``, 
 from __future__ import annotations
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.messages import connection, consume_part, local_payload, post_slot
+from miraccl.executor.cpu.kernels.messages import (
+    connection,
+    consume_message,
+    local_payload,
+    post_slot,
+)
 from miraccl.executor.cpu.kernels.p2p import (
-    begin_op,
-    can_go,
+    back_off,
+    can_advance,
     exchange_all,
-    finished,
-    rest,
+    init_op,
+    op_finished,
     signature,
 )
-from miraccl.executor.cpu.kernels.slots import has_room, post_line, slot
+from miraccl.executor.cpu.kernels.slots import has_free_slot, next_slot_address, post_line
 from miraccl.executor.cpu.kernels.waiting import release_gil
 from miraccl.native.intrinsics import inline, load, load_acquire, memcpy, store, store_release
 from miraccl.types import DType
@@ -29,7 +34,7 @@ UINT8 = int(DType.UINT8)
 
 
 @inline
-def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: int) -> int:
+def send_tagged_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: int) -> int:
     """Send a message that is the next one to ``peer``: OK; IN_PROGRESS, where the rest of it is in ``row``; NOT_HANDLED, where nothing has
     happened, for there is no room or no way; or an ERR_*."""
     conn = connection(ctx, layout.CTX_SEND, peer)
@@ -38,9 +43,9 @@ def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: i
         or load_acquire(load(ctx + layout.CTX_CTRL) + layout.CTRL_ABORT) != 0
     ):
         return layout.NOT_HANDLED
-    if not has_room(conn):
+    if not has_free_slot(conn):
         return layout.NOT_HANDLED
-    header = slot(conn)
+    header = next_slot_address(conn)
     store(header + layout.HEADER_TAG, tag)
     store(header + layout.HEADER_COUNT, nbytes)
     if nbytes <= layout.SHORT_BYTES:
@@ -49,13 +54,13 @@ def put_message(ctx: int, peer: int, tag: int, address: int, nbytes: int, row: i
     if nbytes <= layout.SHORT_BYTES:
         return layout.OK
     release_gil(ctx)
-    begin_op(ctx, row, False, peer, address, nbytes, UINT8, 0)
+    init_op(ctx, row, False, peer, address, nbytes, UINT8, 0)
     code = exchange_all(ctx, row, 1)
-    return code if code != layout.OK or finished(ctx, row) else layout.IN_PROGRESS
+    return code if code != layout.OK or op_finished(ctx, row) else layout.IN_PROGRESS
 
 
 @inline
-def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) -> int:
+def recv_if_matching(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) -> int:
     """As ``take_message``, of the message whose header has come for ``op``."""
     peer = load(op + layout.OP_PEER)
     conn = connection(ctx, layout.CTX_RECV, peer)
@@ -69,26 +74,26 @@ def take_if(ctx: int, op: int, tag: int, address: int, nbytes: int, row: int) ->
         return -layout.NOT_HANDLED
     if nbytes <= layout.SHORT_BYTES:
         memcpy(address, header + layout.HEADER_PAYLOAD, nbytes)
-    consume_part(ctx, conn, load(ctx + layout.CTX_SWAP) != 0)
+    consume_message(ctx, conn, load(ctx + layout.CTX_SWAP) != 0)
     store(op + layout.OP_MARK, 0)
     code = layout.OK
     if nbytes > layout.SHORT_BYTES:
         release_gil(ctx)
-        begin_op(ctx, row, True, peer, address, nbytes, UINT8, layout.WAIT_ALL)
+        init_op(ctx, row, True, peer, address, nbytes, UINT8, layout.WAIT_ALL)
         code = exchange_all(ctx, row, 1)
     if code == layout.OK:
         return peer
-    comes_again = (
+    retryable = (
         code == layout.ERR_TIMEOUT
         or code == layout.ERR_ABORTED
         or code == layout.ERR_LEFT
         or code == layout.ERR_DIVERGED
     )
-    return -layout.IN_PROGRESS if comes_again else -code
+    return -layout.IN_PROGRESS if retryable else -code
 
 
 @inline
-def take_message(
+def recv_tagged_message(
     ctx: int, table: int, count: int, first: int, tag: int, address: int, nbytes: int, row: int
 ) -> int:
     """Wait for the next message of any of ``count`` sources, whose headers the operations of ``table`` receive, and take it if it is the
@@ -109,11 +114,11 @@ def take_message(
     while True:
         for i in range(count):
             op = table + (first + i) % count * layout.OP_SIZE
-            if can_go(ctx, table, op):
-                result = take_if(ctx, op, tag, address, nbytes, row)
+            if can_advance(ctx, table, op):
+                result = recv_if_matching(ctx, op, tag, address, nbytes, row)
                 store_release(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_P2P_SIG, 0)
                 return result
         release_gil(ctx)
-        code, idle = rest(ctx, table, count, idle + 1)
+        code, idle = back_off(ctx, table, count, idle + 1)
         if code != layout.OK:
             return -code

@@ -7,13 +7,13 @@ from miraccl.executor.cpu.kernels.arguments import (
     READABLE,
     WRITABLE,
     dtype_code,
-    elements,
+    element_count,
+    is_usable,
     small_int,
-    usable,
 )
 from miraccl.executor.cpu.kernels.messages import connection
-from miraccl.executor.cpu.kernels.p2p import begin_op, exchange_all, one_message
-from miraccl.executor.cpu.kernels.waiting import LONG_BYTES, fail, release_gil
+from miraccl.executor.cpu.kernels.p2p import exchange_all, init_op, single_message
+from miraccl.executor.cpu.kernels.waiting import RELEASE_GIL_BYTES, fail, release_gil
 from miraccl.native.intrinsics import inline, load, load_acquire
 
 
@@ -21,7 +21,7 @@ from miraccl.native.intrinsics import inline, load, load_acquire
 def send_or_receive(ctx: int, args: int, receives: bool) -> int:
     """(array, peer) -> result."""
     x = load(args)
-    if not usable(ctx, x, WRITABLE if receives else READABLE):
+    if not is_usable(ctx, x, WRITABLE if receives else READABLE):
         return layout.NOT_HANDLED
     peer = small_int(ctx, load(args + 8), layout.CTX_INT_TYPE)
     dtype = dtype_code(ctx, x)
@@ -37,13 +37,13 @@ def send_or_receive(ctx: int, args: int, receives: bool) -> int:
         return fail(ctx, layout.ERR_ABORTED, peer, 0, load(ctrl + layout.CTRL_ABORT))
     if load(ctx + layout.CTX_THREADED) != 0:
         release_gil(ctx)
-    return one_message(ctx, receives, peer, load(x + layout.ARRAY_DATA), elements(x), dtype)
+    return single_message(ctx, receives, peer, load(x + layout.ARRAY_DATA), element_count(x), dtype)
 
 
 @inline
 def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
     """Write one entry of an exchange; False if the array or the peer is not an everyday one."""
-    if not usable(ctx, array, WRITABLE if receives else READABLE):
+    if not is_usable(ctx, array, WRITABLE if receives else READABLE):
         return False
     if peer < 0 or peer >= load(ctx + layout.CTX_NRANKS) or peer == load(ctx + layout.CTX_RANK):
         return False
@@ -53,13 +53,13 @@ def fill_op(ctx: int, op: int, receives: bool, array: int, peer: int) -> bool:
         or load(connection(ctx, layout.CTX_SEND, peer) + layout.CONN_KIND) == layout.KIND_NONE
     ):
         return False
-    begin_op(
+    init_op(
         ctx,
         op,
         receives,
         peer,
         load(array + layout.ARRAY_DATA),
-        elements(array),
+        element_count(array),
         dtype,
         layout.WAIT_ALL,
     )
@@ -92,6 +92,6 @@ def send_and_receive(ctx: int, args: int) -> int:
         return fail(
             ctx, layout.ERR_ABORTED, load(table + layout.OP_PEER), 0, load(ctrl + layout.CTRL_ABORT)
         )
-    if load(ctx + layout.CTX_THREADED) != 0 or load(table + layout.OP_BYTES) > LONG_BYTES:
+    if load(ctx + layout.CTX_THREADED) != 0 or load(table + layout.OP_BYTES) > RELEASE_GIL_BYTES:
         release_gil(ctx)
     return exchange_all(ctx, table, 2)

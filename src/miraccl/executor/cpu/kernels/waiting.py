@@ -16,7 +16,7 @@ from __future__ import annotations
 from numba import types
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.board import show_waiting
+from miraccl.executor.cpu.kernels.board import publish_wait
 from miraccl.native.intrinsics import (
     FUTEX_WAIT,
     FUTEX_WAKE,
@@ -48,11 +48,13 @@ from miraccl.native.intrinsics import (
 
 SPIN_BETWEEN_YIELDS = 16
 #: A yield that lasts this long has given the core to somebody who waits for nothing: a time slice of Linux is 1.4 ms and more.
-HELD_NS = 1_000_000
+CORE_HELD_NS = 1_000_000
 #: How many waits sleep at once after such a yield.  A wait that sleeps costs some 10 us more, so they make up for about what it has cost.
-NAPS = 256
+SKIPPED_YIELDS = 256
 FIRST_SLEEP_NS = 1_000_000
-LONG_BYTES = 1 << 18  # an operation on more bytes lets other Python threads run from its start
+RELEASE_GIL_BYTES = (
+    1 << 18
+)  # an operation on more bytes lets other Python threads run from its start
 
 
 @inline
@@ -72,13 +74,13 @@ def futex_wait(ctx: int, address: int, value: int, nanoseconds: int) -> None:
 
 
 @inline
-def ring_bell(ctrl: int) -> None:
+def ring_doorbell(ctrl: int) -> None:
     add32(ctrl + layout.CTRL_DOORBELL, 1)
     syscall(SYS_FUTEX, ctrl + layout.CTRL_DOORBELL, FUTEX_WAKE, 1 << 30, 0, 0, 0)
 
 
 @inline
-def write_to(ctx: int, descriptor: int) -> None:
+def signal_eventfd(ctx: int, descriptor: int) -> None:
     """Add 1 to an eventfd."""
     word = load(ctx + layout.CTX_SCRATCH) + layout.SCRATCH_EVENTFD
     store(word, 1)
@@ -86,27 +88,27 @@ def write_to(ctx: int, descriptor: int) -> None:
 
 
 @inline
-def wake(ctx: int, conn: int) -> None:
+def wake_peer(ctx: int, conn: int) -> None:
     """Tell the other end of a connection that a flag it may sleep on has been stored."""
     if load(conn + layout.CONN_KIND) == layout.KIND_SHM:
         if load(ctx + layout.CTX_MEMBARRIER) == 0:
             fence()
         ctrl = load(conn + layout.CONN_CTRL)
         if load(ctrl + layout.CTRL_SLEEP) != 0:
-            ring_bell(ctrl)
+            ring_doorbell(ctrl)
     else:
         fence()
         if load_acquire(load(conn + layout.CONN_ASLEEP)) != 0:
-            write_to(ctx, load(conn + layout.CONN_DOORBELL))
+            signal_eventfd(ctx, load(conn + layout.CONN_DOORBELL))
 
 
 @inline
-def fail(ctx: int, code: int, peer: int, want: int, got: int) -> int:
+def fail(ctx: int, code: int, peer: int, expected: int, actual: int) -> int:
     store(ctx + layout.CTX_ERR, code)
     store(ctx + layout.CTX_ERR_PEER, peer)
     store(ctx + layout.CTX_ERR_STEP, load(ctx + layout.CTX_STEP))
-    store(ctx + layout.CTX_ERR_EXPECTED, want)
-    store(ctx + layout.CTX_ERR_ACTUAL, got)
+    store(ctx + layout.CTX_ERR_EXPECTED, expected)
+    store(ctx + layout.CTX_ERR_ACTUAL, actual)
     return code
 
 
@@ -140,7 +142,7 @@ def interrupted(ctx: int) -> bool:
 
 
 @inline
-def differs(ctx: int, peer: int) -> int:
+def diverged_signature(ctx: int, peer: int) -> int:
     """The signature of the operation that the peer ran or runs under this one's number, if it is another operation; else 0.
 
     The peer may have finished it already and be further on: its history says what it was, for the last ``HISTORY`` operations.
@@ -162,7 +164,7 @@ def differs(ctx: int, peer: int) -> int:
 
 
 @inline
-def never_comes(ctx: int, peer: int, sends: bool) -> bool:
+def peer_diverged(ctx: int, peer: int, sending: bool) -> bool:
     """Whether a wait for the peer can never end: the peer waits on the control plane, for this rank, and nothing of it is still on its way.
 
     Look at the awaited word once more after this: it may have come before.  From other hosts messages may come later than what the control
@@ -176,7 +178,7 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
     ):
         return False
     near = load(load(ctx + layout.CTX_CTRLS) + 8 * peer) != 0
-    if sends and not near:
+    if sending and not near:
         return False
     ctrl = load(ctx + layout.CTX_CTRL)
     if load(ctrl + layout.PROGRESS_P2P_SIG) == 0:
@@ -187,7 +189,7 @@ def never_comes(ctx: int, peer: int, sends: bool) -> bool:
 
 
 @inline
-def has_ended(ctx: int, peer: int) -> bool:
+def peer_completed(ctx: int, peer: int) -> bool:
     """Whether the peer has ended the collective that this rank is still in: then ranks disagree on what is sent in it. Look at the awaited
     word once more after this."""
     ctrl, theirs = load(ctx + layout.CTX_CTRL), load(load(ctx + layout.CTX_CTRLS) + 8 * peer)
@@ -206,7 +208,7 @@ def has_ended(ctx: int, peer: int) -> bool:
 
 
 @inline
-def expired(ctx: int, now: int) -> bool:
+def deadline_expired(ctx: int, now: int) -> bool:
     deadline = load(ctx + layout.CTX_DEADLINE)
     if deadline == 0:
         store(ctx + layout.CTX_DEADLINE, now + load(ctx + layout.CTX_TIMEOUT_NS))
@@ -215,7 +217,7 @@ def expired(ctx: int, now: int) -> bool:
 
 
 @inline
-def ranks_on(ctx: int, cpu: int, above: int) -> int:
+def ranks_on_core(ctx: int, cpu: int, above: int) -> int:
     """How many other ranks of this host, numbered above ``above``, were last seen waiting on a core."""
     mine, count = load(ctx + layout.CTX_RANK), 0
     for rank in range(above + 1, load(ctx + layout.CTX_NRANKS)):
@@ -226,12 +228,12 @@ def ranks_on(ctx: int, cpu: int, above: int) -> int:
 
 
 @inline
-def freer_core(ctx: int, cpu: int, here: int, allowed: int) -> int:
+def find_freer_core(ctx: int, cpu: int, here: int, allowed: int) -> int:
     """A core of the set ``allowed`` with at least two ranks fewer than this one has (``here`` others), the emptiest; else -1."""
     best, fewest = -1, here
     for other in range(8 * layout.CPU_SET_BYTES):
         if (load(allowed + (other >> 6) * 8) >> (other & 63)) & 1 != 0 and other != cpu:
-            count = ranks_on(ctx, other, -1)
+            count = ranks_on_core(ctx, other, -1)
             if count < fewest:
                 best, fewest = other, count
             if fewest == 0:
@@ -240,7 +242,7 @@ def freer_core(ctx: int, cpu: int, here: int, allowed: int) -> int:
 
 
 @inline
-def step_aside(ctx: int) -> None:
+def migrate_to_freer_core(ctx: int) -> None:
     """Move to a freer core if this one has two ranks more.
 
     The kernel wakes a sleeper where its waker runs, so ranks that wait for each other gather on one core while another is idle, and stay
@@ -253,8 +255,8 @@ def step_aside(ctx: int) -> None:
     store(ctx + layout.CTX_WAIT_COUNT, waits)
     if waits & 15 != 0:  # every so often is enough
         return
-    here = ranks_on(ctx, cpu, -1)
-    if here == 0 or ranks_on(ctx, cpu, load(ctx + layout.CTX_RANK)) != 0:
+    here = ranks_on_core(ctx, cpu, -1)
+    if here == 0 or ranks_on_core(ctx, cpu, load(ctx + layout.CTX_RANK)) != 0:
         return
     allowed, chosen = (
         load(ctx + layout.CTX_CPU_MASKS),
@@ -265,7 +267,7 @@ def step_aside(ctx: int) -> None:
         store(chosen + 8 * word, 0)
     if sched_getaffinity(types.int32(0), layout.CPU_SET_BYTES, allowed) < 0:
         return
-    core = freer_core(ctx, cpu, here, allowed)
+    core = find_freer_core(ctx, cpu, here, allowed)
     if core < 0:
         return
     store(chosen + (core >> 6) * 8, 1 << (core & 63))
@@ -275,7 +277,7 @@ def step_aside(ctx: int) -> None:
 
 
 @inline
-def may_yield(ctx: int) -> bool:
+def should_yield(ctx: int) -> bool:
     """Whether a wait yields before it sleeps; asked once a wait."""
     naps = load(ctx + layout.CTX_SKIP_YIELDS)
     if naps > 0:
@@ -292,72 +294,72 @@ def yield_core(ctx: int, since: int) -> int:
     """
     sched_yield()
     now = now_ns(ctx)
-    if now - since >= HELD_NS:
-        store(ctx + layout.CTX_SKIP_YIELDS, NAPS)
+    if now - since >= CORE_HELD_NS:
+        store(ctx + layout.CTX_SKIP_YIELDS, SKIPPED_YIELDS)
     return now
 
 
 @inline
-def longer(ctx: int, nap: int) -> int:
+def next_sleep_ns(ctx: int, sleep_ns: int) -> int:
     """The nap after one of ``nap``; where they stop growing, some 60 ms into the wait, the lookout is told."""
-    most = load(ctx + layout.CTX_MAX_SLEEP_NS)
-    if nap < most <= 2 * nap and load(ctx + layout.CTX_DETECTOR) >= 0:
-        write_to(ctx, load(ctx + layout.CTX_DETECTOR))
-    return min(2 * nap, most)
+    longest = load(ctx + layout.CTX_MAX_SLEEP_NS)
+    if sleep_ns < longest <= 2 * sleep_ns and load(ctx + layout.CTX_DETECTOR) >= 0:
+        signal_eventfd(ctx, load(ctx + layout.CTX_DETECTOR))
+    return min(2 * sleep_ns, longest)
 
 
 @inline
-def arm_bell(ctx: int) -> int:
+def arm_doorbell(ctx: int) -> int:
     """Say that this rank is about to sleep; the bell's value, for ``doze``. What is waited for is to be looked at after this."""
     ctrl = load(ctx + layout.CTX_CTRL)
-    bell = load32(ctrl + layout.CTRL_DOORBELL)
+    doorbell = load32(ctrl + layout.CTRL_DOORBELL)
     exchange(ctrl + layout.CTRL_SLEEP, 1)
     if load(ctx + layout.CTX_MEMBARRIER) != 0:
         syscall(SYS_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)
-    return bell
+    return doorbell
 
 
 @inline
-def doze(ctx: int, peer: int, bell: int, nap: int, now: int) -> int:
+def futex_sleep(ctx: int, peer: int, doorbell: int, sleep_ns: int, now: int) -> int:
     """Sleep for ``nap`` ns from ``now`` on or until the bell rings: OK, or the ERR_* of an abort or a deadline that has passed before."""
     ctrl = load(ctx + layout.CTX_CTRL)
     if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
         return fail(ctx, layout.ERR_ABORTED, peer, 0, load(ctrl + layout.CTRL_ABORT))
-    if expired(ctx, now):
+    if deadline_expired(ctx, now):
         return fail(ctx, layout.ERR_TIMEOUT, peer, 0, 0)
     left = load(ctx + layout.CTX_DEADLINE) - now
-    futex_wait(ctx, ctrl + layout.CTRL_DOORBELL, bell, max(1, min(nap, left)))
+    futex_wait(ctx, ctrl + layout.CTRL_DOORBELL, doorbell, max(1, min(sleep_ns, left)))
     store(ctrl + layout.CTRL_SLEEP, 0)
     return layout.OK
 
 
-def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
+def _sleep_until(ctx: int, address: int, target: int, peer: int) -> int:
     ctrl = load(ctx + layout.CTX_CTRL)
-    sends = address == load(
+    sending = address == load(
         load(ctx + layout.CTX_SEND) + peer * layout.CONN_SIZE + layout.CONN_TAIL_ADDR
     )
-    store(ctx + layout.CTX_AWAITED_TAIL, target if sends else 0)
-    show_waiting(ctx, peer)
-    nap = FIRST_SLEEP_NS
+    store(ctx + layout.CTX_AWAITED_TAIL, target if sending else 0)
+    publish_wait(ctx, peer)
+    sleep_ns = FIRST_SLEEP_NS
     result = layout.OK
     while True:
-        bell = arm_bell(ctx)
+        doorbell = arm_doorbell(ctx)
         if load_acquire(address) >= target:
             break
         now = now_ns(ctx)
-        result = doze(ctx, peer, bell, nap, now)
+        result = futex_sleep(ctx, peer, doorbell, sleep_ns, now)
         if result != layout.OK or load_acquire(address) >= target:
             break
         if (
-            nap > FIRST_SLEEP_NS or now_ns(ctx) - now > FIRST_SLEEP_NS * 9 // 10
+            sleep_ns > FIRST_SLEEP_NS or now_ns(ctx) - now > FIRST_SLEEP_NS * 9 // 10
         ):  # slept in vain: look around
-            other = differs(ctx, peer)
+            other = diverged_signature(ctx, peer)
             if other != 0:
                 result = fail(
                     ctx, layout.ERR_MISMATCH, peer, load(ctrl + layout.PROGRESS_SIG), other
                 )
                 break
-            if has_ended(ctx, peer) and load_acquire(address) < target:
+            if peer_completed(ctx, peer) and load_acquire(address) < target:
                 result = fail(ctx, layout.ERR_ENDED, peer, 0, 0)
                 break
             if (
@@ -366,20 +368,20 @@ def _sleep(ctx: int, address: int, target: int, peer: int) -> int:
             ):
                 result = fail(ctx, layout.ERR_LEFT, peer, 0, 0)
                 break
-            if never_comes(ctx, peer, sends) and load_acquire(address) < target:
+            if peer_diverged(ctx, peer, sending) and load_acquire(address) < target:
                 result = fail(ctx, layout.ERR_DIVERGED, peer, 0, 0)
                 break
             if interrupted(ctx):
                 result = fail(ctx, layout.ERR_INTERRUPTED, peer, 0, 0)
                 break
-            nap = longer(ctx, nap)
+            sleep_ns = next_sleep_ns(ctx, sleep_ns)
     store(ctrl + layout.CTRL_SLEEP, 0)
     if result == layout.OK:  # else the board goes on telling where this rank got stuck
         store_release(ctrl + layout.PROGRESS_STATE, layout.STATE_RUNNING)
     return result
 
 
-sleep = inline(_sleep)
+sleep_until = inline(_sleep_until)
 
 
 @inline
@@ -391,8 +393,8 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
         pause()
     release_gil(ctx)
     if load(ctx + layout.CTX_MIGRATE) != 0:
-        step_aside(ctx)
-    yields = load(ctx + layout.CTX_YIELDS) if may_yield(ctx) else 0
+        migrate_to_freer_core(ctx)
+    yields = load(ctx + layout.CTX_YIELDS) if should_yield(ctx) else 0
     now = now_ns(ctx) if yields > 0 else 0
     while yields > 0 and load(ctx + layout.CTX_SKIP_YIELDS) == 0:
         yields -= 1
@@ -401,4 +403,4 @@ def wait(ctx: int, address: int, target: int, peer: int) -> int:
             if load_acquire(address) >= target:
                 return layout.OK
             pause()
-    return sleep(ctx, address, target, peer)
+    return sleep_until(ctx, address, target, peer)

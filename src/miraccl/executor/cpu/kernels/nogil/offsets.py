@@ -35,8 +35,8 @@ COPY_FROM: Final = 208  # the rank's message to itself
 COPY_TO: Final = 216
 COPY_BYTES: Final = 224
 COLLECTIVES: Final = 232  # sends and receives that are a collective: address of the words that count those (below); 0: they are plain
-COLLECTIVE: Final = 240  # which begins with this exchange, as in ``PART_SIGNATURE``; 0: it goes on with the one before
-TOLD: Final = 248  # since when nothing has moved, as the lookout was told last
+COLLECTIVE: Final = 240  # which begins with this exchange, as in ``SEGMENT_SIGNATURE``; 0: it goes on with the one before
+REPORTED: Final = 248  # since when nothing has moved, as the lookout was told last
 EXCHANGE_BYTES: Final = 256
 
 # ---- one way of a peer's stream: the message that goes or comes
@@ -45,20 +45,20 @@ BUFFER: Final = 0
 BYTES: Final = 8  # of header and payload; 0: there is none
 MOVED: Final = 16
 HEADER: Final = 24  # the one that goes, or that is to come
-PARTS: Final = 40  # sends and receives: address of the words of all, one after another, how many there are, and how many have begun
-NPARTS: Final = 48
-BEGUN: Final = 56
-NUMBER: Final = 64  # address of words that belong to the stream (``BEGUN_EVER``)
+SEGMENTS: Final = 40  # sends and receives: address of the words of all, one after another, how many there are, and how many have begun
+NSEGMENTS: Final = 48
+SEGMENTS_BEGUN: Final = 56
+NUMBER: Final = 64  # address of words that belong to the stream (``MESSAGES_BEGUN``)
 MARK: Final = (
     72  # bits above the bytes in headers: of sends and receives that are a collective, its number
 )
-WAY_BYTES: Final = 80
+DIRECTION_BYTES: Final = 80
 HEADER_BYTES: Final = 16
 
 # ---- one way of a stream, since there is the stream
 
-BEGUN_EVER: Final = 0  # messages that have begun
-OF_COLLECTIVES: Final = 8  # those of them that belong to collectives
+MESSAGES_BEGUN: Final = 0  # messages that have begun
+COLLECTIVE_MESSAGES: Final = 8  # those of them that belong to collectives
 LAST_COLLECTIVE: Final = 16  # the number of the last collective that had some
 STREAM_BYTES: Final = 24
 
@@ -68,34 +68,36 @@ PEER: Final = 0
 DESCRIPTOR: Final = 8
 ENDED: Final = 16  # the peer has closed the stream
 OUT: Final = 24
-IN: Final = OUT + WAY_BYTES
-HEADER_IN: Final = IN + WAY_BYTES  # the one that has come
+IN: Final = OUT + DIRECTION_BYTES
+HEADER_IN: Final = IN + DIRECTION_BYTES  # the one that has come
 ROW_BYTES: Final = HEADER_IN + HEADER_BYTES
 
 # ---- a send or receive
 
-PART: Final = 0  # address
-PART_BYTES: Final = 8
-PART_SIGNATURE: Final = 16  # without the number
-PART_WHOLE: Final = 24  # bytes of the call's message, of which this is a part
-PART_COUNT: Final = 32  # its elements, for the board
-PART_SIZE: Final = 40
+SEGMENT_ADDRESS: Final = 0  # address
+SEGMENT_BYTES: Final = 8
+SEGMENT_SIGNATURE: Final = 16  # without the number
+SEGMENT_MESSAGE_BYTES: Final = 24  # bytes of the call's message, of which this is a part
+SEGMENT_COUNT: Final = 32  # its elements, for the board
+SEGMENT_SIZE: Final = 40
 
 # ---- the collectives that are sends and receives, of all streams of a rank
 
 COUNTED: Final = 0  # how many have begun
-REMEMBERED: Final = 8  # which they were, the number modulo ``MEMORY``
-MEMORY: Final = 64
-COLLECTIVES_BYTES: Final = REMEMBERED + 8 * MEMORY
+RECENT: Final = 8  # which they were, the number modulo ``RECENT_SIZE``
+RECENT_SIZE: Final = 64
+COLLECTIVES_BYTES: Final = RECENT + 8 * RECENT_SIZE
 MARK_SHIFT: Final = 48  # in the second word of a header: above are 15 bits of the number
 MARK_MASK: Final = 0x7FFF
 
 # ---- how it goes on
 
-SEND_MOST: Final = 1 << 19  # bytes a call; see ``proxy.stream.SEND_BYTES``
-RECV_MOST: Final = 1 << 20
-FOLD_PART: Final = 1 << 18  # bytes: what has come is still in the caches
+MAX_SEND_BYTES: Final = 1 << 19  # bytes a call; see ``proxy.stream.SEND_BYTES``
+MAX_RECV_BYTES: Final = 1 << 20
+FOLD_SEGMENT_BYTES: Final = 1 << 18  # bytes: what has come is still in the caches
 SPIN_NS: Final = 200_000
-NAP_NS: Final = 5_000_000  # at most between looks for an abort
-LONG_NS: Final = 60_000_000  # after so long without anything that moves the lookout is told
-CUT_NS: Final = 500_000_000  # in which the control plane tells why a stream has ended, if it knows
+MAX_SLEEP_NS: Final = 5_000_000  # at most between looks for an abort
+REPORT_AFTER_NS: Final = 60_000_000  # after so long without anything that moves the lookout is told
+STREAM_END_GRACE_NS: Final = (
+    500_000_000  # in which the control plane tells why a stream has ended, if it knows
+)

@@ -13,11 +13,11 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.board import begin_operation
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.kernels.nogil.streams import (
-    begin_next,
-    left,
-    left_of,
+    back_off,
+    begin_next_segment,
     receive_some,
-    rest,
+    remaining,
+    remaining_both,
     send_some,
 )
 from miraccl.executor.cpu.kernels.waiting import fail, now_ns
@@ -53,7 +53,7 @@ def leave(ctx: int) -> None:
     store(ctx + layout.CTX_INSIDE, 0)
 
 
-def run_unlocked(ctx: int, run: int, unused: int, unused2: int) -> int:
+def run_nogil(ctx: int, run: int, unused: int, unused2: int) -> int:
     """Run ``run``, whose addresses are set: OK, an ERR_*, or NOT_BEGUN where the doors are shut."""
     if not enter(ctx):
         return NOT_BEGUN
@@ -64,7 +64,7 @@ def run_unlocked(ctx: int, run: int, unused: int, unused2: int) -> int:
 
 
 @inline
-def aborted(ctx: int) -> int:
+def check_abort(ctx: int) -> int:
     """OK, or the error of a communicator that was aborted before the operation began."""
     ctrl = load(ctx + layout.CTX_CTRL)
     if load_acquire(ctrl + layout.CTRL_ABORT) != 0:
@@ -76,12 +76,12 @@ def aborted(ctx: int) -> int:
 
 
 @inline
-def payload_moved(way: int, upto: int) -> int:
+def payload_moved(direction: int, upto: int) -> int:
     """``upto`` bytes, or the bytes of payload that have moved where those are fewer and not all."""
     return (
         upto
-        if left(way) == 0
-        else min(upto, max(0, load(way + offsets.MOVED) - offsets.HEADER_BYTES))
+        if remaining(direction) == 0
+        else min(upto, max(0, load(direction + offsets.MOVED) - offsets.HEADER_BYTES))
     )
 
 
@@ -113,7 +113,7 @@ def fold_some(exchange: int) -> bool:
 
 
 @inline
-def move(ctx: int, exchange: int) -> int:
+def advance_streams(ctx: int, exchange: int) -> int:
     """Until everything has gone, come and been reduced."""
     store(exchange + offsets.FOLDED, 0)
     if load(exchange + offsets.COPY_BYTES) != 0:
@@ -129,19 +129,19 @@ def move(ctx: int, exchange: int) -> int:
         for i in range(count):
             row = rows + i * offsets.ROW_BYTES
             moved |= send_some(exchange, row)
-            begin_next(row + offsets.OUT)
+            begin_next_segment(row + offsets.OUT)
             code = receive_some(ctx, exchange, row)
             if code >= layout.ERR_ABORTED:
                 return code
-            begin_next(row + offsets.IN)
+            begin_next_segment(row + offsets.IN)
             moved |= code == layout.OK
-            missing += left_of(row)
+            missing += remaining_both(row)
         if fold_some(exchange) and missing == 0:
             return layout.OK
         now = 0 if moved else now_ns(ctx)
         since = now if since == 0 or moved else since
         if not moved:
-            code = rest(ctx, exchange, now, now - since)
+            code = back_off(ctx, exchange, now, now - since)
             if code != layout.OK:
                 return code
 
@@ -157,25 +157,25 @@ def begin(ctx: int, exchange: int) -> None:
     sig = begin_operation(ctx, load(exchange + offsets.TEMPLATE), load(exchange + offsets.COUNT))
     for i in range(load(exchange + offsets.NPEERS)):
         row = load(exchange + offsets.ROWS) + i * offsets.ROW_BYTES
-        sign(row + offsets.OUT, sig)
-        sign(row + offsets.IN, sig)
+        write_header(row + offsets.OUT, sig)
+        write_header(row + offsets.IN, sig)
 
 
 @inline
-def sign(way: int, sig: int) -> None:
-    store(way + offsets.MOVED, 0)
-    store(way + offsets.HEADER, sig)
-    store(way + offsets.HEADER + 8, load(way + offsets.BYTES) - offsets.HEADER_BYTES)
+def write_header(direction: int, sig: int) -> None:
+    store(direction + offsets.MOVED, 0)
+    store(direction + offsets.HEADER, sig)
+    store(direction + offsets.HEADER + 8, load(direction + offsets.BYTES) - offsets.HEADER_BYTES)
 
 
-def exchange_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int:
+def exchange_nogil(ctx: int, exchange: int, unused: int, unused2: int) -> int:
     """Run the exchange (``layout``): OK, an ERR_*, or NOT_BEGUN where the doors are shut."""
     if not enter(ctx):
         return NOT_BEGUN
     begin(ctx, exchange)
-    code = aborted(ctx)
+    code = check_abort(ctx)
     if code == layout.OK:
-        code = move(ctx, exchange)
+        code = advance_streams(ctx, exchange)
     if code == layout.OK:
         store_release(load(ctx + layout.CTX_CTRL) + layout.PROGRESS_STATE, layout.STATE_IDLE)
     leave(ctx)
@@ -213,9 +213,9 @@ def begin_collective(exchange: int) -> int:
 
 
 @inline
-def count_messages(way: int, words: int) -> None:
+def count_messages(direction: int, words: int) -> None:
     """Add those that this exchange has one way to those of collectives; ``words`` count these, 0: the messages are plain."""
-    stream, parts = load(way + offsets.NUMBER), load(way + offsets.NSEGMENTS)
+    stream, parts = load(direction + offsets.NUMBER), load(direction + offsets.NSEGMENTS)
     if words != 0 and parts != 0:
         store(
             stream + offsets.COLLECTIVE_MESSAGES, load(stream + offsets.COLLECTIVE_MESSAGES) + parts
@@ -224,22 +224,22 @@ def count_messages(way: int, words: int) -> None:
 
 
 @inline
-def restart(way: int, mark: int) -> None:
-    store(way + offsets.MARK, mark)
-    store(way + offsets.BYTES, 0)
-    store(way + offsets.MOVED, 0)
-    store(way + offsets.SEGMENTS_BEGUN, 0)
-    begin_next(way)
+def restart(direction: int, mark: int) -> None:
+    store(direction + offsets.MARK, mark)
+    store(direction + offsets.BYTES, 0)
+    store(direction + offsets.MOVED, 0)
+    store(direction + offsets.SEGMENTS_BEGUN, 0)
+    begin_next_segment(direction)
 
 
-def messages_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int:
+def messages_nogil(ctx: int, exchange: int, unused: int, unused2: int) -> int:
     """As ``exchange_unlocked``, for an exchange of sends and receives; it is not numbered with the communicator's operations."""
     if not enter(ctx):
         return NOT_BEGUN
-    code = aborted(ctx)
+    code = check_abort(ctx)
     if code == layout.OK:
         begin_messages(ctx, exchange)
-        code = move(ctx, exchange)
+        code = advance_streams(ctx, exchange)
     if code == layout.OK:
         ctrl = load(ctx + layout.CTX_CTRL)
         store_release(ctrl + layout.PROGRESS_P2P_SIG, 0)
@@ -249,7 +249,7 @@ def messages_unlocked(ctx: int, exchange: int, unused: int, unused2: int) -> int
 
 
 EXPORTS: dict[str, Any] = {
-    "run_unlocked": run_unlocked,
-    "exchange_unlocked": exchange_unlocked,
-    "messages_unlocked": messages_unlocked,
+    "run_nogil": run_nogil,
+    "exchange_nogil": exchange_nogil,
+    "messages_nogil": messages_nogil,
 }
