@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.board import begin_operation
 from miraccl.executor.cpu.kernels.calls import (
     FAST_ARG,
     FAST_CTX,
@@ -27,6 +26,7 @@ from miraccl.executor.cpu.kernels.counts import set_counts
 from miraccl.executor.cpu.kernels.messages import connection, drain
 from miraccl.executor.cpu.kernels.p2p import exchange_all
 from miraccl.executor.cpu.kernels.peer_memory import negotiate_window
+from miraccl.executor.cpu.kernels.progress_page import begin_operation
 from miraccl.executor.cpu.kernels.steps import do_step
 from miraccl.executor.cpu.kernels.tagged import recv_tagged_message, send_tagged_message
 from miraccl.executor.cpu.kernels.transfers import send_and_receive, send_or_receive

@@ -16,7 +16,7 @@ from __future__ import annotations
 from numba import types
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.board import publish_wait
+from miraccl.executor.cpu.kernels.progress_page import publish_wait
 from miraccl.native.intrinsics import (
     FUTEX_WAIT,
     FUTEX_WAKE,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.board import begin_operation
 from miraccl.executor.cpu.kernels.nogil import offsets
 from miraccl.executor.cpu.kernels.nogil.streams import (
     back_off,
@@ -20,6 +19,7 @@ from miraccl.executor.cpu.kernels.nogil.streams import (
     remaining_both,
     send_some,
 )
+from miraccl.executor.cpu.kernels.progress_page import begin_operation
 from miraccl.executor.cpu.kernels.waiting import fail, now_ns
 from miraccl.native.intrinsics import (
     call4,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import platform
 
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.kernels.board import publish_wait
 from miraccl.executor.cpu.kernels.nogil import offsets
+from miraccl.executor.cpu.kernels.progress_page import publish_wait
 from miraccl.executor.cpu.kernels.waiting import deadline_expired, fail, signal_eventfd
 from miraccl.native.intrinsics import (
     inline,
