@@ -37,7 +37,7 @@ __version__ = "0.1.0"
 
 SUM, PROD, MIN, MAX, AVG = RedOp.SUM, RedOp.PROD, RedOp.MIN, RedOp.MAX, RedOp.AVG
 
-#: what needs NumPy or compiled code is imported when it is first asked for
+#: Names that need NumPy or compiled code: imported on first access.
 _LATE = {
     "Communicator": "miraccl.api.communicator",
     "UniqueId": "miraccl.bootstrap",
@@ -82,7 +82,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'miraccl' has no attribute {name!r}")
-    # ``miraccl.group`` is the function, not a submodule: fetch it from its module and keep it.
+    # Cached, so that ``miraccl.group`` stays the function even when a module of that name is loaded.
     value = getattr(importlib.import_module(_LATE[name]), name)
     globals()[name] = value
     return value

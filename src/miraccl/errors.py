@@ -63,7 +63,7 @@ def _rebuild(cls: type[MiracclError], message: str, state: dict[str, Any]) -> Mi
 
 
 class InvalidUsage(MiracclError, ValueError):
-    """An argument or a call that is not allowed. No data was sent; the communicator remains usable."""
+    """An argument or call that is not allowed. No data was sent; the communicator stays usable."""
 
     fault: Fault = "usage"
 
@@ -93,7 +93,7 @@ class SystemFailure(MiracclError, OSError):
 
     fault: Fault = "system"
 
-    def __str__(self) -> str:  # OSError has a __str__ of its own
+    def __str__(self) -> str:  # OSError defines its own __str__
         return MiracclError.__str__(self)
 
 
@@ -187,5 +187,5 @@ def as_system_failure(text: str, **where: Any) -> Iterator[None]:
         if "new thread" not in str(error):
             raise
         raise SystemFailure(
-            f"{text}: {error}", hint="is there a limit on processes?", **where
+            f"{text}: {error}", hint="check the limit on processes (ulimit -u)", **where
         ) from error

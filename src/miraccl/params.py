@@ -1,4 +1,4 @@
-"""Declaration of every setting: name, type, unit, default and a sentence.
+"""Declaration of every setting: name, type, unit, default and description.
 
 ``MIRACCL_<NAME>`` sets a parameter. Where NCCL has a variable of the same meaning, ``NCCL_<NAME>``
 is read too; ours takes precedence. The environment is read at the edge of the library: state
@@ -18,7 +18,7 @@ from miraccl.errors import InvalidUsage
 
 T = TypeVar("T")
 
-#: seconds (three years): a deadline beyond it means this; nanoseconds still fit into 64 bits
+#: Longest timeout, in seconds (three years); its nanoseconds still fit into 64 bits.
 FOREVER = 1e8
 CTA_POLICIES = ("default", "efficiency", "zero")
 PROTOCOLS = ("simple", "ll", "ll128")
@@ -74,9 +74,9 @@ def declare(
     unit: str = "",
     nccl: str | None = None,
 ) -> Param[T]:
-    """Declare a parameter; ``nccl`` names NCCL's variable of the same meaning, without ``NCCL_``."""
+    """Declare a parameter; ``nccl`` is NCCL's variable of the same meaning, without ``NCCL_``."""
     if name in PARAMS:
-        raise ValueError(f"parameter {name} is declared twice")
+        raise ValueError(f"cannot declare parameter {name}: it exists")
     param = Param(
         name=name,
         default=default,
@@ -94,12 +94,12 @@ def parse_size(text: str) -> int:
     """Parse a number of bytes with an optional binary suffix K, M or G: ``4M`` is 4194304."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgKMG]?)(?:i?[bB])?", text.strip())
     if not match:
-        raise ValueError("a size is a number with an optional K, M or G, such as 256K")
+        raise ValueError("allowed is a number with an optional K, M or G, such as 256K")
     value = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}[match[2].lower()]
     if value >= 1 << 63:
-        raise ValueError("a size is less than 2**63 bytes")
+        raise ValueError("allowed are sizes below 2**63 bytes")
     if value != int(value):
-        raise ValueError("a size is a whole number of bytes")
+        raise ValueError("allowed are whole numbers of bytes")
     return int(value)
 
 
@@ -118,13 +118,13 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise ValueError("a time is a finite number of seconds greater than 0, such as 30 or 0.5")
+        raise ValueError("allowed are finite numbers of seconds greater than 0, such as 30 or 0.5")
     return min(value, FOREVER)
 
 
 def parse_count(text: str) -> int:
     if not text.isdecimal():
-        raise ValueError("a count is a whole number from 0 on")
+        raise ValueError("allowed are whole numbers from 0 on")
     return int(text)
 
 
@@ -137,7 +137,7 @@ def parse_integer(text: str) -> int:
 
 
 def _parse_flag(text: str) -> int:
-    """Parse a flag of NCCL, which is a number; words such as ``true`` are accepted as well."""
+    """Parse a flag of NCCL, which is a number; ``true`` and ``on`` are accepted as well."""
     try:
         return parse_integer(text)
     except ValueError:
@@ -194,7 +194,7 @@ BOOTSTRAP_TIMEOUT = declare(
     "BOOTSTRAP_TIMEOUT",
     60.0,
     parse_seconds,
-    "Deadline for all ranks to meet and to connect.",
+    "Deadline for all ranks to find each other and to connect.",
     kind="time",
     unit="s",
 )
@@ -202,7 +202,8 @@ SECRET = declare(
     "SECRET",
     "",
     str,
-    "Shared secret of the job; without it miraccl run makes one, and ranks that meet at a port derive one from port, user and job number.",
+    "Shared secret of the job. Default: miraccl run creates one; ranks that share a port derive "
+    "one from port, user and job number.",
     kind="text",
 )
 HOSTID = declare(
@@ -217,7 +218,7 @@ SOCKET_IFNAME = declare(
     "SOCKET_IFNAME",
     "",
     str,
-    "Interfaces to use: a list of prefixes; ^ excludes them, = asks for exact names.",
+    "Interfaces to use: a list of prefixes; ^ excludes them, = selects exact names.",
     kind="text",
     nccl="SOCKET_IFNAME",
 )
@@ -225,7 +226,7 @@ SOCKET_NTHREADS = declare(
     "SOCKET_NTHREADS",
     1,
     parse_count,
-    "Times NSOCKS_PERTHREAD: TCP streams between two ranks; one thread serves all of them.",
+    "TCP streams between two ranks, times NSOCKS_PERTHREAD; one thread serves all of them.",
     kind="count",
     nccl="SOCKET_NTHREADS",
 )
@@ -233,7 +234,7 @@ NSOCKS_PERTHREAD = declare(
     "NSOCKS_PERTHREAD",
     2,
     parse_count,
-    "Times SOCKET_NTHREADS: TCP streams between two ranks.",
+    "TCP streams between two ranks, times SOCKET_NTHREADS.",
     kind="count",
     nccl="NSOCKS_PERTHREAD",
 )
@@ -241,7 +242,7 @@ SOCKET_BUFFER = declare(
     "SOCKET_BUFFER",
     1 << 22,
     parse_size,
-    "Kernel buffers of each TCP stream, each way; 0 leaves it to the kernel.",
+    "Kernel buffer of each TCP stream and direction; 0 leaves the size to the kernel.",
     kind="size",
     unit="B",
 )
@@ -249,7 +250,8 @@ ALGO = declare(
     "ALGO",
     "",
     str.lower,
-    "Algorithm for every collective that has it, such as ring. NCCL's variable has NCCL's names and lists: CPU ranks follow what they can.",
+    "Algorithm for every collective that has it, such as ring. NCCL_ALGO takes NCCL's names and "
+    "lists and is a hint.",
     kind="text",
     nccl="ALGO",
 )
@@ -257,7 +259,7 @@ PROTO = declare(
     "PROTO",
     "",
     str.lower,
-    "Protocol: simple, ll or (on GPU memory) ll128. NCCL's variable may be a list that leaves one.",
+    "Protocol: simple, ll or (on GPU memory) ll128. NCCL_PROTO may be a list that allows one.",
     kind="text",
     nccl="PROTO",
 )
@@ -265,14 +267,15 @@ DETERMINISTIC = declare(
     "DETERMINISTIC",
     False,
     parse_bool,
-    "Results that depend on neither size, algorithm nor layout, where the program does not say.",
+    "Results that depend on neither size, algorithm nor layout, unless init() says otherwise.",
     kind="flag",
 )
 BUFFSIZE = declare(
     "BUFFSIZE",
     0,
     parse_size,
-    "Bytes of all FIFOs of a CPU rank; 0 chooses. NCCL's variable, there the bytes of one connection, is taken as that of all.",
+    "Bytes of all FIFOs of a CPU rank; 0 chooses. NCCL_BUFFSIZE, in NCCL the bytes of one "
+    "connection, is read as the total.",
     kind="size",
     unit="B",
     nccl="BUFFSIZE",
@@ -281,7 +284,8 @@ CTA_POLICY = declare(
     "CTA_POLICY",
     "",
     _parse_cta_policy,
-    "What kernels take of a GPU: default (what is fastest), efficiency (few multiprocessors for large operations) or zero (copy engines).",
+    "GPU resources of kernels: default (fastest), efficiency (few multiprocessors for large "
+    "operations) or zero (copy engines).",
     kind="choice",
     nccl="CTA_POLICY",
 )
@@ -289,7 +293,8 @@ SMS = declare(
     "SMS",
     -1,
     _parse_multiprocessors,
-    "Multiprocessors that kernels of miraccl may occupy; -1: as many as fit, 0: copy engines only, where possible.",
+    "Multiprocessors that kernels may occupy; -1: as many as fit, 0: copy engines only, where "
+    "possible.",
     kind="count",
 )
 SHM_DISABLE = declare(
@@ -306,7 +311,8 @@ SINGLE_COPY = declare(
     "SINGLE_COPY",
     "",
     _parse_threshold,
-    "Size from which a peer's private memory is read directly (process_vm_readv), or never; empty: as measured.",
+    "Size from which a peer's private memory is read directly (process_vm_readv), or never; empty: "
+    "measured.",
     kind="size",
     unit="B",
 )
@@ -314,7 +320,7 @@ CUMEM = declare(
     "CUMEM",
     -1,
     _parse_cumem,
-    "How GPUs share memory: 1 virtual memory management, 0 CUDA IPC, -1 or auto what works.",
+    "Memory sharing between GPUs: 1 virtual memory management, 0 CUDA IPC, -1 or auto chooses.",
     kind="choice",
     nccl="CUMEM_ENABLE",
 )
@@ -322,7 +328,7 @@ GPU_STAGING = declare(
     "GPU_STAGING",
     4 << 20,
     parse_size,
-    "Pinned host memory of a piece of GPU data on its way to other hosts; four pieces are under way.",
+    "Pinned host memory of each staging buffer for GPU data to other hosts; there are four.",
     kind="size",
     unit="B",
 )
@@ -330,14 +336,15 @@ CACHE_DIR = declare(
     "CACHE_DIR",
     "",
     _parse_path,
-    "Folder of compiled code, measured constants and plans; empty: miraccl below XDG_CACHE_HOME or ~/.cache.",
+    "Directory of compiled code, measured constants and plans; empty: miraccl below XDG_CACHE_HOME "
+    "or ~/.cache.",
     kind="path",
 )
 DEBUG = declare(
     "DEBUG",
     "warn",
     _parse_debug,
-    "What to log: none, warn, info or trace.",
+    "Log level: none, warn, info or trace.",
     kind="text",
     nccl="DEBUG",
 )
@@ -345,12 +352,13 @@ DEBUG_SUBSYS = declare(
     "DEBUG_SUBSYS",
     "",
     str.lower,
-    "Subsystems to log, comma separated, such as bootstrap,socket; ^ in front: all but these; empty is all.",
+    "Subsystems to log, comma separated, such as bootstrap,socket; ^ in front excludes them; empty: "
+    "all.",
     kind="text",
     nccl="DEBUG_SUBSYS",
 )
 
-# What the planner does with the channels it found, and how it models their speed (NCCL's variables of the same names).
+# Channels and the tuning model (NCCL's variables of the same names).
 MIN_NCHANNELS = declare(
     "MIN_NCHANNELS",
     0,
@@ -371,7 +379,7 @@ MIN_NRINGS = declare(
     "MIN_NRINGS",
     0,
     parse_integer,
-    "Older name of MIN_NCHANNELS, which wins.",
+    "Older name of MIN_NCHANNELS, which takes precedence.",
     kind="count",
     nccl="MIN_NRINGS",
 )
@@ -379,7 +387,7 @@ MAX_NRINGS = declare(
     "MAX_NRINGS",
     64,
     parse_integer,
-    "Older name of MAX_NCHANNELS, which wins.",
+    "Older name of MAX_NCHANNELS, which takes precedence.",
     kind="count",
     nccl="MAX_NRINGS",
 )
@@ -422,7 +430,7 @@ NVLS_ENABLE = declare(
     "NVLS_ENABLE",
     2,
     parse_integer,
-    "NVLink SHARP: 0 off, 1 on, 2 where the GPUs have it.",
+    "NVLink SHARP: 0 off, 1 on, 2 where the GPUs support it.",
     kind="choice",
     nccl="NVLS_ENABLE",
 )
@@ -438,7 +446,7 @@ COLLNET_ENABLE = declare(
     "COLLNET_ENABLE",
     1,
     _parse_flag,
-    "0: no CollNet, even where miraccl plan --collnet supposes a plugin of it.",
+    "0 disables CollNet, even where miraccl plan --collnet assumes a CollNet plugin.",
     kind="flag",
     nccl="COLLNET_ENABLE",
 )
@@ -470,7 +478,8 @@ THREAD_THRESHOLDS = declare(
     "THREAD_THRESHOLDS",
     "",
     str,
-    "Bytes per thread below which channels are given up: tree LL, LL128, Simple, ring LL, LL128, Simple.",
+    "Bytes per thread below which channels are dropped: tree LL, LL128, Simple, ring LL, LL128, "
+    "Simple.",
     kind="text",
     unit="B",
     nccl="THREAD_THRESHOLDS",
@@ -479,7 +488,7 @@ LL128_C2C = declare(
     "LL128_C2C",
     1,
     _parse_flag,
-    "From Hopper on, LL128 may use paths up to PXN; 0 stops at PXB.",
+    "LL128 may use paths up to PXN on Hopper and later; 0 limits it to PXB.",
     kind="flag",
     nccl="LL128_C2C",
 )
@@ -495,7 +504,7 @@ NET_OVERHEAD = declare(
     "NET_OVERHEAD",
     -2,
     parse_integer,
-    "Time to post a network operation; -2 goes by the CPU.",
+    "Time to post a network operation; -2 chooses by CPU type.",
     kind="time",
     unit="ns",
     nccl="NET_OVERHEAD",
@@ -541,7 +550,7 @@ TOPO_DUMP_FILE = declare(
     "TOPO_DUMP_FILE",
     "",
     _parse_path,
-    "Where miraccl plan and miraccl topo show write the topology that they use.",
+    "File to which miraccl plan and miraccl topo show write the topology in use.",
     kind="path",
     nccl="TOPO_DUMP_FILE",
 )
@@ -556,7 +565,7 @@ P2P_DISABLE = declare(
     "P2P_DISABLE",
     0,
     _parse_flag,
-    "1: GPUs never access each other's memory.",
+    "1 disables access of GPUs to each other's memory.",
     kind="flag",
     nccl="P2P_DISABLE",
 )
@@ -572,7 +581,7 @@ NVB_DISABLE = declare(
     "NVB_DISABLE",
     0,
     _parse_flag,
-    "1: no route over the NVLinks of another GPU.",
+    "1 disables routes over the NVLinks of another GPU.",
     kind="flag",
     nccl="NVB_DISABLE",
 )
@@ -580,7 +589,7 @@ PXN_DISABLE = declare(
     "PXN_DISABLE",
     0,
     _parse_flag,
-    "1: never reach a NIC through another GPU.",
+    "1 disables access to a NIC through another GPU.",
     kind="flag",
     nccl="PXN_DISABLE",
 )
@@ -588,7 +597,7 @@ PXN_C2C = declare(
     "PXN_C2C",
     1,
     _parse_flag,
-    "1: PXN may use a NIC that is reached over C2C.",
+    "1 allows PXN to use a NIC that is reached over C2C.",
     kind="flag",
     nccl="PXN_C2C",
 )
@@ -612,7 +621,7 @@ NET_GDR_C2C = declare(
     "NET_GDR_C2C",
     1,
     _parse_flag,
-    "1: GPUDirect over C2C to NICs at the CPU.",
+    "1 enables GPUDirect over C2C to NICs at the CPU.",
     kind="flag",
     nccl="NET_GDR_C2C",
 )
@@ -620,7 +629,7 @@ NET_DISABLE_INTRA = declare(
     "NET_DISABLE_INTRA",
     0,
     _parse_flag,
-    "1: no network inside a node, even where it is faster.",
+    "1 disables the network inside a node, even where it is faster.",
     kind="flag",
     nccl="NET_DISABLE_INTRA",
 )
@@ -628,7 +637,7 @@ NETDEVS_POLICY = declare(
     "NETDEVS_POLICY",
     "AUTO",
     parse_netdevs_policy,
-    "How many of its nearest NICs a GPU uses: AUTO shares them among the GPUs, ALL, or MAX:<number>.",
+    "Nearest NICs that a GPU uses: AUTO shares them among the GPUs, ALL, or MAX:<number>.",
     kind="choice",
     nccl="NETDEVS_POLICY",
 )
@@ -654,7 +663,7 @@ GRAPH_DUMP_FILE = declare(
     "GRAPH_DUMP_FILE",
     "",
     _parse_path,
-    "Where miraccl plan writes the channel graphs, in NCCL's XML.",
+    "File to which miraccl plan writes the channel graphs, in NCCL's XML.",
     kind="path",
     nccl="GRAPH_DUMP_FILE",
 )

@@ -18,9 +18,9 @@ class Registry(Generic[T]):
 
     def add(self, name: str, entry: T) -> T:
         if name in self._entries:
-            raise InvalidUsage(f"{self.kind} {name!r} is registered already")
+            raise InvalidUsage(f"cannot register {self.kind} {name!r}: the name is taken")
         if not name or name != name.lower():
-            raise InvalidUsage(f"names of {self.kind}s are lower case, got {name!r}")
+            raise InvalidUsage(f"cannot register {self.kind} {name!r}: names must be lower case")
         self._entries[name] = entry
         return entry
 
@@ -32,7 +32,7 @@ class Registry(Generic[T]):
             return self._entries[name]
         except KeyError:
             known = ", ".join(sorted(self._entries))
-            raise InvalidUsage(f"no {self.kind} is called {name!r}; known are: {known}") from None
+            raise InvalidUsage(f"unknown {self.kind} {name!r}; known are: {known}") from None
 
     def names(self) -> list[str]:
         return sorted(self._entries)

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 
-NO_MEMORY_PAUSE_S = 0.01
+NO_MEMORY_PAUSE_S = 0.01  # pause after ENOBUFS or ENOMEM
 
 
 def finish_connect(sock: socket.socket) -> None:
@@ -19,9 +19,9 @@ def finish_connect(sock: socket.socket) -> None:
     problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if problem:
         raise OSError(problem, os.strerror(problem))
-    if (
-        sock.getsockname() == sock.getpeername()
-    ):  # TCP's simultaneous open: nobody listens, and the kernel took the same port for the call
+    # TCP simultaneous open: without a listener the kernel may pick the target port as the local one,
+    # and the socket connects to itself.
+    if sock.getsockname() == sock.getpeername():
         raise OSError(errno.ECONNREFUSED, "connected to itself")
 
 
@@ -32,6 +32,7 @@ def is_transient(error: OSError) -> bool:
     of its own: the caller that awaits the outcome has one.
     """
     if error.errno in (errno.ENOBUFS, errno.ENOMEM):
+        # epoll keeps reporting such a socket as ready, so the caller would spin without a pause.
         time.sleep(NO_MEMORY_PAUSE_S)
         return True
     return isinstance(error, BlockingIOError | InterruptedError)

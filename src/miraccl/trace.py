@@ -39,10 +39,9 @@ def configure() -> None:
         root.addHandler(handler)
         root.propagate = False
     text, variable = params.DEBUG_SUBSYS.resolve()
-    if variable.startswith("MIRACCL_") and (
-        wrong := validate_subsystems(text)
-    ):  # NCCL has others, which mean nothing here
-        raise InvalidUsage(f"{variable}={text!r}: {wrong}")
+    # NCCL_DEBUG_SUBSYS may name subsystems that miraccl does not have; those are ignored.
+    if variable.startswith("MIRACCL_") and (allowed := validate_subsystems(text)):
+        raise InvalidUsage(f"{variable}={text!r}: {allowed}")
     inverted, named = parse_subsystems(text)
     quiet = max(LEVELS[level], logging.WARNING)
     root.setLevel(quiet if named and not inverted else LEVELS[level])

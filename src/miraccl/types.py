@@ -63,7 +63,7 @@ _ITEMSIZE = {
     DType.FLOAT8_E4M3: 1,
     DType.FLOAT8_E5M2: 1,
 }
-#: code and bits of a DLDataType (dlpack.h) -> the element type
+#: (code, bits) of a DLDataType (dlpack.h) -> element type
 DL_TYPES = {
     (0, 8): DType.INT8,
     (0, 32): DType.INT32,
@@ -94,13 +94,15 @@ class RedOp(enum.IntEnum):
     AVG = 4
     PREMUL_SUM = 5
 
+    # The caches of prepared calls are keyed by operator: 0 and False, which are rejected, must not find
+    # the entry of SUM.
     def __eq__(self, other: object) -> bool:
         return self is other
 
     def __ne__(self, other: object) -> bool:
         return self is not other
 
-    __hash__ = int.__hash__  # not written in Python
+    __hash__ = int.__hash__  # implemented in C; a Python method would cost time in every call
 
 
 @dataclass(frozen=True)
@@ -118,22 +120,20 @@ class PreMulSum:
     """
 
     scalar: float
-    _sign: float = field(init=False, repr=False)  # 1.0 or -1.0
+    _sign: float = field(init=False, repr=False)  # 1.0 or -1.0; tells 0.0 from -0.0
 
     def __post_init__(self) -> None:
         given: Any = self.scalar
         try:
-            if isinstance(given, str | bytes | bytearray):  # from which Python reads a number
+            if isinstance(given, str | bytes | bytearray):  # float() would parse these
                 raise TypeError
             number = float(given)
         except (TypeError, ValueError):
             raise InvalidUsage(
-                f"PreMulSum: the scalar is {self.scalar!r}; it is a number"
+                f"PreMulSum: scalar is {self.scalar!r}; it must be a number"
             ) from None
         except OverflowError:
-            raise InvalidUsage(
-                "PreMulSum: the scalar is a number that float64 does not reach"
-            ) from None
+            raise InvalidUsage("PreMulSum: scalar is outside the range of float64") from None
         with contextlib.suppress(TypeError):
             number = operator.index(given)
         object.__setattr__(self, "scalar", number)

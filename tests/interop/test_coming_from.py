@@ -98,5 +98,5 @@ def test_algorithms_of_nccl_are_understood_under_its_name() -> None:
 @pytest.mark.multiprocess
 def test_our_name_takes_our_algorithms_alone() -> None:
     for text in run_ranks(rank_with_a_tree_of_ours, 2, env={"MIRACCL_ALGO": "Tree"}):
-        assert "no algorithm is called 'tree'; known are: " in text
+        assert "unknown algorithm 'tree'; known are: " in text
         assert "ring" in text

@@ -285,7 +285,7 @@ from miraccl.schedule.catalog import register
 from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
 from miraccl.types import Collective
 
-@register("broken_for_a_test", collectives=[Collective.ALL_REDUCE], sentence="Adds nothing.")
+@register("broken_for_a_test", collectives=[Collective.ALL_REDUCE], description="Adds nothing.")
 def build(collective, nranks, root):
     copy = Step(op=Op.COPY, src=Ref(Buffer.INPUT, 0), dst=Ref(Buffer.OUTPUT, 0))
     return Schedule(name="broken_for_a_test", collective=collective, nranks=nranks, parts=1, channels=(((copy,),) * nranks,))
@@ -498,7 +498,7 @@ def test_env_tells_where_a_value_is_from() -> None:
     }
     assert (records["TIMEOUT"]["value"], records["TIMEOUT"]["source"]) == (7.0, "MIRACCL_TIMEOUT")
     assert (records["ALGO"]["value"], records["ALGO"]["source"]) == ("ring", "NCCL_ALGO")
-    assert "a size is" in records["BUFFSIZE"]["error"]
+    assert "allowed is a number" in records["BUFFSIZE"]["error"]
     assert records["PROTO"]["source"] == "default"
 
 
