@@ -260,7 +260,7 @@ def test_ranks_that_wait_for_one_another_in_calls_that_kernels_do_not_compare_ar
     ):
         for answer, text in zip(answers, texts.values(), strict=True):
             assert answer["type"] == "CollectiveMismatch"
-            assert "ranks wait for one another, so none goes on" in answer["text"]
+            assert "each of these ranks waits for the next one" in answer["text"]
             assert text in answer["text"]
 
 
@@ -288,7 +288,7 @@ def test_ranks_that_wait_for_one_another_in_messages_are_told(nranks: int, case:
     assert [answer["type"] for answer in answers] == ["CollectiveMismatch"] * nranks, answers
     whom = {"recv": f"a message from rank {nranks - 1}", "send": "rank 1 to receive"}[case]
     for answer in answers:
-        assert "ranks wait for one another, so none goes on: rank 0 waits for" in answer["text"], (
+        assert "each of these ranks waits for the next one: rank 0 waits for" in answer["text"], (
             answers
         )
         assert f"rank 0 waits for {whom}" in answer["text"], answers

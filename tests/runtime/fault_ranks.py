@@ -199,7 +199,7 @@ def split_against(what: str, ranks_per_host: int) -> Any:
             comm.split(0)
         else:
             if what == "abort":
-                until(lambda told: bool(told[1]["meeting"] and told[2]["meeting"]), session)
+                until(lambda told: bool(told[1]["control_op"] and told[2]["control_op"]), session)
             calls[what]()
             comm.barrier()
     except MiracclError as error:

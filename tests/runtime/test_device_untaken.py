@@ -27,7 +27,7 @@ from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
 
 EMULATED = {"MIRACCL_EMULATOR_CACHE": str(folder()), "MIRACCL_SMS": "2"}
-PARTED = "CollectiveMismatch: ranks disagree on what is sent: "
+PARTED = "CollectiveMismatch: message count mismatch: "
 CALLED = "CollectiveMismatch: ranks called different operations: "
 COUNTS = PARTED + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
 

@@ -182,10 +182,10 @@ def board(seq: int, sig: Collective = Collective.ALL_REDUCE, **more: Any) -> dic
         "state": layout.STATE_WAITING,
         "p2p_sig": 0,
     }
-    return {"answered": True, "status": {**words, "meeting": {}, **more}}
+    return {"answered": True, "status": {**words, "control_op": {}, **more}}
 
 
-IN_SPLIT: dict[str, Any] = {"meeting": {"op": "split", "tag": "split 1", "alone": True}}
+IN_SPLIT: dict[str, Any] = {"control_op": {"op": "split", "tag": "split 1", "alone": True}}
 MESSAGE = int(Collective.SEND_RECV) << 16
 
 

@@ -1,15 +1,18 @@
-"""Where the program of this process waits, over all its communicators, and what the GPU waits for.
+"""Registry of the blocked operations of this process, over all its communicators and GPU streams.
 
-A program with one thread is in one place.  If that is a wait of this library, it ends only when certain other processes have come: to the
-same operation, to the same meeting, with a message.  ``report`` says which wait it is and how far this process has come in each of its
-communicators.  What has come so far only grows; so a wait that is read before the counts is as good as one read together with them: had it
-ended meanwhile, the counts of the process that it waits for would say so.
+A host program with a single thread is blocked in at most one place. If that is a wait of this
+library, it ends only when certain other processes arrive: at the same operation, at the same
+control-plane operation, with a message. ``local_report`` says which wait it is and how far this
+process has come in each of its communicators.
 
-What a communicator does on a GPU goes on beside the program, one operation after another: that is a ``Stream``, which waits as a program
-does, perhaps for several others at once.  One that has nothing to do waits for its program; a program may wait for its streams.
+Work on a GPU runs beside the host program, one operation after another. Such a stream
+(``StreamStateProvider``) blocks as a host program does, possibly on several peers at once. An idle
+stream waits for its host; the host may wait for its streams.
 
-Threads that run none of the user's code do not count, except timers, those that serve events (asyncio, say) or are about to begin, and
-threads that are inside this library.  Nor is a program in one place while a signal handler runs inside a wait.
+Whether the host program has a single thread is decided from stack samples. Threads that run no
+application code do not count, except timers, event loops (asyncio, for example), threads that are
+about to start, and threads inside this library. A signal handler that runs inside a wait makes the
+position of the program uncertain, so nothing is reported then.
 """
 
 from __future__ import annotations
@@ -27,67 +30,70 @@ from miraccl.bootstrap.stacks import Frames, is_called_back, may_call_user_code,
 from miraccl.diagnosis.waits import BlockedState, RankProgress, WaitForHost
 from miraccl.diagnosis.waits import Wait as Wait
 
-#: Creations that this process has come to; as many are remembered.
+#: Length of the record of communicator creations that this process has started.
 MAX_REMEMBERED_INITS = 256
 
 
 class WaitStateProvider(Protocol):
-    """One rank's place in a communicator."""
+    """Wait state of one rank in one communicator, for operations that the host runs."""
 
     @property
     def key(self) -> str: ...
 
     @property
     def session(self) -> Session | None:
-        """To ask the others over; None once there is no use in that."""
+        """Session over which the peers can be queried; None once the communicator is broken."""
 
     def current_wait(self) -> Wait | None:
-        """The wait of a thread that is inside, if nothing runs in the background."""
+        """Return the wait of the thread inside the communicator, None with background work."""
 
     def progress(self) -> RankProgress: ...
 
 
 class StreamStateProvider(Protocol):
-    """What one rank does on a GPU in a communicator, one operation after another."""
+    """Wait state of the GPU work of one rank in one communicator."""
 
     @property
     def name(self) -> str:
-        """As ``waits.stream_of`` has it."""
+        """Name made by ``waits.stream_name``."""
 
     @property
     def session(self) -> Session | None:
-        """As of a ``Seat``; all that it waits for are in it."""
+        """As ``WaitStateProvider.session``; it contains every rank the stream can wait for."""
 
     @property
     def needs_probe(self) -> bool:
-        """Whether ``report`` gives what ``look`` has found, which may take long: the lookout's thread calls it."""
+        """True if ``report`` returns the result of the last ``probe``."""
 
-    def probe(self) -> None: ...
+    def probe(self) -> None:
+        """Read the state of the GPU. May block in the driver: the detector's thread calls it."""
 
     def report(self, program: Wait | None) -> Mapping[str, BlockedState]:
-        """Where it is, by name. ``program`` is what its program waits in, which was found out before."""
+        """Return states by name. ``program`` is the wait of the host, which was read before."""
 
 
-Registered = TypeVar("Known")
+Registered = TypeVar("Registered")
 
 
 class WeakRegistry(Generic[Registered]):
-    """Those of whom others are told, as long as they live. There is no lock: any thread comes here, and so may a signal handler in the
-    middle of it."""
+    """Set of live objects, held by weak references.
+
+    Lock-free: any thread may use it, and so may a signal handler that interrupts such a use.
+    """
 
     def __init__(self) -> None:
         self._items: weakref.WeakValueDictionary[int, Registered] = weakref.WeakValueDictionary()
 
-    def add(self, one: Registered) -> None:
-        self._items[id(one)] = one
+    def add(self, item: Registered) -> None:
+        self._items[id(item)] = item
 
-    def remove(self, one: Registered) -> None:
+    def remove(self, item: Registered) -> None:
         """May be called twice."""
-        self._items.pop(id(one), None)
+        self._items.pop(id(item), None)
 
     def __iter__(self) -> Iterator[Registered]:
         return iter(
-            [one for reference in self._items.valuerefs() if (one := reference()) is not None]
+            [item for reference in self._items.valuerefs() if (item := reference()) is not None]
         )
 
     def clear(self) -> None:
@@ -95,49 +101,57 @@ class WeakRegistry(Generic[Registered]):
 
 
 class BlockedScope:
-    """A wait that Python knows of. Inside the block the thread is in it, unless it is in another one around this."""
+    """Context manager around a wait that Python code runs (others wait in compiled code).
 
-    def __init__(self, where: Callable[[], Wait | None]) -> None:
-        self._where = where
+    ``describe()`` gives the wait. Of nested scopes of one thread the outermost counts.
+    """
+
+    def __init__(self, describe: Callable[[], Wait | None]) -> None:
+        self._describe = describe
 
     def __enter__(self) -> None:
-        self._outermost = _blocked.setdefault(threading.get_ident(), self._where) is self._where
+        self._outermost = (
+            _blocked.setdefault(threading.get_ident(), self._describe) is self._describe
+        )
 
     def __exit__(self, *args: object) -> None:
         if self._outermost:
             del _blocked[threading.get_ident()]
 
 
-#: What waits in a seat that has left says nothing of where the program is.
+#: Providers of open communicators. Of a closed one no wait is reported.
 providers: WeakRegistry[WaitStateProvider] = WeakRegistry()
 stream_providers: WeakRegistry[StreamStateProvider] = WeakRegistry()
-_blocked: dict[int, Callable[[], Wait | None]] = {}
+_blocked: dict[int, Callable[[], Wait | None]] = {}  # by thread
 _inits: deque[str] = deque(maxlen=MAX_REMEMBERED_INITS)
 
 
 def active_waits() -> list[Callable[[], Wait | None]]:
-    """What threads are in that Python knows of: an object for each wait."""
+    """Return the open ``BlockedScope`` waits of all threads, a distinct object for each."""
     return list(_blocked.values())
 
 
 def wait_for_host(program: Wait, token: str) -> Wait:
-    """What a stream of this process waits for that has nothing to do while its program is in a wait."""
+    """Return the wait of an idle stream whose host is blocked in ``program``."""
     return WaitForHost(key=program.ident, awaited=(token,), op="no operation")
 
 
-def register_init(creation: str) -> None:
-    """This process has come to a creation of this name."""
-    _inits.append(creation)
+def register_init(name: str) -> None:
+    """Record that this process has started to create the communicator ``name``."""
+    _inits.append(name)
 
 
 def clear() -> None:
-    """In a forked child: nothing of the parent's."""
+    """Drop the parent's records in a forked child."""
     for register in (providers, stream_providers, _blocked, _inits):
         register.clear()
 
 
 def only_application_thread() -> int | None:
-    """The thread of the program, if it has one, and that is where it was when it called us."""
+    """Return the ident of the application's only thread.
+
+    None if there are several, or if the thread is not blocked in the call that registered it.
+    """
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
     with Frames() as innermost:
@@ -146,11 +160,9 @@ def only_application_thread() -> int | None:
             for ident, frame in innermost.items()
             if ident == main or _may_run_application(threads.get(ident), frame)
         }
-    return (
-        next((ident for ident, inside in found.items() if inside), None)
-        if len(found) == 1
-        else None
-    )
+    if len(found) != 1:
+        return None
+    return next((ident for ident, inside in found.items() if inside), None)
 
 
 def _may_run_application(thread: threading.Thread | None, frame: FrameType) -> bool:
@@ -161,20 +173,22 @@ def _may_run_application(thread: threading.Thread | None, frame: FrameType) -> b
 
 
 def current_wait() -> Wait | None:
-    """What this process's program waits in; None where it waits in nothing of ours, or nobody can say."""
+    """Return the wait in which the host program is blocked, None if it is not or is uncertain."""
     thread = only_application_thread()
     if thread is None:
         return None
-    known = _blocked.get(thread)
-    if known is not None:
-        return known()
-    waits = [wait for seat in providers if (wait := seat.current_wait()) is not None]
+    scope = _blocked.get(thread)
+    if scope is not None:
+        return scope()
+    waits = [wait for each in providers if (wait := each.current_wait()) is not None]
     return waits[0] if len(waits) == 1 else None
 
 
 def local_waits(*, probe: bool) -> list[tuple[str, Wait, StreamStateProvider | None]]:
-    """What this process's program (without a stream) and its streams wait for, by name; not those that have nothing to do. To
-    ``look`` first may take long."""
+    """Return (name, wait, stream) for the waits of the host program and of its busy streams.
+
+    The stream of the host's own wait is None. ``probe``: read the GPUs first, which may block.
+    """
     for stream in stream_providers if probe else ():
         if stream.needs_probe:
             stream.probe()
@@ -191,38 +205,43 @@ def local_waits(*, probe: bool) -> list[tuple[str, Wait, StreamStateProvider | N
 
 
 def local_report() -> dict[str, Any]:
-    """For other processes (``places``)."""
-    wait, known = current_wait(), dict[str, BlockedState]()
+    """Return the states of this process's host program and streams for other processes."""
+    wait, states = current_wait(), dict[str, BlockedState]()
     for stream in stream_providers:
-        known |= stream.report(wait)
-    wait = current_wait()  # after the streams, as it may be for something that one of them has done since; before the counts
-    known[process_token().hex()] = BlockedState(
+        states |= stream.report(wait)
+    # Read again after the streams: the host may have continued and be blocked in a later wait.
+    # Read before the counters: they only grow, so a wait that ended in between shows there.
+    wait = current_wait()
+    states[process_token().hex()] = BlockedState(
         [] if wait is None else [wait], _progress(), list(_inits)
     )
     return {
         "token": process_token().hex(),
-        "places": {name: place.to_json() for name, place in known.items()},
-        "looks": needs_probe(),
+        "states": {name: state.to_json() for name, state in states.items()},
+        "needs_probe": needs_probe(),
     }
 
 
 def _progress() -> dict[str, RankProgress]:
-    """How far this process has come. Ranks of one communicator that are threads of one process have no place of their own."""
+    """Return the progress by communicator key.
+
+    Communicators with several ranks in this process are left out: their ranks share one name.
+    """
     found: dict[str, list[WaitStateProvider]] = {}
-    for seat in providers:
-        found.setdefault(seat.key, []).append(seat)
+    for each in providers:
+        found.setdefault(each.key, []).append(each)
     return {key: alike[0].progress() for key, alike in found.items() if len(alike) == 1}
 
 
 def decode_states(reports: Mapping[str, dict[str, Any]]) -> dict[str, BlockedState]:
-    """Where programs and streams are, by name."""
+    """Decode the reports of processes into the nodes of the wait-for graph, by name."""
     return {
-        name: BlockedState.from_json(place)
+        name: BlockedState.from_json(state)
         for report in reports.values()
-        for name, place in report["places"].items()
+        for name, state in report["states"].items()
     }
 
 
 def needs_probe() -> bool:
-    """Whether some of what this process reports is what its lookout has found when it looked last."""
+    """Return True if ``local_report`` contains states that are as old as the last probe."""
     return any(stream.needs_probe for stream in stream_providers)

@@ -1,7 +1,8 @@
-"""Circles among programs and streams, each in a wait for the next one, which has not come, the last one for the first.
+"""Cycles in the wait-for graph of host programs and GPU streams.
 
-What each of them tells was true at some time of its own, and what it has come to does not change before its wait ends.  So of all in a
-circle none can have been the first one whose wait ended, whatever these times were: none ever ends.
+Each node reports its state at a time of its own. The result is still sound: the progress of a node
+cannot change before one of its waits ends, so in a cycle no wait can have been the first to end,
+whatever the times of the reports were.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from miraccl.diagnosis.waits import BlockedState, Wait, WaitForOperation
 from miraccl.executor.cpu.kernels import layout
 
 States = Mapping[str, BlockedState]
-"""Of programs and streams, by name."""
+"""States of host programs and streams by name."""
 Cycle = list[tuple[str, Wait]]
-"""Names, with the waits for the following one."""
+"""Names in order, each with its wait for the next one; the last one waits for the first."""
 
 
-def find_cycle(start: str, places: States) -> tuple[Wait | None, Cycle]:
-    """The circle that ``start`` is in, or waits for, and the wait by which it gets there; no circle if there is none."""
+def find_cycle(start: str, states: States) -> tuple[Wait | None, Cycle]:
+    """Find the cycle that ``start`` is in or waits for.
+
+    Returns the wait of ``start`` that leads to the cycle, and the cycle; ``(None, [])`` if there is
+    none.
+    """
     trail: Cycle = []
     seen: set[str] = set()
 
@@ -26,35 +31,38 @@ def find_cycle(start: str, places: States) -> tuple[Wait | None, Cycle]:
         on_trail = [visited for visited, _ in trail]
         if name in on_trail:
             return trail[on_trail.index(name) :]
-        if name in seen or name not in places:
+        if name in seen or name not in states:
             return []
         seen.add(name)
-        for wait in places[name].waits:
+        for wait in states[name].waits:
             trail.append((name, wait))
             for other in wait.awaited:
-                theirs = places.get(other)
+                peer = states.get(other)
                 if (
-                    theirs is not None
-                    and theirs.waits
-                    and wait.is_held_up(theirs)
-                    and (circle := follow(other))
+                    peer is not None
+                    and peer.waits
+                    and wait.is_blocked_by(peer)
+                    and (cycle := follow(other))
                 ):
-                    return list(circle)
+                    return list(cycle)
             trail.pop()
         return []
 
-    circle = follow(start)
-    return (trail[0][1] if circle else None), circle
+    cycle = follow(start)
+    return (trail[0][1] if cycle else None), cycle
 
 
-def logged_ops(wait: Wait, places: States) -> dict[str, Sequence[int]]:
-    """What streams have called under the number of the operation ``wait``, as (signature, count), as far as they tell."""
+def logged_ops(wait: Wait, states: States) -> dict[str, Sequence[int]]:
+    """Return what each stream has logged under the operation number of ``wait``.
+
+    (signature, count) by stream name, of the streams whose log still holds that operation.
+    """
     if not isinstance(wait, WaitForOperation):
         return {}
     number = str(wait.number & layout.SEQ_MASK)
-    here = {
-        name: place.progress[wait.key].op_log
-        for name, place in places.items()
-        if wait.key in place.progress
+    logs = {
+        name: state.progress[wait.key].op_log
+        for name, state in states.items()
+        if wait.key in state.progress
     }
-    return {name: theirs[number] for name, theirs in here.items() if number in theirs}
+    return {name: log[number] for name, log in logs.items() if number in log}

@@ -1,4 +1,7 @@
-"""Faults as ranks hear of them on the control plane, of operations on CPUs and on GPUs: deaths, aborts, and what others have found."""
+"""Constructors and JSON codec of errors that travel over the control plane.
+
+Deaths, departures and aborts read alike on CPUs and GPUs; errors of other ranks arrive as notices.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,23 @@ from miraccl.bootstrap import PeerLost
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 
 
-def death_error(lost: PeerLost, *, rank: int, called: Sequence[int] | None = None) -> PeerDied:
-    """The error of ``rank``; rank -1 is the hub in a launcher. ``called`` are the ranks' numbers in errors, where those are others."""
-    peer = called[lost.rank] if called is not None and lost.rank >= 0 else lost.rank
+def death_error(
+    lost: PeerLost, *, rank: int, global_ranks: Sequence[int] | None = None
+) -> PeerDied:
+    """Return the error that ``rank`` raises for a peer that died.
+
+    ``lost.rank`` -1 is a hub in the launcher's process. ``global_ranks``: rank numbers to use in
+    the message, by rank of the session; default the same numbers.
+    """
+    peer = lost.rank
+    if global_ranks is not None and peer >= 0:
+        peer = global_ranks[peer]
     who = f"rank {peer}" if peer >= 0 else "the launcher"
     return PeerDied(f"{who} died: {lost.reason}", rank=rank, peer=peer)
 
 
 def departure_error(peer: int, why: str, *, rank: int, op: str | None) -> PeerDied:
-    """The error of ``rank``, which waited in ``op`` for a peer that has left in good order."""
+    """Return the error of ``rank``, blocked in ``op``, for a peer that left in good order."""
     return PeerDied(
         f"rank {peer} has left the communicator ({why}) and will not take part",
         rank=rank,
@@ -28,14 +39,17 @@ def departure_error(peer: int, why: str, *, rank: int, op: str | None) -> PeerDi
 
 
 def abort_error(rank: int, reason: str) -> CommunicatorAborted:
-    """The error of ``rank``, which has aborted the communicator."""
+    """Return the error of ``rank`` for its own abort of the communicator."""
     return CommunicatorAborted(
         f"rank {rank} aborted the communicator: {reason}", rank=rank, peer=rank
     )
 
 
 def encode_error(error: MiracclError) -> dict[str, Any]:
-    """What a notice says of ``error``, in plain JSON values. One that another module defines is told as what it is derived from."""
+    """Encode an error as plain JSON values.
+
+    A class that ``miraccl.errors`` does not define is encoded as its nearest base class there.
+    """
     kind = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
     graph = list(error.graph) if isinstance(error, CollectiveTimeout) else []
     return {
@@ -48,18 +62,20 @@ def encode_error(error: MiracclError) -> dict[str, Any]:
     }
 
 
-def decode_error(words: Any, *, rank: int, source: int) -> MiracclError | None:
-    """The error of a notice from rank ``source``, as ``rank`` raises it; None where these are not words of an error."""
-    kind = getattr(errors, str(words.get("kind")), None) if isinstance(words, dict) else None
+def decode_error(payload: Any, *, rank: int, source: int) -> MiracclError | None:
+    """Decode the notice of rank ``source`` into the error that ``rank`` raises.
+
+    Returns None if ``payload`` does not encode an error.
+    """
+    kind = getattr(errors, str(payload.get("kind")), None) if isinstance(payload, dict) else None
     if not (isinstance(kind, type) and issubclass(kind, MiracclError)):
         return None
-    peer, op, hint = words.get("peer"), words.get("op"), words.get("hint")
-    if not isinstance(peer, int) or (
-        kind is PeerDied and peer == rank
-    ):  # a rank that hears of its own death lives: it has lost the source
+    peer, op, hint = payload.get("peer"), payload.get("op"), payload.get("hint")
+    # A rank that receives the news of its own death is alive: it has lost its link to the source.
+    if not isinstance(peer, int) or (kind is PeerDied and peer == rank):
         peer = source
-    error = kind(str(words.get("message", "")), rank=rank, peer=peer)
+    error = kind(str(payload.get("message", "")), rank=rank, peer=peer)
     error.op, error.hint = (str(op) if op else None), (str(hint) if hint else None)
     if isinstance(error, CollectiveTimeout):
-        error.graph = tuple(str(line) for line in words.get("graph", ()))
+        error.graph = tuple(str(line) for line in payload.get("graph", ()))
     return error

@@ -109,7 +109,7 @@ class Faults:
         return {
             **self.fabric.board(),
             "history": history,
-            "meeting": self.control.current,
+            "control_op": self.control.current,
             **counted,
             "program": blocked_ops.local_report(),
         }
@@ -200,7 +200,7 @@ class Faults:
         if self._is_leaving:
             return
         self.lost[lost.rank] = lost.reason
-        error = death_error(lost, rank=self.global_ranks[self.rank], called=self.global_ranks)
+        error = death_error(lost, rank=self.global_ranks[self.rank], global_ranks=self.global_ranks)
         error.hint = HINT
         self.set_fault(self._root_cause(error))
 

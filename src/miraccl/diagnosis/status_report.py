@@ -1,4 +1,4 @@
-"""What ranks answer whoever asks them where they are, and the lines of a wait-for graph."""
+"""Status queries and the text of status reports: lines of a wait-for graph, cycles, locations."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from miraccl.bootstrap import Session
 from miraccl.errors import MiracclError
 
 STATUS_TIMEOUT_S = 1.5
-#: how a program avoids circles
-ORDER_HINT = "all ranks make the same calls in the same order; sends and receives that need one another belong into one group, or a sendrecv"
+#: Hint of errors about deadlocks.
+ORDER_HINT = (
+    "all ranks make the same calls in the same order; sends and receives that need one another "
+    "belong into one group, or a sendrecv"
+)
 
 
 def query_status(session: Session, left: Collection[int] = ()) -> dict[int, dict[str, Any]]:
-    """What all ranks are doing, as ``session.request_status`` has it, but not those that have ``left``. Takes up to ``STATUS_WAIT_S``;
-    empty if they cannot be asked."""
+    """Query the status of all ranks that are still there and not in ``left``.
+
+    Takes at most ``STATUS_TIMEOUT_S``. Answers by rank as ``Session.request_status`` gives them;
+    empty if the control plane is gone.
+    """
     with contextlib.suppress(MiracclError):
         return session.request_status(STATUS_TIMEOUT_S, without={*left, *session.gone()})
     return {}
 
 
 def describe_location(answer: Mapping[str, Any]) -> str:
-    """Where the program of a rank is, as far as its answer tells."""
+    """Return the source line at which a rank's application is, empty if the answer has none."""
     for thread in answer.get("threads", ()):
         if isinstance(thread, dict) and thread.get("where"):
             return f"its program is at {thread['where']}"
@@ -31,24 +37,26 @@ def describe_location(answer: Mapping[str, Any]) -> str:
 
 
 def describe_unresponsive(answer: Mapping[str, Any]) -> str:
-    """That a rank has not answered, and why."""
+    """Return the text for a rank that did not answer, with the reason."""
     return f"did not answer ({answer.get('reason', 'no status')})"
 
 
-def join_parts(*said: str) -> str:
-    """What is said of a rank, in one line; what is empty is left out."""
-    return "; ".join(filter(None, said))
+def join_parts(*parts: str) -> str:
+    """Join the non-empty parts of a report line."""
+    return "; ".join(filter(None, parts))
 
 
-def describe_cycle(ranks: Sequence[int], says: Callable[[int, int], str]) -> str:
-    """That each of these ranks waits for the next one, the last one for the first, beginning with the lowest; ``says(i, j)`` is what the
-    i-th does, which waits for the j-th."""
+def describe_cycle(ranks: Sequence[int], describe: Callable[[int, int], str]) -> str:
+    """Return the text of a cycle of ranks, beginning with the lowest one.
+
+    ``describe(i, j)`` describes the wait of the i-th rank for the j-th one.
+    """
     first = ranks.index(min(ranks))
     turned = [*range(first, len(ranks)), *range(first)]
-    lines = map(says, turned, [*turned[1:], turned[0]])
-    return "ranks wait for one another, so none goes on: " + " | ".join(lines)
+    lines = map(describe, turned, [*turned[1:], turned[0]])
+    return "deadlock: each of these ranks waits for the next one: " + " | ".join(lines)
 
 
-def graph_line(rank: int, *said: str) -> str:
-    """What a wait-for graph says of a rank."""
-    return f"rank {rank}: {join_parts(*said)}"
+def graph_line(rank: int, *parts: str) -> str:
+    """Return the line of a wait-for graph for one rank."""
+    return f"rank {rank}: {join_parts(*parts)}"

@@ -1,7 +1,9 @@
-"""What programs and streams wait for, and how far they have come, as processes tell one another (``whereabouts``).
+"""Records of the wait-for graph: blocked operations and the progress of each rank.
 
-Each kind of wait says itself whether somebody who is in a wait, too, keeps it from ending.  Between processes all this is JSON: they are of
-one version, which communicators see to when they begin (``fabric.Beliefs``).
+Processes exchange these records as JSON in their answers to status queries (``blocked_ops``). Each
+kind of wait decides by itself, in ``is_blocked_by``, whether a peer that is blocked too keeps it
+from ending. All ranks of a communicator run one version of the library (``fabric.AgreedConfig``),
+so the JSON needs no versioning.
 """
 
 from __future__ import annotations
@@ -12,14 +14,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ANY_RANK = -1  # instead of a rank
+#: Stands for any source in a posted receive, as MPI_ANY_SOURCE.
+ANY_RANK = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress:
-    """How far a rank has come in a communicator: operations and meetings, by rank messages ``sent`` and ``taken``, and ``large`` ones that
-    were taken where these are counted apart. To and from which ranks it ``sends`` and ``receives`` as well; ``aside``: operations that it
-    has called already may be to come. ``called``: its last operations, by number (as on boards) signature and count."""
+    """Counters of one rank in one communicator. They only grow.
+
+    ``operations`` and ``control_ops``: number of the last operation and control-plane operation
+    that the rank has entered. ``sent`` and ``received``: messages by peer; ``large``: received
+    messages above the eager limit, where these are counted apart. ``sends`` and ``receives``:
+    peers of posted sends and receives that have not completed. ``background``: operations already
+    submitted may not have started yet. ``op_log``: (signature, count) of the last operations by
+    their number, modulo ``SEQ_MASK``.
+    """
 
     operations: int = 0
     control_ops: int = 0
@@ -34,10 +43,14 @@ class RankProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(abc.ABC):
-    """``awaited``: programs (the tokens of their processes) and streams, of which every one that has not come keeps this one from going on.
+    """One blocked operation of a host program or of a GPU stream.
 
-    ``number``: of what is waited for, in the communicator or under the name ``key``.  ``rank``: this process's there.  ``op``: in words;
-    ``collective``: the name of the call, where that is known.  ``end(text)`` makes the wait raise ``CollectiveMismatch``.
+    ``key`` and ``number`` identify what is waited for: the communicator's key (or the name of a
+    communicator that is being created) and the operation's number in it. ``awaited``: names of the
+    host programs (process tokens) and streams that must all arrive before the wait can end.
+    ``rank``: rank of the waiter in that communicator. ``op``: description for error messages;
+    ``collective``: name of the call, where it is known. ``fail(text)``: makes the wait raise
+    ``CollectiveMismatch``; it stays in this process.
     """
 
     key: str
@@ -50,12 +63,12 @@ class Wait(abc.ABC):
 
     @property
     def ident(self) -> str:
-        """Another one for each wait of a program or stream."""
+        """Name of this wait, distinct from all other waits of the same host program or stream."""
         return f"{type(self).__name__} {self.key} {self.number}"
 
     @abc.abstractmethod
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        """Whether one of ``awaited``, which is in a wait of its own, has not come."""
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        """Return True if ``peer``, a blocked member of ``awaited``, has not arrived."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -73,43 +86,48 @@ class Wait(abc.ABC):
 
 
 def _wire_fields(kind: type[Wait]) -> list[str]:
-    """The names of what others are told."""
-    return [each.name for each in dataclasses.fields(kind) if each.name != "end"]
+    return [each.name for each in dataclasses.fields(kind) if each.name != "fail"]
 
 
 class WaitForStream(Wait):
-    """Of a program, its ``number``-th, for what a stream of its own has to do."""
+    """The host waits for one of its own GPU streams; ``number`` counts such waits."""
 
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        return not any(isinstance(wait, WaitForHost) for wait in theirs.waits)
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        return not any(isinstance(wait, WaitForHost) for wait in peer.waits)
 
 
 class WaitForHost(Wait):
-    """Of a stream that has nothing to do, for its program. ``key``: the ``ident`` of the wait that this is in."""
+    """An idle stream waits for the next call of its host program.
 
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        return any(wait.ident == self.key for wait in theirs.waits)
+    ``key`` is the ``ident`` of the wait in which the host is blocked.
+    """
+
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        return any(wait.ident == self.key for wait in peer.waits)
 
 
 class WaitForInit(Wait):
-    """For others to come to the creation ``key``."""
+    """A rank waits for the others to start creating the communicator named ``key``."""
 
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        return self.key not in theirs.inits
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        return self.key not in peer.inits
 
 
 class WaitForControlOp(Wait):
-    """On the control plane."""
+    """A rank waits in an operation of the control plane."""
 
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        come = theirs.progress.get(self.key)
-        return come is not None and come.control_ops < self.number
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        progress = peer.progress.get(self.key)
+        return progress is not None and progress.control_ops < self.number
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitForOperation(Wait):
-    """For others to come to an operation. ``taken``: how many messages of this rank the awaited one must have taken, where the wait is for
-    that; else 0."""
+    """A rank waits in a collective for peers that have not entered it.
+
+    ``must_receive``: number of messages of this rank that the awaited peer must have received for
+    the wait to end; 0 if the wait is not for send credit.
+    """
 
     must_receive: int = 0
 
@@ -117,19 +135,17 @@ class WaitForOperation(Wait):
     def ident(self) -> str:
         return f"{super().ident} {self.must_receive}"
 
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        come = theirs.progress.get(self.key)
-        if (
-            come is None
-            or come.background
-            or (self.must_receive and come.received[self.rank] >= self.must_receive)
-        ):
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        progress = peer.progress.get(self.key)
+        if progress is None or progress.background:
             return False
-        return come.operations < self.number
+        if self.must_receive and progress.received[self.rank] >= self.must_receive:
+            return False
+        return progress.operations < self.number
 
 
 class PeerWait(Wait):
-    """For one other rank."""
+    """A wait for one peer."""
 
     @property
     def ident(self) -> str:
@@ -137,33 +153,36 @@ class PeerWait(Wait):
 
 
 class WaitForMessage(PeerWait):
-    """For the message of a rank after the first ``number``."""
+    """A posted receive waits for the message after the first ``number`` ones of a peer."""
 
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        come = theirs.progress.get(self.key)
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        progress = peer.progress.get(self.key)
         return (
-            come is not None
-            and not come.background
-            and self.rank not in come.sends
-            and come.sent[self.rank] == self.number
+            progress is not None
+            and not progress.background
+            and self.rank not in progress.sends
+            and progress.sent[self.rank] == self.number
         )
 
 
 class WaitForCredit(PeerWait):
-    """Until a rank has taken ``number`` messages of this one."""
+    """A send waits until a peer has received ``number`` messages of this rank."""
 
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        come = theirs.progress.get(self.key)
-        if come is None or come.background or come.received[self.rank] >= self.number:
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        progress = peer.progress.get(self.key)
+        if progress is None or progress.background or progress.received[self.rank] >= self.number:
             return False
-        return not {self.rank, ANY_RANK} & set(come.receives)
+        return not {self.rank, ANY_RANK} & set(progress.receives)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitForPackets(PeerWait):
-    """Of a kernel, for a message, where only its holder can tell whether it comes (``executor/cuda/source/p2p.cuh``): until the count that
-    the holder has under the name ``what`` has come to ``number``. ``holds`` has a bit for each rank for whose rows the launch that waits
-    does nothing."""
+    """A kernel waits until a counter of its peer reaches ``number``.
+
+    ``counter``: name of the counter in ``RankProgress``; only the peer can tell whether it will
+    grow (``executor/cuda/source/p2p.cuh``). ``suspended``: bit mask of the ranks whose packets the
+    waiting launch does not serve until this wait ends.
+    """
 
     counter: str
     suspended: int
@@ -172,12 +191,14 @@ class WaitForPackets(PeerWait):
     def ident(self) -> str:
         return f"{super().ident} {self.counter}"
 
-    def is_held_up(self, theirs: BlockedState) -> bool:
-        come = theirs.progress.get(self.key)
-        in_launch = [wait.suspended for wait in theirs.waits if isinstance(wait, WaitForPackets)]
-        if come is None or (in_launch and not any(holds >> self.rank & 1 for holds in in_launch)):
+    def is_blocked_by(self, peer: BlockedState) -> bool:
+        progress = peer.progress.get(self.key)
+        if progress is None:
             return False
-        counts: Sequence[int] = getattr(come, self.counter)
+        masks = [wait.suspended for wait in peer.waits if isinstance(wait, WaitForPackets)]
+        if masks and not any(mask >> self.rank & 1 for mask in masks):
+            return False
+        counts: Sequence[int] = getattr(progress, self.counter)
         return counts[self.rank] < self.number
 
 
@@ -198,29 +219,31 @@ _KINDS: dict[str, type[Wait]] = {
 
 @dataclass(frozen=True)
 class BlockedState:
-    """Where a program or stream is: what it waits for, each of which keeps it from going on; and, found out after that, how far it has
-    come, by the communicators' keys, and to which creations."""
+    """State of one host program or GPU stream: a node of the wait-for graph.
+
+    ``waits``: blocked operations, each of which keeps it from continuing. ``progress``: counters by
+    communicator key, and ``inits``: names of communicators whose creation it has started; both are
+    read after ``waits``, so a wait that ended in between shows in the counters.
+    """
 
     waits: Sequence[Wait] = ()
     progress: Mapping[str, RankProgress] = field(default_factory=dict)
     inits: Collection[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        come = {key: dataclasses.asdict(come) for key, come in self.progress.items()}
         return {
             "waits": [wait.to_json() for wait in self.waits],
-            "come": come,
-            "made": list(self.inits),
+            "progress": {key: dataclasses.asdict(each) for key, each in self.progress.items()},
+            "inits": list(self.inits),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BlockedState:
         waits = [Wait.from_json(wait) for wait in data["waits"]]
-        return cls(
-            waits, {key: RankProgress(**come) for key, come in data["come"].items()}, data["made"]
-        )
+        progress = {key: RankProgress(**each) for key, each in data["progress"].items()}
+        return cls(waits, progress, data["inits"])
 
 
 def stream_name(token: str, key: str, rank: int) -> str:
-    """The name of a rank's stream in the communicator ``key``; ranks may be threads of one process."""
+    """Return the name of a rank's stream in communicator ``key``; ranks may share a process."""
     return f"{token}/{key}/{rank}"

@@ -173,7 +173,7 @@ class DeviceFaults:
             self._global_ranks[there],
             self._describe_launch(0, signature) if signature else None,
         )
-        text = f"ranks disagree on what is sent: rank {peer} sent more in {op or 'a collective'} than rank {self.rank} took"
+        text = f"message count mismatch: rank {peer} sent more in {op or 'a collective'} than rank {self.rank} took"
         self._set_final_mismatch(peer, op, text)
 
     def _set_final_mismatch(self, peer: int, op: str | None, text: str) -> None:

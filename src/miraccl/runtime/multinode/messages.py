@@ -221,7 +221,7 @@ class MessageOperation(StreamOperation):
                 describe_collective(mine.sig, mine.mark),
                 describe_collective(theirs.sig, theirs.mark),
             )
-            return f"ranks disagree on what is sent: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
+            return f"message count mismatch: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
         return describe_unmatched(
             peer, theirs.sig, rank, self.streams.signature_of(theirs.mark), theirs.mark
         )

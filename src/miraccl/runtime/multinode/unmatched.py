@@ -69,7 +69,7 @@ def describe_unmatched(sender: int, sig: int, receiver: int, known: int, number:
         return "ranks called different operations: " + ", ".join(
             f"{what} on rank {who}" for who, what in both
         )
-    return f"ranks disagree on what is sent: rank {sender} sent more in {there} than rank {receiver} took"
+    return f"message count mismatch: rank {sender} sent more in {there} than rank {receiver} took"
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ def find_unmatched(
     number, sender, receiver = min(untaken)
     sig, here = signature_of(known[sender].collectives, number), known[receiver].collectives
     if not sig:
-        text = f"ranks disagree on what is sent: rank {sender} sent more in collective #{number} than rank {receiver} took"
+        text = f"message count mismatch: rank {sender} sent more in collective #{number} than rank {receiver} took"
     elif number > here[_COUNTED]:
         what = describe_collective(sig, number)
-        text = f"ranks disagree on what is sent: rank {sender} sent in {what}, to which rank {receiver} never came"
+        text = f"message count mismatch: rank {sender} sent in {what}, to which rank {receiver} never came"
     else:
         text = describe_unmatched(sender, sig, receiver, signature_of(here, number), number)
     return CollectiveMismatch(

@@ -190,7 +190,7 @@ def peer_diverged(ctx: int, peer: int, sending: bool) -> bool:
 
 @inline
 def peer_completed(ctx: int, peer: int) -> bool:
-    """Whether the peer has ended the collective that this rank is still in: then ranks disagree on what is sent in it. Look at the awaited
+    """Whether the peer has ended the collective that this rank is still in: then message count mismatch in it. Look at the awaited
     word once more after this."""
     ctrl, theirs = load(ctx + layout.CTX_CTRL), load(load(ctx + layout.CTX_CTRLS) + 8 * peer)
     if theirs == 0 or load(ctrl + layout.PROGRESS_P2P_SIG) != 0:
