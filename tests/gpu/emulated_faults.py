@@ -19,9 +19,9 @@ from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAb
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.types import RedOp
+from tests.diagnosis.fault_ranks import seen as told_by
 from tests.gpu.emulated_ranks import Rank, rank
 from tests.gpu.fake_ranks import session
-from tests.runtime.fault_ranks import seen as told_by
 from tests.runtime.pair_ranks import await_two, questions
 
 

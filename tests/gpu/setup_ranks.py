@@ -25,9 +25,9 @@ from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.connect_round import Meeting
 from miraccl.transport.cuda_fds import Door
 from miraccl.wire.stream import HandshakeState
+from tests.diagnosis.fault_ranks import seen
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.fake_ranks import session
-from tests.runtime.fault_ranks import seen
 
 LIMIT_S, CALL_S = 30.0, 25.0
 

@@ -20,7 +20,7 @@ from miraccl.errors import MiracclError
 from miraccl.transport.connect_round import Meeting
 from miraccl.transport.socket import SocketTransport
 from miraccl.wire.stream import HandshakeState
-from tests.runtime.fault_ranks import nobody_left, seen, together, wait_until
+from tests.diagnosis.fault_ranks import nobody_left, seen, together, wait_until
 from tests.runtime.sweep_ranks import act_as_hosts
 
 

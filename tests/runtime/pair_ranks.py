@@ -14,7 +14,7 @@ import miraccl
 from miraccl.bootstrap import Session, StatusRequest
 from miraccl.diagnosis import detector, status_report
 from miraccl.errors import MiracclError
-from tests.runtime.fault_ranks import seen
+from tests.diagnosis.fault_ranks import seen
 from tests.runtime.sweep_ranks import act_as_hosts
 
 ODD = 1  # the rank that makes another call

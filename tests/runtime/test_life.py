@@ -42,8 +42,8 @@ from miraccl.runtime.window import PAGE, WindowAllocator
 from miraccl.runtime.work import BackgroundWorker
 from miraccl.transport.shm import Segment, default_window_bytes, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
+from tests.diagnosis.late_watcher import LateWatcher
 from tests.runtime import cases
-from tests.runtime.late_watcher import LateWatcher
 from tests.runtime.test_p2p import (
     background_collectives,
     everybody_to_everybody,

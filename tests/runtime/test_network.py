@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import miraccl
 from miraccl.executor.cpu.kernels import layout
 from miraccl.schedule import catalog
-from tests.runtime import fault_ranks, sweep_ranks
+from tests.diagnosis import fault_ranks
+from tests.runtime import sweep_ranks
 from tests.runtime.test_collectives import ALGORITHMS, COUNTS, once
 from tests.support.ranks import run_ranks
 

@@ -14,7 +14,7 @@ import numpy as np
 import miraccl
 from miraccl import Communicator
 from miraccl.errors import MiracclError
-from tests.runtime.fault_ranks import nobody_left, seen, together, wait_until
+from tests.diagnosis.fault_ranks import nobody_left, seen, together, wait_until
 from tests.runtime.sweep_ranks import act_as_hosts
 
 PLANS = 100  # of one collective, type and root: four to each power of two that its largest block has been

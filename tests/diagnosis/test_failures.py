@@ -12,7 +12,7 @@ from miraccl.diagnosis.mismatch import describe_differences, describe_diverged
 from miraccl.executor.cpu.kernels import layout
 from miraccl.tools.spawn import RankOutcome
 from miraccl.types import Collective
-from tests.runtime import fault_ranks
+from tests.diagnosis import fault_ranks
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess

@@ -16,7 +16,7 @@ import numpy as np
 import miraccl
 from miraccl.errors import MiracclError
 from miraccl.executor.cpu.kernels import layout
-from tests.runtime.late_watcher import LateWatcher
+from tests.diagnosis.late_watcher import LateWatcher
 from tests.runtime.sweep_ranks import act_as_hosts
 
 
