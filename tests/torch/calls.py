@@ -1,4 +1,4 @@
-"""Shapes and layouts, uneven splits, handles and futures, coalesced and functional calls, compared with Gloo."""
+"""Layouts, uneven splits, handles, futures, coalesced and functional calls, compared with Gloo."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def layouts(path: str) -> None:
 
 
 def uneven(path: str) -> None:
-    """Different sizes a rank, also none."""
+    """Check sizes that differ between ranks, including zero."""
     with world(path) as (rank, nranks):
         other = gloo()
         sizes = [[(i * 2 + j) % 4 for j in range(nranks)] for i in range(nranks)]
@@ -149,7 +149,7 @@ def uneven(path: str) -> None:
 
 
 def gathered_out(x: Any, group: Any) -> Any:
-    """The functional collective that Inductor's passes make of several; what it registers must outlive this frame."""
+    """Run the functional collective that Inductor's passes build; its work must outlive this frame."""
     out = torch.zeros(group.size() * x.numel(), dtype=x.dtype)
     result = torch.ops._c10d_functional.all_gather_into_tensor_out(
         x, group.size(), group.group_name, out=out
@@ -160,7 +160,9 @@ def gathered_out(x: Any, group: Any) -> Any:
 
 
 def exchanged(rank: int, group: Any) -> list[Any]:
-    """What ``torch.compile`` makes of ``batch_isend_irecv``: to the next rank, from the one before."""
+    """Run ``batch_isend_irecv`` as ``torch.compile`` rewrites it: to the next rank, from the
+    previous.
+    """
     if not hasattr(torch.ops._c10d_functional, "batch_p2p_ops"):  # PyTorch 2.11 and 2.12
         return []
     to, frm = (rank + 1) % group.size(), (rank - 1) % group.size()
@@ -175,7 +177,7 @@ def exchanged(rank: int, group: Any) -> list[Any]:
 
 
 def handles(path: str) -> None:
-    """Asynchronous operations, futures, coalesced calls, the functional collectives."""
+    """Check asynchronous operations, futures, coalesced calls and functional collectives."""
     with world(path) as (rank, nranks):
         other = gloo()
         xs = [torch.full((n,), float(rank)) for n in (3, 40000, 1)]
@@ -276,7 +278,7 @@ def handles(path: str) -> None:
 
 
 def profiled(path: str) -> None:
-    """torch.profiler shows the operations, by the names that it has for those of other backends."""
+    """Check that torch.profiler shows operations under the names other backends use."""
     with world(path) as (rank, nranks):
         x, right, left = torch.ones(40000), (rank + 1) % nranks, (rank - 1) % nranks
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -307,7 +309,7 @@ def profiled(path: str) -> None:
 
 
 def pending(path: str) -> None:
-    """What a functional collective returns, which has not been waited for, is an argument as other tensors are."""
+    """Check that an unwaited result of a functional collective is accepted as an argument."""
     with world(path) as (rank, nranks):
         other = gloo()
 
@@ -337,7 +339,9 @@ def pending(path: str) -> None:
 
 
 def short_forms(path: str) -> None:
-    """A tensor instead of a list; operator, root and timeout instead of options: each as on a group of PyTorch's own."""
+    """Check the short forms (tensor for list; op, root, timeout for options) against PyTorch's
+    groups.
+    """
     with world(path) as (rank, nranks):
         other = gloo()
         last, product = nranks - 1, dist.ReduceOp.PRODUCT

@@ -1,6 +1,6 @@
-"""What ranks do with tensors in GPU memory: order of streams, memory, graphs, messages, other backends, training, deadlines.
+"""Rank programs with tensors in GPU memory: streams, memory, graphs, messages, training, deadlines.
 
-Ranks share GPUs where there are fewer; comparisons with NCCL need one each.
+Ranks share GPUs if there are too few; comparisons with NCCL need one GPU per rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def filled(count: int, value: float) -> Any:
 
 
 class Gate:
-    """Holds up the current stream until the host opens it, however slow the host is; it opens by itself before a test hangs."""
+    """Blocks the current stream until the host opens it; opens by itself before a test can hang."""
 
     def __init__(self) -> None:
         self._word = torch.zeros(1, dtype=torch.int32).pin_memory()
@@ -76,7 +76,9 @@ class Gate:
 
 
 def order(path: str) -> None:
-    """Operations come after what the current stream holds; ``wait`` holds up the current stream and not the host."""
+    """Check that operations follow the current stream, and that ``wait`` blocks the stream, not the
+    host.
+    """
     with world(path) as (rank, nranks):
         use_gpu(rank)
         total = float(sum(range(nranks)))
@@ -121,7 +123,7 @@ def order(path: str) -> None:
 
 
 def memory(path: str) -> None:
-    """Memory that an operation uses is not given out again before it has ended, even if nobody waits for it."""
+    """Check that memory in use by an operation is not reused before it ends, waited for or not."""
     with world(path) as (rank, nranks):
         use_gpu(rank)
 
@@ -191,7 +193,9 @@ def futures(path: str) -> None:
 
 
 def graphs(path: str) -> None:
-    """Synchronous, asynchronous and strided operations captured in a graph, which is then replayed with other values."""
+    """Capture synchronous, asynchronous and strided operations in a graph and replay it with new
+    values.
+    """
     with world(path) as (rank, nranks):
         use_gpu(rank)
         x, y, out = filled(LARGE, 0), torch.zeros(32, 32, device="cuda"), filled(nranks * 8, 0)
@@ -229,7 +233,7 @@ def graphs(path: str) -> None:
 
 
 def shapes(path: str) -> None:
-    """Lists, uneven sizes, coalesced calls, objects, empty and strided tensors."""
+    """Check lists, uneven sizes, coalesced calls, objects, empty and strided tensors."""
     with world(path) as (rank, nranks):
         use_gpu(rank)
         sizes = [[(i * 2 + j) % 4 for j in range(nranks)] for i in range(nranks)]
@@ -315,7 +319,7 @@ def messages(path: str) -> None:
 
 
 def beside(path: str) -> None:
-    """Other backends for one kind of memory, and a GPU that is named at the start."""
+    """Check other backends for one kind of memory, and a GPU named at the start."""
     with world(path, "cpu:gloo,cuda:miraccl") as (rank, nranks):
         use_gpu(rank)
         for device in ("cpu", "cuda"):
@@ -343,7 +347,9 @@ def beside(path: str) -> None:
 
 
 def bound(path: str) -> None:
-    """A group that knows its GPU from the start may be split, and meshes are split from it, also where another backend has CPU memory."""
+    """Check splits and meshes of a group bound to its GPU, also with another backend for CPU
+    memory.
+    """
     with world(f"{path}-mixed", "cpu:gloo,cuda:miraccl", device=True) as (_, nranks):
         mesh = init_device_mesh("cuda", (1, nranks), mesh_dim_names=("a", "b"))
         assert isinstance(
@@ -373,7 +379,7 @@ def bound(path: str) -> None:
 
 
 def training(path: str) -> None:
-    """DDP and FSDP2: losses as on NCCL bit for bit where every rank has a GPU, else as of one process on the whole batch."""
+    """Compare DDP and FSDP2 losses bit for bit with NCCL, or with one process on the whole batch."""
     with world(path) as (rank, nranks):
         device = use_gpu(rank)
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -393,7 +399,7 @@ def training(path: str) -> None:
 
 
 def quantized(path: str) -> None:
-    """PyTorch's hooks that send gradients as 8-bit numbers, by futures of ``all_gather``."""
+    """Check PyTorch's hooks that send gradients as 8-bit numbers through futures of ``all_gather``."""
     with world(path) as (rank, nranks):
         device = use_gpu(rank)
         for hook in (quantization_pertensor_hook, quantization_perchannel_hook):
@@ -451,7 +457,7 @@ def _losses(wrap: Any, part: int, parts: int, group: Any, device: Any, nranks: i
 
 
 def tensors(path: str) -> None:
-    """DTensor and compiled functional collectives."""
+    """Check DTensor and compiled functional collectives."""
     with world(path) as (rank, nranks):
         use_gpu(rank)
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
@@ -471,7 +477,7 @@ def tensors(path: str) -> None:
 
 
 def symmetric(path: str) -> None:
-    """PyTorch's symmetric memory beside ours: it meets over a group that PyTorch's C++ knows (docs/torch.md)."""
+    """Check PyTorch's symmetric memory beside miraccl; it needs a group that PyTorch's C++ knows."""
     with world(path) as (rank, nranks):
         use_gpu(rank)
         if torch.cuda.device_count() < nranks:
@@ -497,7 +503,7 @@ def symmetric(path: str) -> None:
 
 
 def different(path: str) -> list[str]:
-    """Ranks that call different operations, none of which waits long enough to find that: the barrier tells all of them."""
+    """Check that a barrier reports ranks whose operations differ, although none of them waits long."""
     said = []
     with world(path) as (rank, nranks):
         use_gpu(rank)
@@ -525,7 +531,9 @@ def different(path: str) -> list[str]:
 
 
 def late(path: str) -> str:
-    """A rank does not come: the kernel ends at the deadline, and the next call says so; the text of the error."""
+    """Check that a kernel ends at the deadline if a rank is missing; return the next call's error
+    text.
+    """
     with world(path) as (rank, _):
         use_gpu(rank)
         dist.barrier()  # ranks start further apart than the deadline

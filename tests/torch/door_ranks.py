@@ -1,4 +1,4 @@
-"""Ranks of the tests of doors with kernels that run: PyTorch's tensors in CPU memory stand for those of an emulated GPU."""
+"""Rank programs of the GPU fast-path tests; CPU tensors stand for tensors of an emulated GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DL_CPU, NO_DEVICE = 1, -1
 
 
 class Direct:
-    """cuLaunchKernelEx as a C function that gives launches to the emulated driver."""
+    """``cuLaunchKernelEx`` as a C function that passes launches to the emulated driver."""
 
     def __init__(self, cuda: EmulatedCuda) -> None:
         self._cuda, self.refused = cuda, 0
@@ -51,7 +51,7 @@ class Direct:
 
 
 class Rank(emulated_ranks.Rank):
-    """A communicator whose GPU side looks at tensors in CPU memory."""
+    """A communicator whose GPU side treats CPU tensors as GPU tensors."""
 
     def __init__(self, world: Any, timeout: float) -> None:
         super().__init__(world, timeout)
@@ -72,7 +72,7 @@ class Rank(emulated_ranks.Rank):
         comm._device.gpu.ordinal = NO_DEVICE
 
     def through_a_door(self) -> bool:
-        """Whether the last operation was."""
+        """Return True if the last operation took the fast path."""
         return self.comm._device._fast_path.last is not None  # type: ignore[union-attr]
 
     def tensor(self, rank: int, count: int, dtype: Any = torch.float32) -> Any:
@@ -93,7 +93,10 @@ def started() -> contextlib.AbstractContextManager[Rank]:
 
 
 class StreamOrder:
-    """What orders streams, as C functions of the emulated driver. ``changes`` are (stream that was waited for, stream that waited)."""
+    """Stream and event functions of the emulated driver as C functions.
+
+    ``changes`` lists pairs (awaited stream, waiting stream).
+    """
 
     EVENT = 77
 
@@ -139,7 +142,9 @@ class StreamOrder:
 
 
 def streams() -> None:
-    """A call in another stream goes through the door, after what the communicator did in the one before; not while one is captured."""
+    """Check that a call in another stream takes the fast path after the previous stream, unless
+    captured.
+    """
     with started() as me:
         comm, n, rank, cuda = me.comm, me.nranks, me.rank, me.cuda
         order = StreamOrder(cuda, comm._device._fast_path)  # type: ignore[union-attr]
@@ -199,7 +204,7 @@ def streams() -> None:
 
 
 def collectives() -> None:
-    """Each call twice: the second time through a door, with the same result."""
+    """Run each call twice and compare; the second takes the fast path."""
     with started() as me:
         comm, n, rank = me.comm, me.nranks, me.rank
         for count, dtype in ((12, torch.float32), (1001, torch.int32)):
@@ -240,7 +245,7 @@ def collectives() -> None:
 
 
 def new_counts() -> None:
-    """Counts that differ with every call: the first call of a shape is Python's, all others are compiled code's."""
+    """Change counts with every call: only the first call of a shape runs in Python."""
     with started() as me:
         comm, n, rank = me.comm, me.nranks, me.rank
         rng = np.random.default_rng(5)
@@ -282,7 +287,7 @@ def new_counts() -> None:
 
 
 def moves() -> None:
-    """Gather, scatter and the collectives with counts, each twice."""
+    """Run gather, scatter and the collectives with counts twice each."""
     with started() as me:
         comm, n, rank = me.comm, me.nranks, me.rank
         counts = [200 * r for r in range(n)]
@@ -343,7 +348,7 @@ def moves() -> None:
 
 
 class Array(FakeArray):
-    """In the memory of the emulated GPU, with the attributes of CuPy's arrays."""
+    """An array in the emulated GPU's memory with the attributes of a CuPy array."""
 
     def __init__(self, cuda: Any, array: Any) -> None:
         super().__init__(cuda, array)
@@ -356,7 +361,7 @@ class Array(FakeArray):
 
 
 def arrays() -> None:
-    """CuPy's beside tensors: what one has done a door knows of the other."""
+    """Mix CuPy arrays and tensors: one fast path learns what the other has done."""
     with started() as me:
         comm, n, rank = me.comm, me.nranks, me.rank
         streams = types.SimpleNamespace(
@@ -385,7 +390,7 @@ def arrays() -> None:
 
 
 class Tensor:
-    """A tensor that only speaks DLPack, which counts its capsules."""
+    """A tensor that only supports DLPack, and counts its capsules."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.streams = tensor, list[int]()
@@ -399,7 +404,7 @@ class Tensor:
 
 
 def protocols() -> None:
-    """Arrays with nothing but ``__cuda_array_interface__`` or DLPack."""
+    """Check arrays with ``__cuda_array_interface__`` or DLPack only."""
     with started() as me:
         comm, rank = me.comm, me.rank
         ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(
@@ -442,7 +447,7 @@ def protocols() -> None:
 
 
 def messages() -> None:
-    """Sends, receives and groups of them, the second time through doors."""
+    """Run sends, receives and groups of them twice; the second time on the fast path."""
     with started() as me:
         comm, rank, n = me.comm, me.rank, me.nranks
         for turn in range(3):
@@ -478,7 +483,7 @@ def messages() -> None:
 
 
 def groups_of_all_kinds() -> None:
-    """Groups that are not for a door alone: with collectives, arrays of other makes, other streams, two communicators, exceptions."""
+    """Run groups with collectives, foreign arrays, other streams, two communicators and exceptions."""
     with started() as me:
         comm, rank, n = me.comm, me.rank, me.nranks
         second = comm.split(0)
@@ -559,7 +564,7 @@ def groups_of_all_kinds() -> None:
 
 
 def unlike() -> str:
-    """Messages that do not match, where each rank has sent and received the like before."""
+    """Send messages that do not match, after equal ones on every rank."""
     with started() as me:
         x, y = torch.zeros(100_000), torch.zeros(60)
         for _ in range(2):
@@ -577,7 +582,7 @@ def unlike() -> str:
 
 
 def after_the_end() -> None:
-    """A communicator that is closed says so; its words in host memory are gone."""
+    """Check that a closed communicator raises although its host memory is gone."""
     with started() as me:
         x, out = torch.zeros(10), torch.zeros(10)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What goes wrong, and what is said about it."""
+"""Failures of the backend and their error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.torch.worlds import all_here, refused, world
 
 
 def refusals(path: str) -> None:
-    """Arguments that cannot work are refused before anything is sent, so that the group goes on."""
+    """Check that invalid arguments are rejected before anything is sent, and the group stays
+    usable.
+    """
     with world(path) as (rank, nranks):
         group = dist.group.WORLD
         assert group is not None
@@ -86,12 +88,12 @@ def refusals(path: str) -> None:
 
 
 def in_turn(path: str, names: list[str]) -> list[str]:
-    """What each of these checks returns."""
+    """Run several checks and return their results."""
     return [globals()[name](f"{path}-{name}") for name in names]
 
 
 def mismatch(path: str) -> str:
-    """Ranks that call different things; the text of the error."""
+    """Call different operations on different ranks; return the error text."""
     with world(path) as (rank, _):
         try:
             dist.all_reduce(torch.ones(2 + rank))
@@ -101,7 +103,7 @@ def mismatch(path: str) -> str:
 
 
 def other_splits(path: str) -> str:
-    """Rank 0 sends rank 1 less than that expects; the text of the error."""
+    """Send rank 1 fewer elements than it expects; return the error text."""
     with world(path) as (rank, _):
         try:
             dist.all_to_all_single(
@@ -114,7 +116,7 @@ def other_splits(path: str) -> str:
 
 
 def aborted(path: str) -> str:
-    """One rank aborts while the others wait; the text of their error."""
+    """Abort on one rank while the others wait; return their error text."""
     with world(path) as (rank, nranks):
         group = dist.new_group()
         all_here("there", nranks)
@@ -135,7 +137,7 @@ def _late(
     before: Callable[[], Any] = dist.barrier,
     failure: type[Exception] = BackendError,
 ) -> str:
-    """An operation to which only rank 0 comes, after one of all ranks; the text of its error."""
+    """Run an operation on rank 0 only, after one on all ranks; return its error text."""
     with world(path) as (rank, _):
         before()
         group = dist.group.WORLD
@@ -157,12 +159,12 @@ def _late(
 
 
 def lonely(path: str) -> str:
-    """A rank that comes too late to the operation of another one."""
+    """Let one rank arrive too late at an operation of another."""
     return _late(path, lambda: dist.all_reduce(torch.ones(2), async_op=True).wait())
 
 
 def late_backward(path: str) -> str:
-    """A gradient that DDP's C++ waits for, which tells all errors as its own."""
+    """Let DDP's C++ wait for a gradient that misses its deadline; DDP raises the error as its own."""
     models: list[Any] = []
 
     def backward() -> None:
@@ -177,7 +179,7 @@ def late_backward(path: str) -> str:
 
 
 def late_future(path: str) -> str:
-    """A message that passes the group's deadline while its future is waited for."""
+    """Let a message miss the group's deadline while its future is awaited."""
 
     def wait() -> None:
         work = dist.irecv(torch.zeros(1), 1, tag=6)
@@ -188,12 +190,12 @@ def late_future(path: str) -> str:
 
 
 def late_from_anyone(path: str) -> str:
-    """A receive from any rank that passes the group's deadline."""
+    """Let a receive from any source miss the group's deadline."""
     return _late(path, lambda: dist.recv(torch.zeros(1), tag=6))
 
 
 def late_message(path: str) -> str:
-    """A receive that passes the group's deadline; the text of the error of each rank."""
+    """Let a receive miss the group's deadline; return each rank's error text."""
     with world(path) as (rank, nranks):
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
@@ -208,7 +210,7 @@ def late_message(path: str) -> str:
 
 
 def all_aborted(path: str) -> str:
-    """``_abort_process_group`` of the default group on one rank; the text of the error of the others."""
+    """Call ``_abort_process_group`` on one rank; return the error text of the others."""
     with world(path) as (rank, nranks):
         all_here("there", nranks)
         if rank == 0:
@@ -222,11 +224,11 @@ def all_aborted(path: str) -> str:
 
 
 def interrupted(path: str) -> str:
-    """A handler of a signal raises while rank 0 waits for a message; the text of the error of each rank."""
+    """Raise from a signal handler while rank 0 waits for a message; return each rank's error text."""
 
     with world(path) as (rank, nranks):
         group: Any = dist.group.WORLD
-        context = group._post.comm._member.context
+        context = group._matcher.comm._member.context
 
         def ring(number: int, frame: Any) -> None:
             if context.interrupted:
@@ -250,7 +252,7 @@ def interrupted(path: str) -> str:
 
 
 def interrupted_in_between(path: str) -> str:
-    """The same while rank 0 puts away what has come, in Python."""
+    """Raise from a signal handler while rank 0 matches messages in Python."""
 
     def ring() -> Any:
         raise TimeoutError("from a handler")
@@ -260,7 +262,7 @@ def interrupted_in_between(path: str) -> str:
         group: Any = dist.group.WORLD
         all_here("there", nranks)
         if rank == 0:
-            group._post._sort = ring
+            group._matcher._match_messages = ring
         try:
             dist.recv(torch.ones(2), (rank + 1) % nranks)
         except (BackendError, TimeoutError) as error:

@@ -1,4 +1,6 @@
-"""Gradients through collectives, those of ``torch.distributed.nn`` and of the functional collectives, and those that not all ranks have."""
+"""Gradients through collectives of ``torch.distributed.nn`` and functional ones, and unused
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ CALLS: dict[str, Callable[[Any, Any, Group], Any]] = {
 
 
 def differentiated(path: str) -> None:
-    """What reaches the input of a collective when a loss behind it, another one on each rank, is differentiated."""
+    """Return the gradient at a collective's input for a loss that differs between ranks."""
     with world(path) as (rank, _):
         other = gloo()
         for name, call in CALLS.items():
@@ -59,7 +61,7 @@ def differentiated(path: str) -> None:
 
 
 class _Sometimes(torch.nn.Module):  # type: ignore[misc]
-    """One of its layers is left out by every other step, and not by all ranks at once."""
+    """A model that skips one layer every other step, in different steps on different ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class _Sometimes(torch.nn.Module):  # type: ignore[misc]
 
 
 def unused(path: str) -> None:
-    """Parameters that a rank did not use have the gradient of those that did, and of nobody: none."""
+    """Check gradients of parameters used by some ranks, and of parameters used by none."""
     with world(path) as (rank, _):
         other = gloo()
 

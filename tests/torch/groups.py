@@ -1,4 +1,4 @@
-"""Groups: new, split, of several backends, objects, coalescing by hand, barriers that name who is missing, timeouts, numbers."""
+"""Groups: creation, split, several backends, objects, coalescing, monitored barriers, timeouts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def objects_and_groups(path: str) -> None:
 
 
 def beside_gloo(path: str) -> None:
-    """A group of its own for miraccl where the default group is another library's."""
+    """Create a miraccl group beside a default group of another library."""
     with world(path, "gloo") as (rank, nranks):
         group = dist.new_group(backend="miraccl", timeout=LIMIT)
         assert isinstance(group, ProcessGroupMiraccl)
@@ -82,7 +82,7 @@ def beside_gloo(path: str) -> None:
 
 
 def same_file_again(path: str) -> None:
-    """A store that outlives the group: the second group must not meet at the first one's id."""
+    """Reuse a store that outlives its group: the second group must not use the first one's id."""
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
     store = dist.FileStore(path, -1)
     for _ in range(2):
@@ -94,7 +94,7 @@ def same_file_again(path: str) -> None:
 
 
 def same_file_at_once(path: str) -> None:
-    """The same of ranks that end the first group before rank 0, which is late in taking its id away, has come out of making it."""
+    """Reuse a store before rank 0 has withdrawn the first group's id."""
     rank, nranks = int(os.environ["MIRACCL_RANK"]), int(os.environ["MIRACCL_NRANKS"])
     store, put = dist.FileStore(path, -1), dist.PrefixStore.set
 
@@ -113,7 +113,7 @@ def same_file_at_once(path: str) -> None:
 
 
 def several_backends(path: str) -> None:
-    """A string that gives devices to different backends: tensors go where their device says."""
+    """Check that tensors go to the backend that the group string names for their device."""
     with world(path, "cpu:gloo,cuda:miraccl") as (rank, nranks):
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
@@ -190,7 +190,9 @@ def several_backends(path: str) -> None:
 
 
 def descriptors(path: str) -> None:
-    """A group has a connection to its meeting point, and no descriptors for shared memory; all go with the group."""
+    """Check that a group holds one control connection, no shared-memory descriptors, and leaks
+    none.
+    """
     with world(path) as (rank, _):
         before = _open_files()
         several = [dist.new_group() for _ in range(3)]
@@ -207,7 +209,7 @@ def descriptors(path: str) -> None:
 
 
 def _wait_until_closed(before: list[str]) -> None:
-    """Meeting points end when all ranks have left."""
+    """Wait until the control plane has closed, which happens once all ranks have left."""
     limit = time.monotonic() + LIMIT.total_seconds()
     while len(_open_files()) > len(before):
         assert time.monotonic() < limit, (before, _open_files())
@@ -215,7 +217,7 @@ def _wait_until_closed(before: list[str]) -> None:
 
 
 def _open_files() -> list[str]:
-    """What the descriptors of this process are of."""
+    """Return the targets of this process's file descriptors."""
     names = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(
@@ -266,7 +268,9 @@ def split(path: str) -> None:
 
 
 def by_hand(path: str) -> None:
-    """What callers of a group's own methods use: coalescing for a device, numbers, backends, options with a timeout."""
+    """Check group methods that callers use directly: coalescing, sequence numbers, backends,
+    options.
+    """
     with world(path) as (rank, nranks):
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
@@ -324,7 +328,9 @@ def _gathered(outs: list[list[Any]], rank: int, group: Any) -> list[Any]:
 
 
 def monitored(path: str) -> None:
-    """A barrier that names the ranks that do not come, and where they are; the group goes on."""
+    """Check that a monitored barrier names the missing ranks and their location, and the group
+    survives.
+    """
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
@@ -369,7 +375,7 @@ def monitored(path: str) -> None:
 
 
 def _reports_come_first(group: ProcessGroupMiraccl, name: str, nranks: int) -> None:
-    """Rank 0 begins with the next barrier when the others have reported to it: they are in time, however late all are."""
+    """Delay rank 0 until the others have reported to its barrier: their reports count as in time."""
     post: Any = group._matcher
     if not post.comm.rank:
         all_here(name, nranks)
@@ -386,7 +392,7 @@ def _reports_come_first(group: ProcessGroupMiraccl, name: str, nranks: int) -> N
 
 
 def monitored_at_the_last_moment(path: str) -> None:
-    """The word of rank 0 that comes just when its deadline has passed is taken."""
+    """Check that rank 0's outcome is accepted if it arrives just after the deadline."""
     with world(path) as (rank, _), pytest.MonkeyPatch.context() as patch:
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
@@ -404,7 +410,7 @@ def monitored_at_the_last_moment(path: str) -> None:
 
 
 def deadlines(path: str) -> None:
-    """The timeout of one operation, in its options, and of a wait; both leave the rest alone."""
+    """Check timeouts of one operation and of one wait; neither affects other operations."""
     with world(path) as (rank, nranks):
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
@@ -450,7 +456,7 @@ def deadlines(path: str) -> None:
 
 
 def deadlines_meanwhile(path: str) -> None:
-    """The timeout of the group that is set while an operation with one of its own is under way stays."""
+    """Check that a group timeout set during an operation with its own timeout is kept."""
     with world(path) as (rank, nranks):
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupMiraccl)
@@ -474,7 +480,7 @@ def deadlines_meanwhile(path: str) -> None:
 
 
 def callbacks_in_order(path: str) -> None:
-    """What a future's callback calls comes before what another thread calls next, on every rank: the lane is idle only afterwards."""
+    """Check that operations of a future's callback precede those of another thread on every rank."""
     with world(path) as (rank, _):
         for _ in range(20):
             entered = threading.Event()

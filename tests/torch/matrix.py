@@ -1,4 +1,4 @@
-"""Every call on every type, against a plain computation on one rank and against Gloo: the table of docs/torch.md."""
+"""Every call on every type, against a plain computation and Gloo: the table of the PyTorch page."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def reduce_op(name: str) -> Any:
 
 
 def reduced(parts: list[Any], op: str) -> Any:
-    """What a reduction gives: computed in a wide type, rounded once; whole numbers are cut towards zero; bools stay 0 and 1."""
+    """Compute a reduction in a wide type, rounded once; integers truncate, bools stay 0 and 1."""
     dtype = parts[0].dtype
     wide = (
         torch.complex128
@@ -86,7 +86,9 @@ def reduced(parts: list[Any], op: str) -> Any:
 
 
 class Cells:
-    """The calls on one type: each takes the group and gives what this rank gets; ``want`` is what it should get."""
+    """Calls on one type: each takes the group and returns this rank's result; ``want`` is the
+    reference.
+    """
 
     def __init__(self, rank: int, nranks: int, dtype: Any, device: str = "cpu") -> None:
         self.rank, self.nranks = rank, nranks
@@ -216,7 +218,7 @@ ROWS = [
 
 
 def measure_on_gpu(path: str) -> dict[str, dict[str, str]]:
-    """As ``measure`` for GPU memory, beside NCCL where every rank has a GPU of its own."""
+    """Compute the table for GPU memory, beside NCCL if every rank has its own GPU."""
     with world(path) as (rank, nranks):
         count = torch.cuda.device_count()
         torch.cuda.set_device(rank % count)
@@ -225,7 +227,7 @@ def measure_on_gpu(path: str) -> dict[str, dict[str, str]]:
 
 
 def measure(path: str) -> dict[str, dict[str, str]]:
-    """The marks, by row and column; raises where miraccl computes something wrong."""
+    """Return the marks by row and column; raise on a wrong result."""
     with world(path) as (rank, nranks):
         return _table(rank, nranks, "cpu", gloo())
 

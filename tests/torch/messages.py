@@ -1,4 +1,4 @@
-"""Sends and receives of CPU memory: order, tags, any source, threads, sizes that do not fit, timeouts."""
+"""Sends and receives in CPU memory: order, tags, any source, threads, size mismatches, timeouts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def point_to_point(path: str) -> None:
 
 
 def tags(path: str) -> None:
-    """Messages with different tags between two ranks are matched by tag, whatever the order; those with one tag by their order."""
+    """Check matching by tag in any order, and by order within one tag."""
     with world(path) as (rank, nranks):
         other = gloo()
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
@@ -97,7 +97,7 @@ def tags(path: str) -> None:
 
 
 def floods(path: str) -> None:
-    """More messages on the way than a FIFO has slots, short and long, before any is received: each has its own content, in its order."""
+    """Send more messages than the FIFO has slots before any is received; check content and order."""
     with world(path) as (rank, nranks):
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         sizes = [LARGE if i in (4, 20) else i % 7 for i in range(40)]
@@ -125,8 +125,9 @@ def floods(path: str) -> None:
 
 
 def while_elsewhere(path: str) -> None:
-    """A message under way goes on while its program is in a collective, in the store, or in a call of another group, which its peer comes
-    to only after the message."""
+    """Check progress of a message while its application is in a collective, the store or another
+    group.
+    """
     with world(path) as (rank, _):
         store = dist.distributed_c10d._get_default_store()
         other = dist.new_group()
@@ -154,10 +155,10 @@ def while_elsewhere(path: str) -> None:
 
 
 def looked_after_again(path: str) -> None:
-    """A message that begins just when the thread that looks after messages goes to sleep is not forgotten."""
+    """Check a message that starts just as the progress thread goes to sleep."""
     with world(path) as (rank, nranks):
         group: Any = dist.group.WORLD
-        post, to, fro = group._post, (rank + 1) % nranks, (rank - 1) % nranks
+        post, to, fro = group._matcher, (rank + 1) % nranks, (rank - 1) % nranks
         dist.barrier()
         first = dist.irecv(torch.zeros(1), fro)
         assert post.watched
@@ -172,7 +173,7 @@ def looked_after_again(path: str) -> None:
 
 
 def come_before_a_look(path: str) -> None:
-    """A message that came in time is taken, however late its receiver looks."""
+    """Check that a message that arrived in time is received, however late the receiver polls."""
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "watch", lambda post: None)
         for count in (1, 5000):
@@ -185,14 +186,20 @@ def come_before_a_look(path: str) -> None:
 
 
 def without_help(path: str) -> None:
-    """A message that is there, and next, is taken by compiled code alone; so is any that fits into the FIFO sent.  Whatever else comes
-    first stays where it is, and a long message that does not get through goes on."""
+    """Check that compiled code alone sends what fits the FIFO and receives the next matching
+    message.
+
+    Any other message stays queued, and a long message that stalls continues later.
+    """
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "watch", lambda post: None)  # it would be there first at times
         group: Any = dist.group.WORLD
-        post = group._post
+        post = group._matcher
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
-        put, taken = _results(post._wire, "_put"), _results(post._wire, "_take")
+        put, taken = (
+            _results(post._exchange, "_send_tagged"),
+            _results(post._exchange, "_recv_tagged"),
+        )
         sizes = (0, 1, layout.SHORT_BYTES - 1, layout.SHORT_BYTES, layout.SHORT_BYTES + 1, 5000)
         sends = [
             dist.isend(torch.full((n,), i + 10 * rank, dtype=torch.uint8), to, tag=i)
@@ -216,7 +223,7 @@ def without_help(path: str) -> None:
 
 
 def _results(wire: Any, name: str) -> list[int]:
-    """What a door says from now on."""
+    """Record the results of a compiled entry point from now on."""
     door: Any = getattr(wire, name)
     results: list[int] = []
 
@@ -229,7 +236,9 @@ def _results(wire: Any, name: str) -> list[int]:
 
 
 def _stops_on_the_way(rank: int, post: Any, put: list[int]) -> None:
-    """The sender leaves while a part of its message is on the way, and comes back when the receiver's compiled code has let go of it."""
+    """Leave the sender with half a message sent; continue after the receiver's compiled code has
+    returned.
+    """
     numbers = torch.arange(5.0 * LARGE)
     if rank == 0:
         send = dist.isend(numbers, 1)
@@ -241,7 +250,7 @@ def _stops_on_the_way(rank: int, post: Any, put: list[int]) -> None:
         out = torch.zeros(5 * LARGE)
         waiter = threading.Thread(target=dist.recv, args=(out, 0))
         waiter.start()
-        while not post._moving:
+        while not post._active:
             pass
         dist.barrier()
         waiter.join(LIMIT.total_seconds())
@@ -251,8 +260,8 @@ def _stops_on_the_way(rank: int, post: Any, put: list[int]) -> None:
 
 
 def _woken_by_any(rank: int, post: Any) -> None:
-    """Who waits for a send that cannot end learns of a message that has come."""
-    wire = post._wire
+    """Check that a wait for a blocked send notices an arrived message."""
+    wire = post._exchange
     if rank == 0:
         send = wire.start(torch.ones(5 * LARGE).numpy().view(np.uint8), 1, receives=False)
         header = wire.header_from(1)
@@ -276,7 +285,7 @@ def _woken_by_any(rank: int, post: Any) -> None:
 
 
 class _Told(list[Any]):
-    """A list that notes what others are told of a post's transfers, just before something comes to it and when something has left it."""
+    """A list that records the reported transfers before each insertion and after each removal."""
 
     def __init__(self, post: Any, told: list[list[tuple[int, bool]]]) -> None:
         super().__init__()
@@ -292,24 +301,26 @@ class _Told(list[Any]):
 
 
 def told_meanwhile(path: str) -> None:
-    """Whoever asks where the others are, while a thread is late with the messages that have come, hears nothing that is no longer true:
-    else ranks would seem to wait for one another that do not."""
+    """Check reports to other ranks while a thread is late to process arrived messages.
+
+    A stale report would make the deadlock detector see a cycle that does not exist.
+    """
     with world(path) as (rank, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "watch", lambda post: None)
         group: Any = dist.group.WORLD
-        post, told = group._post, list[list[tuple[int, bool]]]()
+        post, told = group._matcher, list[list[tuple[int, bool]]]()
         patch.setattr(
-            post, "_take", lambda message: False
+            post, "_recv_tagged", lambda message: False
         )  # compiled code would not tell in between
         if rank == 0:
             dist.recv(
                 torch.zeros(1), tag=9
             )  # of rank 2; the next header of rank 1 is awaited from now on
-            post._wanted, post._early = _Told(post, told), _Told(post, told)
+            post._posted_receives, post._unexpected = _Told(post, told), _Told(post, told)
             told.append(post._transfers())
             dist.barrier()
             post.poll(post.receive(torch.zeros(1), 2, 8))
-            while not post._early:
+            while not post._unexpected:
                 post._advance([])
             told.append(post._transfers())
             dist.recv(out := torch.zeros(5 * LARGE), 1, tag=7)
@@ -331,15 +342,15 @@ def told_meanwhile(path: str) -> None:
 
 
 def _told_of_waits(post: Any) -> None:
-    """A message that has come, and that nobody has looked at yet, is not waited for."""
-    message, sort, waits = post.receive(torch.zeros(1), 1, 6), post._sort, []
+    """Check that an arrived but unprocessed message is not reported as awaited."""
+    message, sort, waits = post.receive(torch.zeros(1), 1, 6), post._match_messages, []
 
     def look() -> Any:
-        waits.append((post._wait_for(message), post._wire.received(1)))
+        waits.append((post._wait_reason(message), post._exchange.received(1)))
         return sort()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(post, "_sort", look)
+        patch.setattr(post, "_match_messages", look)
         post.wait(message)
     assert waits
     assert all(
@@ -350,21 +361,21 @@ def _told_of_waits(post: Any) -> None:
 
 
 def closed_meanwhile(path: str) -> None:
-    """A thread that comes late to a group that has been destroyed leaves its communicator alone."""
+    """Check that a thread that is late to a destroyed group leaves its communicator alone."""
     with world(path) as (rank, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "watch", lambda post: None)
         group: Any = dist.group.WORLD
-        post = group._post
+        post = group._matcher
         dist.barrier()
         if rank == 1:
             dist.isend(torch.ones(5 * LARGE), 0, tag=7)
         elif rank == 0:
             waits = dist.irecv(torch.zeros(1), 1, tag=8)
             assert waits is not None
-            while not post._early:
+            while not post._unexpected:
                 waits.is_completed()
             dist.destroy_process_group()
-            moved = _results(post._wire, "_door")
+            moved = _results(post._exchange, "_door")
             post.go_on_alone()
             assert waits.is_completed()
             assert isinstance(waits.exception(), Exception)
@@ -372,7 +383,7 @@ def closed_meanwhile(path: str) -> None:
 
 
 def in_turn_from_anyone(path: str) -> None:
-    """No rank's messages wait for all those of another one: where only calls go on with messages, ranks have turns."""
+    """Check fairness between sources when only calls make progress."""
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             progress, "watch", lambda post: None
@@ -426,7 +437,9 @@ def any_source(path: str) -> None:
 
 
 def threads(path: str) -> None:
-    """A thread that waits for a message does not keep another one from sending what that message is the answer to."""
+    """Check that a thread waiting for a message does not block the thread that sends its
+    counterpart.
+    """
     with world(path) as (rank, nranks):
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         answers = [torch.zeros(1) for _ in range(3)]
@@ -452,7 +465,7 @@ def threads(path: str) -> None:
 
 
 def futures(path: str) -> None:
-    """Futures end as their messages end, in whatever order; a callback may ask for messages, and wait for them."""
+    """Check that futures complete in message order; a callback may post and await messages."""
     with world(path) as (rank, _):
         if rank == 0:
             first, second = (dist.irecv(torch.zeros(1), 1, tag=tag) for tag in (1, 2))
@@ -478,7 +491,7 @@ def futures(path: str) -> None:
 
 
 def misfits(path: str) -> None:
-    """Messages of another size, ranks that are none, and a wait that is shorter than the message takes; the group goes on."""
+    """Check size mismatches, invalid ranks and short waits; the group stays usable."""
     with world(path) as (rank, nranks):
         to, fro = (rank + 1) % nranks, (rank - 1) % nranks
         sent = dist.isend(torch.ones(4), to)

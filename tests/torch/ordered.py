@@ -1,4 +1,6 @@
-"""``MIRACCL_DETERMINISTIC``: sums in the order of the ranks, whatever their size, so losses depend on no size of a bucket."""
+"""``MIRACCL_DETERMINISTIC``: sums in rank order whatever the size, so losses do not depend on
+buckets.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def _sums(rank: int, nranks: int) -> None:
 
 
 def _in_order(group: Any, bucket: Any) -> Any:
-    """DDP's average with the gradients added up as x0 + x1 + x2, over Gloo, whose own order is another."""
+    """DDP's average with gradients added as x0 + x1 + x2, over Gloo, whose order differs."""
     mine = bucket.buffer().div_(dist.get_world_size(group))
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)

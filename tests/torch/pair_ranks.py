@@ -1,4 +1,4 @@
-"""Calls of which one rank makes another one than the other, on several groups; each rank returns what it saw."""
+"""Rank programs in which one rank calls another operation than the rest, on several groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 def pairs(path: str, names: list[tuple[str, str]], timeout: float) -> list[dict[str, Any]]:
-    """What this rank saw of each pair (call of rank ODD, call of the others)."""
+    """Return this rank's outcome for each pair (call of rank ODD, call of the others)."""
     return [one(f"{path}-{number}", *pair, timeout) for number, pair in enumerate(names)]
 
 

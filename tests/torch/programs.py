@@ -1,4 +1,4 @@
-"""Random programs (``tests.gpu.programs``) on ranks of CPU memory."""
+"""Random programs (``tests.gpu.programs``) on ranks with CPU memory."""
 
 from __future__ import annotations
 

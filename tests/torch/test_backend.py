@@ -1,6 +1,6 @@
-"""The PyTorch backend against plain computations and against Gloo.
+"""The PyTorch backend against plain computations and Gloo.
 
-Importing torch takes a rank two seconds, so each test here starts a world once for many checks.
+Importing torch takes two seconds per rank, so each test starts a world once for many checks.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
 
 
 def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
-    """(rank that is told: words of its error) for each kind of failure."""
+    """Compare (rank, text of its error) for each kind of failure."""
     expected: dict[Any, list[tuple[str, ...]]] = {
         failures.mismatch: [("CollectiveMismatch", "count")] * 2,
         failures.other_splits: [("CollectiveMismatch", "rank 1 expects 16 bytes, rank 0 sent 12")]

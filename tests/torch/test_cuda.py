@@ -1,4 +1,4 @@
-"""The PyTorch backend on GPU memory; ranks share a GPU where there are fewer."""
+"""The PyTorch backend on GPU memory; ranks share GPUs if there are too few."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_every_cell_of_the_table_for_gpu_memory(tmp_path: Path) -> None:
-    """Wrong results raise in the ranks; what is right, refused or other than NCCL's is compared with the documented table, made on a
-    machine where every rank has a GPU."""
+    """Compare each mark with the documented table, made with one GPU per rank; wrong results raise."""
     tables = run_ranks(matrix.measure_on_gpu, 2, str(tmp_path / "meet"), timeout=TIMEOUT_S)
     marks = (matrix.AS_GLOO, matrix.ALONE, matrix.OTHERWISE, matrix.REFUSED)
     table = {

@@ -1,4 +1,4 @@
-"""Ranks that wait for one another in different calls, of whatever groups, are told at once: their deadlines are far away."""
+"""Ranks deadlocked in different calls on any groups get an error long before their deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the backend that need no ranks: the lane, and the streams on a GPU that only notes what it is asked."""
+"""Parts of the backend that need no ranks: the work queue, and streams on a recording GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LIMIT_S = 20.0
 
 
 def test_pytorch_is_a_library_wherever_it_lies() -> None:
-    """A program that waits in it is at its own line, not at one of PyTorch's."""
+    """Report a wait inside PyTorch at the application's line."""
     assert f"{torch.__path__[0]}/" in stacks._LIBRARIES
 
 
@@ -53,7 +53,7 @@ def test_pytorch_is_a_library_wherever_it_lies() -> None:
 
 
 def test_centuries_are_a_deadline() -> None:
-    """Their nanoseconds do not fit into 64 bits, and no lock waits so long."""
+    """Clamp timeouts whose nanoseconds exceed 64 bits or what a lock accepts."""
     centuries = datetime.timedelta(days=300 * 366)
     comm, mail = (Communicator(1, get_unique_id(), 0) for _ in range(2))
     group = ProcessGroupMiraccl(dist.HashStore(), comm, mail)
@@ -108,7 +108,7 @@ def test_many_threads_may_wait_for_one_work() -> None:
 
 
 class _Slow(Work):
-    """Its end can be held up."""
+    """A work whose completion can be delayed."""
 
     def __init__(self) -> None:
         super().__init__("slow", [])
@@ -121,7 +121,7 @@ class _Slow(Work):
 
 
 def test_a_lane_is_not_idle_before_its_last_work_has_ended() -> None:
-    """Else a synchronous call may overtake the end of the asynchronous one before it, whose caller then sees it unfinished."""
+    """Otherwise a synchronous call could overtake the end of the asynchronous one before it."""
     lane, work = WorkQueue("test"), _Slow()
     lane.submit(work, lambda: None)
     assert work.ending.wait(LIMIT_S)
@@ -149,7 +149,7 @@ def test_a_lane_that_a_signal_handler_closes_in_the_middle_of_a_call_takes_nothi
     told: list[str] = []
 
     def destroy(beside: bool) -> None:
-        """As a handler would that comes while a call is entered."""
+        """Close the queue like a signal handler during the call."""
         assert lane.close(LIMIT_S)
 
     def call() -> None:
@@ -210,7 +210,7 @@ def test_errors_belong_to_the_work_and_leave_the_lane_running() -> None:
     "dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.bool, torch.int16]
 )
 def test_a_list_is_one_array_and_back(count: int, dtype: torch.dtype) -> None:
-    """Whether its tensors are copied as bytes or by PyTorch: large, strided, conjugate and widened ones."""
+    """Round-trip lists copied as bytes and by PyTorch: large, strided, conjugate and widened."""
     values = torch.arange(4 * count).reshape(4, count) % 5
     plain = [row.clone() for row in values.to(dtype)]
     strided = [torch.stack([row, row], 1)[:, 0] for row in plain]
@@ -291,7 +291,7 @@ class _Stream:
 
 
 class _Cuda:
-    """``torch.cuda`` as ``Streams`` uses it."""
+    """``torch.cuda`` as ``GroupStreams`` uses it."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -339,7 +339,7 @@ class _Tensor:
 
 
 class _Comm:
-    """A communicator without a GPU side, or with one that has found an error."""
+    """A communicator without a GPU side, or with one that holds a fault."""
 
     _device: Any = None
 
@@ -517,7 +517,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     group = ProcessGroupMiraccl(dist.HashStore(), comm, mail)
     monkeypatch.setattr(tensors.Staged, "device", torch.device("cuda", 0))
     monkeypatch.setattr(tensors, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(transfers, "is_everyday", lambda tensor: False)
+    monkeypatch.setattr(transfers, "is_plain_cpu_tensor", lambda tensor: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     cuda = _Cuda()
     group._streams = GroupStreams(comm, torch.device("cuda", 0), cuda)
@@ -559,7 +559,7 @@ def test_every_call_takes_the_streams(group: Any) -> None:
 
 
 class _Told:
-    """A communicator that notes what it is told to do."""
+    """A communicator that records its calls."""
 
     rank, nranks, _device = 0, 1, None
 
@@ -581,7 +581,7 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(
             and tensor.dtype in tensors.NATIVE
         )
 
-    monkeypatch.setattr(fast_path, "is_everyday_on", ordinary)
+    monkeypatch.setattr(fast_path, "is_plain_gpu_tensor", ordinary)
     monkeypatch.setattr(group, "_go", lambda *_: "staged")
     real, told = group.communicator, _Told()
     monkeypatch.setattr(group, "communicator", told)
@@ -648,7 +648,7 @@ def test_lists_of_everyday_tensors_take_no_staging(
     staged: list[str] = []
     monkeypatch.setattr(
         fast_path,
-        "is_everyday_on",
+        "is_plain_gpu_tensor",
         lambda tensor, ordinal: tensor.is_contiguous() and tensor.dtype in tensors.NATIVE,
     )
     monkeypatch.setattr(group, "_go", lambda name, *_: staged.append(name))
@@ -754,7 +754,7 @@ def test_the_flight_recorder_leaves_groups_in_python_alone(group: Any) -> None:
 def test_a_block_of_coalesced_calls_needs_no_gpu_where_there_is_none(
     group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ``_abort_process_group`` of PyTorch 2.15 opens one for the accelerator that the build is for."""
+    """``_abort_process_group`` of PyTorch 2.15 opens a block for the build's accelerator."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     group._streams = None
     group._start_coalescing(torch.device("cuda"))
@@ -767,7 +767,7 @@ def test_a_block_of_coalesced_calls_needs_no_gpu_where_there_is_none(
 def test_a_part_of_a_column_is_an_array_of_any_form(
     dtype: Any, count: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors of one element or none are contiguous whatever their stride."""
+    """Tensors of at most one element are contiguous whatever their stride."""
     monkeypatch.setattr(tensors, "_on_gpu", lambda _: on_gpu)
     column = torch.arange(6).to(dtype).reshape(3, 2)[1 : 1 + count, 1]
     assert column.stride() == (2,)
@@ -780,7 +780,7 @@ def test_a_part_of_a_column_is_an_array_of_any_form(
 
 
 def test_factors_of_integers_are_exact() -> None:
-    """A tensor may have one that no float64 is."""
+    """A factor may be an integer that float64 cannot represent."""
     odd = (1 << 53) + 1
     for factor, want in (
         (torch.tensor([odd]), odd),

@@ -1,4 +1,4 @@
-"""Random programs: the drawn ones keep the rules, they run on CPU memory, and what is wrong or does not end is told."""
+"""Random programs: generated ones keep the rules, run on CPU memory, and report errors and hangs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_seed_is_a_program(api: str, device: str) -> None:
 @pytest.mark.parametrize("api", ["own", "torch"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_programs_keep_the_rules(api: str, device: str) -> None:
-    """Views lie in their buffers; memory of the background is left alone until it is waited for; graphs are of GPU memory."""
+    """Views lie in their buffers, background memory is untouched until waited for, graphs use GPU
+    memory.
+    """
     for seed in SEEDS:
         program = draw(seed, api, 4, device)
         for steps in bodies(program.steps):
@@ -75,7 +77,7 @@ def test_programs_keep_the_rules(api: str, device: str) -> None:
 
 
 def bodies(steps: Any) -> list[Any]:
-    """These steps, and those of graphs and threads."""
+    """Yield these steps and those of nested graphs and threads."""
     inner = [step.body for step in steps if isinstance(step, at.Graph)]
     return [
         steps,
@@ -85,7 +87,7 @@ def bodies(steps: Any) -> list[Any]:
 
 
 def test_a_wrong_element_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bit of one buffer, in a program of one rank."""
+    """Flip one bit of one buffer in a program of one rank."""
     program = draw(3, "own", 1, "cpu", nsteps=20)
     rank = Rank(program, 0, {})
     monkeypatch.setattr(rank.calls, "check", lambda: rank.place.memory[4].bits.__ixor__(1))

@@ -1,4 +1,4 @@
-"""How a group begins, where that does not go well: the others are told, and nothing stays open."""
+"""Creation of groups that fails: every rank gets the reason and nothing stays open."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_meeting_point_is_left() -> Iterator[None]:
 
 
 def meet(store: Any, rank: int, patience: float) -> int:
-    """One of two ranks on its way into a group; says with how many it has met."""
+    """Join a group as one of two ranks; return how many ranks it has met."""
     timeout = datetime.timedelta(seconds=patience)
     opts = types.SimpleNamespace(
         timeout=timeout, group_id="", group_rank=rank, global_ranks_in_group=[]
@@ -51,7 +51,7 @@ def meet(store: Any, rank: int, patience: float) -> int:
 
 
 class WatchedStore:
-    """A store of two ranks, which tells when rank 1 has read what is there."""
+    """A store of two ranks that signals when rank 1 has read the id."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -70,7 +70,7 @@ class WatchedStore:
 
 
 def meet_again(store: WatchedStore) -> None:
-    """Both ranks, of which rank 1 reads what is left in the store before rank 0 comes."""
+    """Join as both ranks; rank 1 reads a stale id before rank 0 publishes a new one."""
 
     def later() -> int:
         assert store.was_read.wait(PATIENCE)
@@ -94,7 +94,7 @@ def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(
 
 
 def test_a_second_try_after_a_failure_of_rank_0() -> None:
-    """Rank 1 is told once."""
+    """Report rank 0's failure to rank 1 once."""
     store = WatchedStore()
     with few_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
         meet(store, 0, 1.0)
@@ -112,7 +112,7 @@ def test_a_second_try_after_rank_0_has_waited_in_vain() -> None:
 
 
 def test_a_second_try_while_rank_0_is_at_the_first() -> None:
-    """Rank 1, which has given up, does not go to the meeting point of the first one again."""
+    """Keep rank 1, which gave up, from joining the first attempt again."""
 
     def enough() -> None:
         raise BootstrapError("enough")
@@ -128,7 +128,7 @@ def test_a_second_try_while_rank_0_is_at_the_first() -> None:
 
 
 def test_a_second_try_after_rank_0_was_killed() -> None:
-    """Rank 1, a new process, reads the id that the first one has left, where nobody listens any more."""
+    """Start rank 1 anew while the store still holds the killed rank 0's id."""
     store = WatchedStore()
     ident, root = create_root(nranks=2)
     root.close("killed")

@@ -1,4 +1,4 @@
-"""Training on miraccl and on Gloo, compared bit for bit: DDP and its hooks, FSDP2, ZeRO, DTensor, pipelines, compiled collectives."""
+"""Training compared bit for bit with Gloo: DDP and hooks, FSDP2, ZeRO, DTensor, pipelines, compile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STEPS = 5
 
 
 def losses(path: str) -> None:
-    """The losses of the same training on miraccl and on Gloo are the same numbers, whatever spreads the model."""
+    """Compare losses of the same training on miraccl and Gloo, however the model is sharded."""
     with world(path) as (rank, _):
         other = gloo()
         for name, wrap in WRAPS.items():
@@ -55,7 +55,7 @@ def losses(path: str) -> None:
 
 
 def joined(path: str) -> None:
-    """Ranks with batches of their own number under ``join``, with gradients divided by the ranks that still have some."""
+    """Train with different numbers of batches per rank under ``join``."""
     with world(path) as (rank, _):
         other = gloo()
 
@@ -126,7 +126,7 @@ def _fsdp2_offloaded(layers: Any, group: Group) -> Any:
 
 
 def _fsdp1_mixed(layers: Any, group: Group) -> Any:
-    """It resizes the storages of tensors that it has communicated."""
+    """FSDP1 with mixed precision, which resizes storages of tensors it has communicated."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     cpu = torch.device("cpu")
     return FullyShardedDataParallel(
@@ -202,7 +202,7 @@ def _losses(
 
 
 def sparse(path: str) -> None:
-    """Sums of sparse tensors, by themselves and as the gradients of an embedding under DDP, are those of Gloo."""
+    """Compare sparse sums with Gloo, alone and as embedding gradients under DDP."""
     with world(path) as (rank, nranks):
         other = gloo()
         with warnings.catch_warnings():
@@ -245,7 +245,7 @@ def sparse(path: str) -> None:
 
 
 def dtensor(path: str) -> None:
-    """Redistributions between all placements, and an operation that needs one."""
+    """Redistribute between all placements, and run an operation that needs it."""
     with world(path) as (_, nranks):
         other = gloo()
         whole = torch.arange(8.0 * nranks).reshape(2 * nranks, 4)
@@ -275,7 +275,7 @@ def dtensor(path: str) -> None:
 
 
 def pipelines(path: str) -> None:
-    """GPipe, 1F1B and interleaved 1F1B: outputs, losses and gradients as on Gloo."""
+    """Compare GPipe, 1F1B and interleaved 1F1B with Gloo: outputs, losses and gradients."""
     with world(path) as (rank, nranks):
         other = gloo()
         for schedule, chunks in (
@@ -317,7 +317,7 @@ def _pipeline(schedule: Any, stages_here: int, rank: int, nranks: int, group: Gr
 
 
 def compiled(path: str) -> None:
-    """``torch.compile`` traces through collectives, functional and rewritten ones; the graph runs on miraccl."""
+    """Trace functional and rewritten collectives with ``torch.compile`` and run the graph."""
     _compiled_with(path, "aot_eager")
 
 
@@ -365,7 +365,7 @@ def _compiled_with(path: str, backend: str) -> None:
 
 
 def recorded(path: str) -> None:
-    """``make_fx`` records functional collectives; the others, which it would leave out, are refused, and so are tensors without values."""
+    """Record functional collectives with ``make_fx``; other calls and fake tensors are rejected."""
     with world(path) as (rank, nranks):
         graph = make_fx(lambda x: functional.all_reduce(x, "sum", dist.group.WORLD) + 1)(
             torch.ones(2)
@@ -380,7 +380,9 @@ def recorded(path: str) -> None:
 
 
 def _around(x: Any, rank: int, group: Group) -> Any:
-    """Messages in compiled code: rewritten into one functional collective, or left out of the graph."""
+    """Send and receive in compiled code, rewritten to one functional collective or outside the
+    graph.
+    """
     nranks, received = dist.get_world_size(group), torch.zeros_like(x)
     sends = dist.P2POp(dist.isend, x * 2, (rank + 1) % nranks, group)
     receives = dist.P2POp(dist.irecv, received, (rank - 1) % nranks, group)
@@ -390,7 +392,7 @@ def _around(x: Any, rank: int, group: Group) -> Any:
 
 
 def sharded(path: str) -> None:
-    """A tensor of the kind before DTensor, gathered on one rank."""
+    """Gather a ``ShardedTensor`` on one rank."""
     with world(path) as (rank, nranks):
         spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(nranks)])
         tensor = sharded_tensor.ones(spec, 2 * nranks, 3)
@@ -405,7 +407,7 @@ def sharded(path: str) -> None:
 
 
 def checkpoint(path: str) -> None:
-    """A distributed checkpoint of a sharded tensor, saved and loaded again."""
+    """Save and load a distributed checkpoint of a sharded tensor."""
     from torch.distributed import checkpoint as dcp
 
     with world(path) as (rank, nranks):

@@ -1,4 +1,4 @@
-"""Process groups for test ranks: the miraccl group of all of them, and a Gloo group of the same ranks to compare with."""
+"""Process groups for test ranks: a miraccl group of all ranks and a Gloo group to compare with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world(
     *,
     device: bool = False,
 ) -> Iterator[tuple[int, int]]:
-    """(rank, nranks) of the default group, which meets at a file; with ``device`` it is told its GPU."""
+    """Yield (rank, nranks) of a default group that meets at a file; ``device`` binds its GPU."""
     torch.set_num_threads(1)
     status_report.STATUS_TIMEOUT_S = (
         LIMIT.total_seconds() / 2
@@ -52,13 +52,15 @@ def world(
 
 
 def in_turn(path: str, names: list[tuple[str, str]]) -> None:
-    """Several checks (module, function), each with groups of its own: importing torch takes longer than most of them."""
+    """Run several checks (module, function), each with groups of its own, after one import of
+    torch.
+    """
     for module, function in names:
         getattr(importlib.import_module(module), function)(f"{path}-{function}")
 
 
 def all_here(name: str, nranks: int, store: Any = None) -> None:
-    """Return once so many ranks are here, in nothing of a group that one of them could still break."""
+    """Return once this many ranks are outside of any operation of a group."""
     store = dist.distributed_c10d._get_default_store() if store is None else store
     store.add(name, 1)
     while store.add(name, 0) < nranks:
@@ -70,7 +72,7 @@ def gloo() -> Any:
 
 
 def values(dtype: Any, rank: int, count: int = 32) -> Any:
-    """Whole numbers that the type holds exactly, different on every rank; those of wide integers need two bytes."""
+    """Return integers that the type holds exactly, different per rank; two bytes for wide integers."""
     source = torch.Generator().manual_seed(1000 + rank)
     real = not dtype.is_floating_point and not dtype.is_complex
     low = (
@@ -88,7 +90,7 @@ def values(dtype: Any, rank: int, count: int = 32) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Same dtype, shape and values; of types that torch cannot compare, the same bytes."""
+    """Compare dtype, shape and values; bytes for types that torch cannot compare."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     return bool(
@@ -99,7 +101,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def both(run: Callable[[Any], Any], other: Any) -> Any:
-    """The result on miraccl, which is that of Gloo."""
+    """Return the result on miraccl after comparing it with Gloo."""
     mine, theirs = run(None), run(other)
     pairs = zip(mine, theirs, strict=True) if isinstance(mine, list | tuple) else [(mine, theirs)]
     for ours, wanted in pairs:
@@ -109,7 +111,7 @@ def both(run: Callable[[Any], Any], other: Any) -> Any:
 
 @contextmanager
 def refused(*words: str) -> Iterator[None]:
-    """The block raises ``BackendError`` whose text has these words."""
+    """Expect ``BackendError`` with this text."""
     try:
         yield
     except miraccl.torch.BackendError as error:
