@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from miraccl import params
 from miraccl.proxy import Proxy
 from miraccl.transport.base import Endpoint, FifoPair
-from miraccl.transport.connect_round import tune
+from miraccl.transport.connect_round import set_tcp_options
 from miraccl.transport.ends import RecvEnd, SendEnd
-from miraccl.transport.fifo import Memory, memory_at, native_atomics
+from miraccl.transport.fifo import PrivateMemory, memory_at, native_atomics
 from miraccl.transport.socket import SocketOptions, SocketTransport
 
 TIMEOUT_S = 30.0
@@ -42,7 +42,7 @@ class Peer:
         self.nbytes = args.bytes
         self.address = args.address
         self.options = SocketOptions(nstreams=args.streams, buffer_bytes=args.buffer)
-        self.memory = Memory(max(self.nbytes, 1))
+        self.memory = PrivateMemory(max(self.nbytes, 1))
         self.buffer = memory_at(self.memory.address, self.nbytes)
         self.buffer[:] = bytes([rank + 1]) * self.nbytes
 
@@ -64,7 +64,7 @@ class Plain:
             listener = socket.create_server(
                 (peer.address, 0), family=socket.AF_INET6 if ":" in peer.address else socket.AF_INET
             )
-            tune(listener, buffer_bytes)
+            set_tcp_options(listener, buffer_bytes)
             peer.swap(listener.getsockname()[1].to_bytes(2, "little"))
             self.streams = [listener.accept()[0] for _ in range(peer.options.nstreams)]
             listener.close()
@@ -72,7 +72,7 @@ class Plain:
             port = int.from_bytes(peer.swap(b""), "little")
             for _ in range(peer.options.nstreams):
                 stream = socket.socket(socket.AF_INET6 if ":" in peer.address else socket.AF_INET)
-                tune(stream, buffer_bytes)
+                set_tcp_options(stream, buffer_bytes)
                 stream.connect((peer.address, port))
                 self.streams.append(stream)
         for stream in self.streams:
@@ -132,12 +132,12 @@ class Miraccl:
 
     def transfer(self) -> None:
         if self.peer.rank:
-            self.recv.want(self.peer.memory.address, self.peer.nbytes)
+            self.recv.clear_to_send(self.peer.memory.address, self.peer.nbytes)
             self.wait(lambda: self.recv.peek() is not None)
             self.recv.consume()
         else:
             self.send.post_address(self.peer.memory.address, self.peer.nbytes)
-            self.wait(lambda: self.send.taken == self.send.posted)
+            self.wait(lambda: self.send.released == self.send.posted)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S

@@ -22,8 +22,8 @@ from miraccl.runtime.gpu.communicator import DeviceCommunicator
 from miraccl.runtime.multinode.streams import PeerStreams
 from miraccl.runtime.options import Options
 from miraccl.runtime.setup_phases import SetupPhases
-from miraccl.transport.connect_round import Meeting
-from miraccl.transport.cuda_fds import Door
+from miraccl.transport.connect_round import ConnectRound
+from miraccl.transport.cuda_fds import FdChannel
 from miraccl.wire.stream import HandshakeState
 from tests.diagnosis.fault_ranks import seen
 from tests.gpu.fake_cuda import FakeCuda
@@ -125,7 +125,7 @@ def in_stages(apart: bool, what: str) -> dict[str, Any]:
             assert me.comm._device is not None
             me.comm._device.session.timeout = CALL_S
         me.world.timeout = CALL_S
-        clock, deadlines, take = Clock(me), list[Deadline](), Door.take
+        clock, deadlines, take = Clock(me), list[Deadline](), FdChannel.receive
 
         def third(deadline: Deadline) -> Deadline:
             deadlines.append(deadline)
@@ -140,7 +140,7 @@ def in_stages(apart: bool, what: str) -> dict[str, Any]:
             )
 
         _at_stages(("gpu", "fabric", "direct"), third)
-        cast(Any, Door).take = lambda door, peers, deadline, *more: take(
+        cast(Any, FdChannel).take = lambda door, peers, deadline, *more: take(
             door, peers, passed(deadline), *more
         )
         begun = time.monotonic()
@@ -158,20 +158,20 @@ def absent(apart: bool, stage: str) -> dict[str, Any]:
         if stage != "door":
             _at_stages((stage,), clock.pass_at)
         elif me.rank == 1:
-            push = Door.push
+            push = FdChannel.send
 
             def late(*args: Any) -> None:
                 clock.pass_at(args[-1])
                 push(*args)
 
-            cast(Any, Door).push = late
+            cast(Any, FdChannel).push = late
         else:
-            take = Door.take
+            take = FdChannel.receive
 
-            def take_until(door: Door, peers: Any, deadline: Deadline, *more: Any) -> Any:
+            def take_until(door: FdChannel, peers: Any, deadline: Deadline, *more: Any) -> Any:
                 return take(door, peers, clock.pass_at(deadline), *more)
 
-            cast(Any, Door).take = take_until
+            cast(Any, FdChannel).take = take_until
             _at_stages(("gpu mapped",), clock.pass_at)
         return clock.told(me, me.set_up)
 
@@ -253,7 +253,7 @@ def dies_at_the_door() -> dict[str, Any]:
     with session() as world:
         me = Rank(world, False, 600.0)
         if me.rank == 1:
-            vars_of: Any = Door
+            vars_of: Any = FdChannel
             vars_of.push = lambda *args: os._exit(3)
         return me.told(me.set_up)
 
@@ -296,13 +296,13 @@ def aborts_late(stage: str) -> dict[str, Any]:
 def cut_before_the_welcome(which: str) -> dict[str, Any]:
     """Rank 1 has proved itself on a stream of lanes and heard the proof of rank 0, to which its welcome does not come any more."""
     with rank(True, 600.0) as me:
-        begin, read, now = PeerStreams.__init__, Meeting._read, [""]
+        begin, read, now = PeerStreams.__init__, ConnectRound._read, [""]
 
         def named(self: PeerStreams, stages: Any, member: Any, peers: Any, name: str) -> None:
             now[0] = name
             begin(self, stages, member, peers, name)
 
-        def cut(meeting: Meeting, approach: Any) -> None:
+        def cut(meeting: ConnectRound, approach: Any) -> None:
             if now[0] == which and approach.machine.state is HandshakeState.WAIT_WELCOME:
                 now[0] = ""
                 approach.sock.shutdown(socket.SHUT_RDWR)
@@ -310,6 +310,6 @@ def cut_before_the_welcome(which: str) -> dict[str, Any]:
             read(meeting, approach)
 
         streams: Any = PeerStreams
-        meeting: Any = Meeting
+        meeting: Any = ConnectRound
         streams.__init__, meeting._read = named, cut
         return me.told(me.set_up)

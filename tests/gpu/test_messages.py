@@ -22,7 +22,7 @@ from miraccl.executor.cuda.source import Frame
 from miraccl.runtime.gpu.flight_recorder import read_progress_header, read_snapshot
 from miraccl.runtime.gpu.messages import message_frame, read_rejected_size
 from miraccl.topo.records import PathType
-from miraccl.transport.cuda_pairs import HOST, IPC, Choice
+from miraccl.transport.cuda_pairs import HOST, IPC, P2pChoice
 from miraccl.types import Collective, DType
 from tests.gpu.emulator import Machine, exchange, needs_compiler
 from tests.gpu.emulator.exchange import Send, run
@@ -769,7 +769,7 @@ def test_lines_are_used_where_paths_keep_them_whole(
     path: PathType | None, kind: str, arch: int, frame: Frame
 ) -> None:
     memory: Any = types.SimpleNamespace(
-        ways={(0, 1): Choice(kind=kind, why="")},
+        ways={(0, 1): P2pChoice(kind=kind, reason="")},
         facts=[types.SimpleNamespace(arch=arch)] * 2,
         path=lambda a, b: path,
     )

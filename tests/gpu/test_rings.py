@@ -12,7 +12,7 @@ from miraccl.graph.plan_cache import add_checksum
 from miraccl.native import cache
 from miraccl.runtime.gpu.rings import RingOrder, find_ring
 from miraccl.topo.load import load_topology
-from miraccl.transport.cuda_pairs import Facts, Paths, read_paths
+from miraccl.transport.cuda_pairs import GpuFacts, GpuPaths, read_paths
 from tests.gpu import emulated_ranks
 from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
@@ -39,9 +39,9 @@ def bus_ids() -> list[str]:
     ]
 
 
-def ring_of(ids: list[str], paths: Paths | None = None) -> RingOrder:
+def ring_of(ids: list[str], paths: GpuPaths | None = None) -> RingOrder:
     facts = [
-        Facts(
+        GpuFacts(
             rank=r,
             process="p",
             pid=1,

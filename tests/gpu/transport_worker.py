@@ -28,7 +28,7 @@ from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.schedule.interpret import expected_outputs
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory
-from miraccl.transport.cuda_pairs import Settings
+from miraccl.transport.cuda_pairs import P2pSettings
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import worker
 from tests.gpu.room import Room
@@ -108,7 +108,7 @@ class Threads:
                 torch.zeros(1, device="cuda")
                 gpu, stages = Gpu(ordinal), room.stages(rank)
                 memory = SymmetricMemory(
-                    gpu, rank, n, 1 << 20, ((4096, 4096, 7),), stages=stages, settings=Settings()
+                    gpu, rank, n, 1 << 20, ((4096, 4096, 7),), stages=stages, settings=P2pSettings()
                 )
                 mine = torch.full((16,), rank + 1, dtype=torch.int32, device="cuda")
                 gpu.copy(memory.outboxes[1 - rank], mine.data_ptr(), 64, 0)

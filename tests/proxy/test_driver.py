@@ -10,7 +10,7 @@ from miraccl.proxy import driver
 from miraccl.proxy.driver import Driver
 from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
-from miraccl.transport.fifo import NSLOTS, FifoMemory, Memory, Mode, PlainAtomics
+from miraccl.transport.fifo import NSLOTS, FifoMemory, Mode, PlainAtomics, PrivateMemory
 from miraccl.wire.proxy_records import Loss, LossKind
 from miraccl.wire.stream import Frame, FrameType, encode_frame
 
@@ -32,8 +32,8 @@ class Desk:
         self.atomics = StaleOnce()
         self.memory = FifoMemory(SLOT), FifoMemory(SLOT)
         pair = FifoPair(
-            send=Fifo.at(self.memory[0].address, SLOT, kind=FifoKind.NET),
-            recv=Fifo.at(self.memory[1].address, SLOT, kind=FifoKind.NET),
+            send=Fifo.from_address(self.memory[0].address, SLOT, kind=FifoKind.NET),
+            recv=Fifo.from_address(self.memory[1].address, SLOT, kind=FifoKind.NET),
         )
         here, self.there = socket.socketpair()
         self.losses: list[tuple[int, Loss]] = []
@@ -70,7 +70,7 @@ def test_want_beyond_the_tail_that_was_seen_is_found_at_the_next_look(desk):
     for _ in range(NSLOTS):
         assert desk.recv.peek()
         desk.recv.consume()
-    target = Memory(1 << 16)
+    target = PrivateMemory(1 << 16)
     desk.recv.want(target.address, 1 << 16)
     desk.atomics.stale[desk.recv.end.tail] = 0
     desk.driver.scan()
@@ -83,7 +83,7 @@ def test_want_beyond_the_tail_that_was_seen_is_found_at_the_next_look(desk):
 def test_scan_reports_news_once(desk):
     assert not desk.driver.scan()
     desk.send.post(b"a")
-    desk.recv.want(Memory(SLOT).address, SLOT)
+    desk.recv.want(PrivateMemory(SLOT).address, SLOT)
     assert desk.driver.scan()
     assert not desk.driver.scan()
 
@@ -93,7 +93,7 @@ def test_advance_says_whether_more_can_be_done_at_once(desk):
     desk.driver.streams[0].edge(1)
     assert not desk.driver.advance()  # a short read: the stream is empty
     assert desk.driver.dirty
-    memory = Memory(1 << 24)
+    memory = PrivateMemory(1 << 24)
     desk.send.post_address(memory.address, 1 << 24)
     desk.there.sendall(
         encode_frame(Frame(FrameType.WANT, 0, 0, 0, 1 << 24))[7:]

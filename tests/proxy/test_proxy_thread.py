@@ -18,7 +18,7 @@ from miraccl.proxy import thread as proxy_thread
 from miraccl.proxy.driver import Driver
 from miraccl.transport.base import Fifo, FifoKind, FifoPair, NetConnection
 from miraccl.transport.ends import RecvEnd, SendEnd
-from miraccl.transport.fifo import FifoMemory, Memory, Mode, memory_at, native_atomics
+from miraccl.transport.fifo import FifoMemory, Mode, PrivateMemory, memory_at, native_atomics
 from miraccl.wire.proxy_records import LossKind
 from miraccl.wire.stream import (
     HEADER_BYTES,
@@ -52,8 +52,8 @@ class Rig:
         memory = FifoMemory(SLOT), FifoMemory(SLOT)
         door: Any = {"kind": FifoKind.NET, "bell": self.proxy.bell, "asleep": self.proxy.asleep}
         pair = FifoPair(
-            send=Fifo.at(memory[0].address, SLOT, **door),
-            recv=Fifo.at(memory[1].address, SLOT, **door),
+            send=Fifo.from_address(memory[0].address, SLOT, **door),
+            recv=Fifo.from_address(memory[1].address, SLOT, **door),
             memory=memory,
         )
         for _, there in ends:
@@ -390,7 +390,7 @@ def test_detach_sends_what_is_posted_then_close(rig):
 def test_large_payload_is_sent_from_and_received_into_memory_without_a_copy(rig):
     """The buffers are larger than any socket buffer: what is on the way lies in the two memories only."""
     nbytes = 9 << 20
-    memory = Memory(nbytes)
+    memory = PrivateMemory(nbytes)
     memory_at(memory.address, nbytes)[:] = os.urandom(nbytes)
     assert rig.send.post_address(memory.address, nbytes, signature=4)
     announce = rig.frame()[0]
@@ -404,7 +404,7 @@ def test_large_payload_is_sent_from_and_received_into_memory_without_a_copy(rig)
         covered += frame.length
     assert got == memory_at(memory.address, nbytes)
     rig.wait(lambda: rig.send.taken == 1)
-    target = Memory(nbytes)
+    target = PrivateMemory(nbytes)
     rig.recv.want(target.address, nbytes)
     assert rig.frame()[0].type is FrameType.WANT
     for at in range(0, nbytes, 1 << 20):

@@ -17,7 +17,7 @@ import numpy as np
 import miraccl
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
-from miraccl.transport.connect_round import Meeting
+from miraccl.transport.connect_round import ConnectRound
 from miraccl.transport.socket import SocketTransport
 from miraccl.wire.stream import HandshakeState
 from tests.diagnosis.fault_ranks import nobody_left, seen, together, wait_until
@@ -83,15 +83,15 @@ def cut_before_the_welcome() -> Any:
     """Rank 1 has proved itself and heard the proof of rank 0, to which its welcome does not come any more."""
     act_as_hosts(1)
     os.environ["MIRACCL_NSOCKS_PERTHREAD"] = "1"
-    read = Meeting._read
+    read = ConnectRound._read
 
-    def cut(meeting: Meeting, approach: Any) -> None:
+    def cut(meeting: ConnectRound, approach: Any) -> None:
         if approach.machine.state is HandshakeState.WAIT_WELCOME:
             approach.sock.shutdown(socket.SHUT_RDWR)
             raise ConnectionResetError(errno.ECONNRESET, "for a test")
         read(meeting, approach)
 
-    Meeting._read = cut  # type: ignore[method-assign, assignment]
+    ConnectRound._read = cut  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
         miraccl.init(timeout=30)

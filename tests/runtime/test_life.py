@@ -40,7 +40,7 @@ from miraccl.runtime.fabric import Fabric
 from miraccl.runtime.options import Options
 from miraccl.runtime.window import PAGE, WindowAllocator
 from miraccl.runtime.work import BackgroundWorker
-from miraccl.transport.shm import Segment, default_window_bytes, slot_bytes_for
+from miraccl.transport.shm import ShmSegment, default_window_bytes, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 from tests.diagnosis.late_watcher import LateWatcher
 from tests.runtime import cases
@@ -673,7 +673,7 @@ def limited() -> float:
 
 
 def make_window(pages: int) -> WindowAllocator:
-    return WindowAllocator(Segment.create("miraccl-test", pages * PAGE))
+    return WindowAllocator(ShmSegment.create("miraccl-test", pages * PAGE))
 
 
 @settings(max_examples=30, deadline=None)
@@ -788,7 +788,7 @@ def test_window_arrays_survive_their_communicator() -> None:
 
 def test_segments_of_processes_that_are_gone() -> None:
     with pytest.raises(SystemFailure, match="cannot open the segment of process 999999999"):
-        Segment.open(999999999, 3, PAGE)
+        ShmSegment.open(999999999, 3, PAGE)
 
 
 def test_threads_agree_on_window_memory() -> None:

@@ -14,7 +14,7 @@ import miraccl
 from miraccl import params, trace
 from miraccl.errors import InvalidUsage
 from miraccl.params import FOREVER, PARAMS, Param
-from miraccl.transport.connect_round import tune
+from miraccl.transport.connect_round import set_tcp_options
 
 SOURCE = Path(miraccl.__file__).parent
 
@@ -72,7 +72,7 @@ def test_deadlines_beyond_all_clocks_are_a_long_time() -> None:
 
 def test_socket_buffers_beyond_the_kernels_are_the_largest() -> None:
     with socket.socket() as sock:
-        tune(sock, 1 << 40)
+        set_tcp_options(sock, 1 << 40)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > 1 << 16
 
 

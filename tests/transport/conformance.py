@@ -21,13 +21,13 @@ import pytest
 
 from miraccl.errors import ProtocolError
 from miraccl.transport.base import Endpoint, FifoKind, FifoPair, Transport
-from miraccl.transport.ends import Message, RecvEnd, SendEnd
+from miraccl.transport.ends import ReceivedMessage, RecvEnd, SendEnd
 from miraccl.transport.fifo import (
     INLINE_BYTES,
     NSLOTS,
     Atomics,
-    Memory,
     Mode,
+    PrivateMemory,
     memory_at,
     native_atomics,
 )
@@ -110,13 +110,13 @@ class Way:
     def post(self, payload: bytes, signature: int = 0) -> None:
         self.world.wait(lambda: self.send.post(payload, signature=signature), "no slot became free")
 
-    def next(self) -> Message:
+    def next(self) -> ReceivedMessage:
         self.world.wait(lambda: self.recv.peek() is not None, "no message came")
         message = self.recv.peek()
         assert message is not None
         return message
 
-    def take(self) -> tuple[bytes, Message]:
+    def take(self) -> tuple[bytes, ReceivedMessage]:
         message = self.next()
         assert message.payload is not None
         data = bytes(message.payload)
@@ -179,7 +179,7 @@ class TransportConformance:
         world = make()
         way = world.way(0, 1)
         nbytes = way.slot_bytes * 5 + 13 if extra == "several slots" else way.slot_bytes + extra
-        source, target = Memory(nbytes), Memory(nbytes + 1)
+        source, target = PrivateMemory(nbytes), PrivateMemory(nbytes + 1)
         memory_at(source.address, nbytes)[:] = pattern(nbytes)
         for early in (True, False):
             memory_at(target.address, nbytes)[:] = bytes(nbytes)

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import pytest
 
 from miraccl.errors import SystemFailure
-from miraccl.transport.cuda_fds import Address, Door, close_all
+from miraccl.transport.cuda_fds import FdChannel, FdChannelAddress, close_all
 from miraccl.transport.cuda_pairs import pid_namespace
 from tests.support.accidents import few_descriptors
 from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
-def doors() -> Iterator[list[Door]]:
-    made = [Door(2, pid_namespace()) for _ in range(3)]
+def doors() -> Iterator[list[FdChannel]]:
+    made = [FdChannel(2, pid_namespace()) for _ in range(3)]
     yield made
     for door in made:
         door.close()
@@ -35,14 +35,14 @@ def text_of(fd: int) -> bytes:
     return os.pread(fd, 100, 0)
 
 
-def test_everybody_pushes_before_anybody_takes(doors: list[Door]) -> None:
+def test_everybody_pushes_before_anybody_takes(doors: list[FdChannel]) -> None:
     files = [file_with(f"rank {rank}".encode()) for rank in range(3)]
     for rank, door in enumerate(doors):
         for peer in range(3):
             if peer != rank:
-                door.push(rank, doors[peer].address, [files[rank]] * 2)
+                door.send(rank, doors[peer].address, [files[rank]] * 2)
     for rank, door in enumerate(doors):
-        got = door.take({p: doors[p].address for p in range(3) if p != rank})
+        got = door.receive({p: doors[p].address for p in range(3) if p != rank})
         assert {peer: [text_of(fd) for fd in fds] for peer, fds in got.items()} == {
             p: [f"rank {p}".encode()] * 2 for p in range(3) if p != rank
         }
@@ -52,22 +52,22 @@ def test_everybody_pushes_before_anybody_takes(doors: list[Door]) -> None:
     close_all(files)
 
 
-def test_who_does_not_come_is_missing(doors: list[Door]) -> None:
-    doors[1].push(1, doors[0].address, [])
+def test_who_does_not_come_is_missing(doors: list[FdChannel]) -> None:
+    doors[1].send(1, doors[0].address, [])
     for _ in range(1000):  # the time may be over before it looks at who has come
-        if got := doors[0].take({1: doors[1].address, 2: doors[2].address}, 0.02):
+        if got := doors[0].receive({1: doors[1].address, 2: doors[2].address}, 0.02):
             break
     assert got == {1: []}
 
 
 def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(
-    doors: list[Door], monkeypatch: pytest.MonkeyPatch
+    doors: list[FdChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doors[1].push(1, doors[0].address, [])
+    doors[1].send(1, doors[0].address, [])
     with contextlib.ExitStack() as shortage:
         shortage.enter_context(few_descriptors(0))
         monkeypatch.setattr("time.sleep", lambda seconds: shortage.close())
-        assert doors[0].take({1: doors[1].address}) == {1: []}
+        assert doors[0].receive({1: doors[1].address}) == {1: []}
 
 
 def test_a_door_that_cannot_be_opened_is_a_failure_of_the_system() -> None:
@@ -75,21 +75,21 @@ def test_a_door_that_cannot_be_opened_is_a_failure_of_the_system() -> None:
         few_descriptors(0),
         pytest.raises(SystemFailure, match="cannot listen on a Unix socket: Too many open files"),
     ):
-        Door(1, 0)
+        FdChannel(1, 0)
 
 
 @pytest.mark.parametrize("how", ["token", "rank", "silent", "junk", "process"])
-def test_strangers_are_dropped(doors: list[Door], how: str) -> None:
+def test_strangers_are_dropped(doors: list[FdChannel], how: str) -> None:
     here, there = doors[0].address, doors[1].address
     fd = file_with(b"evil")
     if how == "token":
-        doors[1].push(1, dataclasses.replace(here, token="00" * 16), [fd])
+        doors[1].send(1, dataclasses.replace(here, token="00" * 16), [fd])
     elif how == "rank":
-        doors[1].push(7, here, [fd])
+        doors[1].send(7, here, [fd])
     elif (
         how == "process"
     ):  # the right token, but the control plane said that rank 1 is another process
-        doors[1].push(1, here, [fd])
+        doors[1].send(1, here, [fd])
         there = dataclasses.replace(there, pid=1)
     with socket.socket(socket.AF_UNIX) as sock:
         if how in ("silent", "junk"):
@@ -98,42 +98,45 @@ def test_strangers_are_dropped(doors: list[Door], how: str) -> None:
             sock.shutdown(socket.SHUT_WR)
         peers = {1: there}
         before = len(os.listdir("/proc/self/fd"))
-        assert doors[0].take(peers, 0.3) == {}
+        assert doors[0].receive(peers, 0.3) == {}
         assert len(os.listdir("/proc/self/fd")) == before, "descriptors of strangers are closed"
-    doors[1].push(1, here, [fd])
-    got = doors[0].take({1: doors[1].address})
+    doors[1].send(1, here, [fd])
+    got = doors[0].receive({1: doors[1].address})
     assert [text_of(f) for f in got[1]] == [b"evil"]
     close_all([fd, *got[1]])
 
 
-def test_a_closed_door_and_a_false_one_are_told(doors: list[Door]) -> None:
+def test_a_closed_door_and_a_false_one_are_told(doors: list[FdChannel]) -> None:
     gone = dataclasses.replace(doors[1].address, name="miraccl-nobody")
     with pytest.raises(SystemFailure, match="cannot be passed to process"):
-        doors[0].push(0, gone, [])
+        doors[0].send(0, gone, [])
     with pytest.raises(SystemFailure, match="instead of process 1 "):
-        doors[0].push(0, dataclasses.replace(doors[1].address, pid=1), [])
-    doors[0].push(
+        doors[0].send(0, dataclasses.replace(doors[1].address, pid=1), [])
+    doors[0].send(
         0, dataclasses.replace(doors[1].address, pid=1, pid_namespace=-1), []
     )  # numbers of another namespace mean nothing
 
 
-def test_addresses_travel_as_text(doors: list[Door]) -> None:
-    assert Address.from_json(doors[0].address.to_json()) == doors[0].address
+def test_addresses_travel_as_text(doors: list[FdChannel]) -> None:
+    assert FdChannelAddress.from_json(doors[0].address.to_json()) == doors[0].address
 
 
 def pass_around() -> list[str]:
     from miraccl.bootstrap.launch import detect_launch, meet
 
     session = meet(detect_launch(os.environ))
-    door, mine = Door(session.nranks, pid_namespace()), file_with(f"from {session.rank}".encode())
+    door, mine = (
+        FdChannel(session.nranks, pid_namespace()),
+        file_with(f"from {session.rank}".encode()),
+    )
     addresses = [
-        Address.from_json(blob.decode())
+        FdChannelAddress.from_json(blob.decode())
         for blob in session.all_gather(door.address.to_json().encode(), "doors")
     ]
     peers = {p: a for p, a in enumerate(addresses) if p != session.rank}
     for address in peers.values():
-        door.push(session.rank, address, [mine])
-    got = door.take(peers)
+        door.send(session.rank, address, [mine])
+    got = door.receive(peers)
     texts = [text_of(got[p][0]).decode() for p in sorted(got)]
     session.barrier("read")
     if session.rank == 0:

@@ -13,7 +13,7 @@ from miraccl.executor.cuda import driver
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.transport import cuda_pairs as pairs
 from miraccl.transport.cuda_p2p import SymmetricMemory
-from miraccl.transport.cuda_pairs import Settings
+from miraccl.transport.cuda_pairs import P2pSettings
 from tests.gpu import fake_ranks
 from tests.gpu.fake_cuda import FakeCuda, context_of
 from tests.gpu.room import Room
@@ -127,7 +127,7 @@ def test_threads_of_one_process_use_plain_pointers(cuda: FakeCuda) -> None:
 
     def rank(number: int) -> None:
         memories[number] = SymmetricMemory(
-            Gpu(number), number, nranks, 4096, stages=room.stages(number), settings=Settings()
+            Gpu(number), number, nranks, 4096, stages=room.stages(number), settings=P2pSettings()
         )
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(nranks)]

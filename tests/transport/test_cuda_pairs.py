@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from miraccl.errors import InvalidUsage, MiracclError, ProtocolError, SystemFailure
 from miraccl.topo.records import PathType
 from miraccl.transport import cuda_pairs as pairs
-from miraccl.transport.cuda_pairs import HOST, IPC, PROCESS, VMM, Choice, Facts, Paths, Settings
+from miraccl.transport.cuda_pairs import (
+    HOST,
+    IPC,
+    PROCESS,
+    VMM,
+    GpuFacts,
+    GpuPaths,
+    P2pChoice,
+    P2pSettings,
+)
 
 
-def facts(rank: int, **more: Any) -> Facts:
+def facts(rank: int, **more: Any) -> GpuFacts:
     given: dict[str, Any] = {
         "process": f"p{rank}",
         "pid": 100 + rank,
@@ -25,30 +34,30 @@ def facts(rank: int, **more: Any) -> Facts:
         "nbytes": 4096,
     }
     given |= {"bus_id": f"0000:{rank:02x}:00.0", "descriptors": True}
-    return Facts(rank=rank, **(given | more))
+    return GpuFacts(rank=rank, **(given | more))
 
 
-def paths(type: PathType = PathType.NVL, n: int = 4) -> Paths:
-    return Paths(
+def paths(type: PathType = PathType.NVL, n: int = 4) -> GpuPaths:
+    return GpuPaths(
         types={(facts(a).bus_id, facts(b).bus_id): type for a in range(n) for b in range(a + 1, n)}
     )
 
 
 def way(
-    a: Facts,
-    b: Facts,
-    table: Paths | None = None,
+    a: GpuFacts,
+    b: GpuFacts,
+    table: GpuPaths | None = None,
     access: tuple[pairs.Access, ...] = (1, 1),
     refused: Any = (),
-) -> Choice:
+) -> P2pChoice:
     descriptors, _ = pairs.uses_descriptors([a, b], dict(refused))
-    return pairs.choose_way(
+    return pairs.choose_mapping(
         a, b, access, paths() if table is None else table, descriptors, dict(refused)
     )
 
 
 def test_virtual_memory_management_is_the_first_choice() -> None:
-    assert way(facts(0), facts(1)) == Choice(kind=VMM, why="NVL")
+    assert way(facts(0), facts(1)) == P2pChoice(kind=VMM, reason="NVL")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_what_one_rank_says_counts_for_the_pair(more: dict[str, Any], kind: str)
 )
 def test_nccls_default_level(path: PathType, kind: str) -> None:
     assert way(facts(0), facts(1), paths(path)).kind == kind
-    assert path.name in way(facts(0), facts(1), paths(path)).why
+    assert path.name in way(facts(0), facts(1), paths(path)).reason
 
 
 def test_the_level_may_be_raised_and_the_driver_has_the_last_word() -> None:
@@ -82,21 +91,21 @@ def test_the_level_may_be_raised_and_the_driver_has_the_last_word() -> None:
     assert way(facts(0), far, paths(PathType.SYS)).kind == VMM
     refused = way(facts(0), far, paths(PathType.SYS), (1, 0))
     assert refused.kind == HOST
-    assert "driver" in refused.why
+    assert "driver" in refused.reason
 
 
 def test_a_link_that_only_the_driver_knows_counts() -> None:
     """A virtual machine may hide from NVML what is at the end of NVLinks."""
-    assert way(facts(0), facts(1), paths(PathType.SYS), (2, 2)) == Choice(kind=VMM, why="NVL")
+    assert way(facts(0), facts(1), paths(PathType.SYS), (2, 2)) == P2pChoice(kind=VMM, reason="NVL")
     assert way(facts(0), facts(1), paths(PathType.SYS), (2, 1)).kind == HOST
-    assert pairs.path_between(facts(0), facts(1), (2, 2), Paths(types={})) is PathType.NVL
-    assert pairs.path_between(facts(0), facts(0), (2, 2), Paths(types={})) is PathType.LOC
+    assert pairs.path_between(facts(0), facts(1), (2, 2), GpuPaths(types={})) is PathType.NVL
+    assert pairs.path_between(facts(0), facts(0), (2, 2), GpuPaths(types={})) is PathType.LOC
 
 
 def test_without_a_topology_the_driver_decides() -> None:
-    table = Paths(types={}, note="the package nvidia-ml-py is not installed")
+    table = GpuPaths(types={}, note="the package nvidia-ml-py is not installed")
     assert way(facts(0), facts(1), table).kind == VMM
-    assert "nvidia-ml-py" in way(facts(0), facts(1), table).why
+    assert "nvidia-ml-py" in way(facts(0), facts(1), table).reason
     assert way(facts(0), facts(1), table, (1, 0)).kind == HOST
     assert way(facts(0), facts(1), table, (None, None)).kind == VMM, (
         "a GPU that this process does not see may still be mapped"
@@ -106,9 +115,11 @@ def test_without_a_topology_the_driver_decides() -> None:
 
 def test_two_ranks_on_one_gpu_share_it_unless_told_not_to() -> None:
     same = facts(1, bus_id=facts(0).bus_id)
-    assert way(facts(0), same, Paths(types={})) == Choice(kind=VMM, why="LOC")
-    assert way(facts(0), same, Paths(types={}), refused={((0, 1), VMM): "no"}).kind == IPC
-    assert way(facts(0), dataclasses.replace(same, p2p_disable=True), Paths(types={})).kind == HOST
+    assert way(facts(0), same, GpuPaths(types={})) == P2pChoice(kind=VMM, reason="LOC")
+    assert way(facts(0), same, GpuPaths(types={}), refused={((0, 1), VMM): "no"}).kind == IPC
+    assert (
+        way(facts(0), dataclasses.replace(same, p2p_disable=True), GpuPaths(types={})).kind == HOST
+    )
 
 
 def test_ways_that_failed_are_not_tried_again() -> None:
@@ -117,7 +128,7 @@ def test_ways_that_failed_are_not_tried_again() -> None:
     refused[(0, 1), IPC] = "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT"
     last = way(facts(0), facts(1), refused=refused)
     assert last.kind == HOST
-    assert "cuIpcOpenMemHandle" in last.why
+    assert "cuIpcOpenMemHandle" in last.reason
     refused[(0, 1), HOST] = "no memory"
     assert way(facts(0), facts(1), refused=refused).kind == ""
 
@@ -137,7 +148,7 @@ def test_a_pair_without_a_way_is_named() -> None:
     with pytest.raises(
         SystemFailure, match=r"ranks 0 and 1 have no way.*P2P_DISABLE is 1 on rank 1.*SHM_DISABLE"
     ) as caught:
-        pairs.choose_ways(three, [[1] * 3] * 3, paths(), {})
+        pairs.choose_mappings(three, [[1] * 3] * 3, paths(), {})
     assert "MIRACCL_HOSTID" in str(caught.value)
 
 
@@ -177,9 +188,9 @@ def test_every_decision_keeps_the_rules_and_is_the_same_seen_from_both_ends(
     for a in ranks:
         for b in ranks[a.rank + 1 :]:
             views = (rows[a.rank][b.rank], rows[b.rank][a.rank])
-            choice = pairs.choose_way(a, b, views, table, descriptors, refused)
-            assert choice == pairs.choose_way(b, a, views[::-1], table, descriptors, refused)
-            assert choice.why
+            choice = pairs.choose_mapping(a, b, views, table, descriptors, refused)
+            assert choice == pairs.choose_mapping(b, a, views[::-1], table, descriptors, refused)
+            assert choice.reason
             assert ((a.rank, b.rank), choice.kind) not in refused
             if choice.kind in pairs.DIRECT:
                 assert not a.p2p_disable
@@ -191,20 +202,20 @@ def test_every_decision_keeps_the_rules_and_is_the_same_seen_from_both_ends(
                 assert not a.shm_disable
                 assert not b.shm_disable
     try:
-        ways = pairs.choose_ways(ranks, rows, table, refused)
+        ways = pairs.choose_mappings(ranks, rows, table, refused)
     except MiracclError:
         return
     assert len(ways) == len(ranks) * (len(ranks) - 1) // 2
 
 
 def test_records_survive_their_journey() -> None:
-    assert Facts.from_json(facts(3, cumem=1).to_json(), 3) == facts(3, cumem=1)
+    assert GpuFacts.from_json(facts(3, cumem=1).to_json(), 3) == facts(3, cumem=1)
     with pytest.raises(ProtocolError, match="calls itself rank 3"):
-        Facts.from_json(facts(3).to_json(), 2)
+        GpuFacts.from_json(facts(3).to_json(), 2)
     with pytest.raises(ProtocolError):
-        Facts.from_json(b'{"rank": 1}', 1)
+        GpuFacts.from_json(b'{"rank": 1}', 1)
     table = dataclasses.replace(paths(PathType.PHB), note="n", default_level=PathType.SYS)
-    assert Paths.from_json(table.to_json()) == table
+    assert GpuPaths.from_json(table.to_json()) == table
 
 
 def test_settings_take_nccls_names() -> None:
@@ -215,12 +226,12 @@ def test_settings_take_nccls_names() -> None:
         "NCCL_P2P_DISABLE": "1",
         "MIRACCL_P2P_DISABLE": "0",
     }
-    assert Settings.read(environ) == Settings(
+    assert P2pSettings.read(environ) == P2pSettings(
         cumem=0, p2p_disable=False, p2p_level=int(PathType.NVL), shm_disable=True
     )
-    assert Settings.read({"NCCL_CUMEM_ENABLE": "-2"}) == Settings()
+    assert P2pSettings.read({"NCCL_CUMEM_ENABLE": "-2"}) == P2pSettings()
     with pytest.raises(InvalidUsage, match="auto, 0 and 1"):
-        Settings.read({"MIRACCL_CUMEM": "2"})
+        P2pSettings.read({"MIRACCL_CUMEM": "2"})
 
 
 def test_paths_of_gpus_from_a_topology_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -243,5 +254,5 @@ def test_paths_of_gpus_from_a_topology_file(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_gpus_of_another_kind_are_refused() -> None:
     with pytest.raises(InvalidUsage, match="rank 1 is sm_80"):
-        pairs.check_alike([facts(0), facts(1, arch=80)], 0)
-    pairs.check_alike([facts(0), facts(1)], 0)
+        pairs.check_compatible([facts(0), facts(1, arch=80)], 0)
+    pairs.check_compatible([facts(0), facts(1)], 0)

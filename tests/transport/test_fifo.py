@@ -10,7 +10,14 @@ from miraccl.executor.cpu.kernels import layout
 from miraccl.transport import fifo
 from miraccl.transport.base import Endpoint, Fifo, FifoKind, FifoPair
 from miraccl.transport.ends import RecvEnd, SendEnd
-from miraccl.transport.fifo import FifoMemory, Memory, Mode, PlainAtomics, memory_at, native_atomics
+from miraccl.transport.fifo import (
+    FifoMemory,
+    Mode,
+    PlainAtomics,
+    PrivateMemory,
+    memory_at,
+    native_atomics,
+)
 
 
 def test_numbers_of_the_layout():
@@ -71,11 +78,11 @@ def test_compiled_code_uses_the_same_numbers():
 
 def test_parts_of_a_fifo_do_not_overlap():
     memory = FifoMemory(8192)
-    end = Fifo.at(memory.address, 8192, kind=FifoKind.SHM)
+    end = Fifo.from_address(memory.address, 8192, kind=FifoKind.SHM)
     parts = sorted(
         [
-            (end.post, 512),
-            (end.want, 512),
+            (end.descriptors, 512),
+            (end.cts, 512),
             (end.tail, 128),
             *((end.slots + i * 8192, 8192) for i in range(8)),
         ],
@@ -102,7 +109,7 @@ def test_memory_outside_user_space_is_refused(address, nbytes):
 
 @pytest.mark.parametrize("make", [PlainAtomics, native_atomics])
 def test_atomics(make):
-    atomics, memory = make(), Memory(64)
+    atomics, memory = make(), PrivateMemory(64)
     for value in (1, -1, (1 << 63) - 1, -(1 << 63)):
         atomics.store_release(memory.address + 8, value)
         assert atomics.load_acquire(memory.address + 8) == value
@@ -112,8 +119,8 @@ def test_atomics(make):
 
 
 def test_flags_of_a_ring_are_a_live_view():
-    memory = Memory(1024)
-    flags = fifo.flags_at(memory.address)
+    memory = PrivateMemory(1024)
+    flags = fifo.flags_view(memory.address)
     for i in range(8):
         native_atomics().store_release(memory.address + 64 * i, i + 1)
     assert flags.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -122,7 +129,7 @@ def test_flags_of_a_ring_are_a_live_view():
 def test_ends_talk_through_one_piece_of_memory():
     """The smallest transport: sender and receiver share the FIFO."""
     atomics, memory = PlainAtomics(), FifoMemory(4096)
-    end = Fifo.at(memory.address, 4096, kind=FifoKind.SHM)
+    end = Fifo.from_address(memory.address, 4096, kind=FifoKind.SHM)
     send, recv = SendEnd(end, atomics), RecvEnd(end, atomics)
     assert recv.peek() is None
     for i in range(fifo.NSLOTS):
@@ -137,22 +144,22 @@ def test_ends_talk_through_one_piece_of_memory():
             memory_at(message_place(end, i, i * 500), i * 500),
         )
         recv.consume()
-    assert send.taken == send.posted
+    assert send.released == send.posted
     with pytest.raises(ValueError, match="cannot be posted"):
         send.post(b"x" * 4097)
     with pytest.raises(ValueError, match="cannot be posted"):
         send.post(b"x", mode=Mode.LANDED)
-    recv.want(1, 1)  # means nothing here
+    recv.clear_to_send(1, 1)  # means nothing here
     assert recv.peek() is None
 
 
 def message_place(end: Fifo, i: int, nbytes: int) -> int:
-    return end.post + 64 * i + 32 if nbytes <= 32 else end.slots + 4096 * i
+    return end.descriptors + 64 * i + 32 if nbytes <= 32 else end.slots + 4096 * i
 
 
 def test_pair_keeps_its_memory_alive_and_records_are_checked():
     memory = FifoMemory(4096)
-    end = Fifo.at(memory.address, 4096, kind=FifoKind.NET)
+    end = Fifo.from_address(memory.address, 4096, kind=FifoKind.NET)
     assert FifoPair(send=end, recv=end, memory=memory).memory is memory
     with pytest.raises(ValueError, match="rank"):
         Endpoint(rank=-1, hostid="", pid=0)

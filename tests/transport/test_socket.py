@@ -22,7 +22,7 @@ from miraccl.errors import (
 )
 from miraccl.transport import connect_round
 from miraccl.transport.base import Endpoint
-from miraccl.transport.fifo import Memory, Mode, memory_at
+from miraccl.transport.fifo import Mode, PrivateMemory, memory_at
 from miraccl.transport.socket import ConnectInfo, SocketOptions, SocketTransport
 from miraccl.wire.proxy_records import LossKind
 from miraccl.wire.stream import HELLO_BYTES, InitiatorHandshake, StreamIdentity, derive_key
@@ -77,7 +77,7 @@ def pair():
 def test_large_message_lands_in_place_in_pieces_on_all_streams(pair):
     nbytes = (1 << 20) + 12345
     way = pair.way(0, 1)
-    source, target = Memory(nbytes), Memory(nbytes)
+    source, target = PrivateMemory(nbytes), PrivateMemory(nbytes)
     memory_at(source.address, nbytes)[:] = pattern(nbytes)
     for ahead in range(3):
         way.recv.want(target.address, nbytes, ahead=ahead)
@@ -93,7 +93,7 @@ def test_large_message_lands_in_place_in_pieces_on_all_streams(pair):
 
 def test_message_larger_than_a_slot_is_announced_and_waits(pair):
     way = pair.way(0, 1)
-    source, target = Memory(SLOT + 1), Memory(SLOT + 1)
+    source, target = PrivateMemory(SLOT + 1), PrivateMemory(SLOT + 1)
     assert way.send.post_address(source.address, SLOT + 1, signature=77)
     pair.wait(lambda: way.recv.announced, "no announcement")
     assert way.recv.announced == (77, SLOT + 1)
@@ -104,7 +104,7 @@ def test_message_larger_than_a_slot_is_announced_and_waits(pair):
 
 def test_room_that_is_too_small_is_reported_and_not_written(pair):
     way = pair.way(0, 1)
-    source, target = Memory(SLOT * 2), Memory(SLOT * 2)
+    source, target = PrivateMemory(SLOT * 2), PrivateMemory(SLOT * 2)
     memory_at(source.address, SLOT * 2)[:] = b"x" * SLOT * 2
     way.recv.want(target.address, SLOT + 1)
     assert way.send.post_address(source.address, SLOT * 2)
@@ -121,7 +121,7 @@ def test_different_slots_and_stream_counts_of_the_two_sides(world):
     there, back = world.way(0, 1), world.way(1, 0)
     there.post(pattern(8192))
     assert there.take()[0] == pattern(8192)
-    target = Memory(65536)
+    target = PrivateMemory(65536)
     back.recv.want(target.address, 65536)
     back.post(pattern(65536))
     data, message = back.take()
@@ -233,12 +233,12 @@ def test_shortage_of_memory_on_streams_passes(monkeypatch):
         world = build_world(2)
         try:
             world.connect()
-            way, room = world.way(0, 1), Memory(max(sizes))
+            way, room = world.way(0, 1), PrivateMemory(max(sizes))
             for number, nbytes in enumerate(sizes):
                 source = pattern(nbytes, number)
-                memory = Memory(nbytes)
+                memory = PrivateMemory(nbytes)
                 memory_at(memory.address, nbytes)[:] = source
-                way.recv.want(room.address, max(sizes))
+                way.recv.clear_to_send(room.address, max(sizes))
                 way.send.post_address(memory.address, nbytes)
                 assert way.take()[0] == source
             assert not any(world.losses.values())
@@ -283,7 +283,7 @@ def test_no_memory_for_slots_is_a_system_failure_and_leaves_no_connection():
 
 def test_call_that_reaches_itself_is_made_again(world, monkeypatch):
     """TCP's simultaneous open: nobody listens at a port of this host (any more), and the kernel takes the same one for the call."""
-    original = connect_round.Meeting._connect
+    original = connect_round.ConnectRound._connect
     itself: list[socket.socket] = []
 
     def connect(self, address, port):
@@ -295,7 +295,7 @@ def test_call_that_reaches_itself_is_made_again(world, monkeypatch):
         itself[0].connect_ex(itself[0].getsockname())
         return itself[0]
 
-    monkeypatch.setattr(connect_round.Meeting, "_connect", connect)
+    monkeypatch.setattr(connect_round.ConnectRound, "_connect", connect)
     for rank in range(2):
         build_rank(world, rank)
     world.connect()
@@ -387,7 +387,7 @@ def call(transport: SocketTransport) -> socket.socket:
 def test_strangers_and_garbage_do_not_disturb_a_meeting(world):
     for rank in range(2):
         build_rank(world, rank)
-    strangers = [call(world.transports[1]) for _ in range(connect_round.MAX_STRANGERS + 20)]
+    strangers = [call(world.transports[1]) for _ in range(connect_round.MAX_UNAUTHENTICATED + 20)]
     for i, stranger in enumerate(strangers):
         stranger.sendall(
             [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 9, b"\0" * 4096, pattern(HELLO_BYTES)][
@@ -511,10 +511,10 @@ def test_close_gives_up_on_a_receiver_that_does_not_consume(world):
 
 def test_abort_tells_the_peer_why_and_touches_no_memory_afterwards(pair):
     way = pair.way(1, 0)
-    target = Memory(1 << 20)
+    target = PrivateMemory(1 << 20)
     way.recv.want(target.address, 1 << 20)
     pair.transports[0].abort("rank 0 had enough")
-    source = Memory(1 << 20)
+    source = PrivateMemory(1 << 20)
     memory_at(source.address, 1 << 20)[:] = b"x" * (1 << 20)
     way.send.post_address(source.address, 1 << 20)
     pair.wait(lambda: pair.losses[1], "the peer was not told")

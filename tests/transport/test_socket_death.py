@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from miraccl.transport.ends import RecvEnd, SendEnd
-from miraccl.transport.fifo import Memory
+from miraccl.transport.fifo import PrivateMemory
 from miraccl.wire.proxy_records import LossKind
 from tests.transport.conformance import WAIT_S
 from tests.transport.socket_world import build_world
@@ -80,7 +80,7 @@ def test_killed_process_is_lost_and_its_last_message_is_kept(world, child, busy)
     send, recv = ends(world)
     world.wait(recv.peek, "the child never spoke")
     if busy:  # a message is announced, wanted by nobody, and eight more fill the ring
-        memory = Memory(1 << 20)
+        memory = PrivateMemory(1 << 20)
         while send.post_address(memory.address, 1 << 20):
             pass
     os.kill(child.process.pid, signal.SIGKILL)

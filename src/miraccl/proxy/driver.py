@@ -68,7 +68,7 @@ class Driver:
         self._why = ""  # of a stream that takes nothing any more
         self._sources: dict[int, int] = {}
         self._want_addresses: dict[int, int] = {}
-        self._want_flags = fifo.flags_at(self._recv.want)
+        self._want_flags = fifo.flags_view(self._recv.cts)
         self._seen_flags = [0] * NSLOTS
         self._hands: dict[type[Any], Callable[[Any], None]] = {
             wire.Send: self._do_send,
@@ -112,11 +112,11 @@ class Driver:
         if tail != link.receiver.tail:
             found = True
             self.handle(wire.Consumed(tail))
-        line = self._send.post + sender.next_post % NSLOTS * LINE_BYTES
+        line = self._send.descriptors + sender.next_post % NSLOTS * LINE_BYTES
         while link.alive and load(line) == sender.next_post + 1:
             found = True
             self._take_post(sender.next_post, line)
-            line = self._send.post + sender.next_post % NSLOTS * LINE_BYTES
+            line = self._send.descriptors + sender.next_post % NSLOTS * LINE_BYTES
         flags = self._want_flags.tolist()
         if flags != self._seen_flags:
             found |= self._take_wants(flags)
@@ -127,7 +127,7 @@ class Driver:
         link, receiver = self.link, self.link.receiver
         found = False
         for message in range(receiver.delivered, receiver.tail + NSLOTS):
-            line = self._recv.want + message % NSLOTS * LINE_BYTES
+            line = self._recv.cts + message % NSLOTS * LINE_BYTES
             if (
                 self._load(line) == message + 1
                 and message not in self._want_addresses
@@ -146,7 +146,7 @@ class Driver:
     # --- memory
 
     def _take_post(self, message: int, line: int) -> None:
-        post = fifo.read_post(line)
+        post = fifo.read_descriptor(line)
         source = self._source(message, line, post)
         if source is None:
             return self.handle(
@@ -157,7 +157,7 @@ class Driver:
         self._sources[message] = source
         self.handle(wire.Posted(message, post.signature, post.nbytes))
 
-    def _source(self, message: int, line: int, post: fifo.Post) -> int | None:
+    def _source(self, message: int, line: int, post: fifo.Descriptor) -> int | None:
         """Address of a posted payload, ``None`` if there cannot be one."""
         if post.mode == Mode.SLOT and 0 <= post.nbytes <= self._send.slot_bytes:
             return self._send.slots + message % NSLOTS * self._send.slot_bytes
@@ -179,13 +179,13 @@ class Driver:
         self.handle(wire.Wanted(message, room))
 
     def _do_announce(self, do: wire.Announce) -> None:
-        line = self._recv.post + do.message % NSLOTS * LINE_BYTES
+        line = self._recv.descriptors + do.message % NSLOTS * LINE_BYTES
         fifo.write_words(line, fifo.WORD_SIGNATURE, [do.signature, do.nbytes])
         self._store(line, -(do.message + 1))
         self.dirty = True
 
     def _do_deliver(self, do: wire.Deliver) -> None:
-        line = self._recv.post + do.message % NSLOTS * LINE_BYTES
+        line = self._recv.descriptors + do.message % NSLOTS * LINE_BYTES
         words = [do.signature, do.nbytes, _MODE[do.placement]]
         address = self._want_addresses.pop(do.message, 0)
         if do.placement is wire.Placement.WANTED:
@@ -265,7 +265,7 @@ class Driver:
         elif do.placement is wire.Placement.SLOT:
             base = self._recv.slots + do.message % NSLOTS * self._recv.slot_bytes
         else:
-            base = self._recv.post + do.message % NSLOTS * LINE_BYTES + _INLINE_OFFSET
+            base = self._recv.descriptors + do.message % NSLOTS * LINE_BYTES + _INLINE_OFFSET
         self.streams[do.stream].place(fifo.memory_at(base + do.offset, do.length))
 
     # --- ends

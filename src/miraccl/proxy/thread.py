@@ -22,7 +22,7 @@ from miraccl import trace
 from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.proxy.driver import Driver
 from miraccl.transport.base import NetConnection, OnLost, Wake
-from miraccl.transport.fifo import PAGE_BYTES, Atomics, Memory, native_atomics
+from miraccl.transport.fifo import PAGE_BYTES, Atomics, PrivateMemory, native_atomics
 from miraccl.wire import proxy_records as wire
 
 log = trace.logger("proxy")
@@ -61,7 +61,7 @@ class Proxy:
         self._by_fd: dict[int, tuple[Driver, int]] = {}
         self._closers: list[tuple[list[Driver], threading.Event]] = []
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._words = Memory(PAGE_BYTES)
+        self._words = PrivateMemory(PAGE_BYTES)
         self._stopping = False
         self._ended = False  # the thread takes no more commands
         self._gate = threading.Lock()  # between that and commands on their way

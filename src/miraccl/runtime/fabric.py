@@ -25,8 +25,8 @@ from miraccl.native import atomics
 from miraccl.runtime import group
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.runtime.window import WindowAllocator
-from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport, machine
-from miraccl.transport.shm import LARGEST_SLOT, ShmTransport, slot_bytes_for
+from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transport, machine_id
+from miraccl.transport.shm import MAX_SLOT_BYTES, ShmTransport, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 
 #: slots of FIFOs to other hosts: a message costs the proxy some 100 us, so pieces are large; all of a direction share the budget
@@ -107,7 +107,7 @@ class Fabric:
             "pid": me.pid,
             "addresses": me.addresses,
             "cores": _cores(),
-            "machine": machine(),
+            "machine": machine_id(),
             "numa": numa_domain(),
         }
         records = self._setup.exchange("fabric hello", hello)
@@ -140,8 +140,8 @@ class Fabric:
             if r != self.rank and ShmTransport.can_connect(me, e)
         }
         far = {r: e for r, e in self.endpoints.items() if r != self.rank and r not in near}
-        largest = NET_SLOT if far else LARGEST_SLOT
-        shm = ShmTransport(me, near, budget=config.buffsize, largest_slot=largest)
+        largest = NET_SLOT if far else MAX_SLOT_BYTES
+        shm = ShmTransport(me, near, budget=config.buffsize, max_slot_bytes=largest)
         self.shm = shm
         self._transports.append(shm)
         network = self._network(me, len(far)) if far else None
@@ -252,18 +252,18 @@ class Fabric:
         return Wires(
             kind=layout.KIND_SHM if near else layout.KIND_NET,
             slot_bytes=pair.send.slot_bytes,
-            send_posts=pair.send.post,
+            send_posts=pair.send.descriptors,
             send_tail=pair.send.tail,
             send_slots=pair.send.slots,
-            recv_posts=pair.recv.post,
+            recv_posts=pair.recv.descriptors,
             recv_tail=pair.recv.tail,
             recv_slots=pair.recv.slots,
-            recv_wants=pair.recv.want,
+            recv_wants=pair.recv.cts,
             ctrl=self.shm.peers[peer].address if near else 0,
             pid=self.shm.pids[peer] if near else 0,
             window=self.shm.windows[peer].address if near else 0,
             readable=readable if near else True,
-            bell=pair.send.bell,
+            bell=pair.send.doorbell,
             asleep=pair.send.asleep,
         )
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.schedule.reduction import NUMPY_DTYPE
-from miraccl.transport.shm import Segment
+from miraccl.transport.shm import ShmSegment
 from miraccl.types import DType
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -28,7 +28,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 class WindowAllocator:
     """First-fit allocator over a segment."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: ShmSegment) -> None:
         self.segment = segment
         self._free: list[tuple[int, int]] = [
             (0, segment.nbytes // PAGE * PAGE)

@@ -46,7 +46,7 @@ class Endpoint:
             raise ValueError(f"a rank is 0 or more, got {self.rank}")
 
 
-def machine() -> str:
+def machine_id() -> str:
     """The kernel's boot: equal on all ranks of a machine, whatever hosts they claim to be on."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -72,16 +72,16 @@ class Fifo:
     """
 
     kind: FifoKind
-    post: int
+    descriptors: int
     tail: int
-    want: int
+    cts: int
     slots: int
     slot_bytes: int
-    bell: int = -1
+    doorbell: int = -1
     asleep: int = 0
 
     @classmethod
-    def at(
+    def from_address(
         cls, address: int, slot_bytes: int, *, kind: FifoKind, bell: int = -1, asleep: int = 0
     ) -> Fifo:
         """The FIFO that lies at ``address`` in the standard layout."""
@@ -123,7 +123,7 @@ class ProxyPort(Protocol):
     """What a network transport needs of a proxy."""
 
     @property
-    def bell(self) -> int: ...
+    def doorbell(self) -> int: ...
     @property
     def asleep(self) -> int: ...
     def attach(self, connections: Sequence[NetConnection]) -> None:

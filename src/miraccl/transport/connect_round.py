@@ -41,19 +41,19 @@ from miraccl.wire.stream import (
 log = trace.logger("socket")
 
 HANDSHAKE_TIMEOUT_S = 5.0
-MAX_STRANGERS = 64
-CHECK_S = 0.2
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.5
+MAX_UNAUTHENTICATED = 64
+CHECK_INTERVAL_S = 0.2
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.005, 0.5
 """Between two rounds of calls at all addresses of a peer; each is twice as long as the one before."""
-REFUSED_S = 3.0
+REFUSED_TIMEOUT_S = 3.0
 """After which a peer that nobody answers for but its kernel, which refuses, is given up."""
-SHORTAGE_S = 0.01
+ACCEPT_RETRY_S = 0.01
 """Before the next look at the queue, when a connection in it cannot be taken."""
 KEEPALIVE_S = (10, 5, 3)
 """Idle time, interval and count: a host that vanishes without a FIN is noticed after 25 s."""
 
 
-def tune(sock: socket.socket, buffer_bytes: int) -> None:
+def set_tcp_options(sock: socket.socket, buffer_bytes: int) -> None:
     """Options that must be set before the connection exists (the window scale is negotiated then), and those that need not."""
     if buffer_bytes:
         buffer_bytes = min(
@@ -74,7 +74,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Invitation:
+class PeerStreams:
     """A peer to meet: where it listens, and how many streams the two agree on."""
 
     addresses: tuple[tuple[str, int], ...]
@@ -82,7 +82,7 @@ class Invitation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proven:
+class ProvenStream:
     """A socket whose other end knows the secret."""
 
     sock: socket.socket
@@ -90,7 +90,7 @@ class Proven:
 
 
 @dataclass(kw_only=True)
-class _Call:
+class _DialAttempt:
     """One of our streams, until it is proven. ``turn`` counts its tries, the next of which is due at the time ``due``."""
 
     peer: int
@@ -99,22 +99,26 @@ class _Call:
     due: float = 0.0
 
 
-class _Approach:
+class _PendingStream:
     """One socket on its way to being proven; ``call`` is None for a stranger, who may be a peer."""
 
     def __init__(
-        self, sock: socket.socket, machine: Handshake, call: _Call | None = None, address: str = ""
+        self,
+        sock: socket.socket,
+        machine: Handshake,
+        call: _DialAttempt | None = None,
+        address: str = "",
     ) -> None:
         self.sock = sock
         self.machine = machine
-        self.call = call
+        self.attempt = call
         self.address = address
         self.connecting = call is not None
-        self.got = b""
-        self.answer = b""
+        self.received = b""
+        self.outgoing = b""
 
 
-class Meeting:
+class ConnectRound:
     """One call of ``connect`` by ``rank`` for ``peers``.
 
     ``key`` is the job's, ``parked`` holds proven streams of peers that nobody has asked for yet: (rank, stream) -> stream.  ``deadline``
@@ -126,9 +130,9 @@ class Meeting:
         *,
         rank: int,
         key: bytes,
-        peers: Mapping[int, Invitation],
+        peers: Mapping[int, PeerStreams],
         listeners: Sequence[socket.socket],
-        parked: dict[tuple[int, int], Proven],
+        parked: dict[tuple[int, int], ProvenStream],
         buffer_bytes: int,
         deadline: Deadline,
         check: Callable[[], None] = lambda: None,
@@ -140,11 +144,11 @@ class Meeting:
         self._parked = parked
         self._buffer_bytes = buffer_bytes
         self._deadline = deadline
-        self._approaches: set[_Approach] = set()
-        self._calls: list[_Call] = []  # those that are to be made
-        self._proven: dict[tuple[int, int], Proven] = {}
-        self._why: dict[int, str] = {}
-        self._refused: dict[int, float] = {}  # since when nothing but refusals came
+        self._pending: set[_PendingStream] = set()
+        self._attempts: list[_DialAttempt] = []  # those that are to be made
+        self._proven: dict[tuple[int, int], ProvenStream] = {}
+        self._last_errors: dict[int, str] = {}
+        self._refused_since: dict[int, float] = {}  # since when nothing but refusals came
         with as_system_failure("the ranks of other hosts cannot be met", rank=rank):
             self._selector = selectors.DefaultSelector()
             try:
@@ -154,43 +158,43 @@ class Meeting:
                 self._selector.close()
                 raise
 
-    def run(self) -> dict[int, list[Proven]]:
+    def run(self) -> dict[int, list[ProvenStream]]:
         """Proven streams per peer, in order of their numbers."""
         for peer in self._peers:
             for stream in range(self._nstreams(peer)):
                 if peer > self._rank:
-                    self._calls.append(_Call(peer=peer, stream=stream))
+                    self._attempts.append(_DialAttempt(peer=peer, stream=stream))
                 else:
                     parked = self._parked.pop((peer, stream), None)
                     if parked:
-                        self._keep(parked, peer)
+                        self._store_proven(parked, peer)
                         self._check_streams(parked.identity, peer)
         while missing := self._missing():
             self._check()
             self._dial()
             now = time.monotonic()
             if now >= self._deadline.at:
-                raise self._overdue(missing)
-            timers = [a.machine.deadline for a in self._approaches] + [
-                call.due for call in self._calls
+                raise self._timeout_error(missing)
+            timers = [a.machine.deadline for a in self._pending] + [
+                call.due for call in self._attempts
             ]
             for key, _ in self._selector.select(
-                max(0.0, min([self._deadline.at, now + CHECK_S, *timers]) - now)
+                max(0.0, min([self._deadline.at, now + CHECK_INTERVAL_S, *timers]) - now)
             ):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
-                elif key.data in self._approaches:
-                    self._step(key.data)
+                elif key.data in self._pending:
+                    self._advance(key.data)
             self._expire()
         return {p: [self._proven[p, s] for s in range(self._nstreams(p))] for p in self._peers}
 
     def close(self) -> None:
         """Drop who is not proven; proven sockets belong to the caller."""
-        for approach in list(self._approaches):
+        for approach in list(self._pending):
             self._drop(approach)
         self._selector.close()
 
-    def drop_all(self) -> None:
+    def close_proven(self) -> None:
         for proven in self._proven.values():
             proven.sock.close()
 
@@ -204,8 +208,10 @@ class Meeting:
             if not all((p, s) in self._proven for s in range(self._nstreams(p)))
         ]
 
-    def _overdue(self, missing: list[int]) -> MiracclError:
-        reasons = "".join(f"; rank {p}: {self._why[p]}" for p in missing if p in self._why)
+    def _timeout_error(self, missing: list[int]) -> MiracclError:
+        reasons = "".join(
+            f"; rank {p}: {self._last_errors[p]}" for p in missing if p in self._last_errors
+        )
         return BootstrapError(
             f"no TCP connection with ranks {missing} after {self._deadline.seconds:g} s{reasons}",
             rank=self._rank,
@@ -218,8 +224,8 @@ class Meeting:
     def _dial(self) -> None:
         """Make the calls that are due."""
         now = time.monotonic()
-        due = [call for call in self._calls if call.due <= now]
-        self._calls = [call for call in self._calls if call.due > now]
+        due = [call for call in self._attempts if call.due <= now]
+        self._attempts = [call for call in self._attempts if call.due > now]
         for call in due:
             addresses = self._peers[call.peer].addresses
             address, port = addresses[call.turn % len(addresses)]
@@ -234,17 +240,17 @@ class Meeting:
                 key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, want=want
             )
             try:
-                approach = _Approach(self._connect(address, port), machine, call, address)
-                approach.answer = machine.hello
-                self._watch(approach, selectors.EVENT_WRITE)
+                approach = _PendingStream(self._connect(address, port), machine, call, address)
+                approach.outgoing = machine.hello
+                self._register(approach, selectors.EVENT_WRITE)
             except OSError as error:
-                self._fail(call, address, error)
+                self._schedule_retry(call, address, error)
 
     def _connect(self, address: str, port: int) -> socket.socket:
         sock = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            tune(sock, self._buffer_bytes)
+            set_tcp_options(sock, self._buffer_bytes)
             status = sock.connect_ex((address, port))
             if status not in (0, errno.EINPROGRESS):
                 raise OSError(status, os.strerror(status))
@@ -253,22 +259,20 @@ class Meeting:
             raise
         return sock
 
-    def _fail(self, call: _Call, address: str, error: OSError) -> None:
+    def _schedule_retry(self, call: _DialAttempt, address: str, error: OSError) -> None:
         """A call has failed: it is made again later. Raises ``SystemFailure`` when the peer is given up."""
         now, peer = time.monotonic(), call.peer
-        self._why[peer] = f"{address}: {error.strerror or error}"
+        self._last_errors[peer] = f"{address}: {error.strerror or error}"
         if error.errno != errno.ECONNREFUSED:
-            self._refused.pop(peer, None)
-        elif now - self._refused.setdefault(peer, now) >= REFUSED_S:
+            self._refused_since.pop(peer, None)
+        elif now - self._refused_since.setdefault(peer, now) >= REFUSED_TIMEOUT_S:
             raise SystemFailure(
-                f"cannot reach rank {peer} at {self._why[peer]}", rank=self._rank, peer=peer
+                f"cannot reach rank {peer} at {self._last_errors[peer]}", rank=self._rank, peer=peer
             )
         call.turn += 1
         lap, within = divmod(call.turn, len(self._peers[peer].addresses))
-        call.due = (
-            now if within else now + min(FIRST_PAUSE_S * 2.0 ** min(lap, 16), LONGEST_PAUSE_S)
-        )
-        self._calls.append(call)
+        call.due = now if within else now + min(MIN_BACKOFF_S * 2.0 ** min(lap, 16), MAX_BACKOFF_S)
+        self._attempts.append(call)
 
     # --- their calls
 
@@ -278,10 +282,12 @@ class Meeting:
         except BlockingIOError:
             return
         except OSError:  # it has gone again, or there are no descriptors left
-            time.sleep(SHORTAGE_S)
+            time.sleep(ACCEPT_RETRY_S)
             return
-        strangers = [a for a in self._approaches if a.call is None]
-        if len(strangers) >= MAX_STRANGERS + sum(self._nstreams(peer) for peer in self._peers):
+        strangers = [a for a in self._pending if a.attempt is None]
+        if len(strangers) >= MAX_UNAUTHENTICATED + sum(
+            self._nstreams(peer) for peer in self._peers
+        ):
             self._drop(min(strangers, key=lambda a: a.machine.deadline))
         sock.setblocking(False)
         machine = AcceptorHandshake(
@@ -291,19 +297,19 @@ class Meeting:
             rank=self._rank,
         )
         with suppress(OSError):  # no memory for one more: if it is a peer, it calls again
-            self._watch(_Approach(sock, machine), selectors.EVENT_READ)
+            self._register(_PendingStream(sock, machine), selectors.EVENT_READ)
 
     # --- both
 
-    def _watch(self, approach: _Approach, mask: int) -> None:
+    def _register(self, approach: _PendingStream, mask: int) -> None:
         try:
             self._selector.register(approach.sock, mask, approach)
         except OSError:
             approach.sock.close()
             raise
-        self._approaches.add(approach)
+        self._pending.add(approach)
 
-    def _step(self, approach: _Approach) -> None:
+    def _advance(self, approach: _PendingStream) -> None:
         """The socket is ready for what the handshake waits for."""
         try:
             if approach.connecting:
@@ -312,58 +318,58 @@ class Meeting:
                 approach.machine.deadline = (
                     self._deadline.at
                 )  # it answers once it calls connect, which may be late
-            elif not approach.answer:
+            elif not approach.outgoing:
                 self._read(approach)
-            self._answer(approach)
+            self._flush(approach)
         except (AuthenticationError, ProtocolError) as problem:
-            if approach.call is not None:
-                problem.rank, problem.peer = self._rank, approach.call.peer
+            if approach.attempt is not None:
+                problem.rank, problem.peer = self._rank, approach.attempt.peer
                 raise
             log.warning("dropped a connection: %s", problem.message)
             self._drop(approach)
         except OSError as error:
             if not is_transient(error):
-                self._give_up(approach, error)
+                self._abandon(approach, error)
 
-    def _give_up(self, approach: _Approach, error: OSError) -> None:
+    def _abandon(self, approach: _PendingStream, error: OSError) -> None:
         self._drop(approach)
-        if approach.call is not None:
-            self._fail(approach.call, approach.address, error)
+        if approach.attempt is not None:
+            self._schedule_retry(approach.attempt, approach.address, error)
 
-    def _read(self, approach: _Approach) -> None:
-        data = approach.sock.recv(approach.machine.needs - len(approach.got))
+    def _read(self, approach: _PendingStream) -> None:
+        data = approach.sock.recv(approach.machine.needs - len(approach.received))
         if not data:
             raise ConnectionResetError(
                 errno.ECONNRESET, "it closed the connection during the handshake"
             )
-        approach.got += data
-        if len(approach.got) == approach.machine.needs:
-            got, approach.got = approach.got, b""
-            approach.answer += approach.machine.receive(got)
+        approach.received += data
+        if len(approach.received) == approach.machine.needs:
+            got, approach.received = approach.received, b""
+            approach.outgoing += approach.machine.receive(got)
 
-    def _answer(self, approach: _Approach) -> None:
-        if approach.answer:
+    def _flush(self, approach: _PendingStream) -> None:
+        if approach.outgoing:
             try:
-                sent = approach.sock.send(approach.answer)
-                approach.answer = approach.answer[sent:]
+                sent = approach.sock.send(approach.outgoing)
+                approach.outgoing = approach.outgoing[sent:]
             except OSError as error:
                 if not is_transient(error):
                     raise
-        if approach.answer:
+        if approach.outgoing:
             self._selector.modify(approach.sock, selectors.EVENT_WRITE, approach)
         elif approach.machine.done:
             self._finish(approach)
         else:
             self._selector.modify(approach.sock, selectors.EVENT_READ, approach)
 
-    def _finish(self, approach: _Approach) -> None:
+    def _finish(self, approach: _PendingStream) -> None:
         identity = approach.machine.identity
         assert identity is not None
-        peer = identity.acceptor if approach.call is not None else identity.initiator
+        peer = identity.acceptor if approach.attempt is not None else identity.initiator
         self._check_streams(identity, peer)
-        self._approaches.discard(approach)
+        self._pending.discard(approach)
         self._selector.unregister(approach.sock)
-        self._keep(Proven(sock=approach.sock, identity=identity), peer)
+        self._store_proven(ProvenStream(sock=approach.sock, identity=identity), peer)
 
     def _check_streams(self, identity: StreamIdentity, peer: int) -> None:
         if peer in self._peers and identity.nstreams != self._nstreams(peer):
@@ -372,7 +378,7 @@ class Meeting:
                 peer=peer,
             )
 
-    def _keep(self, proven: Proven, peer: int) -> None:
+    def _store_proven(self, proven: ProvenStream, peer: int) -> None:
         """For this call, or for a later one; a second stream of the same number replaces the first, whose caller has given up."""
         shelf = self._proven if peer in self._peers else self._parked
         replaced = shelf.pop((peer, proven.identity.stream), None)
@@ -382,10 +388,10 @@ class Meeting:
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for approach in [a for a in self._approaches if a.machine.expire(now)]:
-            self._give_up(approach, OSError(errno.ETIMEDOUT, "no answer"))
+        for approach in [a for a in self._pending if a.machine.expire(now)]:
+            self._abandon(approach, OSError(errno.ETIMEDOUT, "no answer"))
 
-    def _drop(self, approach: _Approach) -> None:
-        self._approaches.discard(approach)
+    def _drop(self, approach: _PendingStream) -> None:
+        self._pending.discard(approach)
         self._selector.unregister(approach.sock)
         approach.sock.close()

@@ -25,23 +25,23 @@ from miraccl.errors import SystemFailure, as_system_failure
 
 TOKEN_BYTES = 16
 TIMEOUT_S = 20.0
-LOOK_S = 0.1
+CHECK_INTERVAL_S = 0.1
 """Between two looks whether those who are waited for are still there."""
-LEAST_S = 0.01
+MIN_CONNECT_TIMEOUT_S = 0.01
 """For a call at a door at the deadline: 0 would make the socket one that does not wait at all."""
-STRANGER_S = 1.0
+IDENTIFY_TIMEOUT_S = 1.0
 """How long somebody who has called may take to say who it is."""
 _HEAD = struct.Struct(
     f"<{TOKEN_BYTES}sII"
 )  # the door's token, the caller's rank, how many descriptors
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 MAX_DESCRIPTORS = 8
-SHORTAGE_S = 0.01
+ACCEPT_RETRY_S = 0.01
 """Before the next look at the queue, when a connection in it cannot be taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Address:
+class FdChannelAddress:
     """Where and how to call at a rank's door. ``pid`` counts only where ``pid_namespace`` is the caller's own."""
 
     name: str
@@ -53,11 +53,11 @@ class Address:
         return json.dumps(self.__dict__)
 
     @classmethod
-    def from_json(cls, text: str) -> Address:
+    def from_json(cls, text: str) -> FdChannelAddress:
         return cls(**json.loads(text))
 
 
-class Door:
+class FdChannel:
     """A rank's listening socket, open until ``close``."""
 
     def __init__(self, npeers: int, pid_namespace: int) -> None:
@@ -74,17 +74,17 @@ class Door:
             self._socket.bind("\0" + name)
             self._socket.listen(npeers + 16)
             unless_it_listens.pop_all()
-        self.address = Address(
+        self.address = FdChannelAddress(
             name=name, token=self._token.hex(), pid=os.getpid(), pid_namespace=pid_namespace
         )
 
     def close(self) -> None:
         self._socket.close()
 
-    def push(
+    def send(
         self,
         rank: int,
-        peer: Address,
+        peer: FdChannelAddress,
         descriptors: Sequence[int],
         timeout: float | Deadline = TIMEOUT_S,
     ) -> None:
@@ -92,9 +92,9 @@ class Door:
         deadline = Deadline.after(timeout)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                sock.settimeout(max(deadline.left, LEAST_S))
+                sock.settimeout(max(deadline.left, MIN_CONNECT_TIMEOUT_S))
                 sock.connect("\0" + peer.name)
-                self._check_other_side(sock, peer)
+                self._check_credentials(sock, peer)
                 head = _HEAD.pack(bytes.fromhex(peer.token), rank, len(descriptors))
                 socket.send_fds(sock, [head], list(descriptors))
         except OSError as error:
@@ -103,50 +103,50 @@ class Door:
             text = f"descriptors cannot be passed to process {peer.pid}: {error.strerror or error}"
             raise SystemFailure(text, hint="ranks of a host share its network namespace") from error
 
-    def take(
+    def receive(
         self,
-        peers: Mapping[int, Address],
+        peers: Mapping[int, FdChannelAddress],
         timeout: float | Deadline = TIMEOUT_S,
-        look: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> dict[int, list[int]]:
         """What these ranks have pushed, as descriptors of this process (close-on-exec); a rank that has not come in time is not in it.
         ``look`` is called every ``LOOK_S``, and what it raises ends the wait."""
         deadline = Deadline.after(timeout)
         got: dict[int, list[int]] = {}
         try:
-            self._take(peers, deadline, look, got)
+            self._receive_all(peers, deadline, check, got)
         except BaseException:
             close_all([descriptor for descriptors in got.values() for descriptor in descriptors])
             raise
         return got
 
-    def _take(
+    def _receive_all(
         self,
-        peers: Mapping[int, Address],
+        peers: Mapping[int, FdChannelAddress],
         deadline: Deadline,
-        look: Callable[[], None],
+        check: Callable[[], None],
         got: dict[int, list[int]],
     ) -> None:
         while len(got) < len(peers) and (left := deadline.left) > 0:
-            look()
-            self._socket.settimeout(min(left, LOOK_S))
+            check()
+            self._socket.settimeout(min(left, CHECK_INTERVAL_S))
             try:
                 sock, _ = self._socket.accept()
             except TimeoutError:
                 continue
             except OSError:  # it has gone again, or no descriptor is free: one may be soon
-                time.sleep(min(SHORTAGE_S, left))
+                time.sleep(min(ACCEPT_RETRY_S, left))
                 continue
             with sock:
-                sock.settimeout(min(left, STRANGER_S))
-                found = self._hear(sock, peers)
+                sock.settimeout(min(left, IDENTIFY_TIMEOUT_S))
+                found = self._receive_from(sock, peers)
             if found is not None and found[0] not in got:
                 got[found[0]] = found[1]
             elif found is not None:
                 close_all(found[1])
 
-    def _hear(
-        self, sock: socket.socket, peers: Mapping[int, Address]
+    def _receive_from(
+        self, sock: socket.socket, peers: Mapping[int, FdChannelAddress]
     ) -> tuple[int, list[int]] | None:
         """Rank and descriptors of a caller, None for a stranger."""
         received: list[int] = []
@@ -161,7 +161,7 @@ class Door:
                     and rank in peers
                     and count == len(received)
                 ):
-                    self._check_other_side(sock, peers[rank])
+                    self._check_credentials(sock, peers[rank])
                     taken, received = received, []
                     return rank, taken
         except OSError:  # it has gone again, or is somebody else
@@ -170,7 +170,7 @@ class Door:
             close_all(received)
         return None
 
-    def _check_other_side(self, sock: socket.socket, peer: Address) -> None:
+    def _check_credentials(self, sock: socket.socket, peer: FdChannelAddress) -> None:
         pid, uid = _credentials(sock)
         if uid != os.geteuid() or (peer.pid_namespace == self._namespace and pid != peer.pid):
             raise SystemFailure(

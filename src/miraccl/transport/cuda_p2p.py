@@ -20,8 +20,8 @@ from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError, SystemFailure
 from miraccl.topo.records import PathType
 from miraccl.transport import cuda_pairs as pairs
-from miraccl.transport.base import machine
-from miraccl.transport.cuda_fds import TIMEOUT_S, Address, Door, close_all
+from miraccl.transport.base import machine_id
+from miraccl.transport.cuda_fds import TIMEOUT_S, FdChannel, FdChannelAddress, close_all
 from miraccl.transport.cuda_pairs import (
     DIRECT,
     HOST,
@@ -29,19 +29,19 @@ from miraccl.transport.cuda_pairs import (
     PROCESS,
     SELF,
     VMM,
-    Facts,
+    GpuFacts,
+    GpuPaths,
+    P2pSettings,
     Pair,
-    Paths,
-    Settings,
 )
 from miraccl.transport.cuda_shm import Fills, HostSegment, PinningGpu
-from miraccl.transport.cuda_vmm import Mapped, VmmGpu
+from miraccl.transport.cuda_vmm import VmmGpu, VmmMapping
 
 Explanation = list[tuple[Pair, str, str]]
 """(pair, way, why) of each pair of ranks."""
 
 
-class Stages(Protocol):
+class SetupExchange(Protocol):
     """How the ranks make something together, with one deadline (``comm.stages``)."""
 
     @property
@@ -73,7 +73,7 @@ class GpuMemory(VmmGpu, PinningGpu, Protocol):
     def unmap_peer(self, address: int) -> None: ...
 
 
-class _Shared:
+class _MappingAttempt:
     """One attempt: memory of this rank, and that of its peers, as far as their way is direct; a host segment each where it is not.
 
     ``ways[peer]`` is the kind of the way.  ``make``, then ``info`` to the others, then ``reach`` with theirs; ``leave``, then ``free``.
@@ -87,44 +87,44 @@ class _Shared:
         ordinals: Sequence[int],
         fills: Fills = (),
     ) -> None:
-        self.gpu, self.rank, self.ways, self._fills = gpu, rank, ways, fills
+        self.gpu, self.rank, self.mappings, self._fills = gpu, rank, ways, fills
         self._ordinals = ordinals
         self.own = 0
         self.failures: list[tuple[int, str, str]] = []  # (peer, kind, why)
         self.addresses: dict[int, int] = {rank: 0}  # of the peers' memory here
         self.host: HostSegment | None = None
         self.hosts: dict[int, HostSegment] = {}
-        self._mapped: Mapped | None = None
-        self._imported: dict[int, Mapped] = {}
-        self._opened: list[int] = []
-        self._door: Door | None = None
+        self._vmm: VmmMapping | None = None
+        self._imported: dict[int, VmmMapping] = {}
+        self._ipc_peers: list[int] = []
+        self._fd_channel: FdChannel | None = None
 
     def _peers(self, *kinds: str) -> list[int]:
-        return [peer for peer, kind in self.ways.items() if kind in kinds]
+        return [peer for peer, kind in self.mappings.items() if kind in kinds]
 
-    def _failed(self, peers: Sequence[int], error: MiracclError) -> None:
-        self.failures += [(peer, self.ways[peer], error.message) for peer in peers]
+    def _record_failure(self, peers: Sequence[int], error: MiracclError) -> None:
+        self.failures += [(peer, self.mappings[peer], error.message) for peer in peers]
 
-    def make(self, nbytes: int) -> None:
+    def create(self, nbytes: int) -> None:
         """Allocate and fill. Raises ``SystemFailure`` where plain memory cannot be had; other failures are for the report."""
         try:
             self.allocate(nbytes)
         except SystemFailure as error:
             if not (vmm := self._peers(VMM)):
                 raise
-            self._failed(vmm, error)
+            self._record_failure(vmm, error)
         if self._peers(HOST):
             try:
                 self.host = HostSegment.create(self.gpu, nbytes, self._fills)
             except SystemFailure as error:
-                self._failed(self._peers(HOST), error)
+                self._record_failure(self._peers(HOST), error)
 
     def allocate(self, nbytes: int) -> None:
         """This rank's device memory, filled, or ``SystemFailure``. It is plain where no peer maps it by descriptor, whatever others have: a
         rank in no pair of that way could report to nobody that it failed."""
         if self._peers(VMM):
-            self._mapped = Mapped.create(self.gpu, nbytes)
-            self.own = self._mapped.address
+            self._vmm = VmmMapping.create(self.gpu, nbytes)
+            self.own = self._vmm.address
         else:
             self.own = self.gpu.allocate(nbytes)
         self.addresses[self.rank] = self.own
@@ -144,72 +144,70 @@ class _Shared:
             "handle": "",
             "door": "",
         }
-        if self._mapped is not None:
-            record["size"] = self._mapped.nbytes
+        if self._vmm is not None:
+            record["size"] = self._vmm.nbytes
         if self.host is not None:
             record["host_size"] = self.host.nbytes
         if ipc := self._peers(IPC):
             try:
                 record["handle"] = self.gpu.export(self.own).hex()
             except SystemFailure as error:
-                self._failed(ipc, error)
-        if self._mapped is not None or self.host is not None:
+                self._record_failure(ipc, error)
+        if self._vmm is not None or self.host is not None:
             try:
-                self._door = Door(len(self.ways), pairs.pid_namespace())
-                record["door"] = self._door.address.to_json()
+                self._fd_channel = FdChannel(len(self.mappings), pairs.pid_namespace())
+                record["door"] = self._fd_channel.address.to_json()
             except SystemFailure as error:
-                self._failed(self._peers(VMM, HOST), error)
+                self._record_failure(self._peers(VMM, HOST), error)
         return json.dumps(record).encode()
 
-    def reach(self, infos: Sequence[bytes], stages: Stages) -> None:
+    def map_peers(self, infos: Sequence[bytes], stages: SetupExchange) -> None:
         """Map everybody's memory; what fails is in ``failures``. Raises what has ended the stages."""
         records = [json.loads(info) for info in infos]
         for peer in self._peers(PROCESS, IPC):
             try:
-                if self.ways[peer] == PROCESS:
+                if self.mappings[peer] == PROCESS:
                     self.gpu.enable_peer(self._ordinals[peer])
                     self.addresses[peer] = int(records[peer]["address"])
                 elif records[peer]["handle"]:
                     self.addresses[peer] = self.gpu.map_peer(bytes.fromhex(records[peer]["handle"]))
-                    self._opened.append(peer)
+                    self._ipc_peers.append(peer)
             except SystemFailure as error:
-                self._failed([peer], error)
-        if self._door is not None:
+                self._record_failure([peer], error)
+        if self._fd_channel is not None:
             doors = {
-                p: Address.from_json(records[p]["door"])
+                p: FdChannelAddress.from_json(records[p]["door"])
                 for p in self._peers(VMM, HOST)
                 if records[p]["door"]
             }
-            self._pass_descriptors(self._door, doors, records, stages)
+            self._exchange_descriptors(self._fd_channel, doors, records, stages)
 
-    def _pass_descriptors(
+    def _exchange_descriptors(
         self,
-        door: Door,
-        doors: Mapping[int, Address],
+        door: FdChannel,
+        doors: Mapping[int, FdChannelAddress],
         records: Sequence[Mapping[str, Any]],
-        stages: Stages,
+        stages: SetupExchange,
     ) -> None:
         exported, deadline = -1, stages.deadline.within(TIMEOUT_S)
         try:
-            exported = (
-                self._mapped.export() if self._mapped is not None and self._peers(VMM) else -1
-            )
+            exported = self._vmm.export() if self._vmm is not None and self._peers(VMM) else -1
         except SystemFailure as error:
-            self._failed(self._peers(VMM), error)
+            self._record_failure(self._peers(VMM), error)
         try:
             for peer, address in doors.items():
                 descriptor = (
                     exported
-                    if self.ways[peer] == VMM
+                    if self.mappings[peer] == VMM
                     else self.host.descriptor
                     if self.host is not None
                     else -1
                 )
                 try:
-                    door.push(self.rank, address, [descriptor] if descriptor >= 0 else [], deadline)
+                    door.send(self.rank, address, [descriptor] if descriptor >= 0 else [], deadline)
                 except SystemFailure as error:
-                    self._failed([peer], error)
-            taken = door.take(doors, deadline, stages.check)
+                    self._record_failure([peer], error)
+            taken = door.receive(doors, deadline, stages.check)
         finally:
             close_all([exported] if exported >= 0 else [])
         for peer in doors:
@@ -219,8 +217,8 @@ class _Shared:
         try:
             if len(descriptors) != 1:
                 raise SystemFailure("its descriptor did not come")
-            if self.ways[peer] == VMM:
-                self._imported[peer] = Mapped.from_descriptor(
+            if self.mappings[peer] == VMM:
+                self._imported[peer] = VmmMapping.from_descriptor(
                     self.gpu, descriptors[0], int(record["size"])
                 )
                 self.addresses[peer] = self._imported[peer].address
@@ -229,26 +227,26 @@ class _Shared:
                     self.gpu, descriptors[0], int(record["host_size"])
                 )
         except SystemFailure as error:
-            self._failed([peer], error)
+            self._record_failure([peer], error)
 
-    def leave(self) -> None:
+    def unmap_peers(self) -> None:
         """Unmap what belongs to others. May be called twice."""
-        if self._door is not None:
-            self._door.close()
-        for peer in self._opened:
+        if self._fd_channel is not None:
+            self._fd_channel.close()
+        for peer in self._ipc_peers:
             self.gpu.unmap_peer(self.addresses[peer])
         for mapped in self._imported.values():
             mapped.close()
         for host in self.hosts.values():
             host.close()
-        self._opened, self._imported, self.hosts = [], {}, {}
+        self._ipc_peers, self._imported, self.hosts = [], {}, {}
 
     def free(self) -> None:
         """Give this rank's memory back, after all peers have left it. May be called twice."""
         own, self.own = self.own, 0
-        if self._mapped is not None:
-            self._mapped.close()
-            self._mapped = None
+        if self._vmm is not None:
+            self._vmm.close()
+            self._vmm = None
         elif own:
             self.gpu.free(own)
         if self.host is not None:
@@ -259,7 +257,7 @@ class _Shared:
         with contextlib.suppress(
             MiracclError
         ):  # a context that a failed kernel broke frees its memory by itself
-            self.leave()
+            self.unmap_peers()
             self.free()
 
 
@@ -279,28 +277,28 @@ class SymmetricMemory:
         nbytes: int,
         fills: Fills = (),
         *,
-        stages: Stages,
-        settings: Settings | None = None,
+        stages: SetupExchange,
+        settings: P2pSettings | None = None,
     ) -> None:
         self.gpu, self.rank, self.nranks, self.nbytes = gpu, rank, nranks, nbytes
         self.own, self.inboxes, self.outboxes, self.kinds = 0, [0], [0], [SELF]
-        self.ways: dict[Pair, pairs.Choice] = {}
-        self.refused: dict[tuple[Pair, str], str] = {}
+        self.choices: dict[Pair, pairs.P2pChoice] = {}
+        self.failed_mappings: dict[tuple[Pair, str], str] = {}
         self.descriptors, self.reason = False, "one rank"
-        self.facts: list[Facts] = []
-        self.read = Paths(types={})  # on rank 0, with what they were read from
+        self.facts: list[GpuFacts] = []
+        self.paths_read = GpuPaths(types={})  # on rank 0, with what they were read from
         self._fills = fills
-        self._shared: _Shared | None = None
+        self._attempt_memory: _MappingAttempt | None = None
         if nranks > 1:
-            self._look(settings or Settings.read(), stages)
-            while not self._attempt(stages):
+            self._exchange_facts(settings or P2pSettings.read(), stages)
+            while not self._try_mappings(stages):
                 pass
 
-    def _look(self, settings: Settings, stages: Stages) -> None:
+    def _exchange_facts(self, settings: P2pSettings, stages: SetupExchange) -> None:
         """Exchange what ways are decided from."""
-        mine = Facts(
+        mine = GpuFacts(
             rank=self.rank,
-            process=f"{machine()}/{pairs.pid_namespace()}/{os.getpid()}",
+            process=f"{machine_id()}/{pairs.pid_namespace()}/{os.getpid()}",
             pid=os.getpid(),
             pid_namespace=pairs.pid_namespace(),
             ordinal=self.gpu.ordinal,
@@ -314,37 +312,39 @@ class SymmetricMemory:
             shm_disable=settings.shm_disable,
         )
         blobs = stages.gather("gpu facts", mine.to_json())
-        self.facts = [Facts.from_json(blob, rank) for rank, blob in enumerate(blobs)]
-        pairs.check_alike(self.facts, self.rank)
+        self.facts = [GpuFacts.from_json(blob, rank) for rank, blob in enumerate(blobs)]
+        pairs.check_compatible(self.facts, self.rank)
         ids = sorted({facts.bus_id for facts in self.facts})
-        paths = pairs.read_paths(ids) if self.rank == 0 and len(ids) > 1 else Paths(types={})
-        self.read = paths
+        paths = pairs.read_paths(ids) if self.rank == 0 and len(ids) > 1 else GpuPaths(types={})
+        self.paths_read = paths
         view = {
             "access": [self.gpu.reaches(facts.bus_id) for facts in self.facts],
             "paths": paths.to_json().decode(),
         }
         views = [json.loads(blob) for blob in stages.gather("gpu views", json.dumps(view).encode())]
         self._access = [record["access"] for record in views]
-        self._paths = Paths.from_json(views[0]["paths"].encode())
+        self._paths = GpuPaths.from_json(views[0]["paths"].encode())
 
-    def _attempt(self, stages: Stages) -> bool:
+    def _try_mappings(self, stages: SetupExchange) -> bool:
         """Try the ways that are left; False if something failed somewhere and the next ones are to be tried."""
-        self.descriptors, self.reason = pairs.uses_descriptors(self.facts, self.refused)
-        self.ways = pairs.choose_ways(self.facts, self._access, self._paths, self.refused)
+        self.descriptors, self.reason = pairs.uses_descriptors(self.facts, self.failed_mappings)
+        self.choices = pairs.choose_mappings(
+            self.facts, self._access, self._paths, self.failed_mappings
+        )
         mine = {
-            p: self.ways[pairs.pair_of(self.rank, p)].kind
+            p: self.choices[pairs.pair_of(self.rank, p)].kind
             for p in range(self.nranks)
             if p != self.rank
         }
         self.descriptors = self.descriptors and any(
-            choice.kind == VMM for choice in self.ways.values()
+            choice.kind == VMM for choice in self.choices.values()
         )
-        shared = self._shared = _Shared(
+        shared = self._attempt_memory = _MappingAttempt(
             self.gpu, self.rank, mine, [f.ordinal for f in self.facts], self._fills
         )
         try:
-            shared.make(self.nbytes)
-            shared.reach(stages.gather("gpu memory", shared.info()), stages)
+            shared.create(self.nbytes)
+            shared.map_peers(stages.gather("gpu memory", shared.info()), stages)
             reports = [
                 json.loads(blob)
                 for blob in stages.gather("gpu mapped", json.dumps(shared.failures).encode())
@@ -355,14 +355,14 @@ class SymmetricMemory:
                 for peer, kind, why in report
             }
             if failed:
-                shared.leave()
+                shared.unmap_peers()
                 stages.gather("gpu unmapped")  # nobody frees what another one still maps
                 shared.free()
         except BaseException:
             shared.close()
             raise
         if failed:
-            self.refused.update(failed)
+            self.failed_mappings.update(failed)
             return False
         self.own = shared.own
         self.kinds = [mine.get(peer, SELF) for peer in range(self.nranks)]
@@ -384,28 +384,28 @@ class SymmetricMemory:
     @property
     def all_direct(self) -> bool:
         """Whether every rank addresses every other's device memory; the same on all ranks."""
-        return all(choice.kind in DIRECT for choice in self.ways.values())
+        return all(choice.kind in DIRECT for choice in self.choices.values())
 
     def explain(self) -> Explanation:
         """The way of every pair of ranks, and why."""
-        return [(pair, choice.kind, choice.why) for pair, choice in sorted(self.ways.items())]
+        return [(pair, choice.kind, choice.reason) for pair, choice in sorted(self.choices.items())]
 
-    def window(self, nbytes: int, stages: Stages) -> WindowMemory:
+    def window(self, nbytes: int, stages: SetupExchange) -> WindowMemory:
         """A further allocation of ``nbytes`` on every rank, made by all ranks together."""
         return WindowMemory(self, nbytes, stages)
 
     def host_bytes(self) -> int:
         """Pinned host memory that this rank owns."""
         return (
-            self._shared.host.nbytes
-            if self._shared is not None and self._shared.host is not None
+            self._attempt_memory.host.nbytes
+            if self._attempt_memory is not None and self._attempt_memory.host is not None
             else 0
         )
 
     def close(self) -> None:
         """Unmap and free; the caller has seen to it that no rank uses the memory any more. May be called twice."""
-        if self._shared is not None:
-            self._shared.close()
+        if self._attempt_memory is not None:
+            self._attempt_memory.close()
         self.own, self.inboxes, self.outboxes = 0, [], []
 
 
@@ -417,12 +417,12 @@ class WindowMemory:
     before ``base``.
     """
 
-    def __init__(self, base: SymmetricMemory, nbytes: int, stages: Stages) -> None:
+    def __init__(self, base: SymmetricMemory, nbytes: int, stages: SetupExchange) -> None:
         self.nbytes = nbytes = -(-nbytes // 4) * 4  # it is filled word by word
         self._base = base
         direct = {p: kind for p, kind in enumerate(base.kinds) if kind in DIRECT}
         ordinals = [f.ordinal for f in base.facts] if base.nranks > 1 else []
-        shared = self._shared = _Shared(base.gpu, base.rank, direct, ordinals)
+        shared = self._shared = _MappingAttempt(base.gpu, base.rank, direct, ordinals)
         try:
             self._make(nbytes, stages)
             if base.nranks > 1:
@@ -432,9 +432,9 @@ class WindowMemory:
             raise
         self.own = shared.own
         self.addresses = [shared.addresses.get(p, 0) for p in range(base.nranks)]
-        self.addressable = all(choice.kind in DIRECT for choice in base.ways.values())
+        self.addressable = all(choice.kind in DIRECT for choice in base.choices.values())
 
-    def _make(self, nbytes: int, stages: Stages) -> None:
+    def _make(self, nbytes: int, stages: SetupExchange) -> None:
         """Raises ``SystemFailure`` on all ranks where one has no memory."""
         mine: SystemFailure | None = None
         try:
@@ -453,9 +453,9 @@ class WindowMemory:
                     f"rank {rank} has no window memory: {lack}", rank=self._base.rank, peer=rank
                 )
 
-    def _connect(self, stages: Stages) -> None:
+    def _connect(self, stages: SetupExchange) -> None:
         base, shared = self._base, self._shared
-        shared.reach(stages.gather("gpu window", shared.info()), stages)
+        shared.map_peers(stages.gather("gpu window", shared.info()), stages)
         reports = [
             json.loads(blob)
             for blob in stages.gather("gpu window mapped", json.dumps(shared.failures).encode())
@@ -464,7 +464,7 @@ class WindowMemory:
             (rank, peer, why) for rank, report in enumerate(reports) for peer, _, why in report
         ]
         if failed:
-            shared.leave()
+            shared.unmap_peers()
             stages.gather("gpu window unmapped")
             rank, peer, why = failed[0]
             raise SystemFailure(

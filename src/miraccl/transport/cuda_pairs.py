@@ -36,12 +36,12 @@ NO_ACCESS, ACCESS, LINKED = (
     1,
     2,
 )  # linked: with atomics over the link, which NVLink has and PCIe has not
-Refused = Mapping[tuple[Pair, str], str]
+FailedMappings = Mapping[tuple[Pair, str], str]
 """(pair, way) -> why it did not work."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class GpuFacts:
     """What a rank tells of itself. ``process`` is the same for threads of one process only; ``cumem`` as the parameter CUMEM."""
 
     rank: int
@@ -62,7 +62,7 @@ class Facts:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, data: bytes, rank: int) -> Facts:
+    def from_json(cls, data: bytes, rank: int) -> GpuFacts:
         try:
             facts = cls(**json.loads(data))
         except (ValueError, TypeError) as error:
@@ -75,7 +75,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class P2pSettings:
     """What the environment says about ways."""
 
     cumem: int = -1
@@ -84,7 +84,7 @@ class Settings:
     shm_disable: bool = False
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> Settings:
+    def read(cls, environ: Mapping[str, str] | None = None) -> P2pSettings:
         return cls(
             cumem=params.CUMEM.read(environ),
             p2p_disable=params.P2P_DISABLE.read(environ) == 1,
@@ -94,7 +94,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paths:
+class GpuPaths:
     """Path types between GPUs by bus id, as one rank of the host sees them, and NCCL's default level; ``note`` says why there are none.
 
     ``machine`` and ``topology`` are what it read them from, which other ranks are not told.
@@ -116,21 +116,21 @@ class Paths:
         ).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Paths:
+    def from_json(cls, data: bytes) -> GpuPaths:
         record = json.loads(data)
         types = {(str(a), str(b)): PathType(path) for a, b, path in record["types"]}
         return cls(types=types, default_level=PathType(record["level"]), note=str(record["note"]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class P2pChoice:
     """The way of a pair, and why; ``kind`` is empty where there is none."""
 
     kind: str
-    why: str
+    reason: str
 
 
-def read_paths(bus_ids: Sequence[str]) -> Paths:
+def read_paths(bus_ids: Sequence[str]) -> GpuPaths:
     """The paths between these GPUs, from the topology file that is named or from this machine. Never raises: ``note`` has the reason."""
     options = TopoOptions(
         paths=PathOptions(p2p_level=PathType.SYS, net_intra=False, pxn=False)
@@ -152,16 +152,18 @@ def read_paths(bus_ids: Sequence[str]) -> Paths:
                             paths.gpu_gpu(here, there).type, paths.gpu_gpu(there, here).type
                         )
     except Exception as error:  # whatever is strange about this machine: the driver decides alone
-        return Paths(types={}, note=f"no topology: {error}")
+        return GpuPaths(types={}, note=f"no topology: {error}")
     note = "" if types else "the topology does not have these GPUs"
-    return Paths(types=types, default_level=level, note=note, machine=machine, topology=topology)
+    return GpuPaths(types=types, default_level=level, note=note, machine=machine, topology=topology)
 
 
 def pair_of(a: int, b: int) -> Pair:
     return (a, b) if a < b else (b, a)
 
 
-def uses_descriptors(facts: Sequence[Facts], refused: Refused) -> tuple[bool, str]:
+def uses_descriptors(
+    facts: Sequence[GpuFacts], failed_mappings: FailedMappings
+) -> tuple[bool, str]:
     """Whether the communicator's memory is made by virtual memory management, and why (not).
 
     One answer for all ranks: memory made that way has no IPC handle.  Raises ``InvalidUsage`` where a rank insists and it cannot be.
@@ -171,7 +173,7 @@ def uses_descriptors(facts: Sequence[Facts], refused: Refused) -> tuple[bool, st
     failed = next(
         (
             f"ranks {pair[0]} and {pair[1]}: {text}"
-            for (pair, kind), text in refused.items()
+            for (pair, kind), text in failed_mappings.items()
             if kind == VMM
         ),
         "",
@@ -196,14 +198,18 @@ def uses_descriptors(facts: Sequence[Facts], refused: Refused) -> tuple[bool, st
     return True, "all GPUs share memory as file descriptors"
 
 
-def path_between(a: Facts, b: Facts, access: Sequence[Access], paths: Paths) -> PathType | None:
+def path_between(
+    a: GpuFacts, b: GpuFacts, access: Sequence[Access], paths: GpuPaths
+) -> PathType | None:
     """The path of a pair: the topology's, but NVL where the driver knows of a link that the topology has not found."""
     path = paths.between(a.bus_id, b.bus_id)
     linked = all(answer == LINKED for answer in access)
     return PathType.NVL if linked and (path is None or path > PathType.NVL) else path
 
 
-def peer_access(a: Facts, b: Facts, access: Sequence[Access], paths: Paths) -> tuple[bool, str]:
+def peer_access(
+    a: GpuFacts, b: GpuFacts, access: Sequence[Access], paths: GpuPaths
+) -> tuple[bool, str]:
     """Whether two ranks may use each other's device memory; ``access`` is what the driver tells rank a of b's GPU and rank b of a's."""
     off = next((f.rank for f in (a, b) if f.p2p_disable), None)
     if off is not None:
@@ -223,43 +229,53 @@ def peer_access(a: Facts, b: Facts, access: Sequence[Access], paths: Paths) -> t
     return True, name
 
 
-def choose_way(
-    a: Facts, b: Facts, access: Sequence[Access], paths: Paths, descriptors: bool, refused: Refused
-) -> Choice:
+def choose_mapping(
+    a: GpuFacts,
+    b: GpuFacts,
+    access: Sequence[Access],
+    paths: GpuPaths,
+    descriptors: bool,
+    failed: FailedMappings,
+) -> P2pChoice:
     """The way between two ranks; the same whichever comes first. ``descriptors`` is the answer of ``uses_descriptors``."""
     if a.rank == b.rank:
-        return Choice(kind=SELF, why="the rank itself")
+        return P2pChoice(kind=SELF, reason="the rank itself")
     a, b = (a, b) if a.rank < b.rank else (b, a)
     pair = pair_of(a.rank, b.rank)
     allowed, why = peer_access(a, b, access, paths)
     if allowed:
         kind = VMM if descriptors else PROCESS if a.process == b.process else IPC
-        if (pair, kind) not in refused:
-            return Choice(kind=kind, why=why)
-        why = f"{kind} failed: {refused[pair, kind]}"
+        if (pair, kind) not in failed:
+            return P2pChoice(kind=kind, reason=why)
+        why = f"{kind} failed: {failed[pair, kind]}"
     off = next((f.rank for f in (a, b) if f.shm_disable), None)
     if off is not None:
-        return Choice(kind="", why=f"{why}; and SHM_DISABLE is 1 on rank {off}")
-    if (pair, HOST) in refused:
-        return Choice(kind="", why=f"{why}; and host memory failed: {refused[pair, HOST]}")
-    return Choice(kind=HOST, why=why)
+        return P2pChoice(kind="", reason=f"{why}; and SHM_DISABLE is 1 on rank {off}")
+    if (pair, HOST) in failed:
+        return P2pChoice(kind="", reason=f"{why}; and host memory failed: {failed[pair, HOST]}")
+    return P2pChoice(kind=HOST, reason=why)
 
 
-def choose_ways(
-    facts: Sequence[Facts], access: Sequence[Sequence[Access]], paths: Paths, refused: Refused
-) -> dict[Pair, Choice]:
+def choose_mappings(
+    facts: Sequence[GpuFacts],
+    access: Sequence[Sequence[Access]],
+    paths: GpuPaths,
+    failed: FailedMappings,
+) -> dict[Pair, P2pChoice]:
     """The ways of all pairs (lower rank first); ``access[a][b]`` is what the driver tells rank a of the GPU of rank b.
 
     Raises ``SystemFailure`` naming the pair where there is no way, on all ranks alike.
     """
-    descriptors, _ = uses_descriptors(facts, refused)
-    ways: dict[Pair, Choice] = {}
+    descriptors, _ = uses_descriptors(facts, failed)
+    ways: dict[Pair, P2pChoice] = {}
     for a in facts:
         for b in facts[a.rank + 1 :]:
             views = (access[a.rank][b.rank], access[b.rank][a.rank])
-            choice = ways[a.rank, b.rank] = choose_way(a, b, views, paths, descriptors, refused)
+            choice = ways[a.rank, b.rank] = choose_mapping(a, b, views, paths, descriptors, failed)
             if not choice.kind:
-                text = f"ranks {a.rank} and {b.rank} have no way to exchange GPU data: {choice.why}"
+                text = (
+                    f"ranks {a.rank} and {b.rank} have no way to exchange GPU data: {choice.reason}"
+                )
                 raise SystemFailure(
                     text,
                     peer=b.rank,
@@ -268,7 +284,7 @@ def choose_ways(
     return ways
 
 
-def check_alike(facts: Sequence[Facts], rank: int) -> None:
+def check_compatible(facts: Sequence[GpuFacts], rank: int) -> None:
     """Raise ``InvalidUsage`` where ranks cannot work together at all."""
     mine = facts[rank]
     for other in facts:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from miraccl.transport.shm import Segment
+from miraccl.transport.shm import ShmSegment
 
 PAGE_BYTES = 4096
 Fills = Sequence[tuple[int, int, int]]
@@ -28,7 +28,7 @@ class PinningGpu(Protocol):
 class HostSegment:
     """A mapped and pinned segment. ``address`` is where it lies for the CPU, ``on_gpu`` for this rank's GPU."""
 
-    def __init__(self, gpu: PinningGpu, segment: Segment) -> None:
+    def __init__(self, gpu: PinningGpu, segment: ShmSegment) -> None:
         """Takes ``segment`` over, also when pinning fails."""
         self._gpu, self.segment = gpu, segment
         self.address, self.nbytes = segment.address, segment.nbytes
@@ -44,7 +44,7 @@ class HostSegment:
         cls, gpu: PinningGpu, nbytes: int, fills: Fills = (), label: str = "miraccl-gpu"
     ) -> HostSegment:
         """A new segment; ``fills`` are (offset, bytes, 32-bit word) that it begins with, over zeros."""
-        segment = Segment.create(label, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        segment = ShmSegment.create(label, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
         words = np.frombuffer(segment.file.memory(0, segment.nbytes), np.uint32)
         for offset, size, word in fills:
             words[offset // 4 : (offset + size) // 4] = word
@@ -54,7 +54,9 @@ class HostSegment:
     def from_descriptor(cls, gpu: PinningGpu, descriptor: int, nbytes: int) -> HostSegment:
         """A peer's segment. Closes ``descriptor``."""
         try:
-            segment = Segment.open(os.getpid(), descriptor, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+            segment = ShmSegment.open(
+                os.getpid(), descriptor, -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+            )
         finally:
             os.close(descriptor)
         return cls(gpu, segment)

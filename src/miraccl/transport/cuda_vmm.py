@@ -22,12 +22,12 @@ class VmmGpu(Protocol):
     def release_physical(self, handle: int) -> None: ...
 
 
-def rounded(nbytes: int, granularity: int) -> int:
+def allocation_bytes(nbytes: int, granularity: int) -> int:
     """Bytes of the allocation that holds ``nbytes``."""
     return max(1, -(-nbytes // granularity)) * granularity
 
 
-class Mapped:
+class VmmMapping:
     """Memory with an address on this GPU; of this rank (``create``) or of another (``from_descriptor``)."""
 
     def __init__(self, gpu: VmmGpu, handle: int, nbytes: int) -> None:
@@ -41,13 +41,13 @@ class Mapped:
             raise
 
     @classmethod
-    def create(cls, gpu: VmmGpu, nbytes: int) -> Mapped:
+    def create(cls, gpu: VmmGpu, nbytes: int) -> VmmMapping:
         """New memory of at least ``nbytes``."""
-        size = rounded(nbytes, gpu.granularity())
+        size = allocation_bytes(nbytes, gpu.granularity())
         return cls(gpu, gpu.create_physical(size), size)
 
     @classmethod
-    def from_descriptor(cls, gpu: VmmGpu, descriptor: int, nbytes: int) -> Mapped:
+    def from_descriptor(cls, gpu: VmmGpu, descriptor: int, nbytes: int) -> VmmMapping:
         """Memory that a peer has exported; ``nbytes`` is the size of its allocation. Closes ``descriptor``."""
         try:
             handle = gpu.import_descriptor(descriptor)

@@ -14,10 +14,10 @@ from miraccl.transport.base import Fifo, FifoKind
 from miraccl.transport.fifo import INLINE_BYTES, LINE_BYTES, NSLOTS, Atomics, Mode, memory_at
 
 
-def ring_bell(atomics: Atomics, end: Fifo) -> None:
+def ring_doorbell(atomics: Atomics, end: Fifo) -> None:
     """After a flag, tail or want was stored.  The exchange is the full fence, and one of two ringers is enough."""
-    if end.bell >= 0 and atomics.exchange(end.asleep, 0):
-        os.eventfd_write(end.bell, 1)
+    if end.doorbell >= 0 and atomics.exchange(end.asleep, 0):
+        os.eventfd_write(end.doorbell, 1)
 
 
 class SendEnd:
@@ -29,7 +29,7 @@ class SendEnd:
         self._atomics = atomics
 
     @property
-    def taken(self) -> int:
+    def released(self) -> int:
         """Messages whose memory may be used again."""
         return self._atomics.load_acquire(self.end.tail)
 
@@ -40,7 +40,7 @@ class SendEnd:
         nbytes = len(payload)
         if mode is None:
             mode = Mode.INLINE if nbytes <= INLINE_BYTES else Mode.SLOT
-        if self.posted - self.taken >= NSLOTS:
+        if self.posted - self.released >= NSLOTS:
             return False
         if mode is Mode.INLINE:
             place = self._line() + fifo.WORD_INLINE * fifo.WORD_BYTES
@@ -54,24 +54,24 @@ class SendEnd:
 
     def post_address(self, address: int, nbytes: int, *, signature: int = 0) -> bool:
         """Post memory of this process, which stays untouched until ``taken`` passes this message."""
-        if self.posted - self.taken >= NSLOTS:
+        if self.posted - self.released >= NSLOTS:
             return False
         self._publish(signature, nbytes, Mode.ADDRESS, [address])
         return True
 
     def _line(self) -> int:
-        return self.end.post + self.posted % NSLOTS * LINE_BYTES
+        return self.end.descriptors + self.posted % NSLOTS * LINE_BYTES
 
     def _publish(self, signature: int, nbytes: int, mode: Mode, more: list[int]) -> None:
         line = self._line()
         fifo.write_words(line, fifo.WORD_SIGNATURE, [signature, nbytes, mode, *more])
         self.posted += 1
         self._atomics.store_release(line, self.posted)
-        ring_bell(self._atomics, self.end)
+        ring_doorbell(self._atomics, self.end)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class ReceivedMessage:
     """A received message.  ``payload`` is a view of where it lies, valid until ``consume``; None for OVERSIZE."""
 
     number: int
@@ -89,15 +89,15 @@ class RecvEnd:
         self.consumed = 0
         self._atomics = atomics
 
-    def want(self, address: int, room: int, *, ahead: int = 0) -> None:
+    def clear_to_send(self, address: int, nbytes: int, *, ahead: int = 0) -> None:
         """Let the message ``ahead`` of the next one (less than NSLOTS) land at ``address``; network FIFOs only."""
         if self.end.kind is not FifoKind.NET:
             return
         message = self.consumed + ahead
-        line = self.end.want + message % NSLOTS * LINE_BYTES
-        fifo.write_words(line, fifo.WORD_CTS_ADDRESS, [address, room])
+        line = self.end.cts + message % NSLOTS * LINE_BYTES
+        fifo.write_words(line, fifo.WORD_CTS_ADDRESS, [address, nbytes])
         self._atomics.store_release(line, message + 1)
-        ring_bell(self._atomics, self.end)
+        ring_doorbell(self._atomics, self.end)
 
     @property
     def announced(self) -> tuple[int, int] | None:
@@ -108,12 +108,12 @@ class RecvEnd:
         signature, nbytes = fifo.read_words(line, fifo.WORD_SIGNATURE, 2)
         return signature, nbytes
 
-    def peek(self) -> Message | None:
+    def peek(self) -> ReceivedMessage | None:
         """The next message, if it is there.  ADDRESS is resolved as memory of this process (the sender is a thread of it)."""
         line = self._line()
         if self._atomics.load_acquire(line) != self.consumed + 1:
             return None
-        post = fifo.read_post(line)
+        post = fifo.read_descriptor(line)
         mode = Mode(post.mode)
         place = {
             Mode.SLOT: self.end.slots + self.consumed % NSLOTS * self.end.slot_bytes,
@@ -122,7 +122,7 @@ class RecvEnd:
             Mode.LANDED: post.address,
         }.get(mode)
         payload = None if place is None else memory_at(place, post.nbytes)
-        return Message(
+        return ReceivedMessage(
             number=self.consumed,
             signature=post.signature,
             mode=mode,
@@ -134,7 +134,7 @@ class RecvEnd:
         """Give line and slot of the current message back."""
         self.consumed += 1
         self._atomics.store_release(self.end.tail, self.consumed)
-        ring_bell(self._atomics, self.end)
+        ring_doorbell(self._atomics, self.end)
 
     def _line(self) -> int:
-        return self.end.post + self.consumed % NSLOTS * LINE_BYTES
+        return self.end.descriptors + self.consumed % NSLOTS * LINE_BYTES

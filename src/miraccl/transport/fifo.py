@@ -90,16 +90,18 @@ def check_slot_bytes(slot_bytes: int) -> int:
 
 # One view over all of user space, and slices of it: a ctypes array per call would make a new type per size (20 us instead of 0.1).
 # It starts at the second page, because a view at address 0 counts as NULL.
-_ORIGIN = PAGE_BYTES
-_MEMORY = memoryview((ctypes.c_ubyte * ((1 << 47) - _ORIGIN)).from_address(_ORIGIN)).cast("B")
+_VIEW_START = PAGE_BYTES
+_MEMORY = memoryview((ctypes.c_ubyte * ((1 << 47) - _VIEW_START)).from_address(_VIEW_START)).cast(
+    "B"
+)
 _WORDS = _MEMORY.cast("q")
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
     """Writable view of ``nbytes`` bytes of this process at ``address``.  The caller vouches that there is memory."""
-    if nbytes and (address < _ORIGIN or nbytes < 0 or address + nbytes > 1 << 47):
+    if nbytes and (address < _VIEW_START or nbytes < 0 or address + nbytes > 1 << 47):
         raise ValueError(f"no memory at {address:#x} + {nbytes}")
-    start = address - _ORIGIN if nbytes else 0
+    start = address - _VIEW_START if nbytes else 0
     return _MEMORY[start : start + nbytes]
 
 
@@ -115,13 +117,13 @@ class PlainAtomics:
     """Stand-in without compiled code: right only while all parties are Python threads of one process, which the GIL orders."""
 
     def load_acquire(self, address: int, /) -> int:
-        return _WORDS[(address - _ORIGIN) >> 3]
+        return _WORDS[(address - _VIEW_START) >> 3]
 
     def store_release(self, address: int, value: int, /) -> None:
-        _WORDS[(address - _ORIGIN) >> 3] = value
+        _WORDS[(address - _VIEW_START) >> 3] = value
 
     def exchange(self, address: int, value: int, /) -> int:
-        index = (address - _ORIGIN) >> 3
+        index = (address - _VIEW_START) >> 3
         old, _WORDS[index] = _WORDS[index], value
         return old
 
@@ -139,7 +141,7 @@ def native_atomics() -> Atomics:
     return _NativeAtomics()
 
 
-class Post(NamedTuple):
+class Descriptor(NamedTuple):
     """A post line: ``signature`` of the operation, ``nbytes`` of the message, ``mode``, and word 4."""
 
     signature: int
@@ -150,29 +152,29 @@ class Post(NamedTuple):
 
 def read_words(line: int, first: int, count: int) -> list[int]:
     """``count`` words of a line, in one go; only valid after the flag was loaded with acquire."""
-    start = ((line - _ORIGIN) >> 3) + first
+    start = ((line - _VIEW_START) >> 3) + first
     return _WORDS[start : start + count].tolist()
 
 
-def flags_at(ring: int) -> memoryview:
+def flags_view(ring: int) -> memoryview:
     """The flags of all lines of a ring, as a strided view: one look tells whether any of them has changed."""
-    start = (ring - _ORIGIN) >> 3
+    start = (ring - _VIEW_START) >> 3
     words = LINE_BYTES // WORD_BYTES
     return _WORDS[start : start + NSLOTS * words : words]
 
 
 def write_words(line: int, first: int, values: list[int]) -> None:
     """Words of a line; publish them with a release store of the flag afterwards."""
-    start = ((line - _ORIGIN) >> 3) + first
+    start = ((line - _VIEW_START) >> 3) + first
     for index, value in enumerate(values):
         _WORDS[start + index] = value
 
 
-def read_post(line: int) -> Post:
-    return Post(*read_words(line, WORD_SIGNATURE, 4))
+def read_descriptor(line: int) -> Descriptor:
+    return Descriptor(*read_words(line, WORD_SIGNATURE, 4))
 
 
-class Memory:
+class PrivateMemory:
     """Private zeroed memory, page aligned; lives until the last reference to this object is gone.  Raises ``SystemFailure``."""
 
     def __init__(self, nbytes: int) -> None:
@@ -181,7 +183,7 @@ class Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
-class FifoMemory(Memory):
+class FifoMemory(PrivateMemory):
     """Private memory of one FIFO."""
 
     def __init__(self, slot_bytes: int) -> None:

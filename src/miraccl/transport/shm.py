@@ -26,24 +26,24 @@ from miraccl.transport.mapped_file import MappedFile
 CONTROL_BYTES = fifo.PAGE_BYTES
 DEFAULT_BUDGET = 4 << 20
 """Bytes of all outgoing FIFOs of a rank (NCCL takes 4 MiB per connection)."""
-SMALLEST_SLOT, LARGEST_SLOT = 2 * fifo.PAGE_BYTES, 64 << 10
-ADDRESSES = 1 << 47
+MIN_SLOT_BYTES, MAX_SLOT_BYTES = 2 * fifo.PAGE_BYTES, 64 << 10
+ADDRESS_SPACE_BYTES = 1 << 47
 """Bytes that a process can map on x86-64; on aarch64 not fewer."""
-COMMUNICATORS = 256
+MAX_COMMUNICATORS = 256
 MAGIC = 0x6D697261
 
 
-def slot_bytes_for(npeers: int, budget: int = 0, largest: int = LARGEST_SLOT) -> int:
+def slot_bytes_for(npeers: int, budget: int = 0, max_slot_bytes: int = MAX_SLOT_BYTES) -> int:
     """Slot size with ``npeers`` peers that share ``budget`` bytes: a power of two, the same on all ranks that count the same peers."""
     share = (budget or DEFAULT_BUDGET) // max(1, npeers) // fifo.NSLOTS
-    size = SMALLEST_SLOT
-    while size * 2 <= min(share, largest):
+    size = MIN_SLOT_BYTES
+    while size * 2 <= min(share, max_slot_bytes):
         size *= 2
     return size
 
 
 @dataclass(kw_only=True)
-class Segment:
+class ShmSegment:
     """A mapped segment, and the descriptor it was made with (-1 for a peer's, and once it is released)."""
 
     file: MappedFile
@@ -58,7 +58,7 @@ class Segment:
         return self.file.nbytes
 
     @classmethod
-    def create(cls, label: str, nbytes: int) -> Segment:
+    def create(cls, label: str, nbytes: int) -> ShmSegment:
         fd = -1
         try:
             fd = os.memfd_create(label, os.MFD_CLOEXEC)
@@ -72,7 +72,7 @@ class Segment:
             ) from error
 
     @classmethod
-    def open(cls, pid: int, fd: int, nbytes: int) -> Segment:
+    def open(cls, pid: int, fd: int, nbytes: int) -> ShmSegment:
         try:
             handle = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -104,10 +104,13 @@ def default_window_bytes(nranks: int) -> int:
     """Address space for the window memory of one of ``nranks`` ranks of a host, each of which maps all of them: the machine's memory, none
     of which is taken before it is used, but no more than leaves addresses for ``COMMUNICATORS`` communicators."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    space = ADDRESSES if limit == resource.RLIM_INFINITY else min(limit, ADDRESSES)
+    space = (
+        ADDRESS_SPACE_BYTES if limit == resource.RLIM_INFINITY else min(limit, ADDRESS_SPACE_BYTES)
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (
-        max(1, min(memory, space // COMMUNICATORS // nranks) // fifo.PAGE_BYTES) * fifo.PAGE_BYTES
+        max(1, min(memory, space // MAX_COMMUNICATORS // nranks) // fifo.PAGE_BYTES)
+        * fifo.PAGE_BYTES
     )
 
 
@@ -124,16 +127,16 @@ class ShmTransport(Transport):
         *,
         budget: int = 0,
         window_bytes: int | None = None,
-        largest_slot: int = LARGEST_SLOT,
+        max_slot_bytes: int = MAX_SLOT_BYTES,
     ) -> None:
         self.endpoint = endpoint
         self._order = sorted(peers)
-        self.slot_bytes = slot_bytes_for(len(self._order), budget, largest_slot)
+        self.slot_bytes = slot_bytes_for(len(self._order), budget, max_slot_bytes)
         self._fifo_bytes = fifo.fifo_bytes(self.slot_bytes)
         size = CONTROL_BYTES + len(self._order) * self._fifo_bytes
-        self.segment = Segment.create(f"miraccl-rank{endpoint.rank}", size)
+        self.segment = ShmSegment.create(f"miraccl-rank{endpoint.rank}", size)
         try:
-            self.window = Segment.create(
+            self.window = ShmSegment.create(
                 f"miraccl-window{endpoint.rank}",
                 window_bytes or default_window_bytes(1 + len(peers)),
             )
@@ -141,8 +144,8 @@ class ShmTransport(Transport):
             self.segment.release()
             raise
         self._probe = ctypes.c_int64(MAGIC ^ os.getpid())
-        self.peers: dict[int, Segment] = {}
-        self.windows: dict[int, Segment] = {}
+        self.peers: dict[int, ShmSegment] = {}
+        self.windows: dict[int, ShmSegment] = {}
         self.pids: dict[int, int] = {}
         self.readable: set[int] = set()
 
@@ -177,15 +180,15 @@ class ShmTransport(Transport):
                 )
             pid = record["pid"]
             self.pids[peer] = pid
-            self.peers[peer] = segment = Segment.open(pid, *record["segment"])
-            self.windows[peer] = Segment.open(pid, *record["window"])
+            self.peers[peer] = segment = ShmSegment.open(pid, *record["segment"])
+            self.windows[peer] = ShmSegment.open(pid, *record["window"])
             if _can_read(pid, record["probe"]):
                 self.readable.add(peer)
             mine = self.segment.address + self._fifo_offset(self.endpoint.rank, peer, everyone)
             theirs = segment.address + self._fifo_offset(peer, self.endpoint.rank, everyone)
             pairs[peer] = FifoPair(
-                send=Fifo.at(mine, self.slot_bytes, kind=FifoKind.SHM),
-                recv=Fifo.at(theirs, self.slot_bytes, kind=FifoKind.SHM),
+                send=Fifo.from_address(mine, self.slot_bytes, kind=FifoKind.SHM),
+                recv=Fifo.from_address(theirs, self.slot_bytes, kind=FifoKind.SHM),
             )
         return pairs
 

@@ -31,7 +31,13 @@ from miraccl.transport.base import (
     ProxyPort,
     Transport,
 )
-from miraccl.transport.connect_round import Invitation, Meeting, Proven, family_of, tune
+from miraccl.transport.connect_round import (
+    ConnectRound,
+    PeerStreams,
+    ProvenStream,
+    family_of,
+    set_tcp_options,
+)
 from miraccl.transport.fifo import FifoMemory, check_slot_bytes
 from miraccl.wire.stream import MAX_STREAMS, derive_key
 
@@ -128,7 +134,7 @@ class SocketTransport(Transport):
         self._linger = linger
         self._listeners: list[socket.socket] = []
         self._info: bytes | None = None
-        self._parked: dict[tuple[int, int], Proven] = {}
+        self._parked: dict[tuple[int, int], ProvenStream] = {}
         self._connected: dict[int, FifoPair] = {}
         self._closed = False
 
@@ -164,7 +170,7 @@ class SocketTransport(Transport):
         """The port of a new listening socket."""
         listener = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
-            tune(listener, self._options.buffer_bytes)  # accepted sockets inherit
+            set_tcp_options(listener, self._options.buffer_bytes)  # accepted sockets inherit
             if listener.family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind((address, 0))
@@ -188,11 +194,11 @@ class SocketTransport(Transport):
         }
         if self.rank in peers:
             raise ValueError("a rank does not connect to itself")
-        meeting = Meeting(
+        meeting = ConnectRound(
             rank=self.rank,
             key=self._key,
             peers={
-                peer: Invitation(
+                peer: PeerStreams(
                     addresses=info.addresses, nstreams=min(info.nstreams, self._options.nstreams)
                 )
                 for peer, info in peers.items()
@@ -211,23 +217,25 @@ class SocketTransport(Transport):
             ):
                 self._proxy.attach(connections)
         except BaseException:
-            meeting.drop_all()
+            meeting.close_proven()
             raise
         finally:
             meeting.close()
         self._connected |= {c.peer: c.pair for c in connections}
         return {rank: self._connected[rank] for rank in infos}
 
-    def _connection(self, peer: int, streams: Sequence[Proven], info: ConnectInfo) -> NetConnection:
+    def _connection(
+        self, peer: int, streams: Sequence[ProvenStream], info: ConnectInfo
+    ) -> NetConnection:
         send, recv = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
         door: dict[str, Any] = {
             "kind": FifoKind.NET,
-            "bell": self._proxy.bell,
+            "bell": self._proxy.doorbell,
             "asleep": self._proxy.asleep,
         }
         pair = FifoPair(
-            send=Fifo.at(send.address, self._slot_bytes, **door),
-            recv=Fifo.at(recv.address, self._slot_bytes, **door),
+            send=Fifo.from_address(send.address, self._slot_bytes, **door),
+            recv=Fifo.from_address(recv.address, self._slot_bytes, **door),
             memory=(send, recv),
         )
         return NetConnection(

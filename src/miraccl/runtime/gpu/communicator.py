@@ -194,7 +194,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         filled its memory, so that packets may be sent."""
         ready: dict[str, Any] = {"ctas": CtaLimits.proposal(self.gpu.multiprocessors, cta_policy)}
         if self.rank == 0:
-            ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.read).to_json()
+            ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.paths_read).to_json()
         answers = stages.exchange("gpu ready", ready)
         return RingOrder.from_json(answers[0]["ring"]), CtaLimits.agree(
             [answer["ctas"] for answer in answers]

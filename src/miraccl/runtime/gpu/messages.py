@@ -50,7 +50,7 @@ def message_frame(memory: SymmetricMemory) -> Frame:
     NCCL allows LL128 within a host up to NVB (src/graph/tuning.cc).  Where the topology is not known, Hopper and
     later are taken to have NVLink.
     """
-    for (a, b), choice in memory.ways.items():
+    for (a, b), choice in memory.choices.items():
         path = memory.path(a, b)
         near = memory.facts[a].arch >= NVLINK_SINCE_ARCH if path is None else path <= PathType.NVB
         if choice.kind not in DIRECT or not near:
@@ -59,7 +59,7 @@ def message_frame(memory: SymmetricMemory) -> Frame:
 
 
 def read_rejected_size(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
-    """The size of this rank's message that ``peer`` has refused, as in ``layout.MESSAGE``."""
+    """The size of this rank's message that ``peer`` has rejected, as in ``layout.MESSAGE``."""
     (word,) = _WORD.unpack(
         gpu.read(args.inboxes[peer] + layout.REFUSED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size)
     )
@@ -67,14 +67,14 @@ def read_rejected_size(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
 
 
 def size_mismatch(
-    host: Any, rank: int, peer: int, refused: int | None, op: str | None
+    host: Any, rank: int, peer: int, rejected: int | None, op: str | None
 ) -> MiracclError:
-    """The error of ``layout.ERROR_SIZES``. ``refused``: see ``read_refused``; a kernel that sends knows only the message it is at."""
+    """The error of ``layout.ERROR_SIZES``. ``rejected``: see ``read_refused``; a kernel that sends knows only the message it is at."""
     sends = int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
     words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
     sizes = [words[i] | words[i + 1] << 32 for i in (0, 2)]
     mine, theirs = (
-        _format_size(refused if sends and refused is not None else sizes[0]),
+        _format_size(rejected if sends and rejected is not None else sizes[0]),
         _format_size(sizes[1]),
     )
     verb, other = ("sends", "receives") if sends else ("receives", "sends")
@@ -147,24 +147,24 @@ class MessageCalls(UnevenCollectives):
         return out
 
     def transfer(
-        self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None
+        self, x: Any, peer: Any, receives: bool, op_name: str, stream: Any = None
     ) -> DeviceTransfer:
         """One argument of ``exchange``, checked."""
         memory, message = self._message(
-            x, peer, receives, "out" if receives and where == "sendrecv" else "x", where, stream
+            x, peer, receives, "out" if receives and op_name == "sendrecv" else "x", op_name, stream
         )
         return DeviceTransfer(receives=receives, peer=message.peer, memory=memory)
 
     def _message(
-        self, x: Any, peer: Any, receives: bool, name: str, where: str, stream: Any
+        self, x: Any, peer: Any, receives: bool, name: str, op_name: str, stream: Any
     ) -> tuple[DeviceMemory, Message]:
-        memory = device_view(x, name, where, stream, self.gpu)
+        memory = device_view(x, name, op_name, stream, self.gpu)
         if receives and memory.read_only:
             raise InvalidUsage(
-                f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank
+                f"{op_name}: arrays of type {type(x).__name__} cannot be written", rank=self.rank
             )
         return memory, _message(
-            receives, peer_rank(peer, "src" if receives else "dst", self.nranks, where), memory
+            receives, peer_rank(peer, "src" if receives else "dst", self.nranks, op_name), memory
         )
 
     def _launch_messages(
@@ -225,7 +225,7 @@ class MessageCalls(UnevenCollectives):
         sends, receives = (
             ((count,), every) if collective is Collective.GATHER else (every, (count,))
         )
-        asked = UnevenRequest(
+        request = UnevenRequest(
             collective=collective,
             source=source,
             target=target,
@@ -234,13 +234,13 @@ class MessageCalls(UnevenCollectives):
             counts=counts,
             root=root,
         )
-        self._run_messages(asked, collective.label, stream)
+        self._run_messages(request, collective.label, stream)
 
-    def _run_uneven(self, asked: UnevenRequest, stream: Any) -> None:
-        if asked.collective is Collective.REDUCE_SCATTER:
-            self._reduce_blocks(asked.source, asked.target, asked.sends, asked.op, stream)
+    def _run_uneven(self, request: UnevenRequest, stream: Any) -> None:
+        if request.collective is Collective.REDUCE_SCATTER:
+            self._reduce_blocks(request.source, request.target, request.sends, request.op, stream)
         else:
-            self._run_messages(asked, asked.name, stream)
+            self._run_messages(request, request.name, stream)
 
     def _reduce_blocks(
         self,
@@ -265,15 +265,15 @@ class MessageCalls(UnevenCollectives):
                 stream,
             )
 
-    def _run_messages(self, asked: UnevenRequest, name: str, stream: Any) -> None:
-        sent, received = sends_and_receives(asked, self.rank, self.nranks)
+    def _run_messages(self, request: UnevenRequest, name: str, stream: Any) -> None:
+        sent, received = sends_and_receives(request, self.rank, self.nranks)
         for _, memory in received:
             if memory.read_only:
                 raise self._read_only_error(name)
         parts = [(m, _message(False, r, m)) for r, m in sent]
         parts += [(m, _message(True, r, m)) for r, m in received]
         self._launch_messages(
-            parts, name, stream, move_signature(asked.collective, asked.root, asked.counts)
+            parts, name, stream, move_signature(request.collective, request.root, request.counts)
         )
 
 

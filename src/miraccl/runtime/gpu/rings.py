@@ -17,7 +17,7 @@ from typing import Any
 from miraccl import params, trace
 from miraccl.topo.records import LOCAL_ID_MASK
 from miraccl.topo.xmlfile import XmlNode, bus_id, format_topology
-from miraccl.transport.cuda_pairs import Facts, Paths
+from miraccl.transport.cuda_pairs import GpuFacts, GpuPaths
 
 _log = trace.logger("graph")
 
@@ -46,7 +46,7 @@ def rank_order(nranks: int, reason: str) -> RingOrder:
     return RingOrder(order=tuple(range(nranks)), reason=reason)
 
 
-def find_ring(facts: Sequence[Facts], paths: Paths) -> RingOrder:
+def find_ring(facts: Sequence[GpuFacts], paths: GpuPaths) -> RingOrder:
     """The ring of the ranks with these GPUs; ``paths`` as this process read them. Never raises."""
     nranks, ids = len(facts), [fact.bus_id for fact in facts]
     if nranks < 3:
@@ -66,7 +66,7 @@ def find_ring(facts: Sequence[Facts], paths: Paths) -> RingOrder:
     return RingOrder(order=order, reason=f"ring of {graph_file or 'the channel search'} ({near})")
 
 
-def _uniform_distance(paths: Paths, ids: Sequence[str]) -> str:
+def _uniform_distance(paths: GpuPaths, ids: Sequence[str]) -> str:
     """How far all pairs of these GPUs are from each other, if that is the same for all, or nothing."""
     assert paths.topology is not None
     for domain in paths.topology.domains:
