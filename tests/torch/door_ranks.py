@@ -71,7 +71,7 @@ class Rank(emulated_ranks.Rank):
         comm._device._fast_path._put(at.STATE_DEVICE, DL_CPU)
         comm._device.gpu.ordinal = NO_DEVICE
 
-    def through_a_door(self) -> bool:
+    def took_fast_path(self) -> bool:
         """Return True if the last operation took the fast path."""
         return self.comm._device._fast_path.last is not None  # type: ignore[union-attr]
 
@@ -159,19 +159,19 @@ def streams() -> None:
             out.zero_()
             stream = (other, one)[turn % 2]
             comm.all_reduce(x, out, stream=stream)
-            assert me.through_a_door(), turn
+            assert me.took_fast_path(), turn
             comm.all_reduce(out, stream=stream)  # in the same stream nothing waits
             me.same(out, total * n, turn)
         assert order.changes == [(one, other), (other, one)] * 3
         cuda.cuStreamBeginCapture(other, 0)
         comm.all_reduce(x, out, stream=other)
-        assert not me.through_a_door()
+        assert not me.took_fast_path()
         graph = cuda.cuStreamEndCapture(other)[1]
         comm.all_reduce(x, out, stream=one)  # after what ran last, which was in this stream
-        assert not me.through_a_door()
+        assert not me.took_fast_path()
         assert len(order.changes) == 6
         comm.all_reduce(x, out, stream=other)
-        assert me.through_a_door()
+        assert me.took_fast_path()
         assert order.changes[6:] == [(one, other)]
         comm.all_reduce(x, out, stream=one)
         me.synchronize()
@@ -214,28 +214,28 @@ def collectives() -> None:
                 for root in range(n):
                     x, out = mine.clone(), torch.zeros_like(mine)
                     assert comm.reduce(x, root, out) is (out if rank == root else x)
-                    assert me.through_a_door() == (turn == 1)
+                    assert me.took_fast_path() == (turn == 1)
                     me.same(out, total if rank == root else torch.zeros_like(out), (root, turn))
                     me.same(x, mine)
                     assert comm.reduce(x, root, op=RedOp.MAX) is x
-                    assert me.through_a_door() == (turn == 1)
+                    assert me.took_fast_path() == (turn == 1)
                     me.same(x, inputs.max(0).values if rank == root else mine, (root, turn))
                     x = mine.clone()
                     assert comm.broadcast(x, root) is x
-                    assert me.through_a_door() == (turn == 1)
+                    assert me.took_fast_path() == (turn == 1)
                     me.same(x, inputs[root], (root, turn))
                 x, out = mine.clone(), torch.zeros_like(whole)
                 assert comm.all_reduce(x) is x
-                assert me.through_a_door() == (turn == 1)
+                assert me.took_fast_path() == (turn == 1)
                 me.same(x, total)
                 assert comm.all_gather(mine, out) is out
-                assert me.through_a_door() == (turn == 1)
+                assert me.took_fast_path() == (turn == 1)
                 me.same(out, whole)
                 everything = torch.zeros_like(whole)
                 share = everything[rank * count : (rank + 1) * count]
                 share.copy_(mine)
                 assert comm.all_gather(share, everything) is everything
-                assert me.through_a_door()  # in place it is the same launch
+                assert me.took_fast_path()  # in place it is the same launch
                 me.same(everything, whole)
         plan = comm.last_plan
         comm.all_reduce(me.data(rank, 5))  # in CPU memory, through the same doors
@@ -261,7 +261,7 @@ def new_counts() -> None:
             ]
             x, out = torch.cat(blocks[rank]), torch.zeros(sum(receives))
             assert comm.all_to_all_v(x, sends, receives, out) is out
-            assert me.through_a_door() == (turn > 0)
+            assert me.took_fast_path() == (turn > 0)
             me.same(out, torch.cat([blocks[a][rank] for a in range(n)]))
             plan: Any = comm.last_plan
             assert (
@@ -273,16 +273,16 @@ def new_counts() -> None:
                 turn % n,
             )
             assert comm.all_gather_v(parts[rank], counts, out) is out
-            assert me.through_a_door()  # of the shape of all_to_all_v
+            assert me.took_fast_path()  # of the shape of all_to_all_v
             me.same(out, torch.cat(parts))
             whole, share = torch.cat(parts), torch.zeros(counts[rank])
             comm.scatter_v(whole if rank == root else None, counts, root, share)
-            assert me.through_a_door() or turn < n
+            assert me.took_fast_path() or turn < n
             me.same(share, parts[rank])
             with miraccl.group():
                 comm.send(blocks[rank][0], (rank + 1) % n)
                 comm.recv(got := torch.zeros(int(table[rank - 1, 0])), (rank - 1) % n)
-            assert me.through_a_door() or turn == 0
+            assert me.took_fast_path() or turn == 0
             me.same(got, blocks[rank - 1][0])
 
 
@@ -301,35 +301,35 @@ def moves() -> None:
             for root in range(n):
                 chief, out = rank == root, torch.zeros(300 * n)
                 assert comm.gather(mine, root, out) is (out if chief else None)
-                assert me.through_a_door() == (turn == 1)
+                assert me.took_fast_path() == (turn == 1)
                 me.same(out, alike if chief else torch.zeros_like(out))
                 out = torch.zeros(sum(counts))
                 assert comm.gather_v(part, counts, root, out) is (out if chief else None)
                 assert (
-                    me.through_a_door() or turn == 0 or counts[rank] == 0
+                    me.took_fast_path() or turn == 0 or counts[rank] == 0
                 )  # who has nothing to send launches nothing
                 me.same(out, parts if chief else torch.zeros_like(out))
                 out = torch.zeros(300)
                 assert comm.scatter(alike if chief else None, root, out) is out
-                assert me.through_a_door() == (turn == 1)
+                assert me.took_fast_path() == (turn == 1)
                 me.same(out, mine)
                 out = torch.zeros(counts[rank])
                 assert comm.scatter_v(parts if chief else None, counts, root, out) is out
-                assert me.through_a_door() or turn == 0 or counts[rank] == 0
+                assert me.took_fast_path() or turn == 0 or counts[rank] == 0
                 me.same(out, part)
             out = torch.zeros(sum(counts))
             assert comm.all_gather_v(part, counts, out) is out
-            assert me.through_a_door() or turn == 0
+            assert me.took_fast_path() or turn == 0
             me.same(out, parts)
             out.zero_()
             own = out[first : first + counts[rank]]
             own.copy_(part)
             assert comm.all_gather_v(own, counts, out) is out  # in place
-            assert me.through_a_door() or turn == 0
+            assert me.took_fast_path() or turn == 0
             me.same(out, parts)
             out = torch.zeros(n * counts[rank])
             assert comm.all_to_all_v(parts, counts, (counts[rank],) * n, out) is out
-            assert me.through_a_door() or turn == 0
+            assert me.took_fast_path() or turn == 0
             me.same(out, parts[first : first + counts[rank]].repeat(n))
             for sizes in ([100] * n, [50 * (r + 1) for r in range(n)], counts):
                 inputs = torch.stack([me.tensor(r + turn, sum(sizes)) for r in range(n)])
@@ -337,13 +337,13 @@ def moves() -> None:
                 want = inputs.sum(0)[begin : begin + sizes[rank]]
                 out = torch.zeros(sizes[rank])
                 assert comm.reduce_scatter_v(inputs[rank], sizes, out) is out
-                assert me.through_a_door() == (turn == 1)
+                assert me.took_fast_path() == (turn == 1)
                 me.same(out, want, sizes)
                 own = inputs[rank][begin : begin + sizes[rank]]
                 assert (
                     comm.reduce_scatter_v(inputs[rank], sizes, own) is own
                 )  # in place it is the same launches
-                assert me.through_a_door()
+                assert me.took_fast_path()
                 me.same(own, want, sizes)
 
 
@@ -372,20 +372,20 @@ def arrays() -> None:
         for turn in range(2):
             x, out = Array(me.cuda, everybody[rank]), Array(me.cuda, np.zeros(500, np.float32))
             assert comm.all_reduce(x, out) is out
-            assert me.through_a_door() == (turn == 1)
+            assert me.took_fast_path() == (turn == 1)
             me.same(torch.from_numpy(out.array), torch.from_numpy(sum(everybody)))
             summed = torch.from_numpy(everybody[rank].copy())
             assert comm.all_reduce(summed) is summed
-            assert me.through_a_door()
+            assert me.took_fast_path()
             me.same(summed, torch.from_numpy(sum(everybody)))
             assert comm.sendrecv(x, me.right, out, me.left) is out
-            assert me.through_a_door() == (turn == 1)
+            assert me.took_fast_path() == (turn == 1)
             me.same(torch.from_numpy(out.array), torch.from_numpy(everybody[me.left]))
             got = torch.zeros(500)
             with miraccl.group():
                 comm.send(x, me.left)
                 comm.recv(got, me.right)
-            assert me.through_a_door()  # between two ranks this is what sendrecv has made known
+            assert me.took_fast_path()  # between two ranks this is what sendrecv has made known
             me.same(got, torch.from_numpy(everybody[me.right]))
 
 
@@ -431,16 +431,16 @@ def protocols() -> None:
                 FakeArray(me.cuda, np.zeros(500, np.float32)),
             )
             assert comm.all_reduce(x, out) is out
-            assert me.through_a_door() == (turn > 0)
+            assert me.took_fast_path() == (turn > 0)
             me.same(torch.from_numpy(out.array), want)
             tensor = Tensor(torch.from_numpy(everybody[rank].copy()))
             assert comm.all_reduce(tensor) is tensor
-            assert me.through_a_door() == (turn > 0)
+            assert me.took_fast_path() == (turn > 0)
             me.same(tensor.tensor, want)
             assert tensor.streams == [1]
             got = Tensor(torch.zeros(500))
             assert comm.sendrecv(x, me.right, got, me.left) is got
-            assert me.through_a_door() == (turn > 0)
+            assert me.took_fast_path() == (turn > 0)
             me.same(got.tensor, torch.from_numpy(everybody[me.left]))
             assert len(side._fast_path.held) < at.MOST_HELD
         assert side._keep_alive._waiting
@@ -453,14 +453,14 @@ def messages() -> None:
         for turn in range(3):
             x, out = me.tensor(rank + turn, 5000), torch.zeros(5000)
             assert comm.sendrecv(x, me.right, out, me.left) is out
-            assert me.through_a_door() == (turn > 0)
+            assert me.took_fast_path() == (turn > 0)
             me.same(out, me.tensor(me.left + turn, 5000), turn)
             if rank == 0:
                 assert comm.send(x, 1) is None
             elif rank == 1:
                 assert comm.recv(out, 0) is out
                 me.same(out, me.tensor(turn, 5000), turn)
-            assert me.through_a_door() == (turn > 0)
+            assert me.took_fast_path() == (turn > 0)
             ins, outs = (
                 [torch.zeros(700 + c, dtype=torch.int64) for c in counts]
                 for counts in ([rank] * n, range(n))
@@ -476,7 +476,7 @@ def messages() -> None:
                     comm.sendrecv(small, me.left, little, me.right)
                 assert me.cuda.launches == before
             assert me.cuda.launches == before + 1
-            assert me.through_a_door() == (turn > 0)
+            assert me.took_fast_path() == (turn > 0)
             for r in range(n):
                 me.same(outs[r], me.tensor(10 * r + rank, 700 + r, torch.int64), (turn, r))
             me.same(little, me.tensor(me.right, 3))
@@ -558,7 +558,7 @@ def groups_of_all_kinds() -> None:
             assert me.cuda.launches == before
             with miraccl.group():
                 exchange()
-            assert me.through_a_door()
+            assert me.took_fast_path()
             expect()
         second.finalize()
 
@@ -571,9 +571,9 @@ def unlike() -> str:
             for one in (x, y):
                 me.comm.send(one, 1) if me.rank == 0 else me.comm.recv(one, 0)
         me.synchronize()
-        assert me.through_a_door()
+        assert me.took_fast_path()
         me.comm.send(x, 1) if me.rank == 0 else me.comm.recv(y, 0)
-        assert me.through_a_door()
+        assert me.took_fast_path()
         with pytest.raises(CollectiveMismatch) as caught:
             me.synchronize()
         with pytest.raises(CollectiveMismatch):

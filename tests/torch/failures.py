@@ -19,7 +19,7 @@ from miraccl.torch import BackendError, ProcessGroupMiraccl
 from tests.torch.worlds import all_here, refused, world
 
 
-def refusals(path: str) -> None:
+def rejected_arguments(path: str) -> None:
     """Check that invalid arguments are rejected before anything is sent, and the group stays
     usable.
     """
@@ -158,7 +158,7 @@ def _late(
     return ""
 
 
-def lonely(path: str) -> str:
+def late_rank(path: str) -> str:
     """Let one rank arrive too late at an operation of another."""
     return _late(path, lambda: dist.all_reduce(torch.ones(2), async_op=True).wait())
 

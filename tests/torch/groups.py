@@ -338,11 +338,11 @@ def monitored(path: str) -> None:
         group.monitored_barrier(LIMIT)
         with torch.device("meta"):  # where a program has its own tensors by default, ours are not
             dist.monitored_barrier()
-        _reports_come_first(group, "all", nranks)
+        _reports_before_rank_0(group, "all", nranks)
         group.monitored_barrier(datetime.timedelta(microseconds=1))
         last = nranks - 1
         if rank != last:
-            _reports_come_first(group, "all but one", last)
+            _reports_before_rank_0(group, "all but one", last)
             with refused(
                 "CollectiveTimeout",
                 "monitored_barrier",
@@ -374,7 +374,7 @@ def monitored(path: str) -> None:
         assert x.item() == nranks
 
 
-def _reports_come_first(group: ProcessGroupMiraccl, name: str, nranks: int) -> None:
+def _reports_before_rank_0(group: ProcessGroupMiraccl, name: str, nranks: int) -> None:
     """Delay rank 0 until the others have reported to its barrier: their reports count as in time."""
     post: Any = group._matcher
     if not post.comm.rank:
@@ -455,7 +455,7 @@ def deadlines(path: str) -> None:
         dist.barrier()
 
 
-def deadlines_meanwhile(path: str) -> None:
+def deadlines_during_operations(path: str) -> None:
     """Check that a group timeout set during an operation with its own timeout is kept."""
     with world(path) as (rank, nranks):
         group = dist.group.WORLD

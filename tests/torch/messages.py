@@ -124,7 +124,7 @@ def floods(path: str) -> None:
             assert (got.tolist(), other.item()) == ([float(i)] * 2, -float(i))
 
 
-def while_elsewhere(path: str) -> None:
+def progress_during_other_calls(path: str) -> None:
     """Check progress of a message while its application is in a collective, the store or another
     group.
     """
@@ -154,7 +154,7 @@ def while_elsewhere(path: str) -> None:
                     go(place + blocked)
 
 
-def looked_after_again(path: str) -> None:
+def starts_as_progress_sleeps(path: str) -> None:
     """Check a message that starts just as the progress thread goes to sleep."""
     with world(path) as (rank, nranks):
         group: Any = dist.group.WORLD
@@ -172,7 +172,7 @@ def looked_after_again(path: str) -> None:
             assert work.wait()
 
 
-def come_before_a_look(path: str) -> None:
+def arrived_before_poll(path: str) -> None:
     """Check that a message that arrived in time is received, however late the receiver polls."""
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "watch", lambda post: None)
@@ -185,7 +185,7 @@ def come_before_a_look(path: str) -> None:
             assert (out == (rank - 1) % nranks).all()
 
 
-def without_help(path: str) -> None:
+def compiled_only(path: str) -> None:
     """Check that compiled code alone sends what fits the FIFO and receives the next matching
     message.
 
@@ -218,7 +218,7 @@ def without_help(path: str) -> None:
         for tag in (2, 1):
             dist.recv(torch.zeros(1), fro, tag=tag)
         assert taken[len(sizes) :] == [-layout.NOT_HANDLED]  # the other one had come aside by then
-        _stops_on_the_way(rank, post, put)
+        _pauses_mid_message(rank, post, put)
         _woken_by_any(rank, post)
 
 
@@ -235,7 +235,7 @@ def _results(wire: Any, name: str) -> list[int]:
     return results
 
 
-def _stops_on_the_way(rank: int, post: Any, put: list[int]) -> None:
+def _pauses_mid_message(rank: int, post: Any, put: list[int]) -> None:
     """Leave the sender with half a message sent; continue after the receiver's compiled code has
     returned.
     """
@@ -284,7 +284,7 @@ def _woken_by_any(rank: int, post: Any) -> None:
     dist.barrier()
 
 
-class _Told(list[Any]):
+class _RecordingList(list[Any]):
     """A list that records the reported transfers before each insertion and after each removal."""
 
     def __init__(self, post: Any, told: list[list[tuple[int, bool]]]) -> None:
@@ -300,7 +300,7 @@ class _Told(list[Any]):
         self._told.append(self._post._transfers())
 
 
-def told_meanwhile(path: str) -> None:
+def reports_while_late(path: str) -> None:
     """Check reports to other ranks while a thread is late to process arrived messages.
 
     A stale report would make the deadlock detector see a cycle that does not exist.
@@ -316,7 +316,10 @@ def told_meanwhile(path: str) -> None:
             dist.recv(
                 torch.zeros(1), tag=9
             )  # of rank 2; the next header of rank 1 is awaited from now on
-            post._posted_receives, post._unexpected = _Told(post, told), _Told(post, told)
+            post._posted_receives, post._unexpected = (
+                _RecordingList(post, told),
+                _RecordingList(post, told),
+            )
             told.append(post._transfers())
             dist.barrier()
             post.poll(post.receive(torch.zeros(1), 2, 8))
@@ -326,7 +329,7 @@ def told_meanwhile(path: str) -> None:
             dist.recv(out := torch.zeros(5 * LARGE), 1, tag=7)
             assert (out == 1).all()
             assert all((1, True) in transfers for transfers in told), told
-            _told_of_waits(post)
+            _reported_waits(post)
         else:
             if rank == 2:
                 dist.send(torch.zeros(1), 0, tag=9)
@@ -341,7 +344,7 @@ def told_meanwhile(path: str) -> None:
         dist.barrier()
 
 
-def _told_of_waits(post: Any) -> None:
+def _reported_waits(post: Any) -> None:
     """Check that an arrived but unprocessed message is not reported as awaited."""
     message, sort, waits = post.receive(torch.zeros(1), 1, 6), post._match_messages, []
 
@@ -360,7 +363,7 @@ def _told_of_waits(post: Any) -> None:
     ), waits
 
 
-def closed_meanwhile(path: str) -> None:
+def closed_while_late(path: str) -> None:
     """Check that a thread that is late to a destroyed group leaves its communicator alone."""
     with world(path) as (rank, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "watch", lambda post: None)
@@ -382,7 +385,7 @@ def closed_meanwhile(path: str) -> None:
             assert not moved
 
 
-def in_turn_from_anyone(path: str) -> None:
+def fair_any_source(path: str) -> None:
     """Check fairness between sources when only calls make progress."""
     with world(path) as (rank, nranks), pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -81,13 +81,13 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
         (
             3,
             (
-                messages.while_elsewhere,
-                messages.looked_after_again,
-                messages.come_before_a_look,
-                messages.without_help,
-                messages.in_turn_from_anyone,
-                messages.told_meanwhile,
-                messages.closed_meanwhile,
+                messages.progress_during_other_calls,
+                messages.starts_as_progress_sleeps,
+                messages.arrived_before_poll,
+                messages.compiled_only,
+                messages.fair_any_source,
+                messages.reports_while_late,
+                messages.closed_while_late,
             ),
         ),
         (
@@ -110,9 +110,9 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
                 groups.monitored,
                 groups.monitored_at_the_last_moment,
                 groups.deadlines,
-                groups.deadlines_meanwhile,
+                groups.deadlines_during_operations,
                 groups.callbacks_in_order,
-                failures.refusals,
+                failures.rejected_arguments,
                 ordered.deterministic,
             ),
         ),
@@ -157,13 +157,13 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
     run_ranks(training.compiled_by_inductor, 2, str(tmp_path / "meet"), timeout=200.0)
 
 
-def test_failures_are_told_with_their_reason(tmp_path: Path) -> None:
+def test_failures_name_their_reason(tmp_path: Path) -> None:
     """Compare (rank, text of its error) for each kind of failure."""
     expected: dict[Any, list[tuple[str, ...]]] = {
         failures.mismatch: [("CollectiveMismatch", "count")] * 2,
         failures.other_splits: [("CollectiveMismatch", "rank 1 expects 16 bytes, rank 0 sent 12")]
         * 2,
-        failures.lonely: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
+        failures.late_rank: [("CollectiveTimeout", "rank 1", "rank 1: ", "failures.py"), ()],
         failures.late_message: [
             ("CollectiveTimeout", "deadline of 1 s", "rank 1", "tag 6", "rank 1: "),
             ("CollectiveTimeout",),

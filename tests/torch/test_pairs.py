@@ -50,7 +50,7 @@ def test_ranks_that_wait_for_one_another(
             assert "rank 1" in got["text"], (pair, seen)
 
 
-def test_each_is_told_where_the_others_are(tmp_path: Path) -> None:
+def test_each_rank_learns_where_the_others_are(tmp_path: Path) -> None:
     for (got,) in run_ranks(
         pair_ranks.pairs, 2, str(tmp_path / "store"), [("new_group", "part")], FAR_S
     ):

@@ -120,7 +120,7 @@ class _Slow(Work):
         return super().mark_done(error)
 
 
-def test_a_lane_is_not_idle_before_its_last_work_has_ended() -> None:
+def test_the_queue_is_busy_until_its_last_work_has_ended() -> None:
     """Otherwise a synchronous call could overtake the end of the asynchronous one before it."""
     lane, work = WorkQueue("test"), _Slow()
     lane.submit(work, lambda: None)
@@ -145,7 +145,7 @@ def test_a_lane_tells_while_it_runs_beside_the_program() -> None:
     assert told == [True, False]
 
 
-def test_a_lane_that_a_signal_handler_closes_in_the_middle_of_a_call_takes_nothing() -> None:
+def test_a_queue_closed_by_a_signal_handler_rejects_the_call() -> None:
     told: list[str] = []
 
     def destroy(beside: bool) -> None:
@@ -379,7 +379,7 @@ def test_an_asynchronous_operation_waits_for_the_current_stream_and_wait_for_it(
     )  # a graph that is captured never waits on the host
 
 
-def test_an_operation_of_the_communicator_is_told_its_stream() -> None:
+def test_an_operation_gets_its_stream() -> None:
     streams, cuda = _streams()
     told: list[Any] = []
 
@@ -443,7 +443,7 @@ def test_a_synchronous_operation_runs_in_the_current_stream_and_costs_no_event()
     assert here.events == 1
 
 
-def test_what_kernels_found_is_raised_by_wait_and_told_by_exception() -> None:
+def test_kernel_faults_are_raised_by_wait_and_returned_by_exception() -> None:
     streams, _ = _streams()
     work = streams.run("op", [], [], lambda: None, asynchronous=True)
     assert work.exception() is None
@@ -558,7 +558,7 @@ def test_every_call_takes_the_streams(group: Any) -> None:
     assert group._get_sequence_number_for_group() == 5 * len(calls)
 
 
-class _Told:
+class _RecordingComm:
     """A communicator that records its calls."""
 
     rank, nranks, _device = 0, 1, None
@@ -570,9 +570,7 @@ class _Told:
         return lambda *args, stream=None: self.calls.append((name, *args))
 
 
-def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(
-    group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_common_calls_take_the_fast_path(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def ordinary(tensor: Any, ordinal: int | None) -> bool:
         return (
             ordinal == 0
@@ -583,7 +581,7 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(
 
     monkeypatch.setattr(fast_path, "is_plain_gpu_tensor", ordinary)
     monkeypatch.setattr(group, "_go", lambda *_: "staged")
-    real, told = group.communicator, _Told()
+    real, told = group.communicator, _RecordingComm()
     monkeypatch.setattr(group, "communicator", told)
     x, out, bools = torch.arange(6.0), torch.zeros(6), torch.zeros(6, dtype=torch.bool)
     plain, average, scaled = (dist.AllreduceOptions() for _ in range(3))
@@ -642,9 +640,7 @@ def test_everyday_calls_go_straight_to_the_communicator_and_others_do_not(
     monkeypatch.setattr(group, "communicator", real)
 
 
-def test_lists_of_everyday_tensors_take_no_staging(
-    group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_of_plain_tensors_are_not_staged(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     staged: list[str] = []
     monkeypatch.setattr(
         fast_path,
