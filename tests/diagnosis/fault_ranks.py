@@ -215,7 +215,7 @@ def split_after_an_operation_of_another_thread() -> float:
         x = np.ones(3)
         if comm.rank == 0:
             work = comm.all_reduce(x, async_op=True)
-            wait_until(lambda: bool(comm._core.context.met[1:, 0].all()))
+            wait_until(lambda: bool(comm._core.context.control_waits[1:, 0].all()))
             time.sleep(
                 0.2
             )  # in which the operation looks whether somebody waits for this rank, and goes on
@@ -422,12 +422,12 @@ def dies_with_a_message() -> Any:
         comm.send(x, 0, async_op=True)
         session.notify({"kind": "for a test"})
         os.kill(os.getpid(), signal.SIGKILL)
-    watcher.await_event()
+    watcher.wait_for_event()
     wait_until(lambda: has_ended(pids[1]))
 
     def let_go() -> None:
         wait_until(lambda: comm._core.faults.fault is not None or watcher.awaited)
-        watcher.let_go(100)
+        watcher.release(100)
 
     threading.Thread(target=let_go, daemon=True).start()
     try:

@@ -93,12 +93,12 @@ def test_calls_that_cannot_enter_cost_no_memory(comm: Communicator) -> None:
 def test_prepared_operations_leave_with_their_last_reference(comm: Communicator) -> None:
     planner, x = comm._core.planner, np.zeros(10)
     gc.collect()
-    plans, doors = len(planner._plans), len(comm._core.context._doors)
+    plans, doors = len(planner._plans), len(comm._core.context._fast_calls)
     for _ in range(20):
         comm.all_reduce_init(x)()
     gc.collect()
     assert len(planner._plans) <= plans + 1
-    assert len(comm._core.context._doors) == doors
+    assert len(comm._core.context._fast_calls) == doors
 
 
 @pytest.mark.parametrize("root", [1 << 70, -(1 << 70), -1, 1, True, 0.0, None, "0"])

@@ -12,7 +12,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cpu.context import set_counts
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.kernels.p2p import item_size
-from miraccl.executor.cpu.lower import Counts, Run, describe_signature, lower, signature
+from miraccl.executor.cpu.lower import BlockCounts, Run, describe_signature, lower, signature
 from miraccl.executor.cpu.sizes import ALIGN, MIN_ALIGNED, chunk_bytes, size_class
 from miraccl.schedule import catalog
 from miraccl.schedule.ir import Op
@@ -58,7 +58,7 @@ def make(
     run = make_run(algo, collective, nranks, rank, 4 * count, slot_bytes, root)
     ins = [count] * (schedule.input_chunks // schedule.parts)
     outs = [count] * (schedule.output_chunks // schedule.parts)
-    set_counts(run, Counts(ins, outs, agreed=count, shown=count))
+    set_counts(run, BlockCounts(ins, outs, agreed=count, reported=count))
     return run
 
 
@@ -98,9 +98,9 @@ def test_a_run_takes_new_counts_and_keeps_nothing_of_the_old(
 ) -> None:
     """A gather of uneven blocks; the window run that it may give way to has the same counts."""
     run, other = (make_run(name, Collective.ALL_GATHER, 4, 1, 0) for name in (algo, "two_shot_put"))
-    run.prefer_memory(other, [0, 2, 3])
+    run.set_window_path(other, [0, 2, 3])
     for counts in lists:
-        set_counts(run, Counts(counts[1:2], counts, agreed=sum(counts), shown=77))
+        set_counts(run, BlockCounts(counts[1:2], counts, agreed=sum(counts), reported=77))
         for each in (run, other):
             assert each.in_blocks.tolist() == [[0, 4 * counts[1], chunk_bytes(4 * counts[1], 1, 4)]]
             assert each.out_blocks[:, 0].tolist() == [4 * sum(counts[:i]) for i in range(4)]

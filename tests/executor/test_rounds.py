@@ -17,12 +17,14 @@ LETTERS = {FIRST_ROUND: "f", EVERY_ROUND: ".", LAST_ROUND: "l", NEVER: "n"}
 
 def letters(*programs: list[Step], opened: bool = False) -> list[str]:
     schedule = one_channel("mine", Collective.ALL_REDUCE, programs)
-    return ["".join(LETTERS[when] for when in row) for row in rounds_of(schedule, opened=opened)]
+    return ["".join(LETTERS[when] for when in row) for row in rounds_of(schedule, signalled=opened)]
 
 
 def test_what_says_ready_and_what_says_done_are_done_once() -> None:
     for peers in (2, 5):
-        rows = rounds_of(catalog.build("two_shot_put", Collective.ALL_REDUCE, peers), opened=False)
+        rows = rounds_of(
+            catalog.build("two_shot_put", Collective.ALL_REDUCE, peers), signalled=False
+        )
         assert {(row[:2] == [FIRST_ROUND] * 2, row[-2:] == [LAST_ROUND] * 2) for row in rows} == {
             (True, True)
         }

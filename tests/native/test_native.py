@@ -70,7 +70,7 @@ def told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Callable[[], list[str]]:
     """What the cache has logged, once each."""
-    cache._tell.cache_clear()
+    cache._warn_once.cache_clear()
     monkeypatch.setattr(cache.log, "handle", caplog.handler.handle)
     return lambda: [record.getMessage() for record in caplog.records]
 
@@ -89,7 +89,7 @@ def test_a_cache_folder_that_cannot_be_written_is_told_once(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MIRACCL_CACHE_DIR", str(tmp_path / "file"))
-    assert cache.folder() == cache.folder() == below
+    assert cache.writable_folder() == cache.writable_folder() == below
     assert stat.S_IMODE(below.stat().st_mode) == 0o700
     (message,) = told()
     assert message.startswith(f"MIRACCL_CACHE_DIR={tmp_path}/file cannot be written (File exists)")
@@ -160,15 +160,15 @@ def test_a_folder_of_somebody_else_below_the_temporary_one_is_left_alone(
     (tmp_path / "theirs" / "thing").write_bytes(b"code of theirs")
     below.symlink_to(tmp_path / "theirs")
     monkeypatch.setenv("MIRACCL_CACHE_DIR", "/proc/nothing")
-    cache._unguessable.cache_clear()
+    cache._private_folder.cache_clear()
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     below.rename(below.parent / f"miraccl-{os.getuid()}")
     assert cache.read("thing") is None
-    found = cache.folder()
+    found = cache.writable_folder()
     assert found is not None
-    assert found == cache.folder() != below.parent / f"miraccl-{os.getuid()}"
+    assert found == cache.writable_folder() != below.parent / f"miraccl-{os.getuid()}"
     found.rmdir()
-    cache._unguessable.cache_clear()
+    cache._private_folder.cache_clear()
 
 
 @pytest.mark.parametrize("somebody_elses", [False, True])
@@ -187,15 +187,15 @@ def test_a_user_without_a_home(
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    assert cache.wanted() == below
+    assert cache.preferred_folder() == below
     if somebody_elses:
         below.mkdir()
         (below / "thing").write_bytes(b"theirs")
         monkeypatch.setattr(cache, "_is_ours", lambda path: path != below)
-        cache._unguessable.cache_clear()
+        cache._private_folder.cache_clear()
     cache.write("thing", b"bytes")
     assert cache.read("thing") == (None if somebody_elses else b"bytes")
-    assert (cache.folder() == below) is not somebody_elses
+    assert (cache.writable_folder() == below) is not somebody_elses
     assert not list(here.iterdir())
     assert not told()
 
@@ -324,7 +324,7 @@ def test_words() -> None:
     assert atomics.exchange(address, -(1 << 63)) == (1 << 63) - 1
     assert word.value == -(1 << 63)
     atomics.store_release(address, 0xFFFFFFFF)
-    atomics.ring(address)  # 32 bits wrap around; the word beside stays
+    atomics.ring_futex(address)  # 32 bits wrap around; the word beside stays
     assert word.value == 0
     assert isinstance(atomics.register_membarrier(), bool)
 

@@ -41,12 +41,12 @@ class Desk:
             NetConnection(peer=3, streams=[here], pair=pair, peer_slot_bytes=SLOT),
             atomics=self.atomics,
             on_lost=lambda peer, loss: self.losses.append((peer, loss)),
-            piece_bytes=1 << 20,
+            segment_bytes=1 << 20,
         )
         self.send, self.recv = SendEnd(pair.send, self.atomics), RecvEnd(pair.recv, self.atomics)
 
     def advance(self):
-        self.driver.streams[0].edge(1)
+        self.driver.streams[0].on_edge(1)
         while self.driver.advance():
             pass
 
@@ -77,7 +77,7 @@ def test_want_beyond_the_tail_that_was_seen_is_found_at_the_next_look(desk):
     desk.driver.scan()
     desk.advance()
     got = desk.there.recv(4096)
-    assert encode_frame(Frame(FrameType.WANT, 0, NSLOTS, 0, 1 << 16, ack=NSLOTS)) in got
+    assert encode_frame(Frame(FrameType.CTS, 0, NSLOTS, 0, 1 << 16, ack=NSLOTS)) in got
 
 
 def test_scan_reports_news_once(desk):
@@ -96,7 +96,7 @@ def test_advance_says_whether_more_can_be_done_at_once(desk):
     memory = PrivateMemory(1 << 24)
     desk.send.post_address(memory.address, 1 << 24)
     desk.there.sendall(
-        encode_frame(Frame(FrameType.WANT, 0, 0, 0, 1 << 24))[7:]
+        encode_frame(Frame(FrameType.CTS, 0, 0, 0, 1 << 24))[7:]
     )  # the header begins with the 7 bytes above
     desk.driver.streams[0].edge(1)
     desk.driver.advance()

@@ -50,7 +50,7 @@ class Rig:
     def attach(self, rank, nstreams=1):
         ends = [socket.socketpair() for _ in range(nstreams)]
         memory = FifoMemory(SLOT), FifoMemory(SLOT)
-        door: Any = {"kind": FifoKind.NET, "bell": self.proxy.bell, "asleep": self.proxy.asleep}
+        door: Any = {"kind": FifoKind.NET, "bell": self.proxy.doorbell, "asleep": self.proxy.asleep}
         pair = FifoPair(
             send=Fifo.from_address(memory[0].address, SLOT, **door),
             recv=Fifo.from_address(memory[1].address, SLOT, **door),
@@ -395,7 +395,7 @@ def test_large_payload_is_sent_from_and_received_into_memory_without_a_copy(rig)
     assert rig.send.post_address(memory.address, nbytes, signature=4)
     announce = rig.frame()[0]
     assert (announce.type, announce.nbytes) == (FrameType.ANNOUNCE, nbytes)
-    rig.peers[0].sendall(encode_frame(Frame(FrameType.WANT, 0, 0, 0, nbytes)))
+    rig.peers[0].sendall(encode_frame(Frame(FrameType.CTS, 0, 0, 0, nbytes)))
     got = bytearray(nbytes)
     covered = 0
     while covered < nbytes:
@@ -406,7 +406,7 @@ def test_large_payload_is_sent_from_and_received_into_memory_without_a_copy(rig)
     rig.wait(lambda: rig.send.taken == 1)
     target = PrivateMemory(nbytes)
     rig.recv.want(target.address, nbytes)
-    assert rig.frame()[0].type is FrameType.WANT
+    assert rig.frame()[0].type is FrameType.CTS
     for at in range(0, nbytes, 1 << 20):
         rig.peers[0].sendall(
             encode_frame(Frame(FrameType.DATA, 0, 0, 4, nbytes, at, 1 << 20))

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from miraccl.proxy.kernels.staging_layout import (
     CALL_BYTES,
     DONE_OFFSET,
-    LONGEST_PAUSE_NS,
+    MAX_SLEEP_NS,
+    MIN_SLEEP_NS,
     NOT_BEGUN,
     READY_OFFSET,
-    SHORTEST_PAUSE_NS,
     SLOT_STRIDE,
     SPIN_NS,
 )
-from miraccl.proxy.staging import StagingProxy, slot_of
+from miraccl.proxy.staging import StagingThread, slot_of
 
 NSLOTS, LANES = 4, 2
-SPIN_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = (
+SPIN_S, MIN_SLEEP_S, MAX_SLEEP_S = (
     SPIN_NS / 1e9,
-    SHORTEST_PAUSE_NS / 1e9,
-    LONGEST_PAUSE_NS / 1e9,
+    MIN_SLEEP_NS / 1e9,
+    MAX_SLEEP_NS / 1e9,
 )
 FUNCTION = ctypes.CFUNCTYPE(
     ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64
@@ -84,7 +84,7 @@ class Side:
         self.words, self.faults = np.zeros(NSLOTS * SLOT_STRIDE // 8, np.int64), list[Exception]()
         flags = self.words.ctypes.data
         self.proxies = [
-            StagingProxy(flags, NSLOTS, on_fault=self.faults.append, lane=lane, lanes=LANES)
+            StagingThread(flags, NSLOTS, on_fault=self.faults.append, index=lane, nthreads=LANES)
             for lane in range(LANES)
         ]
         self._next = itertools.cycle(self.proxies)
@@ -103,7 +103,7 @@ class Side:
 
     def announce(self, job: Job) -> None:
         for proxy in self.proxies:
-            if proxy.takes_part(job):
+            if proxy.participates(job):
                 proxy.announce()
 
     def _write(self, slot: int, number: int) -> Callable[[], bool]:
@@ -140,7 +140,7 @@ class Side:
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """The first lane of a machine compiles the loop, which no deadline of a single test allows for."""
-    StagingProxy(0, 1, on_fault=lambda error: None)
+    StagingThread(0, 1, on_fault=lambda error: None)
 
 
 flip = itertools.cycle([True, False])
@@ -266,13 +266,13 @@ def test_it_looks_often_only_where_something_may_come() -> None:
     actions = side.stream(job)
     side.announce(job)
     assert proxy.pause(SPIN_S / 2) == 0
-    assert proxy.pause(SPIN_S * 1.01) >= SHORTEST_PAUSE_S
-    assert proxy.pause(3600) == LONGEST_PAUSE_S
+    assert proxy.pause(SPIN_S * 1.01) >= MIN_SLEEP_S
+    assert proxy.pause(3600) == MAX_SLEEP_S
     assert other.pause(3600) == 1.0, "one piece comes to one lane"
     side.run(actions, lambda: next(flip))
     assert proxy.pause(3600) == 1.0
     side.stream(Job(1, captured=True, stride=LANES))
-    assert proxy.pause(3600) == LONGEST_PAUSE_S, "a graph may be replayed at any time"
+    assert proxy.pause(3600) == MAX_SLEEP_S, "a graph may be replayed at any time"
     assert other.pause(3600) == 1.0
 
 
@@ -295,7 +295,7 @@ def test_the_thread_ends_with_its_process() -> None:
     """Before anything that was registered earlier: what takes the flags away, say."""
     code = (
         "import atexit, numpy as np; from miraccl.proxy import staging; words = np.zeros(64, np.int64); staging.EXIT_WAIT_S = 20.0;"
-        "proxy = staging.StagingProxy(words.ctypes.data, 1, on_fault=print);"
+        "proxy = staging.StagingThread(words.ctypes.data, 1, on_fault=print);"
         "atexit.register(lambda: print('alive' if proxy._thread.is_alive() else 'ended')); proxy.start('test')"
     )
     done = subprocess.run(
@@ -311,15 +311,15 @@ def test_numbers_of_jobs_that_have_ended_are_given_again() -> None:
     again = side.stream(kept)
     for size in (1, 4, 2):
         job = Job(size, stride=LANES)
-        counts = {proxy: proxy.announce() for proxy in side.proxies if proxy.takes_part(job)}
+        counts = {proxy: proxy.announce() for proxy in side.proxies if proxy.participates(job)}
         actions = side.stream(job)
-        assert not any(proxy.has_ended(count) for proxy, count in counts.items())
+        assert not any(proxy.has_finished(count) for proxy, count in counts.items())
         side.run(actions, lambda: next(flip))
-        assert all(proxy.has_ended(count) for proxy, count in counts.items())
+        assert all(proxy.has_finished(count) for proxy, count in counts.items())
         assert sorted(job.ran) == expected(job)
         for proxy in side.proxies:
             assert proxy._jobs == [kept, job]
-            proxy.forget(2)
+            proxy.unregister(2)
         side.announce(kept)
         side.run(again, lambda: next(flip))
     assert sorted(kept.ran) == sorted(3 * expected(kept))

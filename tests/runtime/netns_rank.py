@@ -13,7 +13,7 @@ from tests.runtime.test_p2p import everybody_to_everybody, ring
 
 def main() -> None:
     with miraccl.init(timeout=30) as comm:
-        kinds = {peer: wire.kind for peer, wire in comm._core.context.wires.items()}
+        kinds = {peer: wire.kind for peer, wire in comm._core.context.connections.items()}
         rng = np.random.default_rng(11)
         for _ in range(40):
             case = cases.random_case(

@@ -37,7 +37,7 @@ class Rank:
             rank=rank,
             nranks=nranks,
             ctrl=int(self.control.ctypes.data),
-            wires={},
+            connections={},
             policy=WaitPolicy(timeout_s=timeout),
             window=(0, 0),
             threaded=True,
@@ -51,7 +51,7 @@ class Rank:
     def descriptor(self, peer: int) -> int:
         return self.sockets[peer].fileno()
 
-    def number(self, peer: int, receives: bool) -> int:
+    def counter_address(self, peer: int, receives: bool) -> int:
         return int(self.counts[peer].ctypes.data) + 8 * receives
 
     def run(

@@ -170,7 +170,7 @@ def test_two_threads_in_one_communicator_are_told() -> None:
 
             def other() -> None:
                 inside.wait(10)
-                while not comm._core.context.occupied:
+                while not comm._core.context.in_engine:
                     pass
                 try:
                     comm.barrier()
@@ -216,7 +216,7 @@ def test_finalize_ends_what_another_thread_is_in(
             comm.finalize()
             return
         thread, errors = failing(lambda: comm.recv(np.ones(4), src=1))
-        while not comm._core.context.occupied:
+        while not comm._core.context.in_engine:
             time.sleep(0.001)
         comm.finalize()
         thread.join(10)
@@ -265,7 +265,7 @@ class LateRank1:
     def abort(self, comm: Communicator) -> None:
         """Rank 1 holds what it hears from when ``comm``, another rank, aborts."""
         comm._core.session.notify({"kind": "for a test"})
-        self.watcher.await_event()
+        self.watcher.wait_for_event()
         comm.abort("for a test")
 
 
@@ -285,7 +285,7 @@ def test_what_was_told_before_a_connection_broke_is_the_reason_however_late_the_
             until(lambda: ranks[2]._core.faults.fault is not None)  # the hub has told rank 1 before
             faults.connection_lost(0, Loss(LossKind.RESET, "it is closed"))
             until(lambda: faults.fault is not None or late.watcher.awaited)
-            late.watcher.let_go(100)
+            late.watcher.release(100)
             until(lambda: faults.fault is not None)
         with pytest.raises(
             CommunicatorAborted, match="rank 0 aborted the communicator: for a test"
@@ -343,7 +343,7 @@ def test_a_program_that_another_thread_wakes_goes_on_when_the_others_have_heard(
         )  # who aborts and who was woken ask whether rank 1 has heard
         assert not errors
         assert seen == [None]  # when the others are told
-        late.watcher.let_go(100)
+        late.watcher.release(100)
         thread.join(20)
         aborts.join(20)
         assert isinstance(errors[0], CommunicatorAborted)
@@ -362,11 +362,13 @@ def test_what_was_told_before_a_rank_left_is_the_reason_however_late_the_watcher
             comm.finalize()
             return
         thread, errors = failing(lambda: comm.split(0))
-        until(lambda: late.watcher.has_come(b"rank 0: rank 0 aborted"))  # the reason why it left
-        late.watcher.let_go()
-        late.watcher.await_event()  # it has taken in the rest, and stops before the first word of it
+        until(
+            lambda: late.watcher.has_received(b"rank 0: rank 0 aborted")
+        )  # the reason why it left
+        late.watcher.release()
+        late.watcher.wait_for_event()  # it has taken in the rest, and stops before the first word of it
         until(lambda: bool(errors) or late.watcher.awaited)
-        late.watcher.let_go(100)
+        late.watcher.release(100)
         thread.join(20)
         assert isinstance(errors[0], CommunicatorAborted), errors
         assert "rank 0 aborted the communicator: for a test" in str(errors[0])
@@ -387,7 +389,7 @@ def finalize_in_a_handler() -> str:
     begun = time.monotonic()
     if comm.rank == 0:
         threading.Thread(
-            target=interrupt_when, args=(lambda: comm._core.context.occupied,), daemon=True
+            target=interrupt_when, args=(lambda: comm._core.context.in_engine,), daemon=True
         ).start()
         with pytest.raises(CommunicatorClosed, match="finalized while a thread was inside"):
             comm.recv(np.ones(4), src=1)

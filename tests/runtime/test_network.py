@@ -53,7 +53,7 @@ def large(ranks_per_host: int) -> None:
     sweep_ranks.act_as_hosts(ranks_per_host)
     with miraccl.init(timeout=30) as comm:
         n, r = comm.nranks, comm.rank
-        kinds = [wire.kind for wire in comm._core.context.wires.values()]
+        kinds = [wire.kind for wire in comm._core.context.connections.values()]
         assert kinds.count(layout.KIND_SHM) == ranks_per_host - 1
         assert kinds.count(layout.KIND_NET) == n - ranks_per_host
         x = np.arange(5_000_001, dtype=np.float32) % 1000 + r

@@ -110,7 +110,7 @@ def polled_by_another_thread(comm: Communicator) -> None:
                 work = comm.recv(out, 0, async_op=True)
                 waiter = threading.Thread(target=work.wait)
                 waiter.start()
-                while not comm._core.context.occupied:
+                while not comm._core.context.in_engine:
                     pass
                 for _ in range(2):
                     with pytest.raises(InvalidUsage, match="another thread is inside"):
@@ -144,7 +144,7 @@ def refused_while_another_thread_is_inside(comm: Communicator) -> None:
                 )  # it would be taken for the thread that is inside
                 waiter = threading.Thread(target=inside)
                 waiter.start()
-                while not comm._core.context.occupied:
+                while not comm._core.context.in_engine:
                     pass
                 for call in (
                     lambda: comm.send(x, 1),

@@ -33,7 +33,9 @@ def build_rank(
         losses.append((peer, loss))
         world.news.set()
 
-    proxy = Proxy(rank=rank, wake=lambda _: world.news.set(), on_lost=on_lost, piece_bytes=1 << 17)
+    proxy = Proxy(
+        rank=rank, wake=lambda _: world.news.set(), on_lost=on_lost, segment_bytes=1 << 17
+    )
     world.cleanup.callback(proxy.close)
     transport = SocketTransport(
         Endpoint(rank=rank, hostid=f"host{rank}", pid=os.getpid(), addresses=tuple(addresses)),

@@ -423,7 +423,7 @@ def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world
     transport = build_rank(world, 1)
     want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=2)
     hello = InitiatorHandshake(
-        key=derive_key(b"guess", b"test"), nonce=b"n" * 32, deadline=1, want=want
+        key=derive_key(b"guess", b"test"), nonce=b"n" * 32, deadline=1, identity=want
     ).hello
     liar, silent = call(transport), call(transport)
     absent = ConnectInfo(addresses=(("127.0.0.1", 9),), nstreams=2, slot_bytes=4096).encode()
@@ -447,7 +447,7 @@ def test_peer_with_another_number_of_streams_is_dropped_and_named(world, monkeyp
         build_rank(world, rank)
     want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=3)
     machine = InitiatorHandshake(
-        key=derive_key(b"secret", b"test"), nonce=b"n" * 32, deadline=1, want=want
+        key=derive_key(b"secret", b"test"), nonce=b"n" * 32, deadline=1, identity=want
     )
     with call(world.transports[1]) as liar:
         liar.sendall(machine.hello)

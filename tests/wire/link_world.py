@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from miraccl.wire import proxy_records as rec
-from miraccl.wire.proxy import Link
+from miraccl.wire.proxy import ProxyLink
 from miraccl.wire.proxy_check import validate_state
 from miraccl.wire.stream import Frame, FrameType, decode_frame, encode_frame
 
@@ -21,7 +21,7 @@ from miraccl.wire.stream import Frame, FrameType, decode_frame, encode_frame
 class Side:
     """One rank: its link, what it sends, and what it has received."""
 
-    link: Link
+    link: ProxyLink
     to_post: deque[int]
     rooms: dict[int, int]
     posted: int = 0
@@ -29,11 +29,11 @@ class Side:
     consumed: int = 0
     wire: list[deque[Frame]] = field(default_factory=list)
     taken: list[deque[Frame]] = field(default_factory=list)
-    placing: dict[int, rec.Receive] = field(default_factory=dict)
+    placing: dict[int, rec.ReceivePayload] = field(default_factory=dict)
     placed: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     announced: dict[int, int] = field(default_factory=dict)
     wanted: set[int] = field(default_factory=set)
-    delivered: list[rec.Deliver] = field(default_factory=list)
+    delivered: list[rec.DeliverMessage] = field(default_factory=list)
     loss: rec.Loss | None = None
     cut: str | None = None
     finished: bool = False
@@ -53,7 +53,7 @@ class World:
         self.sizes = sizes
         rooms = rooms or ({}, {})
         self.sides = [
-            Side(link=Link(config, log=[]), to_post=deque(sizes[i]), rooms=dict(rooms[i]))
+            Side(link=ProxyLink(config, log=[]), to_post=deque(sizes[i]), rooms=dict(rooms[i]))
             for i in (0, 1)
         ]
         for side in self.sides:
@@ -69,15 +69,15 @@ class World:
             validate_state(side.link)
 
     def _carry_out(self, side: Side, do: rec.Instruction) -> None:
-        if isinstance(do, rec.Send):
+        if isinstance(do, rec.SendFrame):
             assert decode_frame(encode_frame(do.frame)) == do.frame
             side.taken[do.frame.stream].append(do.frame)
-        elif isinstance(do, rec.Receive):
+        elif isinstance(do, rec.ReceivePayload):
             assert do.stream not in side.placing
             limit = {
                 rec.Placement.INLINE: self.config.inline_bytes,
                 rec.Placement.SLOT: self.config.recv_slot_bytes,
-                rec.Placement.WANTED: side.rooms.get(do.message, 0)
+                rec.Placement.POSTED: side.rooms.get(do.message, 0)
                 if do.message in side.wanted
                 else 0,
                 rec.Placement.OVERSIZE: 0,
@@ -85,21 +85,21 @@ class World:
             assert 0 <= do.offset < do.offset + do.length <= limit
             assert side.consumed <= do.message < side.consumed + self.config.nslots
             side.placing[do.stream] = do
-        elif isinstance(do, rec.Announce):
+        elif isinstance(do, rec.AnnounceMessage):
             side.announced[do.message] = do.nbytes
-        elif isinstance(do, rec.Deliver):
+        elif isinstance(do, rec.DeliverMessage):
             assert do.message == len(side.delivered)
             side.delivered.append(do)
-        elif isinstance(do, rec.Release):
+        elif isinstance(do, rec.PublishTail):
             assert side.tail < do.tail <= side.posted
             side.tail = do.tail
-        elif isinstance(do, rec.Lost):
+        elif isinstance(do, rec.PeerLost):
             assert side.loss is None
             side.loss = do.loss
-        elif isinstance(do, rec.Cut):
+        elif isinstance(do, rec.AbortStreams):
             side.cut = do.text
         else:
-            assert isinstance(do, rec.Finished)
+            assert isinstance(do, rec.LinkFinished)
             side.finished = True
 
     def moves(self) -> list[Callable[[], None]]:
@@ -130,31 +130,33 @@ class World:
     def post(self, i: int) -> None:
         side = self.sides[i]
         side.posted += 1
-        self.handle(i, rec.Posted(side.posted - 1, 1000 * i + side.posted, side.to_post.popleft()))
+        self.handle(
+            i, rec.MessagePosted(side.posted - 1, 1000 * i + side.posted, side.to_post.popleft())
+        )
 
     def consume(self, i: int) -> None:
         self.sides[i].consumed += 1
-        self.handle(i, rec.Consumed(self.sides[i].consumed))
+        self.handle(i, rec.MessagesConsumed(self.sides[i].consumed))
 
     def want(self, i: int, message: int) -> None:
         self.sides[i].wanted.add(message)
-        self.handle(i, rec.Wanted(message, self.sides[i].rooms[message]))
+        self.handle(i, rec.ReceivePosted(message, self.sides[i].rooms[message]))
 
     def take(self, i: int, stream: int) -> None:
         """The kernel takes one frame: from now on it is on its way."""
         side = self.sides[i]
         side.wire[stream].append(side.taken[stream].popleft())
-        self.handle(i, rec.Taken(stream, 1))
+        self.handle(i, rec.FramesWritten(stream, 1))
 
     def arrive(self, i: int, stream: int) -> None:
         frame = self.sides[1 - i].wire[stream].popleft()
-        self.handle(i, rec.FrameIn(stream, frame))
+        self.handle(i, rec.FrameReceived(stream, frame))
 
     def place(self, i: int, stream: int) -> None:
         side = self.sides[i]
         do = side.placing.pop(stream)
         side.placed.setdefault(do.message, []).append((do.offset, do.offset + do.length))
-        self.handle(i, rec.Placed(stream))
+        self.handle(i, rec.PayloadPlaced(stream))
 
     def run(self, choose: Callable[[int], int] | None = None, *, limit: int = 200_000) -> None:
         """Until nothing can happen any more; ``choose(n)`` picks one of n moves."""
@@ -187,5 +189,5 @@ class World:
         return [
             do.frame
             for do in self.sides[i].did
-            if isinstance(do, rec.Send) and do.frame.type is kind
+            if isinstance(do, rec.SendFrame) and do.frame.type is kind
         ]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from miraccl.errors import CommunicatorAborted, MiracclError, PeerDied, ProtocolError
 from miraccl.wire import proxy_records as rec
-from miraccl.wire.proxy import Link, replay
+from miraccl.wire.proxy import ProxyLink, replay
 from miraccl.wire.proxy_check import validate_state
 from miraccl.wire.proxy_states import (
     LINK_TABLE,
@@ -24,7 +24,7 @@ from tests.wire.link_world import World
 SLOT = 8192
 BIG = 5 * MIN_SEGMENT_BYTES + 7
 CONFIG = rec.LinkConfig(
-    nstreams=2, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=2 * MIN_SEGMENT_BYTES
+    nstreams=2, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, segment_bytes=2 * MIN_SEGMENT_BYTES
 )
 ONE_STREAM = rec.LinkConfig(nstreams=1, send_slot_bytes=SLOT, recv_slot_bytes=SLOT)
 
@@ -33,12 +33,12 @@ def sends(instructions, kind=None):
     return [
         do.frame
         for do in instructions
-        if isinstance(do, rec.Send) and (kind is None or do.frame.type is kind)
+        if isinstance(do, rec.SendFrame) and (kind is None or do.frame.type is kind)
     ]
 
 
 def lost(instructions: list[rec.Instruction]) -> rec.Loss:
-    losses = [do.loss for do in instructions if isinstance(do, rec.Lost)]
+    losses = [do.loss for do in instructions if isinstance(do, rec.PeerLost)]
     assert len(losses) == 1
     return losses[0]
 
@@ -84,7 +84,7 @@ def test_wanted_message_lands_where_it_is_wanted(nbytes):
     world.want(1, 0)
     world.run()
     world.check_complete()
-    assert world.sides[1].delivered[0].placement is rec.Placement.WANTED
+    assert world.sides[1].delivered[0].placement is rec.Placement.POSTED
 
 
 def test_want_that_comes_first_saves_the_announcement():
@@ -117,25 +117,27 @@ def test_announcement_and_want_may_cross():
     world.run()
     world.check_complete()
     assert world.frames(0, FrameType.ANNOUNCE)
-    assert world.frames(1, FrameType.WANT)
+    assert world.frames(1, FrameType.CTS)
     assert world.sides[1].announced == {}
 
 
 def test_data_may_overtake_the_announcement_on_another_stream():
-    link = Link(CONFIG)
-    link.handle(rec.Wanted(0, BIG))
-    link.handle(rec.FrameIn(1, data(0, BIG, stream=1, length=MIN_SEGMENT_BYTES)))
-    assert link.handle(rec.FrameIn(0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG))) == []
+    link = ProxyLink(CONFIG)
+    link.handle(rec.ReceivePosted(0, BIG))
+    link.handle(rec.FrameReceived(1, data(0, BIG, stream=1, length=MIN_SEGMENT_BYTES)))
+    assert link.handle(rec.FrameReceived(0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG))) == []
     assert link.alive
 
 
 def test_data_may_overtake_the_announcement_by_so_much_that_they_are_consumed():
-    link = Link(CONFIG)
-    link.handle(rec.Wanted(0, BIG))
-    link.handle(rec.FrameIn(1, data(0, BIG, stream=1)))
-    assert link.handle(rec.Placed(1)) == [rec.Deliver(0, 5, BIG, rec.Placement.WANTED)]
-    link.handle(rec.Consumed(1))
-    assert link.handle(rec.FrameIn(0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG))) == []
+    link = ProxyLink(CONFIG)
+    link.handle(rec.ReceivePosted(0, BIG))
+    link.handle(rec.FrameReceived(1, data(0, BIG, stream=1)))
+    assert link.handle(rec.PayloadPlaced(1)) == [
+        rec.DeliverMessage(0, 5, BIG, rec.Placement.POSTED)
+    ]
+    link.handle(rec.MessagesConsumed(1))
+    assert link.handle(rec.FrameReceived(0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG))) == []
     assert link.alive
 
 
@@ -182,7 +184,7 @@ def test_large_message_is_striped_over_all_streams_and_small_ones_use_the_first(
     pieces = [f for f in world.frames(0, FrameType.DATA) if f.message == 0]
     assert {f.stream for f in pieces} == {0, 1}
     assert all(f.length >= MIN_SEGMENT_BYTES for f in pieces[:-1])
-    assert all(f.length <= CONFIG.piece_bytes for f in pieces)
+    assert all(f.length <= CONFIG.segment_bytes for f in pieces)
     assert {f.stream for f in world.frames(0, FrameType.DATA) if f.message == 1} == {0}
 
 
@@ -197,7 +199,9 @@ def test_stream_that_is_stuck_does_not_hold_the_message_back():
         world.take(0, 0)
     pieces = world.frames(0, FrameType.DATA)
     assert sum(f.length for f in pieces) == BIG
-    assert sum(f.length for f in pieces if f.stream == 1) <= CONFIG.queue_bytes + CONFIG.piece_bytes
+    assert (
+        sum(f.length for f in pieces if f.stream == 1) <= CONFIG.queue_bytes + CONFIG.segment_bytes
+    )
 
 
 def test_sender_stops_at_the_receivers_slots():
@@ -225,27 +229,29 @@ def test_credit_is_told_every_half_ring_and_rides_on_data():
     one_way = World(ONE_STREAM, ([1] * 64, []))
     one_way.run()
     assert 8 <= len(one_way.frames(1, FrameType.CREDIT)) <= 17
-    link = Link(ONE_STREAM)
+    link = ProxyLink(ONE_STREAM)
     for message in range(3):
-        link.handle(rec.FrameIn(0, data(message, 1)))
-        link.handle(rec.Placed(0))
-    assert link.handle(rec.Consumed(3)) == []
-    (frame,) = sends(link.handle(rec.Posted(0, 1, 1)))
+        link.handle(rec.FrameReceived(0, data(message, 1)))
+        link.handle(rec.PayloadPlaced(0))
+    assert link.handle(rec.MessagesConsumed(3)) == []
+    (frame,) = sends(link.handle(rec.MessagePosted(0, 1, 1)))
     assert frame.ack == 3
 
 
 def test_memory_is_released_only_when_the_kernel_has_taken_it_in_order():
-    link = Link(CONFIG)
-    first = sends(link.handle(rec.Posted(0, 1, 3 * MIN_SEGMENT_BYTES)))
+    link = ProxyLink(CONFIG)
+    first = sends(link.handle(rec.MessagePosted(0, 1, 3 * MIN_SEGMENT_BYTES)))
     assert [f.type for f in first] == [FrameType.ANNOUNCE]
-    pieces = sends(link.handle(rec.FrameIn(0, Frame(FrameType.WANT, 0, 0, 0, BIG))))
+    pieces = sends(link.handle(rec.FrameReceived(0, Frame(FrameType.CTS, 0, 0, 0, BIG))))
     assert len(pieces) == 2
-    assert sends(link.handle(rec.Posted(1, 1, 20)))[0].message == 1
+    assert sends(link.handle(rec.MessagePosted(1, 1, 20)))[0].message == 1
     on_stream_0 = sum(1 for f in [*first, *pieces] if f.stream == 0) + 1
-    assert link.handle(rec.Taken(0, on_stream_0)) == []  # message 1 is taken, message 0 is not
-    assert link.handle(rec.Taken(1, sum(1 for f in [*first, *pieces] if f.stream == 1))) == [
-        rec.Release(2)
-    ]
+    assert (
+        link.handle(rec.FramesWritten(0, on_stream_0)) == []
+    )  # message 1 is taken, message 0 is not
+    assert link.handle(
+        rec.FramesWritten(1, sum(1 for f in [*first, *pieces] if f.stream == 1))
+    ) == [rec.PublishTail(2)]
 
 
 # --- every order ---
@@ -265,7 +271,10 @@ SIZES = st.lists(
 )
 def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rng):
     config = rec.LinkConfig(
-        nstreams=nstreams, send_slot_bytes=SLOT, recv_slot_bytes=SLOT, piece_bytes=MIN_SEGMENT_BYTES
+        nstreams=nstreams,
+        send_slot_bytes=SLOT,
+        recv_slot_bytes=SLOT,
+        segment_bytes=MIN_SEGMENT_BYTES,
     )
     rooms = [{m: BIG for m, n in enumerate(sizes[1 - i]) if n > SLOT or m in extra} for i in (0, 1)]
     world = World(config, sizes, (rooms[0], rooms[1]))
@@ -276,7 +285,7 @@ def test_all_messages_arrive_in_any_order_of_events(sizes, nstreams, extra, rng)
         assert instructions == side.did, i
         assert again.state is side.link.state
     for i in (0, 1):
-        world.handle(i, rec.CloseAsked())
+        world.handle(i, rec.CloseRequested())
     world.run(lambda n: rng.randrange(n))
     assert [side.link.state for side in world.sides] == [LinkState.FINISHED] * 2
 
@@ -288,7 +297,7 @@ def test_close_sends_what_is_posted_and_the_peer_learns_that_it_was_orderly():
     world = World(CONFIG, ([100, BIG], []), ({}, {1: BIG}))
     world.post(0)
     world.post(0)
-    world.handle(0, rec.CloseAsked())
+    world.handle(0, rec.CloseRequested())
     world.run()
     assert len(world.sides[1].delivered) == 2
     assert world.sides[1].loss == rec.Loss(rec.LossKind.CLOSED, "closed its communicator")
@@ -301,30 +310,30 @@ def test_close_sends_what_is_posted_and_the_peer_learns_that_it_was_orderly():
 
 def test_close_does_not_wait_for_a_peer_that_takes_nothing_any_more():
     """Its kernel had no room for our CLOSE, and then the process was killed."""
-    link = Link(CONFIG)
-    link.handle(rec.CloseAsked())
+    link = ProxyLink(CONFIG)
+    link.handle(rec.CloseRequested())
     assert link.state is LinkState.CLOSING
-    link.handle(rec.Taken(0, 1))
+    link.handle(rec.FramesWritten(0, 1))
     link.handle(rec.StreamEnded(0, "gone"))
-    assert isinstance(link.handle(rec.StreamEnded(1, "gone"))[-1], rec.Finished)
+    assert isinstance(link.handle(rec.StreamEnded(1, "gone"))[-1], rec.LinkFinished)
     assert link.loss is None
 
 
 def test_close_that_the_kernel_takes_after_the_peer_ended_its_stream_is_no_news():
     """The peer was killed when our CLOSE frames were queued; its end came over one stream first, where the kernel took the frame still."""
-    link = Link(CONFIG)
-    link.handle(rec.CloseAsked())
+    link = ProxyLink(CONFIG)
+    link.handle(rec.CloseRequested())
     assert link.handle(rec.StreamEnded(0, "gone")) == []
-    assert link.handle(rec.Taken(0, 1)) == []
+    assert link.handle(rec.FramesWritten(0, 1)) == []
     validate_state(link)
-    assert isinstance(link.handle(rec.StreamEnded(1, "gone"))[-1], rec.Finished)
+    assert isinstance(link.handle(rec.StreamEnded(1, "gone"))[-1], rec.LinkFinished)
     assert link.loss is None
 
 
 def test_close_of_an_idle_link_does_not_wait_for_the_executor():
     world = World(CONFIG, ([], []))
-    world.handle(0, rec.CloseAsked())
-    world.handle(1, rec.CloseAsked())
+    world.handle(0, rec.CloseRequested())
+    world.handle(1, rec.CloseRequested())
     world.run()
     assert all(side.finished and side.loss is None for side in world.sides)
 
@@ -332,8 +341,8 @@ def test_close_of_an_idle_link_does_not_wait_for_the_executor():
 def test_peer_that_closes_first_ends_a_link_that_still_has_to_send():
     world = World(CONFIG, ([BIG], []))
     world.post(0)
-    world.handle(0, rec.CloseAsked())
-    world.handle(1, rec.CloseAsked())
+    world.handle(0, rec.CloseRequested())
+    world.handle(1, rec.CloseRequested())
     world.run()
     assert world.sides[0].link.state is LinkState.FINISHED
     assert world.sides[0].loss is None
@@ -341,26 +350,26 @@ def test_peer_that_closes_first_ends_a_link_that_still_has_to_send():
 
 @pytest.mark.parametrize("stream", [0, 1])
 def test_stream_that_ends_without_close_is_a_loss(stream):
-    link = Link(CONFIG)
+    link = ProxyLink(CONFIG)
     loss = lost(link.handle(rec.StreamEnded(stream, "gone")))
     assert loss == rec.Loss(rec.LossKind.RESET, "gone")
     assert link.state is LinkState.LOST
-    assert link.handle(rec.Posted(0, 1, 1)) == []
+    assert link.handle(rec.MessagePosted(0, 1, 1)) == []
 
 
 def test_one_stream_closed_and_the_other_broken_is_a_loss():
-    link = Link(CONFIG)
-    assert link.handle(rec.FrameIn(0, Frame(FrameType.CLOSE, 0))) == []
+    link = ProxyLink(CONFIG)
+    assert link.handle(rec.FrameReceived(0, Frame(FrameType.CLOSE, 0))) == []
     assert link.handle(rec.StreamEnded(0, "end")) == []
     assert lost(link.handle(rec.StreamEnded(1, "gone"))).kind is rec.LossKind.RESET
 
 
 def test_abort_reaches_the_peer_with_its_text():
     world = World(CONFIG, ([], []))
-    world.handle(0, rec.AbortAsked("rank 0 is tired"))
+    world.handle(0, rec.AbortRequested("rank 0 is tired"))
     assert world.sides[0].cut == "rank 0 is tired"
     assert world.sides[0].loss is None
-    world.handle(1, rec.FrameIn(0, Frame(FrameType.ABORT, 0, length=15), "rank 0 is tired"))
+    world.handle(1, rec.FrameReceived(0, Frame(FrameType.ABORT, 0, length=15), "rank 0 is tired"))
     assert world.sides[1].loss == rec.Loss(rec.LossKind.ABORTED, "gave up: rank 0 is tired")
 
 
@@ -385,34 +394,34 @@ def test_loss_becomes_an_error_that_names_the_peer(kind, error):
 @pytest.mark.parametrize(
     "event",
     [
-        rec.Posted(1, 0, 0),
-        rec.Posted(0, 0, -1),
-        rec.Posted(0, 0, 1 << 50),
-        rec.Consumed(1),
-        rec.Consumed(-1),
+        rec.MessagePosted(1, 0, 0),
+        rec.MessagePosted(0, 0, -1),
+        rec.MessagePosted(0, 0, 1 << 50),
+        rec.MessagesConsumed(1),
+        rec.MessagesConsumed(-1),
         rec.InternalError("bug"),
     ],
 )
 def test_impossible_event_of_this_side_ends_the_link_as_internal(event):
-    link = Link(CONFIG)
+    link = ProxyLink(CONFIG)
     instructions = link.handle(event)
     assert lost(instructions).kind is rec.LossKind.INTERNAL
-    assert isinstance(instructions[0], rec.Cut)
+    assert isinstance(instructions[0], rec.AbortStreams)
 
 
 # --- frames that cannot be true ---
 
 
-def started() -> Link:
+def started() -> ProxyLink:
     """Message 0 of 100 bytes delivered, message 1 of BIG wanted, message 2 announced without a want; two messages of ours sent."""
-    link = Link(CONFIG)
+    link = ProxyLink(CONFIG)
     for event in (
-        rec.FrameIn(0, data(0, 100)),
-        rec.Placed(0),
-        rec.Wanted(1, BIG),
-        rec.FrameIn(0, Frame(FrameType.ANNOUNCE, 0, 2, 5, BIG)),
-        rec.Posted(0, 7, 10),
-        rec.Posted(1, 7, BIG),
+        rec.FrameReceived(0, data(0, 100)),
+        rec.PayloadPlaced(0),
+        rec.ReceivePosted(1, BIG),
+        rec.FrameReceived(0, Frame(FrameType.ANNOUNCE, 0, 2, 5, BIG)),
+        rec.MessagePosted(0, 7, 10),
+        rec.MessagePosted(1, 7, BIG),
     ):
         link.handle(event)
     assert link.alive
@@ -432,8 +441,8 @@ BAD_FRAMES = {
     "announces another size": (0, Frame(FrameType.ANNOUNCE, 0, 0, 5, BIG)),
     "announces too far": (0, Frame(FrameType.ANNOUNCE, 0, 8, 5, BIG)),
     "credit for unsent": (0, Frame(FrameType.CREDIT, 0, ack=3)),
-    "wants too far": (0, Frame(FrameType.WANT, 0, 8, 0, BIG)),
-    "wants less than a slot": (0, Frame(FrameType.WANT, 0, 1, 0, SLOT)),
+    "wants too far": (0, Frame(FrameType.CTS, 0, 8, 0, BIG)),
+    "wants less than a slot": (0, Frame(FrameType.CTS, 0, 1, 0, SLOT)),
     "closes with missing messages": (0, Frame(FrameType.CLOSE, 0, 5)),
 }
 
@@ -442,15 +451,15 @@ BAD_FRAMES = {
 def test_frame_that_cannot_be_true_ends_the_link(name):
     link = started()
     stream, frame = BAD_FRAMES[name]
-    instructions = link.handle(rec.FrameIn(stream, frame))
+    instructions = link.handle(rec.FrameReceived(stream, frame))
     if frame.type is FrameType.CLOSE:
         assert instructions == []
-        instructions = link.handle(rec.FrameIn(1, frame._replace(stream=1)))
+        instructions = link.handle(rec.FrameReceived(1, frame._replace(stream=1)))
     loss = lost(instructions)
     assert loss.kind is rec.LossKind.PROTOCOL
     assert "makes no sense" in loss.detail
-    assert not [do for do in instructions if isinstance(do, rec.Receive)]
-    assert [do for do in instructions if isinstance(do, rec.Cut)]
+    assert not [do for do in instructions if isinstance(do, rec.ReceivePayload)]
+    assert [do for do in instructions if isinstance(do, rec.AbortStreams)]
 
 
 @pytest.mark.parametrize(
@@ -464,20 +473,21 @@ def test_frame_that_cannot_be_true_ends_the_link(name):
 )
 def test_piece_that_contradicts_another_piece_ends_the_link(second):
     link = started()
-    assert link.handle(rec.FrameIn(0, data(1, BIG, length=MIN_SEGMENT_BYTES)))
-    assert lost(link.handle(rec.FrameIn(1, second))).kind is rec.LossKind.PROTOCOL
+    assert link.handle(rec.FrameReceived(0, data(1, BIG, length=MIN_SEGMENT_BYTES)))
+    assert lost(link.handle(rec.FrameReceived(1, second))).kind is rec.LossKind.PROTOCOL
 
 
 def test_nothing_comes_after_close():
-    link = Link(CONFIG)
-    link.handle(rec.FrameIn(0, Frame(FrameType.CLOSE, 0)))
+    link = ProxyLink(CONFIG)
+    link.handle(rec.FrameReceived(0, Frame(FrameType.CLOSE, 0)))
     assert (
-        lost(link.handle(rec.FrameIn(0, Frame(FrameType.CREDIT, 0)))).kind is rec.LossKind.PROTOCOL
+        lost(link.handle(rec.FrameReceived(0, Frame(FrameType.CREDIT, 0)))).kind
+        is rec.LossKind.PROTOCOL
     )
 
 
 def test_garbage_names_itself():
-    assert "xyz" in lost(Link(CONFIG).handle(rec.Garbage(1, "xyz"))).detail
+    assert "xyz" in lost(ProxyLink(CONFIG).handle(rec.Garbage(1, "xyz"))).detail
 
 
 NUMBERS = st.one_of(
@@ -506,19 +516,19 @@ def test_no_frame_can_place_a_byte_outside_what_was_granted(frames):
         world.want(0, message)
     for message in (0, 1):
         side.posted += 1
-        world.handle(0, rec.Posted(message, 7, (10, BIG)[message]))
+        world.handle(0, rec.MessagePosted(message, 7, (10, BIG)[message]))
     for frame, place in frames:
         valid = frame.type is not FrameType.DATA or frame.offset + frame.length <= frame.nbytes
         if frame.stream in side.placing:
             world.place(0, frame.stream)
         if valid:
-            world.handle(0, rec.FrameIn(frame.stream, frame))
+            world.handle(0, rec.FrameReceived(frame.stream, frame))
         else:
             world.handle(0, rec.Garbage(frame.stream, "the codec refuses this"))
         if not side.link.alive:
             assert side.loss is not None
             assert side.loss.kind in (rec.LossKind.PROTOCOL, rec.LossKind.CLOSED)
-            assert side.link.handle(rec.FrameIn(0, frame)) == []
+            assert side.link.handle(rec.FrameReceived(0, frame)) == []
             return
         if place and frame.stream in side.placing:
             world.place(0, frame.stream)
@@ -531,7 +541,7 @@ def test_every_state_can_be_reached_and_final_states_have_no_exit():
     assert {state for state, _ in SEND_TABLE} | set(SEND_TABLE.values()) == set(SendState)
     assert set(RECV_TABLE.values()) == set(RecvState)
     assert {state for state, _ in LINK_TABLE} | set(LINK_TABLE.values()) == set(LinkState)
-    assert SendState.TAKEN not in {state for state, _ in SEND_TABLE}
+    assert SendState.WRITTEN not in {state for state, _ in SEND_TABLE}
     assert RecvState.DELIVERED not in {state for state, _ in RECV_TABLE}
     assert not {LinkState.FINISHED, LinkState.LOST} & {state for state, _ in LINK_TABLE}
 

@@ -15,7 +15,7 @@ GOOD = [
     Frame(FrameType.DATA, 63, 1 << 61, 1 << 62, 1 << 40, 1 << 39, ws.MIN_SEGMENT_BYTES, 1 << 61),
     Frame(FrameType.DATA, 1, 0, 0, 0),
     Frame(FrameType.ANNOUNCE, 0, 4, -1, 1 << 30, ack=4),
-    Frame(FrameType.WANT, 0, 4, 0, 1 << 30),
+    Frame(FrameType.CTS, 0, 4, 0, 1 << 30),
     Frame(FrameType.CREDIT, 2, ack=9),
     Frame(FrameType.CLOSE, 0, 17),
     Frame(FrameType.ABORT, 0, length=ws.MAX_TEXT_BYTES),
@@ -38,8 +38,8 @@ def test_frame_round_trip(frame):
         Frame(FrameType.DATA, 0, 0, 0, ws.MAX_MESSAGE_BYTES + 1, 0, ws.MIN_SEGMENT_BYTES),
         Frame(FrameType.DATA, 0, ws.MAX_MESSAGE_NUMBER + 1, 0, 1, 0, 1),
         Frame(FrameType.DATA, 0, 0, 0, 1, 0, 1, ws.MAX_MESSAGE_NUMBER + 1),
-        Frame(FrameType.WANT, 0, 0, 0, 10, 0, 10),
-        Frame(FrameType.WANT, 0, 0, 1, 10),
+        Frame(FrameType.CTS, 0, 0, 0, 10, 0, 10),
+        Frame(FrameType.CTS, 0, 0, 1, 10),
         Frame(FrameType.CREDIT, 0, 1),
         Frame(FrameType.CLOSE, 0, 1, 0, 1),
         Frame(FrameType.ANNOUNCE, 0, 1, 0, 10, 10),
@@ -84,7 +84,7 @@ IDENTITY = ws.StreamIdentity(initiator=1, acceptor=2, stream=0, nstreams=2)
 
 
 def initiator(key: bytes = KEY, identity: ws.StreamIdentity = IDENTITY) -> ws.InitiatorHandshake:
-    return ws.InitiatorHandshake(key=key, nonce=b"i" * 32, deadline=10.0, want=identity)
+    return ws.InitiatorHandshake(key=key, nonce=b"i" * 32, deadline=10.0, identity=identity)
 
 
 def acceptor(key: bytes = KEY, rank: int = 2, nonce: bytes = b"a" * 32) -> ws.AcceptorHandshake:

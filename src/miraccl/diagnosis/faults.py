@@ -104,7 +104,9 @@ class Faults:
         if blocked_ops.needs_probe():
             detector.deadlock_detector.wake()
         counted = (
-            {"sent": self.fabric.context.sent()} if self.nranks <= control.COUNTED_RANKS else {}
+            {"sent": self.fabric.context.messages_sent()}
+            if self.nranks <= control.COUNTED_RANKS
+            else {}
         )
         return {
             **self.fabric.board(),
@@ -207,7 +209,7 @@ class Faults:
     @property
     def _is_leaving(self) -> bool:
         """Whether this rank leaves, and nothing of it is under way any more."""
-        return self.closing and self._alone() and not self.fabric.context.occupied
+        return self.closing and self._alone() and not self.fabric.context.in_engine
 
     def connection_lost(self, rank: int, loss: Loss) -> None:
         """From a transport: a peer that closed in good order has left; everything else is a fault, unless the control plane tells why."""
@@ -412,7 +414,7 @@ class Faults:
             return ""
         return (
             self._completed_peer(peer)
-            if theirs["sent"][self.rank] == self.fabric.context.received(peer)
+            if theirs["sent"][self.rank] == self.fabric.context.messages_received(peer)
             else ""
         )
 

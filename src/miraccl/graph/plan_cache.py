@@ -18,7 +18,7 @@ from typing import Any
 
 import miraccl
 from miraccl.graph.plan import PlanRequest
-from miraccl.native.cache import put
+from miraccl.native.cache import write_atomically
 
 MAX_FILES = 256
 _PREFIX = "plan-"
@@ -89,7 +89,7 @@ def add_checksum(text: bytes) -> bytes:
 def _store(target: Path, content: bytes) -> None:
     """Best effort: a folder that cannot be written only costs the time to plan again."""
     with contextlib.suppress(OSError):
-        put(target, content)
+        write_atomically(target, content)
         _prune(target.parent)
 
 

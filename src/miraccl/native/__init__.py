@@ -42,7 +42,7 @@ def library(module: str, only: tuple[str, ...] | None = None) -> CodeLibrary:
 
 def _load(module: str, only: tuple[str, ...] | None) -> CodeLibrary:
     label = module.rsplit(".", 1)[-1] + ("-" + "-".join(only) if only else "")
-    name = f"{label}-{_known_key(module)}.o"
+    name = f"{label}-{_cached_key(module)}.o"
     objects = _unpack(cache.read(name) or b"")
     if objects is None:
         with cache.lock(label):
@@ -123,7 +123,7 @@ def sources_of(module: str) -> list[Path]:
     return [path for name in names for path in _files_of(name)]
 
 
-_known_key = functools.cache(
+_cached_key = functools.cache(
     _key
 )  # reading the sources and the versions again takes longer than loading a kernel
 

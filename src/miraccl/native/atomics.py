@@ -37,7 +37,7 @@ def add(address: int, number: int, /) -> int:
     return bound("add_word")(address, number)
 
 
-def ring(address: int, /) -> None:
+def ring_futex(address: int, /) -> None:
     """Add one to the 32-bit word and wake all who sleep on it (a futex shared between processes)."""
     bound("ring_futex")(address)
 

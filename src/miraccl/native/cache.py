@@ -21,7 +21,7 @@ from miraccl import params, trace
 log = trace.logger("cache")
 
 
-def wanted() -> Path:
+def preferred_folder() -> Path:
     """``MIRACCL_CACHE_DIR``, or ``$XDG_CACHE_HOME/miraccl`` (relative ones do not count), or ``~/.cache/miraccl``; the folder below the
     temporary one for a user without a home, as in containers that run under any number."""
     chosen = params.CACHE_DIR.read()
@@ -30,19 +30,19 @@ def wanted() -> Path:
     named, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
     if os.path.isabs(named):
         return Path(named) / "miraccl"
-    return Path(home) / ".cache" / "miraccl" if os.path.isabs(home) else _below()
+    return Path(home) / ".cache" / "miraccl" if os.path.isabs(home) else _fallback_path()
 
 
-def folder() -> Path | None:
+def writable_folder() -> Path | None:
     """The first folder that can be written, by its modes; None without one."""
-    return next(_writable(), None)
+    return next(_writable_folders(), None)
 
 
-def _writable() -> Iterator[Path]:
+def _writable_folders() -> Iterator[Path]:
     """Folders that can be written, by their modes: the wanted one, made if missing and private to the user; one below the temporary one."""
-    path = wanted()
+    path = preferred_folder()
     try:
-        path = _fallback() if path == _below() else path
+        path = _fallback_folder() if path == _fallback_path() else path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         why = "" if os.access(path, os.W_OK | os.X_OK) else "no permission"
     except OSError as error:
@@ -50,11 +50,11 @@ def _writable() -> Iterator[Path]:
     if not why:
         yield path
     elif params.CACHE_DIR.read():
-        _tell(
+        _warn_once(
             f"MIRACCL_CACHE_DIR={path} cannot be written ({why}); a folder below {_temporary()} is used"
         )
     with contextlib.suppress(OSError):
-        yield _fallback()
+        yield _fallback_folder()
 
 
 def _temporary() -> str:
@@ -64,17 +64,17 @@ def _temporary() -> str:
         return "/tmp"
 
 
-def _below() -> Path:
+def _fallback_path() -> Path:
     return Path(_temporary()) / f"miraccl-{os.getuid()}"
 
 
-def _fallback() -> Path:
-    path = _below()
+def _fallback_folder() -> Path:
+    path = _fallback_path()
     path.mkdir(mode=0o700, exist_ok=True)
-    return path if _is_ours(path) else _unguessable()
+    return path if _owned_by_user(path) else _private_folder()
 
 
-def _is_ours(path: Path) -> bool:
+def _owned_by_user(path: Path) -> bool:
     """False for somebody else's folder, or link, under a guessable name: never load code from there."""
     try:
         return path.lstat().st_uid == os.getuid()
@@ -83,19 +83,19 @@ def _is_ours(path: Path) -> bool:
 
 
 @functools.cache
-def _unguessable() -> Path:
+def _private_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="miraccl-"))
 
 
 @functools.cache
-def _tell(text: str) -> None:
+def _warn_once(text: str) -> None:
     """Once in this process."""
     log.warning("%s", text)
 
 
 def plan_folder() -> Path | None:
     """Where plans are kept: beside compiled kernels and measured constants. None where they cannot be."""
-    for place in _writable():
+    for place in _writable_folders():
         with contextlib.suppress(OSError):
             (place / "plans").mkdir(mode=0o700, exist_ok=True)
             return place / "plans"
@@ -104,9 +104,9 @@ def plan_folder() -> Path | None:
 
 def read(name: str) -> bytes | None:
     """What was written under this name, from the folder that is wanted or the one in its place."""
-    below = _below()
-    for place in dict.fromkeys((wanted(), below)):
-        if place == below and not _is_ours(below):
+    below = _fallback_path()
+    for place in dict.fromkeys((preferred_folder(), below)):
+        if place == below and not _owned_by_user(below):
             continue
         with contextlib.suppress(OSError):
             return (place / name).read_bytes()
@@ -115,21 +115,21 @@ def read(name: str) -> bytes | None:
 
 def write(name: str, data: bytes) -> None:
     failed = ""
-    for place in _writable():
+    for place in _writable_folders():
         try:
-            put(place / name, data)
+            write_atomically(place / name, data)
         except OSError as error:
             failed = failed or f"{place} cannot be written: {error.strerror}"
         else:
             if failed:
-                _tell(f"{failed}; {place} is used")
+                _warn_once(f"{failed}; {place} is used")
             return
-    _tell(
+    _warn_once(
         f"compiled code and measurements are not kept, every process makes them again: {failed or 'no folder can be written'}"
     )
 
 
-def put(target: Path, data: bytes) -> None:
+def write_atomically(target: Path, data: bytes) -> None:
     """Write a file whole, or raise ``OSError`` and leave nothing."""
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -167,7 +167,7 @@ def lock(name: str) -> Iterator[bool]:
 
 def _open(name: str) -> int | None:
     """A descriptor of a file in the first folder that can have it; None where none can. Raises ``OSError`` without a descriptor left."""
-    for place in _writable():
+    for place in _writable_folders():
         try:
             return os.open(place / name, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:

@@ -81,7 +81,7 @@ _libraries: list[CodeLibrary] = []
 
 def _bind_symbols(objects: list[bytes]) -> None:
     libc = ctypes.CDLL(None)
-    for symbol in _undefined(objects):
+    for symbol in _undefined_symbols(objects):
         library = ctypes.pythonapi if symbol.startswith("Py") else libc
         try:
             value = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
@@ -91,7 +91,7 @@ def _bind_symbols(objects: list[bytes]) -> None:
         llvm.add_symbol(symbol, value)
 
 
-def _undefined(objects: list[bytes]) -> set[str]:
+def _undefined_symbols(objects: list[bytes]) -> set[str]:
     """Names of undefined symbols of ELF objects (System V ABI, chapter 4: SHT_SYMTAB entries with section index 0)."""
     import struct
 
@@ -117,13 +117,13 @@ def _undefined(objects: list[bytes]) -> set[str]:
 def builtin(name: str, address: int, owner: object = None) -> Callable[..., Any]:
     """A Python builtin over the C function ``PyObject *f(PyObject *owner, PyObject *const *args, Py_ssize_t nargs)``."""
     function: Callable[..., Any] = _new_builtin(
-        ctypes.addressof(_definition(name, address)), owner, None
+        ctypes.addressof(_method_definition(name, address)), owner, None
     )
     return function
 
 
 @functools.cache
-def _definition(name: str, address: int) -> _PyMethodDef:
+def _method_definition(name: str, address: int) -> _PyMethodDef:
     """Builtins of all owners point to it.
 
     It is never freed: builtins that are there until the interpreter ends outlive this module, and the last garbage collection reads it.

@@ -14,7 +14,7 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.executor.cpu.context import call_kernel, scale_kernel
-from miraccl.executor.cpu.lower import Counts
+from miraccl.executor.cpu.lower import BlockCounts
 from miraccl.executor.cpu.sizes import UNKNOWN_BYTES, size_class
 from miraccl.native.hashing import mix
 from miraccl.ops.arguments import (
@@ -41,7 +41,7 @@ class PreparedOp:
     source: int
     target: int
     result: Any
-    counts: Counts | None = None
+    counts: BlockCounts | None = None
     prologue: Callable[[], object] | None = None
     keep_alive: list[Any] = field(default_factory=list)
     cacheable: bool = True
@@ -450,12 +450,14 @@ def _prepared(
     )
 
 
-def _counts(in_counts: Sequence[int], out_counts: Sequence[int], agreed: Sequence[int]) -> Counts:
-    return Counts(
+def _counts(
+    in_counts: Sequence[int], out_counts: Sequence[int], agreed: Sequence[int]
+) -> BlockCounts:
+    return BlockCounts(
         in_counts,
         out_counts,
         agreed=functools.reduce(mix, agreed, 0),
-        shown=sum(agreed or in_counts),
+        reported=sum(agreed or in_counts),
     )
 
 

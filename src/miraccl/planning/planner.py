@@ -18,7 +18,7 @@ from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.executor.cpu.context import fold_kernel, scale_kernel, set_counts
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.limits import SYNCS, check_limits, check_width
-from miraccl.executor.cpu.lower import Counts, Program, Run, lower, signature
+from miraccl.executor.cpu.lower import BlockCounts, Program, Run, lower, signature
 from miraccl.executor.cpu.sizes import size_class
 from miraccl.planning.cost_model import CommunicatorShape, CpuConstants, predict_us
 from miraccl.schedule import catalog
@@ -342,7 +342,7 @@ class Planner:
         schedule = self._schedule(algo, collective, root, in_place)  # proved in this form
         key = (algo, collective, root, opened)
         if key not in self._programs:
-            self._programs[key] = lower(schedule, self.rank, opened=opened)
+            self._programs[key] = lower(schedule, self.rank, signalled=opened)
         return self._programs[key]
 
     def make_run(self, request: PlanRequest) -> Run:
@@ -353,7 +353,7 @@ class Planner:
         run = self._run(algo, request)
         if self._negotiates_window(algo, request):
             other = self._run(WINDOW_ALGORITHM, request, opened=True)
-            run.prefer_memory(other, [r for r in range(self.shape.nranks) if r != self.rank])
+            run.set_window_path(other, [r for r in range(self.shape.nranks) if r != self.rank])
         return run
 
     def _negotiates_window(self, algo: str, request: PlanRequest) -> bool:
@@ -396,19 +396,19 @@ class Planner:
                 0,
             ),
             fold=fold_kernel(request.dtype, folded) if reduces else 0,
-            post=post,
-            post_arg=self.shape.nranks if post else 0,
+            epilogue=post,
+            epilogue_arg=self.shape.nranks if post else 0,
             ll=self.overrides.proto != "simple",
             stream_from=int(STREAM_FACTOR * self.stream_from),
         )
         if not request.uneven:
             set_counts(
                 run,
-                Counts(
+                BlockCounts(
                     request.in_counts,
                     request.out_counts,
                     agreed=request.count,
-                    shown=sum(request.in_counts),
+                    reported=sum(request.in_counts),
                 ),
             )
         self._plans[run.address] = algo, request

@@ -12,24 +12,24 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.errors import ProtocolError
-from miraccl.proxy.stream import Stream
+from miraccl.proxy.stream import StreamSocket
 from miraccl.transport import fifo
 from miraccl.transport.base import Fifo, NetConnection
 from miraccl.transport.fifo import INLINE_BYTES, LINE_BYTES, NSLOTS, Atomics, Mode
 from miraccl.wire import proxy_records as wire
-from miraccl.wire.proxy import Link
+from miraccl.wire.proxy import ProxyLink
 from miraccl.wire.stream import FrameType
 
 _MODE = {
     wire.Placement.INLINE: Mode.INLINE,
     wire.Placement.SLOT: Mode.SLOT,
-    wire.Placement.WANTED: Mode.LANDED,
+    wire.Placement.POSTED: Mode.LANDED,
     wire.Placement.OVERSIZE: Mode.OVERSIZE,
 }
 _INLINE_OFFSET = fifo.WORD_INLINE * fifo.WORD_BYTES
 log = trace.logger("proxy")
 
-CALLS = 4
+CALLS_PER_ROUND = 4
 """System calls per stream, direction and round: a round costs 10 to 30 us between calls (the copies have emptied the caches), yet
 the other direction and other peers should not wait for more than a millisecond."""
 
@@ -43,19 +43,19 @@ class Driver:
         *,
         atomics: Atomics,
         on_lost: Callable[[int, wire.Loss], None],
-        piece_bytes: int,
+        segment_bytes: int,
     ) -> None:
         pair = connection.pair
         self.peer = connection.peer
-        self.streams = [Stream(sock, index) for index, sock in enumerate(connection.streams)]
-        self.link = Link(
+        self.streams = [StreamSocket(sock, index) for index, sock in enumerate(connection.streams)]
+        self.link = ProxyLink(
             wire.LinkConfig(
                 nstreams=len(self.streams),
                 send_slot_bytes=connection.peer_slot_bytes,
                 recv_slot_bytes=pair.recv.slot_bytes,
                 nslots=NSLOTS,
                 inline_bytes=INLINE_BYTES,
-                piece_bytes=piece_bytes,
+                segment_bytes=segment_bytes,
             ),
         )
         self.dirty = False
@@ -65,20 +65,20 @@ class Driver:
         self._load = atomics.load_acquire
         self._store = atomics.store_release
         self._on_lost = on_lost
-        self._why = ""  # of a stream that takes nothing any more
+        self._write_error = ""  # of a stream that takes nothing any more
         self._sources: dict[int, int] = {}
-        self._want_addresses: dict[int, int] = {}
-        self._want_flags = fifo.flags_view(self._recv.cts)
+        self._receive_addresses: dict[int, int] = {}
+        self._cts_flags = fifo.flags_view(self._recv.cts)
         self._seen_flags = [0] * NSLOTS
-        self._hands: dict[type[Any], Callable[[Any], None]] = {
-            wire.Send: self._do_send,
-            wire.Receive: self._do_receive,
-            wire.Announce: self._do_announce,
-            wire.Deliver: self._do_deliver,
-            wire.Release: self._do_release,
-            wire.Lost: self._do_lost,
-            wire.Cut: self._do_cut,
-            wire.Finished: self._do_finished,
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            wire.SendFrame: self._do_send,
+            wire.ReceivePayload: self._do_receive,
+            wire.AnnounceMessage: self._do_announce,
+            wire.DeliverMessage: self._do_deliver,
+            wire.PublishTail: self._do_release,
+            wire.PeerLost: self._do_lost,
+            wire.AbortStreams: self._do_abort,
+            wire.LinkFinished: self._do_finished,
         }
 
     # --- the thread's calls
@@ -88,13 +88,13 @@ class Driver:
         self.scan()
         busy = False
         for stream in self.streams:
-            for _ in range(CALLS):
+            for _ in range(CALLS_PER_ROUND):
                 if not stream.readable:
                     break
                 self._read(stream)
             busy |= stream.readable
         for stream in self.streams:
-            for _ in range(CALLS):
+            for _ in range(CALLS_PER_ROUND):
                 if not (stream.writable and stream.pending):
                     break
                 self._write(stream)
@@ -111,18 +111,18 @@ class Driver:
         tail = load(self._recv.tail)
         if tail != link.receiver.tail:
             found = True
-            self.handle(wire.Consumed(tail))
+            self.handle(wire.MessagesConsumed(tail))
         line = self._send.descriptors + sender.next_post % NSLOTS * LINE_BYTES
         while link.alive and load(line) == sender.next_post + 1:
             found = True
-            self._take_post(sender.next_post, line)
+            self._read_descriptor(sender.next_post, line)
             line = self._send.descriptors + sender.next_post % NSLOTS * LINE_BYTES
-        flags = self._want_flags.tolist()
+        flags = self._cts_flags.tolist()
         if flags != self._seen_flags:
-            found |= self._take_wants(flags)
+            found |= self._read_cts_lines(flags)
         return found
 
-    def _take_wants(self, flags: list[int]) -> bool:
+    def _read_cts_lines(self, flags: list[int]) -> bool:
         """Some want flag has changed.  One that belongs to a message beyond our view of the tail is left for the next look."""
         link, receiver = self.link, self.link.receiver
         found = False
@@ -130,24 +130,24 @@ class Driver:
             line = self._recv.cts + message % NSLOTS * LINE_BYTES
             if (
                 self._load(line) == message + 1
-                and message not in self._want_addresses
+                and message not in self._receive_addresses
                 and link.alive
             ):
                 found = True
-                self._take_want(message, line)
+                self._read_cts_line(message, line)
         if max(flags) <= receiver.tail + NSLOTS:
             self._seen_flags = flags
         return found
 
     def handle(self, event: wire.Event) -> None:
         for instruction in self.link.handle(event):
-            self._hands[type(instruction)](instruction)
+            self._handlers[type(instruction)](instruction)
 
     # --- memory
 
-    def _take_post(self, message: int, line: int) -> None:
+    def _read_descriptor(self, message: int, line: int) -> None:
         post = fifo.read_descriptor(line)
-        source = self._source(message, line, post)
+        source = self._payload_address(message, line, post)
         if source is None:
             return self.handle(
                 wire.InternalError(
@@ -155,9 +155,9 @@ class Driver:
                 )
             )
         self._sources[message] = source
-        self.handle(wire.Posted(message, post.signature, post.nbytes))
+        self.handle(wire.MessagePosted(message, post.signature, post.nbytes))
 
-    def _source(self, message: int, line: int, post: fifo.Descriptor) -> int | None:
+    def _payload_address(self, message: int, line: int, post: fifo.Descriptor) -> int | None:
         """Address of a posted payload, ``None`` if there cannot be one."""
         if post.mode == Mode.SLOT and 0 <= post.nbytes <= self._send.slot_bytes:
             return self._send.slots + message % NSLOTS * self._send.slot_bytes
@@ -171,30 +171,30 @@ class Driver:
             return post.address
         return None
 
-    def _take_want(self, message: int, line: int) -> None:
+    def _read_cts_line(self, message: int, line: int) -> None:
         address, room = fifo.read_words(line, fifo.WORD_CTS_ADDRESS, 2)
         if room < 0 or (room and address < fifo.PAGE_BYTES):
             return self.handle(wire.InternalError(f"wants {room} bytes at {address:#x}"))
-        self._want_addresses[message] = address
-        self.handle(wire.Wanted(message, room))
+        self._receive_addresses[message] = address
+        self.handle(wire.ReceivePosted(message, room))
 
-    def _do_announce(self, do: wire.Announce) -> None:
+    def _do_announce(self, do: wire.AnnounceMessage) -> None:
         line = self._recv.descriptors + do.message % NSLOTS * LINE_BYTES
         fifo.write_words(line, fifo.WORD_SIGNATURE, [do.signature, do.nbytes])
         self._store(line, -(do.message + 1))
         self.dirty = True
 
-    def _do_deliver(self, do: wire.Deliver) -> None:
+    def _do_deliver(self, do: wire.DeliverMessage) -> None:
         line = self._recv.descriptors + do.message % NSLOTS * LINE_BYTES
         words = [do.signature, do.nbytes, _MODE[do.placement]]
-        address = self._want_addresses.pop(do.message, 0)
-        if do.placement is wire.Placement.WANTED:
+        address = self._receive_addresses.pop(do.message, 0)
+        if do.placement is wire.Placement.POSTED:
             words.append(address)
         fifo.write_words(line, fifo.WORD_SIGNATURE, words)
         self._store(line, do.message + 1)
         self.dirty = True
 
-    def _do_release(self, do: wire.Release) -> None:
+    def _do_release(self, do: wire.PublishTail) -> None:
         for message in [m for m in self._sources if m < do.tail]:
             del self._sources[message]
         self._store(self._send.tail, do.tail)
@@ -202,7 +202,7 @@ class Driver:
 
     # --- streams
 
-    def _read(self, stream: Stream) -> None:
+    def _read(self, stream: StreamSocket) -> None:
         try:
             got_some = stream.fill()
         except OSError as error:
@@ -210,19 +210,19 @@ class Driver:
         if not got_some:
             stream.readable = False
             return self.handle(
-                wire.StreamEnded(stream.index, self._why or wire.CLOSED_WITHOUT_CLOSE_FRAME)
+                wire.StreamEnded(stream.index, self._write_error or wire.CLOSED_WITHOUT_CLOSE_FRAME)
             )
-        while self.link.alive and self._take_one(stream):
+        while self.link.alive and self._parse_next(stream):
             pass
 
-    def _take_one(self, stream: Stream) -> bool:
+    def _parse_next(self, stream: StreamSocket) -> bool:
         """One payload or frame out of what was received; False when it is not complete."""
         if stream.placing:
-            stream.take_staged()
-            if stream.left:
+            stream.consume_staged()
+            if stream.remaining:
                 return False
             stream.placing = False
-            self.handle(wire.Placed(stream.index))
+            self.handle(wire.PayloadPlaced(stream.index))
             return True
         try:
             got = stream.next_frame()
@@ -231,37 +231,37 @@ class Driver:
             return False
         if got is None:
             return False
-        self.handle(wire.FrameIn(stream.index, *got))
+        self.handle(wire.FrameReceived(stream.index, *got))
         return True
 
-    def _write(self, stream: Stream) -> None:
+    def _write(self, stream: StreamSocket) -> None:
         try:
             frames = stream.send()
         except OSError as error:
-            self._why = str(error.strerror)
+            self._write_error = str(error.strerror)
             stream.drop()
-            self._read_the_rest()
-            return self.handle(wire.StreamEnded(stream.index, self._why))
+            self._read_remaining()
+            return self.handle(wire.StreamEnded(stream.index, self._write_error))
         if frames:
-            self.handle(wire.Taken(stream.index, frames))
+            self.handle(wire.FramesWritten(stream.index, frames))
 
-    def _read_the_rest(self) -> None:
+    def _read_remaining(self) -> None:
         """Of all streams: a peer that has closed takes nothing any more, yet what it sent before counts, and its goodbye."""
         for stream in self.streams:
             stream.readable = True
             while stream.readable and self.link.alive:
                 self._read(stream)
 
-    def _do_send(self, do: wire.Send) -> None:
+    def _do_send(self, do: wire.SendFrame) -> None:
         frame = do.frame
         payload = None
         if frame.type is FrameType.DATA and frame.length:
             payload = fifo.memory_at(self._sources[frame.message] + frame.offset, frame.length)
         self.streams[frame.stream].queue(frame, payload)
 
-    def _do_receive(self, do: wire.Receive) -> None:
-        if do.placement is wire.Placement.WANTED:
-            base = self._want_addresses[do.message]
+    def _do_receive(self, do: wire.ReceivePayload) -> None:
+        if do.placement is wire.Placement.POSTED:
+            base = self._receive_addresses[do.message]
         elif do.placement is wire.Placement.SLOT:
             base = self._recv.slots + do.message % NSLOTS * self._recv.slot_bytes
         else:
@@ -270,7 +270,7 @@ class Driver:
 
     # --- ends
 
-    def _do_lost(self, do: wire.Lost) -> None:
+    def _do_lost(self, do: wire.PeerLost) -> None:
         self.close()
         self.dirty = True
         log.info("rank %d is lost (%s): %s", self.peer, do.loss.kind.value, do.loss)
@@ -279,12 +279,12 @@ class Driver:
         except Exception:
             log.exception("on_lost failed")
 
-    def _do_cut(self, do: wire.Cut) -> None:
+    def _do_abort(self, do: wire.AbortStreams) -> None:
         for stream in self.streams:
             stream.send_abort(do.text)
         self.close()
 
-    def _do_finished(self, do: wire.Finished) -> None:
+    def _do_finished(self, do: wire.LinkFinished) -> None:
         self.close()
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ FIRST_JOBS = 64
 CLOSE_WAIT_S, EXIT_WAIT_S = 10.0, 0.2
 
 
-class Job(Protocol):
+class StagingJob(Protocol):
     """What is run when a stream says that a piece is there. ``captured``: a graph may bring it at any time.
 
     ``calls`` is the address of ``npieces`` records of ``layout.CALL_*`` that live as long as the job, 0 if Python runs all pieces;
@@ -51,12 +51,12 @@ class Job(Protocol):
     def explain(self, piece: int, code: int) -> None: ...
 
 
-def slot_of(piece: int, stride: int, nslots: int, lanes: int) -> int:
+def slot_of(segment: int, stride: int, nslots: int, nthreads: int) -> int:
     """The slot of a piece: pieces of one lane go around its slots."""
-    return piece % nslots if stride == lanes else piece * lanes % nslots
+    return segment % nslots if stride == nthreads else segment * nthreads % nslots
 
 
-class StagingProxy:
+class StagingThread:
     """Answers the slots of one lane, whose words lie at ``flags`` (``nslots`` times ``SLOT_STRIDE`` bytes of zeros, for all lanes).
 
     ``on_fault(error)`` is called once, in the thread, with what the first piece that failed raised; from then on nothing is run.
@@ -69,12 +69,12 @@ class StagingProxy:
         nslots: int,
         *,
         on_fault: Callable[[Exception], None],
-        lane: int = 0,
-        lanes: int = 1,
+        index: int = 0,
+        nthreads: int = 1,
     ) -> None:
-        assert nslots % lanes == 0
+        assert nslots % nthreads == 0
         self._on_fault = on_fault
-        self.lane, self.lanes = lane, lanes
+        self.index, self.nthreads = index, nthreads
         library = native.library(KERNEL)
         self._serve, self._pause = (
             native.builtin(name, library.address(native.PREFIX + name))
@@ -83,7 +83,7 @@ class StagingProxy:
         self._store, self._futex = atomics.bound("store_word"), atomics.bound("ring_futex")
         self._words = np.zeros(staging_layout.THREAD_BYTES // 8, np.int64)
         self.address = int(self._words.ctypes.data)
-        self._jobs: list[Job | None] = []
+        self._jobs: list[StagingJob | None] = []
         self._free: list[int] = []  # numbers of jobs that were forgotten
         self._tables: list[
             np.ndarray
@@ -92,10 +92,10 @@ class StagingProxy:
         for place, value in (
             (staging_layout.FLAGS, flags),
             (staging_layout.NSLOTS, nslots),
-            (staging_layout.THREAD, lane),
-            (staging_layout.NTHREADS, lanes),
-            (staging_layout.SLOT, lane),
-            (staging_layout.SEGMENT, lane),
+            (staging_layout.THREAD, index),
+            (staging_layout.NTHREADS, nthreads),
+            (staging_layout.SLOT, index),
+            (staging_layout.SEGMENT, index),
         ):
             self._words[place // 8] = value
         self._thread: threading.Thread | None = None
@@ -106,7 +106,7 @@ class StagingProxy:
     def _set(self, place: int, value: int) -> None:
         self._store(self.address + place, value)
 
-    def _ring(self) -> None:
+    def _ring_doorbell(self) -> None:
         """Wake the thread if it sleeps."""
         self._futex(self.address + staging_layout.DOORBELL)
 
@@ -117,7 +117,7 @@ class StagingProxy:
         self._tables.append(table)
         self._set(staging_layout.JOBS, int(table.ctypes.data))
 
-    def register(self, job: Job) -> int:
+    def register(self, job: StagingJob) -> int:
         """The number that a stream writes to ``ready`` for pieces of ``job``; it is registered with all lanes, in the same order.
         A number that was forgotten is given again."""
         number = self._free.pop() if self._free else len(self._jobs) + 1
@@ -132,15 +132,15 @@ class StagingProxy:
         ):
             row[place // 8] = value
         self._jobs[number - 1 : number] = [job]
-        if job.captured and self.takes_part(job):
+        if job.captured and self.participates(job):
             self._set(staging_layout.CAPTURED, 1)
         return number
 
-    def takes_part(self, job: Job) -> bool:
+    def participates(self, job: StagingJob) -> bool:
         """Whether pieces of a job come to this lane."""
-        return self.lane < min(job.stride, job.npieces)
+        return self.index < min(job.stride, job.npieces)
 
-    def forget(self, number: int) -> None:
+    def unregister(self, number: int) -> None:
         """A job that has ended and that no stream brings any more."""
         self._jobs[number - 1] = None
         self._free.append(number)
@@ -149,10 +149,10 @@ class StagingProxy:
         """A job is about to be enqueued that is not captured, and that comes to this lane; which one it is for ``has_ended``."""
         count = self._get(staging_layout.ANNOUNCED) + 1
         self._set(staging_layout.ANNOUNCED, count)
-        self._ring()
+        self._ring_doorbell()
         return count
 
-    def has_ended(self, count: int) -> bool:
+    def has_finished(self, count: int) -> bool:
         """Whether the lane has answered all pieces of what was announced so."""
         return self._get(staging_layout.FINISHED) >= count
 
@@ -168,7 +168,7 @@ class StagingProxy:
     @property
     def between_jobs(self) -> bool:
         """Whether no piece is there, and all of the last job have been answered."""
-        return self._ready == 0 and self._get(staging_layout.SEGMENT) == self.lane
+        return self._ready == 0 and self._get(staging_layout.SEGMENT) == self.index
 
     @property
     def idle(self) -> bool:
@@ -179,7 +179,7 @@ class StagingProxy:
             and self.between_jobs
         )
 
-    def at_work(self) -> tuple[Job, int] | None:
+    def current(self) -> tuple[StagingJob, int] | None:
         """The job whose piece is there, and the number of the piece, as they are now."""
         number, piece = self._ready, self._get(staging_layout.SEGMENT)
         job = self._jobs[number - 1] if 0 < number <= len(self._jobs) else None
@@ -188,7 +188,7 @@ class StagingProxy:
     def drain(self) -> None:
         """Run nothing any more, but answer. Any thread may call it."""
         self._set(staging_layout.DRAIN, 1)
-        self._ring()
+        self._ring_doorbell()
 
     # ---- the thread
 
@@ -201,7 +201,7 @@ class StagingProxy:
 
     def _end(self, wait: float) -> bool:
         self._set(staging_layout.STOP, 1)
-        self._ring()
+        self._ring_doorbell()
         if self._thread is None:
             return True
         self._thread.join(wait)
@@ -216,15 +216,15 @@ class StagingProxy:
         """Answer one piece if it is there; says whether it was."""
         outcome = self._serve(self.address, 0)
         if outcome in (staging_layout.NEEDS_PYTHON, staging_layout.FAILED):
-            self._run_held()
+            self._run_in_python()
             self._serve(self.address, 0)
         return bool(outcome != staging_layout.IDLE)
 
     def _loop(self) -> None:
         while self._serve(self.address, 1) != staging_layout.IDLE:
-            self._run_held()
+            self._run_in_python()
 
-    def _run_held(self) -> None:
+    def _run_in_python(self) -> None:
         """Python's part of a piece; the next ``serve`` answers it."""
         job, piece, code = (
             self._jobs[self._get(staging_layout.PYTHON_JOB) - 1],

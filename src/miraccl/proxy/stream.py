@@ -36,7 +36,7 @@ LOW_WATER_MIN = 1 << 16
 MAX_VECTOR = 64
 
 
-def _upto(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | bytes]:
+def _first_bytes(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | bytes]:
     """The first buffers of a queue, cut to about ``nbytes`` in all: what would be left is never a small rest."""
     vector: list[memoryview | bytes] = []
     for part in islice(out, MAX_VECTOR):
@@ -51,7 +51,7 @@ def _upto(out: deque[memoryview | bytes], nbytes: int) -> list[memoryview | byte
     return vector
 
 
-class Stream:
+class StreamSocket:
     """Owns ``sock`` until ``close``.  ``placing`` is set by ``place`` and reset by the owner once ``left``, the bytes
     of the current payload that are still to come, is 0."""
 
@@ -62,13 +62,13 @@ class Stream:
         self.readable = True
         self.writable = True
         self.placing = False
-        self.left = 0
+        self.remaining = 0
         self._sock = sock
         self._out: deque[memoryview | bytes] = deque()
         self._frames: deque[int] = deque()
         self._ending = False
         self._low_water = 1
-        self._whole = True
+        self._between_frames = True
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._start = 0
         self._end = 0
@@ -79,7 +79,7 @@ class Stream:
         """Whether something waits to be sent."""
         return bool(self._out)
 
-    def edge(self, events: int) -> None:
+    def on_edge(self, events: int) -> None:
         """epoll reported something.  After a hang-up a short read says nothing: the end is behind it, and no edge will follow."""
         self._ending |= bool(events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR))
         self.readable |= bool(events & ~select.EPOLLOUT)
@@ -97,7 +97,7 @@ class Stream:
     def send(self) -> int:
         """Give the kernel what it takes in one call; returns the number of frames that are with the kernel completely now."""
         out = self._out
-        vector = _upto(out, SEND_BYTES)
+        vector = _first_bytes(out, SEND_BYTES)
         try:
             sent = self._sock.sendmsg(vector)
         except BlockingIOError:
@@ -127,13 +127,13 @@ class Stream:
             done += 1
         if sent:
             frames[0] -= sent
-        self._whole = not sent and (self._whole or done > 0)
+        self._between_frames = not sent and (self._between_frames or done > 0)
         return done
 
     def place(self, target: memoryview) -> None:
         """The payload of the frame that ``next_frame`` returned last belongs to ``target``."""
         self._target = target
-        self.left = len(target)
+        self.remaining = len(target)
         self.placing = True
 
     def _set_low_water(self, nbytes: int) -> None:
@@ -157,42 +157,42 @@ class Stream:
             self.readable = False
         if not got:
             return False
-        if self.left:
-            placed = min(got, self.left)
-            self.left -= placed
+        if self.remaining:
+            placed = min(got, self.remaining)
+            self.remaining -= placed
             self._target = self._target[placed:]
             got -= placed
             self._set_low_water(
-                min(self.left, LOW_WATER_BYTES) if self.left >= LOW_WATER_MIN else 1
+                min(self.remaining, LOW_WATER_BYTES) if self.remaining >= LOW_WATER_MIN else 1
             )
         self._end += got
         return True
 
     def _receive(self) -> tuple[int, int]:
         """Bytes received, and how many could have been."""
-        if not self.left:
+        if not self.remaining:
             if self._start:
                 self._compact()
             room = STAGING_BYTES - self._end
             return self._sock.recv_into(self._staging[self._end :]), room
-        if self.left > RECEIVE_BYTES:
+        if self.remaining > RECEIVE_BYTES:
             return self._sock.recv_into(self._target[:RECEIVE_BYTES]), RECEIVE_BYTES
         got = self._sock.recvmsg_into([self._target, self._staging])[0]
-        return got, self.left + STAGING_BYTES
+        return got, self.remaining + STAGING_BYTES
 
     def _compact(self) -> None:
         kept = self._end - self._start
         self._staging[:kept] = bytes(self._staging[self._start : self._end])
         self._start, self._end = 0, kept
 
-    def take_staged(self) -> None:
+    def consume_staged(self) -> None:
         """Move payload that came together with its header to its place."""
-        count = min(self.left, self._end - self._start)
+        count = min(self.remaining, self._end - self._start)
         if count:
             self._target[:count] = self._staging[self._start : self._start + count]
             self._target = self._target[count:]
             self._start += count
-            self.left -= count
+            self.remaining -= count
         if self._start == self._end:
             self._start = self._end = 0
 
@@ -220,20 +220,20 @@ class Stream:
     def send_abort(self, text: str) -> None:
         """Say why, if the stream is between frames and the kernel takes it at once.  Drops what was queued."""
         self.drop()
-        if not self._whole:
+        if not self._between_frames:
             return
         data = text.encode()[:MAX_TEXT_BYTES]
         frame = Frame(FrameType.ABORT, self.index, length=len(data))
         try:
             self._sock.send(encode_frame(frame) + data)
         except OSError:
-            self._whole = False
+            self._between_frames = False
 
     def close(self) -> None:
         """End both directions.  What the kernel has taken is still delivered, unless the peer's bytes were left unread."""
         self._out.clear()
         self._target = memoryview(b"")
-        self.left = 0
+        self.remaining = 0
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -27,7 +27,7 @@ from miraccl.wire import proxy_records as wire
 
 log = trace.logger("proxy")
 
-PIECE_BYTES = 1 << 22
+SEGMENT_BYTES = 1 << 22
 """Pieces of large messages: a frame costs some 50 us of Python; the kernel's buffer delays what is queued behind as much."""
 COMMAND_TIMEOUT_S = 10.0
 """A round of the thread takes milliseconds; longer means that it died or that somebody keeps the interpreter's lock."""
@@ -49,14 +49,14 @@ class Proxy:
         wake: Wake,
         on_lost: OnLost,
         atomics: Atomics | None = None,
-        piece_bytes: int = PIECE_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.rank = rank
         self.rounds = 0
         self._wake = wake
         self._on_lost = on_lost
         self._atomics = atomics or native_atomics()
-        self._piece_bytes = piece_bytes
+        self._segment_bytes = segment_bytes
         self._drivers: dict[int, Driver] = {}
         self._by_fd: dict[int, tuple[Driver, int]] = {}
         self._closers: list[tuple[list[Driver], threading.Event]] = []
@@ -73,19 +73,19 @@ class Proxy:
             as_system_failure("the proxy cannot be started", rank=rank),
             ExitStack() as unless_it_runs,
         ):
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            unless_it_runs.callback(os.close, self._bell)
+            self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            unless_it_runs.callback(os.close, self._doorbell)
             self._epoll = unless_it_runs.enter_context(select.epoll())
-            self._epoll.register(self._bell, select.EPOLLIN)
+            self._epoll.register(self._doorbell, select.EPOLLIN)
             self._thread.start()
             unless_it_runs.pop_all()
 
     # --- other threads' side
 
     @property
-    def bell(self) -> int:
+    def doorbell(self) -> int:
         """The eventfd; written by executors that find ``asleep`` set."""
-        return self._bell
+        return self._doorbell
 
     @property
     def asleep(self) -> int:
@@ -120,7 +120,7 @@ class Proxy:
         self._closed = True
         self._thread.join(COMMAND_TIMEOUT_S)
         self._epoll.close()
-        os.close(self._bell)
+        os.close(self._doorbell)
 
     def _call(self, action: Callable[[], None]) -> None:
         """Run ``action`` in the thread and wait for its end."""
@@ -131,7 +131,7 @@ class Proxy:
             if self._ended:
                 raise CommunicatorClosed("the proxy is closed", rank=self.rank)
             self._commands.put(command)
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._doorbell, 1)
         if not command.done.wait(COMMAND_TIMEOUT_S):
             raise MiracclError(
                 f"the proxy did not answer for {COMMAND_TIMEOUT_S} s", rank=self.rank
@@ -166,7 +166,7 @@ class Proxy:
             self._ended = True
         with suppress(queue.Empty):
             while True:
-                self._commands.get_nowait().refuse(
+                self._commands.get_nowait().reject(
                     CommunicatorClosed("the proxy is closed", rank=self.rank)
                 )
         for _, done in self._closers:
@@ -184,10 +184,10 @@ class Proxy:
                 driver.dirty = False
                 self._wake(self.rank)
         if self._closers:
-            self._tell_closers()
+            self._notify_closers()
         return busy
 
-    def _tell_closers(self) -> None:
+    def _notify_closers(self) -> None:
         for closer in [c for c in self._closers if not any(driver.link.alive for driver in c[0])]:
             self._closers.remove(closer)
             closer[1].set()
@@ -203,12 +203,12 @@ class Proxy:
 
     def _poll(self, timeout: float | None) -> None:
         for fd, events in self._epoll.poll(timeout):
-            if fd == self._bell:
+            if fd == self._doorbell:
                 _drain(fd)
                 continue
             found = self._by_fd.get(fd)
             if found:
-                found[0].streams[found[1]].edge(events)
+                found[0].streams[found[1]].on_edge(events)
 
     def _run_commands(self) -> None:
         with suppress(queue.Empty):
@@ -227,7 +227,7 @@ class Proxy:
                     connection,
                     atomics=self._atomics,
                     on_lost=self._on_lost,
-                    piece_bytes=self._piece_bytes,
+                    segment_bytes=self._segment_bytes,
                 )
                 self._drivers[connection.peer] = driver
                 attached.append(connection.peer)
@@ -242,7 +242,7 @@ class Proxy:
         waiting = [self._drivers[peer] for peer in peers if peer in self._drivers]
         for driver in waiting:
             driver.scan()
-            driver.handle(wire.CloseAsked())
+            driver.handle(wire.CloseRequested())
         self._closers.append((waiting, done))
 
     def _remove(self, peers: Sequence[int]) -> None:
@@ -256,7 +256,7 @@ class Proxy:
 
     def _abort(self, text: str) -> None:
         for driver in self._drivers.values():
-            driver.handle(wire.AbortAsked(text))
+            driver.handle(wire.AbortRequested(text))
         self._remove(list(self._drivers))
 
     def _stop(self) -> None:
@@ -276,7 +276,7 @@ class _Command:
             self.error = error
         self.done.set()
 
-    def refuse(self, error: Exception) -> None:
+    def reject(self, error: Exception) -> None:
         self.error = error
         self.done.set()
 

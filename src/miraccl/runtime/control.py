@@ -101,7 +101,7 @@ class ControlOps:
         """Inside the block this rank is in the operation ``name``, and the others are told if that takes long."""
         with self._lock:
             self._current = {"op": name, "tag": tag, "number": self._completed + 1}
-            self._fabric.context.met[:] = 0
+            self._fabric.context.control_waits[:] = 0
         after = max(REPORT_AFTER_S, REPORT_US * 1e-6 * self._session.nranks**2)
         over = threading.Event()
         reporter = threading.Thread(
@@ -131,7 +131,7 @@ class ControlOps:
                 return
         notice = {"kind": BLOCKED_NOTICE, **now, "seq": self._fabric.board()["seq"]}
         if self._session.nranks <= COUNTED_RANKS:
-            notice["sent"] = self._fabric.context.sent()
+            notice["sent"] = self._fabric.context.messages_sent()
         with suppress(MiracclError):  # the control plane is gone, and the wait with it
             self._session.notify(notice)
 
@@ -144,7 +144,7 @@ class ControlOps:
             self._reported[rank] = notice
             if not self._current:
                 sent = notice.get("sent")
-                self._fabric.context.meets(
+                self._fabric.context.record_control_wait(
                     rank,
                     int(notice["seq"]),
                     int(sent[self._session.rank]) if isinstance(sent, list) else -1,

@@ -135,7 +135,9 @@ class CommunicatorCore:
         )
         self._runs: dict[PlanRequest, Run] = {}
         self._exchange = TransferTable(
-            self.rank, self.context.wires, self.context.door("exchange", Collective.SEND_RECV)
+            self.rank,
+            self.context.connections,
+            self.context.fast_call("exchange", Collective.SEND_RECV),
         )
         if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
             self.context.set(layout.CTX_DETECTOR, deadlock_detector.start())
@@ -206,7 +208,7 @@ class CommunicatorCore:
         if code == layout.ERR_INTERRUPTED:
             # What was under way cannot be taken up again: the others are told before the exception goes its way.
             self.abort(f"a signal handler raised an exception in {name}")
-            self.context.raise_kept()
+            self.context.reraise_deferred()
         raise self.faults.explain(code)
 
     # ---- collectives
@@ -217,7 +219,7 @@ class CommunicatorCore:
         if run is None:
             if len(self._runs) >= MAX_RUNS:
                 self._runs.clear()
-                self.context.forget()
+                self.context.clear_runs()
             run = self._runs[call.request] = self.planner.make_run(call.request)
         if call.cacheable:
             request = call.request
@@ -226,7 +228,7 @@ class CommunicatorCore:
                 if request.uneven
                 else (sum(request.in_counts), sum(request.out_counts))
             )
-            self.context.remember(
+            self.context.cache_run(
                 run,
                 request.collective,
                 *sizes,
@@ -376,7 +378,7 @@ class CommunicatorCore:
         """The builtin that runs a barrier."""
         call = barrier(CallSite(self.rank, self.nranks, "barrier"))
         self._barrier_run = self.planner.make_run(call.request)
-        return self.context.door("prepared", Collective.BARRIER, run=self._barrier_run)
+        return self.context.fast_call("prepared", Collective.BARRIER, run=self._barrier_run)
 
     # ---- memory and plans
 
@@ -524,10 +526,10 @@ class CommunicatorCore:
         """Whether no thread is in the engine, in ``CLOSE_WAIT_S`` at the latest."""
         deadline = time.monotonic() + CLOSE_WAIT_S
         while (
-            self.context.occupied or self._in_background_advance
+            self.context.in_engine or self._in_background_advance
         ) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return not self.context.occupied
+        return not self.context.in_engine
 
     def forked(self) -> None:
         """In a forked child: this communicator is the parent's, which alone speaks for the rank. Other threads may have held locks."""

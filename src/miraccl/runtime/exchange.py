@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cpu.context import Wires
+from miraccl.executor.cpu.context import PeerConnections
 from miraccl.executor.cpu.kernels import layout
 from miraccl.executor.cpu.lower import Words, signature
 from miraccl.native import atomics
@@ -50,7 +50,10 @@ class TransferTable:
     """
 
     def __init__(
-        self, rank: int, wires: Mapping[int, Wires], advance_table: Callable[[int, int], int]
+        self,
+        rank: int,
+        wires: Mapping[int, PeerConnections],
+        advance_table: Callable[[int, int], int],
     ) -> None:
         self._rank, self._wires, self._advance_table = rank, wires, advance_table
         self._open: list[TransferEntry] = []

@@ -18,7 +18,7 @@ from miraccl import params
 from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, SystemFailure
-from miraccl.executor.cpu.context import Context, WaitPolicy, Wires, words_at
+from miraccl.executor.cpu.context import Context, PeerConnections, WaitPolicy, words_at
 from miraccl.executor.cpu.kernels import layout
 from miraccl.graph.rank_order import RankLocation, order_ranks
 from miraccl.native import atomics
@@ -173,7 +173,7 @@ class Fabric:
             rank=self.rank,
             nranks=self.nranks,
             ctrl=shm.control,
-            wires=wires,
+            connections=wires,
             policy=policy,
             window=(shm.window.address, shm.window.address + shm.window.nbytes),
             threaded=self.threaded,
@@ -247,30 +247,30 @@ class Fabric:
         policy = SHARED_CORES if self.ranks_per_core > 1 else DEDICATED_CORES
         return replace(policy, timeout_s=self.timeout, membarrier=membarrier and policy.membarrier)
 
-    def _wires(self, peer: int, pair: FifoPair, readable: bool) -> Wires:
+    def _wires(self, peer: int, pair: FifoPair, readable: bool) -> PeerConnections:
         near = pair.send.kind is FifoKind.SHM
-        return Wires(
+        return PeerConnections(
             kind=layout.KIND_SHM if near else layout.KIND_NET,
             slot_bytes=pair.send.slot_bytes,
-            send_posts=pair.send.descriptors,
+            send_descs=pair.send.descriptors,
             send_tail=pair.send.tail,
             send_slots=pair.send.slots,
-            recv_posts=pair.recv.descriptors,
+            recv_descs=pair.recv.descriptors,
             recv_tail=pair.recv.tail,
             recv_slots=pair.recv.slots,
-            recv_wants=pair.recv.cts,
+            recv_cts=pair.recv.cts,
             ctrl=self.shm.peers[peer].address if near else 0,
             pid=self.shm.pids[peer] if near else 0,
             window=self.shm.windows[peer].address if near else 0,
             readable=readable if near else True,
-            bell=pair.send.doorbell,
+            doorbell=pair.send.doorbell,
             asleep=pair.send.asleep,
         )
 
     def wake(self, rank: int) -> None:
         """Wake this rank if it sleeps in the engine; any thread may call it."""
         del rank
-        atomics.ring(self.shm.control + layout.CTRL_DOORBELL)
+        atomics.ring_futex(self.shm.control + layout.CTRL_DOORBELL)
 
     def set_abort(self, code: int) -> None:
         """End every wait of this rank, now and later; any thread may call it."""
@@ -308,7 +308,7 @@ class Fabric:
         """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""
         network = sum(
             2 * layout.NSLOTS * wire.slot_bytes
-            for wire in self.context.wires.values()
+            for wire in self.context.connections.values()
             if wire.kind == layout.KIND_NET
         )
         return {

@@ -26,7 +26,7 @@ class Persistent:
         self._run.words[layout.RUN_OUT // 8] = call.target
         self._runs_without_python = call.prologue is None
         self._fast_entry = (
-            core.context.door("prepared", call.request.collective, run=self._run)
+            core.context.fast_call("prepared", call.request.collective, run=self._run)
             if self._runs_without_python
             else not_handled
         )

@@ -68,7 +68,7 @@ class CoreWaitState:
         if member.closed or member.faults.fault is not None or self.has_shorter_deadline:
             return None
         received = [
-            context.received(rank) for rank in range(member.nranks)
+            context.messages_received(rank) for rank in range(member.nranks)
         ]  # before the rest, as it only grows
         board = member.fabric.board()
         taken = context.get(layout.CTX_AWAITED_TAIL)
@@ -131,12 +131,12 @@ class CoreWaitState:
             self._core,
             self.runs_in_background(),
         )  # first: what ends meanwhile is in the counts
-        transfers = [*self.open_transfers(), *member.context.pair()]
+        transfers = [*self.open_transfers(), *member.context.pending_sendrecv()]
         return RankProgress(
             operations=member.context.get(layout.CTX_SEQ),
             control_ops=member.faults.control.last_started,
-            sent=member.context.sent(),
-            received=[member.context.received(rank) for rank in range(member.nranks)],
+            sent=member.context.messages_sent(),
+            received=[member.context.messages_received(rank) for rank in range(member.nranks)],
             background=aside,
             sends=[peer for peer, receives in transfers if not receives],
             receives=[peer for peer, receives in transfers if receives],

@@ -231,7 +231,7 @@ def _read_sibling_memory() -> int:
 def _check_cache() -> DoctorFinding:
     from miraccl.native import cache
 
-    wanted, folder = cache.wanted(), cache.folder()
+    wanted, folder = cache.preferred_folder(), cache.writable_folder()
     if folder is None:
         advice = "kernels are compiled again in every process: set MIRACCL_CACHE_DIR to a folder that lasts and can be written"
         return DoctorFinding(

@@ -91,10 +91,12 @@ class TaggedExchange(TransferTable):
     def __init__(self, comm: Communicator) -> None:
         self._comm, self._member, self._faults = comm, comm._core, comm._core.faults
         context = comm._core.context
-        super().__init__(comm.rank, context.wires, context.door("exchange", Collective.SEND_RECV))
+        super().__init__(
+            comm.rank, context.connections, context.fast_call("exchange", Collective.SEND_RECV)
+        )
         self._send_tagged, self._recv_tagged = (
-            context.door("send_tagged", Collective.SEND_RECV),
-            context.door("recv_tagged", Collective.SEND_RECV),
+            context.fast_call("send_tagged", Collective.SEND_RECV),
+            context.fast_call("recv_tagged", Collective.SEND_RECV),
         )
         self._row = np.zeros(layout.OP_SIZE // 8, np.int64)
         self._row_address = int(self._row.ctypes.data)
@@ -136,7 +138,7 @@ class TaggedExchange(TransferTable):
 
     def received(self, peer: int) -> int:
         """Return the number of messages received from rank ``peer``."""
-        return self._member.context.received(peer)
+        return self._member.context.messages_received(peer)
 
     def required_consumption(self, entry: TransferEntry) -> int:
         """Return how many messages the peer must have consumed before this send can continue.
@@ -145,7 +147,7 @@ class TaggedExchange(TransferTable):
         """
         if entry.words[layout.OP_DONE // 8] >= entry.words[layout.OP_SEGMENTS // 8]:
             return int(entry.words[layout.OP_MARK // 8])
-        return self._member.context.sent()[entry.transfer.peer] - (layout.NSLOTS - 1)
+        return self._member.context.messages_sent()[entry.transfer.peer] - (layout.NSLOTS - 1)
 
     def send_tagged(self, peer: int, tag: int, address: int, nbytes: int) -> int:
         """Send a tagged message at once if no other send is queued and the FIFO has room.

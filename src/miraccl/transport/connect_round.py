@@ -237,7 +237,7 @@ class ConnectRound:
             )
             deadline = min(self._deadline.at, now + HANDSHAKE_TIMEOUT_S)
             machine = InitiatorHandshake(
-                key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, want=want
+                key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, identity=want
             )
             try:
                 approach = _PendingStream(self._connect(address, port), machine, call, address)

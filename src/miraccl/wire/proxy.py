@@ -18,34 +18,34 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from miraccl.wire.proxy_messages import Contradiction, Impossible
-from miraccl.wire.proxy_receiver import Receiver
+from miraccl.wire.proxy_receiver import ReceiveHalf
 from miraccl.wire.proxy_records import (
-    AbortAsked,
-    CloseAsked,
-    Consumed,
-    Cut,
+    AbortRequested,
+    AbortStreams,
+    CloseRequested,
     Event,
-    Finished,
-    FrameIn,
+    FrameReceived,
+    FramesWritten,
     Garbage,
     Instruction,
     InternalError,
     LinkConfig,
+    LinkFinished,
     Loss,
     LossKind,
-    Lost,
-    Placed,
-    Posted,
+    MessagePosted,
+    MessagesConsumed,
+    PayloadPlaced,
+    PeerLost,
+    ReceivePosted,
     StreamEnded,
-    Taken,
-    Wanted,
 )
-from miraccl.wire.proxy_sender import Sender
+from miraccl.wire.proxy_sender import SendHalf
 from miraccl.wire.proxy_states import LINK_TABLE, LinkState
 from miraccl.wire.stream import MAX_TEXT_BYTES, Frame, FrameType
 
 
-class Link:
+class ProxyLink:
     """State of one peer.  ``handle`` is the only door; it never raises for what a peer does.
 
     ``log``, if given, collects the events.  Attributes without underscore may be read by the owner.
@@ -56,22 +56,22 @@ class Link:
         self.state = LinkState.OPEN
         self.loss: Loss | None = None
         self.log = log
-        self._do: list[Instruction] = []
-        self.sender = Sender(config, self._do)
-        self.receiver = Receiver(config, self._do)
+        self._instructions: list[Instruction] = []
+        self.sender = SendHalf(config, self._instructions)
+        self.receiver = ReceiveHalf(config, self._instructions)
         self._stream_closed = [False] * config.nstreams  # by the peer
         self._peer_total = -1
-        self._doors: dict[type[Event], Callable[[Any], None]] = {
-            Posted: self.sender.post,
-            Wanted: self._wanted,
-            Consumed: self._consumed,
-            FrameIn: self._frame_in,
-            Placed: self.receiver.placed,
-            Taken: self.sender.taken,
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            MessagePosted: self.sender.on_posted,
+            ReceivePosted: self._receive_posted,
+            MessagesConsumed: self._consumed,
+            FrameReceived: self._frame_received,
+            PayloadPlaced: self.receiver.on_placed,
+            FramesWritten: self.sender.on_written,
             StreamEnded: self._stream_ended,
             Garbage: self._garbage,
-            CloseAsked: self._close_asked,
-            AbortAsked: self._abort_asked,
+            CloseRequested: self._close_requested,
+            AbortRequested: self._abort_requested,
             InternalError: self._internal_error,
         }
 
@@ -86,35 +86,38 @@ class Link:
             self.log.append(event)
         if not self.alive:
             return []
-        self._do.clear()
+        self._instructions.clear()
         try:
-            self._doors[type(event)](event)
+            self._handlers[type(event)](event)
             if self.alive:
                 self._pump()
         except Impossible as problem:
             self._fail(LossKind.INTERNAL, str(problem), cut=True)
         except Contradiction as problem:
             self._fail(LossKind.PROTOCOL, f"sent what makes no sense: {problem}", cut=True)
-        return self._do.copy()
+        return self._instructions.copy()
 
     # --- local events
 
-    def _wanted(self, event: Wanted) -> None:
-        if self.receiver.want(event.message, event.room):
-            self.sender.tell(FrameType.WANT, event.message, 0, event.room)
+    def _receive_posted(self, event: ReceivePosted) -> None:
+        if self.receiver.post_receive(event.message, event.nbytes):
+            self.sender.queue_control(FrameType.CTS, event.message, 0, event.nbytes)
 
-    def _consumed(self, event: Consumed) -> None:
+    def _consumed(self, event: MessagesConsumed) -> None:
         self.receiver.consume(event.tail)
         # The peer stops at nslots; half of it keeps it going and saves three frames out of four where traffic is one way only.
-        if event.tail - self.sender.told >= self.config.nslots // 2 and not self.sender.talks:
-            self.sender.tell(FrameType.CREDIT)
+        if (
+            event.tail - self.sender.last_ack >= self.config.nslots // 2
+            and not self.sender.has_control_frames
+        ):
+            self.sender.queue_control(FrameType.CREDIT)
 
-    def _close_asked(self, event: CloseAsked) -> None:
+    def _close_requested(self, event: CloseRequested) -> None:
         if self.state is LinkState.OPEN:
             self._move("close asked")
 
-    def _abort_asked(self, event: AbortAsked) -> None:
-        self._do.append(Cut(event.text))
+    def _abort_requested(self, event: AbortRequested) -> None:
+        self._instructions.append(AbortStreams(event.text))
         self._move("lost")
 
     def _internal_error(self, event: InternalError) -> None:
@@ -122,7 +125,7 @@ class Link:
 
     # --- events of streams
 
-    def _frame_in(self, event: FrameIn) -> None:
+    def _frame_received(self, event: FrameReceived) -> None:
         stream, frame = event.stream, event.frame
         if frame.stream != stream:
             raise Contradiction(f"a frame of stream {frame.stream} on stream {stream}")
@@ -130,13 +133,13 @@ class Link:
             raise Contradiction(f"a {frame.type.name} frame after CLOSE")
         if frame.type is FrameType.ABORT:
             return self._fail(LossKind.ABORTED, f"gave up: {event.text}")
-        self.sender.acknowledge(frame.ack)
+        self.sender.on_ack(frame.ack)
         if frame.type is FrameType.DATA:
-            self.receiver.data(stream, frame)
+            self.receiver.on_data(stream, frame)
         elif frame.type is FrameType.ANNOUNCE:
-            self.receiver.announced(frame)
-        elif frame.type is FrameType.WANT:
-            self.sender.grant(frame.message, frame.nbytes)
+            self.receiver.on_announce(frame)
+        elif frame.type is FrameType.CTS:
+            self.sender.on_cts(frame.message, frame.nbytes)
         elif frame.type is FrameType.CLOSE:
             self._peer_close(stream, frame)
 
@@ -189,17 +192,17 @@ class Link:
 
     def _finish(self, trigger: str) -> None:
         self._move(trigger)
-        self._do.append(Finished())
+        self._instructions.append(LinkFinished())
 
     def _fail(self, kind: LossKind, detail: str, *, cut: bool = False) -> None:
         self._move("lost")
         self.loss = Loss(kind, detail)
         if cut:
-            self._do.append(Cut(detail[:MAX_TEXT_BYTES]))
-        self._do.append(Lost(self.loss))
+            self._instructions.append(AbortStreams(detail[:MAX_TEXT_BYTES]))
+        self._instructions.append(PeerLost(self.loss))
 
 
-def replay(config: LinkConfig, events: Iterable[Event]) -> tuple[Link, list[Instruction]]:
+def replay(config: LinkConfig, events: Iterable[Event]) -> tuple[ProxyLink, list[Instruction]]:
     """A link that lived through ``events``, and all that it asked for."""
-    link = Link(config)
+    link = ProxyLink(config)
     return link, [instruction for event in events for instruction in link.handle(event)]

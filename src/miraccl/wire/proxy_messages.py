@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miraccl.wire.proxy_records import Placement, Posted
+from miraccl.wire.proxy_records import MessagePosted, Placement
 from miraccl.wire.proxy_states import RECV_TABLE, SEND_TABLE, RecvState, SendState
 from miraccl.wire.stream import Frame
 
@@ -15,23 +15,23 @@ class Impossible(Exception):
     """This side did what it cannot have done."""
 
 
-class Outgoing:
+class OutgoingMessage:
     """One message on its way out: bytes [0, queued) are in frames, ``untaken`` of these frames are not in the kernel yet."""
 
-    __slots__ = ("nbytes", "queued", "signature", "state", "untaken")
+    __slots__ = ("nbytes", "queued", "signature", "state", "unwritten")
 
-    def __init__(self, posted: Posted) -> None:
+    def __init__(self, posted: MessagePosted) -> None:
         self.signature = posted.signature
         self.nbytes = posted.nbytes
         self.state = SendState.WAIT_CREDIT
         self.queued = 0
-        self.untaken = 0
+        self.unwritten = 0
 
     def move(self, trigger: str) -> None:
         self.state = SEND_TABLE[self.state, trigger]
 
 
-class Incoming:
+class IncomingMessage:
     """One message on its way in: ``pieces`` are the claimed byte ranges, ``missing`` the bytes not placed yet."""
 
     __slots__ = ("missing", "nbytes", "pieces", "placement", "signature", "state")
@@ -42,7 +42,7 @@ class Incoming:
         self.state: RecvState | None = None
         self.placement: Placement | None = None
         self.missing = frame.nbytes
-        self.pieces: list[tuple[int, int]] = []
+        self.ranges: list[tuple[int, int]] = []
 
     def move(self, trigger: str) -> None:
         self.state = RECV_TABLE[self.state, trigger]
@@ -50,7 +50,7 @@ class Incoming:
     def claim(self, start: int, end: int) -> None:
         """Ranges are kept merged and sorted, so that a message of any number of pieces needs little memory."""
         merged = []
-        for low, high in self.pieces:
+        for low, high in self.ranges:
             if start < high and low < end:
                 raise Contradiction(f"bytes [{start}, {end}) come twice")
             if high == start:
@@ -59,4 +59,4 @@ class Incoming:
                 end = high
             else:
                 merged.append((low, high))
-        self.pieces = sorted([*merged, (start, end)])
+        self.ranges = sorted([*merged, (start, end)])

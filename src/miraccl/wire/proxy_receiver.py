@@ -7,44 +7,47 @@ granted.
 
 from __future__ import annotations
 
-from miraccl.wire.proxy_messages import Contradiction, Impossible, Incoming
+from miraccl.wire.proxy_messages import Contradiction, Impossible, IncomingMessage
 from miraccl.wire.proxy_records import (
-    Announce,
-    Deliver,
+    AnnounceMessage,
+    DeliverMessage,
     Instruction,
     LinkConfig,
-    Placed,
+    PayloadPlaced,
     Placement,
-    Receive,
+    ReceivePayload,
 )
 from miraccl.wire.proxy_states import RecvState
 from miraccl.wire.stream import Frame
 
 
-class Receiver:
+class ReceiveHalf:
     """``do`` takes the instructions.  Attributes without underscore may be read: tail <= delivered."""
 
     def __init__(self, config: LinkConfig, do: list[Instruction]) -> None:
         self.config = config
         self.tail = 0
         self.delivered = 0
-        self._messages: dict[int, Incoming] = {}
-        self._wants: dict[int, int] = {}
+        self._messages: dict[int, IncomingMessage] = {}
+        self._posted: dict[int, int] = {}
         self._arriving: list[tuple[int, int] | None] = [None] * config.nstreams
-        self._do = do
+        self._instructions = do
 
     # --- this side
 
-    def want(self, message: int, room: int) -> bool:
+    def post_receive(self, message: int, room: int) -> bool:
         """Let a message land where there is so much room; whether the peer has to know that."""
         record = self._messages.get(message)
-        if message in self._wants or not self.delivered <= message < self.tail + self.config.nslots:
+        if (
+            message in self._posted
+            or not self.delivered <= message < self.tail + self.config.nslots
+        ):
             return False
         if record and record.state is not RecvState.ANNOUNCED:
             return False  # too late, the message has its place
-        self._wants[message] = room
+        self._posted[message] = room
         if record and room < record.nbytes:
-            self._refuse(record, "want too small")
+            self._reject(record, "want too small")
             return False
         return room > self.config.recv_slot_bytes
 
@@ -53,10 +56,10 @@ class Receiver:
             raise Impossible(f"consumed {tail} of {self.delivered} messages")
         for message in range(self.tail, tail):
             del self._messages[message]
-            self._wants.pop(message, None)
+            self._posted.pop(message, None)
         self.tail = tail
 
-    def placed(self, event: Placed) -> None:
+    def on_placed(self, event: PayloadPlaced) -> None:
         arriving = self._arriving[event.stream]
         assert arriving is not None, f"no payload was arriving on stream {event.stream}"
         self._arriving[event.stream] = None
@@ -69,7 +72,7 @@ class Receiver:
 
     # --- what the peer says
 
-    def announced(self, frame: Frame) -> None:
+    def on_announce(self, frame: Frame) -> None:
         message = frame.message
         if frame.nbytes <= self.config.recv_slot_bytes:
             raise Contradiction(f"announces {frame.nbytes} bytes, which fit into a slot")
@@ -79,20 +82,20 @@ class Receiver:
         if known or message < self.tail:
             return  # it crossed with a want, and the data on another stream have overtaken it
         self._check_window(message)
-        record = self._messages[message] = Incoming(frame)
-        room = self._wants.get(message)
+        record = self._messages[message] = IncomingMessage(frame)
+        room = self._posted.get(message)
         if room is not None and room < frame.nbytes:
-            return self._refuse(record, "announce, want too small")
+            return self._reject(record, "announce, want too small")
         record.move("announce")
         if room is None:
-            self._do.append(Announce(message, frame.signature, frame.nbytes))
+            self._instructions.append(AnnounceMessage(message, frame.signature, frame.nbytes))
 
-    def data(self, stream: int, frame: Frame) -> None:
+    def on_data(self, stream: int, frame: Frame) -> None:
         message = frame.message
         record = self._messages.get(message)
         if record is None:
             self._check_window(message)
-            record = self._messages[message] = Incoming(frame)
+            record = self._messages[message] = IncomingMessage(frame)
         elif record.state in (RecvState.COMPLETE, RecvState.DELIVERED):
             raise Contradiction(f"sends message {message} again")
         elif (record.signature, record.nbytes) != (frame.signature, frame.nbytes):
@@ -103,7 +106,9 @@ class Receiver:
         record.claim(frame.offset, frame.offset + frame.length)
         if frame.length:
             self._arriving[stream] = (message, frame.length)
-            self._do.append(Receive(stream, message, record.placement, frame.offset, frame.length))
+            self._instructions.append(
+                ReceivePayload(stream, message, record.placement, frame.offset, frame.length)
+            )
         else:
             record.move("all placed")
             self._deliver()
@@ -119,13 +124,13 @@ class Receiver:
     def _place(self, message: int, nbytes: int) -> Placement:
         if nbytes <= self.config.inline_bytes:
             return Placement.INLINE
-        if nbytes <= self._wants.get(message, -1):
-            return Placement.WANTED
+        if nbytes <= self._posted.get(message, -1):
+            return Placement.POSTED
         if nbytes <= self.config.recv_slot_bytes:
             return Placement.SLOT
         raise Contradiction(f"sends {nbytes} bytes as message {message} without being asked for")
 
-    def _refuse(self, record: Incoming, trigger: str) -> None:
+    def _reject(self, record: IncomingMessage, trigger: str) -> None:
         record.placement = Placement.OVERSIZE
         record.move(trigger)
         self._deliver()
@@ -134,7 +139,7 @@ class Receiver:
         while (record := self._messages.get(self.delivered)) and record.state is RecvState.COMPLETE:
             assert record.placement is not None
             record.move("all before delivered")
-            self._do.append(
-                Deliver(self.delivered, record.signature, record.nbytes, record.placement)
+            self._instructions.append(
+                DeliverMessage(self.delivered, record.signature, record.nbytes, record.placement)
             )
             self.delivered += 1

@@ -26,16 +26,16 @@ class LinkConfig:
     recv_slot_bytes: int
     nslots: int = 8
     inline_bytes: int = 32
-    piece_bytes: int = 1 << 20
+    segment_bytes: int = 1 << 20
     queue_bytes: int = 1 << 18
     queue_frames: int = 32
 
     def __post_init__(self) -> None:
         if not 1 <= self.nstreams <= MAX_STREAMS:
             raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, got {self.nstreams}")
-        if self.piece_bytes < MIN_SEGMENT_BYTES:
+        if self.segment_bytes < MIN_SEGMENT_BYTES:
             raise ValueError(
-                f"a piece has {MIN_SEGMENT_BYTES} bytes or more, got {self.piece_bytes}"
+                f"a piece has {MIN_SEGMENT_BYTES} bytes or more, got {self.segment_bytes}"
             )
 
 
@@ -82,12 +82,12 @@ class Placement(enum.Enum):
 
     INLINE = "inline"
     SLOT = "slot"
-    WANTED = "wanted"
+    POSTED = "wanted"
     OVERSIZE = "oversize"
     """Nowhere: the room is too small for it."""
 
 
-class Posted(NamedTuple):
+class MessagePosted(NamedTuple):
     """The executor posted its next message."""
 
     message: int
@@ -95,20 +95,20 @@ class Posted(NamedTuple):
     nbytes: int
 
 
-class Wanted(NamedTuple):
+class ReceivePosted(NamedTuple):
     """The executor says that a message may land in ``room`` bytes of its own."""
 
     message: int
-    room: int
+    nbytes: int
 
 
-class Consumed(NamedTuple):
+class MessagesConsumed(NamedTuple):
     """The executor has consumed ``tail`` messages in all."""
 
     tail: int
 
 
-class FrameIn(NamedTuple):
+class FrameReceived(NamedTuple):
     """A valid header came on ``stream``; for ABORT its ``text``.  Payload of DATA is still in the stream."""
 
     stream: int
@@ -116,13 +116,13 @@ class FrameIn(NamedTuple):
     text: str = ""
 
 
-class Placed(NamedTuple):
+class PayloadPlaced(NamedTuple):
     """The payload of the DATA frame on ``stream`` is where the last ``Receive`` of the stream said."""
 
     stream: int
 
 
-class Taken(NamedTuple):
+class FramesWritten(NamedTuple):
     """The kernel has all bytes of the ``frames`` oldest frames of ``stream``."""
 
     stream: int
@@ -143,11 +143,11 @@ class Garbage(NamedTuple):
     detail: str
 
 
-class CloseAsked(NamedTuple):
+class CloseRequested(NamedTuple):
     """Send what is posted, then close."""
 
 
-class AbortAsked(NamedTuple):
+class AbortRequested(NamedTuple):
     """Close now and tell the peer why."""
 
     text: str
@@ -160,27 +160,27 @@ class InternalError(NamedTuple):
 
 
 Event: TypeAlias = (
-    Posted
-    | Wanted
-    | Consumed
-    | FrameIn
-    | Placed
-    | Taken
+    MessagePosted
+    | ReceivePosted
+    | MessagesConsumed
+    | FrameReceived
+    | PayloadPlaced
+    | FramesWritten
     | StreamEnded
     | Garbage
-    | CloseAsked
-    | AbortAsked
+    | CloseRequested
+    | AbortRequested
     | InternalError
 )
 
 
-class Send(NamedTuple):
+class SendFrame(NamedTuple):
     """Put ``frame`` at the end of its stream's queue, for DATA followed by bytes [offset, offset + length) of its message."""
 
     frame: Frame
 
 
-class Receive(NamedTuple):
+class ReceivePayload(NamedTuple):
     """Put the payload of the frame that just came on ``stream`` at byte ``offset`` of the place of ``message``."""
 
     stream: int
@@ -190,7 +190,7 @@ class Receive(NamedTuple):
     length: int
 
 
-class Announce(NamedTuple):
+class AnnounceMessage(NamedTuple):
     """Let the executor see that a message waits for its want."""
 
     message: int
@@ -198,7 +198,7 @@ class Announce(NamedTuple):
     nbytes: int
 
 
-class Deliver(NamedTuple):
+class DeliverMessage(NamedTuple):
     """Post the line of a message: it is in place."""
 
     message: int
@@ -207,26 +207,35 @@ class Deliver(NamedTuple):
     placement: Placement
 
 
-class Release(NamedTuple):
+class PublishTail(NamedTuple):
     """Publish the tail of the send FIFO."""
 
     tail: int
 
 
-class Lost(NamedTuple):
+class PeerLost(NamedTuple):
     """Report the loss of the peer; no memory is to be touched for this link any more."""
 
     loss: Loss
 
 
-class Cut(NamedTuple):
+class AbortStreams(NamedTuple):
     """Tell ``text`` in an ABORT frame on streams that are between frames, if that works at once, and close all streams."""
 
     text: str
 
 
-class Finished(NamedTuple):
+class LinkFinished(NamedTuple):
     """All is sent and the peer has its end of the streams closed: close them."""
 
 
-Instruction: TypeAlias = Send | Receive | Announce | Deliver | Release | Lost | Cut | Finished
+Instruction: TypeAlias = (
+    SendFrame
+    | ReceivePayload
+    | AnnounceMessage
+    | DeliverMessage
+    | PublishTail
+    | PeerLost
+    | AbortStreams
+    | LinkFinished
+)

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from collections import deque
 
-from miraccl.wire.proxy_messages import Contradiction, Impossible, Outgoing
-from miraccl.wire.proxy_records import Instruction, LinkConfig, Posted, Release, Send, Taken
+from miraccl.wire.proxy_messages import Contradiction, Impossible, OutgoingMessage
+from miraccl.wire.proxy_records import (
+    FramesWritten,
+    Instruction,
+    LinkConfig,
+    MessagePosted,
+    PublishTail,
+    SendFrame,
+)
 from miraccl.wire.proxy_states import SendState
 from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, Frame, FrameType
 
@@ -19,7 +26,7 @@ from miraccl.wire.stream import MAX_MESSAGE_BYTES, MIN_SEGMENT_BYTES, Frame, Fra
 _CONTROL, _CLOSE = -1, -2
 
 
-class Sender:
+class SendHalf:
     """``do`` takes the instructions.  Attributes without underscore may be read: released <= next_post; ``told`` is the last ack that was
     sent, ``closing`` counts the CLOSE frames that the kernel has not taken."""
 
@@ -28,17 +35,17 @@ class Sender:
         self.next_post = 0
         self.released = 0
         self.credit = 0
-        self.told = 0
+        self.last_ack = 0
         self.closing = 0
         self._sendable = 0  # released <= sendable <= next_post
-        self._messages: dict[int, Outgoing] = {}
+        self._messages: dict[int, OutgoingMessage] = {}
         self._grants: dict[int, int] = {}
         self._to_send: deque[int] = deque()
         self._control: deque[tuple[FrameType, int, int, int]] = deque()
         self._queued: list[deque[tuple[int, int]]] = [deque() for _ in range(config.nstreams)]
         self._queued_bytes = [0] * config.nstreams
         self._dropped: set[int] = set()
-        self._do = do
+        self._instructions = do
 
     @property
     def done(self) -> bool:
@@ -46,26 +53,28 @@ class Sender:
         return not self._messages
 
     @property
-    def talks(self) -> bool:
+    def has_control_frames(self) -> bool:
         """Whether a frame is about to go that is no message, and carries an ack, too."""
         return bool(self._control)
 
     # --- this side
 
-    def post(self, event: Posted) -> None:
+    def on_posted(self, event: MessagePosted) -> None:
         if event.message != self.next_post or event.message - self.released >= self.config.nslots:
             raise Impossible(f"posted message {event.message} instead of {self.next_post}")
         if not 0 <= event.nbytes <= MAX_MESSAGE_BYTES:
             raise Impossible(f"posted {event.nbytes} bytes")
-        self._messages[event.message] = Outgoing(event)
+        self._messages[event.message] = OutgoingMessage(event)
         self.next_post += 1
         self._use_credit()
 
-    def tell(self, kind: FrameType, message: int = 0, signature: int = 0, nbytes: int = 0) -> None:
+    def queue_control(
+        self, kind: FrameType, message: int = 0, signature: int = 0, nbytes: int = 0
+    ) -> None:
         """Send a frame that is no message, before all that are."""
         self._control.append((kind, message, signature, nbytes))
 
-    def taken(self, event: Taken) -> None:
+    def on_written(self, event: FramesWritten) -> None:
         """Frames of a stream that was dropped may have been on their way to the kernel: nobody waits for these."""
         if event.stream in self._dropped:
             return
@@ -77,8 +86,8 @@ class Sender:
                 self.closing -= message == _CLOSE
                 continue
             record = self._messages[message]
-            record.untaken -= 1
-            if record.state is SendState.HANDED and not record.untaken:
+            record.unwritten -= 1
+            if record.state is SendState.QUEUED and not record.unwritten:
                 record.move("all frames taken")
         self._release()
 
@@ -97,7 +106,7 @@ class Sender:
 
     # --- what the peer says
 
-    def acknowledge(self, ack: int) -> None:
+    def on_ack(self, ack: int) -> None:
         """Credit only grows; the peer cannot have consumed what was neither sent nor announced."""
         if ack <= self.credit:
             return
@@ -106,15 +115,15 @@ class Sender:
             if record is None:
                 if message >= self.next_post:
                     raise Contradiction(f"consumed {ack} messages of {self.next_post}")
-            elif record.state is SendState.WAIT_WANT:
+            elif record.state is SendState.WAIT_CTS:
                 record.move("consumed unseen")
-            elif record.state not in (SendState.HANDED, SendState.TAKEN):
+            elif record.state not in (SendState.QUEUED, SendState.WRITTEN):
                 raise Contradiction(f"consumed message {message} before it was sent")
         self.credit = ack
         self._release()
         self._use_credit()
 
-    def grant(self, message: int, room: int) -> None:
+    def on_cts(self, message: int, room: int) -> None:
         """The peer has room for a message beside its slots."""
         if message >= self.credit + self.config.nslots:
             raise Contradiction(f"wants message {message} after consuming {self.credit}")
@@ -125,7 +134,7 @@ class Sender:
             return  # sent already
         if record is None or record.state is SendState.WAIT_CREDIT:
             self._grants[message] = room
-        elif record.state is SendState.WAIT_WANT and record.nbytes <= room:
+        elif record.state is SendState.WAIT_CTS and record.nbytes <= room:
             record.move("want")
             self._queue_message(message)
 
@@ -143,55 +152,55 @@ class Sender:
                 self._queue_message(message)
             else:
                 record.move("credit, no want")
-                self.tell(FrameType.ANNOUNCE, message, record.signature, record.nbytes)
+                self.queue_control(FrameType.ANNOUNCE, message, record.signature, record.nbytes)
 
     def _queue_message(self, message: int) -> None:
         """Lowest first; wants may come out of order, so this is an insertion into a queue of at most nslots."""
-        at = len(self._to_send)
-        while at and self._to_send[at - 1] > message:
-            at -= 1
-        self._to_send.insert(at, message)
+        position = len(self._to_send)
+        while position and self._to_send[position - 1] > message:
+            position -= 1
+        self._to_send.insert(position, message)
 
     def _release(self) -> None:
         before = self.released
-        while (record := self._messages.get(self.released)) and record.state is SendState.TAKEN:
+        while (record := self._messages.get(self.released)) and record.state is SendState.WRITTEN:
             del self._messages[self.released]
             self.released += 1
         if self.released != before:
-            self._do.append(Release(self.released))
+            self._instructions.append(PublishTail(self.released))
 
     def pump(self, ack: int) -> None:
         """Fill the streams that have room."""
         while self._control or self._to_send:
-            if not (self._send_control(ack) if self._control else self._send_piece(ack)):
+            if not (self._send_control(ack) if self._control else self._send_segment(ack)):
                 return
 
-    def _has_room(self, stream: int) -> bool:
+    def _has_capacity(self, stream: int) -> bool:
         return (
             self._queued_bytes[stream] < self.config.queue_bytes
             and len(self._queued[stream]) < self.config.queue_frames
         )
 
-    def _idlest(self) -> int:
+    def _least_loaded(self) -> int:
         return min(range(self.config.nstreams), key=self._queued_bytes.__getitem__)
 
     def _send_control(self, ack: int) -> bool:
-        stream = self._idlest()
+        stream = self._least_loaded()
         if len(self._queued[stream]) >= 2 * self.config.queue_frames:
             return False
         kind, message, signature, nbytes = self._control.popleft()
         self._send(Frame(kind, stream, message, signature, nbytes, ack=ack), _CONTROL)
         return True
 
-    def _send_piece(self, ack: int) -> bool:
+    def _send_segment(self, ack: int) -> bool:
         message = self._to_send[0]
         record = self._messages[message]
         left = record.nbytes - record.queued
         small = record.nbytes <= MIN_SEGMENT_BYTES
-        stream = 0 if small or self.config.nstreams == 1 else self._idlest()
-        if not self._has_room(stream):
+        stream = 0 if small or self.config.nstreams == 1 else self._least_loaded()
+        if not self._has_capacity(stream):
             return False
-        length = left if small else min(left, self._piece_bytes(record.nbytes))
+        length = left if small else min(left, self._segment_bytes(record.nbytes))
         frame = Frame(
             FrameType.DATA,
             stream,
@@ -203,20 +212,20 @@ class Sender:
             ack,
         )
         record.queued += length
-        record.untaken += 1
+        record.unwritten += 1
         if record.queued == record.nbytes:
             record.move("last piece queued")
             self._to_send.popleft()
         self._send(frame, message)
         return True
 
-    def _piece_bytes(self, nbytes: int) -> int:
+    def _segment_bytes(self, nbytes: int) -> int:
         """An equal share per stream, between the smallest and the largest piece, in whole pages."""
         share = -(-nbytes // self.config.nstreams)
-        return min(self.config.piece_bytes, max(MIN_SEGMENT_BYTES, -(-share // 4096) * 4096))
+        return min(self.config.segment_bytes, max(MIN_SEGMENT_BYTES, -(-share // 4096) * 4096))
 
     def _send(self, frame: Frame, message: int) -> None:
-        self.told = frame.ack
+        self.last_ack = frame.ack
         self._queued[frame.stream].append((message, frame.length))
         self._queued_bytes[frame.stream] += frame.length
-        self._do.append(Send(frame))
+        self._instructions.append(SendFrame(frame))

@@ -13,10 +13,10 @@ class SendState(enum.Enum):
     """Of one outgoing message."""
 
     WAIT_CREDIT = "wait credit"
-    WAIT_WANT = "wait want"
+    WAIT_CTS = "wait want"
     SENDING = "sending"
-    HANDED = "handed"
-    TAKEN = "taken"
+    QUEUED = "handed"
+    WRITTEN = "taken"
 
 
 class RecvState(enum.Enum):
@@ -38,11 +38,11 @@ class LinkState(enum.Enum):
 
 SEND_TABLE: dict[tuple[SendState, str], SendState] = {
     (SendState.WAIT_CREDIT, "credit"): SendState.SENDING,
-    (SendState.WAIT_CREDIT, "credit, no want"): SendState.WAIT_WANT,
-    (SendState.WAIT_WANT, "want"): SendState.SENDING,
-    (SendState.WAIT_WANT, "consumed unseen"): SendState.TAKEN,
-    (SendState.SENDING, "last piece queued"): SendState.HANDED,
-    (SendState.HANDED, "all frames taken"): SendState.TAKEN,
+    (SendState.WAIT_CREDIT, "credit, no want"): SendState.WAIT_CTS,
+    (SendState.WAIT_CTS, "want"): SendState.SENDING,
+    (SendState.WAIT_CTS, "consumed unseen"): SendState.WRITTEN,
+    (SendState.SENDING, "last piece queued"): SendState.QUEUED,
+    (SendState.QUEUED, "all frames taken"): SendState.WRITTEN,
 }
 RECV_TABLE: dict[tuple[RecvState | None, str], RecvState] = {
     (None, "announce"): RecvState.ANNOUNCED,

@@ -43,7 +43,7 @@ class FrameType(enum.IntEnum):
     """``length`` bytes of message ``message`` from byte ``offset`` on follow."""
     ANNOUNCE = 2
     """Message ``message`` of ``nbytes`` is larger than a slot and waits for a WANT."""
-    WANT = 3
+    CTS = 3
     """The receiver has ``nbytes`` of room for message ``message``."""
     CREDIT = 4
     """Nothing but ``ack``."""
@@ -79,10 +79,10 @@ def encode_frame(frame: Frame) -> bytes:
     return _HEADER.pack(MAGIC, kind, stream, length, message, signature, nbytes, offset, ack)
 
 
-def decode_frame(data: bytes | bytearray | memoryview, at: int = 0) -> Frame:
+def decode_frame(data: bytes | bytearray | memoryview, offset_bytes: int = 0) -> Frame:
     """The header at ``at``; ``ProtocolError`` names the field that no peer of ours would send."""
     magic, kind, stream, length, message, signature, nbytes, offset, ack = _HEADER.unpack_from(
-        data, at
+        data, offset_bytes
     )
     if magic != MAGIC:
         raise ProtocolError(f"frame starts with {magic:#06x} instead of {MAGIC:#06x}")
@@ -90,20 +90,20 @@ def decode_frame(data: bytes | bytearray | memoryview, at: int = 0) -> Frame:
     if known is None:
         raise ProtocolError(f"frame type {kind} is unknown")
     frame = Frame(known, stream, message, signature, nbytes, offset, length, ack)
-    complaint = _complaint(frame)
+    complaint = _header_error(frame)
     if complaint:
         raise ProtocolError(f"{known.name} frame: {complaint}")
     return frame
 
 
-def _complaint(frame: Frame) -> str:
+def _header_error(frame: Frame) -> str:
     """What is wrong with a header in itself, or nothing."""
     if frame.message > MAX_MESSAGE_NUMBER or frame.ack > MAX_MESSAGE_NUMBER:
         return "message number out of range"
     if frame.nbytes > MAX_MESSAGE_BYTES:
         return f"message of {frame.nbytes} bytes"
     if frame.type is FrameType.DATA:
-        return _piece_complaint(frame)
+        return _segment_error(frame)
     limit = MAX_TEXT_BYTES if frame.type is FrameType.ABORT else 0
     if frame.length > limit:
         return f"{frame.length} bytes of payload, at most {limit} are allowed"
@@ -121,14 +121,14 @@ def _complaint(frame: Frame) -> str:
 
 _USED: dict[FrameType, tuple[str, ...]] = {
     FrameType.ANNOUNCE: ("message", "signature", "nbytes"),
-    FrameType.WANT: ("message", "nbytes"),
+    FrameType.CTS: ("message", "nbytes"),
     FrameType.CREDIT: (),
     FrameType.CLOSE: ("message",),
     FrameType.ABORT: (),
 }
 
 
-def _piece_complaint(frame: Frame) -> str:
+def _segment_error(frame: Frame) -> str:
     if frame.length > MAX_SEGMENT_BYTES:
         return f"piece of {frame.length} bytes"
     end = frame.offset + frame.length
@@ -269,18 +269,25 @@ class Handshake:
 class InitiatorHandshake(Handshake):
     """The side that connects; ``hello`` is to be sent first."""
 
-    def __init__(self, *, key: bytes, nonce: bytes, deadline: float, want: StreamIdentity) -> None:
+    def __init__(
+        self, *, key: bytes, nonce: bytes, deadline: float, identity: StreamIdentity
+    ) -> None:
         super().__init__(
             key=key, nonce=nonce, deadline=deadline, state=HandshakeState.WAIT_CHALLENGE
         )
-        self._want = want
+        self._identity = identity
         self.hello = _HELLO.pack(
-            _GREETING, want.initiator, want.acceptor, want.stream, want.nstreams, nonce
+            _GREETING,
+            identity.initiator,
+            identity.acceptor,
+            identity.stream,
+            identity.nstreams,
+            nonce,
         )
         self._transcript = self.hello
 
     def _receive(self, data: bytes) -> bytes:
-        who = f"the process that answers for rank {self._want.acceptor}"
+        who = f"the process that answers for rank {self._identity.acceptor}"
         if self.state is HandshakeState.WAIT_WELCOME:
             self._check(b"welcome", data, who)
             self._move("good welcome")
@@ -290,7 +297,7 @@ class InitiatorHandshake(Handshake):
             raise AuthenticationError(f"{who} does not speak this protocol")
         self._transcript += data[: _CHALLENGE.size]
         self._check(b"acceptor", data[_CHALLENGE.size :], who)
-        self.identity = self._want
+        self.identity = self._identity
         self._move("good challenge")
         return self._mac(b"initiator")
 

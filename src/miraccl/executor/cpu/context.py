@@ -18,7 +18,7 @@ import numpy as np
 from miraccl import native
 from miraccl.executor.cpu import arrays
 from miraccl.executor.cpu.kernels import layout
-from miraccl.executor.cpu.lower import Counts, Run, Words
+from miraccl.executor.cpu.lower import BlockCounts, Run, Words
 from miraccl.native import atomics
 from miraccl.types import Collective, DType, RedOp
 
@@ -29,7 +29,7 @@ PLAN_SLOTS = 1024  # entries of the table of plans; a power of two
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wires:
+class PeerConnections:
     """One peer's connections as the engine needs them; addresses are of this process.
 
     ``kind`` is ``layout.KIND_*``.  For shared memory: ``ctrl`` the peer's control page, ``pid`` its process, ``window`` where its
@@ -39,18 +39,18 @@ class Wires:
 
     kind: int
     slot_bytes: int
-    send_posts: int
+    send_descs: int
     send_tail: int
     send_slots: int
-    recv_posts: int
+    recv_descs: int
     recv_tail: int
     recv_slots: int
-    recv_wants: int = 0
+    recv_cts: int = 0
     ctrl: int = 0
     pid: int = 0
     window: int = 0
     readable: bool = False
-    bell: int = -1
+    doorbell: int = -1
     asleep: int = 0
 
 
@@ -64,10 +64,10 @@ class WaitPolicy:
 
     spin: int = 2000
     yields: int = 2
-    nap_s: float = 0.05
+    max_sleep_s: float = 0.05
     timeout_s: float = 300.0
     membarrier: bool = True
-    step_aside: bool = True
+    migrate: bool = True
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def call_kernel(address: int, a: int, b: int, c: int, d: int) -> int:
     return int(_FUNCTION4(address)(a, b, c, d))
 
 
-def set_counts(run: Run, counts: Counts) -> None:
+def set_counts(run: Run, counts: BlockCounts) -> None:
     """Write counts into a run that nobody else knows yet."""
     call_kernel(_engine("set_counts"), run.address, counts.address, 0, 0)
 
@@ -124,7 +124,7 @@ class Context:
         rank: int,
         nranks: int,
         ctrl: int,
-        wires: Mapping[int, Wires],
+        connections: Mapping[int, PeerConnections],
         policy: WaitPolicy,
         window: tuple[int, int],
         threaded: bool,
@@ -132,7 +132,7 @@ class Context:
         stage_bytes: int = 128 << 10,
         stream_from: int = 1 << 62,
     ) -> None:
-        self.rank, self.nranks, self.wires = rank, nranks, dict(wires)
+        self.rank, self.nranks, self.connections = rank, nranks, dict(connections)
         self.words = np.zeros(layout.CTX_SIZE // 8, np.int64)
         self._send = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
         self._recv = np.zeros((nranks, layout.CONN_SIZE // 8), np.int64)
@@ -141,18 +141,18 @@ class Context:
             layout.SCRATCH_SOURCES // 8 + 1 + 3 * nranks, np.int64
         )  # of each source three words: ``kernels.operands``
         self._stage = np.zeros(stage_bytes + 64, np.int8)
-        self._pair = np.zeros(2 * layout.OP_SIZE // 8, np.int64)
+        self._sendrecv_ops = np.zeros(2 * layout.OP_SIZE // 8, np.int64)
         self._counts = np.zeros(layout.COUNTS_BLOCKS // 8 + 2 * nranks, np.int64)
         self._masks = np.zeros(2 * layout.CPU_SET_BYTES // 8, np.int64)
         self.gone = np.zeros(nranks, np.int64)
-        self.met = np.zeros((nranks, layout.CONTROL_WAIT_SIZE // 8), np.int64)
-        self._keep = np.zeros(layout.BLOCK, np.int64)
+        self.control_waits = np.zeros((nranks, layout.CONTROL_WAIT_SIZE // 8), np.int64)
+        self._accumulators = np.zeros(layout.BLOCK, np.int64)
         self._dtypes = arrays.descriptor_addresses()
         self._plans = np.full((PLAN_SLOTS, layout.PLAN_SIZE // 8), -1, np.int64)
         self._runs: dict[int, Run] = {}
-        self._doors: list[Any] = []
-        for peer, wire in wires.items():
-            self._wire(peer, wire)
+        self._fast_calls: list[Any] = []
+        for peer, wire in connections.items():
+            self._write_connection(peer, wire)
         for place, value in (
             (layout.CTX_RANK, rank),
             (layout.CTX_NRANKS, nranks),
@@ -163,19 +163,19 @@ class Context:
             (layout.CTX_SPIN, policy.spin),
             (layout.CTX_YIELDS, policy.yields),
             (layout.CTX_TIMEOUT_NS, int(policy.timeout_s * 1e9)),
-            (layout.CTX_MAX_SLEEP_NS, int(policy.nap_s * 1e9)),
+            (layout.CTX_MAX_SLEEP_NS, int(policy.max_sleep_s * 1e9)),
             (layout.CTX_SCRATCH, self._scratch.ctypes.data),
             (layout.CTX_STAGE, (self._stage.ctypes.data + 63) // 64 * 64),
             (layout.CTX_STAGE_BYTES, stage_bytes),
-            (layout.CTX_SENDRECV_OPS, self._pair.ctypes.data),
+            (layout.CTX_SENDRECV_OPS, self._sendrecv_ops.ctypes.data),
             (layout.CTX_COUNTS, self._counts.ctypes.data),
             (layout.CTX_CPU_MASKS, self._masks.ctypes.data),
             (layout.CTX_STREAM_FROM, stream_from),
             (layout.CTX_OPERATE, _engine("operate")),
-            (layout.CTX_MIGRATE, int(policy.step_aside)),
+            (layout.CTX_MIGRATE, int(policy.migrate)),
             (layout.CTX_GONE, self.gone.ctypes.data),
-            (layout.CTX_CONTROL_WAITS, self.met.ctypes.data),
-            (layout.CTX_ACCUMULATORS, self._keep.ctypes.data),
+            (layout.CTX_CONTROL_WAITS, self.control_waits.ctypes.data),
+            (layout.CTX_ACCUMULATORS, self._accumulators.ctypes.data),
             (layout.CTX_PLANS, self._plans.ctypes.data),
             (layout.CTX_PLANS_MASK, PLAN_SLOTS - 1),
             (layout.CTX_DTYPES, self._dtypes.ctypes.data),
@@ -198,9 +198,9 @@ class Context:
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)
-        self.launch = self.door("launch", Collective.BARRIER)
+        self.launch = self.fast_call("launch", Collective.BARRIER)
 
-    def _wire(self, peer: int, wire: Wires) -> None:
+    def _write_connection(self, peer: int, wire: PeerConnections) -> None:
         self._ctrls[peer] = wire.ctrl
         common = (
             (layout.CONN_KIND, wire.kind),
@@ -208,11 +208,11 @@ class Context:
             (layout.CONN_CTRL, wire.ctrl),
             (layout.CONN_PID, wire.pid),
             (layout.CONN_WINDOW, wire.window),
-            (layout.CONN_DOORBELL, wire.bell),
+            (layout.CONN_DOORBELL, wire.doorbell),
             (layout.CONN_ASLEEP, wire.asleep),
         )
         send = (
-            (layout.CONN_DESCS, wire.send_posts),
+            (layout.CONN_DESCS, wire.send_descs),
             (layout.CONN_SLOTS, wire.send_slots),
             (layout.CONN_REVERSE_SLOTS, wire.recv_slots),
             (layout.CONN_TAIL_ADDR, wire.send_tail),
@@ -220,7 +220,7 @@ class Context:
             (layout.CONN_NFREE, layout.NSLOTS),
         )
         recv = (
-            (layout.CONN_DESCS, wire.recv_posts),
+            (layout.CONN_DESCS, wire.recv_descs),
             (layout.CONN_SLOTS, wire.recv_slots),
             (layout.CONN_REVERSE_SLOTS, wire.send_slots),
             (layout.CONN_TAIL_ADDR, wire.recv_tail),
@@ -229,7 +229,7 @@ class Context:
             for place, value in (*common, *fields):
                 table[peer, place // 8] = value
         self._send[peer, layout.CONN_DIRECT // 8] = int(wire.readable)
-        self._recv[peer, layout.CONN_CTS // 8] = wire.recv_wants
+        self._recv[peer, layout.CONN_CTS // 8] = wire.recv_cts
 
     # ---- words
 
@@ -240,16 +240,16 @@ class Context:
         self.words[place // 8] = value
 
     @property
-    def occupied(self) -> bool:
+    def in_engine(self) -> bool:
         """Whether a thread is in the engine."""
         return self.get(layout.CTX_INSIDE) != 0
 
     @property
     def interrupted(self) -> bool:
         """Whether this very thread is in the engine: it runs the handler of a signal meanwhile."""
-        return self.occupied and self.get(layout.CTX_TSTATE) == _this_thread()
+        return self.in_engine and self.get(layout.CTX_TSTATE) == _this_thread()
 
-    def raise_kept(self) -> NoReturn:
+    def reraise_deferred(self) -> NoReturn:
         """Raise the exception that a signal handler raised while the engine was waiting."""
         first = layout.CTX_EXCEPTION // 8
         kept = [int(word) or None for word in self.words[first : first + 3]]
@@ -261,23 +261,23 @@ class Context:
         )  # ctypes finds the exception set when the call returns, and raises it
         raise AssertionError("unreachable")
 
-    def meets(self, rank: int, seq: int, sent: int) -> None:
+    def record_control_wait(self, rank: int, seq: int, sent: int) -> None:
         """A rank waits on the control plane; its last operation was ``seq``, and it has sent ``sent`` messages here (-1: unknown)."""
-        row = self.met[rank]
+        row = self.control_waits[rank]
         row[layout.CONTROL_WAIT_SEQ // 8], row[layout.CONTROL_WAIT_SENT // 8] = seq, sent
         atomics.store_release(int(row.ctypes.data) + layout.CONTROL_WAIT_SET, 1)
 
-    def sent(self) -> list[int]:
+    def messages_sent(self) -> list[int]:
         """How many messages have been posted to each rank."""
         return [int(count) for count in self._send[:, layout.CONN_COUNT // 8]]
 
-    def received(self, rank: int) -> int:
+    def messages_received(self, rank: int) -> int:
         """How many messages of a rank have been taken."""
         return int(self._recv[rank, layout.CONN_COUNT // 8])
 
-    def pair(self) -> list[tuple[int, bool]]:
+    def pending_sendrecv(self) -> list[tuple[int, bool]]:
         """What is left of a ``sendrecv`` that is under way: (peer, whether it receives)."""
-        rows = self._pair.reshape(2, -1)
+        rows = self._sendrecv_ops.reshape(2, -1)
         left = [row for row in rows if row[layout.OP_DONE // 8] < row[layout.OP_SEGMENTS // 8]]
         return [(int(row[layout.OP_PEER // 8]), bool(row[layout.OP_RECEIVES // 8])) for row in left]
 
@@ -290,7 +290,7 @@ class Context:
             self._ctrls,
             self._scratch,
             self._stage,
-            self._keep,
+            self._accumulators,
             self._plans,
         )
         runs = sum(
@@ -301,19 +301,19 @@ class Context:
 
     # ---- doors and plans
 
-    def door(
+    def fast_call(
         self, kind: str, collective: Collective, *, arg: int = 0, run: Run | None = None
     ) -> Callable[..., int]:
         """A builtin of the engine bound to this context; ``kind``: an entry of ``kernels.engine``, such as ``collective`` or ``prepared``.
         Who gives a ``run`` holds it as long as the door."""
         record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
         door = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
-        (self._doors if run is None else run.keep).append(
+        (self._fast_calls if run is None else run.owned).append(
             record
         )  # the door of a run lives no longer than the run
         return cast("Callable[..., int]", door)
 
-    def remember(
+    def cache_run(
         self,
         run: Run,
         collective: Collective,
@@ -348,7 +348,7 @@ class Context:
             row[place // 8] = value
         self._runs[run.address] = run
 
-    def forget(self) -> None:
+    def clear_runs(self) -> None:
         """Drop all remembered runs; the next call of each kind plans anew."""
         self._plans[:] = -1
         self._runs.clear()

@@ -16,8 +16,8 @@ from miraccl.schedule.text import format_location
 
 SYNCS = frozenset((Op.SIGNAL, Op.WAIT, Op.BARRIER))
 #: A part of a step that happens at once: the ranks taken from, those posted to, and what.
-Part = tuple[Sequence[int], Sequence[int], str]
-MESSAGE, SIGNAL, MEETING = "a message", "a signal", "a signal of a barrier"
+StepPart = tuple[Sequence[int], Sequence[int], str]
+MESSAGE, SIGNAL, BARRIER_SIGNAL = "a message", "a signal", "a signal of a barrier"
 
 
 def check_limits(schedule: Schedule) -> None:
@@ -88,7 +88,7 @@ def sync_peers(step: Step, rank: int, nranks: int) -> list[int]:
     ]
 
 
-def _parts(step: Step, rank: int, nranks: int) -> Iterator[Part]:
+def _parts(step: Step, rank: int, nranks: int) -> Iterator[StepPart]:
     """A step as the engine does it (``kernels.steps``)."""
     if step.op not in SYNCS:
         yield (
@@ -97,7 +97,7 @@ def _parts(step: Step, rank: int, nranks: int) -> Iterator[Part]:
             MESSAGE,
         )
         return
-    kind = MEETING if step.op is Op.BARRIER else SIGNAL
+    kind = BARRIER_SIGNAL if step.op is Op.BARRIER else SIGNAL
     peers = sync_peers(step, rank, nranks)
     if step.op is not Op.WAIT:
         yield from (((), (peer,), kind) for peer in peers)

@@ -39,7 +39,7 @@ class Program:
         return len(self.steps)
 
 
-def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
+def lower(schedule: Schedule, rank: int, *, signalled: bool = False) -> Program:
     """The program of ``rank``. Channels follow one another: a CPU rank has one thread to run them.
 
     ``opened``: the signals with which the schedule begins have been exchanged already (the engine asked where buffers lie).  Raises
@@ -47,7 +47,7 @@ def lower(schedule: Schedule, rank: int, *, opened: bool = False) -> Program:
     """
     check_limits(schedule)
     steps = [step for channel in schedule.channels for step in channel[rank]]
-    when = rounds_of(schedule, opened=opened)[rank]
+    when = rounds_of(schedule, signalled=signalled)[rank]
     lists = [
         step.peers or (tuple(range(schedule.nranks)) if step.op is Op.BARRIER else ())
         for step in steps
@@ -122,7 +122,7 @@ def describe_signature(sig: int) -> dict[str, str]:
     }
 
 
-class Counts:
+class BlockCounts:
     """The elements of a call's blocks on this rank, in the words of ``kernels.counts``: ``inputs``, then ``outputs``.
 
     ``agreed`` is what ranks compare, a count or the hash of a list, 0 where they know nothing of each other's; ``shown`` is told where they
@@ -130,9 +130,9 @@ class Counts:
     """
 
     def __init__(
-        self, inputs: Sequence[int], outputs: Sequence[int], *, agreed: int, shown: int
+        self, inputs: Sequence[int], outputs: Sequence[int], *, agreed: int, reported: int
     ) -> None:
-        self.words = np.array([agreed, shown, *inputs, *outputs], np.int64)
+        self.words = np.array([agreed, reported, *inputs, *outputs], np.int64)
         self.address = int(self.words.ctypes.data)
 
 
@@ -154,14 +154,14 @@ class Run:
         direct: int,
         template: int,
         fold: int = 0,
-        post: int = 0,
-        post_arg: int = 0,
+        epilogue: int = 0,
+        epilogue_arg: int = 0,
         ll: bool = False,
         stream_from: int = 1 << 62,
     ) -> None:
         schedule, itemsize = program.schedule, dtype.itemsize
         self.program = program
-        self.keep: list[Any] = []  # what lives as long as this
+        self.owned: list[Any] = []  # what lives as long as this
         self.in_blocks = np.zeros(
             (max(1, schedule.input_chunks // schedule.parts), layout.BLOCK_SIZE // 8), np.int64
         )
@@ -195,19 +195,19 @@ class Run:
             (layout.RUN_LL, int(ll)),
             (layout.RUN_SENDS, program.sends.ctypes.data),
             (layout.RUN_NSENDS, len(program.sends)),
-            (layout.RUN_EPILOGUE, post),
-            (layout.RUN_EPILOGUE_ARG, post_arg),
+            (layout.RUN_EPILOGUE, epilogue),
+            (layout.RUN_EPILOGUE_ARG, epilogue_arg),
             (layout.RUN_TEMPLATE, template),
             (layout.RUN_STREAM_FROM, stream_from),
         ):
             self.words[place // 8] = value
         self.address = int(self.words.ctypes.data)
-        self.memory: Run | None = None
-        self._ask = np.zeros(0, np.int64)
+        self.window_run: Run | None = None
+        self._negotiate_peers = np.zeros(0, np.int64)
 
-    def prefer_memory(self, other: Run, ranks: Sequence[int]) -> None:
+    def set_window_path(self, other: Run, ranks: Sequence[int]) -> None:
         """Take ``other`` instead whenever the buffers of this rank and of ``ranks`` are window memory."""
-        self.memory, self._ask = other, np.array(ranks, np.int64)
+        self.window_run, self._negotiate_peers = other, np.array(ranks, np.int64)
         self.words[layout.RUN_WINDOW_PATH // 8] = other.address
-        self.words[layout.RUN_NEGOTIATE_PEERS // 8] = self._ask.ctypes.data
+        self.words[layout.RUN_NEGOTIATE_PEERS // 8] = self._negotiate_peers.ctypes.data
         self.words[layout.RUN_NEGOTIATE_NPEERS // 8] = len(ranks)

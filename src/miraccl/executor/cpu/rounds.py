@@ -20,7 +20,7 @@ Program = Sequence[Step]
 Signal = tuple[int, int, bool]
 
 
-def rounds_of(schedule: Schedule, *, opened: bool) -> list[list[int]]:
+def rounds_of(schedule: Schedule, *, signalled: bool) -> list[list[int]]:
     """For each rank the ``layout.*_ROUND`` of its steps, channel after channel; data move in every round. ``opened`` as in ``lower``."""
     programs = [
         [step for channel in schedule.channels for step in channel[rank]]
@@ -28,8 +28,11 @@ def rounds_of(schedule: Schedule, *, opened: bool) -> list[list[int]]:
     ]
     if not schedule.ops & SYNCS:
         return [[layout.EVERY_ROUND] * len(steps) for steps in programs]
-    first = layout.NEVER if opened else layout.FIRST_ROUND
-    leading, trailing = _matched(programs), _matched([steps[::-1] for steps in programs])
+    first = layout.NEVER if signalled else layout.FIRST_ROUND
+    leading, trailing = (
+        _matched_prefixes(programs),
+        _matched_prefixes([steps[::-1] for steps in programs]),
+    )
     return [
         [
             first
@@ -43,7 +46,7 @@ def rounds_of(schedule: Schedule, *, opened: bool) -> list[list[int]]:
     ]
 
 
-def _matched(programs: Sequence[Program]) -> list[int]:
+def _matched_prefixes(programs: Sequence[Program]) -> list[int]:
     """How many steps each program begins with that do nothing but signal and wait, where both ends of every signal are among them."""
     lengths = [
         next((i for i, step in enumerate(steps) if step.op not in SYNCS), len(steps))
@@ -53,10 +56,10 @@ def _matched(programs: Sequence[Program]) -> list[int]:
         sent, taken = Counter[Signal](), Counter[Signal]()
         for rank, steps in enumerate(programs):
             for step in steps[: lengths[rank]]:
-                sent.update(_sent(step, rank, len(programs)))
-                taken.update(_taken(step, rank, len(programs)))
+                sent.update(_sent_signals(step, rank, len(programs)))
+                taken.update(_received_signals(step, rank, len(programs)))
         fewer = [
-            _paired(steps[: lengths[rank]], rank, len(programs), sent, taken)
+            _paired_prefix(steps[: lengths[rank]], rank, len(programs), sent, taken)
             for rank, steps in enumerate(programs)
         ]
         if fewer == lengths:
@@ -64,14 +67,14 @@ def _matched(programs: Sequence[Program]) -> list[int]:
         lengths = fewer
 
 
-def _paired(
+def _paired_prefix(
     steps: Program, rank: int, nranks: int, sent: Counter[Signal], taken: Counter[Signal]
 ) -> int:
     """How many steps come before the first one with a signal that has no other end."""
     own_sent, own_taken = Counter[Signal](), Counter[Signal]()
     for number, step in enumerate(steps):
-        own_sent.update(signals := list(_sent(step, rank, nranks)))
-        own_taken.update(waits := list(_taken(step, rank, nranks)))
+        own_sent.update(signals := list(_sent_signals(step, rank, nranks)))
+        own_taken.update(waits := list(_received_signals(step, rank, nranks)))
         if any(own_sent[end] > taken[end] for end in signals) or any(
             own_taken[end] > sent[end] for end in waits
         ):
@@ -79,11 +82,11 @@ def _paired(
     return len(steps)
 
 
-def _sent(step: Step, rank: int, nranks: int) -> Iterator[Signal]:
+def _sent_signals(step: Step, rank: int, nranks: int) -> Iterator[Signal]:
     if step.op is not Op.WAIT:
         yield from ((rank, peer, step.op is Op.BARRIER) for peer in sync_peers(step, rank, nranks))
 
 
-def _taken(step: Step, rank: int, nranks: int) -> Iterator[Signal]:
+def _received_signals(step: Step, rank: int, nranks: int) -> Iterator[Signal]:
     if step.op is not Op.SIGNAL:
         yield from ((peer, rank, step.op is Op.BARRIER) for peer in sync_peers(step, rank, nranks))

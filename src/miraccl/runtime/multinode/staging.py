@@ -1,7 +1,7 @@
-"""GPU data on their way through pinned host memory and the CPU communicator, piece by piece, in stream order.
+"""GPU data on their way through pinned host memory and the CPU communicator, segment by segment, in stream order.
 
-What is enqueued for a piece: copies down to its slot, the number of the job into the slot's flag; then, after the next pieces have been
-sent down, a wait for the answer and copies up.  A lane (``proxy.staging``) runs a collective of its CPU communicator on the slot in
+What is enqueued for a segment: copies down to its slot, the number of the job into the slot's flag; then, after the next segments have been
+sent down, a wait for the answer and copies up.  A thread (``proxy.staging``) runs a collective of its CPU communicator on the slot in
 between.  The calling thread never waits, and nothing is allocated once a slot is large enough.
 """
 
@@ -24,13 +24,13 @@ from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 
 STAGING_THREADS = 2  # proxies, each with CPU communicators of its own
-NSLOTS = 2 * STAGING_THREADS  # while a lane's piece is on the network, its next one is copied
+NSLOTS = 2 * STAGING_THREADS  # while a thread's segment is on the network, its next one is copied
 PAGE_BYTES = 4096
 FLAG_BYTES = PAGE_BYTES
 
 
 class PinnedSlots:
-    """Pinned memory for ``NSLOTS`` pieces of ``nbytes`` each: ordinary pages that are registered, so that sockets, the kernel's copies
+    """Pinned memory for ``NSLOTS`` segments of ``nbytes`` each: ordinary pages that are registered, so that sockets, the kernel's copies
     between processes and GPUs all take them."""
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
@@ -62,27 +62,27 @@ class PreparedOp(Protocol):
 
 
 class SegmentNetwork(Protocol):
-    """The network's part of a job's pieces. ``number`` is the piece's."""
+    """The network's part of a job's segments. ``number`` is the segment's."""
 
-    def run(self, piece: StagedSegment, number: int, slot: int) -> None: ...
+    def run(self, segment: StagedSegment, number: int, slot: int) -> None: ...
 
-    def prepare(self, piece: StagedSegment, number: int, slot: int) -> PreparedOp | None:
+    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp | None:
         """What the proxy's loop may start without Python, instead of ``run``."""
 
 
 class StagedJob:
-    """An operation that is cut into pieces (``proxy.staging.Job``)."""
+    """An operation that is cut into segments (``proxy.staging.Job``)."""
 
     def __init__(
         self,
-        pieces: Sequence[StagedSegment],
+        segments: Sequence[StagedSegment],
         slots: PinnedSlots,
         network: SegmentNetwork,
         captured: bool,
         stride: int,
     ) -> None:
         self.segments, self.slots, self.captured, self.stride = (
-            tuple(pieces),
+            tuple(segments),
             slots,
             captured,
             stride,
@@ -91,42 +91,42 @@ class StagedJob:
         self.segment_bytes = max(
             (
                 copy.host + copy.nbytes
-                for piece in self.segments
-                for copy in (*piece.down, *piece.up)
+                for segment in self.segments
+                for copy in (*segment.down, *segment.up)
             ),
             default=0,
         )
         self.number = 0
-        self.announced: dict[int, int] = {}  # lane -> what its last coming was announced as
+        self.announced: dict[int, int] = {}  # thread -> what its last coming was announced as
         self.graphs = 0  # that bring it again
-        self.call_text = ""  # by the program, where its pieces and shards have other counts
+        self.call_text = ""  # by the program, where its segments and shards have other counts
         self.concurrent = self.before = self.after = (
-            False  # kernels of the host run beside it, or before or after each piece
+            False  # kernels of the host run concurrent it, or before or after each segment
         )
         self._network = network
         self._prepared = [
-            network.prepare(piece, number, slot_of(number, stride))
-            for number, piece in enumerate(self.segments)
+            network.prepare(segment, number, slot_of(number, stride))
+            for number, segment in enumerate(self.segments)
         ]
         calls = [prepared and prepared.unlocked() for prepared in self._prepared]
         self._calls = np.array([call or (0, 0, 0) for call in calls], np.int64)
         assert self._calls.nbytes == staging_layout.CALL_BYTES * self.npieces
         self.calls = int(self._calls.ctypes.data) if any(calls) else 0
 
-    def blocks_kernels(self, piece: int) -> bool:
-        """Whether no kernel of the host runs before a piece has been answered."""
-        return not self.concurrent and not self.before and (piece == 0 or not self.after)
+    def blocks_kernels(self, segment: int) -> bool:
+        """Whether no kernel of the host runs before a segment has been answered."""
+        return not self.concurrent and not self.before and (segment == 0 or not self.after)
 
-    def prepared(self, piece: int) -> PreparedOp | None:
-        """What the proxy's loop starts for a piece, if it does."""
-        return self._prepared[piece]
+    def prepared(self, segment: int) -> PreparedOp | None:
+        """What the proxy's loop starts for a segment, if it does."""
+        return self._prepared[segment]
 
-    def run(self, piece: int, slot: int) -> None:
+    def run(self, segment: int, slot: int) -> None:
         with self._name_errors():
-            self._network.run(self.segments[piece], piece, slot)
+            self._network.run(self.segments[segment], segment, slot)
 
-    def explain(self, piece: int, code: int) -> None:
-        prepared = self._prepared[piece]
+    def explain(self, segment: int, code: int) -> None:
+        prepared = self._prepared[segment]
         assert prepared is not None, "only what was prepared gives codes"
         with self._name_errors():
             prepared.check_result(code)
@@ -142,12 +142,12 @@ class StagedJob:
             raise
 
 
-def slot_of(piece: int, stride: int) -> int:
-    return staging.slot_of(piece, stride, NSLOTS, STAGING_THREADS)
+def slot_of(segment: int, stride: int) -> int:
+    return staging.slot_of(segment, stride, NSLOTS, STAGING_THREADS)
 
 
 Hook = Callable[[int, int], None]
-"""``hook(piece, slot)`` enqueues more in the same stream."""
+"""``hook(segment, slot)`` enqueues more in the same stream."""
 
 
 class Staging:
@@ -164,17 +164,19 @@ class Staging:
         self._recorded: list[StagedJob] | None = None
         self._last_concurrent: dict[
             int, int
-        ] = {}  # lane -> what the last job that has kernels beside it was announced as
+        ] = {}  # thread -> what the last job that has kernels concurrent it was announced as
         self._captured_concurrent = False
         self.enqueuing = (
             False  # a call of the program is: its kernels may wait before its jobs are announced
         )
         self.proxies = [
-            staging.StagingProxy(flags, NSLOTS, on_fault=on_fault, lane=lane, lanes=STAGING_THREADS)
-            for lane in range(STAGING_THREADS)
+            staging.StagingThread(
+                flags, NSLOTS, on_fault=on_fault, index=thread, nthreads=STAGING_THREADS
+            )
+            for thread in range(STAGING_THREADS)
         ]
-        for lane, proxy in enumerate(self.proxies):
-            proxy.start(f"{name}-{lane}")
+        for thread, proxy in enumerate(self.proxies):
+            proxy.start(f"{name}-{thread}")
 
     def slots_for(self, nbytes: int) -> PinnedSlots:
         """Slots of at least ``nbytes``; larger ones than usual are made once and kept."""
@@ -187,21 +189,21 @@ class Staging:
 
     def job(
         self,
-        pieces: Sequence[StagedSegment],
+        segments: Sequence[StagedSegment],
         slots: PinnedSlots,
         network: SegmentNetwork,
         captured: bool,
         stride: int = 1,
     ) -> StagedJob:
-        """``stride`` is 1 for a job of one lane, ``LANES`` for one of all."""
-        job = StagedJob(pieces, slots, network, captured, stride)
+        """``stride`` is 1 for a job of one thread, ``LANES`` for one of all."""
+        job = StagedJob(segments, slots, network, captured, stride)
         for proxy in self.proxies:
             job.number = proxy.register(job)
         return job
 
     @property
     def between_jobs(self) -> bool:
-        """Whether no lane is at work."""
+        """Whether no thread is at work."""
         return all(proxy.between_jobs for proxy in self.proxies)
 
     @property
@@ -210,21 +212,21 @@ class Staging:
         return all(proxy.idle for proxy in self.proxies)
 
     def current_job(self) -> tuple[StagedJob, int] | None:
-        """The job that the first lane is at, and its piece."""
-        found = self.proxies[0].at_work()
+        """The job that the first thread is at, and its segment."""
+        found = self.proxies[0].current()
         return (
             (found[0], found[1]) if found is not None and isinstance(found[0], StagedJob) else None
         )
 
     def waits_for_kernels(self) -> bool:
-        """Whether the first lane has nothing to do, and nothing comes to it until a kernel of the host goes on that has waited before."""
+        """Whether the first thread has nothing to do, and nothing comes to it until a kernel of the host goes on that has waited before."""
         if self.enqueuing:
             return False
-        beside = self._captured_concurrent or not all(
-            self.proxies[lane].has_ended(count)
-            for lane, count in list(self._last_concurrent.items())
+        concurrent = self._captured_concurrent or not all(
+            self.proxies[thread].has_finished(count)
+            for thread, count in list(self._last_concurrent.items())
         )
-        return not beside and self.proxies[0].at_work() is None
+        return not concurrent and self.proxies[0].current() is None
 
     def drain(self) -> None:
         """Run nothing any more, but let streams go on."""
@@ -241,44 +243,46 @@ class Staging:
         before: Hook | None = None,
         after: Hook | None = None,
     ) -> None:
-        """Enqueue all pieces. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
-        a piece before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
-        ahead = NSLOTS * job.stride // STAGING_THREADS - 1
+        """Enqueue all segments. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
+        a segment before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
+        depth = NSLOTS * job.stride // STAGING_THREADS - 1
         job.before |= before is not None
         job.after |= after is not None
         self._captured_concurrent |= job.concurrent and job.captured
         if participates and not job.captured:
             self.announce(job) if self._recorded is None else self._record(job)
-        for number in range(job.npieces + ahead):
+        for number in range(job.npieces + depth):
             if number < job.npieces:
                 if before is not None:
                     before(number, slot_of(number, job.stride))
                 if participates:
                     self._copy_down(job, number, buffers, stream)
-            if number >= ahead:
+            if number >= depth:
                 if participates:
-                    self._copy_up(job, number - ahead, buffers, stream)
+                    self._copy_up(job, number - depth, buffers, stream)
                 if after is not None:
-                    after(number - ahead, slot_of(number - ahead, job.stride))
+                    after(number - depth, slot_of(number - depth, job.stride))
 
     def announce(self, job: StagedJob) -> None:
-        """Its pieces come to the lanes soon."""
-        for lane, proxy in enumerate(self.proxies):
-            if proxy.takes_part(job):
-                job.announced[lane] = proxy.announce()
+        """Its segments come to the lanes soon."""
+        for thread, proxy in enumerate(self.proxies):
+            if proxy.participates(job):
+                job.announced[thread] = proxy.announce()
                 if job.concurrent:
-                    self._last_concurrent[lane] = job.announced[lane]
+                    self._last_concurrent[thread] = job.announced[thread]
 
     def evict(self, job: StagedJob) -> bool:
         """Let go of a job that has ended and that no graph brings again; says whether it was one."""
         if (
             job.captured
             or job.graphs
-            or not all(self.proxies[lane].has_ended(count) for lane, count in job.announced.items())
+            or not all(
+                self.proxies[thread].has_finished(count) for thread, count in job.announced.items()
+            )
         ):
             return False
         for proxy in self.proxies:
-            proxy.forget(job.number)
+            proxy.unregister(job.number)
         return True
 
     def _record(self, job: StagedJob) -> None:
@@ -331,7 +335,7 @@ class Staging:
         return FLAG_BYTES + sum(NSLOTS * slots.nbytes for slots in (self.slots, *self._large_slots))
 
     def close(self) -> None:
-        """After every stream has passed what was enqueued; may be called twice. A lane that does not end keeps its memory."""
+        """After every stream has passed what was enqueued; may be called twice. A thread that does not end keeps its memory."""
         ended = [proxy.close() for proxy in self.proxies]
         if not all(ended):
             return
