@@ -18,7 +18,7 @@ if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         allow_module_level=True,
     )
 
-from tests.torch import door_ranks  # noqa: E402
+from tests.torch import fast_path_ranks  # noqa: E402
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -36,39 +36,39 @@ def run(target: Any, nranks: int) -> list[Any]:
 
 
 def test_collectives() -> None:
-    run(door_ranks.collectives, 3)
+    run(fast_path_ranks.collectives, 3)
 
 
 def test_changes_of_streams() -> None:
-    run(door_ranks.streams, 2)
+    run(fast_path_ranks.streams, 2)
 
 
 def test_collectives_that_are_messages() -> None:
-    run(door_ranks.moves, 3)
+    run(fast_path_ranks.moves, 3)
 
 
 def test_counts_that_are_new() -> None:
-    run(door_ranks.new_counts, 3)
+    run(fast_path_ranks.new_counts, 3)
 
 
 def test_arrays_of_cupy() -> None:
-    run(door_ranks.arrays, 2)
+    run(fast_path_ranks.arrays, 2)
 
 
 def test_arrays_that_speak_a_protocol() -> None:
-    run(door_ranks.protocols, 2)
+    run(fast_path_ranks.protocols, 2)
 
 
 def test_messages() -> None:
-    run(door_ranks.messages, 2)
+    run(fast_path_ranks.messages, 2)
 
 
 def test_groups_of_all_kinds() -> None:
-    run(door_ranks.groups_of_all_kinds, 3)
+    run(fast_path_ranks.groups_of_all_kinds, 3)
 
 
 def test_messages_that_do_not_match() -> None:
-    first, second = run(door_ranks.unlike, 2)
+    first, second = run(fast_path_ranks.unlike, 2)
     assert (
         "rank 1 receives 60 x float32 (240 bytes) where rank 0 sends 100000 x float32 (400000 bytes)"
         in second
@@ -79,4 +79,4 @@ def test_messages_that_do_not_match() -> None:
 
 
 def test_closed_communicators() -> None:
-    run(door_ranks.after_the_end, 2)
+    run(fast_path_ranks.after_the_end, 2)
