@@ -104,7 +104,12 @@ def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
         sends, receives = (
             (one, () if rooted else whole) if gathers else (() if rooted else whole, one)
         )
-        more: dict[str, Any] = {"counts": whole, "uneven": True, "rank": rank, "nranks": len(counts)}
+        more: dict[str, Any] = {
+            "counts": whole,
+            "uneven": True,
+            "rank": rank,
+            "nranks": len(counts),
+        }
         shape = StagedShape(
             collective=collective, itemsize=4, sends=sends, receives=receives, **more
         )

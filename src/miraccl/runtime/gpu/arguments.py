@@ -19,20 +19,20 @@ class DeviceArguments:
     gpu: Gpu
 
     def _check_out(
-        self, out: Any, source: DeviceMemory, count: int, where: str, stream: Any
+        self, out: Any, source: DeviceMemory, count: int, op_name: str, stream: Any
     ) -> DeviceMemory:
         """The memory of ``out``, which must have ``count`` elements of the type of ``source``; it will be used in ``stream``."""
-        target = device_view(out, "out", where, stream, self.gpu)
+        target = device_view(out, "out", op_name, stream, self.gpu)
         if target.dtype is not source.dtype or target.count != count:
-            text = f"{where}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
+            text = f"{op_name}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
             raise InvalidUsage(text, rank=self.rank)
         return target
 
-    def _equal_share(self, source: DeviceMemory, where: str) -> int:
+    def _equal_share(self, source: DeviceMemory, op_name: str) -> int:
         """Elements of an equal share."""
         if source.count % self.nranks:
             raise InvalidUsage(
-                f"{where}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly",
+                f"{op_name}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly",
                 rank=self.rank,
             )
         return source.count // self.nranks
@@ -44,23 +44,23 @@ class DeviceArguments:
         return b.count != 0 and a.address + a.nbytes > b.address
 
     def _check_in_place(
-        self, whole: DeviceMemory, part: DeviceMemory, first: int, where: str
+        self, whole: DeviceMemory, block: DeviceMemory, first: int, op_name: str
     ) -> None:
-        """``part`` may lie ``first`` elements into ``whole``, the in-place form; any other overlap is refused."""
+        """``block`` may lie ``first`` elements into ``whole``, the in-place form; any other overlap is refused."""
         if (
-            self._overlaps(whole, part)
-            and part.address - whole.address != first * whole.dtype.itemsize
+            self._overlaps(whole, block)
+            and block.address - whole.address != first * whole.dtype.itemsize
         ):
             raise InvalidUsage(
-                f"{where}: input and output overlap, but not as this operation's in-place form does",
+                f"{op_name}: input and output overlap, but not as this operation's in-place form does",
                 rank=self.rank,
             )
 
-    def _check_disjoint(self, source: DeviceMemory, target: DeviceMemory, where: str) -> None:
+    def _check_disjoint(self, source: DeviceMemory, target: DeviceMemory, op_name: str) -> None:
         """For operations without a form in place."""
         if self._overlaps(source, target):
             raise InvalidUsage(
-                f"{where} has no in-place form: x and out must not overlap", rank=self.rank
+                f"{op_name} has no in-place form: x and out must not overlap", rank=self.rank
             )
 
     def _writes_result(self, collective: Collective, root: int) -> bool:
@@ -70,18 +70,18 @@ class DeviceArguments:
         return collective not in (Collective.REDUCE, Collective.GATHER) or self.rank == root
 
     def _check_writable(
-        self, target: DeviceMemory, collective: Collective, root: int, where: str
+        self, target: DeviceMemory, collective: Collective, root: int, op_name: str
     ) -> None:
         """Refuse an array that never changes for a result that this rank has."""
         if target.read_only and self._writes_result(collective, root):
-            raise self._read_only_error(where)
+            raise self._read_only_error(op_name)
 
-    def _read_only_error(self, where: str) -> InvalidUsage:
+    def _read_only_error(self, op_name: str) -> InvalidUsage:
         """The refusal of an array for the result that never changes."""
         hint = "give out, an array that can; arrays of JAX never change"
         return InvalidUsage(
-            f"{where}: the result's array cannot be written", rank=self.rank, hint=hint
+            f"{op_name}: the result's array cannot be written", rank=self.rank, hint=hint
         )
 
-    def _check_root(self, root: Any, where: str) -> int:
-        return peer_rank(root, "root", self.nranks, where)
+    def _check_root(self, root: Any, op_name: str) -> int:
+        return peer_rank(root, "root", self.nranks, op_name)

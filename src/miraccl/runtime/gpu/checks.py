@@ -32,6 +32,6 @@ class ArgumentChecks(DeviceCollectives, UnevenCollectives):
 
     _run_rooted = _run
 
-    def _run_uneven(self, asked: UnevenRequest, stream: Any) -> None:
-        if any(asked.receives):
-            self._check_writable(asked.target, asked.collective, asked.root, asked.name)
+    def _run_uneven(self, request: UnevenRequest, stream: Any) -> None:
+        if any(request.receives):
+            self._check_writable(request.target, request.collective, request.root, request.name)

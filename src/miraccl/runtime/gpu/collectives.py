@@ -95,9 +95,9 @@ class DeviceCollectives(FastPathDisabled, DeviceArguments):
         """``x`` of rank ``root`` into ``x`` of every rank."""
         if not self._broadcast(x, None, root, False, stream):
             return x
-        chief = self._check_root(root, "broadcast")
+        root = self._check_root(root, "broadcast")
         source = device_view(x, "x", "broadcast", stream, self.gpu)
-        self._run(Collective.BROADCAST, source, source, source.count, SUM, chief, stream)
+        self._run(Collective.BROADCAST, source, source, source.count, SUM, root, stream)
         return x
 
     def reduce(
@@ -106,13 +106,13 @@ class DeviceCollectives(FastPathDisabled, DeviceArguments):
         """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
         if not self._reduce(x, out, op, False, stream, root):
             return x if out is None or root != self.rank else out
-        chief = self._check_root(root, "reduce")
+        root = self._check_root(root, "reduce")
         source = device_view(x, "x", "reduce", stream, self.gpu)
         target = (
             source
-            if out is None or self.rank != chief
+            if out is None or self.rank != root
             else self._check_out(out, source, source.count, "reduce", stream)
         )
         self._check_in_place(source, target, 0, "reduce")
-        self._run(Collective.REDUCE, source, target, source.count, op, chief, stream)
+        self._run(Collective.REDUCE, source, target, source.count, op, root, stream)
         return x if target is source else out

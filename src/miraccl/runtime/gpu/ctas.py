@@ -53,12 +53,12 @@ class CtaLimits:
     @classmethod
     def agree(cls, proposals: Sequence[Mapping[str, Any]]) -> CtaLimits:
         """The least number of all ranks counts, and one that asks for the policy."""
-        limits = [int(wish["limit"]) for wish in proposals if int(wish["limit"]) >= 0]
-        most = min([int(wish["most"]) for wish in proposals] + limits)
+        limits = [int(proposal["limit"]) for proposal in proposals if int(proposal["limit"]) >= 0]
+        most = min([int(proposal["most"]) for proposal in proposals] + limits)
         return cls(
             max_sms=max(1, most),
             fixed=bool(limits),
-            efficiency=any(wish["efficient"] for wish in proposals),
+            efficiency=any(proposal["efficient"] for proposal in proposals),
             copy_engines_only=most == 0,
         )
 
@@ -68,9 +68,13 @@ class CtaLimits:
             return replace(request, multiprocessors=self.max_sms, packed=True)
         if not self.efficiency:
             return replace(request, multiprocessors=self.max_sms)
-        spread = request.collective in _BLOCK_PER_PEER  # a block for each of the others
-        sent = request.block_bytes * (request.nranks - 1 if spread else 1)
-        few = next(
-            count for upto, count in (MOVE_LIMITS if spread else REDUCE_LIMITS) if sent <= upto
+        block_per_peer = request.collective in _BLOCK_PER_PEER  # a block for each of the others
+        sent = request.block_bytes * (request.nranks - 1 if block_per_peer else 1)
+        max_sms = next(
+            count
+            for up_to, count in (MOVE_LIMITS if block_per_peer else REDUCE_LIMITS)
+            if sent <= up_to
         )
-        return replace(request, multiprocessors=min(self.max_sms, few), packed=few < self.max_sms)
+        return replace(
+            request, multiprocessors=min(self.max_sms, max_sms), packed=max_sms < self.max_sms
+        )

@@ -25,8 +25,8 @@ class DeviceCandidate:
     """One way to run an operation on GPU memory, and why it was (not) chosen.
 
     ``blocks`` of ``threads`` threads handle ``unroll`` vectors each at a time; 0 where no kernel of this host does the work alone.
-    ``frame`` is how packets tell that they have come (docs/gpu-kernels.md), empty without packets.  ``order`` are the ranks as neighbours
-    where neighbours count, and ``order_reason`` why.  ``ways`` is how data go between each two ranks, the same for all candidates.
+    ``frame`` is how packets tell that they have come (docs/gpu-kernels.md), empty without packets.  ``order`` are the ranks as uses_order
+    where uses_order count, and ``order_reason`` why.  ``ways`` is how data go between each two ranks, the same for all candidates.
     """
 
     algo: str
@@ -53,7 +53,7 @@ def candidates(
     all_direct: bool = True,
 ) -> list[DeviceCandidate]:
     """All ways to run a request on one host, the chosen one first. ``given`` is a plan that the user laid down."""
-    every = tuple(connections)
+    all_connections = tuple(connections)
     if request.nranks == 1:
         return [
             DeviceCandidate(
@@ -61,17 +61,19 @@ def candidates(
                 proto="",
                 chosen=True,
                 reason="one rank: the result is the input",
-                connections=every,
+                connections=all_connections,
             )
         ]
     if request.collective in MESSAGE_COLLECTIVES:
         reason = "messages between pairs of ranks; how many warps follows from their sizes"
         return [
-            DeviceCandidate(algo="p2p", proto="", chosen=True, reason=reason, connections=every)
+            DeviceCandidate(
+                algo="p2p", proto="", chosen=True, reason=reason, connections=all_connections
+            )
         ]
 
-    def of(plan: DevicePlan, chosen: bool, reason: str) -> DeviceCandidate:
-        neighbours = plan.algo in TOPOLOGY_ORDERED
+    def candidate_of(plan: DevicePlan, chosen: bool, reason: str) -> DeviceCandidate:
+        uses_order = plan.algo in TOPOLOGY_ORDERED
         return DeviceCandidate(
             algo=plan.algo,
             proto=plan.proto,
@@ -81,22 +83,22 @@ def candidates(
             blocks=plan.blocks,
             threads=plan.threads,
             unroll=plan.unroll,
-            order=order if neighbours else (),
-            order_reason=order_reason if neighbours else "",
-            connections=every,
+            order=order if uses_order else (),
+            order_reason=order_reason if uses_order else "",
+            connections=all_connections,
         )
 
     kernel = given or choose(request)
     others = [
-        of(*_alternative(request, name, kernel))
+        candidate_of(*_alternative(request, name, kernel))
         for name in ALGORITHMS[request.collective]
         if name != kernel.algo
     ]
     if copies.possible(request.collective, request.nranks):
-        least = copies.faster_from(request.collective, request.nranks)
-        condition = f"taken into windows (comm.empty), from {least >> 20} MiB of other ranks on"
+        threshold = copies.faster_from(request.collective, request.nranks)
+        condition = f"taken into windows (comm.empty), from {threshold >> 20} MiB of other ranks on"
         others.append(
-            of(
+            candidate_of(
                 copies.plan_of(request),
                 False,
                 "taken into windows (MIRACCL_SMS=0)" if no_multiprocessors else condition,
@@ -104,9 +106,9 @@ def candidates(
         )
     if no_multiprocessors and all_direct and request.collective in staged_copies.ALGORITHMS:
         engines = staged_copies.plan_of(request)
-        unused = of(kernel, False, "kernels are not to be used (MIRACCL_SMS=0)")
-        return [of(engines, True, f"{engines.reason} (MIRACCL_SMS=0)"), unused, *others]
-    return [of(kernel, True, "given with use_plan" if given else kernel.reason), *others]
+        unused = candidate_of(kernel, False, "kernels are not to be used (MIRACCL_SMS=0)")
+        return [candidate_of(engines, True, f"{engines.reason} (MIRACCL_SMS=0)"), unused, *others]
+    return [candidate_of(kernel, True, "given with use_plan" if given else kernel.reason), *others]
 
 
 def _alternative(request: Request, name: str, chosen: DevicePlan) -> tuple[DevicePlan, bool, str]:
@@ -115,8 +117,8 @@ def _alternative(request: Request, name: str, chosen: DevicePlan) -> tuple[Devic
     if request.algo:
         return plan, False, f"{request.algo} was {request.why}"
     if name == "ring":
-        least = ring_from(request)
-        rule = f"from {least >> 20} MiB on" if least < NEVER else "on request only"
+        threshold = ring_from(request)
+        rule = f"from {threshold >> 20} MiB on" if threshold < NEVER else "on request only"
         return plan, False, f"{rule}: sums are rounded at every hop" if request.reduces else rule
     if name == TREES and not may_use_trees(request):
         return plan, False, "on request only: no size is known at which it wins"

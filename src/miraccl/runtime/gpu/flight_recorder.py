@@ -50,7 +50,7 @@ class MessageRecord:
 @dataclass(frozen=True)
 class OpLog:
     """What a rank says of its last operations: by number the signatures of launches, and collectives that are messages. ``launch`` and
-    ``move`` are the numbers of the last ones, 0 before the first."""
+    ``record`` are the numbers of the last ones, 0 before the first."""
 
     launches: Mapping[int, int]
     message_ops: Mapping[int, MessageRecord]
@@ -103,36 +103,36 @@ def _latest(numbers: Mapping[int, object]) -> int:
     )
 
 
-def _differing_op(mine: OpLog, theirs: OpLog) -> tuple[int, int] | None:
-    """Number and signature, as ``Said.last`` has them, of an operation of ``mine`` in whose place the other rank says another."""
-    for number, signature in mine.launches.items():
-        if theirs.launches.get(number, signature) != signature:
+def _differing_op(own: OpLog, other: OpLog) -> tuple[int, int] | None:
+    """Number and signature, as ``Said.last`` has them, of an operation of ``own`` in whose place the other rank says another."""
+    for number, signature in own.launches.items():
+        if other.launches.get(number, signature) != signature:
             return number, signature
-    for number, move in mine.message_ops.items():
-        if number in theirs.message_ops and theirs.message_ops[number].tag != move.tag:
-            return 0, move.signature
+    for number, record in own.message_ops.items():
+        if number in other.message_ops and other.message_ops[number].tag != record.tag:
+            return 0, record.signature
     return None
 
 
-def _reordered_op(mine: OpLog, theirs: OpLog) -> tuple[int, int] | None:
-    """The same of one that the other rank has left out, where it has gone on, or that this rank has gone on to without one of the other."""
+def _reordered_op(own: OpLog, other: OpLog) -> tuple[int, int] | None:
+    """The same of one that the other rank has left out, regions it has gone on, or that this rank has gone on to without one of the other."""
     if (
-        mine.last_message_op
-        and _is_after(mine.last_message_op, theirs.last_message_op)
-        and _is_after(theirs.last_launch, mine.message_ops[mine.last_message_op].launches_before)
+        own.last_message_op
+        and _is_after(own.last_message_op, other.last_message_op)
+        and _is_after(other.last_launch, own.message_ops[own.last_message_op].launches_before)
     ):
-        return 0, mine.message_ops[
-            mine.last_message_op
+        return 0, own.message_ops[
+            own.last_message_op
         ].signature  # it is past the launches before this one without it
     if (
-        theirs.last_message_op
-        and _is_after(theirs.last_message_op, mine.last_message_op)
+        other.last_message_op
+        and _is_after(other.last_message_op, own.last_message_op)
         and _is_after(
-            mine.last_launch, before := theirs.message_ops[theirs.last_message_op].launches_before
+            own.last_launch, before := other.message_ops[other.last_message_op].launches_before
         )
     ):
         number = (before + 1) % _NUMBER_RANGE
-        return (number, mine.launches[number]) if number in mine.launches else mine.last
+        return (number, own.launches[number]) if number in own.launches else own.last
     return None
 
 
@@ -157,11 +157,11 @@ class RecorderSnapshot:
 
     def has_begun(self, rank: int, number: int) -> bool:
         """Whether a peer has begun launch ``number``, 0: the last collective of this rank that is messages."""
-        said = self.peers.get(rank, OpLog({}, {}))
+        log = self.peers.get(rank, OpLog({}, {}))
         if number:
-            return said.last_launch != 0 and not _is_after(number, said.last_launch)
-        return said.last_message_op != 0 and not _is_after(
-            self.own.last_message_op, said.last_message_op
+            return log.last_launch != 0 and not _is_after(number, log.last_launch)
+        return log.last_message_op != 0 and not _is_after(
+            self.own.last_message_op, log.last_message_op
         )
 
     def describe(self, rank: int, number: int, name: Callable[[int, int], str]) -> str:
@@ -174,46 +174,47 @@ class RecorderSnapshot:
 
     def describe_last(self, rank: int, name: Callable[[int, int], str]) -> str:
         """What a peer ran last."""
-        said = self.peers[rank].last if rank in self.peers else None
-        return f"its last was {name(*said)}" if said is not None else "it has run nothing yet"
+        log = self.peers[rank].last if rank in self.peers else None
+        return f"its last was {name(*log)}" if log is not None else "it has run nothing yet"
 
     @property
     def all_caught_up(self) -> bool:
         """Whether all peers have begun what this rank has."""
-        mine = self.own
+        own = self.own
         return not any(
-            _is_after(mine.last_launch, said.last_launch)
-            or _is_after(mine.last_message_op, said.last_message_op)
-            for said in self.peers.values()
+            _is_after(own.last_launch, log.last_launch)
+            or _is_after(own.last_message_op, log.last_message_op)
+            for log in self.peers.values()
         )
 
     def find_straggler(self) -> Straggler | None:
         """Where this rank and a peer have not begun equally many operations."""
-        for peer, said in self.peers.items():
-            if said.last_launch != self.own.last_launch:
-                is_mine = _is_after(self.own.last_launch, said.last_launch)
-                who = self.own if is_mine else said
-                number, signature = who.last_launch, who.launches.get(who.last_launch, 0)
-            elif said.last_message_op != self.own.last_message_op:
-                is_mine = _is_after(self.own.last_message_op, said.last_message_op)
-                who = self.own if is_mine else said
-                number, signature = 0, who.message_ops[who.last_message_op].signature
+        for peer, log in self.peers.items():
+            if log.last_launch != self.own.last_launch:
+                own_is_ahead = _is_after(self.own.last_launch, log.last_launch)
+                ahead_log = self.own if own_is_ahead else log
+                number = ahead_log.last_launch
+                signature = ahead_log.launches.get(number, 0)
+            elif log.last_message_op != self.own.last_message_op:
+                own_is_ahead = _is_after(self.own.last_message_op, log.last_message_op)
+                ahead_log = self.own if own_is_ahead else log
+                number, signature = 0, ahead_log.message_ops[ahead_log.last_message_op].signature
             else:
                 continue
             return Straggler(
-                None if is_mine else peer, peer if is_mine else None, number, signature
+                None if own_is_ahead else peer, peer if own_is_ahead else None, number, signature
             )
         return None
 
     def find_mismatch(self, failed: int | None = None) -> tuple[int, int, int] | None:
         """A peer that ran another operation in the place of one of this rank's, and number and signature of that one. ``failed``: in which
         a wait of this rank did, as in ``Said.upto``."""
-        mine = self.own if failed is None else self.own.truncated_at(failed)
-        for peer, said in self.peers.items():
-            found = _differing_op(mine, said)
+        own = self.own if failed is None else self.own.truncated_at(failed)
+        for peer, log in self.peers.items():
+            found = _differing_op(own, log)
             if (
                 found is None
-                and (found := _reordered_op(mine, said)) is not None
+                and (found := _reordered_op(own, log)) is not None
                 and self.stopped(peer)
             ):
                 found = None
@@ -237,7 +238,7 @@ class MemoryRegions(Protocol):
 
 @dataclass(frozen=True)
 class ProgressHeader:
-    """The beginning of this rank's memory: its state and, where peers share this memory, the boards. One copy."""
+    """The beginning of this rank's memory: its state and, regions peers share this memory, the boards. One copy."""
 
     state: tuple[int, ...]
     content: bytes
@@ -250,12 +251,12 @@ class ProgressHeader:
     @property
     def last_begun(self) -> tuple[int, int]:
         """Number and signature of the last launch that has begun, 0 before the first."""
-        noted = {
+        recorded = {
             word >> 32: word % _NUMBER_RANGE
             for word in self.state[layout.STATE_SIGNATURES :][: layout.BOARD_ENTRIES]
             if word
         }
-        return (number := _latest(noted)), noted.get(number, 0)
+        return (number := _latest(recorded)), recorded.get(number, 0)
 
     @property
     def stopped(self) -> bool:
@@ -276,9 +277,9 @@ class ProgressHeader:
         )
 
 
-def read_progress_header(gpu: Gpu, where: MemoryRegions) -> ProgressHeader:
+def read_progress_header(gpu: Gpu, regions: MemoryRegions) -> ProgressHeader:
     """What ``read_boards`` begins with."""
-    content = gpu.read(where.own, _HEADER_BYTES)
+    content = gpu.read(regions.own, _HEADER_BYTES)
     return ProgressHeader(_STATE_WORDS.unpack_from(content, layout.STATE_OFFSET), content)
 
 
@@ -291,25 +292,25 @@ class PendingLaunch:
     awaited: tuple[int, ...]
 
 
-def read_pending_launch(gpu: Gpu, where: MemoryRegions) -> PendingLaunch | None:
+def read_pending_launch(gpu: Gpu, regions: MemoryRegions) -> PendingLaunch | None:
     """The launch that this rank is in and cannot end yet, as others have not come. (The count of launches does not tell: one thread adds to
     it, which may have waited for nobody.)"""
-    head = read_progress_header(gpu, where)
+    head = read_progress_header(gpu, regions)
     number, signature = head.last_begun
-    peers = [rank for rank in range(len(where.outboxes)) if rank != where.rank]
+    peers = [rank for rank in range(len(regions.outboxes)) if rank != regions.rank]
     if not peers or not number or head.stopped:
         return None
-    told, _, _, word = _ENTRY.unpack(
-        gpu.read(where.outboxes[peers[0]] + _entry_offset(where.rank, number), _ENTRY.size)
+    recorded, _, _, word = _ENTRY.unpack(
+        gpu.read(regions.outboxes[peers[0]] + _entry_offset(regions.rank, number), _ENTRY.size)
     )
     above = layout.NEEDS_ALL_SHIFT + 1
-    if told != number or word >> above != number % (_NUMBER_RANGE >> above):
+    if recorded != number or word >> above != number % (_NUMBER_RANGE >> above):
         return None
     needed = peers if word & layout.NEEDS_ALL else [rank for rank in peers if word >> rank & 1]
     awaited = [
         rank
         for rank in needed
-        if _is_after(number, _last_recorded_launch(gpu, where.inboxes[rank], rank))
+        if _is_after(number, _last_recorded_launch(gpu, regions.inboxes[rank], rank))
     ]
     return PendingLaunch(number, signature, tuple(awaited)) if awaited else None
 
@@ -322,9 +323,9 @@ def _entry_offset(rank: int, number: int) -> int:
     )
 
 
-def _last_recorded_launch(gpu: Gpu, box: int, rank: int) -> int:
-    """The number of the last launch that ``rank`` has said there that it has begun, 0 before the first."""
-    entries = _ENTRY.iter_unpack(gpu.read(box + _entry_offset(rank, 0), _ENTRY_BYTES))
+def _last_recorded_launch(gpu: Gpu, base: int, rank: int) -> int:
+    """The number of the last launch that ``rank`` has log there that it has begun, 0 before the first."""
+    entries = _ENTRY.iter_unpack(gpu.read(base + _entry_offset(rank, 0), _ENTRY_BYTES))
     return _latest({number: signature for number, signature, *_ in entries if number or signature})
 
 
@@ -339,41 +340,44 @@ class PendingMessageWait:
     holds: int
 
 
-def read_pending_waits(gpu: Gpu, where: MemoryRegions) -> list[PendingMessageWait]:
+def read_pending_waits(gpu: Gpu, regions: MemoryRegions) -> list[PendingMessageWait]:
     """The long waits of this rank in the launch of messages that it is in."""
-    nranks = len(where.inboxes)
-    if _read_word(gpu, where.own + _STOPPED):
+    nranks = len(regions.inboxes)
+    if _read_word(gpu, regions.own + _STOPPED):
         return []
     row = gpu.read(
-        where.own + layout.WAITS_OFFSET + 8 * layout.MAX_RANKS * where.rank, 8 * layout.MAX_RANKS
+        regions.own + layout.WAITS_OFFSET + 8 * layout.MAX_RANKS * regions.rank,
+        8 * layout.MAX_RANKS,
     )
     found = []
-    for peer, said in enumerate(struct.unpack(f"<{layout.MAX_RANKS}Q", row)[:nranks]):
-        kind, count = said >> _WAIT_NEED & 3, said % (1 << _WAIT_HOLDS)
-        if said >> 63 and not _is_satisfied(gpu, where, peer, kind, count):
+    for peer, log in enumerate(struct.unpack(f"<{layout.MAX_RANKS}Q", row)[:nranks]):
+        kind, count = log >> _WAIT_NEED & 3, log % (1 << _WAIT_HOLDS)
+        if log >> 63 and not _is_satisfied(gpu, regions, peer, kind, count):
             found.append(
-                PendingMessageWait(peer, _COUNTER_NAMES[kind], count, said >> _WAIT_HOLDS & 0xFF)
+                PendingMessageWait(peer, _COUNTER_NAMES[kind], count, log >> _WAIT_HOLDS & 0xFF)
             )
     return found
 
 
-def _is_satisfied(gpu: Gpu, where: MemoryRegions, peer: int, kind: int, count: int) -> bool:
-    """Whether a wait for ``peer`` has got what it was for: of a large message slots, which come before it is taken and counted."""
+def _is_satisfied(gpu: Gpu, regions: MemoryRegions, peer: int, kind: int, count: int) -> bool:
+    """Whether a wait for ``peer`` has got what it was for: of a large message slots, which come before it is received and counted."""
     if kind == _NEED_BULK:
         granted = (
             _read_word(
-                gpu, where.inboxes[peer] + layout.BULK_GRANTS_OFFSET + peer * layout.BULK_STRIDE
+                gpu, regions.inboxes[peer] + layout.BULK_GRANTS_OFFSET + peer * layout.BULK_STRIDE
             )
             >> 32
         )
         return not _is_after(count % _NUMBER_RANGE, granted)
     has = (
-        where.own + layout.LANE_TAKEN_OFFSET
+        regions.own + layout.LANE_TAKEN_OFFSET
         if kind == _NEED_SENT
-        else where.inboxes[peer] + layout.LANE_CREDIT_OFFSET
+        else regions.inboxes[peer] + layout.LANE_CREDIT_OFFSET
     )
     return (
-        _read_word(gpu, has + peer * layout.message_lanes(len(where.inboxes)) * layout.WORD_STRIDE)
+        _read_word(
+            gpu, has + peer * layout.message_lanes(len(regions.inboxes)) * layout.WORD_STRIDE
+        )
         >= count
     )
 
@@ -381,7 +385,7 @@ def _is_satisfied(gpu: Gpu, where: MemoryRegions, peer: int, kind: int, count: i
 @dataclass(frozen=True)
 class MessageCounts:
     """How far a rank's kernels have come: the number of the last launch that has begun, and by peer rows of the first lane that they have
-    sent to it, and told it that they have taken, and ``large`` messages that they have taken."""
+    sent to it, and told it that they have received, and ``large`` messages that they have received."""
 
     last_launch: int
     sent: tuple[int, ...]
@@ -389,31 +393,31 @@ class MessageCounts:
     large_received: tuple[int, ...]
 
 
-def read_message_counts(gpu: Gpu, where: MemoryRegions) -> MessageCounts:
-    lanes = layout.message_lanes(len(where.inboxes))
-    sent, taken, large = [], [], []
-    for peer, outbox in enumerate(where.outboxes):
-        near = peer == where.rank
+def read_message_counts(gpu: Gpu, regions: MemoryRegions) -> MessageCounts:
+    lanes = layout.message_lanes(len(regions.inboxes))
+    sent, received, large = [], [], []
+    for peer, outbox in enumerate(regions.outboxes):
+        is_self = peer == regions.rank
         sent.append(
             0
-            if near
+            if is_self
             else _read_word(
-                gpu, where.own + layout.LANE_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE
+                gpu, regions.own + layout.LANE_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE
             )
         )
-        taken.append(
+        received.append(
             0
-            if near
+            if is_self
             else _read_word(
-                gpu, outbox + layout.LANE_CREDIT_OFFSET + where.rank * lanes * layout.WORD_STRIDE
+                gpu, outbox + layout.LANE_CREDIT_OFFSET + regions.rank * lanes * layout.WORD_STRIDE
             )
         )
         counted = (
-            where.own + layout.BULK_COUNTS_OFFSET + (layout.MAX_RANKS + peer) * layout.BULK_STRIDE
+            regions.own + layout.BULK_COUNTS_OFFSET + (layout.MAX_RANKS + peer) * layout.BULK_STRIDE
         )
-        large.append(0 if near else _read_word(gpu, counted))
+        large.append(0 if is_self else _read_word(gpu, counted))
     return MessageCounts(
-        read_progress_header(gpu, where).last_begun[0], tuple(sent), tuple(taken), tuple(large)
+        read_progress_header(gpu, regions).last_begun[0], tuple(sent), tuple(received), tuple(large)
     )
 
 
@@ -422,37 +426,37 @@ def _read_word(gpu: Gpu, address: int) -> int:
 
 
 def read_snapshot(
-    gpu: Gpu, where: MemoryRegions, head: ProgressHeader | None = None
+    gpu: Gpu, regions: MemoryRegions, head: ProgressHeader | None = None
 ) -> RecorderSnapshot:
-    """The boards of all peers, and what this rank has noted of its own operations. Memory that peers share is read once; ``head`` if it
+    """The boards of all peers, and what this rank has recorded of its own operations. Memory that peers share is read once; ``head`` if it
     was read before."""
-    head = head or read_progress_header(gpu, where)
-    noted = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
-    peers = {peer: inbox for peer, inbox in enumerate(where.inboxes) if peer != where.rank}
+    head = head or read_progress_header(gpu, regions)
+    recorded = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
+    peers = {peer: inbox for peer, inbox in enumerate(regions.inboxes) if peer != regions.rank}
     # launches first: what a peer did before it began one is there then
-    heads = {
-        box: head.content if box == where.own else gpu.read(box, _HEADER_BYTES)
-        for box in set(peers.values())
+    headers = {
+        base: head.content if base == regions.own else gpu.read(base, _HEADER_BYTES)
+        for base in set(peers.values())
     }
     moves = {
-        box: gpu.read(box + layout.MOVES_OFFSET, layout.MAX_RANKS * _MESSAGE_RECORD_BYTES)
-        for box in {where.own, *peers.values()}
+        base: gpu.read(base + layout.MOVES_OFFSET, layout.MAX_RANKS * _MESSAGE_RECORD_BYTES)
+        for base in {regions.own, *peers.values()}
     }
-    mine = _parse_op_log(
-        {word >> 32: word % _NUMBER_RANGE for word in noted if word},
-        _rank_entries(moves[where.own], where.rank, _MESSAGE_RECORD_BYTES),
+    own = _parse_op_log(
+        {word >> 32: word % _NUMBER_RANGE for word in recorded if word},
+        _rank_entries(moves[regions.own], regions.rank, _MESSAGE_RECORD_BYTES),
     )
-    theirs = {}
-    for peer, box in peers.items():
+    other = {}
+    for peer, base in peers.items():
         entries = _ENTRY.iter_unpack(
-            _rank_entries(heads[box][layout.BOARD_OFFSET :], peer, _ENTRY_BYTES)
+            _rank_entries(headers[base][layout.BOARD_OFFSET :], peer, _ENTRY_BYTES)
         )
         launched = {number: signature for number, signature, *_ in entries if number or signature}
-        theirs[peer] = _parse_op_log(
-            launched, _rank_entries(moves[box], peer, _MESSAGE_RECORD_BYTES)
+        other[peer] = _parse_op_log(
+            launched, _rank_entries(moves[base], peer, _MESSAGE_RECORD_BYTES)
         )
     return RecorderSnapshot(
-        mine, theirs, lambda peer: any(gpu.read(where.outboxes[peer] + _STOPPED, 8))
+        own, other, lambda peer: any(gpu.read(regions.outboxes[peer] + _STOPPED, 8))
     )
 
 

@@ -33,7 +33,7 @@ from miraccl.types import DL_TYPES, DType
 if TYPE_CHECKING:
     from miraccl.executor.cuda.gpu import Gpu
 
-#: names of dtypes: ours, and PyTorch's and NumPy's where they differ
+#: names of dtypes: ours, and PyTorch's and NumPy's op_name they differ
 DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.FLOAT8_E4M3}
 _torch_dtypes: dict[Any, DType] = {}
 _typestrs: dict[str, DType] = {}
@@ -99,7 +99,7 @@ def _dlpack_device(thing: Any) -> tuple[int, int]:
 
 
 def device_ordinal(thing: Any) -> int:
-    """The number of the GPU on which ``thing`` lies; the current one where neither the array nor the driver says."""
+    """The number of the GPU on which ``thing`` lies; the current one op_name neither the array nor the driver says."""
     # PyTorch's name, CuPy's name; JAX's devices have an id, too, which counts those of all processes
     number = getattr(getattr(thing, "device", None), "id" if _is_cupy(thing) else "index", None)
     if isinstance(number, int):
@@ -132,24 +132,24 @@ def current_ordinal() -> int:
 
 
 def device_view(
-    thing: Any, name: str, where: str, stream: Any = None, gpu: Gpu | None = None
+    thing: Any, name: str, op_name: str, stream: Any = None, gpu: Gpu | None = None
 ) -> DeviceMemory:
-    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``.
+    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``op_name``.
 
-    ``stream`` is where it will be used; DLPack's producers make it wait for what they still compute.  ``gpu`` is the one that will use it:
+    ``stream`` is op_name it will be used; DLPack's producers make it wait for what they still compute.  ``gpu`` is the one that will use it:
     arrays on another one are refused.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
-        return _view_tensor(thing, torch, name, where, gpu)
+        return _view_tensor(thing, torch, name, op_name, gpu)
     if isinstance(thing, DeviceMemory):
         return thing
     if hasattr(type(thing), "miraccl_view"):
-        return _check_device(gpu, thing.miraccl_view, name, where)
+        return _check_device(gpu, thing.miraccl_view, name, op_name)
     immutable = type(thing).__module__.partition(".")[0] in IMMUTABLE
-    interface = None if immutable else _read_interface(thing, name, where)
+    interface = None if immutable else _read_interface(thing, name, op_name)
     if interface is not None:
-        view = _check_device(gpu, _view_interface(thing, interface, name, where), name, where)
+        view = _check_device(gpu, _view_interface(thing, interface, name, op_name), name, op_name)
         if not _is_cupy(thing):
             _wait_for_producer(interface, stream, gpu)
             _remember_type(thing, Kind(dlpack=False))
@@ -157,33 +157,33 @@ def device_view(
     kind, ordinal = _dlpack_device(thing)
     if kind in _DL_CUDA:
         if gpu is not None and kind == _DL_CUDA[0] and ordinal != gpu.ordinal:
-            raise _wrong_device(name, where, ordinal, gpu)
-        view = _view_dlpack(thing, name, where, dlpack_stream(stream, ordinal))
+            raise _wrong_device(name, op_name, ordinal, gpu)
+        view = _view_dlpack(thing, name, op_name, dlpack_stream(stream, ordinal))
         _remember_type(thing, Kind(dlpack=True, immutable=immutable))
         return view._replace(read_only=view.read_only or immutable)
     if kind or hasattr(type(thing), "__array_interface__"):
         raise InvalidUsage(
-            f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
+            f"{op_name}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
         )
-    text = f"{where}: {name} is a {type(thing).__name__}"
+    text = f"{op_name}: {name} is a {type(thing).__name__}"
     raise InvalidUsage(
         f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack"
     )
 
 
-def _check_device(gpu: Gpu | None, view: DeviceMemory, name: str, where: str) -> DeviceMemory:
+def _check_device(gpu: Gpu | None, view: DeviceMemory, name: str, op_name: str) -> DeviceMemory:
     """The memory, unless it is another GPU's."""
     if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
-        raise _wrong_device(name, where, owner, gpu)
+        raise _wrong_device(name, op_name, owner, gpu)
     return view
 
 
-def _read_interface(thing: Any, name: str, where: str) -> Any:
+def _read_interface(thing: Any, name: str, op_name: str) -> Any:
     """What it gives for an interface, None without."""
     try:
         return getattr(thing, "__cuda_array_interface__", None)
     except Exception as error:
-        which = f"{where}: {name}" if name else where
+        which = f"{op_name}: {name}" if name else op_name
         raise InvalidUsage(
             f"{which} gives no __cuda_array_interface__: {type(error).__name__}: {error}"
         ) from error
@@ -216,56 +216,56 @@ def _remember_type(thing: Any, how: Kind) -> None:
         array_kinds[type(thing)] = how
 
 
-def _view_dlpack(thing: Any, name: str, where: str, stream: int) -> DeviceMemory:
+def _view_dlpack(thing: Any, name: str, op_name: str, stream: int) -> DeviceMemory:
     """The capsule is kept, not consumed: the producer's memory is let go when the last reference to it goes."""
     try:
         capsule, pointer, read_only = capsule_of(thing, stream=stream)
     except Exception as error:
-        raise InvalidUsage(f"{where}: {name} gives no DLPack tensor: {error}") from error
+        raise InvalidUsage(f"{op_name}: {name} gives no DLPack tensor: {error}") from error
     tensor = DLTensor.from_address(pointer)
     dtype = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
         raise InvalidUsage(
-            f"{where}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}"
+            f"{op_name}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}"
         )
-    count, dense, shape = 1, True, shape_of(tensor, name, where)
+    count, dense, shape = 1, True, shape_of(tensor, name, op_name)
     for axis in reversed(range(tensor.ndim)):
         dense = dense and (not tensor.strides or shape[axis] == 1 or tensor.strides[axis] == count)
         count *= shape[axis]
     if not dense and count:
         strides = list(tensor.strides[: tensor.ndim])
         raise InvalidUsage(
-            f"{where}: {name} is not contiguous (shape {list(shape)}, strides {strides} elements)"
+            f"{op_name}: {name} is not contiguous (shape {list(shape)}, strides {strides} elements)"
         )
-    _check_size(count, dtype, name, where)
+    _check_size(count, dtype, name, op_name)
     address = (tensor.data or 0) + tensor.byte_offset
     if not tensor.data and count:
-        raise freed_storage_error(name, where, count)
+        raise freed_storage_error(name, op_name, count)
     if address % dtype.itemsize:
-        raise _unaligned(name, where, dtype)
+        raise _unaligned(name, op_name, dtype)
     return DeviceMemory(address, count, dtype, capsule, read_only)
 
 
-def _check_size(count: int, dtype: DType, name: str, where: str) -> None:
+def _check_size(count: int, dtype: DType, name: str, op_name: str) -> None:
     """Refuse what no memory can be."""
     if count * dtype.itemsize > MAX_BYTES:  # less is for the driver to refuse
-        raise too_large_error(count, dtype.label, name, where)
+        raise too_large_error(count, dtype.label, name, op_name)
 
 
-def _unaligned(name: str, where: str, dtype: DType) -> InvalidUsage:
+def _unaligned(name: str, op_name: str, dtype: DType) -> InvalidUsage:
     return InvalidUsage(
-        f"{where}: {name} is not aligned to its element size of {dtype.itemsize} bytes"
+        f"{op_name}: {name} is not aligned to its element size of {dtype.itemsize} bytes"
     )
 
 
-def _wrong_device(name: str, where: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
+def _wrong_device(name: str, op_name: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
     text = (
-        f"{where}: {name} lies on GPU {ordinal}, but this communicator works on GPU {gpu.ordinal}"
+        f"{op_name}: {name} lies on GPU {ordinal}, but this communicator works on GPU {gpu.ordinal}"
     )
     return InvalidUsage(text, hint="a rank works on one GPU: that of the first array it passed")
 
 
-def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None) -> DeviceMemory:
+def _view_tensor(tensor: Any, torch: Any, name: str, op_name: str, gpu: Gpu | None) -> DeviceMemory:
     if not _torch_dtypes:
         _torch_dtypes.update(
             {
@@ -277,27 +277,27 @@ def _view_tensor(tensor: Any, torch: Any, name: str, where: str, gpu: Gpu | None
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
         raise InvalidUsage(
-            f"{where}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}"
+            f"{op_name}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}"
         )
     if gpu is None or tensor.get_device() != gpu.ordinal:  # costs what is_cuda does
         if not tensor.is_cuda:
             raise InvalidUsage(
-                f"{where}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
+                f"{op_name}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
             )
         if gpu is not None:
-            raise _wrong_device(name, where, tensor.get_device(), gpu)
+            raise _wrong_device(name, op_name, tensor.get_device(), gpu)
     if not tensor.is_contiguous():
-        text = f"{where}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+        text = f"{op_name}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
         raise InvalidUsage(text, hint="pass x.contiguous()")
     if tensor.is_neg():
-        raise lazily_negated_error(name, where)
+        raise lazily_negated_error(name, op_name)
     address, count = tensor.data_ptr(), tensor.numel()
     if (
         address < MAX_FREED_ADDRESS
         and count
         and address == tensor.storage_offset() * dtype.itemsize
     ):
-        raise freed_storage_error(name, where, count)
+        raise freed_storage_error(name, op_name, count)
     return DeviceMemory(address, count, dtype)
 
 
@@ -371,36 +371,36 @@ def _check_interface(interface: Any, which: str) -> None:
         )
 
 
-def _view_interface(thing: Any, interface: dict[str, Any], name: str, where: str) -> DeviceMemory:
-    _check_interface(interface, f"{where}: {name}")
+def _view_interface(thing: Any, interface: dict[str, Any], name: str, op_name: str) -> DeviceMemory:
+    _check_interface(interface, f"{op_name}: {name}")
     shape, typestr = interface["shape"], interface["typestr"]
     dtype = _typestrs.get(typestr)
     if dtype is None and (dtype := _dtype_of(thing, typestr)) is None:
-        raise InvalidUsage(f"{where}: {name} has type {typestr!r}; allowed are {ALLOWED}")
+        raise InvalidUsage(f"{op_name}: {name} has type {typestr!r}; allowed are {ALLOWED}")
     strides, size, count = interface.get("strides"), dtype.itemsize, 1
     for length in shape:
         count *= int(length)
-    _check_size(count, dtype, name, where)
+    _check_size(count, dtype, name, op_name)
     if strides is not None and count:
         expected = size
         for length, stride in zip(reversed(shape), reversed(strides)):
             if length != 1 and stride != expected:
                 raise InvalidUsage(
-                    f"{where}: {name} is not contiguous (shape {shape}, strides {strides} bytes)"
+                    f"{op_name}: {name} is not contiguous (shape {shape}, strides {strides} bytes)"
                 )
             expected *= length
     address, read_only = interface["data"]
     if not address and count:
-        raise freed_storage_error(name, where, count)
+        raise freed_storage_error(name, op_name, count)
     address = int(address or 0)
     if address % size:
-        raise _unaligned(name, where, dtype)
+        raise _unaligned(name, op_name, dtype)
     if interface.get("mask") is not None:
-        raise masked_array_error(name, where)
+        raise masked_array_error(name, op_name)
     return DeviceMemory(address, count, dtype, None, bool(read_only))
 
 
-def empty_like(thing: Any, count: int, where: str) -> Any:
+def empty_like(thing: Any, count: int, op_name: str) -> Any:
     """A flat array of the same library, dtype and device with ``count`` elements."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
@@ -411,5 +411,5 @@ def empty_like(thing: Any, count: int, where: str) -> Any:
         with thing.device:  # else it lies on the current one
             return make(count, dtype=thing.dtype)
     raise InvalidUsage(
-        f"{where}: give out, an array for the result, with arrays of type {type(thing).__name__}"
+        f"{op_name}: give out, an array for the result, with arrays of type {type(thing).__name__}"
     )

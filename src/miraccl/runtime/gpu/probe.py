@@ -44,16 +44,16 @@ class LaunchRecord(Protocol):
 
 
 class DeviceProbe:
-    """Looks at the regions ``where`` of a communicator; ``launches()`` are those that it has made, by (collective, dtype, count, operator,
+    """Looks at the regions ``regions`` of a communicator; ``launches()`` are those that it has made, by (collective, dtype, count, operator,
     root)."""
 
     def __init__(
         self,
         gpu: Gpu,
-        where: MemoryRegions,
+        regions: MemoryRegions,
         launches: Callable[[], Iterable[tuple[tuple[Any, ...], LaunchRecord]]],
     ) -> None:
-        self._gpu, self._where, self._launches = gpu, where, launches
+        self._gpu, self._regions, self._launches = gpu, regions, launches
         self._compared_counts = 0, 0  # how far operations were compared with those of others
 
     def _read(self, read: Callable[..., Reading], *what: Any) -> Reading | None:
@@ -61,7 +61,7 @@ class DeviceProbe:
             contextlib.suppress(MiracclError),
             self._gpu.device_guard(),
         ):  # the GPU may be what is broken
-            return read(self._gpu, self._where, *what)
+            return read(self._gpu, self._regions, *what)
         return None
 
     def snapshot(self) -> RecorderSnapshot | None:
@@ -73,7 +73,7 @@ class DeviceProbe:
         return self._read(read_rejected_size, peer)
 
     def stopped(self) -> bool:
-        """Whether a wait on this rank's GPU has ended without what it waited for, where that can be read."""
+        """Whether a wait on this rank's GPU has ended without what it waited for, regions that can be read."""
         head = self._read(read_progress_header)
         return head is not None and head.stopped
 
@@ -86,7 +86,7 @@ class DeviceProbe:
         return self._read(read_pending_waits) or []
 
     def message_counts(self) -> MessageCounts | None:
-        """How far the kernels of this rank have come, where that can be read."""
+        """How far the kernels of this rank have come, regions that can be read."""
         return self._read(read_message_counts)
 
     def pending_copies(self) -> tuple[int, int] | None:
@@ -114,30 +114,30 @@ class DeviceProbe:
     def compare_ops(self, faults: DeviceFaults) -> None:
         """Find a mismatch in the last operations that left nobody waiting: the next ones would tell of it. The GPU has ended its work."""
         head = self._read(read_progress_header)
-        boards = (
+        snapshot = (
             self._read(read_snapshot, head)
             if head is not None and head.op_counts != self._compared_counts
             else None
         )
-        if boards is not None and head is not None:
-            found = boards.find_mismatch()
+        if snapshot is not None and head is not None:
+            found = snapshot.find_mismatch()
             if found is not None:
                 faults.record_mismatch(*found)
-            elif boards.all_caught_up:
+            elif snapshot.all_caught_up:
                 self._compared_counts = head.op_counts
 
     def compare_final_ops(self, faults: DeviceFaults, frame: Frame) -> None:
         """The same once all ranks have come to the end and their GPUs have ended their work: equally many operations, and no messages of
         collectives that nobody has taken."""
-        boards = self._read(read_snapshot)
-        if boards is None:
+        snapshot = self._read(read_snapshot)
+        if snapshot is None:
             return
-        boards = dataclasses.replace(
-            boards, stopped=lambda _: False
+        snapshot = dataclasses.replace(
+            snapshot, stopped=lambda _: False
         )  # or not all had come; their memory may be going already
-        if (unlike := boards.find_mismatch()) is not None:
-            faults.record_mismatch(*unlike)
-        elif (ahead := boards.find_straggler()) is not None:
-            faults.record_straggler(ahead)
-        elif (untaken := self._read(find_unmatched, frame, boards)) is not None:
-            faults.record_unmatched(*untaken)
+        if (mismatch := snapshot.find_mismatch()) is not None:
+            faults.record_mismatch(*mismatch)
+        elif (straggler := snapshot.find_straggler()) is not None:
+            faults.record_straggler(straggler)
+        elif (unmatched := self._read(find_unmatched, frame, snapshot)) is not None:
+            faults.record_unmatched(*unmatched)

@@ -54,7 +54,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         """Run a gather or scatter of equal blocks in ``stream``; a rank that lacks one of the two buffers gives the other for it."""
         raise NotImplementedError
 
-    def _run_uneven(self, asked: UnevenRequest, stream: Any) -> None:
+    def _run_uneven(self, request: UnevenRequest, stream: Any) -> None:
         """Run it in ``stream``."""
         raise NotImplementedError
 
@@ -62,28 +62,28 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
         if not self._gather(x, out, root, None, None, False, stream):
             return out if root == self.rank else None
-        chief, source = (
+        root, source = (
             self._check_root(root, "gather"),
             device_view(x, "x", "gather", stream, self.gpu),
         )
         out, target = self._gather_target(
-            x, source, [source.count] * self.nranks, chief, out, "gather", stream
+            x, source, [source.count] * self.nranks, root, out, "gather", stream
         )
-        self._run_rooted(Collective.GATHER, source, target, source.count, SUM, chief, stream)
+        self._run_rooted(Collective.GATHER, source, target, source.count, SUM, root, stream)
         return out
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
         """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
         if not self._scatter(x, out, root, None, None, False, stream):
             return out
-        chief = self._check_root(root, "scatter")
-        if self.rank == chief:
+        root = self._check_root(root, "scatter")
+        if self.rank == root:
             source = device_view(x, "x", "scatter", stream, self.gpu)
             sizes = [self._equal_share(source, "scatter")] * self.nranks
             out, target = self._scatter_target(x, source, sizes, out, "scatter", stream)
         else:
             source = target = self._required_out(out, "scatter", stream)
-        self._run_rooted(Collective.SCATTER, source, target, target.count, SUM, chief, stream)
+        self._run_rooted(Collective.SCATTER, source, target, target.count, SUM, root, stream)
         return out
 
     def all_gather_v(
@@ -99,7 +99,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         out = empty_like(x, sum(sizes), "all_gather_v") if out is None else out
         target = self._check_out(out, source, sum(sizes), "all_gather_v", stream)
         self._check_in_place(target, source, sum(sizes[: self.rank]), "all_gather_v")
-        asked = UnevenRequest(
+        request = UnevenRequest(
             collective=Collective.ALL_GATHER,
             source=source,
             target=target,
@@ -107,7 +107,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
             receives=sizes,
             counts=sizes,
         )
-        self._run_uneven(asked, stream)
+        self._run_uneven(request, stream)
         return out
 
     def reduce_scatter_v(
@@ -129,7 +129,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         target = self._check_out(out, source, sizes[self.rank], "reduce_scatter_v", stream)
         self._check_in_place(source, target, sum(sizes[: self.rank]), "reduce_scatter_v")
         collective, mine = Collective.REDUCE_SCATTER, (target.count,)
-        asked = UnevenRequest(
+        request = UnevenRequest(
             collective=collective,
             source=source,
             target=target,
@@ -138,7 +138,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
             counts=sizes,
             op=op,
         )
-        self._run_uneven(asked, stream)
+        self._run_uneven(request, stream)
         return out
 
     def all_to_all_v(
@@ -156,22 +156,22 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         sends = counts_of(send_counts, "send_counts", self.nranks, "all_to_all_v")
         receives = counts_of(recv_counts, "recv_counts", self.nranks, "all_to_all_v")
         if sends[self.rank] != receives[self.rank]:
-            mine = f"send_counts[{self.rank}] is {sends[self.rank]}, recv_counts[{self.rank}] is {receives[self.rank]}"
+            detail = f"send_counts[{self.rank}] is {sends[self.rank]}, recv_counts[{self.rank}] is {receives[self.rank]}"
             raise InvalidUsage(
-                f"all_to_all_v: a rank sends itself what it receives: {mine}", rank=self.rank
+                f"all_to_all_v: a rank sends itself what it receives: {detail}", rank=self.rank
             )
         source = self._view_sized(x, sum(sends), "the sum of send_counts", "all_to_all_v", stream)
         out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
         target = self._check_out(out, source, sum(receives), "all_to_all_v", stream)
         self._check_disjoint(source, target, "all_to_all_v")
-        asked = UnevenRequest(
+        request = UnevenRequest(
             collective=Collective.ALL_TO_ALL,
             source=source,
             target=target,
             sends=sends,
             receives=receives,
         )
-        self._run_uneven(asked, stream)
+        self._run_uneven(request, stream)
         return out
 
     def gather_v(
@@ -180,27 +180,27 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         """As ``gather``; rank r contributes ``counts[r]`` elements."""
         if not self._gather_v(x, out, root, None, counts, False, stream):
             return out if root == self.rank else None
-        chief, sizes = (
+        root, sizes = (
             self._check_root(root, "gather_v"),
             counts_of(counts, "counts", self.nranks, "gather_v"),
         )
         source = self._view_sized(x, sizes[self.rank], f"counts[{self.rank}]", "gather_v", stream)
-        out, target = self._gather_target(x, source, sizes, chief, out, "gather_v", stream)
+        out, target = self._gather_target(x, source, sizes, root, out, "gather_v", stream)
         collective, mine, receives = (
             Collective.GATHER,
             (source.count,),
-            sizes if self.rank == chief else (),
+            sizes if self.rank == root else (),
         )
-        asked = UnevenRequest(
+        request = UnevenRequest(
             collective=collective,
             source=source,
             target=target,
             sends=mine,
             receives=receives,
             counts=sizes,
-            root=chief,
+            root=root,
         )
-        self._run_uneven(asked, stream)
+        self._run_uneven(request, stream)
         return out
 
     def scatter_v(
@@ -209,11 +209,11 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         """As ``scatter``; rank r gets ``counts[r]`` elements."""
         if not self._scatter_v(x, out, root, counts, None, False, stream):
             return out
-        chief, sizes = (
+        root, sizes = (
             self._check_root(root, "scatter_v"),
             counts_of(counts, "counts", self.nranks, "scatter_v"),
         )
-        if self.rank == chief:
+        if self.rank == root:
             source = self._view_sized(x, sum(sizes), "the sum of counts", "scatter_v", stream)
             out, target = self._scatter_target(x, source, sizes, out, "scatter_v", stream)
         else:
@@ -222,18 +222,18 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         collective, mine, sends = (
             Collective.SCATTER,
             (target.count,),
-            sizes if self.rank == chief else (),
+            sizes if self.rank == root else (),
         )
-        asked = UnevenRequest(
+        request = UnevenRequest(
             collective=collective,
             source=source,
             target=target,
             sends=sends,
             receives=mine,
             counts=sizes,
-            root=chief,
+            root=root,
         )
-        self._run_uneven(asked, stream)
+        self._run_uneven(request, stream)
         return out
 
     # ---- parts
@@ -243,47 +243,53 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         x: Any,
         source: DeviceMemory,
         sizes: Sequence[int],
-        chief: int,
+        root: int,
         out: Any,
-        where: str,
+        op_name: str,
         stream: Any,
     ) -> tuple[Any, DeviceMemory]:
         """The result of a gather and its memory; of a rank that is not the root None, and ``source``."""
-        if self.rank != chief:
+        if self.rank != root:
             return None, source
-        out = empty_like(x, sum(sizes), where) if out is None else out
-        target = self._check_out(out, source, sum(sizes), where, stream)
-        self._check_in_place(target, source, sum(sizes[:chief]), where)
+        out = empty_like(x, sum(sizes), op_name) if out is None else out
+        target = self._check_out(out, source, sum(sizes), op_name, stream)
+        self._check_in_place(target, source, sum(sizes[:root]), op_name)
         return out, target
 
     def _scatter_target(
-        self, x: Any, source: DeviceMemory, sizes: Sequence[int], out: Any, where: str, stream: Any
+        self,
+        x: Any,
+        source: DeviceMemory,
+        sizes: Sequence[int],
+        out: Any,
+        op_name: str,
+        stream: Any,
     ) -> tuple[Any, DeviceMemory]:
         """The root's share of a scatter and its memory."""
-        out = empty_like(x, sizes[self.rank], where) if out is None else out
-        target = self._check_out(out, source, sizes[self.rank], where, stream)
-        self._check_in_place(source, target, sum(sizes[: self.rank]), where)
+        out = empty_like(x, sizes[self.rank], op_name) if out is None else out
+        target = self._check_out(out, source, sizes[self.rank], op_name, stream)
+        self._check_in_place(source, target, sum(sizes[: self.rank]), op_name)
         return out, target
 
-    def _required_out(self, out: Any, where: str, stream: Any) -> DeviceMemory:
+    def _required_out(self, out: Any, op_name: str, stream: Any) -> DeviceMemory:
         if out is None:
             raise InvalidUsage(
-                f"{where}: a rank that is not the root gives out, the array for its share",
+                f"{op_name}: a rank that is not the root gives out, the array for its share",
                 rank=self.rank,
             )
-        return device_view(out, "out", where, stream, self.gpu)
+        return device_view(out, "out", op_name, stream, self.gpu)
 
-    def _view_sized(self, x: Any, count: int, why: str, where: str, stream: Any) -> DeviceMemory:
-        memory = device_view(x, "x", where, stream, self.gpu)
-        self._check_count(memory, count, "x", why, where)
+    def _view_sized(self, x: Any, count: int, why: str, op_name: str, stream: Any) -> DeviceMemory:
+        memory = device_view(x, "x", op_name, stream, self.gpu)
+        self._check_count(memory, count, "x", why, op_name)
         return memory
 
     def _check_count(
-        self, memory: DeviceMemory, count: int, name: str, why: str, where: str
+        self, memory: DeviceMemory, count: int, name: str, why: str, op_name: str
     ) -> None:
         if memory.count != count:
             raise InvalidUsage(
-                f"{where}: {name} has {memory.count} elements, but needs {count} ({why})",
+                f"{op_name}: {name} has {memory.count} elements, but needs {count} ({why})",
                 rank=self.rank,
             )
 
@@ -303,20 +309,20 @@ def split_by_rank(memory: DeviceMemory, sizes: Sequence[int]) -> RankBlocks:
 
 
 def sends_and_receives(
-    asked: UnevenRequest, rank: int, nranks: int
+    request: UnevenRequest, rank: int, nranks: int
 ) -> tuple[RankBlocks, RankBlocks]:
     """What ``rank`` sends and receives in a collective that only moves data; empty blocks, which both sides leave out, and one that stays
     in its place are not among it."""
     sent, received = (
-        split_by_rank(asked.source, asked.sends),
-        split_by_rank(asked.target, asked.receives),
+        split_by_rank(request.source, request.sends),
+        split_by_rank(request.target, request.receives),
     )
-    if asked.collective is Collective.ALL_GATHER:
+    if request.collective is Collective.ALL_GATHER:
         sent = [(peer, memory) for peer in range(nranks) for _, memory in sent]
-    elif asked.collective is Collective.GATHER:
-        sent = [(asked.root, memory) for _, memory in sent]
-    elif asked.collective is Collective.SCATTER:
-        received = [(asked.root, memory) for _, memory in received]
+    elif request.collective is Collective.GATHER:
+        sent = [(request.root, memory) for _, memory in sent]
+    elif request.collective is Collective.SCATTER:
+        received = [(request.root, memory) for _, memory in received]
     mine, here = dict(sent).get(rank), dict(received).get(rank)
     if mine is not None and here is not None and mine.address == here.address:
         sent = [part for part in sent if part[0] != rank]

@@ -2,7 +2,7 @@
 
 The next collective that is messages between the two tells of them, as their tag is another one than what is waited for.  Where none
 follows, they are found when all ranks have come to the end, and nothing is launched any more: what lies then in the ring of a lane behind
-the rows that this rank has taken was sent for nobody.  A header goes by the first lane, so it alone is looked at.  Plain sends are no error
+the packets that this rank has taken was sent for nobody.  A header goes by the first lane, so it alone is looked at.  Plain sends are no error
 here, as they are none on CPU memory: their tag is 0.  A few small copies for each peer: too many for ``synchronize``.
 """
 
@@ -17,15 +17,15 @@ from miraccl.runtime.gpu.flight_recorder import MemoryRegions, RecorderSnapshot
 
 _COUNT = struct.Struct("<Q")
 _ROW = struct.Struct("<IIII")
-#: where in the first rows of a message a thread has stored its header (``frame`` of source/p2p.cuh), and what it is there: tag, flags
+#: regions in the first packets of a message a thread has stored its header (``frame`` of source/p2p.cuh), and what it is there: tag, flags
 _TAG_OFFSETS = {Frame.LINE: 7 * _ROW.size, Frame.PAIR: 0}
 
 
-def message_tag(rows: bytes, frame: Frame, row: int) -> int | None:
-    """The tag of the message whose first rows lie at ``row`` of a lane, two of them; None if it has not come."""
+def message_tag(packets: bytes, frame: Frame, row: int) -> int | None:
+    """The tag of the message whose first packets lie at ``row`` of a lane, two of them; None if it has not come."""
     flag = row // layout.RING_ROWS + 1 & 0xFFFFFFFF
     first, second = (
-        _ROW.unpack_from(rows, _TAG_OFFSETS[frame] + number * layout.ROW_BYTES)
+        _ROW.unpack_from(packets, _TAG_OFFSETS[frame] + number * layout.ROW_BYTES)
         for number in range(2)
     )
     if frame is Frame.LINE:
@@ -34,24 +34,24 @@ def message_tag(rows: bytes, frame: Frame, row: int) -> int | None:
 
 
 def find_unmatched(
-    gpu: Gpu, where: MemoryRegions, frame: Frame, boards: RecorderSnapshot
+    gpu: Gpu, regions: MemoryRegions, frame: Frame, snapshot: RecorderSnapshot
 ) -> tuple[int, int] | None:
     """A peer whose message nobody has taken, and the signature of its collective, 0 if the peer does not say any more. All GPUs have ended
     their work, and no wait has failed."""
-    lanes = layout.message_lanes(len(where.inboxes))
-    for peer, inbox in enumerate(where.inboxes):
-        if peer == where.rank:
+    lanes = layout.message_lanes(len(regions.inboxes))
+    for peer, inbox in enumerate(regions.inboxes):
+        if peer == regions.rank:
             continue
         (row,) = _COUNT.unpack(
             gpu.read(
-                where.own + layout.LANE_TAKEN_OFFSET + peer * lanes * layout.WORD_STRIDE,
+                regions.own + layout.LANE_TAKEN_OFFSET + peer * lanes * layout.WORD_STRIDE,
                 _COUNT.size,
             )
         )
         ring = (
             inbox
             + layout.RINGS_OFFSET
-            + (peer - (peer > where.rank)) * lanes * layout.RING_ROWS * layout.ROW_BYTES
+            + (peer - (peer > regions.rank)) * lanes * layout.RING_ROWS * layout.ROW_BYTES
         )
         both = (
             gpu.read(ring + (row + i) % layout.RING_ROWS * layout.ROW_BYTES, layout.ROW_BYTES)
@@ -60,9 +60,9 @@ def find_unmatched(
         if tag := message_tag(b"".join(both), frame, row):
             return peer, next(
                 (
-                    move.signature
-                    for move in boards.peers[peer].message_ops.values()
-                    if move.tag == tag
+                    record.signature
+                    for record in snapshot.peers[peer].message_ops.values()
+                    if record.tag == tag
                 ),
                 0,
             )

@@ -146,31 +146,34 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self._local_session = session.sub(
             self.layout.local_ranks, f"{session.name}/gpu host {self.layout.node}"
         )
-        with contextlib.ExitStack() as unless_made:
-            unless_made.callback(self._local_session.close)
-            part, mine = stages.child(self._local_session, GPU_SETUP), self.layout.local_ranks
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._local_session.close)
+            part, local_ranks = (
+                stages.child(self._local_session, GPU_SETUP),
+                self.layout.local_ranks,
+            )
             self.local = DeviceCommunicator(
                 self._local_session,
                 ordinal,
                 options,
                 stages=part,
-                global_ranks=mine,
+                global_ranks=local_ranks,
                 launch_orders=launch_orders,
             )
             self.local.faults.propagate = self.faults.fail  # also to other hosts
-            unless_made.callback(self.local.close)
-            unmade = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
-            unless_made.callback(
-                self.local.set_fault, unmade
+            on_failure.callback(self.local.close)
+            incomplete = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
+            on_failure.callback(
+                self.local.set_fault, incomplete
             )  # else it would be closed together with others
             self.gpu = self.local.gpu
             self.runtime = MultiNodeRuntime(
                 stages, self.layout, self.gpu, open_cpu, self.faults.fail_staging
             )
-            unless_made.callback(self.runtime.finalize)
-            unless_made.callback(self.runtime.staging.close)
-            unless_made.callback(self.runtime.abort, unmade.message)
-            unless_made.push(
+            on_failure.callback(self.runtime.finalize)
+            on_failure.callback(self.runtime.staging.close)
+            on_failure.callback(self.runtime.abort, incomplete.message)
+            on_failure.push(
                 lambda kind, error, trace: stages.give_up(error)
             )  # first of all, as the rest takes time
             self.hierarchical = Hierarchical(self.local, self.runtime)
@@ -178,17 +181,17 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             session.on_event(self.faults.on_event)  # from ranks that are ready
             stages.gather("gpu staging ready")
             self.runtime.stop_monitoring()
-            near = (
+            kernels = (
                 (self.local._probe, self._local_session)
                 if self.layout.local_size > 1 and self.local._probe is not None
                 else None
             )
             self.wait_state = MultiNodeWaitState(
-                self.runtime, self.layout, near, self.faults.fail_deadlocked, self._is_drained
+                self.runtime, self.layout, kernels, self.faults.fail_deadlocked, self._is_drained
             )
             if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
                 blocked_ops.stream_providers.add(self.wait_state)
-            unless_made.pop_all()
+            on_failure.pop_all()
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -224,56 +227,56 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.check(collective.label)
             return
 
-        way = (
+        run = (
             self.hierarchical.run
             if self.hierarchical.supports(collective, source.dtype, op)
             else self.runtime.enqueue_staged
         )
-        enqueue = functools.partial(way, collective, source, target, count, op, root)
-        with self._operation(collective.label, stream, [source, target]) as (number, captured):
+        enqueue = functools.partial(run, collective, source, target, count, op, root)
+        with self._operation(collective.label, stream, [source, target]) as (handle, captured):
             key = (collective, source.address, target.address, count, source.dtype, op, root)
             if self.graph_cache.run(
-                key, max(source.nbytes, target.nbytes), number, captured, enqueue
+                key, max(source.nbytes, target.nbytes), handle, captured, enqueue
             ):
-                self.local.stream = number
+                self.local.stream = handle
 
     _run_rooted = _run
 
-    def _run_uneven(self, asked: UnevenRequest, stream: Any) -> None:
-        self._check_writable(asked.target, asked.collective, asked.root, asked.name)
-        if asked.counts and not any(asked.counts):
-            self.check(asked.name)
+    def _run_uneven(self, request: UnevenRequest, stream: Any) -> None:
+        self._check_writable(request.target, request.collective, request.root, request.name)
+        if request.counts and not any(request.counts):
+            self.check(request.name)
             return
-        if self._uses_messages(asked.collective):
-            sent, received = sends_and_receives(asked, self.rank, self.nranks)
+        if self._uses_messages(request.collective):
+            sent, received = sends_and_receives(request, self.rank, self.nranks)
             both = [*((False, *part) for part in sent), *((True, *part) for part in received)]
             self._exchange(
                 [DeviceTransfer(receives=r, peer=p, memory=m) for r, p, m in both],
                 stream,
-                asked.name,
-                asked,
+                request.name,
+                request,
             )
             return
-        source, target = asked.source, asked.target
+        source, target = request.source, request.target
         shape = StagedShape(
-            collective=asked.collective,
+            collective=request.collective,
             itemsize=source.dtype.itemsize,
             rank=self.rank,
             nranks=self.nranks,
-            root=asked.root,
-            sends=tuple(asked.sends),
-            receives=tuple(asked.receives),
-            counts=tuple(asked.counts),
+            root=request.root,
+            sends=tuple(request.sends),
+            receives=tuple(request.receives),
+            counts=tuple(request.counts),
             uneven=True,
         )
-        with self._operation(asked.name, stream, [source, target]) as (number, captured):
+        with self._operation(request.name, stream, [source, target]) as (handle, captured):
             self.runtime.enqueue(
                 (self.runtime.world,),
                 shape,
                 source.dtype,
-                asked.op,
+                request.op,
                 (source.address, target.address),
-                number,
+                handle,
                 captured,
             )
 
@@ -293,8 +296,8 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def barrier(self, *, stream: Any = None) -> None:
         """What follows in the stream begins when every rank's stream has come here."""
-        with self._operation("barrier", stream, []) as (number, captured):
-            self.runtime.barrier(number, captured)
+        with self._operation("barrier", stream, []) as (handle, captured):
+            self.runtime.barrier(handle, captured)
 
     # ---- point to point
 
@@ -343,50 +346,54 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         transfers: Sequence[DeviceTransfer],
         stream: Any,
         name: str,
-        asked: UnevenRequest | None = None,
+        request: UnevenRequest | None = None,
     ) -> None:
         """Those within the host are one kernel, in a stream beside the caller's where there are others: neither kind waits for the other.
 
-        Where they are a collective, ``asked``, both kinds count it, also on ranks that have no messages of that kind.
+        Where they are a collective, ``request``, both kinds count it, also on ranks that have no messages of that kind.
         """
-        mine = self.layout.local_ranks
-        near = [
-            dataclasses.replace(t, peer=mine.index(t.peer)) for t in transfers if t.peer in mine
+        local_ranks = self.layout.local_ranks
+        local = [
+            dataclasses.replace(t, peer=local_ranks.index(t.peer))
+            for t in transfers
+            if t.peer in local_ranks
         ]
-        far = [t for t in transfers if t.peer not in mine and t.memory.count]
-        kind = None if asked is None else (asked.collective, asked.root)
+        remote = [t for t in transfers if t.peer not in local_ranks and t.memory.count]
+        kind = None if request is None else (request.collective, request.root)
         signature = (
-            0 if asked is None else move_signature(asked.collective, asked.root, asked.counts)
+            0
+            if request is None
+            else move_signature(request.collective, request.root, request.counts)
         )
-        inside, outside = (
-            bool(near) or (kind is not None and self.layout.local_size > 1),
-            bool(far) or kind is not None,
+        has_local, has_remote = (
+            bool(local) or (kind is not None and self.layout.local_size > 1),
+            bool(remote) or kind is not None,
         )
 
-        def enqueue(number: int, captured: bool) -> None:
-            if inside and outside:
-                self.gpu.order_streams(number, self._open_side_stream())
+        def enqueue(handle: int, captured: bool) -> None:
+            if has_local and has_remote:
+                self.gpu.order_streams(handle, self._open_side_stream())
                 self.local.exchange(
-                    near, stream=self._open_side_stream(), name=name, signature=signature
+                    local, stream=self._open_side_stream(), name=name, signature=signature
                 )
-                self.runtime.exchange(far, number, captured, kind, concurrent=True)
-                self.gpu.order_streams(self._open_side_stream(), number)
-                self.local.stream = number
-            elif inside:
-                self.local.exchange(near, stream=number, name=name)
-            elif outside:
-                self.runtime.exchange(far, number, captured, kind)
+                self.runtime.exchange(remote, handle, captured, kind, concurrent=True)
+                self.gpu.order_streams(self._open_side_stream(), handle)
+                self.local.stream = handle
+            elif has_local:
+                self.local.exchange(local, stream=handle, name=name)
+            elif has_remote:
+                self.runtime.exchange(remote, handle, captured, kind)
 
-        with self._operation(name, stream, [t.memory for t in transfers]) as (number, captured):
+        with self._operation(name, stream, [t.memory for t in transfers]) as (handle, captured):
             each = [
                 (t.receives, t.peer, t.memory.address, t.memory.count, t.memory.dtype)
                 for t in transfers
             ]
             key = ("exchange", kind, signature, *each)
             if self.graph_cache.run(
-                key, sum(t.memory.nbytes for t in transfers), number, captured, enqueue
+                key, sum(t.memory.nbytes for t in transfers), handle, captured, enqueue
             ):
-                self.local.stream = number
+                self.local.stream = handle
 
     def _open_side_stream(self) -> int:
         """A stream of our own."""
@@ -401,11 +408,11 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     ) -> Iterator[tuple[int, bool]]:
         """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
         self.check(name)
-        number = self.local._enter(name, stream)
-        self._used_other_streams |= number != 0
+        handle = self.local._enter(name, stream)
+        self._used_other_streams |= handle != 0
         self.runtime.staging.enqueuing = True
         try:
-            yield number, self.gpu.capture_id(number) != 0
+            yield handle, self.gpu.capture_id(handle) != 0
         except (
             OPERATION_FAULTS
         ) as error:  # half of it may be enqueued: no rank can count on what comes next
@@ -413,7 +420,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             raise
         finally:
             self.runtime.staging.enqueuing = False
-        self.local._retain(views, number)
+        self.local._retain(views, handle)
 
     # ---- explanation
 
@@ -422,11 +429,11 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     ) -> list[DeviceCandidate]:
         """How ``collective`` runs on blocks of so many bytes, and why. Nothing is communicated."""
         resolve_operator(op, dtype, collective.label)
-        two_steps = self.hierarchical.supports(collective, dtype, op)
+        hierarchical = self.hierarchical.supports(collective, dtype, op)
         count = block_bytes // dtype.itemsize
         shape = StagedShape.even(collective, dtype.itemsize, self.rank, self.nranks, 0, count)
-        reason = self.runtime.explain_algorithm(two_steps, shape, dtype, op)
-        algo = "hierarchical" if two_steps else "staged"
+        reason = self.runtime.explain_algorithm(hierarchical, shape, dtype, op)
+        algo = "hierarchical" if hierarchical else "staged"
         return [
             DeviceCandidate(
                 algo=algo,
@@ -439,10 +446,13 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def connections(self) -> Explanation:
         """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
-        mine = self.layout.local_ranks
-        near = [((mine[a], mine[b]), kind, why) for (a, b), kind, why in self.local.connections()]
-        others = [rank for rank in range(self.nranks) if rank not in mine]
-        far = [
+        local_ranks = self.layout.local_ranks
+        local = [
+            ((local_ranks[a], local_ranks[b]), kind, why)
+            for (a, b), kind, why in self.local.connections()
+        ]
+        others = [rank for rank in range(self.nranks) if rank not in local_ranks]
+        remote = [
             (
                 (min(self.rank, p), max(self.rank, p)),
                 "staging",
@@ -450,7 +460,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             )
             for p in others
         ]
-        return sorted([*near, *far])
+        return sorted([*local, *remote])
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds: on its GPU, and pinned on the host."""
@@ -505,18 +515,18 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         ``told`` as of ``DeviceCommunicator.close``."""
         if self.closed:
             return None
-        tally, mismatch = b"", None
+        counters, mismatch = b"", None
         with contextlib.suppress(MiracclError):
             self.gpu.make_current()
             self.gpu.synchronize()
-            tally = self.runtime.message_counters()
+            counters = self.runtime.message_counters()
             if self.faults.fault is None:
                 self._announce_exit()
         if self.faults.fault is None:
             with contextlib.suppress(MiracclError):  # what comes from others until then is counted
-                tallies = self.session.all_gather(tally, "gpu hosts close", CLOSE_WAIT_S)
+                all_counters = self.session.all_gather(counters, "gpu hosts close", CLOSE_WAIT_S)
                 mismatch = unmatched.find_unmatched(
-                    [MessageCounters.from_bytes(data) if data else None for data in tallies],
+                    [MessageCounters.from_bytes(data) if data else None for data in all_counters],
                     self.rank,
                 )
         self.wait_state.close()
@@ -527,15 +537,15 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.graph_cache.close()
             if self._side_stream is not None:
                 self.gpu.destroy_stream(self._side_stream)
-        mine = self.faults.unreported(
+        own = self.faults.unreported(
             lambda: self._interrupted or self.local.has_stopped(), already_reported
         )  # now: the GPU's memory is there
-        untold = self.local.close(already_reported)
+        unreported = self.local.close(already_reported)
         self.runtime.finalize()
         if self._owns_session:
             self.session.close()
         return (
             None
             if self.faults.reported or self.local.faults.reported
-            else mine or untold or mismatch
+            else own or unreported or mismatch
         )

@@ -1,7 +1,7 @@
-"""Pieces of GPU data exchanged by the lane itself, over TCP streams of its own: the shortest way between hosts.
+"""Pieces of GPU data exchanged by the lane itself, over TCP streams of its own: the shortest direction between hosts.
 
 Every rank sends each other one what it needs and reduces what came, in the order of the ranks (``executor.cpu.kernels.nogil``):
-one message one way, and no other thread has a part in it.  Where that moves more bytes than another algorithm (all_reduce, broadcast and
+one message one direction, and no other thread has a part in it.  Where that moves more bytes than another algorithm (all_reduce, broadcast and
 reduce of more than two ranks) it is for small pieces only.  The operations belong to a CPU communicator: they are numbered, signed and put
 on the board with its others, and its faults explain theirs.
 """
@@ -54,11 +54,11 @@ class DirectStreams:
         alone = len(set(member.fabric.hosts)) == member.nranks
         return alone and 1 < member.nranks <= MAX_PEERS + 1 and not member.options.algo
 
-    def accepts(self, shape: StagedShape, piece: StagedSegment, op: Any) -> bool:
-        """Whether a piece goes this way; all ranks decide alike."""
+    def accepts(self, shape: StagedShape, segment: StagedSegment, op: Any) -> bool:
+        """Whether a segment goes this direction; all ranks decide alike."""
         if shape.uneven or (shape.collective.reduces and not isinstance(op, RedOp)):
             return False
-        largest = max((*piece.source_counts, *piece.target_counts)) * shape.itemsize
+        largest = max((*segment.source_counts, *segment.target_counts)) * shape.itemsize
         return shape.collective in _MINIMAL_TRAFFIC or shape.nranks == 2 or largest <= SMALL_BYTES
 
     @property
@@ -112,24 +112,24 @@ class DirectOperation(StreamOperation):
         sources = {shape.rank: own}
         rows = []
         for number, peer in enumerate(streams.peers):
-            give, take = _block_indices(shape, peer)
-            if give is None and take is None:
+            send_block, recv_block = _block_indices(shape, peer)
+            if send_block is None and recv_block is None:
                 continue
-            landing = target + (take or 0) * block
+            buffer = target + (recv_block or 0) * block
             if folds:
                 self._keep.append(streams.receive_buffer(block, number))
-                landing = sources[peer] = int(self._keep[-1].ctypes.data)
+                buffer = sources[peer] = int(self._keep[-1].ctypes.data)
             row = np.zeros(offsets.ROW_BYTES // 8, np.int64)
             write_words(row, (offsets.PEER, peer), (offsets.DESCRIPTOR, streams.descriptor(peer)))
-            for way, address, block_number in (
-                (offsets.OUT, source + (give or 0) * block, give),
-                (offsets.IN, landing, take),
+            for direction, address, block_number in (
+                (offsets.OUT, source + (send_block or 0) * block, send_block),
+                (offsets.IN, buffer, recv_block),
             ):
                 write_words(
                     row,
-                    (way + offsets.BUFFER, address),
+                    (direction + offsets.BUFFER, address),
                     (
-                        way + offsets.BYTES,
+                        direction + offsets.BYTES,
                         offsets.HEADER_BYTES + (0 if block_number is None else block),
                     ),
                 )
@@ -186,7 +186,7 @@ def _block_bytes(shape: StagedShape, x: np.ndarray, out: np.ndarray) -> int:
 
 def _block_indices(shape: StagedShape, peer: int) -> tuple[int | None, int | None]:
     """Which block of the input goes to a peer, and which of the output comes from it; None is none."""
-    chief, root = shape.rank == shape.root, peer == shape.root
+    is_root, peer_is_root = shape.rank == shape.root, peer == shape.root
     match shape.collective:
         case Collective.ALL_REDUCE:
             return 0, 0
@@ -197,11 +197,11 @@ def _block_indices(shape: StagedShape, peer: int) -> tuple[int | None, int | Non
         case Collective.ALL_TO_ALL:
             return peer, peer
         case Collective.BROADCAST:
-            return 0 if chief else None, 0 if root else None
+            return 0 if is_root else None, 0 if peer_is_root else None
         case Collective.REDUCE:
-            return 0 if root else None, 0 if chief else None
+            return 0 if peer_is_root else None, 0 if is_root else None
         case Collective.GATHER:
-            return 0 if root else None, peer if chief else None
+            return 0 if peer_is_root else None, peer if is_root else None
         case Collective.SCATTER:
-            return peer if chief else None, 0 if root else None
+            return peer if is_root else None, 0 if peer_is_root else None
     raise ValueError(f"{shape.collective.label} is not cut into pieces")

@@ -32,8 +32,8 @@ class _CachedGraph:
 class GraphCache:
     """The graphs of one communicator."""
 
-    def __init__(self, gpu: Gpu, jobs: MultiNodeRuntime) -> None:
-        self._gpu, self._runtime = gpu, jobs
+    def __init__(self, gpu: Gpu, runtime: MultiNodeRuntime) -> None:
+        self._gpu, self._runtime = gpu, runtime
         self._stream: int | None = None
         self._graphs: dict[tuple[Any, ...], _CachedGraph | None] = {}  # None: came once
 
@@ -51,12 +51,12 @@ class GraphCache:
             self._graphs[key] = None
             enqueue(stream, captured)
             return False
-        replay = self._graphs.pop(key) or self._capture(enqueue)
-        self._graphs[key] = replay  # the one used last comes last
-        for job in replay.staged_jobs:
+        cached = self._graphs.pop(key) or self._capture(enqueue)
+        self._graphs[key] = cached  # the one used last comes last
+        for job in cached.staged_jobs:
             self._runtime.staging.announce(job)
-        self._gpu.launch_graph(replay.graph, stream)
-        self._runtime.last_plan = replay.plan
+        self._gpu.launch_graph(cached.graph, stream)
+        self._runtime.last_plan = cached.plan
         return True
 
     def _capture(self, enqueue: Enqueue) -> _CachedGraph:
@@ -68,10 +68,10 @@ class GraphCache:
         return _CachedGraph(graph, tuple(jobs), self._runtime.last_plan)
 
     def _drop(self, key: tuple[Any, ...]) -> None:
-        replay = self._graphs.pop(key)
-        if replay is not None:
-            self._gpu.destroy_graph(replay.graph)
-            for job in replay.staged_jobs:
+        cached = self._graphs.pop(key)
+        if cached is not None:
+            self._gpu.destroy_graph(cached.graph)
+            for job in cached.staged_jobs:
                 job.graphs -= 1
 
     def close(self) -> None:

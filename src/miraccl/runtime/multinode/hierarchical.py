@@ -48,24 +48,24 @@ class Hierarchical:
         count: int,
         op: Any,
         root: int,
-        number: int,
+        stream: int,
         captured: bool,
     ) -> None:
         """A collective that ``takes`` says yes to, of blocks of ``count`` elements."""
         self._call_text = self.runtime.describe_call(collective.label, count, source.dtype)
         match collective:
             case Collective.ALL_REDUCE:
-                self.all_reduce(source, target, op, number, captured)
+                self.all_reduce(source, target, op, stream, captured)
             case Collective.REDUCE_SCATTER:
-                self.reduce_scatter(source, target, op, number, captured)
+                self.reduce_scatter(source, target, op, stream, captured)
             case Collective.ALL_GATHER:
-                self.all_gather(source, target, number, captured)
+                self.all_gather(source, target, stream, captured)
             case Collective.ALL_TO_ALL:
-                self.all_to_all(source, target, number, captured)
+                self.all_to_all(source, target, stream, captured)
             case Collective.BROADCAST:
-                self.broadcast(source, root, number, captured)
+                self.broadcast(source, root, stream, captured)
             case Collective.REDUCE:
-                self.reduce(source, target, op, root, number, captured)
+                self.reduce(source, target, op, root, stream, captured)
 
     def may_reduce(self, dtype: DType, op: Any) -> bool:
         """Whether sums may be made in two steps, on GPUs first. Sums of floats depend on where hosts begin then, which ``deterministic``
@@ -81,7 +81,7 @@ class Hierarchical:
         )
 
     def all_reduce(
-        self, source: DeviceMemory, target: DeviceMemory, op: RedOp, number: int, captured: bool
+        self, source: DeviceMemory, target: DeviceMemory, op: RedOp, stream: int, captured: bool
     ) -> None:
         """reduce_scatter in the host, all_reduce of this rank's shard between hosts, all_gather in the host.
 
@@ -91,10 +91,10 @@ class Hierarchical:
         share, rest = divmod(source.count, width)
         even, shard = share * width, target.slice(self.layout.local_rank * share, share)
         if share:
-            self.local.reduce_scatter(source.slice(0, even), shard, op, stream=number)
+            self.local.reduce_scatter(source.slice(0, even), shard, op, stream=stream)
         if rest:
             self.local.reduce(
-                source.slice(even, rest), last, target.slice(even, rest), op, stream=number
+                source.slice(even, rest), last, target.slice(even, rest), op, stream=stream
             )
         mine = target.slice(
             self.layout.local_rank * share, share + (rest if self.layout.local_rank == last else 0)
@@ -102,16 +102,16 @@ class Hierarchical:
         if mine.count:
             shape = self._inter_node_shape(Collective.ALL_REDUCE, mine, mine.count)
             self._run_inter_node(
-                shape, mine.dtype, op, (mine.address, mine.address), number, captured
+                shape, mine.dtype, op, (mine.address, mine.address), stream, captured
             )
         with self.local.any_window_offset():
             if share:
-                self.local.all_gather(shard, target.slice(0, even), stream=number)
+                self.local.all_gather(shard, target.slice(0, even), stream=stream)
             if rest:
-                self.local.broadcast(target.slice(even, rest), last, stream=number)
+                self.local.broadcast(target.slice(even, rest), last, stream=stream)
 
     def all_gather(
-        self, source: DeviceMemory, target: DeviceMemory, number: int, captured: bool
+        self, source: DeviceMemory, target: DeviceMemory, stream: int, captured: bool
     ) -> None:
         """all_gather between hosts among ranks of equal index, then inside each host."""
         count = source.count
@@ -120,7 +120,7 @@ class Hierarchical:
             self._inter_node_shape(Collective.ALL_GATHER, source, count), block_offsets=offsets
         )
         self._run_inter_node(
-            shape, source.dtype, SUM, (source.address, target.address), number, captured
+            shape, source.dtype, SUM, (source.address, target.address), stream, captured
         )
         if self.layout.node_major:
             for host in range(len(self.layout.nodes)):
@@ -128,23 +128,23 @@ class Hierarchical:
                     host * self.layout.local_size * count, self.layout.local_size * count
                 )
                 self.local.all_gather(
-                    part.slice(self.layout.local_rank * count, count), part, stream=number
+                    part.slice(self.layout.local_rank * count, count), part, stream=stream
                 )
             return
         for ranks in self.layout.nodes:
             for index, rank in enumerate(ranks):
-                self.local.broadcast(target.slice(rank * count, count), index, stream=number)
+                self.local.broadcast(target.slice(rank * count, count), index, stream=stream)
 
     def reduce_scatter(
-        self, source: DeviceMemory, target: DeviceMemory, op: RedOp, number: int, captured: bool
+        self, source: DeviceMemory, target: DeviceMemory, op: RedOp, stream: int, captured: bool
     ) -> None:
         """Each block is reduced inside the host to the rank of its owner's index, into its slot; then reduce_scatter between hosts."""
         count, dtype = target.count, source.dtype
         shape = self._inter_node_shape(Collective.REDUCE_SCATTER, source, count, kernels=True)
-        most = elements_per_segment(shape, self.runtime.slot_bytes)
+        capacity = elements_per_segment(shape, self.runtime.slot_bytes)
 
-        def before(piece: int, slot: int) -> None:
-            size = min(most, count - piece * most)
+        def before(segment: int, slot: int) -> None:
+            size = min(capacity, count - segment * capacity)
             for host, ranks in enumerate(self.layout.nodes):
                 for index, rank in enumerate(ranks):
                     out = (
@@ -153,35 +153,35 @@ class Hierarchical:
                         else None
                     )
                     self.local.reduce(
-                        source.slice(rank * count + piece * most, size),
+                        source.slice(rank * count + segment * capacity, size),
                         index,
                         out,
                         op,
-                        stream=number,
+                        stream=stream,
                     )
 
-        self._run_inter_node(shape, dtype, op, (0, target.address), number, captured, before=before)
+        self._run_inter_node(shape, dtype, op, (0, target.address), stream, captured, before=before)
 
-    def broadcast(self, memory: DeviceMemory, root: int, number: int, captured: bool) -> None:
-        """Between hosts among the ranks with the root's index, then inside each host, piece by piece."""
+    def broadcast(self, memory: DeviceMemory, root: int, stream: int, captured: bool) -> None:
+        """Between hosts among the ranks with the root's index, then inside each host, segment by segment."""
         host, index = self.layout.locate(root)
         shape = self._inter_node_shape(
             Collective.BROADCAST, memory, memory.count, host, kernels=True
         )
-        most = elements_per_segment(shape, self.runtime.slot_bytes)
+        capacity = elements_per_segment(shape, self.runtime.slot_bytes)
 
-        def after(piece: int, slot: int) -> None:
-            size = min(most, memory.count - piece * most)
+        def after(segment: int, slot: int) -> None:
+            size = min(capacity, memory.count - segment * capacity)
             with self.local.any_window_offset():
-                self.local.broadcast(memory.slice(piece * most, size), index, stream=number)
+                self.local.broadcast(memory.slice(segment * capacity, size), index, stream=stream)
 
-        both = (memory.address, memory.address)
+        buffers = (memory.address, memory.address)
         self._run_inter_node(
             shape,
             memory.dtype,
             SUM,
-            both,
-            number,
+            buffers,
+            stream,
             captured,
             participates=index == self.layout.local_rank,
             after=after,
@@ -193,37 +193,37 @@ class Hierarchical:
         target: DeviceMemory,
         op: RedOp,
         root: int,
-        number: int,
+        stream: int,
         captured: bool,
     ) -> None:
-        """Inside each host to the rank with the root's index, into its slot, then between hosts, piece by piece."""
+        """Inside each host to the rank with the root's index, into its slot, then between hosts, segment by segment."""
         host, index = self.layout.locate(root)
         shape = self._inter_node_shape(Collective.REDUCE, source, source.count, host, kernels=True)
-        most = elements_per_segment(shape, self.runtime.slot_bytes)
+        capacity = elements_per_segment(shape, self.runtime.slot_bytes)
 
-        def before(piece: int, slot: int) -> None:
-            size = min(most, source.count - piece * most)
+        def before(segment: int, slot: int) -> None:
+            size = min(capacity, source.count - segment * capacity)
             out = (
                 self.runtime.slot_memory(slot, 0, size, source.dtype)
                 if index == self.layout.local_rank
                 else None
             )
-            self.local.reduce(source.slice(piece * most, size), index, out, op, stream=number)
+            self.local.reduce(source.slice(segment * capacity, size), index, out, op, stream=stream)
 
-        to = (0, target.address)
+        buffers = (0, target.address)
         self._run_inter_node(
             shape,
             source.dtype,
             op,
-            to,
-            number,
+            buffers,
+            stream,
             captured,
             participates=index == self.layout.local_rank,
             before=before,
         )
 
     def all_to_all(
-        self, source: DeviceMemory, target: DeviceMemory, number: int, captured: bool
+        self, source: DeviceMemory, target: DeviceMemory, stream: int, captured: bool
     ) -> None:
         """all_to_all in the host of the blocks for each host, so that a rank has what its own host sends to all ranks of its index; then
         all_to_all between hosts, in place, of what is for others."""
@@ -231,13 +231,13 @@ class Hierarchical:
         block = source.count // hosts
         for host in range(hosts):
             self.local.all_to_all(
-                source.slice(host * block, block), target.slice(host * block, block), stream=number
+                source.slice(host * block, block), target.slice(host * block, block), stream=stream
             )
         shape = dataclasses.replace(
             self._inter_node_shape(Collective.ALL_TO_ALL, source, block), keeps_own_block=True
         )
         self._run_inter_node(
-            shape, source.dtype, SUM, (target.address, target.address), number, captured
+            shape, source.dtype, SUM, (target.address, target.address), stream, captured
         )
 
     def _run_inter_node(self, shape: StagedShape, *args: Any, **hooks: Any) -> None:
@@ -254,7 +254,7 @@ class Hierarchical:
         *,
         kernels: bool = False,
     ) -> StagedShape:
-        """Of an operation between hosts. ``kernels``: they are launched for every piece."""
+        """Of an operation between hosts. ``kernels``: they are launched for every segment."""
         even = StagedShape.even(
             collective, memory.dtype.itemsize, self.layout.node, len(self.layout.nodes), root, count
         )

@@ -54,9 +54,11 @@ class MessageStreams:
 
     def __init__(self, stages: SetupPhases, member: CommunicatorCore, layout: NodeLayout) -> None:
         self.member = member
-        far = [rank for rank in range(layout.nranks) if rank not in layout.local_ranks]
-        self._streams = PeerStreams(stages, member, far, "gpu messages")
-        self._counters = {peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in far}
+        remote = [rank for rank in range(layout.nranks) if rank not in layout.local_ranks]
+        self._streams = PeerStreams(stages, member, remote, "gpu messages")
+        self._counters = {
+            peer: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64) for peer in remote
+        }
         self._collectives = np.zeros(offsets.COLLECTIVES_BYTES // 8, np.int64)
         self._unmatched_detector = UnmatchedDetector(member.rank, self._streams.sockets)
 
@@ -76,7 +78,7 @@ class MessageStreams:
         return self._streams.descriptor(peer)
 
     def counter_address(self, peer: int, receives: bool) -> int:
-        """Where the messages of one way are counted."""
+        """Where the messages of one direction are counted."""
         return int(self._counters[peer].ctypes.data) + offsets.STREAM_BYTES * receives
 
     @property
@@ -139,16 +141,18 @@ class MessageOperation(StreamOperation):
         self._parts: list[np.ndarray] = []
         for row, peer in zip(self.rows, self._peers, strict=True):
             write_words(row, (offsets.PEER, peer), (offsets.DESCRIPTOR, streams.descriptor(peer)))
-            for way, receives in ((offsets.OUT, False), (offsets.IN, True)):
+            for direction, receives in ((offsets.OUT, False), (offsets.IN, True)):
                 parts = self._table(
                     [m for m in messages if m.peer == peer and m.receives == receives], base
                 )
                 write_words(
                     row,
-                    (way + offsets.SEGMENTS, parts.ctypes.data),
-                    (way + offsets.NSEGMENTS, len(parts)),
+                    (direction + offsets.SEGMENTS, parts.ctypes.data),
+                    (direction + offsets.NSEGMENTS, len(parts)),
                 )
-                write_words(row, (way + offsets.NUMBER, streams.counter_address(peer, receives)))
+                write_words(
+                    row, (direction + offsets.NUMBER, streams.counter_address(peer, receives))
+                )
 
     def _table(self, messages: Sequence[StagedMessage], base: int) -> np.ndarray:
         """The words of messages whose slot begins at ``base``."""
@@ -174,10 +178,14 @@ class MessageOperation(StreamOperation):
         """With each peer a message that has begun and not ended, which comes (``ex.IN``) or, where none does, goes (``ex.OUT``), and its
         words."""
         for number, (peer, row) in enumerate(zip(self._peers, self.rows, strict=True)):
-            for way in (offsets.IN, offsets.OUT):
-                begun = int(row[(way + offsets.SEGMENTS_BEGUN) // 8])
-                if remaining_bytes(row, way) and begun:
-                    yield peer, way, self._parts[2 * number + (way == offsets.IN)][begun - 1]
+            for direction in (offsets.IN, offsets.OUT):
+                begun = int(row[(direction + offsets.SEGMENTS_BEGUN) // 8])
+                if remaining_bytes(row, direction) and begun:
+                    yield (
+                        peer,
+                        direction,
+                        self._parts[2 * number + (direction == offsets.IN)][begun - 1],
+                    )
                     break
 
     def peers_to_begin(self) -> tuple[list[int], list[int]]:
@@ -187,9 +195,10 @@ class MessageOperation(StreamOperation):
             [
                 p
                 for p, row in peers
-                if row[(way + offsets.SEGMENTS_BEGUN) // 8] < row[(way + offsets.NSEGMENTS) // 8]
+                if row[(direction + offsets.SEGMENTS_BEGUN) // 8]
+                < row[(direction + offsets.NSEGMENTS) // 8]
             ]
-            for way in (offsets.OUT, offsets.IN)
+            for direction in (offsets.OUT, offsets.IN)
         )
         return sends, receives
 
@@ -262,12 +271,12 @@ class MessageNetwork:
         self._streams, self._rounds, self._slots, self._kind = streams, rounds, slots, kind
         self._prepared: dict[tuple[int, bool, tuple[StagedMessage, ...]], MessageOperation] = {}
 
-    def prepare(self, piece: StagedSegment, number: int, slot: int) -> PreparedOp:
+    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp:
         key = slot, self._kind is not None and number == 0, self._rounds[number].messages
         if key not in self._prepared:
             base = self._slots.address + slot * self._slots.nbytes
             self._prepared[key] = MessageOperation(self._streams, key[2], base, self._kind, key[1])
         return self._prepared[key]
 
-    def run(self, piece: StagedSegment, number: int, slot: int) -> None:
-        self.prepare(piece, number, slot)()
+    def run(self, segment: StagedSegment, number: int, slot: int) -> None:
+        self.prepare(segment, number, slot)()

@@ -1,4 +1,4 @@
-"""The network's part of a piece of GPU data: operations of CPU communicators on slots of pinned memory.
+"""The network's part of a segment of GPU data: operations of CPU communicators on slots of pinned memory.
 
 Where a collective can be prepared (``comm.persistent``) it is, once per lane and slot: the proxy's loop then starts it without Python.
 """
@@ -49,131 +49,147 @@ class CpuCommunicator(Protocol):
 
 
 class PythonStaging:
-    """Pieces that Python runs: ``run(piece, number, slot)``."""
+    """Pieces that Python runs: ``run(segment, number, slot)``."""
 
     def __init__(self, run: Callable[[StagedSegment, int, int], None]) -> None:
         self.run = run
 
-    def prepare(self, piece: StagedSegment, number: int, slot: int) -> None: ...
+    def prepare(self, segment: StagedSegment, number: int, slot: int) -> None: ...
 
 
 class StagedCollective:
-    """Runs pieces of ``shape`` on CPU communicators of ``shape.nranks`` ranks, one for each lane that the job takes; ``direct`` are their
+    """Runs segments of ``shape`` on CPU communicators of ``shape.nranks`` ranks, one for each lane that the job takes; ``direct`` are their
     own streams, where they have some."""
 
     def __init__(
         self,
-        cpus: Sequence[CpuCommunicator],
+        communicators: Sequence[CpuCommunicator],
         shape: StagedShape,
         dtype: DType,
         op: Any,
         slots: PinnedSlots,
         direct: Sequence[DirectStreams] = (),
     ) -> None:
-        self._cpus, self._shape, self._dtype, self._op, self._slots = cpus, shape, dtype, op, slots
+        self._communicators, self._shape, self._dtype, self._op, self._slots = (
+            communicators,
+            shape,
+            dtype,
+            op,
+            slots,
+        )
         self._direct = direct
         self._prepared: dict[tuple[object, ...], PreparedOp] = {}
 
-    def prepare(self, piece: StagedSegment, number: int, slot: int) -> PreparedOp | None:
+    def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp | None:
         """The operation, ready to be called; None for uneven blocks. Pieces of equal size share those of their slot."""
         if self._shape.uneven:
             return None
-        key = (slot, piece.source, piece.source_counts, piece.target, piece.target_counts)
+        key = (slot, segment.source, segment.source_counts, segment.target, segment.target_counts)
         if key not in self._prepared:
-            self._prepared[key] = self._make(piece, number, slot)
+            self._prepared[key] = self._make(segment, number, slot)
         return self._prepared[key]
 
-    def _make(self, piece: StagedSegment, number: int, slot: int) -> PreparedOp:
+    def _make(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp:
         if self._direct:
             streams = self._direct[number % len(self._direct)]
-            if streams.accepts(self._shape, piece, self._op):
+            if streams.accepts(self._shape, segment, self._op):
                 return DirectOperation(
-                    streams, self._shape, self._dtype, self._op, *self._arrays(piece, slot)
+                    streams, self._shape, self._dtype, self._op, *self._arrays(segment, slot)
                 )
         prepared: PreparedOp = _prepare(
-            self._cpu(number), self._shape, *self._arrays(piece, slot), self._op
+            self._communicator(number), self._shape, *self._arrays(segment, slot), self._op
         )
         return prepared
 
-    def run(self, piece: StagedSegment, number: int, slot: int) -> None:
-        prepared = self.prepare(piece, number, slot)
+    def run(self, segment: StagedSegment, number: int, slot: int) -> None:
+        prepared = self.prepare(segment, number, slot)
         if prepared is not None:
             prepared()
         else:
-            _run_uneven(self._cpu(number), self._shape, piece, *self._arrays(piece, slot), self._op)
+            _run_uneven(
+                self._communicator(number),
+                self._shape,
+                segment,
+                *self._arrays(segment, slot),
+                self._op,
+            )
 
-    def _cpu(self, number: int) -> CpuCommunicator:
-        return self._cpus[number % len(self._cpus)]
+    def _communicator(self, number: int) -> CpuCommunicator:
+        return self._communicators[number % len(self._communicators)]
 
-    def _arrays(self, piece: StagedSegment, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        source = self._slots.view(slot, piece.source, sum(piece.source_counts), self._dtype)
-        return source, self._slots.view(slot, piece.target, sum(piece.target_counts), self._dtype)
+    def _arrays(self, segment: StagedSegment, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        source = self._slots.view(slot, segment.source, sum(segment.source_counts), self._dtype)
+        return source, self._slots.view(
+            slot, segment.target, sum(segment.target_counts), self._dtype
+        )
 
 
 def _prepare(
-    cpu: CpuCommunicator, shape: StagedShape, x: np.ndarray, out: np.ndarray, op: Any
+    communicator: CpuCommunicator, shape: StagedShape, x: np.ndarray, out: np.ndarray, op: Any
 ) -> Any:
     """The ``Prepared`` of even blocks."""
-    root, chief = shape.root, shape.rank == shape.root
+    root, is_root = shape.root, shape.rank == shape.root
     match shape.collective:
         case Collective.ALL_REDUCE:
-            return cpu.all_reduce_init(x, None, op)
+            return communicator.all_reduce_init(x, None, op)
         case Collective.BROADCAST:
-            return cpu.broadcast_init(x, root)
+            return communicator.broadcast_init(x, root)
         case Collective.REDUCE:
-            return cpu.reduce_init(x, root, None, op)
+            return communicator.reduce_init(x, root, None, op)
         case Collective.ALL_GATHER:
-            return cpu.all_gather_init(x, out)
+            return communicator.all_gather_init(x, out)
         case Collective.REDUCE_SCATTER:
-            return cpu.reduce_scatter_init(x, out, op)
+            return communicator.reduce_scatter_init(x, out, op)
         case Collective.ALL_TO_ALL:
-            return cpu.all_to_all_init(x, out)
+            return communicator.all_to_all_init(x, out)
         case Collective.GATHER:
-            return cpu.gather_init(x, root, out if chief else None)
+            return communicator.gather_init(x, root, out if is_root else None)
         case Collective.SCATTER:
-            return cpu.scatter_init(x if chief else None, root, out)
-    raise ValueError(f"{shape.collective.label} is not cut into pieces")
+            return communicator.scatter_init(x if is_root else None, root, out)
+    raise ValueError(f"{shape.collective.label} is not cut into segments")
 
 
 def _run_uneven(
-    cpu: CpuCommunicator,
+    communicator: CpuCommunicator,
     shape: StagedShape,
-    piece: StagedSegment,
+    segment: StagedSegment,
     x: np.ndarray,
     out: np.ndarray,
     op: Any,
 ) -> None:
-    root, chief = shape.root, shape.rank == shape.root
+    root, is_root = shape.root, shape.rank == shape.root
     match shape.collective:
         case Collective.ALL_GATHER:
-            cpu.all_gather_v(x, piece.counts, out)
+            communicator.all_gather_v(x, segment.counts, out)
         case Collective.REDUCE_SCATTER:
-            cpu.reduce_scatter_v(x, piece.counts, out, op)
+            communicator.reduce_scatter_v(x, segment.counts, out, op)
         case Collective.ALL_TO_ALL:
-            cpu.all_to_all_v(x, piece.source_counts, piece.target_counts, out)
+            communicator.all_to_all_v(x, segment.source_counts, segment.target_counts, out)
         case Collective.GATHER:
-            cpu.gather_v(x, piece.counts, root, out if chief else None)
+            communicator.gather_v(x, segment.counts, root, out if is_root else None)
         case Collective.SCATTER:
-            cpu.scatter_v(x if chief else None, piece.counts, root, out)
+            communicator.scatter_v(x if is_root else None, segment.counts, root, out)
         case _:
             raise ValueError(f"{shape.collective.label} has no uneven form")
 
 
 def with_agreed_count(
-    cpu: CpuCommunicator, pieces: tuple[StagedSegment, ...], network: SegmentNetwork
+    communicator: CpuCommunicator, segments: tuple[StagedSegment, ...], network: SegmentNetwork
 ) -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
-    """For counts that each rank knows only of itself: the proxies agree on the number of pieces, and who has fewer takes part emptily."""
-    nothing, none = np.empty(0, np.uint8), (0,) * cpu.nranks
-    mine = pieces or (StagedSegment(source_counts=none, target_counts=none),)
-    agreed = len(mine)
+    """For counts that each rank knows only of itself: the proxies agree on the number of segments, and who has fewer takes part emptily."""
+    nothing, none = np.empty(0, np.uint8), (0,) * communicator.nranks
+    own = segments or (StagedSegment(source_counts=none, target_counts=none),)
+    agreed = len(own)
 
-    def run(piece: StagedSegment, number: int, slot: int) -> None:
+    def run(segment: StagedSegment, number: int, slot: int) -> None:
         nonlocal agreed
         if number == 0:
-            agreed = int(cpu.all_reduce(np.array([len(mine)], np.int64), None, RedOp.MAX)[0])
-        network.run(piece, number, slot)
-        if number == len(mine) - 1:
-            for _ in range(agreed - len(mine)):
-                cpu.all_to_all_v(nothing, none, none, nothing)
+            agreed = int(
+                communicator.all_reduce(np.array([len(own)], np.int64), None, RedOp.MAX)[0]
+            )
+        network.run(segment, number, slot)
+        if number == len(own) - 1:
+            for _ in range(agreed - len(own)):
+                communicator.all_to_all_v(nothing, none, none, nothing)
 
-    return mine, PythonStaging(run)
+    return own, PythonStaging(run)

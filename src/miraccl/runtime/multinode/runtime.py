@@ -1,6 +1,6 @@
 """Operations on GPU memory that go through pinned memory and CPU communicators between hosts: kinds of operation, and their jobs.
 
-A kind of operation (collective, counts, type, operator) is cut into pieces, planned and registered with the lanes once.
+A kind of operation (collective, counts, type, operator) is cut into segments, planned and registered with the networks once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GPU_REDUCIBLE = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiNodePlan:
-    """How an operation runs; ``pieces`` of at most ``piece_bytes`` go over the network one after another."""
+    """How an operation runs; ``segments`` of at most ``piece_bytes`` go over the network one after another."""
 
     algo: str
     reason: str
@@ -55,7 +55,7 @@ class MultiNodePlan:
 
 
 class MultiNodeRuntime:
-    """The jobs of one communicator, with its slots, lanes and CPU communicators; made collectively."""
+    """The jobs of one communicator, with its slots, networks and CPU communicators; made collectively."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class MultiNodeRuntime:
     ) -> None:
         self.layout, self.gpu = layout, gpu
         self.last_plan: MultiNodePlan | None = None
-        self._cpus: list[CpuCommunicator] = []
+        self._communicators: list[CpuCommunicator] = []
         self._streams: list[DirectStreams | MessageStreams] = []
         self._stream_monitor = StreamMonitor(stages)
         self._jobs: dict[tuple[Any, ...], StagedJob] = {}
@@ -92,28 +92,29 @@ class MultiNodeRuntime:
         #: between hosts of equal numbers of ranks, those of one index: a communicator per lane
         self.inter_node: tuple[CpuCommunicator, ...] = ()
         if layout.uniform:
-            alone = layout.local_size == 1
+            skip_first = layout.local_size == 1
             names = [
-                f"gpu cross {layout.local_rank}.{lane}" for lane in range(alone, STAGING_THREADS)
+                f"gpu cross {layout.local_rank}.{thread}"
+                for thread in range(skip_first, STAGING_THREADS)
             ]
-            lanes = [
+            networks = [
                 self._open(layout.inter_node_ranks(), name, stages, open_cpu) for name in names
             ]
-            self.inter_node = (self.world, *lanes) if alone else tuple(lanes)
+            self.inter_node = (self.world, *networks) if skip_first else tuple(networks)
         #: the same ranks' own streams, where they are few
         self.direct: tuple[DirectStreams, ...] = ()
         if self.inter_node and DirectStreams.applicable(self.inter_node[0]._core):
             name = f"{session.name}/gpu direct {layout.local_rank}"
             subs = [
-                session.sub(layout.inter_node_ranks(), f"{name}.{lane}")
-                for lane in range(len(self.inter_node))
+                session.sub(layout.inter_node_ranks(), f"{name}.{thread}")
+                for thread in range(len(self.inter_node))
             ]
             self.direct = tuple(
                 self._register_streams(
-                    DirectStreams(stages.child(sub, GPU_SETUP), cpu._core),
+                    DirectStreams(stages.child(sub, GPU_SETUP), communicator._core),
                     layout.inter_node_ranks(),
                 )
-                for sub, cpu in zip(subs, self.inter_node, strict=True)
+                for sub, communicator in zip(subs, self.inter_node, strict=True)
             )
         #: streams of the messages between hosts, where there are few ranks
         self.messages: MessageStreams | None = None
@@ -126,11 +127,13 @@ class MultiNodeRuntime:
         self, ranks: Sequence[int], name: str, stages: SetupPhases, open_cpu: OpenCpu
     ) -> CpuCommunicator:
         session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
-        cpu = open_cpu(session, stages.child(session))
-        blocked_ops.providers.remove(cpu._core.seat)  # the threads of ``staging`` wait in there
-        cpu._core.faults.called = ranks
-        self._cpus.append(cpu)
-        return cpu
+        communicator = open_cpu(session, stages.child(session))
+        blocked_ops.providers.remove(
+            communicator._core.wait_state
+        )  # the threads of ``staging`` wait in there
+        communicator._core.faults.global_ranks = ranks
+        self._communicators.append(communicator)
+        return communicator
 
     def _register_streams(self, streams: AnyStreams, ranks: Sequence[int]) -> AnyStreams:
         """``ranks``: those that the streams number from 0 on."""
@@ -139,7 +142,7 @@ class MultiNodeRuntime:
         return streams
 
     def stop_monitoring(self) -> None:
-        """All ranks are ready: lanes find out themselves what happens to their streams."""
+        """All ranks are ready: networks find out themselves what happens to their streams."""
         self._stream_monitor.close()
 
     def enqueue_staged(
@@ -150,7 +153,7 @@ class MultiNodeRuntime:
         count: int,
         op: Any,
         root: int,
-        number: int,
+        stream: int,
         captured: bool,
     ) -> None:
         """The whole operation through CPU communicators of all ranks."""
@@ -158,18 +161,18 @@ class MultiNodeRuntime:
         shape = StagedShape.even(
             collective, source.dtype.itemsize, self.layout.rank, self.layout.nranks, root, count
         )
-        cpus = (
+        communicators = (
             self.inter_node
             if self.layout.uniform and self.layout.local_size == 1
             else (self.world,)
         )
         self.enqueue(
-            cpus,
+            communicators,
             shape,
             source.dtype,
             op,
             (source.address, target.address),
-            number,
+            stream,
             captured,
             call_text=called,
         )
@@ -180,12 +183,12 @@ class MultiNodeRuntime:
 
     def enqueue(
         self,
-        cpus: tuple[CpuCommunicator, ...],
+        communicators: tuple[CpuCommunicator, ...],
         shape: StagedShape,
         dtype: DType,
         op: Any,
         buffers: tuple[int, int],
-        number: int,
+        stream: int,
         captured: bool,
         *,
         call_text: str = "",
@@ -193,38 +196,43 @@ class MultiNodeRuntime:
         before: Callable[[int, int], None] | None = None,
         after: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Enqueue a collective of ``cpus``, one a lane, which is a part of what the program ``called``; with ``before`` a kernel writes the
+        """Enqueue a collective of ``communicators``, one a lane, which is a part of what the program ``called``; with ``before`` a kernel writes the
         slots, and nothing is copied down."""
         unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL
 
         def make() -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
-            pieces = split_segments(shape, self.slot_bytes)
+            segments = split_segments(shape, self.slot_bytes)
             network = StagedCollective(
-                cpus,
+                communicators,
                 shape,
                 dtype,
                 op,
                 self.staging.slots,
-                self.direct if cpus == self.inter_node else (),
+                self.direct if communicators == self.inter_node else (),
             )
             if before is not None:
-                pieces = tuple(dataclasses.replace(piece, down=()) for piece in pieces)
-            return with_agreed_count(self.world, pieces, network) if unknown else (pieces, network)
+                segments = tuple(dataclasses.replace(segment, down=()) for segment in segments)
+            return (
+                with_agreed_count(self.world, segments, network) if unknown else (segments, network)
+            )
 
-        two_steps = cpus == self.inter_node and self.layout.local_size > 1
+        hierarchical = communicators == self.inter_node and self.layout.local_size > 1
         job = self._job(
-            (shape, dtype, op, cpus == self.inter_node, call_text), captured, make, stride=len(cpus)
+            (shape, dtype, op, communicators == self.inter_node, call_text),
+            captured,
+            make,
+            stride=len(communicators),
         )
-        job.call_text = call_text if two_steps or job.npieces > 1 else ""
+        job.call_text = call_text if hierarchical or job.npieces > 1 else ""
         if job.number not in self._plans:
             self._record_plan(
                 job,
-                "hierarchical" if two_steps else "staged",
-                self.explain_algorithm(two_steps, shape, dtype, op),
+                "hierarchical" if hierarchical else "staged",
+                self.explain_algorithm(hierarchical, shape, dtype, op),
             )
         self.last_plan = self._plans[job.number]
         self.staging.enqueue(
-            job, buffers, number, participates=participates, before=before, after=after
+            job, buffers, stream, participates=participates, before=before, after=after
         )
 
     def _job(
@@ -240,8 +248,10 @@ class MultiNodeRuntime:
         job = self._jobs.pop((key, captured), None)
         if job is None:
             self._evict_jobs()
-            pieces, network = make()
-            job = self.staging.job(pieces, self.staging.slots_for(need), network, captured, stride)
+            segments, network = make()
+            job = self.staging.job(
+                segments, self.staging.slots_for(need), network, captured, stride
+            )
         self._jobs[key, captured] = job  # the one used last comes last
         return job
 
@@ -253,9 +263,11 @@ class MultiNodeRuntime:
                 del self._jobs[kind]
                 self._plans.pop(job.number, None)
 
-    def explain_algorithm(self, two_steps: bool, shape: StagedShape, dtype: DType, op: Any) -> str:
+    def explain_algorithm(
+        self, hierarchical: bool, shape: StagedShape, dtype: DType, op: Any
+    ) -> str:
         """Why an operation runs in two steps, or is staged."""
-        if two_steps:
+        if hierarchical:
             return f"{len(self.layout.nodes)} hosts of {self.layout.local_size} ranks"
         if self.layout.local_size == 1 and self.layout.uniform:
             return "one rank per host"
@@ -274,25 +286,25 @@ class MultiNodeRuntime:
             algo=algo, reason=reason, segments=job.npieces, segment_bytes=job.segment_bytes
         )
 
-    def barrier(self, number: int, captured: bool) -> None:
+    def barrier(self, stream: int, captured: bool) -> None:
         """Of all ranks, in the stream ``number``."""
         job = self._job(
             ("barrier",),
             captured,
             lambda: ((StagedSegment(),), PythonStaging(lambda *_: self.world.barrier())),
         )
-        self.staging.enqueue(job, (), number)
+        self.staging.enqueue(job, (), stream)
 
     def exchange(
         self,
         transfers: Sequence[DeviceTransfer],
-        number: int,
+        stream: int,
         captured: bool,
         kind: CollectiveKind | None = None,
         concurrent: bool = False,
     ) -> None:
         """Sends and receives with ranks of other hosts, in the stream ``number``; ``kind``: of the collective that they are, if any, which
-        is counted also where there are none. Only streams of messages can do that. ``beside``: kernels of the host run beside."""
+        is counted also where there are none. Only streams of messages can do that. ``concurrent``: kernels of the host run concurrent."""
         rounds, need = (
             split_transfers(transfers, self.slot_bytes, self.layout.max_remote_ranks)
             if transfers
@@ -306,18 +318,18 @@ class MultiNodeRuntime:
         slots = self.staging.slots_for(need)
 
         def make() -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
-            pieces = tuple(round.segment for round in rounds)
+            segments = tuple(item.segment for item in rounds)
             if self.messages:
-                return pieces, MessageNetwork(self.messages, rounds, slots, kind)
+                return segments, MessageNetwork(self.messages, rounds, slots, kind)
             assert kind is None
-            return pieces, run_on_communicator(self.world, rounds, slots)
+            return segments, run_on_communicator(self.world, rounds, slots)
 
         job = self._job(key, captured, make, need=need)
         job.concurrent |= concurrent
         if job.number not in self._plans:
             self._record_plan(job, "staged", "sends and receives")
         self.last_plan = self._plans[job.number]
-        self.staging.enqueue(job, [t.memory.address for t in transfers], number)
+        self.staging.enqueue(job, [t.memory.address for t in transfers], stream)
 
     def message_counters(self) -> bytes:
         """What this rank has sent and taken in collectives that are messages, once all has ended; nothing where there are no such."""
@@ -325,9 +337,9 @@ class MultiNodeRuntime:
 
     def find_unmatched(self) -> MiracclError | None:
         """The error of a message that nobody will take, once all has ended."""
-        lane = self.staging.proxies[0]  # messages are its alone
+        first = self.staging.proxies[0]  # only the first thread runs messages
         return (
-            self.messages.find_unmatched(lambda: lane.between_jobs)
+            self.messages.find_unmatched(lambda: first.between_jobs)
             if self.messages is not None
             else None
         )
@@ -343,15 +355,15 @@ class MultiNodeRuntime:
         return self.staging.bytes_pinned()
 
     def abort(self, reason: str) -> None:
-        """End what the lanes wait for."""
-        for cpu in self._cpus:
-            cpu.abort(reason)
+        """End what the networks wait for."""
+        for communicator in self._communicators:
+            communicator.abort(reason)
 
     def leave(self) -> None:
-        """Leave the CPU communicators, once all has ended: the lanes of others that wait for this rank do so in vain, and end. What they
+        """Leave the CPU communicators, once all has ended: the networks of networks that wait for this rank do so in vain, and end. What they
         need has been sent."""
-        for cpu in self._cpus:
-            cpu.finalize()
+        for communicator in self._communicators:
+            communicator.finalize()
         for streams in self._streams:
             streams.shutdown_writes()
 
@@ -360,5 +372,5 @@ class MultiNodeRuntime:
         self._stream_monitor.close()
         for streams in self._streams:
             streams.close()
-        for cpu in self._cpus:
-            cpu.finalize()
+        for communicator in self._communicators:
+            communicator.finalize()

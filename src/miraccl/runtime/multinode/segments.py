@@ -1,4 +1,4 @@
-"""Into which pieces an operation on GPU memory over hosts is cut, and what of a piece is copied where.
+"""Into which segments an operation on GPU memory over hosts is cut, and what of a segment is copied where.
 
 All of it follows from counts that all ranks know, so all cut alike; there is no GPU and no communicator in it.
 """
@@ -14,7 +14,7 @@ from miraccl.types import Collective
 
 ALIGN = 64  # bytes, of the parts of a slot
 MIN_SEGMENT_BYTES = 128 << 10
-MIN_SEGMENTS = 4  # of an operation at least, where they are no smaller than LEAST_PIECE: copies and network overlap
+MIN_SEGMENTS = 4  # of an operation at min_count, where they are no smaller than LEAST_PIECE: copies and network overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class SegmentCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedSegment:
-    """A piece: copies, and where input and output lie in the slot: byte and elements of each block."""
+    """A segment: copies, and where input and output lie in the slot: byte and elements of each block."""
 
     down: tuple[SegmentCopy, ...] = ()
     up: tuple[SegmentCopy, ...] = ()
@@ -42,11 +42,11 @@ class StagedSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedShape:
-    """An operation as far as it decides about pieces. ``sends[j]`` and ``receives[j]`` are the elements of block j of this rank's input and
+    """An operation as far as it decides about segments. ``sends[j]`` and ``receives[j]`` are the elements of block j of this rank's input and
     output, ``rank`` the caller's number among ``nranks``.  ``counts`` are those of an uneven collective, as all ranks know them; ``uneven``
-    collectives run as such in every piece, also where its blocks are equal.  ``places`` are the elements of the output where its blocks
+    collectives run as such in every segment, also where its nblocks are equal.  ``places`` are the elements of the output where its nblocks
     begin; empty is one after another.  ``own_stays``: the block of an all_to_all that this rank has for itself is not copied.
-    ``overlaps``: smaller pieces, which are copied while others are sent, cost nothing else."""
+    ``overlaps``: smaller segments, which are copied while others are sent, cost nothing else."""
 
     collective: Collective
     itemsize: int
@@ -66,7 +66,7 @@ class StagedShape:
     def even(
         cls, collective: Collective, itemsize: int, rank: int, nranks: int, root: int, count: int
     ) -> StagedShape:
-        """With blocks of ``count`` elements, as ``schedule.ir`` counts them."""
+        """With nblocks of ``count`` elements, as ``schedule.ir`` counts them."""
         one, each = (count,), (count,) * nranks
         sends, receives = {
             Collective.ALL_GATHER: (one, each),
@@ -90,22 +90,22 @@ _SINGLE_BLOCK = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 
 
 def elements_per_segment(shape: StagedShape, slot_bytes: int) -> int:
-    """Elements of a block in a piece, the same on all ranks: a block, one from every rank, or one to and one from each fill a slot at
-    most. What overlaps is cut into equal pieces, smaller ones where all ranks know how large it is."""
-    blocks = (
+    """Elements of a block in a segment, the same on all ranks: a block, one from every rank, or one to and one from each fill a slot at
+    capacity. What overlaps is cut into equal segments, smaller ones where all ranks know how large it is."""
+    nblocks = (
         1
         if shape.collective in _SINGLE_BLOCK
         else 2 * shape.nranks
         if shape.collective is Collective.ALL_TO_ALL
         else shape.nranks
     )
-    room = (slot_bytes - ALIGN) // (blocks * shape.itemsize)
-    most = max(1, room // ALIGN * ALIGN or room)
+    available = (slot_bytes - ALIGN) // (nblocks * shape.itemsize)
+    capacity = max(1, available // ALIGN * ALIGN or available)
     if shape.uneven or not shape.overlaps:
-        return most
-    count, least = _count(shape), max(1, MIN_SEGMENT_BYTES // (blocks * shape.itemsize))
-    npieces = max(-(-count // most), min(MIN_SEGMENTS, count // least), 1)
-    return min(most, max(1, -(-count // (npieces * ALIGN))) * ALIGN)
+        return capacity
+    count, min_count = _count(shape), max(1, MIN_SEGMENT_BYTES // (nblocks * shape.itemsize))
+    nsegments = max(-(-count // capacity), min(MIN_SEGMENTS, count // min_count), 1)
+    return min(capacity, max(1, -(-count // (nsegments * ALIGN))) * ALIGN)
 
 
 def _count(shape: StagedShape) -> int:
@@ -113,17 +113,19 @@ def _count(shape: StagedShape) -> int:
 
 
 def split_segments(shape: StagedShape, slot_bytes: int) -> tuple[StagedSegment, ...]:
-    """The pieces of an operation in order; none where there is nothing to move."""
-    most = elements_per_segment(shape, slot_bytes)
-    return tuple(_segment(shape, most, number) for number in range(-(-_count(shape) // most)))
+    """The segments of an operation in order; none where there is nothing to move."""
+    capacity = elements_per_segment(shape, slot_bytes)
+    return tuple(
+        _segment(shape, capacity, number) for number in range(-(-_count(shape) // capacity))
+    )
 
 
-def _segment(shape: StagedShape, most: int, number: int) -> StagedSegment:
-    """Input and output of one piece share their place where the collective has an in-place form."""
-    begin, size = number * most, shape.itemsize
+def _segment(shape: StagedShape, capacity: int, number: int) -> StagedSegment:
+    """Input and output of one segment share their place where the collective has an in-place form."""
+    begin, size = number * capacity, shape.itemsize
 
     def part(counts: Sequence[int]) -> tuple[int, ...]:
-        return tuple(min(most, max(0, n - begin)) for n in counts)
+        return tuple(min(capacity, max(0, n - begin)) for n in counts)
 
     sends, receives = part(shape.sends), part(shape.receives)
     source = target = 0
@@ -134,14 +136,14 @@ def _segment(shape: StagedShape, most: int, number: int) -> StagedSegment:
         source = sum(receives[:rank]) * size
     elif collective in (Collective.REDUCE_SCATTER, Collective.SCATTER) and len(sends) > 1:
         target = sum(sends[:rank]) * size
-    chief, kept = rank == shape.root, rank if shape.keeps_own_block else -1
-    gives = chief or collective not in (Collective.BROADCAST, Collective.SCATTER)
-    gets = (chief or collective not in (Collective.REDUCE, Collective.GATHER)) and not (
-        chief and collective is Collective.BROADCAST
+    is_root, skipped = rank == shape.root, rank if shape.keeps_own_block else -1
+    sends_data = is_root or collective not in (Collective.BROADCAST, Collective.SCATTER)
+    receives_data = (is_root or collective not in (Collective.REDUCE, Collective.GATHER)) and not (
+        is_root and collective is Collective.BROADCAST
     )
     return StagedSegment(
-        down=_copies(0, _consecutive_offsets(shape.sends), sends, begin, source, size, kept)
-        if gives
+        down=_copies(0, _consecutive_offsets(shape.sends), sends, begin, source, size, skipped)
+        if sends_data
         else (),
         up=_copies(
             1,
@@ -150,9 +152,9 @@ def _segment(shape: StagedShape, most: int, number: int) -> StagedSegment:
             begin,
             target,
             size,
-            kept,
+            skipped,
         )
-        if gets
+        if receives_data
         else (),
         source=source,
         source_counts=sends,
@@ -173,12 +175,12 @@ def _copies(
     begin: int,
     host: int,
     size: int,
-    kept: int,
+    skipped: int,
 ) -> tuple[SegmentCopy, ...]:
-    """Neighbours in both places are one copy. Block ``kept`` is none."""
+    """Neighbours in both places are one copy. Block ``skipped`` is none."""
     copies: list[SegmentCopy] = []
     for block, (place, count) in enumerate(zip(places, part, strict=True)):
-        if count and block != kept:
+        if count and block != skipped:
             at, nbytes = (place + begin) * size, count * size
             last = copies[-1] if copies else None
             if (

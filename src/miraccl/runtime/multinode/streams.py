@@ -25,7 +25,7 @@ from miraccl.transport.socket import SocketOptions, SocketTransport
 class _StreamCollector:
     """Takes the streams of a transport as a proxy would, and leaves them alone (``transport.base.ProxyPort``)."""
 
-    bell, asleep = -1, 0
+    doorbell, asleep = -1, 0
 
     def __init__(self) -> None:
         self.streams: dict[int, socket.socket] = {}
@@ -55,7 +55,7 @@ class PeerStreams:
         session = stages.session
         self._collector = _StreamCollector()
 
-        def look() -> None:
+        def check_setup() -> None:
             stages.check()
             member.check(0, "connecting")
 
@@ -67,7 +67,7 @@ class PeerStreams:
             slot_bytes=PAGE_BYTES,
             options=SocketOptions(nstreams=1, buffer_bytes=params.SOCKET_BUFFER.read()),
             timeout=stages.deadline,
-            check=look,
+            check=check_setup,
         )
         try:
             infos = stages.gather(name, self._transport.setup())
@@ -137,9 +137,9 @@ class StreamOperation:
         self.check_result(call_kernel(function, context, exchange, 0, 0))
 
 
-def remaining_bytes(row: np.ndarray, way: int) -> int:
+def remaining_bytes(row: np.ndarray, direction: int) -> int:
     """Bytes of a peer's message that are still to go (``ex.OUT``) or to come (``ex.IN``)."""
-    return int(row[(way + offsets.BYTES) // 8] - row[(way + offsets.MOVED) // 8])
+    return int(row[(direction + offsets.BYTES) // 8] - row[(direction + offsets.MOVED) // 8])
 
 
 def write_words(words: np.ndarray, *values: tuple[int, int]) -> None:

@@ -1,8 +1,8 @@
 """Sends and receives of GPU memory between hosts, cut into messages and rounds.
 
-All transfers between this rank and a peer in one direction are a lane: their messages follow one another in the order of the calls.  The
+All transfers between this rank and a peer in one direction are a queue: their messages follow one another in the order of the calls.  The
 size of messages does not depend on how calls are grouped, so both ends see the same sequence.  What fits into ``ROUND_SLOTS`` slots is one
-round: everything is posted together and may end in any order.  Larger groups take several rounds, in which all lanes go on at one pace.
+round: everything is posted fits and may end in any order.  Larger groups take several rounds, in which all queues go on at one step.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ class MessageRound:
 EMPTY_ROUND = MessageRound(segment=StagedSegment(), messages=())
 
 
-def message_bytes(slot_bytes: int, far: int) -> int:
-    """Bytes of a message at most, where no rank has more than ``far`` on other hosts: a round has one to and one from each of them. The
+def message_bytes(slot_bytes: int, max_remote_ranks: int) -> int:
+    """Bytes of a message at capacity, where no rank has more than ``max_remote_ranks`` on other hosts: a round has one to and one from each of them. The
     same at both ends, whatever else they have in their groups."""
     return (
-        slot_bytes // min(max(MIN_MESSAGES_PER_SLOT, far), MAX_MESSAGES_PER_SLOT) // ALIGN * ALIGN
+        slot_bytes
+        // min(max(MIN_MESSAGES_PER_SLOT, max_remote_ranks), MAX_MESSAGES_PER_SLOT)
+        // ALIGN
+        * ALIGN
     )
 
 
@@ -53,24 +56,26 @@ MessageQueue = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of ea
 
 
 def split_transfers(
-    transfers: Sequence[DeviceTransfer], slot_bytes: int, far: int
+    transfers: Sequence[DeviceTransfer], slot_bytes: int, max_remote_ranks: int
 ) -> tuple[list[MessageRound], int]:
-    """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number; ``far`` as for ``message_bytes``."""
-    most = message_bytes(slot_bytes, far)
-    lanes: dict[tuple[bool, int], MessageQueue] = {}
+    """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number; ``max_remote_ranks`` as for ``message_bytes``."""
+    capacity = message_bytes(slot_bytes, max_remote_ranks)
+    queues: dict[tuple[bool, int], MessageQueue] = {}
     for number, transfer in enumerate(transfers):
         nbytes = transfer.memory.nbytes
-        messages = [(number, begin, min(most, nbytes - begin)) for begin in range(0, nbytes, most)]
-        lanes.setdefault((transfer.receives, transfer.peer), []).extend(messages)
-    longest = max(map(len, lanes.values()), default=0)
-    together = (
-        sum(-(-nbytes // ALIGN) * ALIGN for lane in lanes.values() for _, _, nbytes in lane)
+        messages = [
+            (number, begin, min(capacity, nbytes - begin)) for begin in range(0, nbytes, capacity)
+        ]
+        queues.setdefault((transfer.receives, transfer.peer), []).extend(messages)
+    longest = max(map(len, queues.values()), default=0)
+    fits = (
+        sum(-(-nbytes // ALIGN) * ALIGN for queue in queues.values() for _, _, nbytes in queue)
         <= ROUND_SLOTS * slot_bytes
     )
-    pace = longest if together else max(1, ROUND_SLOTS * slot_bytes // (most * len(lanes)))
+    step = longest if fits else max(1, ROUND_SLOTS * slot_bytes // (capacity * len(queues)))
     rounds, need = [], 0
-    for first in range(0, longest, pace):
-        parts = [message for lane in lanes.values() for message in lane[first : first + pace]]
+    for first in range(0, longest, step):
+        parts = [message for queue in queues.values() for message in queue[first : first + step]]
         found, nbytes = _round(transfers, parts)
         rounds.append(found)
         need = max(need, nbytes)
@@ -104,7 +109,7 @@ def _round(transfers: Sequence[DeviceTransfer], parts: MessageQueue) -> tuple[Me
 
 
 def run_on_communicator(
-    cpu: CpuCommunicator, rounds: Sequence[MessageRound], slots: PinnedSlots
+    communicator: CpuCommunicator, rounds: Sequence[MessageRound], slots: PinnedSlots
 ) -> PythonStaging:
     """Run rounds on a CPU communicator: receives are posted first, then everything is waited for."""
 
@@ -112,7 +117,7 @@ def run_on_communicator(
         works = []
         for message in sorted(rounds[number].messages, key=lambda m: not m.receives):
             memory = slots.view(slot, message.host, message.count, message.dtype)
-            call = cpu.recv if message.receives else cpu.send
+            call = communicator.recv if message.receives else communicator.send
             works.append(call(memory, message.peer, async_op=True))
         for work in works:
             work.wait()

@@ -51,7 +51,7 @@ def full_number(words: np.ndarray, mark: int) -> int:
 
 
 def signature_of(words: np.ndarray, number: int) -> int:
-    """The signature of collective ``number`` of those that ``words`` count, 0 if it is not known: any more, or as it never came."""
+    """The signature of collective ``number`` of those that ``words`` count, 0 if it is not by_rank: any more, or as it never came."""
     counted = int(words[_COUNTED])
     return (
         int(words[offsets.RECENT // 8 + number % offsets.RECENT_SIZE])
@@ -60,10 +60,10 @@ def signature_of(words: np.ndarray, number: int) -> int:
     )
 
 
-def describe_unmatched(sender: int, sig: int, receiver: int, known: int, number: int) -> str:
-    """Why a rank has not taken a message of collective ``number``, which is ``sig`` for the sender, and ``known`` for the receiver, if it
-    is known."""
-    there, here = describe_collective(sig, number), describe_collective(known or sig, number)
+def describe_unmatched(sender: int, sig: int, receiver: int, by_rank: int, number: int) -> str:
+    """Why a rank has not taken a message of collective ``number``, which is ``sig`` for the sender, and ``by_rank`` for the receiver, if it
+    is by_rank."""
+    there, here = describe_collective(sig, number), describe_collective(by_rank or sig, number)
     if here != there:
         both = sorted([(receiver, here), (sender, there)])
         return "ranks called different operations: " + ", ".join(
@@ -81,9 +81,9 @@ class MessageCounters:
     peers: np.ndarray
 
     @classmethod
-    def of(cls, nranks: int, collectives: np.ndarray, ways: StreamCounters) -> MessageCounters:
+    def of(cls, nranks: int, collectives: np.ndarray, counters: StreamCounters) -> MessageCounters:
         peers = np.zeros((nranks, 3), np.int64)
-        for peer, (out, into) in ways.items():
+        for peer, (out, into) in counters.items():
             peers[peer] = out[_OF_COLLECTIVES], out[_LAST], into[_OF_COLLECTIVES]
         return cls(collectives, peers)
 
@@ -104,17 +104,17 @@ def find_unmatched(
 
     Messages are taken in order, so the last one that went to a rank is among those that it has not taken.
     """
-    known = {who: tally for who, tally in enumerate(tallies) if tally is not None}
-    untaken = [
+    by_rank = {who: tally for who, tally in enumerate(tallies) if tally is not None}
+    unmatched = [
         (int(there.peers[receiver][1]), sender, receiver)
-        for sender, there in known.items()
-        for receiver, here in known.items()
+        for sender, there in by_rank.items()
+        for receiver, here in by_rank.items()
         if there.peers[receiver][0] > here.peers[sender][2]
     ]
-    if not untaken:
+    if not unmatched:
         return None
-    number, sender, receiver = min(untaken)
-    sig, here = signature_of(known[sender].collectives, number), known[receiver].collectives
+    number, sender, receiver = min(unmatched)
+    sig, here = signature_of(by_rank[sender].collectives, number), by_rank[receiver].collectives
     if not sig:
         text = f"message count mismatch: rank {sender} sent more in collective #{number} than rank {receiver} took"
     elif number > here[_COUNTED]:
@@ -138,7 +138,7 @@ class UnmatchedDetector:
             self._poll.register(descriptor, select.POLLIN)
 
     def poll(
-        self, collectives: np.ndarray, ways: StreamCounters, between: Callable[[], bool]
+        self, collectives: np.ndarray, counters: StreamCounters, between: Callable[[], bool]
     ) -> CollectiveMismatch | None:
         """The error of a message that this rank will not take. ``between``: whether the lane is between operations. It may begin with one
         while this looks, as somebody else may launch a graph; so what is seen counts only if nothing has begun meanwhile."""
@@ -146,7 +146,7 @@ class UnmatchedDetector:
             return None
         for descriptor, events in self._poll.poll(0):
             peer = self._peers[descriptor]
-            begun = int(ways[peer][1][offsets.MESSAGES_BEGUN // 8]), int(collectives[_COUNTED])
+            begun = int(counters[peer][1][offsets.MESSAGES_BEGUN // 8]), int(collectives[_COUNTED])
             if not events & select.POLLIN or not between():
                 continue
             header = b""
@@ -154,7 +154,7 @@ class UnmatchedDetector:
                 header = self._sockets[peer].recv(
                     _HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT
                 )
-            now = int(ways[peer][1][offsets.MESSAGES_BEGUN // 8]), int(collectives[_COUNTED])
+            now = int(counters[peer][1][offsets.MESSAGES_BEGUN // 8]), int(collectives[_COUNTED])
             if len(header) == _HEADER.size and between() and begun == now:
                 sig, second = _HEADER.unpack(header)
                 found = self._check_header(peer, sig, second, collectives)
