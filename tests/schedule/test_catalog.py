@@ -124,11 +124,11 @@ def test_names_of_built_in_algorithms_are_taken_from_the_beginning():
     program = """
 from miraccl.schedule import catalog
 try:
-    catalog.register("ring", collectives=[], sentence="Mine.")(print)
+    catalog.register("ring", collectives=[], description="Mine.")(print)
 except ValueError as error:
     print(error)
 catalog.unregister("chain")
-catalog.register("chain", collectives=[], sentence="Mine.")(print)
+catalog.register("chain", collectives=[], description="Mine.")(print)
 print(catalog.get("ring").builtin, catalog.get("chain").builtin)
 """
     done = subprocess.run(

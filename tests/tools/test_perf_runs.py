@@ -202,9 +202,9 @@ _CRASH = """
 import os, signal, sys
 import miraccl
 from miraccl.tools import cli
-from miraccl.tools.perf import conductor
+from miraccl.tools.perf import orchestrator
 from miraccl.tools.perf.engine_miraccl import MiracclEngine
-conductor._GRACE = 60.0
+orchestrator._GRACE = 60.0
 barrier = MiracclEngine.barrier
 def breaks(self):
     if self.rank == 1:
@@ -246,13 +246,13 @@ def test_an_interrupt_ends_the_ranks_and_is_told() -> None:
     text = """
 import os, signal
 from miraccl.tools import cli
-from miraccl.tools.perf import conductor
-pump = conductor.OwnGroup.pump
+from miraccl.tools.perf import orchestrator
+pump = orchestrator.OwnGroup.process_events
 def interrupted(self, timeout):
     print(*self._ranks.pids, flush=True)
     os.kill(os.getpid(), signal.SIGINT)
     pump(self, timeout)
-conductor.OwnGroup.pump = interrupted
+orchestrator.OwnGroup.process_events = interrupted
 signal.signal(signal.SIGINT, signal.default_int_handler)
 cli.main(["perf", "all_reduce", "--ranks", "2", "--sizes", "8"])
 """

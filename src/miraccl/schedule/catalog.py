@@ -160,7 +160,7 @@ def register(
 ) -> Callable[[Build], Build]:
     """Decorator that makes a build function an algorithm; the fields are those of ``Algorithm``.
 
-    >>> @register("mine", collectives=[Collective.BROADCAST], sentence="...")
+    >>> @register("mine", collectives=[Collective.BROADCAST], description="...")
     ... def build(collective, nranks, root): ...
     """
 

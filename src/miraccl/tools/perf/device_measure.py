@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from miraccl.errors import InvalidUsage, MiracclError
@@ -155,9 +156,7 @@ def _prepare_all(bench: Bench, cell: Cell, in_place: bool) -> list[_Trial]:
     """A trial of each library that has the form; none if the first lacks it."""
     trials: list[_Trial] = []
     for number, library in enumerate(bench.libraries):
-        trial = _run_on_all_ranks(
-            bench, lambda library=library: _prepare(bench, library, cell, in_place)
-        )  # type: ignore[misc]
+        trial = _run_on_all_ranks(bench, partial(_prepare, bench, library, cell, in_place))
         if trial is not None:
             trials.append(trial)
         elif number == 0:

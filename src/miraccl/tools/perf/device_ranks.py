@@ -381,7 +381,7 @@ def run_cells(
     try:
         separate_nccl = job.threads and "nccl" in job.libraries  # PyTorch has one rank per process
         if separate_nccl:
-            job = replace(job, libraries=("miraccl",), in_turns=True)
+            job = replace(job, libraries=("miraccl",), alternating=True)
         if job.threads:
             groups.append(
                 OwnGroup(job, nranks, take, main=threads_main, processes=1, args=(nranks, timeout))
