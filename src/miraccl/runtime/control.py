@@ -1,8 +1,10 @@
-"""Operations of a communicator on its control plane: ``split``, the GPU side, window memory on GPUs; all ranks come to them in one order.
+"""Operations of a communicator on its control plane: ``split``, GPU setup, GPU window memory.
 
-Boards know nothing of these, so a rank that waits in one tells the others after a while.  A rank that waits for it in another operation
-then knows, long before its deadline, that the two will never meet: its operation has a later number than the last one of the rank that
-waits here (or is a message, and none is on its way), and that rank does nothing else meanwhile.
+All ranks call these in the same order. They leave no record in the op log, so a rank that is
+blocked in one announces itself after ``REPORT_AFTER_S``. A rank that waits for it in another
+operation can then conclude, long before its deadline, that the two never match: its operation has a
+higher number than the last one of the blocked rank (or is a message that was not sent), and the
+blocked rank runs nothing else.
 """
 
 from __future__ import annotations
@@ -28,19 +30,22 @@ COUNTED_RANKS = 64
 
 
 class ControlPlane(Protocol):
-    """The control plane, for operations of several stages; the first one is where the ranks meet who may be in another operation."""
+    """Control plane of a communicator, for operations of several phases.
+
+    In the first phase a rank may find that another rank is in a different operation.
+    """
 
     def run_control_op(
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None, /
     ) -> list[bytes]:
-        """Everybody's ``data``."""
+        """Return the ``data`` of all ranks in rank order."""
 
     def cancel_on_fault(self, setup: SetupPhases, /) -> AbstractContextManager[None]:
-        """Inside the block what breaks the communicator ends ``stages``."""
+        """Cancel ``setup`` when a fault of the communicator occurs inside the block."""
 
 
 class NullControlPlane:
-    """The plane of ranks that have no faults to share there."""
+    """Control plane of ranks that share no faults."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -55,7 +60,12 @@ class NullControlPlane:
 
 
 class ControlOps:
-    """This rank's operations on the control plane. ``alone`` says whether nothing else of this rank is under way."""
+    """Control operations of one rank.
+
+    Args:
+        has_no_background_work: Returns True if the rank runs nothing besides the control operation.
+        on_slow: Called on any thread when an operation takes longer than ``REPORT_AFTER_S``.
+    """
 
     def __init__(
         self,
@@ -64,7 +74,6 @@ class ControlOps:
         has_no_background_work: Callable[[], bool],
         on_slow: Callable[[], None],
     ) -> None:
-        """``long`` is called, on any thread, when an operation takes long."""
         self._session, self._fabric, self._has_no_background_work, self._on_slow = (
             session,
             fabric,
@@ -80,25 +89,29 @@ class ControlOps:
 
     @property
     def current(self) -> dict[str, Any]:
-        """The operation that this rank is in, empty if it is in none: ``op``, ``tag``, ``number``, ``alone``."""
+        """The operation this rank is in: ``op``, ``tag``, ``number``, ``alone``; empty if it is in
+        none.
+        """
         now = self._current
         return {**now, "alone": self._has_no_background_work()} if now else {}
 
     @property
     def last_started(self) -> int:
-        """The number of the last operation that this rank has come to."""
+        """Number of the last operation that this rank has started."""
         now = self._current
         return max(self._completed, now["number"] if now and now["op"] != FINALIZE else 0)
 
     def gather(self, tag: str, data: bytes, deadline: Deadline | None = None) -> list[bytes]:
-        """``session.all_gather`` as the operation that this rank is in."""
+        """Run ``session.all_gather`` as the current operation."""
         parts = self._session.all_gather(data, tag, deadline)
         self._completed += 1
         return parts
 
     @contextmanager
     def enter(self, name: str, tag: str = "") -> Iterator[None]:
-        """Inside the block this rank is in the operation ``name``, and the others are told if that takes long."""
+        """Enter the operation ``name`` for the block and report it to the other ranks if it takes
+        long.
+        """
         with self._lock:
             self._current = {"op": name, "tag": tag, "number": self._completed + 1}
             self._fabric.context.control_waits[:] = 0
@@ -122,7 +135,9 @@ class ControlOps:
                 self._current, self._reported = {}, {}
 
     def _report_blocked(self, after: float, over: threading.Event) -> None:
-        """On a thread of its own: tell once, as soon as nothing else of this rank is under way."""
+        """Report once that this rank is blocked, as soon as it has no background work (reporter
+        thread).
+        """
         if over.wait(after):
             return
         self._on_slow()
@@ -136,7 +151,7 @@ class ControlOps:
             self._session.notify(notice)
 
     def on_notice(self, rank: int, notice: dict[str, Any]) -> None:
-        """From the watcher: a rank waits."""
+        """Handle the report of a blocked rank; called on the watcher thread."""
         with self._lock:
             number = notice.get("number")
             if not isinstance(number, int) or number <= self._completed:
@@ -152,11 +167,17 @@ class ControlOps:
         self._fabric.wake(self._session.rank)
 
     def reported_op(self, rank: int) -> str:
-        """The operation on the control plane in which a rank waits, as far as it has told."""
+        """Return the control operation in which ``rank`` reported to be blocked, or an empty
+        string.
+        """
         return str(self._reported.get(rank, {}).get("op", ""))
 
     def conflicting_ops(self) -> dict[int, str]:
-        """By rank the operations that take the place of the one that this rank is in, if there is one that differs; with this rank's."""
+        """Return the operations of all ranks, this one included, that run in place of this rank's
+        one.
+
+        Keys are ranks. Empty if no rank reports a different operation under the same number.
+        """
         with self._lock:
             now = self._current
             ops = {

@@ -1,7 +1,8 @@
-"""One rank's membership of a communicator: what holds the parts together and decides who may run when.
+"""One rank's half of a communicator: it owns the parts and decides which operation runs when.
 
-``run`` starts a call now, ``submit`` in the background, ``exchange`` a group of sends and receives.  While background work is pending,
-everything queues behind it.  The word ``CTX_BUSY`` of the context shuts the doors; its bits say why.
+``run`` runs a collective now, ``submit`` in the background; ``exchange`` runs a group of sends and
+receives. While background work is pending, every operation queues behind it. The context word
+``CTX_BUSY`` disables the fast path; its bits are the ``REASON_*`` constants.
 """
 
 from __future__ import annotations
@@ -51,7 +52,21 @@ POLL_S = 0.001
 
 
 class CommunicatorCore:
-    """Everything behind a ``Communicator``; made collectively, closed by each rank for itself."""
+    """Implementation of a ``Communicator`` on one rank.
+
+    Construction is collective over the ranks of ``session``; ``finalize`` is local.
+
+    Args:
+        session: Control plane of the ranks; owned by this object and closed by ``finalize``.
+        options: Settings of the communicator; the ranks must agree on them (``AgreedConfig``).
+        constants: Cost model of the machine; None loads or measures it.
+        setup: Phases that this construction is a part of, for a common deadline; None starts new
+            ones.
+
+    Raises:
+        PlanMismatch: The ranks have different settings.
+        BootstrapError, PeerDied, CollectiveTimeout: A rank is missing or ended during setup.
+    """
 
     def __init__(
         self,
@@ -152,13 +167,13 @@ class CommunicatorCore:
             )
 
     def _single_copy_threshold(self, asked: str, measured: int) -> int:
-        """From how many bytes on private memory is read by the peer instead of copied twice; -1 where that is not allowed or slower."""
+        """Return the size in bytes from which a peer reads private memory directly; -1 for never."""
         if not self.fabric.addressable or asked == "never":
             return -1
         return params.parse_size(asked) if asked else measured
 
     def _lost(self, rank: int, loss: Loss) -> None:
-        """From a transport: the connection to a rank is gone, perhaps before there is anybody to tell."""
+        """Handle the loss of the connection to ``rank``; called by transports on any thread."""
         self._losses[rank] = loss
         faults: Faults | None = getattr(self, "faults", None)
         if faults is not None and rank not in faults.left:
@@ -167,15 +182,14 @@ class CommunicatorCore:
     # ---- who may run
 
     def update_busy(self) -> None:
-        """Shut the doors as long as there are reasons to; whoever changes one calls it, on any thread.
-
-        There is no lock, as a signal handler may finalize in the middle: who has written looks again whether that is still right.
+        """Set the context's busy word from the current state; called after every change, on any
+        thread.
         """
         while (word := self._busy_reasons()) != self.context.get(layout.CTX_BUSY):
             self.context.set(layout.CTX_BUSY, word)
 
     def _busy_reasons(self) -> int:
-        """Background work, an end, sends or receives that are open."""
+        """Return the ``REASON_*`` bits that hold now."""
         pending = REASON_PENDING if self._worker.pending else 0
         return (
             pending
@@ -184,7 +198,12 @@ class CommunicatorCore:
         )
 
     def check(self, code: int, name: str) -> None:
-        """Raise if the communicator cannot run ``name``; ``code`` is what a door said."""
+        """Raise if the communicator cannot run ``name``.
+
+        Args:
+            code: Result of the fast path, 0 if it was not called.
+            name: Operation, for the error.
+        """
         if code >= layout.ERR_ABORTED:
             self._raise_fault(code, name)
         if not self.closed:
@@ -214,7 +233,7 @@ class CommunicatorCore:
     # ---- collectives
 
     def plan(self, call: PreparedOp) -> Run:
-        """The run for a call, from the cache; entered into the doors' table if doors can use it."""
+        """Return the run for an operation from the cache and register it for the fast path."""
         run = self._runs.get(call.request)
         if run is None:
             if len(self._runs) >= MAX_RUNS:
@@ -240,7 +259,7 @@ class CommunicatorCore:
         return run
 
     def run(self, call: PreparedOp, name: str) -> Any:
-        """Run a call now (after what is pending) and give its result."""
+        """Run an operation now, after pending background work, and return its result."""
         if self._worker.pending:
             return self.submit(call, name).wait()
         self.flush()
@@ -254,7 +273,7 @@ class CommunicatorCore:
         return call.result
 
     def run_persistent(self, run: Run, call: PreparedOp, name: str, code: int) -> Any:
-        """A persistent operation whose door was shut."""
+        """Run a persistent operation that its fast path did not handle (result ``code``)."""
         self.check(code, name)
         if self._worker.pending:
             self.flush()
@@ -263,7 +282,7 @@ class CommunicatorCore:
         return self._run(call, run, name)
 
     def submit(self, call: PreparedOp, name: str) -> Work:
-        """Run a call in the background, in order."""
+        """Queue an operation for the background thread."""
         self.flush(background=True)
         run = self.plan(call)
         return self._worker.submit(name, lambda: self._run(call, run, name))
@@ -273,8 +292,13 @@ class CommunicatorCore:
     def exchange(
         self, transfers: Sequence[Transfer], result: Any, name: str, async_op: bool
     ) -> Any:
-        """Run sends and receives together. Those in the background begin at once, as far as they can, and go on inside later calls
-        of this communicator, or by themselves; they are waited for before a collective, whose messages take the same ways."""
+        """Run sends and receives as one group and return ``result``, or a ``Work`` with
+        ``async_op``.
+
+        Background transfers start at once as far as possible. They advance inside later calls of
+        this communicator and on the progress thread, and complete before the next collective, which
+        uses the same connections.
+        """
         if not async_op:
             self._exchange.reject_unmatched_self(transfers)
         entries = self._exchange.add(transfers)
@@ -293,7 +317,7 @@ class CommunicatorCore:
         return P2pWork(name, self, entries, result)
 
     def start_exchange(self, transfers: Sequence[Transfer], name: str) -> Work:
-        """Run sends and receives together on the thread for background work."""
+        """Run sends and receives as one group on the background thread."""
         self._exchange.reject_unmatched_self(transfers)
         entries = self._exchange.add(transfers)
         self.update_busy()
@@ -308,12 +332,12 @@ class CommunicatorCore:
         return self._worker.submit(name, run)
 
     def _cancel(self, entries: Sequence[TransferEntry]) -> None:
-        """What is refused, because another thread is inside, is not sent later."""
+        """Remove transfers of a rejected call, so that they are not sent later."""
         self._exchange.cancel(entries)
         self.update_busy()
 
     def complete(self, entries: Sequence[TransferEntry], name: str) -> bool:
-        """Go on until these have ended."""
+        """Block until ``entries`` have ended; returns True."""
         self.check(0, name)
         self._exchange.check_can_complete(entries)
         if self._worker.pending:
@@ -331,7 +355,7 @@ class CommunicatorCore:
         self.check_result(code, name)
 
     def progress(self, entries: Sequence[TransferEntry], name: str) -> bool:
-        """Do what can be done at once; whether these have ended."""
+        """Advance transfers without blocking; return True once ``entries`` have ended."""
         if not self._worker.pending and not all(e.done for e in entries):
             self.check(0, name)
             self._advance([], name)
@@ -344,7 +368,7 @@ class CommunicatorCore:
             progress.watch(self)
 
     def advance_in_background(self) -> bool | None:
-        """As ``progress`` asks: do what sends and receives in the background can do at once."""
+        """Advance open transfers without blocking (``progress.Progressable``)."""
         self._in_background_advance = (
             True  # before the look at ``closed``: whoever closes waits for it
         )
@@ -363,7 +387,9 @@ class CommunicatorCore:
             self._in_background_advance = False
 
     def flush(self, background: bool = False) -> None:
-        """End what is open of sends and receives: now, or in the background before what comes next."""
+        """Complete all open sends and receives, now or (``background``) before the next queued
+        operation.
+        """
         if not self._exchange.in_flight:
             return
         entries = self._exchange.in_flight
@@ -375,7 +401,7 @@ class CommunicatorCore:
             self._advance(entries, "send/recv")
 
     def barrier_fast_entry(self) -> Any:
-        """The builtin that runs a barrier."""
+        """Return the compiled function that runs a barrier."""
         call = barrier(CallSite(self.rank, self.nranks, "barrier"))
         self._barrier_run = self.planner.make_run(call.request)
         return self.context.fast_call("prepared", Collective.BARRIER, run=self._barrier_run)
@@ -394,7 +420,9 @@ class CommunicatorCore:
     def parse_explain_request(
         self, collective: str | Collective, nbytes: int, dtype: Any
     ) -> tuple[Collective, int, DType]:
-        """What ``explain`` is asked about: (collective, bytes of a block, type)."""
+        """Validate the arguments of ``explain`` and return (collective, bytes per block, element
+        type).
+        """
         name = (
             collective.upper() if isinstance(collective, str) else getattr(collective, "name", "")
         )
@@ -417,26 +445,26 @@ class CommunicatorCore:
     def run_control_op(
         self, name: str, tag: str, data: bytes, deadline: Deadline | None = None
     ) -> list[bytes]:
-        """Everybody's ``data``, from an operation ``name`` of all ranks on the control plane."""
+        """Gather the ``data`` of all ranks in rank order, as the control operation ``name``."""
         with blocked_ops.BlockedScope(self.wait_state.wait_for_control_op):
             return self.faults.run_control_op(name, tag, data, deadline)
 
     def cancel_on_fault(self, setup: SetupPhases) -> contextlib.AbstractContextManager[None]:
-        """Inside the block the communicator's fault ends ``stages``."""
+        """Cancel ``setup`` when a fault of this communicator occurs inside the block."""
         return self.faults.cancel_on_fault(setup)
 
     @property
     def pending(self) -> int:
-        """Operations in the background."""
+        """Number of pending background operations."""
         return self._worker.pending
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Sends and receives that have begun and not ended."""
+        """Sends and receives that have started and not ended."""
         return [entry.transfer for entry in self._exchange.in_flight]
 
     def has_no_background_work(self) -> bool:
-        """Whether nothing of this rank is under way beside its program."""
+        """Return True if this rank runs nothing besides the call of its application thread."""
         return (
             not self._worker.pending
             and not self._exchange.in_flight
@@ -444,7 +472,7 @@ class CommunicatorCore:
         )
 
     def split(self, color: int | None, key: int, number: int, deadline: Deadline) -> Session | None:
-        """The session of this rank's color."""
+        """Return the session of this rank's color, or None if ``color`` is None."""
         self.check(0, "split")
         if color is not None and (
             isinstance(color, bool) or not isinstance(color, int | np.integer)
@@ -474,7 +502,10 @@ class CommunicatorCore:
         self.faults.propagate(abort_error(self.rank, reason))
 
     def cancel_pending_setup(self) -> None:
-        """The ranks that make another communicator of this one's go on without this rank."""
+        """Cancel communicators that are being created from this one; their other ranks go on
+        without
+        us.
+        """
         text = (
             "the communicator was finalized while the ranks that live were making another one of it"
         )
@@ -509,8 +540,11 @@ class CommunicatorCore:
         self.session.close(broken or "finalized")
 
     def _interrupt_running_op(self) -> None:
-        """The operation of another thread, or of this one if a signal handler has come here, which then cannot go on; memory it uses is
-        about to go.  Another thread's may end as what was pending may; the next one it calls finds the communicator closed."""
+        """End the operation that is inside the engine: its memory is about to be unmapped.
+
+        It belongs to another thread, or to this one if a signal handler finalizes; the latter
+        cannot continue. An operation of another thread gets ``CLOSE_WAIT_S`` to end by itself.
+        """
         if not self.context.interrupted and self._wait_until_idle():
             return
         self._fail_running_op("a thread was inside")
@@ -523,7 +557,7 @@ class CommunicatorCore:
         )
 
     def _wait_until_idle(self) -> bool:
-        """Whether no thread is in the engine, in ``CLOSE_WAIT_S`` at the latest."""
+        """Wait up to ``CLOSE_WAIT_S`` for the engine to be free; return True if it is."""
         deadline = time.monotonic() + CLOSE_WAIT_S
         while (
             self.context.in_engine or self._in_background_advance
@@ -532,14 +566,18 @@ class CommunicatorCore:
         return not self.context.in_engine
 
     def forked(self) -> None:
-        """In a forked child: this communicator is the parent's, which alone speaks for the rank. Other threads may have held locks."""
+        """Detach in a forked child: the communicator belongs to the parent process."""
         self.closed = self.in_forked_child = True
         self._lifecycle_lock = threading.RLock()
         self.update_busy()
 
 
 class P2pWork(Work):
-    """A send or receive in the background. It goes on inside calls of its communicator, ``wait`` and ``done`` among them, and by itself."""
+    """A send or receive in the background.
+
+    It advances inside calls of its communicator, ``wait`` and ``done`` included, and on the
+    progress thread.
+    """
 
     def __init__(
         self, name: str, core: CommunicatorCore, entries: Sequence[TransferEntry], result: Any

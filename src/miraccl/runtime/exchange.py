@@ -1,7 +1,8 @@
-"""The sends and receives of a communicator that have begun and not ended: the table that ``kernels.p2p`` advances.
+"""Open sends and receives of a communicator: the table that ``kernels.p2p`` advances.
 
-Rules: messages between two ranks in one direction keep the order of the calls; nothing else waits for anything else.  What a rank
-sends itself is copied as soon as the receive is there as well, the n-th send to the n-th receive.
+Messages between two ranks in one direction keep the order of the calls; there is no other order. A
+message of a rank to itself is copied as soon as both halves are posted, the n-th send to the n-th
+receive.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Transfer:
 
 @dataclass(eq=False, kw_only=True)
 class TransferEntry:
-    """A transfer under way; ``words``, at ``address``, is its row of the table between calls."""
+    """A transfer in progress; ``words``, at ``address``, is its table row between calls."""
 
     transfer: Transfer
     words: Words
@@ -44,9 +45,11 @@ class TransferEntry:
 
 
 class TransferTable:
-    """All open transfers of one rank. Calls of one thread; ``add`` may come from another thread than ``advance``.
+    """All open transfers of one rank.
 
-    A second thread that comes to ``advance`` is refused, and has changed nothing; ``advance`` waits for ``advance_alone``, which is short.
+    ``advance`` serves one thread; ``add`` may run on another one at the same time. A second thread
+    in ``advance`` gets ``BUSY`` and changes nothing. ``advance`` waits for ``try_advance``, which
+    is short.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class TransferTable:
 
     @property
     def in_flight(self) -> list[TransferEntry]:
-        """What goes over a wire and has not ended."""
+        """Transfers over a connection that have not ended."""
         return list(self._open)
 
     @property
@@ -72,7 +75,10 @@ class TransferTable:
         return bool(self._open)
 
     def add(self, transfers: Sequence[Transfer]) -> list[TransferEntry]:
-        """Take transfers in, in their order; those to this rank itself are done at once where they find each other."""
+        """Enqueue transfers in order. Messages to this rank itself are copied at once if both
+        halves
+        exist.
+        """
         entries = [self._entry(t) for t in transfers]
         mine = [e for e in entries if e.transfer.peer == self._rank]
         pairs = self._match([*self._self_transfers, *mine])
@@ -88,13 +94,13 @@ class TransferTable:
         return entries
 
     def cancel(self, entries: Sequence[TransferEntry]) -> None:
-        """Take out again what has not begun."""
+        """Remove the entries that have not started."""
         with self._lock:
             self._open = [e for e in self._open if e not in entries or e.words[_DONE]]
             self._self_transfers = [e for e in self._self_transfers if e not in entries]
 
     def table(self, transfers: Sequence[Transfer]) -> tuple[int, list[TransferEntry]]:
-        """Entries whose words are the rows of one table, and its address."""
+        """Return (address, entries) of one table whose rows are the words of the entries."""
         table = np.zeros((len(transfers), layout.OP_SIZE // 8), np.int64)
         entries = []
         for row, transfer in zip(table, transfers, strict=True):
@@ -105,18 +111,20 @@ class TransferTable:
         return int(table.ctypes.data), entries
 
     def reset(self, entry: TransferEntry) -> TransferEntry:
-        """An entry that has ended, as if it had not begun."""
+        """Make an entry that has ended ready to run again."""
         entry.done = False
         entry.words[_DONE] = entry.words[_MARK] = 0
         return entry
 
     def enqueue(self, entry: TransferEntry) -> None:
-        """As ``add``, of an entry over a wire, which may have begun."""
+        """Add an existing entry over a connection, which may have started already."""
         with self._lock:
             self._open.append(entry)
 
     def reject_unmatched_self(self, transfers: Sequence[Transfer]) -> None:
-        """Raise if one of these, which are waited for together, can never end because its other half on this rank is missing."""
+        """Raise if one of ``transfers``, which run as one group, sends to this rank without its
+        match.
+        """
         mine = [t for t in transfers if t.peer == self._rank]
         sends = sum(not t.receives for t in mine) + sum(
             not e.transfer.receives for e in self._self_transfers
@@ -135,7 +143,7 @@ class TransferTable:
         )
 
     def check_can_complete(self, entries: Sequence[TransferEntry]) -> None:
-        """Raise if one of these is a message of this rank to itself whose other half is missing."""
+        """Raise if one of ``entries`` is a message of this rank to itself without its match."""
         if any(e.transfer.peer == self._rank and not e.done for e in entries):
             receives = sum(e.transfer.receives for e in self._self_transfers)
             raise self._unmatched_self_error(len(self._self_transfers) - receives, receives)
@@ -189,8 +197,17 @@ class TransferTable:
         among: Sequence[TransferEntry] | None = None,
         any_of: Sequence[TransferEntry] = (),
     ) -> int:
-        """Go on with everything (or ``among`` these alone) until all of ``must`` has ended, or one of ``any_of`` (without either: do what
-        can be done at once); a result of the engine."""
+        """Advance transfers until all of ``must`` or one of ``any_of`` has ended.
+
+        Args:
+            must: Entries that all have to end.
+            among: Entries that may advance; None for all.
+            any_of: Entries of which one has to end. Without ``must`` and ``any_of`` the call does
+                not block.
+
+        Returns:
+            A result code of the engine (``layout``).
+        """
         if not self._caller_lock.acquire(blocking=False):
             return layout.BUSY
         try:
@@ -200,7 +217,12 @@ class TransferTable:
             self._caller_lock.release()
 
     def try_advance(self) -> tuple[int, bool | None]:
-        """Do what can be done at once: (the engine's result, whether anything moved); None: a thread is in ``advance``, which does it."""
+        """Advance transfers without blocking.
+
+        Returns:
+            (result code of the engine, True if a transfer advanced); None in place of the latter if
+            another thread is in ``advance`` and does the work.
+        """
         if not self._engine_lock.acquire(blocking=False):
             return layout.OK, None
         try:
@@ -210,7 +232,7 @@ class TransferTable:
             self._engine_lock.release()
 
     def _completed_pieces(self) -> tuple[int, int]:
-        """How many transfers are open, and how many pieces of them are done."""
+        """Return (open transfers, completed pieces of them)."""
         entries = self.in_flight
         return len(entries), sum(int(e.words[_DONE]) for e in entries)
 
@@ -236,7 +258,7 @@ class TransferTable:
         return code
 
     def _advance_one(self, entry: TransferEntry, must: int) -> int:
-        """As ``_advance_all``, without copies: the entry's own words are the table."""
+        """Advance a single entry with its own words as the table, without copies."""
         entry.words[_AFTER], entry.words[_MUST] = -1, must
         code = self._advance_table(entry.address, 1)
         entry.done = entry.done or self._has_ended(entry.words)
@@ -258,7 +280,9 @@ class TransferTable:
         return code
 
     def _has_ended(self, row: Words) -> bool:
-        """Whether an operation has ended: all pieces done, and those of a send that were posted by address taken by the peer."""
+        """Return True if all pieces are done and the peer has read those that were posted by
+        address.
+        """
         if row[_DONE] < row[_ROUNDS]:
             return False
         if row[_RECEIVES] or not row[_MARK]:

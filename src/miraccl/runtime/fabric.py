@@ -1,7 +1,7 @@
-"""What connects the ranks of one communicator: endpoints, transports, FIFOs, and the context of the engine.
+"""Connections between the ranks of one communicator: endpoints, transports, FIFOs, engine context.
 
-Making it takes four stages (``comm.stages``): what each rank is and believes (compared: ``PlanMismatch``), how to reach
-its memory, whether its memory could be read, and that everybody has finished.
+Setup takes four phases (``setup_phases``): the description and settings of each rank (compared:
+``PlanMismatch``), how to reach its memory, whether its memory is readable, and completion.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ CATCH_UP_S = 5.0  # until what it has told by then is known here, where the watc
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedConfig:
-    """What all ranks must agree on before they move data; the names are those of ``PlanMismatch``."""
+    """Settings that all ranks must share before they move data; ``PlanMismatch`` names these
+    fields.
+    """
 
     version: str
     algo: str
@@ -60,12 +62,20 @@ class AgreedConfig:
 
 
 class Fabric:
-    """Connections of one rank in one communicator. Owns the transports and the context; ``close`` may be called twice."""
+    """Connections of one rank in one communicator.
+
+    Owns the transports and the context; ``close`` may be called twice.
+
+    Args:
+        setup: Phases of the construction; their session is the control plane.
+        config: Settings, which must be the same on all ranks.
+        timeout: Deadline of operations, in seconds.
+        on_lost: Called with (rank, loss) on any thread when a connection ends.
+    """
 
     def __init__(
         self, setup: SetupPhases, config: AgreedConfig, *, timeout: float, on_lost: OnLost
     ) -> None:
-        """``timeout`` is that of operations."""
         self.session = session = setup.session
         self.rank, self.nranks = session.rank, session.nranks
         self.timeout = timeout
@@ -188,8 +198,7 @@ class Fabric:
     def _connect_transport(
         self, transport: Transport, infos: dict[int, bytes]
     ) -> dict[int, FifoPair]:
-        """Connect; where that fails because a process is gone, its death is the error. It may have left because all that shares the
-        deadline has ended, which is no reason to look for nothing else then."""
+        """Connect a transport; if that fails because a process ended, raise its death instead."""
         try:
             return transport.connect(infos)
         except (SystemFailure, BootstrapError):
@@ -200,7 +209,7 @@ class Fabric:
             raise
 
     def _domains(self) -> list[int]:
-        """The order of this host's NUMA domains, where its ranks are in several."""
+        """Return the order of this host's NUMA domains; empty if its ranks share one."""
         if len({place.numa for place in self.places if place.host == self.hosts[self.rank]}) < 2:
             return []
         from miraccl.graph.cpu_host import (
@@ -211,7 +220,7 @@ class Fabric:
         return domain_order(detect_host(len(self.local)))
 
     def _check(self) -> None:
-        """Raise if a rank has died or left, or the stages have been ended."""
+        """Raise if a rank has died or left, or if the setup was cancelled."""
         self._setup.check()
         for event in self.early_events:
             if isinstance(event, PeerLost | PeerLeft):
@@ -234,7 +243,7 @@ class Fabric:
         return transport
 
     def _lost(self, peer: int, loss: Loss) -> None:
-        """From the proxy. Ranks that are not connected yet may wait for ``peer``, and it for a call that nobody takes any more."""
+        """Handle the loss of a connection; called by the proxy."""
         self._on_lost(peer, loss)
         if not self._connected and loss.kind is not LossKind.CLOSED:
             run_after_notice(self.session, loss, lambda: self._cancel_setup(peer, loss))
@@ -268,17 +277,17 @@ class Fabric:
         )
 
     def wake(self, rank: int) -> None:
-        """Wake this rank if it sleeps in the engine; any thread may call it."""
+        """Wake this rank if it sleeps in the engine; callable from any thread."""
         del rank
         atomics.ring_futex(self.shm.control + layout.CTRL_DOORBELL)
 
     def set_abort(self, code: int) -> None:
-        """End every wait of this rank, now and later; any thread may call it."""
+        """End every wait of this rank, now and later, with ``code``; callable from any thread."""
         atomics.store_release(self.shm.control + layout.CTRL_ABORT, code)
         self.wake(self.rank)
 
     def board(self) -> dict[str, int]:
-        """What the engine is doing here, as the other ranks see it."""
+        """Return the state of the engine as its progress page shows it to the other ranks."""
         words = words_at(self.shm.control, layout.PAGE // 8)
         names = {
             "seq": layout.PROGRESS_SEQ,
@@ -294,18 +303,24 @@ class Fabric:
 
     @property
     def shm_ranks(self) -> list[int]:
-        """The ranks whose control pages lie in this process's memory, this rank's first; they stay when a rank has ended."""
+        """Ranks whose control pages are mapped here, this rank first; pages stay after a rank has
+        ended.
+        """
         return [self.rank, *self.shm.peers]
 
     def history(self, rank: int) -> dict[int, tuple[int, int]]:
-        """(signature, count) of the last operations by the low bits of their sequence number, as a rank of ``near`` ran them."""
+        """Return {sequence number, low bits: (signature, count)} of the last operations of
+        ``rank``.
+
+        ``rank`` is one of ``shm_ranks``.
+        """
         page = self.shm.control if rank == self.rank else self.shm.peers[rank].address
         words = words_at(page + layout.CTRL_HISTORY, 2 * layout.HISTORY)
         entries = [(int(words[2 * i]), int(words[2 * i + 1])) for i in range(layout.HISTORY)]
         return {sig & layout.SEQ_MASK: (sig, count) for sig, count in entries if sig}
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds for the communicator: shared FIFOs as touched, window memory in use, private memory."""
+        """Return the bytes this rank holds for the communicator, by purpose."""
         network = sum(
             2 * layout.NSLOTS * wire.slot_bytes
             for wire in self.context.connections.values()
@@ -335,8 +350,10 @@ class Fabric:
 
 
 def run_after_notice(session: Session, loss: Loss, action: Callable[[], None]) -> None:
-    """Do ``act`` for a connection that is lost, where its peer has ended after the control plane had time to tell why: it died, or raised
-    an error before. That reason is the better one."""
+    """Run ``action`` for a lost connection, after the control plane had time to report the cause.
+
+    A peer that died, or raised an error before, is a better explanation than its lost connection.
+    """
 
     def look() -> None:
         session.catch_up(CATCH_UP_S)
@@ -357,7 +374,7 @@ def _cores() -> int:
 
 
 def numa_domain() -> int:
-    """The NUMA domain of the first processor that this thread may run on, from sysfs; -1 where the kernel has none."""
+    """Return the NUMA domain of this thread's first allowed processor (sysfs); -1 if unknown."""
     with contextlib.suppress(OSError, ValueError):
         cpu = min(os.sched_getaffinity(0))
         for entry in os.listdir(f"/sys/devices/system/cpu/cpu{cpu}"):
@@ -367,7 +384,7 @@ def numa_domain() -> int:
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache of CPU 0 as sysfs has it; 32 MiB where it does not say."""
+    """Return the size of the largest cache of CPU 0 (sysfs); 32 MiB if unknown."""
     sizes = []
     for index in range(8):
         try:
@@ -379,7 +396,7 @@ def last_level_cache_bytes() -> int:
 
 
 def _check_agreement(configs: list[dict[str, Any]]) -> None:
-    """Raise ``PlanMismatch`` naming the ranks and the field, if ranks start from different settings."""
+    """Raise ``PlanMismatch`` that names the ranks and the field if ranks have different settings."""
     for field in configs[0]:
         if field == "constants":  # rank 0's are used by all
             continue

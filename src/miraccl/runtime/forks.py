@@ -1,4 +1,4 @@
-"""Forked children: what the parent made is not theirs, and whoever has made it is told there."""
+"""Notification of objects in forked children, where they belong to the parent process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Protocol
 
 class Forkable(Protocol):
     def forked(self) -> None:
-        """In a forked child, in which no other thread runs and locks may be held for ever."""
+        """Detach in a forked child: no other thread runs there and locks may be held forever."""
 
 
 _forkable: weakref.WeakSet[Forkable] = weakref.WeakSet()
 
 
 def register(forkable: Forkable) -> None:
-    """Call ``thing.forked()`` in every forked child, as long as somebody holds ``thing``."""
+    """Call ``forkable.forked()`` in every forked child while ``forkable`` is referenced."""
     _forkable.add(forkable)
 
 
 def closed_reason(in_forked_child: bool) -> str:
-    """Why a communicator takes no calls: ``foreign``, in a forked child, or as it has ended."""
+    """Return the reason why a closed communicator accepts no calls."""
     if in_forked_child:
         return (
             "the communicator belongs to the process that made it, from which this one was forked"

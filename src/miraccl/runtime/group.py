@@ -1,7 +1,9 @@
-"""``with miraccl.group():`` collects calls and starts them together at the end, so that no order of sends and receives can deadlock.
+"""``with miraccl.group():`` collects the calls of a thread and starts them together at the end.
 
-Once there is a GPU side, groups begin and end in compiled code (``executor.cuda.doors.groups``).  What that knows of a group of one thread
-is in ``_record``; the first call that is not a door's makes a ``Group`` of it, and the rest is done here.
+Sends and receives of a group therefore cannot deadlock through their order. Once there is a GPU
+side, blocks begin and end in compiled code (``fastpath.cuda.groups``), whose state for a group of
+one thread is ``_record``. The first call that the fast path does not handle turns it into a
+``Group``.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ _add = atomics.add
 
 
 def address() -> int:
-    """The address of the words that compiled code works on (``at.GROUPS_*``). The first one counts the groups that threads of this process
-    have open. Doors of the CPU do not know about threads, so while any group is open they leave all calls to Python."""
+    """Return the address of the group state that compiled code reads (``layout.GROUPS_*``).
+
+    Its first word counts the open groups of this process. The CPU fast path does not know threads,
+    so it leaves all calls to Python while a group is open.
+    """
     global _add
     _add = atomics.bound("add_word")
     return _ADDRESS
 
 
 class GroupBatch(Protocol):
-    """What a group has collected for one communicator."""
+    """Calls that a group has collected for one communicator."""
 
     def run(self) -> None: ...
     def drop(self) -> None: ...
@@ -44,25 +49,21 @@ class Waitable(Protocol):
 
 
 class TransferCore(Protocol):
-    """A communicator, as groups see it."""
+    """``CommunicatorCore``, as groups use it."""
 
     def exchange(self, transfers: list[Any], result: Any, name: str, async_op: bool) -> Any: ...
     def start_exchange(self, transfers: list[Any], name: str) -> Waitable: ...
 
 
 class _CpuBatch:
-    """Calls on CPU memory: sends and receives of each communicator, and what runs the others, in the order in which these were called.
-
-    Ranks that send nothing over a communicator meet it only in a collective, so the order of these is that of the calls, whatever
-    communicator they are of.
-    """
+    """Collected calls on CPU memory: transfers by communicator, and other operations in call order."""
 
     def __init__(self, owner: Any) -> None:
         self.transfers: dict[TransferCore, list[Any]] = {}
         self.operations: list[Callable[[], Any]] = []
 
     def run(self) -> None:
-        """Messages of several communicators go on at the same time: other ranks may have begun with other ones."""
+        """Run the transfers of all communicators concurrently, then the operations."""
         members = list(self.transfers)
         begun = [member.start_exchange(self.transfers[member], "group") for member in members[1:]]
         for member in members[:1]:
@@ -73,11 +74,11 @@ class _CpuBatch:
             run()
 
     def drop(self) -> None:
-        """Nothing has begun."""
+        """Discard the batch; nothing has started."""
 
 
 class Group:
-    """What a thread collects between the beginning of its outermost ``with`` block and the end. ``parts`` run in their order."""
+    """Calls that a thread collects in its outermost ``with`` block; ``batches`` run in their order."""
 
     __slots__ = ("depth", "batches")
 
@@ -86,18 +87,18 @@ class Group:
         self.batches: dict[Any, Any] = {}
 
     def batch(self, owner: Any, make: Callable[[Any], AnyBatch]) -> AnyBatch:
-        """What is collected for ``owner``, at first ``make(owner)``."""
+        """Return the batch of ``owner``, created by ``make(owner)`` on first use."""
         found: AnyBatch | None = self.batches.get(owner)
         if found is None:
             found = self.batches[owner] = make(owner)
         return found
 
     def transfer(self, core: TransferCore, transfer: Any) -> None:
-        """A send or receive on CPU memory."""
+        """Collect a send or receive on CPU memory."""
         self.batch(_CpuBatch, _CpuBatch).transfers.setdefault(core, []).append(transfer)
 
     def run(self, run: Callable[[], Any]) -> None:
-        """Another operation on CPU memory."""
+        """Collect another operation on CPU memory."""
         self.batch(_CpuBatch, _CpuBatch).operations.append(run)
 
 
@@ -139,7 +140,9 @@ def _end(
 
 
 class Block:
-    """The ``with`` block; inside another one it is a part of that. It has nothing of its own: a thread has one group."""
+    """The ``with`` block of a group. It has no state: a thread has one group; nested blocks join
+    it.
+    """
 
     __slots__ = ()
 
@@ -159,10 +162,14 @@ _block = Block()
 
 
 def group() -> Block:
-    """Batch the calls of this thread inside the ``with`` block: they start when it ends, sends and receives of a communicator together.
+    """Return a context manager that collects the calls of this thread and starts them at its end.
 
-    Results of calls inside are filled in when the block has ended.  Groups may be nested: the outermost counts.  An exception inside
-    the block drops the batch; nothing of it was sent.
+    Sends and receives of a communicator start together. Results of calls inside the block are valid
+    after it. Blocks may be nested; the outermost one counts. If the block raises, the collected
+    calls are dropped and nothing was sent.
+
+    Raises:
+        InvalidUsage: A call inside the block has ``async_op=True``.
     """
     return _block
 
@@ -176,14 +183,16 @@ _compiled_batches: list[
 
 
 def _is_compiled() -> int:
-    """Whether this thread's group is that one."""
+    """Return 1 if this thread's group is only known to compiled code; replaced by a builtin."""
     return 0
 
 
 def install_fast_path(
     begin: Callable[..., None], end: Callable[..., None], is_compiled: Callable[[], int]
 ) -> None:
-    """Begin and end blocks by these builtins from now on; they hand to Python what they do not take."""
+    """Begin and end blocks with these compiled functions, which fall back to ``_begin`` and
+    ``_end``.
+    """
     global _is_compiled
     for where, value in (
         (at.GROUPS_NOTED, _compiled_batches),
@@ -197,7 +206,7 @@ def install_fast_path(
 
 
 def _adopt_compiled_group() -> None:
-    """Make a ``Group`` of the group that this thread has in ``_record``."""
+    """Convert the group of this thread in ``_record`` to a ``Group``."""
     whole = _local.group = Group(_record[at.GROUPS_DEPTH // 8])
     noted = _compiled_batches.copy()
     _compiled_batches.clear()
@@ -207,12 +216,12 @@ def _adopt_compiled_group() -> None:
 
 
 def is_single_compiled_block() -> bool:
-    """Whether this thread's group is one block, and only compiled code knows of it."""
+    """Return True if this thread's group is one block that only compiled code knows."""
     return bool(_is_compiled()) and _record[at.GROUPS_DEPTH // 8] == 1
 
 
 def current() -> Group | None:
-    """The group that this thread has open."""
+    """Return the open group of this thread, or None."""
     if _is_compiled():
         _adopt_compiled_group()
     return _local.group

@@ -1,8 +1,9 @@
-"""Measure this machine: the constants of ``comm.model``, in one or two seconds, by two ranks that do what all ranks do.
+"""Measurement of this machine: the constants of ``planning.cost_model``, in one or two seconds.
 
-Run as ``python -m miraccl.runtime.measure`` (the first communicator of a machine does); writes the constants to the cache and prints them.
-Every figure is the least disturbed of several repetitions: what the machine can do, not what its load lets it do today.  A repetition in
-which a rank waited for a core does not count, so a busy machine gets more of them (``PATIENCE`` times as many at most).
+``python -m miraccl.runtime.measure`` starts two ranks that run real operations, writes the
+constants to the cache and prints them; the first communicator of a machine runs it. Each figure is
+the least disturbed of several repetitions. A repetition in which a rank waited for a core does not
+count, so a busy machine gets more of them (at most ``RETRY_FACTOR`` times as many).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SWAP_GAIN = 0.97  # each takes less than this share of the time then
 
 
 def runqueue_wait_s() -> float:
-    """Seconds that this thread was ready and had no core, since it began; 0 where Linux does not say."""
+    """Return the seconds this thread was runnable without a core, since its start; 0 if unknown."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -52,7 +53,7 @@ def runqueue_wait_s() -> float:
 
 
 def timed(action: Callable[[], None]) -> tuple[float, bool]:
-    """Seconds that an action takes, and whether others took the core meanwhile."""
+    """Return (seconds that ``action`` took, True if other processes took the core during it)."""
     waited, start = runqueue_wait_s(), time.perf_counter()
     action()
     seconds = time.perf_counter() - start
@@ -60,7 +61,10 @@ def timed(action: Callable[[], None]) -> tuple[float, bool]:
 
 
 def best_us(action: Callable[[], None], budget_s: float) -> float:
-    """The shortest time of one call, in microseconds, within a time budget for calls that nobody disturbs, three at the least."""
+    """Return the shortest time of one call in microseconds.
+
+    Undisturbed calls count towards ``budget_s``; at least three are made.
+    """
     action()
     best, spent, begun, least = float("inf"), 0.0, time.perf_counter(), 3
     while (least > 0 or spent < budget_s) and time.perf_counter() < begun + RETRY_FACTOR * budget_s:
@@ -73,7 +77,7 @@ def best_us(action: Callable[[], None], budget_s: float) -> float:
 
 
 def measure_folds(constants: CpuConstants) -> CpuConstants:
-    """Bandwidth of reducing two vectors into one of them; never above that of copies, which cross from core to core."""
+    """Measure the bandwidth of reducing two vectors into one of them, capped by that of copies."""
     fold = fold_kernel(DType.FLOAT32, RedOp.SUM)
     keep = np.zeros(layout.BLOCK, np.int64)
     folds = []
@@ -95,7 +99,7 @@ def _repeat(action: Callable[[int], object], n: int, calls: int) -> None:
 
 
 def _stream(comm: Communicator, x: np.ndarray, count: int) -> None:
-    """Rank 0 sends the same message ``count`` times."""
+    """Send the same message ``count`` times from rank 0 to rank 1."""
     for _ in range(count):
         if comm.rank == 0:
             comm.send(x, 1)
@@ -117,7 +121,7 @@ def _round_trips(comm: Communicator, x: np.ndarray, count: int) -> Callable[[], 
 
 
 def _best_collective_us(comm: Communicator, action: Callable[[], None], repeats: int) -> float:
-    """The shortest time of an action that both ranks take part in, the same number of times: ``repeats`` that nobody disturbs."""
+    """Return the shortest time of an action that both ranks run, of ``repeats`` undisturbed ones."""
     best, verdict = float("inf"), np.zeros(1, np.int64)
     for _ in range(RETRY_FACTOR * repeats):
         comm.barrier()
@@ -132,7 +136,7 @@ def _best_collective_us(comm: Communicator, action: Callable[[], None], repeats:
 
 
 def measure_ranks(comm: Communicator, constants: CpuConstants) -> CpuConstants:
-    """Bandwidth from rank to rank, latency between cores and on one core, and from which size on a single copy is faster."""
+    """Measure bandwidth and latency between two ranks, and when a single copy is faster."""
     copies = []
     for size in constants.sizes:
         x = np.zeros(size // 2 // 4, np.float32)  # the working set is one vector on each side
@@ -191,7 +195,10 @@ def _compare_in_turns(
     variants: Sequence[Callable[[], None]],
     before: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """The shortest time of the slowest rank for each of some ways to do the same, taking turns: thrice a turn that nobody disturbs."""
+    """Return the shortest time of the slowest rank for each variant.
+
+    The variants take turns, with three undisturbed repetitions per turn.
+    """
     best, worst = [float("inf")] * len(variants), np.zeros(2)
     for _ in range(TURNS):
         for index, variant in enumerate(variants):
@@ -210,7 +217,9 @@ def _compare_in_turns(
 
 
 def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
-    """From which block size on an exchange of data that were just written is faster where ranks read each other's private memory."""
+    """Return the block size from which reading private memory speeds up exchanges of fresh data; or
+    -1.
+    """
     member = comm._core
     if not member.fabric.addressable:
         return -1
@@ -242,7 +251,7 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
 
 
 def _first_gain(sizes: Sequence[int], shares: Sequence[float]) -> int:
-    """The smallest size with a clear gain, which those from there on have on average too; or -1."""
+    """Return the smallest size with a clear gain that the larger sizes keep on average; or -1."""
     for index, size in enumerate(sizes):
         rest = shares[index:]
         if shares[index] < EXCHANGE_GAIN and math.prod(rest) < EXCHANGE_GAIN ** len(rest):
@@ -251,7 +260,7 @@ def _first_gain(sizes: Sequence[int], shares: Sequence[float]) -> int:
 
 
 def _swapping_slots_pays(comm: Communicator) -> bool:
-    """Whether exchanges are clearly faster where slots change hands."""
+    """Return True if exchanges are clearly faster with slots that change hands."""
     verdict = np.ones(1, np.int64)
 
     def exchanges(x: np.ndarray, out: np.ndarray, on: int) -> None:
@@ -269,7 +278,7 @@ def _swapping_slots_pays(comm: Communicator) -> bool:
 
 
 def main() -> None:
-    """Fork a second rank, measure with it, keep and print the result."""
+    """Fork a second rank, measure with it, store and print the constants."""
     from miraccl.bootstrap import create_root
     from miraccl.native import cache
     from miraccl.planning.tuning import CACHE_FILE

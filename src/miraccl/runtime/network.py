@@ -1,4 +1,4 @@
-"""Connections to ranks on other hosts: the TCP transport and the proxy that serves it."""
+"""Connections to ranks on other hosts: the TCP transport and its proxy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ def open_network(
     on_lost: OnLost,
     check: Callable[[], None],
 ) -> tuple[SocketTransport, Any]:
-    """The transport and its proxy; the caller closes them in this order. ``check`` raises if a rank dies while they connect."""
+    """Open the TCP transport and its proxy; the caller closes them in this order.
+
+    Args:
+        slot_bytes: Bytes of a FIFO slot.
+        wake: Called with a rank when data for it has arrived.
+        check: Raises if a rank dies while the ranks connect.
+    """
     proxy = Proxy(rank=me.rank, wake=wake, on_lost=on_lost)
     transport = SocketTransport(
         me,

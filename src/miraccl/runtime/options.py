@@ -1,4 +1,4 @@
-"""What a program may ask of a communicator, and what the environment says where it asks for nothing."""
+"""Options of a communicator, with the environment as their defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,19 @@ from miraccl.types import Collective
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a communicator was asked to be; all ranks give the same."""
+    """Resolved options of a communicator; all ranks must pass the same.
+
+    Attributes:
+        timeout: Deadline of operations, in seconds.
+        algo, proto: Required algorithm and protocol; empty leaves the choice to the planner.
+        deterministic: Results depend on neither size, algorithm nor layout.
+        buffsize: Bytes of all FIFOs of a rank; 0 chooses.
+        single_copy: Size from which private memory is read directly, "never", or empty (measured).
+        cta_policy: One of ``params.CTA_POLICIES``, or empty; the environment takes precedence.
+        algo_hints: Algorithms that NCCL_ALGO suggests, by collective.
+        proto_hints: Protocols that NCCL_PROTO suggests; ``proto`` has the one that CPU ranks
+            follow.
+    """
 
     timeout: float
     algo: str

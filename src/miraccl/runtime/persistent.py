@@ -1,4 +1,4 @@
-"""Prepared operations: arguments checked, plan made and addresses bound once; a call is one builtin."""
+"""Persistent operations: arguments checked, plan made and addresses bound once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 
 class Persistent:
-    """``op()`` runs the operation on the buffers it was made with and returns the result's array. It counts as one operation of the
-    communicator, in the order of the calls; ``miraccl.group`` does not collect it."""
+    """A prepared operation on CPU memory; ``op()`` runs it on its buffers and returns the result
+    array.
+
+    Each call counts as one operation of the communicator, in call order. ``miraccl.group`` does not
+    collect it.
+    """
 
     def __init__(self, core: CommunicatorCore, call: PreparedOp, name: str) -> None:
         self._core, self._call, self.name = core, call, name
@@ -32,8 +36,12 @@ class Persistent:
         )
 
     def unlocked(self) -> tuple[int, int, int] | None:
-        """(function, context, run) for compiled code without the interpreter's lock, which calls ``function(context, run, 0, 0)``
-        (``executor.cpu.kernels.nogil``) as long as this object lives; None where Python has a part in the operation."""
+        """Return (function, context, run) for compiled code that runs the operation without the
+        GIL.
+
+        Such code calls ``function(context, run, 0, 0)`` (``kernels.nogil``) while this object is
+        alive. None if the operation needs Python.
+        """
         return (
             (nogil_kernel("run_nogil"), self._core.context.address, self._run.address)
             if self._runs_without_python
@@ -41,11 +49,20 @@ class Persistent:
         )
 
     def check_result(self, code: int) -> None:
-        """Raise what a code of that function means."""
+        """Raise the error of a result code of that function."""
         self._core.check_result(code, self.name)
 
     def __call__(self, stream: Any = None) -> Any:
-        """A ``stream`` is for GPU memory alone (``DevicePersistent``). It is no keyword-only argument here, which would take 10 ns."""
+        """Run the operation and return the result array.
+
+        Args:
+            stream: Must be None: only ``DevicePersistent`` takes a stream.
+
+        Raises:
+            InvalidUsage: ``stream`` is given, or another thread is inside the communicator.
+            CollectiveTimeout, PeerDied, CollectiveMismatch, CommunicatorAborted: The operation
+            failed.
+        """
         code = self._fast_entry() if stream is None else layout.NOT_HANDLED
         if not code:
             return self.result

@@ -1,8 +1,9 @@
-"""Messages go on although the program is elsewhere: in a collective, in a store, in its own work.
+"""Background progress of sends and receives while the application does something else.
 
-Sends and receives in the background are begun by a call, and later calls of their communicator, or of their group of PyTorch's, go on with
-them.  A program that makes none of these calls for a while may be waiting for a rank that waits for the message.  So one thread per process
-looks after those with messages under way, as the threads of Gloo and of some MPIs do (MPI 4.1, section 2.9 on progress); it sleeps where
+A background transfer is started by a call and advanced by later calls of its communicator (or
+PyTorch process group). An application that makes no such call for a while may itself wait for a
+rank that waits for the message. One thread per process therefore advances communicators with open
+transfers, like the progress threads of Gloo and of some MPIs (MPI 4.1, section 2.9); it sleeps when
 there are none.
 """
 
@@ -24,29 +25,33 @@ _log = trace.logger("proxy")
 
 
 class Progressable(Protocol):
-    """What this thread looks after, while it is ``watched``."""
+    """An object with open transfers; the progress thread polls it while ``watched`` is set."""
 
     watched: bool
 
     def advance_in_background(self) -> bool | None:
-        """Do what can be done at once if no other thread is at it; whether anything moved, None if nothing is under way."""
+        """Advance without blocking, unless another thread is doing so.
+
+        Returns:
+            True if something advanced; None if nothing is open.
+        """
 
 
 class ProgressThread:
-    """The one of this process."""
+    """The progress thread of this process."""
 
     def __init__(self) -> None:
         self.forked()
 
     def forked(self) -> None:
-        """In a forked child, which has none of the parent's threads."""
+        """Reset in a forked child, which has none of the parent's threads."""
         self._lock = threading.Lock()
         self._wake_up = threading.Event()
         self._watched: weakref.WeakSet[Progressable] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
     def watch(self, watched: Progressable) -> None:
-        """Look after it until nothing has been under way for a while."""
+        """Poll ``watched`` until nothing has been open for ``IDLE_S``."""
         with self._lock:
             self._watched.add(watched)
             watched.watched = True
@@ -80,7 +85,9 @@ class ProgressThread:
             )
 
     def _stop_watching(self) -> bool:
-        """Look after nothing any more, unless somebody has called just now, or begun something since the last look."""
+        """Drop all objects; return False if one was added or has started something since the last
+        poll.
+        """
         with self._lock:
             if self._wake_up.is_set():
                 self._wake_up.clear()

@@ -1,4 +1,4 @@
-"""The session of ranks that were given a unique id by their user."""
+"""Session of ranks that were given a unique id by the application."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from miraccl.runtime.options import Options
 
 
 def start_deadline(timeout: float | None = None) -> Deadline:
-    """The deadline of a communicator that is made from now on: ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT, for ranks to meet
-    and to connect.  What a machine does at its first use comes before that."""
+    """Start the deadline for creating a communicator, after first-use work of the machine.
+
+    Args:
+        timeout: Seconds for ranks to find each other and to connect; None:
+            MIRACCL_BOOTSTRAP_TIMEOUT.
+    """
     with contextlib.suppress(MiracclError, OSError):  # told once the others can hear of it
         prepare()
     return Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
@@ -23,7 +27,12 @@ def start_deadline(timeout: float | None = None) -> Deadline:
 def join_by_id(
     nranks: int, unique_id: UniqueId | bytes | str, rank: int, options: Options, deadline: Deadline
 ) -> Session:
-    """The session of the job with this id."""
+    """Return the session of the job with this unique id.
+
+    Raises:
+        InvalidUsage: ``nranks``, ``rank`` or ``unique_id`` is invalid.
+        BootstrapError: A rank is missing at the deadline, died or was rejected.
+    """
     check_rank(nranks, rank)
     ident = _as_unique_id(unique_id)
     trace.configure()

@@ -1,10 +1,8 @@
-"""The stages in which ranks make a communicator or its GPU side, the deadline that all of them share, and how they end early.
+"""Phases in which ranks create a communicator or its GPU side, under one deadline.
 
-A stage is a round of the control plane's all-gather.  One thread goes through them.  Others may know that they cannot come to a good end:
-the proxy's, which sees a connection break, and one that finalizes the communicator from which this one is made.
-
-There are no locks, as a signal handler may finalize, too: who begins something says so and looks then whether it has been ended, and who
-ends it says so before it looks for what has begun.
+A phase is one all-gather of the control plane. One thread runs the phases. Other threads may know
+that they cannot succeed and cancel them: the proxy's, which sees a connection break, and one that
+finalizes the parent communicator.
 """
 
 from __future__ import annotations
@@ -29,8 +27,13 @@ HINT = "all its stages share one deadline"
 
 
 class SetupPhases:
-    """Those of a communicator of the ranks of ``session``, or of ``what`` they do; they end by its deadline for operations, and by
-    ``deadline`` where that comes first."""
+    """Setup phases of the ranks of ``session``, which end at a common deadline.
+
+    Args:
+        session: Control plane of the ranks.
+        deadline: End of all phases; the session's timeout for operations applies as well.
+        activity: What the ranks do, for messages; default "making <session>".
+    """
 
     def __init__(
         self, session: Session, deadline: Deadline | None = None, activity: str = ""
@@ -42,7 +45,7 @@ class SetupPhases:
         self._children: list[SetupPhases] = []
 
     def child(self, session: Session, activity: str = "") -> SetupPhases:
-        """Stages of some of the ranks, with the deadline of these, which end when these do."""
+        """Return phases of some of the ranks with the same deadline; cancelled together with these."""
         part = SetupPhases(session, self.deadline, activity)
         self._children.append(part)
         if self._error is not None:
@@ -50,7 +53,11 @@ class SetupPhases:
         return part
 
     def exchange(self, name: str, value: Any) -> list[Any]:
-        """The stage ``name``: everybody's ``value`` (of JSON) by rank. Raises as ``gather``."""
+        """Run the phase ``name`` and return the JSON ``value`` of all ranks in rank order.
+
+        Raises:
+            ProtocolError: A rank sent something else than JSON; further errors as ``gather``.
+        """
         blobs = self.gather(name, json.dumps(value).encode())
         try:
             return [json.loads(blob) for blob in blobs]
@@ -58,7 +65,12 @@ class SetupPhases:
             raise ProtocolError(f"a rank's record for {name!r} is malformed") from error
 
     def gather(self, name: str, data: bytes = b"") -> list[bytes]:
-        """The stage ``name``: everybody's ``data`` by rank. Raises ``CollectiveTimeout`` naming the ranks that did not come."""
+        """Run the phase ``name`` and return the ``data`` of all ranks in rank order.
+
+        Raises:
+            CollectiveTimeout: Ranks are missing at the deadline; the message names them.
+            MiracclError: The phases were cancelled.
+        """
         self._current = name
         self.check()
         try:
@@ -79,7 +91,7 @@ class SetupPhases:
 
     @contextmanager
     def cancel_on_loss(self) -> Iterator[None]:
-        """Inside the block they end when a rank of the session dies or leaves it, wherever this one waits."""
+        """Cancel the phases when a rank of the session dies or leaves inside the block."""
         over = False
 
         def hear(event: Event) -> None:
@@ -101,25 +113,29 @@ class SetupPhases:
             self.session.off_event(hear)
 
     def check(self) -> None:
-        """Raise what has ended the stages."""
+        """Raise the error with which the phases were cancelled, if any."""
         if self._error is not None:
             self._error.op = self._error.op or self._op
             raise self._error
 
     def cancel(self, error: MiracclError) -> None:
-        """Any thread: the one that goes through the stages raises ``error``, unless it has come to the end of the last one."""
+        """Make the thread that runs the phases raise ``error``, unless it has completed the last
+        one.
+
+        Callable from any thread.
+        """
         self._error = self._error or error
         self.session.end_gather(self._current, error.message)
         for part in list(self._children):
             part.cancel(error)
 
     def give_up(self, error: BaseException) -> None:
-        """This rank gives up and leaves the session: the others are told so at once."""
+        """Close this rank's session because of ``error``; the other ranks are notified at once."""
         self.session.close(f"gave {self.activity} up: {error}"[:500])
 
 
 class PendingSetup:
-    """The stages of communicators that are made from one, of ranks that have not left it: they end when one of these leaves."""
+    """Setup of communicators created from another one; cancelled when one of their ranks leaves it."""
 
     def __init__(self) -> None:
         self._open: dict[SetupPhases, tuple[int, ...]] = {}
@@ -127,7 +143,7 @@ class PendingSetup:
 
     @contextmanager
     def track(self, setup: SetupPhases, ranks: Sequence[int]) -> Iterator[None]:
-        """Inside the block a thread goes through ``stages``, with these ranks of the communicator."""
+        """Register ``setup``, run with these ranks of the parent communicator, for the block."""
         self._open[setup] = tuple(ranks)
         try:
             if self._error is not None:
@@ -137,7 +153,7 @@ class PendingSetup:
             del self._open[setup]
 
     def on_event(self, event: Event) -> None:
-        """From the watcher: a rank has left the communicator, which does not end its connection, as a death does."""
+        """Handle a rank that has left the parent communicator; called on the watcher thread."""
         if isinstance(event, PeerLeft):
             for stages, ranks in list(self._open.items()):
                 if event.rank in ranks:
@@ -149,7 +165,7 @@ class PendingSetup:
                     )
 
     def cancel(self, error: MiracclError) -> None:
-        """This rank leaves."""
+        """Cancel all tracked setups: this rank leaves the parent communicator."""
         self._error = self._error or error
         for stages in list(self._open):
             stages.cancel(error)

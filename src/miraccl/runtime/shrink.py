@@ -1,7 +1,8 @@
-"""A communicator of the ranks that live, made of one that broke.
+"""Creation of a communicator of the surviving ranks from one that broke.
 
-Ranks may know of different deaths. They try with those that each takes for living; a try ends when one of these is known to be gone, and
-the next one is without it.  All tries have one deadline.
+Ranks may know of different deaths. Each attempt includes the ranks that the caller believes alive;
+it ends when one of these is known to be gone, and the next attempt excludes it. All attempts share
+one deadline.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ T = TypeVar("T")
 
 
 def shrink(core: CommunicatorCore, number: int, make: Callable[[Session, SetupPhases], T]) -> T:
-    """``make`` of the session of the ranks that live, and of its stages; ``number`` is the same on all of them."""
+    """Return ``make(session, setup)`` for the surviving ranks.
+
+    Args:
+        core: The communicator that broke.
+        number: Count of splits and shrinks of it; the same on all ranks.
+        make: Creates the new communicator; collective over the surviving ranks.
+    """
     deadline = Deadline.after(core.session.timeout)
     name = f"shrink {number} of {core.session.key}"  # whoever they take for living: those who know less will learn it
     while True:
@@ -52,13 +59,13 @@ def shrink(core: CommunicatorCore, number: int, make: Callable[[Session, SetupPh
 
 
 def _live_ranks(core: CommunicatorCore) -> list[int]:
-    """The ranks that have neither died nor left."""
+    """Return the ranks that have neither died nor left."""
     gone = {*core.faults.lost, *core.faults.left, *core.session.gone()}
     return [r for r in range(core.nranks) if r not in gone]
 
 
 def _ranks_have_left(core: CommunicatorCore, ranks: list[int]) -> bool:
-    """Whether one of ``ranks``, of which this is one, is gone; a connection may break before the control plane tells that."""
+    """Return True if one of ``ranks`` is gone, or becomes known to be within ``NOTICE_FIRST_S``."""
     deadline = time.monotonic() + NOTICE_FIRST_S
     while _live_ranks(core) == ranks and time.monotonic() < deadline:
         time.sleep(POLL_S)

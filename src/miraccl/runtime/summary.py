@@ -1,4 +1,4 @@
-"""What MIRACCL_DEBUG=info says when a communicator or its GPU side has been made: a line for each rank, as NCCL's INIT lines."""
+"""Log lines of MIRACCL_DEBUG=info for a new communicator or GPU side, one per rank (NCCL's INIT)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 
 
 def describe_rank(rank: int, hosts: Sequence[int], address: str) -> str:
-    """``hosts`` by rank, as numbers; ``address`` is where this rank listens."""
+    """Describe the connections of ``rank``.
+
+    Args:
+        hosts: Host number of each rank.
+        address: Address at which this rank listens.
+    """
     near = [r for r, host in enumerate(hosts) if host == hosts[rank] and r != rank]
     far = [r for r, host in enumerate(hosts) if host != hosts[rank]]
     parts = [f"shared memory with {_list(near)}"] if near else []
@@ -22,7 +27,12 @@ def describe_gpu(
     reason: str,
     multiprocessors: int,
 ) -> str:
-    """``ways`` by peer; ``order`` is that of neighbours, and ``why``."""
+    """Describe the connections of the GPU of ``rank``.
+
+    Args:
+        mappings: Mapping method of each peer.
+        order: Ring order of the ranks, chosen for ``reason``.
+    """
     peers_by_mapping: dict[str, list[int]] = {}
     for peer, way in sorted(mappings.items()):
         peers_by_mapping.setdefault(way, []).append(peer)
@@ -35,7 +45,7 @@ def describe_gpu(
 
 
 def _list(ranks: Sequence[int]) -> str:
-    """``0 2-5 7``."""
+    """Format ranks as ranges, such as ``0 2-5 7``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

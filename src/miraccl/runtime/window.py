@@ -1,7 +1,8 @@
-"""Window memory: arrays that all ranks of the host have mapped, handed out by ``Communicator.empty``.
+"""Window memory: arrays that all ranks of the host have mapped, from ``Communicator.empty``.
 
-One sparse segment per rank, cut first-fit into pieces of whole pages; a piece goes back, and its pages to the system, when the last
-array that views it is gone.  Allocation is local: no other rank takes part.
+Each rank has one sparse segment, divided first-fit into blocks of whole pages. A block, and its
+pages, are freed when the last array that views it is gone. Allocation is local: no other rank takes
+part.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class WindowAllocator:
-    """First-fit allocator over a segment."""
+    """First-fit allocator over a segment. Thread-safe."""
 
     def __init__(self, segment: ShmSegment) -> None:
         self.segment = segment
@@ -38,7 +39,7 @@ class WindowAllocator:
         self.allocated = 0
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """An uninitialised array (zero where its pages are new) in window memory, aligned to a page."""
+        """Return an uninitialised, page-aligned array in window memory (zero on fresh pages)."""
         kind, dims = element_type(dtype), dimensions(shape)
         nbytes = math.prod(dims) * kind.itemsize
         size = max(PAGE, -(-nbytes // PAGE) * PAGE)
@@ -54,7 +55,7 @@ class WindowAllocator:
         )
 
     def resident_bytes(self) -> int:
-        """Bytes of memory that the pieces in use hold."""
+        """Return the resident bytes of the allocated blocks."""
         with self._lock:
             self._merge()
             ends = [
@@ -80,7 +81,7 @@ class WindowAllocator:
         )
 
     def _release(self, offset: int, size: int) -> None:
-        """Take a piece back. The garbage collector may call this anywhere, inside ``_take`` too: whoever holds the lock does the rest."""
+        """Free a block; called by the garbage collector, at any point."""
         with contextlib.suppress(OSError):  # the memory goes with the segment, at the latest
             self.segment.file.remove(offset, size)
         self._returned.append((offset, size))
@@ -91,7 +92,7 @@ class WindowAllocator:
                 self._lock.release()
 
     def _merge(self) -> None:
-        """With the lock: pieces that came back join the free ones."""
+        """Return released blocks to the free list; the caller holds the lock."""
         while self._returned:
             offset, size = self._returned.popleft()
             self.allocated -= size
@@ -105,7 +106,11 @@ class WindowAllocator:
 
 
 def element_type(dtype: Any) -> Any:
-    """The NumPy type for a ``DType``, its label, or whatever NumPy takes as a data type; ``InvalidUsage`` for what is none."""
+    """Return the NumPy type of a ``DType``, its label or anything ``numpy.dtype`` accepts.
+
+    Raises:
+        InvalidUsage: ``dtype`` is none of these, or its elements are not stored in the array.
+    """
     try:
         label = dtype.label if isinstance(dtype, DType) else dtype
         kind = (
@@ -125,7 +130,11 @@ def element_type(dtype: Any) -> Any:
 
 
 def dimensions(shape: Any) -> tuple[int, ...]:
-    """The shape of window memory, on CPUs and GPUs; ``InvalidUsage`` for what is none."""
+    """Return the shape of a new array of window memory (CPU and GPU) as a tuple.
+
+    Raises:
+        InvalidUsage: ``shape`` is neither a whole number nor a sequence of them, from 0 on.
+    """
     try:
         dims = (
             tuple(operator.index(n) for n in shape)

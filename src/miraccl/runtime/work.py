@@ -1,4 +1,4 @@
-"""Handles of operations that go on in the background, and the thread that runs them in order."""
+"""Handles of background operations, and the thread that runs these in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from miraccl.errors import CollectiveTimeout, InvalidUsage, as_system_failure
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    """The seconds that a ``wait`` was given, of which there may be any number from 0 on; None waits for the operation's own deadline."""
+    """Return the timeout of a ``wait`` in seconds; None means the operation's own deadline.
+
+    Raises:
+        InvalidUsage: ``timeout`` is not a number.
+    """
     if timeout is None:
         return None
     if (
@@ -25,19 +29,34 @@ def check_timeout(timeout: float | None) -> float | None:
 
 
 class Work:
-    """An operation that was started with ``async_op=True``. Its buffers belong to the library until ``wait`` has returned."""
+    """Handle of an operation started with ``async_op=True``.
+
+    The operation's buffers belong to the library until ``wait`` has returned.
+
+    Args:
+        name: Name of the operation.
+        wait_state: Returns the wait of the thread that runs it, for deadlock detection.
+    """
 
     def __init__(self, name: str, wait_state: Callable[[], Wait | None] | None = None) -> None:
-        """``where``: what whoever waits for it waits in."""
         self.name, self._wait_state = name, wait_state
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
 
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
-        """The result, once it is there; raises the operation's error, or ``CollectiveTimeout`` after ``timeout`` seconds.
+        """Block until the operation has ended and return its result.
 
-        ``stream`` says something on GPU memory alone; what is in CPU memory is there for every stream.
+        Args:
+            timeout: Seconds to wait; None waits for the operation's own deadline.
+            stream: Ignored for CPU memory: the result is valid for every stream.
+
+        Returns:
+            The array with the result, as the operation would return it.
+
+        Raises:
+            CollectiveTimeout: Not finished within ``timeout``; the operation continues.
+            MiracclError: The operation failed.
         """
         if timeout is None and self._wait_state is not None and not self._done.is_set():
             with BlockedScope(self._wait_state):
@@ -51,17 +70,23 @@ class Work:
         return self._result
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        """As ``wait``, which on GPU memory does not wait on the host."""
+        """Block the host until the operation has ended; on GPU memory ``wait`` only makes a stream
+        wait.
+
+        Raises:
+            CollectiveTimeout: Not finished within ``timeout`` seconds; the operation continues.
+            MiracclError: The operation failed.
+        """
         return self.wait(timeout)
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return True if the operation has ended, successfully or not."""
         return self._done.is_set()
 
     is_completed = done
 
     def exception(self) -> BaseException | None:
-        """The error of a finished operation, or None."""
+        """Return the error of a finished operation, or None."""
         return self._error
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
@@ -74,10 +99,13 @@ class Work:
 
 
 class BackgroundWorker:
-    """Runs operations of one communicator one after another on a thread of its own, started when it is first needed.
+    """Thread that runs operations of one communicator in order; started on first use.
 
-    ``changed`` is called before the first pending operation and after the last: while there are any, every call of the communicator
-    queues up behind them.
+    Args:
+        name: Name of the thread.
+        on_pending_change: Called before the first pending operation and after the last one:
+            meanwhile every call of the communicator queues up.
+        wait_state: Returns the wait of the thread, for deadlock detection.
     """
 
     def __init__(
@@ -86,7 +114,6 @@ class BackgroundWorker:
         on_pending_change: Callable[[], None],
         wait_state: Callable[[], Wait | None],
     ) -> None:
-        """``where``: what its thread waits in."""
         self._name, self._on_pending_change, self._wait_state = name, on_pending_change, wait_state
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may finalize in the middle
@@ -132,7 +159,9 @@ class BackgroundWorker:
             del item, work, action, result
 
     def close(self, timeout: float) -> bool:
-        """End the thread after what is pending; False if that takes longer than ``timeout`` seconds."""
+        """Stop the thread after pending work; return False if that takes longer than ``timeout``
+        seconds.
+        """
         with self._lock:
             self._closed = True
             thread = self._thread
