@@ -1,4 +1,4 @@
-"""A rank whose watcher, the thread that hears what the others tell, gets no processor for as long as a test wants."""
+"""Fault injection: a session whose watcher thread is stalled for as long as a test wants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_S = 20.0
 
 
 class LateWatcher:
-    """The watcher of ``session`` stops before it deals with an event, until it is let go."""
+    """Stalls the watcher of ``session`` before each event until ``release``."""
 
     def __init__(self, session: Session) -> None:
         assert session._link is not None
@@ -27,20 +27,20 @@ class LateWatcher:
         self._here.release()
         assert self._go.acquire(timeout=PATIENCE_S)
 
-    def await_event(self) -> None:
-        """Returns when it has stopped."""
+    def wait_for_event(self) -> None:
+        """Block until the watcher stalls."""
         assert self._here.acquire(timeout=PATIENCE_S)
 
-    def has_come(self, words: bytes) -> bool:
-        """Whether ``words`` lie in its connection, behind what it has taken in."""
+    def has_received(self, data: bytes) -> bool:
+        """Return True if ``data`` lies unread in the receive buffer of its connection."""
         with contextlib.suppress(BlockingIOError):
-            return words in self._link._sock.recv(READ_BYTES, socket.MSG_PEEK)
+            return data in self._link._sock.recv(READ_BYTES, socket.MSG_PEEK)
         return False
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody has begun to wait until it catches up."""
+        """True if a call waits for the watcher to catch up."""
         return len(self._link._deliveries) > self._behind
 
-    def let_go(self, events: int = 1) -> None:
+    def release(self, events: int = 1) -> None:
         self._go.release(events)

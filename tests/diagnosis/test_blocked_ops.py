@@ -1,4 +1,4 @@
-"""Where the program of a process waits, as far as that is certain."""
+"""The wait of the host program, reported only where it is certain."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from miraccl.diagnosis.waits import (
 )
 from miraccl.runtime.work import Work
 
-HERE = WaitForOperation(key="a", awaited=("1",), op="all_reduce")
-INSIDE = WaitForControlOp(key="b", awaited=("1",), op="split")
+IN_REDUCE = WaitForOperation(key="a", awaited=("1",), op="all_reduce")
+IN_SPLIT = WaitForControlOp(key="b", awaited=("1",), op="split")
 
 
-def test_only_a_program_with_one_thread_is_in_one_place() -> None:
+def test_wait_is_reported_with_a_single_application_thread() -> None:
     me = threading.get_ident()
     begun, end = threading.Event(), threading.Event()
 
@@ -33,9 +33,9 @@ def test_only_a_program_with_one_thread_is_in_one_place() -> None:
         begun.set()
         end.wait()
 
-    with blocked_ops.BlockedScope(lambda: HERE), blocked_ops.BlockedScope(lambda: INSIDE):
+    with blocked_ops.BlockedScope(lambda: IN_REDUCE), blocked_ops.BlockedScope(lambda: IN_SPLIT):
         assert blocked_ops.only_application_thread() == me
-        assert blocked_ops.current_wait() is HERE  # the outer one ends last
+        assert blocked_ops.current_wait() is IN_REDUCE  # the outer scope ends last
         for make in (threading.Thread(target=thread), threading.Timer(0, thread)):
             make.start()
             begun.wait()
@@ -44,28 +44,28 @@ def test_only_a_program_with_one_thread_is_in_one_place() -> None:
             make.join()
             begun.clear()
             end.clear()
-        library = threading.Thread(target=end.wait)  # runs no line of the program's
+        library = threading.Thread(target=end.wait)  # runs no application code
         library.start()
-        assert blocked_ops.current_wait() is HERE
+        assert blocked_ops.current_wait() is IN_REDUCE
         end.set()
         library.join()
     assert not blocked_ops._blocked
 
 
-def test_threads_that_serve_events_are_the_programs() -> None:
+def test_event_loops_count_as_application_threads() -> None:
     loop, idle = asyncio.new_event_loop(), threading.Event()
     server = socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler)
-    with server, blocked_ops.BlockedScope(lambda: HERE):
+    with server, blocked_ops.BlockedScope(lambda: IN_REDUCE):
         for serve, stop in (
             (loop.run_forever, lambda: loop.call_soon_threadsafe(loop.stop)),
             (server.serve_forever, server.shutdown),
         ):
-            assert blocked_ops.current_wait() is HERE
+            assert blocked_ops.current_wait() is IN_REDUCE
             thread = threading.Thread(target=serve)
             thread.start()
             while (
                 "select" not in sys._current_frames()[thread.ident or 0].f_code.co_name
-            ):  # no line of the program's
+            ):  # it runs no application code now
                 idle.wait(0.001)
             assert blocked_ops.current_wait() is None
             stop()
@@ -73,24 +73,26 @@ def test_threads_that_serve_events_are_the_programs() -> None:
     loop.close()
 
 
-def test_a_thread_that_is_about_to_begin_is_the_programs() -> None:
-    """It is where those of libraries are."""
+def test_starting_threads_count_as_application_threads() -> None:
+    """Their stack is the same as that of a library's thread."""
     end = threading.Event()
     library = threading.Thread(target=end.wait)
     library.start()
     with stacks.Frames() as innermost:
         frame = innermost[library.ident or 0]
         assert not stacks.may_call_user_code(frame, library)
-        assert stacks.may_call_user_code(frame, threading.Thread(target=told))
-        assert stacks.may_call_user_code(frame, type("Own", (threading.Thread,), {"run": told})())
+        assert stacks.may_call_user_code(frame, threading.Thread(target=reported))
+        assert stacks.may_call_user_code(
+            frame, type("Own", (threading.Thread,), {"run": reported})()
+        )
     end.set()
     library.join()
 
 
-def test_a_signal_handler_is_in_another_place() -> None:
-    """It may call what others wait for."""
+def test_signal_handler_inside_a_wait_hides_it() -> None:
+    """The handler may call what the others wait for."""
     seen: list[Wait | None] = []
-    work = Work("all_reduce", lambda: HERE)
+    work = Work("all_reduce", lambda: IN_REDUCE)
 
     def handle(number: int, frame: Any) -> None:
         seen.append(blocked_ops.current_wait())
@@ -105,57 +107,57 @@ def test_a_signal_handler_is_in_another_place() -> None:
     assert seen == [None]
 
 
-def test_a_program_in_two_waits_is_in_neither() -> None:
-    """The inner one is of a signal handler."""
-    first, second = Seat("first"), Seat("second")
+def test_two_waits_of_one_thread_are_ambiguous() -> None:
+    """The inner wait belongs to a signal handler."""
+    first, second = FakeProvider("first"), FakeProvider("second")
     blocked_ops.providers.add(first)
-    assert blocked_ops.current_wait() == first.wait()
+    assert blocked_ops.current_wait() == first.current_wait()
     blocked_ops.providers.add(second)
     assert blocked_ops.current_wait() is None
 
 
-class Seat:
-    """That of a rank which waits in its communicator."""
+class FakeProvider:
+    """Wait state of a rank that is blocked in an all_reduce."""
 
     session: Session | None = None
 
     def __init__(self, key: str) -> None:
         self.key = key
 
-    def wait(self) -> Wait | None:
+    def current_wait(self) -> Wait | None:
         return WaitForOperation(key=self.key, awaited=("1",), op="all_reduce")
 
-    def come(self) -> RankProgress:
+    def progress(self) -> RankProgress:
         return RankProgress(operations=3)
 
 
-def told() -> BlockedState:
-    """Where the program is, as others are told."""
+def reported() -> BlockedState:
+    """State of the host program as other processes decode it."""
     report: dict[str, Any] = blocked_ops.local_report()
     return blocked_ops.decode_states({report["token"]: report})[report["token"]]
 
 
-def test_those_who_live_and_have_not_left_are_told_of() -> None:
-    first, second = Seat("first"), Seat("second")
+def test_live_and_registered_providers_are_reported() -> None:
+    first, second = FakeProvider("first"), FakeProvider("second")
     blocked_ops.providers.add(first)
     blocked_ops.providers.add(second)
-    assert {"first", "second"} <= set(told().progress)
+    assert {"first", "second"} <= set(reported().progress)
     blocked_ops.providers.remove(first)
     blocked_ops.providers.remove(first)
     del second
-    assert not {"first", "second"} & set(told().progress)
+    assert not {"first", "second"} & set(reported().progress)
 
 
-def test_of_ranks_of_one_process_nobody_says_how_far_they_have_come() -> None:
-    first, second = Seat("same"), Seat("same")
+def test_progress_of_ranks_that_share_a_process_is_left_out() -> None:
+    first, second = FakeProvider("same"), FakeProvider("same")
     blocked_ops.providers.add(first)
-    assert told().progress["same"].operations == 3
+    assert reported().progress["same"].operations == 3
     blocked_ops.providers.add(second)
-    assert "same" not in told().progress
+    assert "same" not in reported().progress
 
 
-def test_a_communicator_that_is_closed_before_others_are_asked() -> None:
-    """What its program waits in now is looked at next."""
+def test_session_closed_before_the_query() -> None:
+    """The detector then looks anew at the wait of the program."""
     session = solo()
     session.close()
     assert not deadlock_detector._check(session, session.tokens[0])

@@ -1,4 +1,4 @@
-"""Who waits for whom, from what processes tell: only a circle of waits that certainly do not end is one."""
+"""Cycles in the wait-for graph: found exactly if none of their waits can end."""
 
 from __future__ import annotations
 
@@ -26,68 +26,80 @@ from miraccl.diagnosis.waits import (
 )
 
 
-def place(*waits: Wait | None, made: tuple[str, ...] = (), **come: dict[str, Any]) -> BlockedState:
-    """Of a program or stream: its waits, creations it has come to, and how far it has come in communicators, by key."""
-    nothing = {"sent": [0, 0, 0], "taken": [0, 0, 0]}
+def state(
+    *waits: Wait | None, inits: tuple[str, ...] = (), **progress: dict[str, Any]
+) -> BlockedState:
+    """A node with these waits, started creations, and progress by communicator key."""
+    zero = {"sent": [0, 0, 0], "received": [0, 0, 0]}
     return BlockedState(
         [wait for wait in waits if wait],
-        {key: RankProgress(**(nothing | counts)) for key, counts in come.items()},
-        made,
+        {key: RankProgress(**(zero | counts)) for key, counts in progress.items()},
+        inits,
     )
 
 
-def names(start: str, places: Mapping[str, BlockedState]) -> list[str]:
-    """Those in the circle, from what goes between processes."""
-    told = {
-        name: BlockedState.from_json(json.loads(json.dumps(place.to_json())))
-        for name, place in places.items()
+def cycle_names(start: str, states: Mapping[str, BlockedState]) -> list[str]:
+    """Names of the nodes in the cycle, from states that have been through JSON."""
+    decoded = {
+        name: BlockedState.from_json(json.loads(json.dumps(each.to_json())))
+        for name, each in states.items()
     }
-    return [name for name, _ in cycles.find_cycle(start, told)[1]]
+    return [name for name, _ in cycles.find_cycle(start, decoded)[1]]
 
 
-IN_A = WaitForOperation(key="a", awaited=("1",), op="", number=5)  # of process 0, for process 1
-MEETS = WaitForControlOp(key="a", awaited=("0", "2"), op="", number=2)  # of process 1
-TAKES = replace(IN_A, taken=3)
-MAKES = WaitForInit(key="b", awaited=("0",), op="")
+IN_REDUCE = WaitForOperation(
+    key="a", awaited=("1",), op="", number=5
+)  # process 0 waits for process 1
+IN_SPLIT = WaitForControlOp(key="a", awaited=("0", "2"), op="", number=2)
+NEEDS_CREDIT = replace(IN_REDUCE, must_receive=3)
+IN_INIT = WaitForInit(key="b", awaited=("0",), op="")
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "circle"),
+    ("mine", "theirs", "cycle"),
     [
-        (place(IN_A, a={"meetings": 1}), place(MEETS, a={"operations": 4}), True),
+        (state(IN_REDUCE, a={"control_ops": 1}), state(IN_SPLIT, a={"operations": 4}), True),
         (
-            place(IN_A, a={"meetings": 1}),
-            place(MEETS, a={"operations": 5}),
+            state(IN_REDUCE, a={"control_ops": 1}),
+            state(IN_SPLIT, a={"operations": 5}),
             False,
-        ),  # it has come: what it sent may be under way
+        ),  # it has arrived: its data may be in flight
         (
-            place(IN_A, a={"meetings": 2}),
-            place(MEETS, a={"operations": 4}),
+            state(IN_REDUCE, a={"control_ops": 2}),
+            state(IN_SPLIT, a={"operations": 4}),
             False,
-        ),  # this one has been there
+        ),  # process 0 has been through the split
         (
-            place(IN_A, a={"meetings": 1}),
-            place(MEETS, a={"operations": 4, "aside": True}),
+            state(IN_REDUCE, a={"control_ops": 1}),
+            state(IN_SPLIT, a={"operations": 4, "background": True}),
             False,
-        ),  # called, if not begun
-        (place(IN_A, a={"meetings": 1}), place(None, a={"operations": 4}), False),  # it computes
-        (place(IN_A, a={"meetings": 1}), place(MEETS), False),  # it has left
+        ),  # submitted, perhaps not started
         (
-            place(TAKES, a={"meetings": 1}),
-            place(MEETS, a={"operations": 4, "taken": [2, 0, 0]}),
+            state(IN_REDUCE, a={"control_ops": 1}),
+            state(None, a={"operations": 4}),
+            False,
+        ),  # process 1 is not blocked
+        (
+            state(IN_REDUCE, a={"control_ops": 1}),
+            state(IN_SPLIT),
+            False,
+        ),  # process 1 has left the communicator
+        (
+            state(NEEDS_CREDIT, a={"control_ops": 1}),
+            state(IN_SPLIT, a={"operations": 4, "received": [2, 0, 0]}),
             True,
         ),
         (
-            place(TAKES, a={"meetings": 1}),
-            place(MEETS, a={"operations": 4, "taken": [3, 0, 0]}),
+            state(NEEDS_CREDIT, a={"control_ops": 1}),
+            state(IN_SPLIT, a={"operations": 4, "received": [3, 0, 0]}),
             False,
         ),
-        (place(IN_A), place(MAKES, a={"operations": 4}), True),
-        (place(IN_A, made=("b",)), place(MAKES, a={"operations": 4}), False),
+        (state(IN_REDUCE), state(IN_INIT, a={"operations": 4}), True),
+        (state(IN_REDUCE, inits=("b",)), state(IN_INIT, a={"operations": 4}), False),
     ],
 )
-def test_a_circle_of_two(mine: BlockedState, theirs: BlockedState, circle: bool) -> None:
-    assert bool(names("0", {"0": mine, "1": theirs})) == circle
+def test_cycle_of_two_hosts(mine: BlockedState, theirs: BlockedState, cycle: bool) -> None:
+    assert bool(cycle_names("0", {"0": mine, "1": theirs})) == cycle
 
 
 RECEIVES = WaitForMessage(key="m", awaited=("1",), op="", number=7)
@@ -95,145 +107,161 @@ SENDS = WaitForCredit(key="m", awaited=("1",), op="", number=4)
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "circle"),
+    ("mine", "theirs", "cycle"),
     [
         (RECEIVES, {"sent": [7, 0, 0]}, True),
-        (RECEIVES, {"sent": [8, 0, 0]}, False),  # it is under way
+        (RECEIVES, {"sent": [8, 0, 0]}, False),  # the message is in flight
         (RECEIVES, {"sent": [7, 0, 0], "sends": [0]}, False),
         (RECEIVES, {"sent": [7, 0, 0], "sends": [2], "receives": [0]}, True),
-        (SENDS, {"taken": [3, 0, 0]}, True),
-        (SENDS, {"taken": [4, 0, 0]}, False),
-        (SENDS, {"taken": [3, 0, 0], "receives": [0]}, False),
-        (SENDS, {"taken": [3, 0, 0], "receives": [ANY_RANK]}, False),
-        (SENDS, {"taken": [3, 0, 0], "receives": [2], "sends": [0]}, True),
+        (SENDS, {"received": [3, 0, 0]}, True),
+        (SENDS, {"received": [4, 0, 0]}, False),
+        (SENDS, {"received": [3, 0, 0], "receives": [0]}, False),
+        (SENDS, {"received": [3, 0, 0], "receives": [ANY_RANK]}, False),
+        (SENDS, {"received": [3, 0, 0], "receives": [2], "sends": [0]}, True),
     ],
 )
-def test_a_message_against_an_operation(mine: Wait, theirs: dict[str, Any], circle: bool) -> None:
+def test_message_against_collective(mine: Wait, theirs: dict[str, Any], cycle: bool) -> None:
     other = WaitForOperation(key="a", awaited=("0",), op="", number=1, rank=1)
-    assert bool(names("0", {"0": place(mine, a={}), "1": place(other, m=theirs)})) == circle
+    assert bool(cycle_names("0", {"0": state(mine, a={}), "1": state(other, m=theirs)})) == cycle
 
 
 LAUNCH = WaitForOperation(
     key="gpu", awaited=("1/",), op="", number=5
-)  # of the stream of process 0, for that of process 1
-IN_CPU = WaitForOperation(
+)  # the stream of process 0 waits for that of process 1
+ON_HOST = WaitForOperation(
     key="a", awaited=("0",), op="", number=1, rank=1
-)  # of process 1, for process 0
-WAITS_FOR_ALL = WaitForStream(key="a", awaited=("0/",), op="")
-NO_CALL = WaitForHost(key=IN_CPU.ident, awaited=("1",), op="")
+)  # process 1 waits for process 0
+SYNCHRONIZES = WaitForStream(key="a", awaited=("0/",), op="")
+STREAM_IDLE = WaitForHost(key=ON_HOST.ident, awaited=("1",), op="")
 
 
 @pytest.mark.parametrize(
-    ("mine", "waits", "theirs", "here", "circle"),
+    ("mine", "waits", "theirs", "here", "cycle"),
     [
-        (WAITS_FOR_ALL, [LAUNCH], IN_CPU, place(NO_CALL, gpu={"operations": 4}), True),
+        (SYNCHRONIZES, [LAUNCH], ON_HOST, state(STREAM_IDLE, gpu={"operations": 4}), True),
         (
-            WAITS_FOR_ALL,
+            SYNCHRONIZES,
             [LAUNCH],
-            IN_CPU,
-            place(NO_CALL, gpu={"operations": 5}),
+            ON_HOST,
+            state(STREAM_IDLE, gpu={"operations": 5}),
             False,
-        ),  # it has come
+        ),  # its stream has arrived
         (
-            WAITS_FOR_ALL,
+            SYNCHRONIZES,
             [LAUNCH],
-            IN_CPU,
-            place(gpu={"operations": 4}),
+            ON_HOST,
+            state(gpu={"operations": 4}),
             False,
-        ),  # something is enqueued
+        ),  # its stream is not idle
         (
-            WAITS_FOR_ALL,
+            SYNCHRONIZES,
             [LAUNCH],
-            replace(IN_CPU, number=2),
-            place(NO_CALL, gpu={"operations": 4}),
+            replace(ON_HOST, number=2),
+            state(STREAM_IDLE, gpu={"operations": 4}),
             False,
-        ),  # it has called meanwhile
+        ),  # the host is in a later wait
         (
-            WAITS_FOR_ALL,
-            [NO_CALL],
-            IN_CPU,
-            place(NO_CALL, gpu={"operations": 4}),
+            SYNCHRONIZES,
+            [STREAM_IDLE],
+            ON_HOST,
+            state(STREAM_IDLE, gpu={"operations": 4}),
             False,
-        ),  # there is nothing to wait for
-        (None, [LAUNCH], IN_CPU, place(NO_CALL, gpu={"operations": 4}), False),  # it computes
+        ),  # the stream has completed
         (
-            WAITS_FOR_ALL,
+            None,
+            [LAUNCH],
+            ON_HOST,
+            state(STREAM_IDLE, gpu={"operations": 4}),
+            False,
+        ),  # process 1 is not blocked
+        (
+            SYNCHRONIZES,
             [replace(LAUNCH, awaited=("2/",)), LAUNCH],
-            IN_CPU,
-            place(NO_CALL, gpu={"operations": 4}),
+            ON_HOST,
+            state(STREAM_IDLE, gpu={"operations": 4}),
             True,
         ),
     ],
 )
-def test_a_program_that_waits_for_its_stream(
-    mine: Wait | None, waits: list[Wait], theirs: Wait, here: BlockedState, circle: bool
+def test_host_that_waits_for_its_stream(
+    mine: Wait | None, waits: list[Wait], theirs: Wait, here: BlockedState, cycle: bool
 ) -> None:
-    places = {
-        "0": place(mine, a={}),
-        "1": place(theirs, a={}),
-        "0/": place(*waits, gpu={}),
+    states = {
+        "0": state(mine, a={}),
+        "1": state(theirs, a={}),
+        "0/": state(*waits, gpu={}),
         "1/": here,
     }
-    assert names("1", places) == (["1", "0", "0/", "1/"] if circle else [])
+    assert cycle_names("1", states) == (["1", "0", "0/", "1/"] if cycle else [])
 
 
-ROWS = WaitForPackets(key="gpu", awaited=("1/",), op="", number=3, suspended=2, counter="sent")
+PACKETS = WaitForPackets(key="gpu", awaited=("1/",), op="", number=3, suspended=2, counter="sent")
 BACK = replace(LAUNCH, awaited=("0/",))
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "circle"),
+    ("mine", "theirs", "cycle"),
     [
-        (ROWS, place(BACK, gpu={"sent": [2, 0]}), True),
-        (ROWS, place(BACK, gpu={"sent": [3, 0]}), False),
-        (replace(ROWS, what="taken"), place(BACK, gpu={"sent": [3, 0], "taken": [2, 0]}), True),
+        (PACKETS, state(BACK, gpu={"sent": [2, 0]}), True),
+        (PACKETS, state(BACK, gpu={"sent": [3, 0]}), False),
         (
-            ROWS,
-            place(replace(ROWS, awaited=("0/",), number=1, rank=1, holds=1), gpu={"sent": [2, 0]}),
+            replace(PACKETS, counter="received"),
+            state(BACK, gpu={"sent": [3, 0], "received": [2, 0]}),
             True,
         ),
         (
-            ROWS,
-            place(replace(ROWS, awaited=("0/",), number=1, rank=1, holds=2), gpu={"sent": [2, 0]}),
+            PACKETS,
+            state(
+                replace(PACKETS, awaited=("0/",), number=1, rank=1, suspended=1),
+                gpu={"sent": [2, 0]},
+            ),
+            True,
+        ),
+        (
+            PACKETS,
+            state(
+                replace(PACKETS, awaited=("0/",), number=1, rank=1, suspended=2),
+                gpu={"sent": [2, 0]},
+            ),
             False,
-        ),  # it may send
+        ),  # the peer still serves rank 0
     ],
 )
-def test_messages_in_kernels(mine: Wait, theirs: BlockedState, circle: bool) -> None:
-    here = place(mine, gpu={"operations": 4, "sent": [0, 0], "taken": [0, 0]})
-    assert bool(names("0/", {"0/": here, "1/": theirs})) == circle
+def test_packets_in_kernels(mine: Wait, theirs: BlockedState, cycle: bool) -> None:
+    here = state(mine, gpu={"operations": 4, "sent": [0, 0], "received": [0, 0]})
+    assert bool(cycle_names("0/", {"0/": here, "1/": theirs})) == cycle
 
 
-def test_operations_of_one_number_that_differ() -> None:
+def test_logged_ops_of_one_number() -> None:
     inside = replace(LAUNCH, key="a", number=5 + (1 << 16))
-    places = {
-        "0/": place(inside, a={"called": {"5": [7, 1]}}),
-        "1/": place(a={"called": {"5": [8, 1], "4": [6, 1]}}),
-        "2/": place(),
+    states = {
+        "0/": state(inside, a={"op_log": {"5": [7, 1]}}),
+        "1/": state(a={"op_log": {"5": [8, 1], "4": [6, 1]}}),
+        "2/": state(),
     }
-    assert cycles.logged_ops(inside, places) == {"0/": [7, 1], "1/": [8, 1]}
+    assert cycles.logged_ops(inside, states) == {"0/": [7, 1], "1/": [8, 1]}
 
 
-def test_circles_of_three_and_those_who_wait_for_one() -> None:
-    places = {
-        str(r): place(
+def test_cycle_of_three_and_a_node_that_waits_for_it() -> None:
+    states = {
+        str(r): state(
             WaitForOperation(key=str(r), awaited=(str((r + 1) % 3),), op="", number=1),
-            made=(),
+            inits=(),
             **{str(k): {} for k in range(3)},
         )
         for r in range(3)
     }
-    assert names("1", places) == ["1", "2", "0"]
-    places["3"] = place(
-        WaitForControlOp(key="0", awaited=("0",), op="", number=1), made=(), **{"0": {}}
+    assert cycle_names("1", states) == ["1", "2", "0"]
+    states["3"] = state(
+        WaitForControlOp(key="0", awaited=("0",), op="", number=1), inits=(), **{"0": {}}
     )
-    assert names("3", places) == ["0", "1", "2"]
-    places["2"] = replace(places["2"], waits=[])
-    assert not names("1", places)
-    assert not names("4", places)
+    assert cycle_names("3", states) == ["0", "1", "2"]
+    states["2"] = replace(states["2"], waits=[])
+    assert not cycle_names("1", states)
+    assert not cycle_names("4", states)
 
 
-def test_messages_of_two_ranks_are_not_one_wait() -> None:
-    """Between them the program may have called something on GPU memory."""
-    for wait in (RECEIVES, SENDS, ROWS):
+def test_waits_for_different_peers_have_different_idents() -> None:
+    """Between the two waits the host may have called something on GPU memory."""
+    for wait in (RECEIVES, SENDS, PACKETS):
         assert replace(wait, awaited=("2",)).ident != wait.ident

@@ -1,4 +1,4 @@
-"""Errors come out of notices as they went in."""
+"""Round trip of errors through their JSON notices."""
 
 from __future__ import annotations
 
@@ -19,40 +19,42 @@ KINDS = [
 ]
 
 
-def told(error: MiracclError, rank: int = 1, source: int = 0) -> MiracclError:
-    heard = decode_error(json.loads(json.dumps(encode_error(error))), rank=rank, source=source)
-    assert heard is not None
-    return heard
+def round_trip(error: MiracclError, rank: int = 1, source: int = 0) -> MiracclError:
+    decoded = decode_error(json.loads(json.dumps(encode_error(error))), rank=rank, source=source)
+    assert decoded is not None
+    return decoded
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_lost(kind: type[MiracclError]) -> None:
+def test_all_fields_survive(kind: type[MiracclError]) -> None:
     error = kind("it failed", rank=0, peer=2, op="all_reduce #7", hint="do it again")
     if isinstance(error, CollectiveTimeout):
         error.graph = ("rank 0: waits for rank 2", "rank 2: did not answer")
-    heard = told(error)
-    assert type(heard) is kind
-    assert vars(heard) == {**vars(error), "rank": 1}
+    decoded = round_trip(error)
+    assert type(decoded) is kind
+    assert vars(decoded) == {**vars(error), "rank": 1}
 
 
-def test_an_error_that_another_module_defines_is_told_as_what_it_is_derived_from() -> None:
-    assert type(told(CompileError("no kernel"))) is MiracclError
+def test_class_of_another_module_becomes_its_base() -> None:
+    assert type(round_trip(CompileError("no kernel"))) is MiracclError
 
 
-def test_what_says_nothing_of_a_peer_is_about_who_told() -> None:
-    assert told(CollectiveTimeout("late"), source=3).peer == 3
+def test_peer_defaults_to_the_source() -> None:
+    assert round_trip(CollectiveTimeout("late"), source=3).peer == 3
 
 
-def test_a_rank_that_hears_of_its_own_death_has_lost_who_told() -> None:
+def test_own_death_becomes_loss_of_the_source() -> None:
     assert (
-        told(PeerDied("rank 0 has lost its connection to rank 1", peer=1), rank=1, source=0).peer
+        round_trip(
+            PeerDied("rank 0 has lost its connection to rank 1", peer=1), rank=1, source=0
+        ).peer
         == 0
     )
-    assert told(CommunicatorAborted("rank 1 aborted", peer=1), rank=1, source=0).peer == 1
+    assert round_trip(CommunicatorAborted("rank 1 aborted", peer=1), rank=1, source=0).peer == 1
 
 
 @pytest.mark.parametrize(
-    "words",
+    "payload",
     [
         None,
         "enough",
@@ -63,5 +65,5 @@ def test_a_rank_that_hears_of_its_own_death_has_lost_who_told() -> None:
         {"kind": "for a test"},
     ],
 )
-def test_notices_that_are_no_errors(words: Any) -> None:
-    assert decode_error(words, rank=0, source=1) is None
+def test_other_notices_decode_to_none(payload: Any) -> None:
+    assert decode_error(payload, rank=0, source=1) is None
