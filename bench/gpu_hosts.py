@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from miraccl.api.communicator import Communicator
-    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.bootstrap.launch import detect_launch, join_launch
     from miraccl.runtime.multinode import staging
 
     if options.lanes:  # before other modules read them
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     from miraccl.runtime.options import Options
 
     torch.cuda.set_device(rank)
-    session = meet(detect_launch(os.environ))
+    session = join_launch(detect_launch(os.environ))
     choices = Options.create()
 
     def open_cpu(sub: Any, stages: Any) -> Communicator:

@@ -47,13 +47,13 @@ def main() -> None:
     layout.FILLS = ((layout.PACKETS_OFFSET, 2 * layout.BANK_BYTES, 0xFFFFFFFF),)
     import torch
 
-    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.bootstrap.launch import detect_launch, join_launch
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
     from miraccl.types import DType
 
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
-    comm = DeviceCommunicator(meet(detect_launch(os.environ)), rank)
+    comm = DeviceCommunicator(join_launch(detect_launch(os.environ)), rank)
     timer = Timer(torch, comm)
     warm = torch.randn(4096, 4096, device="cuda")
     for _ in range(60):  # clocks rise with work

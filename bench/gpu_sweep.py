@@ -134,12 +134,12 @@ def run(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.bootstrap.launch import detect_launch, join_launch
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
 
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
-    session = meet(detect_launch(os.environ))
+    session = join_launch(detect_launch(os.environ))
     comm = DeviceCommunicator(session, rank)
     if not options.no_nccl:
         start_nccl(dist, torch, rank, nranks)

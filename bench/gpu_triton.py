@@ -52,13 +52,13 @@ def rank_main(options: Any) -> None:
     import torch.distributed._symmetric_memory as symmetric
     from triton_one_shot import one_shot
 
-    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.bootstrap.launch import detect_launch, join_launch
     from miraccl.runtime.gpu.communicator import DeviceCommunicator
 
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     start_nccl(dist, torch, rank, nranks)
-    session = meet(detect_launch(os.environ))
+    session = join_launch(detect_launch(os.environ))
     comm = DeviceCommunicator(session, rank)
     largest = max(SIZES) // 4
     box = symmetric.empty(2 * nranks * largest, dtype=torch.int64, device="cuda").zero_()

@@ -111,11 +111,11 @@ def rank_main(
     messages: bool,
 ) -> dict[int, dict[str, Any]]:
     os.environ["MIRACCL_HOSTID"] = f"host-{os.environ['MIRACCL_RANK']}"
-    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.bootstrap.launch import detect_launch, join_launch
 
-    with meet(detect_launch(os.environ)) as world:
+    with join_launch(detect_launch(os.environ)) as world:
         cpus = [
-            Communicator.from_session(world.sub(range(2), f"lane {lane}"), Options.create())
+            Communicator.from_session(world.subgroup(range(2), f"lane {lane}"), Options.create())
             for lane in range(STAGING_THREADS)
         ]
         gpu: Any = Processor()
@@ -129,7 +129,7 @@ def rank_main(
             ]
         elif not through_proxy:
             streams = [
-                DirectStreams(SetupPhases(world.sub(range(2), f"direct {i}")), cpu._core)
+                DirectStreams(SetupPhases(world.subgroup(range(2), f"direct {i}")), cpu._core)
                 for i, cpu in enumerate(cpus)
             ]
 

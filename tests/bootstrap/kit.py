@@ -26,7 +26,7 @@ from miraccl.bootstrap import (
     StatusRequest,
     UniqueId,
     connect,
-    create_root,
+    create_hub,
 )
 from miraccl.errors import BootstrapError
 
@@ -78,7 +78,7 @@ def until(condition: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def job(nranks: int, hosts: Sequence[str] | None = ("127.0.0.1",)) -> Iterator[list[Session]]:
     """Sessions of a job whose ranks are threads of this process."""
-    unique_id, root = create_root(hosts=hosts)
+    unique_id, root = create_hub(hosts=hosts)
     sessions = in_threads(
         [
             lambda rank=rank: connect(unique_id, rank, nranks, PATIENCE, session_timeout=PATIENCE)

@@ -20,14 +20,14 @@ from miraccl.bootstrap import (
     Session,
     UniqueId,
     connect,
-    create_root,
+    create_hub,
     dial,
     interfaces,
     join,
     runtime_file,
 )
-from miraccl.bootstrap.dial import Dialer, HubNotFound
-from miraccl.bootstrap.launch import FilePoint, Launch, meet
+from miraccl.bootstrap.dial import ControlPlaneUnreachable, Dialer
+from miraccl.bootstrap.launch import FileRendezvous, Launch, join_launch
 from miraccl.errors import BootstrapError, InvalidUsage, MiracclError, PeerDied, SystemFailure
 from miraccl.wire import framing
 from miraccl.wire.auth import NONCE_BYTES, Challenge, Handshake, Hello
@@ -67,7 +67,7 @@ def _job(unique_id: UniqueId, patience: float = PATIENCE / 2) -> list[object]:
 def _job_with(
     accident: contextlib.AbstractContextManager[object] = _NOTHING, patience: float = PATIENCE / 2
 ) -> list[object]:
-    unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"])
+    unique_id, root = create_hub(nranks=2, hosts=["127.0.0.1"])
     with root, accident:
         return _job(unique_id, patience)
 
@@ -128,7 +128,7 @@ def test_a_host_that_is_short_of_memory_for_a_while_keeps_no_rank_waiting(
 
 def test_a_hub_that_cannot_be_opened_leaves_nothing(monkeypatch, nothing_is_left):
     def scenario() -> None:
-        create_root(hosts=["127.0.0.1"])[1].close()
+        create_hub(hosts=["127.0.0.1"])[1].close()
 
     plan = {
         "socket": [errno.EMFILE],
@@ -145,7 +145,7 @@ def test_a_hub_that_cannot_be_opened_leaves_nothing(monkeypatch, nothing_is_left
 
 
 def test_a_host_that_stays_short_of_descriptors_is_named_at_the_deadline(nothing_is_left):
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     told = []
     with root:
         for more in range(8):  # the rank needs 4, and the hub one
@@ -198,10 +198,10 @@ def test_a_hub_that_hangs_up_on_a_rank_again_and_again_ends_with_the_deadline(
     told_at_the_deadline(
         "the hub hung up before it had taken this rank in",
         lambda seconds: connect(unique_id, 0, 2, seconds),
-        HubNotFound,
+        ControlPlaneUnreachable,
     )
     assert (
-        len(calls) <= (time.monotonic() - begun) / join.ACCIDENT_PAUSE + 4
+        len(calls) <= (time.monotonic() - begun) / join.RETRY_PAUSE + 4
     )  # it is not called without pause
 
 
@@ -261,7 +261,7 @@ def test_a_connection_that_is_cut_while_ranks_meet_is_made_again_or_told_to_all_
     frame, nothing_is_left
 ):
     number = ["challenge", "accepted", "welcome"].index(frame) + 1
-    unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"])
+    unique_id, root = create_hub(nranks=2, hosts=["127.0.0.1"])
 
     def rank(number: int, where: UniqueId) -> None:
         with connect(where, number, 2, PATIENCE / 2, session_timeout=PATIENCE / 2) as session:
@@ -295,7 +295,7 @@ def test_a_rank_that_alone_knows_that_it_was_cut_is_taken_again_or_told_to_all_a
             super().__setitem__(rank, peer)
             came.append(rank)
 
-    unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"])
+    unique_id, root = create_hub(nranks=2, hosts=["127.0.0.1"])
     root._machine._ranks = Ranks()
 
     def rank(number: int, where: UniqueId) -> None:
@@ -343,7 +343,7 @@ def test_a_hub_whose_process_is_stopped_does_not_answer(nothing_is_left):
         told_at_the_deadline(
             rf"127\.0\.0\.1:{address[1]}: no answer",
             lambda seconds: connect(unique_id, 1, 2, seconds),
-            HubNotFound,
+            ControlPlaneUnreachable,
         )
 
 
@@ -383,7 +383,9 @@ def test_a_name_service_that_is_silent_takes_no_more_than_the_deadline(
 ):
     targets = [("hub.example", port) for port in range(29500, 29533)]
     began = time.monotonic()
-    with pytest.raises(HubNotFound, match=r"hub\.example: the name service does not answer"):
+    with pytest.raises(
+        ControlPlaneUnreachable, match=r"hub\.example: the name service does not answer"
+    ):
         join.join_job(targets, secret=b"s" * 32, rank=1, nranks=2, timeout=0.1)
     assert time.monotonic() - began < PATIENCE / 2
     until(lambda: bool(silent_names))
@@ -394,7 +396,7 @@ def test_a_name_service_that_is_silent_holds_up_no_other_address(
     nothing_is_left, silent_names, monkeypatch
 ):
     monkeypatch.setattr(interfaces, "ROUTE_SECONDS", 0.01)
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     with root:
         assert _job(
             UniqueId(addresses=(("hub.example", 1), *unique_id.addresses), secret=unique_id.secret)
@@ -413,7 +415,7 @@ def test_a_name_that_is_not_known_is_asked_for_again(monkeypatch):
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         return known("127.0.0.1", *args, **kwargs)
 
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with root:
         assert _job(
@@ -428,7 +430,7 @@ def test_a_word_that_is_no_name_is_named():
     told_at_the_deadline(
         r"a\.\.b: this is no name of a host",
         lambda seconds: connect(unique_id, 1, 2, seconds),
-        HubNotFound,
+        ControlPlaneUnreachable,
     )
 
 
@@ -445,7 +447,9 @@ def test_a_meeting_file_that_cannot_be_written_leaves_nothing(
         with pytest.raises(
             SystemFailure, match=r"cannot write the meeting file .*: File too large"
         ):
-            meet(Launch(launcher="mpich", rank=0, nranks=2, point=FilePoint(job="j")), 1.0)
+            join_launch(
+                Launch(launcher="mpich", rank=0, nranks=2, rendezvous=FileRendezvous(job="j")), 1.0
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(runtime_file.runtime_folder()) == []
@@ -455,4 +459,6 @@ def test_no_folder_for_the_meeting_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "gone too"))
     with pytest.raises(SystemFailure, match=r"cannot make the folder .* No such file or directory"):
-        meet(Launch(launcher="mpich", rank=1, nranks=2, point=FilePoint(job="j")), 0.1)
+        join_launch(
+            Launch(launcher="mpich", rank=1, nranks=2, rendezvous=FileRendezvous(job="j")), 0.1
+        )

@@ -16,20 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miraccl.bootstrap import (
-    FilePoint,
+    FileRendezvous,
+    HubServer,
     Launch,
-    PortPoint,
-    Root,
+    PortRendezvous,
     Session,
     UniqueId,
-    create_root,
+    create_hub,
     detect_launch,
+    join_launch,
     lifetime,
-    meet,
     runtime_file,
 )
 from miraccl.bootstrap.nodelist import expand_nodelist
-from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, runtime_folder
+from miraccl.bootstrap.runtime_file import job_of_parent, publish_id, remove_id, runtime_folder
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
 from tests.bootstrap.kit import (
     PATIENCE,
@@ -70,65 +70,65 @@ TABLE: dict[str, tuple[dict[str, str], tuple[Any, ...], type]] = {
     "miraccl on hosts": (
         {"MIRACCL_RANK": "5", "MIRACCL_NRANKS": "8", "MIRACCL_LOCAL_RANK": "1", **MASTER},
         ("miraccl", 5, 8, 1),
-        PortPoint,
+        PortRendezvous,
     ),
     "torchrun": (
         {**_TORCH, **MASTER, "TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_USE_AGENT_STORE": "True"},
         ("torchrun", 5, 8, 1),
-        PortPoint,
+        PortRendezvous,
     ),
-    "plain": ({"RANK": "1", "WORLD_SIZE": "2", **MASTER}, ("torchrun", 1, 2, None), PortPoint),
+    "plain": ({"RANK": "1", "WORLD_SIZE": "2", **MASTER}, ("torchrun", 1, 2, None), PortRendezvous),
     "ours before torchrun": (
         {"RANK": "5", "WORLD_SIZE": "8", **MASTER, "MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2"},
         ("miraccl", 0, 2, None),
-        PortPoint,
+        PortRendezvous,
     ),
     "world of one": ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, None), type(None)),
-    "openmpi": ({**OMPI, "PMIX_NAMESPACE": "prterun-1"}, ("openmpi", 3, 8, 3), FilePoint),
+    "openmpi": ({**OMPI, "PMIX_NAMESPACE": "prterun-1"}, ("openmpi", 3, 8, 3), FileRendezvous),
     "openmpi with master": (
         {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", **MASTER},
         ("openmpi", 3, 8, 3),
-        PortPoint,
+        PortRendezvous,
     ),
     "openmpi with id": (
         {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MIRACCL_UNIQUE_ID": str(UNIQUE_ID)},
         ("openmpi", 3, 8, 3),
         UniqueId,
     ),
-    "hydra": ({**HYDRA, "PMI_JOBID": "j"}, ("mpich", 1, 4, 1), FilePoint),
-    "hydra in an allocation": ({**HYDRA, **SLURM}, ("mpich", 1, 4, 1), FilePoint),
+    "hydra": ({**HYDRA, "PMI_JOBID": "j"}, ("mpich", 1, 4, 1), FileRendezvous),
+    "hydra in an allocation": ({**HYDRA, **SLURM}, ("mpich", 1, 4, 1), FileRendezvous),
     "srun with pmi2": (
         {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8"},
         ("mpich", 5, 8, None),
-        PortPoint,
+        PortRendezvous,
     ),
     "pmix with our number": (
         {"PMIX_RANK": "1", "PMIX_NAMESPACE": "n", "MIRACCL_NRANKS": "2"},
         ("pmix", 1, 2, None),
-        FilePoint,
+        FileRendezvous,
     ),
     "srun with pmix": (
         {**SLURM, "PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix"},
         ("pmix", 5, 8, 1),
-        PortPoint,
+        PortRendezvous,
     ),
-    "srun": (SLURM, ("slurm", 5, 8, 1), PortPoint),
+    "srun": (SLURM, ("slurm", 5, 8, 1), PortRendezvous),
     "srun with a number of ranks from its script": (
         {**SLURM, **MASTER, "WORLD_SIZE": "8", "RANK": " "},
         ("slurm", 5, 8, 1),
-        PortPoint,
+        PortRendezvous,
     ),
     "mpirun with our number": (
         {**OMPI, "MIRACCL_NRANKS": "8", "PMI_SIZE": "3"},
         ("openmpi", 3, 8, 3),
-        FilePoint,
+        FileRendezvous,
     ),
     "variables that are empty": (
         {"RANK": "", "WORLD_SIZE": "", "MIRACCL_NRANKS": "", "PMIX_RANK": ""},
         ("none", 0, 1, 0),
         type(None),
     ),
-    "srun with master": ({**SLURM, **MASTER}, ("slurm", 5, 8, 1), PortPoint),
+    "srun with master": ({**SLURM, **MASTER}, ("slurm", 5, 8, 1), PortRendezvous),
     "batch script": (
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "1"},
         ("none", 0, 1, 0),
@@ -143,7 +143,7 @@ TABLE: dict[str, tuple[dict[str, str], tuple[Any, ...], type]] = {
             "SLURM_JOB_NODELIST": "a,b",
         },
         ("openmpi", 3, 8, 3),
-        PortPoint,
+        PortRendezvous,
     ),
     "interactive step": ({**SLURM, "SLURM_STEP_ID": "4294967290"}, ("none", 0, 1, 0), type(None)),
 }
@@ -154,7 +154,7 @@ def test_detection(case):
     environ, numbers, point = TABLE[case]
     launch = detect_launch(environ)
     assert (launch.launcher, launch.rank, launch.nranks, launch.local_rank) == numbers
-    assert isinstance(launch.point, point)
+    assert isinstance(launch.rendezvous, point)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_numbers_that_may_be_left_over_are_doubted(environ, other, caplog):
     launch = detect_launch(environ)
     assert launch.launcher == "torchrun"
     with caplog.at_level("WARNING", logger="miraccl"):
-        meet(replace(launch, rank=0, nranks=1))
+        join_launch(replace(launch, rank=0, nranks=1))
     (line,) = caplog.messages
     assert re.search(other, line)
 
@@ -260,7 +260,7 @@ def test_numbers_that_may_be_left_over_are_doubted(environ, other, caplog):
     ],
 )
 def test_numbers_that_may_be_meant_are_not_doubted(environ):
-    assert detect_launch(environ).doubt == ""
+    assert detect_launch(environ).conflict == ""
 
 
 @given(
@@ -300,9 +300,9 @@ def test_any_environment_is_a_launch_or_a_usage_error(environ):
     assert 0 <= launch.rank < launch.nranks
 
 
-def _point(environ: dict[str, str]) -> PortPoint:
-    point = detect_launch(environ).point
-    assert isinstance(point, PortPoint)
+def _point(environ: dict[str, str]) -> PortRendezvous:
+    point = detect_launch(environ).rendezvous
+    assert isinstance(point, PortRendezvous)
     return point
 
 
@@ -463,21 +463,21 @@ def test_an_illegal_launch_cannot_be_made():
     with pytest.raises(InvalidUsage):
         Launch(launcher="x", rank=2, nranks=2)
     with pytest.raises(InvalidUsage, match="does not say where"):
-        meet(Launch(launcher="x", rank=0, nranks=2), 1.0)
+        join_launch(Launch(launcher="x", rank=0, nranks=2), 1.0)
 
 
 # --- meetings -----------------------------------------------------------------------------------------------------------
 
 
 def _meet_all(environs: list[dict[str, str]], timeout: float = PATIENCE) -> list[Session]:
-    sessions = in_threads([lambda e=e: meet(detect_launch(e), timeout) for e in environs])
+    sessions = in_threads([lambda e=e: join_launch(detect_launch(e), timeout) for e in environs])
     for session in sessions:
         assert isinstance(session, Session), session
     return sessions
 
 
 def _close(sessions: list[Session]) -> None:
-    root = sessions[0].root
+    root = sessions[0].hub
     for session in sessions:
         session.close()
     assert root is None or root.join(PATIENCE)
@@ -491,16 +491,16 @@ def _ranks(nranks: int, **common: str) -> list[dict[str, str]]:
 
 
 def test_one_rank_alone():
-    session = meet(detect_launch({}))
-    assert (session.rank, session.nranks, session.root) == (0, 1, None)
+    session = join_launch(detect_launch({}))
+    assert (session.rank, session.nranks, session.hub) == (0, 1, None)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6), "localhost"])
 def test_ranks_meet_at_a_free_master_port(host):
     port = free_port()
     sessions = _meet_all(_ranks(3, MASTER_ADDR=host, MASTER_PORT=str(port)))
-    assert sessions[0].root is not None
-    assert {p for _, p in sessions[0].root.addresses} == {port}
+    assert sessions[0].hub is not None
+    assert {p for _, p in sessions[0].hub.addresses} == {port}
     assert (
         in_threads([lambda s=s: s.all_gather(bytes([s.rank]), "x") for s in sessions])
         == [[b"\0", b"\1", b"\2"]] * 3
@@ -515,8 +515,8 @@ def test_ranks_meet_next_to_an_occupied_master_port(answer):
 
     with odd_service(answer) as port:
         sessions = _meet_all(_ranks(3, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)))
-        assert sessions[0].root is not None
-        ((_, chosen),) = sessions[0].root.addresses
+        assert sessions[0].hub is not None
+        ((_, chosen),) = sessions[0].hub.addresses
         assert port < chosen <= port + 32
         _close(sessions)
 
@@ -529,9 +529,9 @@ def test_a_port_that_is_half_taken_is_taken(taken):
     ) as server:
         port = server.getsockname()[1]
         sessions = _meet_all(_ranks(2, MASTER_ADDR="localhost", MASTER_PORT=str(port)))
-        assert sessions[0].root is not None
-        assert [host for host, _ in sessions[0].root.addresses] == ["127.0.0.1", "::1"]
-        assert port not in {chosen for _, chosen in sessions[0].root.addresses}
+        assert sessions[0].hub is not None
+        assert [host for host, _ in sessions[0].hub.addresses] == ["127.0.0.1", "::1"]
+        assert port not in {chosen for _, chosen in sessions[0].hub.addresses}
         _close(sessions)
 
 
@@ -558,12 +558,12 @@ def test_an_earlier_job_of_the_same_port_and_secret_is_passed_by():
     environs = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     first = _meet_all(environs)
     second = _meet_all(environs[::-1])[::-1]
-    assert first[0].root is not None
-    assert second[0].root is not None
-    assert first[0].root.addresses[0][1] < second[0].root.addresses[0][1]
+    assert first[0].hub is not None
+    assert second[0].hub is not None
+    assert first[0].hub.addresses[0][1] < second[0].hub.addresses[0][1]
     assert in_threads([lambda s=s: s.all_gather(b"2", "x") for s in second]) == [[b"2"] * 2] * 2
     assert isinstance(
-        in_threads([lambda: meet(detect_launch(environs[1]), 0.2)])[0], BootstrapError
+        in_threads([lambda: join_launch(detect_launch(environs[1]), 0.2)])[0], BootstrapError
     )
     _close(second)
     _close(first)
@@ -575,17 +575,17 @@ def test_a_rank_0_that_nobody_comes_to_tells_of_the_port_that_was_taken():
         port = server.getsockname()[1]
         first = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
         told = rf"rank 1 of 2 never arrived .* port \d+, for {port} was taken; is there another rank 0\?"
-        told_at_the_deadline(told, lambda seconds: meet(detect_launch(first), seconds))
+        told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(first), seconds))
 
 
 def test_a_rank_0_that_nobody_comes_to_tells_where_it_listened():
     port = free_port()
     environ = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
     told = rf"never arrived .* port {port} of 127\.0\.0\.1; do the others look there\?"
-    told_at_the_deadline(told, lambda seconds: meet(detect_launch(environ), seconds))
+    told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(environ), seconds))
     environ["MASTER_ADDR"] = "192.0.2.77"  # for documentation (RFC 5737)
     told = r"never arrived .* at 192\.0\.2\.77, which is no address of this host"
-    told_at_the_deadline(told, lambda seconds: meet(detect_launch(environ), seconds))
+    told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(environ), seconds))
 
 
 def test_a_wrong_secret_is_no_member(patience_of_the_hub):
@@ -598,23 +598,24 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
         return [
             root
             for root in list(lifetime.hubs)
-            if isinstance(root, Root) and root.addresses[0][1] == int(port)
+            if isinstance(root, HubServer) and root.addresses[0][1] == int(port)
         ]
 
     def stranger():
         until(lambda: bool(hubs()))
         told_at_the_deadline(
-            "not the hub of this job", lambda seconds: meet(detect_launch(environs[1]), seconds)
+            "not the hub of this job",
+            lambda seconds: join_launch(detect_launch(environs[1]), seconds),
         )
         refused.set()
 
     def impatient():
         assert refused.wait(PATIENCE)
         until(lambda: 0 in hubs()[0]._machine._ranks)
-        return meet(detect_launch(environs[2]), patience_of_the_hub(0.2))
+        return join_launch(detect_launch(environs[2]), patience_of_the_hub(0.2))
 
     first, second, third = in_threads(
-        [lambda: meet(detect_launch(environs[0]), PATIENCE), stranger, impatient]
+        [lambda: join_launch(detect_launch(environs[0]), PATIENCE), stranger, impatient]
     )
     for error in (first, third):
         assert isinstance(error, BootstrapError)
@@ -626,15 +627,15 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
 def test_all_ports_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        point = PortPoint(
+        point = PortRendezvous(
             host="127.0.0.1", ports=range(port, port + 1), secret=bytes(32), derived=False
         )
         with pytest.raises(SystemFailure, match=rf"no port of {port}\.\.{port} is free"):
-            meet(Launch(launcher="x", rank=0, nranks=2, point=point), 1.0)
+            join_launch(Launch(launcher="x", rank=0, nranks=2, rendezvous=point), 1.0)
 
 
 def test_ranks_meet_with_a_given_id():
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     environs = [
         {"MIRACCL_RANK": str(r), "MIRACCL_NRANKS": "2", "MIRACCL_UNIQUE_ID": str(unique_id)}
         for r in range(2)
@@ -680,9 +681,9 @@ def test_a_file_of_a_job_that_crashed_does_not_stop_the_next(private):
 
         def rank0():
             assert waiting.wait(PATIENCE)
-            return meet(detect_launch(environs[0]), PATIENCE)
+            return join_launch(detect_launch(environs[0]), PATIENCE)
 
-        sessions = in_threads([rank0, lambda: meet(detect_launch(environs[1]), PATIENCE)])
+        sessions = in_threads([rank0, lambda: join_launch(detect_launch(environs[1]), PATIENCE)])
     finally:
         runtime_file._read_id = read
     _close(sessions)
@@ -693,7 +694,7 @@ def test_a_file_that_never_comes(private):
         BootstrapError,
         match=r"rank 0 wrote no meeting file within 0\.05 s .*several hosts need MASTER_ADDR",
     ):
-        meet(detect_launch(_mpi(2, PMIX_NAMESPACE="j")[1]), 0.05)
+        join_launch(detect_launch(_mpi(2, PMIX_NAMESPACE="j")[1]), 0.05)
 
 
 def test_files_are_private(private):
@@ -701,12 +702,14 @@ def test_files_are_private(private):
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     os.chmod(path, 0o644)
     with pytest.raises(SystemFailure, match="mode 0600"):
-        meet(Launch(launcher="x", rank=1, nranks=2, point=FilePoint(job="j")), 1.0)
-    forget_id(path)
-    forget_id(path)
+        join_launch(Launch(launcher="x", rank=1, nranks=2, rendezvous=FileRendezvous(job="j")), 1.0)
+    remove_id(path)
+    remove_id(path)
     os.symlink("/etc/passwd", path)
     with pytest.raises(BootstrapError, match="no meeting file"):
-        meet(Launch(launcher="x", rank=1, nranks=2, point=FilePoint(job="j")), 0.02)
+        join_launch(
+            Launch(launcher="x", rank=1, nranks=2, rendezvous=FileRendezvous(job="j")), 0.02
+        )
 
 
 def test_a_folder_that_others_can_write_is_refused(private):

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from miraccl.bootstrap import PeerLeft, PeerLost, Session, UniqueId, connect, create_root
+from miraccl.bootstrap import PeerLeft, PeerLost, Session, UniqueId, connect, create_hub
 from miraccl.bootstrap.dial import Dialer
 from miraccl.bootstrap.join import _join
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, PeerDied
-from miraccl.wire.bootstrap import Arrived, Received, Send, SendMessage
+from miraccl.wire.bootstrap import MessageArrived, Received, Send, SendMessage
 from tests.bootstrap.kit import PATIENCE, Child, Inbox, child_rank, free_port, in_threads
 
 Spawn = Callable[[Callable[[Connection], None]], Child]
@@ -43,7 +43,7 @@ def _hub_in_child(nranks: int) -> Callable[[Connection], None]:
     """Rank 0 and the hub in one process, as ``get_unique_id`` and rank 0 usually are; it tells its id first."""
 
     def main(pipe: Connection) -> None:
-        unique_id, _root = create_root(hosts=["127.0.0.1"])
+        unique_id, _root = create_hub(hosts=["127.0.0.1"])
         pipe.send(unique_id)
         child_rank(unique_id, 0, nranks)(pipe)
 
@@ -51,7 +51,7 @@ def _hub_in_child(nranks: int) -> Callable[[Connection], None]:
 
 
 def test_a_killed_rank_is_seen_by_all_others(spawn):
-    unique_id, _ = create_root(hosts=["127.0.0.1"])
+    unique_id, _ = create_hub(hosts=["127.0.0.1"])
     children = _from_children(unique_id, 4, [1, 2, 3], spawn)
     session = _session(unique_id, 0, 4)
     assert [child.recv() for child in children.values()] == ["met"] * 3
@@ -78,7 +78,7 @@ def test_a_killed_rank_is_seen_by_all_others(spawn):
 
 
 def test_a_wait_ends_when_a_rank_is_killed(spawn):
-    unique_id, _ = create_root(hosts=["127.0.0.1"])
+    unique_id, _ = create_hub(hosts=["127.0.0.1"])
     children = _from_children(unique_id, 2, [1], spawn)
     session = _session(unique_id, 0, 2)
     assert children[1].recv() == "met"
@@ -96,13 +96,13 @@ def _talk(sock, machine, event):
         for output in machine.handle(event):
             if isinstance(output, Send):
                 sock.sendall(output.data)
-            elif isinstance(output, Arrived):
+            elif isinstance(output, MessageArrived):
                 return output.message
         event = Received(now=0.0, data=sock.recv(4096))
 
 
 def test_a_rank_killed_in_the_meeting_is_named_before_the_deadline(spawn):
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
 
     def joins_and_tells(pipe):
         sock, machine = Dialer(
@@ -156,7 +156,7 @@ def test_a_hub_that_ends_with_the_last_word_has_told_everybody(spawn):
     def gathers_and_ends(rank: int, unique_id: UniqueId) -> Callable[[Connection], None]:
         def main(pipe: Connection) -> None:
             root = (
-                create_root(hosts=["127.0.0.1"], port=unique_id.addresses[0][1], secret=secret)
+                create_hub(hosts=["127.0.0.1"], port=unique_id.addresses[0][1], secret=secret)
                 if rank == 0
                 else None
             )
@@ -186,7 +186,7 @@ def test_the_death_of_the_hub_in_the_meeting(spawn):
                 super().append(event)
                 pipe.send(type(event).__name__)
 
-        create_root(hosts=["127.0.0.1"], port=port, secret=secret, log=Log())
+        create_hub(hosts=["127.0.0.1"], port=port, secret=secret, log=Log())
         pipe.poll(PATIENCE)
 
     hub = spawn(only_the_hub)
@@ -209,7 +209,7 @@ def test_the_death_of_the_hub_in_the_meeting(spawn):
 
 
 def test_a_stopped_rank_is_alive_but_does_not_answer(spawn):
-    unique_id, _ = create_root(hosts=["127.0.0.1"])
+    unique_id, _ = create_hub(hosts=["127.0.0.1"])
     children = _from_children(unique_id, 3, [1, 2], spawn)
     session = _session(unique_id, 0, 3)
     assert [child.recv() for child in children.values()] == ["met"] * 2
@@ -229,7 +229,7 @@ def test_a_stopped_rank_is_alive_but_does_not_answer(spawn):
 
 def test_a_forked_grandchild_does_not_hide_the_death_of_its_parent(spawn):
     """A data loader's worker inherits every descriptor; the connection must close with the rank all the same."""
-    unique_id, _ = create_root(hosts=["127.0.0.1"])
+    unique_id, _ = create_hub(hosts=["127.0.0.1"])
 
     def rank_with_worker(pipe):
         session = connect(unique_id, 1, 2, PATIENCE)
@@ -278,7 +278,7 @@ session = connect(UniqueId.parse(sys.argv[1]), int(sys.argv[2]), 2, 20.0)
     ],
 )
 def test_ways_to_end_are_told_apart(ending, kind, reason):
-    unique_id, _ = create_root(hosts=["127.0.0.1"])
+    unique_id, _ = create_hub(hosts=["127.0.0.1"])
     program = _PROGRAM.format(ending=ending)
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(unique_id), "1"], stderr=subprocess.DEVNULL
@@ -355,7 +355,7 @@ def test_ranks_forked_by_a_launcher_that_holds_the_hub(spawn):
     """The hub's loss is nobody's rank then; the launcher's descriptors are not held by its children."""
 
     def launcher(pipe):
-        unique_id, _root = create_root(hosts=["127.0.0.1"])
+        unique_id, _root = create_hub(hosts=["127.0.0.1"])
         ranks = [Child(child_rank(unique_id, rank, 2)) for rank in range(2)]
         pipe.send([rank.pid for rank in ranks])
         for rank in ranks:

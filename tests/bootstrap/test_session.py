@@ -18,12 +18,12 @@ from miraccl.bootstrap import (
     StatusRequest,
     UniqueId,
     connect,
-    create_root,
+    create_hub,
     dial,
     get_unique_id,
     join,
     link,
-    solo,
+    single_rank_session,
 )
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint
 from miraccl.bootstrap.link import Link
@@ -76,7 +76,7 @@ def test_ranks_may_come_before_the_root_and_in_any_order():
 
     def root_later():
         assert tried.wait(PATIENCE)
-        return create_root(hosts=["127.0.0.1"], port=port, secret=b"s" * 32)[1]
+        return create_hub(hosts=["127.0.0.1"], port=port, secret=b"s" * 32)[1]
 
     def rank(number):
         if number == 2:
@@ -142,7 +142,7 @@ def test_a_connection_that_is_reset_as_soon_as_it_is_made_is_tried_again(monkeyp
             return problem
 
     monkeypatch.setattr(dial, "socket", SimpleNamespace(**{**vars(socket), "socket": Reset}))
-    ids = [create_root(hosts=["127.0.0.1"], nranks=2)[0]]
+    ids = [create_hub(hosts=["127.0.0.1"], nranks=2)[0]]
     ids.append(replace(ids[0], addresses=(address, *ids[0].addresses)))
     for session in in_threads(
         [lambda rank=rank: connect(ids[rank], rank, 2, PATIENCE) for rank in range(2)]
@@ -193,7 +193,7 @@ def test_a_barrier_holds_until_the_last():
 
 
 def test_missing_ranks_are_named(patience_of_the_hub):
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
 
     def impatient():
         until(lambda: len(root._machine._ranks) == 5)
@@ -226,7 +226,7 @@ def test_an_unknown_host_name_is_said():
 
 
 def test_a_rank_number_used_twice():
-    unique_id, _ = create_root(hosts=["127.0.0.1"])
+    unique_id, _ = create_hub(hosts=["127.0.0.1"])
     refused = threading.Event()
 
     def rank_1():
@@ -252,14 +252,14 @@ def test_a_rank_number_used_twice():
 
 
 def test_a_duplicate_that_comes_after_the_meeting():
-    unique_id, _ = create_root(hosts=["127.0.0.1"])
+    unique_id, _ = create_hub(hosts=["127.0.0.1"])
     a, b = in_threads([lambda r=r: connect(unique_id, r, 2, PATIENCE) for r in range(2)])
     with a, b, pytest.raises(BootstrapError, match="rank 1 is taken"):
         connect(unique_id, 1, 2, PATIENCE)
 
 
 def test_different_nranks():
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     with root:
         results = in_threads(
             [lambda: connect(unique_id, 0, 2, PATIENCE), lambda: connect(unique_id, 1, 3, PATIENCE)]
@@ -278,7 +278,7 @@ def test_a_rank_out_of_range(rank, nranks):
 
 
 def test_a_wrong_secret_is_known_at_once():
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     wrong = UniqueId(addresses=unique_id.addresses, secret=b"?" * 32)
     with root, pytest.raises(AuthenticationError, match="same unique id"):
         connect(wrong, 0, 2, PATIENCE)
@@ -292,7 +292,7 @@ def test_another_version_is_named():
 
 def test_a_port_that_cannot_be_listened_on():
     with pytest.raises(SystemFailure, match=r"cannot listen .* on 192\.0\.2\.77"):
-        create_root(hosts=["192.0.2.77"])
+        create_hub(hosts=["192.0.2.77"])
 
 
 def test_a_root_that_closes_in_the_meeting_ends_it():
@@ -304,7 +304,7 @@ def test_a_root_that_closes_in_the_meeting_ends_it():
             if len([e for e in self if isinstance(e, Received)]) == 2:  # Hello; Proof and Join
                 joined.set()
 
-    unique_id, root = create_root(hosts=["127.0.0.1"], log=Log())
+    unique_id, root = create_hub(hosts=["127.0.0.1"], log=Log())
 
     def close():
         assert joined.wait(PATIENCE)
@@ -335,7 +335,7 @@ def test_late_ranks_are_named_by_those_who_wait(monkeypatch):
 )  # a month is more milliseconds than epoll can count
 def test_a_rank_may_wait_for_months(timeout):
     log: list[object] = []
-    unique_id, root = create_root(hosts=["127.0.0.1"], log=log)
+    unique_id, root = create_hub(hosts=["127.0.0.1"], log=log)
     with root:
         sessions = in_threads(
             [lambda rank=rank: connect(unique_id, rank, 2, timeout) for rank in range(2)]
@@ -407,16 +407,16 @@ def test_what_has_arrived_is_known_after_catching_up():
         while last.next_of(Notice).payload != {"number": 2}:  # the hub has sent it to rank 1 before
             pass
         thread, link = (
-            threading.Thread(target=sessions[1].catch_up, args=(PATIENCE,)),
+            threading.Thread(target=sessions[1].drain, args=(PATIENCE,)),
             sessions[1]._link,
         )
         thread.start()
-        until(lambda: bool(link and link._deliveries))
+        until(lambda: bool(link and link._callbacks))
         go.set()
         thread.join(PATIENCE)
         assert told == [{"number": 1}, {"number": 2}]
         sessions[1].close()
-        sessions[1].catch_up(PATIENCE)  # there is nothing to come
+        sessions[1].drain(PATIENCE)  # there is nothing to come
 
 
 def test_a_callback_that_fails_or_waits_does_no_harm(caplog):
@@ -448,7 +448,7 @@ def test_close_twice_and_calls_after_it():
             lambda: sessions[0].all_gather(b"", "x"),
             lambda: sessions[0].notify({}),
             lambda: sessions[0].request_status(),
-            lambda: sessions[0].sub([0], "s"),
+            lambda: sessions[0].subgroup([0], "s"),
         ):
             with pytest.raises(CommunicatorClosed):
                 call()
@@ -472,7 +472,7 @@ def test_the_hub_ends_when_all_have_left_and_its_port_is_free():
 
 
 def test_a_hub_of_many_jobs_lets_the_same_ranks_meet_again_also_before_they_have_left():
-    unique_id, root = create_root(nranks=2, hosts=["127.0.0.1"], many=True)
+    unique_id, root = create_hub(nranks=2, hosts=["127.0.0.1"], reusable=True)
 
     def meet() -> list[Session]:
         sessions = in_threads(
@@ -518,16 +518,16 @@ def test_what_was_sent_has_been_heard():
         for session in sessions[1:]:
             session.on_event(slowly)
         sessions[0].notify({})
-        sessions[0].wait_until_heard(0.01)
+        sessions[0].wait_until_delivered(0.01)
         assert heard == []  # it does not wait for ever
-        sessions[0].wait_until_heard(PATIENCE, without=[1, 2])
+        sessions[0].wait_until_delivered(PATIENCE, without=[1, 2])
         assert heard == []
         may_go.set()
-        sessions[0].wait_until_heard(PATIENCE)
+        sessions[0].wait_until_delivered(PATIENCE)
         assert heard == [0, 0]
         sessions[2].close()
         sessions[0].notify({})
-        sessions[0].wait_until_heard(PATIENCE)
+        sessions[0].wait_until_delivered(PATIENCE)
         assert heard == [0, 0, 0]
 
 
@@ -540,7 +540,7 @@ def _waits_here(session, event, seen):
 
 
 def test_status_says_where_every_rank_is():
-    unique_id, _ = create_root(hosts=["127.0.0.1"])
+    unique_id, _ = create_hub(hosts=["127.0.0.1"])
     go, ready = threading.Event(), threading.Barrier(3)
     seen: list[int] = []
     sessions: dict[int, Session] = {}
@@ -604,8 +604,8 @@ def test_status_of_a_rank_that_left():
 
 def test_a_sub_session_is_renumbered_and_separate():
     with job(4) as sessions:
-        evens = [sessions[r].sub([2, 0], "evens") for r in (2, 0)]
-        odds = [sessions[r].sub([1, 3], "odds") for r in (1, 3)]
+        evens = [sessions[r].subgroup([2, 0], "evens") for r in (2, 0)]
+        odds = [sessions[r].subgroup([1, 3], "odds") for r in (1, 3)]
         assert [(s.rank, s.nranks) for s in evens] == [(0, 2), (1, 2)]
         calls = [
             lambda s=s: s.all_gather(bytes([s.rank]) + s.name.encode(), "same tag")
@@ -635,7 +635,7 @@ def test_a_sub_session_is_renumbered_and_separate():
 def test_a_sub_session_that_is_closed_while_a_thread_is_about_to_use_it():
     """The hub is told nothing of it any more: it would take that for a breach and the rank for lost, in all its sessions."""
     with job(2) as sessions:
-        subs = [s.sub([0, 1], "pair") for s in sessions]
+        subs = [s.subgroup([0, 1], "pair") for s in sessions]
 
         def close() -> dict[str, object]:
             subs[0].close()
@@ -652,8 +652,8 @@ def test_a_sub_session_that_is_closed_while_a_thread_is_about_to_use_it():
 
 def test_a_sub_session_outlives_its_parent_and_can_be_split_again():
     with job(3) as sessions:
-        subs = [sessions[r].sub([0, 2], "pair") for r in (0, 2)]
-        again = [sub.sub([1, 0], "swapped") for sub in subs]
+        subs = [sessions[r].subgroup([0, 2], "pair") for r in (0, 2)]
+        again = [sub.subgroup([1, 0], "swapped") for sub in subs]
         for session in sessions:
             session.close()
         assert (
@@ -676,8 +676,8 @@ def test_a_sub_session_outlives_its_parent_and_can_be_split_again():
 
 def test_subs_with_one_name_are_different_each_time():
     with job(2) as sessions:
-        first = [s.sub([0, 1], "s") for s in sessions]
-        second = [s.sub([0, 1], "s") for s in sessions]
+        first = [s.subgroup([0, 1], "s") for s in sessions]
+        second = [s.subgroup([0, 1], "s") for s in sessions]
         in_threads([lambda s=s: s.barrier("x") for s in (*first, *second)])
         for session in first:
             session.close()
@@ -689,7 +689,7 @@ def test_subs_with_one_name_are_different_each_time():
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 2], [1], [-1, 0]])
 def test_a_sub_of_the_wrong_ranks(ranks):
     with job(2) as sessions, pytest.raises(InvalidUsage):
-        sessions[0].sub(ranks, "s")
+        sessions[0].subgroup(ranks, "s")
 
 
 # --- one rank -----------------------------------------------------------------------------------------------------------
@@ -698,7 +698,7 @@ def test_a_sub_of_the_wrong_ranks(ranks):
 def test_a_job_of_one_needs_no_socket(monkeypatch):
     monkeypatch.setattr("socket.socket", None)
     unique_id = UniqueId(addresses=(("127.0.0.1", 1),), secret=b"s" * 32)
-    for session in (solo(), connect(unique_id, 0, 1, 1.0)):
+    for session in (single_rank_session(), connect(unique_id, 0, 1, 1.0)):
         assert (session.rank, session.nranks, session.addresses) == (0, 1, ["127.0.0.1"])
         assert session.all_gather(b"x", "t") == [b"x"]
         session.barrier("b")
@@ -707,7 +707,7 @@ def test_a_job_of_one_needs_no_socket(monkeypatch):
         session.status_provider = lambda: {"n": 1}
         status = session.request_status()
         assert status[0]["status"] == {"n": 1}
-        sub = session.sub([0], "s")
+        sub = session.subgroup([0], "s")
         session.close()
         assert sub.all_gather(b"y", "t") == [b"y"]
         sub.close()

@@ -100,7 +100,7 @@ def test_nothing_is_collected_while_frames_of_other_threads_are_walked():
     def note(phase: str, info: object) -> None:
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code is stacks_module._place.__code__:
+            if frame.f_code is stacks_module._describe_thread.__code__:
                 walked.append(phase)
             frame = frame.f_back
 

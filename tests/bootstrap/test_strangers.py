@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from miraccl.bootstrap import Session, UniqueId, connect, create_root
+from miraccl.bootstrap import Session, UniqueId, connect, create_hub
 from miraccl.bootstrap.dial import Dialer
 from miraccl.errors import BootstrapError
 from miraccl.wire.auth import Hello
@@ -60,7 +60,7 @@ def _meets(unique_id: UniqueId, nranks: int) -> None:
     ids=["silent", "http", "zeros", "ones", "empty", "hello", "wrong proof"],
 )
 def test_ranks_meet_among_strangers(says):
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     with strangers(unique_id.addresses[0], 5, says):
         _meets(unique_id, 3)
     assert root.join(PATIENCE)
@@ -69,7 +69,7 @@ def test_ranks_meet_among_strangers(says):
 @pytest.mark.parametrize("says", [b"", b"garbage" * 100], ids=["silent", "garbage"])
 def test_ranks_meet_in_a_flood(says):
     """200 connections before the ranks come and 200 more while they meet; the hub holds at most 128 of them."""
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     stop = threading.Event()
 
     def flood():
@@ -89,16 +89,16 @@ def test_ranks_meet_in_a_flood(says):
 
 
 def test_the_hub_holds_a_bounded_number_of_strangers():
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     with root, strangers(unique_id.addresses[0], 250) as socks:
         # the first 122 are hung up on by the time the last has been taken in
         for sock in socks[: 250 - 128]:
             assert sock.recv(1) == b""
-        assert len(root._lines) <= 128
+        assert len(root._connections) <= 128
 
 
 def test_garbage_is_answered_with_nothing():
-    unique_id, root = create_root(hosts=["127.0.0.1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1"])
     with root, strangers(unique_id.addresses[0], 3, b"SSH-2.0-scanner\r\n") as socks:
         for sock in socks:
             with contextlib.suppress(ConnectionResetError):
@@ -146,7 +146,7 @@ ANSWER_IDS = ["silent", "hangs up", "http", "zeros", "a hub with another secret"
 @pytest.mark.parametrize("answer", ANSWERS, ids=ANSWER_IDS)
 def test_a_member_that_probes_ports_is_not_confused_by_other_services(answer):
     with odd_service(answer) as odd:
-        unique_id, root = create_root(hosts=["127.0.0.1"])
+        unique_id, root = create_hub(hosts=["127.0.0.1"])
         targets = [("127.0.0.1", odd), ("127.0.0.1", free_port()), *unique_id.addresses]
         with root:
             dialer = Dialer(
@@ -171,6 +171,6 @@ def test_a_service_that_is_no_hub_is_named_at_the_deadline(answer):
 
 
 def test_a_member_proves_itself_to_one_of_the_hubs_addresses_only():
-    unique_id, root = create_root(hosts=["127.0.0.1", "::1"])
+    unique_id, root = create_hub(hosts=["127.0.0.1", "::1"])
     _meets(unique_id, 3)  # two proofs of one rank would be a duplicate
     assert root.join(PATIENCE)

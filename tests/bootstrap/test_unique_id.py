@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miraccl.bootstrap import UniqueId, create_root
+from miraccl.bootstrap import UniqueId, create_hub
 from miraccl.errors import InvalidUsage
 
 _hosts = st.one_of(
@@ -82,11 +82,11 @@ def test_an_illegal_id_cannot_be_made(fields):
 
 
 def test_the_secret_is_not_shown_by_accident():
-    unique_id, root = create_root(hosts=["127.0.0.1", "127.0.0.2"])
+    unique_id, root = create_hub(hosts=["127.0.0.1", "127.0.0.2"])
     root.close()
     assert "secret" not in repr(unique_id)
     assert len(str(unique_id)) < 200
     assert [host for host, _ in unique_id.addresses] == ["127.0.0.1", "127.0.0.2"]
-    other, root = create_root(hosts=["127.0.0.1"])
+    other, root = create_hub(hosts=["127.0.0.1"])
     root.close()
     assert other.secret != unique_id.secret

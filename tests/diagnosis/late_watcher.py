@@ -23,7 +23,7 @@ class LateWatcher:
         session._callbacks.insert(0, self._hold)
 
     def _hold(self, event: Event) -> None:
-        self._behind = len(self._link._deliveries)
+        self._behind = len(self._link._callbacks)
         self._here.release()
         assert self._go.acquire(timeout=PATIENCE_S)
 
@@ -40,7 +40,7 @@ class LateWatcher:
     @property
     def awaited(self) -> bool:
         """True if a call waits for the watcher to catch up."""
-        return len(self._link._deliveries) > self._behind
+        return len(self._link._callbacks) > self._behind
 
     def release(self, events: int = 1) -> None:
         self._go.release(events)

@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import Any
 
-from miraccl.bootstrap import Session, solo, stacks
+from miraccl.bootstrap import Session, single_rank_session, stacks
 from miraccl.diagnosis import blocked_ops
 from miraccl.diagnosis.detector import deadlock_detector
 from miraccl.diagnosis.waits import (
@@ -78,7 +78,7 @@ def test_starting_threads_count_as_application_threads() -> None:
     end = threading.Event()
     library = threading.Thread(target=end.wait)
     library.start()
-    with stacks.Frames() as innermost:
+    with stacks.SampledFrames() as innermost:
         frame = innermost[library.ident or 0]
         assert not stacks.may_call_user_code(frame, library)
         assert stacks.may_call_user_code(frame, threading.Thread(target=reported))
@@ -158,6 +158,6 @@ def test_progress_of_ranks_that_share_a_process_is_left_out() -> None:
 
 def test_session_closed_before_the_query() -> None:
     """The detector then looks anew at the wait of the program."""
-    session = solo()
+    session = single_rank_session()
     session.close()
     assert not deadlock_detector._check(session, session.tokens[0])

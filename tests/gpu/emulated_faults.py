@@ -416,7 +416,7 @@ def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     )  # those of the emulated GPU are no program's
     with session() as world:
         return [
-            _in_different_calls(Rank(world.sub(range(world.nranks), case), 600.0), case)
+            _in_different_calls(Rank(world.subgroup(range(world.nranks), case), 600.0), case)
             for case in cases
         ]
 

@@ -1010,7 +1010,7 @@ def several_in_threads() -> list[int]:
         options = Options.create(timeout=60)
         me, shared = Rank(world, options.timeout), LaunchOrders()
         whole = Communicator.from_session(
-            world.sub(range(world.nranks), "first"), options, launch_orders=lambda: shared
+            world.subgroup(range(world.nranks), "first"), options, launch_orders=lambda: shared
         )
         part = whole.split(0)
         assert part is not None
@@ -1019,7 +1019,9 @@ def several_in_threads() -> list[int]:
         def beside() -> None:
             comms.append(
                 Communicator.from_session(
-                    world.sub(range(world.nranks), "third"), options, launch_orders=lambda: shared
+                    world.subgroup(range(world.nranks), "third"),
+                    options,
+                    launch_orders=lambda: shared,
                 )
             )
             for comm, x, stream in zip(comms, arrays, streams, strict=True):

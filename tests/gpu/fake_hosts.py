@@ -847,7 +847,7 @@ def in_different_calls(hosts: str, cases: Sequence[str], kernels: bool = False) 
 
 
 def _sub(world: Session, name: str) -> Session:
-    return world.sub(range(world.nranks), name)
+    return world.subgroup(range(world.nranks), name)
 
 
 def _in_different_calls(w: World, case: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miraccl.bootstrap import Session
-from miraccl.bootstrap.launch import detect_launch, meet
+from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
@@ -21,7 +21,7 @@ FILLS = ((1 << 20, 4096, 0xFFFFFFFF),)
 
 @contextlib.contextmanager
 def session() -> Iterator[Session]:
-    with meet(detect_launch(os.environ)) as world:
+    with join_launch(detect_launch(os.environ)) as world:
         yield world
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import miraccl
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap.launch import detect_launch, meet
+from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
 from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.runtime.options import Options
@@ -61,7 +61,7 @@ class Rank:
         launch = detect_launch(os.environ)
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
         torch.zeros(1, device="cuda")
-        self.session = meet(launch)
+        self.session = join_launch(launch)
         self.timeout = float(os.environ.get("TEST_TIMEOUT", "60"))
         self.comm = Communicator.from_session(self.session, Options.create(timeout=self.timeout))
         self.rank, self.nranks = self.comm.rank, self.comm.nranks

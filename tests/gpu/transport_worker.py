@@ -18,7 +18,7 @@ import numpy as np
 from miraccl import PreMulSum
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import Session
-from miraccl.bootstrap.launch import detect_launch, meet
+from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.errors import CollectiveTimeout, CommunicatorAborted, MiracclError, PeerDied
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.gpu.communicator import DeviceCommunicator
@@ -92,7 +92,7 @@ class Threads:
         import torch
 
         self.torch = torch
-        self.session = meet(detect_launch(os.environ))
+        self.session = join_launch(detect_launch(os.environ))
         self.comm: Any = None
 
     def run(self, case: dict[str, Any]) -> str:
@@ -155,7 +155,7 @@ class ManyHosts:
         self.ordinal = launch.local_rank % torch.cuda.device_count()
         torch.cuda.set_device(self.ordinal)
         torch.zeros(1, device="cuda")
-        self.session = meet(launch)
+        self.session = join_launch(launch)
         comm = make_device_communicator(
             self.session, self.ordinal, Options.create(timeout=TIMEOUT), open_cpu=open_cpu
         )
@@ -274,7 +274,7 @@ class ManyHosts:
         return "" if right else "all_gather_v, PreMulSum or average"
 
     def through_communicator(self) -> str:
-        torch, session = self.torch, self.session.sub(range(self.session.nranks), "public")
+        torch, session = self.torch, self.session.subgroup(range(self.session.nranks), "public")
         comm = Communicator.from_session(session, Options.create(timeout=TIMEOUT))
         x = torch.full(
             (100_000,),

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.bootstrap.launch import detect_launch, meet
+from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.runtime.gpu.collectives import Operator
@@ -77,7 +77,7 @@ class Rank:
         self.ordinal = launch.local_rank % torch.cuda.device_count()
         torch.cuda.set_device(self.ordinal)
         torch.zeros(1, device="cuda")
-        self.session = meet(launch)
+        self.session = join_launch(launch)
         self.comm = DeviceCommunicator(
             self.session,
             self.ordinal,
@@ -262,7 +262,7 @@ class Rank:
         """The public way: ``Communicator`` hands tensors to the GPU side, arrays to the CPU side."""
         from miraccl.api.communicator import Communicator
 
-        torch, session = self.torch, self.session.sub(range(self.session.nranks), "public")
+        torch, session = self.torch, self.session.subgroup(range(self.session.nranks), "public")
         comm = Communicator.from_session(session, Options.create(timeout=60))
         x = torch.full((1000,), float(comm.rank + 1), device="cuda")
         array = np.full(1000, float(comm.rank + 1), np.float32)
@@ -307,7 +307,7 @@ class Rank:
         """Two communicators whose kernels each fill the GPU, begun on every GPU in another order if nothing prevents it."""
         torch, first = self.torch, self.comm
         second = DeviceCommunicator(
-            self.session.sub(range(first.nranks), "second"),
+            self.session.subgroup(range(first.nranks), "second"),
             self.ordinal,
             Options.create(timeout=30),
         )

@@ -27,7 +27,7 @@ def world() -> dict[str, Any]:
     return {
         **mine,
         "launcher": launch.launcher,
-        "point": type(launch.point).__name__,
+        "point": type(launch.rendezvous).__name__,
         "sums": sums,
         "ranks": ranks,
     }

@@ -70,7 +70,7 @@ def test_nobody_waits_for_a_rank_0_that_gave_up(monkeypatch: pytest.MonkeyPatch)
     def refuse(**_: Any) -> None:
         raise miraccl.SystemFailure("no socket today")
 
-    monkeypatch.setattr(init, "create_root", refuse)
+    monkeypatch.setattr(init, "create_hub", refuse)
     _, (first, second) = _on_all(2, lambda mpi: miraccl.init(mpi))
     assert isinstance(first, miraccl.SystemFailure)
     assert isinstance(second, miraccl.BootstrapError)

@@ -30,7 +30,7 @@ def test_the_environment_is_enough(mpirun: Mpirun, nranks: int, tmp_path: Path) 
         assert result["sums"] == [sum(range(nranks)), sum(range(nranks)) + 10.0 * nranks]
         assert result["ranks"] == list(range(nranks))
         assert result["launcher"] == LAUNCHERS.get(mpirun.library, result["launcher"])
-        assert result["point"] == "FilePoint"
+        assert result["point"] == "FileRendezvous"
 
 
 def test_jobs_at_the_same_time_do_not_meet(mpirun: Mpirun, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_port_instead_of_a_file(mpirun: Mpirun, tmp_path: Path) -> None:
     results = run_job(
         mpirun.command(2), "world", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
     )
-    assert [(r["point"], r["ranks"]) for r in results] == [("PortPoint", [0, 1])] * 2
+    assert [(r["point"], r["ranks"]) for r in results] == [("PortRendezvous", [0, 1])] * 2
 
 
 def test_the_death_of_a_rank(mpirun: Mpirun, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_srun(
         assert result["ranks"] == list(range(nranks))
         assert (result["launcher"], result["point"]) == (
             {"pmi2": "mpich", "pmix": "pmix"}.get(mode, "slurm"),
-            "PortPoint",
+            "PortRendezvous",
         )
     if not mode:
         assert _slurm_local_ranks(slurm, words) == locals_
@@ -251,9 +251,9 @@ def test_mpirun_on_the_nodes_of_an_allocation(
         ["salloc", "-Q", "-N", "2", "-n", "4", *mpirun.command(4)], "world", tmp_path, **slurm
     )
     assert [r["ranks"] for r in results] == [[0, 1, 2, 3]] * 4
-    if results[0]["point"] == "FilePoint":
+    if results[0]["point"] == "FileRendezvous":
         pytest.skip("this mpirun was built without Slurm and keeps all ranks on one node")
-    assert [r["point"] for r in results] == ["PortPoint"] * 4
+    assert [r["point"] for r in results] == ["PortRendezvous"] * 4
 
 
 @pytest.mark.parametrize(

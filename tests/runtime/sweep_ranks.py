@@ -23,7 +23,7 @@ COLLECTIVE = {
 def derived(world: Communicator, label: str, **options: Any) -> Communicator:
     """Another communicator of the same ranks with other options."""
     member = world._core
-    session = member.session.sub(range(world.nranks), label)
+    session = member.session.subgroup(range(world.nranks), label)
     opts = replace(member.options, **options)
     return Communicator.from_session(session, opts, parent=world)
 

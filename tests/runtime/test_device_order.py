@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap.session import solo
+from miraccl.bootstrap.session import single_rank_session
 from miraccl.runtime.gpu.launch_order import (
     LaunchOrders,
     program_launch_orders,
@@ -45,7 +45,7 @@ def test_threads_have_orders_of_their_own() -> None:
 
 
 def test_a_program_has_one_order_but_for_threads_of_its_own() -> None:
-    session = solo(20.0)
+    session = single_rank_session(20.0)
     here = program_launch_orders(session)
     found: list[LaunchOrders] = []
     called_by_none_of_pythons_threads(lambda: found.append(here()))
@@ -70,7 +70,7 @@ def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
 def test_parts_have_the_orders_of_the_whole() -> None:
     shared = LaunchOrders()
     with Communicator.from_session(
-        solo(20.0), Options.create(), launch_orders=lambda: shared
+        single_rank_session(20.0), Options.create(), launch_orders=lambda: shared
     ) as whole:
         part = beside(lambda: whole.split(0))
         assert part is not None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from miraccl.bootstrap import solo
+from miraccl.bootstrap import single_rank_session
 from miraccl.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -198,7 +198,9 @@ def test_what_no_call_has_told_is_told_at_the_end(
     error: MiracclError, before: MiracclError | None, stopped: bool, untold: str
 ) -> None:
     """What a lane has found; of what others have told a mismatch, and what has ended a wait. Once, and not that somebody has aborted."""
-    faults = MultiNodeFaults(solo(), release_waits=lambda _: None, abort_network=lambda _: None)
+    faults = MultiNodeFaults(
+        single_rank_session(), release_waits=lambda _: None, abort_network=lambda _: None
+    )
     assert faults.unreported(lambda: stopped, False) is None
     if before is not None:
         faults.fail(before, from_peer=True)

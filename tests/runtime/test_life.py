@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl import Communicator
-from miraccl.bootstrap import solo
+from miraccl.bootstrap import single_rank_session
 from miraccl.diagnosis import faults
 from miraccl.errors import (
     CollectiveMismatch,
@@ -831,7 +831,7 @@ def test_background_work_without_a_thread_fails_alone() -> None:
 
 
 def test_a_broken_connection_is_told_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Communicator.from_session(solo(), Options.create()) as comm:
+    with Communicator.from_session(single_rank_session(), Options.create()) as comm:
         monkeypatch.setattr(threading.Thread, "start", _no_more_threads)
         comm._core.faults.connection_lost(0, Loss(LossKind.RESET, "Connection reset by peer"))
         with pytest.raises(

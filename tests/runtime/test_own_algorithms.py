@@ -348,7 +348,7 @@ def does_without() -> None:
             ScheduleError, match="rank 0 may leave before rank 1 has come"
         ):  # a communicator plans its barrier at once
             Communicator.from_session(
-                comm._core.session.sub(range(comm.nranks), "asked"), options, parent=comm
+                comm._core.session.subgroup(range(comm.nranks), "asked"), options, parent=comm
             )
 
 
@@ -383,7 +383,7 @@ def signals_first() -> None:
             match=r"channel 0, rank 0, step 8 .*gets stuck on CPUs, where 8 messages and signals at most",
         ):
             Communicator.from_session(
-                session.sub(range(2), "asked"), options, parent=comm
+                session.subgroup(range(2), "asked"), options, parent=comm
             )  # which plans its barrier
         member.planner.overrides = replace(member.planner.overrides, algo="signalled_first")
         assert comm.broadcast(np.full(COUNT, 1 + comm.rank, np.float32)).tolist() == [1] * COUNT
@@ -427,7 +427,7 @@ def runs_what_passes_make() -> int:
                 catalog.register_schedule(schedule)
                 options = replace(comm._core.options, algo=schedule.name)
                 with Communicator.from_session(
-                    comm._core.session.sub(range(n), schedule.name), options, parent=comm
+                    comm._core.session.subgroup(range(n), schedule.name), options, parent=comm
                 ) as sub:
                     for count in (0, 5, COUNT):
                         whole = (

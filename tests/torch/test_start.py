@@ -18,7 +18,7 @@ pytest.importorskip(
 import torch
 import torch.distributed as dist
 
-from miraccl.bootstrap import create_root
+from miraccl.bootstrap import create_hub
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, SystemFailure
 from miraccl.torch import start
@@ -118,7 +118,7 @@ def test_a_second_try_while_rank_0_is_at_the_first() -> None:
         raise BootstrapError("enough")
 
     store = WatchedStore()
-    ident, root = create_root(nranks=2)
+    ident, root = create_hub(nranks=2)
     store.set(start.KEY, str(ident))
     with pytest.raises(BootstrapError, match="enough"):
         start._join_as_peer(store, 1, 2, Deadline.after(PATIENCE), enough)
@@ -130,7 +130,7 @@ def test_a_second_try_while_rank_0_is_at_the_first() -> None:
 def test_a_second_try_after_rank_0_was_killed() -> None:
     """Start rank 1 anew while the store still holds the killed rank 0's id."""
     store = WatchedStore()
-    ident, root = create_root(nranks=2)
+    ident, root = create_hub(nranks=2)
     root.close("killed")
     store.set(start.KEY, str(ident))
     meet_again(store)

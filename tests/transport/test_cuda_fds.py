@@ -122,9 +122,9 @@ def test_addresses_travel_as_text(doors: list[FdChannel]) -> None:
 
 
 def pass_around() -> list[str]:
-    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.bootstrap.launch import detect_launch, join_launch
 
-    session = meet(detect_launch(os.environ))
+    session = join_launch(detect_launch(os.environ))
     door, mine = (
         FdChannel(session.nranks, pid_namespace()),
         file_with(f"from {session.rank}".encode()),

@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from miraccl.wire.auth import nonce_of_call
+from miraccl.wire.auth import make_nonce
 from miraccl.wire.bootstrap import (
-    Arrived,
     CloseHub,
     Connected,
     Disconnected,
@@ -18,6 +17,7 @@ from miraccl.wire.bootstrap import (
     HubProved,
     HubRejected,
     MemberState,
+    MessageArrived,
     Received,
     Send,
     SendMessage,
@@ -44,8 +44,8 @@ def a_join(rank: int, timeout: float = 10.0, pid: int | None = None) -> Join:
         pid=pid,
         addresses=("10.0.0.1",),
         loopback=True,
-        patience=timeout,
-        timeout=timeout,
+        timeout_total=timeout,
+        timeout_left=timeout,
     )
 
 
@@ -68,7 +68,7 @@ class Member:
             secret=secret,
             rank=rank,
             nranks=nranks,
-            nonce=nonce_of_call(secret, nonce(("member", conn)), last),
+            nonce=make_nonce(secret, nonce(("member", conn)), last),
         )
         self.news: list[Any] = []
         self.inbox = bytearray()
@@ -83,7 +83,7 @@ class Member:
                 self.input(
                     SendMessage(now=self.net.now, message=a_join(self.rank, self.timeout, self.pid))
                 )
-            elif isinstance(output, Arrived):
+            elif isinstance(output, MessageArrived):
                 self.news.append(output.message)
             elif isinstance(output, HubLost | HubRejected):
                 self.news.append(output)

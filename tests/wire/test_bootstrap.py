@@ -13,13 +13,13 @@ from miraccl.errors import ProtocolError
 from miraccl.wire import framing
 from miraccl.wire.auth import Hello, Unsupported
 from miraccl.wire.bootstrap import (
-    MEETING_TRANSITIONS,
+    JOB_TRANSITIONS,
     MEMBER_TRANSITIONS,
     PEER_TRANSITIONS,
     Drop,
     HubLost,
     HubRejected,
-    MeetingState,
+    JobState,
     MemberState,
     PeerState,
     Received,
@@ -27,7 +27,7 @@ from miraccl.wire.bootstrap import (
     SendMessage,
     Start,
     advance,
-    name_ranks,
+    format_ranks,
     replay,
 )
 from miraccl.wire.bootstrap_hub import HubMachine
@@ -36,15 +36,15 @@ from miraccl.wire.bootstrap_messages import (
     Accepted,
     Gather,
     Gathered,
-    GatherLate,
+    GatherTimeout,
     Gone,
     Goodbye,
+    JoinRejected,
     LeaveGroup,
     NoticeMessage,
     OpenGroup,
-    Refusal,
-    Refused,
-    StatusAsk,
+    RejectCode,
+    StatusQuery,
     StatusReply,
     Welcome,
 )
@@ -70,7 +70,7 @@ def _gather(
 def test_ranks_meet_in_any_order_however_the_bytes_are_cut(order, cuts):
     turn = iter(range(10**9))
     net, members = meet(5, order, chunk=lambda waiting: cuts[next(turn) % len(cuts)])
-    assert net.hub.state is MeetingState.MET
+    assert net.hub.state is JobState.FORMED
     for member in members:
         (welcome,) = member.got(Welcome)
         assert welcome.hub_token == b"hub-proc"
@@ -81,7 +81,7 @@ def test_ranks_meet_in_any_order_however_the_bytes_are_cut(order, cuts):
 def test_a_job_of_one():
     net, (member,) = meet(1)
     assert member.got(Welcome)
-    assert net.hub.state is MeetingState.MET
+    assert net.hub.state is JobState.FORMED
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_a_rank_number_used_twice_is_refused_and_the_job_goes_on(pid, told):
     net = Net()
     first, second, twin = net.member(0, 2), net.member(1, 2), net.member(1, 2, pid=pid)
     net.run()
-    (refused,) = twin.got(Refused)
-    assert refused.code == Refusal.OVER  # the job has met by then
+    (refused,) = twin.got(JoinRejected)
+    assert refused.code == RejectCode.ALREADY_FORMED  # the job has met by then
     assert f"rank 1 is taken: {told}" in refused.text
     assert first.got(Welcome)
     assert second.got(Welcome)
@@ -114,7 +114,7 @@ def test_a_rank_that_calls_again_as_it_alone_knows_that_it_was_cut_takes_its_own
     assert not cut.open
     assert not again.open
     assert [len(member.got(Welcome)) for member in (first, third, other)] == [1, 1, 1]
-    assert net.hub.state is MeetingState.MET
+    assert net.hub.state is JobState.FORMED
 
 
 def test_a_rank_that_calls_again_when_the_others_have_begun_counts_as_dead_at_once():
@@ -127,8 +127,8 @@ def test_a_rank_that_calls_again_when_the_others_have_begun_counts_as_dead_at_on
         False,
         "its connection was cut before it was welcome",
     )
-    (refused,) = again.got(Refused)
-    assert refused.code == Refusal.DIED
+    (refused,) = again.got(JoinRejected)
+    assert refused.code == RejectCode.DIED
     assert "rank 1 counts as dead: its connection was cut before it was welcome" in refused.text
 
 
@@ -138,8 +138,8 @@ def test_a_duplicate_is_named_when_it_is_why_another_is_missing():
     net.run()
     net.tick(4.5)
     net.run()
-    (refused,) = members[0].got(Refused)
-    assert members[2].got(Refused)[0].code == Refusal.DUPLICATE
+    (refused,) = members[0].got(JoinRejected)
+    assert members[2].got(JoinRejected)[0].code == RejectCode.DUPLICATE
     assert refused.ranks == (2,)
     assert "rank 2 of 3 never arrived" in refused.text
     assert "rank 1 is taken" in refused.text
@@ -150,19 +150,22 @@ def test_different_nranks_end_the_meeting_for_all_at_once():
     members = [net.member(0, 4), net.member(1, 4), net.member(2, 5)]
     net.run()
     for member in members:
-        (refused,) = member.got(Refused)
-        assert refused.code == Refusal.NRANKS
+        (refused,) = member.got(JoinRejected)
+        assert refused.code == RejectCode.NRANKS
         assert refused.text == "rank 2 was started with nranks=5, rank 0 with nranks=4"
     late = net.member(3, 4)
     net.run()
-    assert late.got(Refused)[0].code == Refusal.NRANKS
+    assert late.got(JoinRejected)[0].code == RejectCode.NRANKS
 
 
 def test_the_hub_can_know_nranks_from_the_start():
     net = Net(nranks=2)
     member = net.member(0, 3)
     net.run()
-    assert member.got(Refused)[0].text == "rank 0 was started with nranks=3, the hub with nranks=2"
+    assert (
+        member.got(JoinRejected)[0].text
+        == "rank 0 was started with nranks=3, the hub with nranks=2"
+    )
 
 
 def test_a_rank_of_another_job_size_that_comes_first_does_not_hide_why_from_those_who_come_later():
@@ -172,7 +175,9 @@ def test_a_rank_of_another_job_size_that_comes_first_does_not_hide_why_from_thos
     assert not net.finished
     own = net.member(0, 2)
     net.run()
-    assert own.got(Refused)[0].text == "rank 1 was started with nranks=3, the hub with nranks=2"
+    assert (
+        own.got(JoinRejected)[0].text == "rank 1 was started with nranks=3, the hub with nranks=2"
+    )
     assert net.finished
 
 
@@ -182,17 +187,17 @@ def test_missing_ranks_are_named_at_the_deadline_of_the_first():
     net.run()
     net.tick(9.9)
     net.run()
-    assert not any(member.got(Refused) for member in members)
+    assert not any(member.got(JoinRejected) for member in members)
     net.tick(10.1)
     net.run()
     for member in members:
-        (refused,) = member.got(Refused)
-        assert refused.code == Refusal.MISSING
+        (refused,) = member.got(JoinRejected)
+        assert refused.code == RejectCode.MISSING
         assert refused.ranks == (2, 5)
         assert "ranks 2 and 5 of 8 never arrived" in refused.text
     late = net.member(5, 8)
     net.run()
-    assert late.got(Refused)[0].ranks == (2, 5)
+    assert late.got(JoinRejected)[0].ranks == (2, 5)
     assert not net.finished
     net.tick(21.0)
     assert net.finished
@@ -207,8 +212,8 @@ def test_a_rank_that_dies_in_the_meeting_is_named_at_once_and_to_those_who_come_
     late = net.member(2, 3)
     net.run()
     for member in (first, late):
-        (refused,) = member.got(Refused)
-        assert refused.code == Refusal.DIED
+        (refused,) = member.got(JoinRejected)
+        assert refused.code == RejectCode.DIED
         assert refused.ranks == (1,)
         assert "rank 1 of 3 died while the ranks were meeting" in refused.text
     assert net.finished
@@ -220,7 +225,7 @@ def test_a_rank_that_gives_up_in_the_meeting_is_not_called_dead():
     net.run()
     second.send(Goodbye(reason="interrupted"))
     net.run()
-    assert first.got(Refused)[0].code == Refusal.LEFT
+    assert first.got(JoinRejected)[0].code == RejectCode.LEFT
 
 
 def test_a_hub_that_closes_in_the_meeting_says_so():
@@ -229,8 +234,8 @@ def test_a_hub_that_closes_in_the_meeting_says_so():
     net.run()
     net.close_hub("changed its mind")
     net.run()
-    assert member.got(Refused)[0].code == Refusal.CLOSED
-    assert "changed its mind" in member.got(Refused)[0].text
+    assert member.got(JoinRejected)[0].code == RejectCode.CLOSED
+    assert "changed its mind" in member.got(JoinRejected)[0].text
     assert net.finished
 
 
@@ -246,7 +251,7 @@ def test_a_member_with_another_secret_knows_at_once_and_is_mentioned_when_it_is_
     assert bad.conn in net.dropped
     net.tick(3.5)
     net.run()
-    assert "did not know the secret (it said rank 1 of 2)" in good.got(Refused)[0].text
+    assert "did not know the secret (it said rank 1 of 2)" in good.got(JoinRejected)[0].text
 
 
 def test_a_member_that_ignores_the_wrong_proof_of_the_hub_gets_nowhere():
@@ -259,7 +264,7 @@ def test_a_member_that_ignores_the_wrong_proof_of_the_hub_gets_nowhere():
     bad.outbox.clear()
     net.bytes_to_hub(bad.conn, encode_frame(bytes([3]) + b"p" * 32))
     assert bad.conn in net.dropped
-    assert net.hub.state is MeetingState.GATHERING
+    assert net.hub.state is JobState.GATHERING
 
 
 def test_another_version_is_answered_with_ours():
@@ -418,7 +423,7 @@ def test_a_handshake_with_an_altered_shortened_or_doubled_flight_is_never_accept
         net._move_down(member) if flight == 1 else net._move_up(member)
     net.run()
     net.tick(6.0)
-    assert net.hub.state is MeetingState.GATHERING
+    assert net.hub.state is JobState.GATHERING
     assert member.conn in net.dropped
     assert not member.got(Welcome)
 
@@ -481,8 +486,8 @@ def test_a_late_gather_names_who_is_missing_and_can_still_complete_for_the_other
     net.run()
     net.tick(1.5)
     net.run()
-    assert a.got(GatherLate)[0].missing == (1,)
-    assert not c.got(GatherLate)
+    assert a.got(GatherTimeout)[0].missing == (1,)
+    assert not c.got(GatherTimeout)
     _gather(b, b"b")
     net.run()
     assert c.got(Gathered)[0].parts == (b"a", b"b", b"c")
@@ -556,11 +561,11 @@ def test_notices_reach_all_others_with_the_true_sender():
 
 def test_status_goes_round_and_back():
     net, (a, b, c) = meet(3)
-    a.send(StatusAsk(group=0, rank=0, ident=7))
+    a.send(StatusQuery(group=0, rank=0, ident=7))
     net.run()
-    assert not a.got(StatusAsk)
+    assert not a.got(StatusQuery)
     for member in (b, c):
-        (ask,) = member.got(StatusAsk)
+        (ask,) = member.got(StatusQuery)
         member.send(StatusReply(group=0, rank=ask.rank, ident=ask.ident, payload=b"{}"))
     net.run()
     assert sorted((r.rank, r.ident) for r in a.got(StatusReply)) == [(1, 7), (2, 7)]
@@ -728,7 +733,7 @@ def test_a_member_can_be_replayed():
     ("table", "states", "start"),
     [
         (PEER_TRANSITIONS, PeerState, PeerState.HELLO),
-        (MEETING_TRANSITIONS, MeetingState, MeetingState.GATHERING),
+        (JOB_TRANSITIONS, JobState, JobState.GATHERING),
         (MEMBER_TRANSITIONS, MemberState, MemberState.NEW),
     ],
 )
@@ -766,7 +771,7 @@ def test_a_command_in_the_wrong_state_is_refused():
     ],
 )
 def test_ranks_are_named_briefly(ranks, text):
-    assert name_ranks(list(ranks)) == text
+    assert format_ranks(list(ranks)) == text
 
 
 def test_records_are_frozen():

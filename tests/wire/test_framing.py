@@ -20,7 +20,7 @@ RECORDS: list[Any] = [
     auth.Challenge,
     auth.Proof,
     auth.Unsupported,
-    auth.Distrust,
+    auth.HubRejectedNotice,
 ]
 
 _u32 = st.integers(0, 2**32 - 1)
@@ -134,8 +134,8 @@ def test_text_is_utf8_and_a_flag_is_a_bit():
             pid=1,
             addresses=(),
             loopback=True,
-            patience=1,
-            timeout=1,
+            timeout_total=1,
+            timeout_left=1,
         )
     )
     assert body.count(b"ab") == 1
@@ -198,4 +198,4 @@ def test_a_payload_that_is_not_an_object_is_refused_by_the_receiver(data):
 def test_every_message_is_documented_as_one_direction_or_both():
     both = set(bootstrap_messages.TO_HUB) & set(bootstrap_messages.TO_MEMBER)
     names = {TO_HUB[kind].__name__ for kind in both}
-    assert names == {"NoticeMessage", "StatusAsk", "StatusReply", "LeaveGroup"}
+    assert names == {"NoticeMessage", "StatusQuery", "StatusReply", "LeaveGroup"}

@@ -7,8 +7,8 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap import Root, UniqueId, connect, create_root
-from miraccl.bootstrap.launch import detect_launch, meet
+from miraccl.bootstrap import HubServer, UniqueId, connect, create_hub
+from miraccl.bootstrap.launch import detect_launch, join_launch
 from miraccl.errors import BootstrapError, InvalidUsage
 from miraccl.runtime.options import Options
 from miraccl.runtime.rendezvous import start_deadline
@@ -26,18 +26,18 @@ def init(mpi: Any = None, /, **options: Any) -> Communicator:
         return _init_over(mpi, options)
     opts = Options.create(**options)
     launch, deadline = detect_launch(os.environ), start_deadline()
-    session = meet(launch, deadline, session_timeout=opts.timeout)
+    session = join_launch(launch, deadline, session_timeout=opts.timeout)
     return Communicator.from_session(session, opts, setup=SetupPhases(session, deadline))
 
 
 def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
     """MPI only carries the unique id of rank 0, or its failure: nobody waits in ``bcast`` for a rank 0 that has given up."""
     rank, nranks = _place_in(mpi)
-    root: Root | None = None
+    root: HubServer | None = None
     if rank == 0:
         try:
             opts = Options.create(**options)
-            ident, root = create_root(nranks=nranks)
+            ident, root = create_hub(nranks=nranks)
         except BaseException as error:
             mpi.bcast(f"{_FAILED}{error}", root=0)
             raise
@@ -53,10 +53,10 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
         opts, ident = Options.create(**options), UniqueId.parse(text)
     deadline = start_deadline()
     try:
-        session = connect(ident, rank, nranks, deadline, session_timeout=opts.timeout, root=root)
+        session = connect(ident, rank, nranks, deadline, session_timeout=opts.timeout, hub=root)
     except BaseException as error:
         if root is not None:
-            root.give_up(error)
+            root.close_after_error(error)
         raise
     return Communicator.from_session(session, opts, setup=SetupPhases(session, deadline))
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from miraccl.bootstrap.hub import LONGEST_NAP, tune
+from miraccl.bootstrap.hub import MAX_SELECT_SECONDS, tune
 from miraccl.bootstrap.names import Lookup
 from miraccl.errors import AuthenticationError, BootstrapError, as_system_failure
 from miraccl.sockets import finish_connect
-from miraccl.wire.auth import NONCE_BYTES, nonce_of_call
+from miraccl.wire.auth import NONCE_BYTES, make_nonce
 from miraccl.wire.bootstrap import Disconnected, HubProved, HubRejected, Received, Send, Start
 from miraccl.wire.bootstrap_member import MemberMachine
 
@@ -27,13 +27,13 @@ CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 5.0  # after which a try is given up
 VERDICT_SECONDS = (
     0.25  # a wrong secret at one address is final unless another address proves itself meanwhile
 )
-RESOLVE_SECONDS, RESOLVE_NAP = (
+RESOLVE_SECONDS, RESOLVE_POLL = (
     1.0,
     0.005,
 )  # between look-ups of a name, and between looks whether one has ended
 
 
-class HubNotFound(BootstrapError):
+class ControlPlaneUnreachable(BootstrapError):
     """Nobody who could be the hub of this job answered before the deadline."""
 
 
@@ -44,16 +44,16 @@ class _Endpoint:
     name: str
     pause: float = FIRST_PAUSE
     next_try: float = 0.0
-    trouble: str = "not tried"
+    problem: str = "not tried"
     refused_since: float = float("inf")  # where its kernel does nothing but refuse
 
     def failed(self, trouble: str, refused: bool = False) -> None:
-        self.trouble = trouble
+        self.problem = trouble
         self.refused_since = min(self.refused_since, time.monotonic()) if refused else float("inf")
 
 
 @dataclass(kw_only=True)
-class _Try:
+class _Attempt:
     endpoint: _Endpoint
     sock: socket.socket
     machine: MemberMachine
@@ -61,7 +61,7 @@ class _Try:
     started: bool = False
 
     @property
-    def silence(self) -> str:
+    def timeout_problem(self) -> str:
         """What is wrong with a try in which nothing happens."""
         return "no answer" if self.started else "no connection"
 
@@ -84,23 +84,23 @@ class Dialer:
         deadline: float,
         probing: bool = False,
         not_before: Mapping[tuple[object, ...], float] | None = None,
-        refusals: float = float("inf"),
-        last: bytes = b"",
-        look: Callable[[], None] = lambda: None,
+        give_up_after_refusals: float = float("inf"),
+        last_nonce: bytes = b"",
+        poll: Callable[[], None] = lambda: None,
     ) -> None:
         self._targets, self._secret, self._rank, self._nranks = targets, secret, rank, nranks
-        self._deadline, self._probing, self._not_before, self._look = (
+        self._deadline, self._probing, self._not_before, self._poll = (
             deadline,
             probing,
             not_before or {},
-            look,
+            poll,
         )
-        self._refusals, self._last = refusals, last
+        self._give_up_after_refusals, self._last_nonce = give_up_after_refusals, last_nonce
         self._endpoints: dict[tuple[object, ...], _Endpoint] = {}
         self._unresolved: dict[str, str] = dict.fromkeys((host for host, _ in targets), "not tried")
         self._lookups: list[Lookup] = []
         self._resolve_at = 0.0
-        self._tries: list[_Try] = []
+        self._attempts: list[_Attempt] = []
         self._verdict: HubRejected | None = None
         self._verdict_at = float("inf")
         self.hub: tuple[object, ...] = ()  # the socket address of the hub, once it is found
@@ -108,43 +108,43 @@ class Dialer:
             self._selector = selectors.DefaultSelector()
 
     def dial(self) -> tuple[socket.socket, MemberMachine]:
-        """The connection and its machine, which waits for ``Join``. Raises ``HubNotFound`` at the deadline with what was tried."""
-        winner: _Try | None = None
+        """The connection and its machine, which waits for ``Join``. Raises ``ControlPlaneUnreachable`` at the deadline with what was tried."""
+        winner: _Attempt | None = None
         try:
             while winner is None:
-                self._look()
+                self._poll()
                 now = time.monotonic()
                 self._check_verdict(now)
                 self._resolve(now)
-                self._start_tries(now)
-                winner = self._turn()
-                if winner is None and self._nobody_listens():
-                    raise HubNotFound(
+                self._start_attempts(now)
+                winner = self._step()
+                if winner is None and self._all_refuse():
+                    raise ControlPlaneUnreachable(
                         "nobody listens where the hub of this job was", rank=self._rank
                     )
                 if (
                     winner is None and time.monotonic() >= self._deadline
                 ):  # each address is tried once, whatever the deadline
-                    raise HubNotFound(
+                    raise ControlPlaneUnreachable(
                         self._explain(),
                         rank=self._rank,
                         hint="is rank 0 running, and is its address right?",
                     )
             self._selector.unregister(winner.sock)
-            self._tries.remove(winner)
+            self._attempts.remove(winner)
             self.hub = winner.endpoint.address
             return winner.sock, winner.machine
         finally:
-            for attempt in self._tries:
+            for attempt in self._attempts:
                 attempt.sock.close()
             self._selector.close()
 
     def _explain(self) -> str:
-        for attempt in self._tries:
-            attempt.endpoint.failed(attempt.silence)
+        for attempt in self._attempts:
+            attempt.endpoint.failed(attempt.timeout_problem)
         troubles: dict[str, list[str]] = {}
         for endpoint in self._endpoints.values():
-            troubles.setdefault(endpoint.trouble, []).append(endpoint.name)
+            troubles.setdefault(endpoint.problem, []).append(endpoint.name)
         for host, trouble in self._unresolved.items():
             troubles.setdefault(trouble, []).append(host)
         details = [
@@ -153,17 +153,17 @@ class Dialer:
         ]
         return f"no hub of this job answered before the deadline; {'; '.join(details)}"
 
-    def _nobody_listens(self) -> bool:
+    def _all_refuse(self) -> bool:
         since = max(
             (endpoint.refused_since for endpoint in self._endpoints.values()), default=float("inf")
         )
-        return not self._unresolved and time.monotonic() - since >= self._refusals
+        return not self._unresolved and time.monotonic() - since >= self._give_up_after_refusals
 
     def _check_verdict(self, now: float) -> None:
         verdict = self._verdict
         if verdict is not None and (
             now >= self._verdict_at
-            or (not self._tries and all(e.next_try > 0 for e in self._endpoints.values()))
+            or (not self._attempts and all(e.next_try > 0 for e in self._endpoints.values()))
         ):
             if verdict.kind == "secret":
                 raise AuthenticationError(
@@ -178,11 +178,11 @@ class Dialer:
         if self._unresolved and not self._lookups and now >= self._resolve_at:
             self._resolve_at = now + RESOLVE_SECONDS
             self._lookups = [Lookup(host) for host in self._unresolved]
-            self._unresolved |= {lookup.host: lookup.trouble for lookup in self._lookups}
+            self._unresolved |= {lookup.host: lookup.problem for lookup in self._lookups}
         ended = [lookup for lookup in self._lookups if lookup.wait(0)]
         self._lookups = [lookup for lookup in self._lookups if lookup not in ended]
         found = {lookup.host: lookup.infos for lookup in ended if lookup.infos}
-        self._unresolved |= {lookup.host: lookup.trouble for lookup in ended}
+        self._unresolved |= {lookup.host: lookup.problem for lookup in ended}
         for host, port in self._targets:
             for family, _, _, _, address in found.get(host, ()):
                 name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -194,8 +194,8 @@ class Dialer:
         for host in found:
             del self._unresolved[host]
 
-    def _start_tries(self, now: float) -> None:
-        busy = {id(attempt.endpoint) for attempt in self._tries}
+    def _start_attempts(self, now: float) -> None:
+        busy = {id(attempt.endpoint) for attempt in self._attempts}
         for endpoint in self._endpoints.values():
             if id(endpoint) in busy or endpoint.next_try > now:
                 continue
@@ -213,11 +213,11 @@ class Dialer:
                 endpoint.failed(os.strerror(problem), problem == errno.ECONNREFUSED)
                 sock.close()
                 continue
-            nonce = nonce_of_call(self._secret, os.urandom(NONCE_BYTES), self._last)
+            nonce = make_nonce(self._secret, os.urandom(NONCE_BYTES), self._last_nonce)
             machine = MemberMachine(
                 secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=nonce
             )
-            attempt = _Try(
+            attempt = _Attempt(
                 endpoint=endpoint, sock=sock, machine=machine, give_up=now + CONNECT_SECONDS
             )
             try:
@@ -226,31 +226,37 @@ class Dialer:
                 endpoint.failed(error.strerror or str(error))
                 sock.close()
                 continue
-            self._tries.append(attempt)
+            self._attempts.append(attempt)
 
-    def _turn(self) -> _Try | None:
+    def _step(self) -> _Attempt | None:
         """Wait for the next thing to happen, at most until a try is due or given up."""
         now = time.monotonic()
-        busy = {id(attempt.endpoint) for attempt in self._tries}
+        busy = {id(attempt.endpoint) for attempt in self._attempts}
         times = [self._deadline, self._verdict_at]
         times += [
             endpoint.next_try for endpoint in self._endpoints.values() if id(endpoint) not in busy
         ]
-        times += [attempt.give_up for attempt in self._tries]
+        times += [attempt.give_up for attempt in self._attempts]
         times += (
-            [now + RESOLVE_NAP] if self._lookups else [self._resolve_at] if self._unresolved else []
+            [now + RESOLVE_POLL]
+            if self._lookups
+            else [self._resolve_at]
+            if self._unresolved
+            else []
         )
-        ready = self._selector.select(min(max(0.0, min(times) - now), LONGEST_NAP))
+        ready = self._selector.select(min(max(0.0, min(times) - now), MAX_SELECT_SECONDS))
         proved = [key.data for key, _ in ready if self._advance(key.data)]
         now = time.monotonic()
         # A process that was stopped finds the hub's answer and its own patience at an end: the answer counts.
         for attempt in [
-            attempt for attempt in self._tries if attempt.give_up <= now and attempt not in proved
+            attempt
+            for attempt in self._attempts
+            if attempt.give_up <= now and attempt not in proved
         ]:
-            self._end(attempt, attempt.silence)
+            self._end(attempt, attempt.timeout_problem)
         return proved[0] if proved else None
 
-    def _advance(self, attempt: _Try) -> bool:
+    def _advance(self, attempt: _Attempt) -> bool:
         """Move one try on; true when its hub has proved itself."""
         if not attempt.started:
             try:
@@ -261,7 +267,7 @@ class Dialer:
             attempt.started = True
             attempt.give_up = time.monotonic() + ANSWER_SECONDS
             self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
-            return self._act(attempt, attempt.machine.handle(Start(now=time.monotonic())))
+            return self._apply(attempt, attempt.machine.handle(Start(now=time.monotonic())))
         try:
             data = attempt.sock.recv(4096)
         except BlockingIOError:
@@ -273,9 +279,11 @@ class Dialer:
             attempt.machine.handle(Disconnected(now=time.monotonic(), reason="closed"))
             self._end(attempt, "the connection was closed without an answer")
             return False
-        return self._act(attempt, attempt.machine.handle(Received(now=time.monotonic(), data=data)))
+        return self._apply(
+            attempt, attempt.machine.handle(Received(now=time.monotonic(), data=data))
+        )
 
-    def _act(self, attempt: _Try, outputs: Sequence[object]) -> bool:
+    def _apply(self, attempt: _Attempt, outputs: Sequence[object]) -> bool:
         proved = False
         for output in outputs:
             if isinstance(output, HubProved):
@@ -297,10 +305,10 @@ class Dialer:
                 return False
         return proved
 
-    def _end(self, attempt: _Try, trouble: str, refused: bool = False) -> None:
-        if attempt in self._tries:
+    def _end(self, attempt: _Attempt, trouble: str, refused: bool = False) -> None:
+        if attempt in self._attempts:
             attempt.endpoint.failed(trouble, refused)
             attempt.endpoint.next_try = time.monotonic() + attempt.endpoint.pause
-            self._tries.remove(attempt)
+            self._attempts.remove(attempt)
             self._selector.unregister(attempt.sock)
             attempt.sock.close()

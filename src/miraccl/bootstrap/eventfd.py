@@ -9,7 +9,7 @@ import os
 _ONE = (1).to_bytes(8, "little")
 
 
-class Bell:
+class EventFd:
     """An eventfd, to be registered for reading. Ringing it needs no memory of the kernel, unlike a byte through a pair of sockets: who is
     woken to send again what the kernel had no memory for does hear it."""
 
@@ -19,12 +19,12 @@ class Bell:
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Any thread; nothing happens once it is closed."""
         with contextlib.suppress(OSError, ValueError):
             self._file.write(_ONE)
 
-    def silence(self) -> None:
+    def clear(self) -> None:
         """Until it is rung again."""
         self._file.read(8)
 

@@ -1,7 +1,7 @@
 """The hub of a job: one thread with the listening sockets, around ``wire.bootstrap_hub.HubMachine``.
 
-It lives in the process that made the unique id, serves one job, and ends when all ranks have left.  Who made it owns it (``Root.close``,
-``Root.join``); at the end of the interpreter it is given a moment for ranks that are about to leave as well.  One that a launcher holds
+It lives in the process that made the unique id, serves one job, and ends when all ranks have left.  Who made it owns it (``HubServer.close``,
+``HubServer.join``); at the end of the interpreter it is given a moment for ranks that are about to leave as well.  One that a launcher holds
 serves many jobs, a machine each: newcomers belong to the job whose ranks still arrive, and it ends when it is closed.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from miraccl import trace
 from miraccl.bootstrap import lifetime
-from miraccl.bootstrap.eventfd import Bell
+from miraccl.bootstrap.eventfd import EventFd
 from miraccl.bootstrap.host import network_fingerprint, process_token
 from miraccl.bootstrap.interfaces import choose_addresses
 from miraccl.bootstrap.unique_id import UniqueId
@@ -34,7 +34,7 @@ from miraccl.wire.bootstrap import (
     Disconnected,
     Drop,
     Finished,
-    MeetingState,
+    JobState,
     Received,
     Send,
     Tick,
@@ -47,18 +47,18 @@ FULL_SECONDS, SHORTAGE_SECONDS = (
     0.003,
     0.05,
 )  # pauses of listening: too many strangers, no descriptors
-ACCEPTS_PER_TURN = 64  # so that a flood of connections does not keep the ranks waiting
+ACCEPTS_PER_WAKEUP = 64  # so that a flood of connections does not keep the ranks waiting
 READ_BYTES = 1 << 18
 #: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
 MAX_UNSENT_BYTES = 512 << 20
-LONGEST_NAP = 3600.0  # seconds; epoll counts milliseconds in 32 bits
+MAX_SELECT_SECONDS = 3600.0  # seconds; epoll counts milliseconds in 32 bits
 CLOSE_SECONDS = 2.0  # for a rank to read its last message and hang up
 
-_kept: list[Root] = []  # those nobody else owns
+_unowned: list[HubServer] = []  # those nobody else owns
 
 
 @dataclass(kw_only=True)
-class _Line:
+class _Connection:
     """A connection of the hub, of the job of ``machine``. ``closing``: it ends once ``unsent`` is out; ``linger``: when the other side
     hangs up, too; ``broken``: why nothing can be sent."""
 
@@ -73,7 +73,7 @@ class _Line:
     close_by: float = 0.0
 
 
-class Root:
+class HubServer:
     """A running hub, which owns the listening sockets. ``addresses`` are theirs; ``next_job`` makes the machine of the next job, if it
     serves many.  Raises ``SystemFailure``."""
 
@@ -81,12 +81,12 @@ class Root:
         self,
         listeners: Sequence[socket.socket],
         machine: HubMachine,
-        next_job: Callable[[], HubMachine] | None = None,
+        next_machine: Callable[[], HubMachine] | None = None,
     ) -> None:
-        self._machine, self._next_job = machine, next_job
-        self._met: list[HubMachine] = []  # of earlier jobs whose ranks are still there
+        self._machine, self._next_machine = machine, next_machine
+        self._formed: list[HubMachine] = []  # of earlier jobs whose ranks are still there
         self._listeners = list(listeners)
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _Connection] = {}
         self._next_conn = 1
         self._close_reason: str | None = None
         self._listen_again_at: float | None = None
@@ -102,12 +102,12 @@ class Root:
                 (str(s.getsockname()[0]), int(s.getsockname()[1])) for s in listeners
             )
             self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
-            self._bell = Bell()
-            unless_it_runs.callback(self._bell.close)
+            self._wakeup = EventFd()
+            unless_it_runs.callback(self._wakeup.close)
             for sock in listeners:
                 sock.setblocking(False)
                 self._selector.register(sock, selectors.EVENT_READ, sock)
-            self._selector.register(self._bell, selectors.EVENT_READ, None)
+            self._selector.register(self._wakeup, selectors.EVENT_READ, None)
             self._thread.start()
             unless_it_runs.pop_all()
         lifetime.hubs.add(self)
@@ -125,15 +125,15 @@ class Root:
     def close(self, reason: str = "closed by its owner", timeout: float = 2.0) -> None:
         """End now: ranks that are still there are told. May be called twice."""
         self._close_reason = self._close_reason or reason
-        self._bell.ring()
+        self._wakeup.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
-    def give_up(self, error: BaseException) -> None:
+    def close_after_error(self, error: BaseException) -> None:
         """Close, because ``error`` has ended the way of rank 0, which owns this hub, into the job."""
         self.close(f"rank 0 gave up: {type(error).__name__}")
 
-    def __enter__(self) -> Root:
+    def __enter__(self) -> HubServer:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -143,71 +143,71 @@ class Root:
 
     def _run(self) -> None:
         try:
-            while not self._finished or self._lines:
-                ready = self._selector.select(self._patience())
+            while not self._finished or self._connections:
+                ready = self._selector.select(self._select_timeout())
                 # Who is here already is heard before newcomers are let in: a rank in its handshake is not pushed out by a flood.
                 for key, mask in sorted(
                     ready, key=lambda item: isinstance(item[0].data, socket.socket)
                 ):
-                    self._ready(key.data, mask)
+                    self._handle_ready(key.data, mask)
                 if self._close_reason is not None and not self._finished:
-                    for machine in [*self._met, self._machine]:
+                    for machine in [*self._formed, self._machine]:
                         self._feed(
                             machine, CloseHub(now=time.monotonic(), reason=self._close_reason)
                         )
-                self._clock()
+                self._run_timers()
         except (
             Exception
         ):  # a hub that fails must not fail silently: its connections close and every rank sees it
             _log.exception("the hub of the job failed")
         finally:
-            for sock in [*self._listeners, *(line.sock for line in self._lines.values())]:
+            for sock in [*self._listeners, *(line.sock for line in self._connections.values())]:
                 sock.close()
-            self._bell.close()
+            self._wakeup.close()
             self._selector.close()
 
-    def _patience(self) -> float | None:
-        times = [line.close_by for line in self._lines.values() if line.closing]
+    def _select_timeout(self) -> float | None:
+        times = [line.close_by for line in self._connections.values() if line.closing]
         times += [
             t
             for t in (
                 self._machine.deadline(),
-                *(m.deadline() for m in self._met),
+                *(m.deadline() for m in self._formed),
                 self._listen_again_at,
             )
             if t is not None
         ]
-        return min(max(0.0, min(times) - time.monotonic()), LONGEST_NAP) if times else None
+        return min(max(0.0, min(times) - time.monotonic()), MAX_SELECT_SECONDS) if times else None
 
-    def _clock(self) -> None:
+    def _run_timers(self) -> None:
         now = time.monotonic()
         if self._listen_again_at is not None and now >= self._listen_again_at:
             self._listen_again()
-        for machine in [*self._met, self._machine]:
+        for machine in [*self._formed, self._machine]:
             deadline = machine.deadline()
             if deadline is not None and deadline <= now:
                 self._feed(machine, Tick(now=now))
         for line in [
-            line for line in self._lines.values() if line.closing and line.close_by <= now
+            line for line in self._connections.values() if line.closing and line.close_by <= now
         ]:
             self._hang_up(line)
 
-    def _ready(self, data: Any, mask: int) -> None:
+    def _handle_ready(self, data: Any, mask: int) -> None:
         if data is None:
-            self._bell.silence()
+            self._wakeup.clear()
         elif isinstance(data, socket.socket):
             self._accept(data)
-        elif data.conn in self._lines:
+        elif data.conn in self._connections:
             if mask & selectors.EVENT_WRITE:
                 self._flush(data)
-            if mask & selectors.EVENT_READ and data.conn in self._lines:
+            if mask & selectors.EVENT_READ and data.conn in self._connections:
                 self._read(data)
 
     def _accept(self, listener: socket.socket) -> None:
-        if self._next_job is not None and self._machine.state is MeetingState.MET:
-            self._met.append(self._machine)
-            self._machine = self._next_job()
-        for _ in range(ACCEPTS_PER_TURN):
+        if self._next_machine is not None and self._machine.state is JobState.FORMED:
+            self._formed.append(self._machine)
+            self._machine = self._next_machine()
+        for _ in range(ACCEPTS_PER_WAKEUP):
             if not self._machine.may_accept(time.monotonic()):
                 self._pause_listening(FULL_SECONDS)
                 return
@@ -221,7 +221,7 @@ class Root:
                 return
             sock.setblocking(False)
             tune(sock)
-            line = _Line(conn=self._next_conn, sock=sock, machine=self._machine)
+            line = _Connection(conn=self._next_conn, sock=sock, machine=self._machine)
             try:
                 self._selector.register(sock, selectors.EVENT_READ, line)
             except OSError:  # no memory for it, or none allowed: it may call again
@@ -229,7 +229,7 @@ class Root:
                 self._pause_listening(SHORTAGE_SECONDS)
                 return
             self._next_conn += 1
-            self._lines[line.conn] = line
+            self._connections[line.conn] = line
             peer = f"{address[0]}:{address[1]}"
             self._feed(
                 line.machine,
@@ -256,7 +256,7 @@ class Root:
                     self._selector.unregister(sock)
             self._listen_again_at = time.monotonic() + SHORTAGE_SECONDS
 
-    def _read(self, line: _Line) -> None:
+    def _read(self, line: _Connection) -> None:
         try:
             data = line.sock.recv(READ_BYTES)
         except OSError as error:
@@ -268,26 +268,26 @@ class Root:
         elif not line.closing:
             self._feed(line.machine, Received(now=time.monotonic(), conn=line.conn, data=data))
 
-    def _lost(self, line: _Line, reason: str) -> None:
+    def _lost(self, line: _Connection, reason: str) -> None:
         self._hang_up(line)
         if not line.closing:
             self._feed(
                 line.machine, Disconnected(now=time.monotonic(), conn=line.conn, reason=reason)
             )
 
-    def _hang_up(self, line: _Line) -> None:
-        if self._lines.pop(line.conn, None) is not None:
+    def _hang_up(self, line: _Connection) -> None:
+        if self._connections.pop(line.conn, None) is not None:
             self._selector.unregister(line.sock)
             line.sock.close()
 
     def _feed(self, machine: HubMachine, event: Any) -> None:
         """One input to a machine; do what it says."""
-        touched: dict[int, _Line] = {}
+        touched: dict[int, _Connection] = {}
         for output in machine.handle(event):
             if isinstance(output, Finished):
                 self._finish(machine)
                 continue
-            line = self._lines.get(output.conn)
+            line = self._connections.get(output.conn)
             if line is None:
                 continue
             touched[line.conn] = line
@@ -299,8 +299,8 @@ class Root:
         for line in touched.values():
             self._flush(line)
 
-    def _flush(self, line: _Line) -> None:
-        if line.conn not in self._lines:
+    def _flush(self, line: _Connection) -> None:
+        if line.conn not in self._connections:
             return
         while line.unsent:
             try:
@@ -328,13 +328,13 @@ class Root:
 
     def _finish(self, machine: HubMachine) -> None:
         """A job is over, and the hub with it unless there may be others."""
-        for line in self._lines.values():
+        for line in self._connections.values():
             if line.machine is machine and not line.closing:
                 line.closing, line.close_by = True, time.monotonic() + CLOSE_SECONDS
-        if machine in self._met:
-            self._met.remove(machine)
-        elif self._next_job is not None and self._close_reason is None:
-            self._machine = self._next_job()
+        if machine in self._formed:
+            self._formed.remove(machine)
+        elif self._next_machine is not None and self._close_reason is None:
+            self._machine = self._next_machine()
         else:
             self._stop_listening()
 
@@ -355,9 +355,9 @@ class Root:
         The selector is closed first: it is shared with the parent, and nothing must be unregistered from it here.
         """
         self._selector.close()
-        for sock in [*self._listeners, *(line.sock for line in self._lines.values())]:
+        for sock in [*self._listeners, *(line.sock for line in self._connections.values())]:
             sock.close()
-        self._bell.close()
+        self._wakeup.close()
 
 
 def tune(sock: socket.socket) -> None:
@@ -414,15 +414,15 @@ def _listen_on(hosts: Iterable[str], port: int) -> list[socket.socket]:
     return listeners
 
 
-def create_root(
+def create_hub(
     *,
     nranks: int | None = None,
     hosts: Sequence[str] | None = None,
     port: int = 0,
     secret: bytes | None = None,
-    many: bool = False,
+    reusable: bool = False,
     log: list[Any] | None = None,
-) -> tuple[UniqueId, Root]:
+) -> tuple[UniqueId, HubServer]:
     """Start the hub of a job in this process; the id is for all ranks, the root is to be kept until they have left.
 
     ``nranks``: learnt from the first rank when not given.  ``hosts``: numeric addresses to listen on, default those of the chosen
@@ -438,14 +438,14 @@ def create_root(
     job = functools.partial(
         HubMachine, secret=secret, token=process_token(), nranks=nranks, log=log
     )
-    root = Root(_listen_on(hosts, port), job(), job if many else None)
+    root = HubServer(_listen_on(hosts, port), job(), job if reusable else None)
     return UniqueId(addresses=root.addresses, secret=secret, host=network_fingerprint()), root
 
 
 def get_unique_id() -> UniqueId:
     """Start the meeting point of a new job in this process and give its id, which all ranks need (``str(id)`` fits in a variable). It is
     there until all ranks have left (``ncclGetUniqueId``)."""
-    unique_id, root = create_root()
-    _kept[:] = [other for other in _kept if other.alive]
-    _kept.append(root)
+    unique_id, root = create_hub()
+    _unowned[:] = [other for other in _unowned if other.alive]
+    _unowned.append(root)
     return unique_id

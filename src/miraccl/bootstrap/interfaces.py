@@ -161,7 +161,7 @@ def source_address(host: str) -> str | None:
     return None
 
 
-def is_here(host: str) -> bool | None:
+def is_local_host(host: str) -> bool | None:
     """Whether an address of this name is one of this host's; ``None`` if the name service does not say in ``ROUTE_SECONDS``."""
     lookup = Lookup(host)
     if not lookup.wait(ROUTE_SECONDS) or not lookup.infos:

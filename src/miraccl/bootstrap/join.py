@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from miraccl import params
-from miraccl.bootstrap.dial import Dialer, HubNotFound
+from miraccl.bootstrap.dial import ControlPlaneUnreachable, Dialer
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
-from miraccl.bootstrap.hub import Root
+from miraccl.bootstrap.hub import HubServer
 from miraccl.bootstrap.interfaces import choose_addresses, is_loopback
-from miraccl.bootstrap.link import HubVanished, JobOver, Link, Meeting, RankTaken
-from miraccl.bootstrap.session import Session, solo
+from miraccl.bootstrap.link import HubDisconnected, JobAlreadyFormed, Link, Membership, RankTaken
+from miraccl.bootstrap.session import Session, single_rank_session
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, SystemFailure
@@ -24,14 +24,14 @@ from miraccl.wire.bootstrap_member import MemberMachine
 from miraccl.wire.bootstrap_messages import Join
 
 #: Seconds before the hub of a job that has met already is asked again, when ports are probed.
-OVER_PAUSE = 0.1
+FORMED_PAUSE = 0.1
 #: Seconds from an accident (the hub hung up, or this host has no descriptor to give) to the next try.
-ACCIDENT_PAUSE = 0.02
+RETRY_PAUSE = 0.02
 #: Seconds for which nobody listens where the hub has hung up on this rank, after which it has ended for certain.
 ENDED_SECONDS = 1.0
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
@@ -43,9 +43,9 @@ def connect(
     *,
     session_timeout: float | None = None,
     dial_timeout: float | None = None,
-    root: Root | None = None,
+    hub: HubServer | None = None,
     thread_ids: Sequence[int] = (),
-    look: Callable[[], None] = _nothing,
+    poll: Callable[[], None] = _no_op,
 ) -> Session:
     """Meet all ranks of the job; returns when everyone is in. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT, or the deadline of
     more than this.
@@ -71,9 +71,9 @@ def connect(
         timeout=timeout,
         session_timeout=session_timeout,
         dial_timeout=dial_timeout,
-        root=root,
+        hub=hub,
         thread_ids=thread_ids,
-        look=look,
+        poll=poll,
     )
 
 
@@ -112,10 +112,10 @@ def join_job(
     session_timeout: float | None = None,
     dial_timeout: float | None = None,
     probing: bool = False,
-    root: Root | None = None,
+    hub: HubServer | None = None,
     route_to: str | None = None,
     thread_ids: Sequence[int] = (),
-    look: Callable[[], None] = _nothing,
+    poll: Callable[[], None] = _no_op,
 ) -> Session:
     """``connect`` for a list of (host, port), see ``Dialer`` for ``probing``.
 
@@ -125,11 +125,11 @@ def join_job(
     _check_rank(rank, nranks)
     timeout = params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
-    if nranks == 1 and root is None:
-        return solo(session_timeout)
+    if nranks == 1 and hub is None:
+        return single_rank_session(session_timeout)
     deadline = Deadline.after(timeout)
     hosts = [route_to] if route_to else [host for host, _ in targets]
-    search = _Search(
+    search = _JoinAttempts(
         targets=targets,
         secret=secret,
         rank=rank,
@@ -138,16 +138,16 @@ def join_job(
         dial_deadline=deadline.at if dial_timeout is None else deadline.within(dial_timeout).at,
         probing=probing,
         remote=next((host for host in hosts if not is_loopback(host)), None),
-        look=look,
+        poll=poll,
     )
-    link, meeting = search.meet()
+    link, meeting = search.run()
     session = Session(
         link=link,
-        meeting=meeting,
+        membership=meeting,
         ranks=tuple(range(nranks)),
         rank=rank,
         timeout=session_timeout,
-        root=root,
+        hub=hub,
         thread_ids=thread_ids,
     )
     session.data_key = hashlib.sha256(b"miraccl data" + secret).digest()
@@ -155,7 +155,7 @@ def join_job(
 
 
 @dataclass(kw_only=True)
-class _Search:
+class _JoinAttempts:
     """One rank on its way into its job. What may pass (a hub that hangs up before it knew the rank, a lost connection, a host without
     descriptors) is tried again until ``dial_deadline``; the error then says what it was. A hub that hung up and listens no more has ended,
     but for a port at which one job may come after another."""
@@ -168,14 +168,14 @@ class _Search:
     dial_deadline: float
     probing: bool
     remote: str | None
-    look: Callable[[], None]
-    accident: str = ""
+    poll: Callable[[], None]
+    transient_problem: str = ""
     hung_up: bool = False
-    last: bytes = b""  # the nonce of the connection that was cut
+    last_nonce: bytes = b""  # the nonce of the connection that was cut
     not_before: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    def meet(self) -> tuple[Link, Meeting]:
-        over: JobOver | None = None
+    def run(self) -> tuple[Link, Membership]:
+        over: JobAlreadyFormed | None = None
         while True:
             hub: tuple[object, ...] = ()
             problem: MiracclError
@@ -184,28 +184,30 @@ class _Search:
                 sock, machine = dialer.dial()
                 hub = dialer.hub
                 return self._join_hub(sock, machine)
-            except HubNotFound as error:
-                raise over or self._after_accident(error) from None
+            except ControlPlaneUnreachable as error:
+                raise over or self._with_transient_problem(error) from None
             except RankTaken as error:
-                if not (self.probing and isinstance(error, JobOver)):
-                    raise self._after_accident(error) from None
+                if not (self.probing and isinstance(error, JobAlreadyFormed)):
+                    raise self._with_transient_problem(error) from None
                 # An earlier job of the same port and secret is still there; ours may come at another port, or later at this one.
-                over, self.not_before[hub] = error, time.monotonic() + OVER_PAUSE
+                over, self.not_before[hub] = error, time.monotonic() + FORMED_PAUSE
                 continue
-            except HubVanished as error:
-                self.hung_up, self.last = True, machine.nonce
-                self.accident = f"the hub hung up before it had taken this rank in ({error})"
-                problem = HubNotFound(self.accident, rank=self.rank)
+            except HubDisconnected as error:
+                self.hung_up, self.last_nonce = True, machine.nonce
+                self.transient_problem = (
+                    f"the hub hung up before it had taken this rank in ({error})"
+                )
+                problem = ControlPlaneUnreachable(self.transient_problem, rank=self.rank)
             except SystemFailure as error:
-                self.accident, problem = error.message, error
+                self.transient_problem, problem = error.message, error
             left = self.dial_deadline - time.monotonic()
             if left <= 0:
                 raise over or problem
-            time.sleep(min(ACCIDENT_PAUSE, left))
+            time.sleep(min(RETRY_PAUSE, left))
 
-    def _after_accident(self, error: BootstrapError) -> BootstrapError:
-        if self.accident:
-            error.hint = f"before that, {self.accident}"
+    def _with_transient_problem(self, error: BootstrapError) -> BootstrapError:
+        if self.transient_problem:
+            error.hint = f"before that, {self.transient_problem}"
         return error
 
     def _dialer(self) -> Dialer:
@@ -217,12 +219,14 @@ class _Search:
             deadline=self.dial_deadline,
             probing=self.probing,
             not_before=self.not_before,
-            last=self.last,
-            refusals=ENDED_SECONDS if self.hung_up and not self.probing else float("inf"),
-            look=self.look,
+            last_nonce=self.last_nonce,
+            give_up_after_refusals=ENDED_SECONDS
+            if self.hung_up and not self.probing
+            else float("inf"),
+            poll=self.poll,
         )
 
-    def _join_hub(self, sock: socket.socket, machine: MemberMachine) -> tuple[Link, Meeting]:
+    def _join_hub(self, sock: socket.socket, machine: MemberMachine) -> tuple[Link, Membership]:
         try:  # before the link takes the socket over: it closes it when the hub hangs up
             join = _join(sock, self.remote, self.deadline)
             link = Link(sock, machine, rank=self.rank, nranks=self.nranks)
@@ -230,7 +234,7 @@ class _Search:
             sock.close()
             raise
         try:
-            return link, link.meet(join, self.deadline.at, self.look)
+            return link, link.join(join, self.deadline.at, self.poll)
         except BaseException:
             link.close("the meeting failed")
             raise
@@ -239,12 +243,12 @@ class _Search:
 def _join(sock: socket.socket, remote: str | None, deadline: Deadline) -> Join:
     """What this rank tells about itself. The address it announces is the one that leads to the hub, or to the hub's own network.
 
-    Raises ``HubVanished`` if the connection has no other end any more.
+    Raises ``HubDisconnected`` if the connection has no other end any more.
     """
     try:
         names = sock.getsockname(), sock.getpeername()
     except OSError as error:
-        raise HubVanished(error.strerror or str(error)) from None
+        raise HubDisconnected(error.strerror or str(error)) from None
     local, hub = (str(name[0]).removeprefix("::ffff:").partition("%")[0] for name in names)
     addresses, loopback = choose_addresses(remote if is_loopback(local) else hub)
     return Join(
@@ -254,6 +258,6 @@ def _join(sock: socket.socket, remote: str | None, deadline: Deadline) -> Join:
         pid=os.getpid(),
         addresses=addresses,
         loopback=loopback,
-        patience=deadline.seconds,
-        timeout=max(0.001, deadline.left),
+        timeout_total=deadline.seconds,
+        timeout_left=max(0.001, deadline.left),
     )

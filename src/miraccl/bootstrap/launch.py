@@ -31,12 +31,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from miraccl import params, trace
-from miraccl.bootstrap.hub import Root, create_root
-from miraccl.bootstrap.interfaces import is_here, is_loopback
+from miraccl.bootstrap.hub import HubServer, create_hub
+from miraccl.bootstrap.interfaces import is_local_host, is_loopback
 from miraccl.bootstrap.join import connect, join_job
 from miraccl.bootstrap.nodelist import expand_nodelist
-from miraccl.bootstrap.runtime_file import forget_id, job_of_parent, publish_id, wait_for_id
-from miraccl.bootstrap.session import Session, solo
+from miraccl.bootstrap.runtime_file import job_of_parent, publish_id, remove_id, wait_for_id
+from miraccl.bootstrap.session import Session, single_rank_session
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
@@ -52,7 +52,7 @@ SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PortPoint:
+class PortRendezvous:
     """Rank 0 listens on the host of this name at one of ``ports``; ``derived``: the secret is no secret, see above."""
 
     host: str
@@ -62,7 +62,7 @@ class PortPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilePoint:
+class FileRendezvous:
     """Ranks of one user on one host; ``job`` names the job, empty: the process that started them does."""
 
     job: str
@@ -80,8 +80,8 @@ class Launch:
     nranks: int = 1
     local_rank: int | None = None
     local_nranks: int | None = None
-    point: UniqueId | PortPoint | FilePoint | None = None
-    doubt: str = ""
+    rendezvous: UniqueId | PortRendezvous | FileRendezvous | None = None
+    conflict: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.nranks:
@@ -102,7 +102,7 @@ class _Launcher:
     local_nranks: str = ""
     job: tuple[str, ...] = ()
     one_host: bool = False
-    by_hand: bool = False
+    set_by_users: bool = False
 
 
 _MPI_JOBS = (
@@ -116,10 +116,10 @@ _MPI_JOBS = (
 _LAUNCHERS = (
     _Launcher(
         name="miraccl", rank="MIRACCL_RANK", nranks=("MIRACCL_NRANKS",), local_rank="MIRACCL_LOCAL_RANK",
-        local_nranks="MIRACCL_LOCAL_NRANKS", by_hand=True,
+        local_nranks="MIRACCL_LOCAL_NRANKS", set_by_users=True,
     ),
     _Launcher(
-        name="torchrun", rank="RANK", nranks=("WORLD_SIZE",), local_rank="LOCAL_RANK", local_nranks="LOCAL_WORLD_SIZE", by_hand=True,
+        name="torchrun", rank="RANK", nranks=("WORLD_SIZE",), local_rank="LOCAL_RANK", local_nranks="LOCAL_WORLD_SIZE", set_by_users=True,
     ),
     _Launcher(
         name="openmpi", rank="OMPI_COMM_WORLD_RANK", nranks=("OMPI_COMM_WORLD_SIZE",), local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
@@ -143,8 +143,8 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     """This process's place in its job. Raises ``InvalidUsage`` when the variables contradict each other or do not say where to meet."""
     environ = {name: text for name, text in environ.items() if text.strip()}
     launch = _first_launch(environ)
-    _check_lone_sizes(environ, launch)
-    return replace(launch, doubt=_doubt(environ, launch))
+    _check_sizes_without_rank(environ, launch)
+    return replace(launch, doubt=_find_conflict(environ, launch))
 
 
 def _first_launch(environ: Mapping[str, str]) -> Launch:
@@ -156,7 +156,7 @@ def _first_launch(environ: Mapping[str, str]) -> Launch:
     return Launch(launcher="none", rank=0, nranks=1, local_rank=0, local_nranks=1)
 
 
-def _check_lone_sizes(environ: Mapping[str, str], launch: Launch) -> None:
+def _check_sizes_without_rank(environ: Mapping[str, str], launch: Launch) -> None:
     """A number of ranks without a rank: of MPI's only where no launcher is complete, as nobody sets those by hand."""
     for launcher in _LAUNCHERS:
         name = launcher.nranks[0]
@@ -167,12 +167,12 @@ def _check_lone_sizes(environ: Mapping[str, str], launch: Launch) -> None:
             raise InvalidUsage(
                 f"{name}={nranks} is set but {launcher.rank} is not", hint="a launcher sets both"
             )
-        if launcher.by_hand:
+        if launcher.set_by_users:
             text = f"{name}={nranks} is set without {launcher.rank}, but {launch.launcher} says rank {launch.rank} of {launch.nranks}"
             raise InvalidUsage(text, hint=f"unset {name}, or set {launcher.rank}, too")
 
 
-def _doubt(environ: Mapping[str, str], launch: Launch) -> str:
+def _find_conflict(environ: Mapping[str, str], launch: Launch) -> str:
     """RANK and WORLD_SIZE may be left over from elsewhere: then the launcher that is there has more ranks, or another rank of as many.
 
     Ranks that are started by hand inside another launcher's are more than those.
@@ -208,25 +208,25 @@ def _from_launcher(environ: Mapping[str, str], launcher: _Launcher) -> Launch:
         )
     local_rank = _number(environ, launcher.local_rank)
     local_nranks = _number(environ, launcher.local_nranks)
-    point = None if nranks == 1 else _meeting_point(environ, launcher, rank, nranks, local_nranks)
+    point = None if nranks == 1 else _rendezvous(environ, launcher, rank, nranks, local_nranks)
     return Launch(
         launcher=launcher.name,
         rank=rank,
         nranks=nranks,
         local_rank=local_rank,
         local_nranks=local_nranks,
-        point=point,
+        rendezvous=point,
     )
 
 
-def _meeting_point(
+def _rendezvous(
     environ: Mapping[str, str],
     launcher: _Launcher,
     rank: int,
     nranks: int,
     local_nranks: int | None,
-) -> UniqueId | PortPoint | FilePoint:
-    given = _given_point(environ)
+) -> UniqueId | PortRendezvous | FileRendezvous:
+    given = _explicit_rendezvous(environ)
     if given is not None:
         return given
     if not launcher.one_host:
@@ -239,21 +239,21 @@ def _meeting_point(
         and _number(environ, "SLURM_PROCID") == rank
         and _slurm_size(environ) == nranks
     ):
-        return _slurm_point(environ)
+        return _slurm_rendezvous(environ)
     job = next((environ[name] for name in launcher.job if environ.get(name)), "")
     if local_nranks is not None and local_nranks < nranks:
         if job and environ.get("SLURM_JOB_NODELIST"):
-            return _allocation_point(environ, job)
+            return _allocation_rendezvous(environ, job)
         if _in_slurm_step(environ) and (_number(environ, "SLURM_STEP_NUM_NODES") or 1) > 1:
-            return _slurm_point(environ)  # Hydra's proxies are one step on all nodes
+            return _slurm_rendezvous(environ)  # Hydra's proxies are one step on all nodes
         raise InvalidUsage(
             f"{nranks} ranks on several hosts ({local_nranks} here), but nothing says where they meet",
             hint="set MASTER_ADDR (and MASTER_PORT) or MIRACCL_UNIQUE_ID for all ranks",
         )
-    return FilePoint(job=f"{launcher.name} {job}" if job else "")
+    return FileRendezvous(job=f"{launcher.name} {job}" if job else "")
 
 
-def _given_point(environ: Mapping[str, str]) -> UniqueId | PortPoint | None:
+def _explicit_rendezvous(environ: Mapping[str, str]) -> UniqueId | PortRendezvous | None:
     """What the user said: it counts under every launcher."""
     text = environ.get("MIRACCL_UNIQUE_ID", "").strip()
     if text:
@@ -277,16 +277,16 @@ def _given_point(environ: Mapping[str, str]) -> UniqueId | PortPoint | None:
         + (1 if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1") else 0),
     )
     words = ["port", str(port), environ.get("TORCHELASTIC_RUN_ID", "")]
-    return _port_point(environ, host, first, port + PORT_SPAN, words)
+    return _port_rendezvous(environ, host, first, port + PORT_SPAN, words)
 
 
-def _port_point(
+def _port_rendezvous(
     environ: Mapping[str, str], host: str, first: int, last: int, words: list[str]
-) -> PortPoint:
+) -> PortRendezvous:
     given = params.SECRET.read(environ)
     key = given if given else f"user {os.getuid()}"
     secret = hashlib.sha256("\0".join(["miraccl job secret", key, *words]).encode()).digest()
-    return PortPoint(
+    return PortRendezvous(
         host=host, ports=range(first, min(last, 65535) + 1), secret=secret, derived=not given
     )
 
@@ -310,17 +310,17 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     rank, nranks = _number(environ, "SLURM_PROCID"), _slurm_size(environ)
     if rank is None or nranks is None:
         raise InvalidUsage("SLURM_PROCID is set but SLURM_NTASKS is not", hint="srun sets both")
-    point = None if nranks == 1 else _given_point(environ) or _slurm_point(environ)
+    point = None if nranks == 1 else _explicit_rendezvous(environ) or _slurm_rendezvous(environ)
     return Launch(
         launcher="slurm",
         rank=rank,
         nranks=nranks,
         local_rank=_number(environ, "SLURM_LOCALID"),
-        point=point,
+        rendezvous=point,
     )
 
 
-def _slurm_point(environ: Mapping[str, str]) -> PortPoint:
+def _slurm_rendezvous(environ: Mapping[str, str]) -> PortRendezvous:
     nodes = (
         environ.get("SLURM_STEP_NODELIST")
         or environ.get("SLURM_NODELIST")
@@ -328,15 +328,15 @@ def _slurm_point(environ: Mapping[str, str]) -> PortPoint:
         or ""
     )
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
-    return _first_node(environ, nodes, ["slurm", _slurm_job(environ), step])
+    return _first_node_rendezvous(environ, nodes, ["slurm", _slurm_job(environ), step])
 
 
-def _allocation_point(environ: Mapping[str, str], mpi_job: str) -> PortPoint:
+def _allocation_rendezvous(environ: Mapping[str, str], mpi_job: str) -> PortRendezvous:
     """For ``mpirun`` on several nodes of an allocation, which puts rank 0 on the first one unless it is told otherwise.
 
     The variables of the step are those of mpirun's own daemons, another step on each node: only the allocation's are the same everywhere.
     """
-    return _first_node(
+    return _first_node_rendezvous(
         environ, environ["SLURM_JOB_NODELIST"], ["slurm", _slurm_job(environ), "mpirun", mpi_job]
     )
 
@@ -345,7 +345,9 @@ def _slurm_job(environ: Mapping[str, str]) -> str:
     return environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
 
 
-def _first_node(environ: Mapping[str, str], nodes: str, words: list[str]) -> PortPoint:
+def _first_node_rendezvous(
+    environ: Mapping[str, str], nodes: str, words: list[str]
+) -> PortRendezvous:
     host = next(expand_nodelist(nodes), "")
     if not host:
         raise InvalidUsage(
@@ -356,7 +358,7 @@ def _first_node(environ: Mapping[str, str], nodes: str, words: list[str]) -> Por
     port = low + int.from_bytes(hashlib.sha256("\0".join(words).encode()).digest()[:4], "big") % (
         high - low - PORT_SPAN
     )
-    return _port_point(environ, host, port, port + PORT_SPAN, words)
+    return _port_rendezvous(environ, host, port, port + PORT_SPAN, words)
 
 
 def _size(environ: Mapping[str, str], name: str) -> int | None:
@@ -378,38 +380,38 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 # --- meeting ------------------------------------------------------------------------------------------------------------
 
 
-def meet(
+def join_launch(
     launch: Launch, timeout: float | Deadline | None = None, session_timeout: float | None = None
 ) -> Session:
     """Meet the other ranks of this launch; ``timeout`` and errors as in ``connect``."""
     deadline = Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
-    if launch.doubt:
-        _log.warning("%s", launch.doubt)
+    if launch.conflict:
+        _log.warning("%s", launch.conflict)
     if launch.nranks == 1:
-        return solo(session_timeout)
-    if isinstance(launch.point, UniqueId):
+        return single_rank_session(session_timeout)
+    if isinstance(launch.rendezvous, UniqueId):
         return connect(
-            launch.point, launch.rank, launch.nranks, deadline, session_timeout=session_timeout
+            launch.rendezvous, launch.rank, launch.nranks, deadline, session_timeout=session_timeout
         )
-    if isinstance(launch.point, PortPoint):
-        return _meet_at_port(launch, launch.point, deadline, session_timeout)
-    if isinstance(launch.point, FilePoint):
-        return _meet_by_file(launch, launch.point, deadline, session_timeout)
+    if isinstance(launch.rendezvous, PortRendezvous):
+        return _join_at_port(launch, launch.rendezvous, deadline, session_timeout)
+    if isinstance(launch.rendezvous, FileRendezvous):
+        return _join_by_file(launch, launch.rendezvous, deadline, session_timeout)
     raise InvalidUsage("this launch does not say where its ranks meet", rank=launch.rank)
 
 
-def _meet_at_port(
-    launch: Launch, point: PortPoint, deadline: Deadline, session_timeout: float
+def _join_at_port(
+    launch: Launch, point: PortRendezvous, deadline: Deadline, session_timeout: float
 ) -> Session:
     if point.derived and not is_loopback(point.host) and launch.rank == 0:
         _log.info(
             "the job's secret is derived from its id; set MIRACCL_SECRET where the network is not trusted"
         )
-    root: Root | None = None
+    root: HubServer | None = None
     targets = [(point.host, port) for port in point.ports]
     if launch.rank == 0:
-        root = _listen_in(point, launch.nranks)
+        root = _listen_in_range(point, launch.nranks)
         targets = [
             (host if host not in ("::", "0.0.0.0") else "127.0.0.1", port)
             for host, port in root.addresses
@@ -417,25 +419,25 @@ def _meet_at_port(
     try:
         return join_job(
             targets, secret=point.secret, rank=launch.rank, nranks=launch.nranks, timeout=deadline, session_timeout=session_timeout,
-            probing=True, root=root, route_to=point.host,
+            probing=True, hub=root, route_to=point.host,
         )  # fmt: skip
     except BaseException as error:
         if root is not None:
-            root.give_up(error)
+            root.close_after_error(error)
             if isinstance(error, BootstrapError) and error.hint is None:
-                error.hint = _where_rank_0_was(point, root.addresses[0][1])
+                error.hint = _rank_0_hint(point, root.addresses[0][1])
         raise
 
 
-def _where_rank_0_was(point: PortPoint, port: int) -> str:
-    if is_here(point.host) is False:
+def _rank_0_hint(point: PortRendezvous, port: int) -> str:
+    if is_local_host(point.host) is False:
         return f"the others look for rank 0 at {point.host}, which is no address of this host, where rank 0 is"
     if port != point.ports.start:
         return f"this rank 0 listened at port {port}, for {point.ports.start} was taken; is there another rank 0?"
     return f"rank 0 listened at port {port} of {point.host}; do the others look there?"
 
 
-def _listen_in(point: PortPoint, nranks: int) -> Root:
+def _listen_in_range(point: PortRendezvous, nranks: int) -> HubServer:
     """A hub at the first port that is free. A loopback name is listened on as such, all else on every address of this host."""
     hosts = [""]
     if is_loopback(point.host):
@@ -443,7 +445,7 @@ def _listen_in(point: PortPoint, nranks: int) -> Root:
     trouble = ""
     for port in point.ports:
         try:
-            return create_root(nranks=nranks, hosts=hosts, port=port, secret=point.secret)[1]
+            return create_hub(nranks=nranks, hosts=hosts, port=port, secret=point.secret)[1]
         except SystemFailure as error:
             trouble = error.message
     raise SystemFailure(
@@ -452,8 +454,8 @@ def _listen_in(point: PortPoint, nranks: int) -> Root:
     )
 
 
-def _meet_by_file(
-    launch: Launch, point: FilePoint, deadline: Deadline, session_timeout: float
+def _join_by_file(
+    launch: Launch, point: FileRendezvous, deadline: Deadline, session_timeout: float
 ) -> Session:
     job = point.job or job_of_parent()
     if launch.rank != 0:
@@ -469,15 +471,15 @@ def _meet_by_file(
                 dial_timeout=dial,
             ),
         )
-    unique_id, root = create_root(nranks=launch.nranks)
+    unique_id, root = create_hub(nranks=launch.nranks)
     path = ""
     try:
         path = publish_id(job, unique_id)
         return connect(
-            unique_id, 0, launch.nranks, deadline, session_timeout=session_timeout, root=root
+            unique_id, 0, launch.nranks, deadline, session_timeout=session_timeout, hub=root
         )
     except BaseException as error:
-        root.give_up(error)
+        root.close_after_error(error)
         raise
     finally:
-        forget_id(path)
+        remove_id(path)

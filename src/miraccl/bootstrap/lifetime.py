@@ -24,12 +24,12 @@ class Closable(Protocol):
     def forked(self) -> None: ...
 
 
-class Hub(Closable, Protocol):
+class StoppableHub(Closable, Protocol):
     def join(self, timeout: float | None = None) -> bool: ...
 
 
 links: weakref.WeakSet[Closable] = weakref.WeakSet()
-hubs: weakref.WeakSet[Hub] = weakref.WeakSet()
+hubs: weakref.WeakSet[StoppableHub] = weakref.WeakSet()
 
 
 def _close_at_exit() -> None:

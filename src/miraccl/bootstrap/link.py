@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from miraccl import trace
 from miraccl.bootstrap import lifetime
-from miraccl.bootstrap.eventfd import Bell
+from miraccl.bootstrap.eventfd import EventFd
 from miraccl.bootstrap.hub import READ_BYTES, end_sending
 from miraccl.errors import (
     BootstrapError,
@@ -32,11 +32,11 @@ from miraccl.params import FOREVER
 from miraccl.sockets import is_transient
 from miraccl.wire import framing
 from miraccl.wire.bootstrap import (
-    Arrived,
     Disconnected,
     Drop,
     HubLost,
     MemberState,
+    MessageArrived,
     Received,
     Send,
     SendMessage,
@@ -46,16 +46,16 @@ from miraccl.wire.bootstrap_messages import (
     Accepted,
     Gather,
     Gathered,
-    GatherLate,
+    GatherTimeout,
     Gone,
     Goodbye,
     Join,
+    JoinRejected,
     LeaveGroup,
     NoticeMessage,
     OpenGroup,
-    Refusal,
-    Refused,
-    StatusAsk,
+    RejectCode,
+    StatusQuery,
     StatusReply,
     Welcome,
 )
@@ -65,20 +65,20 @@ _log = trace.logger("bootstrap")
 GRACE_SECONDS = 1.0
 GOODBYE_SECONDS = 1.0
 #: How often whoever waits for a meeting looks whether that has a use.
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
-class View(Protocol):
+class LinkObserver(Protocol):
     """What the link tells a session. All calls come from the watcher thread, without the lock."""
 
     def peer_gone(self, rank: int, left: bool, reason: str) -> None: ...
     def hub_gone(self, rank: int, left: bool, reason: str) -> None: ...
     def notice(self, rank: int, payload: bytes) -> None: ...
-    def status_asked(self, rank: int, ident: int) -> bytes: ...
+    def status_requested(self, rank: int, ident: int) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class WaitFailure:
     """Why a wait ended without a result. ``kind``: lost, left, hub, late, silent (no word from the hub), ended (by this rank) or closed."""
 
     kind: str
@@ -91,15 +91,15 @@ class _Waiter:
     group: int
     ranks: tuple[int, ...]
     parts: tuple[bytes, ...] | None = None
-    problem: Problem | None = None
+    failure: WaitFailure | None = None
 
     @property
     def done(self) -> bool:
-        return self.parts is not None or self.problem is not None
+        return self.parts is not None or self.failure is not None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Membership:
     """Outcome of a meeting: what each rank told, and the rank in whose process the hub lives (-1: in none)."""
 
     members: tuple[Join, ...]
@@ -110,11 +110,11 @@ class RankTaken(BootstrapError):
     """The hub has this rank already: another process, or a connection of this one that broke and is not known to be broken yet."""
 
 
-class JobOver(RankTaken):
+class JobAlreadyFormed(RankTaken):
     """The hub serves a job that has met already, with another process as this rank."""
 
 
-class HubVanished(Exception):
+class HubDisconnected(Exception):
     """The hub closed the connection before it took the rank in; another try may succeed."""
 
 
@@ -125,25 +125,25 @@ class Link:
         self, sock: socket.socket, machine: MemberMachine, *, rank: int, nranks: int
     ) -> None:
         self.rank, self.nranks = rank, nranks
-        self.meeting: Meeting | None = None
+        self.membership: Membership | None = None
         self._sock, self._machine = sock, machine
         self._cond = threading.Condition(threading.Lock())
         self._unsent = bytearray()
-        self._views: dict[int, View] = {}
-        self._view_ranks: dict[int, tuple[int, ...]] = {}
-        self._gone: dict[int, Problem] = {}
-        self._left: dict[tuple[int, int], Problem] = {}
-        self._hub_problem: Problem | None = None
-        self._refused: Refused | None = None
+        self._observers: dict[int, LinkObserver] = {}
+        self._group_ranks: dict[int, tuple[int, ...]] = {}
+        self._gone: dict[int, WaitFailure] = {}
+        self._left: dict[tuple[int, int], WaitFailure] = {}
+        self._hub_failure: WaitFailure | None = None
+        self._refused: JoinRejected | None = None
         self._hub_lost: HubLost | None = None
         self._rounds: dict[tuple[int, str], int] = {}
         self._waiters: dict[tuple[int, str, int], _Waiter] = {}
-        self._ended: dict[tuple[int, str], Problem] = {}
+        self._ended: dict[tuple[int, str], WaitFailure] = {}
         self._status: dict[int, dict[int, bytes]] = {}
         self._status_ident = 0
-        self._deliveries: deque[Callable[[], None]] = deque()
+        self._callbacks: deque[Callable[[], None]] = deque()
         self._closed = False
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True
         )
@@ -152,37 +152,37 @@ class Link:
             contextlib.ExitStack() as unless_it_runs,
         ):
             self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
-            self._bell = Bell()
-            unless_it_runs.callback(self._bell.close)
+            self._wakeup = EventFd()
+            unless_it_runs.callback(self._wakeup.close)
             self._selector.register(self._sock, selectors.EVENT_READ)
-            self._selector.register(self._bell, selectors.EVENT_READ)
+            self._selector.register(self._wakeup, selectors.EVENT_READ)
             self._thread.start()
             unless_it_runs.pop_all()
         lifetime.links.add(self)
 
     # --- meeting ----------------------------------------------------------------------------------------------------
 
-    def meet(self, join: Join, deadline: float, look: Callable[[], None]) -> Meeting:
+    def join(self, join: Join, deadline: float, poll: Callable[[], None]) -> Membership:
         """Join and wait for all ranks. ``deadline`` is a time of the monotonic clock; ``look`` may raise to end the wait.
 
-        Raises ``PeerDied`` (a rank or the hub died), ``BootstrapError`` (a rank is missing or was refused), ``JobOver`` or
-        ``HubVanished``.
+        Raises ``PeerDied`` (a rank or the hub died), ``BootstrapError`` (a rank is missing or was refused), ``JobAlreadyFormed`` or
+        ``HubDisconnected``.
         """
         with self._cond:
-            self._command(join)
+            self._send_message(join)
             left = GRACE_SECONDS
-            while not (self.meeting or self._refused or self._hub_lost) and left > 0:
-                look()
+            while not (self.membership or self._refused or self._hub_lost) and left > 0:
+                poll()
                 left = deadline + GRACE_SECONDS - time.monotonic()
-                self._cond.wait(min(max(0.0, left), LOOK_SECONDS))
-            if self.meeting is not None:
-                return self.meeting
+                self._cond.wait(min(max(0.0, left), POLL_SECONDS))
+            if self.membership is not None:
+                return self.membership
             refused, lost = self._refused, self._hub_lost
         self.close("the meeting failed")
         if refused is not None:
-            raise _refusal(refused, self.rank)
+            raise _rejection_error(refused, self.rank)
         if lost is not None and lost.state in (MemberState.PROVED, MemberState.JOINING):
-            raise HubVanished(lost.reason)
+            raise HubDisconnected(lost.reason)
         if lost is not None:
             raise PeerDied(
                 f"the hub died while the ranks were meeting: {lost.reason}", rank=self.rank, peer=0
@@ -193,33 +193,35 @@ class Link:
 
     # --- views ------------------------------------------------------------------------------------------------------
 
-    def open_view(self, group: int, ranks: tuple[int, ...], view: View) -> None:
+    def attach(self, group: int, ranks: tuple[int, ...], observer: LinkObserver) -> None:
         """Group 0 exists already; the others are made known to the hub. What the view missed is delivered to it."""
         with self._cond:
             self._check_open()
-            self._views[group], self._view_ranks[group] = view, ranks
+            self._observers[group], self._group_ranks[group] = observer, ranks
             if group:
-                self._command(OpenGroup(group=group, ranks=ranks))
+                self._send_message(OpenGroup(group=group, ranks=ranks))
             for rank, problem in self._gone.items():
                 if rank in ranks:
-                    self._deliver(view.peer_gone, rank, problem.kind == "left", problem.reason)
-        self._bell.ring()
+                    self._queue_callback(
+                        observer.peer_gone, rank, problem.kind == "left", problem.reason
+                    )
+        self._wakeup.notify()
 
-    def close_view(self, group: int, reason: str) -> None:
+    def detach(self, group: int, reason: str) -> None:
         """Leave a group; the last view to close ends the connection."""
         with self._cond:
-            if self._views.pop(group, None) is None:
+            if self._observers.pop(group, None) is None:
                 return
             for waiter in self._waiters.values():
                 if waiter.group == group and not waiter.done:
-                    waiter.problem = Problem(
+                    waiter.failure = WaitFailure(
                         kind="closed", reason="the session was closed by another thread"
                     )
             self._ended = {key: problem for key, problem in self._ended.items() if key[0] != group}
             self._cond.notify_all()
-            if self._views and self._machine.state is MemberState.UP:
-                self._command(LeaveGroup(group=group, rank=self.rank, reason=reason))
-            last = not self._views
+            if self._observers and self._machine.state is MemberState.UP:
+                self._send_message(LeaveGroup(group=group, rank=self.rank, reason=reason))
+            last = not self._observers
         if last:
             self.close(reason)
 
@@ -229,11 +231,11 @@ class Link:
             if not self._closed:
                 self._closed = True
                 if self._machine.state is not MemberState.CLOSED:
-                    self._command(Goodbye(reason=reason))
-        self._bell.ring()
+                    self._send_message(Goodbye(reason=reason))
+        self._wakeup.notify()
         if self._thread is threading.current_thread():
             return
-        if not self._over.wait(GOODBYE_SECONDS):
+        if not self._stopped.wait(GOODBYE_SECONDS):
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(GOODBYE_SECONDS)
@@ -244,14 +246,14 @@ class Link:
 
     def _check_open(self, group: int | None = None) -> None:
         """With the lock. ``group``: of which the hub is told something, which drops a rank that is not in it (any more)."""
-        if self._closed or (group is not None and group not in self._views):
+        if self._closed or (group is not None and group not in self._observers):
             raise CommunicatorClosed("the session is closed", rank=self.rank)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def gather(
         self, group: int, tag: str, data: bytes, timeout: float
-    ) -> tuple[bytes, ...] | Problem:
+    ) -> tuple[bytes, ...] | WaitFailure:
         """The parts of all ranks of the group in its order, or why there are none."""
         if self.on_watcher:
             raise InvalidUsage(
@@ -261,13 +263,13 @@ class Link:
         timeout = min(max(timeout, 0.0), FOREVER)
         with self._cond:
             self._check_open(group)
-            ranks = self._view_ranks[group]
+            ranks = self._group_ranks[group]
             if len(data) * len(ranks) + 64 * len(ranks) + 1024 > framing.MAX_FRAME_BYTES:
                 raise InvalidUsage(
                     f"all_gather moves at most {framing.MAX_FRAME_BYTES} bytes in all over the control plane",
                     rank=self.rank,
                 )
-            problem = self._ended.get((group, tag)) or self._group_problem(group)
+            problem = self._ended.get((group, tag)) or self._group_failure(group)
             if problem is not None:
                 return problem
             number = self._rounds.get((group, tag), 0)
@@ -276,7 +278,7 @@ class Link:
             key = (group, tag, number)
             self._waiters[key] = waiter
             try:
-                self._command(
+                self._send_message(
                     Gather(group=group, tag=tag, round=number, timeout=timeout, data=data)
                 )
                 self._cond.wait_for(lambda: waiter.done, timeout + GRACE_SECONDS)
@@ -284,28 +286,28 @@ class Link:
                 del self._waiters[key]
             if waiter.parts is not None:
                 return waiter.parts
-            return waiter.problem or Problem(kind="silent", reason="the hub does not answer")
+            return waiter.failure or WaitFailure(kind="silent", reason="the hub does not answer")
 
     def end_gather(self, group: int, tag: str, reason: str) -> None:
         """End this rank's calls of ``gather`` with this tag, now and later. Any thread may call it."""
         with self._cond:
-            problem = self._ended[group, tag] = Problem(kind="ended", reason=reason)
+            problem = self._ended[group, tag] = WaitFailure(kind="ended", reason=reason)
             for (waiting, name, _), waiter in self._waiters.items():
                 if (waiting, name) == (group, tag) and not waiter.done:
-                    waiter.problem = problem
+                    waiter.failure = problem
             self._cond.notify_all()
 
-    def notify(self, group: int, payload: bytes) -> Problem | None:
+    def notify(self, group: int, payload: bytes) -> WaitFailure | None:
         with self._cond:
             self._check_open(group)
-            if self._hub_problem is not None:
-                return self._hub_problem
-            self._command(NoticeMessage(group=group, rank=self.rank, payload=payload))
+            if self._hub_failure is not None:
+                return self._hub_failure
+            self._send_message(NoticeMessage(group=group, rank=self.rank, payload=payload))
             return None
 
-    def ask_status(
+    def query_status(
         self, group: int, timeout: float, without: Collection[int] = ()
-    ) -> tuple[dict[int, bytes], dict[int, Problem]]:
+    ) -> tuple[dict[int, bytes], dict[int, WaitFailure]]:
         """Answers by rank, and what is known of those that cannot answer; those of ``without`` are not waited for."""
         if self.on_watcher:
             raise InvalidUsage(
@@ -314,65 +316,65 @@ class Link:
             )
         with self._cond:
             self._check_open(group)
-            ranks = self._view_ranks[group]
+            ranks = self._group_ranks[group]
             ident = self._status_ident = (self._status_ident + 1) & 0xFFFFFFFF
             replies: dict[int, bytes] = {}
             self._status[ident] = replies
-            if self._hub_problem is None:
-                self._command(StatusAsk(group=group, rank=self.rank, ident=ident))
+            if self._hub_failure is None:
+                self._send_message(StatusQuery(group=group, rank=self.rank, ident=ident))
 
                 def complete() -> bool:
                     awaited = (
                         r for r in ranks if r not in (self.rank, *without) and r not in replies
                     )
-                    return self._hub_problem is not None or all(
-                        self._problem(group, r) for r in awaited
+                    return self._hub_failure is not None or all(
+                        self._failure(group, r) for r in awaited
                     )
 
                 self._cond.wait_for(complete, min(timeout, FOREVER))
             del self._status[ident]
-            absent = {r: problem for r in ranks if (problem := self._problem(group, r)) is not None}
-            if self._hub_problem is not None:
-                absent |= {r: self._hub_problem for r in ranks if r not in absent}
+            absent = {r: problem for r in ranks if (problem := self._failure(group, r)) is not None}
+            if self._hub_failure is not None:
+                absent |= {r: self._hub_failure for r in ranks if r not in absent}
             return dict(replies), absent
 
     def gone(self, group: int) -> list[int]:
         """Ranks of the group, by their numbers in the world, that have died or left it, as far as is known here."""
         with self._cond:
             return [
-                rank for rank in self._view_ranks[group] if self._problem(group, rank) is not None
+                rank for rank in self._group_ranks[group] if self._failure(group, rank) is not None
             ]
 
-    def _problem(self, group: int, rank: int) -> Problem | None:
+    def _failure(self, group: int, rank: int) -> WaitFailure | None:
         """Why a rank is not in the group any more, if that is so."""
         return self._gone.get(rank) or self._left.get((group, rank))
 
-    def _group_problem(self, group: int) -> Problem | None:
-        for rank in self._view_ranks[group]:
-            problem = self._problem(group, rank)
+    def _group_failure(self, group: int) -> WaitFailure | None:
+        for rank in self._group_ranks[group]:
+            problem = self._failure(group, rank)
             if problem is not None:
                 return problem
-        return self._hub_problem
+        return self._hub_failure
 
     # --- machine ----------------------------------------------------------------------------------------------------
 
-    def _command(self, message: Any) -> None:
+    def _send_message(self, message: Any) -> None:
         """With the lock: send one message."""
         try:
-            self._run(self._machine.handle(SendMessage(now=time.monotonic(), message=message)))
+            self._apply(self._machine.handle(SendMessage(now=time.monotonic(), message=message)))
         except ProtocolError as error:  # the state does not allow it: the connection is over
             raise CommunicatorClosed(
                 f"the control connection is over: {error.message}", rank=self.rank
             ) from None
 
-    def _run(self, outputs: list[Any]) -> None:
+    def _apply(self, outputs: list[Any]) -> None:
         for output in outputs:
             if isinstance(output, Send):
                 self._unsent += output.data
-            elif isinstance(output, Arrived):
-                self._arrived(output.message)
+            elif isinstance(output, MessageArrived):
+                self._handle_message(output.message)
             elif isinstance(output, HubLost):
-                self._lost_hub(output)
+                self._hub_gone(output)
             elif isinstance(output, Drop):
                 continue  # the watcher ends when the machine is closed
         self._flush()
@@ -389,32 +391,34 @@ class Link:
                     self._unsent.clear()  # the reader sees the end, after what arrived before it
                     end_sending(self._sock)
         if waiting and not self.on_watcher:
-            self._bell.ring()
+            self._wakeup.notify()
 
-    def _arrived(self, message: Any) -> None:
-        if isinstance(message, Gathered | GatherLate):
+    def _handle_message(self, message: Any) -> None:
+        if isinstance(message, Gathered | GatherTimeout):
             self._gather_ended(message)
         elif isinstance(message, Gone):
             self._peer_gone(message)
         elif isinstance(message, LeaveGroup):
-            problem = Problem(kind="left", ranks=(message.rank,), reason=message.reason)
+            problem = WaitFailure(kind="left", ranks=(message.rank,), reason=message.reason)
             self._left[message.group, message.rank] = problem
-            self._end_waits(problem, lambda waiter: waiter.group == message.group)
-            if message.group in self._views:
-                self._deliver(
-                    self._views[message.group].peer_gone, message.rank, True, message.reason
+            self._fail_waits(problem, lambda waiter: waiter.group == message.group)
+            if message.group in self._observers:
+                self._queue_callback(
+                    self._observers[message.group].peer_gone, message.rank, True, message.reason
                 )
         elif isinstance(message, NoticeMessage):
-            if message.group in self._views:
-                self._deliver(self._views[message.group].notice, message.rank, message.payload)
-        elif isinstance(message, StatusAsk):
-            self._deliver(self._answer_status, message)
+            if message.group in self._observers:
+                self._queue_callback(
+                    self._observers[message.group].notice, message.rank, message.payload
+                )
+        elif isinstance(message, StatusQuery):
+            self._queue_callback(self._reply_status, message)
         elif isinstance(message, StatusReply):
             if message.ident in self._status:
                 self._status[message.ident][message.rank] = message.payload
         elif isinstance(message, Welcome):
             self._welcomed(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, JoinRejected):
             self._refused = message
         else:
             assert isinstance(message, Accepted)
@@ -427,88 +431,88 @@ class Link:
             members = ()
         if len(members) != self.nranks:
             text = "the hub welcomed this rank with a list of ranks that makes no sense"
-            self._refused = Refused(code=Refusal.CLOSED, text=text, ranks=())
+            self._refused = JoinRejected(code=RejectCode.CLOSED, text=text, ranks=())
             return
         holders = [rank for rank, member in enumerate(members) if member.token == message.hub_token]
-        self.meeting = Meeting(members=members, hub_rank=holders[0] if holders else -1)
+        self.membership = Membership(members=members, hub_rank=holders[0] if holders else -1)
 
-    def _gather_ended(self, message: Gathered | GatherLate) -> None:
+    def _gather_ended(self, message: Gathered | GatherTimeout) -> None:
         waiter = self._waiters.get((message.group, message.tag, message.round))
         if waiter is None or waiter.done:
             return
-        if isinstance(message, GatherLate):
-            waiter.problem = Problem(kind="late", ranks=message.missing)
+        if isinstance(message, GatherTimeout):
+            waiter.failure = WaitFailure(kind="late", ranks=message.missing)
         elif len(message.parts) == len(waiter.ranks):
             waiter.parts = message.parts
 
     def _peer_gone(self, message: Gone) -> None:
-        problem = Problem(
+        problem = WaitFailure(
             kind="left" if message.left else "lost", ranks=(message.rank,), reason=message.reason
         )
         self._gone[message.rank] = problem
-        self._end_waits(problem, lambda waiter: message.rank in waiter.ranks)
-        for group, view in self._views.items():
-            if message.rank in self._view_ranks[group] and (group, message.rank) not in self._left:
-                self._deliver(view.peer_gone, message.rank, message.left, message.reason)
+        self._fail_waits(problem, lambda waiter: message.rank in waiter.ranks)
+        for group, view in self._observers.items():
+            if message.rank in self._group_ranks[group] and (group, message.rank) not in self._left:
+                self._queue_callback(view.peer_gone, message.rank, message.left, message.reason)
 
-    def _lost_hub(self, output: HubLost) -> None:
+    def _hub_gone(self, output: HubLost) -> None:
         self._hub_lost = output
         self._cond.notify_all()
-        if self.meeting is None or self._closed:
+        if self.membership is None or self._closed:
             return
-        rank = self.meeting.hub_rank
+        rank = self.membership.hub_rank
         known = self._gone.get(rank)
         left = output.left or (known is not None and known.kind == "left")
         reason = output.reason if known is None else known.reason
-        self._hub_problem = Problem(
+        self._hub_failure = WaitFailure(
             kind="hub left" if left else "hub", ranks=(rank,) if rank >= 0 else (), reason=reason
         )
         if rank >= 0 and known is None:
-            self._gone[rank] = Problem(
+            self._gone[rank] = WaitFailure(
                 kind="left" if left else "lost", ranks=(rank,), reason=reason
             )
-        self._end_waits(self._hub_problem, lambda waiter: True)
-        for view in self._views.values():
-            self._deliver(view.hub_gone, rank if known is None else -1, left, reason)
+        self._fail_waits(self._hub_failure, lambda waiter: True)
+        for view in self._observers.values():
+            self._queue_callback(view.hub_gone, rank if known is None else -1, left, reason)
 
-    def _end_waits(self, problem: Problem, concerns: Callable[[_Waiter], bool]) -> None:
+    def _fail_waits(self, problem: WaitFailure, concerns: Callable[[_Waiter], bool]) -> None:
         for waiter in self._waiters.values():
             if not waiter.done and concerns(waiter):
-                waiter.problem = problem
+                waiter.failure = problem
         self._cond.notify_all()
 
     # --- watcher ----------------------------------------------------------------------------------------------------
 
-    def _deliver(self, call: Callable[..., Any], *args: Any) -> None:
-        self._deliveries.append(lambda: call(*args))
+    def _queue_callback(self, call: Callable[..., Any], *args: Any) -> None:
+        self._callbacks.append(lambda: call(*args))
 
-    def post(self, call: Callable[[], None]) -> None:
+    def run_on_watcher(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the watcher thread."""
-        self._deliveries.append(call)
-        self._bell.ring()
+        self._callbacks.append(call)
+        self._wakeup.notify()
 
-    def catch_up(self, timeout: float) -> None:
+    def drain(self, timeout: float) -> None:
         """Returns when the watcher has dealt with all that has come from the hub, at most after ``timeout`` seconds."""
         caught_up = threading.Event()
 
         def look() -> None:
             if self._machine.state is not MemberState.CLOSED:
                 self._read()  # it may have come while the watcher was at what came before
-            self._deliver(caught_up.set)
+            self._queue_callback(caught_up.set)
 
-        if not self.on_watcher and not self._over.is_set():
-            self.post(look)
+        if not self.on_watcher and not self._stopped.is_set():
+            self.run_on_watcher(look)
             caught_up.wait(timeout)
 
-    def _answer_status(self, ask: StatusAsk) -> None:
-        view = self._views.get(ask.group)
+    def _reply_status(self, ask: StatusQuery) -> None:
+        view = self._observers.get(ask.group)
         payload = (
             framing.encode_json({"answered": True, "closed": True})
             if view is None
-            else view.status_asked(ask.rank, ask.ident)
+            else view.status_requested(ask.rank, ask.ident)
         )
         with self._cond, contextlib.suppress(CommunicatorClosed):
-            self._command(
+            self._send_message(
                 StatusReply(group=ask.group, rank=ask.rank, ident=ask.ident, payload=payload)
             )
 
@@ -521,29 +525,29 @@ class Link:
                     selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0),
                 )
                 for key, mask in selector.select():
-                    if key.fileobj is self._bell:
-                        self._bell.silence()
+                    if key.fileobj is self._wakeup:
+                        self._wakeup.clear()
                         continue
                     if mask & selectors.EVENT_WRITE:
                         with self._cond:
                             self._flush()
                     if mask & selectors.EVENT_READ:
                         self._read()
-                self._run_deliveries()
+                self._run_callbacks()
         except Exception:
             _log.exception("the watcher of rank %d failed", self.rank)
         finally:
             with self._cond:
-                self._run(
+                self._apply(
                     self._machine.handle(
                         Disconnected(now=time.monotonic(), reason="the watcher ended")
                     )
                 )
-            self._over.set()
-            self._run_deliveries()
+            self._stopped.set()
+            self._run_callbacks()
             selector.close()
             self._sock.close()
-            self._bell.close()
+            self._wakeup.close()
 
     def _read(self) -> None:
         now = time.monotonic()
@@ -559,11 +563,11 @@ class Link:
                 now=now, reason=f"the connection to the hub broke ({error.strerror})"
             )
         with self._cond:
-            self._run(self._machine.handle(event))
+            self._apply(self._machine.handle(event))
 
-    def _run_deliveries(self) -> None:
-        while self._deliveries:
-            call = self._deliveries.popleft()
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            call = self._callbacks.popleft()
             try:
                 call()
             except Exception:
@@ -573,24 +577,24 @@ class Link:
         """In a forked child: give up the descriptors, so that the parent's death is still seen by the other ranks."""
         self._closed = True
         self._cond = threading.Condition(threading.Lock())
-        self._over.set()
+        self._stopped.set()
         self._selector.close()
         self._sock.close()
-        self._bell.close()
+        self._wakeup.close()
 
 
-def _refusal(refused: Refused, rank: int) -> BootstrapError | PeerDied:
+def _rejection_error(refused: JoinRejected, rank: int) -> BootstrapError | PeerDied:
     peer = refused.ranks[0] if len(refused.ranks) == 1 else None
-    if refused.code == Refusal.DIED:
+    if refused.code == RejectCode.DIED:
         return PeerDied(refused.text, rank=rank, peer=peer)
-    if refused.code == Refusal.OVER:
-        return JobOver(
+    if refused.code == RejectCode.ALREADY_FORMED:
+        return JobAlreadyFormed(
             refused.text,
             rank=rank,
             peer=peer,
             hint="each process needs its own rank, and each job its own id or port",
         )
-    if refused.code == Refusal.DUPLICATE:
+    if refused.code == RejectCode.DUPLICATE:
         return RankTaken(refused.text, rank=rank, peer=peer, hint="each process needs its own rank")
-    hint = "all ranks need the same nranks" if refused.code == Refusal.NRANKS else None
+    hint = "all ranks need the same nranks" if refused.code == RejectCode.NRANKS else None
     return BootstrapError(refused.text, rank=rank, peer=peer, hint=hint)

@@ -16,17 +16,17 @@ class Lookup:
     def __init__(self, host: str) -> None:
         self.host = host
         self.infos: list[Any] = []
-        self.trouble = ""
+        self.problem = ""
         self._ended = threading.Event()
-        self._ask(socket.AI_NUMERICHOST)
+        self._resolve(socket.AI_NUMERICHOST)
         if self.infos:
             self._ended.set()
             return
-        self.trouble = "the name service does not answer"
+        self.problem = "the name service does not answer"
         try:
             threading.Thread(target=self._run, name="miraccl-lookup", daemon=True).start()
         except RuntimeError as error:
-            self.trouble = str(error)
+            self.problem = str(error)
             self._ended.set()
 
     def wait(self, seconds: float) -> bool:
@@ -34,13 +34,13 @@ class Lookup:
         return self._ended.wait(max(0.0, seconds))
 
     def _run(self) -> None:
-        self._ask(0)
+        self._resolve(0)
         self._ended.set()
 
-    def _ask(self, flags: int) -> None:
+    def _resolve(self, flags: int) -> None:
         try:
             self.infos = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM, flags=flags)
         except OSError as error:
-            self.trouble = f"the name is not known ({error.strerror})"
+            self.problem = f"the name is not known ({error.strerror})"
         except UnicodeError:
-            self.trouble = "this is no name of a host"
+            self.problem = "this is no name of a host"

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from miraccl.bootstrap.dial import HubNotFound
+from miraccl.bootstrap.dial import ControlPlaneUnreachable
 from miraccl.bootstrap.session import Session
 from miraccl.bootstrap.unique_id import UniqueId
 from miraccl.deadline import Deadline
@@ -29,7 +29,7 @@ from miraccl.errors import (
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 #: How long (seconds) one reading of the file is trusted while nobody answers at its address.
-TRUST_SECONDS = 0.25
+DIAL_SECONDS = 0.25
 #: Names of the processes that start ranks on a host, as in /proc (at most 15 characters).
 LAUNCHERS = (
     "hydra_pmi_proxy",
@@ -77,12 +77,12 @@ def publish_id(job: str, unique_id: UniqueId) -> str:
                 file.write(str(unique_id))
             os.replace(draft, path)
         except BaseException:
-            forget_id(draft)
+            remove_id(draft)
             raise
     return path
 
 
-def forget_id(path: str) -> None:
+def remove_id(path: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -119,8 +119,8 @@ def wait_for_id(
         unique_id = _read_id(path)
         if unique_id is not None:
             try:
-                return join(unique_id, TRUST_SECONDS)
-            except (HubNotFound, AuthenticationError) as error:
+                return join(unique_id, DIAL_SECONDS)
+            except (ControlPlaneUnreachable, AuthenticationError) as error:
                 problem = error
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, LONGEST_PAUSE)

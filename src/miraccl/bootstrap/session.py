@@ -16,8 +16,8 @@ from typing import Any
 from miraccl import trace
 from miraccl.bootstrap.events import HUB, Event, Notice, PeerLeft, PeerLost, StatusRequest
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
-from miraccl.bootstrap.hub import Root
-from miraccl.bootstrap.link import Link, Meeting, Problem
+from miraccl.bootstrap.hub import HubServer
+from miraccl.bootstrap.link import Link, Membership, WaitFailure
 from miraccl.bootstrap.stacks import locate
 from miraccl.deadline import Deadline
 from miraccl.errors import (
@@ -31,7 +31,7 @@ from miraccl.errors import (
     ProtocolError,
 )
 from miraccl.wire import framing
-from miraccl.wire.bootstrap import name_ranks
+from miraccl.wire.bootstrap import format_ranks
 from miraccl.wire.bootstrap_messages import Join
 
 _log = trace.logger("bootstrap")
@@ -53,14 +53,14 @@ class Session:
         self,
         *,
         link: Link | None,
-        meeting: Meeting,
+        membership: Membership,
         ranks: tuple[int, ...],
         rank: int,
         group: int = 0,
         name: str = "world",
         timeout: float,
         thread_ids: Sequence[int] = (),
-        root: Root | None = None,
+        hub: HubServer | None = None,
     ) -> None:
         self.rank = ranks.index(rank)
         self.nranks = len(ranks)
@@ -70,27 +70,27 @@ class Session:
         #: Key from which data transports derive theirs; set by ``connect``, its own for every session split from this one.
         self.data_key = b""
         self.thread_ids: tuple[int, ...] = tuple(thread_ids) or (threading.get_ident(),)
-        self._link, self._meeting, self._ranks, self._group, self._root = (
+        self._link, self._membership, self._ranks, self._group, self._hub = (
             link,
-            meeting,
+            membership,
             ranks,
             group,
-            root,
+            hub,
         )
-        self._of_world = {world: local for local, world in enumerate(ranks)}
-        self.hosts = [meeting.members[r].host for r in ranks]
-        self.pids = [meeting.members[r].pid for r in ranks]
+        self._local_rank_of = {world: local for local, world in enumerate(ranks)}
+        self.hosts = [membership.members[r].host for r in ranks]
+        self.pids = [membership.members[r].pid for r in ranks]
         #: By rank what names its process, in all sessions.
-        self.tokens = tuple(meeting.members[r].token.hex() for r in ranks)
-        self.all_addresses = [meeting.members[r].addresses for r in ranks]
-        self.addresses = _addresses([meeting.members[r] for r in ranks])
+        self.tokens = tuple(membership.members[r].token.hex() for r in ranks)
+        self.all_addresses = [membership.members[r].addresses for r in ranks]
+        self.addresses = _addresses([membership.members[r] for r in ranks])
         self._lock = threading.Lock()
         self._callbacks: list[EventCallback] = []
         self._backlog: list[Event] = []
-        self._subs: dict[tuple[tuple[int, ...], str], int] = {}
+        self._subgroup_counts: dict[tuple[tuple[int, ...], str], int] = {}
         self._closed = False
         if link is not None:
-            link.open_view(group, ranks, self)
+            link.attach(group, ranks, self)
 
     def __repr__(self) -> str:
         return f"<Session {self.name} rank {self.rank} of {self.nranks}{' closed' if self._closed else ''}>"
@@ -105,9 +105,9 @@ class Session:
         return hashlib.sha256(b"key of a session" + self.data_key).hexdigest()[:16]
 
     @property
-    def root(self) -> Root | None:
+    def hub(self) -> HubServer | None:
         """The hub, when ``meet`` started it for this session."""
-        return self._root
+        return self._hub
 
     # --- collective calls -------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Session:
             return [data]
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
         result = self._link.gather(self._group, tag, data, deadline.left)
-        if isinstance(result, Problem):
+        if isinstance(result, WaitFailure):
             raise self._error(result, op, deadline.seconds)
         return list(result)
 
@@ -149,27 +149,27 @@ class Session:
             if problem is not None:
                 raise self._error(problem, "notify", 0.0)
 
-    def catch_up(self, timeout: float) -> None:
+    def drain(self, timeout: float) -> None:
         """Returns when this rank has dealt with what has come from the others, at most after ``timeout`` seconds."""
         if self._link is not None:
-            self._link.catch_up(timeout)
+            self._link.drain(timeout)
 
     def gone(self) -> frozenset[int]:
         """The ranks that have died or left, as far as the control plane has told."""
         return (
-            frozenset(self._of_world[rank] for rank in self._link.gone(self._group))
+            frozenset(self._local_rank_of[rank] for rank in self._link.gone(self._group))
             if self._link is not None
             else frozenset()
         )
 
-    def wait_until_heard(self, timeout: float, without: Collection[int] = ()) -> None:
+    def wait_until_delivered(self, timeout: float, without: Collection[int] = ()) -> None:
         """Returns when the others have dealt with what this rank has sent them, at most after ``timeout`` seconds.
 
         Those that are gone, or in ``without``, are not waited for.
         """
         self._check_open("wait_until_heard")
         if self._link is not None:  # each answers after what came before the question
-            self._link.ask_status(self._group, timeout, [self._ranks[r] for r in without])
+            self._link.query_status(self._group, timeout, [self._ranks[r] for r in without])
 
     def request_status(
         self, timeout: float = 1.0, without: Collection[int] = ()
@@ -182,23 +182,25 @@ class Session:
         self._check_open("request_status")
         answers = {self.rank: framing.decode_json(self._own_status())}
         if self._link is not None:
-            replies, absent = self._link.ask_status(
+            replies, absent = self._link.query_status(
                 self._group, timeout, [self._ranks[r] for r in without]
             )
             for world, payload in replies.items():
-                if world in self._of_world:
+                if world in self._local_rank_of:
                     with contextlib.suppress(ProtocolError):
-                        answers[self._of_world[world]] = framing.decode_json(payload)
+                        answers[self._local_rank_of[world]] = framing.decode_json(payload)
             for world, problem in absent.items():
                 reason = f"{_verb(problem)}: {problem.reason}"
-                answers.setdefault(self._of_world[world], {"answered": False, "reason": reason})
+                answers.setdefault(
+                    self._local_rank_of[world], {"answered": False, "reason": reason}
+                )
         for rank in range(self.nranks):
             answers.setdefault(
                 rank, {"answered": False, "reason": f"no answer within {timeout:.3g} s"}
             )
         return dict(sorted(answers.items()))
 
-    def sub(self, ranks: Sequence[int], name: str) -> Session:
+    def subgroup(self, ranks: Sequence[int], name: str) -> Session:
         """A session for some of the ranks, renumbered in the order given; each of them calls it with the same arguments.
 
         It does not wait for the others.  It uses the same connection and lives on when this session is closed.
@@ -220,13 +222,13 @@ class Session:
                 rank=self.rank,
             )
         with self._lock:
-            number = self._subs.get((chosen, name), 0)
-            self._subs[chosen, name] = number + 1
+            number = self._subgroup_counts.get((chosen, name), 0)
+            self._subgroup_counts[chosen, name] = number + 1
         words = f"{self._group}/{','.join(map(str, chosen))}/{number}/{name}"
         group = int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") or 1
         session = Session(
             link=self._link,
-            meeting=self._meeting,
+            membership=self._membership,
             ranks=tuple(self._ranks[r] for r in chosen),
             rank=self._ranks[self.rank],
             group=group,
@@ -246,7 +248,7 @@ class Session:
             self._callbacks.append(callback)
             backlog, self._backlog = self._backlog, []
         if backlog and self._link is not None:
-            self._link.post(lambda: self._play(callback, backlog))
+            self._link.run_on_watcher(lambda: self._replay(callback, backlog))
 
     def off_event(self, callback: EventCallback) -> None:
         """No longer call ``callback``, which may be at its last call on the watcher thread."""
@@ -254,7 +256,7 @@ class Session:
             self._callbacks.remove(callback)
 
     @staticmethod
-    def _play(callback: EventCallback, events: list[Event]) -> None:
+    def _replay(callback: EventCallback, events: list[Event]) -> None:
         for event in events:
             callback(event)
 
@@ -272,19 +274,21 @@ class Session:
     def peer_gone(self, rank: int, left: bool, reason: str) -> None:
         """From the link: a rank of the job is gone, or left this group."""
         kind = PeerLeft if left else PeerLost
-        self._emit(kind(rank=self._of_world[rank], reason=reason))
+        self._emit(kind(rank=self._local_rank_of[rank], reason=reason))
 
     def hub_gone(self, rank: int, left: bool, reason: str) -> None:
         """From the link: the hub is gone, and with it the control plane. ``rank`` is -1 when no rank goes with it (any more)."""
         kind = PeerLeft if left else PeerLost
-        self._emit(kind(rank=self._of_world.get(rank, HUB), reason=reason))
+        self._emit(kind(rank=self._local_rank_of.get(rank, HUB), reason=reason))
 
     def notice(self, rank: int, payload: bytes) -> None:
         with contextlib.suppress(ProtocolError):
-            self._emit(Notice(from_rank=self._of_world[rank], payload=framing.decode_json(payload)))
+            self._emit(
+                Notice(from_rank=self._local_rank_of[rank], payload=framing.decode_json(payload))
+            )
 
-    def status_asked(self, rank: int, ident: int) -> bytes:
-        self._emit(StatusRequest(from_rank=self._of_world[rank], id=ident))
+    def status_requested(self, rank: int, ident: int) -> bytes:
+        self._emit(StatusRequest(from_rank=self._local_rank_of[rank], id=ident))
         return self._own_status()
 
     def _own_status(self) -> bytes:
@@ -311,7 +315,7 @@ class Session:
                 return
             self._closed = True
         if self._link is not None:
-            self._link.close_view(self._group, reason)
+            self._link.detach(self._group, reason)
 
     def __enter__(self) -> Session:
         return self
@@ -323,10 +327,10 @@ class Session:
         if self._closed:
             raise CommunicatorClosed("the session is closed", rank=self.rank, op=op)
 
-    def _error(self, problem: Problem, op: str, timeout: float) -> MiracclError:
-        ranks = [self._of_world[r] for r in problem.ranks if r in self._of_world]
+    def _error(self, problem: WaitFailure, op: str, timeout: float) -> MiracclError:
+        ranks = [self._local_rank_of[r] for r in problem.ranks if r in self._local_rank_of]
         peer = ranks[0] if len(ranks) == 1 else None
-        who = f"{name_ranks(ranks)} of {self.nranks}" if ranks else "the process of the hub"
+        who = f"{format_ranks(ranks)} of {self.nranks}" if ranks else "the process of the hub"
         if problem.kind == "late":
             return CollectiveTimeout(
                 f"{who} did not come within {timeout:.3g} s", rank=self.rank, peer=peer, op=op
@@ -345,7 +349,7 @@ class Session:
         return BootstrapError(text, rank=self.rank, peer=peer, op=op)
 
 
-def _verb(problem: Problem) -> str:
+def _verb(problem: WaitFailure) -> str:
     return {
         "lost": "died",
         "hub": "died, and the control plane with it",
@@ -363,7 +367,7 @@ def _addresses(members: list[Join]) -> list[str]:
     return [member.addresses[0] if member.addresses else "127.0.0.1" for member in members]
 
 
-def solo(timeout: float = 60.0) -> Session:
+def single_rank_session(timeout: float = 60.0) -> Session:
     """The session of a job of one rank: no socket, no thread."""
     member = Join(
         host=host_fingerprint(),
@@ -372,12 +376,12 @@ def solo(timeout: float = 60.0) -> Session:
         pid=os.getpid(),
         addresses=("127.0.0.1",),
         loopback=True,
-        patience=timeout,
-        timeout=timeout,
+        timeout_total=timeout,
+        timeout_left=timeout,
     )
     return Session(
         link=None,
-        meeting=Meeting(members=(member,), hub_rank=0),
+        membership=Membership(members=(member,), hub_rank=0),
         ranks=(0,),
         rank=0,
         timeout=timeout,

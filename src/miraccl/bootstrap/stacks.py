@@ -30,7 +30,7 @@ def add_library(folder: str) -> None:
 
 
 #: Code of the standard library that calls what others have given it whenever something comes: messages, connections, results.
-_LOOPS = tuple(
+_EVENT_LOOPS = tuple(
     os.path.join(folder, path)
     for folder in filter(None, _FOLDERS[:2])
     for path in (
@@ -41,7 +41,7 @@ _LOOPS = tuple(
     )
 )
 #: Packages of this library that call application code only from signal handlers.
-_CALLS = tuple(
+_ENTRY_POINTS = tuple(
     _PACKAGE + folder + os.sep for folder in ("api", "runtime", "diagnosis", "fastpath", "torch")
 )
 
@@ -49,7 +49,7 @@ _lock = threading.RLock()
 _paused = False  # the garbage collector is, by whoever has the lock
 
 
-class Frames:
+class SampledFrames:
     """Inside, the innermost frame of every thread; their callers are walked there, too. Who keeps this thread's keeps what all its
     functions have, until the next run of the garbage collector, which programs may have turned off.
 
@@ -107,11 +107,11 @@ def locate(idents: Iterable[int], depth: int = 8) -> list[dict[str, object]]:
     A wait ends in the standard library (``threading``, ``selectors``) and a call of ours may come from a library (DDP), so library
     frames are skipped, unless there are no others.
     """
-    with Frames() as innermost:
-        return [_place(innermost[ident], depth) for ident in idents if ident in innermost]
+    with SampledFrames() as innermost:
+        return [_describe_thread(innermost[ident], depth) for ident in idents if ident in innermost]
 
 
-def _place(innermost: FrameType, depth: int) -> dict[str, object]:
+def _describe_thread(innermost: FrameType, depth: int) -> dict[str, object]:
     frame, call = _below_libraries(innermost), ""
     if _is_ours(frame):
         outer: FrameType | None = frame
@@ -143,7 +143,7 @@ def may_call_user_code(frame: FrameType, thread: threading.Thread | None) -> boo
     """Whether a thread of a library's may come to code of the user's by itself: it serves events, or is about to begin with that code."""
     at: FrameType | None = frame
     while at is not None:
-        if at.f_code.co_filename.startswith(_LOOPS):
+        if at.f_code.co_filename.startswith(_EVENT_LOOPS):
             return True
         at = at.f_back
     begins = (getattr(thread, "_target", None), getattr(type(thread), "run", None))
@@ -159,7 +159,7 @@ def is_called_back(frame: FrameType) -> bool:
     at: FrameType | None = frame
     users = False
     while at is not None:
-        if users and at.f_code.co_filename.startswith(_CALLS):
+        if users and at.f_code.co_filename.startswith(_ENTRY_POINTS):
             return True
         users |= _is_users(at.f_code.co_filename)
         at = at.f_back

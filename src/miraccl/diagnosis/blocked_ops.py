@@ -26,7 +26,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
-from miraccl.bootstrap.stacks import Frames, is_called_back, may_call_user_code, runs_user_code
+from miraccl.bootstrap.stacks import (
+    SampledFrames,
+    is_called_back,
+    may_call_user_code,
+    runs_user_code,
+)
 from miraccl.diagnosis.waits import BlockedState, RankProgress, WaitForHost
 from miraccl.diagnosis.waits import Wait as Wait
 
@@ -154,7 +159,7 @@ def only_application_thread() -> int | None:
     """
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    with Frames() as innermost:
+    with SampledFrames() as innermost:
         found = {
             ident: not is_called_back(frame)
             for ident, frame in innermost.items()

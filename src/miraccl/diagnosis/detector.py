@@ -178,7 +178,7 @@ class DeadlockDetector:
             session.notify({"kind": NOTICE_KIND, "message": text, "waits": waits})
             # Streams first: peers that received the notice may leave while streams wait for them.
             fail_waits(text, {name: ident for name, ident in waits.items() if "/" in name})
-            session.wait_until_heard(DELIVERY_TIMEOUT_S)
+            session.wait_until_delivered(DELIVERY_TIMEOUT_S)
         fail_waits(text, waits)
         return True
 
@@ -186,9 +186,7 @@ class DeadlockDetector:
 def _process_reports(answers: Mapping[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the reports of ``blocked_ops.local_report`` in the answers, by process token."""
     found = [
-        report
-        for answer in answers.values()
-        if (report := answer.get("status", {}).get("program"))
+        report for answer in answers.values() if (report := answer.get("status", {}).get("program"))
     ]
     return {report["token"]: report for report in found}
 

@@ -156,7 +156,7 @@ class Faults:
     def _await_cause(self, seconds: float) -> None:
         """Give the control plane time to tell why something has gone wrong here; what it has told by then is known when this returns."""
         if not self._fault_known.wait(seconds):
-            self.session.catch_up(CATCH_UP_S)
+            self.session.drain(CATCH_UP_S)
 
     @contextlib.contextmanager
     def cancel_on_fault(self, stages: SetupPhases) -> Iterator[None]:
@@ -288,7 +288,7 @@ class Faults:
         """Wait until the others have heard of the fault; the watcher cannot, so whoever it wakes does."""
         if self._undelivered:
             with contextlib.suppress(MiracclError):
-                self.session.wait_until_heard(DELIVERY_WAIT_S, without=self._unresponsive)
+                self.session.wait_until_delivered(DELIVERY_WAIT_S, without=self._unresponsive)
                 self._undelivered = False
 
     def _root_cause(

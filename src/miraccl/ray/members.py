@@ -23,8 +23,8 @@ from ray.experimental import internal_kv
 
 from miraccl import params, trace
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root
-from miraccl.bootstrap.dial import HubNotFound
+from miraccl.bootstrap import HubServer, Session, UniqueId, connect, create_hub
+from miraccl.bootstrap.dial import ControlPlaneUnreachable
 from miraccl.deadline import Deadline
 from miraccl.errors import AuthenticationError, BootstrapError, InvalidUsage, MiracclError
 from miraccl.runtime.options import Options
@@ -43,7 +43,7 @@ _FAILED = "failed: "
 
 _lock = threading.Lock()
 _joined: dict[str, Communicator] = {}
-_opened: dict[str, Root] = {}  # listening control planes of groups being created
+_opened: dict[str, HubServer] = {}  # listening control planes of groups being created
 
 
 def check_name(name: str) -> None:
@@ -97,7 +97,7 @@ def prepare(_actor: Any, name: str, rank: int, nranks: int) -> str:
             old.close("the group is being created again")
         if rank != 0:
             return ""
-        unique_id, _opened[name] = create_root(nranks=nranks)
+        unique_id, _opened[name] = create_hub(nranks=nranks)
         return str(unique_id)
 
 
@@ -117,7 +117,7 @@ def join(
     try:
         opts = Options.create(**options)
         session = connect(
-            UniqueId.parse(ident), rank, nranks, deadline, session_timeout=opts.timeout, root=root
+            UniqueId.parse(ident), rank, nranks, deadline, session_timeout=opts.timeout, hub=root
         )
     except BaseException as error:
         _close(root, error)
@@ -159,9 +159,9 @@ def _register(name: str, comm: Communicator) -> None:
         raise InvalidUsage(f"this process already belongs to group {name!r}", rank=comm.rank)
 
 
-def _close(root: Root | None, error: BaseException) -> None:
+def _close(root: HubServer | None, error: BaseException) -> None:
     if root is not None:
-        root.give_up(error)
+        root.close_after_error(error)
 
 
 # ---- without a driver
@@ -217,13 +217,13 @@ def rendezvous_by_store(
 def _join_as_root(
     key: bytes, rank: int, nranks: int, deadline: Deadline, options: Options
 ) -> Session:
-    root: Root | None = None
+    root: HubServer | None = None
     published = ""
     try:
-        ident, root = create_root(nranks=nranks)
+        ident, root = create_hub(nranks=nranks)
         _put(key, str(ident))
         published = str(ident)
-        session = connect(ident, rank, nranks, deadline, session_timeout=options.timeout, root=root)
+        session = connect(ident, rank, nranks, deadline, session_timeout=options.timeout, hub=root)
     except BaseException as error:
         _close(root, error)
         if isinstance(error, MiracclError):
@@ -287,7 +287,7 @@ def _join_as_peer(
                     session_timeout=options.timeout,
                     dial_timeout=STALE_ID_SECONDS,
                 )
-            except (HubNotFound, AuthenticationError) as error:
+            except (ControlPlaneUnreachable, AuthenticationError) as error:
                 problem = error
         time.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE)

@@ -492,7 +492,9 @@ class CommunicatorCore:
         chosen = sorted(
             (int(k), r) for r, (c, k) in enumerate(colors_and_keys) if c == str(int(color))
         )
-        return self.session.sub([r for _, r in chosen], f"{self.session.name}/{number}:{color}")
+        return self.session.subgroup(
+            [r for _, r in chosen], f"{self.session.name}/{number}:{color}"
+        )
 
     # ---- end
 

@@ -356,7 +356,7 @@ def run_after_notice(session: Session, loss: Loss, action: Callable[[], None]) -
     """
 
     def look() -> None:
-        session.catch_up(CATCH_UP_S)
+        session.drain(CATCH_UP_S)
         action()
 
     timer = threading.Timer(

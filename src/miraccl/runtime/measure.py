@@ -226,7 +226,7 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
     shares = []
 
     def copying(single_copy: str) -> Communicator:
-        session = member.session.sub(range(comm.nranks), f"single copy {single_copy}")
+        session = member.session.subgroup(range(comm.nranks), f"single copy {single_copy}")
         return Communicator.from_session(
             session, replace(member.options, single_copy=single_copy), parent=comm
         )
@@ -279,11 +279,11 @@ def _swapping_slots_pays(comm: Communicator) -> bool:
 
 def main() -> None:
     """Fork a second rank, measure with it, store and print the constants."""
-    from miraccl.bootstrap import create_root
+    from miraccl.bootstrap import create_hub
     from miraccl.native import cache
     from miraccl.planning.tuning import CACHE_FILE
 
-    unique_id, root = create_root()
+    unique_id, root = create_hub()
     child = os.fork()
     if child == 0:
         try:

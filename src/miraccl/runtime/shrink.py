@@ -35,7 +35,7 @@ def shrink(core: CommunicatorCore, number: int, make: Callable[[Session, SetupPh
     name = f"shrink {number} of {core.session.key}"  # whoever they take for living: those who know less will learn it
     while True:
         ranks = _live_ranks(core)
-        session = core.session.sub(
+        session = core.session.subgroup(
             ranks, f"{core.session.name}/shrink{number}:{','.join(map(str, ranks))}"
         )
         stages = SetupPhases(session, deadline)

@@ -37,9 +37,9 @@ def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[E
 
 
 def _run_hub(context: RankContext, nranks: int) -> None:
-    from miraccl.bootstrap import create_root
+    from miraccl.bootstrap import create_hub
 
-    unique_id, root = create_root(nranks=nranks, many=True)
+    unique_id, root = create_hub(nranks=nranks, reusable=True)
     context.emit(str(unique_id))
     root.join()
 

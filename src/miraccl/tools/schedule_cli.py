@@ -54,7 +54,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(0),
             default=0,
             show_default=True,
-            help="Root of rooted collectives.",
+            help="HubServer of rooted collectives.",
         ),
         click.option(
             "-c",

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from miraccl import trace
-from miraccl.bootstrap import Launch, detect_launch, meet
+from miraccl.bootstrap import Launch, detect_launch, join_launch
 from miraccl.deadline import Deadline
 from miraccl.errors import InvalidUsage
 from miraccl.torch.failures import as_backend_errors
@@ -48,7 +48,7 @@ def _store(launch: Launch, timeout: datetime.timedelta) -> Any:
     if launch.nranks == 1:
         return dist.HashStore()
     deadline = Deadline.after(timeout.total_seconds())
-    with as_backend_errors(), meet(launch, deadline, deadline.seconds) as session:
+    with as_backend_errors(), join_launch(launch, deadline, deadline.seconds) as session:
         host = session.addresses[0]
         own = (
             dist.TCPStore(host, 0, launch.nranks, True, timeout, wait_for_workers=False)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from miraccl import params, trace
 from miraccl.api.communicator import Communicator
-from miraccl.bootstrap import Root, Session, UniqueId, connect, create_root, solo
-from miraccl.bootstrap.dial import HubNotFound
+from miraccl.bootstrap import HubServer, Session, UniqueId, connect, create_hub, single_rank_session
+from miraccl.bootstrap.dial import ControlPlaneUnreachable
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
 from miraccl.errors import AuthenticationError, BootstrapError, MiracclError, PeerDied
@@ -143,7 +143,7 @@ def _rendezvous(
     trace.configure()
     options = Options.create(timeout=deadline.seconds, cta_policy="efficiency")
     if size == 1:
-        session = solo(deadline.seconds)
+        session = single_rank_session(deadline.seconds)
     elif rank == 0:
         session = _join_as_root(store, size, deadline, creation.look)
     else:
@@ -160,7 +160,7 @@ def _rendezvous(
 def _join_as_root(store: Any, size: int, deadline: Deadline, look: Callable[[], None]) -> Session:
     """Join as rank 0: listen, publish the id, and stop listening on failure."""
     try:
-        ident, root = create_root(nranks=size)
+        ident, root = create_hub(nranks=size)
     except MiracclError as error:
         # the random part makes every failure text unique, as ids are
         store.set(KEY, f"{_FAILED}{secrets.token_hex(8)} {error}")
@@ -169,7 +169,7 @@ def _join_as_root(store: Any, size: int, deadline: Deadline, look: Callable[[], 
         with _published_id(store, ident):
             return _connect(ident, 0, size, deadline, look, root)
     except BaseException as error:
-        root.give_up(error)
+        root.close_after_error(error)
         raise
 
 
@@ -207,9 +207,9 @@ def _join_as_peer(
             )
         except BaseException as error:
             _failed_ids.add((rank, text))
-            misled = isinstance(error, HubNotFound | AuthenticationError) and _is_replaced(
-                store, text
-            )
+            misled = isinstance(
+                error, ControlPlaneUnreachable | AuthenticationError
+            ) and _is_replaced(store, text)
             if not misled and not isinstance(error, _Replaced):
                 raise
 
@@ -249,7 +249,7 @@ def _connect(
     size: int,
     deadline: Deadline,
     look: Callable[[], None],
-    root: Root | None = None,
+    root: HubServer | None = None,
 ) -> Session:
     """Connect to rank 0.
 
@@ -264,8 +264,8 @@ def _connect(
         deadline,
         session_timeout=deadline.seconds,
         dial_timeout=dial,
-        root=root,
-        look=look,
+        hub=root,
+        poll=look,
     )
 
 

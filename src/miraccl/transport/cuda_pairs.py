@@ -4,7 +4,7 @@ Ways, best first: ``process`` (both ranks are threads of one process: plain poin
 passed as a file descriptor), ``ipc`` (CUDA IPC handles), ``host`` (pinned host memory that belongs to the receiver).  The first three need
 peer access: both GPUs say so (cuDeviceCanAccessPeer), and the path between them is not longer than ``P2P_LEVEL`` allows, in words of
 ``topo``; NCCL's default is PXB, and SYS for two GPUs on AMD hosts (NCCL 2.28 ``src/graph/paths.cc``, ncclTopoCheckP2p).  A way that was
-tried and failed is in ``Refused``; then the next one is taken.
+tried and failed is in ``JoinRejected``; then the next one is taken.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def uses_descriptors(
 
     One answer for all ranks: memory made that way has no IPC handle.  Raises ``InvalidUsage`` where a rank insists and it cannot be.
     """
-    insists = [f.rank for f in facts if f.cumem == 1]
-    cannot = [f.rank for f in facts if not f.descriptors]
+    insisting = [f.rank for f in facts if f.cumem == 1]
+    unable = [f.rank for f in facts if not f.descriptors]
     failed = next(
         (
             f"ranks {pair[0]} and {pair[1]}: {text}"
@@ -178,20 +178,20 @@ def uses_descriptors(
         ),
         "",
     )
-    declines = [f.rank for f in facts if f.cumem == 0]
+    declining = [f.rank for f in facts if f.cumem == 0]
     reason = ""
-    if declines:
+    if declining:
         reason = f"CUMEM is 0 on rank {declines[0]}"
-    elif cannot:
+    elif unable:
         reason = f"the GPU of rank {cannot[0]} does not share memory as file descriptors"
     elif failed:
         reason = f"it failed between {failed}"
-    if reason and insists:
+    if reason and insisting:
         text = f"rank {insists[0]} insists on virtual memory management (CUMEM=1), but {reason}"
-        raise InvalidUsage(text, peer=insists[0], hint="set MIRACCL_CUMEM=auto, on all ranks")
+        raise InvalidUsage(text, peer=insisting[0], hint="set MIRACCL_CUMEM=auto, on all ranks")
     if reason:
         return False, reason
-    if insists:
+    if insisting:
         return True, f"rank {insists[0]} asked for it (CUMEM=1)"
     if len({f.process for f in facts}) == 1:
         return False, "all ranks are threads of one process"
@@ -267,11 +267,13 @@ def choose_mappings(
     Raises ``SystemFailure`` naming the pair where there is no way, on all ranks alike.
     """
     descriptors, _ = uses_descriptors(facts, failed)
-    ways: dict[Pair, P2pChoice] = {}
+    choices: dict[Pair, P2pChoice] = {}
     for a in facts:
         for b in facts[a.rank + 1 :]:
             views = (access[a.rank][b.rank], access[b.rank][a.rank])
-            choice = ways[a.rank, b.rank] = choose_mapping(a, b, views, paths, descriptors, failed)
+            choice = choices[a.rank, b.rank] = choose_mapping(
+                a, b, views, paths, descriptors, failed
+            )
             if not choice.kind:
                 text = (
                     f"ranks {a.rank} and {b.rank} have no way to exchange GPU data: {choice.reason}"
@@ -281,7 +283,7 @@ def choose_mappings(
                     peer=b.rank,
                     hint="allow peer access or shared memory, or give them different MIRACCL_HOSTID",
                 )
-    return ways
+    return choices
 
 
 def check_compatible(facts: Sequence[GpuFacts], rank: int) -> None:

@@ -39,7 +39,7 @@ NONCE_BYTES = 32
 SECRET_BYTES = 32
 MAC_BYTES = 16
 _SEQUENCE = struct.Struct(">Q")
-_WORDS = struct.Struct(">HII")
+_TRANSCRIPT_HEAD = struct.Struct(">HII")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,24 +90,24 @@ class Unsupported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distrust:
+class HubRejectedNotice:
     """A member's plain word to a hub whose proof is wrong. It proves nothing; the hub only mentions it when ranks are missing."""
 
     KIND: ClassVar[int] = 5
     LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = ()
 
 
-def nonce_of_call(secret: bytes, random: bytes, last: bytes = b"") -> bytes:
+def make_nonce(secret: bytes, random: bytes, last: bytes = b"") -> bytes:
     """The nonce for a Hello, of 32 fresh random bytes; ``last`` is that of the connection before, where there was one."""
-    return random[:MAC_BYTES] + _again(secret, last, random[:MAC_BYTES]) if last else random
+    return random[:MAC_BYTES] + _reconnect_mac(secret, last, random[:MAC_BYTES]) if last else random
 
 
-def calls_again(secret: bytes, nonce: bytes, last: bytes) -> bool:
+def is_reconnect(secret: bytes, nonce: bytes, last: bytes) -> bool:
     """Whether ``nonce`` is of a member that calls again after the connection with the nonce ``last``."""
-    return hmac.compare_digest(nonce[MAC_BYTES:], _again(secret, last, nonce[:MAC_BYTES]))
+    return hmac.compare_digest(nonce[MAC_BYTES:], _reconnect_mac(secret, last, nonce[:MAC_BYTES]))
 
 
-def _again(secret: bytes, last: bytes, random: bytes) -> bytes:
+def _reconnect_mac(secret: bytes, last: bytes, random: bytes) -> bytes:
     return hmac.digest(secret, b"miraccl again\0" + last + random, "sha256")[:MAC_BYTES]
 
 
@@ -126,10 +126,12 @@ class Handshake:
 
     def __init__(self, secret: bytes, hello: Hello, hub_nonce: bytes) -> None:
         self._secret = secret
-        self._words = _WORDS.pack(hello.version, hello.rank, hello.nranks) + hello.nonce + hub_nonce
+        self._transcript = (
+            _TRANSCRIPT_HEAD.pack(hello.version, hello.rank, hello.nranks) + hello.nonce + hub_nonce
+        )
 
     def _mac(self, label: bytes) -> bytes:
-        return hmac.digest(self._secret, b"miraccl " + label + b"\0" + self._words, "sha256")
+        return hmac.digest(self._secret, b"miraccl " + label + b"\0" + self._transcript, "sha256")
 
     def hub_proof(self) -> bytes:
         return self._mac(b"hub")

@@ -25,16 +25,16 @@ class PeerState(enum.Enum):
     HELLO = "waits for Hello"
     PROOF = "waits for Proof"
     JOIN = "waits for Join"
-    MEETING = "waits for the other ranks"
+    WAITING = "waits for the other ranks"
     UP = "in the job"
     GONE = "left, lost or dropped"
 
 
-class MeetingState(enum.Enum):
+class JobState(enum.Enum):
     """The job as the hub sees it."""
 
     GATHERING = "ranks arrive"
-    MET = "all ranks are in"
+    FORMED = "all ranks are in"
     FAILED = "the meeting failed; late ranks are told why"
     FINISHED = "nothing left to do"
 
@@ -46,7 +46,7 @@ class MemberState(enum.Enum):
     HELLO = "Hello sent"
     PROVED = "the hub has proved itself"
     JOINING = "Proof and Join sent"
-    MEETING = "accepted, waits for the other ranks"
+    WAITING = "accepted, waits for the other ranks"
     UP = "in the job"
     LEAVING = "Goodbye sent"
     CLOSED = "over"
@@ -55,23 +55,30 @@ class MemberState(enum.Enum):
 PEER_TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
     (PeerState.HELLO, "Hello"): PeerState.PROOF,
     (PeerState.PROOF, "Proof"): PeerState.JOIN,
-    (PeerState.JOIN, "Join"): PeerState.MEETING,
-    (PeerState.MEETING, "complete"): PeerState.UP,
-    (PeerState.MEETING, "Goodbye"): PeerState.GONE,
+    (PeerState.JOIN, "Join"): PeerState.WAITING,
+    (PeerState.WAITING, "complete"): PeerState.UP,
+    (PeerState.WAITING, "Goodbye"): PeerState.GONE,
     (PeerState.UP, "Goodbye"): PeerState.GONE,
     **{(state, "drop"): PeerState.GONE for state in PeerState},
     **{
         (PeerState.UP, m): PeerState.UP
-        for m in ("OpenGroup", "Gather", "NoticeMessage", "StatusAsk", "StatusReply", "LeaveGroup")
+        for m in (
+            "OpenGroup",
+            "Gather",
+            "NoticeMessage",
+            "StatusQuery",
+            "StatusReply",
+            "LeaveGroup",
+        )
     },
 }
 
-MEETING_TRANSITIONS: dict[tuple[MeetingState, str], MeetingState] = {
-    (MeetingState.GATHERING, "complete"): MeetingState.MET,
-    (MeetingState.GATHERING, "fail"): MeetingState.FAILED,
-    (MeetingState.MET, "all gone"): MeetingState.FINISHED,
-    (MeetingState.FAILED, "all told"): MeetingState.FINISHED,
-    **{(state, "close"): MeetingState.FINISHED for state in MeetingState},
+JOB_TRANSITIONS: dict[tuple[JobState, str], JobState] = {
+    (JobState.GATHERING, "complete"): JobState.FORMED,
+    (JobState.GATHERING, "fail"): JobState.FAILED,
+    (JobState.FORMED, "all gone"): JobState.FINISHED,
+    (JobState.FAILED, "all told"): JobState.FINISHED,
+    **{(state, "close"): JobState.FINISHED for state in JobState},
 }
 
 MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
@@ -79,14 +86,14 @@ MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
     (MemberState.HELLO, "Challenge"): MemberState.PROVED,
     (MemberState.HELLO, "Unsupported"): MemberState.CLOSED,
     (MemberState.PROVED, "join"): MemberState.JOINING,
-    (MemberState.JOINING, "Accepted"): MemberState.MEETING,
-    (MemberState.JOINING, "Refused"): MemberState.CLOSED,
-    (MemberState.MEETING, "Refused"): MemberState.CLOSED,
-    (MemberState.MEETING, "Welcome"): MemberState.UP,
+    (MemberState.JOINING, "Accepted"): MemberState.WAITING,
+    (MemberState.JOINING, "JoinRejected"): MemberState.CLOSED,
+    (MemberState.WAITING, "JoinRejected"): MemberState.CLOSED,
+    (MemberState.WAITING, "Welcome"): MemberState.UP,
     (MemberState.UP, "HubClosing"): MemberState.CLOSED,
     **{
         (state, "leave"): MemberState.LEAVING
-        for state in (MemberState.JOINING, MemberState.MEETING, MemberState.UP)
+        for state in (MemberState.JOINING, MemberState.WAITING, MemberState.UP)
     },
     **{
         (state, "leave"): MemberState.CLOSED
@@ -95,7 +102,7 @@ MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
     **{(state, "lost"): MemberState.CLOSED for state in MemberState},
     **{
         (MemberState.UP, m): MemberState.UP
-        for m in ("Gathered", "GatherLate", "NoticeMessage", "StatusAsk", "StatusReply")
+        for m in ("Gathered", "GatherTimeout", "NoticeMessage", "StatusQuery", "StatusReply")
     },
     **{(MemberState.UP, m): MemberState.UP for m in ("LeaveGroup", "Gone", "send")},
 }
@@ -103,13 +110,13 @@ MEMBER_TRANSITIONS: dict[tuple[MemberState, str], MemberState] = {
 S = TypeVar("S", bound=enum.Enum)
 
 
-def advance(table: Mapping[tuple[S, str], S], state: S, word: str) -> S:
+def advance(table: Mapping[tuple[S, str], S], state: S, event: str) -> S:
     """The state after ``word``; raises ``ProtocolError`` when the table has no such transition."""
     try:
-        return table[state, word]
+        return table[state, event]
     except KeyError:
         raise ProtocolError(
-            f"{word} is not expected while the state is {state.name} ({state.value})"
+            f"{event} is not expected while the state is {state.name} ({state.value})"
         ) from None
 
 
@@ -209,8 +216,8 @@ class HubRejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrived:
-    """Output of a member: a message for the layer above (Accepted, Refused, Welcome, Gathered, Gone, ...)."""
+class MessageArrived:
+    """Output of a member: a message for the layer above (Accepted, JoinRejected, Welcome, Gathered, Gone, ...)."""
 
     message: Any
 
@@ -245,7 +252,7 @@ def replay(machine: Machine, log: Iterable[Any]) -> list[list[Any]]:
 # --- words --------------------------------------------------------------------------------------------------------------
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 2 and 5``, ``ranks 0-3, 7 and 9``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):

@@ -17,9 +17,9 @@ from miraccl.wire.auth import (
     MAX_RANKS,
     VERSION,
     Challenge,
-    Distrust,
     Handshake,
     Hello,
+    HubRejectedNotice,
     Proof,
     Unsupported,
     peek_version,
@@ -30,11 +30,11 @@ from miraccl.wire.framing import FrameReader, encode, encode_frame
 SILENT_SECONDS, IDLE_SECONDS = 0.02, 0.5
 #: Strangers can make the hub remember at most this many things to say when ranks are missing.
 MAX_NOTES = 8
-_SECOND: dict[int, type[Any]] = {Proof.KIND: Proof, Distrust.KIND: Distrust}
+_SECOND: dict[int, type[Any]] = {Proof.KIND: Proof, HubRejectedNotice.KIND: HubRejectedNotice}
 
 
 @dataclass(kw_only=True)
-class Stranger:
+class UnauthenticatedPeer:
     """A connection in state HELLO, PROOF or, proved, JOIN. ``since`` is when it came."""
 
     conn: int
@@ -48,11 +48,11 @@ class Stranger:
     handshake: Handshake | None = None
 
 
-class Door:
+class Admission:
     """``secret``: 32 bytes; ``timeout`` of a handshake in seconds; ``bound``: strangers held at most."""
 
     def __init__(self, *, secret: bytes, timeout: float, bound: int) -> None:
-        self.strangers: dict[int, Stranger] = {}  # in order of arrival
+        self.pending: dict[int, UnauthenticatedPeer] = {}  # in order of arrival
         self.notes: list[str] = []
         self._secret, self._timeout, self._bound = secret, timeout, bound
 
@@ -63,27 +63,27 @@ class Door:
 
     def may_admit(self, now: float) -> bool:
         """Whether there is place for one more, or somebody who has had time enough makes place."""
-        return len(self.strangers) < self._bound or self._patient(now) is not None
+        return len(self.pending) < self._bound or self._evictable(now) is not None
 
-    def _patient(self, now: float) -> Stranger | None:
+    def _evictable(self, now: float) -> UnauthenticatedPeer | None:
         for state, seconds in ((PeerState.HELLO, SILENT_SECONDS), (PeerState.PROOF, IDLE_SECONDS)):
-            oldest = next((s for s in self.strangers.values() if s.state is state), None)
+            oldest = next((s for s in self.pending.values() if s.state is state), None)
             if oldest is not None and now - oldest.since >= seconds:
                 return oldest
         return None
 
-    def admit(self, event: Connected) -> Stranger | None:
+    def admit(self, event: Connected) -> UnauthenticatedPeer | None:
         """Take a connection in; the result is the stranger who has to go for it, if any. The bound holds in any case."""
         evicted = None
-        if len(self.strangers) >= self._bound:
-            silent = (s for s in self.strangers.values() if s.state is PeerState.HELLO)
+        if len(self.pending) >= self._bound:
+            silent = (s for s in self.pending.values() if s.state is PeerState.HELLO)
             evicted = (
-                self._patient(event.now)
+                self._evictable(event.now)
                 or next(silent, None)
-                or next(iter(self.strangers.values()))
+                or next(iter(self.pending.values()))
             )
-            del self.strangers[evicted.conn]
-        self.strangers[event.conn] = Stranger(
+            del self.pending[evicted.conn]
+        self.pending[event.conn] = UnauthenticatedPeer(
             conn=event.conn,
             address=event.peer,
             nonce=event.nonce,
@@ -92,7 +92,7 @@ class Door:
         )
         return evicted
 
-    def answer(self, stranger: Stranger, frame: bytes) -> bytes:
+    def handle_frame(self, stranger: UnauthenticatedPeer, frame: bytes) -> bytes:
         """Take a frame of the handshake; the bytes to send back. After the proof the state is JOIN.
 
         Raises ``ProtocolError`` or ``AuthenticationError`` when the stranger is to be dropped; ``WrongVersion`` has a last word for it.
@@ -102,7 +102,7 @@ class Door:
         self._proof(stranger, framing.decode(frame, _SECOND))
         return b""
 
-    def _hello(self, stranger: Stranger, frame: bytes) -> bytes:
+    def _hello(self, stranger: UnauthenticatedPeer, frame: bytes) -> bytes:
         version = peek_version(frame)
         if version is None:
             raise ProtocolError("not a member of any job")
@@ -120,11 +120,11 @@ class Door:
             encode(Challenge(nonce=stranger.nonce, proof=stranger.handshake.hub_proof()))
         )
 
-    def _proof(self, stranger: Stranger, proof: Proof | Distrust) -> None:
+    def _proof(self, stranger: UnauthenticatedPeer, proof: Proof | HubRejectedNotice) -> None:
         assert stranger.handshake is not None
         assert stranger.hello is not None
         try:
-            if isinstance(proof, Distrust):
+            if isinstance(proof, HubRejectedNotice):
                 raise AuthenticationError("the member has another secret")
             stranger.handshake.check_member(proof.proof)
         except AuthenticationError:
@@ -136,8 +136,8 @@ class Door:
         stranger.state = advance(PEER_TRANSITIONS, stranger.state, "Proof")
 
     def validate_state(self) -> None:
-        assert len(self.strangers) <= self._bound
-        for conn, stranger in self.strangers.items():
+        assert len(self.pending) <= self._bound
+        for conn, stranger in self.pending.items():
             assert stranger.conn == conn
             assert stranger.state in (PeerState.HELLO, PeerState.PROOF)
             assert (
@@ -152,7 +152,7 @@ class WrongVersion(ProtocolError):
     """A Hello of another version; it is told ours."""
 
     @staticmethod
-    def farewell() -> bytes:
+    def reply() -> bytes:
         return encode_frame(encode(Unsupported()))
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 from miraccl.errors import InvalidUsage, ProtocolError
 from miraccl.wire import framing
-from miraccl.wire.bootstrap import name_ranks
+from miraccl.wire.bootstrap import format_ranks
 from miraccl.wire.bootstrap_messages import (
     Gather,
     Gathered,
-    GatherLate,
+    GatherTimeout,
     LeaveGroup,
     NoticeMessage,
     OpenGroup,
-    StatusAsk,
+    StatusQuery,
     StatusReply,
 )
 
@@ -49,14 +49,14 @@ class _Round:
 class Groups:
     """``tell(ranks, message)`` sends a message to those of the ranks that are here."""
 
-    def __init__(self, tell: Callable[[Iterable[int], Any], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[Iterable[int], Any], None]) -> None:
+        self._send = send
         self._nranks = 0
         self._gone: set[int] = set()
         self._groups: dict[int, _Group] = {}
         self._rounds: dict[tuple[int, str, int], _Round] = {}  # by group, tag and number
 
-    def begin(self, nranks: int) -> None:
+    def open_world(self, nranks: int) -> None:
         """All ranks are in."""
         self._nranks = nranks
         self._groups[WORLD] = _Group(ranks=tuple(range(nranks)))
@@ -71,7 +71,9 @@ class Groups:
             for rank in [rank for rank, deadline in gather.deadlines.items() if deadline <= now]:
                 del gather.deadlines[rank]
                 missing = tuple(r for r in self._groups[group].ranks if r not in gather.parts)
-                self._tell((rank,), GatherLate(group=group, tag=tag, round=number, missing=missing))
+                self._send(
+                    (rank,), GatherTimeout(group=group, tag=tag, round=number, missing=missing)
+                )
 
     def handle(self, rank: int, message: Any, now: float) -> None:
         """A message of a rank."""
@@ -82,7 +84,7 @@ class Groups:
             back = StatusReply(
                 group=message.group, rank=rank, ident=message.ident, payload=message.payload
             )
-            self._tell((message.rank,), back)
+            self._send((message.rank,), back)
             return
         group = self._groups.get(message.group)
         if group is None or rank not in group.ranks or rank in group.left:
@@ -90,18 +92,18 @@ class Groups:
         if isinstance(message, Gather):
             self._gather(group, rank, message, now)
         elif isinstance(message, NoticeMessage):
-            self._tell(
+            self._send(
                 group.others(rank),
                 NoticeMessage(group=message.group, rank=rank, payload=message.payload),
             )
-        elif isinstance(message, StatusAsk):
-            self._tell(
-                group.others(rank), StatusAsk(group=message.group, rank=rank, ident=message.ident)
+        elif isinstance(message, StatusQuery):
+            self._send(
+                group.others(rank), StatusQuery(group=message.group, rank=rank, ident=message.ident)
             )
         else:
             assert isinstance(message, LeaveGroup)
             group.left[rank] = message.reason
-            self._tell(
+            self._send(
                 group.others(rank),
                 LeaveGroup(group=message.group, rank=rank, reason=message.reason),
             )
@@ -115,12 +117,12 @@ class Groups:
             or max(ranks) >= self._nranks
             or message.group == WORLD
         ):
-            raise ProtocolError(f"rank {rank} opens a group of {name_ranks(ranks)}")
+            raise ProtocolError(f"rank {rank} opens a group of {format_ranks(ranks)}")
         group = self._groups.setdefault(message.group, _Group(ranks=ranks))
         if group.ranks != ranks:
             raise ProtocolError(f"rank {rank} opens group {message.group:x} with other ranks")
         for other, reason in group.left.items():
-            self._tell((rank,), LeaveGroup(group=message.group, rank=other, reason=reason))
+            self._send((rank,), LeaveGroup(group=message.group, rank=other, reason=reason))
 
     def _gather(self, group: _Group, rank: int, message: Gather, now: float) -> None:
         if any(r in group.left or r in self._gone for r in group.ranks):
@@ -136,7 +138,7 @@ class Groups:
         del self._rounds[key]
         parts = tuple(gather.parts[r] for r in group.ranks)
         try:
-            self._tell(
+            self._send(
                 group.ranks,
                 Gathered(group=message.group, tag=message.tag, round=message.round, parts=parts),
             )
@@ -145,7 +147,7 @@ class Groups:
                 f"all_gather {message.tag!r} is larger than {framing.MAX_FRAME_BYTES} bytes in all"
             ) from None
 
-    def depart(self, rank: int) -> None:
+    def remove_rank(self, rank: int) -> None:
         """A rank is gone from the job."""
         self._gone.add(rank)
         for number in [number for number, group in self._groups.items() if rank in group.ranks]:

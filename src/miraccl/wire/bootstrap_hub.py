@@ -17,24 +17,24 @@ from typing import Any
 
 from miraccl.errors import AuthenticationError, ProtocolError
 from miraccl.wire import framing
-from miraccl.wire.auth import Hello, Opener, Sealer, calls_again
+from miraccl.wire.auth import Hello, Opener, Sealer, is_reconnect
 from miraccl.wire.bootstrap import (
-    MEETING_TRANSITIONS,
+    JOB_TRANSITIONS,
     PEER_TRANSITIONS,
     CloseHub,
     Connected,
     Disconnected,
     Drop,
     Finished,
-    MeetingState,
+    JobState,
     PeerState,
     Received,
     Send,
     Tick,
     advance,
-    name_ranks,
+    format_ranks,
 )
-from miraccl.wire.bootstrap_admission import Door, Stranger, WrongVersion
+from miraccl.wire.bootstrap_admission import Admission, UnauthenticatedPeer, WrongVersion
 from miraccl.wire.bootstrap_groups import Groups
 from miraccl.wire.bootstrap_messages import (
     TO_HUB,
@@ -43,8 +43,8 @@ from miraccl.wire.bootstrap_messages import (
     Goodbye,
     HubClosing,
     Join,
-    Refusal,
-    Refused,
+    JoinRejected,
+    RejectCode,
     Welcome,
 )
 from miraccl.wire.framing import FrameReader, encode
@@ -82,21 +82,21 @@ class HubMachine:
         token: bytes,
         nranks: int | None = None,
         handshake_timeout: float = 5.0,
-        max_strangers: int = 128,
+        max_pending: int = 128,
         log: list[Any] | None = None,
     ) -> None:
-        self.state = MeetingState.GATHERING
+        self.state = JobState.GATHERING
         self.nranks = nranks
         self._secret, self._token, self._log = secret, token, log
-        self._door = Door(secret=secret, timeout=handshake_timeout, bound=max_strangers)
+        self._admission = Admission(secret=secret, timeout=handshake_timeout, bound=max_pending)
         self._peers: dict[int, _Peer] = {}
         self._ranks: dict[int, _Peer] = {}
         self._gone: dict[int, Gone] = {}
-        self._told: set[int] = set()
+        self._notified: set[int] = set()
         self._linger_until = 0.0
-        self._failure: Refused | None = None
-        self._nranks_said_by = ""
-        self._groups = Groups(self._tell)
+        self._failure: JoinRejected | None = None
+        self._nranks_source = ""
+        self._groups = Groups(self._broadcast)
         self._out: list[Any] = []
         self._own: set[int] = set()  # connections to the hub's own process
 
@@ -115,7 +115,7 @@ class HubMachine:
         elif isinstance(event, Connected):
             self._connected(event)
         elif isinstance(event, Disconnected):
-            self._door.strangers.pop(event.conn, None)
+            self._admission.pending.pop(event.conn, None)
             if event.conn in self._peers:
                 self._remove(self._peers[event.conn], event.reason, event.now)
         elif isinstance(event, CloseHub):
@@ -130,43 +130,43 @@ class HubMachine:
 
     def may_accept(self, now: float) -> bool:
         """Whether the next connection may be accepted now, or had better wait some milliseconds in the kernel's queue."""
-        return self._door.may_admit(now)
+        return self._admission.may_admit(now)
 
     def deadline(self) -> float | None:
-        times = [stranger.deadline for stranger in self._door.strangers.values()]
+        times = [stranger.deadline for stranger in self._admission.pending.values()]
         times += [peer.deadline for peer in self._peers.values() if peer.state is PeerState.JOIN]
-        if self.state is MeetingState.GATHERING:
+        if self.state is JobState.GATHERING:
             times += [peer.deadline for peer in self._ranks.values()]
-        elif self.state is MeetingState.FAILED:
+        elif self.state is JobState.FAILED:
             times.append(self._linger_until)
         return min([*times, *self._groups.deadlines()], default=None)
 
     def validate_state(self) -> None:
-        self._door.validate_state()
-        assert not (self._door.strangers.keys() & self._peers.keys())
+        self._admission.validate_state()
+        assert not (self._admission.pending.keys() & self._peers.keys())
         for conn, peer in self._peers.items():
             assert peer.conn == conn
-            assert peer.state in (PeerState.JOIN, PeerState.MEETING, PeerState.UP)
+            assert peer.state in (PeerState.JOIN, PeerState.WAITING, PeerState.UP)
             if peer.state is not PeerState.JOIN:
                 assert peer.join is not None
                 assert self._ranks[peer.rank] is peer
-                assert (peer.state is PeerState.UP) == (self.state is MeetingState.MET)
+                assert (peer.state is PeerState.UP) == (self.state is JobState.FORMED)
         for rank, peer in self._ranks.items():
             assert self.nranks is not None
             assert peer.rank == rank < self.nranks
             assert peer.conn in self._peers
         assert not (self._ranks.keys() & self._gone.keys())
         self._groups.validate_state()
-        if self.state is MeetingState.MET:
+        if self.state is JobState.FORMED:
             assert self.nranks == len(self._ranks) + len(self._gone)
 
     # --- connections ------------------------------------------------------------------------------------------------
 
     def _connected(self, event: Connected) -> None:
-        if self.state is MeetingState.FINISHED:
+        if self.state is JobState.FINISHED:
             self._out.append(Drop(conn=event.conn, reason="the hub has ended"))
             return
-        evicted = self._door.admit(event)
+        evicted = self._admission.admit(event)
         if evicted is not None:
             self._out.append(
                 Drop(
@@ -175,10 +175,10 @@ class HubMachine:
             )
 
     def _received(self, event: Received) -> None:
-        stranger = self._door.strangers.get(event.conn)
+        stranger = self._admission.pending.get(event.conn)
         if stranger is not None:
             stranger.reader.feed(event.data)
-            self._hear_out(stranger)
+            self._continue_handshake(stranger)
         peer = self._peers.get(event.conn)
         if peer is None:
             return
@@ -192,32 +192,32 @@ class HubMachine:
         except ProtocolError as error:
             self._drop(peer, error.message, event.now)
 
-    def _hear_out(self, stranger: Stranger) -> None:
+    def _continue_handshake(self, stranger: UnauthenticatedPeer) -> None:
         """What a stranger says until it has proved itself: then it is a peer, whose next frames are sealed."""
         try:
             while (
                 stranger.state is not PeerState.JOIN
                 and (frame := stranger.reader.next_frame()) is not None
             ):
-                answer = self._door.answer(stranger, frame)
+                answer = self._admission.handle_frame(stranger, frame)
                 if answer:
                     self._out.append(Send(conn=stranger.conn, data=answer))
         except (ProtocolError, AuthenticationError) as error:
             if isinstance(error, WrongVersion):
-                self._out.append(Send(conn=stranger.conn, data=error.farewell()))
-            self._send_away(stranger, error.message)
+                self._out.append(Send(conn=stranger.conn, data=error.reply()))
+            self._dismiss(stranger, error.message)
             return
         if stranger.state is PeerState.JOIN:
-            self._know(stranger)
+            self._promote(stranger)
 
-    def _send_away(self, stranger: Stranger, reason: str) -> None:
-        del self._door.strangers[stranger.conn]
+    def _dismiss(self, stranger: UnauthenticatedPeer, reason: str) -> None:
+        del self._admission.pending[stranger.conn]
         self._out.append(Drop(conn=stranger.conn, reason=reason))
 
-    def _know(self, stranger: Stranger) -> None:
+    def _promote(self, stranger: UnauthenticatedPeer) -> None:
         assert stranger.handshake is not None
         assert stranger.hello is not None
-        del self._door.strangers[stranger.conn]
+        del self._admission.pending[stranger.conn]
         sealer, opener = stranger.handshake.hub_side()
         stranger.reader.limit = framing.MAX_FRAME_BYTES
         self._peers[stranger.conn] = _Peer(
@@ -249,55 +249,55 @@ class HubMachine:
         if join.token == self._token:
             self._own.add(peer.conn)
         if self._failure is not None:
-            self._linger_until = max(self._linger_until, now + join.timeout)
-            self._refuse(peer, self._failure, now)
+            self._linger_until = max(self._linger_until, now + join.timeout_left)
+            self._reject(peer, self._failure, now)
             return
         if self.nranks is None:
-            self.nranks, self._nranks_said_by = nranks, f"rank {rank}"
+            self.nranks, self._nranks_source = nranks, f"rank {rank}"
         if nranks != self.nranks:
-            first = f"{self._nranks_said_by or 'the hub'} with nranks={self.nranks}"
-            refused = Refused(
-                code=Refusal.NRANKS,
+            first = f"{self._nranks_source or 'the hub'} with nranks={self.nranks}"
+            refused = JoinRejected(
+                code=RejectCode.NRANKS,
                 text=f"rank {rank} was started with nranks={nranks}, {first}",
                 ranks=(rank,),
             )
-            if self.state is MeetingState.GATHERING:
-                self._linger_until = now + join.timeout
+            if self.state is JobState.GATHERING:
+                self._linger_until = now + join.timeout_left
                 self._fail(refused, now)
-            self._refuse(peer, refused, now)
+            self._reject(peer, refused, now)
             return
         before = self._ranks.get(rank)
-        if before is not None and calls_again(self._secret, peer.hello.nonce, before.hello.nonce):
-            if self.state is MeetingState.MET:
-                self._refuse_cut(peer, before, now)
+        if before is not None and is_reconnect(self._secret, peer.hello.nonce, before.hello.nonce):
+            if self.state is JobState.FORMED:
+                self._reject_reconnect(peer, before, now)
                 return
             self._out.append(Drop(conn=before.conn, reason=f"rank {rank} has called again"))
-            self._forget(before)
+            self._discard(before)
         elif before is not None or rank in self._gone:
-            self._refuse_duplicate(peer, now)
+            self._reject_duplicate(peer, now)
             return
         self._ranks[rank] = peer
         peer.state = advance(PEER_TRANSITIONS, peer.state, "Join")
-        peer.deadline = now + join.timeout
+        peer.deadline = now + join.timeout_left
         self._send(peer, Accepted())
         if len(self._ranks) == self.nranks:
             self._complete()
 
-    def _refuse_cut(self, peer: _Peer, before: _Peer, now: float) -> None:
+    def _reject_reconnect(self, peer: _Peer, before: _Peer, now: float) -> None:
         """The others have begun with a rank that was not told so, and cannot be."""
         reason = "its connection was cut before it was welcome"
         self._drop(before, reason, now)
-        self._refuse(
+        self._reject(
             peer,
-            Refused(
-                code=Refusal.DIED,
+            JoinRejected(
+                code=RejectCode.DIED,
                 text=f"rank {peer.rank} counts as dead: {reason}",
                 ranks=(peer.rank,),
             ),
             now,
         )
 
-    def _refuse_duplicate(self, peer: _Peer, now: float) -> None:
+    def _reject_duplicate(self, peer: _Peer, now: float) -> None:
         assert peer.join is not None
         first = self._ranks.get(peer.rank)
         if first is not None and first.join and first.join.token == peer.join.token:
@@ -310,68 +310,70 @@ class HubMachine:
             )
             who += f" came first, then process {peer.join.pid} from {peer.address}"
         text = f"rank {peer.rank} is taken: {who}"
-        self._door.note(text)
-        code = Refusal.OVER if self.state is MeetingState.MET else Refusal.DUPLICATE
-        self._refuse(peer, Refused(code=code, text=text, ranks=(peer.rank,)), now)
+        self._admission.note(text)
+        code = RejectCode.ALREADY_FORMED if self.state is JobState.FORMED else RejectCode.DUPLICATE
+        self._reject(peer, JoinRejected(code=code, text=text, ranks=(peer.rank,)), now)
 
     def _complete(self) -> None:
         assert self.nranks is not None
-        self.state = advance(MEETING_TRANSITIONS, self.state, "complete")
-        self._groups.begin(self.nranks)
+        self.state = advance(JOB_TRANSITIONS, self.state, "complete")
+        self._groups.open_world(self.nranks)
         members: list[bytes] = []
         for rank in range(self.nranks):
             peer = self._ranks[rank]
             assert peer.join is not None
             peer.state = advance(PEER_TRANSITIONS, peer.state, "complete")
             members.append(encode(peer.join))
-        self._tell(self._ranks, Welcome(hub_token=self._token, members=tuple(members)))
+        self._broadcast(self._ranks, Welcome(hub_token=self._token, members=tuple(members)))
 
-    def _fail(self, failure: Refused, now: float) -> None:
+    def _fail(self, failure: JoinRejected, now: float) -> None:
         """The meeting cannot come about: tell all who are here now, and who comes later until the last deadline."""
-        self.state = advance(MEETING_TRANSITIONS, self.state, "fail")
+        self.state = advance(JOB_TRANSITIONS, self.state, "fail")
         self._failure = failure
-        for peer in self._listeners(self._ranks):
+        for peer in self._connected_ranks(self._ranks):
             self._linger_until = max(self._linger_until, peer.deadline, now)
-            self._refuse(peer, failure, now)
+            self._reject(peer, failure, now)
 
-    def _refuse(self, peer: _Peer, refused: Refused, now: float) -> None:
+    def _reject(self, peer: _Peer, refused: JoinRejected, now: float) -> None:
         self._send(peer, refused)
-        if refused.code not in (Refusal.DUPLICATE, Refusal.OVER):
-            self._told.add(peer.rank)
+        if refused.code not in (RejectCode.DUPLICATE, RejectCode.ALREADY_FORMED):
+            self._notified.add(peer.rank)
         self._drop(peer, refused.text, now)
 
-    def _missing(self, late: _Peer) -> Refused:
+    def _missing(self, late: _Peer) -> JoinRejected:
         assert self.nranks is not None
         assert late.join is not None
         missing = [rank for rank in range(self.nranks) if rank not in self._ranks]
-        text = f"{name_ranks(missing)} of {self.nranks} never arrived within the {late.join.patience:.3g} s that rank {late.rank} waits"
-        return Refused(
-            code=Refusal.MISSING, text="; ".join([text, *self._door.notes]), ranks=tuple(missing)
+        text = f"{format_ranks(missing)} of {self.nranks} never arrived within the {late.join.timeout_total:.3g} s that rank {late.rank} waits"
+        return JoinRejected(
+            code=RejectCode.MISSING,
+            text="; ".join([text, *self._admission.notes]),
+            ranks=tuple(missing),
         )
 
     def _tick(self, now: float) -> None:
         for stranger in [
-            stranger for stranger in self._door.strangers.values() if stranger.deadline <= now
+            stranger for stranger in self._admission.pending.values() if stranger.deadline <= now
         ]:
-            self._send_away(stranger, "the handshake took too long")
+            self._dismiss(stranger, "the handshake took too long")
         for peer in [
             peer
             for peer in self._peers.values()
             if peer.state is PeerState.JOIN and peer.deadline <= now
         ]:
             self._drop(peer, "the handshake took too long", now)
-        if self.state is MeetingState.GATHERING:
+        if self.state is JobState.GATHERING:
             late = [peer for peer in self._ranks.values() if peer.deadline <= now]
             if late:
                 self._fail(self._missing(late[0]), now)
         self._groups.tick(now)
 
-    def _depart(self, peer: _Peer, gone: Gone) -> None:
+    def _rank_gone(self, peer: _Peer, gone: Gone) -> None:
         """A rank of the running job is gone, one way or the other."""
         self._gone[peer.rank] = gone
-        self._forget(peer)
-        self._tell(self._ranks, gone)
-        self._groups.depart(peer.rank)
+        self._discard(peer)
+        self._broadcast(self._ranks, gone)
+        self._groups.remove_rank(peer.rank)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -384,58 +386,56 @@ class HubMachine:
         """The connection is over. What follows depends on whose it was."""
         state = peer.state
         if state is PeerState.UP:
-            self._depart(peer, Gone(rank=peer.rank, left=left, reason=reason))
+            self._rank_gone(peer, Gone(rank=peer.rank, left=left, reason=reason))
             return
-        self._forget(peer)
-        if state is PeerState.MEETING and self.state is MeetingState.GATHERING:
+        self._discard(peer)
+        if state is PeerState.WAITING and self.state is JobState.GATHERING:
             verb = "left" if left else "died"
-            code = Refusal.LEFT if left else Refusal.DIED
+            code = RejectCode.LEFT if left else RejectCode.DIED
             text = (
                 f"rank {peer.rank} of {self.nranks} {verb} while the ranks were meeting: {reason}"
             )
-            self._told.add(peer.rank)
+            self._notified.add(peer.rank)
             self._linger_until = peer.deadline
-            self._fail(Refused(code=code, text=text, ranks=(peer.rank,)), now)
+            self._fail(JoinRejected(code=code, text=text, ranks=(peer.rank,)), now)
 
-    def _forget(self, peer: _Peer) -> None:
+    def _discard(self, peer: _Peer) -> None:
         self._peers.pop(peer.conn, None)
         if self._ranks.get(peer.rank) is peer:
             del self._ranks[peer.rank]
         peer.state = advance(PEER_TRANSITIONS, peer.state, "drop")
 
     def _close(self, reason: str, now: float) -> None:
-        if self.state is MeetingState.FINISHED:
+        if self.state is JobState.FINISHED:
             return
-        if self.state is MeetingState.GATHERING and self._ranks:
+        if self.state is JobState.GATHERING and self._ranks:
             self._fail(
-                Refused(
-                    code=Refusal.CLOSED,
+                JoinRejected(
+                    code=RejectCode.CLOSED,
                     text=f"the hub closed while the ranks were meeting: {reason}",
                     ranks=(),
                 ),
                 now,
             )
-        self._tell(self._ranks, HubClosing(reason=reason))
+        self._broadcast(self._ranks, HubClosing(reason=reason))
         self._finish()
 
     def _finish_if_done(self, now: float) -> None:
-        if self.state is MeetingState.MET and not self._ranks:
+        if self.state is JobState.FORMED and not self._ranks:
             self._finish()
-        elif self.state is MeetingState.FAILED:
-            everyone = self.nranks is not None and len(self._told) >= self.nranks
+        elif self.state is JobState.FAILED:
+            everyone = self.nranks is not None and len(self._notified) >= self.nranks
             if everyone or now >= self._linger_until:
                 self._finish()
 
     def _finish(self) -> None:
-        word = {MeetingState.MET: "all gone", MeetingState.FAILED: "all told"}.get(
-            self.state, "close"
-        )
-        self.state = advance(MEETING_TRANSITIONS, self.state, word)
+        word = {JobState.FORMED: "all gone", JobState.FAILED: "all told"}.get(self.state, "close")
+        self.state = advance(JOB_TRANSITIONS, self.state, word)
         for peer in list(self._peers.values()):
-            self._forget(peer)
+            self._discard(peer)
             self._out.append(Drop(conn=peer.conn, reason="the hub has ended", linger=True))
-        for stranger in list(self._door.strangers.values()):
-            self._send_away(stranger, "the hub has ended")
+        for stranger in list(self._admission.pending.values()):
+            self._dismiss(stranger, "the hub has ended")
         self._groups.end()
         self._out.append(Finished())
 
@@ -447,11 +447,11 @@ class HubMachine:
     def _send_body(self, peer: _Peer, body: bytes) -> None:
         self._out.append(Send(conn=peer.conn, data=peer.sealer.seal(body)))
 
-    def _tell(self, ranks: Iterable[int], message: Any) -> None:
+    def _broadcast(self, ranks: Iterable[int], message: Any) -> None:
         """To those of the ranks that are here."""
         body = encode(message)
-        for peer in self._listeners(ranks):
+        for peer in self._connected_ranks(ranks):
             self._send_body(peer, body)
 
-    def _listeners(self, ranks: Iterable[int]) -> list[_Peer]:
+    def _connected_ranks(self, ranks: Iterable[int]) -> list[_Peer]:
         return [self._ranks[rank] for rank in ranks if rank in self._ranks]

@@ -13,9 +13,9 @@ from miraccl.wire import framing
 from miraccl.wire.auth import (
     VERSION,
     Challenge,
-    Distrust,
     Handshake,
     Hello,
+    HubRejectedNotice,
     Opener,
     Proof,
     Sealer,
@@ -23,13 +23,13 @@ from miraccl.wire.auth import (
 )
 from miraccl.wire.bootstrap import (
     MEMBER_TRANSITIONS,
-    Arrived,
     Disconnected,
     Drop,
     HubLost,
     HubProved,
     HubRejected,
     MemberState,
+    MessageArrived,
     Received,
     Send,
     SendMessage,
@@ -91,7 +91,7 @@ class MemberMachine:
         assert self.state is MemberState.CLOSED or early == (self._handshake is None)
         joined = self.state in (
             MemberState.JOINING,
-            MemberState.MEETING,
+            MemberState.WAITING,
             MemberState.UP,
             MemberState.LEAVING,
         )
@@ -109,7 +109,7 @@ class MemberMachine:
             ):
                 self._frame(frame)
         except AuthenticationError as error:
-            self._out.append(Send(data=encode_frame(encode(Distrust()))))
+            self._out.append(Send(data=encode_frame(encode(HubRejectedNotice()))))
             self._reject("secret", error.message)
         except ProtocolError as error:
             if self.state in _HANDSHAKE:
@@ -133,7 +133,7 @@ class MemberMachine:
                 HubLost(state=MemberState.UP, left=True, reason=message.reason),
             ]
         else:
-            self._out.append(Arrived(message=message))
+            self._out.append(MessageArrived(message=message))
 
     def _handshake_frame(self, message: Any) -> None:
         state = advance(MEMBER_TRANSITIONS, self.state, type(message).__name__)

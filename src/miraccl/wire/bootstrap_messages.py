@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 Layout = tuple[tuple[str, str], ...]
 
 
-class Refusal(enum.IntEnum):
+class RejectCode(enum.IntEnum):
     """Why a meeting did not come about."""
 
     DUPLICATE = 1
@@ -22,7 +22,7 @@ class Refusal(enum.IntEnum):
     DIED = 4
     LEFT = 5
     CLOSED = 6
-    OVER = 7  # the job at this hub has met without this process
+    ALREADY_FORMED = 7  # the job at this hub has met without this process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Join:
     pid: int
     addresses: tuple[str, ...]
     loopback: bool
-    patience: float
-    timeout: float
+    timeout_total: float
+    timeout_left: float
 
     KIND: ClassVar[int] = 16
     LAYOUT: ClassVar[Layout] = (
@@ -64,7 +64,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
+class JoinRejected:
     code: int
     text: str
     ranks: tuple[int, ...]
@@ -130,7 +130,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherLate:
+class GatherTimeout:
     """The deadline of this rank's part has passed; ``missing`` had not come."""
 
     group: int
@@ -158,7 +158,7 @@ class NoticeMessage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusAsk:
+class StatusQuery:
     group: int
     rank: int
     ident: int
@@ -232,15 +232,17 @@ def _table(*records: type[Any]) -> dict[int, type[Any]]:
 
 
 #: What the hub may receive, and what a member may receive.
-TO_HUB = _table(Join, OpenGroup, Gather, NoticeMessage, StatusAsk, StatusReply, LeaveGroup, Goodbye)
+TO_HUB = _table(
+    Join, OpenGroup, Gather, NoticeMessage, StatusQuery, StatusReply, LeaveGroup, Goodbye
+)
 TO_MEMBER = _table(
     Accepted,
-    Refused,
+    JoinRejected,
     Welcome,
     Gathered,
-    GatherLate,
+    GatherTimeout,
     NoticeMessage,
-    StatusAsk,
+    StatusQuery,
     StatusReply,
     LeaveGroup,
     Gone,

@@ -73,22 +73,22 @@ class _Cursor:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.at = 0
+        self.offset = 0
 
-    def take(self, nbytes: int) -> bytes:
-        if nbytes > len(self.data) - self.at:
+    def read(self, nbytes: int) -> bytes:
+        if nbytes > len(self.data) - self.offset:
             raise ProtocolError("a message ends in the middle of a field")
-        piece = self.data[self.at : self.at + nbytes]
-        self.at += nbytes
+        piece = self.data[self.offset : self.offset + nbytes]
+        self.offset += nbytes
         return piece
 
     def number(self, form: struct.Struct) -> Any:
-        return form.unpack(self.take(form.size))[0]
+        return form.unpack(self.read(form.size))[0]
 
     def count(self, smallest: int) -> int:
         """A list length; each element takes at least ``smallest`` bytes, so a lie is seen before anything is built."""
         count = int(self.number(_U32))
-        if count * smallest > len(self.data) - self.at:
+        if count * smallest > len(self.data) - self.offset:
             raise ProtocolError("a list is longer than its message")
         return count
 
@@ -129,7 +129,7 @@ def _write_bytes(value: Any) -> bytes:
 
 
 def _read_bytes(cursor: _Cursor) -> bytes:
-    return cursor.take(cursor.count(1))
+    return cursor.read(cursor.count(1))
 
 
 def _write_text(value: Any) -> bytes:
@@ -159,8 +159,8 @@ _CODECS: dict[str, tuple[Callable[[Any], bytes], Callable[[_Cursor], Any]]] = {
     "u64": (_write_number(_U64), _read_number(_U64)),
     "flag": (_write_number(_U8), _read_flag),
     "time": (_write_number(_F64), _read_time),
-    "b4": (bytes, lambda cursor: cursor.take(4)),
-    "b32": (bytes, lambda cursor: cursor.take(32)),
+    "b4": (bytes, lambda cursor: cursor.read(4)),
+    "b32": (bytes, lambda cursor: cursor.read(32)),
     "bytes": (_write_bytes, _read_bytes),
     "text": (_write_text, _read_text),
     "u32s": (_write_list(_write_number(_U32)), _read_list(_read_number(_U32))),
@@ -185,9 +185,9 @@ def decode(body: bytes, kinds: dict[int, type[R]]) -> R:
     cursor = _Cursor(body[1:])
     layout: tuple[tuple[str, str], ...] = record.LAYOUT  # type: ignore[attr-defined]
     values = {name: _CODECS[codec][1](cursor) for name, codec in layout}
-    if cursor.at != len(cursor.data):
+    if cursor.offset != len(cursor.data):
         raise ProtocolError(
-            f"{len(cursor.data) - cursor.at} bytes too many in a message of kind {body[0]}"
+            f"{len(cursor.data) - cursor.offset} bytes too many in a message of kind {body[0]}"
         )
     return record(**values)
 
@@ -204,7 +204,7 @@ def encode_json(payload: dict[str, Any]) -> bytes:
 
 def decode_json(data: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(data.decode("utf-8"), parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a payload is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -212,5 +212,5 @@ def decode_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _refuse_constant(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")

@@ -83,7 +83,7 @@ def make_device_communicator(
     the others know at once.
     """
     plane = plane or NullControlPlane(session)
-    own = session.sub(range(session.nranks), f"{session.name}/gpu")
+    own = session.subgroup(range(session.nranks), f"{session.name}/gpu")
     stages = SetupPhases(own, activity=GPU_SETUP)
     try:
         with plane.cancel_on_fault(stages), stages.cancel_on_loss():
@@ -143,7 +143,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         )
         self._interrupted = False  # lanes were at work when a fault ended that
         self._end_lock = threading.RLock()  # a signal handler may abort in the middle
-        self._local_session = session.sub(
+        self._local_session = session.subgroup(
             self.layout.local_ranks, f"{session.name}/gpu host {self.layout.node}"
         )
         with contextlib.ExitStack() as on_failure:

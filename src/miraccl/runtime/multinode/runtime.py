@@ -106,7 +106,7 @@ class MultiNodeRuntime:
         if self.inter_node and DirectStreams.applicable(self.inter_node[0]._core):
             name = f"{session.name}/gpu direct {layout.local_rank}"
             subs = [
-                session.sub(layout.inter_node_ranks(), f"{name}.{thread}")
+                session.subgroup(layout.inter_node_ranks(), f"{name}.{thread}")
                 for thread in range(len(self.inter_node))
             ]
             self.direct = tuple(
@@ -126,7 +126,7 @@ class MultiNodeRuntime:
     def _open(
         self, ranks: Sequence[int], name: str, stages: SetupPhases, open_cpu: OpenCpu
     ) -> CpuCommunicator:
-        session = stages.session.sub(ranks, f"{stages.session.name}/{name}")
+        session = stages.session.subgroup(ranks, f"{stages.session.name}/{name}")
         communicator = open_cpu(session, stages.child(session))
         blocked_ops.providers.remove(
             communicator._core.wait_state
@@ -223,7 +223,7 @@ class MultiNodeRuntime:
             make,
             stride=len(communicators),
         )
-        job.call_text = call_text if hierarchical or job.npieces > 1 else ""
+        job.call_text = call_text if hierarchical or job.nsegments > 1 else ""
         if job.number not in self._plans:
             self._record_plan(
                 job,
@@ -283,7 +283,7 @@ class MultiNodeRuntime:
 
     def _record_plan(self, job: StagedJob, algo: str, reason: str) -> None:
         self._plans[job.number] = MultiNodePlan(
-            algo=algo, reason=reason, segments=job.npieces, segment_bytes=job.segment_bytes
+            algo=algo, reason=reason, segments=job.nsegments, segment_bytes=job.segment_bytes
         )
 
     def barrier(self, stream: int, captured: bool) -> None:

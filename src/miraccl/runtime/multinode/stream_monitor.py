@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Mapping
 
-from miraccl.bootstrap.eventfd import Bell
+from miraccl.bootstrap.eventfd import EventFd
 from miraccl.errors import as_system_failure
 from miraccl.runtime.fabric import run_after_notice
 from miraccl.runtime.setup_phases import SetupPhases
@@ -27,7 +27,7 @@ class StreamMonitor:
         self._poll = select.poll()
         self._closed = False
         with as_system_failure("streams cannot be watched", rank=stages.session.rank):
-            self._bell = Bell()
+            self._bell = EventFd()
             self._poll.register(self._bell, select.POLLIN)
             self._thread = threading.Thread(
                 target=self._run, name="miraccl stream watch", daemon=True
@@ -43,13 +43,13 @@ class StreamMonitor:
         for peer, stream in streams.items():
             self._peers[stream.fileno()] = peer
             self._poll.register(stream, select.POLLRDHUP)
-        self._bell.ring()
+        self._bell.notify()
 
     def _run(self) -> None:
         while not self._closed:
             for descriptor, _ in self._poll.poll():
                 if descriptor == self._bell.fileno():
-                    self._bell.silence()
+                    self._bell.clear()
                 else:
                     self._poll.unregister(descriptor)
                     self._report_broken(self._peers[descriptor])
@@ -67,6 +67,6 @@ class StreamMonitor:
         """May be called twice."""
         if not self._closed:
             self._closed = True
-            self._bell.ring()
+            self._bell.notify()
             self._thread.join()
             self._bell.close()

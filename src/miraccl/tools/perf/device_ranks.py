@@ -82,10 +82,10 @@ def run_rank(
     report_info: Callable[[DeviceInfo], None] = lambda info: None,
 ) -> int:
     """The life of a rank; ``report`` is called on every rank with the same line. Returns the rank."""
-    from miraccl.bootstrap.launch import detect_launch, meet
+    from miraccl.bootstrap.launch import detect_launch, join_launch
 
     place = detect_launch(environ)
-    session = meet(place)
+    session = join_launch(place)
     local = session.rank if place.local_rank is None else place.local_rank
     with open_bench(job, session, job.ordinals[local % len(job.ordinals)]) as (bench, info):
         bench.wait_for_turn = wait_for_turn
