@@ -30,7 +30,7 @@ def by_device(*names: str) -> Callable[[Callable[..., Work]], Callable[..., Work
     def decorate(method: Callable[..., Work]) -> Callable[..., Work]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Work:
-            other = self.elsewhere_for(args)
+            other = self.other_group_for(args)
             if other is None:
                 return method(self, *args, **kwargs)
             theirs: Work = getattr(other, next(name for name in names if hasattr(other, name)))(
