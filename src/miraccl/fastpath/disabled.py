@@ -1,4 +1,4 @@
-"""What operations have instead of a door: their calls go the long way."""
+"""Stand-ins for the compiled fast path: every call goes to the slow path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def not_handled(*args: Any) -> int:
 
 
 class FastPathDisabled:
-    """An operation whose door is not set has none. A call asks first: 0 is that it is done."""
+    """Fast-path entry of each operation, until a compiled one is installed on the instance.
+
+    An entry returns 0 if it has run the operation, else a code of ``executor.cpu`` or ``fastpath``.
+    """
 
     _all_reduce: Callable[..., int] = staticmethod(not_handled)
     _all_gather: Callable[..., int] = staticmethod(not_handled)

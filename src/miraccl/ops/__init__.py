@@ -1,1 +1,1 @@
-"""Operations: argument checks and the reader of array protocols."""
+"""Operations: their arguments, checks and the operations prepared from them."""

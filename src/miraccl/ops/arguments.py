@@ -1,7 +1,7 @@
-"""What users pass: arrays of all makes to memory that collectives can use, and the checks before anything is sent.
+"""Reading and validation of the arguments of operations on CPU memory.
 
-``Memory`` is an address with a size and what keeps it alive.  NumPy arrays are taken as they are; anything with
-``__array_interface__``, the buffer protocol or DLPack (on the CPU) is viewed, never copied.
+NumPy arrays are used as they are; objects with ``__array_interface__``, the buffer protocol or
+DLPack (on the CPU) are viewed, never copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ MAX_BYTES = 1 << 57
 
 @dataclass(frozen=True)
 class HostMemory:
-    """A contiguous buffer: the array that views it, and what the user passed (which is given back to him)."""
+    """A contiguous buffer in CPU memory.
+
+    Attributes:
+        array: NumPy view of the buffer; keeps it alive.
+        given: The object that the caller passed; returned as the result.
+    """
 
     array: Array
     dtype: DType
@@ -51,7 +56,16 @@ class HostMemory:
 
 
 def view(obj: Any, name: str, *, writes: bool, where: str) -> HostMemory:
-    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``where``."""
+    """Return the memory of ``obj``.
+
+    Args:
+        name: Argument name, for errors.
+        writes: True if the operation writes to the memory.
+        where: Operation name, for errors.
+
+    Raises:
+        InvalidUsage: ``obj`` is not an array in CPU memory, or has an unsupported dtype or layout.
+    """
     array = _as_array(obj, name, where)
     if type(obj) is not np.ndarray:
         _check_foreign(obj, array, name, where)
@@ -92,7 +106,7 @@ def view(obj: Any, name: str, *, writes: bool, where: str) -> HostMemory:
 
 
 def _check_foreign(obj: Any, array: Array, name: str, where: str) -> None:
-    """Refuse what an array is only said to be, or says of itself beside its memory."""
+    """Reject arrays with an impossible size or a mask, which a view of their memory would ignore."""
     if array.nbytes > MAX_BYTES:
         raise too_large_error(array.size, str(array.dtype), name, where)
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
@@ -136,6 +150,8 @@ def _as_array(obj: Any, name: str, where: str) -> Array:
 
 
 class DLTensor(ctypes.Structure):
+    """``DLTensor`` of dlpack.h, version 1."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -162,7 +178,7 @@ IMMUTABLE = ("jax", "jaxlib")
 
 
 def capsule_of(obj: Any, **options: Any) -> tuple[Any, int, bool]:
-    """(capsule, address of its DLTensor, whether it is read-only); libraries from before DLPack 1.0 know no ``max_version``.
+    """Return (DLPack capsule, address of its ``DLTensor``, True if it is read-only).
 
     ``options`` are further arguments of ``__dlpack__``.
     """
@@ -208,7 +224,7 @@ def shape_of(tensor: DLTensor, name: str, where: str) -> tuple[int, ...]:
 
 
 def lazily_negated_error(name: str, where: str) -> InvalidUsage:
-    """The refusal of a tensor of PyTorch's with the lazy negative bit, whose memory holds the negatives of its values."""
+    """Error for a PyTorch tensor with the lazy negative bit, whose memory has the negated values."""
     return InvalidUsage(
         f"{where}: {name} is negated lazily (is_neg()): its values are not in its memory",
         hint="pass x.resolve_neg()",
@@ -216,7 +232,11 @@ def lazily_negated_error(name: str, where: str) -> InvalidUsage:
 
 
 def _from_dlpack(obj: Any, name: str, where: str) -> Array:
-    """A view of a CPU tensor. The capsule is kept, not consumed: it frees the tensor's reference when the view goes."""
+    """Return a NumPy view of a CPU tensor.
+
+    The capsule is kept alive by the view, not consumed: freeing it drops the reference to the
+    tensor.
+    """
     try:
         kind = int(obj.__dlpack_device__()[0]) if hasattr(obj, "__dlpack_device__") else _DL_CPU
     except Exception as error:
@@ -261,7 +281,7 @@ def _from_dlpack(obj: Any, name: str, where: str) -> Array:
 
 
 class _Exporter:
-    """Hands memory to NumPy through the array interface, which knows bytes of any size but not every type."""
+    """Exports memory through the array interface, as bytes of any item size."""
 
     def __init__(
         self,
@@ -289,7 +309,13 @@ _SURELY_FINITE = 1e38  # is finite in all types in which elements are added up
 
 
 def resolve_operator(op: Any, dtype: DType, where: str) -> tuple[RedOp, float]:
-    """(kind, scalar of a pre-multiplied sum: an int for integers, which float64 does not hold exactly, else a float)."""
+    """Return (operator, scalar of a ``PreMulSum``, else 1.0).
+
+    The scalar is an int for integer types, since float64 does not represent all of their values.
+
+    Raises:
+        InvalidUsage: ``op`` is not an operator, or its scalar is not a value of ``dtype``.
+    """
     if isinstance(op, PreMulSum):
         if not dtype.is_float:
             if not _is_integer(op.scalar, dtype):
@@ -316,7 +342,7 @@ def _is_integer(scalar: float, dtype: DType) -> bool:
 
 
 def _expect_finite(scalar: float, dtype: DType, where: str) -> None:
-    """A scalar must not become infinite in the type in which elements are added up."""
+    """Raise if ``scalar`` overflows the type in which elements of ``dtype`` are accumulated."""
     wide = accumulator(NUMPY_DTYPE[dtype])
     with np.errstate(over="ignore"):
         if np.isfinite(wide.type(scalar)):
@@ -328,7 +354,7 @@ def _expect_finite(scalar: float, dtype: DType, where: str) -> None:
 
 
 def data_type(value: Any) -> DType:
-    """The type that a ``DType``, its label or a type of NumPy means."""
+    """Return the ``DType`` of a ``DType``, its label or a NumPy type."""
     if isinstance(value, str) and value.upper() in DType.__members__:
         return DType[value.upper()]
     if isinstance(value, DType):
@@ -341,7 +367,7 @@ def data_type(value: Any) -> DType:
 
 
 def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
-    """A rank that was named: of a root, or of who is sent to or received from."""
+    """Return ``value`` as a rank from 0 to ``nranks`` - 1, or raise ``InvalidUsage``."""
     if type(value) is int and 0 <= value < nranks:
         return value  # calls on GPU memory are counted in fractions of a microsecond
     if (
@@ -354,7 +380,7 @@ def peer_rank(value: Any, name: str, nranks: int, where: str) -> int:
 
 
 def reject_stream(stream: Any, rank: int, name: str | None = None) -> None:
-    """Of an operation on CPU memory."""
+    """Raise if an operation on CPU memory was given a stream."""
     if stream is not None:
         raise InvalidUsage(
             "a stream is for operations on GPU memory; these arrays lie in CPU memory",
@@ -378,7 +404,7 @@ def expect_count(memory: HostMemory, count: int, name: str, why: str, where: str
 
 
 def counts_of(values: Any, name: str, nranks: int, where: str) -> list[int]:
-    """Counts per rank of an uneven operation."""
+    """Return the element counts, one per rank, of an uneven operation."""
     try:
         if isinstance(values, (dict, set, frozenset)):  # which have no order, or one of keys
             raise TypeError

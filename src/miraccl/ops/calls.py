@@ -1,6 +1,6 @@
-"""From the arguments of a call to something that can be run: checks, buffers, block sizes.
+"""Conversion of a call's arguments to an operation that is ready to run.
 
-``Call`` is one operation ready to start.  Everything wrong with the arguments is found here, before anything is sent.
+All argument errors are raised here, before any data is sent.
 """
 
 from __future__ import annotations
@@ -34,8 +34,18 @@ from miraccl.types import Collective, RedOp
 
 @dataclass(kw_only=True)
 class PreparedOp:
-    """An operation with its memory, and its counts if they are uneven. ``before`` runs just before it, ``keep`` is what must stay alive
-    until it has run."""
+    """An operation with its buffers, ready to run.
+
+    Attributes:
+        request: What the plan depends on.
+        source, target: Addresses of input and output.
+        result: Return value of the call.
+        counts: Counts of an uneven operation.
+        prologue: Called just before the operation runs.
+        keep_alive: Objects that own the buffers.
+        cacheable: True if the fast path may run equal calls with the same plan.
+        plan_arg: Operator and root, as the fast path encodes them in its key.
+    """
 
     request: PlanRequest
     source: int
@@ -50,7 +60,7 @@ class PreparedOp:
 
 @dataclass(frozen=True)
 class CallSite:
-    """Who calls: rank, number of ranks, and the name of the call for error messages."""
+    """Caller of an operation: rank, number of ranks, and the operation's name for errors."""
 
     rank: int
     nranks: int
@@ -61,7 +71,11 @@ class CallSite:
 
 
 def check_overlap(a: HostMemory, b: HostMemory, allowed: int | None, site: CallSite) -> bool:
-    """Whether the two are "in place" (``b`` starts ``allowed`` bytes into ``a``); other overlaps are refused."""
+    """Return True if ``b`` starts ``allowed`` bytes into ``a``, the in-place form of the operation.
+
+    Raises:
+        InvalidUsage: The buffers overlap in any other way.
+    """
     first, second = a.address, b.address
     if a.nbytes == 0 or b.nbytes == 0 or first >= second + b.nbytes or second >= first + a.nbytes:
         return False
@@ -95,7 +109,7 @@ def _new(shape: tuple[int, ...], dtype: Any, site: CallSite) -> Array:
 def _premultiply(
     call: PreparedOp, memory: HostMemory, op: RedOp, scalar: float, writes_input: bool
 ) -> PreparedOp:
-    """For a pre-multiplied sum: scale the input where it lies (in place) or into a buffer of its own, just before the call."""
+    """Scale the input of a pre-multiplied sum just before it runs, in place or into a temporary."""
     if op is not RedOp.PREMUL_SUM:
         return call
     factor = np.array([scalar], np.float64 if memory.dtype.is_float else NUMPY_DTYPE[memory.dtype])
@@ -358,7 +372,7 @@ def gather(site: CallSite, x: Any, root: Any, out: Any, counts: Any = None) -> P
 
 
 def scatter(site: CallSite, x: Any, root: Any, out: Any, counts: Any = None) -> PreparedOp:
-    """``x`` counts on the root only; the others give ``out`` (or, in the even form, any array of the right size as ``x``)."""
+    """Prepare a scatter. ``x`` is used on the root only; the other ranks pass ``out``."""
     root = site.root(root)
     if site.rank == root:
         source = view(x, "x", writes=False, where=site.op)
@@ -423,7 +437,12 @@ def _prepared(
     in_place: bool = False,
     plan_arg: int | None = None,
 ) -> PreparedOp:
-    """``agreed`` are the counts of blocks that all ranks know: None where all blocks are equal, empty where each knows only its own."""
+    """Build the ``PreparedOp``.
+
+    Args:
+        agreed: Block counts that all ranks know: None if all blocks are equal, empty if each rank
+            knows only its own.
+    """
     largest = max([*in_counts, *out_counts] if agreed is None else agreed, default=0)
     # all ranks must choose alike: without counts that all know, every size is planned as if it were the same
     nbytes = UNKNOWN_BYTES if agreed == [] else largest * source.dtype.itemsize
@@ -462,12 +481,12 @@ def _counts(
 
 
 def _stacked_shape(array: Array, nranks: int) -> tuple[int, ...]:
-    """The shape of ``nranks`` arrays put after one another along the first axis."""
+    """Shape of ``nranks`` arrays concatenated along the first axis."""
     return (nranks * array.shape[0], *array.shape[1:]) if array.ndim else (nranks,)
 
 
 def _share_shape(array: Array, nranks: int) -> tuple[int, ...]:
-    """The shape of one rank's share along the first axis; flat where that cannot be cut."""
+    """Shape of one rank's share along the first axis; flat if that axis is not divisible."""
     if array.ndim and array.shape[0] % nranks == 0:
         return (array.shape[0] // nranks, *array.shape[1:])
     return (array.size // nranks,)

@@ -1,8 +1,9 @@
-"""The cost model of CPU ranks: how long a program takes, from constants that were measured on this machine.
+"""Cost model of CPU ranks: predicted time of a program from constants measured on this machine.
 
-A rank has one thread, so a program costs the sum of its steps: bytes copied and reduced at the bandwidth that a working set of that
-size gets, plus a fixed cost per step; messages in a row add the latency of crossing from core to core.  Where ranks share cores, work
-is stretched by ranks per core, and each wait costs a switch between processes instead of a cache line's way.
+A rank has one thread, so a program costs the sum of its steps: bytes copied and reduced at the
+bandwidth for a working set of that size, plus a fixed cost per step. Messages in sequence add the
+latency between cores. If ranks share cores, work is stretched by the ranks per core, and each wait
+costs a context switch instead of a cache line transfer.
 """
 
 from __future__ import annotations
@@ -20,12 +21,23 @@ from miraccl.types import Collective, DType
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConstants:
-    """What was measured (``comm.measure``). Times in microseconds, bandwidths in bytes per microsecond (MB/s).
+    """Measured constants of a machine (``runtime.measure``).
 
-    ``copy`` and ``fold`` are bandwidths for working sets of ``sizes`` bytes; ``fold`` counts the bytes of the result.
-    ``single_copy_from`` is the block size from which reading the peer's private memory beats two copies, -1 if it never does;
-    ``exchange_copy_from`` the same where all ranks are busy and whole blocks are read (all_gather, all_to_all).
-    ``swap_slots``: ranks that exchange messages are faster where slots change hands (``executor.cpu.kernels.slots``).
+    Attributes:
+        sizes: Working set sizes in bytes for ``copy`` and ``fold``.
+        copy: Copy bandwidth by working set, in bytes per microsecond (MB/s).
+        fold: Reduction bandwidth by working set, in result bytes per microsecond.
+        single_copy_from: Block size in bytes from which reading a peer's private memory is faster
+            than two copies; -1 for never.
+        exchange_copy_from: The same when all ranks are busy and read whole blocks (all_gather,
+            all_to_all); -1 for never.
+        swap_slots: True if ranks that exchange messages are faster with slots that change hands
+            (``executor.cpu.kernels.slots``).
+        latency_us: Latency of a message between cores.
+        switch_us: Latency of a message between ranks on one core.
+        step_us: Fixed cost of a step.
+        network_latency_us: Latency of a message between hosts.
+        network: Network bandwidth in bytes per microsecond.
     """
 
     sizes: tuple[int, ...] = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
@@ -45,7 +57,11 @@ class CpuConstants:
 
     @classmethod
     def from_json(cls, text: str) -> CpuConstants:
-        """Raises ``ValueError`` for what ``to_json`` does not produce."""
+        """Parse the output of ``to_json``.
+
+        Raises:
+            ValueError: ``text`` has other fields than this version.
+        """
         values: Any = json.loads(text)
         if not isinstance(values, dict) or set(values) != {f.name for f in fields(cls)}:
             raise ValueError("these are not the constants of this version")
@@ -55,7 +71,7 @@ class CpuConstants:
         return cls(**arguments)
 
     def at(self, table: Sequence[float], size: float) -> float:
-        """Bandwidth for a working set of ``size`` bytes, interpolated."""
+        """Return the bandwidth for a working set of ``size`` bytes, interpolated in ``table``."""
         if size <= self.sizes[0]:
             return table[0]
         if size >= self.sizes[-1]:
@@ -68,8 +84,13 @@ class CpuConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorShape:
-    """What the model knows of the communicator: ranks per core of the busiest host (at least 1), which peers are on a network, and in
-    which order rings visit the ranks (empty: by number)."""
+    """Properties of a communicator that the model uses.
+
+    Attributes:
+        ranks_per_core: Ranks per core of the busiest host, at least 1.
+        hosts: Host number of each rank; empty if there is one host.
+        order: Order in which rings visit the ranks; empty for rank order.
+    """
 
     nranks: int
     ranks_per_core: float = 1.0
@@ -108,7 +129,13 @@ def predict_us(
     shape: CommunicatorShape,
     constants: CpuConstants,
 ) -> float:
-    """Predicted time in microseconds of one operation whose blocks have ``block_bytes`` bytes."""
+    """Return the predicted time of an operation in microseconds.
+
+    Args:
+        latency_steps: Messages in sequence on the critical path.
+        block_bytes: Bytes of a block.
+        round_bytes: Bytes of a block that one round moves.
+    """
     chunk = min(chunk_bytes(block_bytes, schedule.parts, dtype.itemsize), max(block_bytes, 1))
     rounds = -(-chunk // round_bytes) if block_bytes else 1
     whole = sum(len(steps) for steps in schedule.channels[0]) <= _SAMPLE_STEPS
@@ -124,8 +151,7 @@ def predict_us(
 def _latency_us(
     latency_steps: int, rounds: int, shape: CommunicatorShape, constants: CpuConstants
 ) -> float:
-    """What messages in a row cost. Rounds follow one another in a pipeline where ranks have cores; where they share them, a rank that
-    waits makes way for another every few messages."""
+    """Return the time of the messages in sequence."""
     if shape.hosts and len(set(shape.hosts)) > 1:
         return latency_steps * constants.network_latency_us
     if shape.ranks_per_core > 1:
@@ -142,7 +168,7 @@ def _work_us(
     shape: CommunicatorShape,
     constants: CpuConstants,
 ) -> float:
-    """What one rank's steps cost, waiting aside."""
+    """Return the time of one rank's steps without waiting."""
     blocks = max(schedule.input_chunks, schedule.output_chunks) / schedule.parts
     cached = 1 / constants.at(constants.copy, min(256 << 10, 2.0 * chunk))
     extra = max(0.0, 1 / constants.at(constants.copy, 2.0 * block_bytes * blocks) - cached)
@@ -170,5 +196,5 @@ def _work_us(
 
 
 def default_block_bytes(collective: Collective, nbytes: int, nranks: int) -> int:
-    """Bytes of a block when the whole buffer, as nccl-tests counts it, has ``nbytes``."""
+    """Return the bytes of a block if the whole buffer, as nccl-tests counts it, has ``nbytes``."""
     return nbytes // max(1, input_blocks(collective, nranks), output_blocks(collective, nranks))

@@ -1,11 +1,12 @@
-"""What ``NCCL_ALGO`` and ``NCCL_PROTO`` ask of ranks that are not NCCL's, on CPUs and on GPUs.
+"""``NCCL_ALGO`` and ``NCCL_PROTO`` as hints for the choice of algorithms.
 
-They were set for NCCL, whose algorithms are not ours, so they are hints and never errors: what has a counterpart here is taken, all else
-leaves the choice to the model and is logged.  ``MIRACCL_ALGO`` and ``MIRACCL_PROTO`` are commands and stay strict (``Overrides``).
+They were set for NCCL, whose algorithms differ from ours, so they are hints and never errors: an
+algorithm with a counterpart here is used, everything else is logged and left to the model.
+``MIRACCL_ALGO`` and ``MIRACCL_PROTO`` are strict (``Overrides``).
 
-A list says what is allowed.  It is a wish only where exactly one of ours is left: ``^Tree`` allows Ring and PAT, which is none.
-
-Wishes are by collective.  CPU ranks have one protocol for all collectives; GPUs have kernels for what ``on_gpus`` says.
+A list says what is allowed. It is a hint only if it leaves exactly one algorithm of ours: ``^Tree``
+allows Ring and PAT, which is no hint. Hints are per collective. CPU ranks have one protocol for all
+collectives; GPUs follow the algorithms of ``gpu_algorithms``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from miraccl.graph.tuning_filter import Constraint, parse_constraints
 from miraccl.schedule import catalog
 from miraccl.types import Collective, Protocol
 
-_ALGORITHMS = {NcclAlgorithm.RING: "ring", NcclAlgorithm.TREE: "double_binary_tree", NcclAlgorithm.PAT: "pat"}
+_ALGORITHMS = {
+    NcclAlgorithm.RING: "ring",
+    NcclAlgorithm.TREE: "double_binary_tree",
+    NcclAlgorithm.PAT: "pat",
+}
 _PROTOCOLS = {Protocol.SIMPLE: "simple", Protocol.LL: "ll", Protocol.LL128: "ll128"}
 _CPU_PROTOCOLS = ("simple", "ll")
 #: algorithm -> what it is on GPUs, by collective; NCCL has rings of broadcast and reduce, too, which are chains here
@@ -43,7 +48,10 @@ E = TypeVar("E", NcclAlgorithm, Protocol)
 
 
 def read_algorithms(environ: Mapping[str, str] | None = None) -> tuple[str, dict[Collective, str]]:
-    """The algorithm that ``MIRACCL_ALGO`` commands for everything, and what ``NCCL_ALGO`` wishes where there is no command."""
+    """Return (algorithm required by ``MIRACCL_ALGO``, hints of ``NCCL_ALGO`` by collective).
+
+    One of the two is empty.
+    """
     value, source = params.ALGO.resolve(environ)
     if source == "MIRACCL_ALGO" and value:
         try:
@@ -54,7 +62,10 @@ def read_algorithms(environ: Mapping[str, str] | None = None) -> tuple[str, dict
 
 
 def read_protocols(environ: Mapping[str, str] | None = None) -> tuple[str, dict[Collective, str]]:
-    """The protocol that ``MIRACCL_PROTO`` commands for everything, and what ``NCCL_PROTO`` wishes where there is no command."""
+    """Return (protocol required by ``MIRACCL_PROTO``, hints of ``NCCL_PROTO`` by collective).
+
+    One of the two is empty.
+    """
     value, source = params.PROTO.resolve(environ)
     return (
         (value, {})
@@ -65,14 +76,14 @@ def read_protocols(environ: Mapping[str, str] | None = None) -> tuple[str, dict[
 
 @dataclass(frozen=True, kw_only=True)
 class NcclHints:
-    """Algorithms and protocols that are wished, by collective."""
+    """Suggested algorithms and protocols, by collective."""
 
     algorithms: Mapping[Collective, str] = field(default_factory=dict)
     protocols: Mapping[Collective, str] = field(default_factory=dict)
 
 
 def hinted_algorithms(text: str) -> dict[Collective, str]:
-    """The wish for each collective that has one. Names of ours count for all collectives."""
+    """Return the algorithms that ``text`` suggests. Names of ours apply to all collectives."""
     labels = {algo: algo.label for algo in NcclAlgorithm}
     if text in catalog.names() and text not in map(str.lower, labels.values()):
         return dict.fromkeys(Collective, text)
@@ -80,7 +91,7 @@ def hinted_algorithms(text: str) -> dict[Collective, str]:
 
 
 def cpu_protocol(protocols: Mapping[Collective, str]) -> str:
-    """The protocol of CPU ranks, or nothing: theirs is one for all collectives."""
+    """Return the suggested protocol of CPU ranks, one for all collectives, or an empty string."""
     hinted = {protocols.get(collective, "") for collective in TUNED}
     if len(hinted) == 1 and hinted <= set(_CPU_PROTOCOLS):
         return hinted.pop()
@@ -93,7 +104,7 @@ def cpu_protocol(protocols: Mapping[Collective, str]) -> str:
 
 
 def gpu_algorithms(algorithms: Mapping[Collective, str]) -> dict[Collective, str]:
-    """The algorithms that GPUs have kernels for, by the names of those kernels."""
+    """Return the suggested algorithms that have GPU kernels, by the kernels' names."""
     result: dict[Collective, str] = {}
     for collective, name in algorithms.items():
         if found := _GPU_ALGORITHMS.get(name, {}).get(collective):

@@ -1,8 +1,8 @@
-"""Which algorithm, protocol and round size an operation gets, and the runs made from that choice.
+"""Choice of algorithm, protocol and round size of an operation, and the runs made from it.
 
-All ranks must choose alike, so a choice depends only on what they all know: the collective, the block sizes, the data type, the
-operator, and what was exchanged when the communicator was made (constants of rank 0, slot size, overrides).  It never depends on a
-rank's own buffers.
+All ranks must choose alike, so a choice depends only on what all of them know: the collective,
+block sizes, data type, operator, and what was exchanged when the communicator was created
+(constants of rank 0, slot size, overrides). It never depends on a rank's own buffers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ KNOWN_LAYOUT = {Collective.ALL_GATHER: Buffer.OUTPUT, Collective.REDUCE_SCATTER:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What the user has fixed; empty strings leave the choice to the model. ``wishes`` (``NCCL_ALGO``) hold where nothing forbids them."""
+    """Choices that the user has fixed; empty strings leave them to the model.
+
+    ``hints`` (``NCCL_ALGO``) apply unless a rule excludes the algorithm.
+    """
 
     algo: str = ""
     proto: str = ""
@@ -61,7 +64,14 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to run an operation, with its predicted time (infinite if it cannot be run) and why it was (not) chosen."""
+    """One algorithm for an operation.
+
+    Attributes:
+        channels: Number of channels.
+        predicted_us: Predicted time in microseconds; infinite if the algorithm cannot run.
+        chosen: True for the algorithm that the planner uses.
+        reason: Explanation of why it was or was not chosen.
+    """
 
     algo: str
     proto: str
@@ -73,9 +83,16 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a run is made for. ``in_counts`` and ``out_counts`` are elements per block on this rank; ``block_bytes`` is the common size of
-    blocks. Of an ``uneven`` operation counts come with each call, so there are none here, and ``block_bytes`` is the class
-    (``sizes.size_class``) of the largest block of any rank."""
+    """Properties of an operation that its run depends on.
+
+    Attributes:
+        in_counts, out_counts: Elements per block on this rank; empty for uneven operations, whose
+        counts come with each call.
+        block_bytes: Common size of the blocks; for uneven operations the size class
+            (``sizes.size_class``) of the largest block of any rank.
+        count: Elements of a block, as all ranks know it; 0 for uneven operations.
+        in_place: True if output and input overlap in the operation's in-place form.
+    """
 
     collective: Collective
     dtype: DType
@@ -90,7 +107,7 @@ class PlanRequest:
 
 
 def check_protocol(proto: str) -> None:
-    """Refuse a protocol that CPU ranks do not have; none leaves the choice to them."""
+    """Raise ``InvalidUsage`` for a protocol that CPU ranks do not support; empty is allowed."""
     if proto and proto.lower() not in ("simple", "ll"):
         raise InvalidUsage(
             f"protocol {proto!r} does not exist on CPU ranks; allowed are simple and ll"
@@ -98,7 +115,13 @@ def check_protocol(proto: str) -> None:
 
 
 class Planner:
-    """Chooses and keeps plans for one communicator and rank."""
+    """Chooses and caches the plans of one communicator on one rank.
+
+    Args:
+        single_copy, exchange_copy: Thresholds in bytes, see ``CpuConstants``.
+        addressable: True if every rank can read and write the private memory of every other.
+        stream_from: Bytes of last-level cache per rank; larger operations write past the caches.
+    """
 
     def __init__(
         self,
@@ -134,7 +157,7 @@ class Planner:
         root: int = 0,
         uneven: bool = False,
     ) -> list[Candidate]:
-        """All ways, the chosen one first, then by predicted time."""
+        """Return all algorithms for an operation, the chosen one first, then by predicted time."""
         requested = self._requested(collective, root, uneven)
         chosen = self._choose(collective, block_bytes, dtype, root, uneven)
         rows = self._rows(
@@ -213,8 +236,11 @@ class Planner:
     def _choose(
         self, collective: Collective, block_bytes: int, dtype: DType, root: int, uneven: bool
     ) -> str:
-        """The algorithm.  What is best for the smallest size of a class is taken for the whole class, so that a new size costs no
-        predictions."""
+        """Return the name of the algorithm.
+
+        The best one for the smallest size of a size class is used for the whole class, so that a
+        new size costs no predictions.
+        """
         algorithms = catalog.algorithms_for(collective, self.shape.nranks, root)
         least = size_class(block_bytes)
         key = (collective, least, dtype, root, uneven, *map(id, algorithms))
@@ -232,7 +258,7 @@ class Planner:
         return self._choices[key][0]
 
     def _protocol(self, block_bytes: int) -> str:
-        """LL puts flag and data on one cache line: one miss instead of two for what fits. Larger messages are always Simple."""
+        """Return ``ll`` for blocks that fit on one cache line with their flag, else ``simple``."""
         return (
             "ll"
             if block_bytes <= layout.INLINE_BYTES and self.overrides.proto != "simple"
@@ -240,7 +266,11 @@ class Planner:
         )
 
     def _requested(self, collective: Collective, root: int, uneven: bool) -> str:
-        """What was asked for where it has a schedule, or nothing: then the model chooses. A wish that rules forbid is none."""
+        """Return the algorithm that the user has requested, or an empty string if it does not
+        apply.
+
+        A hint that a rule excludes does not apply.
+        """
         requested = self.overrides.algo or self.overrides.hints.get(collective, "")
         if not requested:
             return ""
@@ -276,7 +306,11 @@ class Planner:
         uneven: bool,
         requested: str,
     ) -> str:
-        """Why an algorithm may not be used, or nothing; ``asked`` is what ``_asked`` says."""
+        """Return the reason why ``algorithm`` may not be used, or an empty string.
+
+        Args:
+            requested: The result of ``_requested``.
+        """
         if uneven and collective not in algorithm.uneven:
             return "does not take uneven blocks"
         if uneven:
@@ -329,7 +363,7 @@ class Planner:
         return max(64, self.slot_bytes // widest // 64 * 64)
 
     def _schedule(self, algo: str, collective: Collective, root: int, in_place: bool) -> Schedule:
-        """The algorithm's schedule, with neighbours in the machine as its neighbours."""
+        """Build the schedule, with neighbours in the machine as neighbours in rings."""
         return catalog.build(
             algo, collective, self.shape.nranks, root, in_place=in_place, order=self.shape.order
         )
@@ -346,7 +380,7 @@ class Planner:
         return self._programs[key]
 
     def make_run(self, request: PlanRequest) -> Run:
-        """The run for a request; its addresses are set by whoever starts it."""
+        """Return the run for a request, without buffer addresses."""
         algo = self._choose(
             request.collective, request.block_bytes, request.dtype, request.root, request.uneven
         )
@@ -357,7 +391,9 @@ class Planner:
         return run
 
     def _negotiates_window(self, algo: str, request: PlanRequest) -> bool:
-        """Whether ranks tell each other where their buffers lie before they choose between the plan and the one for window memory."""
+        """Return True if ranks exchange buffer addresses before they choose the plan for window
+        memory.
+        """
         algorithm = catalog.get(WINDOW_ALGORITHM)
         return (
             not self.overrides.algo
@@ -416,7 +452,10 @@ class Planner:
         return run
 
     def _direct_threshold(self, algo: str, request: PlanRequest) -> int:
-        """From how many bytes on a piece is posted by address: never (-1), window memory only, or private memory too."""
+        """Return the bytes from which a piece is posted by address.
+
+        -1: never; ``WINDOW_ONLY``: window memory only; else private memory as well.
+        """
         if not catalog.supports_direct(
             algo, request.collective, self.shape.nranks, request.root, in_place=request.in_place
         ):
@@ -428,7 +467,10 @@ class Planner:
         return WINDOW_ONLY
 
     def _reads_whole_blocks(self, algo: str, request: PlanRequest) -> bool:
-        """Whether ranks read whole blocks in private memory of others. All answer alike, in place or not: rounds must be cut alike."""
+        """Return True if ranks read whole blocks from private memory of their peers.
+
+        All ranks must agree, in place or not, since they have to cut rounds alike.
+        """
         in_place_forms = EXCHANGES.get(request.collective, ())
         return (
             bool(in_place_forms)
@@ -443,7 +485,7 @@ class Planner:
         )
 
     def choice_of(self, run_address: int) -> Candidate | None:
-        """The plan a run was made from."""
+        """Return the plan of a run, or None if it is unknown."""
         plan = self._plans.get(run_address)
         if isinstance(plan, tuple):
             plan = self._plans[run_address] = self._candidate(*plan)
@@ -465,8 +507,11 @@ class Planner:
 def find_defect(
     algorithm: Algorithm, collective: Collective, nranks: int, root: int, slot_bytes: int
 ) -> str:
-    """Why operations that did not ask for an algorithm cannot have it: its code fails, its schedule is wrong in one of the collective's
-    forms, or CPU ranks cannot run it; nothing if they can. All ranks find the same: it does not look at what one of them passes."""
+    """Return the reason why an algorithm is never chosen by itself, or an empty string.
+
+    Its code fails, its schedule is wrong in one of the collective's forms, or CPU ranks cannot run
+    it. The result is the same on all ranks: it does not depend on buffers.
+    """
     if algorithm.builtin:
         return ""
     try:
@@ -481,7 +526,7 @@ def find_defect(
 
 
 class _Row(NamedTuple):
-    """An algorithm's predicted time, and why it may not be used, if so."""
+    """Predicted time of an algorithm, and the reason why it is excluded, if any."""
 
     time: float
     name: str

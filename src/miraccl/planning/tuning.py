@@ -1,4 +1,4 @@
-"""The constants of the cost model for this machine: from the cache, or measured now by two processes of our own."""
+"""Constants of the cost model for this machine: cached, or measured by two child processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def _cached() -> CpuConstants | None:
 
 @functools.cache
 def load_constants() -> CpuConstants:
-    """This machine's constants. The first process of a machine measures them, those beside it wait; defaults if that fails."""
+    """Return the constants of this machine; defaults if they cannot be measured.
+
+    The first process of a machine measures them, concurrent ones wait for it.
+    """
     found = _cached()
     if found is not None or os.environ.get(MEASURING_VARIABLE):
         return found or CpuConstants()
@@ -38,7 +41,7 @@ def load_constants() -> CpuConstants:
 
 
 def prepare() -> CpuConstants:
-    """What a machine makes at its first use, in some seconds, and then has: compiled code and constants. Nobody else is waited for."""
+    """Compile the engine and load the constants: seconds on the first use of a machine, local."""
     constants = load_constants()
     native.library(ENGINE)
     return constants

@@ -1,4 +1,4 @@
-"""Which way a call takes past the doors: to the GPU side, into an open group, or to the CPU's plans."""
+"""Slow path of a call: to the GPU side, into an open group, or to a plan for CPU memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Dispatcher:
-    """What the operations of a communicator have in common."""
+    """Base class of ``Operations``: chooses who executes a call that the fast path did not handle."""
 
     rank: int
     nranks: int
@@ -50,13 +50,17 @@ class Dispatcher:
     _cpu_plan_address: int
 
     def _create_child(self, session: Session, setup: SetupPhases) -> Communicator:
-        """A communicator with these options over another session, made in its ``stages``: what the GPU side has between hosts."""
+        """Create a communicator with the same options over another session."""
         raise NotImplementedError
 
     # ---- GPU memory
 
     def _gpu_target(self, async_op: bool, stream: Any, *arrays: Any) -> Any:
-        """What the call goes to if one of ``arrays`` lies on a GPU, else None."""
+        """Return the object that executes the call if one of ``arrays`` is on a GPU, else None.
+
+        Raises:
+            InvalidUsage: ``stream`` is given and all arrays are in CPU memory.
+        """
         for x in arrays:
             if is_gpu_array(x):
                 if self._device is not None and not async_op:
@@ -74,7 +78,7 @@ class Dispatcher:
         return None
 
     def _gpu_by_name(self, device: Any, name: str) -> Any:
-        """What has the methods of the GPU side, for a device in words (torch.device is written alike)."""
+        """Return the GPU side for a device such as ``cuda``, ``cuda:1`` or a ``torch.device``."""
         match = _DEVICE.fullmatch(str(device))
         if match is None:
             raise InvalidUsage(
@@ -94,12 +98,15 @@ class Dispatcher:
     def _are_collective(
         self, collective: Collective, root: int, counts: Sequence[int], count: int
     ) -> None:
-        """The last ``count`` sends and receives of a group, of GPU memory on one host, are a collective
-        (``comm.device.grouped.GroupableByDoors.are_collective``)."""
+        """Mark the last ``count`` sends and receives of a group, on GPU memory of one host, as a
+        collective.
+
+        See ``runtime.gpu.grouped``.
+        """
         self._device.are_collective(collective, root, counts, count)  # type: ignore[union-attr]
 
     def _gpu_receiver(self, async_op: bool, ordinal: int) -> Any:
-        """The GPU side, or what has its methods: to note calls for the end of a group, or to start them in the background."""
+        """Return the GPU side, or its recorder for an open group, or its background runner."""
         device = self._require_gpu(ordinal)
         self._cpu_plan[0] = 0
         group = groups.current()
@@ -125,8 +132,9 @@ class Dispatcher:
         return self._background
 
     def _require_gpu(self, ordinal: int) -> DeviceCommunicator | MultiNodeCommunicator:
-        """The GPU side; made with the first call, by all ranks together. That of another thread waits meanwhile; after a failure it tries
-        again."""
+        """Return the GPU side; the first call creates it, collectively, and can be repeated if it
+        fails.
+        """
         if self._device is None:
             self._core.check(
                 0, GPU_SETUP
@@ -164,7 +172,11 @@ class Dispatcher:
 
     @staticmethod
     def _open_group(name: str, async_op: bool) -> Any:
-        """The group that this call goes into, if one is open."""
+        """Return the open group of this thread, or None.
+
+        Raises:
+            InvalidUsage: A group is open and the call has ``async_op``.
+        """
         group = groups.current()
         if group is not None and async_op:
             raise InvalidUsage(
@@ -180,10 +192,10 @@ class Dispatcher:
         async_op: bool,
         code: int = 0,
     ) -> Any:
-        """``make(place, *args)`` is the call; ``code`` is what the door said, 0 if it was not asked.
+        """Run ``make(site, *args)``, a function of ``ops.calls``, without the fast path.
 
-        Callers give ``make`` and ``args`` instead of a lambda: one over a function's arguments would turn these into cells, which cost time
-        in every call, also where a door runs it.
+        Args:
+            code: Result of the fast path, 0 if it was not called.
         """
         self._core.check(code, name)
         call = make(self._call_site(name), *args)

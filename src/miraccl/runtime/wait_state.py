@@ -1,4 +1,4 @@
-"""One rank's place in a communicator, for those who look for where programs wait."""
+"""Wait state of one communicator on this rank, for deadlock detection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
 
 class CoreWaitState:
-    """That of a member. Who uses its communicator for messages in another way sets ``transfers`` and ``aside``."""
+    """Wait state of a ``CommunicatorCore`` (``diagnosis.blocked_ops``).
+
+    Attributes:
+        key: Identifies the communicator on all of its ranks.
+        default_timeout_s: Deadline of operations without one of their own, in seconds.
+        open_transfers: Returns the transfers that advance in the background, as (peer, receives);
+            peer -1 means any. Replaced by code that runs its own message engine.
+        runs_in_background: Returns True if submitted operations may not have started. Replaced as
+            above.
+    """
 
     def __init__(self, core: CommunicatorCore) -> None:
         self._core = core
@@ -50,7 +59,9 @@ class CoreWaitState:
 
     @property
     def has_shorter_deadline(self) -> bool:
-        """Whether operations have a shorter deadline than usual: the program may go on after it."""
+        """True if operations have a shorter deadline than default: the application may go on after
+        it.
+        """
         return self._core.fabric.timeout < self.default_timeout_s
 
     def _has_background_work(self) -> bool:
@@ -63,7 +74,7 @@ class CoreWaitState:
         return None if self._has_background_work() else self.wait_inside()
 
     def wait_inside(self) -> Wait | None:
-        """The wait of whatever thread is inside."""
+        """Return the wait of the thread that is inside the engine, or None."""
         member, context = self._core, self._core.context
         if member.closed or member.faults.fault is not None or self.has_shorter_deadline:
             return None
@@ -87,7 +98,13 @@ class CoreWaitState:
         )
 
     def wait_for_message(self, peer: int, received: int, taken: int, op: str) -> Wait:
-        """For the message of a rank after the first ``received``, or until it has taken ``taken`` of this one's."""
+        """Return the wait for a message, or for buffer space, of ``peer``.
+
+        Args:
+            received: Messages of ``peer`` that have arrived so far.
+            taken: Messages that ``peer`` must consume for this rank to go on; 0 if it waits for
+                data.
+        """
         found = self._common_fields([peer], op)
         return (
             WaitForCredit(number=taken, **found)
@@ -96,7 +113,7 @@ class CoreWaitState:
         )
 
     def wait_for_stream(self, stream: str, number: int, op: str = "synchronize") -> Wait | None:
-        """The program's ``number``-th wait in ``op`` for what a stream of this process has to do (``whereabouts.Stream``)."""
+        """Return the ``number``-th wait of the host in ``op`` for a GPU stream of this process."""
         if self._core.faults.fault is not None:
             return None
         end, key = functools.partial(self._fail, op), f"{self.key} {op}"
@@ -105,7 +122,7 @@ class CoreWaitState:
         )
 
     def wait_for_control_op(self) -> Wait | None:
-        """The meeting on the control plane that this rank is in."""
+        """Return the wait in the control operation that this rank is in, or None."""
         member, now = self._core, self._core.faults.control.current
         if not now or now["op"] == FINALIZE or member.faults.fault is not None:
             return None
@@ -116,7 +133,7 @@ class CoreWaitState:
         )
 
     def _common_fields(self, ranks: Sequence[int], op: str) -> dict[str, Any]:
-        """What is alike in the waits of this seat."""
+        """Return the fields that all waits of this communicator share."""
         awaited = tuple(self._core.session.tokens[rank] for rank in ranks)
         return {
             "key": self.key,
