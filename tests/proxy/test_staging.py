@@ -38,18 +38,18 @@ FUNCTION = ctypes.CFUNCTYPE(
 
 
 class Job:
-    """Pieces are run in Python, or with ``codes`` by a call of compiled code that gives these, one a piece."""
+    """Segments are run in Python, or with ``codes`` by a call of compiled code that gives these, one a segment."""
 
     def __init__(
         self,
-        npieces: int,
+        nsegments: int,
         captured: bool = False,
         fails_at: int = -1,
         stride: int = 1,
         codes: list[int] | None = None,
     ) -> None:
-        self.npieces, self.captured, self.fails_at, self.stride = (
-            npieces,
+        self.nsegments, self.captured, self.fails_at, self.stride = (
+            nsegments,
             captured,
             fails_at,
             stride,
@@ -59,22 +59,22 @@ class Job:
         self._function = FUNCTION(self._call)
         function = ctypes.cast(self._function, ctypes.c_void_p).value
         self._calls = np.array(
-            [[function, piece, code] for piece, code in enumerate(codes or [])], np.int64
+            [[function, segment, code] for segment, code in enumerate(codes or [])], np.int64
         )
         assert self._calls.nbytes == len(codes or []) * CALL_BYTES
         self.calls = self._calls.ctypes.data if codes else 0
 
-    def _call(self, piece: int, code: int, *unused: int) -> int:
-        self.called.append(piece)
+    def _call(self, segment: int, code: int, *unused: int) -> int:
+        self.called.append(segment)
         return code
 
-    def run(self, piece: int, slot: int) -> None:
-        if piece == self.fails_at:
+    def run(self, segment: int, slot: int) -> None:
+        if segment == self.fails_at:
             raise RuntimeError("the network is gone")
-        self.ran.append((piece, slot))
+        self.ran.append((segment, slot))
 
-    def explain(self, piece: int, code: int) -> None:
-        raise RuntimeError(f"piece {piece} gave {code}")
+    def explain(self, segment: int, code: int) -> None:
+        raise RuntimeError(f"segment {segment} gave {code}")
 
 
 class Side:
@@ -94,8 +94,8 @@ class Side:
         (number,) = {proxy.register(job) for proxy in self.proxies}
         ahead = NSLOTS * job.stride // LANES
         actions: list[Callable[[], bool]] = []
-        for k in range(job.npieces + ahead - 1):
-            if k < job.npieces:
+        for k in range(job.nsegments + ahead - 1):
+            if k < job.nsegments:
                 actions.append(self._write(slot_of(k, job.stride, NSLOTS, LANES), number))
             if k >= ahead - 1:
                 actions.append(self._wait(slot_of(k - ahead + 1, job.stride, NSLOTS, LANES)))
@@ -148,7 +148,7 @@ jobs = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, LANES])), min_s
 
 
 def expected(job: Job) -> list[tuple[int, int]]:
-    return [(k, slot_of(k, job.stride, NSLOTS, LANES)) for k in range(job.npieces)]
+    return [(k, slot_of(k, job.stride, NSLOTS, LANES)) for k in range(job.nsegments)]
 
 
 @given(sizes=jobs, order=st.lists(st.booleans(), min_size=1, max_size=50))
@@ -162,7 +162,7 @@ def test_pieces_run_once_and_in_order(sizes: list[tuple[int, int]], order: list[
         side.run(side.stream(job), lambda: next(turns))
         assert sorted(job.ran) == expected(job)
         for lane in range(stride):
-            mine = [piece for piece, slot in job.ran if slot % LANES == lane]
+            mine = [segment for segment, slot in job.ran if slot % LANES == lane]
             assert mine == sorted(mine) == list(range(lane, size, stride))
         assert all(proxy.pause(3600) == 1.0 for proxy in side.proxies), "nothing is left to come"
     assert not any(proxy.step() for proxy in side.proxies)
@@ -172,14 +172,14 @@ def test_pieces_run_once_and_in_order(sizes: list[tuple[int, int]], order: list[
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("python", [True, False])
 def test_a_lane_is_between_jobs_or_not(size: int, python: bool) -> None:
-    """It is from the answer to a job's last piece on until the next job's first one is there."""
+    """It is from the answer to a job's last segment on until the next job's first one is there."""
     side, found = Side(), list[bool]()
     job = Job(size, codes=None if python else [0] * size)
     lane, run = side.proxies[0], job.run
 
-    def look(piece: int, slot: int) -> None:
+    def look(segment: int, slot: int) -> None:
         found.append(lane.between_jobs)
-        run(piece, slot)
+        run(segment, slot)
 
     vars(job)["run"] = look
     for _ in range(2):
@@ -211,7 +211,7 @@ def test_after_a_fault_everything_is_answered_and_nothing_runs() -> None:
     side, job, after = Side(), Job(6, fails_at=2), Job(4)
     side.run(side.stream(job), lambda: next(flip))
     side.run(side.stream(after), lambda: next(flip))
-    assert [piece for piece, _ in job.ran] == [0, 1]
+    assert [segment for segment, _ in job.ran] == [0, 1]
     assert after.ran == []
     assert [str(error) for error in side.faults] == ["the network is gone"]
 
@@ -220,7 +220,7 @@ def test_compiled_calls_are_made_and_what_they_leave_is_run() -> None:
     side, job = Side(), Job(7, stride=LANES, codes=[0, 0, NOT_BEGUN, 0, 0, NOT_BEGUN, 0])
     for _ in range(3):
         side.run(side.stream(job), lambda: next(flip))
-    assert sorted(job.called) == sorted([*range(7)] * 3), "each piece is offered to its call once"
+    assert sorted(job.called) == sorted([*range(7)] * 3), "each segment is offered to its call once"
     assert sorted(job.ran) == sorted([(2, 2), (5, 1)] * 3)
     assert side.faults == []
 
@@ -232,11 +232,11 @@ def test_the_code_of_a_call_is_explained_and_ends_everything() -> None:
     assert job.called == [0, 1, 2]
     assert after.called == []
     assert job.ran == after.ran == []
-    assert [str(error) for error in side.faults] == ["piece 2 gave 11"]
+    assert [str(error) for error in side.faults] == ["segment 2 gave 11"]
 
 
 def test_many_jobs() -> None:
-    """More than the first table has rows for, between pieces of an old one."""
+    """More than the first table has rows for, between segments of an old one."""
     side, old = Side(), Job(4)
     actions = side.stream(old)
     side.run(actions[:2], lambda: next(flip))
@@ -268,7 +268,7 @@ def test_it_looks_often_only_where_something_may_come() -> None:
     assert proxy.pause(SPIN_S / 2) == 0
     assert proxy.pause(SPIN_S * 1.01) >= MIN_SLEEP_S
     assert proxy.pause(3600) == MAX_SLEEP_S
-    assert other.pause(3600) == 1.0, "one piece comes to one lane"
+    assert other.pause(3600) == 1.0, "one segment comes to one lane"
     side.run(actions, lambda: next(flip))
     assert proxy.pause(3600) == 1.0
     side.stream(Job(1, captured=True, stride=LANES))

@@ -146,58 +146,58 @@ class Driver:
     # --- memory
 
     def _read_descriptor(self, message: int, line: int) -> None:
-        post = fifo.read_descriptor(line)
-        source = self._payload_address(message, line, post)
+        descriptor = fifo.read_descriptor(line)
+        source = self._payload_address(message, line, descriptor)
         if source is None:
             return self.handle(
                 wire.InternalError(
-                    f"posted {post.nbytes} bytes in mode {post.mode} at {post.address:#x}"
+                    f"posted {descriptor.nbytes} bytes in mode {descriptor.mode} at {descriptor.address:#x}"
                 )
             )
         self._sources[message] = source
-        self.handle(wire.MessagePosted(message, post.signature, post.nbytes))
+        self.handle(wire.MessagePosted(message, descriptor.signature, descriptor.nbytes))
 
-    def _payload_address(self, message: int, line: int, post: fifo.Descriptor) -> int | None:
+    def _payload_address(self, message: int, line: int, descriptor: fifo.Descriptor) -> int | None:
         """Address of a posted payload, ``None`` if there cannot be one."""
-        if post.mode == Mode.SLOT and 0 <= post.nbytes <= self._send.slot_bytes:
+        if descriptor.mode == Mode.SLOT and 0 <= descriptor.nbytes <= self._send.slot_bytes:
             return self._send.slots + message % NSLOTS * self._send.slot_bytes
-        if post.mode == Mode.INLINE and 0 <= post.nbytes <= INLINE_BYTES:
+        if descriptor.mode == Mode.INLINE and 0 <= descriptor.nbytes <= INLINE_BYTES:
             return line + _INLINE_OFFSET
         if (
-            post.mode == Mode.ADDRESS
-            and post.nbytes >= 0
-            and (post.address >= fifo.PAGE_BYTES or not post.nbytes)
+            descriptor.mode == Mode.ADDRESS
+            and descriptor.nbytes >= 0
+            and (descriptor.address >= fifo.PAGE_BYTES or not descriptor.nbytes)
         ):
-            return post.address
+            return descriptor.address
         return None
 
     def _read_cts_line(self, message: int, line: int) -> None:
-        address, room = fifo.read_words(line, fifo.WORD_CTS_ADDRESS, 2)
-        if room < 0 or (room and address < fifo.PAGE_BYTES):
-            return self.handle(wire.InternalError(f"wants {room} bytes at {address:#x}"))
+        address, nbytes = fifo.read_words(line, fifo.WORD_CTS_ADDRESS, 2)
+        if nbytes < 0 or (nbytes and address < fifo.PAGE_BYTES):
+            return self.handle(wire.InternalError(f"wants {nbytes} bytes at {address:#x}"))
         self._receive_addresses[message] = address
-        self.handle(wire.ReceivePosted(message, room))
+        self.handle(wire.ReceivePosted(message, nbytes))
 
-    def _do_announce(self, do: wire.AnnounceMessage) -> None:
-        line = self._recv.descriptors + do.message % NSLOTS * LINE_BYTES
-        fifo.write_words(line, fifo.WORD_SIGNATURE, [do.signature, do.nbytes])
-        self._store(line, -(do.message + 1))
+    def _do_announce(self, instruction: wire.AnnounceMessage) -> None:
+        line = self._recv.descriptors + instruction.message % NSLOTS * LINE_BYTES
+        fifo.write_words(line, fifo.WORD_SIGNATURE, [instruction.signature, instruction.nbytes])
+        self._store(line, -(instruction.message + 1))
         self.dirty = True
 
-    def _do_deliver(self, do: wire.DeliverMessage) -> None:
-        line = self._recv.descriptors + do.message % NSLOTS * LINE_BYTES
-        words = [do.signature, do.nbytes, _MODE[do.placement]]
-        address = self._receive_addresses.pop(do.message, 0)
-        if do.placement is wire.Placement.POSTED:
+    def _do_deliver(self, instruction: wire.DeliverMessage) -> None:
+        line = self._recv.descriptors + instruction.message % NSLOTS * LINE_BYTES
+        words = [instruction.signature, instruction.nbytes, _MODE[instruction.placement]]
+        address = self._receive_addresses.pop(instruction.message, 0)
+        if instruction.placement is wire.Placement.POSTED:
             words.append(address)
         fifo.write_words(line, fifo.WORD_SIGNATURE, words)
-        self._store(line, do.message + 1)
+        self._store(line, instruction.message + 1)
         self.dirty = True
 
-    def _do_release(self, do: wire.PublishTail) -> None:
-        for message in [m for m in self._sources if m < do.tail]:
+    def _do_release(self, instruction: wire.PublishTail) -> None:
+        for message in [m for m in self._sources if m < instruction.tail]:
             del self._sources[message]
-        self._store(self._send.tail, do.tail)
+        self._store(self._send.tail, instruction.tail)
         self.dirty = True
 
     # --- streams
@@ -252,39 +252,45 @@ class Driver:
             while stream.readable and self.link.alive:
                 self._read(stream)
 
-    def _do_send(self, do: wire.SendFrame) -> None:
-        frame = do.frame
+    def _do_send(self, instruction: wire.SendFrame) -> None:
+        frame = instruction.frame
         payload = None
         if frame.type is FrameType.DATA and frame.length:
             payload = fifo.memory_at(self._sources[frame.message] + frame.offset, frame.length)
         self.streams[frame.stream].queue(frame, payload)
 
-    def _do_receive(self, do: wire.ReceivePayload) -> None:
-        if do.placement is wire.Placement.POSTED:
-            base = self._receive_addresses[do.message]
-        elif do.placement is wire.Placement.SLOT:
-            base = self._recv.slots + do.message % NSLOTS * self._recv.slot_bytes
+    def _do_receive(self, instruction: wire.ReceivePayload) -> None:
+        if instruction.placement is wire.Placement.POSTED:
+            base = self._receive_addresses[instruction.message]
+        elif instruction.placement is wire.Placement.SLOT:
+            base = self._recv.slots + instruction.message % NSLOTS * self._recv.slot_bytes
         else:
-            base = self._recv.descriptors + do.message % NSLOTS * LINE_BYTES + _INLINE_OFFSET
-        self.streams[do.stream].place(fifo.memory_at(base + do.offset, do.length))
+            base = (
+                self._recv.descriptors + instruction.message % NSLOTS * LINE_BYTES + _INLINE_OFFSET
+            )
+        self.streams[instruction.stream].place(
+            fifo.memory_at(base + instruction.offset, instruction.length)
+        )
 
     # --- ends
 
-    def _do_lost(self, do: wire.PeerLost) -> None:
+    def _do_lost(self, instruction: wire.PeerLost) -> None:
         self.close()
         self.dirty = True
-        log.info("rank %d is lost (%s): %s", self.peer, do.loss.kind.value, do.loss)
+        log.info(
+            "rank %d is lost (%s): %s", self.peer, instruction.loss.kind.value, instruction.loss
+        )
         try:
-            self._on_lost(self.peer, do.loss)
+            self._on_lost(self.peer, instruction.loss)
         except Exception:
             log.exception("on_lost failed")
 
-    def _do_abort(self, do: wire.AbortStreams) -> None:
+    def _do_abort(self, instruction: wire.AbortStreams) -> None:
         for stream in self.streams:
-            stream.send_abort(do.text)
+            stream.send_abort(instruction.text)
         self.close()
 
-    def _do_finished(self, do: wire.LinkFinished) -> None:
+    def _do_finished(self, instruction: wire.LinkFinished) -> None:
         self.close()
 
     def close(self) -> None:

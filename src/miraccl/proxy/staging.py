@@ -38,17 +38,17 @@ CLOSE_WAIT_S, EXIT_WAIT_S = 10.0, 0.2
 class StagingJob(Protocol):
     """What is run when a stream says that a piece is there. ``captured``: a graph may bring it at any time.
 
-    ``calls`` is the address of ``npieces`` records of ``layout.CALL_*`` that live as long as the job, 0 if Python runs all pieces;
+    ``calls`` is the address of ``nsegments`` records of ``layout.CALL_*`` that live as long as the job, 0 if Python runs all pieces;
     ``explain`` raises what a call's code means.
     """
 
-    npieces: int
+    nsegments: int
     stride: int
     captured: bool
     calls: int
 
-    def run(self, piece: int, slot: int) -> None: ...
-    def explain(self, piece: int, code: int) -> None: ...
+    def run(self, segment: int, slot: int) -> None: ...
+    def explain(self, segment: int, code: int) -> None: ...
 
 
 def slot_of(segment: int, stride: int, nslots: int, nthreads: int) -> int:
@@ -89,7 +89,7 @@ class StagingThread:
             np.ndarray
         ] = []  # all that there were: the thread may still look into an older one
         self._enlarge(FIRST_JOBS)
-        for place, value in (
+        for offset, value in (
             (staging_layout.FLAGS, flags),
             (staging_layout.NSLOTS, nslots),
             (staging_layout.THREAD, index),
@@ -97,14 +97,14 @@ class StagingThread:
             (staging_layout.SLOT, index),
             (staging_layout.SEGMENT, index),
         ):
-            self._words[place // 8] = value
+            self._words[offset // 8] = value
         self._thread: threading.Thread | None = None
 
-    def _get(self, place: int) -> int:
-        return int(self._words[place // 8])
+    def _get(self, offset: int) -> int:
+        return int(self._words[offset // 8])
 
-    def _set(self, place: int, value: int) -> None:
-        self._store(self.address + place, value)
+    def _set(self, offset: int, value: int) -> None:
+        self._store(self.address + offset, value)
 
     def _ring_doorbell(self) -> None:
         """Wake the thread if it sleeps."""
@@ -120,30 +120,30 @@ class StagingThread:
     def register(self, job: StagingJob) -> int:
         """The number that a stream writes to ``ready`` for pieces of ``job``; it is registered with all lanes, in the same order.
         A number that was forgotten is given again."""
-        number = self._free.pop() if self._free else len(self._jobs) + 1
-        if number == len(self._tables[-1]):
-            self._enlarge(2 * number)
-        row = self._tables[-1][number]
-        for place, value in (
-            (staging_layout.JOB_NSEGMENTS, job.npieces),
+        job_id = self._free.pop() if self._free else len(self._jobs) + 1
+        if job_id == len(self._tables[-1]):
+            self._enlarge(2 * job_id)
+        row = self._tables[-1][job_id]
+        for offset, value in (
+            (staging_layout.JOB_NSEGMENTS, job.nsegments),
             (staging_layout.JOB_STRIDE, job.stride),
             (staging_layout.JOB_CAPTURED, job.captured),
             (staging_layout.JOB_CALLS, job.calls),
         ):
-            row[place // 8] = value
-        self._jobs[number - 1 : number] = [job]
+            row[offset // 8] = value
+        self._jobs[job_id - 1 : job_id] = [job]
         if job.captured and self.participates(job):
             self._set(staging_layout.CAPTURED, 1)
-        return number
+        return job_id
 
     def participates(self, job: StagingJob) -> bool:
         """Whether pieces of a job come to this lane."""
-        return self.index < min(job.stride, job.npieces)
+        return self.index < min(job.stride, job.nsegments)
 
-    def unregister(self, number: int) -> None:
+    def unregister(self, job_id: int) -> None:
         """A job that has ended and that no stream brings any more."""
-        self._jobs[number - 1] = None
-        self._free.append(number)
+        self._jobs[job_id - 1] = None
+        self._free.append(job_id)
 
     def announce(self) -> int:
         """A job is about to be enqueued that is not captured, and that comes to this lane; which one it is for ``has_ended``."""
@@ -181,9 +181,9 @@ class StagingThread:
 
     def current(self) -> tuple[StagingJob, int] | None:
         """The job whose piece is there, and the number of the piece, as they are now."""
-        number, piece = self._ready, self._get(staging_layout.SEGMENT)
-        job = self._jobs[number - 1] if 0 < number <= len(self._jobs) else None
-        return (job, piece) if job is not None and piece < job.npieces else None
+        job_id, segment = self._ready, self._get(staging_layout.SEGMENT)
+        job = self._jobs[job_id - 1] if 0 < job_id <= len(self._jobs) else None
+        return (job, segment) if job is not None and segment < job.nsegments else None
 
     def drain(self) -> None:
         """Run nothing any more, but answer. Any thread may call it."""
@@ -226,7 +226,7 @@ class StagingThread:
 
     def _run_in_python(self) -> None:
         """Python's part of a piece; the next ``serve`` answers it."""
-        job, piece, code = (
+        job, segment, code = (
             self._jobs[self._get(staging_layout.PYTHON_JOB) - 1],
             self._get(staging_layout.SEGMENT),
             self._get(staging_layout.CODE),
@@ -234,12 +234,12 @@ class StagingThread:
         assert job is not None, "only jobs that have ended are forgotten"
         try:
             if code:
-                job.explain(piece, code)
+                job.explain(segment, code)
             else:
-                job.run(piece, self._get(staging_layout.SLOT))
+                job.run(segment, self._get(staging_layout.SLOT))
         except Exception as error:
             self._set(staging_layout.DRAIN, 1)
-            log.info("piece %d of %d was not run: %s", piece + 1, job.npieces, error)
+            log.info("piece %d of %d was not run: %s", segment + 1, job.nsegments, error)
             self._on_fault(error)
 
     def pause(self, idle: float) -> float:

@@ -82,17 +82,17 @@ class Fifo:
 
     @classmethod
     def from_address(
-        cls, address: int, slot_bytes: int, *, kind: FifoKind, bell: int = -1, asleep: int = 0
+        cls, address: int, slot_bytes: int, *, kind: FifoKind, doorbell: int = -1, asleep: int = 0
     ) -> Fifo:
         """The FIFO that lies at ``address`` in the standard layout."""
         return cls(
             kind=kind,
-            post=address + fifo.DESC_OFFSET,
+            descriptors=address + fifo.DESC_OFFSET,
             tail=address + fifo.TAIL_OFFSET,
-            want=address + fifo.CTS_OFFSET,
+            cts=address + fifo.CTS_OFFSET,
             slots=address + fifo.SLOTS_OFFSET,
             slot_bytes=slot_bytes,
-            bell=bell,
+            doorbell=doorbell,
             asleep=asleep,
         )
 

@@ -106,14 +106,14 @@ class _PendingStream:
         self,
         sock: socket.socket,
         machine: Handshake,
-        call: _DialAttempt | None = None,
+        attempt: _DialAttempt | None = None,
         address: str = "",
     ) -> None:
         self.sock = sock
         self.machine = machine
-        self.attempt = call
+        self.attempt = attempt
         self.address = address
-        self.connecting = call is not None
+        self.connecting = attempt is not None
         self.received = b""
         self.outgoing = b""
 
@@ -176,7 +176,7 @@ class ConnectRound:
             if now >= self._deadline.at:
                 raise self._timeout_error(missing)
             timers = [a.machine.deadline for a in self._pending] + [
-                call.due for call in self._attempts
+                attempt.due for attempt in self._attempts
             ]
             for key, _ in self._selector.select(
                 max(0.0, min([self._deadline.at, now + CHECK_INTERVAL_S, *timers]) - now)
@@ -190,8 +190,8 @@ class ConnectRound:
 
     def close(self) -> None:
         """Drop who is not proven; proven sockets belong to the caller."""
-        for approach in list(self._pending):
-            self._drop(approach)
+        for stream in list(self._pending):
+            self._drop(stream)
         self._selector.close()
 
     def close_proven(self) -> None:
@@ -224,27 +224,27 @@ class ConnectRound:
     def _dial(self) -> None:
         """Make the calls that are due."""
         now = time.monotonic()
-        due = [call for call in self._attempts if call.due <= now]
-        self._attempts = [call for call in self._attempts if call.due > now]
-        for call in due:
-            addresses = self._peers[call.peer].addresses
-            address, port = addresses[call.turn % len(addresses)]
-            want = StreamIdentity(
+        due = [attempt for attempt in self._attempts if attempt.due <= now]
+        self._attempts = [attempt for attempt in self._attempts if attempt.due > now]
+        for attempt in due:
+            addresses = self._peers[attempt.peer].addresses
+            address, port = addresses[attempt.turn % len(addresses)]
+            identity = StreamIdentity(
                 initiator=self._rank,
-                acceptor=call.peer,
-                stream=call.stream,
-                nstreams=self._nstreams(call.peer),
+                acceptor=attempt.peer,
+                stream=attempt.stream,
+                nstreams=self._nstreams(attempt.peer),
             )
             deadline = min(self._deadline.at, now + HANDSHAKE_TIMEOUT_S)
             machine = InitiatorHandshake(
-                key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, identity=want
+                key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, identity=identity
             )
             try:
-                approach = _PendingStream(self._connect(address, port), machine, call, address)
-                approach.outgoing = machine.hello
-                self._register(approach, selectors.EVENT_WRITE)
+                stream = _PendingStream(self._connect(address, port), machine, attempt, address)
+                stream.outgoing = machine.hello
+                self._register(stream, selectors.EVENT_WRITE)
             except OSError as error:
-                self._schedule_retry(call, address, error)
+                self._schedule_retry(attempt, address, error)
 
     def _connect(self, address: str, port: int) -> socket.socket:
         sock = socket.socket(family_of(address), socket.SOCK_STREAM)
@@ -259,9 +259,9 @@ class ConnectRound:
             raise
         return sock
 
-    def _schedule_retry(self, call: _DialAttempt, address: str, error: OSError) -> None:
+    def _schedule_retry(self, attempt: _DialAttempt, address: str, error: OSError) -> None:
         """A call has failed: it is made again later. Raises ``SystemFailure`` when the peer is given up."""
-        now, peer = time.monotonic(), call.peer
+        now, peer = time.monotonic(), attempt.peer
         self._last_errors[peer] = f"{address}: {error.strerror or error}"
         if error.errno != errno.ECONNREFUSED:
             self._refused_since.pop(peer, None)
@@ -269,10 +269,12 @@ class ConnectRound:
             raise SystemFailure(
                 f"cannot reach rank {peer} at {self._last_errors[peer]}", rank=self._rank, peer=peer
             )
-        call.turn += 1
-        lap, within = divmod(call.turn, len(self._peers[peer].addresses))
-        call.due = now if within else now + min(MIN_BACKOFF_S * 2.0 ** min(lap, 16), MAX_BACKOFF_S)
-        self._attempts.append(call)
+        attempt.turn += 1
+        lap, within = divmod(attempt.turn, len(self._peers[peer].addresses))
+        attempt.due = (
+            now if within else now + min(MIN_BACKOFF_S * 2.0 ** min(lap, 16), MAX_BACKOFF_S)
+        )
+        self._attempts.append(attempt)
 
     # --- their calls
 
@@ -301,75 +303,75 @@ class ConnectRound:
 
     # --- both
 
-    def _register(self, approach: _PendingStream, mask: int) -> None:
+    def _register(self, stream: _PendingStream, mask: int) -> None:
         try:
-            self._selector.register(approach.sock, mask, approach)
+            self._selector.register(stream.sock, mask, stream)
         except OSError:
-            approach.sock.close()
+            stream.sock.close()
             raise
-        self._pending.add(approach)
+        self._pending.add(stream)
 
-    def _advance(self, approach: _PendingStream) -> None:
+    def _advance(self, stream: _PendingStream) -> None:
         """The socket is ready for what the handshake waits for."""
         try:
-            if approach.connecting:
-                finish_connect(approach.sock)
-                approach.connecting = False
-                approach.machine.deadline = (
+            if stream.connecting:
+                finish_connect(stream.sock)
+                stream.connecting = False
+                stream.machine.deadline = (
                     self._deadline.at
                 )  # it answers once it calls connect, which may be late
-            elif not approach.outgoing:
-                self._read(approach)
-            self._flush(approach)
+            elif not stream.outgoing:
+                self._read(stream)
+            self._flush(stream)
         except (AuthenticationError, ProtocolError) as problem:
-            if approach.attempt is not None:
-                problem.rank, problem.peer = self._rank, approach.attempt.peer
+            if stream.attempt is not None:
+                problem.rank, problem.peer = self._rank, stream.attempt.peer
                 raise
             log.warning("dropped a connection: %s", problem.message)
-            self._drop(approach)
+            self._drop(stream)
         except OSError as error:
             if not is_transient(error):
-                self._abandon(approach, error)
+                self._abandon(stream, error)
 
-    def _abandon(self, approach: _PendingStream, error: OSError) -> None:
-        self._drop(approach)
-        if approach.attempt is not None:
-            self._schedule_retry(approach.attempt, approach.address, error)
+    def _abandon(self, stream: _PendingStream, error: OSError) -> None:
+        self._drop(stream)
+        if stream.attempt is not None:
+            self._schedule_retry(stream.attempt, stream.address, error)
 
-    def _read(self, approach: _PendingStream) -> None:
-        data = approach.sock.recv(approach.machine.needs - len(approach.received))
+    def _read(self, stream: _PendingStream) -> None:
+        data = stream.sock.recv(stream.machine.needs - len(stream.received))
         if not data:
             raise ConnectionResetError(
                 errno.ECONNRESET, "it closed the connection during the handshake"
             )
-        approach.received += data
-        if len(approach.received) == approach.machine.needs:
-            got, approach.received = approach.received, b""
-            approach.outgoing += approach.machine.receive(got)
+        stream.received += data
+        if len(stream.received) == stream.machine.needs:
+            got, stream.received = stream.received, b""
+            stream.outgoing += stream.machine.receive(got)
 
-    def _flush(self, approach: _PendingStream) -> None:
-        if approach.outgoing:
+    def _flush(self, stream: _PendingStream) -> None:
+        if stream.outgoing:
             try:
-                sent = approach.sock.send(approach.outgoing)
-                approach.outgoing = approach.outgoing[sent:]
+                sent = stream.sock.send(stream.outgoing)
+                stream.outgoing = stream.outgoing[sent:]
             except OSError as error:
                 if not is_transient(error):
                     raise
-        if approach.outgoing:
-            self._selector.modify(approach.sock, selectors.EVENT_WRITE, approach)
-        elif approach.machine.done:
-            self._finish(approach)
+        if stream.outgoing:
+            self._selector.modify(stream.sock, selectors.EVENT_WRITE, stream)
+        elif stream.machine.done:
+            self._finish(stream)
         else:
-            self._selector.modify(approach.sock, selectors.EVENT_READ, approach)
+            self._selector.modify(stream.sock, selectors.EVENT_READ, stream)
 
-    def _finish(self, approach: _PendingStream) -> None:
-        identity = approach.machine.identity
+    def _finish(self, stream: _PendingStream) -> None:
+        identity = stream.machine.identity
         assert identity is not None
-        peer = identity.acceptor if approach.attempt is not None else identity.initiator
+        peer = identity.acceptor if stream.attempt is not None else identity.initiator
         self._check_streams(identity, peer)
-        self._pending.discard(approach)
-        self._selector.unregister(approach.sock)
-        self._store_proven(ProvenStream(sock=approach.sock, identity=identity), peer)
+        self._pending.discard(stream)
+        self._selector.unregister(stream.sock)
+        self._store_proven(ProvenStream(sock=stream.sock, identity=identity), peer)
 
     def _check_streams(self, identity: StreamIdentity, peer: int) -> None:
         if peer in self._peers and identity.nstreams != self._nstreams(peer):
@@ -388,10 +390,10 @@ class ConnectRound:
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for approach in [a for a in self._pending if a.machine.expire(now)]:
-            self._abandon(approach, OSError(errno.ETIMEDOUT, "no answer"))
+        for stream in [a for a in self._pending if a.machine.expire(now)]:
+            self._abandon(stream, OSError(errno.ETIMEDOUT, "no answer"))
 
-    def _drop(self, approach: _PendingStream) -> None:
-        self._pending.discard(approach)
-        self._selector.unregister(approach.sock)
-        approach.sock.close()
+    def _drop(self, stream: _PendingStream) -> None:
+        self._pending.discard(stream)
+        self._selector.unregister(stream.sock)
+        stream.sock.close()

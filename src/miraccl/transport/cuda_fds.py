@@ -162,8 +162,8 @@ class FdChannel:
                     and count == len(received)
                 ):
                     self._check_credentials(sock, peers[rank])
-                    taken, received = received, []
-                    return rank, taken
+                    accepted, received = received, []
+                    return rank, accepted
         except OSError:  # it has gone again, or is somebody else
             pass
         finally:

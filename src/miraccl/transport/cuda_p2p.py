@@ -83,11 +83,11 @@ class _MappingAttempt:
         self,
         gpu: GpuMemory,
         rank: int,
-        ways: Mapping[int, str],
+        mappings: Mapping[int, str],
         ordinals: Sequence[int],
         fills: Fills = (),
     ) -> None:
-        self.gpu, self.rank, self.mappings, self._fills = gpu, rank, ways, fills
+        self.gpu, self.rank, self.mappings, self._fills = gpu, rank, mappings, fills
         self._ordinals = ordinals
         self.own = 0
         self.failures: list[tuple[int, str, str]] = []  # (peer, kind, why)
@@ -175,17 +175,17 @@ class _MappingAttempt:
             except SystemFailure as error:
                 self._record_failure([peer], error)
         if self._fd_channel is not None:
-            doors = {
+            addresses = {
                 p: FdChannelAddress.from_json(records[p]["door"])
                 for p in self._peers(VMM, HOST)
                 if records[p]["door"]
             }
-            self._exchange_descriptors(self._fd_channel, doors, records, stages)
+            self._exchange_descriptors(self._fd_channel, addresses, records, stages)
 
     def _exchange_descriptors(
         self,
-        door: FdChannel,
-        doors: Mapping[int, FdChannelAddress],
+        fd_channel: FdChannel,
+        addresses: Mapping[int, FdChannelAddress],
         records: Sequence[Mapping[str, Any]],
         stages: SetupExchange,
     ) -> None:
@@ -195,7 +195,7 @@ class _MappingAttempt:
         except SystemFailure as error:
             self._record_failure(self._peers(VMM), error)
         try:
-            for peer, address in doors.items():
+            for peer, address in addresses.items():
                 descriptor = (
                     exported
                     if self.mappings[peer] == VMM
@@ -204,14 +204,16 @@ class _MappingAttempt:
                     else -1
                 )
                 try:
-                    door.send(self.rank, address, [descriptor] if descriptor >= 0 else [], deadline)
+                    fd_channel.send(
+                        self.rank, address, [descriptor] if descriptor >= 0 else [], deadline
+                    )
                 except SystemFailure as error:
                     self._record_failure([peer], error)
-            taken = door.receive(doors, deadline, stages.check)
+            received = fd_channel.receive(addresses, deadline, stages.check)
         finally:
             close_all([exported] if exported >= 0 else [])
-        for peer in doors:
-            self._import(peer, taken.get(peer, []), records[peer])
+        for peer in addresses:
+            self._import(peer, received.get(peer, []), records[peer])
 
     def _import(self, peer: int, descriptors: Sequence[int], record: Mapping[str, Any]) -> None:
         try:
@@ -441,13 +443,13 @@ class WindowMemory:
             self._shared.allocate(nbytes)
         except SystemFailure as error:
             mine = error
-        lacks = [
+        failures = [
             blob.decode()
             for blob in stages.gather("gpu window made", mine.message.encode() if mine else b"")
         ]
         if mine is not None:
             raise mine
-        for rank, lack in enumerate(lacks):
+        for rank, lack in enumerate(failures):
             if lack:
                 raise SystemFailure(
                     f"rank {rank} has no window memory: {lack}", rank=self._base.rank, peer=rank

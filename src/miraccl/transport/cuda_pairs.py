@@ -181,18 +181,18 @@ def uses_descriptors(
     declining = [f.rank for f in facts if f.cumem == 0]
     reason = ""
     if declining:
-        reason = f"CUMEM is 0 on rank {declines[0]}"
+        reason = f"CUMEM is 0 on rank {declining[0]}"
     elif unable:
-        reason = f"the GPU of rank {cannot[0]} does not share memory as file descriptors"
+        reason = f"the GPU of rank {unable[0]} does not share memory as file descriptors"
     elif failed:
         reason = f"it failed between {failed}"
     if reason and insisting:
-        text = f"rank {insists[0]} insists on virtual memory management (CUMEM=1), but {reason}"
+        text = f"rank {insisting[0]} insists on virtual memory management (CUMEM=1), but {reason}"
         raise InvalidUsage(text, peer=insisting[0], hint="set MIRACCL_CUMEM=auto, on all ranks")
     if reason:
         return False, reason
     if insisting:
-        return True, f"rank {insists[0]} asked for it (CUMEM=1)"
+        return True, f"rank {insisting[0]} asked for it (CUMEM=1)"
     if len({f.process for f in facts}) == 1:
         return False, "all ranks are threads of one process"
     return True, "all GPUs share memory as file descriptors"

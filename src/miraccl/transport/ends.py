@@ -43,12 +43,12 @@ class SendEnd:
         if self.posted - self.released >= NSLOTS:
             return False
         if mode is Mode.INLINE:
-            place = self._line() + fifo.WORD_INLINE * fifo.WORD_BYTES
+            address = self._line() + fifo.WORD_INLINE * fifo.WORD_BYTES
         elif mode is Mode.SLOT and nbytes <= self.end.slot_bytes:
-            place = self.end.slots + self.posted % NSLOTS * self.end.slot_bytes
+            address = self.end.slots + self.posted % NSLOTS * self.end.slot_bytes
         else:
             raise ValueError(f"{nbytes} bytes cannot be posted in mode {mode.name}")
-        memory_at(place, nbytes)[:] = payload
+        memory_at(address, nbytes)[:] = payload
         self._publish(signature, nbytes, mode, [])
         return True
 
@@ -113,20 +113,20 @@ class RecvEnd:
         line = self._line()
         if self._atomics.load_acquire(line) != self.consumed + 1:
             return None
-        post = fifo.read_descriptor(line)
-        mode = Mode(post.mode)
-        place = {
+        descriptor = fifo.read_descriptor(line)
+        mode = Mode(descriptor.mode)
+        address = {
             Mode.SLOT: self.end.slots + self.consumed % NSLOTS * self.end.slot_bytes,
             Mode.INLINE: line + fifo.WORD_INLINE * fifo.WORD_BYTES,
-            Mode.ADDRESS: post.address,
-            Mode.LANDED: post.address,
+            Mode.ADDRESS: descriptor.address,
+            Mode.LANDED: descriptor.address,
         }.get(mode)
-        payload = None if place is None else memory_at(place, post.nbytes)
+        payload = None if address is None else memory_at(address, descriptor.nbytes)
         return ReceivedMessage(
             number=self.consumed,
-            signature=post.signature,
+            signature=descriptor.signature,
             mode=mode,
-            nbytes=post.nbytes,
+            nbytes=descriptor.nbytes,
             payload=payload,
         )
 

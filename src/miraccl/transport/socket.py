@@ -228,14 +228,14 @@ class SocketTransport(Transport):
         self, peer: int, streams: Sequence[ProvenStream], info: ConnectInfo
     ) -> NetConnection:
         send, recv = FifoMemory(self._slot_bytes), FifoMemory(self._slot_bytes)
-        door: dict[str, Any] = {
+        wake_args: dict[str, Any] = {
             "kind": FifoKind.NET,
-            "bell": self._proxy.doorbell,
+            "doorbell": self._proxy.doorbell,
             "asleep": self._proxy.asleep,
         }
         pair = FifoPair(
-            send=Fifo.from_address(send.address, self._slot_bytes, **door),
-            recv=Fifo.from_address(recv.address, self._slot_bytes, **door),
+            send=Fifo.from_address(send.address, self._slot_bytes, **wake_args),
+            recv=Fifo.from_address(recv.address, self._slot_bytes, **wake_args),
             memory=(send, recv),
         )
         return NetConnection(

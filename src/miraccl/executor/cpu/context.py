@@ -151,8 +151,8 @@ class Context:
         self._plans = np.full((PLAN_SLOTS, layout.PLAN_SIZE // 8), -1, np.int64)
         self._runs: dict[int, Run] = {}
         self._fast_calls: list[Any] = []
-        for peer, wire in connections.items():
-            self._write_connection(peer, wire)
+        for peer, connection in connections.items():
+            self._write_connection(peer, connection)
         for place, value in (
             (layout.CTX_RANK, rank),
             (layout.CTX_NRANKS, nranks),
@@ -200,36 +200,36 @@ class Context:
         self.address = int(self.words.ctypes.data)
         self.launch = self.fast_call("launch", Collective.BARRIER)
 
-    def _write_connection(self, peer: int, wire: PeerConnections) -> None:
-        self._ctrls[peer] = wire.ctrl
+    def _write_connection(self, peer: int, connection: PeerConnections) -> None:
+        self._ctrls[peer] = connection.ctrl
         common = (
-            (layout.CONN_KIND, wire.kind),
-            (layout.CONN_SLOT_BYTES, wire.slot_bytes),
-            (layout.CONN_CTRL, wire.ctrl),
-            (layout.CONN_PID, wire.pid),
-            (layout.CONN_WINDOW, wire.window),
-            (layout.CONN_DOORBELL, wire.doorbell),
-            (layout.CONN_ASLEEP, wire.asleep),
+            (layout.CONN_KIND, connection.kind),
+            (layout.CONN_SLOT_BYTES, connection.slot_bytes),
+            (layout.CONN_CTRL, connection.ctrl),
+            (layout.CONN_PID, connection.pid),
+            (layout.CONN_WINDOW, connection.window),
+            (layout.CONN_DOORBELL, connection.doorbell),
+            (layout.CONN_ASLEEP, connection.asleep),
         )
         send = (
-            (layout.CONN_DESCS, wire.send_descs),
-            (layout.CONN_SLOTS, wire.send_slots),
-            (layout.CONN_REVERSE_SLOTS, wire.recv_slots),
-            (layout.CONN_TAIL_ADDR, wire.send_tail),
+            (layout.CONN_DESCS, connection.send_descs),
+            (layout.CONN_SLOTS, connection.send_slots),
+            (layout.CONN_REVERSE_SLOTS, connection.recv_slots),
+            (layout.CONN_TAIL_ADDR, connection.send_tail),
             (layout.CONN_FREE, sum(number << 8 * number for number in range(layout.NSLOTS))),
             (layout.CONN_NFREE, layout.NSLOTS),
         )
         recv = (
-            (layout.CONN_DESCS, wire.recv_descs),
-            (layout.CONN_SLOTS, wire.recv_slots),
-            (layout.CONN_REVERSE_SLOTS, wire.send_slots),
-            (layout.CONN_TAIL_ADDR, wire.recv_tail),
+            (layout.CONN_DESCS, connection.recv_descs),
+            (layout.CONN_SLOTS, connection.recv_slots),
+            (layout.CONN_REVERSE_SLOTS, connection.send_slots),
+            (layout.CONN_TAIL_ADDR, connection.recv_tail),
         )
         for table, fields in ((self._send, send), (self._recv, recv)):
             for place, value in (*common, *fields):
                 table[peer, place // 8] = value
-        self._send[peer, layout.CONN_DIRECT // 8] = int(wire.readable)
-        self._recv[peer, layout.CONN_CTS // 8] = wire.recv_cts
+        self._send[peer, layout.CONN_DIRECT // 8] = int(connection.readable)
+        self._recv[peer, layout.CONN_CTS // 8] = connection.recv_cts
 
     # ---- words
 
@@ -307,11 +307,11 @@ class Context:
         """A builtin of the engine bound to this context; ``kind``: an entry of ``kernels.engine``, such as ``collective`` or ``prepared``.
         Who gives a ``run`` holds it as long as the door."""
         record = np.array([self.address, int(collective), arg, run.address if run else 0], np.int64)
-        door = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
+        call = native.builtin(collective.label, _engine(kind), int(record.ctypes.data))
         (self._fast_calls if run is None else run.owned).append(
             record
         )  # the door of a run lives no longer than the run
-        return cast("Callable[..., int]", door)
+        return cast("Callable[..., int]", call)
 
     def cache_run(
         self,

@@ -56,11 +56,11 @@ def _check_order(schedule: Schedule, channel: int) -> None:
         [(i, part) for i, step in enumerate(steps) for part in _parts(step, r, nranks)]
         for r, steps in enumerate(programs)
     ]
-    position, ready = [0] * nranks, deque(range(nranks))
+    positions, ready = [0] * nranks, deque(range(nranks))
     while ready:
         rank = ready.popleft()
-        while position[rank] < len(parts[rank]):
-            number, (senders, receivers, kind) = parts[rank][position[rank]]
+        while positions[rank] < len(parts[rank]):
+            number, (senders, receivers, kind) = parts[rank][positions[rank]]
             if not all(fifos[sender, rank] for sender in senders) or any(
                 len(fifos[rank, peer]) == NSLOTS for peer in receivers
             ):
@@ -73,12 +73,12 @@ def _check_order(schedule: Schedule, channel: int) -> None:
                     )
             for peer in receivers:
                 fifos[rank, peer].append(kind)
-            position[rank] += 1
+            positions[rank] += 1
             ready.extend((*senders, *receivers))
-    for rank, (at, steps) in enumerate(zip(position, parts, strict=True)):
-        if at < len(steps):
+    for rank, (position, steps) in enumerate(zip(positions, parts, strict=True)):
+        if position < len(steps):
             text = f"gets stuck on CPUs, where {NSLOTS} messages and signals at most are under way from one rank to another"
-            raise InvalidUsage(f"{format_location(schedule, channel, rank, steps[at][0])}: {text}")
+            raise InvalidUsage(f"{format_location(schedule, channel, rank, steps[position][0])}: {text}")
 
 
 def sync_peers(step: Step, rank: int, nranks: int) -> list[int]:

@@ -53,13 +53,13 @@ def _matched_prefixes(programs: Sequence[Program]) -> list[int]:
         for steps in programs
     ]
     while True:
-        sent, taken = Counter[Signal](), Counter[Signal]()
+        sent, received = Counter[Signal](), Counter[Signal]()
         for rank, steps in enumerate(programs):
             for step in steps[: lengths[rank]]:
                 sent.update(_sent_signals(step, rank, len(programs)))
-                taken.update(_received_signals(step, rank, len(programs)))
+                received.update(_received_signals(step, rank, len(programs)))
         fewer = [
-            _paired_prefix(steps[: lengths[rank]], rank, len(programs), sent, taken)
+            _paired_prefix(steps[: lengths[rank]], rank, len(programs), sent, received)
             for rank, steps in enumerate(programs)
         ]
         if fewer == lengths:
@@ -68,14 +68,14 @@ def _matched_prefixes(programs: Sequence[Program]) -> list[int]:
 
 
 def _paired_prefix(
-    steps: Program, rank: int, nranks: int, sent: Counter[Signal], taken: Counter[Signal]
+    steps: Program, rank: int, nranks: int, sent: Counter[Signal], received: Counter[Signal]
 ) -> int:
     """How many steps come before the first one with a signal that has no other end."""
     own_sent, own_taken = Counter[Signal](), Counter[Signal]()
     for number, step in enumerate(steps):
         own_sent.update(signals := list(_sent_signals(step, rank, nranks)))
         own_taken.update(waits := list(_received_signals(step, rank, nranks)))
-        if any(own_sent[end] > taken[end] for end in signals) or any(
+        if any(own_sent[end] > received[end] for end in signals) or any(
             own_taken[end] > sent[end] for end in waits
         ):
             return number

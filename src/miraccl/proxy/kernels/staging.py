@@ -31,53 +31,53 @@ from miraccl.proxy.kernels import staging_layout
 
 
 @inline
-def now_ns(lane: int) -> int:
+def now_ns(thread: int) -> int:
     """CLOCK_MONOTONIC."""
-    clock_gettime(1, lane + staging_layout.TIME)
-    return load(lane + staging_layout.TIME) * 1000000000 + load(lane + staging_layout.TIME + 8)
+    clock_gettime(1, thread + staging_layout.TIME)
+    return load(thread + staging_layout.TIME) * 1000000000 + load(thread + staging_layout.TIME + 8)
 
 
 @inline
-def flag(lane: int) -> int:
+def flag(thread: int) -> int:
     """Address of the words of the slot where the next piece comes."""
     return (
-        load(lane + staging_layout.FLAGS)
-        + load(lane + staging_layout.SLOT) * staging_layout.SLOT_STRIDE
+        load(thread + staging_layout.FLAGS)
+        + load(thread + staging_layout.SLOT) * staging_layout.SLOT_STRIDE
     )
 
 
 @inline
-def answer(lane: int, number: int) -> None:
+def complete(thread: int, job_id: int) -> None:
     """Let the stream go on, and look at the next slot."""
-    job = load_acquire(lane + staging_layout.JOBS) + number * staging_layout.JOB_BYTES
-    words = flag(lane)
-    following = load(lane + staging_layout.SEGMENT) + load(job + staging_layout.JOB_STRIDE)
-    if following < load(job + staging_layout.JOB_NSEGMENTS):
-        store(lane + staging_layout.SEGMENT, following)
+    job = load_acquire(thread + staging_layout.JOBS) + job_id * staging_layout.JOB_BYTES
+    words = flag(thread)
+    next_segment = load(thread + staging_layout.SEGMENT) + load(job + staging_layout.JOB_STRIDE)
+    if next_segment < load(job + staging_layout.JOB_NSEGMENTS):
+        store(thread + staging_layout.SEGMENT, next_segment)
         store(
-            lane + staging_layout.SLOT,
-            (load(lane + staging_layout.SLOT) + load(lane + staging_layout.NTHREADS))
-            % load(lane + staging_layout.NSLOTS),
+            thread + staging_layout.SLOT,
+            (load(thread + staging_layout.SLOT) + load(thread + staging_layout.NTHREADS))
+            % load(thread + staging_layout.NSLOTS),
         )
     else:
-        store(lane + staging_layout.SEGMENT, load(lane + staging_layout.THREAD))
-        store(lane + staging_layout.SLOT, load(lane + staging_layout.THREAD))
+        store(thread + staging_layout.SEGMENT, load(thread + staging_layout.THREAD))
+        store(thread + staging_layout.SLOT, load(thread + staging_layout.THREAD))
         if load(job + staging_layout.JOB_CAPTURED) == 0:
-            store(lane + staging_layout.FINISHED, load(lane + staging_layout.FINISHED) + 1)
+            store(thread + staging_layout.FINISHED, load(thread + staging_layout.FINISHED) + 1)
     store_release(words + staging_layout.READY_OFFSET, 0)
     store_release(words + staging_layout.DONE_OFFSET, 1)
 
 
 @inline
-def take(lane: int, number: int) -> int:
+def run_segment(thread: int, job_id: int) -> int:
     """Run the piece that is there, or hold it for Python."""
-    if load_acquire(lane + staging_layout.DRAIN) == 0:
+    if load_acquire(thread + staging_layout.DRAIN) == 0:
         calls = load(
-            load_acquire(lane + staging_layout.JOBS)
-            + number * staging_layout.JOB_BYTES
+            load_acquire(thread + staging_layout.JOBS)
+            + job_id * staging_layout.JOB_BYTES
             + staging_layout.JOB_CALLS
         )
-        call = calls + load(lane + staging_layout.SEGMENT) * staging_layout.CALL_BYTES
+        call = calls + load(thread + staging_layout.SEGMENT) * staging_layout.CALL_BYTES
         code = staging_layout.NOT_BEGUN
         if calls != 0 and load(call + staging_layout.CALL_FUNCTION) != 0:
             code = call4(
@@ -88,27 +88,28 @@ def take(lane: int, number: int) -> int:
                 0,
             )
         if code != 0:
-            store(lane + staging_layout.PYTHON_JOB, number)
-            store(lane + staging_layout.CODE, 0 if code == staging_layout.NOT_BEGUN else code)
+            store(thread + staging_layout.PYTHON_JOB, job_id)
+            store(thread + staging_layout.CODE, 0 if code == staging_layout.NOT_BEGUN else code)
             return (
                 staging_layout.NEEDS_PYTHON
                 if code == staging_layout.NOT_BEGUN
                 else staging_layout.FAILED
             )
-    answer(lane, number)
+    complete(thread, job_id)
     return staging_layout.COMPLETED
 
 
 @inline
-def pause_for(lane: int, idle: int) -> int:
+def sleep_for_ns(thread: int, idle: int) -> int:
     """How long to wait before the next look, ``idle`` ns after something happened; 0 is not at all."""
     if idle < staging_layout.SPIN_NS:
         return 0
-    between_jobs = load(lane + staging_layout.SEGMENT) == load(lane + staging_layout.THREAD)
+    between_jobs = load(thread + staging_layout.SEGMENT) == load(thread + staging_layout.THREAD)
     if (
         between_jobs
-        and load_acquire(lane + staging_layout.ANNOUNCED) == load(lane + staging_layout.FINISHED)
-        and load_acquire(lane + staging_layout.CAPTURED) == 0
+        and load_acquire(thread + staging_layout.ANNOUNCED)
+        == load(thread + staging_layout.FINISHED)
+        and load_acquire(thread + staging_layout.CAPTURED) == 0
     ):
         return staging_layout.IDLE_SLEEP_NS
     return min(
@@ -118,70 +119,70 @@ def pause_for(lane: int, idle: int) -> int:
 
 
 @inline
-def sleep(lane: int, bell: int, nanoseconds: int) -> None:
-    store(lane + staging_layout.TIME, nanoseconds // 1000000000)
-    store(lane + staging_layout.TIME + 8, nanoseconds % 1000000000)
+def sleep(thread: int, doorbell: int, nanoseconds: int) -> None:
+    store(thread + staging_layout.TIME, nanoseconds // 1000000000)
+    store(thread + staging_layout.TIME + 8, nanoseconds % 1000000000)
     syscall(
         SYS_FUTEX,
-        lane + staging_layout.DOORBELL,
+        thread + staging_layout.DOORBELL,
         FUTEX_WAIT,
-        bell,
-        lane + staging_layout.TIME,
+        doorbell,
+        thread + staging_layout.TIME,
         0,
         0,
     )
 
 
 @inline
-def watch(lane: int) -> int:
+def serve_until_needed(thread: int) -> int:
     """Answer pieces until Python is needed or the lane is to stop."""
     since = 0
-    while load_acquire(lane + staging_layout.STOP) == 0:
-        bell = load32(lane + staging_layout.DOORBELL)
+    while load_acquire(thread + staging_layout.STOP) == 0:
+        doorbell = load32(thread + staging_layout.DOORBELL)
         for _ in range(staging_layout.POLLS_PER_YIELD):
-            number = load_acquire(flag(lane) + staging_layout.READY_OFFSET)
-            if number != 0:
-                outcome = take(lane, number)
+            job_id = load_acquire(flag(thread) + staging_layout.READY_OFFSET)
+            if job_id != 0:
+                outcome = run_segment(thread, job_id)
                 if outcome != staging_layout.COMPLETED:
                     return outcome
                 since = 0
             pause()
-        now = now_ns(lane)
+        now = now_ns(thread)
         if since == 0:
             since = now
-        rest = pause_for(lane, now - since)
-        if rest == 0:
+        sleep_ns = sleep_for_ns(thread, now - since)
+        if sleep_ns == 0:
             sched_yield()
-        elif load_acquire(lane + staging_layout.STOP) == 0:
-            sleep(lane, bell, rest)
-            if load32(lane + staging_layout.DOORBELL) != bell:
+        elif load_acquire(thread + staging_layout.STOP) == 0:
+            sleep(thread, doorbell, sleep_ns)
+            if load32(thread + staging_layout.DOORBELL) != doorbell:
                 since = 0
     return staging_layout.IDLE
 
 
 def serve(self: int, args: int, nargs: int) -> int:
     """Builtin ``serve(lane, waits)``: answer what Python has run, then pieces until Python is needed; without ``waits`` one in all."""
-    lane, waits = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
+    thread, waits = PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))
     state = PyEval_SaveThread()
-    held = load(lane + staging_layout.PYTHON_JOB)
+    python_job = load(thread + staging_layout.PYTHON_JOB)
     outcome = staging_layout.IDLE
-    if held != 0:
-        store(lane + staging_layout.PYTHON_JOB, 0)
-        answer(lane, held)
+    if python_job != 0:
+        store(thread + staging_layout.PYTHON_JOB, 0)
+        complete(thread, python_job)
         outcome = staging_layout.COMPLETED
     if waits != 0:
-        outcome = watch(lane)
-    elif held == 0:
-        number = load_acquire(flag(lane) + staging_layout.READY_OFFSET)
-        if number != 0:
-            outcome = take(lane, number)
+        outcome = serve_until_needed(thread)
+    elif python_job == 0:
+        job_id = load_acquire(flag(thread) + staging_layout.READY_OFFSET)
+        if job_id != 0:
+            outcome = run_segment(thread, job_id)
     PyEval_RestoreThread(state)
     return PyLong_FromLong(outcome)
 
 
 def pause_ns(self: int, args: int, nargs: int) -> int:
     """Builtin ``pause_ns(lane, idle)``; see ``pause_for``."""
-    return PyLong_FromLong(pause_for(PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
+    return PyLong_FromLong(sleep_for_ns(PyLong_AsLong(load(args)), PyLong_AsLong(load(args + 8))))
 
 
 EXPORTS: dict[str, Any] = {"serve": serve, "pause_ns": pause_ns}

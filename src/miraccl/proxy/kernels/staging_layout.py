@@ -17,25 +17,25 @@ DONE_OFFSET: Final = 64  # 1 when it is answered
 
 FLAGS: Final = 0  # address of slot 0's words
 NSLOTS: Final = 8  # of all lanes
-LANE: Final = 16
-LANES: Final = 24
+THREAD: Final = 16
+NTHREADS: Final = 24
 JOBS: Final = 32  # address of the table of jobs; row 0 is none
 SLOT: Final = 40  # where the next piece comes
-PIECE: Final = 48  # its number in the job
-HELD: Final = 56  # the job whose piece Python runs, or 0
+SEGMENT: Final = 48  # its number in the job
+PYTHON_JOB: Final = 56  # the job whose piece Python runs, or 0
 CODE: Final = 64  # what the call of that piece gave, 0 if it was not begun
 STOP: Final = 72
 DRAIN: Final = 80  # run nothing, but answer
 ANNOUNCED: Final = 88  # jobs that were announced, and those of them that have ended
 FINISHED: Final = 96
 CAPTURED: Final = 104  # a graph may bring pieces at any time
-BELL: Final = 112  # futex: added to by whoever has news
+DOORBELL: Final = 112  # futex: added to by whoever has news
 TIME: Final = 120  # two words for the system's clock
-LANE_BYTES: Final = 192
+THREAD_BYTES: Final = 192
 
 # ---- a job
 
-JOB_NPIECES: Final = 0
+JOB_NSEGMENTS: Final = 0
 JOB_STRIDE: Final = 8
 JOB_CAPTURED: Final = 16
 JOB_CALLS: Final = 24  # address of its calls, one a piece
@@ -51,16 +51,16 @@ NOT_BEGUN: Final = -1
 
 # ---- what ``serve`` gives
 
-NOTHING: Final = 0  # no piece is there, or the lane is to stop
-ANSWERED: Final = 1  # a piece was run and answered
-RUN: Final = 2  # Python runs the piece
+IDLE: Final = 0  # no piece is there, or the lane is to stop
+COMPLETED: Final = 1  # a piece was run and answered
+NEEDS_PYTHON: Final = 2  # Python runs the piece
 FAILED: Final = 3  # the call of the piece gave CODE
 
 # ---- how a lane waits
 
 SPIN_NS: Final = 2_000_000  # it looks without pause for so long after something happened
-SHORTEST_PAUSE_NS: Final = 50_000
-LONGEST_PAUSE_NS: Final = 1_000_000
-PAUSE_PART: Final = 20  # a pause is this part of the time since something happened: what is looked for so late is late by 5% at most
-NO_PAUSE_NS: Final = 1_000_000_000  # between looks where nothing can come unannounced
-LOOKS_BETWEEN_YIELDS: Final = 32
+MIN_SLEEP_NS: Final = 50_000
+MAX_SLEEP_NS: Final = 1_000_000
+SLEEP_FRACTION: Final = 20  # a pause is this part of the time since something happened: what is looked for so late is late by 5% at most
+IDLE_SLEEP_NS: Final = 1_000_000_000  # between looks where nothing can come unannounced
+POLLS_PER_YIELD: Final = 32

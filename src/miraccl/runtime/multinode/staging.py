@@ -87,7 +87,7 @@ class StagedJob:
             captured,
             stride,
         )
-        self.npieces = len(self.segments)
+        self.nsegments = len(self.segments)
         self.segment_bytes = max(
             (
                 copy.host + copy.nbytes
@@ -110,7 +110,7 @@ class StagedJob:
         ]
         calls = [prepared and prepared.unlocked() for prepared in self._prepared]
         self._calls = np.array([call or (0, 0, 0) for call in calls], np.int64)
-        assert self._calls.nbytes == staging_layout.CALL_BYTES * self.npieces
+        assert self._calls.nbytes == staging_layout.CALL_BYTES * self.nsegments
         self.calls = int(self._calls.ctypes.data) if any(calls) else 0
 
     def blocks_kernels(self, segment: int) -> bool:
@@ -251,8 +251,8 @@ class Staging:
         self._captured_concurrent |= job.concurrent and job.captured
         if participates and not job.captured:
             self.announce(job) if self._recorded is None else self._record(job)
-        for number in range(job.npieces + depth):
-            if number < job.npieces:
+        for number in range(job.nsegments + depth):
+            if number < job.nsegments:
                 if before is not None:
                     before(number, slot_of(number, job.stride))
                 if participates:
