@@ -45,7 +45,7 @@ class Gpu:
         return 0
 
     @contextlib.contextmanager
-    def visited(self) -> Iterator[None]:
+    def device_guard(self) -> Iterator[None]:
         self._inside = True
         yield
         self._inside = False
@@ -659,7 +659,7 @@ def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         gpu=types.SimpleNamespace(ordinal=1),
         window=lambda nbytes, stages: types.SimpleNamespace(own=4096),
     )
-    plane: Any = types.SimpleNamespace(meet=lambda what, name, asked, deadline: [asked])
+    plane: Any = types.SimpleNamespace(run_control_op=lambda what, name, asked, deadline: [asked])
     stages: Any = types.SimpleNamespace(what="", deadline=None)
     tensor = DeviceWindows(memory).empty((2, 3), torch.bfloat16, plane, stages)
     assert (tensor.shape, tensor.dtype, devices) == ((2, 3), torch.bfloat16, ["cuda:1"])

@@ -769,7 +769,7 @@ def test_lines_are_used_where_paths_keep_them_whole(
     path: PathType | None, kind: str, arch: int, frame: Frame
 ) -> None:
     memory: Any = types.SimpleNamespace(
-        ways={(0, 1): P2pChoice(kind=kind, reason="")},
+        choices={(0, 1): P2pChoice(kind=kind, reason="")},
         facts=[types.SimpleNamespace(arch=arch)] * 2,
         path=lambda a, b: path,
     )
