@@ -1,1 +1,1 @@
-"""The communicator's side of GPU memory: ``communicator`` for the GPUs of one host, ``hosts`` for several."""
+"""Communicator for GPU memory on one host, with the parts that the multi-node one shares."""

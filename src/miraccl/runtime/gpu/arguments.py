@@ -1,4 +1,8 @@
-"""What calls on GPU memory ask of their arguments, on one host and on several alike; refused before anything is sent."""
+"""Argument checks of operations on GPU memory, shared by the one-host and the multi-node
+communicator.
+
+Every check raises ``InvalidUsage`` before anything is sent or enqueued.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from miraccl.types import Collective
 
 
 class DeviceArguments:
-    """Checks of a communicator."""
+    """Argument checks as a mixin of communicators."""
 
     rank: int
     nranks: int
@@ -21,7 +25,11 @@ class DeviceArguments:
     def _check_out(
         self, out: Any, source: DeviceMemory, count: int, op_name: str, stream: Any
     ) -> DeviceMemory:
-        """The memory of ``out``, which must have ``count`` elements of the type of ``source``; it will be used in ``stream``."""
+        """Return the memory of ``out``, which must have ``count`` elements of the dtype of
+        ``source``.
+
+        ``stream``: stream in which the operation uses the memory.
+        """
         target = device_view(out, "out", op_name, stream, self.gpu)
         if target.dtype is not source.dtype or target.count != count:
             text = f"{op_name}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
@@ -29,7 +37,7 @@ class DeviceArguments:
         return target
 
     def _equal_share(self, source: DeviceMemory, op_name: str) -> int:
-        """Elements of an equal share."""
+        """Return the elements of one rank's share; raise if ``source`` cannot be split evenly."""
         if source.count % self.nranks:
             raise InvalidUsage(
                 f"{op_name}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly",
@@ -46,7 +54,9 @@ class DeviceArguments:
     def _check_in_place(
         self, whole: DeviceMemory, block: DeviceMemory, first: int, op_name: str
     ) -> None:
-        """``block`` may lie ``first`` elements into ``whole``, the in-place form; any other overlap is refused."""
+        """Raise if ``block`` overlaps ``whole`` anywhere but ``first`` elements into it (in-place
+        form).
+        """
         if (
             self._overlaps(whole, block)
             and block.address - whole.address != first * whole.dtype.itemsize
@@ -57,14 +67,14 @@ class DeviceArguments:
             )
 
     def _check_disjoint(self, source: DeviceMemory, target: DeviceMemory, op_name: str) -> None:
-        """For operations without a form in place."""
+        """Raise if the buffers overlap; for operations without an in-place form."""
         if self._overlaps(source, target):
             raise InvalidUsage(
                 f"{op_name} has no in-place form: x and out must not overlap", rank=self.rank
             )
 
     def _writes_result(self, collective: Collective, root: int) -> bool:
-        """Whether this rank's target is written to."""
+        """Return True if this rank's target is written."""
         if collective is Collective.BROADCAST:
             return self.rank != root
         return collective not in (Collective.REDUCE, Collective.GATHER) or self.rank == root
@@ -72,12 +82,12 @@ class DeviceArguments:
     def _check_writable(
         self, target: DeviceMemory, collective: Collective, root: int, op_name: str
     ) -> None:
-        """Refuse an array that never changes for a result that this rank has."""
+        """Raise if this rank has a result and ``target`` is read-only."""
         if target.read_only and self._writes_result(collective, root):
             raise self._read_only_error(op_name)
 
     def _read_only_error(self, op_name: str) -> InvalidUsage:
-        """The refusal of an array for the result that never changes."""
+        """Return the error for a read-only result array."""
         hint = "give out, an array that can; arrays of JAX never change"
         return InvalidUsage(
             f"{op_name}: the result's array cannot be written", rank=self.rank, hint=hint

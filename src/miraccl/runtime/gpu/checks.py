@@ -1,4 +1,4 @@
-"""The collectives of a communicator without what they run: prepared operations and groups have their arguments checked before that."""
+"""Argument checks of a GPU collective without running it, for prepared and grouped operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from miraccl.types import Collective
 
 
 class ArgumentChecks(DeviceCollectives, UnevenCollectives):
-    """Methods refuse what those of ``gpu`` refuse, and return what they return, with new arrays for results where none is given."""
+    """Collectives that check their arguments and return their result array, but run nothing.
+
+    A result array is allocated where the caller gives none.
+    """
 
     def __init__(self, gpu: Any) -> None:
         self.rank, self.nranks, self.gpu = gpu.rank, gpu.nranks, gpu.gpu

@@ -1,4 +1,7 @@
-"""Collectives on GPU memory as users call them, on one host and on several alike: arguments are checked here, ``_run`` moves the data."""
+"""Public collectives on GPU memory, shared by the one-host and the multi-node communicator.
+
+The methods check arguments; the subclass's ``_run`` moves the data.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,18 @@ Operator = RedOp | PreMulSum
 
 
 class DeviceCollectives(FastPathDisabled, DeviceArguments):
-    """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
+    """Collectives on GPU memory.
+
+    A method first tries its fast path (``fastpath.cuda``), which returns 0 if it handled the call.
+    """
 
     def install_before(
         self, fallback: Callable[[str], Door | None], cpu_plan: int
     ) -> dict[str, Callable[..., Any]]:
-        """The doors of this GPU by name of the operation, if it has any; what they do not take goes to those that are asked for here.
+        """Return this GPU's fast-path entry points by operation name; empty if there are none.
 
-        ``cpu_plan`` is the address of a word that each call sets to 0.
+        ``fallback(name)`` gives the entry point that an unhandled call goes to. ``cpu_plan`` is the
+        address of a word that each call sets to 0.
         """
         return {}
 
@@ -37,7 +44,10 @@ class DeviceCollectives(FastPathDisabled, DeviceArguments):
         root: int,
         stream: Any,
     ) -> None:
-        """Run it in ``stream``. ``count`` are the elements of a block. Left to ask: whether ``target`` may be written, what ``op`` is."""
+        """Run a collective in ``stream``; ``count``: elements per block.
+
+        Implementations check that ``target`` is writable and ``op`` valid for the dtype.
+        """
         raise NotImplementedError
 
     def all_reduce(self, x: Any, out: Any = None, op: Operator = SUM, *, stream: Any = None) -> Any:
@@ -69,7 +79,7 @@ class DeviceCollectives(FastPathDisabled, DeviceArguments):
         return out
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
-        """All ranks' ``x``, one after another, on every rank."""
+        """Concatenate ``x`` of all ranks on every rank."""
         if out is not None and not self._all_gather(x, out, None, False, stream):
             return out
         source = device_view(x, "x", "all_gather", stream, self.gpu)
@@ -80,7 +90,7 @@ class DeviceCollectives(FastPathDisabled, DeviceArguments):
         return out
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
-        """Block j of rank i's ``x`` becomes block i of rank j's ``out``."""
+        """Send block j of ``x`` to rank j; block i of ``out`` comes from rank i."""
         if out is not None and not self._all_to_all(x, out, None, False, stream):
             return out
         source = device_view(x, "x", "all_to_all", stream, self.gpu)
@@ -92,7 +102,7 @@ class DeviceCollectives(FastPathDisabled, DeviceArguments):
         return out
 
     def broadcast(self, x: Any, root: int = 0, *, stream: Any = None) -> Any:
-        """``x`` of rank ``root`` into ``x`` of every rank."""
+        """Copy ``x`` of rank ``root`` into ``x`` of every rank."""
         if not self._broadcast(x, None, root, False, stream):
             return x
         root = self._check_root(root, "broadcast")
@@ -103,7 +113,9 @@ class DeviceCollectives(FastPathDisabled, DeviceArguments):
     def reduce(
         self, x: Any, root: int = 0, out: Any = None, op: Operator = SUM, *, stream: Any = None
     ) -> Any:
-        """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; the others' stays as it is."""
+        """Reduce ``x`` over all ranks into ``x`` or ``out`` of rank ``root``; other ranks' stay
+        unchanged.
+        """
         if not self._reduce(x, out, op, False, stream, root):
             return x if out is None or root != self.rank else out
         root = self._check_root(root, "reduce")

@@ -1,9 +1,10 @@
-"""How many multiprocessors kernels may take: the CTA policy, in the words of NCCL's ``ncclConfig_t`` (``CTAPolicy``, 2.27 and later).
+"""Limits on the SMs that kernels may occupy: the CTA policy of ``ncclConfig_t`` (NCCL 2.27).
 
-A kernel of a large operation is limited by the links, not by multiprocessors, and those that it takes are missing to whatever runs beside
-it.  ``default`` takes what makes the operation itself shortest; ``efficiency`` takes few for large operations, as training wants it, where
-the gradients of one layer travel while those of the next are computed; ``zero`` leaves it to copy engines where that is possible.
-``MIRACCL_SMS`` says a number for operations of all sizes.
+A kernel of a large operation is limited by the links, not by SMs, and the SMs that it occupies
+are unavailable to computation that runs concurrently. ``default`` minimises the time of the
+operation itself. ``efficiency`` uses few SMs for large operations, which suits training: the
+gradients of one layer are reduced while the next are computed. ``zero`` prefers copy engines.
+``MIRACCL_SMS`` sets a number for all sizes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ _BLOCK_PER_PEER = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.
 
 @dataclass(frozen=True, kw_only=True)
 class CtaLimits:
-    """What all ranks have agreed on. ``most`` multiprocessors may be filled; ``limited``: that many because MIRACCL_SMS says so; ``none``:
-    copy engines where possible."""
+    """Limits that all ranks have agreed on.
+
+    ``max_sms``: SMs that kernels may fill. ``fixed``: the number comes from MIRACCL_SMS.
+    ``efficiency``: the CTA policy. ``copy_engines_only``: use no SMs where copy engines can do it.
+    """
 
     max_sms: int
     fixed: bool = False
@@ -39,7 +43,10 @@ class CtaLimits:
 
     @staticmethod
     def proposal(multiprocessors: int, policy: str) -> dict[str, Any]:
-        """What one rank asks for, on a GPU of so many multiprocessors; ``policy`` is that of the program, after the environment's."""
+        """Return one rank's proposal for a GPU with this many SMs.
+
+        ``policy`` is the application's choice; the environment overrides it.
+        """
         limit = params.SMS.read()
         policy = params.CTA_POLICY.read() or policy
         if limit < 0 and policy == "zero":
@@ -52,7 +59,7 @@ class CtaLimits:
 
     @classmethod
     def agree(cls, proposals: Sequence[Mapping[str, Any]]) -> CtaLimits:
-        """The least number of all ranks counts, and one that asks for the policy."""
+        """Combine all ranks' proposals: the lowest number, and the policy if any rank asks for it."""
         limits = [int(proposal["limit"]) for proposal in proposals if int(proposal["limit"]) >= 0]
         most = min([int(proposal["most"]) for proposal in proposals] + limits)
         return cls(
@@ -63,7 +70,7 @@ class CtaLimits:
         )
 
     def apply(self, request: Request) -> Request:
-        """The request with the multiprocessors that its kernel may take."""
+        """Return ``request`` with the SMs that its kernel may use."""
         if self.fixed:
             return replace(request, multiprocessors=self.max_sms, packed=True)
         if not self.efficiency:

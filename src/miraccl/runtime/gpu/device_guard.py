@@ -1,7 +1,8 @@
-"""Calls in threads in which the program has chosen another GPU than the communicator's.
+"""Device guard for calls from threads whose current CUDA device is another one.
 
-The driver takes default streams, and what is made, for those of the current context.  So that is the communicator's inside a call, and the
-program's again afterwards, as with NCCL.  In a thread without a context the communicator's stays.
+The driver resolves default streams and allocates for the current context. Inside a call the
+communicator's context is current; afterwards the application's is restored, as NCCL does. A
+thread without a context keeps the communicator's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 
 class DeviceGuarded:
-    """The methods of ``gpu``, in which its context is current."""
+    """Methods of ``gpu``, each called with the communicator's context current."""
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
@@ -27,5 +28,8 @@ class DeviceGuarded:
 
 
 def guarded(gpu: Any) -> Any:
-    """What takes the calls of this thread; one that is closed asks no driver any more, which a forked child has not."""
+    """Return ``gpu``, wrapped in a device guard if another device is current.
+
+    A closed communicator is returned as it is: a forked child has no CUDA driver to query.
+    """
     return DeviceGuarded(gpu) if not gpu.closed and gpu.gpu.is_wrong_device() else gpu

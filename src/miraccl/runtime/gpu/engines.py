@@ -1,5 +1,8 @@
-"""Collectives on GPU memory by copy engines: when they take a call, and the launches that were made (``executor.cuda.copies``,
-``staged_copies``; NCCL's are in ``src/ce_coll.cc``)."""
+"""Collectives on GPU memory by copy engines: selection, and the cache of their launches.
+
+The launches are those of ``executor.cuda.copies`` and ``staged_copies``; NCCL's counterpart is
+``src/ce_coll.cc``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied su
 
 
 class CopyEngines:
-    """Those of a communicator's GPU. They are taken where they are faster than kernels, or where multiprocessors are not to be used."""
+    """Copy-engine collectives of one communicator.
+
+    They run where they are faster than kernels, or where SMs are not to be used.
+    """
 
     def __init__(
         self,
@@ -45,7 +51,10 @@ class CopyEngines:
         self._directions: Directions = {}
 
     def may_handle(self, collective: Collective, windows: bool, block_bytes: int) -> bool:
-        """Whether ``find`` is to be asked, whose answer depends on where the memory lies; ``windows``: there are some."""
+        """Return True if ``find_launch`` must be called, whose answer depends on the addresses.
+
+        ``windows``: the communicator has window memory.
+        """
         nranks = self._memory.nranks
         if self._ctas.copy_engines_only:
             return collective in ALGORITHMS
@@ -64,8 +73,10 @@ class CopyEngines:
         place: Place | None,
         request: Callable[[], Request],
     ) -> CopyLaunch | StagedLaunch | None:
-        """The launch of an operation, made now if there is none; None where kernels do it. ``place`` is where the output lies in a
-        window."""
+        """Return the launch of an operation, created on first use; None if kernels run it.
+
+        ``place``: location of the output in a window, if it is in one.
+        """
         key: tuple[Any, ...] = (
             collective,
             dtype,
@@ -95,11 +106,14 @@ class CopyEngines:
         return self._launches[key]
 
     def launches(self) -> list[tuple[tuple[Any, ...], CopyLaunch | StagedLaunch]]:
-        """Those that were made, by (collective, dtype, count, operator, root)."""
+        """Return all launches by (collective, dtype, count, operator, root)."""
         return [(key[:5], launch) for key, launch in list(self._launches.items())]
 
     def awaited_peer(self) -> int | None:
-        """A peer whose data, or else whose room, a stream still waits for; None where that cannot be told, as in graphs."""
+        """Return a peer whose data, or else whose credit, a stream waits for; None if unknown.
+
+        Waits inside graphs are not visible.
+        """
         for (peer, _), side in sorted(
             self._directions.items(), key=lambda item: (not item[0][1], item[0][0])
         ):
@@ -110,12 +124,12 @@ class CopyEngines:
         return None
 
     def release_waits(self) -> None:
-        """Of streams that wait for words which will not come."""
+        """Release streams that wait for flags that will not be written."""
         self._gpu.make_current()
         with self._gpu.outside_of_capture():
             self._gpu.fill(self._memory.own + layout.COPY_FLAGS_OFFSET, layout.COPY_FLAGS_BYTES, 1)
 
     def close(self) -> None:
-        """After the GPU has ended its work."""
+        """Free the streams; the GPU has finished its work."""
         for side in (*self._sides, *self._directions.values()):
             side.close()

@@ -1,7 +1,8 @@
-"""What would run on GPU memory, and why: the answer of ``Communicator.explain(..., device="cuda")`` as records with sentences.
+"""Explanation of the plan on GPU memory: ``Communicator.explain(..., device="cuda")``.
 
-A candidate is read off the plan that the calls themselves use (``executor.cuda.choice.choose``), so the answer and what runs cannot differ.
-Windows are memory of a call, which is not known here: what they change is a candidate with its condition.
+Candidates are built from the plans that the calls themselves use (``executor.cuda.choice``), so
+the explanation and the execution cannot differ. Window memory belongs to a call and is unknown
+here: an algorithm that needs it is a candidate with its condition.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ MESSAGE_COLLECTIVES = (Collective.GATHER, Collective.SCATTER, Collective.BARRIER
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCandidate:
-    """One way to run an operation on GPU memory, and why it was (not) chosen.
+    """One algorithm that could run an operation on GPU memory, and the reason it was (not) chosen.
 
-    ``blocks`` of ``threads`` threads handle ``unroll`` vectors each at a time; 0 where no kernel of this host does the work alone.
-    ``frame`` is how packets tell that they have come (docs/gpu-kernels.md), empty without packets.  ``order`` are the ranks as uses_order
-    where uses_order count, and ``order_reason`` why.  ``ways`` is how data go between each two ranks, the same for all candidates.
+    The kernel has ``blocks`` of ``threads`` threads, each with ``unroll`` vectors in flight; 0 if
+    no kernel of this host does the work alone. ``frame``: how packets carry their flags
+    (docs/gpu-kernels.md), empty without packets. ``order``: ranks in neighbour order, for
+    algorithms that have neighbours, and ``order_reason``. ``connections``: the data path of each
+    pair of ranks, the same for all candidates.
     """
 
     algo: str
@@ -52,7 +55,10 @@ def candidates(
     no_multiprocessors: bool = False,
     all_direct: bool = True,
 ) -> list[DeviceCandidate]:
-    """All ways to run a request on one host, the chosen one first. ``given`` is a plan that the user laid down."""
+    """Return all candidates for a request on one host, the chosen one first.
+
+    ``given``: a plan that the application has set.
+    """
     all_connections = tuple(connections)
     if request.nranks == 1:
         return [
@@ -112,7 +118,7 @@ def candidates(
 
 
 def _alternative(request: Request, name: str, chosen: DevicePlan) -> tuple[DevicePlan, bool, str]:
-    """The plan with another algorithm, and why it was not chosen."""
+    """Return the plan of another algorithm, False (not chosen) and the reason."""
     plan = choose(replace(request, algo=name))
     if request.algo:
         return plan, False, f"{request.algo} was {request.why}"

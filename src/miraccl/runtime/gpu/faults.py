@@ -1,8 +1,8 @@
-"""What ends waiting on a GPU, and how it is told: deadlines, mismatches, aborts, deaths.
+"""Faults of a communicator on the GPUs of one host: deadlines, mismatches, aborts, deaths.
 
-Kernels look at two words in host memory while they wait: one ends the wait, the other takes what they found.  ``DeviceFaults`` owns these
-words for a communicator of one host.  It hears of deaths and of other ranks' faults from the control plane, tells other ranks of its own,
-and raises everything as the same errors as on the CPU.
+Kernels poll two words in pinned host memory while they wait: one ends the wait, in the other they
+report an error. ``DeviceFaults`` owns these words, receives deaths and peers' faults from the
+control plane, notifies peers of its own, and raises the same errors as the CPU communicator.
 """
 
 from __future__ import annotations
@@ -54,16 +54,21 @@ _ROOT_CAUSES = (
 
 
 class CopyWaits(Protocol):
-    """Copies between ranks whose streams wait for peers (``comm.device.engines``)."""
+    """Copies between ranks whose streams wait for peers (``runtime.gpu.engines``)."""
 
     def awaited_peer(self) -> int | None: ...
     def release_waits(self) -> None: ...
 
 
 class DeviceFaults:
-    """``words`` are the host words of ``executor.cuda.layout``; ``look()`` reads what all ranks run, ``name(number, signature)`` says what
-    a launch is (number 0: a collective that is messages), ``refused(peer)`` reads which message a peer has refused, ``stopped()`` whether a
-    wait on this GPU has ended without what it waited for.  ``called`` are the numbers of the ranks in errors."""
+    """Fault state of one communicator.
+
+    ``words``: the host words of ``executor.cuda.layout``. ``read_snapshot()`` reads the flight
+    recorder of all ranks; ``describe_launch(number, signature)`` names a launch (number 0: a
+    collective made of messages); ``rejected_size(peer)`` reads the size of the message that a peer
+    rejected; ``stopped()`` returns True if a wait on this GPU has ended unfulfilled.
+    ``global_ranks``: rank numbers for errors, by rank of the session.
+    """
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class DeviceFaults:
         return self._ended.is_set()
 
     def check(self, name: str = "") -> None:
-        """Raise what was found so far, if anything."""
+        """Raise the fault recorded so far, if any."""
         self._collect_kernel_report()
         with self._lock:
             fault = self._fault
@@ -126,9 +131,12 @@ class DeviceFaults:
             raise raised
 
     def unreported(self, already_reported: bool = False) -> MiracclError | None:
-        """What nobody was told of, though operations are not what they should be: what kernels found here, a mismatch that others found,
-        and whatever they told where it has ended a wait: these two not where the program was ``told`` in another way. The GPU has ended
-        its work."""
+        """Return the fault that invalidates results and that no call has raised, or None.
+
+        That is a fault found by a kernel here; or, unless ``already_reported`` by other means, a
+        mismatch reported by a peer, or any peer fault that interrupted a wait. The GPU has finished
+        its work.
+        """
         self._collect_kernel_report()
         fault = self._fault
         if fault is None or self.reported:
@@ -143,11 +151,13 @@ class DeviceFaults:
     # ---- what kernels found
 
     def record_mismatch(self, peer: int, number: int, signature: int) -> None:
-        """As a kernel reports it that finds another operation of ``peer`` in the place of launch ``number`` (0: of messages). None runs."""
+        """Record that ``peer`` ran another operation as launch ``number`` (0: messages); no kernel
+        runs.
+        """
         self._write_report(layout.ERROR_MISMATCH, peer, layout.WHAT_MEETING, number, signature)
 
     def _write_report(self, error: int, peer: int, what: int, number: int, signature: int) -> None:
-        """As ``report`` of source/common.cuh, when no kernel runs that might."""
+        """Write an error report as ``report`` of source/common.cuh does, when no kernel can."""
         with self._lock:
             if self._ended.is_set() or self._words[layout.HOST_CLAIM]:
                 return
@@ -158,7 +168,10 @@ class DeviceFaults:
             self._words[layout.HOST_ABORT] = 1
 
     def record_straggler(self, what: Straggler) -> None:
-        """At the end, when no rank waits: a rank has called an operation that another one has not. All ranks find such a thing."""
+        """Record at finalize that a rank called an operation which another rank did not.
+
+        No rank waits any more; every rank finds the same.
+        """
         who, behind = (
             self.rank if rank is None else self._global_ranks[rank]
             for rank in (what.ahead, what.behind)
@@ -168,7 +181,10 @@ class DeviceFaults:
         self._set_final_mismatch(behind if who == self.rank else who, op, text)
 
     def record_unmatched(self, there: int, signature: int) -> None:
-        """At the end, too: a message of a collective that this rank has not taken; ``signature`` 0: not known of which."""
+        """Record at finalize an unmatched message from session rank ``source``.
+
+        ``signature``: that of its collective, 0 if unknown.
+        """
         peer, op = (
             self._global_ranks[there],
             self._describe_launch(0, signature) if signature else None,
@@ -186,7 +202,7 @@ class DeviceFaults:
                 )
 
     def _collect_kernel_report(self) -> None:
-        """Make what kernels wrote the fault, and tell the others."""
+        """Turn a kernel's report into the fault and notify the peers."""
         error = int(self._words[layout.HOST_ERROR])
         if not error or self._is_superseded(error):
             return
@@ -203,11 +219,12 @@ class DeviceFaults:
             self._found_by_kernel, self._fault = True, fault
 
     def _is_superseded(self, error: int) -> bool:
-        """Whether there is a fault already, and it says as much as what kernels found."""
+        """Return True if the present fault says at least as much as the kernel's report."""
         with self._lock:
             return self._found_by_kernel or (self._fault is not None and error not in _ROOT_CAUSES)
 
     def _kernel_error(self, error: int, answers: Mapping[int, Mapping[str, Any]]) -> MiracclError:
+        """Return the error for a kernel's report; ``answers``: status replies of the ranks."""
         words, rank, there = self._words, self.rank, int(self._words[layout.HOST_PEER])
         number, signature = int(words[layout.HOST_LAUNCH]), int(words[layout.HOST_SIGNATURE])
         peer, op = (
@@ -287,7 +304,7 @@ class DeviceFaults:
         )
 
     def _describe_cycle(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
-        """Who waits for whom in messages, and where its program is."""
+        """Describe a cycle of message waits, with the location of each application."""
         waits_for, rooms = (
             int(self._words[layout.HOST_CIRCLE]),
             int(self._words[layout.HOST_CIRCLE + 1]),
@@ -312,23 +329,28 @@ class DeviceFaults:
     # ---- ending waits
 
     def abort(self, reason: str) -> None:
-        """End what waits on all ranks' GPUs. Any thread may call it. The others are told first: a program that it wakes may end at once."""
+        """End the waits on all ranks' GPUs. Any thread may call it."""
         error = abort_error(self.rank, reason)
         self._notify(error)
         self._end_waits(error, found_here=True)
 
     def fail_deadlocked(self, op: str, text: str) -> None:
-        """Nothing comes of what waits here: ranks wait for one another."""
+        """Set a deadlock as the fault and end this rank's waits."""
         fault = CollectiveMismatch(text, rank=self.rank, op=op, hint=ORDER_HINT)
         self._notify(fault)
         self._end_waits(fault, from_peer=True)
 
     def set_fault(self, fault: MiracclError) -> None:
-        """End what waits on this rank's GPU, because of ``fault``, which the others know. Any thread may call it."""
+        """End the waits on this rank's GPU because of ``fault``, which peers know. Any thread may
+        call
+        it.
+        """
         self._end_waits(fault)
 
     def announce_exit(self) -> None:
-        """Tell the others that this rank's GPU has ended its work for good: kernels that still wait for it do so in vain, and end."""
+        """Notify peers that this rank's GPU has finished for good; their kernels stop waiting for
+        it.
+        """
         with contextlib.suppress(MiracclError):
             self.session.notify({EXIT_NOTICE: True})
 
@@ -337,7 +359,9 @@ class DeviceFaults:
             self.session.notify({FAULT_NOTICE: encode_error(error)})
 
     def _on_event(self, event: Event) -> None:
-        """From the session's watcher: kernels that wait end within milliseconds."""
+        """Handle an event in the session's watcher thread; kernels stop waiting within
+        milliseconds.
+        """
         if isinstance(event, PeerLost):
             self._end_waits(
                 death_error(event, rank=self.rank, global_ranks=self._global_ranks), from_peer=True
@@ -360,7 +384,7 @@ class DeviceFaults:
             self._peer_left(event.rank, event.reason)
 
     def _peer_left(self, peer: int, why: str) -> None:
-        """What ``peer`` has not stored by now never comes."""
+        """Record that ``peer`` will store nothing more."""
         with self._lock:
             if not self._ended.is_set():
                 self._exit_reasons.setdefault(peer, why)
@@ -369,10 +393,11 @@ class DeviceFaults:
     def monitor_copies(
         self, engines: CopyWaits, pending_copies: Callable[[], tuple[int, int] | None]
     ) -> None:
-        """``engines`` have streams that wait for words of peers, after the launch that ``under_way()`` names by number and signature.
+        """Start the thread that applies deadlines and aborts to streams that wait for flags of
+        peers.
 
-        No kernel looks at the abort word or at the deadline while they do: a thread does, and lets go of them again and again once waits
-        are to end.
+        ``pending_copies()`` gives number and signature of the launch whose copies wait. No kernel
+        polls the abort word or the deadline meanwhile, so the thread does.
         """
         self._engines = engines
         if self.broken:
@@ -418,10 +443,10 @@ class DeviceFaults:
     def _end_waits(
         self, fault: MiracclError | None, *, found_here: bool = False, from_peer: bool = False
     ) -> None:
-        """End all waits, now and later. The first fault stays; what kernels have found says more than one that was ``found_here``.
+        """End all waits, present and future; the first fault stays.
 
-        Waits end first: a program that has seen the fault and goes on to another operation must find that none runs any more, or others
-        would take it for a mismatch.
+        A kernel's report says more than a fault that was ``found_here`` by the host and replaces
+        it.
         """
         with self._lock:
             if self._ended.is_set():
@@ -439,14 +464,14 @@ class DeviceFaults:
                 ).start()
 
     def _release_copies(self, engines: CopyWaits) -> None:
-        """Streams reset the words that they wait for, so letting go once is not enough."""
+        """Release waiting streams repeatedly."""
         while not self._ended.wait(RELEASE_INTERVAL_S):
             with self._release_lock, contextlib.suppress(MiracclError):  # whatever a look waits for
                 if not self._ended.is_set():
                     engines.release_waits()
 
     def close(self) -> None:
-        """The GPU has ended its work: from now on nothing is written to the words, whose memory may go."""
+        """Stop writing to the words, whose memory may be freed; the GPU has finished its work."""
         with self._lock:
             self._ended.set()
         with self._probe_lock, self._release_lock:
