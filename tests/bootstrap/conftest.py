@@ -34,7 +34,7 @@ def patience_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], De
         join,
         "_join",
         lambda sock, remote, deadline: replace(
-            original(sock, remote, deadline), timeout=deadline.seconds
+            original(sock, remote, deadline), timeout_left=deadline.seconds
         ),
     )
     return lambda seconds: Deadline(seconds=seconds, at=time.monotonic() + PATIENCE)

@@ -22,14 +22,14 @@ _A, _B = f"mcbs{os.getpid()}a", f"mcbs{os.getpid()}b"
 #: A rank: meets as its environment says, tells what it sees as JSON lines, ends when its input does.
 _RANK = """
 import json, os, sys
-from miraccl.bootstrap import PeerLeft, PeerLost, create_hub, connect, detect_launch, meet, UniqueId
+from miraccl.bootstrap import PeerLeft, PeerLost, create_hub, connect, detect_launch, join_launch, UniqueId
 def tell(**fields): print(json.dumps(fields), flush=True)
 if os.environ.get("TEST_ROOT"):
     unique_id, root = create_hub()
     tell(unique_id=str(unique_id), hosts=[host for host, _ in unique_id.addresses])
     os.environ["MIRACCL_UNIQUE_ID"] = str(unique_id)
 try:
-    session = meet(detect_launch(os.environ), 60.0)
+    session = join_launch(detect_launch(os.environ), 60.0)
 except Exception as error:
     tell(error=type(error).__name__, text=str(error))
     sys.exit(0)

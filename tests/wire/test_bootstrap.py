@@ -299,7 +299,7 @@ def test_a_silent_stranger_is_dropped_at_the_handshake_deadline():
 
 
 def test_strangers_beyond_the_bound_push_out_the_oldest_silent_one_never_a_rank():
-    net = Net(max_strangers=4)
+    net = Net(max_pending=4)
     rank0 = net.member(0, 2)
     net.run()
     strangers = [net.connect() for _ in range(10)]
@@ -311,7 +311,7 @@ def test_strangers_beyond_the_bound_push_out_the_oldest_silent_one_never_a_rank(
 
 
 def test_who_said_hello_outlives_who_is_silent():
-    net = Net(max_strangers=2)
+    net = Net(max_pending=2)
     member = net.member(0, 1)
     net._move_up(member)  # Hello is in, Proof is not
     flood = [net.connect() for _ in range(5)]
@@ -321,7 +321,7 @@ def test_who_said_hello_outlives_who_is_silent():
 
 
 def test_newcomers_wait_until_a_stranger_has_had_time_enough():
-    net = Net(max_strangers=2)
+    net = Net(max_pending=2)
     assert net.hub.may_accept(net.now)
     net.connect()
     net.now = 0.01
@@ -337,7 +337,7 @@ def test_newcomers_wait_until_a_stranger_has_had_time_enough():
 
 def test_a_crowd_of_ranks_does_not_push_itself_out():
     """More ranks than strangers may be held: all are let in, none is dropped, when the kernel's queue is used."""
-    net = Net(max_strangers=4)
+    net = Net(max_pending=4)
     waiting = list(range(20))
     members: list[Member] = []
     while waiting:
@@ -349,7 +349,7 @@ def test_a_crowd_of_ranks_does_not_push_itself_out():
 
 
 def test_who_says_hello_and_no_more_makes_place_in_the_end():
-    net = Net(max_strangers=2)
+    net = Net(max_pending=2)
     for _ in range(2):
         conn = net.connect()
         net.bytes_to_hub(conn, encode_frame(encode(Hello(rank=0, nranks=2, nonce=bytes(32)))))
@@ -676,7 +676,7 @@ _ACTIONS = st.sampled_from(
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.tuples(_ACTIONS, st.integers(0, 5)), max_size=40))
 def test_any_course_of_events_keeps_the_invariants_and_can_be_replayed(actions):
-    net = Net(max_strangers=3, handshake_timeout=3.0)
+    net = Net(max_pending=3, handshake_timeout=3.0)
     for step, (action, number) in enumerate(actions):
         up = [m for m in net.members.values() if m.open and m.machine.state is MemberState.UP]
         who = up[number % len(up)] if up else None

@@ -144,7 +144,7 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     environ = {name: text for name, text in environ.items() if text.strip()}
     launch = _first_launch(environ)
     _check_sizes_without_rank(environ, launch)
-    return replace(launch, doubt=_find_conflict(environ, launch))
+    return replace(launch, conflict=_find_conflict(environ, launch))
 
 
 def _first_launch(environ: Mapping[str, str]) -> Launch:

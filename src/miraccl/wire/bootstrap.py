@@ -77,7 +77,7 @@ JOB_TRANSITIONS: dict[tuple[JobState, str], JobState] = {
     (JobState.GATHERING, "complete"): JobState.FORMED,
     (JobState.GATHERING, "fail"): JobState.FAILED,
     (JobState.FORMED, "all gone"): JobState.FINISHED,
-    (JobState.FAILED, "all told"): JobState.FINISHED,
+    (JobState.FAILED, "all notified"): JobState.FINISHED,
     **{(state, "close"): JobState.FINISHED for state in JobState},
 }
 

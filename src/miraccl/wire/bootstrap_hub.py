@@ -429,7 +429,7 @@ class HubMachine:
                 self._finish()
 
     def _finish(self) -> None:
-        word = {JobState.FORMED: "all gone", JobState.FAILED: "all told"}.get(self.state, "close")
+        word = {JobState.FORMED: "all gone", JobState.FAILED: "all notified"}.get(self.state, "close")
         self.state = advance(JOB_TRANSITIONS, self.state, word)
         for peer in list(self._peers.values()):
             self._discard(peer)

@@ -50,8 +50,8 @@ class Join:
         ("pid", "u32"),
         ("addresses", "texts"),
         ("loopback", "flag"),
-        ("patience", "time"),
-        ("timeout", "time"),
+        ("timeout_total", "time"),
+        ("timeout_left", "time"),
     )
 
 
