@@ -1,9 +1,10 @@
-"""Which algorithms there are, for which collectives, and their schedules.
+"""Catalog of algorithms: registration, lookup and cached schedules.
 
-An algorithm is a function ``build(collective, nranks, root) -> Schedule`` under a name, with what a planner wants to know about
-it.  The built-in ones are the modules of ``schedule.algos``, loaded on first use; ``register`` adds others.  Schedules are built
-once per (name, collective, nranks, root).  Schedules of registered algorithms are proved right before they are handed out, and the
-proof is kept; those of built-in ones are proved in the tests.
+An algorithm is a function ``build(collective, nranks, root) -> Schedule`` with a name and the
+properties a planner needs. Built-in algorithms are the modules of ``schedule.algos``, imported on
+first use; ``register`` adds others. Schedules are built once per (name, collective, nranks, root).
+Schedules of registered algorithms are verified before first use and the result is cached; the test
+suite verifies built-in ones.
 """
 
 from __future__ import annotations
@@ -35,15 +36,20 @@ TOPOLOGY_ORDERED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One way to do one or more collectives.
+    """An algorithm for one or more collectives.
 
-    ``rank_ordered``: contributions are added in the order of the ranks, whatever the size, so that results are reproducible; proved
-    with the rest of a schedule (``provenance.add_in_rank_order``).
-    ``rounds_once``: sums of 16- and 8-bit floats are rounded once, not at every hop; not proved.  (Both are true where nothing is added.)
-    ``direct``, ``direct_in_place``: collectives whose receivers may read the sender's memory (``verify.is_direct_safe``).
-    ``uneven``: collectives that work when blocks have different counts.
-    ``condition``: whether there is a schedule for (collective, nranks).  ``root``: the only root that there is one for, None: any.
-    ``latency``, ``wire``: the formulas of ``cost.Cost.latency_steps`` and ``cost.Cost.wire_blocks`` for (collective, nranks).
+    ``name``, ``description``: identifier and one-line summary for ``miraccl schedule list``.
+    ``collectives``: collectives it implements. ``builder``: function that builds the schedule for
+    (collective, nranks, root). ``rank_ordered``: contributions are added in rank order at every
+    size, so results are reproducible. Verified (``provenance.add_in_rank_order``). True for
+    algorithms that do not reduce. ``rounds_once``: 16- and 8-bit float sums are rounded once
+    instead of at every hop. Not verified. ``direct``, ``direct_in_place``: collectives in which
+    receivers may read the sender's memory (``verify.is_direct_safe``).
+    ``needs_addressable_memory``: schedules use PUT, GET or REDUCE_FROM_PEERS. ``uneven``:
+    collectives that accept blocks with different counts. ``condition``: predicate on (collective,
+    nranks); None accepts all. ``root``: the only supported root, None for any. ``latency``,
+    ``wire``: closed forms of ``cost.Cost.latency_steps`` and ``cost.Cost.wire_blocks`` for
+    (collective, nranks). ``builtin``: defined in ``schedule.algos``.
     """
 
     name: str
@@ -63,7 +69,9 @@ class Algorithm:
     builtin: bool = False
 
     def supports(self, collective: Collective, nranks: int, root: int | None = None) -> bool:
-        """Whether there is a schedule for ``collective`` over ``nranks`` ranks, and for ``root`` if that is given."""
+        """Return True if there is a schedule for ``collective``, ``nranks`` and, if given,
+        ``root``.
+        """
         if root is not None and collective.rooted and self.root not in (None, root):
             return False
         if nranks < 1 or collective not in self.collectives:
@@ -76,8 +84,11 @@ class Algorithm:
         )
 
     def build(self, collective: Collective, nranks: int, root: int = 0) -> Schedule:
-        """The schedule, not cached. Raises ``InvalidUsage`` where ``supports`` says no or ``root`` is no rank, ``ScheduleError`` where the
-        builder fails."""
+        """Build the schedule without caching.
+
+        Raise ``InvalidUsage`` if ``supports`` is false or ``root`` is out of range,
+        ``ScheduleError`` if the builder fails or returns a schedule for other arguments.
+        """
         if not self.supports(collective, nranks):
             others = format_names_for(collective, nranks)
             raise InvalidUsage(
@@ -108,7 +119,7 @@ class Algorithm:
         return schedule
 
     def latency_steps(self, schedule: Schedule) -> int:
-        """``cost.Cost.latency_steps`` of a schedule of this algorithm, by its formula if it has one."""
+        """Return ``cost.Cost.latency_steps`` of ``schedule``, from the closed form if there is one."""
         if self.latency is None:
             return compute_cost(schedule).latency_steps
         formula, collective, nranks = self.latency, schedule.collective, schedule.nranks
@@ -121,7 +132,7 @@ class Algorithm:
     def _guarded_call(
         self, action: str, nranks: int, function: Callable[[], T], hint: str | None = None
     ) -> T:
-        """What the algorithm's own code answers, or ``ScheduleError`` that names it where that fails."""
+        """Call user code; wrap exceptions in a ``ScheduleError`` that names the algorithm."""
         try:
             return function()
         except MiracclError:
@@ -158,7 +169,9 @@ def register(
     latency: Callable[[Collective, int], int] | None = None,
     wire: Callable[[Collective, int], Fraction] | None = None,
 ) -> Callable[[Build], Build]:
-    """Decorator that makes a build function an algorithm; the fields are those of ``Algorithm``.
+    """Return a decorator that registers a build function as an algorithm.
+
+    The parameters are the fields of ``Algorithm``. Raise ``InvalidUsage`` for a name in use.
 
     >>> @register("mine", collectives=[Collective.BROADCAST], description="...")
     ... def build(collective, nranks, root): ...
@@ -199,7 +212,10 @@ def register(
 
 
 def register_schedule(schedule: Schedule, description: str = "A single schedule.") -> None:
-    """Make one schedule, from a text perhaps, an algorithm for just its collective, ranks and root, under its name."""
+    """Register one schedule, for example one read from text, under its own name.
+
+    The algorithm supports exactly the schedule's collective, number of ranks and root.
+    """
 
     register(
         schedule.name,
@@ -212,7 +228,7 @@ def register_schedule(schedule: Schedule, description: str = "A single schedule.
 
 
 def unregister(name: str) -> None:
-    """Forget an algorithm, its schedules and its proofs."""
+    """Remove an algorithm with its cached schedules and proofs."""
     _load_builtins()
     _ALGORITHMS.remove(name)
     _built.cache_clear()
@@ -222,20 +238,23 @@ def unregister(name: str) -> None:
 
 
 def names() -> list[str]:
-    """All names, sorted."""
+    """Return the names of all algorithms, sorted."""
     _load_builtins()
     return _ALGORITHMS.names()
 
 
 def get(name: str) -> Algorithm:
-    """The algorithm called ``name``, or ``InvalidUsage`` that lists the names."""
+    """Return the algorithm called ``name``; raise ``InvalidUsage`` with the known names."""
     _load_builtins()
     return _ALGORITHMS.get(name)
 
 
 def algorithms_for(collective: Collective, nranks: int, root: int | None = None) -> list[Algorithm]:
-    """The algorithms that have a schedule for ``collective`` over ``nranks`` ranks, and for ``root`` if that is given, by name. One whose
-    condition fails is among them: what is wrong with it is told to who asks for its schedule."""
+    """Return the algorithms with a schedule for the arguments, sorted by name.
+
+    Includes algorithms whose ``condition`` raises; the error is reported when their schedule is
+    requested.
+    """
 
     def offers(algorithm: Algorithm) -> bool:
         try:
@@ -247,7 +266,7 @@ def algorithms_for(collective: Collective, nranks: int, root: int | None = None)
 
 
 def format_names_for(collective: Collective, nranks: int) -> str:
-    """The names of ``algorithms_for``, for who asked for another one."""
+    """Return the names of ``algorithms_for`` as text for error messages."""
     return ", ".join(algorithm.name for algorithm in algorithms_for(collective, nranks)) or "none"
 
 
@@ -260,9 +279,11 @@ def build(
     in_place: bool = False,
     order: Sequence[int] = (),
 ) -> Schedule:
-    """The schedule of an algorithm, from the cache. Schedules that are not built in are proved right first (``ScheduleError``).
+    """Return the schedule of an algorithm from the cache.
 
-    ``order``: the ranks in the order of the machine's links, which built-in algorithms follow whose cost depends on neighbours.
+    Schedules that are not built in are verified first (``ScheduleError``). ``order``: ranks in the
+    order of the machine's links; built-in algorithms whose cost depends on neighbours are
+    relabelled to follow it.
     """
     root = root if collective.rooted else 0
     if not get(name).builtin:
@@ -275,7 +296,10 @@ def build(
 def supports_direct(
     name: str, collective: Collective, nranks: int, root: int = 0, *, in_place: bool = False
 ) -> bool:
-    """Whether receivers may read the sender's memory; known for built-in algorithms, proved (and kept) for others."""
+    """Return True if receivers may read the sender's memory.
+
+    Declared by built-in algorithms; verified once, and cached, for others.
+    """
     algorithm = get(name)
     if algorithm.builtin:
         return collective in (algorithm.direct_in_place if in_place else algorithm.direct)

@@ -1,6 +1,7 @@
-"""What a schedule costs, counted from its steps: the numbers that the algorithms' docstrings state as formulas.
+"""Cost of a schedule, counted from its steps.
 
-Sizes are in blocks of ``count`` elements, as fractions; each number is the largest over all ranks.
+The docstrings of ``schedule.algos`` state these numbers as formulas; tests compare the two. Sizes
+are in blocks of ``count`` elements, as fractions; each number is the maximum over all ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from miraccl.schedule.ir import Op, Schedule, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The costs of one schedule; see ``compute_cost``.
+    """Costs of one schedule, each the maximum over ranks.
 
-    ``latency_steps``: the longest chain in which each message (or signal, or read of remote memory) is sent after the one before
-    has come; a barrier counts one.
-    ``wire_blocks``: blocks a rank sends or puts, and reads from others.  ``messages``: how many messages, puts and signals a rank
-    sends.  ``copy_blocks``: blocks copied by COPY.  ``reduce_blocks``: blocks added, one for each (+).
+    ``latency_steps``: length of the longest dependency chain of messages, signals and remote reads;
+    a barrier counts one. ``wire_blocks``: blocks a rank sends or puts, and reads from peers.
+    ``messages``: messages, puts and signals a rank sends. ``copy_blocks``: blocks copied by COPY.
+    ``reduce_blocks``: blocks added, one for each (+).
     """
 
     latency_steps: int
@@ -31,7 +32,9 @@ class Cost:
 
 
 def compute_cost(schedule: Schedule) -> Cost:
-    """Count the costs of ``schedule``; raises ``ScheduleError`` if it gets stuck even with boundless FIFOs."""
+    """Count the costs of ``schedule``; raise ``ScheduleError`` if it deadlocks with unbounded
+    FIFOs.
+    """
     wire, messages, copies, additions = ([0] * schedule.nranks for _ in range(4))
     for ranks in schedule.channels:
         for rank, steps in enumerate(ranks):
@@ -52,7 +55,7 @@ def compute_cost(schedule: Schedule) -> Cost:
 
 
 def _crossings(step: Step, rank: int) -> int:
-    """How often the chunks of ``step`` cross a wire because of this step: sent, put or read, but not received."""
+    """Return how many times the step's chunks cross a wire because of ``rank``: sent, put or read."""
     if step.op is Op.REDUCE_FROM_PEERS:
         return sum(peer != rank for peer in step.peers)
     return int(step.send_peer is not None or step.op is Op.GET)
@@ -65,7 +68,7 @@ def _additions(step: Step) -> int:
 
 
 def _latency(schedule: Schedule, channel: int) -> int:
-    """Lamport's clocks, where sending takes one step and everything else none."""
+    """Return the longest chain by Lamport clocks in which only sending advances the clock."""
     programs = schedule.channels[channel]
     nranks = schedule.nranks
     clock, position = [0] * nranks, [0] * nranks

@@ -1,11 +1,14 @@
-"""The meaning of a schedule: a slow, obvious interpreter that runs all ranks in one thread.
+"""Reference interpreter: the definition of a schedule's meaning.
 
-``run`` is generic in what a chunk is: it moves opaque values between cells and calls ``fold`` where a primitive reduces.
-``interpret`` runs it on numpy arrays; tests run it on symbols.  Ranks take turns, one step each, until all have ended or nobody
-can move.  A step happens as a whole: it waits until all its messages and signals are there and the FIFO it sends to has room.
+Runs all ranks in one thread. ``run`` is generic in the type of a chunk: it moves opaque values
+between cells and calls ``fold`` where a primitive reduces. ``interpret`` runs it on numpy arrays,
+tests run it on symbols. Ranks execute one step each in turn until all have finished or none can
+continue. A step is atomic: it waits until all its messages and signals have arrived and the FIFO it
+sends to has a free slot.
 
-With ``direct``, a message that is in memory anyway is not copied into the FIFO: the sender posts where it lies, and the receiver reads
-it there when it takes the message (``verify`` says for which schedules that makes no difference).
+With ``direct``, a message that already lies in the sender's memory is not copied into the FIFO: the
+sender posts its location and the receiver reads it there when it receives the message.
+``verify.is_direct_safe`` states for which schedules the results are the same.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ Key = tuple[int, int, int]  # (sender, receiver, channel)
 
 @dataclass(frozen=True, slots=True)
 class _DirectMessage:
-    """A message of a direct run: where it lies."""
+    """Location of a message in the sender's memory (direct runs)."""
 
     rank: int
     ref: Ref
@@ -124,7 +127,7 @@ class InterpreterState:
     def send(
         self, rank: int, peer: int | None, channel: int, values: list[Value], ref: Ref | None
     ) -> None:
-        """``ref``: where ``values`` lie in the sender's memory, if they do."""
+        """Append a message; ``ref`` is the location of ``values`` in the sender's memory, if any."""
         assert peer is not None
         message = _DirectMessage(rank, ref) if self.direct and ref is not None else values
         self.fifos[rank, peer, channel].append(message)
@@ -137,7 +140,7 @@ class InterpreterState:
     # steps
 
     def execute(self, step: Step, channel: int, rank: int) -> None:
-        """Do one step that can run. This is the definition of the primitives."""
+        """Execute one step that can run. This is the definition of the primitives."""
         src, dst, op = step.src, step.dst, step.op
         match op:
             case Op.SEND:
@@ -190,7 +193,7 @@ class InterpreterState:
                 pass  # ``can_run`` has seen everybody
 
     def try_step(self, channel: int, rank: int) -> bool:
-        """Let ``rank`` do its next step on ``channel``, if it can."""
+        """Execute the next step of ``rank`` on ``channel`` if it can run; return True if it did."""
         steps, position = self.schedule.channels[channel][rank], self.position[channel][rank]
         if position == len(steps) or not self.can_run(steps[position], channel, rank):
             return False
@@ -203,7 +206,7 @@ class InterpreterState:
         return True
 
     def describe_unfinished(self) -> str:
-        """What is left over, or an empty string."""
+        """Describe a blocked rank or an unconsumed message or signal; empty if there is none."""
         for channel, positions in enumerate(self.position):
             for rank, position in enumerate(positions):
                 steps = self.schedule.channels[channel][rank]
@@ -228,12 +231,13 @@ def run(
     direct: bool = False,
     shuffle: Shuffle | None = None,
 ) -> list[list[Value]]:
-    """Run ``schedule`` on ``memory[rank][cell]`` (see ``layout.rank_cells``), which it changes, and return the chunks of each
-    rank's output.
+    """Run ``schedule`` on ``memory[rank][cell]`` and return the output chunks of each rank.
 
-    ``fold`` gets the operands of a reduction in order and returns a new value; values are never changed.  ``fifo_depth`` limits
-    the messages under way between two ranks on a channel.  ``shuffle`` may reorder the turns, a list of (channel, rank), before
-    each round.  Raises ``ScheduleError`` for a schedule that gets stuck, leaves something over or reads undefined memory.
+    ``memory`` is numbered by ``layout.rank_cells`` and is modified. ``fold`` receives the operands
+    of a reduction in order and returns a new value; values are never modified. ``fifo_depth``
+    limits the messages in flight between two ranks on a channel. ``shuffle`` may reorder the turns,
+    a list of (channel, rank), before each round. Raise ``ScheduleError`` for a schedule that
+    deadlocks, leaves messages unconsumed or reads undefined memory.
     """
     cells = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
     state = InterpreterState(schedule, memory, cells, fold, fifo_depth, direct)
@@ -255,7 +259,10 @@ def run(
 
 
 def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
-    """(channel, rank, position) of the steps whose sums hold every rank's contribution: where an average divides."""
+    """Return the (channel, rank, position) of steps whose sums hold every rank's contribution.
+
+    An average divides in these steps.
+    """
     folded: list[int] = []
 
     def count(operands: list[Value]) -> int:
@@ -287,7 +294,7 @@ def completing_steps(schedule: Schedule) -> frozenset[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Elements and how many ranks' contributions they hold."""
+    """Elements of a chunk and the number of contributions they hold."""
 
     data: Array
     folded: int = 1
@@ -326,10 +333,11 @@ def interpret(
 ) -> list[Array | None]:
     """Run ``schedule`` on one flat numpy array per rank and return each rank's output.
 
-    ``inputs[rank]`` has as many blocks as the collective says (``None`` for ranks that have no input); ``counts`` as in
-    ``layout.block_counts``, by default uniform.  ``scalars`` are the factors of ``PREMUL_SUM``.  Inputs are not changed: in
-    place means that chunks overlap, and the result is returned all the same.  The other arguments are those of ``run``.
-    Outputs are ``None`` for ranks without one.
+    ``inputs[rank]`` has as many blocks as the collective defines (``None`` for ranks without an
+    input). ``counts`` is that of ``layout.block_counts``, uniform by default. ``scalars`` are the
+    factors of ``PREMUL_SUM``. Inputs are not modified: with ``in_place`` chunks overlap, and the
+    result is still returned. The other arguments are those of ``run``. Outputs are ``None`` for
+    ranks without one.
     """
     nranks = schedule.nranks
     if len(inputs) != nranks:
@@ -405,7 +413,10 @@ def expected_outputs(
     scalars: Sequence[float] | None = None,
     counts: Counts | None = None,
 ) -> list[Array | None]:
-    """What ``collective`` is defined to return for ``inputs``, without any schedule (reductions in rank order, rounded once)."""
+    """Return the outputs that ``collective`` defines for ``inputs``, without a schedule.
+
+    Reductions add in rank order and round once.
+    """
     nranks = len(inputs)
     given = [array for array in inputs if array is not None]
     if collective is Collective.BARRIER:

@@ -1,12 +1,14 @@
-"""The schedule: a collective as data.
+"""Intermediate representation of a collective: a schedule of primitives as data.
 
-A ``Schedule`` says, for every channel and every rank, in which order which primitive acts on which chunks.  It knows ranks,
-channels, chunks and buffers; it knows no pointers, sizes, element types, sockets or streams: those are arguments of a run.
-What a step means is defined by ``schedule.interpret``; that a schedule is right is proved by ``schedule.verify``.
+A ``Schedule`` lists, for every channel and rank, the primitives in program order and the chunks
+they act on. It contains ranks, channels, chunks and buffers. Pointers, sizes, element types,
+sockets and streams are arguments of a run and are not part of it. ``schedule.interpret`` defines
+the meaning of each step; ``schedule.verify`` proves that a schedule implements its collective.
 
-Blocks, parts and chunks.  Every buffer consists of blocks of ``count`` elements (uneven operations give each block its own
-count); each block is cut into ``parts`` chunks of nearly equal size.  Chunk ``i`` of a buffer is part ``i % parts`` of block
-``i // parts``.  The input is read only; in place it overlaps the output as ``schedule.layout`` says.
+Blocks, parts and chunks: every buffer consists of blocks of ``count`` elements (uneven operations
+give each block its own count). Each block is cut into ``parts`` chunks of nearly equal size. Chunk
+``i`` of a buffer is part ``i % parts`` of block ``i // parts``. The input is read only; in place it
+overlaps the output as defined in ``schedule.layout``.
 
 =============== ============ =============
 collective      input blocks output blocks
@@ -22,8 +24,8 @@ all_to_all      nranks       nranks
 barrier         0            0
 =============== ============ =============
 
-The primitives are those of NCCL (``src/device/prims_simple.h``) for memory that is reached through a FIFO, and those of
-MSCCL++ for memory that peers can address.
+The primitives are those of NCCL (``src/device/prims_simple.h``) for memory reached through a FIFO,
+and those of MSCCL++ for memory that peers can address.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from miraccl.types import Collective
 
 
 class Buffer(enum.IntEnum):
-    """A rank's memory as a schedule sees it. In place, INPUT and OUTPUT overlap as the collective defines it."""
+    """Buffers of a rank. In place, INPUT and OUTPUT overlap as the collective defines."""
 
     INPUT = 0
     OUTPUT = 1
@@ -45,7 +47,7 @@ class Buffer(enum.IntEnum):
 
 
 class Op(enum.IntEnum):
-    """Primitives. ``msg`` is the next message on the FIFO from ``recv_peer``; (+) is the reduction.
+    """Primitives. ``msg`` is the next message in the FIFO from ``recv_peer``; (+) is the reduction.
 
     Through a FIFO:
 
@@ -54,12 +56,14 @@ class Op(enum.IntEnum):
     RECV                   dst = msg
     COPY                   dst = src
     RECV_REDUCE            dst = dst (+) msg
-    RECV_COPY_SEND         dst = msg, and on to send_peer
+    RECV_COPY_SEND         dst = msg, forwarded to send_peer
     RECV_REDUCE_SEND       msg to send_peer = src (+) msg
     RECV_REDUCE_COPY       dst = src (+) msg
-    RECV_REDUCE_COPY_SEND  dst = src (+) msg, and on to send_peer
-    RECV_REDUCE_ALL        dst = fold of one msg from each of ``peers`` in the order listed; the rank itself in that list
-                           stands for its src. 16- and 8-bit floats are rounded once, at the end.
+    RECV_REDUCE_COPY_SEND  dst = src (+) msg, forwarded to send_peer
+    RECV_REDUCE_ALL        dst = left fold of one msg from each of ``peers``
+                           in the order listed; the rank itself in that
+                           list stands for its src. 16- and 8-bit floats
+                           are rounded once, at the end.
     ====================== =============================================
 
     On memory that peers can address:
@@ -67,14 +71,17 @@ class Op(enum.IntEnum):
     ====================== =============================================
     PUT                    dst on send_peer = src here
     GET                    dst here = src on recv_peer
-    REDUCE_FROM_PEERS      dst here = fold of src on each of ``peers``, in the order listed
-    SIGNAL                 tells each of ``peers`` that everything before it is done
-    WAIT                   takes one signal from each of ``peers``
-    BARRIER                no rank leaves before all ranks have come
+    REDUCE_FROM_PEERS      dst here = left fold of src on each of
+                           ``peers``, in the order listed
+    SIGNAL                 notify each of ``peers`` that all earlier steps
+                           of this rank on this channel are complete
+    WAIT                   consume one signal from each of ``peers``
+    BARRIER                block until all ranks have reached this step
     ====================== =============================================
 
-    There is one FIFO per (sender, receiver, channel); each sending step puts one message of ``step.chunks`` chunks into it.
-    Signals are counted per (sender, receiver, channel), and a barrier is one of its channel.
+    There is one FIFO per (sender, receiver, channel); each sending step adds one message of
+    ``step.chunks`` chunks. Signals are counted per (sender, receiver, channel); a barrier belongs
+    to its channel.
     """
 
     SEND = 0
@@ -107,7 +114,7 @@ class Op(enum.IntEnum):
 
     @property
     def needs_addressable_memory(self) -> bool:
-        """SIGNAL, WAIT and BARRIER carry no data: a connection of any kind can do them (an empty message)."""
+        """True for PUT, GET and REDUCE_FROM_PEERS."""
         return Op.PUT <= self <= Op.REDUCE_FROM_PEERS
 
 
@@ -144,7 +151,7 @@ OPERANDS: dict[Op, tuple[bool, bool, bool, bool, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """``chunks`` consecutive chunks of a buffer, from chunk ``index`` on."""
+    """Reference to ``chunks`` consecutive chunks of a buffer, starting at chunk ``index``."""
 
     buffer: Buffer
     index: int
@@ -166,7 +173,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One primitive of one rank on one channel; see ``Op`` for the meaning of the operands."""
+    """One primitive of one rank on one channel; ``Op`` defines the operands."""
 
     op: Op
     src: Ref | None = None
@@ -203,19 +210,19 @@ class Step:
 
     @property
     def chunks(self) -> int:
-        """How many chunks the step moves."""
+        """Number of chunks in the step's operands; 0 for SIGNAL, WAIT and BARRIER."""
         ref = self.dst or self.src
         return ref.chunks if ref is not None else 0
 
     @property
     def remote(self) -> Ref | None:
-        """What the step reads or writes in the memory of peers."""
+        """Chunks that the step reads or writes in the memory of peers, or None."""
         if not self.op.needs_addressable_memory:
             return None
         return self.dst if self.op is Op.PUT else self.src
 
     def senders(self, rank: int) -> list[int]:
-        """The ranks from each of which ``rank`` takes one message in this step."""
+        """Return the peers from each of which ``rank`` receives one message in this step."""
         if self.op is Op.RECV_REDUCE_ALL:
             return [peer for peer in self.peers if peer != rank]
         return [self.recv_peer] if self.op.receives and self.recv_peer is not None else []
@@ -231,14 +238,14 @@ ROOT_ONLY: dict[Collective, Buffer] = {
 
 
 def input_blocks(collective: Collective, nranks: int) -> int:
-    """Blocks in a rank's input (for scatter: in the root's)."""
+    """Return the number of blocks in a rank's input (scatter: in the root's input)."""
     if collective in (Collective.REDUCE_SCATTER, Collective.SCATTER, Collective.ALL_TO_ALL):
         return nranks
     return 0 if collective is Collective.BARRIER else 1
 
 
 def output_blocks(collective: Collective, nranks: int) -> int:
-    """Blocks in a rank's output (for gather: in the root's)."""
+    """Return the number of blocks in a rank's output (gather: in the root's output)."""
     if collective in (Collective.ALL_GATHER, Collective.GATHER, Collective.ALL_TO_ALL):
         return nranks
     return 0 if collective is Collective.BARRIER else 1
@@ -246,11 +253,11 @@ def output_blocks(collective: Collective, nranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """``channels[c][r]`` is the ordered list of steps of rank ``r`` on channel ``c``.
+    """Steps of all ranks: ``channels[c][r]`` is the program of rank ``r`` on channel ``c``.
 
-    ``parts`` is the number of chunks of a block, over all channels; ``scratch_chunks`` the chunks of scratch each rank has
-    (scratch, too, is cut into blocks of ``parts`` chunks, so its chunk ``i`` has the size of part ``i % parts``).
-    Channels are independent: no order is kept between steps of different channels.
+    ``parts`` is the number of chunks per block, over all channels. ``scratch_chunks`` is the number
+    of scratch chunks of each rank; scratch is also cut into blocks of ``parts`` chunks, so scratch
+    chunk ``i`` has the size of part ``i % parts``. Steps of different channels are unordered.
     """
 
     name: str
@@ -293,15 +300,17 @@ class Schedule:
         return (self.input_chunks, self.output_chunks, self.scratch_chunks)[buffer]
 
     def chunks_at(self, buffer: Buffer, rank: int) -> int:
-        """Chunks of ``buffer`` that ``rank`` has: only the root has the input of a broadcast or scatter, the output of a reduce
-        or gather."""
+        """Return the number of chunks of ``buffer`` on ``rank``.
+
+        Only the root has the input of a broadcast or scatter and the output of a reduce or gather.
+        """
         if rank != self.root and buffer is ROOT_ONLY.get(self.collective):
             return 0
         return self.buffer_chunks(buffer)
 
     @cached_property
     def widest(self) -> int:
-        """Chunks in the largest step of any rank: all ranks cut messages alike, so one rank's own steps do not decide."""
+        """Number of chunks in the largest step of any rank."""
         return (
             max(
                 (step.chunks for channel in self.channels for steps in channel for step in steps),
@@ -312,7 +321,7 @@ class Schedule:
 
     @cached_property
     def ops(self) -> frozenset[Op]:
-        """The primitives that there are in it."""
+        """Primitives used by any rank."""
         return frozenset(
             step.op for channel in self.channels for steps in channel for step in steps
         )
@@ -323,6 +332,6 @@ class Schedule:
 
     @cached_property
     def addressed(self) -> frozenset[Buffer]:
-        """The buffers that ranks read or write in each other's memory."""
+        """Buffers that ranks read or write in each other's memory."""
         steps = (step for channel in self.channels for steps in channel for step in steps)
         return frozenset(step.remote.buffer for step in steps if step.remote is not None)

@@ -1,17 +1,19 @@
-"""Where the chunks of a schedule lie: parts of blocks, blocks of buffers, and how input and output overlap in place.
+"""Layout of chunks: parts of blocks, blocks of buffers, overlap of input and output in place.
 
-The interpreter, the verifier and the executors share these definitions, so that they mean the same elements by ``output[7]``.
-In place, as NCCL defines it (``docs: In-place operations``):
+The interpreter, the verifier and the executors share these definitions, so ``output[7]`` denotes
+the same elements in all of them. In place, as NCCL defines it (NCCL user guide, "In-place
+Operations"):
 
 ================================== ==========================================
 all_reduce, broadcast, reduce      input and output are the same buffer
 all_gather, gather                 the input is block ``rank`` of the output
 reduce_scatter, scatter            the output is block ``rank`` of the input
-barrier                            nothing to overlap
-all_to_all                         not defined: every block would change its place
+barrier                            no buffers
+all_to_all                         not defined: every block would move
 ================================== ==========================================
 
-A rank that lacks one of the two buffers (only the root has the input of a scatter) has nothing to overlap.
+On a rank that has only one of the two buffers (scatter: ranks other than the root have no input),
+nothing overlaps.
 """
 
 from __future__ import annotations
@@ -29,26 +31,33 @@ _OUTPUT_INSIDE = frozenset((Collective.REDUCE_SCATTER, Collective.SCATTER))
 
 
 def part_bounds(count: int, part: int, parts: int) -> tuple[int, int]:
-    """First and one-past-last element of ``part`` in a block of ``count`` elements; sizes differ by one at most, big ones first."""
+    """Return the first and one-past-last element of ``part`` in a block of ``count`` elements.
+
+    Part sizes differ by at most one element; the larger parts come first.
+    """
     size, extra = divmod(count, parts)
     start = part * size + min(part, extra)
     return start, start + size + (part < extra)
 
 
 def in_place_forms(collective: Collective) -> tuple[bool, ...]:
-    """Whether in place, for each form that the collective has: out of place, and in place where that has a meaning."""
+    """Return the values of ``in_place`` that ``collective`` supports."""
     return (False,) if collective is Collective.ALL_TO_ALL else (False, True)
 
 
 def check_in_place(collective: Collective) -> None:
-    """Raise ``InvalidUsage`` where "in place" has no meaning."""
+    """Raise ``InvalidUsage`` if ``collective`` has no in-place form."""
     if True not in in_place_forms(collective):
         raise InvalidUsage("all_to_all has no in-place form: input and output must not overlap")
 
 
 @dataclass(frozen=True, slots=True)
 class RankCells:
-    """Numbers for one rank's chunks: chunk ``i`` of ``buffer`` is cell ``bases[buffer] + i``. Overlapping chunks share a cell."""
+    """Numbering of one rank's chunks: chunk ``i`` of ``buffer`` is cell ``bases[buffer] + i``.
+
+    Overlapping chunks share a cell. ``sizes`` counts the chunks of each buffer, ``cells`` all
+    cells.
+    """
 
     bases: tuple[int, int, int]
     sizes: tuple[int, int, int]
@@ -60,7 +69,7 @@ class RankCells:
 
 
 def rank_cells(schedule: Schedule, rank: int, in_place: bool) -> RankCells:
-    """The cells of ``rank``; raises ``InvalidUsage`` where the collective has no in-place form."""
+    """Return the cells of ``rank``; raise ``InvalidUsage`` if there is no in-place form."""
     collective, parts = schedule.collective, schedule.parts
     ninp, nout, nscratch = sizes = tuple(schedule.chunks_at(buffer, rank) for buffer in Buffer)
     if in_place:
@@ -81,10 +90,11 @@ Counts = int | Sequence[int] | Sequence[Sequence[int]]
 
 
 def block_counts(schedule: Schedule, rank: int, buffer: Buffer, counts: Counts) -> list[int]:
-    """Elements in each block of ``rank``'s input or output.
+    """Return the number of elements in each block of ``rank``'s input or output.
 
-    ``counts`` is one number for all blocks; or for all_gather and gather one per contributing rank, for reduce_scatter and
-    scatter one per receiving rank, for all_to_all a matrix ``counts[sender][receiver]``.
+    ``counts`` is one number for all blocks; or for all_gather and gather one per contributing rank,
+    for reduce_scatter and scatter one per receiving rank, for all_to_all a matrix
+    ``counts[sender][receiver]``.
     """
     collective, nranks = schedule.collective, schedule.nranks
     nblocks = schedule.chunks_at(buffer, rank) // schedule.parts

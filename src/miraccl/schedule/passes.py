@@ -1,8 +1,9 @@
-"""Schedules from schedules: more channels, more parts, other ranks, fused steps.
+"""Transformations of schedules: more channels, more parts, other ranks, fused steps.
 
-A pass keeps what a right schedule computes, but not always what it needs: a schedule with more messages under way may want deeper
-FIFOs, so verify what you make.  Passes that cut blocks differently move chunk ``part`` of a block elsewhere in the block, which
-keeps runs of chunks together within a block, not across blocks; ``split_messages`` first takes such runs apart.
+A pass preserves the result of a correct schedule, but not its resource needs: with more messages in
+flight a schedule may need deeper FIFOs, so verify the result. Passes that cut blocks differently
+keep runs of chunks contiguous within a block, but not across blocks; apply ``split_messages`` first
+to messages that span blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ RefMap = Callable[[Ref], Ref]
 
 
 def interleave(schedules: Sequence[Schedule], name: str | None = None) -> Schedule:
-    """Schedules of one collective side by side, each on its own channels and its own parts of every block.
+    """Combine schedules of one collective, each on its own channels and its own parts of every
+    block.
 
-    Raises ``InvalidUsage`` when they differ in collective, nranks or root, or a message spans blocks.
+    Raise ``InvalidUsage`` if they differ in collective, nranks or root, or if a message spans
+    blocks.
     """
     if not schedules:
         raise InvalidUsage("there is no schedule to interleave")
@@ -50,16 +53,21 @@ def interleave(schedules: Sequence[Schedule], name: str | None = None) -> Schedu
 
 
 def split_channels(schedule: Schedule, nchannels: int) -> Schedule:
-    """``nchannels`` copies of each channel, each for its share of every chunk. Raises ``InvalidUsage`` if a message spans blocks."""
+    """Return a schedule with ``nchannels`` copies of each channel, each for its share of every
+    chunk.
+
+    Raise ``InvalidUsage`` if a message spans blocks.
+    """
     if nchannels < 1:
         raise InvalidUsage(f"a schedule has at least one channel, not {nchannels}")
     return schedule if nchannels == 1 else interleave([schedule] * nchannels)
 
 
 def pipeline(schedule: Schedule, depth: int) -> Schedule:
-    """Cut every chunk into ``depth`` and do each step that often, so that ranks pass on the first piece before the last has come.
+    """Cut every chunk into ``depth`` slices and repeat each step once per slice.
 
-    Raises ``InvalidUsage`` if a message spans blocks.
+    Ranks then forward the first slice before the last has arrived. Raise ``InvalidUsage`` if a
+    message spans blocks.
     """
     if depth < 1:
         raise InvalidUsage(f"a pipeline has at least one stage, not {depth}")
@@ -74,7 +82,7 @@ def pipeline(schedule: Schedule, depth: int) -> Schedule:
 
 
 def split_messages(schedule: Schedule) -> Schedule:
-    """Every step of several chunks as several steps of one chunk; more messages, the same bytes."""
+    """Split every step of several chunks into steps of one chunk; more messages, the same bytes."""
 
     def single(step: Step) -> list[Step]:
         count = step.chunks
@@ -91,10 +99,12 @@ def split_messages(schedule: Schedule) -> Schedule:
 
 
 def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
-    """The same schedule with rank ``order[i]`` in the role of rank ``i``, as for a ring that follows the machine's links.
+    """Return the schedule with rank ``order[i]`` in the role of rank ``i``.
 
-    Blocks that belong to ranks go along.  Folds are sorted, so that additions in rank order stay in rank order.  Raises
-    ``InvalidUsage`` if ``order`` is no permutation or a message spans blocks that are no neighbours any more.
+    Used to make a ring follow the machine's links. Blocks that belong to ranks are relabelled as
+    well. Peers of folds are sorted, so sums in rank order stay in rank order. Raise
+    ``InvalidUsage`` if ``order`` is not a permutation or a message spans blocks that are no longer
+    adjacent.
     """
     nranks, parts = schedule.nranks, schedule.parts
     if sorted(order) != list(range(nranks)):
@@ -142,7 +152,10 @@ _FUSED = {
 
 
 def fuse(schedule: Schedule) -> Schedule:
-    """Join a receiving step and the SEND of the same chunks right after it, so that the data is touched once."""
+    """Merge each receiving step with a SEND of the same chunks that follows it directly.
+
+    The data is then read from memory once instead of twice.
+    """
 
     def joined(steps: Iterable[Step]) -> tuple[Step, ...]:
         done: list[Step] = []
@@ -180,7 +193,9 @@ def _map_refs(step: Step, move: RefMap) -> Step:
 
 
 def _map_to_part_offset(schedule: Schedule, parts: int, offset: int) -> RefMap:
-    """Where a chunk goes when blocks are cut into ``parts`` and those of ``schedule`` start at ``offset``."""
+    """Return the map of chunks when blocks have ``parts`` chunks and ``schedule``'s start at
+    ``offset``.
+    """
     old = schedule.parts
 
     def move(ref: Ref) -> Ref:
@@ -190,7 +205,7 @@ def _map_to_part_offset(schedule: Schedule, parts: int, offset: int) -> RefMap:
 
 
 def _contiguous_ref(ref: Ref, chunks: list[int]) -> Ref:
-    """``chunks`` in the place of ``ref``, if they are one run."""
+    """Return ``ref`` moved to ``chunks``; raise ``InvalidUsage`` if they are not contiguous."""
     if chunks[-1] - chunks[0] != len(chunks) - 1 or any(b - a != 1 for a, b in pairwise(chunks)):
         raise InvalidUsage(
             f"{ref} spans blocks, whose chunks do not stay together; take messages apart with split_messages first"
@@ -199,7 +214,9 @@ def _contiguous_ref(ref: Ref, chunks: list[int]) -> Ref:
 
 
 def supports_channels(schedule: Schedule) -> bool:
-    """Whether ``split_channels`` and ``pipeline`` take ``schedule`` as it is: no message spans blocks."""
+    """Return True if ``split_channels`` and ``pipeline`` accept ``schedule``: no message spans
+    blocks.
+    """
     if schedule.collective is Collective.BARRIER:
         return True
     parts = schedule.parts

@@ -1,7 +1,8 @@
-"""One run of a schedule on symbols, which ``verify`` reads a proof from: every rule of ``verify`` but those that need no run.
+"""Symbolic run of a schedule: all rules of ``verify`` that need a run.
 
-A cell holds a symbol (``provenance``) instead of elements.  FIFOs and signals carry the clocks of their senders, so that what a rank has
-heard of the others is known at every access to memory.
+A cell holds a symbol (``provenance``) instead of elements. Messages and signals carry the vector
+clocks of their senders, so at every access to memory it is known which steps of other ranks
+happened before it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from miraccl.types import Collective
 
 
 class _SymbolicMessage:
-    """What is in a FIFO: symbols (a copy) or, with ``cells``, the place where they are to be read."""
+    """A message in a FIFO: copied symbols or, with ``cells``, the location to read them from."""
 
     __slots__ = ("cells", "clock", "number", "sender", "symbols")
 
@@ -49,7 +50,7 @@ class _SymbolicMessage:
 
 
 class ScheduleProof:
-    """One run of all channels on symbols. Channels keep no order among each other, so that they run one after the other."""
+    """Symbolic run of all channels. Channels are unordered, so they run one after the other."""
 
     def __init__(
         self, schedule: Schedule, in_place: bool, depth: int, direct: bool, rank_ordered: bool
@@ -73,7 +74,7 @@ class ScheduleProof:
             self._check_barrier(np.maximum.reduce(clocks))
 
     def _check_barrier(self, final_clocks: VectorClock) -> None:
-        """Nobody leaves a barrier before it has heard of everybody."""
+        """Check that every rank has a message path to every other one before it leaves the barrier."""
         for rank, other in np.argwhere(final_clocks == 0):
             raise ScheduleError(
                 f"{self.schedule.name}: rank {rank} may leave before rank {other} has come"
@@ -100,7 +101,7 @@ class ScheduleProof:
 
 
 class _ChannelProof:
-    """The run of one channel: program counters, FIFOs, signals, clocks."""
+    """Symbolic run of one channel: program counters, FIFOs, signals, clocks."""
 
     def __init__(self, proof: ScheduleProof, channel: int) -> None:
         self.proof, self.channel, self.memory = proof, channel, proof.memory
@@ -169,7 +170,7 @@ class _ChannelProof:
         return True
 
     def _execute(self, step: Step, rank: int) -> Sequence[int]:
-        """Do ``step``; returns the ranks that may be able to go on because of it."""
+        """Execute ``step``; return the ranks that it may have unblocked."""
         op, src, dst = step.op, step.src, step.dst
         self.received.clear()
         if op is Op.SIGNAL:
@@ -205,7 +206,9 @@ class _ChannelProof:
         return woken
 
     def _operands(self, step: Step, rank: int) -> tuple[list[Symbol], list[int]]:
-        """What ``step`` stores or sends, and the ranks whose message it took."""
+        """Return the symbols that ``step`` stores or sends, and the ranks whose message it
+        received.
+        """
         op, src, dst, peer = step.op, step.src, step.dst, step.recv_peer
         cells = self.memory.cells
         if op is Op.COPY or op is Op.PUT:
@@ -243,7 +246,7 @@ class _ChannelProof:
         return step.peers
 
     def _barrier(self) -> Sequence[int]:
-        """The last to come lets all others go, by moving them past their barrier step."""
+        """Release all ranks by advancing each past its barrier step."""
         ranks = range(self.schedule.nranks)
         if self.clock:
             together = np.maximum.reduce(self.clock)
@@ -256,7 +259,7 @@ class _ChannelProof:
         return ranks
 
     def _describe_senders(self) -> str:
-        """Which messages the step in progress took, for its error."""
+        """Name the senders of the messages received by the step in progress, for its error."""
         if not self.received:
             return ""
         senders = ", ".join(
@@ -267,7 +270,7 @@ class _ChannelProof:
     # clocks
 
     def _release(self, rank: int) -> VectorClock | None:
-        """The clock of what ``rank`` has done so far; what it does next is later."""
+        """Return the clock of the steps ``rank`` has completed; later steps get a later time."""
         if not self.clock:
             return None
         clock = self.clock[rank].copy()
@@ -325,7 +328,9 @@ class _ChannelProof:
         return self._read(rank, cells)
 
     def _record_remote_access(self, rank: int, owner: int, cells: range) -> None:
-        """``rank`` touches memory of ``owner``, who must have come, and must not leave before."""
+        """Record that ``rank`` accesses memory of ``owner``, which must have started and not
+        finished.
+        """
         if self.clock[rank][owner] == 0:
             raise StepViolation(
                 f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come"
@@ -346,7 +351,11 @@ class _ChannelProof:
             memory.writer[cell] = access
 
     def _check_stored_symbol(self, cell: int, symbol: Symbol) -> None:
-        """An output cell takes what is wanted there, or a part of the sum; a scratch cell takes chunks of its part."""
+        """Check that a cell may hold ``symbol``.
+
+        An output cell accepts its expected chunk or a partial sum of it, a scratch cell chunks of
+        its part.
+        """
         memory = self.memory
         wanted = memory.expected[cell]
         if wanted is None:
@@ -372,7 +381,7 @@ class _ChannelProof:
         return total
 
     def _is_self_copy(self, step: Step, rank: int, stored: range) -> bool:
-        """Whether ``step`` copies something onto itself, which touches nothing (in place)."""
+        """Return True for a COPY whose source and destination are the same cells (in place)."""
         if step.src is None or step.op is Op.PUT or step.op is Op.GET:
             return False
         source = self.memory.cells(rank, step.src)
@@ -397,7 +406,7 @@ class _ChannelProof:
                 )
 
     def _check_remote_accesses(self) -> None:
-        """A rank whose memory a peer touches must hear of it before it ends."""
+        """Check that a rank whose memory a peer accesses learns of the access before it finishes."""
         for cell, rank, time, number in self.remote:
             owner = self.memory.owner(cell)
             if self.clock[owner][rank] < time:
@@ -407,7 +416,7 @@ class _ChannelProof:
                 )
 
     def _describe_deadlock(self, waiting: set[int]) -> str:
-        """Names the rank to blame: one that waits for a rank that has ended, or else one on a cycle."""
+        """Describe a rank that waits for a finished rank, or else a cycle of waiting ranks."""
         waits = {rank: self._blocking_peer(rank) for rank in sorted(waiting)}
         for rank, (peer, what) in waits.items():
             if peer not in waiting:

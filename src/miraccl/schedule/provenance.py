@@ -1,8 +1,9 @@
-"""Where the contents of memory come from, and who has touched it: what the verifier knows of each chunk.
+"""Provenance of chunks and access history of cells, the state of the verifier.
 
-A chunk's content is a symbol: the input chunk it stems from, and the set of ranks whose contribution it holds.  For each cell the
-last write and the reads since are kept as (channel, rank, time of that rank), which is all that is needed to find two accesses that
-nothing orders (the epochs of FastTrack; Flanagan and Freund 2009).
+The content of a chunk is a symbol: the input chunk it stems from and the set of ranks whose
+contributions it holds. For each cell the last write and the reads since are stored as (channel,
+rank, time of that rank). This is sufficient to find two unordered accesses (epochs of FastTrack:
+Flanagan and Freund, PLDI 2009).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ VectorClock = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Symbol(NamedTuple):
-    """Content of a chunk: input chunk ``chunk`` of the ranks in the bit set ``ranks``, added up if they are several."""
+    """Content of a chunk: the sum of input chunk ``chunk`` over the ranks in the bit set ``ranks``."""
 
     chunk: int
     ranks: int
@@ -36,7 +37,7 @@ class Symbol(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Who touched a cell: step ``number`` of ``rank`` on ``channel``, at that rank's ``time``."""
+    """Access to a cell by step ``number`` of ``rank`` on ``channel``, at that rank's ``time``."""
 
     channel: int
     rank: int
@@ -45,16 +46,16 @@ class Access(NamedTuple):
 
 
 class StepViolation(Exception):
-    """What is wrong with the step in progress; the verifier adds the place."""
+    """Rule broken by the step in progress; the verifier adds the location."""
 
 
 def rank_list(ranks: int) -> str:
-    """``0,2,3`` for a bit set."""
+    """Return the ranks of a bit set as text, such as ``0,2,3``."""
     return ",".join(str(rank) for rank in range(ranks.bit_length()) if ranks >> rank & 1)
 
 
 def add(first: Symbol, second: Symbol) -> Symbol:
-    """``first (+) second``; raises ``Problem`` if they are of different chunks or a contribution is in both."""
+    """Return ``first (+) second``; raise ``StepViolation`` for different chunks or common ranks."""
     if first.chunk != second.chunk:
         raise StepViolation(f"reduces input[{first.chunk}] with input[{second.chunk}]")
     if twice := first.ranks & second.ranks:
@@ -65,10 +66,12 @@ def add(first: Symbol, second: Symbol) -> Symbol:
 
 
 def add_in_rank_order(first: Symbol, second: Symbol) -> Symbol:
-    """``add`` for sums from left to right over the ranks: the left operand holds ranks 0 to k - 1, the right one rank k alone.
+    """Add as ``add`` does; require rank order: ``first`` holds ranks 0 to k - 1, ``second`` rank k
+    alone.
 
-    If all additions of a run are such ones, so are those inside of ``first``, and every complete sum is ``((x0 + x1) + x2) + ...``.
-    Sides count: of two NaNs, or of two zeros under ``MIN``, the result may be the one on the left.
+    If all additions of a run satisfy this, so do those inside ``first``, and every complete sum is
+    ``((x0 + x1) + x2) + ...``. Sides matter: of two NaNs, or of two zeros under ``MIN``, the result
+    may be the left operand.
     """
     total = add(first, second)
     if (
@@ -85,7 +88,9 @@ def add_in_rank_order(first: Symbol, second: Symbol) -> Symbol:
 
 
 def expected_symbol(schedule: Schedule, rank: int, chunk: int) -> Symbol:
-    """What output chunk ``chunk`` of ``rank`` holds when the collective is done."""
+    """Return the symbol that output chunk ``chunk`` of ``rank`` holds when the collective is
+    complete.
+    """
     parts, all_ranks = schedule.parts, (1 << schedule.nranks) - 1
     block, part = divmod(chunk, parts)
     match schedule.collective:
@@ -106,7 +111,7 @@ def expected_symbol(schedule: Schedule, rank: int, chunk: int) -> Symbol:
 
 
 class ProofMemory:
-    """All cells of all ranks under global numbers, with what belongs there and who has touched them."""
+    """All cells of all ranks under global numbers, with expected content and access history."""
 
     def __init__(self, schedule: Schedule, in_place: bool) -> None:
         self.schedule = schedule
@@ -151,7 +156,9 @@ class ProofMemory:
         return bisect_right(self.starts, cell) - 1
 
     def name(self, cell: int) -> str:
-        """``output[3] of rank 1``; a cell that is both is called output."""
+        """Return the name of a cell, such as ``output[3] of rank 1``; output takes precedence over
+        input.
+        """
         rank = self.owner(cell)
         for buffer in (Buffer.OUTPUT, Buffer.INPUT, Buffer.SCRATCH):
             index = cell - self.bases[rank][buffer]
@@ -160,7 +167,10 @@ class ProofMemory:
         return f"cell {cell}"
 
     def track_read(self, cell: int, reader: Access, clock: VectorClock | None) -> None:
-        """Note a read; raises ``Problem`` if the last write is not known to the reader, whose ``clock`` is given if there are any."""
+        """Record a read; raise ``StepViolation`` if the last write is unordered to it.
+
+        ``clock`` is the reader's vector clock, None if clocks are not tracked.
+        """
         writer = self.writer[cell]
         if writer is not None:
             self._require_before(writer, reader, clock, cell, "reads", "writes")
@@ -170,7 +180,7 @@ class ProofMemory:
         readers[reader.channel, reader.rank] = reader
 
     def track_write(self, cell: int, writer: Access, clock: VectorClock | None) -> None:
-        """Note a write; raises ``Problem`` if an access before it is not known to the writer."""
+        """Record a write; raise ``StepViolation`` if an earlier access is unordered to it."""
         before = self.writer[cell]
         if before is not None:
             self._require_before(before, writer, clock, cell, "writes", "writes")

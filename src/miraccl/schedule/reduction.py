@@ -1,12 +1,14 @@
-"""The reference reducer: what (+) means for a data type and an operator, in numpy.
+"""Reference reduction in numpy: the meaning of (+) for each data type and operator.
 
-Rules every executor is compared with:
+Every executor must match these rules:
 
-- 16- and 8-bit floats are widened to float32, folded there from left to right, and rounded once when the step stores or sends.
+- 16- and 8-bit floats are widened to float32, folded from left to right, and rounded once when the
+  step stores or sends.
 - Other types are folded in their own type from left to right; integers wrap around.
-- ``AVG`` divides when the last of the ``nranks`` contributions has been added, before the rounding; integers are truncated
-  towards zero.
-- ``PREMUL_SUM`` multiplies a rank's input by the rank's scalar first (in the accumulator type, rounded to the data type).
+- ``AVG`` divides after the last of the ``nranks`` contributions has been added and before rounding;
+  integers are truncated towards zero.
+- ``PREMUL_SUM`` first multiplies a rank's input by the rank's scalar (in the accumulator type,
+  rounded to the data type).
 - ``MIN`` and ``MAX`` propagate NaN.
 """
 
@@ -51,7 +53,7 @@ _BINARY = {
 
 
 def dtype_of(array: Array) -> DType:
-    """The ``DType`` of a numpy array, or ``InvalidUsage``."""
+    """Return the ``DType`` of a numpy array; raise ``InvalidUsage`` for an unsupported type."""
     try:
         return DTYPE_OF[array.dtype]
     except KeyError:
@@ -59,19 +61,19 @@ def dtype_of(array: Array) -> DType:
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type in which elements of ``dtype`` are folded."""
+    """Return the type in which elements of ``dtype`` are folded."""
     return np.dtype(np.float32) if DTYPE_OF[dtype].accumulates_in_float32 else dtype
 
 
 def divide_towards_zero(array: Array, divisor: int) -> Array:
-    """Integer division that truncates, as C does; numpy's ``//`` rounds down."""
+    """Divide integers with truncation towards zero."""
     quotient = array // array.dtype.type(divisor)
     inexact = array % array.dtype.type(divisor) != 0
     return np.asarray(quotient + ((array < 0) & inexact), dtype=array.dtype)
 
 
 def fold(values: Sequence[Array], op: RedOp, divisor: int | None = None) -> Array:
-    """Left fold of ``values`` with ``op``; ``divisor`` is given at the end of an average. Rounds once."""
+    """Left-fold ``values`` with ``op``, divide by ``divisor`` if given, and round once."""
     dtype = values[0].dtype
     wide = accumulator(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -88,14 +90,14 @@ def fold(values: Sequence[Array], op: RedOp, divisor: int | None = None) -> Arra
 
 
 def premultiply(value: Array, scalar: float) -> Array:
-    """``scalar * value`` as ``PREMUL_SUM`` sees a rank's input."""
+    """Return ``scalar * value`` as ``PREMUL_SUM`` applies it to a rank's input."""
     wide = accumulator(value.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(value.astype(wide) * wide.type(scalar)).astype(value.dtype)
 
 
 def reference(inputs: Sequence[Array], op: RedOp, scalars: Sequence[float] | None = None) -> Array:
-    """The reduction of one array per rank, added in rank order and rounded once."""
+    """Reduce one array per rank in rank order and round once."""
     if op is RedOp.PREMUL_SUM:
         if scalars is None:
             raise InvalidUsage("PREMUL_SUM needs one scalar per rank")

@@ -1,7 +1,6 @@
-"""Short constructors for steps and references: what an algorithm is written with.
+"""Constructors of steps and references for algorithm authors.
 
-``inp(3)`` is chunk 3 of the input, ``out(4, 2)`` chunks 4 and 5 of the output.  References are shared, because a schedule for
-many ranks names the same few chunks tens of thousands of times.
+``inp(3)`` is chunk 3 of the input, ``out(4, 2)`` are chunks 4 and 5 of the output.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ def recv_reduce_copy_send(src: Ref, dst: Ref, frm: int, to: int) -> Step:
 
 
 def recv_reduce_all(src: Ref, dst: Ref, peers: Iterable[int]) -> Step:
-    """``peers`` in the order of the additions; the rank itself stands for ``src``."""
+    """Fold one message per peer in the order of ``peers``; the rank itself stands for ``src``."""
     return Step(op=Op.RECV_REDUCE_ALL, src=src, dst=dst, peers=tuple(peers))
 
 
 def put(src: Ref, dst: Ref, to: int) -> Step:
-    """``dst`` is on rank ``to``."""
+    """Copy ``src`` to ``dst`` on rank ``to``."""
     return Step(op=Op.PUT, src=src, dst=dst, send_peer=to)
 
 
 def get(src: Ref, dst: Ref, frm: int) -> Step:
-    """``src`` is on rank ``frm``."""
+    """Copy ``src`` of rank ``frm`` to ``dst``."""
     return Step(op=Op.GET, src=src, dst=dst, recv_peer=frm)
 
 
@@ -87,7 +86,7 @@ def barrier() -> Step:
 
 
 def peers_after(rank: int, nranks: int) -> list[int]:
-    """All peers, starting with the next rank, so that not everybody turns to rank 0 first."""
+    """Return all other ranks in ring order, starting with ``rank + 1``."""
     return [(rank + distance) % nranks for distance in range(1, nranks)]
 
 
@@ -100,7 +99,7 @@ def one_channel(
     root: int = 0,
     scratch_chunks: int = 0,
 ) -> Schedule:
-    """A schedule with a single channel from the steps of each rank."""
+    """Return a single-channel schedule from the steps of each rank."""
     channel = tuple(tuple(steps) for steps in ranks)
     return Schedule(
         name=name,

@@ -1,4 +1,4 @@
-"""The readable text form of a schedule, and back.
+"""Text form of schedules: ``dump`` and ``parse``.
 
     schedule "ring" all_reduce nranks 2 parts 2 root 0 scratch 0
     note "anything"
@@ -10,8 +10,9 @@
       rank 1
         ...
 
-A step is its primitive, ``src``, ``-> dst``, ``from`` recv_peer, ``to`` send_peer and ``peers``, as far as it has them; ``input[4+2]``
-means chunks 4 and 5.  Indentation is free, ``#`` starts a comment.  ``parse(dump(s)) == s`` for every schedule.
+A step consists of its primitive and those of its operands it has: ``src``, ``-> dst``, ``from``
+recv_peer, ``to`` send_peer, ``peers``. ``input[4+2]`` denotes chunks 4 and 5. Indentation is free,
+``#`` starts a comment. ``parse(dump(s)) == s`` for every schedule.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _HEADER = re.compile(r'("(?:[^"\\]|\\.)*")\s+(\w+)((?:\s+\w+\s+\d{1,9})*)')
 
 
 def dump(schedule: Schedule) -> str:
-    """The text of ``schedule``."""
+    """Return the text form of ``schedule``."""
     lines = [
         f"schedule {json.dumps(schedule.name)} {schedule.collective.label} nranks {schedule.nranks} parts {schedule.parts} "
         f"root {schedule.root} scratch {schedule.scratch_chunks}"
@@ -51,7 +52,7 @@ def dump(schedule: Schedule) -> str:
 
 
 def format_step(step: Step) -> str:
-    """One line for a step, as in ``recv_reduce_copy input[3] -> output[3] from 0``."""
+    """Return a step as one line, such as ``recv_reduce_copy input[3] -> output[3] from 0``."""
     words = [step.op.name.lower()]
     if step.src is not None:
         words.append(str(step.src))
@@ -67,12 +68,15 @@ def format_step(step: Step) -> str:
 
 
 def format_location(schedule: Schedule, channel: int, rank: int, number: int) -> str:
-    """How errors name a step: ``ring: channel 0, rank 1, step 2 (send input[0] to 2)``."""
+    """Name a step for errors, such as ``ring: channel 0, rank 1, step 2 (send input[0] to 2)``."""
     return f"{schedule.name}: channel {channel}, rank {rank}, step {number} ({format_step(schedule.channels[channel][rank][number])})"
 
 
 def parse(text: str) -> Schedule:
-    """The schedule that ``text`` describes; raises ``ScheduleError`` naming the line. What it means is not checked: see ``verify``."""
+    """Parse the text form of a schedule; raise ``ScheduleError`` with the line number.
+
+    Only the syntax is checked; ``verify`` checks the meaning.
+    """
     reader = _ScheduleParser()
     for number, line in enumerate(text.splitlines(), start=1):
         reader.number = number
@@ -83,13 +87,13 @@ def parse(text: str) -> Schedule:
 
 
 def _without_comment(line: str) -> str:
-    """``line`` up to a ``#`` that is not inside of quotes."""
+    """Return ``line`` up to a ``#`` outside of quotes."""
     match = re.match(r'(?:[^"#]|"(?:[^"\\]|\\.)*"?)*', line)
     return match.group() if match else line
 
 
 def parse_step(text: str) -> Step:
-    """A step from its line; raises ``ValueError`` with what is wrong."""
+    """Parse one step; raise ``ValueError`` with the reason."""
     words = text.split()
     if words[0] not in _OPS:
         raise ValueError(f"{words[0]!r} is no primitive; there are {', '.join(_OPS)}")
@@ -128,7 +132,7 @@ class _Operands:
 
 
 def parse_ref(text: str) -> Ref:
-    """``output[3]`` or ``output[3+2]``; raises ``ValueError``."""
+    """Parse a reference such as ``output[3]`` or ``output[3+2]``; raise ``ValueError``."""
     match = _REF.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no reference like output[3] or input[4+2]")
@@ -148,7 +152,7 @@ def _set_once(name: str, before: T | None, value: T) -> T:
 
 
 class _ScheduleParser:
-    """Collects the lines of one schedule."""
+    """Parser state: the lines of one schedule read so far."""
 
     def __init__(self) -> None:
         self.number = 0

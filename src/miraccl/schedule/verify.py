@@ -1,24 +1,30 @@
-"""The proof that a schedule is a right implementation of its collective, or a ``ScheduleError`` that says where it is not.
+"""Proof that a schedule implements its collective, or a ``ScheduleError`` that locates the fault.
 
-Every chunk carries its provenance: which ranks' contributions to which input chunk it holds (the idea is that of msccl-tools'
-checker).  The schedule runs once on these symbols, with FIFOs of the given depth, and is refused when
+Every chunk carries its provenance: the input chunk and the ranks whose contributions it holds (as
+in the checker of msccl-tools). The schedule runs once on these symbols with FIFOs of the given
+depth. It is rejected if
 
-- a reference or a peer is out of range, or the input is written (``_check_static``);
-- a chunk is reduced that holds a contribution already, or chunks of different places are reduced with each other;
-- a chunk goes where a chunk of another place belongs (sizes differ from part to part and, in uneven operations, from block to
-  block: other chunks belong into scratch, and there at the same part);
-- memory is read that nothing has written;
-- a message has another number of chunks than the step that takes it, or is left over, or a signal is left over;
-- the ranks get stuck;
-- two accesses to a chunk, one of them a write, are not ordered: between channels, which keep no order, or between a rank and a
-  peer that reads or writes its memory;
-- at the end an output chunk does not hold each required contribution exactly once, or a rank may leave a barrier too early;
-- where that is claimed: an addition is not the next one in the order of the ranks.
+- a reference or peer is out of range, or the input is written (``_check_static``);
+- a reduction adds a contribution that is already included, or reduces different chunks with each
+  other;
+- a chunk is stored where another chunk belongs. Sizes differ between parts and, in uneven
+  operations, between blocks; other chunks belong in scratch, at the same part;
+- memory is read before it is written;
+- the number of chunks of a message differs from that of the receiving step, or a message or signal
+  is not consumed;
+- the ranks deadlock;
+- two accesses to a chunk, at least one of them a write, are unordered: between channels, which are
+  never ordered, or between a rank and a peer that reads or writes its memory;
+- at the end an output chunk does not hold each required contribution exactly once, or a rank may
+  leave a barrier too early;
+- rank order is claimed and an addition is not the next one in rank order.
 
-One run is enough.  Each FIFO and signal has one producer and one consumer, and no step looks at what has arrived so far, so that
-the ranks form a Kahn network: which step reads which message, and whether all get stuck, does not depend on the interleaving.
-What may depend on it is found as an unordered access, with vector clocks (Lamport; Mattern) that advance over messages, signals
-and barriers.  Waiting for room in a FIFO is not counted as an order, because the depth of a run may be larger.
+One run is sufficient. Each FIFO and signal has one producer and one consumer, and no step depends
+on arrival times, so the ranks form a Kahn process network: the matching of reads to messages, and
+deadlock, do not depend on the interleaving. Effects that may depend on it are found as unordered
+accesses, with vector clocks (Lamport 1978; Mattern 1988) that advance over messages, signals and
+barriers. Waiting for a free FIFO slot does not count as an ordering, because a run may use deeper
+FIFOs.
 """
 
 from __future__ import annotations
@@ -42,23 +48,27 @@ def verify(
     direct: bool = False,
     rank_ordered: bool = False,
 ) -> None:
-    """Prove ``schedule`` right or raise ``ScheduleError`` naming channel, rank, step and chunk.
+    """Prove that ``schedule`` is correct or raise ``ScheduleError`` with channel, rank, step and
+    chunk.
 
-    ``in_place``: input and output overlap as the collective defines.  ``fifo_depth``: messages a FIFO holds.  ``direct``: a
-    sending step copies nothing but posts where the chunk lies (``src``, or ``dst`` for RECV_COPY_SEND and
-    RECV_REDUCE_COPY_SEND; RECV_REDUCE_SEND keeps nothing and still copies), and the receiver reads it there when it receives; so
-    nobody may overwrite such a chunk before it has been read.  A proof with ``direct`` is also one without.  At the end of a
-    direct run a rank has to wait until its posted chunks have been read; that is the executor's part.
-
-    ``rank_ordered``: every sum is that of rank 0, 1, 2 ... from left to right, with the operands as ``interpret`` folds them, also a
-    sum that no output holds (see ``provenance.add_in_rank_order``).
+    ``in_place``: input and output overlap as the collective defines. ``fifo_depth``: messages a
+    FIFO holds. ``direct``: sending steps copy nothing but post the location of the chunk (``src``,
+    or ``dst`` for RECV_COPY_SEND and RECV_REDUCE_COPY_SEND; RECV_REDUCE_SEND stores nothing and
+    still copies), and the receiver reads it there. Such a chunk must not be overwritten before it
+    has been read. A proof with ``direct`` implies one without. At the end of a direct run the
+    executor must wait until a rank's posted chunks have been read. ``rank_ordered``: every sum,
+    including sums no output holds, is that of rank 0, 1, 2 ... from left to right, with the
+    operands in the order in which ``interpret`` folds them (``provenance.add_in_rank_order``).
     """
     _check_static(schedule)
     ScheduleProof(schedule, in_place, fifo_depth, direct, rank_ordered).run()
 
 
 def is_direct_safe(schedule: Schedule, in_place: bool) -> bool:
-    """Whether a right schedule stays right when receivers read the sender's memory (see ``verify``)."""
+    """Return True if a correct schedule stays correct when receivers read the sender's memory.
+
+    See ``direct`` of ``verify``.
+    """
     try:
         verify(schedule, in_place=in_place, direct=True)
     except ScheduleError:

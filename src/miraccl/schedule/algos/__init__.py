@@ -1,1 +1,3 @@
-"""One file per built-in algorithm; the file's name is the algorithm's. ``catalog`` imports them all on first use."""
+"""Built-in algorithms, one module each, named like the algorithm; imported by ``catalog`` on first
+use.
+"""

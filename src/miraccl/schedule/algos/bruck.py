@@ -1,10 +1,16 @@
-"""Bruck: logarithmically many steps for any number of ranks (Bruck, Ho, Kipnis, Upfal, Weathersby 1997).
+"""Bruck: ceil(log2 n) steps for any number of ranks.
 
-All-gather: rank ``r`` has blocks ``r`` to ``r + k - 1`` and fetches the next ones from rank ``r + k``; ``k`` doubles.  Blocks go
-straight to their place in the output; a run that wraps around the end is two messages.
+Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient Algorithms for All-to-All Communications in
+Multiport Message-Passing Systems", IEEE TPDS 8(11), 1997; MPICH ``allgather_intra_brucks.c`` and
+``alltoall_intra_brucks.c``.
 
-All-to-all: a block that has ``i`` ranks to go travels along the bits of ``i``, lowest first; all blocks with that bit go in one
-message.  They are collected in scratch, so that the message is one, which is the point for small blocks.
+All-gather: before the step of distance ``k`` rank ``r`` holds blocks ``r`` to ``r + k - 1``; it
+receives the next ones from rank ``r + k``, and ``k`` doubles. Blocks are stored directly at their
+position in the output; a run that wraps around the end is two messages.
+
+All-to-all: a block with ``i`` ranks to travel moves along the set bits of ``i``, lowest first. All
+blocks with the same bit are packed in scratch and sent as one message, which makes the algorithm
+efficient for small blocks.
 
 ========== ============= =======================================================
 collective latency steps blocks on the wire
@@ -81,13 +87,16 @@ def _all_gather(rank: int, nranks: int) -> Iterator[Step]:
 
 
 def _wrapped(first: int, blocks: int, nranks: int) -> list[Ref]:
-    """Blocks ``first``, ``first + 1`` ... of the output, in one piece or, around the end, two."""
+    """Return ``blocks`` output blocks from ``first`` on: one reference, or two around the end."""
     head = min(blocks, nranks - first)
     return [out(first, head)] + ([out(0, blocks - head)] if blocks > head else [])
 
 
 def _receive_areas(sizes: list[int]) -> list[int]:
-    """Scratch: one area to collect what is sent, then one per step for what is received; the last number is the total."""
+    """Return the scratch offset of each step's receive area and, last, the total.
+
+    The send area, sized for the largest message, lies before the first receive area.
+    """
     starts = [max(sizes, default=0)]
     for size in sizes:
         starts.append(starts[-1] + size)
@@ -97,7 +106,11 @@ def _receive_areas(sizes: list[int]) -> list[int]:
 def _all_to_all(
     rank: int, nranks: int, offsets_by_distance: dict[int, list[int]], starts: list[int]
 ) -> Iterator[Step]:
-    """``moves``: for each distance, how far the blocks that move by it had to go at the start."""
+    """Yield the steps of ``rank``.
+
+    ``offsets_by_distance``: for each distance, the initial offsets (destination - source) of the
+    blocks that move by it.
+    """
     location = [
         inp((rank + i) % nranks) for i in range(nranks)
     ]  # the block that started with i ranks to go

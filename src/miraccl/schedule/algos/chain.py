@@ -1,7 +1,9 @@
-"""Chain: a pipeline from rank to rank, starting (broadcast) or ending (reduce) at the root.
+"""Chain: a pipeline of neighbours that starts (broadcast) or ends (reduce) at the root.
 
-Rank ``root + i`` is at position ``i``.  The block is cut into ``PARTS`` chunks, so that all links work at the same time also
-where a run does not cut it any further (NCCL ``broadcast.h``, ``reduce.h``).
+Source: NCCL ``src/device/broadcast.h`` and ``src/device/reduce.h`` (``runRing``).
+
+Rank ``root + i`` is at position ``i``. The block is cut into ``PARTS`` chunks, so that all links
+are busy at the same time even if the executor does not slice the chunks further.
 
 =================== ============= ==================
 collective          latency steps blocks on the wire

@@ -1,6 +1,9 @@
-"""Dissemination barrier: in round ``k`` rank ``r`` tells ``r + 2^k`` and hears from ``r - 2^k`` (Hensgen, Finkel, Manber 1988).
+"""Dissemination barrier: in round ``k`` rank ``r`` signals ``r + 2^k`` and waits for ``r - 2^k``.
 
-After round ``k`` a rank has heard, directly or not, of the ``2^(k+1) - 1`` ranks before it.
+Source: Hensgen, Finkel, Manber, "Two Algorithms for Barrier Synchronization", IJPP 17(1), 1988;
+MPICH ``barrier_intra_dissemination.c``.
+
+After round ``k`` a rank depends, directly or indirectly, on the ``2^(k+1) - 1`` ranks before it.
 
 ========== ============= ==================
 collective latency steps blocks on the wire

@@ -1,9 +1,13 @@
-"""Two binary trees, each for half of the data, where a rank that is a node in one is a leaf in the other.
+"""Double binary tree: two complementary trees, each for half of the data.
 
-A binary tree has logarithmic latency, but its leaves, half of the ranks, send little; two complementary trees use every link
-(Sanders, Speck, Träff 2009; NCCL ``src/graph/trees.cc``).  All-reduce goes up and down NCCL's pair of trees.  Broadcast and reduce
-use two trees that hang from the root both.  Each tree is a channel; its half of the block is cut into ``PARTS`` chunks, which go up
-and down at the same time.
+Source: Sanders, Speck, Träff, "Two-tree Algorithms for Full Bandwidth Broadcast, Reduction and
+Scan", Parallel Computing 35(12), 2009; NCCL ``src/graph/trees.cc``.
+
+A binary tree has logarithmic latency, but its leaves, half of the ranks, send little. In the second
+tree the leaves of the first are inner nodes, so every link is used. All-reduce reduces up and
+broadcasts down NCCL's pair of trees. Broadcast and reduce use two trees with the same root. Each
+tree is a channel; its half of the block is cut into ``PARTS`` chunks, which move up and down at the
+same time.
 
 =================== =================== ==================
 collective          latency steps       blocks on the wire
@@ -13,7 +17,7 @@ broadcast           ceil(log2 n)        1 (see ``wire``)
 reduce              ceil(log2 n)        1 (0 for n = 1)
 =================== =================== ==================
 
-(Small trees are lopsided: see ``wire``, which counts the edges.)
+Small trees are unbalanced; ``wire`` counts the edges exactly.
 """
 
 from __future__ import annotations
@@ -46,14 +50,17 @@ COLLECTIVES = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 
 
 class TreePosition(NamedTuple):
-    """A rank's place in a tree."""
+    """Parent and children of a rank in a tree; the root's parent is None."""
 
     up: int | None
     down: tuple[int, ...]
 
 
 def binary_tree(rank: int, nranks: int) -> TreePosition:
-    """NCCL's ``ncclGetBtree``: rank 0 is the root with one child, odd ranks are leaves; the lowest set bit is the height."""
+    """Return the position of ``rank`` in NCCL's binary tree (``ncclGetBtree``).
+
+    Rank 0 is the root with one child, odd ranks are leaves; the lowest set bit gives the height.
+    """
     bit = 1
     while bit < nranks and not rank & bit:
         bit <<= 1
@@ -82,7 +89,11 @@ def _relabelled_position(
 
 
 def double_tree(rank: int, nranks: int) -> tuple[TreePosition, TreePosition]:
-    """NCCL's ``ncclGetDtree``: the second tree is the mirror image for an even number of ranks, else the first one shifted."""
+    """Return the positions of ``rank`` in NCCL's pair of trees (``ncclGetDtree``).
+
+    The second tree is the mirror image for an even number of ranks, else the first one shifted by
+    one.
+    """
     if nranks % 2 == 0:
         second = _relabelled_position(
             rank, nranks, lambda r: nranks - 1 - r, lambda r: nranks - 1 - r
@@ -95,7 +106,10 @@ def double_tree(rank: int, nranks: int) -> tuple[TreePosition, TreePosition]:
 
 
 def rooted_double_tree(rank: int, nranks: int, root: int) -> tuple[TreePosition, TreePosition]:
-    """Two trees that both hang from ``root``. In the second the other ranks are mirrored (odd ``nranks``) or shifted by one."""
+    """Return the positions of ``rank`` in two trees that are both rooted at ``root``.
+
+    In the second tree the other ranks are mirrored (odd ``nranks``) or shifted by one (even).
+    """
 
     def first(r: int) -> int:
         return (r - root) % nranks
@@ -122,7 +136,7 @@ def rooted_double_tree(rank: int, nranks: int, root: int) -> tuple[TreePosition,
 def tree_positions(
     collective: Collective, rank: int, nranks: int, root: int = 0
 ) -> tuple[TreePosition, TreePosition]:
-    """The places of a rank in the two trees of a collective."""
+    """Return the positions of a rank in the two trees of a collective."""
     return (
         double_tree(rank, nranks)
         if collective is Collective.ALL_REDUCE
@@ -132,7 +146,7 @@ def tree_positions(
 
 @lru_cache(maxsize=64)
 def wire(collective: Collective, nranks: int) -> Fraction:
-    """The rank with the most edges to send on, each for half a block."""
+    """Return the blocks sent by the busiest rank: half a block per edge it sends on."""
     trees_of_ranks = [tree_positions(collective, rank, nranks) for rank in range(nranks)]
     if collective is Collective.ALL_REDUCE:
         sent = (sum((p.up is not None) + len(p.down) for p in trees) for trees in trees_of_ranks)
@@ -182,7 +196,10 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def _all_reduce(place: TreePosition, parts: range) -> Iterator[Step]:
-    """Up with all parts, then down with all; the root turns each part around. Partial sums wait in the output."""
+    """Yield the steps of one tree: all parts up, then all parts down.
+
+    The root turns each part around. Partial sums are stored in the output.
+    """
     up, down = place
     if up is None:
         for part in parts:
@@ -204,7 +221,7 @@ def _all_reduce(place: TreePosition, parts: range) -> Iterator[Step]:
 
 
 def _forward(up: int, down: tuple[int, ...], part: int) -> Iterator[Step]:
-    """Take a part from above and hand it to the children."""
+    """Receive a part from the parent and send it to the children."""
     yield recv_copy_send(out(part), up, down[0]) if down else recv(out(part), up)
     for child in down[1:]:
         yield send(out(part), child)
@@ -222,7 +239,11 @@ def _broadcast(place: TreePosition, parts: range) -> Iterator[Step]:
 
 
 def _reduce(place: TreePosition, parts: range) -> Iterator[Step]:
-    """A node with two children keeps the sum with the first in scratch: only the root has an output."""
+    """Yield the steps of one tree.
+
+    A node with two children stores the sum with the first child in scratch, since only the root has
+    an output.
+    """
     up, down = place
     for part in parts:
         if up is None:

@@ -1,7 +1,11 @@
-"""One-shot: whoever has something sends it straight to everybody who needs it; one step, many messages.
+"""One-shot: every rank sends its data directly to every rank that needs it, in one step.
 
-Sends come first and start with the next rank, so that ranks do not all turn to rank 0.  Reductions take the contributions in
-the order of the ranks and round once.  The lowest latency there is, and the choice of inference servers for small all-reduces.
+Source: FlashInfer/TensorRT-LLM ``oneShotAllReduce``; vLLM ``custom_all_reduce.cuh``
+(``cross_device_reduce_1stage``); MPICH linear (isend/irecv) gather, scatter and all-to-all.
+
+Lowest latency of all algorithms and the usual choice of inference servers for small all-reduces.
+Sends come first and start with the next rank, which spreads the load over ranks. Reductions add in
+rank order and round once.
 
 ========================== ============= ==================================
 collective                 latency steps blocks on the wire
@@ -12,7 +16,7 @@ reduce, gather             1             1 (at each rank but the root)
 all_to_all, reduce_scatter 1             n - 1
 ========================== ============= ==================================
 
-(All are 0 for n = 1.)
+All are 0 for n = 1.
 """
 
 from __future__ import annotations
@@ -113,7 +117,7 @@ def _reduce_all_inputs(rank: int, nranks: int, chunk: int) -> Step:
 
 
 def _rooted(collective: Collective, rank: int, root: int, everybody: range) -> Iterator[Step]:
-    """broadcast, scatter and gather: the root deals with each of the others."""
+    """Yield the steps of broadcast, scatter and gather: one message between the root and each rank."""
     if collective is Collective.GATHER:
         if rank != root:
             yield send(inp(0), root)

@@ -1,13 +1,16 @@
-"""Pairwise: in round ``s`` rank ``r`` sends to ``r + s`` and receives from ``r - s``, so that each round is a permutation.
+"""Pairwise exchange: in round ``s`` rank ``r`` sends to ``r + s`` and receives from ``r - s``.
+
+Source: MPICH ``alltoall_intra_pairwise.c``; gloo ``alltoall.cc``.
+
+Each round is a permutation, so every link carries one message at a time. A send of round ``s``
+follows the receive of round ``s - 1`` in the program; rounds overlap only as far as the FIFOs
+allow.
 
 ========== ============= ==================
 collective latency steps blocks on the wire
 ========== ============= ==================
 all_to_all n - 1         n - 1
 ========== ============= ==================
-
-Each round waits for the one before it, as far as the FIFOs do not run ahead: a send of round ``s`` follows the receive of round
-``s - 1`` in the program.
 """
 
 from __future__ import annotations

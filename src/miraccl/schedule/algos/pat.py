@@ -1,13 +1,18 @@
-"""PAT, parallel aggregated trees: logarithmically many steps for any number of ranks, long distances with little data.
+"""PAT, parallel aggregated trees: ceil(log2 n) steps for any number of ranks, short distances
+first.
 
-All-gather sends along distances from the largest power of two down to 1.  At distance ``d`` a rank has the blocks of the ranks
-``s`` before it for all multiples ``s < n`` of ``2 d``, and sends those which rank ``r + d`` lacks, aggregated in one message.  Most
-data thus goes the shortest way, the opposite of Bruck.  Reduce-scatter is the same in reverse: distances from 1 up, messages
-are partial sums.  (Jeaugey 2025, arXiv:2506.20252; NCCL 2.23 ``collectives.h:PatAGAlgorithm``.  NCCL aggregates less when its
-buffers are small; here scratch holds all blocks.)
+Source: Jeaugey, "PAT: a new algorithm for all-gather and reduce-scatter operations at scale", 2025,
+arXiv:2506.20252; NCCL 2.23 ``collectives.h:PatAGAlgorithm``. NCCL aggregates less when its buffers
+are small; here scratch holds all blocks.
 
-Blocks lie in scratch in the order in which the all-gather gets them; so what arrives is one run, and what is sent is a
-prefix, of which at most one block is left out: one or two messages.
+All-gather sends along distances from the largest power of two down to 1. At distance ``d`` a rank
+holds the blocks of the ranks ``s`` before it for all multiples ``s < n`` of ``2 d``, and sends
+those that rank ``r + d`` lacks, aggregated in one message. Most data thus travels the shortest
+distance, the opposite of Bruck. Reduce-scatter is the reverse: distances from 1 up, messages are
+partial sums.
+
+Blocks lie in scratch in the order in which the all-gather receives them. Received blocks are
+therefore one run, and sent blocks are a prefix without at most one block: one or two messages.
 
 ============================= ============= ==================
 collective                    latency steps blocks on the wire
@@ -50,7 +55,11 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatRound:
-    """One distance. ``runs``: (first slot, slots) of what the all-gather sends; it arrives from slot ``start`` on."""
+    """One distance of the all-gather.
+
+    ``runs``: (first slot, number of slots) of the blocks sent. Received blocks are stored from slot
+    ``start`` on.
+    """
 
     distance: int
     runs: tuple[tuple[int, int], ...]
@@ -58,7 +67,11 @@ class PatRound:
 
 
 def plan_rounds(nranks: int) -> tuple[list[int], list[PatRound]]:
-    """How far before the rank the block in each slot comes from, and the rounds of the all-gather; the same on all ranks."""
+    """Return the offset (owner's distance before the rank) of each slot, and the all-gather's
+    rounds.
+
+    Both are the same on all ranks.
+    """
     offsets, rounds = [0], []
     for bit in reversed(range((nranks - 1).bit_length())):
         distance = 1 << bit
@@ -110,7 +123,11 @@ def _all_gather(
 def _reduce_scatter(
     rank: int, nranks: int, offsets: list[int], rounds: list[PatRound]
 ) -> Iterator[Step]:
-    """What an all-gather received in a round is sent here, back to where it came from, and added to what was sent there."""
+    """Yield the steps of ``rank``: the all-gather in reverse.
+
+    Blocks received in a round of the all-gather are sent back to their sender, which adds them to
+    the blocks it had sent.
+    """
     if nranks == 1:
         yield copy(inp(0), out(0))
         return

@@ -1,7 +1,12 @@
-"""Recursive doubling: pairs at distance 1, 2, 4 ... exchange all they have added up so far (Thakur et al. 2005).
+"""Recursive doubling: pairs at distance 1, 2, 4 ... exchange their whole partial sums.
 
-Half the steps of ``recursive_halving_doubling`` and more bytes: for small all-reduces on a network.  All ranks get the same bits:
-additions are paired in the same way everywhere, and (+) commutes.  For ``n`` that is not a power of two, see ``Folding``.
+Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH",
+IJHPCA 19(1), 2005; MPICH ``allreduce_intra_recursive_doubling.c``.
+
+Half the steps of ``recursive_halving_doubling`` and more bytes: for small all-reduces over a
+network. All ranks obtain the same bits, because additions are paired in the same way everywhere and
+(+) commutes. With ``p`` the largest power of two up to ``n``, ``Folding`` reduces other numbers of
+ranks to ``p``.
 
 ========== ========================================== ==========================
 collective latency steps                              blocks on the wire

@@ -1,9 +1,14 @@
-"""Recursive halving and doubling over pairs at distance p/2, p/4, ... 1 and back (Rabenseifner 2004; Thakur et al. 2005).
+"""Recursive halving and doubling over pairs at distance p/2, p/4, ... 1 and back.
 
-Reduce-scatter halves, at each step, the range a rank is responsible for: it sends the other half to its partner and adds what the
-partner sends.  All-gather doubles the range it has.  All-reduce is both.  With ``p`` the largest power of two up to ``n``, the
-first ``2 (n - p)`` ranks pair up before: the odd one gives its input to the even one and gets the result at the end.  The other
-two collectives are for powers of two only.
+Source: Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004; Thakur,
+Rabenseifner, Gropp, IJHPCA 19(1), 2005; MPICH ``allreduce_intra_reduce_scatter_allgather.c``; gloo
+``allreduce_halving_doubling.h``.
+
+Reduce-scatter halves, at each step, the range a rank is responsible for: the rank sends the other
+half to its partner and adds what the partner sends. All-gather doubles the range. All-reduce is
+both. With ``p`` the largest power of two up to ``n``, the first ``2 (n - p)`` ranks form pairs in
+advance: the odd rank sends its input to the even one and receives the result at the end. The other
+two collectives support powers of two only.
 
 ============== =========================== ================================
 collective     latency steps               blocks on the wire
@@ -38,28 +43,33 @@ COLLECTIVES = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_S
 
 
 def largest_power_of_two(nranks: int) -> int:
-    """The largest power of two up to ``nranks``."""
+    """Return the largest power of two up to ``nranks``."""
     return 1 << (nranks.bit_length() - 1)
 
 
 class Folding:
-    """How ``nranks`` ranks become ``power`` players: among the first ``2 (nranks - power)`` only the even ones play."""
+    """Reduction of ``nranks`` ranks to a core of ``core_size``, the largest power of two.
+
+    Among the first ``2 (nranks - core_size)`` ranks only the even ones belong to the core; each
+    stands for the odd rank after it (MPICH's ``newrank``).
+    """
 
     def __init__(self, nranks: int) -> None:
         self.core_size = largest_power_of_two(nranks)
         self.extra = nranks - self.core_size
 
     def core_index(self, rank: int) -> int | None:
-        """The player that ``rank`` is, if it plays."""
+        """Return the index of ``rank`` in the core, None if it is folded into its neighbour."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return rank // 2 if rank % 2 == 0 else None
 
     def core_rank(self, index: int) -> int:
+        """Return the rank at ``index`` of the core."""
         return 2 * index if index < self.extra else index + self.extra
 
     def folded_rank(self, rank: int) -> int | None:
-        """The rank whose input ``rank`` takes over."""
+        """Return the rank whose input ``rank`` adds to its own, None if there is none."""
         return rank + 1 if rank < 2 * self.extra and rank % 2 == 0 else None
 
 
@@ -106,7 +116,7 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def halves(index: int, power: int) -> Iterator[tuple[int, int, int, int]]:
-    """For each step of halving: (partner, first chunk of the half kept, of the half sent, chunks of a half)."""
+    """Yield (partner, first chunk kept, first chunk sent, chunks of a half) for each halving step."""
     low, size = 0, power
     while size > 1:
         size //= 2
@@ -154,7 +164,7 @@ def _all_gather(rank: int, nranks: int) -> Iterator[Step]:
 
 
 def _reduce_scatter(rank: int, nranks: int) -> Iterator[Step]:
-    """Partial sums lie in scratch: at each step in the half of the scratch range kept."""
+    """Yield the steps of ``rank``; partial sums lie in the kept half of the scratch range."""
     if nranks == 1:
         yield copy(inp(0), out(0))
         return

@@ -1,8 +1,12 @@
-"""Ring: every rank talks to the next one only; the classic of large messages.
+"""Ring: every rank sends to the next one only; best for large messages.
 
-Reduce-scatter: chunk ``c`` starts at rank ``c + 1``, is added up rank by rank and ends complete at rank ``c``.  All-gather: each
-rank's chunk goes once around.  All-reduce is the one after the other, with the last addition and the first copy in one step.
-All blocks travel at the same time, each on another link (Patarasuk and Yuan 2009; NCCL ``all_reduce.h:runRing``).
+Source: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
+JPDC 69(2), 2009; NCCL ``src/device/all_reduce.h:runRing``.
+
+Reduce-scatter: chunk ``c`` starts at rank ``c + 1``, is accumulated rank by rank and is complete at
+rank ``c``. All-gather: each rank's chunk travels once around. All-reduce is one after the other,
+with the last addition and the first copy fused. All chunks travel at the same time, each on another
+link.
 
 ============== ============= ==================
 collective     latency steps blocks on the wire

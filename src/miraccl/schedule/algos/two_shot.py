@@ -1,8 +1,12 @@
-"""Two-shot: each rank adds up one chunk for all, then hands it to all.
+"""Two-shot: each rank reduces one chunk for all ranks, then sends it to all ranks.
 
-Rank ``p`` gets chunk ``p`` of everybody's input, adds in the order of the ranks and rounds once; then everybody gets chunk ``p``
-of the result from rank ``p``.  Two steps and as few bytes as a ring; what fully connected machines (NVLink switches, shared memory)
-want for medium sizes.  All sends come before the receives, one message to each peer per shot.
+Source: vLLM ``custom_all_reduce.cuh`` (``cross_device_reduce_2stage``); TensorRT-LLM
+``twoShotAllReduce``.
+
+Rank ``p`` receives chunk ``p`` of every input, adds in rank order and rounds once; then every rank
+receives chunk ``p`` of the result from rank ``p``. Two steps and as few bytes as a ring: for medium
+sizes on fully connected machines (NVSwitch, shared memory). All sends come before the receives, one
+message to each peer per shot.
 
 ============== ============= ==================
 collective     latency steps blocks on the wire
@@ -12,7 +16,7 @@ reduce_scatter 1             n - 1
 all_gather     1             n - 1
 ============== ============= ==================
 
-(All are 0 for n = 1.)  The two shots alone are the reduce_scatter and the all_gather of ``one_shot``.
+All are 0 for n = 1. The single shots are the reduce_scatter and all_gather of ``one_shot``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Two-shot on memory that peers can address: no FIFO, no slots, no copies.
 
-Everybody says that its input is ready; rank ``p`` adds up chunk ``p`` out of everybody's input, in the order of the ranks and
-rounded once, and puts the sum into everybody's output; everybody says that it is done.  Right in place, too: chunk ``p`` of any
-input is read by rank ``p`` alone, before rank ``p`` puts the sum there.  (MSCCL++ ``allreduce.hpp``, vLLM's custom all-reduce.)
+Source: MSCCL++ ``allreduce.hpp``; vLLM ``custom_all_reduce.cuh`` (``cross_device_reduce_2stage``).
 
-The two rounds of signals are needed even where little is done between them: no rank may touch the memory of a peer that has not
-come to this operation yet, nor of one that has left it.
+Every rank signals that its input is ready. Rank ``p`` reads chunk ``p`` of every input, adds in
+rank order, rounds once, and puts the sum into every output. Every rank signals that it has
+finished. This is also correct in place: chunk ``p`` of any input is read by rank ``p`` only, before
+rank ``p`` puts the sum there.
 
 ============== ============= ==================
 collective     latency steps blocks on the wire
@@ -15,7 +15,7 @@ reduce_scatter 3             n - 1
 all_gather     2             n - 1
 ============== ============= ==================
 
-(All are 0 for n = 1.)  A round of signals is one step, and so is the read of remote memory.
+All are 0 for n = 1. A round of signals is one step, and so is a read of remote memory.
 """
 
 from __future__ import annotations
