@@ -38,18 +38,23 @@ TOPOLOGY_ORDERED = (
 class Algorithm:
     """An algorithm for one or more collectives.
 
-    ``name``, ``description``: identifier and one-line summary for ``miraccl schedule list``.
-    ``collectives``: collectives it implements. ``builder``: function that builds the schedule for
-    (collective, nranks, root). ``rank_ordered``: contributions are added in rank order at every
-    size, so results are reproducible. Verified (``provenance.add_in_rank_order``). True for
-    algorithms that do not reduce. ``rounds_once``: 16- and 8-bit float sums are rounded once
-    instead of at every hop. Not verified. ``direct``, ``direct_in_place``: collectives in which
-    receivers may read the sender's memory (``verify.is_direct_safe``).
-    ``needs_addressable_memory``: schedules use PUT, GET or REDUCE_FROM_PEERS. ``uneven``:
-    collectives that accept blocks with different counts. ``condition``: predicate on (collective,
-    nranks); None accepts all. ``root``: the only supported root, None for any. ``latency``,
-    ``wire``: closed forms of ``cost.Cost.latency_steps`` and ``cost.Cost.wire_blocks`` for
-    (collective, nranks). ``builtin``: defined in ``schedule.algos``.
+    - ``name``, ``description``: identifier and one-line summary for ``miraccl schedule list``.
+    - ``collectives``: collectives it implements.
+    - ``builder``: function that builds the schedule for (collective, nranks, root).
+    - ``rank_ordered``: contributions are added in rank order at every size, so results are
+      reproducible. Verified (``provenance.add_in_rank_order``). True for algorithms that do not
+      reduce.
+    - ``rounds_once``: 16- and 8-bit float sums are rounded once instead of at every hop. Not
+      verified.
+    - ``direct``, ``direct_in_place``: collectives in which receivers may read the sender's memory
+      (``verify.is_direct_safe``).
+    - ``needs_addressable_memory``: schedules use PUT, GET or REDUCE_FROM_PEERS.
+    - ``uneven``: collectives that accept blocks with different counts.
+    - ``condition``: predicate on (collective, nranks); None accepts all.
+    - ``root``: the only supported root, None for any.
+    - ``latency``, ``wire``: closed forms of ``cost.Cost.latency_steps`` and
+      ``cost.Cost.wire_blocks`` for (collective, nranks).
+    - ``builtin``: defined in ``schedule.algos``.
     """
 
     name: str

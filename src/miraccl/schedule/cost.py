@@ -18,10 +18,12 @@ from miraccl.schedule.ir import Op, Schedule, Step
 class Cost:
     """Costs of one schedule, each the maximum over ranks.
 
-    ``latency_steps``: length of the longest dependency chain of messages, signals and remote reads;
-    a barrier counts one. ``wire_blocks``: blocks a rank sends or puts, and reads from peers.
-    ``messages``: messages, puts and signals a rank sends. ``copy_blocks``: blocks copied by COPY.
-    ``reduce_blocks``: blocks added, one for each (+).
+    - ``latency_steps``: length of the longest dependency chain of messages, signals and remote
+      reads; a barrier counts one.
+    - ``wire_blocks``: blocks a rank sends or puts, and reads from peers.
+    - ``messages``: messages, puts and signals a rank sends.
+    - ``copy_blocks``: blocks copied by COPY.
+    - ``reduce_blocks``: blocks added, one for each (+).
     """
 
     latency_steps: int

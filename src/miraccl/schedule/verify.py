@@ -51,14 +51,16 @@ def verify(
     """Prove that ``schedule`` is correct or raise ``ScheduleError`` with channel, rank, step and
     chunk.
 
-    ``in_place``: input and output overlap as the collective defines. ``fifo_depth``: messages a
-    FIFO holds. ``direct``: sending steps copy nothing but post the location of the chunk (``src``,
-    or ``dst`` for RECV_COPY_SEND and RECV_REDUCE_COPY_SEND; RECV_REDUCE_SEND stores nothing and
-    still copies), and the receiver reads it there. Such a chunk must not be overwritten before it
-    has been read. A proof with ``direct`` implies one without. At the end of a direct run the
-    executor must wait until a rank's posted chunks have been read. ``rank_ordered``: every sum,
-    including sums no output holds, is that of rank 0, 1, 2 ... from left to right, with the
-    operands in the order in which ``interpret`` folds them (``provenance.add_in_rank_order``).
+    - ``in_place``: input and output overlap as the collective defines.
+    - ``fifo_depth``: messages a FIFO holds.
+    - ``direct``: sending steps copy nothing but post the location of the chunk (``src``, or ``dst``
+      for RECV_COPY_SEND and RECV_REDUCE_COPY_SEND; RECV_REDUCE_SEND stores nothing and still
+      copies), and the receiver reads it there. Such a chunk must not be overwritten before it has
+      been read. A proof with ``direct`` implies one without. At the end of a direct run the
+      executor must wait until a rank's posted chunks have been read.
+    - ``rank_ordered``: every sum, including sums no output holds, is that of rank 0, 1, 2 ... from
+      left to right, with the operands in the order in which ``interpret`` folds them
+      (``provenance.add_in_rank_order``).
     """
     _check_static(schedule)
     ScheduleProof(schedule, in_place, fifo_depth, direct, rank_ordered).run()

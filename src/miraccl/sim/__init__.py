@@ -1,4 +1,4 @@
-"""A schedule on virtual links and a virtual clock: how long it would take on a machine that one does not have.
+"""Simulation on virtual links and a virtual clock: timing of machines that are not at hand.
 
-``links`` says which links messages cross, ``clock`` runs a schedule over them.
+``links`` describes the links that messages cross, ``clock`` runs a schedule over them.
 """

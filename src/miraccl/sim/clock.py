@@ -1,16 +1,19 @@
-"""Runs a schedule over virtual links on a virtual clock.
+"""Simulation of a schedule over virtual links on a virtual clock.
 
-What a run is here
-- A block has ``block_bytes``; it moves in rounds, of at most ``slot_bytes`` of every chunk each, as executors do.  Ranks go through their
-  steps round by round, with nothing between the rounds but the messages themselves.
-- A step begins when the step before it (same rank and channel) has ended, its messages and signals have arrived, and the FIFO that it
-  sends to has room: at most ``fifo_depth`` messages that have not been taken.
-- A step that sends, puts or gets moves its bytes over the links of the route while it lasts; all that crosses a link at a time shares its
-  bandwidth, max-min fair (Bertsekas and Gallager, "Data Networks", 6.5.2).  Its message arrives when it has ended and the route's latency
-  has passed.  With ``memory_bandwidth`` a rank's memory is one more link, which a step crosses once for every operand that it reads or
-  writes there; without it copies and additions take no time.
-- Nothing else takes time: no launch, no polling, no rounding to packets.  So this is a bound on what the schedule can do on such links,
-  and exact where bandwidth and latency are all there is.
+The model:
+
+- A block has ``block_bytes`` and moves in rounds of at most ``slot_bytes`` of every chunk, as in
+  the executors. Ranks execute their steps round by round; rounds are ordered by messages only.
+- A step starts when the previous step (same rank and channel) has ended, its messages and signals
+  have arrived, and the FIFO it sends to has fewer than ``fifo_depth`` unconsumed messages.
+- A step that sends, puts or gets moves its bytes over the links of the route for its whole
+  duration. Transfers that share a link share its bandwidth, max-min fair (Bertsekas and Gallager,
+  "Data Networks", 6.5.2). The message arrives at the end of the step plus the route's latency. With
+  ``memory_bandwidth`` a rank's memory is one more link, crossed once for each operand read or
+  written; without it copies and additions take no time.
+- Nothing else takes time: no launch, no polling, no rounding to packets. The result is a bound on
+  the schedule's performance over such links, and exact where bandwidth and latency are the only
+  costs.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ MAX_STEPS = 1_000_000  # of all ranks and rounds
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step of one round: it waited from ``ready`` (the step before had ended) to ``start``; times in us."""
+    """Times of one step of one round, in us. The step waited from ``ready`` to ``start``."""
 
     channel: int
     rank: int
@@ -46,7 +49,13 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """``time_us`` until the last rank has ended; ``carried[l]`` bytes over link l; ``steps`` in the order in which they ended."""
+    """Result of a simulation.
+
+    - ``time_us``: time until the last rank has finished.
+    - ``carried``: bytes carried by each link.
+    - ``steps``: step times in the order in which the steps ended.
+    - ``rounds``: number of rounds.
+    """
 
     time_us: float
     carried: tuple[float, ...]
@@ -54,7 +63,10 @@ class SimulationResult:
     rounds: int
 
     def link_utilisation(self, links: Links) -> list[tuple[float, str]]:
-        """For each link the part of the time that its bytes need at full speed, the busiest first, with its name."""
+        """Return (utilisation, name) of each link, the busiest first.
+
+        Utilisation is the fraction of the total time that the link's bytes take at full bandwidth.
+        """
         full = [
             (nbytes / (bandwidth * BYTES_PER_US) / self.time_us if self.time_us else 0.0, name)
             for nbytes, bandwidth, name in zip(
@@ -73,10 +85,12 @@ def simulate(
     fifo_depth: int = FIFO_DEPTH,
     memory_bandwidth: float = math.inf,
 ) -> SimulationResult:
-    """The course of ``schedule`` over ``links``; raises ``ScheduleError`` where it gets stuck.
+    """Simulate ``schedule`` over ``links``; raise ``ScheduleError`` if it deadlocks.
 
-    ``block_bytes``: of a block as ``schedule.ir`` defines it (all_reduce: the whole buffer, all_gather: the input).  ``memory_bandwidth``:
-    GB/s of a rank's reads and writes together.
+    - ``block_bytes``: size of a block as ``schedule.ir`` defines it (all_reduce: the whole buffer,
+      all_gather: the input).
+    - ``slot_bytes``: bytes of each chunk that move in one round.
+    - ``memory_bandwidth``: GB/s of a rank's reads and writes together.
     """
     if links.nranks != schedule.nranks:
         raise InvalidUsage(
@@ -100,7 +114,7 @@ def simulate(
 
 @dataclass(eq=False)
 class _Flow:
-    """A step in progress that moves bytes. ``load``: how often each link is crossed."""
+    """A step in progress that moves bytes. ``load`` counts how often each link is crossed."""
 
     worker: _ChannelRank
     remaining: float
@@ -110,7 +124,7 @@ class _Flow:
 
 @dataclass(eq=False)
 class _ChannelRank:
-    """One rank on one channel."""
+    """One rank on one channel. ``barrier_times``: when it reached each barrier it has passed."""
 
     channel: int
     rank: int
@@ -131,7 +145,7 @@ class _ChannelRank:
 
 @dataclass
 class _InFlight:
-    """What is under way from one rank to another on a channel: arrival times, in order."""
+    """Arrival times of messages and signals from one rank to another on a channel, in order."""
 
     messages: deque[float] = field(default_factory=deque)
     signals: deque[float] = field(default_factory=deque)
@@ -188,7 +202,9 @@ class _Simulation:
     # ---- steps
 
     def _start_all(self, waiting: Sequence[_ChannelRank]) -> bool:
-        """Begin every step that can begin now; those without bytes end at once, which may let others begin: then True."""
+        """Start every step that can start; return True if one ended at once, which may unblock
+        others.
+        """
         ended = False
         for worker in waiting:
             while not worker.busy and worker.round < len(self.sizes) and self._can_start(worker):
@@ -214,7 +230,7 @@ class _Simulation:
         return True
 
     def _barrier_is_open(self, worker: _ChannelRank) -> bool:
-        """All ranks are at this barrier of the channel or past it, and the news of that has come."""
+        """Return True if all ranks have reached this barrier and the notification has arrived."""
         opens, number = 0.0, len(worker.barrier_times)
         for other in self.workers[worker.channel]:
             at_one = (
@@ -254,7 +270,7 @@ class _Simulation:
             self._end(worker)
 
     def _link_load(self, worker: _ChannelRank) -> Counter[int]:
-        """The links that the step crosses, and how often."""
+        """Return how often the step crosses each link."""
         step, rank, load = worker.step, worker.rank, Counter[int]()
         if step.send_peer is not None:
             load.update(self.links.route(rank, step.send_peer).links)
@@ -271,7 +287,7 @@ class _Simulation:
         return load
 
     def _end(self, worker: _ChannelRank) -> None:
-        """Take the messages, deliver what is sent, and go to the next step."""
+        """Consume the step's messages, deliver its output, and advance to the next step."""
         step, channel, rank = worker.step, worker.channel, worker.rank
         for peer in step.senders(rank):
             self.in_flight[peer, rank, channel].messages.popleft()
@@ -305,7 +321,7 @@ class _Simulation:
     # ---- time
 
     def _advance(self, waiting: Sequence[_ChannelRank]) -> None:
-        """Go to the next moment at which something ends or arrives."""
+        """Advance the clock to the next end of a transfer or arrival."""
         while self.arrivals and self.arrivals[0] <= self.now:
             heapq.heappop(self.arrivals)
         self._share_bandwidth()
@@ -330,7 +346,9 @@ class _Simulation:
         self.flows = going
 
     def _share_bandwidth(self) -> None:
-        """Max-min fair rates: the most contended link decides for all that cross it, then the next one among the rest."""
+        """Set max-min fair rates: fix the flows of the most contended link, then repeat with the
+        rest.
+        """
         left, open_flows = dict(enumerate(self.capacity)), list(self.flows)
         while open_flows:
             demand: Counter[int] = Counter()

@@ -1,6 +1,7 @@
-"""Virtual links: what messages between two ranks cross, how fast that is and how long the way is.
+"""Virtual links: routes between ranks with bandwidth and latency.
 
-A route is a list of links with a latency.  Links have one direction; whatever crosses one at the same time shares it.
+A route is a list of links with a latency. Links are unidirectional; concurrent transfers share a
+link's bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ LATENCY_US = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``links``: numbers of the links in the order of travel; ``latency_us``: from the last byte sent until the receiver sees it."""
+    """Route of messages between two ranks.
+
+    - ``links``: link numbers in the order of travel.
+    - ``latency_us``: time from the last byte sent until the receiver sees it.
+    """
 
     links: tuple[int, ...]
     latency_us: float
@@ -27,7 +32,11 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """``names[l]`` and ``bandwidths[l]`` (GB/s, one direction) of link l; ``routes[a, b]`` from rank a to rank b, of different ranks."""
+    """Links of a machine and the routes between its ranks.
+
+    ``names[l]`` and ``bandwidths[l]`` (GB/s, one direction) describe link ``l``; ``routes[a, b]``
+    leads from rank ``a`` to a different rank ``b``.
+    """
 
     nranks: int
     names: tuple[str, ...]
@@ -60,7 +69,10 @@ def _pairs(nranks: int) -> Iterator[tuple[int, int]]:
 
 
 def switch(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Links:
-    """Every rank has a link of ``bandwidth`` GB/s each way to a switch that never blocks: NVSwitch, or hosts around one switch."""
+    """Return links of ``bandwidth`` GB/s per rank and direction to a non-blocking switch.
+
+    Models NVSwitch, or hosts around one switch.
+    """
     names = [f"{way} rank {rank}" for way in ("out of", "into") for rank in range(nranks)]
     routes = {(a, b): Route((a, nranks + b), latency_us) for a, b in _pairs(nranks)}
     return Links(
@@ -69,7 +81,7 @@ def switch(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Lin
 
 
 def mesh(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Links:
-    """A link of its own from each rank to each other one."""
+    """Return links that join each ordered pair of ranks."""
     pairs = list(_pairs(nranks))
     routes = {pair: Route((number,), latency_us) for number, pair in enumerate(pairs)}
     return Links(
@@ -81,10 +93,12 @@ def mesh(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Links
 
 
 def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
-    """The links of a topology, of as many nodes as it was analysed for, with the routes NCCL's paths take.
+    """Return the links of a topology with the routes of NCCL's paths.
 
-    Between nodes a message goes by the nearest net of the sender and that of the receiver, with an ideal network between the two.  Its
-    latency there is that of the net (as the topology says) besides ``latency_us``.
+    The topology covers as many nodes as it was analysed for. Messages between nodes use the nearest
+    net of the sender and that of the receiver, joined by an ideal network; their latency is that of
+    the net in the topology plus ``latency_us``. Raise ``TopologyError`` if GPUs of one node are
+    joined by the network only.
     """
     system, paths = topology.system, topology.paths
     if len(topology.domains) > 1:
@@ -133,7 +147,7 @@ def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
 
 
 def _nearest_net(topology: Topology, gpu: int) -> int:
-    """Position of the net that a GPU reaches best: nearest by type, then widest, then first."""
+    """Return the position of the net closest to a GPU: by path type, then bandwidth, then index."""
     system, paths = topology.system, topology.paths
     reached = [
         (paths.gpu_net(gpu, net).type, -paths.gpu_net(gpu, net).bw, net)

@@ -108,8 +108,8 @@ def _all_to_all(
 ) -> Iterator[Step]:
     """Yield the steps of ``rank``.
 
-    ``offsets_by_distance``: for each distance, the initial offsets (destination - source) of the
-    blocks that move by it.
+    - ``offsets_by_distance``: for each distance, the initial offsets (destination - source) of the
+      blocks that move by it.
     """
     location = [
         inp((rank + i) % nranks) for i in range(nranks)

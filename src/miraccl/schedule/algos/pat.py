@@ -1,5 +1,4 @@
-"""PAT, parallel aggregated trees: ceil(log2 n) steps for any number of ranks, short distances
-first.
+"""PAT, parallel aggregated trees: ceil(log2 n) steps, most data over short distances.
 
 Source: Jeaugey, "PAT: a new algorithm for all-gather and reduce-scatter operations at scale", 2025,
 arXiv:2506.20252; NCCL 2.23 ``collectives.h:PatAGAlgorithm``. NCCL aggregates less when its buffers
@@ -57,8 +56,8 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 class PatRound:
     """One distance of the all-gather.
 
-    ``runs``: (first slot, number of slots) of the blocks sent. Received blocks are stored from slot
-    ``start`` on.
+    - ``runs``: (first slot, number of slots) of the blocks sent. Received blocks are stored from
+      slot ``start`` on.
     """
 
     distance: int
