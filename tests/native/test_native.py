@@ -191,7 +191,7 @@ def test_a_user_without_a_home(
     if somebody_elses:
         below.mkdir()
         (below / "thing").write_bytes(b"theirs")
-        monkeypatch.setattr(cache, "_is_ours", lambda path: path != below)
+        monkeypatch.setattr(cache, "_owned_by_user", lambda path: path != below)
         cache._private_folder.cache_clear()
     cache.write("thing", b"bytes")
     assert cache.read("thing") == (None if somebody_elses else b"bytes")
@@ -216,7 +216,7 @@ def test_no_descriptor_for_compiled_code_is_a_system_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(native, "_known_key", native._key)
+    monkeypatch.setattr(native, "_cached_key", native._key)
     with (
         few_descriptors(0),
         pytest.raises(SystemFailure, match=r"words cannot be loaded: Too many open files"),
@@ -266,7 +266,7 @@ def test_keys_differ_by_source_and_are_stable() -> None:
 def test_a_change_of_what_stands_apart_compiles_nothing_else_anew() -> None:
     apart, engine = (
         set(native.sources_of(f"miraccl.executor.cpu.kernels.{name}"))
-        for name in ("unlocked.operations", "engine")
+        for name in ("nogil.operations", "engine")
     )
     assert engine < apart
     assert {path.name for path in apart - engine} == {

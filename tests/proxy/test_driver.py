@@ -71,7 +71,7 @@ def test_want_beyond_the_tail_that_was_seen_is_found_at_the_next_look(desk):
         assert desk.recv.peek()
         desk.recv.consume()
     target = PrivateMemory(1 << 16)
-    desk.recv.want(target.address, 1 << 16)
+    desk.recv.clear_to_send(target.address, 1 << 16)
     desk.atomics.stale[desk.recv.end.tail] = 0
     desk.driver.scan()
     desk.driver.scan()
@@ -83,14 +83,14 @@ def test_want_beyond_the_tail_that_was_seen_is_found_at_the_next_look(desk):
 def test_scan_reports_news_once(desk):
     assert not desk.driver.scan()
     desk.send.post(b"a")
-    desk.recv.want(PrivateMemory(SLOT).address, SLOT)
+    desk.recv.clear_to_send(PrivateMemory(SLOT).address, SLOT)
     assert desk.driver.scan()
     assert not desk.driver.scan()
 
 
 def test_advance_says_whether_more_can_be_done_at_once(desk):
     desk.there.sendall(frames(0) + b"\0" * 7)
-    desk.driver.streams[0].edge(1)
+    desk.driver.streams[0].on_edge(1)
     assert not desk.driver.advance()  # a short read: the stream is empty
     assert desk.driver.dirty
     memory = PrivateMemory(1 << 24)
@@ -98,7 +98,7 @@ def test_advance_says_whether_more_can_be_done_at_once(desk):
     desk.there.sendall(
         encode_frame(Frame(FrameType.CTS, 0, 0, 0, 1 << 24))[7:]
     )  # the header begins with the 7 bytes above
-    desk.driver.streams[0].edge(1)
+    desk.driver.streams[0].on_edge(1)
     desk.driver.advance()
     assert desk.losses[0][1].kind is LossKind.PROTOCOL  # and with them it is no frame
 
@@ -107,7 +107,7 @@ def test_what_a_peer_sent_before_it_closed_counts_though_it_takes_nothing_any_mo
     desk, monkeypatch
 ):
     """It waited in vain for this process, which was stopped: there is more to read than in one round, and something to be sent."""
-    monkeypatch.setattr(driver, "CALLS", 1)
+    monkeypatch.setattr(driver, "CALLS_PER_ROUND", 1)
     payload = bytes(range(256)) * (SLOT // 256)
     for number in range(NSLOTS):
         desk.there.sendall(
@@ -151,7 +151,7 @@ def test_post_that_makes_no_sense_is_an_internal_loss(desk, mode, nbytes, addres
 
 @pytest.mark.parametrize(("address", "room"), [(5, 10), (0, 1), (1 << 20, -1)])
 def test_want_that_makes_no_sense_is_an_internal_loss(desk, address, room):
-    desk.recv.want(address, room)
+    desk.recv.clear_to_send(address, room)
     desk.driver.scan()
     assert [(peer, loss.kind) for peer, loss in desk.losses] == [(3, LossKind.INTERNAL)]
 

@@ -50,10 +50,10 @@ class Rig:
     def attach(self, rank, nstreams=1):
         ends = [socket.socketpair() for _ in range(nstreams)]
         memory = FifoMemory(SLOT), FifoMemory(SLOT)
-        door: Any = {"kind": FifoKind.NET, "bell": self.proxy.doorbell, "asleep": self.proxy.asleep}
+        wake_args: Any = {"kind": FifoKind.NET, "doorbell": self.proxy.doorbell, "asleep": self.proxy.asleep}
         pair = FifoPair(
-            send=Fifo.from_address(memory[0].address, SLOT, **door),
-            recv=Fifo.from_address(memory[1].address, SLOT, **door),
+            send=Fifo.from_address(memory[0].address, SLOT, **wake_args),
+            recv=Fifo.from_address(memory[1].address, SLOT, **wake_args),
             memory=memory,
         )
         for _, there in ends:
@@ -151,7 +151,7 @@ def test_posts_come_out_as_frames_and_memory_comes_back(rig):
     for number, payload, signature in ((0, b"hello", -2), (1, b"x" * SLOT, 3)):
         frame, data = rig.frame()
         assert (frame.message, frame.signature, data) == (number, signature, payload)
-    rig.wait(lambda: rig.send.taken == 2)
+    rig.wait(lambda: rig.send.released == 2)
 
 
 def test_executor_rings_only_while_the_proxy_sleeps(rig):
@@ -403,9 +403,9 @@ def test_large_payload_is_sent_from_and_received_into_memory_without_a_copy(rig)
         got[frame.offset : frame.offset + frame.length] = data
         covered += frame.length
     assert got == memory_at(memory.address, nbytes)
-    rig.wait(lambda: rig.send.taken == 1)
+    rig.wait(lambda: rig.send.released == 1)
     target = PrivateMemory(nbytes)
-    rig.recv.want(target.address, nbytes)
+    rig.recv.clear_to_send(target.address, nbytes)
     assert rig.frame()[0].type is FrameType.CTS
     for at in range(0, nbytes, 1 << 20):
         rig.peers[0].sendall(

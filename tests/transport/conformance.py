@@ -184,17 +184,17 @@ class TransportConformance:
         for early in (True, False):
             memory_at(target.address, nbytes)[:] = bytes(nbytes)
             if early:
-                way.recv.want(target.address, nbytes)
+                way.recv.clear_to_send(target.address, nbytes)
             assert way.send.post_address(source.address, nbytes, signature=9)
             if not early:
-                way.recv.want(target.address, nbytes)
+                way.recv.clear_to_send(target.address, nbytes)
             data, message = way.take()
             assert data == pattern(nbytes)
             assert message.signature == 9
             if message.mode is Mode.LANDED:
                 assert memory_at(target.address, nbytes) == pattern(nbytes)
             world.wait(
-                lambda: way.send.taken == way.send.posted, "the sender never got its memory back"
+                lambda: way.send.released == way.send.posted, "the sender never got its memory back"
             )
 
     # --- many messages

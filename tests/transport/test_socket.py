@@ -80,7 +80,7 @@ def test_large_message_lands_in_place_in_pieces_on_all_streams(pair):
     source, target = PrivateMemory(nbytes), PrivateMemory(nbytes)
     memory_at(source.address, nbytes)[:] = pattern(nbytes)
     for ahead in range(3):
-        way.recv.want(target.address, nbytes, ahead=ahead)
+        way.recv.clear_to_send(target.address, nbytes, ahead=ahead)
     for i in range(3):
         memory_at(target.address, nbytes)[:] = bytes(nbytes)
         assert way.send.post_address(source.address, nbytes, signature=i)
@@ -98,7 +98,7 @@ def test_message_larger_than_a_slot_is_announced_and_waits(pair):
     pair.wait(lambda: way.recv.announced, "no announcement")
     assert way.recv.announced == (77, SLOT + 1)
     assert way.recv.peek() is None
-    way.recv.want(target.address, SLOT + 1)
+    way.recv.clear_to_send(target.address, SLOT + 1)
     assert way.take()[1].mode is Mode.LANDED
 
 
@@ -106,7 +106,7 @@ def test_room_that_is_too_small_is_reported_and_not_written(pair):
     way = pair.way(0, 1)
     source, target = PrivateMemory(SLOT * 2), PrivateMemory(SLOT * 2)
     memory_at(source.address, SLOT * 2)[:] = b"x" * SLOT * 2
-    way.recv.want(target.address, SLOT + 1)
+    way.recv.clear_to_send(target.address, SLOT + 1)
     assert way.send.post_address(source.address, SLOT * 2)
     message = way.next()
     assert message.mode is Mode.OVERSIZE
@@ -122,7 +122,7 @@ def test_different_slots_and_stream_counts_of_the_two_sides(world):
     there.post(pattern(8192))
     assert there.take()[0] == pattern(8192)
     target = PrivateMemory(65536)
-    back.recv.want(target.address, 65536)
+    back.recv.clear_to_send(target.address, 65536)
     back.post(pattern(65536))
     data, message = back.take()
     assert data == pattern(65536)
@@ -183,7 +183,7 @@ def test_address_that_does_not_answer_is_passed_over(world):
 
 
 def test_peer_that_cannot_be_reached_is_named(world, monkeypatch):
-    monkeypatch.setattr(connect_round, "REFUSED_S", 0.05)
+    monkeypatch.setattr(connect_round, "REFUSED_TIMEOUT_S", 0.05)
     transport = build_rank(world, 0)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -512,7 +512,7 @@ def test_close_gives_up_on_a_receiver_that_does_not_consume(world):
 def test_abort_tells_the_peer_why_and_touches_no_memory_afterwards(pair):
     way = pair.way(1, 0)
     target = PrivateMemory(1 << 20)
-    way.recv.want(target.address, 1 << 20)
+    way.recv.clear_to_send(target.address, 1 << 20)
     pair.transports[0].abort("rank 0 had enough")
     source = PrivateMemory(1 << 20)
     memory_at(source.address, 1 << 20)[:] = b"x" * (1 << 20)

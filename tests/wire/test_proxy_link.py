@@ -555,7 +555,7 @@ def test_validate_state_notices_a_broken_link():
 
 
 @pytest.mark.parametrize(
-    "numbers", [{"nstreams": 0}, {"nstreams": 65}, {"nstreams": 1, "piece_bytes": 4096}]
+    "numbers", [{"nstreams": 0}, {"nstreams": 65}, {"nstreams": 1, "segment_bytes": 4096}]
 )
 def test_config_refuses_what_cannot_work(numbers):
     with pytest.raises(ValueError, match=r"streams|piece"):
