@@ -168,7 +168,7 @@ def test_an_actor_that_is_busy_or_dead(three: list[Any], gates: list[Any]) -> No
     get([actor.where.remote() for actor in three])  # they have started
     busy = three[1].hold.remote(gates[0])
     with pytest.raises(
-        BootstrapError, match=r"nothing heard of rank 1 of 3 before the deadline .*busy"
+        BootstrapError, match=r"no reply from rank 1 of 3 by the deadline .*busy"
     ):
         miraccl.ray.create_group(three, meet_timeout=2.0)
     get(gates[0].open.remote())
@@ -208,7 +208,7 @@ def test_without_a_driver(three: list[Any]) -> None:
             == [[10, 11, 12]] * 3
         )
         get([actor.leave.remote("by hand") for actor in three])
-    with pytest.raises(BootstrapError, match="rank 0 put no unique id"):
+    with pytest.raises(BootstrapError, match="rank 0 did not publish a unique id"):
         get(three[1].join.remote(2, 1, meet_timeout=0.5))
     with pytest.raises(BootstrapError, match="rank 1 of 2 never arrived"):
         get(three[0].join.remote(2, 0, meet_timeout=0.5))
@@ -268,7 +268,7 @@ def test_what_is_refused_before_anything_is_sent(three: list[Any]) -> None:
 def test_an_actor_that_makes_a_group_with_itself(three: list[Any]) -> None:
     with pytest.raises(
         BootstrapError,
-        match=r"nothing heard of rank 1 of 2 .*rank 1 is the actor that calls .* join_group",
+        match=r"no reply from rank 1 of 2 .*rank 1 is the actor that called .* join_group",
     ):
         get(three[0].make_group_with.remote([three[1]]))
 

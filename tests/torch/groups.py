@@ -202,7 +202,7 @@ def descriptors(path: str) -> None:
         assert not [name for name in during if "memfd" in name], during
         assert len(during) - len(before) <= len(several) * (
             4 if rank else 32
-        )  # rank 0 has the meeting point
+        )  # rank 0 has the control plane
         for group in several:
             dist.destroy_process_group(group)
         _wait_until_closed(before)
@@ -346,24 +346,24 @@ def monitored(path: str) -> None:
             with refused(
                 "CollectiveTimeout",
                 "monitored_barrier",
-                f"rank {last} did not come",
+                f"rank {last} did not reach the barrier",
                 f"rank {last}:",
                 "groups.py",
             ):
                 group.monitored_barrier(SHORT)
         dist.barrier()
         if rank == last:
-            with refused("monitored_barrier", f"rank {last} did not come within 0.3 s"):
+            with refused("monitored_barrier", f"rank {last} did not reach the barrier within 0.3 s"):
                 group.monitored_barrier(SHORT)
         dist.barrier()
         if not rank:
             everybody = (
                 "rank 1" if nranks == 2 else f"ranks {', '.join(str(r) for r in range(1, nranks))}"
             )
-            with refused(f"{everybody} did not come"):
+            with refused(f"{everybody} did not reach the barrier"):
                 dist.monitored_barrier(timeout=SHORT, wait_all_ranks=True)
             with refused(
-                "rank 1 did not come within 0 s"
+                "rank 1 did not reach the barrier within 0 s"
             ):  # and not within the group's own timeout, which 0 means elsewhere
                 dist.monitored_barrier(timeout=datetime.timedelta(0))
         else:
@@ -420,7 +420,7 @@ def deadlines(path: str) -> None:
         assert x.tolist() == [float(nranks)] * 2
         if rank:
             work = dist.all_reduce(torch.ones(2), async_op=True)
-            with refused("CollectiveTimeout", "not finished within"):
+            with refused("CollectiveTimeout", "timed out after"):
                 work.wait(datetime.timedelta(milliseconds=20))
             assert not work.is_success()
             dist.send(torch.ones(1), 0)

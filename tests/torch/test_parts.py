@@ -68,30 +68,30 @@ def test_centuries_are_a_deadline() -> None:
     group.shutdown()
 
 
-# ---- the lane
+# ---- the queue
 
 
 def test_a_lane_without_a_thread_takes_nothing_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_more_threads(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    lane, work = WorkQueue("test"), Work("first", [])
+    queue, work = WorkQueue("test"), Work("first", [])
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more_threads)
         with pytest.raises(
             BackendError,
-            match=r"there can be no operation in the background: can't start new thread",
+            match=r"cannot start the thread of background operations: can't start new thread",
         ):
-            lane.submit(Work("none", []), lambda: None)
-    lane.submit(work, lambda: None)
+            queue.submit(Work("none", []), lambda: None)
+    queue.submit(work, lambda: None)
     assert work.wait(datetime.timedelta(seconds=LIMIT_S))
-    assert lane.close(LIMIT_S)
+    assert queue.close(LIMIT_S)
 
 
 def test_many_threads_may_wait_for_one_work() -> None:
-    work, lane, go = Work("slow", []), WorkQueue("test"), threading.Event()
-    lane.submit(work, lambda: go.wait(LIMIT_S))
-    with pytest.raises(BackendError, match=r"slow: not finished within 0:00:00\.010000"):
+    work, queue, go = Work("slow", []), WorkQueue("test"), threading.Event()
+    queue.submit(work, lambda: go.wait(LIMIT_S))
+    with pytest.raises(BackendError, match=r"slow: timed out after 0:00:00\.010000"):
         work.wait(datetime.timedelta(milliseconds=10))
     assert not work.is_completed()
     ended: list[bool] = []
@@ -104,7 +104,7 @@ def test_many_threads_may_wait_for_one_work() -> None:
         waiter.join(LIMIT_S)
     assert ended == [True] * 3
     assert work.wait(datetime.timedelta(milliseconds=1))
-    assert lane.close(LIMIT_S)
+    assert queue.close(LIMIT_S)
 
 
 class _Slow(Work):
@@ -114,7 +114,7 @@ class _Slow(Work):
         super().__init__("slow", [])
         self.ending, self.go = threading.Event(), threading.Event()
 
-    def settle(self, error: Exception | None) -> bool:
+    def mark_done(self, error: Exception | None) -> bool:
         self.ending.set()
         self.go.wait(LIMIT_S)
         return super().mark_done(error)
@@ -122,84 +122,84 @@ class _Slow(Work):
 
 def test_the_queue_is_busy_until_its_last_work_has_ended() -> None:
     """Otherwise a synchronous call could overtake the end of the asynchronous one before it."""
-    lane, work = WorkQueue("test"), _Slow()
-    lane.submit(work, lambda: None)
+    queue, work = WorkQueue("test"), _Slow()
+    queue.submit(work, lambda: None)
     assert work.ending.wait(LIMIT_S)
-    assert not lane.idle
+    assert not queue.idle
     assert not work.is_completed()
     work.go.set()
-    lane.run("next", lambda: None)
+    queue.run("next", lambda: None)
     assert work.is_completed()
-    assert lane.close(LIMIT_S)
+    assert queue.close(LIMIT_S)
 
 
 def test_a_lane_tells_while_it_runs_beside_the_program() -> None:
-    told: list[bool] = []
-    lane, go = WorkQueue("test", told.append), threading.Event()
-    lane.run("on the caller's thread", lambda: None)
-    works = [lane.submit(Work("test", []), lambda: go.wait(LIMIT_S)) for _ in range(3)]
-    assert told == [True]
+    recorded: list[bool] = []
+    queue, go = WorkQueue("test", recorded.append), threading.Event()
+    queue.run("on the caller's thread", lambda: None)
+    works = [queue.submit(Work("test", []), lambda: go.wait(LIMIT_S)) for _ in range(3)]
+    assert recorded == [True]
     go.set()
     assert all(work.wait() for work in works)
-    assert lane.close(LIMIT_S)
-    assert told == [True, False]
+    assert queue.close(LIMIT_S)
+    assert recorded == [True, False]
 
 
 def test_a_queue_closed_by_a_signal_handler_rejects_the_call() -> None:
-    told: list[str] = []
+    recorded: list[str] = []
 
     def destroy(beside: bool) -> None:
         """Close the queue like a signal handler during the call."""
-        assert lane.close(LIMIT_S)
+        assert queue.close(LIMIT_S)
 
     def call() -> None:
         with pytest.raises(BackendError, match="destroyed"):
-            lane.submit(Work("test", []), lambda: told.append("run"))
-        told.append("refused")
+            queue.submit(Work("test", []), lambda: recorded.append("run"))
+        recorded.append("refused")
 
-    lane = WorkQueue("test", destroy)
+    queue = WorkQueue("test", destroy)
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
     caller.join(LIMIT_S)
-    assert told == ["refused"]
+    assert recorded == ["refused"]
 
 
 def test_callbacks_run_on_the_lane_and_may_wait_for_what_they_start() -> None:
-    lane = WorkQueue("test")
+    queue = WorkQueue("test")
     begin = threading.Event()
     seen: list[Any] = []
     work = Work("first", ["value"])
-    lane.submit(work, lambda: begin.wait(LIMIT_S))
+    queue.submit(work, lambda: begin.wait(LIMIT_S))
 
     def callback(future: Any) -> Any:
-        seen.append(lane.idle)
-        lane.run("sync", lambda: seen.append("sync"))
-        lane.submit(Work("inner", ["inner"]), lambda: seen.append("async")).get_future().wait()
+        seen.append(queue.idle)
+        queue.run("sync", lambda: seen.append("sync"))
+        queue.submit(Work("inner", ["inner"]), lambda: seen.append("async")).get_future().wait()
         return future.value()
 
     chained = work.get_future().then(callback)
     begin.set()
-    lane.run("after", lambda: seen.append("after"))
+    queue.run("after", lambda: seen.append("after"))
     assert chained.wait() == ["value"]
     assert seen == [False, "sync", "async", "after"]
-    assert lane.close(LIMIT_S)
+    assert queue.close(LIMIT_S)
 
 
 def test_errors_belong_to_the_work_and_leave_the_lane_running() -> None:
     def fail() -> None:
         raise InvalidUsage("no")
 
-    lane = WorkQueue("test")
-    work = lane.submit(Work("bad", []), fail)
+    queue = WorkQueue("test")
+    work = queue.submit(Work("bad", []), fail)
     with pytest.raises(BackendError, match="InvalidUsage: no"):
         work.wait()
     assert isinstance(work.exception(), BackendError)
-    assert lane.submit(Work("good", []), lambda: None).wait()
+    assert queue.submit(Work("good", []), lambda: None).wait()
     with pytest.raises(BackendError, match="InvalidUsage"):
-        lane.run("bad", fail)
-    assert lane.close(LIMIT_S)
+        queue.run("bad", fail)
+    assert queue.close(LIMIT_S)
     with pytest.raises(BackendError, match="destroyed"):
-        lane.submit(Work("late", []), lambda: None)
+        queue.submit(Work("late", []), lambda: None)
 
 
 # ---- tensors as arrays
@@ -371,7 +371,7 @@ def test_an_asynchronous_operation_waits_for_the_current_stream_and_wait_for_it(
     work.block_current_stream()
     assert cuda.log == ["current waits for own1"] * 3
     assert not work.is_completed()
-    with pytest.raises(BackendError, match="not finished within"):
+    with pytest.raises(BackendError, match="timed out after"):
         work.wait(datetime.timedelta(milliseconds=5))
     cuda.capturing = True
     assert work.wait(
@@ -381,18 +381,18 @@ def test_an_asynchronous_operation_waits_for_the_current_stream_and_wait_for_it(
 
 def test_an_operation_gets_its_stream() -> None:
     streams, cuda = _streams()
-    told: list[Any] = []
+    recorded: list[Any] = []
 
     def operation(*args: Any, stream: Any = None) -> None:
-        told.append((args, stream))
+        recorded.append((args, stream))
 
     work = streams.call("op", ["x"], [_Tensor(cuda.log)], operation, (1, 2), asynchronous=True)
-    assert told == [((1, 2), "number of own1")]
+    assert recorded == [((1, 2), "number of own1")]
     assert cuda.log == ["own1 waits for current", "memory of own1"]
     assert work.wait()
     assert cuda.log[2:] == ["current waits for own1"]
     work = streams.call("op", ["x"], [_Tensor(cuda.log)], operation, (3,), asynchronous=False)
-    assert told[1:] == [((3,), None)]
+    assert recorded[1:] == [((3,), None)]
     assert work.wait()
     assert work.result() == ["x"]
     assert len(cuda.log) == 3
@@ -400,7 +400,7 @@ def test_an_operation_gets_its_stream() -> None:
         True  # the group's GPU is not the current one, whose stream the operation would take
     )
     work = streams.call("op", [], [], operation, (4,), asynchronous=True)
-    assert told[2:] == [((4,), None)]
+    assert recorded[2:] == [((4,), None)]
     assert cuda.log[3:] == ["on the group's GPU", "own1 waits for current"]
 
     def broken(stream: Any = None) -> None:
@@ -471,7 +471,7 @@ def test_messages_that_start_together_are_one_operation() -> None:
                 functools.partial(log.append, f"{name} ended"),
             )
             works.append(streams.transfer(name, [name], [_Tensor(log)], begin, after))
-        with pytest.raises(BackendError, match="batch has not ended"):
+        with pytest.raises(BackendError, match="batch is still open"):
             works[0].wait()
         assert not works[0].is_completed()
         assert log == []
@@ -580,9 +580,9 @@ def test_only_common_calls_take_the_fast_path(group: Any, monkeypatch: pytest.Mo
         )
 
     monkeypatch.setattr(fast_path, "is_plain_gpu_tensor", ordinary)
-    monkeypatch.setattr(group, "_go", lambda *_: "staged")
-    real, told = group.communicator, _RecordingComm()
-    monkeypatch.setattr(group, "communicator", told)
+    monkeypatch.setattr(group, "_start", lambda *_: "staged")
+    real, recorded = group.communicator, _RecordingComm()
+    monkeypatch.setattr(group, "communicator", recorded)
     x, out, bools = torch.arange(6.0), torch.zeros(6), torch.zeros(6, dtype=torch.bool)
     plain, average, scaled = (dist.AllreduceOptions() for _ in range(3))
     average.reduceOp = dist.ReduceOp.AVG
@@ -623,7 +623,7 @@ def test_only_common_calls_take_the_fast_path(group: Any, monkeypatch: pytest.Mo
     for name, args, wanted in straight:
         before = group._sequence
         assert getattr(group, name)(*args).wait()
-        assert told.calls.pop() == wanted
+        assert recorded.calls.pop() == wanted
         assert group._sequence == before + 1
     for name, args in others:
         assert getattr(group, name)(*args) == "staged", name
@@ -635,7 +635,7 @@ def test_only_common_calls_take_the_fast_path(group: Any, monkeypatch: pytest.Mo
     group._batch = []
     assert group.allreduce([x], plain) == "staged"
     group._batch = None
-    assert told.calls == []
+    assert recorded.calls == []
     assert group.allreduce([x], plain).result() == [x]
     monkeypatch.setattr(group, "communicator", real)
 
@@ -647,14 +647,14 @@ def test_lists_of_plain_tensors_are_not_staged(group: Any, monkeypatch: pytest.M
         "is_plain_gpu_tensor",
         lambda tensor, ordinal: tensor.is_contiguous() and tensor.dtype in tensors.NATIVE,
     )
-    monkeypatch.setattr(group, "_go", lambda name, *_: staged.append(name))
-    told: list[Any] = []  # to the GPU side, which is not there
-    monkeypatch.setattr(group.communicator, "_are_collective", lambda *what: told.append(what))
+    monkeypatch.setattr(group, "_start", lambda name, *_: staged.append(name))
+    recorded: list[Any] = []  # to the GPU side, which is not there
+    monkeypatch.setattr(group.communicator, "_are_collective", lambda *what: recorded.append(what))
     x, gather = torch.arange(6.0).reshape(2, 3), c10d.AllgatherOptions()
 
     def here(kind: Any) -> Any:
         options = kind()
-        options.asyncOp = False  # or messages are told a stream, which those on CPU memory have not
+        options.asyncOp = False  # or messages are recorded a stream, which those on CPU memory have not
         return options
 
     calls: list[Callable[[Any], Any]] = [
@@ -669,7 +669,7 @@ def test_lists_of_plain_tensors_are_not_staged(group: Any, monkeypatch: pytest.M
         assert call(out).wait()
         assert torch.equal(out, x)
     assert not staged
-    assert told == [
+    assert recorded == [
         (Collective.ALL_TO_ALL, 0, (), 2),
         (Collective.GATHER, 0, (6,), 2),
         (Collective.SCATTER, 0, (6,), 2),
@@ -691,13 +691,13 @@ def test_sends_and_receives_of_a_batch_go_together(group: Any) -> None:
         group.recv([out[:, 1]], 0, 0)
         assert out.sum() == 0
 
-    works = group.together(torch.device("cuda", 0), start)
+    works = group.run_batch(torch.device("cuda", 0), start)
     assert [work.wait() for work in works] == [True]
     assert out.tolist() == [[0.0, 1.0]] * 2
 
 
 def test_a_group_has_one_gpu(group: Any) -> None:
-    with pytest.raises(BackendError, match="one GPU a group"):
+    with pytest.raises(BackendError, match="one GPU per rank"):
         group._streams_of(torch.device("cuda", 1))
     assert group._get_backend("cuda:0") is group
     with pytest.raises(RuntimeError, match="no backend"):

@@ -88,7 +88,7 @@ def test_a_rank_0_that_is_short_of_descriptors_tells_the_others(
     with few_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
         meet(store, 0, 1.0)
     with pytest.raises(
-        BootstrapError, match=r"rank 0 could not open the meeting point: .*Too many open files"
+        BootstrapError, match=r"rank 0 cannot start the control plane: .*Too many open files"
     ):
         meet(store, 1, 1.0)
 
@@ -98,7 +98,7 @@ def test_a_second_try_after_a_failure_of_rank_0() -> None:
     store = WatchedStore()
     with few_descriptors(0), pytest.raises(SystemFailure, match="Too many open files"):
         meet(store, 0, 1.0)
-    with pytest.raises(BootstrapError, match="rank 0 could not open the meeting point"):
+    with pytest.raises(BootstrapError, match="rank 0 cannot start the control plane"):
         meet(store, 1, PATIENCE)
     meet_again(store)
 
