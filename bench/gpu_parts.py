@@ -1,4 +1,4 @@
-"""What two_shot takes in one piece, in pieces and in parts (source/parts.cuh), with banks of whatever size.
+"""What two_shot takes in one piece, in pieces and in parts (source/double_buffered.cuh), with banks of whatever size.
 
 ``python bench/gpu_parts.py [--bank 3.29] [--sizes 2M,4M]`` (two GPUs).  With a seventh of the usual bank two ranks have the slots, pieces
 and threads of eight, but a seventh of the traffic: what is left is what waits cost.  With the usual bank the links are what counts.  The
@@ -43,8 +43,8 @@ def main() -> None:
         sys.exit(spawn(__file__, 2, sys.argv[1:]))
     from miraccl.executor.cuda import layout
 
-    layout.BANK_BYTES = int(options.bank * MIB) // 1024 * 1024
-    layout.FILLS = ((layout.PACKETS_OFFSET, 2 * layout.BANK_BYTES, 0xFFFFFFFF),)
+    layout.HALF_BYTES = int(options.bank * MIB) // 1024 * 1024
+    layout.FILLS = ((layout.PACKETS_OFFSET, 2 * layout.HALF_BYTES, 0xFFFFFFFF),)
     import torch
 
     from miraccl.bootstrap.launch import detect_launch, join_launch

@@ -410,7 +410,7 @@ def in_different_calls(cases: Sequence[str]) -> list[dict[str, Any]]:
     """Ranks that wait for one another in calls that kernels do not compare, and whose programs wait for them: what is told of each case.
     All have time."""
     detector.FIRST_STREAM_PROBE_S, detector.HOST_POLL_S = 0.05, 0.1
-    layout.BULK_FROM, layout.CHUNK_BYTES, layout.BULK_BYTES = 5000, 1024, 6 * 1024
+    layout.BULK_MIN_BYTES, layout.CHUNK_BYTES, layout.BULK_BYTES = 5000, 1024, 6 * 1024
     vars(blocked_ops)["only_thread"] = lambda: (
         threading.main_thread().ident
     )  # those of the emulated GPU are no program's
@@ -530,7 +530,7 @@ def comes_after_finalize(case: str) -> dict[str, Any]:
         assert isinstance(device, DeviceCommunicator)
         try:
             if mine == 0:
-                while device._host[layout.HOST_LEFT] != 0b110:
+                while device._host[layout.HOST_EXITED] != 0b110:
                     os.sched_yield()
                 {"gather": lambda: comm.gather(one, 1, stream=0), "nothing": lambda: None}[case]()
             elif mine == 1:

@@ -29,12 +29,12 @@ def circle_of(where: Machine, rank: int) -> list[int]:
     """Ranks that wait for one another, beginning with this one, as it has reported them."""
     host = where.host[rank]
     found = [rank, int(host[layout.HOST_PEER])]
-    while (after := int(host[layout.HOST_CIRCLE]) >> 4 * found[-1] & 15) != rank:
+    while (after := int(host[layout.HOST_CYCLE]) >> 4 * found[-1] & 15) != rank:
         found.append(after)
     return found
 
 
-LONG = 3 * 2 * layout.RING_ROWS * layout.ROW_BYTES  # more than the rings of two lanes hold
+LONG = 3 * 2 * layout.FIFO_ROWS * layout.ROW_BYTES  # more than the rings of two lanes hold
 RIGHT = {
     "a message before": [Send(0, 1, 40), Send(1, 0, LONG)],
     "all at once": [Send(a, b, LONG) for a in range(3) for b in range(3)],
@@ -85,7 +85,7 @@ def test_ranks_that_wait_for_one_another_are_told(
         assert [text for text in run(where, few(nranks, frame), right_before) if text] == []
     run(where, few(nranks, frame), sends)
     assert where.errors() == [
-        layout.ERROR_CIRCLE if rank in circles else 0 for rank in range(nranks)
+        layout.ERROR_CYCLE if rank in circles else 0 for rank in range(nranks)
     ]
     assert {rank: circle_of(where, rank) for rank in circles} == circles
 
@@ -94,7 +94,7 @@ def test_who_waits_for_ranks_in_a_circle_is_not_in_it() -> None:
     """Its host is told by theirs."""
     where = Machine(3, timeout_s=1.5)
     run(where, rules(3), [Send(1, 0, 9, half=0), Send(0, 1, 9, half=1), Send(1, 2, 9, half=2)])
-    assert where.errors() == [layout.ERROR_CIRCLE, layout.ERROR_CIRCLE, layout.ERROR_TIMEOUT]
+    assert where.errors() == [layout.ERROR_CYCLE, layout.ERROR_CYCLE, layout.ERROR_TIMEOUT]
 
 
 MAY_GO_ON = {
@@ -117,7 +117,7 @@ def test_what_was_said_of_a_wait_that_has_ended_closes_no_circle() -> None:
     assert where.errors() == [layout.ERROR_TIMEOUT, 0]
     for words in (
         *where.host,
-        where.memory[0][layout.STATE_OFFSET + 8 * layout.STATE_STOPPED :][:8],
+        where.memory[0][layout.STATE_OFFSET + 8 * layout.STATE_WAIT_FAILED :][:8],
     ):
         words[:] = 0  # as if the wait had not ended by its deadline
     where.timeout_ns = int(20e9)
@@ -132,10 +132,10 @@ def test_nothing_is_sent_behind_a_wait_that_has_failed(signature: int) -> None:
     """It may be what did not come; the first row, with the header, is not there, nor does the count of rows go on."""
     where = Machine(2, timeout_s=0.5)
     run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[signature] * 2)
-    rings = where.memory[1][layout.RINGS_OFFSET :][: layout.RINGS_BYTES].copy()
+    rings = where.memory[1][layout.ROW_FIFOS_OFFSET :][: layout.ROW_FIFOS_BYTES].copy()
     run(where, rules(2), [Send(0, 1, 40)], only=[0], signatures=[signature] * 2)
-    assert (where.memory[1][layout.RINGS_OFFSET :][: layout.RINGS_BYTES] == rings).all()
-    assert not where.memory[0][layout.LANE_SENT_OFFSET : layout.LANE_TAKEN_OFFSET].any()
+    assert (where.memory[1][layout.ROW_FIFOS_OFFSET :][: layout.ROW_FIFOS_BYTES] == rings).all()
+    assert not where.memory[0][layout.ROWS_SENT_OFFSET : layout.ROWS_RECEIVED_OFFSET].any()
 
 
 # ---- programs that end
@@ -144,8 +144,8 @@ SIZES = (0, 9, 40, 1000, 4999, 20_000, 60_000)
 
 
 OFTEN = {
-    "++w.spins >= WARP_SPINS_BEFORE_CHECK": "++w.spins >= 2",
-    "++w.spins < SPINS_BEFORE_CHECK": "++w.spins < 3",
+    "++w.polls >= WARP_SPINS_BEFORE_CHECK": "++w.polls >= 2",
+    "++w.polls < SPINS_BEFORE_CHECK": "++w.polls < 3",
 }
 
 
@@ -213,8 +213,8 @@ def test_programs_that_end_are_in_no_circle(
             assert not what_ends_wrongly(seed, pool)
 
 
-HELPS = ("if (!(helps >> r & 1) && load_word(count)", "if (load_word(count)")
-COUNTS = ("load_word(count) < (said & WAIT_COUNT)", "true")
+HELPS = ("if (!(served >> r & 1) && load_word(count)", "if (load_word(count)")
+COUNTS = ("load_word(count) < (reported & WAIT_COUNT)", "true")
 
 
 @pytest.mark.parametrize("flaw", [HELPS, COUNTS], indirect=True, ids=["who helps", "counts"])

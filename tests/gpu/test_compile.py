@@ -142,7 +142,7 @@ def many() -> list[KernelSpec]:
     ]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
     found.append(
-        KernelSpec(family="steps", nranks=8, dtype=DType.FLOAT32, room=layout.STEP_ROOMS[-1])
+        KernelSpec(family="steps", nranks=8, dtype=DType.FLOAT32, room=layout.STEP_CAPACITIES[-1])
     )
     return [*few(), *found, *messages(8)]
 

@@ -29,8 +29,8 @@ def test_the_picture_of_the_memory_has_the_offsets_of_the_layout() -> None:
 
 
 def test_figures_of_the_memory_are_those_of_the_layout() -> None:
-    assert f"bank 0, {layout.BANK_BYTES // layout.MIB} MiB" in PAGE
-    assert f"{layout.RING_ROWS} rows of {layout.ROW_BYTES} bytes per" in PAGE
+    assert f"bank 0, {layout.HALF_BYTES // layout.MIB} MiB" in PAGE
+    assert f"{layout.FIFO_ROWS} rows of {layout.ROW_BYTES} bytes per" in PAGE
     assert (
         f"{layout.BULK_BYTES // layout.CHUNK_BYTES} chunks of {layout.CHUNK_BYTES // layout.KIB} KiB"
         in PAGE
@@ -62,7 +62,7 @@ def test_files_that_are_named_are_there() -> None:
 def test_the_text_of_a_kernel_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     exec(PROGRAMS[0], {})
     shown = capsys.readouterr().out
-    assert "fan.cuh" in shown
+    assert "fanout.cuh" in shown
     assert "#define RANKS 4\n" in shown
     assert "__global__" in shown
 

@@ -231,7 +231,7 @@ def test_slots_are_used_again(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, dtype: DType, nranks: int
 ) -> None:
     """Banks that hold a fraction of the operation."""
-    monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
+    monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     request = asked(collective, dtype, 40001, nranks, algo, "ll128", root=1)
     plan = replace(small(request), blocks=1)
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
@@ -253,7 +253,7 @@ def test_a_ring_with_as_few_slots_as_are_enough(
     least = least_slots("ring", nranks)
     monkeypatch.setattr(
         layout,
-        "BANK_BYTES",
+        "HALF_BYTES",
         16 * least * slot_packets(request, "ring", plan.piece, frame_of(request, "ll128")),
     )
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
@@ -349,7 +349,7 @@ def test_neighbours_in_another_order(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, proto: str, dtype: DType
 ) -> None:
     """Rings and chains that are not in the order of the ranks, from every root, with slots that are used again."""
-    monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
+    monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     four = Machine(4)
     inputs = [
         np.random.default_rng(r).integers(
@@ -404,7 +404,7 @@ def test_fifos_go_around(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int
 ) -> None:
     """Protocol Simple with slots that hold a fraction of the operation; the banks are full of ones again."""
-    monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
+    monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     request = asked(collective, DType.INT32, 30001, nranks, algo, "simple", root=1)
     plan = replace(small(request), blocks=2)
     assert run(machine(nranks), request, plan, repeat=3, close=True) == [""] * nranks
@@ -432,7 +432,7 @@ def test_words_that_the_mask_makes_ones(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, algo: str, nranks: int
 ) -> None:
     """Many pieces, whose slots are used again; in sums all other ranks have zeros."""
-    monkeypatch.setattr(layout, "BANK_BYTES", 128 << 10)
+    monkeypatch.setattr(layout, "HALF_BYTES", 128 << 10)
     fresh = Machine(nranks)
     for launch in range(3):
         request = asked(
@@ -483,7 +483,7 @@ def test_words_that_the_mask_makes_ones_in_parts(nranks: int) -> None:
 
 
 def _late(condition: str, seconds: float) -> str:
-    return f"if ({condition}) {{ u64 until = now_ns() + {int(seconds * 1e9)}ull; while (now_ns() < until) between_polls(); }}\n"
+    return f"if ({condition}) {{ u64 until = now_ns() + {int(seconds * 1e9)}ull; while (now_ns() < until) poll_pause(); }}\n"
 
 
 @pytest.mark.parametrize(
@@ -503,12 +503,12 @@ def test_parts_whose_blocks_are_apart_agree(
         text = write_source(spec, arch, machine)
         if spec.in_parts:
             text = text.replace(
-                "  if (works) send_part(a, g, w, 0);\n",
-                _late(begins, 0.4) + "  if (works) send_part(a, g, w, 0);\n",
+                "  if (active) send_tile(a, g, w, 0);\n",
+                _late(begins, 0.4) + "  if (active) send_tile(a, g, w, 0);\n",
             )
             text = text.replace(
-                "      send_part(a, g, w, k);\n",
-                _late(sends, 0.15) + "      send_part(a, g, w, k);\n",
+                "      send_tile(a, g, w, k);\n",
+                _late(sends, 0.15) + "      send_tile(a, g, w, k);\n",
             )
         return text
 
@@ -518,7 +518,7 @@ def test_parts_whose_blocks_are_apart_agree(
         DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=1, in_parts=True),
     )
     before = asked(Collective.ALL_REDUCE, DType.FLOAT32, 203, 2, "one_shot", "ll128")
-    for _ in range(layout.BOARD_ENTRIES + 1):
+    for _ in range(layout.OP_LOG_ENTRIES + 1):
         assert run(fresh, before, small(before)) == ["", ""]
     request = asked(
         Collective.ALL_REDUCE, DType.FLOAT32, 4 * 2 * 4 * plan.piece, 2, "two_shot", "ll128"
@@ -582,8 +582,8 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
     assert lonely.errors() == [layout.ERROR_TIMEOUT, 0]
     assert [
         int(lonely.host[0][word])
-        for word in (layout.HOST_PEER, layout.HOST_WHAT, layout.HOST_LAUNCH)
-    ] == [1, layout.WHAT_PACKET, 1]
+        for word in (layout.HOST_PEER, layout.HOST_AWAITED, layout.HOST_LAUNCH)
+    ] == [1, layout.AWAIT_PACKET, 1]
 
 
 @pytest.mark.parametrize("seconds", [-5, 1000])
@@ -611,10 +611,10 @@ def test_a_clock_that_jumps_ends_no_wait(seconds: int) -> None:
 
 def test_waiting_for_a_rank_that_has_left_ends() -> None:
     three = Machine(3, timeout_s=60)
-    three.host[0][layout.HOST_LEFT] = 1 << 2
+    three.host[0][layout.HOST_EXITED] = 1 << 2
     request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 1, 3, "one_shot", "ll128")
     launch_each(three, [request, None, None])
-    assert three.errors() == [layout.ERROR_LEFT, 0, 0]
+    assert three.errors() == [layout.ERROR_EXITED, 0, 0]
 
 
 def test_what_a_rank_sent_before_it_left_counts() -> None:
@@ -628,7 +628,7 @@ def test_what_a_rank_sent_before_it_left_counts() -> None:
             while clock.looks() == before and not waits.done():
                 os.sched_yield()
             launch_each(two, [None, request])
-            two.host[0][layout.HOST_LEFT] = 1 << 1
+            two.host[0][layout.HOST_EXITED] = 1 << 1
         waits.result()
     assert two.errors() == [0, 0]
 
@@ -660,9 +660,10 @@ def test_ranks_that_meet_for_different_operations_are_told(field: str) -> None:
 
 def told_needs(where: Machine, by: int, to: int, launch: int) -> int:
     """Whom a rank does not end a launch without, as another one's board says; -1: it says nothing of this launch."""
-    place = (by * layout.BOARD_ENTRIES + launch % layout.BOARD_ENTRIES) * 16
+    place = (by * layout.OP_LOG_ENTRIES + launch % layout.OP_LOG_ENTRIES) * 16
     number, _, _, word = struct.unpack(
-        "<IIII", ctypes.string_at(where.comm_args(to).inboxes[by] + layout.BOARD_OFFSET + place, 16)
+        "<IIII",
+        ctypes.string_at(where.comm_args(to).inboxes[by] + layout.OP_LOG_OFFSET + place, 16),
     )
     above = layout.NEEDS_ALL_SHIFT + 1
     return (

@@ -15,7 +15,7 @@ from miraccl.executor.cuda import driver, layout, lower, schedules, toolkit
 from miraccl.executor.cuda.buffer_halves import least_slots, slot_packets, word_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch_shape import MOST_PARTS
+from miraccl.executor.cuda.launch_shape import MAX_DOUBLE_BUFFERED_TILES
 from miraccl.executor.cuda.plan import (
     ALGORITHMS,
     TREES,
@@ -91,7 +91,7 @@ def test_every_size_has_a_plan_that_fits() -> None:
         slots = field(block, "nslots") * slot_packets(
             asked, plan.algo, piece, frame_of(asked, plan.proto)
         )
-        assert (slots + word_packets(asked, plan.algo, piece)) * 16 <= layout.BANK_BYTES
+        assert (slots + word_packets(asked, plan.algo, piece)) * 16 <= layout.HALF_BYTES
         assert plan.blocks <= plan.min_blocks * asked.multiprocessors, (
             "blocks that wait for one another are on the GPU together"
         )
@@ -114,10 +114,10 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     nslots, ahead = field(block, "nslots"), field(block, "ahead")
     assert nslots >= 1
     if plan.in_parts and pieces > 1:  # each has a bank
-        assert (pieces <= MOST_PARTS, nslots, ahead) == (True, 1, 0)
+        assert (pieces <= MAX_DOUBLE_BUFFERED_TILES, nslots, ahead) == (True, 1, 0)
         assert (
             slot_packets(asked, algo, plan.piece, frame_of(asked, "ll128"))
-            <= layout.BANK_BYTES // 16
+            <= layout.HALF_BYTES // 16
         )
     elif pieces > nslots:
         assert nslots >= least_slots(algo, nranks)
@@ -139,13 +139,13 @@ def test_all_ranks_choose_alike() -> None:
 
 
 def test_parts_of_the_memory_do_not_overlap() -> None:
-    assert layout.RINGS_OFFSET == layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
+    assert layout.ROW_FIFOS_OFFSET == layout.PACKETS_OFFSET + 2 * layout.HALF_BYTES
     assert layout.TOTAL_BYTES <= 64 << 20
     words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
     for slots in range(1, FIFO_DEPTH * layout.MAX_RANKS):
         for blocks in (1, 64, layout.BLOCKS):
             assert layout.slot_bytes(slots, blocks) >= 1024
-            assert slots * blocks * layout.slot_bytes(slots, blocks) + words <= layout.BANK_BYTES
+            assert slots * blocks * layout.slot_bytes(slots, blocks) + words <= layout.HALF_BYTES
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
@@ -295,8 +295,8 @@ def test_arguments_stay_below_the_limit_of_a_launch() -> None:
         layout.args_bytes(layout.MAX_RANKS) + struct.calcsize(layout.PROGRAM_HEAD),
         struct.calcsize(layout.STEP),
     )
-    assert head + layout.STEP_ROOMS[0] * step <= layout.FEW_ARGUMENT_BYTES
-    assert head + layout.STEP_ROOMS[-1] * step <= layout.MANY_ARGUMENT_BYTES
+    assert head + layout.STEP_CAPACITIES[0] * step <= layout.SMALL_ARGUMENT_BYTES
+    assert head + layout.STEP_CAPACITIES[-1] * step <= layout.LARGE_ARGUMENT_BYTES
 
 
 @pytest.mark.parametrize(("depth", "scratch"), [(1, 0), (4, 300), (4, 3000)])
@@ -313,7 +313,7 @@ def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None
     words = 3 * layout.MAX_RANKS * layout.BLOCKS * layout.FIFO_WORD_BYTES
     assert (chunks, slot) == (scratch, 4 * piece)
     assert piece > 0
-    assert behind + blocks * scratch * piece * 4 + words <= layout.BANK_BYTES
+    assert behind + blocks * scratch * piece * 4 + words <= layout.HALF_BYTES
 
 
 def test_what_cannot_run_is_refused() -> None:

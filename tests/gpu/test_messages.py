@@ -90,7 +90,7 @@ def test_addresses(frame: Frame) -> None:
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_rings_are_used_again(frame: Frame, lanes: int) -> None:
     """Several times what the rings hold, in both directions at once."""
-    size = 3 * lanes * layout.RING_ROWS * layout.ROW_BYTES
+    size = 3 * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
     right([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, lanes=lanes)
 
 
@@ -109,7 +109,7 @@ def test_four_ranks() -> None:
 @needs_compiler
 def test_orders_that_would_deadlock_one_by_one() -> None:
     """Rank 0 names its sends first, rank 1, too: each has more than the rings hold."""
-    big = 2 * layout.RING_ROWS * layout.ROW_BYTES
+    big = 2 * layout.FIFO_ROWS * layout.ROW_BYTES
     right(
         [Send(0, 1, big), Send(0, 1, big), Send(1, 0, big), Send(1, 0, 0), Send(0, 1, 3)], lanes=1
     )
@@ -154,7 +154,7 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
     run(where, rules(2, frame), [Send(0, 1, sent, expected=expected)])
     host = where.host[1]
     assert host[layout.HOST_ERROR] == layout.ERROR_SIZES
-    assert (host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (0, layout.WHAT_RECV)
+    assert (host[layout.HOST_PEER], host[layout.HOST_AWAITED]) == (0, layout.AWAIT_RECV)
     tag = int(DType.UINT8) << layout.TYPE_SHIFT
     assert host[layout.HOST_SIZES : layout.HOST_SIZES + 4].view("u8").tolist() == [
         expected | tag,
@@ -194,7 +194,7 @@ def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
 def test_collectives_that_are_messages_are_counted(frame: Frame) -> None:
     """Ranks without a message, and large ones, too; plain messages in between are not counted."""
     where = Machine(3)
-    for number in range(1, 2 * layout.MOVE_ENTRIES):
+    for number in range(1, 2 * layout.MESSAGE_OP_ENTRIES):
         sends = [Send(1, 0, 40), Send(2, 0, 5000), Send(0, 0, 9)][: number % 4]
         assert run(where, rules(3, frame), sends, seed=number, signatures=[GATHER] * 3) == [
             ""
@@ -242,14 +242,14 @@ def test_a_message_that_nobody_took_is_not_taken_later(frame: Frame) -> None:
 def test_waits_end_that_are_in_another_collective(other: str) -> None:
     """The peer has announced another one, or gone on to a later one, or to a launch."""
     where = Machine(2, timeout_s=600)
-    for _ in range({"another": 1, "later": layout.MOVE_ENTRIES + 2, "launch": 0}[other]):
+    for _ in range({"another": 1, "later": layout.MESSAGE_OP_ENTRIES + 2, "launch": 0}[other]):
         run(where, rules(2), [], only=[1], signatures=[0, SCATTER])
     if other == "launch":
         run(where, rules(2), [], signatures=[SCATTER] * 2)
         entry = (
             where.comm_args(0).inboxes[1]
-            + layout.BOARD_OFFSET
-            + (1 * layout.BOARD_ENTRIES + 1) * 16
+            + layout.OP_LOG_OFFSET
+            + (1 * layout.OP_LOG_ENTRIES + 1) * 16
         )
         ctypes.memmove(entry, struct.pack("<IIII", 1, 5, 0, 0), 16)
     run(
@@ -286,8 +286,8 @@ def in_launch(
     """A peer says that it is in a launch, which does not end there without ``needs``."""
     entry = (
         where.comm_args(rank).inboxes[peer]
-        + layout.BOARD_OFFSET
-        + (peer * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * 16
+        + layout.OP_LOG_OFFSET
+        + (peer * layout.OP_LOG_ENTRIES + number % layout.OP_LOG_ENTRIES) * 16
     )
     word = (number if flag is None else flag) << layout.NEEDS_ALL_SHIFT + 1 & 0xFFFFFFFF | needs
     ctypes.memmove(entry, struct.pack("<IIII", number, 5, 0, word), 16)
@@ -347,7 +347,7 @@ def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(
 def test_a_peer_whose_wait_has_failed_is_not_past_anything() -> None:
     where = Machine(2, timeout_s=0.3)
     run(where, rules(2), [Send(1, 0, 40)], only=[0], signatures=[GATHER, 0])
-    entry = where.comm_args(1).inboxes[0] + layout.BOARD_OFFSET + 16
+    entry = where.comm_args(1).inboxes[0] + layout.OP_LOG_OFFSET + 16
     ctypes.memmove(
         entry, struct.pack("<IIII", 1, 5, 0, 0), 16
     )  # a launch that it has begun all the same
@@ -391,8 +391,8 @@ def test_waiting_ends(alone: int) -> None:
     where = Machine(2, timeout_s=0.2)
     run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
     host = where.host[alone]
-    what = layout.WHAT_MESSAGE if alone else layout.WHAT_ROOM
-    assert (host[layout.HOST_ERROR], host[layout.HOST_PEER], host[layout.HOST_WHAT]) == (
+    what = layout.AWAIT_MESSAGE if alone else layout.AWAIT_CREDIT
+    assert (host[layout.HOST_ERROR], host[layout.HOST_PEER], host[layout.HOST_AWAITED]) == (
         layout.ERROR_TIMEOUT,
         1 - alone,
         what,
@@ -411,16 +411,16 @@ def test_an_abort_ends_the_wait() -> None:
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waiting_for_a_rank_that_has_left_ends(alone: int) -> None:
     where = Machine(2, timeout_s=60)
-    where.host[alone][layout.HOST_LEFT] = 1 << 1 - alone
+    where.host[alone][layout.HOST_EXITED] = 1 << 1 - alone
     run(where, rules(2), [Send(0, 1, 200_000)], only=[alone])
-    assert where.errors()[alone] == layout.ERROR_LEFT
+    assert where.errors()[alone] == layout.ERROR_EXITED
 
 
 @needs_compiler
 def test_a_message_of_a_rank_that_has_left_comes() -> None:
     where = Machine(2, timeout_s=60)
     run(where, rules(2), [Send(0, 1, 500)], only=[0])
-    where.host[1][layout.HOST_LEFT] = 1
+    where.host[1][layout.HOST_EXITED] = 1
     assert run(where, rules(2), [Send(0, 1, 500)], only=[1]) == [""]
     assert where.errors() == [0, 0]
 
@@ -430,7 +430,7 @@ def test_a_message_of_a_rank_that_has_left_comes() -> None:
 
 def shrink_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are large from 5000 bytes on, in chunks of 1 KiB and six slots."""
-    monkeypatch.setattr(layout, "BULK_FROM", 5000)
+    monkeypatch.setattr(layout, "BULK_MIN_BYTES", 5000)
     monkeypatch.setattr(layout, "CHUNK_BYTES", 1024)
     monkeypatch.setattr(layout, "BULK_BYTES", 6 * 1024)
 
@@ -469,7 +469,7 @@ def test_large_messages(frame: Frame) -> None:
 @pytest.mark.usefixtures("small_pool")
 def test_large_messages_of_fewer_chunks_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that has nothing to send may look after the grants of several messages have come and gone."""
-    monkeypatch.setattr(layout, "BULK_FROM", 2000)
+    monkeypatch.setattr(layout, "BULK_MIN_BYTES", 2000)
     where = Machine(2)
     for _ in range(3):
         assert [text for text in run(where, few(2), [Send(0, 1, 2000)] * 60) if text] == []
@@ -522,7 +522,7 @@ def test_sizes_of_large_messages_that_differ_are_reported(sent: int, expected: i
     ]
     assert refused(where) == sent | tag
     if (
-        expected < layout.BULK_FROM <= sent or sent > 2 * expected
+        expected < layout.BULK_MIN_BYTES <= sent or sent > 2 * expected
     ):  # the sender waits for a grant, or for a slot that is never freed
         assert where.errors()[0] == layout.ERROR_SIZES
 
@@ -585,9 +585,9 @@ def test_waiting_with_large_messages_for_a_rank_in_another_collective_ends(alone
 @pytest.mark.parametrize("alone", [0, 1])
 def test_waiting_with_large_messages_for_a_rank_that_has_left_ends(alone: int) -> None:
     where = Machine(2, timeout_s=60)
-    where.host[alone][layout.HOST_LEFT] = 1 << 1 - alone
+    where.host[alone][layout.HOST_EXITED] = 1 << 1 - alone
     run(where, few(2), [Send(0, 1, 20_000)], only=[alone])
-    assert where.errors()[alone] == layout.ERROR_LEFT
+    assert where.errors()[alone] == layout.ERROR_EXITED
 
 
 sends = st.builds(
@@ -631,7 +631,7 @@ def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
-    everything = [message(1, layout.BULK_FROM)] * layout.MAX_MESSAGES
+    everything = [message(1, layout.BULK_MIN_BYTES)] * layout.MAX_MESSAGES
     for count in (1, layout.MAX_MESSAGES):
         assert len(lower_messages(everything[:count], comm_args(8), rules(8)).args) <= 4096
     assert lower_messages(everything, comm_args(8), rules(8)).table is None
@@ -658,11 +658,11 @@ def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -
 
 def test_parts_of_the_memory_do_not_overlap() -> None:
     for nranks in range(2, layout.MAX_RANKS + 1):
-        lanes, rows = layout.message_lanes(nranks), layout.RING_ROWS
-        assert (nranks - 1) * lanes * rows * 512 <= layout.RINGS_BYTES
+        lanes, rows = layout.message_lanes(nranks), layout.FIFO_ROWS
+        assert (nranks - 1) * lanes * rows * 512 <= layout.ROW_FIFOS_BYTES
         assert (
             nranks * lanes * layout.WORD_STRIDE
-            <= layout.LANE_TAKEN_OFFSET - layout.LANE_SENT_OFFSET
+            <= layout.ROWS_RECEIVED_OFFSET - layout.ROWS_SENT_OFFSET
         )
         slots = layout.BULK_BYTES // layout.CHUNK_BYTES
         assert slots * layout.BULK_STRIDE <= layout.BULK_FREED_OFFSET - layout.BULK_ARRIVED_OFFSET
@@ -702,7 +702,7 @@ def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(
     nranks: int, multiprocessors: int
 ) -> None:
     where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
-    sizes = (1 << 20, layout.BULK_FROM)
+    sizes = (1 << 20, layout.BULK_MIN_BYTES)
     everything = [
         message(peer, size, receives)
         for peer in range(nranks)

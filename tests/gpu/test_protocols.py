@@ -426,7 +426,7 @@ def test_ranks_that_hear_nobody_run_ahead_of_the_banks() -> None:
 
 def test_credit_for_rows() -> None:
     rng = random.Random(1)
-    rows = layout.RING_ROWS
+    rows = layout.FIFO_ROWS
     for _ in range(40):
         counts = [rng.randint(1, 8) for _ in range(30)]
         assert always(lane(counts, ring=rows, quarter=rows // 4))
@@ -471,7 +471,7 @@ def test_every_block_of_a_sender_has_a_chunk() -> None:
     """A block without one might miss a grant, for nobody waits for it. Large messages have more chunks than any launch has blocks."""
     assert not holds(chunks([[Queue(1, (1, 1, 1), 0, 2)]], Bulk(), blocks=2, taking=1))
     least = -(
-        -(layout.BULK_FROM - 16 * max(first for _, first in layout.GROUPS.values()))
+        -(layout.BULK_MIN_BYTES - 16 * max(first for _, first in layout.GROUPS.values()))
         // layout.CHUNK_BYTES
     )
     assert least == 1024 > 2 * 256, "two blocks for each of more multiprocessors than a GPU has"

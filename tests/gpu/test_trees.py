@@ -227,7 +227,7 @@ def test_from_and_to_every_root(
     monkeypatch: pytest.MonkeyPatch, collective: Collective, dtype: DType, proto: str
 ) -> None:
     """Whole numbers, whose sums are exact in any order; in two orders of the ranks, with slots that are used again."""
-    monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
+    monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
     four = Machine(4)
     inputs = [
         np.random.default_rng(rank).integers(0, 60, 6001).astype(NUMPY_DTYPE[dtype])
@@ -274,7 +274,7 @@ def test_slots_are_used_again(
     lanes = {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2, Collective.BROADCAST: 1}[collective]
     monkeypatch.setattr(
         layout,
-        "BANK_BYTES",
+        "HALF_BYTES",
         16 * (4 * lanes * (64 if dtype is DType.FLOAT32 and request.reduces else 68) + 20),
     )
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))

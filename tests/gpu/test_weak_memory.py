@@ -26,7 +26,7 @@ SEEDS = (1, 2, 3)
 MANY = range(
     1, 10_000
 )  # until a flaw is found, which hangs on the order of threads, too: 20 or 200, rarely more than 1000
-BANK_BYTES = 18 << 10
+HALF_BYTES = 18 << 10
 PACKETS = [
     (Collective.ALL_REDUCE, "one_shot", 2),
     (Collective.ALL_REDUCE, "two_shot", 2),
@@ -57,7 +57,7 @@ def flaw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fla
 
 @pytest.fixture
 def small_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "BANK_BYTES", BANK_BYTES)
+    monkeypatch.setattr(layout, "HALF_BYTES", HALF_BYTES)
 
 
 def wrong_packets(
@@ -84,14 +84,18 @@ def test_packets(collective: Collective, algo: str, nranks: int) -> None:
 @pytest.mark.parametrize(
     ("flaw", "collective", "algo"),
     [
-        (Flaw("      settle(a, g, w, t, turn, watch);\n"), Collective.REDUCE, "double_binary_tree"),
         (
-            Flaw("      settle(a, g, w, t, turn, watch);\n"),
+            Flaw("      await_iteration_cleared(a, g, w, links, iter, spin);\n"),
+            Collective.REDUCE,
+            "double_binary_tree",
+        ),
+        (
+            Flaw("      await_iteration_cleared(a, g, w, links, iter, spin);\n"),
             Collective.ALL_REDUCE,
             "double_binary_tree",
         ),
         (
-            Flaw("    if (w.reuse) settle(a, g, w, k, slot, 0, watch);\n"),
+            Flaw("    if (w.reuses_slots) await_tile_cleared(a, g, w, k, slot, 0, spin);\n"),
             Collective.ALL_REDUCE,
             "one_shot",
         ),
@@ -136,7 +140,8 @@ def test_parts(nranks: int) -> None:
     "flaw",
     [
         Flaw(
-            "      settle(a, before, w, k - 1, 0, 0, watch);\n      settle(a, before, w, k - 1, 0, 1, watch);\n"
+            "      await_tile_cleared(a, previous, w, k - 1, 0, 0, spin);\n"
+            "      await_tile_cleared(a, previous, w, k - 1, 0, 1, spin);\n"
         )
     ],
     indirect=True,
@@ -157,7 +162,7 @@ def wrong_steps(algo: str, seeds: Sequence[int] = SEEDS, timeout_s: float = 60.0
 
 @pytest.fixture
 def bank_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "BANK_BYTES", 64 << 10)
+    monkeypatch.setattr(layout, "HALF_BYTES", 64 << 10)
 
 
 @pytest.mark.parametrize("algo", ["ring", "two_shot", "recursive_doubling"])
@@ -167,7 +172,9 @@ def test_steps(algo: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flaw", [Flaw("{ fence(); store_word(tail_of", "{ store_word(tail_of")], indirect=True
+    "flaw",
+    [Flaw("    fence();\n    store_word(tail_word(", "    store_word(tail_word(")],
+    indirect=True,
 )
 @pytest.mark.usefixtures("bank_for_steps", "flaw")
 def test_a_message_that_is_announced_without_a_fence_is_found() -> None:
@@ -200,7 +207,13 @@ def test_messages(large: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "flaw", [Flaw("{ fence(); store_word(arrived_of", "{ store_word(arrived_of")], indirect=True
+    "flaw",
+    [
+        Flaw(
+            "        fence();\n        store_word(arrived_word(", "        store_word(arrived_word("
+        )
+    ],
+    indirect=True,
 )
 @pytest.mark.usefixtures("small_pool", "flaw")
 def test_a_chunk_that_is_announced_without_a_fence_is_found() -> None:

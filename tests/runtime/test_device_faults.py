@@ -78,9 +78,9 @@ class Told:
     def kernel(self, error: int, peer: int) -> None:
         (
             self.words[layout.HOST_PEER],
-            self.words[layout.HOST_WHAT],
+            self.words[layout.HOST_AWAITED],
             self.words[layout.HOST_ERROR],
-        ) = peer, layout.WHAT_MESSAGE, error
+        ) = peer, layout.AWAIT_MESSAGE, error
 
     hear: Any = None
 
@@ -100,7 +100,7 @@ def test_a_mismatch_is_told_though_the_peer_has_gone(event: Any) -> None:
     told = Told()
     told.hear(event)
     told.kernel(layout.ERROR_MISMATCH, 1)
-    with pytest.raises(CollectiveMismatch, match="rank 1 called another operation"):
+    with pytest.raises(CollectiveMismatch, match="rank 1 called a different operation"):
         told.faults.check("all_reduce")
 
 
@@ -121,9 +121,9 @@ def test_a_rank_that_has_left_is_known_to_kernels() -> None:
     (notice,) = other.notices
     for peer in (1, 3):
         told.hear(Notice(from_rank=peer, payload=notice))
-    assert (told.words[layout.HOST_ABORT], told.words[layout.HOST_LEFT]) == (0, 0b1010)
+    assert (told.words[layout.HOST_ABORT], told.words[layout.HOST_EXITED]) == (0, 0b1010)
     told.faults.check()
-    told.kernel(layout.ERROR_LEFT, 3)
+    told.kernel(layout.ERROR_EXITED, 3)
     with pytest.raises(PeerDied, match="rank 3 has left the communicator") as raised:
         told.faults.check("recv")
     assert (raised.value.op, raised.value.peer) == ("recv", 3)
@@ -178,14 +178,14 @@ def test_a_deadline_says_who_has_come() -> None:
     told.boards = RecorderSnapshot(said(7), {1: said(8), 2: said(6), 3: said()})
     told.words[layout.HOST_LAUNCH] = 7
     told.kernel(layout.ERROR_TIMEOUT, 2)
-    with pytest.raises(CollectiveTimeout, match="rank 2 has not come") as raised:
+    with pytest.raises(CollectiveTimeout, match="rank 2 has not arrived") as raised:
         told.faults.check("barrier")
     assert raised.value.op == "launch #7"
     assert raised.value.graph == (
         "rank 0: waits for a message from rank 2 in launch #7",
-        "rank 1: has begun it",
-        "rank 2: never came to it; its last was launch #6",
-        "rank 3: never came to it; it has run nothing yet",
+        "rank 1: has started it",
+        "rank 2: never arrived at it; its last was launch #6",
+        "rank 3: never arrived at it; it has not run any operation",
     )
 
 
@@ -195,7 +195,7 @@ def test_what_a_kernel_found_is_told_to_all_once() -> None:
     told.words[layout.HOST_LAUNCH] = 7
     told.kernel(layout.ERROR_TIMEOUT, 1)
     for _ in range(2):
-        with pytest.raises(CollectiveTimeout, match="rank 1 has begun"):
+        with pytest.raises(CollectiveTimeout, match="rank 1 has started"):
             told.faults.check()
     (notice,) = told.notices
     other.hear(Notice(from_rank=0, payload=notice))
@@ -204,7 +204,7 @@ def test_what_a_kernel_found_is_told_to_all_once() -> None:
         other.faults.check("all_reduce")
     assert raised.value.graph == (
         "rank 0: waits for a message from rank 1 in launch #7",
-        "rank 1: has begun it",
+        "rank 1: has started it",
     )
     assert other.notices == []
 
@@ -222,14 +222,16 @@ def test_a_deadline_in_a_collective_that_is_messages() -> None:
     )
     told.words[layout.HOST_SIGNATURE] = SCATTER
     told.kernel(layout.ERROR_TIMEOUT, 2)
-    with pytest.raises(CollectiveTimeout, match="rank 2 has not come to this operation") as raised:
+    with pytest.raises(
+        CollectiveTimeout, match="rank 2 has not arrived at this operation"
+    ) as raised:
         told.faults.check()
     assert raised.value.op == "scatter (root 1)"
     assert raised.value.graph == (
         "rank 0: waits for a message from rank 2 in scatter (root 1)",
-        "rank 1: has begun it",
-        "rank 2: never came to it; its last was launch #3",
-        "rank 3: never came to it; its last was launch #1",
+        "rank 1: has started it",
+        "rank 2: never arrived at it; its last was launch #3",
+        "rank 3: never arrived at it; its last was launch #1",
     )
 
 
@@ -237,7 +239,7 @@ def test_a_deadline_of_a_message_says_what_others_ran_last() -> None:
     told = Told()
     told.boards = RecorderSnapshot(said(3, 2, 3), {1: said(4, 2, 3), 2: said(3, 2, 3)})
     told.kernel(layout.ERROR_TIMEOUT, 1)
-    with pytest.raises(CollectiveTimeout, match="rank 1 has not come to this message") as raised:
+    with pytest.raises(CollectiveTimeout, match="rank 1 has not arrived at this message") as raised:
         told.faults.check("recv")
     assert raised.value.graph[1:] == (
         "rank 1: its last was launch #4",
@@ -291,14 +293,14 @@ def test_all_have_come_where_none_is_behind() -> None:
     assert not RecorderSnapshot(said(7, 3, 7), {1: said(7, 2, 7), 2: said(7, 3, 7)}).all_caught_up
 
 
-@pytest.mark.parametrize("error", [layout.ERROR_TIMEOUT, layout.ERROR_LEFT])
+@pytest.mark.parametrize("error", [layout.ERROR_TIMEOUT, layout.ERROR_EXITED])
 def test_a_wait_in_vain_that_boards_explain_is_a_mismatch(error: int) -> None:
     told = Told()
     told.boards = RecorderSnapshot(said(8, 2, 7), {1: said(7, 3, 7), 2: said(8, 2, 7)})
     told.words[layout.HOST_LAUNCH] = 8
     told.kernel(error, 2)
     with pytest.raises(
-        CollectiveMismatch, match=r"rank 1 called another operation in the same place \(number 8"
+        CollectiveMismatch, match=r"rank 1 called a different operation \(number 8"
     ) as raised:
         told.faults.check()
     assert (raised.value.op, raised.value.peer) == ("launch #8", 1)
@@ -366,7 +368,7 @@ def test_the_words_are_not_written_any_more_once_their_memory_may_go() -> None:
     told.hear(ABORTED)
     told.hear(Notice(from_rank=1, payload={EXIT_NOTICE: True}))
     told.faults.set_fault(CommunicatorAborted("too late"))
-    assert told.words[layout.HOST_LEFT] == 0
+    assert told.words[layout.HOST_EXITED] == 0
     assert order == ["written", "ended"]
 
 

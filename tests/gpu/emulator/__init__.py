@@ -109,10 +109,10 @@ class Clock:
 
     def __init__(self) -> None:
         self._ahead, self._reads = (
-            shared(ctypes.c_int64, "clock_ahead"),
+            shared(ctypes.c_int64, "clock_offset"),
             shared(ctypes.c_uint64, "clock_reads"),
         )
-        self._held = shared(ctypes.c_uint32, "clock_held")
+        self._held = shared(ctypes.c_uint32, "clock_paused")
 
     def looks(self) -> int:
         """How often kernels have looked at it."""
@@ -223,7 +223,7 @@ class Machine:
 
     def packets_are_cleared(self) -> bool:
         """Whether the banks of all ranks are full of ones again."""
-        lo, hi = layout.PACKETS_OFFSET, layout.PACKETS_OFFSET + 2 * layout.BANK_BYTES
+        lo, hi = layout.PACKETS_OFFSET, layout.PACKETS_OFFSET + 2 * layout.HALF_BYTES
         return all(
             bool((memory[lo:hi].view(np.uint64) == np.uint64(2**64 - 1)).all())
             for memory in self.memory

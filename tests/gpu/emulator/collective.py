@@ -58,7 +58,7 @@ def small(request: Request, unroll: int = 1) -> DevicePlan:
 
 
 def special(count: int, launch: int, seed: int) -> Any:
-    """Words of which most are masked to ones or to ESCAPE in a launch (``mask_of`` of source/packets.cuh)."""
+    """Words of which most are masked to ones or to ESCAPE in a launch (``mask_word`` of source/packets.cuh)."""
     place = np.arange(count, dtype=np.uint64)
     masks = (place * 0x9E3779B1 & 0xFFFFFFFF) ^ ((launch * 0x85EBCA6B + 0x01234567) & 0xFFFFFFFF)
     wanted = (

@@ -93,7 +93,7 @@ class Thread:
         self.clear(cell, number)
 
     def seen_empty(self, cell: Cell) -> None:
-        """Wait until what this thread cleared is read as cleared (``wait_empty``)."""
+        """Wait until what this thread cleared is read as cleared (``await_cleared``)."""
         self._add(Code.SEEN, cell, 0)
 
     def reach(self, cell: Cell, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages in rows: a lane from rank 0 to rank 1 (``send_lane`` and ``receive_lane`` of source/p2p.cuh), a warp on each side."""
+"""Messages in rows: a lane from rank 0 to rank 1 (``send_warp_queue`` and ``recv_warp_queue`` of source/p2p.cuh), a warp on each side."""
 
 from __future__ import annotations
 

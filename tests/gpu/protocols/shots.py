@@ -1,4 +1,4 @@
-"""``one_shot`` and ``two_shot``: source/pieces.cuh where slots are used again, once.cuh and fan.cuh of one piece."""
+"""``one_shot`` and ``two_shot``: source/tiled.cuh where slots are used again, single_tile.cuh and fanout.cuh of one piece."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def parts(
     uneven: bool = False,
     threads: int = 1,
 ) -> System:
-    """``source/parts.cuh``: two_shot in launches of so many parts each, where one of one part is ``once.cuh``. ``settles``: whether a
+    """``source/double_buffered.cuh``: two_shot in launches of so many parts each, where one of one part is ``single_tile.cuh``. ``settles``: whether a
     thread sees cleared what it cleared of a part before its sums of the next one go out; ``hears``: whether it has what the part before
     brought before it pushes a part into the bank of the one before that; ``uneven``: thread 1 has no packets in the last part."""
     system = System(nranks)

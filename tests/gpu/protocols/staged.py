@@ -1,4 +1,4 @@
-"""Copies through staging memory (executor/cuda/staged_copies.py) between two meetings of all ranks (source/meet.cuh).
+"""Copies through staging memory (executor/cuda/staged_copies.py) between two meetings of all ranks (source/device_barrier.cuh).
 
 A thread for each stream: one in which the operation is, one for each direction of a pair that talks. What a stream copies is there before
 the words that it writes behind (cuStreamWriteValue has a barrier). A chunk is two cells, whose stores land in any order.
@@ -105,7 +105,7 @@ class _Streams:
         self.meet(launch + 1)
 
     def meet(self, launch: int) -> None:
-        """``meet_peers``: a launch, whose end all streams wait for."""
+        """``device_barrier``: a launch, whose end all streams wait for."""
         rank, nranks = self.main.rank, self.system.nranks
         self.main.begin(launch, launch % 2)
         for thread in self.directions.values():
@@ -152,7 +152,7 @@ class _Streams:
 
     def board(self, dst: int, src: int, launch: int) -> Cell:
         return Cell(
-            f"entry {launch % layout.BOARD_ENTRIES} of the board for rank {src}",
+            f"entry {launch % layout.OP_LOG_ENTRIES} of the board for rank {src}",
             dst,
             Kind.WORD,
             None,

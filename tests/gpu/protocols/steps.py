@@ -30,7 +30,7 @@ class Rules:
     fences: bool = True
     last_heads: bool = True
     hears: bool = True
-    entries: int = layout.BOARD_ENTRIES
+    entries: int = layout.OP_LOG_ENTRIES
 
 
 def steps(

@@ -13,7 +13,7 @@ from miraccl.types import Collective
 
 def places() -> int:
     """Of a bank."""
-    return layout.BANK_BYTES // 16
+    return layout.HALF_BYTES // 16
 
 
 def least_slots(algo: str, nranks: int) -> int:

@@ -27,9 +27,9 @@ from miraccl.types import Collective
 KIB, MIB = layout.KIB, layout.MIB
 NEVER = 1 << 62
 #: number of ranks -> bytes of a block up to which one exchange between all is fastest: of all_reduce, of rooted operations, of more ranks
-ONE_SHOT_UP_TO = {3: 256 * KIB, 4: 128 * KIB}
-ROOTED_ONE_SHOT_UP_TO = {2: MIB, 3: 256 * KIB, 4: 256 * KIB}
-MANY_ONE_SHOT_UP_TO = 64 * KIB
+ONE_SHOT_MAX_BYTES = {3: 256 * KIB, 4: 128 * KIB}
+ROOTED_ONE_SHOT_MAX_BYTES = {2: MIB, 3: 256 * KIB, 4: 256 * KIB}
+LARGE_GROUP_ONE_SHOT_MAX_BYTES = 64 * KIB
 #: bytes of a block from which neighbours carry more than all pairs: up to 4 GPUs, on more
 RING_FROM = {
     Collective.ALL_REDUCE: (64 * MIB, 32 * MIB),
@@ -37,13 +37,13 @@ RING_FROM = {
     Collective.REDUCE_SCATTER: (64 * MIB, 8 * MIB),
 }
 #: bytes of a block that is not a sum of floats: pairs spare the work of masking, beyond they cost more than it
-LL_UP_TO = 4 * KIB
+LL_MAX_BYTES = 4 * KIB
 #: the same where threads share packets, which masks do not allow
-LL_FANS_UP_TO = 64 * KIB
+LL_FANOUT_MAX_BYTES = 64 * KIB
 #: bytes of a block from which large slots carry more than packets
 SIMPLE_FROM = {"chain": 512 * MIB, "ring": 8 * MIB}
 #: bytes of a block that trees broadcast or reduce faster than a chain, on more than 4 GPUs
-TREE_UP_TO = 512 * KIB
+TREE_MAX_BYTES = 512 * KIB
 
 
 def choose(request: Request) -> DevicePlan:
@@ -76,7 +76,9 @@ def _algorithm(request: Request) -> tuple[str, str]:
             )
         case Collective.ALL_REDUCE:
             return _by_size(
-                request, "two_shot", ONE_SHOT_UP_TO.get(request.nranks, MANY_ONE_SHOT_UP_TO)
+                request,
+                "two_shot",
+                ONE_SHOT_MAX_BYTES.get(request.nranks, LARGE_GROUP_ONE_SHOT_MAX_BYTES),
             )
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
             return "one_shot", "blocks of all sizes"
@@ -84,10 +86,14 @@ def _algorithm(request: Request) -> tuple[str, str]:
             return "one_shot", "needed for the order of the ranks (deterministic)"
         case Collective.BROADCAST | Collective.REDUCE:
             large = (
-                TREES if may_use_trees(request) and request.block_bytes <= TREE_UP_TO else "chain"
+                TREES
+                if may_use_trees(request) and request.block_bytes <= TREE_MAX_BYTES
+                else "chain"
             )
             return _by_size(
-                request, large, ROOTED_ONE_SHOT_UP_TO.get(request.nranks, MANY_ONE_SHOT_UP_TO)
+                request,
+                large,
+                ROOTED_ONE_SHOT_MAX_BYTES.get(request.nranks, LARGE_GROUP_ONE_SHOT_MAX_BYTES),
             )
         case _:
             raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
@@ -131,7 +137,7 @@ def _protocol(request: Request, algo: str) -> tuple[str, str]:
     if frame_of(request, "ll128") is not Frame.MASK:
         return "ll128", "every word of floats that are added up is its own flag"
     fans = fan_shape(request, algo, "ll", Frame.PAIR, vectors_of(request, algo, Frame.PAIR))
-    most = LL_FANS_UP_TO if fans else LL_UP_TO
+    most = LL_FANOUT_MAX_BYTES if fans else LL_MAX_BYTES
     if request.block_bytes <= most:
         return "ll", f"up to {most // KIB} KiB, flags cost less than masks"
     return "ll128", f"above {most // KIB} KiB, masks cost less than flags"

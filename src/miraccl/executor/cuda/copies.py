@@ -1,7 +1,7 @@
 """Copy engines: collectives that only move data, into memory that peers address (windows), without multiprocessors.
 
 A schedule whose sends take from the input and whose receives put into the output, each chunk once, is a set of copies: what a rank sends is
-copied to where its peer would have received it.  Between two meetings of all ranks on their streams (source/meet.cuh: one warp each, a few
+copied to where its peer would have received it.  Between two meetings of all ranks on their streams (source/device_barrier.cuh: one warp each, a few
 microseconds) every rank's copy engines write to its peers, the next rank first, so that no two ranks write to the same peer at a time, and
 beside that, on a stream of its own, to this rank's place.
 """
@@ -29,7 +29,7 @@ FASTER_FROM = {
     Collective.ALL_TO_ALL: (32 << 20, 48 << 20),
     Collective.BROADCAST: (96 << 20, 0),
 }
-MEETING_THREADS = 32
+BARRIER_THREADS = 32
 
 
 def possible(collective: Collective, nranks: int) -> bool:
@@ -122,7 +122,7 @@ def plan_of(request: Request) -> DevicePlan:
         algo="one_shot",
         proto="copy",
         blocks=1,
-        threads=MEETING_THREADS,
+        threads=BARRIER_THREADS,
         unroll=1,
         reason="copy engines",
     )
@@ -172,7 +172,7 @@ class CopyLaunch:
         place: Place,
         sides: list[Side],
     ) -> None:
-        self.plan, self.threads = plan_of(request), MEETING_THREADS
+        self.plan, self.threads = plan_of(request), BARRIER_THREADS
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         block, rank = request.block_bytes, comm_args.rank
         self._copies = [

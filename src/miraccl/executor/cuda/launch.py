@@ -45,7 +45,7 @@ class _Config(ctypes.Structure):
 class Launch:
     """One collective of one size. ``run`` enqueues it; it neither waits nor allocates.
 
-    ``overlaps``: the kernel waits for the one before it in the stream by itself (``after_grid_before`` of source/machine.cuh), so it is set
+    ``overlaps``: the kernel waits for the one before it in the stream by itself (``wait_previous_grid`` of source/machine.cuh), so it is set
     up while that one runs.
     """
 
@@ -202,10 +202,10 @@ class Kernels:
         spec = schedules.kernel_for(plan, request, schedule)
         args = schedules.lower_plan(schedule, plan, request, comm_args, windows)
         if (
-            len(args) > layout.FEW_ARGUMENT_BYTES
-            and self.gpu.driver_version < layout.MANY_ARGUMENTS_DRIVER
+            len(args) > layout.SMALL_ARGUMENT_BYTES
+            and self.gpu.driver_version < layout.LARGE_ARGUMENTS_DRIVER
         ):
-            text = f"has more than {layout.STEP_ROOMS[0]} steps of a rank, which take a driver of CUDA 12.1"
+            text = f"has more than {layout.STEP_CAPACITIES[0]} steps of a rank, which take a driver of CUDA 12.1"
             raise InvalidUsage(f"schedule {plan.algo!r} {text}")
         function = self.function(spec)
         overlaps = (spec.single or spec.in_parts) and self.gpu.arch >= OVERLAP_FROM

@@ -37,15 +37,15 @@ MASK_SHAPES: Shapes = (  # and two_shot
     (ANY, 128, 512, 1, 1),
 )
 #: on more than 4 GPUs, where each packet is work for many peers: more multiprocessors with fewer threads
-MANY_SHAPES: Shapes = (
+LARGE_GROUP_SHAPES: Shapes = (
     (4096, 64, 64, 1, 1),
     (8192, 128, 64, 1, 1),
     (16384, 128, 128, 1, 1),
     (1 << 17, 128, 256, 1, 1),
     (ANY, 128, 384, 1, 1),
 )
-MANY_TWO_SHOT_SHAPES: Shapes = (
-    *MANY_SHAPES[:3],
+LARGE_GROUP_TWO_SHOT_SHAPES: Shapes = (
+    *LARGE_GROUP_SHAPES[:3],
     (32768, 128, 256, 1, 1),
     (65536, 128, 512, 1, 1),
     (ANY, 128, 256, 1, 1),
@@ -66,9 +66,9 @@ TREE_SHAPES: Shapes = (  # as many threads as have registers for the packets of 
 _SHAPES = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, TREES: TREE_SHAPES}
 
 #: of an operation; beyond, slots are used again
-MOST_PARTS = 8
+MAX_DOUBLE_BUFFERED_TILES = 8
 #: threads of a block where they share packets, and blocks at most
-FAN_THREADS, FAN_BLOCKS = (64, 128, 256, 512), 128
+FANOUT_THREADS, FANOUT_BLOCKS = (64, 128, 256, 512), 128
 #: of the data for each block of protocol Simple at least
 SIMPLE_BLOCK_BYTES = 16 * layout.KIB
 
@@ -77,11 +77,11 @@ def _shapes(request: Request, algo: str, frame: Frame) -> Shapes:
     if algo in _SHAPES:
         return _SHAPES[algo]
     if rounds_of(request, algo) == 2:
-        return MASK_SHAPES if request.nranks <= 4 else MANY_TWO_SHOT_SHAPES
+        return MASK_SHAPES if request.nranks <= 4 else LARGE_GROUP_TWO_SHOT_SHAPES
     if request.nranks == 2:
         return PAIR_SHAPES
     if request.nranks > 4:
-        return MANY_SHAPES
+        return LARGE_GROUP_SHAPES
     return MASK_SHAPES if frame is Frame.MASK else ONE_SHOT_SHAPES
 
 
@@ -124,10 +124,10 @@ def parts_shape(
     """The shape of the kernel in parts, where the banks have more of them in turns than slots for pieces."""
     if algo != "two_shot" or request.nranks <= 4:
         return None
-    for parts in range(2, MOST_PARTS + 1):
+    for parts in range(2, MAX_DOUBLE_BUFFERED_TILES + 1):
         part = -(-vectors // parts)
         _, limit, threads, unroll, min_blocks = next(
-            row for row in MANY_TWO_SHOT_SHAPES if part <= row[0]
+            row for row in LARGE_GROUP_TWO_SHOT_SHAPES if part <= row[0]
         )
         own = threads * unroll
         most = min(
@@ -158,8 +158,8 @@ def fan_shape(
         or PACKET_MODES.get(mode_of(request, algo)) is not SHOTS
     ):
         return None
-    fan, most = fan_of(request.nranks), min(FAN_BLOCKS, request.multiprocessors)
-    for threads in FAN_THREADS:
+    fan, most = fan_of(request.nranks), min(FANOUT_BLOCKS, request.multiprocessors)
+    for threads in FANOUT_THREADS:
         if vectors * fan <= most * threads:
             return DevicePlan(
                 algo=algo,

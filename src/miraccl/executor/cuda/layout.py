@@ -33,23 +33,23 @@ BLOCKS = 128  # of protocol Simple at most; a multiple of every number of channe
 WORD_STRIDE = 64  # bytes from one counter to the next
 MAX_CHANNELS = 32
 #: steps of one rank that the arguments have room for: as many as stay below 4 KiB, and more, which a driver of CUDA 12.1 takes
-STEP_ROOMS = (120, 480, 1280)
-FEW_ARGUMENT_BYTES, MANY_ARGUMENT_BYTES, MANY_ARGUMENTS_DRIVER = 4096, 32764, 12010
+STEP_CAPACITIES = (120, 480, 1280)
+SMALL_ARGUMENT_BYTES, LARGE_ARGUMENT_BYTES, LARGE_ARGUMENTS_DRIVER = 4096, 32764, 12010
 
 KIB, MIB = 1 << 10, 1 << 20
 STATE_OFFSET = 0
-STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MOVES = (
+STATE_LAUNCH, STATE_TICKET, STATE_SIGNATURES, STATE_MESSAGE_OPS = (
     0,
     8,
     16,
     24,
 )  # words (of 8 bytes) from STATE_OFFSET, on lines of their own
-STATE_STOPPED = 25  # not 0: a wait on this GPU has ended without what it waited for
+STATE_WAIT_FAILED = 25  # not 0: a wait on this GPU has ended without what it waited for
 STATE_COPIES = (
     26  # the launch after which copies between ranks go on whose streams wait for peers, 0: none do
 )
-BOARD_OFFSET = 1 * KIB
-BOARD_ENTRIES = 4  # launches that are remembered; blocks 0 of peers are at most one apart
+OP_LOG_OFFSET = 1 * KIB
+OP_LOG_ENTRIES = 4  # launches that are remembered; blocks 0 of peers are at most one apart
 #: whom a launch does not end without: in the last word of an entry a bit for each rank, or this one for all. Above it the number of the
 #: launch, for the halves of an entry may arrive one after the other.
 NEEDS_ALL_SHIFT = 16
@@ -59,31 +59,31 @@ COPY_FLAGS_OFFSET = (
 )  # words (of 4 bytes) of staged copies: ready[src][slot], then free[dst][slot]
 COPY_SLOTS = 4  # of a pair at most
 COPY_FLAGS_BYTES = 2 * MAX_RANKS * COPY_SLOTS * 4
-REFUSED_OFFSET = (
+REJECTED_OFFSET = (
     3 * KIB
 )  # by peer the size of this rank's message that it has refused, as in MESSAGE, with the highest bit set
 WAITS_OFFSET = (
-    REFUSED_OFFSET + MAX_RANKS * WORD_STRIDE
+    REJECTED_OFFSET + MAX_RANKS * WORD_STRIDE
 )  # by (rank, whom it waits for) what the rank says of that wait, source/p2p.cuh
-MAX_LANES = 512  # of a pair of ranks and a direction, source/p2p.cuh
+MAX_WARP_QUEUES = 512  # of a pair of ranks and a direction, source/p2p.cuh
 _LANE_WORDS = 128 * KIB
-LANE_SENT_OFFSET = 4 * KIB
-LANE_TAKEN_OFFSET = LANE_SENT_OFFSET + _LANE_WORDS
-LANE_CREDIT_OFFSET = LANE_TAKEN_OFFSET + _LANE_WORDS
-MOVES_OFFSET = (
-    LANE_CREDIT_OFFSET + _LANE_WORDS
-)  # by rank the last MOVE_ENTRIES collectives that are messages, as MOVE; its own too
-MOVE_ENTRIES = 8
+ROWS_SENT_OFFSET = 4 * KIB
+ROWS_RECEIVED_OFFSET = ROWS_SENT_OFFSET + _LANE_WORDS
+CREDIT_OFFSET = ROWS_RECEIVED_OFFSET + _LANE_WORDS
+MESSAGE_OPS_OFFSET = (
+    CREDIT_OFFSET + _LANE_WORDS
+)  # by rank the last MESSAGE_OP_ENTRIES collectives that are messages, as MOVE; its own too
+MESSAGE_OP_ENTRIES = 8
 PACKETS_OFFSET = 1 * MIB
-BANK_BYTES = 23 * MIB
-RINGS_OFFSET = PACKETS_OFFSET + 2 * BANK_BYTES
-RINGS_BYTES = 5 * MIB
+HALF_BYTES = 23 * MIB
+ROW_FIFOS_OFFSET = PACKETS_OFFSET + 2 * HALF_BYTES
+ROW_FIFOS_BYTES = 5 * MIB
 ROW_BYTES = 512  # a store of 16 bytes by each thread of a warp
-RING_ROWS = 16  # in the ring of a lane: more lanes are worth more than longer rings
+FIFO_ROWS = 16  # in the ring of a lane: more lanes are worth more than longer rings
 # Large messages, source/bulk.cuh: a pool of slots that all senders to a rank share
-BULK_FROM = 64 * MIB  # bytes of a message
+BULK_MIN_BYTES = 64 * MIB  # bytes of a message
 CHUNK_BYTES = 64 * KIB
-BULK_OFFSET = RINGS_OFFSET + RINGS_BYTES
+BULK_OFFSET = ROW_FIFOS_OFFSET + ROW_FIFOS_BYTES
 BULK_BYTES = 8 * MIB
 BULK_STRIDE = 16  # bytes from one word to the next
 BULK_COUNTS_OFFSET = (
@@ -95,61 +95,61 @@ BULK_FREED_OFFSET = 520 * KIB  # per (peer, slot)
 TOTAL_BYTES = BULK_OFFSET + BULK_BYTES
 FIFO_WORD_BYTES = 16  # tails, heads and signals of protocol Simple, at the end of a bank
 FIFO_SLOTS = 2
-LARGEST_SLOT = 128 * KIB
+MAX_SLOT_BYTES = 128 * KIB
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
-FILLS = ((PACKETS_OFFSET, 2 * BANK_BYTES, 0xFFFFFFFF),)
-assert COPY_FLAGS_OFFSET + COPY_FLAGS_BYTES <= REFUSED_OFFSET
-assert WAITS_OFFSET + 8 * MAX_RANKS**2 <= LANE_SENT_OFFSET
-assert MOVES_OFFSET + MAX_RANKS * MOVE_ENTRIES * 16 <= BULK_COUNTS_OFFSET
+FILLS = ((PACKETS_OFFSET, 2 * HALF_BYTES, 0xFFFFFFFF),)
+assert COPY_FLAGS_OFFSET + COPY_FLAGS_BYTES <= REJECTED_OFFSET
+assert WAITS_OFFSET + 8 * MAX_RANKS**2 <= ROWS_SENT_OFFSET
+assert MESSAGE_OPS_OFFSET + MAX_RANKS * MESSAGE_OP_ENTRIES * 16 <= BULK_COUNTS_OFFSET
 assert BULK_FREED_OFFSET + MAX_RANKS * (BULK_BYTES // CHUNK_BYTES) * BULK_STRIDE <= PACKETS_OFFSET
 
 # Words (of 4 bytes) in host memory that the GPU reads and writes while it waits.
-HOST_ABORT, HOST_LEFT = (
+HOST_ABORT, HOST_EXITED = (
     0,
     1,
 )  # read together; a bit for each peer whose work on its GPU has ended for good
-HOST_ERROR, HOST_PEER, HOST_WHAT = 2, 3, 4
+HOST_ERROR, HOST_PEER, HOST_AWAITED = 2, 3, 4
 HOST_CLAIM, HOST_SIZES = 5, 6  # ERROR_SIZES: two sizes as in MESSAGE, this rank's and the peer's
-HOST_CIRCLE = HOST_SIZES  # ERROR_CIRCLE: 4 bits for each rank, whom it waits for; then a bit for each rank that waits for room
+HOST_CYCLE = HOST_SIZES  # ERROR_CYCLE: 4 bits for each rank, whom it waits for; then a bit for each rank that waits for room
 HOST_LAUNCH, HOST_SIGNATURE = (
     10,
     11,
 )  # of the launch that an error is about, as this rank ran it, or the peer; 0: messages have none
 HOST_BYTES = 64
-ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH, ERROR_LEFT = 1, 2, 3, 4
+ERROR_TIMEOUT, ERROR_SIZES, ERROR_MISMATCH, ERROR_EXITED = 1, 2, 3, 4
 ERROR_CROSSED = 5  # a message is waited for, by the launch HOST_LAUNCH of the peer this rank
-ERROR_CIRCLE = 6  # ranks wait for one another in messages
+ERROR_CYCLE = 6  # ranks wait for one another in messages
 (
-    WHAT_PACKET,
-    WHAT_RESULT,
-    WHAT_MESSAGE,
-    WHAT_ROOM,
-    WHAT_SEND,
-    WHAT_RECV,
-    WHAT_MEETING,
-    WHAT_SIGNAL,
+    AWAIT_PACKET,
+    AWAIT_RESULT,
+    AWAIT_MESSAGE,
+    AWAIT_CREDIT,
+    AWAIT_SEND,
+    AWAIT_RECV,
+    AWAIT_ARRIVAL,
+    AWAIT_SIGNAL,
 ) = 0, 1, 2, 3, 4, 5, 6, 7
-WHAT_COPY = 8
-WHAT_TEXT = {
-    WHAT_PACKET: "a packet",
-    WHAT_RESULT: "a packet of the result",  # the second shot, what falls along a tree
-    WHAT_MESSAGE: "a message",
-    WHAT_ROOM: "room in its FIFO",
-    WHAT_MEETING: "the word that it has come",
-    WHAT_SIGNAL: "a signal",
-    WHAT_COPY: "a copy, or room for one,",
+AWAIT_COPY = 8
+AWAIT_TEXT = {
+    AWAIT_PACKET: "a packet",
+    AWAIT_RESULT: "a packet of the result",  # the second shot, what falls along a tree
+    AWAIT_MESSAGE: "a message",
+    AWAIT_CREDIT: "room in its FIFO",
+    AWAIT_ARRIVAL: "the word that it has come",
+    AWAIT_SIGNAL: "a signal",
+    AWAIT_COPY: "a copy, or room for one,",
 }
 
 
 def slot_bytes(slots: int, blocks: int) -> int:
     """Bytes of a slot where each of ``blocks`` blocks has ``slots`` of them in a bank."""
-    room = BANK_BYTES - 3 * MAX_RANKS * BLOCKS * FIFO_WORD_BYTES
-    return min(LARGEST_SLOT, room // (slots * blocks) // 1024 * 1024)
+    room = HALF_BYTES - 3 * MAX_RANKS * BLOCKS * FIFO_WORD_BYTES
+    return min(MAX_SLOT_BYTES, room // (slots * blocks) // 1024 * 1024)
 
 
 def message_lanes(nranks: int) -> int:
-    """Lanes between two ranks in one direction: the rings from all peers share ``RINGS_BYTES``."""
-    return min(MAX_LANES, RINGS_BYTES // (max(1, nranks - 1) * RING_ROWS * ROW_BYTES))
+    """Lanes between two ranks in one direction: the rings from all peers share ``ROW_FIFOS_BYTES``."""
+    return min(MAX_WARP_QUEUES, ROW_FIFOS_BYTES // (max(1, nranks - 1) * FIFO_ROWS * ROW_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +179,9 @@ ARGS = {
     "host": Field("Q", 88),
     "own": Field("Q", 96),
 }
-#: struct Branch: parent, two children, which of its parent's children; NOBODY where there is none
+#: struct Branch: parent, two children, which of its parent's children; NO_RANK where there is none
 BRANCH = "<BBBB"
-NOBODY = 255
+NO_RANK = 255
 
 
 def args_bytes(nranks: int) -> int:
@@ -228,10 +228,10 @@ GROUPS = {"line": (124, 112), "pair": (64, 63)}
 def defines(nranks: int) -> dict[str, int]:
     """Those of every kernel."""
     names = (
-        "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES STATE_STOPPED STATE_COPIES BOARD_OFFSET "
-        "BOARD_ENTRIES NEEDS_ALL_SHIFT PACKETS_OFFSET BANK_BYTES NOBODY "
-        "HOST_ABORT HOST_LEFT HOST_ERROR HOST_PEER HOST_WHAT HOST_CLAIM HOST_LAUNCH HOST_SIGNATURE "
-        "ERROR_TIMEOUT ERROR_MISMATCH ERROR_LEFT WHAT_PACKET WHAT_RESULT WHAT_MESSAGE WHAT_ROOM WHAT_MEETING"
+        "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES STATE_WAIT_FAILED STATE_COPIES OP_LOG_OFFSET "
+        "OP_LOG_ENTRIES NEEDS_ALL_SHIFT PACKETS_OFFSET HALF_BYTES NO_RANK "
+        "HOST_ABORT HOST_EXITED HOST_ERROR HOST_PEER HOST_AWAITED HOST_CLAIM HOST_LAUNCH HOST_SIGNATURE "
+        "ERROR_TIMEOUT ERROR_MISMATCH ERROR_EXITED AWAIT_PACKET AWAIT_RESULT AWAIT_MESSAGE AWAIT_CREDIT AWAIT_ARRIVAL"
     )
     return _named(names) | {"RANKS": nranks, "ARGS_BYTES": args_bytes(nranks)}
 
@@ -246,7 +246,7 @@ def step_defines(nranks: int, room: int) -> dict[str, int]:
         + room * struct.calcsize(STEP),
     }
     return (
-        _named("BLOCKS MAX_CHANNELS WHAT_SIGNAL")
+        _named("BLOCKS MAX_CHANNELS AWAIT_SIGNAL")
         | sizes
         | {name.name: int(name) for name in (*STEP_OPS, *Buffer)}
     )
@@ -255,10 +255,10 @@ def step_defines(nranks: int, room: int) -> dict[str, int]:
 def message_defines(nranks: int, frame: str) -> dict[str, int]:
     """Those of source/p2p.cuh and bulk.cuh."""
     names = (
-        "TO_PEER FROM_PEER TO_SELF TO_BULK FROM_BULK LANE_SENT_OFFSET LANE_TAKEN_OFFSET LANE_CREDIT_OFFSET "
-        "STATE_MOVES MOVES_OFFSET MOVE_ENTRIES "
-        "REFUSED_OFFSET WAITS_OFFSET RINGS_OFFSET RING_ROWS ROW_BYTES HOST_SIZES HOST_CIRCLE ERROR_SIZES ERROR_CROSSED ERROR_CIRCLE "
-        "WHAT_SEND WHAT_RECV BULK_FROM CHUNK_BYTES "
+        "TO_PEER FROM_PEER TO_SELF TO_BULK FROM_BULK ROWS_SENT_OFFSET ROWS_RECEIVED_OFFSET CREDIT_OFFSET "
+        "STATE_MESSAGE_OPS MESSAGE_OPS_OFFSET MESSAGE_OP_ENTRIES "
+        "REJECTED_OFFSET WAITS_OFFSET ROW_FIFOS_OFFSET FIFO_ROWS ROW_BYTES HOST_SIZES HOST_CYCLE ERROR_SIZES ERROR_CROSSED ERROR_CYCLE "
+        "AWAIT_SEND AWAIT_RECV BULK_MIN_BYTES CHUNK_BYTES "
         "BULK_OFFSET BULK_STRIDE BULK_COUNTS_OFFSET BULK_GRANTS_OFFSET BULK_ARRIVED_OFFSET BULK_FREED_OFFSET"
     )
     sizes = {
@@ -267,7 +267,7 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
     }
     group, first = GROUPS[frame]
     lanes = {
-        "LANES": message_lanes(nranks),
+        "WARP_QUEUES": message_lanes(nranks),
         "GROUP_VECTORS": group,
         "FIRST_VECTORS": first,
         "BULK_SLOTS": BULK_BYTES // CHUNK_BYTES,

@@ -21,7 +21,7 @@ from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
-IN_PARTS_UP_TO = 1 << 30  # bytes, which the kernel counts in 32 bits
+DOUBLE_BUFFERED_MAX_BYTES = 1 << 30  # bytes, which the kernel counts in 32 bits
 PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
 SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for two ranks at least
 
@@ -129,9 +129,9 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
         raise InvalidUsage(
             f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}"
         )
-    if plan.in_parts and request.block_bytes > IN_PARTS_UP_TO:
+    if plan.in_parts and request.block_bytes > DOUBLE_BUFFERED_MAX_BYTES:
         raise InvalidUsage(
-            f"{request.block_bytes} bytes are too many for parts; allowed are {IN_PARTS_UP_TO}"
+            f"{request.block_bytes} bytes are too many for parts; allowed are {DOUBLE_BUFFERED_MAX_BYTES}"
         )
     nslots = 1 if plan.in_parts else min(nslots, pieces)
     return pack_args(
@@ -171,9 +171,9 @@ def trees_of(request: Request, comm_args: CommArgs) -> bytes:
     branches = b""
     for tree, (up, down) in enumerate(trees[here]):
         above, child = (
-            (layout.NOBODY, 0) if up is None else (order[up], trees[up][tree].down.index(here))
+            (layout.NO_RANK, 0) if up is None else (order[up], trees[up][tree].down.index(here))
         )
-        below = [order[position] for position in down] + [layout.NOBODY] * (2 - len(down))
+        below = [order[position] for position in down] + [layout.NO_RANK] * (2 - len(down))
         branches += struct.pack(layout.BRANCH, above, *below, child)
     return branches
 

@@ -68,7 +68,7 @@ class LaneRules:
     @property
     def bulk_from(self) -> int:
         """Bytes from which a message is large; only where two blocks per multiprocessor leave one for every large queue beside lanes."""
-        return layout.BULK_FROM if self.multiprocessors >= 2 * (self.nranks - 1) else MAX_BYTES
+        return layout.BULK_MIN_BYTES if self.multiprocessors >= 2 * (self.nranks - 1) else MAX_BYTES
 
     def spec(self, bulk: bool, room: int) -> KernelSpec:
         """The kernel; ``bulk``: with large messages; ``room`` as in ``Lowered``."""

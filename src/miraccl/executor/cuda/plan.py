@@ -35,7 +35,7 @@ ALGORITHMS = {
 class DevicePlan:
     """One way to run a collective. ``blocks`` of ``threads`` threads, ``min_blocks`` on a multiprocessor at least; each thread handles
     ``unroll`` vectors of 16 (LL: 8) bytes at a time; ``ahead`` pieces are pushed ahead where the operation has several (0: as many as
-    memory allows); ``fan`` threads share a packet; ``in_parts``: pieces are equal and lie in the two banks in turns (source/parts.cuh)."""
+    memory allows); ``fan`` threads share a packet; ``in_parts``: pieces are equal and lie in the two banks in turns (source/double_buffered.cuh)."""
 
     algo: str
     proto: str
@@ -100,7 +100,7 @@ def has_packets(request: Request, algo: str) -> bool:
     if request.collective in ROOTED:
         return algo == "chain" or (
             algo == "one_shot"
-            and 5 * request.block_bytes * (request.nranks - 1) <= layout.BANK_BYTES
+            and 5 * request.block_bytes * (request.nranks - 1) <= layout.HALF_BYTES
         )
     if request.collective is Collective.ALL_REDUCE and algo == "ring":
         return True

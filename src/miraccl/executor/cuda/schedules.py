@@ -163,7 +163,7 @@ def lower_plan(
 def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) -> KernelSpec:
     """What to compile for a plan and what ``schedule_of`` gives for it."""
     spec, room = kernel_spec(plan, request), step_room(schedule) if schedule else 0
-    return replace(spec, room=room) if room > layout.STEP_ROOMS[0] else spec
+    return replace(spec, room=room) if room > layout.STEP_CAPACITIES[0] else spec
 
 
 def step_room(schedule: Schedule) -> int:
@@ -176,11 +176,11 @@ def step_room(schedule: Schedule) -> int:
         sum(len(_primitives(step, rank, schedule.nranks)) for step in steps)
         for rank, steps in enumerate(ranks)
     )
-    for room in layout.STEP_ROOMS:
+    for room in layout.STEP_CAPACITIES:
         if most <= room:
             return room
     raise InvalidUsage(
-        f"schedule {schedule.name!r} has {most} steps of a rank; a launch has room for {layout.STEP_ROOMS[-1]}"
+        f"schedule {schedule.name!r} has {most} steps of a rank; a launch has room for {layout.STEP_CAPACITIES[-1]}"
     )
 
 

@@ -21,13 +21,13 @@ FAMILIES = {
     "steps": ("steps", ("packets.cuh", "steps.cuh")),
     "p2p": ("p2p", ("p2p.cuh",)),
     "bulk": ("p2p", ("p2p.cuh", "bulk.cuh")),
-    "meet": ("meet_peers", ("packets.cuh", "meet.cuh")),
+    "meet": ("device_barrier", ("packets.cuh", "device_barrier.cuh")),
     "scale": ("scale", ("scale.cuh",)),
 }
 CHAIN = ("acks.cuh", "chain.cuh")
 TREE = ("acks.cuh", "tree.cuh")
 #: mode of a packet kernel -> the files that its loop is in
-SHOTS = ("shots.cuh", "pieces.cuh")
+SHOTS = ("shots.cuh", "tiled.cuh")
 PACKET_MODES = {
     "all_reduce": SHOTS,
     "two_shot": SHOTS,
@@ -44,15 +44,15 @@ PACKET_MODES = {
     "reduce_tree": TREE,
 }
 #: instead of SHOTS, where a launch has no more packets than one piece
-ONCE = ("shots.cuh", "once.cuh")
+ONCE = ("shots.cuh", "single_tile.cuh")
 #: and these, where its pieces are parts, each in the bank of its own number
-PARTS = ("shots.cuh", "parts.cuh")
+PARTS = ("shots.cuh", "double_buffered.cuh")
 #: and these, where neighbouring threads share a packet
-FANS = ("shots.cuh", "fan.cuh")
+FANS = ("shots.cuh", "fanout.cuh")
 
 
 def fan_of(nranks: int) -> int:
-    """Threads that share a packet there (source/fan.cuh)."""
+    """Threads that share a packet there (source/fanout.cuh)."""
     return 8 if nranks > 4 else 4
 
 
@@ -183,18 +183,18 @@ def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str
         "MIN_BLOCKS": spec.min_blocks,
         f"FRAME_{spec.frame.name}": 1,
         "REDUCES": int(spec.reduces),
-        "SINGLE": int(spec.single),
-        "PARTS": int(spec.in_parts),
-        "FAN": spec.fan,
+        "SINGLE_TILE": int(spec.single),
+        "DOUBLE_BUFFERED": int(spec.in_parts),
+        "FANOUT": spec.fan,
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,
     }
     if spec.family == "steps":
-        constants |= layout.step_defines(spec.nranks, spec.room or layout.STEP_ROOMS[0])
+        constants |= layout.step_defines(spec.nranks, spec.room or layout.STEP_CAPACITIES[0])
     if spec.entry == "p2p":
         constants |= layout.message_defines(spec.nranks, spec.frame.value) | {
             "BULK": int(spec.family == "bulk"),
-            "ROOM": spec.room,
+            "CAPACITY_BYTES": spec.room,
         }
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1

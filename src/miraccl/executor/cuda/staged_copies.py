@@ -1,7 +1,7 @@
 """Copy engines between plain arrays: through staging memory at the receiver, in chunks, with words that streams wait for.
 
 Any schedule of sends, receives, copies and ``recv_copy_send`` runs: every pair of ranks that talk has a few slots in the receiver's packet
-banks, which nobody else uses between two meetings of all ranks (source/meet.cuh).  Per direction of a pair there is a stream:
+banks, which nobody else uses between two meetings of all ranks (source/device_barrier.cuh).  Per direction of a pair there is a stream:
 
     sender    wait until the slot is free | copy the chunk into it | say that it is ready
     receiver  wait until the slot is ready | copy the chunk to its place | say that it is free
@@ -34,7 +34,7 @@ ALGORITHMS = {
     Collective.ALL_TO_ALL: "one_shot",
     Collective.BROADCAST: "chain",
 }
-STAGE_BYTES = 2 * layout.BANK_BYTES
+STAGE_BYTES = 2 * layout.HALF_BYTES
 ALIGN = 512
 
 

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
@@ -20,36 +20,30 @@ from miraccl.diagnosis.error_codec import (
     abort_error,
     death_error,
     decode_error,
-    departure_error,
     encode_error,
 )
 from miraccl.diagnosis.status_report import (
     ORDER_HINT,
-    describe_cycle,
-    describe_location,
-    describe_unresponsive,
-    graph_line,
-    join_parts,
     query_status,
 )
-from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, MiracclError
+from miraccl.errors import CollectiveMismatch, CommunicatorAborted, MiracclError
 from miraccl.executor.cuda import layout
 from miraccl.runtime.gpu.flight_recorder import RecorderSnapshot, Straggler
-from miraccl.runtime.gpu.messages import size_mismatch
+from miraccl.runtime.gpu.kernel_errors import KernelErrors
 
 FAULT_NOTICE = "gpu_abort"
 EXIT_NOTICE = "gpu_left"
 RELEASE_INTERVAL_S = 0.002
-PROBE_INTERVAL_S = (
-    0.02  # at what kernels found and how long copies take, where streams wait for words
-)
-MAX_COUNTED_GAP_S = 1.0  # what counts of the time between two looks, as for kernels
-#: also why the peer has left or aborted since
+#: interval at which the host polls kernel reports and the age of waiting copies
+PROBE_INTERVAL_S = 0.02
+#: longest gap between two polls that counts towards a deadline (a stopped process is not late)
+MAX_COUNTED_GAP_S = 1.0
+#: reports that also explain why the peer has left or aborted since
 _ROOT_CAUSES = (
     layout.ERROR_MISMATCH,
     layout.ERROR_SIZES,
     layout.ERROR_CROSSED,
-    layout.ERROR_CIRCLE,
+    layout.ERROR_CYCLE,
 )
 
 
@@ -85,27 +79,29 @@ class DeviceFaults:
         self.session = session
         self._global_ranks = global_ranks or range(session.nranks)
         self.rank = self._global_ranks[session.rank]
-        #: how other ranks are told of a fault that was found here
+        #: notifies the other ranks of a fault found here
         self.propagate: Callable[[MiracclError], None] = self._notify
         self._words, self._timeout = words, timeout_s
-        self._read_snapshot, self._describe_launch, self._rejected_size, self._stopped = (
-            read_snapshot,
-            describe_launch,
-            rejected_size,
-            stopped,
+        self._describe_launch, self._stopped = describe_launch, stopped
+        self._errors = KernelErrors(
+            words,
+            session.rank,
+            self._global_ranks,
+            timeout_s,
+            read_snapshot=read_snapshot,
+            describe_launch=describe_launch,
+            rejected_size=rejected_size,
         )
         self._exit_reasons: dict[int, str] = {}
         self._fault: MiracclError | None = None
-        self._found_by_kernel = False  # what kernels wrote is the fault, or came too late to be
-        self._from_peer = False  # another rank's is the fault
+        self._found_by_kernel = False  # a kernel has reported, as the fault or too late to be it
+        self._from_peer = False  # the fault is another rank's
         self.reported = False  # a call has raised the fault
-        self._lock = threading.RLock()  # a signal handler may abort in the middle
+        self._lock = threading.RLock()  # reentrant: a signal handler may abort
         self._ended = threading.Event()
-        self._engines: CopyWaits | None = None  # whose streams wait for peers
-        self._probe_lock, self._release_lock = (
-            threading.RLock(),
-            threading.RLock(),
-        )  # held while a thread is at the GPU
+        self._engines: CopyWaits | None = None
+        # held by the monitor and release threads while they use the GPU
+        self._probe_lock, self._release_lock = threading.RLock(), threading.RLock()
         self._releasing = False
         session.on_event(self._on_event)
 
@@ -126,7 +122,7 @@ class DeviceFaults:
                 fault = CommunicatorAborted("the communicator was aborted", rank=self.rank)
         if fault is not None:
             self.reported = True
-            raised = copy.copy(fault)  # each has a traceback of its own
+            raised = copy.copy(fault)  # every raise gets its own traceback
             raised.op = fault.op or name or None
             raise raised
 
@@ -148,13 +144,14 @@ class DeviceFaults:
         )
         return fault if void else None
 
-    # ---- what kernels found
+    # ---- kernel reports
 
     def record_mismatch(self, peer: int, number: int, signature: int) -> None:
-        """Record that ``peer`` ran another operation as launch ``number`` (0: messages); no kernel
-        runs.
+        """Record that ``peer`` ran another operation as launch ``number`` (0: messages).
+
+        No kernel is running.
         """
-        self._write_report(layout.ERROR_MISMATCH, peer, layout.WHAT_MEETING, number, signature)
+        self._write_report(layout.ERROR_MISMATCH, peer, layout.AWAIT_ARRIVAL, number, signature)
 
     def _write_report(self, error: int, peer: int, what: int, number: int, signature: int) -> None:
         """Write an error report as ``report`` of source/common.cuh does, when no kernel can."""
@@ -162,60 +159,65 @@ class DeviceFaults:
             if self._ended.is_set() or self._words[layout.HOST_CLAIM]:
                 return
             self._words[layout.HOST_CLAIM] = 1
-            self._words[layout.HOST_PEER], self._words[layout.HOST_WHAT] = peer, what
+            self._words[layout.HOST_PEER], self._words[layout.HOST_AWAITED] = peer, what
             self._words[layout.HOST_LAUNCH], self._words[layout.HOST_SIGNATURE] = number, signature
             self._words[layout.HOST_ERROR] = error
             self._words[layout.HOST_ABORT] = 1
 
-    def record_straggler(self, what: Straggler) -> None:
+    def record_straggler(self, straggler: Straggler) -> None:
         """Record at finalize that a rank called an operation which another rank did not.
 
-        No rank waits any more; every rank finds the same.
+        No rank is waiting; every rank finds the same.
         """
-        who, behind = (
+        ahead, behind = (
             self.rank if rank is None else self._global_ranks[rank]
-            for rank in (what.ahead, what.behind)
+            for rank in (straggler.ahead, straggler.behind)
         )
-        op = self._describe_launch(what.number, what.signature)
-        text = f"rank {who} has called {op}, and rank {behind} has finalized the communicator without it"
-        self._set_final_mismatch(behind if who == self.rank else who, op, text)
+        op = self._describe_launch(straggler.number, straggler.signature)
+        text = (
+            f"operation count mismatch: rank {ahead} called {op}, "
+            f"but rank {behind} finalized the communicator without it"
+        )
+        self._set_final_mismatch(behind if ahead == self.rank else ahead, op, text)
 
-    def record_unmatched(self, there: int, signature: int) -> None:
+    def record_unmatched(self, source: int, signature: int) -> None:
         """Record at finalize an unmatched message from session rank ``source``.
 
         ``signature``: that of its collective, 0 if unknown.
         """
-        peer, op = (
-            self._global_ranks[there],
-            self._describe_launch(0, signature) if signature else None,
+        peer = self._global_ranks[source]
+        op = self._describe_launch(0, signature) if signature else None
+        text = (
+            f"message count mismatch: rank {peer} sent more in {op or 'a collective'} "
+            f"than rank {self.rank} received"
         )
-        text = f"message count mismatch: rank {peer} sent more in {op or 'a collective'} than rank {self.rank} took"
         self._set_final_mismatch(peer, op, text)
 
     def _set_final_mismatch(self, peer: int, op: str | None, text: str) -> None:
-        hint = "all ranks call the same collectives, and agree on root and counts; results of that one are void"
+        hint = (
+            "call the same collectives with the same root and counts on all ranks; "
+            "the results of this one are invalid"
+        )
         with self._lock:
             if self._fault is None:
-                self._found_by_kernel, self._fault = (
-                    True,
-                    CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint),
-                )
+                self._found_by_kernel = True
+                self._fault = CollectiveMismatch(text, rank=self.rank, peer=peer, op=op, hint=hint)
 
     def _collect_kernel_report(self) -> None:
         """Turn a kernel's report into the fault and notify the peers."""
         error = int(self._words[layout.HOST_ERROR])
         if not error or self._is_superseded(error):
             return
-        asks = error in (layout.ERROR_TIMEOUT, layout.ERROR_CIRCLE)
-        answers = (
-            query_status(self.session) if asks else {}
-        )  # without the lock: answers come meanwhile
+        needs_status = error in (layout.ERROR_TIMEOUT, layout.ERROR_CYCLE)
+        # Not under the lock: events arrive while the query is pending.
+        answers = query_status(self.session) if needs_status else {}
         with self._lock:
             if self._is_superseded(error):
                 self._found_by_kernel = True
                 return
-            fault = self._kernel_error(error, answers)
-            self.propagate(fault)  # before the program sees it, which may end at once
+            fault = self._errors.build(error, answers, self._exit_reasons)
+            # Notify first: the application may exit as soon as it sees the error.
+            self.propagate(fault)
             self._found_by_kernel, self._fault = True, fault
 
     def _is_superseded(self, error: int) -> bool:
@@ -223,114 +225,12 @@ class DeviceFaults:
         with self._lock:
             return self._found_by_kernel or (self._fault is not None and error not in _ROOT_CAUSES)
 
-    def _kernel_error(self, error: int, answers: Mapping[int, Mapping[str, Any]]) -> MiracclError:
-        """Return the error for a kernel's report; ``answers``: status replies of the ranks."""
-        words, rank, there = self._words, self.rank, int(self._words[layout.HOST_PEER])
-        number, signature = int(words[layout.HOST_LAUNCH]), int(words[layout.HOST_SIGNATURE])
-        peer, op = (
-            self._global_ranks[there],
-            self._describe_launch(number, signature) if number or signature else None,
-        )
-        if error == layout.ERROR_SIZES:
-            return size_mismatch(words, rank, peer, self._rejected_size(there), op)
-        what = layout.WHAT_TEXT.get(int(words[layout.HOST_WHAT]), "something")
-        if error == layout.ERROR_CROSSED:
-            text = f"rank {rank} waits for {what} from rank {peer}, which has gone on to {op} and waits for rank {rank} there"
-            hint = "a send and its receive come before or after the same collectives on both ranks"
-            return CollectiveMismatch(text, rank=rank, peer=peer, hint=hint)
-        if error == layout.ERROR_CIRCLE:
-            return CollectiveMismatch(
-                self._describe_cycle(answers), rank=rank, peer=peer, hint=ORDER_HINT
-            )
-        boards = self._read_snapshot()
-        unlike = (
-            boards.find_mismatch(number)
-            if boards is not None and op is not None and error != layout.ERROR_MISMATCH
-            else None
-        )
-        if unlike is not None:
-            there, number, signature = unlike
-            peer, op = self._global_ranks[there], self._describe_launch(number, signature)
-        if unlike is not None or error == layout.ERROR_MISMATCH:
-            count = f" (number {number} of this communicator on GPU memory)" if number else ""
-            text = f"rank {peer} called another operation in the same place{count}"
-            same = "collective, dtype, elements, counts, operator, root and window"
-            hint = f"{same} must be the same on all ranks, in the same order; results since then are void"
-            return CollectiveMismatch(text, rank=rank, peer=peer, op=op, hint=hint)
-        if error == layout.ERROR_LEFT:
-            return departure_error(
-                peer, self._exit_reasons.get(there, "finalized"), rank=rank, op=op
-            )
-        copies = int(words[layout.HOST_WHAT]) == layout.WHAT_COPY
-        whom = (
-            "between ranks" if there == self.session.rank else f"from rank {peer}"
-        )  # of copies in graphs it is not known
-        text = f"rank {rank} waited longer than {self._timeout:.3g} s for {what} {whom}"
-        does = (
-            {
-                r: boards.describe(r, number, self._describe_launch)
-                if op
-                else boards.describe_last(r, self._describe_launch)
-                for r in boards.peers
-            }
-            if boards
-            else {}
-        )
-        does[self.session.rank] = f"waits for {what} {whom}{f' in {op}' if op else ''}"
-        if boards is None or not op:
-            hint = f"rank {peer} has not come to this message, or is stuck before it on its stream"
-        elif copies:
-            hint = "all ranks have met for it; the program of one stands before its copies, or its GPU does not go on"
-        elif boards.has_begun(there, number):
-            hint = f"rank {peer} has begun this operation, too; its GPU did not go on, or this is a defect of miraccl: please report it"
-        else:
-            hint = (
-                f"rank {peer} has not come to this operation, or is stuck before it on its stream"
-            )
-        where = {
-            r: describe_location(answer) or describe_unresponsive(answer)
-            for r, answer in answers.items()
-        }
-        graph = sorted(
-            (self._global_ranks[r], does.get(r, ""), where.get(r, "")) for r in {*does, *where}
-        )
-        return CollectiveTimeout(
-            text,
-            graph=tuple(graph_line(*line) for line in graph),
-            rank=rank,
-            peer=peer,
-            op=op,
-            hint=hint,
-        )
-
-    def _describe_cycle(self, answers: Mapping[int, Mapping[str, Any]]) -> str:
-        """Describe a cycle of message waits, with the location of each application."""
-        waits_for, rooms = (
-            int(self._words[layout.HOST_CIRCLE]),
-            int(self._words[layout.HOST_CIRCLE + 1]),
-        )
-        found = [self.session.rank, int(self._words[layout.HOST_PEER])]
-        while (following := waits_for >> 4 * found[-1] & 15) not in found:
-            found.append(following)
-        ranks = [self._global_ranks[there] for there in found]
-
-        def says(i: int, j: int) -> str:
-            what = (
-                f"rank {ranks[j]} to receive"
-                if rooms >> found[i] & 1
-                else f"a message from rank {ranks[j]}"
-            )
-            return join_parts(
-                f"rank {ranks[i]} waits for {what}", describe_location(answers.get(found[i], {}))
-            )
-
-        return describe_cycle(ranks, says)
-
     # ---- ending waits
 
     def abort(self, reason: str) -> None:
         """End the waits on all ranks' GPUs. Any thread may call it."""
         error = abort_error(self.rank, reason)
+        # Notify first: an application that wakes up here may exit at once.
         self._notify(error)
         self._end_waits(error, found_here=True)
 
@@ -341,60 +241,53 @@ class DeviceFaults:
         self._end_waits(fault, from_peer=True)
 
     def set_fault(self, fault: MiracclError) -> None:
-        """End the waits on this rank's GPU because of ``fault``, which peers know. Any thread may
-        call
-        it.
+        """End the waits on this rank's GPU because of ``fault``, which the peers know.
+
+        Any thread may call it.
         """
         self._end_waits(fault)
 
     def announce_exit(self) -> None:
-        """Notify peers that this rank's GPU has finished for good; their kernels stop waiting for
-        it.
-        """
+        """Notify peers that this rank's GPU has finished for good, which ends their waits for it."""
         with contextlib.suppress(MiracclError):
             self.session.notify({EXIT_NOTICE: True})
 
     def _notify(self, error: MiracclError) -> None:
-        with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+        with contextlib.suppress(MiracclError):  # the control plane may have failed, too
             self.session.notify({FAULT_NOTICE: encode_error(error)})
 
     def _on_event(self, event: Event) -> None:
-        """Handle an event in the session's watcher thread; kernels stop waiting within
-        milliseconds.
-        """
+        """Handle an event in the session's watcher thread; waits end within milliseconds."""
         if isinstance(event, PeerLost):
             self._end_waits(
                 death_error(event, rank=self.rank, global_ranks=self._global_ranks), from_peer=True
             )
         elif isinstance(event, Notice) and FAULT_NOTICE in event.payload:
             peer = self._global_ranks[event.from_rank]
-            told = decode_error(event.payload[FAULT_NOTICE], rank=self.rank, source=peer)
-            self._end_waits(
-                told
-                or CommunicatorAborted("the communicator was aborted", rank=self.rank, peer=peer),
-                from_peer=True,
-            )
+            fault = decode_error(event.payload[FAULT_NOTICE], rank=self.rank, source=peer)
+            if fault is None:
+                text = "the communicator was aborted"
+                fault = CommunicatorAborted(text, rank=self.rank, peer=peer)
+            self._end_waits(fault, from_peer=True)
         elif isinstance(event, Notice) and event.payload.get("kind") == detector.NOTICE_KIND:
             detector.handle_notice(event.payload)
         elif isinstance(event, Notice) and EXIT_NOTICE in event.payload:
             self._peer_left(event.from_rank, "finalized")
-        elif (
-            isinstance(event, PeerLeft) and event.rank != HUB
-        ):  # it may have failed when others took it for ready
+        elif isinstance(event, PeerLeft) and event.rank != HUB:
+            # It may have failed after its peers took it for ready.
             self._peer_left(event.rank, event.reason)
 
-    def _peer_left(self, peer: int, why: str) -> None:
+    def _peer_left(self, peer: int, reason: str) -> None:
         """Record that ``peer`` will store nothing more."""
         with self._lock:
             if not self._ended.is_set():
-                self._exit_reasons.setdefault(peer, why)
-                self._words[layout.HOST_LEFT] |= 1 << peer
+                self._exit_reasons.setdefault(peer, reason)
+                self._words[layout.HOST_EXITED] |= 1 << peer
 
     def monitor_copies(
         self, engines: CopyWaits, pending_copies: Callable[[], tuple[int, int] | None]
     ) -> None:
-        """Start the thread that applies deadlines and aborts to streams that wait for flags of
-        peers.
+        """Start the thread that ends stream waits for peers' flags at a deadline or abort.
 
         ``pending_copies()`` gives number and signature of the launch whose copies wait. No kernel
         polls the abort word or the deadline meanwhile, so the thread does.
@@ -406,7 +299,7 @@ class DeviceFaults:
             threading.Thread(
                 target=self._monitor_copies,
                 args=(engines, pending_copies),
-                name="miraccl gpu look",
+                name="miraccl gpu monitor",
                 daemon=True,
             ).start()
 
@@ -415,7 +308,7 @@ class DeviceFaults:
     ) -> None:
         waited, before, last = 0.0, None, time.monotonic()
         while not self._ended.wait(PROBE_INTERVAL_S):
-            with self._probe_lock:  # the memory is there until the end
+            with self._probe_lock:  # keeps the memory mapped
                 if self._ended.is_set():
                     return
                 copies = pending_copies()
@@ -431,10 +324,10 @@ class DeviceFaults:
                     self._write_report(
                         layout.ERROR_TIMEOUT,
                         self.session.rank if peer is None else peer,
-                        layout.WHAT_COPY,
+                        layout.AWAIT_COPY,
                         *copies,
                     )
-            with self._lock:  # the words are there until the end
+            with self._lock:  # keeps the words allocated
                 if self._ended.is_set() or self._releasing:
                     return
                 if self._words[layout.HOST_ERROR]:
@@ -451,6 +344,8 @@ class DeviceFaults:
         with self._lock:
             if self._ended.is_set():
                 return
+            # Waits end before the fault is visible: an application that sees it and continues with
+            # another operation must not run it, or its peers would take that for a mismatch.
             self._words[layout.HOST_ABORT] = 1
             if self._fault is None and not (found_here and self._words[layout.HOST_ERROR]):
                 self._fault, self._from_peer = fault, from_peer
@@ -464,9 +359,10 @@ class DeviceFaults:
                 ).start()
 
     def _release_copies(self, engines: CopyWaits) -> None:
-        """Release waiting streams repeatedly."""
+        """Release waiting streams until they have ended."""
+        # Once is not enough: streams reset the words that they wait for.
         while not self._ended.wait(RELEASE_INTERVAL_S):
-            with self._release_lock, contextlib.suppress(MiracclError):  # whatever a look waits for
+            with self._release_lock, contextlib.suppress(MiracclError):
                 if not self._ended.is_set():
                     engines.release_waits()
 

@@ -19,11 +19,11 @@ from miraccl.executor.cuda.moves import move_tag
 
 _STATE_WORDS = struct.Struct(f"<{layout.STATE_COPIES + 1}Q")
 _ENTRY = struct.Struct("<IIII")
-_ENTRY_BYTES = _ENTRY.size * layout.BOARD_ENTRIES
-_HEADER_BYTES = layout.BOARD_OFFSET + layout.MAX_RANKS * _ENTRY_BYTES
+_ENTRY_BYTES = _ENTRY.size * layout.OP_LOG_ENTRIES
+_HEADER_BYTES = layout.OP_LOG_OFFSET + layout.MAX_RANKS * _ENTRY_BYTES
 _MESSAGE_RECORD = struct.Struct(layout.MOVE)
-_MESSAGE_RECORD_BYTES = _MESSAGE_RECORD.size * layout.MOVE_ENTRIES
-_STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_STOPPED
+_MESSAGE_RECORD_BYTES = _MESSAGE_RECORD.size * layout.MESSAGE_OP_ENTRIES
+_STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_WAIT_FAILED
 _WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = (
     56,
     48,
@@ -167,15 +167,15 @@ class RecorderSnapshot:
     def describe(self, rank: int, number: int, name: Callable[[int, int], str]) -> str:
         """What a peer does about an operation; ``name(number, signature)`` is what one is called."""
         return (
-            "has begun it"
+            "has started it"
             if self.has_begun(rank, number)
-            else f"never came to it; {self.describe_last(rank, name)}"
+            else f"never arrived at it; {self.describe_last(rank, name)}"
         )
 
     def describe_last(self, rank: int, name: Callable[[int, int], str]) -> str:
         """What a peer ran last."""
         log = self.peers[rank].last if rank in self.peers else None
-        return f"its last was {name(*log)}" if log is not None else "it has run nothing yet"
+        return f"its last was {name(*log)}" if log is not None else "it has not run any operation"
 
     @property
     def all_caught_up(self) -> bool:
@@ -246,14 +246,16 @@ class ProgressHeader:
     @property
     def op_counts(self) -> tuple[int, int]:
         """How many launches, and collectives that are messages, there were on this rank's GPU."""
-        return self.state[layout.STATE_LAUNCH] % _NUMBER_RANGE, self.state[layout.STATE_MOVES] >> 32
+        return self.state[layout.STATE_LAUNCH] % _NUMBER_RANGE, self.state[
+            layout.STATE_MESSAGE_OPS
+        ] >> 32
 
     @property
     def last_begun(self) -> tuple[int, int]:
         """Number and signature of the last launch that has begun, 0 before the first."""
         recorded = {
             word >> 32: word % _NUMBER_RANGE
-            for word in self.state[layout.STATE_SIGNATURES :][: layout.BOARD_ENTRIES]
+            for word in self.state[layout.STATE_SIGNATURES :][: layout.OP_LOG_ENTRIES]
             if word
         }
         return (number := _latest(recorded)), recorded.get(number, 0)
@@ -261,7 +263,7 @@ class ProgressHeader:
     @property
     def stopped(self) -> bool:
         """Whether a wait of this rank has failed."""
-        return self.state[layout.STATE_STOPPED] != 0
+        return self.state[layout.STATE_WAIT_FAILED] != 0
 
     @property
     def pending_copies(self) -> tuple[int, int] | None:
@@ -270,7 +272,8 @@ class ProgressHeader:
         return (
             (
                 number,
-                self.state[layout.STATE_SIGNATURES + number % layout.BOARD_ENTRIES] % _NUMBER_RANGE,
+                self.state[layout.STATE_SIGNATURES + number % layout.OP_LOG_ENTRIES]
+                % _NUMBER_RANGE,
             )
             if number
             else None
@@ -318,8 +321,8 @@ def read_pending_launch(gpu: Gpu, regions: MemoryRegions) -> PendingLaunch | Non
 def _entry_offset(rank: int, number: int) -> int:
     """Where in a rank's memory the entry of ``rank`` for a launch is."""
     return (
-        layout.BOARD_OFFSET
-        + (rank * layout.BOARD_ENTRIES + number % layout.BOARD_ENTRIES) * _ENTRY.size
+        layout.OP_LOG_OFFSET
+        + (rank * layout.OP_LOG_ENTRIES + number % layout.OP_LOG_ENTRIES) * _ENTRY.size
     )
 
 
@@ -370,9 +373,9 @@ def _is_satisfied(gpu: Gpu, regions: MemoryRegions, peer: int, kind: int, count:
         )
         return not _is_after(count % _NUMBER_RANGE, granted)
     has = (
-        regions.own + layout.LANE_TAKEN_OFFSET
+        regions.own + layout.ROWS_RECEIVED_OFFSET
         if kind == _NEED_SENT
-        else regions.inboxes[peer] + layout.LANE_CREDIT_OFFSET
+        else regions.inboxes[peer] + layout.CREDIT_OFFSET
     )
     return (
         _read_word(
@@ -402,14 +405,14 @@ def read_message_counts(gpu: Gpu, regions: MemoryRegions) -> MessageCounts:
             0
             if is_self
             else _read_word(
-                gpu, regions.own + layout.LANE_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE
+                gpu, regions.own + layout.ROWS_SENT_OFFSET + peer * lanes * layout.WORD_STRIDE
             )
         )
         received.append(
             0
             if is_self
             else _read_word(
-                gpu, outbox + layout.LANE_CREDIT_OFFSET + regions.rank * lanes * layout.WORD_STRIDE
+                gpu, outbox + layout.CREDIT_OFFSET + regions.rank * lanes * layout.WORD_STRIDE
             )
         )
         counted = (
@@ -431,7 +434,7 @@ def read_snapshot(
     """The boards of all peers, and what this rank has recorded of its own operations. Memory that peers share is read once; ``head`` if it
     was read before."""
     head = head or read_progress_header(gpu, regions)
-    recorded = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.BOARD_ENTRIES]
+    recorded = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.OP_LOG_ENTRIES]
     peers = {peer: inbox for peer, inbox in enumerate(regions.inboxes) if peer != regions.rank}
     # launches first: what a peer did before it began one is there then
     headers = {
@@ -439,7 +442,7 @@ def read_snapshot(
         for base in set(peers.values())
     }
     moves = {
-        base: gpu.read(base + layout.MOVES_OFFSET, layout.MAX_RANKS * _MESSAGE_RECORD_BYTES)
+        base: gpu.read(base + layout.MESSAGE_OPS_OFFSET, layout.MAX_RANKS * _MESSAGE_RECORD_BYTES)
         for base in {regions.own, *peers.values()}
     }
     own = _parse_op_log(
@@ -449,7 +452,7 @@ def read_snapshot(
     other = {}
     for peer, base in peers.items():
         entries = _ENTRY.iter_unpack(
-            _rank_entries(headers[base][layout.BOARD_OFFSET :], peer, _ENTRY_BYTES)
+            _rank_entries(headers[base][layout.OP_LOG_OFFSET :], peer, _ENTRY_BYTES)
         )
         launched = {number: signature for number, signature, *_ in entries if number or signature}
         other[peer] = _parse_op_log(

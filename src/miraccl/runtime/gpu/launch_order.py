@@ -4,7 +4,7 @@ A kernel that waits for peers keeps its multiprocessors until they come.  Two su
 another one, would wait for ever.  So a launch that fills the GPU waits, on the GPU, for the last such launch of another communicator of
 this rank; if ranks call communicators in the same order, every GPU runs them in the same order (NCCL_LAUNCH_ORDER_IMPLICIT does the same).
 Small kernels need no order: they fit beside a large one on the multiprocessors that it leaves free, those of two communicators, each with
-the next one set up already (``after_grid_before`` of executor/cuda/source/machine.cuh).
+the next one set up already (``wait_previous_grid`` of executor/cuda/source/machine.cuh).
 
 Only what ranks call in the same order can be ordered: the calls of a thread, in general, so an order belongs to the thread in which a
 communicator's first operation on a GPU is called.  Threads that go their own ways are not ordered among each other, nor are ranks that are

@@ -61,7 +61,9 @@ def message_frame(memory: SymmetricMemory) -> Frame:
 def read_rejected_size(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
     """The size of this rank's message that ``peer`` has rejected, as in ``layout.MESSAGE``."""
     (word,) = _WORD.unpack(
-        gpu.read(args.inboxes[peer] + layout.REFUSED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size)
+        gpu.read(
+            args.inboxes[peer] + layout.REJECTED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size
+        )
     )
     return int(word) - _REFUSED if word >= _REFUSED else None
 
@@ -70,7 +72,7 @@ def size_mismatch(
     host: Any, rank: int, peer: int, rejected: int | None, op: str | None
 ) -> MiracclError:
     """The error of ``layout.ERROR_SIZES``. ``rejected``: see ``read_refused``; a kernel that sends knows only the message it is at."""
-    sends = int(host[layout.HOST_WHAT]) == layout.WHAT_SEND
+    sends = int(host[layout.HOST_AWAITED]) == layout.AWAIT_SEND
     words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
     sizes = [words[i] | words[i + 1] << 32 for i in (0, 2)]
     mine, theirs = (

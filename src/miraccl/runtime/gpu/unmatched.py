@@ -23,7 +23,7 @@ _TAG_OFFSETS = {Frame.LINE: 7 * _ROW.size, Frame.PAIR: 0}
 
 def message_tag(packets: bytes, frame: Frame, row: int) -> int | None:
     """The tag of the message whose first packets lie at ``row`` of a lane, two of them; None if it has not come."""
-    flag = row // layout.RING_ROWS + 1 & 0xFFFFFFFF
+    flag = row // layout.FIFO_ROWS + 1 & 0xFFFFFFFF
     first, second = (
         _ROW.unpack_from(packets, _TAG_OFFSETS[frame] + number * layout.ROW_BYTES)
         for number in range(2)
@@ -44,17 +44,17 @@ def find_unmatched(
             continue
         (row,) = _COUNT.unpack(
             gpu.read(
-                regions.own + layout.LANE_TAKEN_OFFSET + peer * lanes * layout.WORD_STRIDE,
+                regions.own + layout.ROWS_RECEIVED_OFFSET + peer * lanes * layout.WORD_STRIDE,
                 _COUNT.size,
             )
         )
         ring = (
             inbox
-            + layout.RINGS_OFFSET
-            + (peer - (peer > regions.rank)) * lanes * layout.RING_ROWS * layout.ROW_BYTES
+            + layout.ROW_FIFOS_OFFSET
+            + (peer - (peer > regions.rank)) * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
         )
         both = (
-            gpu.read(ring + (row + i) % layout.RING_ROWS * layout.ROW_BYTES, layout.ROW_BYTES)
+            gpu.read(ring + (row + i) % layout.FIFO_ROWS * layout.ROW_BYTES, layout.ROW_BYTES)
             for i in range(2)
         )
         if tag := message_tag(b"".join(both), frame, row):

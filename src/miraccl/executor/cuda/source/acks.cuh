@@ -1,29 +1,43 @@
-// What is said aloud where data go one way only, along a chain or along trees, so that nobody hears from the rank it sends to:
-//   acks    slots are used again after the receiver's warp has said how many pieces it has read, cleared and seen cleared: one word per warp.
-//   hello   every rank says to every other that it has begun this launch, as the use of the banks demands (packets.cuh).
-// Both begin and end as ones. The last ack is the one that the sender waits for, so it may wipe it away.
+// Acknowledgements for kernels in which data flow one way only (chain, tree), where a rank receives
+// nothing from the rank it sends to:
+//   acks   a slot is reused after the receiver's warp has reported the number of tiles it has read,
+//          cleared and seen cleared: one word per warp.
+//   hello  every rank tells every other that it has begun this launch, which the alternation of the
+//          buffer halves requires (packets.cuh).
 //
-// They lie in the bank behind its ``runs`` of packets: first a hello per rank, then an ack per warp for each receiver.
+// Both words start and end as ones. The sender waits for the last ack before it resets the word, so
+// no ack arrives after the reset. An ack is stored after the loads that saw the slot cleared and
+// ``__syncwarp``, so no fence is needed.
+//
+// The words lie in the buffer half behind its ``runs`` of packets: a hello per rank, then an ack
+// per warp for each receiver.
 
-__device__ __forceinline__ u64* hello_place(const Geometry& g, char* box, u32 runs, u32 src) { return (u64*)place_in(g, box, runs, src); }
-__device__ __forceinline__ u64* ack_place(const Geometry& g, char* box, u32 runs, u32 receiver) {
-  return (u64*)place_in(g, box, runs, RANKS + receiver * g.warps + g.warp);
+__device__ __forceinline__ u64* hello_word(const Geometry& g, char* region, u32 runs, u32 src) {
+  return (u64*)packet_at(g, region, runs, src);
+}
+__device__ __forceinline__ u64* ack_word(const Geometry& g, char* region, u32 runs, u32 receiver) {
+  return (u64*)packet_at(g, region, runs, RANKS + receiver * g.warps + g.warp);
 }
 
-__device__ __forceinline__ void wait_ack(const Args& a, Watch& watch, const u64* ack, u32 taken, u32 peer) {
-  watch.spins = 0;
-  for (u64 seen = load_word(ack); seen == NEVER || seen < taken; seen = load_word(ack))
-    if (give_up(a, watch, peer, WHAT_ROOM)) break;
+__device__ __forceinline__ void await_ack(const Args& a, SpinWait& spin, const u64* ack,
+                                          u32 consumed, u32 peer) {
+  spin.polls = 0;
+  for (u64 seen = load_word(ack); seen == EMPTY_WORD || seen < consumed; seen = load_word(ack))
+    if (check_abort(a, spin, peer, AWAIT_CREDIT)) break;
 }
 
-__device__ __forceinline__ bool greets(const Args& a) { return blockIdx.x == 0 && threadIdx.x < RANKS && threadIdx.x != a.rank; }
-__device__ __forceinline__ void greet(const Args& a, const Geometry& g, u32 runs) {
-  if (greets(a)) store_word(hello_place(g, a.outbox[threadIdx.x], runs, a.rank), 0);
+__device__ __forceinline__ bool sends_hello(const Args& a) {
+  return blockIdx.x == 0 && threadIdx.x < RANKS && threadIdx.x != a.rank;
 }
-__device__ __forceinline__ void hear_greetings(const Args& a, const Geometry& g, Watch& watch, u32 runs) {
-  if (!greets(a)) return;
-  u64* hello = hello_place(g, a.inbox[threadIdx.x], runs, threadIdx.x);
-  watch.spins = 0;
-  while (load_word(hello) == NEVER) if (give_up(a, watch, threadIdx.x, WHAT_PACKET)) break;
-  *hello = NEVER;
+__device__ __forceinline__ void send_hellos(const Args& a, const Geometry& g, u32 runs) {
+  if (sends_hello(a)) store_word(hello_word(g, a.outbox[threadIdx.x], runs, a.rank), 0);
+}
+__device__ __forceinline__ void await_hellos(const Args& a, const Geometry& g, SpinWait& spin,
+                                             u32 runs) {
+  if (!sends_hello(a)) return;
+  u64* hello = hello_word(g, a.inbox[threadIdx.x], runs, threadIdx.x);
+  spin.polls = 0;
+  while (load_word(hello) == EMPTY_WORD)
+    if (check_abort(a, spin, threadIdx.x, AWAIT_PACKET)) break;
+  *hello = EMPTY_WORD;
 }

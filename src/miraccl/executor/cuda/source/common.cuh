@@ -1,58 +1,76 @@
-// What all kernels share: the arguments of a launch, element types, operators, vectors, and waiting that ends.
+// Definitions shared by all kernels: launch arguments, element types, operators, vectors, the op
+// log, and bounded waits.
 //
-// The generator (executor/cuda/source.py) puts before this text: RANKS, THREADS, UNROLL, TYPE_<dtype>, OP_<operator>,
-// FRAME_<kind of packet>, MODE_<collective>, ARCH and the offsets of executor/cuda/layout.py; then machine.cuh, all that is PTX.
+// The generator (executor/cuda/source.py) writes macros in front of this text: RANKS, THREADS,
+// UNROLL, TYPE_<dtype>, OP_<operator>, FRAME_<framing>, MODE_<collective>, ARCH, and the offsets of
+// executor/cuda/layout.py. machine.cuh follows, which holds all PTX.
+//
+// Memory ordering: kernels of different ranks communicate through symmetric memory with
+// system-scope relaxed loads and stores (machine.cuh). Each protocol states what it adds: packets
+// and rows carry their own flags and need no fence; protocol Simple and the error report use
+// fences.
+//
+// Bounded waits follow NCCL's checkAbort (src/device/primitives.h); the argument structs are NCCL's
+// ncclKernelComm and ncclDevKernelArgs (src/include/device.h).
 
-struct Branch {        // layout.BRANCH: this rank's place in a tree; NOBODY where there is no such rank
-  u8 up, down[2];
-  u8 child;            // which of its parent's children it is
+// layout.TREE_LINKS: this rank's neighbours in a tree; NO_RANK where there is none
+struct TreeLinks {
+  u8 parent, children[2];
+  u8 child_index;  // index among its parent's children
 };
 
-struct Args {          // layout.ARGS
+struct Args {  // layout.ARGS
   const void* in;
   void* out;
-  u64 count;           // elements of a block
+  u64 count;  // elements of a block
   u32 rank, root;
-  u32 nslots, ahead;   // packet kernels: slots of a bank, pieces that are pushed ahead
+  u32 nslots, lookahead;  // packet kernels: slots of a half, tiles sent ahead
   u64 timeout_ns;
-  u64 scalar;          // OP_PREMUL_SUM: this rank's factor, the bits of an A
-  u64 signature;       // 32 bits of what all ranks must agree about; above them whom this rank needs (``need_word``)
-  u32 prev, next;      // this rank's neighbours in the ring that kernels follow who talk to neighbours only
-  u32 position;        // its place there
-  Branch trees[2];     // of the kernel that follows them
-  u32* host;           // layout.HOST_*: words in host memory
-  char* own;           // this rank's memory on its GPU
-  char* inbox[RANKS];  // the region through which a peer's packets, messages and signals come here
-  char* outbox[RANKS]; // the region of a peer through which this rank's go there, mapped here
+  u64 scalar;      // OP_PREMUL_SUM: this rank's factor, the bits of an A
+  u64 signature;   // low word: hash of the operation, equal on all ranks; high word: ranks this one
+                   // needs (``needs_word``)
+  u32 prev, next;  // neighbours in the ring, for kernels in which only neighbours communicate
+  u32 position;    // index of this rank in the ring
+  TreeLinks trees[2];   // used by tree.cuh
+  u32* host;            // layout.HOST_*: words in host memory
+  char* own;            // this rank's symmetric memory
+  char* inbox[RANKS];   // regions that receive packets, messages and signals from each peer
+  char* outbox[RANKS];  // the peers' regions for this rank's packets, mapped in this process
 };
 static_assert(sizeof(Args) == ARGS_BYTES, "layout.ARGS");
 
-// ---- element types: T as it lies in memory, A as it is added up
+// ---- element types: T in memory, A for accumulation
 
 #if defined(TYPE_FLOAT32)
-typedef float T; typedef float A;
+typedef float T;
+typedef float A;
 #define IS_FLOAT 1
 __device__ __forceinline__ A widen(T x) { return x; }
 __device__ __forceinline__ T narrow(A x) { return x; }
 #elif defined(TYPE_FLOAT64)
-typedef double T; typedef double A;
+typedef double T;
+typedef double A;
 #define IS_FLOAT 1
 __device__ __forceinline__ A widen(T x) { return x; }
 __device__ __forceinline__ T narrow(A x) { return x; }
 #elif defined(TYPE_BFLOAT16)
-typedef u16 T; typedef float A;
+typedef u16 T;
+typedef float A;
 #define IS_FLOAT 1
 __device__ __forceinline__ A widen(T x) { return __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ T narrow(A x) { return bfloat16_bits(x); }
 #elif defined(TYPE_FLOAT16)
-typedef u16 T; typedef float A;
+typedef u16 T;
+typedef float A;
 #define IS_FLOAT 1
 __device__ __forceinline__ A widen(T x) { return half_value(x); }
 __device__ __forceinline__ T narrow(A x) { return half_bits(x); }
 #elif defined(TYPE_FLOAT8_E4M3) || defined(TYPE_FLOAT8_E5M2)
-typedef u8 T; typedef float A;
+typedef u8 T;
+typedef float A;
 #define IS_FLOAT 1
-// OCP 8-bit floats (E4M3 without infinity: what is too large becomes NaN), by integer arithmetic: conversions need no sm_89.
+// OCP 8-bit floats (E4M3 has no infinity: overflow becomes NaN), by integer arithmetic, because
+// conversion instructions need sm_89.
 #if defined(TYPE_FLOAT8_E4M3)
 #define F8_MANTISSA 3
 #define F8_BIAS 7
@@ -66,7 +84,7 @@ typedef u8 T; typedef float A;
 #define F8_BEYOND 0x7c
 #define F8_NAN 0x7e
 #endif
-#define F8_UNIT (127 + F8_BIAS + F8_MANTISSA - 1)           // exponent of 1 / the smallest number
+#define F8_UNIT (127 + F8_BIAS + F8_MANTISSA - 1)  // exponent of 1 / the smallest number
 __device__ __forceinline__ A widen(T x) {
   u32 sign = (u32)(x & 0x80) << 24, bits = x & 0x7f;
 #if defined(TYPE_FLOAT8_E4M3)
@@ -74,13 +92,16 @@ __device__ __forceinline__ A widen(T x) {
 #else
   if (bits >= 0x7c) return __uint_as_float(sign | 0x7f800000u | (bits & 3) << 21);
 #endif
-  if (bits >> F8_MANTISSA) return __uint_as_float(sign | (bits + ((127 - F8_BIAS) << F8_MANTISSA)) << (23 - F8_MANTISSA));
-  return __uint_as_float(sign | __float_as_uint((float)bits * __uint_as_float((u32)(254 - F8_UNIT) << 23)));
+  if (bits >> F8_MANTISSA)
+    return __uint_as_float(sign | (bits + ((127 - F8_BIAS) << F8_MANTISSA)) << (23 - F8_MANTISSA));
+  return __uint_as_float(
+      sign | __float_as_uint((float)bits * __uint_as_float((u32)(254 - F8_UNIT) << 23)));
 }
 __device__ __forceinline__ T narrow(A x) {
   u32 b = __float_as_uint(x), sign = (b >> 24) & 0x80, a = b & 0x7fffffffu;
   if (a > 0x7f800000u) return (T)(sign | F8_NAN);
-  if (a < (u32)(128 - F8_BIAS) << 23) {                      // below the smallest normal number: in units, to nearest even
+  // subnormal: in units of the smallest number, to nearest even
+  if (a < (u32)(128 - F8_BIAS) << 23) {
     float scaled = __uint_as_float(a) * __uint_as_float((u32)F8_UNIT << 23);
     u32 whole = (u32)scaled;
     float rest = scaled - (float)whole;
@@ -115,7 +136,7 @@ __device__ __forceinline__ A combine(A a, A b) {
   return (A)(a * b);
 #elif defined(OP_MIN) || defined(OP_MAX)
 #if IS_FLOAT
-  if (a != a || b != b) return a + b;                       // NaN goes through
+  if (a != a || b != b) return a + b;  // propagate NaN
 #endif
 #if defined(OP_MIN)
   return b < a ? b : a;
@@ -123,19 +144,19 @@ __device__ __forceinline__ A combine(A a, A b) {
   return a < b ? b : a;
 #endif
 #else
-  return (A)(a + b);                                        // sums, also those that will be averages
+  return (A)(a + b);  // sums, including those that become averages
 #endif
 }
 
 __device__ __forceinline__ A finish(A a) {
 #if defined(OP_AVG)
-  return (A)(a / (A)RANKS);                                 // integers are truncated towards zero
+  return (A)(a / (A)RANKS);  // integers are truncated towards zero
 #else
   return a;
 #endif
 }
 
-// A rank's own element as it is added up: multiplied by the rank's scalar first, and rounded, where the operator says so.
+// Own element as it enters the sum: for OP_PREMUL_SUM multiplied by this rank's scalar and rounded.
 __device__ __forceinline__ T own_element(const Args& a, T x) {
 #if defined(OP_PREMUL_SUM)
   return narrow((A)(widen(x) * *(const A*)&a.scalar));
@@ -146,7 +167,8 @@ __device__ __forceinline__ T own_element(const Args& a, T x) {
 
 #define WHOLE_WARP 0xffffffffu
 
-// ---- vectors: what one thread handles at a time, in packets of 16 bytes (packets.cuh). FRAME_PAIR packets hold 8 bytes of data, the others 16.
+// ---- vectors: the unit of work of one thread, carried by a packet of 16 bytes (packets.cuh).
+// FRAME_PAIR packets hold 8 bytes of data, the others 16.
 
 #if defined(FRAME_PAIR)
 #define VEC_BYTES 8
@@ -161,22 +183,24 @@ union Vec {
   T e[ELEMS];
 };
 
-// Of elements, vectors and bytes. What one launch handles in one piece, or in parts, is short, and 32 bits are less work; what is out of the way of
-// nearly all vectors of it is out of the way of its text, too.
-#if SINGLE || PARTS
+// Index type of elements, vectors and bytes. Single-tile and double-buffered launches are small
+// enough for 32 bits, which is less work. Their cold paths (partial vectors) are kept out of line,
+// so that the instructions fetched for nearly all vectors stay few.
+#if SINGLE_TILE || DOUBLE_BUFFERED
 typedef u32 Index;
-#define RARELY __noinline__
+#define COLD __noinline__
 #else
 typedef u64 Index;
-#define RARELY __forceinline__
+#define COLD __forceinline__
 #endif
 #if defined(MODE_ALL_TO_ALL) || defined(MODE_REDUCE_SCATTER)
-#define RARELY_LOADED __forceinline__  // several blocks, whose loads are to be under way together
+#define COLD_LOAD __forceinline__  // several blocks, whose loads should be in flight together
 #else
-#define RARELY_LOADED RARELY
+#define COLD_LOAD COLD
 #endif
 
-// Vectors of ``bytes``. FRAME_MASK packets are handled by whole warps, so that a warp is in a loop as a whole.
+// Number of vectors for ``bytes``. FRAME_MASK packets are handled by whole warps, so the count is a
+// multiple of 32 and warps do not diverge in loops.
 __device__ __forceinline__ Index vectors_of(Index bytes) {
 #if defined(FRAME_MASK)
   return (bytes + 511) / 512 * 32;
@@ -185,37 +209,49 @@ __device__ __forceinline__ Index vectors_of(Index bytes) {
 #endif
 }
 
-// The elements from ``first`` on, where they are not a whole vector in one place; what lies beyond the end is zero.
-__device__ RARELY_LOADED Vec load_elements(const T* p, Index first, Index count) {
+// Load elements from ``first`` on where they do not form one aligned vector; elements beyond the
+// end are zero.
+__device__ COLD_LOAD Vec load_elements(const T* p, Index first, Index count) {
   Vec v;
 #pragma unroll
   for (int j = 0; j < VEC_WORDS; j++) v.w[j] = 0;
 #pragma unroll
-  for (int j = 0; j < ELEMS; j++) if (first + j < count) v.e[j] = p[first + j];
+  for (int j = 0; j < ELEMS; j++)
+    if (first + j < count) v.e[j] = p[first + j];
   return v;
 }
 
-__device__ RARELY void store_elements(T* p, Index first, Index count, Vec v) {
+__device__ COLD void store_elements(T* p, Index first, Index count, Vec v) {
 #pragma unroll
-  for (int j = 0; j < ELEMS; j++) if (first + j < count) p[first + j] = v.e[j];
+  for (int j = 0; j < ELEMS; j++)
+    if (first + j < count) p[first + j] = v.e[j];
 }
 
-// Vector ``i`` of an array of ``count`` elements.
+// Load vector ``i`` of an array of ``count`` elements.
 __device__ __forceinline__ Vec load_vec(const T* p, Index i, Index count, bool aligned) {
   Index first = i * ELEMS;
   if (!aligned || first + ELEMS > count) return load_elements(p, first, count);
   Vec v;
 #if defined(FRAME_PAIR)
-  uint2 q = *(const uint2*)(p + first); v.w[0] = q.x; v.w[1] = q.y;
+  uint2 q = *(const uint2*)(p + first);
+  v.w[0] = q.x;
+  v.w[1] = q.y;
 #else
-  uint4 q = *(const uint4*)(p + first); v.w[0] = q.x; v.w[1] = q.y; v.w[2] = q.z; v.w[3] = q.w;
+  uint4 q = *(const uint4*)(p + first);
+  v.w[0] = q.x;
+  v.w[1] = q.y;
+  v.w[2] = q.z;
+  v.w[3] = q.w;
 #endif
   return v;
 }
 
 __device__ __forceinline__ void store_vec(T* p, Index i, Index count, bool aligned, const Vec& v) {
   Index first = i * ELEMS;
-  if (!aligned || first + ELEMS > count) { store_elements(p, first, count, v); return; }
+  if (!aligned || first + ELEMS > count) {
+    store_elements(p, first, count, v);
+    return;
+  }
 #if defined(FRAME_PAIR)
   *(uint2*)(p + first) = make_uint2(v.w[0], v.w[1]);
 #else
@@ -231,9 +267,9 @@ __device__ __forceinline__ Vec own_vec(const Args& a, Vec v) {
   return v;
 }
 
-struct Sum {
+struct Accumulator {
   A a[ELEMS];
-  __device__ __forceinline__ void begin(const Vec& v) {
+  __device__ __forceinline__ void init(const Vec& v) {
 #pragma unroll
     for (int j = 0; j < ELEMS; j++) a[j] = widen(v.e[j]);
   }
@@ -241,13 +277,13 @@ struct Sum {
 #pragma unroll
     for (int j = 0; j < ELEMS; j++) a[j] = combine(a[j], widen(v.e[j]));
   }
-  __device__ __forceinline__ Vec partial() const {  // not yet everybody's
+  __device__ __forceinline__ Vec partial() const {  // intermediate sum, before ``finish``
     Vec v;
 #pragma unroll
     for (int j = 0; j < ELEMS; j++) v.e[j] = narrow(a[j]);
     return v;
   }
-  __device__ __forceinline__ Vec end() const {
+  __device__ __forceinline__ Vec result() const {
     Vec v;
 #pragma unroll
     for (int j = 0; j < ELEMS; j++) v.e[j] = narrow(finish(a[j]));
@@ -255,101 +291,134 @@ struct Sum {
   }
 };
 
-// ---- the board: what peers say they run. Ranks that call different operations are told, instead of waiting for ever or adding up wrong data.
+// ---- op log: each rank publishes the operation it runs, so that ranks calling different
+// operations fail instead of hanging or adding up wrong data
 
-// The entry of rank ``src`` for launch number ``launch`` (from 1): the number, the signature, a word for the kernel's own use, and whom it needs.
-__device__ __forceinline__ uint4* board(char* box, u32 src, u32 launch) {
-  return (uint4*)(box + BOARD_OFFSET) + src * BOARD_ENTRIES + launch % BOARD_ENTRIES;
+// Op record of rank ``src`` for launch number ``launch`` (from 1): x number, y signature, z
+// kernel-specific, w ranks it needs.
+__device__ __forceinline__ uint4* op_record(char* region, u32 src, u32 launch) {
+  return (uint4*)(region + OP_LOG_OFFSET) + src * OP_LOG_ENTRIES + launch % OP_LOG_ENTRIES;
 }
-// ``needs``: a bit for each rank without which the launch does not end here, or the bit of all. The number is there since halves of an entry may arrive
-// one after the other.
-__device__ __forceinline__ u32 need_word(u32 launch, u32 needs) { return launch << (NEEDS_ALL_SHIFT + 1) | needs; }
-__device__ __forceinline__ bool is_needed(const uint4& said, u32 rank) {
-  return (said.w >> (NEEDS_ALL_SHIFT + 1) << (NEEDS_ALL_SHIFT + 1)) == need_word(said.x, 0) && (said.w & (1u << NEEDS_ALL_SHIFT | 1u << rank)) != 0;
+// Needed ranks, one bit each, or NEEDS_ALL: the launch cannot end without them. The launch number
+// is repeated because the two 8-byte halves of a record may arrive separately.
+__device__ __forceinline__ u32 needs_word(u32 launch, u32 needs) {
+  return launch << (NEEDS_ALL_SHIFT + 1) | needs;
+}
+__device__ __forceinline__ bool is_needed(const uint4& reported, u32 rank) {
+  return (reported.w >> (NEEDS_ALL_SHIFT + 1) << (NEEDS_ALL_SHIFT + 1)) ==
+             needs_word(reported.x, 0) &&
+         (reported.w & (1u << NEEDS_ALL_SHIFT | 1u << rank)) != 0;
 }
 
-// Where a rank, whose memory is ``own``, notes what it runs in a launch, and what stands there.
-__device__ __forceinline__ u64* note_of(char* own, u32 launch) { return (u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + launch % BOARD_ENTRIES; }
-__device__ __forceinline__ u64 noted(u32 launch, u32 signature) { return (u64)launch << 32 | signature; }
+// This rank's own record of what it runs in a launch: address in ``own``, and value.
+__device__ __forceinline__ u64* own_op_word(char* own, u32 launch) {
+  return (u64*)(own + STATE_OFFSET) + STATE_SIGNATURES + launch % OP_LOG_ENTRIES;
+}
+__device__ __forceinline__ u64 op_word(u32 launch, u32 signature) {
+  return (u64)launch << 32 | signature;
+}
 
-// The first error stays; everybody who waits ends. The host reads what belongs to it once it has seen the error.
-__device__ __forceinline__ bool is_first_report(u32* host_words) { return atomicCAS_system(host_words + HOST_CLAIM, 0u, 1u) == 0u; }
-__device__ __forceinline__ void publish_report(u32* host_words, u32 error, u32 peer, u32 what, u32 launch, u32 signature) {
+// Only the first error is kept, and all waits end. The host reads the details after it has seen
+// HOST_ERROR, hence the fences.
+__device__ __forceinline__ bool claim_report(u32* host_words) {
+  return atomicCAS_system(host_words + HOST_CLAIM, 0u, 1u) == 0u;
+}
+__device__ __forceinline__ void publish_report(u32* host_words, u32 error, u32 peer, u32 awaited,
+                                               u32 launch, u32 signature) {
   volatile u32* host = host_words;
-  host[HOST_PEER] = peer; host[HOST_WHAT] = what; host[HOST_LAUNCH] = launch; host[HOST_SIGNATURE] = signature;
+  host[HOST_PEER] = peer;
+  host[HOST_AWAITED] = awaited;
+  host[HOST_LAUNCH] = launch;
+  host[HOST_SIGNATURE] = signature;
   fence();
   host[HOST_ERROR] = error;
   fence();
-  host[HOST_ABORT] = 1u;  // the other threads of this rank need not wait for their own deadlines
+  host[HOST_ABORT] = 1u;  // other threads of this rank need not reach their own deadlines
 }
-__device__ __noinline__ void report(u32* host_words, u32 error, u32 peer, u32 what, u32 launch, u32 signature) {
-  if (is_first_report(host_words)) publish_report(host_words, error, peer, what, launch, signature);
+__device__ __noinline__ void report(u32* host_words, u32 error, u32 peer, u32 awaited, u32 launch,
+                                    u32 signature) {
+  if (claim_report(host_words)) publish_report(host_words, error, peer, awaited, launch, signature);
 }
 
-// ---- waiting: every loop looks at the abort word, at the board and at its deadline, rarely (NCCL src/device/primitives.h, checkAbort)
+// ---- bounded waits: each polling loop checks, at intervals, the abort word, the op log and its
+// deadline (NCCL src/device/primitives.h, checkAbort)
 
-// Rarely called: how long this thread has waited in this launch, or NEVER to stop waiting. ``peer`` is who is waited for, ``what`` a code of
-// layout.WHAT_*, ``launch`` the number of the launch, 0 if it is not on the board. A peer that has found a mismatch comes no more, so the entry of
-// the launch before counts, too, and both are looked at before the abort word. Takes and gives values, so that the counters of the caller stay in
+// Update the wait time of this thread; WAIT_ENDED if the wait must end. Rarely called. ``peer`` is
+// the awaited rank, ``awaited`` a code layout.AWAIT_*, ``launch`` the launch number, or 0 if the
+// launch has no op record. Values are passed and returned, so that the caller's counters stay in
 // registers.
 //
-// What this rank ran before stands with its number: in a launch in parts block 0, which writes that down, may be parts ahead or behind.
+// A peer that has found a mismatch sends nothing more; its record may be that of the launch before,
+// so both records are compared, and before the abort word. The own record is compared with its
+// number because in a double-buffered launch block 0, which writes it, may be tiles ahead or
+// behind.
 //
-// Time is in units of 2^20 ns: in the upper half of ``waited`` how long, in the lower half when this thread looked last. Between two looks not
-// more than LONGEST_GAP counts. Clocks of GPUs may jump, and a GPU that others share stands still for this kernel: neither may end a wait.
+// Time is in units of 2^20 ns: the upper half of ``wait_time`` is the time waited, the lower half
+// the time of the last check. Between two checks at most MAX_GAP counts, because GPU clocks may
+// jump and a time-sliced GPU suspends the kernel; neither may end a wait.
 //
-// All that a peer which has left has ever stored has landed, so what is missing afterwards never comes. The poll before a look may have been too
-// early for that: the first look at a peer that has left marks ``waited``, and the second one, many polls later, ends the wait.
+// All stores of an exited peer have landed, so data still missing after its exit never arrive. The
+// poll before the check may have been too early to see them: the first check that finds the peer
+// exited sets EXIT_SEEN, and the next one, many polls later, ends the wait.
 //
-// Where a wait ends so, that is noted in this rank's memory, and in what the peer shares if that is elsewhere: kernels of this rank that follow may end at
-// once, and seem to have come further than they have.
-#define NEVER 0xffffffffffffffffull
-#define LONGEST_GAP 1000u
-#define SEEN_LEFT (1ull << 63)
-static_assert(HOST_ABORT % 2 == 0 && HOST_LEFT == HOST_ABORT + 1, "one load reads both");
-__device__ __forceinline__ u64* stopped_word(char* box) { return (u64*)(box + STATE_OFFSET) + STATE_STOPPED; }
-__device__ __noinline__ u64 stop_waiting(char* box, char* own) {
-  store_word(stopped_word(own), 1);
-  if (box != own) store_word(stopped_word(box), 1);
-  return NEVER;
+// A failed wait is recorded in this rank's memory and, if that is elsewhere, in the memory shared
+// with the peer: later kernels of this rank may end at once and then appear to be further than they
+// are.
+#define WAIT_ENDED 0xffffffffffffffffull
+#define MAX_GAP 1000u
+#define EXIT_SEEN (1ull << 63)
+static_assert(HOST_ABORT % 2 == 0 && HOST_EXITED == HOST_ABORT + 1, "one load reads both");
+__device__ __forceinline__ u64* wait_failed_word(char* region) {
+  return (u64*)(region + STATE_OFFSET) + STATE_WAIT_FAILED;
 }
-__device__ __noinline__ u64 check_wait(u32* host_words, u64 timeout_ns, u64 waited, u32 peer, u32 what, char* box, char* own, u32 launch, u32 signature) {
-  u32 now = (u32)(now_ns() >> 20), gap = waited == 0 ? 0 : now - (u32)waited;
-  u64 time = ((waited & ~SEEN_LEFT) >> 32) + (gap < LONGEST_GAP ? gap : LONGEST_GAP);
-  for (u32 back = 0; back < 2 && launch > back; back++) {
-    u32 number = launch - back;
-    uint4 said = load_packet(board(box, peer, number));
-    u64 mine = back == 0 ? noted(number, signature) : load_word(note_of(own, number));
-    if (said.x == number && (u32)(mine >> 32) == number && said.y != (u32)mine) {
-      report(host_words, ERROR_MISMATCH, peer, what, number, (u32)mine);
-      return stop_waiting(box, own);
+__device__ __noinline__ u64 end_wait(char* region, char* own) {
+  store_word(wait_failed_word(own), 1);
+  if (region != own) store_word(wait_failed_word(region), 1);
+  return WAIT_ENDED;
+}
+__device__ __noinline__ u64 check_deadline(u32* host_words, u64 timeout_ns, u64 wait_time, u32 peer,
+                                           u32 awaited, char* region, char* own, u32 launch,
+                                           u32 signature) {
+  u32 now = (u32)(now_ns() >> 20), gap = wait_time == 0 ? 0 : now - (u32)wait_time;
+  u64 elapsed = ((wait_time & ~EXIT_SEEN) >> 32) + (gap < MAX_GAP ? gap : MAX_GAP);
+  for (u32 age = 0; age < 2 && launch > age; age++) {
+    u32 launch_number = launch - age;
+    uint4 reported = load_packet(op_record(region, peer, launch_number));
+    u64 expected =
+        age == 0 ? op_word(launch_number, signature) : load_word(own_op_word(own, launch_number));
+    if (reported.x == launch_number && (u32)(expected >> 32) == launch_number &&
+        reported.y != (u32)expected) {
+      report(host_words, ERROR_MISMATCH, peer, awaited, launch_number, (u32)expected);
+      return end_wait(region, own);
     }
   }
-  u64 words = load_word((const u64*)(host_words + HOST_ABORT));
-  if ((u32)words != 0) return stop_waiting(box, own);
-  u64 left = words >> 32 >> peer & 1 ? SEEN_LEFT : 0;
-  bool in_vain = (left & waited) != 0;
-  if (!in_vain && time <= timeout_ns >> 20) return left | time << 32 | now;
-  report(host_words, in_vain ? ERROR_LEFT : ERROR_TIMEOUT, peer, what, launch, signature);
-  return stop_waiting(box, own);
+  u64 abort_words = load_word((const u64*)(host_words + HOST_ABORT));
+  if ((u32)abort_words != 0) return end_wait(region, own);
+  u64 exited = abort_words >> 32 >> peer & 1 ? EXIT_SEEN : 0;
+  bool peer_exited = (exited & wait_time) != 0;
+  if (!peer_exited && elapsed <= timeout_ns >> 20) return exited | elapsed << 32 | now;
+  report(host_words, peer_exited ? ERROR_EXITED : ERROR_TIMEOUT, peer, awaited, launch, signature);
+  return end_wait(region, own);
 }
 
-// ``spins`` counts the polls of one wait: looking reads host memory, and threads that did so for every few thousand polls of an operation,
-// however short its waits, made all others wait for the bus (seven times slower at 1 GiB).
-struct Watch {
-  u64 waited;  // as ``check_wait`` has it
-  u32 spins;
+// ``polls`` counts the polls of one wait. The check reads host memory; when every thread did it
+// each few thousand polls of an operation, however short its waits were, all others waited for the
+// bus (seven times slower at 1 GiB).
+struct SpinWait {
+  u64 wait_time;  // as in ``check_deadline``
+  u32 polls;
   u32 launch;
 };
 #ifndef SPINS_BEFORE_CHECK
-#define SPINS_BEFORE_CHECK 16384u  // polls of a wait; several milliseconds
+#define SPINS_BEFORE_CHECK 16384u  // polls of one wait; several milliseconds
 #endif
 
-__device__ __forceinline__ bool give_up(const Args& a, Watch& w, u32 peer, u32 what) {
-  if (w.waited == NEVER) return true;
-  between_polls();
-  if (++w.spins < SPINS_BEFORE_CHECK) return false;
-  w.spins = 0;
-  w.waited = check_wait(a.host, a.timeout_ns, w.waited, peer, what, a.inbox[peer], a.own, w.launch, (u32)a.signature);
-  return w.waited == NEVER;
+__device__ __forceinline__ bool check_abort(const Args& a, SpinWait& w, u32 peer, u32 awaited) {
+  if (w.wait_time == WAIT_ENDED) return true;
+  poll_pause();
+  if (++w.polls < SPINS_BEFORE_CHECK) return false;
+  w.polls = 0;
+  w.wait_time = check_deadline(a.host, a.timeout_ns, w.wait_time, peer, awaited, a.inbox[peer],
+                               a.own, w.launch, (u32)a.signature);
+  return w.wait_time == WAIT_ENDED;
 }

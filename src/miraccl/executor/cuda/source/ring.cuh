@@ -1,22 +1,30 @@
-// Ring (schedule.algos.ring) on packets, for all_reduce of large blocks: only neighbours talk, which NVLink carries better than all pairs at once.
+// Ring all_reduce (schedule.algos.ring) on packets, for large blocks: only neighbours communicate,
+// which NVLink carries better than all pairs at once.
 //
-// A thread handles all HOPS per iteration, each of another piece: in iteration j it takes hop t of piece j - 1 - t, which its
-// neighbour pushed in iteration j - 1, and pushes hop t + 1 of that piece. Sums are rounded at every hop. Nobody hears from the rank it
-// sends to, except around the ring: what it takes in iteration j was made possible by the pushes of the rank n - 1 hops before it in iteration
-// j - (n - 1), after that rank had settled everything before; hence nslots >= n + 1.
-#define HOPS (2 * (RANKS - 1))  // that a chunk makes: around for the sum, around again for the result
+// A thread handles all HOPS per iteration, each of another tile: in iteration j it receives hop t
+// of tile j - 1 - t, which its neighbour sent in iteration j - 1, and sends hop t + 1 of that tile.
+// Sums are rounded at every hop, as in NCCL (src/device/all_reduce.h, runRing).
+//
+// Reuse of slots: a rank receives nothing directly from the rank it sends to, but around the ring:
+// data received in iteration j depend on packets that the rank n - 1 hops before sent in iteration
+// j - (n - 1), after it had seen everything earlier cleared; hence nslots >= n + 1. Packets carry
+// their flags; there is no fence.
+#define HOPS (2 * (RANKS - 1))  // hops of a chunk: once around for the sum, once for the result
 
-__device__ __forceinline__ uint4* hop_place(const Args& a, const Geometry& g, char* box, u32 piece, u32 hop, u32 i) {
-  return place_in(g, box, (piece % a.nslots) * HOPS + hop, i);
+__device__ __forceinline__ uint4* hop_packet(const Args& a, const Geometry& g, char* region,
+                                             u32 tile, u32 hop, u32 i) {
+  return packet_at(g, region, (tile % a.nslots) * HOPS + hop, i);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const __grid_constant__ Args a) {
-  Geometry g = begin(a);
-  Work w = work_of(a, g);
-  Watch watch = {0, 0, (u32)g.launch + 1};
-  Past past = announce(a, g);
-  u32 prev = a.prev, next = a.next, last = (a.position + RANKS - 1) % RANKS, ticket = 0;  // chunks are numbered as the places in the ring
-  for (u32 j = 0; j < w.pieces + HOPS; j++) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    packets(const __grid_constant__ Args a) {
+  Geometry g = begin_launch(a);
+  Workload w = work_of(a, g);
+  SpinWait spin = {0, 0, (u32)g.launch + 1};
+  PeerOp peer_op = publish_op(a, g);
+  // chunks are numbered by ring index
+  u32 prev = a.prev, next = a.next, last = (a.position + RANKS - 1) % RANKS, ticket = 0;
+  for (u32 j = 0; j < w.tiles + HOPS; j++) {
     uint4 p[HOPS][UNROLL];
     Vec own[RANKS - 1][UNROLL];
 #pragma unroll
@@ -24,53 +32,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) packets(const 
 #pragma unroll
       for (u32 u = 0; u < UNROLL; u++) {
         u32 m = j - 1 - t;
-        u64 i = (u64)m * g.piece + g.first + u * g.stride;
-        if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
-        p[t][u] = load_packet(hop_place(a, g, a.inbox[prev], m, t, g.first + u * g.stride));
-        if (t < RANKS - 1) own[t][u] = outgoing(a, w, (a.position + 2 * RANKS - 2 - t) % RANKS, i);
+        u64 i = (u64)m * g.tile + g.first + u * g.stride;
+        if (j < t + 1 || m >= w.tiles || i >= w.limit) continue;
+        p[t][u] = load_packet(hop_packet(a, g, a.inbox[prev], m, t, g.first + u * g.stride));
+        if (t < RANKS - 1)
+          own[t][u] = outgoing_vec(a, w, (a.position + 2 * RANKS - 2 - t) % RANKS, i);
       }
 #pragma unroll
     for (u32 t = 0; t < HOPS; t++)
 #pragma unroll
       for (u32 u = 0; u < UNROLL; u++) {
-        u32 m = j - 1 - t, here = g.first + u * g.stride;
-        u64 i = (u64)m * g.piece + here;
-        if (j < t + 1 || m >= w.pieces || i >= w.limit) continue;
-        uint4* q = hop_place(a, g, a.inbox[prev], m, t, here);
-        Vec v = take(a, g, watch, q, here, i, p[t][u], prev, WHAT_PACKET);
+        u32 m = j - 1 - t, tile_index = g.first + u * g.stride;
+        u64 i = (u64)m * g.tile + tile_index;
+        if (j < t + 1 || m >= w.tiles || i >= w.limit) continue;
+        uint4* q = hop_packet(a, g, a.inbox[prev], m, t, tile_index);
+        Vec v = recv_packet(a, g, spin, q, tile_index, i, p[t][u], prev, AWAIT_PACKET);
         if (t < RANKS - 1) {
-          Sum sum;
-          sum.begin(own[t][u]);
+          Accumulator sum;
+          sum.init(own[t][u]);
           sum.add(v);
-          v = t == RANKS - 2 ? sum.end() : sum.partial();
+          v = t == RANKS - 2 ? sum.result() : sum.partial();
         }
-        if (t + 1 < HOPS) push(g, hop_place(a, g, a.outbox[next], m, t + 1, here), here, to_packet(g, i, v));
-        if (t >= RANKS - 2) store_vec(w.out, spot(w, (a.position + 2 * RANKS - 2 - t) % RANKS, i), w.count, w.aligned, v);
+        if (t + 1 < HOPS)
+          send_packet(g, hop_packet(a, g, a.outbox[next], m, t + 1, tile_index), tile_index,
+                      encode_packet(g, i, v));
+        if (t >= RANKS - 2)
+          store_vec(w.out, chunk_vector(w, (a.position + 2 * RANKS - 2 - t) % RANKS, i), w.count,
+                    w.aligned, v);
       }
 #pragma unroll
     for (u32 u = 0; u < UNROLL; u++) {
-      u32 here = g.first + u * g.stride;
-      u64 i = (u64)j * g.piece + here;
-      if (j < w.pieces && i < w.limit) push(g, hop_place(a, g, a.outbox[next], j, 0, here), here, to_packet(g, i, outgoing(a, w, last, i)));
+      u32 tile_index = g.first + u * g.stride;
+      u64 i = (u64)j * g.tile + tile_index;
+      if (j < w.tiles && i < w.limit)
+        send_packet(g, hop_packet(a, g, a.outbox[next], j, 0, tile_index), tile_index,
+                    encode_packet(g, i, outgoing_vec(a, w, last, i)));
     }
-    if (j == 0) { judge(a, g, past); ticket = draw_ticket(a, g); }
-    if (!w.reuse) continue;
+    if (j == 0) {
+      compare_ops(a, g, peer_op);
+      ticket = take_ticket(a, g);
+    }
+    if (!w.reuses_slots) continue;
 #pragma unroll
     for (u32 t = 0; t < HOPS; t++)
 #pragma unroll
       for (u32 u = 0; u < UNROLL; u++) {
         u32 m = j - 1 - t;
-        u64 i = (u64)m * g.piece + g.first + u * g.stride;
-        if (j >= t + 1 && m < w.pieces && i < w.limit) p[t][u] = load_packet(hop_place(a, g, a.inbox[prev], m, t, g.first + u * g.stride));
+        u64 i = (u64)m * g.tile + g.first + u * g.stride;
+        if (j >= t + 1 && m < w.tiles && i < w.limit)
+          p[t][u] = load_packet(hop_packet(a, g, a.inbox[prev], m, t, g.first + u * g.stride));
       }
 #pragma unroll
     for (u32 t = 0; t < HOPS; t++)
 #pragma unroll
       for (u32 u = 0; u < UNROLL; u++) {
         u32 m = j - 1 - t;
-        u64 i = (u64)m * g.piece + g.first + u * g.stride;
-        if (j >= t + 1 && m < w.pieces && i < w.limit) wait_empty(a, watch, hop_place(a, g, a.inbox[prev], m, t, g.first + u * g.stride), p[t][u]);
+        u64 i = (u64)m * g.tile + g.first + u * g.stride;
+        if (j >= t + 1 && m < w.tiles && i < w.limit)
+          await_cleared(a, spin, hop_packet(a, g, a.inbox[prev], m, t, g.first + u * g.stride),
+                        p[t][u]);
       }
   }
-  count_launch(a, ticket);
+  advance_launch(a, ticket);
 }
