@@ -1,1 +1,1 @@
-"""The command line: ``cli`` has the commands, each in a module or package of its own."""
+"""Command line: ``cli`` lists the commands, each in a module or package of its own."""

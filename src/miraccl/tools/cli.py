@@ -1,7 +1,7 @@
-"""The command line: ``miraccl`` and its commands, each imported when it is used.
+"""Entry point of the ``miraccl`` command; each subcommand is imported when it is used.
 
-``miraccl --help`` must be instant, so this file imports click and nothing of ours that imports numpy; the sentences of the
-overview are here and not in the modules that do the work.
+Imports click only: ``miraccl --help`` must not import numpy or numba. The one-line summaries of the
+overview are therefore in ``COMMANDS`` and not in the command modules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ COMMANDS = {
 
 
 class LazyGroup(SuggestingGroup):
-    """A group whose commands are imported at their first use (click documentation, "Lazily loading subcommands")."""
+    """Group that imports its commands on first use (click documentation, "Lazily loading
+    subcommands").
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, *super().list_commands(ctx)]
@@ -87,7 +89,7 @@ def cli() -> None:
 
 
 def report(error: MiracclError) -> int:
-    """Print an error for a person and return the exit status: 2 if it is the caller's to mend, 1 otherwise."""
+    """Print an error and return the exit status: 2 for usage errors, 1 for others."""
     details = getattr(error, "details", "")
     if details:
         print(details.rstrip(), file=sys.stderr)
@@ -96,7 +98,7 @@ def report(error: MiracclError) -> int:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """Entry point of the command; never returns."""
+    """Run the command line; never returns."""
     _open_standard_streams()
     try:
         try:
@@ -116,8 +118,7 @@ def main(args: list[str] | None = None) -> Any:
 
 
 def _open_standard_streams() -> None:
-    """Where a standard stream is closed (``>&-``), the next socket would take its number and get what is printed. What the encoding of the
-    output lacks, as a name of the system's that is no text, is written as Python does in errors."""
+    """Open closed standard streams on /dev/null and make standard output encode any text."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process

@@ -1,4 +1,4 @@
-"""``miraccl doctor``: what this machine offers, what is missing, and what to do about it."""
+"""- ``miraccl doctor``: available and missing features of this machine, with remedies."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ CACHE_BYTES = 1 << 20  # what compiled kernels of CPU ranks take, at the least
     help="Write a list of JSON objects; - is standard output.",
 )
 def doctor(json_target: str | None) -> None:
-    """Check what this machine offers and what is missing, with what to install or to change.
+    r"""Check what this machine offers and what is missing, with what to install or to change.
 
-    The exit status is 1 if something that miraccl cannot do without is missing; notes do not count.
+    The exit status is 1 if a requirement of miraccl is missing; notes do not count.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def doctor(json_target: str | None) -> None:
 
 
 def examine() -> list[DoctorFinding]:
-    """All findings; a check that fails itself is a finding too."""
+    """Run all checks; a check that raises gives a finding too."""
     doctor_gpu.clear_facts()
     findings: list[DoctorFinding | None] = []
     for name, check in CHECKS.items():
@@ -87,7 +87,9 @@ def _check_python() -> DoctorFinding:
 
 
 def _check_package(name: str, why: str, extra: str = "") -> Callable[[], DoctorFinding]:
-    """``extra``: the extra of miraccl that installs the package, where miraccl works without it."""
+    """Return a check for a package; ``extra`` is the extra of miraccl that installs an optional
+    one.
+    """
 
     def check() -> DoctorFinding:
         try:
@@ -124,7 +126,7 @@ def _check_cores() -> DoctorFinding:
 
 
 def _cgroup_cores() -> float | None:
-    """The CPU quota of cgroup v2 in cores; None if there is none."""
+    """Return the CPU quota of cgroup v2 in cores, None without a quota."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -183,7 +185,7 @@ def _check_futex() -> DoctorFinding:
 
 
 def _check_cma() -> DoctorFinding:
-    """Reading another process's memory: tried on a child, as ranks do it among siblings."""
+    """Check that a process can read the memory of another one, with a forked child."""
     if params.CMA_DISABLE.read():
         return DoctorFinding(name="cma", status="note", found="switched off by MIRACCL_CMA_DISABLE")
     error = _read_sibling_memory()
@@ -212,9 +214,9 @@ class _IoVec(ctypes.Structure):
 
 
 def _read_sibling_memory() -> int:
-    """errno of reading one int of this process from a forked child; 0 if it could be read.
+    """Return errno of reading one int of this process from a forked child, 0 on success.
 
-    A child that reads its parent is the case that Yama's scope 1 forbids, as it forbids it between siblings.
+    Yama's scope 1 forbids a child to read its parent, as it forbids reading between siblings.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     source, target = ctypes.c_int(12345), ctypes.c_int(0)

@@ -1,7 +1,8 @@
-"""The GPU part of ``miraccl doctor``: driver, packages, the GPUs, how they reach each other, and settings that change that.
+"""GPU checks of ``miraccl doctor``: driver, packages, GPUs, peer access and settings.
 
-CUDA is asked in processes of its own (``gpu_facts``).  Without a GPU nothing is wrong, miraccl then works on CPUs: one line says so, one
-what GPU memory would need, and checks that have nothing to look at give None.
+CUDA is queried in a separate process (``gpu_facts``). Without a GPU, miraccl works on CPUs: one
+finding reports the missing GPU, one the package that GPU memory needs, and checks that do not apply
+return None.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _FABRIC_ADVICE = "start nvidia-fabricmanager (systemctl start nvidia-fabricmanag
 
 @functools.cache
 def facts() -> CudaFacts:
-    """What CUDA says; asked once, until ``forget``."""
+    """Return the facts about CUDA, cached until ``clear_facts``."""
     return gpu_facts.read_facts()
 
 
 def clear_facts() -> None:
-    """Ask anew."""
+    """Clear the cached facts."""
     facts.cache_clear()
 
 
@@ -45,7 +46,7 @@ def clear_facts() -> None:
 
 
 def check_gpu() -> DoctorFinding:
-    """The kernel's side: is there a GPU, and a driver for it."""
+    """Check for a GPU and its kernel driver."""
     version = read_text("/proc/driver/nvidia/version")
     if version:
         return DoctorFinding(name="gpu", status="ok", found=version.splitlines()[0])
@@ -63,19 +64,19 @@ def check_gpu() -> DoctorFinding:
 
 
 def _is_nvidia_gpu(device: Path) -> bool:
-    """PCI vendor 10de, class 03 (display controller)."""
+    """Return True for PCI vendor 10de, class 03 (display controller)."""
     return read_text(str(device / "vendor")) == "0x10de" and read_text(
         str(device / "class")
     ).startswith("0x03")
 
 
 def has_gpu() -> bool:
-    """Whether there is one, usable or not."""
+    """Return True if there is a GPU, usable or not."""
     return bool(facts().gpus) or not check_gpu().found.startswith(_ABSENT)
 
 
 def bindings_version() -> str:
-    """Of cuda-bindings; empty where they are not installed."""
+    """Return the version of cuda-bindings, empty if it is not installed."""
     from importlib import metadata
 
     try:
@@ -95,7 +96,7 @@ def check_bindings() -> DoctorFinding:
 
 
 def check_nvrtc() -> DoctorFinding | None:
-    """The compiler of the kernels, which needs no GPU; what brings the bindings brings it too."""
+    """Check the kernel compiler, which is installed with the bindings and needs no GPU."""
     from miraccl.executor.cuda import toolkit
 
     if not bindings_version():
@@ -129,7 +130,7 @@ def check_nvrtc() -> DoctorFinding | None:
 
 
 def check_cuda() -> DoctorFinding | None:
-    """The GPUs as CUDA shows them to this process."""
+    """Check the GPUs that CUDA shows to this process."""
     known = facts()
     if known.problem:
         asked = bindings_version() and has_gpu()
@@ -159,7 +160,7 @@ def check_cuda() -> DoctorFinding | None:
 
 
 def check_peers() -> DoctorFinding | None:
-    """Peer access, pair by pair."""
+    """Check peer access of all pairs of GPUs."""
     pairs = facts().peers
     if not pairs:
         return (
@@ -185,7 +186,7 @@ def check_peers() -> DoctorFinding | None:
 
 
 def check_ipc() -> DoctorFinding | None:
-    """Tried with two processes."""
+    """Check CUDA IPC with two processes."""
     gpus = facts().gpus
     if not gpus:
         return None
@@ -210,7 +211,7 @@ def check_ipc() -> DoctorFinding | None:
 
 
 def check_nvlink() -> DoctorFinding | None:
-    """NVLinks that are up, as ``miraccl topo detect`` counts them."""
+    """Check the NVLinks that are up, counted as in ``miraccl topo detect``."""
     from miraccl.topo.nvml import read_gpus
 
     if not has_gpu():
@@ -252,7 +253,7 @@ def _describe_far_ends(far_ends: Sequence[str], gpus: Sequence[str]) -> str:
 
 
 def check_fabric() -> DoctorFinding | None:
-    """The state of the NVSwitch fabric, from ``nvidia-smi -q``."""
+    """Check the state of the NVSwitch fabric with ``nvidia-smi -q``."""
     if not has_gpu():
         return None
     program = shutil.which("nvidia-smi")
@@ -278,7 +279,10 @@ def check_fabric() -> DoctorFinding | None:
 
 
 def parse_fabric(text: str) -> DoctorFinding:
-    """What the "Fabric" parts of ``nvidia-smi -q`` mean: per GPU a state, and a status once that is Completed."""
+    """Return the finding for the "Fabric" sections of ``nvidia-smi -q``.
+
+    Each GPU has a state, and a status once the state is Completed.
+    """
     states = re.findall(
         r"^\s+Fabric\s*\n\s+State\s*:\s*(\S.*?)\s*\n\s+Status\s*:\s*(\S.*?)\s*$", text, re.MULTILINE
     )
@@ -347,7 +351,7 @@ def check_settings() -> DoctorFinding:
 
 
 def check_environ(environ: Mapping[str, str]) -> DoctorFinding:
-    """Variables of the environment that change what happens, and what is wrong with them."""
+    """Return the environment variables that change behaviour, with problems of their values."""
     names = [
         name
         for name in sorted(environ)

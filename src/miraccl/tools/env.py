@@ -1,4 +1,4 @@
-"""``miraccl env``: every declared setting with its value, where that came from, and its sentence."""
+"""- ``miraccl env``: every declared setting with its value, origin and meaning."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ LAUNCH_VARIABLES = (
 )
 @click.option("--set", "only_set", is_flag=True, help="Only those that are not at their default.")
 def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
-    """List every setting: name, value, where the value came from, and what it does.
+    r"""List every setting: name, value, where the value came from, and what it does.
 
-    MIRACCL_X sets setting X; where NCCL has a variable of the same meaning, NCCL_X is read too, after ours. Variables that begin
-    with MIRACCL_ and mean nothing are pointed out.
+    MIRACCL_X sets setting X. Where NCCL has a variable of the same meaning, NCCL_X is read too,
+    after MIRACCL_X. Variables that begin with MIRACCL_ and are unknown are reported.
 
     \b
     Examples:
@@ -67,7 +67,10 @@ def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
 
 
 def collect(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """One record per parameter, in order of name; a value that cannot be parsed has ``error`` instead of ``value``."""
+    """Return one record per parameter, sorted by name.
+
+    A value that cannot be parsed has the key ``error`` and the value None.
+    """
     records = []
     for name, param in sorted(params.PARAMS.items()):
         record: dict[str, Any] = {
@@ -87,7 +90,10 @@ def collect(environ: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Variables with our prefix that no parameter declares, each with the closest one that exists, or an empty string."""
+    """Return the undeclared variables with the prefix MIRACCL_, each with the closest declared name
+    or
+    "".
+    """
     import difflib
 
     known = [f"MIRACCL_{name}" for name in (*params.PARAMS, *LAUNCH_VARIABLES)]
@@ -122,7 +128,7 @@ def _format_value(value: Any, unit: str) -> str:
 
 
 def render_markdown() -> str:
-    """docs/env.md's table; a test keeps the file equal to it."""
+    """Return the table of docs/env.md; a test keeps the file equal to it."""
     lines = ["| variable | default | kind | also read | meaning |", "|---|---|---|---|---|"]
     for name, param in sorted(params.PARAMS.items()):
         nccl = f"`NCCL_{param.nccl}`" if param.nccl else ""

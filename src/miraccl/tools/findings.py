@@ -1,4 +1,4 @@
-"""What ``miraccl doctor`` finds."""
+"""Records of ``miraccl doctor``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ Status = Literal["ok", "note", "missing"]
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFinding:
-    """One thing that was looked at. ``note``: miraccl works, something is slower or off. ``missing``: it does not work."""
+    """Result of one check.
+
+    - ``status``: ``ok``; ``note`` if miraccl works but something is slow or disabled; ``missing``
+      if it does not work.
+    - ``found``: observed state.
+    - ``advice``: remedy, or an empty string.
+    """
 
     name: str
     status: Status
@@ -26,7 +32,7 @@ Check = Callable[
 
 
 def read_text(path: str) -> str:
-    """What a file of the system says, without the space around it; empty where it cannot be read."""
+    """Return the stripped text of a system file, empty if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:

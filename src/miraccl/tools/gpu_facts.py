@@ -1,8 +1,8 @@
-"""What CUDA says about this machine, asked in a process of its own.
+"""Facts about CUDA on this machine, queried in a separate process.
 
-A process that has initialised CUDA can neither be forked into ranks nor be trusted to survive a broken driver; so the tools ask a child
-(``python -m miraccl.tools.gpu_facts``), which answers in JSON.  Nothing here needs a GPU, a driver or the package: what is missing is the
-answer, with what to do about it.
+A process that has initialised CUDA cannot be forked into ranks, and a broken driver may crash it.
+The tools therefore run a child (``python -m miraccl.tools.gpu_facts``), which answers in JSON.
+Neither a GPU, a driver nor the package is required: what is missing is reported with a remedy.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ _EXCLUSIVE_PROCESS, _PROHIBITED = 3, 2  # CUcomputemode
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU as this process numbers them. ``posix_handles``: its memory can be shared as file descriptors; ``mode`` other than 0: only
-    one process (3) or none (2) may use it."""
+    """One GPU, numbered as in this process.
+
+    - ``sm``: compute capability, 90 for 9.0.
+    - ``posix_handles``: its memory can be shared as file descriptors.
+    - ``mode``: CUcomputemode; 3 allows one process, 2 none.
+    """
 
     ordinal: int
     name: str
@@ -49,7 +53,10 @@ class GpuInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerAccess:
-    """Whether GPU ``source`` can address the memory of ``target``; ``rank`` orders the pairs of a machine, 0 is the fastest."""
+    """Access of GPU ``source`` to the memory of ``target``.
+
+    ``rank`` orders the pairs of a machine by performance, 0 is the fastest.
+    """
 
     source: int
     target: int
@@ -60,7 +67,10 @@ class PeerAccess:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaFacts:
-    """``problem`` says why there are no GPUs to use, ``advice`` what to do; both empty if there are. ``driver``: its CUDA version."""
+    """State of CUDA. ``driver`` is the CUDA version of the driver.
+
+    ``problem`` is the reason why no GPU is usable, ``advice`` the remedy; both are empty otherwise.
+    """
 
     problem: str = ""
     advice: str = ""
@@ -71,17 +81,19 @@ class CudaFacts:
 
     @property
     def names(self) -> str:
-        """``4 x NVIDIA H200``, several kinds separated by commas."""
+        """Names of the GPUs with counts, such as ``4 x NVIDIA H200``; several models separated by
+        commas.
+        """
         kinds = dict.fromkeys(gpu.name for gpu in self.gpus)
         return ", ".join(f"{sum(gpu.name == kind for gpu in self.gpus)} x {kind}" for kind in kinds)
 
     def restrict_to(self, ordinals: Sequence[int]) -> CudaFacts:
-        """The same with some of the GPUs."""
+        """Return a copy with the GPUs in ``ordinals`` only."""
         return replace(self, gpus=tuple(gpu for gpu in self.gpus if gpu.ordinal in ordinals))
 
 
 def collect() -> CudaFacts:
-    """Ask the driver, in this process."""
+    """Query the driver in this process."""
     from miraccl.executor.cuda.toolkit import INSTALL, bindings
 
     try:
@@ -180,7 +192,7 @@ def _text(value: bytes) -> str:
 
 
 def read_facts() -> CudaFacts:
-    """What CUDA says, without initialising it here. A child that crashes or hangs is a problem, too, never an exception."""
+    """Query the driver in a child process. A crash or hang of the child is reported as a problem."""
     try:
         done = subprocess.run(
             _command("facts"),
@@ -213,7 +225,9 @@ def facts_from_json(record: dict[str, Any]) -> CudaFacts:
 
 
 def try_ipc(owner: int, mapper: int) -> str:
-    """Whether memory of GPU ``owner`` in one process can be mapped by GPU ``mapper`` in another: the error, empty if it works."""
+    """Map memory of GPU ``owner`` of one process on GPU ``mapper`` of another; return the error or
+    "".
+    """
     share = subprocess.Popen(
         _command("share", str(owner)),
         env=_environ(),
@@ -264,7 +278,7 @@ def _command(*words: str) -> list[str]:
 
 
 def _environ() -> dict[str, str]:
-    """The child finds the same miraccl."""
+    """Return the environment of a child that imports this copy of miraccl."""
     ours = str(Path(__file__).resolve().parents[2])
     return {
         **os.environ,
@@ -273,7 +287,11 @@ def _environ() -> dict[str, str]:
 
 
 def main(words: list[str]) -> None:
-    """``facts``; ``share ORDINAL``: hold an allocation until standard input ends; ``map ORDINAL HANDLE``: map it."""
+    """Run one command of the child.
+
+    ``facts``; ``share ORDINAL``: hold an allocation until standard input ends; ``map ORDINAL
+    HANDLE``: map it.
+    """
     from miraccl.executor.cuda.gpu import Gpu
 
     if words[0] == "facts":

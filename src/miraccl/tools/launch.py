@@ -1,7 +1,6 @@
-"""What ranks are given so that ``miraccl.init()`` finds its communicator, and whether a launcher has done so already.
+"""Environment of the ranks started by the tools, and detection of a launcher.
 
-The hub of a job (where its ranks meet) lives in a forked process of its own: a tool that forks ranks or ends them must not have
-a thread.
+The hub of a job (its rendezvous) runs in a forked process of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,10 @@ _START_SECONDS = 30.0
 
 @contextmanager
 def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[Environ]:
-    """Hold the hub of ranks on this host, which may meet again and again; gives the environment of each, as a function of the rank."""
+    """Run a hub for ranks on this host; yield a function from rank to environment variables.
+
+    Ranks may join repeatedly.
+    """
     from miraccl import bootstrap  # noqa: F401 - so that the fork has it
 
     with Ranks(_run_hub, 1, (nranks,)) as hub:
@@ -62,7 +64,10 @@ def _first_message(hub: Ranks) -> str:
 def static_job(
     nproc: int, nnodes: int, node_rank: int, master: str, environ: Mapping[str, str]
 ) -> Iterator[Environ]:
-    """The environment of each local rank of a job on several hosts, which meet at ``master`` (host:port) with a shared secret."""
+    """Yield a function from local rank to environment variables for a job on several hosts.
+
+    Ranks meet at ``master`` (host:port) and share the secret MIRACCL_SECRET.
+    """
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InvalidUsage(f"--master is HOST:PORT with a port of 1..65535, got {master!r}")
@@ -93,7 +98,9 @@ def _rank_environ(rank: int, nranks: int, local_rank: int, local_nranks: int) ->
 
 
 def detect_ranks() -> int | None:
-    """The number of ranks of the job that this process was launched into; None if no launcher started it."""
+    """Return the number of ranks of the job this process was launched into, None without a
+    launcher.
+    """
     from miraccl.bootstrap.launch import detect_launch
 
     launch = detect_launch(os.environ)
@@ -101,7 +108,7 @@ def detect_ranks() -> int | None:
 
 
 def warm_up() -> None:
-    """Import and load what every rank needs, so that forked ranks have it already; compiles it on a machine's first use."""
+    """Import and load everything a rank needs before forking; compiles kernels on first use."""
     import miraccl.api.init  # noqa: F401
     from miraccl import native
     from miraccl.executor.cpu import context

@@ -1,4 +1,4 @@
-"""Types of command-line options that several commands share."""
+"""Option types, groups and file access shared by the commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_NODES = 16_384  # of a job that is planned: 131,072 GPUs take 9 s and 430 MB
 
 
 class Size(click.ParamType[int]):
-    """Bytes with an optional K, M or G."""
+    """Number of bytes with an optional suffix K, M or G."""
 
     name = "size"
 
@@ -31,7 +31,7 @@ class Size(click.ParamType[int]):
 
 
 class Sizes(click.ParamType[tuple[int, ...]]):
-    """A comma-separated list of sizes."""
+    """Comma-separated list of sizes."""
 
     name = "size,..."
 
@@ -47,7 +47,7 @@ class Sizes(click.ParamType[tuple[int, ...]]):
 
 
 class File(click.Path):
-    """A file; a variable of a shell that is not set gives an empty name, which is none."""
+    """File name. Rejects the empty name, which an unset shell variable gives."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value:
@@ -56,7 +56,7 @@ class File(click.Path):
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """A comma-separated list of device numbers."""
+    """Comma-separated list of device numbers."""
 
     name = "number,..."
 
@@ -72,7 +72,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
 
 class Finite(click.FloatRange):
-    """A range of numbers without infinity and NaN, which compare as if they were in every range."""
+    """Range of numbers that excludes infinity and NaN, which pass click's comparison."""
 
     name = "number"
 
@@ -86,7 +86,7 @@ class Finite(click.FloatRange):
 
 
 class OutputFile(click.ParamType[str]):
-    """A file to write, or - for standard output: refused before the work begins where it could not be written after it."""
+    """Writable file, or - for standard output; checked before the command does any work."""
 
     name = "file"
 
@@ -105,7 +105,7 @@ class OutputFile(click.ParamType[str]):
 
 
 class SuggestingGroup(click.Group):
-    """A group that says which commands it has where it is given another."""
+    """Group that suggests a command when an unknown one is given."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -119,7 +119,10 @@ class SuggestingGroup(click.Group):
 
 
 def read_bytes(path: str, what: str) -> bytes:
-    """A file that an option names, as ``what``; raises ``InvalidUsage`` where it cannot be read or is larger than any of its kind."""
+    """Read the file that an option names; ``what`` is its kind in error messages.
+
+    Raise ``InvalidUsage`` if it cannot be read or is larger than ``MAX_INPUT_BYTES``.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_INPUT_BYTES + 1)
@@ -133,7 +136,7 @@ def read_bytes(path: str, what: str) -> bytes:
 
 
 def write_json(target: str, value: Any) -> None:
-    """As ``write_text``."""
+    """Write ``value`` as JSON to a file, or to standard output if ``target`` is ``-``."""
     import json
 
     write_text(target, json.dumps(value, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What a tool and the ranks that it has forked tell each other."""
+"""Message pipe between a tool and the ranks it has forked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _LENGTH = struct.Struct("<Q")
 
 
 class ProcessPipe:
-    """Pickled messages over one end of a socket pair between a parent and the child it forked (trusted, never the network)."""
+    """Pickled messages over one end of a socket pair between a parent and a forked child.
+
+    Both ends are trusted; never used over a network.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -27,14 +30,19 @@ class ProcessPipe:
         self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> Any:
-        """The next message; blocks. ``EOFError`` when the other side is gone."""
+        """Return the next message; block until it arrives. Raise ``EOFError`` if the peer has
+        exited.
+        """
         while True:
             for message in self._complete_messages():
                 return message
             self._fill(0)
 
     def available(self) -> list[Any]:
-        """What has arrived; does not block. ``EOFError`` when the other side is gone and everything was taken."""
+        """Return the messages that have arrived, without blocking.
+
+        Raise ``EOFError`` if the peer has exited and all messages were returned.
+        """
         with contextlib.suppress(BlockingIOError):
             self._fill(socket.MSG_DONTWAIT)
         return list(self._complete_messages())

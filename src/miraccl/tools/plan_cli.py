@@ -1,7 +1,7 @@
-"""``miraccl plan``: from a topology to rings, trees, counts, times and choices, with the reasons.
+"""- ``miraccl plan``: rings, trees, channel counts, times and choices for a topology, with reasons.
 
-Everything shown is read off the plan's JSON (``graph.plan``), so that tables, ``--json``, SVG and HTML can never disagree, and a plan
-that is in the cache is shown without being computed.
+All output is derived from the plan's JSON (``graph.plan``), so tables, ``--json``, SVG and HTML
+agree, and a cached plan is shown without being recomputed.
 """
 
 from __future__ import annotations
@@ -100,9 +100,11 @@ def plan(
     html: str | None,
     no_cache: bool,
 ) -> None:
-    """Show what would be decided for a job on NODES machines like the one described: system, paths, channels, rings, trees, the number of
-    channels, the model of their speed, and the algorithm and protocol for each collective and size. These are the decisions of
-    NCCL 2.28.9, with the NCCL_* settings of the environment. No GPU is needed.
+    r"""Show the decisions for a job on NODES machines like the one described: system, paths,
+    channels,
+    rings, trees, the number of channels, the performance model, and the algorithm and protocol for
+    each collective and size. These are the decisions of NCCL 2.28.9, with the NCCL_* settings of
+    the environment. No GPU is needed.
 
     \b
     Examples:
@@ -146,8 +148,13 @@ def plan(
 
 @dataclass(frozen=True)
 class PlanSource:
-    """What is planned on. ``content`` is that of the topology file ``path``, read once: it may be a pipe, or change meanwhile. None is this
-    machine. ``descriptions``: files of described accelerators."""
+    """Topology to plan on.
+
+    - ``path``: topology file, empty for this machine.
+    - ``content``: its bytes, read once, because the file may be a pipe or change; None for this
+      machine.
+    - ``descriptions``: files that describe accelerators.
+    """
 
     path: str
     content: bytes | None
@@ -193,7 +200,10 @@ def _request(nodes: int, gpus: Sequence[int], *, collnet: bool, fuse: bool) -> P
 def _load_document(
     source: PlanSource, request: PlanRequest, *, depth: str, cached: bool
 ) -> PlanDocument:
-    """The plan. ``depth``: ``plan`` alone, with the ``bound``, or with both that and the reasons (``explain``)."""
+    """Return the plan, from the cache if possible.
+
+    - ``depth``: ``plan`` alone, ``bound`` to add the bounds, ``explain`` to add bounds and reasons.
+    """
     from miraccl.graph.plan_cache import cached_document, plan_key
 
     if (
@@ -233,7 +243,7 @@ def _compute(source: PlanSource, request: PlanRequest, depth: str) -> dict[str, 
 
 
 def _gpus(root: XmlNode) -> int:
-    """The number of GPUs that are not the stand-ins of CPU ranks."""
+    """Return the number of GPUs, without the stand-ins of CPU ranks."""
     return sum(
         node.name == "gpu" and not node.attrs.get("accelerator", "").startswith("cpu")
         for node in root.walk()

@@ -1,4 +1,4 @@
-"""A plan as tables and sentences on a terminal, read off its JSON."""
+"""Tables and explanations of a plan on a terminal, from its JSON."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ _PATTERNS = {
 
 
 def _console() -> Console:
-    """As wide as the terminal, or as COLUMNS says; in a file or a pipe wide enough for every table."""
+    """Return a console of the terminal's or COLUMNS' width; in files and pipes wide enough for all
+    tables.
+    """
     wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, emoji=False, width=_WIDE if wide else None)
 
 
 def print_plan(document: Json) -> None:
-    """All stages, in the order in which they are decided."""
+    """Print all stages in the order in which they are decided."""
     console = _console()
     console.print(f"[bold]{escape(_headline(document))}[/bold]")
     for table in (
@@ -59,7 +61,7 @@ def print_plan(document: Json) -> None:
 
 
 def print_explanation(document: Json) -> None:
-    """The reasons as sentences, stage by stage."""
+    """Print the reasons, stage by stage."""
     console = _console()
     for heading, reasons in document["explain"]["sentences"].items():
         _print_list(console, f"Why: {heading.lower()}", reasons)
@@ -120,7 +122,7 @@ def _properties(kind: str, node: Json) -> str:
 
 
 def _paths(document: Json) -> Table:
-    """For each GPU the devices it reaches, grouped by type and bandwidth."""
+    """Return the devices each GPU reaches, grouped by path type and bandwidth."""
     paths, system = document["paths"], document["system"]
     table = _table("Paths of the GPUs", "from", "type GB/s: to")
     for node, row in zip(system["GPU"], paths["GPU"]):
@@ -140,7 +142,7 @@ def _paths(document: Json) -> Table:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0 1 2 5`` as ``0-2 5``."""
+    """Format numbers as ranges: ``0 1 2 5`` as ``0-2 5``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -196,7 +198,7 @@ def _counts(document: Json) -> Table:
 
 
 def _distinct(rows: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Equal channels together: their numbers, and the first one's value."""
+    """Yield the numbers of equal channels and their common value."""
     groups: list[tuple[list[int], Any]] = []
     for c, row in enumerate(rows):
         for numbers, first in groups:

@@ -1,12 +1,12 @@
-"""``miraccl run``: start ranks of any program, watch them, end them together.
+"""- ``miraccl run``: start ranks of a program, monitor them and stop them together.
 
-Rules it keeps:
+Guarantees:
 
-* Every rank is the leader of a process group of its own, so that what a rank has started ends with it.
-* The first rank that fails decides the exit status. The others may notice by themselves for ``--grace`` seconds (they report which
-  peer died), then get SIGTERM, and after as long again SIGKILL.
-* Signals that this process gets are passed on to all ranks.
-* Ranks do not outlive this process, however it ends.
+- Every rank leads a process group of its own, so processes a rank has started end with it.
+- The first rank that fails determines the exit status. The other ranks get ``--grace`` seconds to
+  report the failed peer, then SIGTERM, and SIGKILL after the same time again.
+- Signals sent to this process are forwarded to all ranks.
+- Ranks never outlive this process.
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(program: str, args: tuple[str, ...], **options: Any) -> None:
-    """Start PROGRAM as several ranks, in which miraccl.init() makes a communicator of all of them.
+    r"""Start PROGRAM as several ranks, in which miraccl.init() makes a communicator of all of them.
 
-    PROGRAM is a Python file, a module with -m, or any other program. Ranks are told who they are by MIRACCL_RANK, MIRACCL_NRANKS and
-    MIRACCL_LOCAL_RANK. If one fails, all are ended, and the exit status is that of the first that failed (128 + N for signal N).
-    Standard input goes to rank 0, unless it is a terminal.
+    PROGRAM is a Python file, a module with -m, or any other program. Ranks receive their numbers in
+    MIRACCL_RANK, MIRACCL_NRANKS and MIRACCL_LOCAL_RANK. If one fails, all are stopped, and the exit
+    status is that of the first that failed (128 + N for signal N). Standard input goes to rank 0,
+    unless it is a terminal.
 
-    On several hosts, run the same command on each with its own --node-rank, all with the same MIRACCL_SECRET in the environment
-    and the same --nproc.
+    On several hosts, run the same command on each with its own --node-rank, all with the same
+    MIRACCL_SECRET in the environment and the same --nproc.
 
     \b
     Examples:
@@ -122,7 +123,7 @@ def run(program: str, args: tuple[str, ...], **options: Any) -> None:
 
 
 def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> list[str]:
-    """What each rank executes. Python files run under this Python."""
+    """Return the command that each rank executes; Python files run under this Python."""
     if as_module:
         return [sys.executable, "-m", program, *args]
     if program.endswith(".py"):
@@ -146,7 +147,7 @@ def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> li
 def open_job(
     nproc: int, nnodes: int, node_rank: int, master: str | None
 ) -> contextlib.AbstractContextManager[launch.Environ]:
-    """Gives the environment of each local rank, as a function of the local rank."""
+    """Return a context manager that yields a function from local rank to environment variables."""
     if node_rank >= nnodes:
         raise InvalidUsage(
             f"--node-rank {node_rank}: with --nnodes {nnodes} it is {f'0 to {nnodes - 1}' if nnodes > 1 else 0}"
@@ -167,7 +168,7 @@ class _Process:
 
 
 class LocalJob:
-    """The ranks of this host. ``run()`` may be called once and returns the exit status of the whole."""
+    """Ranks of this host. ``run()`` may be called once; it returns the exit status of the job."""
 
     def __init__(
         self,
@@ -251,7 +252,7 @@ class LocalJob:
 
     @contextlib.contextmanager
     def _catching_signals(self) -> Any:
-        """Have signals wake the selector; the previous handlers come back."""
+        """Let signals wake the selector; restore the previous handlers at the end."""
         with self._selector, contextlib.ExitStack() as pair:
             with as_system_failure("signals cannot be caught"):
                 reader, writer = map(pair.enter_context, socket.socketpair())
@@ -333,7 +334,7 @@ class LocalJob:
                 os.killpg(self._processes[local_rank].process.pid, number)
 
     def _kill_all(self) -> None:
-        """Whatever happened: nothing of the job stays behind."""
+        """Kill and reap all ranks that are still running."""
         for local_rank in self._running:
             entry = self._processes[local_rank]
             self._kill_group(entry)
@@ -343,14 +344,14 @@ class LocalJob:
 
     @staticmethod
     def _kill_group(entry: _Process) -> None:
-        """Kill the rank, if it runs, and what it has started."""
+        """Kill the rank, if it runs, and the processes it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(entry.process.pid, signal.SIGKILL)
 
     # ------------------------------------------------------------------ output
 
     def _read(self, local_rank: int, number: int, pipe: Any) -> bool:
-        """Pass on complete lines; True if there may be more."""
+        """Print complete lines; return True if there may be more."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:

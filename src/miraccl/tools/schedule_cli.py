@@ -1,4 +1,4 @@
-"""``miraccl schedule``: look at algorithms as the steps they are, and run them on links that one does not have."""
+"""- ``miraccl schedule``: show, verify, draw and simulate the schedules of algorithms."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_REC
 
 @click.group(cls=SuggestingGroup, short_help="Show, prove, draw and simulate algorithms.")
 def schedule() -> None:
-    """Show, prove, draw and simulate the steps of an algorithm.
+    r"""Show, prove, draw and simulate the steps of an algorithm.
 
-    A schedule says, for every channel and rank, which primitive acts on which chunk in which order; it is what runs. ALGO is the
-    name of an algorithm, or a file with a schedule in the text form that `show` prints.
+    A schedule lists, for every channel and rank, the primitives in program order and the chunks
+    they act on; it is what runs. ALGO is the name of an algorithm, or a file with a schedule in the
+    text form that `show` prints.
 
     \b
     Examples:
@@ -47,7 +48,7 @@ def schedule() -> None:
 
 
 def _options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say which schedule is meant."""
+    """Add the options that select a schedule."""
     for decorate in (
         click.option(
             "--root",
@@ -96,7 +97,7 @@ def _ranks_option(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any
     help="Write a list of JSON objects; - is standard output.",
 )
 def list_command(json_target: str | None) -> None:
-    """List the algorithms and the collectives that each of them does.
+    r"""List the algorithms and the collectives they implement.
 
     \b
     Examples:
@@ -128,7 +129,9 @@ def list_command(json_target: str | None) -> None:
 def show(
     algo: str, collective: str, ranks: int, root: int, plugin: str | None, rank: int | None
 ) -> None:
-    """Print the steps of ALGO, rank by rank; without --rank in the text form that the commands here read again.
+    r"""Print the steps of ALGO, rank by rank; without --rank in the text form that the commands
+    here
+    read again.
 
     \b
     Examples:
@@ -178,13 +181,14 @@ def verify(
     in_place: bool,
     fifo_depth: int | None,
 ) -> None:
-    """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no overlapping write; and that it adds in
-    the order of the ranks, where it was registered as doing so.
+    r"""Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no
+    overlapping write; and that it adds in rank order, if it is registered as rank_ordered.
 
-    The exit status is 1 if the schedule is wrong for any number of ranks; the message names channel, rank, step and chunk.
+    The exit status is 1 if the schedule is wrong for any number of ranks; the message names
+    channel, rank, step and chunk.
 
     \b
-    Example:
+    Examples:
       miraccl schedule verify my_algo --load my_algo.py --collective all_gather --ranks 2-16
       miraccl schedule verify mine.txt
     """
@@ -192,7 +196,7 @@ def verify(
     from miraccl.schedule import verify as proof
 
     def builds() -> Iterator[tuple[Any, bool]]:
-        """Each schedule, and whether its additions are said to have the order of the ranks."""
+        """Yield each schedule, and True if its additions must be in rank order."""
         if _is_file(algo, plugin):
             yield _read(algo), False
             return
@@ -244,7 +248,8 @@ def verify(
     help="Where to write the SVG; - is standard output.  [default: -]",
 )
 def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, out: str) -> None:
-    """Draw the messages of ALGO over time as SVG: one lane per rank, one box per step, an arrow per message.
+    r"""Draw the messages of ALGO over time as SVG: one row per rank, one box per step, an arrow per
+    message.
 
     \b
     Example:
@@ -338,10 +343,11 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 def simulate(
     algo: str, collective: str, ranks: int | None, root: int, plugin: str | None, **options: Any
 ) -> None:
-    """Run ALGO on virtual links and a virtual clock, and print times as `miraccl perf` does.
+    r"""Run ALGO on virtual links and a virtual clock, and print times as `miraccl perf` does.
 
-    What crosses a link at the same time shares its bandwidth; FIFOs fill, ranks wait, rounds overlap. Nothing else takes time, so the
-    figures say what the schedule makes of the links, not what a library costs. The schedule is proved right first.
+    Concurrent transfers share the bandwidth of a link, FIFOs fill, ranks wait and rounds overlap.
+    Nothing else takes time: the figures show the use of the links, not the overhead of a library.
+    The schedule is proved correct first.
 
     \b
     Examples:
@@ -396,7 +402,10 @@ def simulate(
 
 
 def _is_file(algo: str, plugin: str | None) -> bool:
-    """Whether ``ALGO`` means a file in the text form and not a registered name, which has neither a dot nor a slash."""
+    """Return True if ``algo`` is a file in the text form and not a registered name.
+
+    Registered names have neither a dot nor a slash.
+    """
     from miraccl.schedule import catalog
 
     return (
@@ -407,7 +416,7 @@ def _is_file(algo: str, plugin: str | None) -> bool:
 
 
 def _build(algo: str, collective: str, ranks: int, root: int, plugin: str | None) -> Any:
-    """The schedule that the options mean."""
+    """Build the schedule that the options select."""
     from miraccl.schedule import catalog
 
     if _is_file(algo, plugin):
@@ -417,7 +426,7 @@ def _build(algo: str, collective: str, ranks: int, root: int, plugin: str | None
 
 
 def _read(path: str) -> Any:
-    """The schedule in a file, which says itself for what it is: options that say something else are refused."""
+    """Read a schedule file; reject options that contradict its collective, ranks or root."""
     from miraccl.schedule.text import parse
 
     context = click.get_current_context()
@@ -445,7 +454,7 @@ def _read(path: str) -> Any:
 
 
 def _load(plugin: str | None) -> None:
-    """Run the user's file, which registers algorithms."""
+    """Run the user's Python file, which registers algorithms."""
     if not plugin:
         return
     import runpy
@@ -476,7 +485,7 @@ def _parse_ranks(text: str) -> range:
 
 
 def _format_counts(built: Any) -> str:
-    """Steps and messages, of the busiest rank and in all."""
+    """Format the steps of the busiest rank and the total number of messages."""
     per_rank = [
         sum(len(channel[rank]) for channel in built.channels) for rank in range(built.nranks)
     ]

@@ -1,7 +1,9 @@
-"""A schedule as a picture: one lane per rank, one box per step, one arrow per message, time from left to right.
+"""Pictures of schedules: one row per rank, one box per step, one arrow per message, time to the
+right.
 
-Time is logical: every step takes one unit once its messages are there, messages take none, FIFOs never fill.  The picture shows
-who waits for whom and how long the longest chain is; for times on links of a bandwidth and a latency there is ``miraccl.sim``.
+Time is logical: every step takes one unit after its messages have arrived, messages take none,
+FIFOs never fill. The picture shows dependencies and the length of the longest chain;
+``miraccl.sim`` computes times on links with bandwidth and latency.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _COLORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent:
-    """One step on the logical clock: it runs in the unit that begins at ``start``."""
+    """One step on the logical clock; it runs in the unit that begins at ``start``."""
 
     channel: int
     rank: int
@@ -41,7 +43,7 @@ class StepEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageArrow:
-    """A message, or a piece of memory that is read or written across ranks."""
+    """A message, or a remote access to memory."""
 
     sender: StepEvent
     receiver: StepEvent
@@ -58,9 +60,10 @@ class Timeline:
 
 
 def compute_timeline(schedule: Schedule) -> Timeline:
-    """Place every step at the earliest unit at which its rank is free and its messages are there.
+    """Schedule every step at the earliest unit at which its rank is free and its messages have
+    arrived.
 
-    Raises ``ScheduleError`` if steps wait for each other in a circle.
+    Raise ``ScheduleError`` if steps wait for each other in a cycle.
     """
     events: list[StepEvent] = []
     arrows: list[MessageArrow] = []
@@ -73,7 +76,7 @@ def compute_timeline(schedule: Schedule) -> Timeline:
 
 
 class _ChannelClock:
-    """Runs one channel: ranks advance until nobody can."""
+    """Logical run of one channel: ranks advance until none can."""
 
     def __init__(self, channel: int, ranks: tuple[tuple[Step, ...], ...]) -> None:
         self.events: list[StepEvent] = []
@@ -94,7 +97,7 @@ class _ChannelClock:
                 )
 
     def _advance(self, rank: int) -> bool:
-        """Run the steps of ``rank`` up to one that must wait; True if there were any."""
+        """Run the steps of ``rank`` up to one that must wait; return True if there were any."""
         moved = False
         while self._next[rank] < len(self._ranks[rank]):
             step = self._ranks[rank][self._next[rank]]
@@ -106,7 +109,7 @@ class _ChannelClock:
         return moved
 
     def _required_queues(self, rank: int, step: Step) -> list[deque[StepEvent]]:
-        """The queues that must have a message each before the step can run."""
+        """Return the queues that must hold a message each before the step can run."""
         if step.op is Op.WAIT:
             return [self._signals[peer, rank] for peer in step.peers]
         return [self._messages[peer, rank] for peer in step.senders(rank)]
@@ -127,7 +130,7 @@ class _ChannelClock:
                 self._signals[rank, peer].append(event)
 
     def _pass_barrier(self) -> bool:
-        """Every rank stands at a barrier: let them all through together."""
+        """Release all ranks if each of them waits at a barrier; return True if so."""
         waiting = [
             self._next[r] < len(steps) and steps[self._next[r]].op is Op.BARRIER
             for r, steps in enumerate(self._ranks)
@@ -141,7 +144,7 @@ class _ChannelClock:
 
 
 def draw_svg(schedule: Schedule) -> str:
-    """A self-contained SVG; channels are sub-lanes of each rank, and every box tells its step when pointed at."""
+    """Draw a self-contained SVG; channels are sub-rows of each rank, boxes have tooltips."""
     timeline = compute_timeline(schedule)
     height_of_rank = _LANE * schedule.nchannels + 10
     width = _LEFT + _UNIT * max(1, timeline.length) + 20

@@ -1,4 +1,4 @@
-"""What ``miraccl schedule simulate`` prints and writes: a table over sizes, and the course of a run for a trace viewer."""
+"""Output of ``miraccl schedule simulate``: a table over sizes, and a run as a trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 def read_machine(
     topo: str, nodes: int, gpus: Sequence[int] | None, latency_us: float | None
 ) -> Links:
-    """The links of the machine in a topology file, in a job of ``nodes`` of them."""
+    """Return the links of a job on ``nodes`` machines of a topology file."""
     from miraccl.topo.analyse import analyse_topology
     from miraccl.topo.load import load_topology
     from miraccl.topo.options import TopoOptions
@@ -34,7 +34,7 @@ def read_machine(
 def uniform_links(
     nranks: int, bandwidth: float, latency_us: float | None, *, direct: bool
 ) -> Links:
-    """A switch, or a link for each pair, with the same links everywhere."""
+    """Return a switch, or with ``direct`` a link per pair, with equal links."""
     return (mesh if direct else switch)(
         nranks, bandwidth, LATENCY_US if latency_us is None else latency_us
     )
@@ -49,7 +49,7 @@ def measure(
     fifo_depth: int,
     memory_bandwidth: float = math.inf,
 ) -> tuple[list[Record], SimulationResult]:
-    """A record for each size, which means what it means in ``miraccl perf``, and the course of the last."""
+    """Return a record per size, with the fields of ``miraccl perf``, and the last size's result."""
     records: list[Record] = []
     for nbytes in sizes:
         case = build_case(schedule.collective.label, nbytes, nranks=schedule.nranks, dtype="int8")
@@ -80,7 +80,7 @@ def measure(
 
 
 def table(schedule: Schedule, links: Links, records: Sequence[Record]) -> str:
-    """The records as text, with the columns of nccl-tests."""
+    """Format the records with the columns of nccl-tests."""
     lines = [
         f"# simulated: {schedule.name} {schedule.collective.label} over {schedule.nranks} ranks, {len(links.names)} links",
         f"#{'size (B)':>13} {'time (us)':>11} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13} {'rounds':>7}  busiest link, part of the time",
@@ -94,7 +94,10 @@ def table(schedule: Schedule, links: Links, records: Sequence[Record]) -> str:
 
 
 def trace(schedule: Schedule, outcome: SimulationResult) -> Record:
-    """A run as Chrome's Trace Event Format, which Perfetto and chrome://tracing show: a process per rank, a thread per channel."""
+    """Return a run in Chrome's Trace Event Format: a process per rank, a thread per channel.
+
+    Perfetto and chrome://tracing show it.
+    """
     events: list[Record] = []
     for step in outcome.steps:
         name = format_step(schedule.channels[step.channel][step.rank][step.number])

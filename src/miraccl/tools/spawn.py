@@ -1,17 +1,19 @@
 """Ranks of this host, started by forking.
 
-Owns: the processes it starts, the socket pair to each of them and their captured output.  The parent is meant to have imported
-numpy, numba and miraccl already (about 0.5 s); a fork costs 2 ms, so that eight ranks start as fast as one.
+Owns the processes it starts, the socket pair to each of them and their captured output. The parent
+should have imported numpy, numba and miraccl before (about 0.5 s); a fork costs 2 ms, so eight
+ranks start as fast as one.
 
-Rules it keeps:
+Guarantees:
 
-* A rank never outlives its parent (``PR_SET_PDEATHSIG``) nor ``stop()``; the parent waits for every process that it started.
-* Nothing waits without a deadline.
-* A rank reports its result or its traceback as the last message; a rank that is killed reports nothing, its status speaks.
-* Ctrl-C in a terminal reaches the parent only; ranks are ended by it.
+- A rank never outlives its parent (``PR_SET_PDEATHSIG``) nor ``stop()``; the parent reaps every
+  process it has started.
+- Every wait has a deadline.
+- A rank's last message is its result or its traceback; a killed rank is reported by its status.
+- Ctrl-C in a terminal reaches the parent only, which stops the ranks.
 
-Fork needs a parent with a single thread: command-line tools and the test server are, an application in general is not, which
-is why the library itself never uses this file.
+The parent must have a single thread, which command-line tools and the test server have but an
+application need not. The library itself therefore never uses this module.
 """
 
 from __future__ import annotations
@@ -39,27 +41,34 @@ _MAX_OUTPUT = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What the function that a rank runs is given as its first argument."""
+    """First argument of the function that a rank runs."""
 
     rank: int
     nranks: int
     pipe: ProcessPipe
 
     def emit(self, message: Any) -> None:
-        """Hand a message to the parent."""
+        """Send a message to the parent."""
         self.pipe.send(("message", message))
 
     def receive(self) -> Any:
-        """Take a message of the parent; blocks. ``EOFError`` when the parent is gone."""
+        """Return the parent's next message; block until it arrives. Raise ``EOFError`` if it has
+        exited.
+        """
         return self.pipe.receive()
 
 
 @dataclass(kw_only=True)
 class RankOutcome:
-    """How a rank ended.
+    """Result of a rank.
 
-    ``status`` is the exit status, or minus the signal; ``error`` the traceback, empty if there was none; ``summary`` its last
-    line; ``fault`` that of a ``MiracclError``; ``order`` says who failed first; ``stopped`` that it was ended by ``Ranks.stop``.
+    - ``status``: exit status, or minus the signal number; None while it runs.
+    - ``value``: return value of the rank's function.
+    - ``error``: traceback, empty if there was none; ``summary`` is its last line and ``fault`` that
+      of a ``MiracclError``.
+    - ``output``: captured output.
+    - ``order``: position in the order of failures.
+    - ``stopped``: the rank was ended by ``Ranks.stop``.
     """
 
     rank: int
@@ -77,7 +86,7 @@ class RankOutcome:
         return self.status == 0 and not self.error
 
     def describe(self) -> str:
-        """One sentence: what happened to the rank."""
+        """Describe the end of the rank in one sentence."""
         if self.summary:
             return f"rank {self.rank}: {self.summary}"
         if self.status is None:
@@ -98,10 +107,11 @@ class _Rank:
 
 
 class Ranks:
-    """Forked ranks and their fates. A context manager: leaving it ends every rank that is still there.
+    """Forked ranks and their outcomes. A context manager that kills remaining ranks on exit.
 
-    ``target(context, *args)`` runs in every rank with ``environ(rank)`` added to its environment; what it returns must
-    pickle.  ``capture`` keeps what a rank prints (the last MiB) instead of letting it through.
+    ``target(context, *args)`` runs in every rank with ``environ(rank)`` added to its environment;
+    its return value must be picklable. ``capture`` stores the last MiB of a rank's output instead
+    of passing it through.
     """
 
     def __init__(
@@ -163,9 +173,10 @@ class Ranks:
             self._ranks[rank].pipe.send(message)
 
     def poll(self, timeout: float | None) -> list[tuple[int, Any]]:
-        """Wait up to ``timeout`` seconds, an hour at most, for something to happen; returns messages as (rank, message).
+        """Wait up to ``timeout`` seconds (at most an hour) for an event; return messages as (rank,
+        message).
 
-        Deaths are in ``outcomes``.
+        Exits are recorded in ``outcomes``.
         """
         messages: list[tuple[int, Any]] = []
         for key, _ in self._selector.select(
@@ -186,9 +197,10 @@ class Ranks:
         on_message: Callable[[int, Any], None] | None = None,
         grace: float = 2.0,
     ) -> bool:
-        """Run until all ranks ended. After the first failure the others get ``grace`` seconds; True if nothing was cut short.
+        """Wait until all ranks have exited; return True if none had to be stopped.
 
-        ``deadline`` is a value of ``time.monotonic()``.
+        After the first failure the other ranks have ``grace`` seconds. ``deadline`` is a value of
+        ``time.monotonic()``.
         """
         limit = deadline
         failed = False
@@ -204,9 +216,10 @@ class Ranks:
         return True
 
     def first_failure(self) -> RankOutcome | None:
-        """The rank that failed first; those that were ended here, or that only report a peer's failure, count if there is no other.
+        """Return the rank that failed first, or None.
 
-        Ranks learn of each other's failures within microseconds, so the order in which errors arrive does not tell cause from effect.
+        Ranks that were stopped here or that only report a peer's failure count if there is no
+        other.
         """
         failures = [o for o in self.outcomes if o.error or o.status not in (None, 0)]
         return min(
@@ -216,7 +229,10 @@ class Ranks:
         )
 
     def stop(self, grace: float = 2.0) -> None:
-        """End what still runs: SIGTERM, ``grace`` seconds later SIGKILL; returns when nothing is left. May be called twice."""
+        """Stop running ranks with SIGTERM, after ``grace`` seconds with SIGKILL, and reap them.
+
+        May be called twice.
+        """
         if self._closed:
             return
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
@@ -246,7 +262,7 @@ class Ranks:
         capture: bool,
         mask: Iterable[int],
     ) -> _Rank:
-        """``mask`` are the signals that the rank has blocked."""
+        """Fork one rank; ``mask`` is the set of signals that the rank has blocked."""
         parent = os.getpid()
         with (
             as_system_failure(f"rank {rank} cannot be started"),
@@ -289,7 +305,7 @@ class Ranks:
         )
 
     def _read_messages(self, number: int, messages: list[tuple[int, Any]]) -> bool:
-        """Take what has arrived; True if there may be more."""
+        """Read the messages that have arrived; return True if there may be more."""
         rank = self._ranks[number]
         try:
             arrived = rank.pipe.available()
@@ -307,7 +323,7 @@ class Ranks:
         return bool(arrived)
 
     def _read_output(self, number: int) -> bool:
-        """Take what was printed; True if there may be more."""
+        """Read printed output; return True if there may be more."""
         rank = self._ranks[number]
         if rank.output_fd < 0:
             return False
@@ -353,8 +369,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[Iterable[int]]:
-    """Ctrl-C reaches who starts ranks once all are started: a child to which it came before it is a rank would go on as its parent does.
-    Gives the signals that were blocked."""
+    """Block SIGINT while ranks are forked; yield the signals that were blocked before."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield mask
@@ -370,7 +385,7 @@ def _become_rank(
     environ: Mapping[str, str],
     output_fd: int,
 ) -> None:
-    """The life of a forked child; never returns."""
+    """Run ``target`` in a forked child and exit; never returns."""
     status = 1
     try:
         die_with_parent(parent)

@@ -1,4 +1,4 @@
-"""``miraccl topo``: the topology of machines, detected or read, shown, checked, written and compared."""
+"""- ``miraccl topo``: detect, show, check, write and compare topologies of machines."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ MAX_CPU_RANKS = 576
 
 @click.group(cls=SuggestingGroup, short_help="Show, read and compare the topology of machines.")
 def topo() -> None:
-    """Show, read and compare the topology of machines.
+    r"""Show, read and compare the topology of machines.
 
-    FILE is a topology file as NCCL writes it (NCCL_TOPO_DUMP_FILE); without it NCCL_TOPO_FILE, or this machine, is taken. What is shown is
-    what NCCL 2.28.9 would see on that machine, with the NCCL_* settings of the environment.
+    FILE is a topology file as NCCL writes it (NCCL_TOPO_DUMP_FILE); the default is NCCL_TOPO_FILE,
+    or this machine. The output is what NCCL 2.28.9 would detect on that machine, with the NCCL_*
+    settings of the environment.
 
     \b
     Examples:
@@ -51,7 +52,7 @@ def topo() -> None:
 
 
 def _reading_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say how a file is read."""
+    """Add the options that control how a topology file is read."""
     for decorate in (
         click.option(
             "--accelerators",
@@ -201,10 +202,10 @@ def dump(
     collnet: bool,
     accelerators: tuple[str, ...],
 ) -> None:
-    """Write the topology that takes part, laid out as NCCL dumps it.
+    r"""Write the topology that takes part, laid out as NCCL dumps it.
 
-    With --gpus or --fuse this is the merged topology the ranks would agree on. Described accelerators keep their own elements unless
-    --gpus, --fuse or --collnet ask for a selection.
+    With --gpus or --fuse this is the merged topology the ranks would agree on. Described
+    accelerators keep their own elements unless --gpus, --fuse or --collnet select devices.
 
     \b
     Example:
@@ -270,7 +271,9 @@ def show(
         _print_system(topology)
 
 
-def _show_json(topology: Topology, notes: PathChangeLog | None, explain: str | None) -> dict[str, Any]:
+def _show_json(
+    topology: Topology, notes: PathChangeLog | None, explain: str | None
+) -> dict[str, Any]:
     from miraccl.topo.system_json import paths_to_json, system_to_json
 
     result: dict[str, Any] = {
@@ -297,7 +300,7 @@ def _reasons(topology: Topology, notes: PathChangeLog, wanted: str) -> list[Any]
 
 
 def _key(system: System, text: str) -> Key:
-    """``GPU0,NET1`` as source and target; numbers are positions among the nodes of the type."""
+    """Parse ``GPU0,NET1`` as source and target; numbers are positions among the nodes of the type."""
     from miraccl.topo.records import TABLE_SOURCES, TABLE_TARGETS, NodeType
 
     parts = text.split(",")
@@ -425,7 +428,7 @@ def _path_table(topology: Topology, target: NodeType) -> Table:
 @_accelerators_option
 @_json_option
 def check(file: str | None, accelerators: tuple[str, ...], json_target: str | None) -> None:
-    """Check a topology file: what is wrong, what was assumed, and how to mend it.
+    r"""Check a topology file: errors, assumptions, and how to fix them.
 
     The exit status is 1 if the file cannot be used.
 

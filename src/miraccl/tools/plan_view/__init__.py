@@ -1,7 +1,7 @@
-"""Pictures of a plan: a plain SVG of the machine, and one self-contained HTML page to look into it.
+"""Pictures of a plan: a plain SVG of the machine, and a self-contained interactive HTML page.
 
-``layout`` places the machine, ``svg`` draws it, ``page`` puts the page together from ``page.css`` and ``page.js``. All of them work
-from the plan's JSON, so a saved plan can be drawn later and elsewhere.
+``layout`` places the devices, ``svg`` draws them, ``page`` assembles the page with ``page.css`` and
+``page.js``. All read the plan's JSON, so a saved plan can be drawn later on another machine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Where each device of a machine is drawn.
+"""Positions of the devices and links of a machine in its picture.
 
-The tree of CPUs, PCI switches and devices is laid out in columns: every device has a column of its own and a parent stands above the
-middle of its children, so boxes never overlap and a wire that runs down a column meets nobody.  Rows from top: CPUs, the levels of PCI
-switches, GPUs and NICs, the nets of each NIC (below each other), then the room for NVLinks between GPUs, then the NVSwitch as a bar
-below all GPUs.
+The tree of CPUs, PCI switches and devices is laid out in columns: every device has a column of its
+own and a parent is above the middle of its children, so boxes never overlap and a link drawn down a
+column crosses no box. Rows from the top: CPUs, levels of PCI switches, GPUs and NICs, the nets of
+each NIC (stacked), space for NVLinks between GPUs, and the NVSwitch as a bar below all GPUs.
 
 Coordinates are pixels, y grows downwards; a box is given by its centre.
 """
@@ -71,7 +71,12 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnLink:
-    """A link, drawn once for both directions. ``points`` are corners; ``curved`` ones are joined by a smooth curve. ``bw`` is GB/s."""
+    """A link, drawn once for both directions.
+
+    - ``bw``: GB/s.
+    - ``points``: corners of the line; with ``curved`` the control points of a smooth curve.
+    - ``label``: position of the bandwidth, None if it is not shown.
+    """
 
     source: int
     target: int
@@ -84,7 +89,10 @@ class DrawnLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """Everything placed. ``overlay_top`` is the y from which channels may be drawn below the GPUs."""
+    """Positions of all boxes and links.
+
+    Channels may be drawn below the GPUs between ``overlay_top`` and ``overlay_bottom``.
+    """
 
     width: float
     height: float
@@ -120,7 +128,10 @@ def draw_system(system: System) -> Drawing:
 
 
 def _find_tree(system: System) -> _Tree:
-    """Breadth first from the CPUs, over PCI and network links; then over C2C and NVLink for GPUs that have no PCI link."""
+    """Build the tree breadth first from the CPUs.
+
+    PCI and network links come first, then C2C and NVLink for GPUs without a PCI link.
+    """
     tree = _Tree(roots=[i for i, node in enumerate(system.nodes) if node.type == NodeType.CPU])
     tree.depth = dict.fromkeys(tree.roots, 0)
     _grow(system, tree, (LinkType.PCI, LinkType.NET))
@@ -156,9 +167,10 @@ def _grow(system: System, tree: _Tree, types: Sequence[LinkType]) -> None:
 
 
 def _tracks(system: System, order: Mapping[int, int], *, least: int) -> dict[tuple[int, int], int]:
-    """A height for each pair of joined devices, so that no two of one height overlap; short ones first.
+    """Assign a height to each pair of joined devices such that pairs of one height do not overlap.
 
-    ``order`` gives the places of the devices from left to right; pairs less than ``least`` places apart need no height.
+    Short pairs come first. ``order`` maps devices to positions from left to right; pairs less than
+    ``least`` positions apart need no height.
     """
     pairs = {
         (min(i, link.target, key=order.__getitem__), max(i, link.target, key=order.__getitem__))
@@ -183,7 +195,7 @@ def _tracks(system: System, order: Mapping[int, int], *, least: int) -> dict[tup
 
 
 class _Placer:
-    """Computes columns and rows once; ``boxes`` makes the records."""
+    """Computes columns and rows once; ``boxes`` builds the records."""
 
     def __init__(self, system: System, tree: _Tree) -> None:
         self.system = system
@@ -225,7 +237,7 @@ class _Placer:
         self.height = self.overlay_bottom + (SIZES[NodeType.NVS][1] if has_switch else 0) + MARGIN
 
     def _columns(self, node: int, x: float) -> float:
-        """Give columns to a subtree from ``x`` on; returns where it ends."""
+        """Assign columns to a subtree starting at ``x``; return its right edge."""
         width = SIZES[self.system.nodes[node].type][0]
         children = self.tree.children.get(node, [])
         if self.system.nodes[node].type == NodeType.NIC:
@@ -289,7 +301,7 @@ class _Placer:
 
 
 def _box_text(system: System, i: int) -> tuple[str, str]:
-    """Title and subtitle of a box."""
+    """Return title and subtitle of a box."""
     node = system.nodes[i]
     domain = node.local_id >> 20 & 0xFFFFFFFF
     bus = (
@@ -342,7 +354,7 @@ def _place_links(
 def _route(
     tree: _Tree, placed: _Placer, ports: dict[int, int], a: Box, b: Box
 ) -> tuple[tuple[Point, ...], Point | None, bool]:
-    """Corners of the wire, where its bandwidth is written, and whether it is a curve."""
+    """Return the corners of a link, the position of its label, and True for a curve."""
     if tree.parent.get(b.index) == a.index:
         if b.kind == NodeType.NET and placed.stack.get(
             b.index, 0
@@ -391,7 +403,10 @@ def _route(
 def _nvlink(
     placed: _Placer, ports: dict[int, int], a: Box, b: Box
 ) -> tuple[tuple[Point, ...], Point, bool]:
-    """Down the columns of both GPUs and across below everything; each link has its own place at a GPU and its own height."""
+    """Route an NVLink down the columns of both GPUs and across below all boxes.
+
+    Each link has its own position at a GPU and its own height.
+    """
     first, second = (a, b) if a.x < b.x else (b, a)
     start, end = _port(ports, first), _port(ports, second)
     level = placed.nvlink_top + 14 + NVLINK_STEP * placed.tracks[first.index, second.index]
@@ -403,7 +418,9 @@ def _nvlink(
 
 
 def _port(ports: dict[int, int], gpu: Box) -> float:
-    """Next free place at the lower edge of a GPU: middle, then right and left by turns."""
+    """Return the next free position at the lower edge of a GPU: middle, then right and left in
+    turn.
+    """
     n = ports[gpu.index] = ports.get(gpu.index, -1) + 1
     return gpu.x + (gpu.w / 2 - 6) * ((n + 1) // 2) / 8 * (1 if n % 2 else -1)
 

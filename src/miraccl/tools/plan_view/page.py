@@ -1,7 +1,8 @@
-"""One HTML page that holds everything it needs: no network, no file beside it.
+"""Self-contained HTML page of a plan: no network, no other files.
 
-What comes from a topology file is data and stays data: texts are escaped, the plan is embedded as JSON in which no ``<`` occurs, the script
-builds the page with ``textContent`` only, and the page's own policy (CSP) allows nothing to be loaded.
+Content of topology files is treated as untrusted data: text is escaped, the plan is embedded as
+JSON without the character ``<``, the script builds the page with ``textContent`` only, and the
+page's Content-Security-Policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ _PAGE = """<!doctype html>
 
 
 def render_page(document: Mapping[str, Any]) -> str:
-    """The page of a plan (its JSON). Reasons and time curves are shown if the plan has the key ``explain``."""
+    """Return the page of a plan (its JSON); with the key ``explain`` it shows reasons and time
+    curves.
+    """
     system = system_from_json(document["system"])
     drawing = draw_system(system)
     title = f"{document.get('topology') or 'a system'}, {document['nodes']} x {document['gpus_per_node']} GPUs"
@@ -82,7 +85,7 @@ def render_page(document: Mapping[str, Any]) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON for a ``script`` element: no character that HTML or JavaScript could take for the end of anything."""
+    """Return JSON that is safe inside a ``script`` element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -94,7 +97,9 @@ def _small_comm(comm: Mapping[str, Any], nranks: int) -> dict[str, Any]:
 
 
 def _small_explanation(explain: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The first domain's searches alone, without most of the fruitless walks of a long one."""
+    """Return the explanation with the first domain's searches and at most ``MAX_TRIES`` fruitless
+    tries.
+    """
     if not explain:
         return None
     searches = [

@@ -1,7 +1,7 @@
-"""The machine as a plain SVG: no script, no network, every text from the file escaped.
+"""Plain SVG of a machine: no script, no network, all text escaped.
 
-``machine_svg`` is used alone (``--svg``) and inside the page, where the classes and ``data-`` attributes let the script find devices and
-links.
+``machine_svg`` is used alone (``--svg``) and inside the page, whose script finds devices and links
+by class and ``data-`` attributes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STYLE = """
 
 
 def render_svg(document: Mapping[str, Any]) -> str:
-    """A standalone picture of the machine of a plan (its JSON)."""
+    """Return a standalone picture of the machine of a plan (its JSON)."""
     drawing = draw_system(system_from_json(document["system"]))
     comm = document["comm"]
     title = (
@@ -56,7 +56,7 @@ def render_svg(document: Mapping[str, Any]) -> str:
 
 
 def machine_svg(drawing: Drawing, *, title: str, standalone: bool) -> str:
-    """``standalone`` adds a title, a background and its own style; inside a page these come from the page."""
+    """Return the SVG of a drawing; ``standalone`` adds title, background and legend."""
     head, foot = (34.0, 30.0) if standalone else (0.0, 0.0)
     width, height = drawing.width, drawing.height + head + foot
     parts = [
@@ -122,7 +122,10 @@ def _render_link(wire: DrawnLink) -> str:
 
 
 def path_data(points: Sequence[Point], *, curved: bool) -> str:
-    """SVG path through ``points``, with rounded corners, or one smooth curve for four ``curved`` ones."""
+    """Return an SVG path through ``points`` with rounded corners.
+
+    Four ``curved`` points give one smooth curve.
+    """
     if curved and len(points) == 4:
         (x0, y0), (x1, y1), (x2, y2), (x3, y3) = points
         return f"M{_n(x0)} {_n(y0)}C{_n(x1)} {_n(y1)} {_n(x2)} {_n(y2)} {_n(x3)} {_n(y3)}"
