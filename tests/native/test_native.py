@@ -271,7 +271,7 @@ def test_a_change_of_what_stands_apart_compiles_nothing_else_anew() -> None:
     assert engine < apart
     assert {path.name for path in apart - engine} == {
         "__init__.py",
-        "layout.py",
+        "offsets.py",
         "operations.py",
         "streams.py",
     }
