@@ -1,4 +1,4 @@
-"""- ``miraccl doctor``: available and missing features of this machine, with remedies."""
+"""``miraccl doctor``: available and missing features of this machine, with remedies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CACHE_BYTES = 1 << 20  # what compiled kernels of CPU ranks take, at the least
     help="Write a list of JSON objects; - is standard output.",
 )
 def doctor(json_target: str | None) -> None:
-    r"""Check what this machine offers and what is missing, with what to install or to change.
+    """Check what this machine offers and what is missing, with what to install or to change.
 
     The exit status is 1 if a requirement of miraccl is missing; notes do not count.
 

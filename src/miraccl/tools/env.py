@@ -1,4 +1,4 @@
-"""- ``miraccl env``: every declared setting with its value, origin and meaning."""
+"""``miraccl env``: every declared setting with its value, origin and meaning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAUNCH_VARIABLES = (
 )
 @click.option("--set", "only_set", is_flag=True, help="Only those that are not at their default.")
 def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
-    r"""List every setting: name, value, where the value came from, and what it does.
+    """List every setting: name, value, where the value came from, and what it does.
 
     MIRACCL_X sets setting X. Where NCCL has a variable of the same meaning, NCCL_X is read too,
     after MIRACCL_X. Variables that begin with MIRACCL_ and are unknown are reported.

@@ -1,4 +1,4 @@
-"""- ``miraccl plan``: rings, trees, channel counts, times and choices for a topology, with reasons.
+"""``miraccl plan``: rings, trees, channel counts, times and choices for a topology, with reasons.
 
 All output is derived from the plan's JSON (``graph.plan``), so tables, ``--json``, SVG and HTML
 agree, and a cached plan is shown without being recomputed.
@@ -100,7 +100,7 @@ def plan(
     html: str | None,
     no_cache: bool,
 ) -> None:
-    r"""Show the decisions for a job on NODES machines like the one described: system, paths,
+    """Show the decisions for a job on NODES machines like the one described: system, paths,
     channels,
     rings, trees, the number of channels, the performance model, and the algorithm and protocol for
     each collective and size. These are the decisions of NCCL 2.28.9, with the NCCL_* settings of

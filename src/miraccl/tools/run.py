@@ -1,4 +1,4 @@
-"""- ``miraccl run``: start ranks of a program, monitor them and stop them together.
+"""``miraccl run``: start ranks of a program, monitor them and stop them together.
 
 Guarantees:
 
@@ -90,7 +90,7 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(program: str, args: tuple[str, ...], **options: Any) -> None:
-    r"""Start PROGRAM as several ranks, in which miraccl.init() makes a communicator of all of them.
+    """Start PROGRAM as several ranks, in which miraccl.init() makes a communicator of all of them.
 
     PROGRAM is a Python file, a module with -m, or any other program. Ranks receive their numbers in
     MIRACCL_RANK, MIRACCL_NRANKS and MIRACCL_LOCAL_RANK. If one fails, all are stopped, and the exit

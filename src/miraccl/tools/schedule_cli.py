@@ -1,4 +1,4 @@
-"""- ``miraccl schedule``: show, verify, draw and simulate the schedules of algorithms."""
+"""``miraccl schedule``: show, verify, draw and simulate the schedules of algorithms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COLLECTIVES = tuple(c.label for c in Collective if c is not Collective.SEND_REC
 
 @click.group(cls=SuggestingGroup, short_help="Show, prove, draw and simulate algorithms.")
 def schedule() -> None:
-    r"""Show, prove, draw and simulate the steps of an algorithm.
+    """Show, prove, draw and simulate the steps of an algorithm.
 
     A schedule lists, for every channel and rank, the primitives in program order and the chunks
     they act on; it is what runs. ALGO is the name of an algorithm, or a file with a schedule in the
@@ -97,7 +97,7 @@ def _ranks_option(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any
     help="Write a list of JSON objects; - is standard output.",
 )
 def list_command(json_target: str | None) -> None:
-    r"""List the algorithms and the collectives they implement.
+    """List the algorithms and the collectives they implement.
 
     \b
     Examples:
@@ -129,7 +129,7 @@ def list_command(json_target: str | None) -> None:
 def show(
     algo: str, collective: str, ranks: int, root: int, plugin: str | None, rank: int | None
 ) -> None:
-    r"""Print the steps of ALGO, rank by rank; without --rank in the text form that the commands
+    """Print the steps of ALGO, rank by rank; without --rank in the text form that the commands
     here
     read again.
 
@@ -181,7 +181,7 @@ def verify(
     in_place: bool,
     fifo_depth: int | None,
 ) -> None:
-    r"""Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no
+    """Prove that ALGO computes its collective: every contribution exactly once, no deadlock, no
     overlapping write; and that it adds in rank order, if it is registered as rank_ordered.
 
     The exit status is 1 if the schedule is wrong for any number of ranks; the message names
@@ -248,7 +248,7 @@ def verify(
     help="Where to write the SVG; - is standard output.  [default: -]",
 )
 def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, out: str) -> None:
-    r"""Draw the messages of ALGO over time as SVG: one row per rank, one box per step, an arrow per
+    """Draw the messages of ALGO over time as SVG: one row per rank, one box per step, an arrow per
     message.
 
     \b
@@ -343,7 +343,7 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
 def simulate(
     algo: str, collective: str, ranks: int | None, root: int, plugin: str | None, **options: Any
 ) -> None:
-    r"""Run ALGO on virtual links and a virtual clock, and print times as `miraccl perf` does.
+    """Run ALGO on virtual links and a virtual clock, and print times as `miraccl perf` does.
 
     Concurrent transfers share the bandwidth of a link, FIFOs fill, ranks wait and rounds overlap.
     Nothing else takes time: the figures show the use of the links, not the overhead of a library.

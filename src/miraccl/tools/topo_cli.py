@@ -1,4 +1,4 @@
-"""- ``miraccl topo``: detect, show, check, write and compare topologies of machines."""
+"""``miraccl topo``: detect, show, check, write and compare topologies of machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_CPU_RANKS = 576
 
 @click.group(cls=SuggestingGroup, short_help="Show, read and compare the topology of machines.")
 def topo() -> None:
-    r"""Show, read and compare the topology of machines.
+    """Show, read and compare the topology of machines.
 
     FILE is a topology file as NCCL writes it (NCCL_TOPO_DUMP_FILE); the default is NCCL_TOPO_FILE,
     or this machine. The output is what NCCL 2.28.9 would detect on that machine, with the NCCL_*
@@ -202,7 +202,7 @@ def dump(
     collnet: bool,
     accelerators: tuple[str, ...],
 ) -> None:
-    r"""Write the topology that takes part, laid out as NCCL dumps it.
+    """Write the topology that takes part, laid out as NCCL dumps it.
 
     With --gpus or --fuse this is the merged topology the ranks would agree on. Described
     accelerators keep their own elements unless --gpus, --fuse or --collnet select devices.
@@ -428,7 +428,7 @@ def _path_table(topology: Topology, target: NodeType) -> Table:
 @_accelerators_option
 @_json_option
 def check(file: str | None, accelerators: tuple[str, ...], json_target: str | None) -> None:
-    r"""Check a topology file: errors, assumptions, and how to fix them.
+    """Check a topology file: errors, assumptions, and how to fix them.
 
     The exit status is 1 if the file cannot be used.
 
