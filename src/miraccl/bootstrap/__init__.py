@@ -1,4 +1,4 @@
-"""The out-of-band meeting of ranks and the control plane that stays up during the job."""
+"""Rendezvous of the ranks of a job, and the control plane that connects them while it runs."""
 
 from miraccl.bootstrap.events import HUB, Event, Notice, PeerLeft, PeerLost, StatusRequest
 from miraccl.bootstrap.hub import HubServer, create_hub, get_unique_id

@@ -1,7 +1,9 @@
-"""Find the hub among addresses: try all at once, again and again until the deadline, and keep the first that proves the secret.
+"""Search for a job's hub among addresses.
 
-A port may be closed because the root comes later, or taken by somebody who is silent or speaks something else: each address has its
-own clock, so none holds up the others, and a member proves itself to exactly one hub.
+All addresses are tried at once and repeatedly until the deadline; the first that proves the secret
+wins. A port may be closed because rank 0 starts later, or taken by a service that is silent or
+speaks another protocol. Each address has timers of its own, so none delays the others, and a member
+proves itself to exactly one hub.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ RESOLVE_SECONDS, RESOLVE_POLL = (
 
 
 class ControlPlaneUnreachable(BootstrapError):
-    """Nobody who could be the hub of this job answered before the deadline."""
+    """No control plane of this job answered before the deadline."""
 
 
 @dataclass(kw_only=True)
@@ -62,16 +64,19 @@ class _Attempt:
 
     @property
     def timeout_problem(self) -> str:
-        """What is wrong with a try in which nothing happens."""
+        """Reason to report when the attempt times out."""
         return "no answer" if self.started else "no connection"
 
 
 class Dialer:
-    """One search for a hub. ``targets``: (host, port) in order of preference; hosts may be names.
+    """One search for a hub.
 
-    ``deadline`` is a time of the monotonic clock.  ``probing``: a wrong secret or version at one address is no error, somebody else
-    may sit there.  ``not_before``: socket addresses that are not to be tried before a time.  ``refusals``: seconds of nothing but refused
-    calls after which nobody is looked for any more.  ``last``: the nonce of a connection that was cut.  Raises ``SystemFailure``.
+    ``targets``: (host, port) in order of preference; hosts may be names. ``deadline``: a time of
+    the monotonic clock. ``probing``: a wrong secret or version at an address is not an error, as
+    another service may listen there. ``not_before``: times before which socket addresses are not
+    tried. ``give_up_after_refusals``: seconds in which every connection is refused, after which the
+    search ends early. ``last_nonce``: nonce of a connection that was cut. ``poll`` is called every
+    so often and may raise to end the search. Raises ``SystemFailure`` if the search cannot start.
     """
 
     def __init__(
@@ -108,7 +113,11 @@ class Dialer:
             self._selector = selectors.DefaultSelector()
 
     def dial(self) -> tuple[socket.socket, MemberMachine]:
-        """The connection and its machine, which waits for ``Join``. Raises ``ControlPlaneUnreachable`` at the deadline with what was tried."""
+        """Return the connection and its machine, which waits for ``Join``.
+
+        Raises ``ControlPlaneUnreachable`` at the deadline with what was tried,
+        ``AuthenticationError`` for another secret.
+        """
         winner: _Attempt | None = None
         try:
             while winner is None:
@@ -174,7 +183,7 @@ class Dialer:
             )
 
     def _resolve(self, now: float) -> None:
-        """Have every name looked up, those that are not known again and again."""
+        """Look up every name, and again those that are still unknown."""
         if self._unresolved and not self._lookups and now >= self._resolve_at:
             self._resolve_at = now + RESOLVE_SECONDS
             self._lookups = [Lookup(host) for host in self._unresolved]
@@ -229,7 +238,7 @@ class Dialer:
             self._attempts.append(attempt)
 
     def _step(self) -> _Attempt | None:
-        """Wait for the next thing to happen, at most until a try is due or given up."""
+        """Wait for the next event, at most until an attempt is due or times out."""
         now = time.monotonic()
         busy = {id(attempt.endpoint) for attempt in self._attempts}
         times = [self._deadline, self._verdict_at]
@@ -257,7 +266,7 @@ class Dialer:
         return proved[0] if proved else None
 
     def _advance(self, attempt: _Attempt) -> bool:
-        """Move one try on; true when its hub has proved itself."""
+        """Advance one attempt; return True when its hub has proved itself."""
         if not attempt.started:
             try:
                 finish_connect(attempt.sock)

@@ -1,4 +1,4 @@
-"""How a thread that sleeps in a selector is woken by others."""
+"""Wake-up of a thread that blocks in a selector."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ _ONE = (1).to_bytes(8, "little")
 
 
 class EventFd:
-    """An eventfd, to be registered for reading. Ringing it needs no memory of the kernel, unlike a byte through a pair of sockets: who is
-    woken to send again what the kernel had no memory for does hear it."""
+    """An eventfd to register for reading.
+
+    Unlike a byte through a socket pair, notifying it needs no kernel memory. That matters: a thread
+    is woken to send again what the kernel had no memory for.
+    """
 
     def __init__(self) -> None:
         self._file = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
@@ -20,12 +23,12 @@ class EventFd:
         return self._file.fileno()
 
     def notify(self) -> None:
-        """Any thread; nothing happens once it is closed."""
+        """Wake the selector. Any thread may call it; no effect after ``close``."""
         with contextlib.suppress(OSError, ValueError):
             self._file.write(_ONE)
 
     def clear(self) -> None:
-        """Until it is rung again."""
+        """Reset it until the next ``notify``."""
         self._file.read(8)
 
     def close(self) -> None:

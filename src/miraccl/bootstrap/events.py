@@ -1,4 +1,4 @@
-"""What a session tells its owner, on the watcher thread. Ranks are those of the session that delivers the event."""
+"""Events that a session reports on its watcher thread. Ranks are those of that session."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Notice:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusRequest:
-    """Another rank asks for the status; the session answers by itself. ``id`` is unique per asking rank."""
+    """Another rank queries this rank's status; the session replies by itself.
+
+    ``id`` is unique per querying rank.
+    """
 
     from_rank: int
     id: int

@@ -1,4 +1,4 @@
-"""Fingerprints of this host and this process: who may meet over loopback, and whose process holds the hub."""
+"""Fingerprints of the host, its network and the process, by which ranks recognise shared ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from miraccl import params
 
 @functools.cache
 def network_fingerprint() -> str:
-    """16 hex digits, equal exactly for processes that share a loopback interface.
+    """Return 16 hex digits that are equal exactly for processes that share a loopback interface.
 
-    The kernel's boot id names the machine, the namespace's inode the network on it.  Where there is no boot id (some sandboxes) the
-    host's name and machine id stand in.
+    The kernel's boot id names the machine, the inode of the namespace the network on it. Where
+    there is no boot id (some sandboxes) the host name and machine id stand in.
     """
     words = [
         _read("/proc/sys/kernel/random/boot_id")
@@ -29,7 +29,11 @@ def network_fingerprint() -> str:
 
 
 def host_fingerprint() -> str:
-    """Like ``network_fingerprint``, but by the name in MIRACCL_HOSTID when that is set: ranks with different names are different hosts."""
+    """Return 16 hex digits that name this host to the topology.
+
+    As ``network_fingerprint``, or made from MIRACCL_HOSTID if that is set: ranks with different
+    names count as ranks of different hosts.
+    """
     name = params.HOSTID.read()
     return hashlib.sha256(name.encode()).hexdigest()[:16] if name else network_fingerprint()
 
@@ -46,7 +50,7 @@ _tokens: dict[int, bytes] = {}
 
 
 def process_token() -> bytes:
-    """8 random bytes of this process; a forked child has its own."""
+    """Return 8 random bytes that name this process; a forked child has its own."""
     pid = os.getpid()
     token = _tokens.get(pid)
     if token is None:

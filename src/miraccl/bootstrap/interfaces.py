@@ -1,8 +1,9 @@
-"""The network interfaces of this host and which of them the ranks should use.
+"""Network interfaces of this host, and the choice of the addresses that a rank announces.
 
-Rules of the choice are NCCL's (``src/misc/socket.cc``, ``ncclFindInterfaces``): a list in SOCKET_IFNAME wins; else interfaces that route to
-the meeting point; else ordinary ones; those of containers and virtual machines next; loopback last.  Linux only, without further
-dependencies: names from ``if_nameindex``, IPv4 from SIOCGIFADDR, IPv6 from /proc/net/if_inet6.
+The rules are NCCL's (``src/misc/socket.cc``, ``ncclFindInterfaces``): a list in SOCKET_IFNAME wins;
+then interfaces that route to the rendezvous; then ordinary ones; then those of containers and
+virtual machines; loopback last. Linux only, without further dependencies: names from
+``if_nameindex``, IPv4 from SIOCGIFADDR, IPv6 from /proc/net/if_inet6.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ VIRTUAL_PREFIXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """One interface with its addresses as text, IPv4 first. Link-local IPv6 addresses are left out: they need a scope."""
+    """One interface with its addresses as text, IPv4 first.
+
+    Link-local IPv6 addresses are left out: they need a scope.
+    """
 
     name: str
     addresses: tuple[str, ...]
@@ -62,9 +66,10 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class NameFilter:
-    """NCCL's language for SOCKET_IFNAME: ``eth,ib`` prefixes, ``^docker`` all but these, ``=eth0`` exact names, ``^=eth0`` both.
+    """NCCL's syntax of SOCKET_IFNAME.
 
-    A port after a colon (``=mlx5_0:1``, the form of IB_HCA) is ignored.
+    ``eth,ib``: prefixes; ``^docker``: all but these; ``=eth0``: exact names; ``^=eth0``: both. A
+    port after a colon (``=mlx5_0:1``, the form of IB_HCA) is ignored.
     """
 
     names: tuple[str, ...]
@@ -91,7 +96,7 @@ class NameFilter:
         return hit != self.exclude
 
     def order(self, name: str) -> int:
-        """Position of the first word that names it: the user's order is the order of preference."""
+        """Return the position of the first name that matches: the user's order of preference."""
         for position, word in enumerate(self.names):
             if not self.exclude and (name == word if self.exact else name.startswith(word)):
                 return position
@@ -99,7 +104,7 @@ class NameFilter:
 
 
 def list_interfaces() -> list[Interface]:
-    """All interfaces that are up, in kernel order. Raises ``SystemFailure``."""
+    """Return all interfaces that are up, in kernel order. Raises ``SystemFailure``."""
     ipv6 = _ipv6_addresses()
     found: list[Interface] = []
     with (
@@ -147,9 +152,9 @@ def _ipv6_addresses() -> dict[str, list[str]]:
 
 
 def source_address(host: str) -> str | None:
-    """The local address from which packets to ``host`` leave (a UDP connect asks the routing table and sends nothing).
+    """Return the local address from which packets to ``host`` leave, None if it is unknown.
 
-    The name service has ``ROUTE_SECONDS`` to answer.
+    Name resolution is given ``ROUTE_SECONDS``.
     """
     lookup = Lookup(host)
     if not lookup.wait(ROUTE_SECONDS):
@@ -162,7 +167,10 @@ def source_address(host: str) -> str | None:
 
 
 def is_local_host(host: str) -> bool | None:
-    """Whether an address of this name is one of this host's; ``None`` if the name service does not say in ``ROUTE_SECONDS``."""
+    """Return True if an address of this name belongs to this host.
+
+    None if name resolution takes longer than ``ROUTE_SECONDS``.
+    """
     lookup = Lookup(host)
     if not lookup.wait(ROUTE_SECONDS) or not lookup.infos:
         return None
@@ -185,7 +193,10 @@ def is_loopback(address: str) -> bool:
 def rank_interfaces(
     interfaces: Iterable[Interface], names: str = "", route: str | None = None
 ) -> list[Interface]:
-    """Usable interfaces, best first. ``route`` is the local address that leads to the meeting point, when there is one."""
+    """Return the usable interfaces, best first.
+
+    ``names``: the value of SOCKET_IFNAME. ``route``: local address that leads to the rendezvous.
+    """
     usable = [interface for interface in interfaces if interface.up and interface.addresses]
     if names:
         chosen = NameFilter.parse(names)
@@ -200,11 +211,13 @@ def rank_interfaces(
 def choose_addresses(
     peer: str | None = None, interfaces: Sequence[Interface] | None = None
 ) -> tuple[tuple[str, ...], bool]:
-    """Addresses of the interface this process should announce, and whether loopback may replace them on one host.
+    """Choose the addresses that this process announces.
 
-    ``peer`` is the meeting point's host, when it is known.  With SOCKET_IFNAME set only those interfaces count, and loopback
-    replaces nothing.  The address that routes to ``peer`` comes first, if its name is known within ``ROUTE_SECONDS``.  Raises
-    ``InvalidUsage``, ``SystemFailure`` or ``BootstrapError``.
+    Returns the addresses of one interface, and whether loopback may replace them between ranks of
+    one host. ``peer``: host of the rendezvous, if it is known; the address that routes to it comes
+    first, if its name resolves within ``ROUTE_SECONDS``. With SOCKET_IFNAME set only those
+    interfaces count, and loopback replaces nothing. Raises ``InvalidUsage``, ``SystemFailure`` or
+    ``BootstrapError``.
     """
     names, variable = params.SOCKET_IFNAME.resolve()
     interfaces = list_interfaces() if interfaces is None else interfaces

@@ -1,4 +1,4 @@
-"""From a unique id to a session: find the hub, join, wait until all ranks have met."""
+"""Join of a job by its unique id: find the hub, prove the secret, wait for all ranks."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ def connect(
     thread_ids: Sequence[int] = (),
     poll: Callable[[], None] = _no_op,
 ) -> Session:
-    """Meet all ranks of the job; returns when everyone is in. ``timeout`` in seconds, default MIRACCL_BOOTSTRAP_TIMEOUT, or the deadline of
-    more than this.
+    """Join the job of ``unique_id`` as ``rank``; return when all ranks have joined.
 
-    ``session_timeout`` (default MIRACCL_TIMEOUT) is the deadline of the session's later calls, ``dial_timeout`` (default ``timeout``)
-    that for finding the hub; ``root`` is handed to the session to keep; ``look`` is called every so often, and what it raises ends the
-    attempt.  Ranks come in any order, also before the root listens.
-    Raises ``BootstrapError``: missing ranks named, a rank number used twice, different nranks, another version;
-    ``AuthenticationError``: wrong secret; ``PeerDied``: a rank died while the ranks were meeting.
+    ``timeout``: seconds, or the deadline of an enclosing operation; default
+    MIRACCL_BOOTSTRAP_TIMEOUT. ``session_timeout`` (default MIRACCL_TIMEOUT): deadline of the
+    session's later calls. ``dial_timeout`` (default ``timeout``): time to find the hub. ``hub``: a
+    hub for the session to keep. ``poll`` is called every so often; an exception that it raises ends
+    the attempt. Ranks join in any order, also before rank 0 listens.
+
+    Raises ``BootstrapError`` (names missing ranks; a rank number used twice; different nranks;
+    another version), ``AuthenticationError`` (wrong secret) or ``PeerDied`` (a rank died before all
+    had joined).
     """
     _check_rank(rank, nranks)
     if unique_id.version != VERSION:
@@ -89,7 +92,10 @@ def _check_rank(rank: int, nranks: int) -> None:
 
 
 def _targets(unique_id: UniqueId) -> list[tuple[str, int]]:
-    """Loopback first on the root's own host, and not at all elsewhere."""
+    """Return the addresses to try.
+
+    Loopback comes first on the host where the id was made, and is left out elsewhere.
+    """
     here = unique_id.host in ("", network_fingerprint())
     local = [address for address in unique_id.addresses if is_loopback(address[0])]
     remote = [address for address in unique_id.addresses if not is_loopback(address[0])]
@@ -117,10 +123,10 @@ def join_job(
     thread_ids: Sequence[int] = (),
     poll: Callable[[], None] = _no_op,
 ) -> Session:
-    """``connect`` for a list of (host, port), see ``Dialer`` for ``probing``.
+    """Join a job at one of ``targets``, a list of (host, port); see ``Dialer`` for ``probing``.
 
-    ``route_to``: the host whose route decides which address this rank announces, default the first of ``targets`` that is not
-    loopback.
+    ``route_to``: host whose route decides which address this rank announces, default the first of
+    ``targets`` that is not loopback. Other arguments and errors as ``connect``.
     """
     _check_rank(rank, nranks)
     timeout = params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout
@@ -156,9 +162,13 @@ def join_job(
 
 @dataclass(kw_only=True)
 class _JoinAttempts:
-    """One rank on its way into its job. What may pass (a hub that hangs up before it knew the rank, a lost connection, a host without
-    descriptors) is tried again until ``dial_deadline``; the error then says what it was. A hub that hung up and listens no more has ended,
-    but for a port at which one job may come after another."""
+    """Repeated attempts of one rank to join its job.
+
+    Transient problems (a hub that hangs up before it accepted the rank, a lost connection, a host
+    without descriptors) are retried until ``dial_deadline``; the error then names the last one. A
+    hub that hung up and no longer listens has ended, except when ports are probed: there one job
+    may follow another.
+    """
 
     targets: Sequence[tuple[str, int]]
     secret: bytes
@@ -241,9 +251,10 @@ class _JoinAttempts:
 
 
 def _join(sock: socket.socket, remote: str | None, deadline: Deadline) -> Join:
-    """What this rank tells about itself. The address it announces is the one that leads to the hub, or to the hub's own network.
+    """Return the ``Join`` of this rank.
 
-    Raises ``HubDisconnected`` if the connection has no other end any more.
+    It announces the address that leads to the hub, or to the hub's own network. Raises
+    ``HubDisconnected`` if the connection has no other end any more.
     """
     try:
         names = sock.getsockname(), sock.getpeername()

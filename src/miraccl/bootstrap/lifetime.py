@@ -1,8 +1,8 @@
-"""What happens to links and hubs when the interpreter ends or the process forks.
+"""Links and hubs at the end of the interpreter and in forked children.
 
-An interpreter that ends in an orderly way says goodbye, with the exception that ended it: the other ranks see who left and why instead of
-a death.  A forked child gives up its copies of the descriptors: with them open, the death of its parent would close no connection and
-nobody would notice.
+An interpreter that exits says goodbye, with the exception that ended it: the other ranks then see
+who left and why, instead of a death. A forked child closes its copies of the descriptors: while
+they are open, the death of the parent would not close its connections.
 """
 
 from __future__ import annotations

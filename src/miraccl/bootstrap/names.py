@@ -1,4 +1,4 @@
-"""Addresses of host names, asked for on a thread: a resolver waits for its servers longer than ranks may wait for each other."""
+"""Resolution of host names on a thread, with a time limit of the caller's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 
 class Lookup:
-    """The addresses of ``host``. Ended: ``infos`` has them as ``socket.getaddrinfo`` does (port 0), or is empty and ``trouble`` says why.
+    """Resolution of ``host``.
 
-    A numeric address needs no thread.  A thread whose server never answers ends with the resolver's patience; nobody waits for it.
+    Once it has ended, ``infos`` has the addresses as ``socket.getaddrinfo`` returns them (port 0),
+    or is empty and ``problem`` says why. A numeric address needs no thread. A thread whose name
+    server never answers ends at the resolver's own timeout and is not joined.
     """
 
     def __init__(self, host: str) -> None:
@@ -30,7 +32,7 @@ class Lookup:
             self._ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, at the latest ``seconds`` from now."""
+        """Wait at most ``seconds``; return True if the resolution has ended."""
         return self._ended.wait(max(0.0, seconds))
 
     def _run(self) -> None:

@@ -10,9 +10,11 @@ from miraccl.errors import InvalidUsage
 
 
 def expand_nodelist(text: str) -> Iterator[str]:
-    """Host names of Slurm's compact form in order: ``n[1-2],gpu[08-10,12]x,a[1-2]b[1-2]``. Widths of numbers are kept.
+    """Yield the host names of Slurm's compact form in order:
+    ``n[1-2],gpu[08-10,12]x,a[1-2]b[1-2]``.
 
-    Raises ``InvalidUsage`` for unbalanced brackets and ranges that run backwards.
+    Widths of numbers are preserved. Raises ``InvalidUsage`` for unbalanced brackets and ranges that
+    run backwards.
     """
     if re.search(r"\[[^\]]*(\[|$)", text) or re.search(r"(^|\])[^\[]*\]", text):
         raise InvalidUsage(f"a node list with unbalanced brackets: {text!r}")

@@ -1,8 +1,9 @@
-"""How ranks of one user on one host hand each other a unique id: a file in a private folder, for launchers that only count ranks.
+"""Hand-over of a unique id between ranks of one user on one host, through a private file.
 
-The folder is 0700 and the file 0600, both owned by the user; anything else there is refused, since whoever can write the file could
-send ranks to a hub of his own.  Rank 0 replaces the file atomically and removes it once all have met; one that a crashed job left is
-found to lead nowhere and read again until the deadline.
+For launchers that only number the ranks. The folder is 0700 and the file 0600, both owned by the
+user; anything else is rejected, since whoever can write the file could send ranks to a hub of their
+own. Rank 0 replaces the file atomically and removes it once all ranks have joined. A file that a
+crashed job left leads nowhere and is read again until the deadline.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ MAX_ANCESTORS = 16
 
 
 def runtime_folder() -> str:
-    """The user's private folder, made when missing. Raises ``SystemFailure`` when somebody else could write there."""
+    """Return the user's private folder, created if missing.
+
+    Raises ``SystemFailure`` if another user could write there.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     with as_system_failure("there is no folder for the meeting file"):
         if not (base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid()):
@@ -68,7 +72,10 @@ def _path_of(job: str) -> str:
 
 
 def publish_id(job: str, unique_id: UniqueId) -> str:
-    """Write the id for the other ranks of ``job``; returns the path. Raises ``SystemFailure`` and leaves nothing then."""
+    """Write the id for the other ranks of ``job``; return the path.
+
+    Raises ``SystemFailure`` and leaves no file then.
+    """
     path = _path_of(job)
     with as_system_failure(f"cannot write the meeting file {path}"):
         handle, draft = tempfile.mkstemp(dir=os.path.dirname(path))  # 0600
@@ -108,9 +115,9 @@ def _read_id(path: str) -> UniqueId | None:
 def wait_for_id(
     job: str, deadline: Deadline, join: Callable[[UniqueId, float], Session]
 ) -> Session:
-    """``join(unique_id, seconds to find the hub)`` with the id rank 0 writes for ``job``.
+    """Call ``join(unique_id, dial_timeout)`` with the id that rank 0 writes for ``job``.
 
-    Raises ``BootstrapError`` at the deadline when there is none, or what ``join`` raised last.
+    Raises ``BootstrapError`` at the deadline if there is no id, or the last error of ``join``.
     """
     path = _path_of(job)
     pause = FIRST_PAUSE
@@ -131,9 +138,11 @@ def wait_for_id(
 
 
 def job_of_parent(process: Callable[[int], tuple[str, int, str] | None] | None = None) -> str:
-    """The last resort for a job's name: the launcher's process among our ancestors, else our parent, and when it began.
+    """Return a name for the job of the last resort: pid and start time of the process that started
+    it.
 
-    ``process`` gives (name, parent, start time) of a process.  Looking further than the parent lets ranks be started by wrapper scripts.
+    That is the launcher among our ancestors, else our parent. ``process`` gives (name, parent,
+    start time) of a pid. Ancestors are searched so that ranks may be started by wrapper scripts.
     """
     process = process or _process
     parent = pid = os.getppid()
@@ -151,7 +160,7 @@ def job_of_parent(process: Callable[[int], tuple[str, int, str] | None] | None =
 
 
 def _process(pid: int) -> tuple[str, int, str] | None:
-    """Fields 2 (comm), 4 (ppid) and 22 (starttime) of /proc/pid/stat, see proc(5)."""
+    """Return fields 2 (comm), 4 (ppid) and 22 (starttime) of /proc/pid/stat, see proc(5)."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             head, _, tail = file.read().rpartition(")")

@@ -1,4 +1,4 @@
-"""Where threads are: the line of the user's program that called us, not the line of ours that waits."""
+"""Stack samples of the threads of this process: the line of the application that called us."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIBRARIES = sorted({os.path.abspath(path) + os.sep for path in _FOLDERS if path
 
 
 def add_library(folder: str) -> None:
-    """A package that is no part of the user's program, wherever it lies: in a source tree, or a container's own place."""
+    """Count a package as a library, not as application code, wherever it is installed."""
     path = os.path.abspath(folder) + os.sep
     if path not in _LIBRARIES:
         _LIBRARIES.append(path)
@@ -50,13 +50,10 @@ _paused = False  # the garbage collector is, by whoever has the lock
 
 
 class SampledFrames:
-    """Inside, the innermost frame of every thread; their callers are walked there, too. Who keeps this thread's keeps what all its
-    functions have, until the next run of the garbage collector, which programs may have turned off.
+    """Context manager that gives the innermost frame of every thread, by ident.
 
-    Without the garbage collector meanwhile: before CPython 3.12 it runs wherever something is allocated, and finalizers let other threads
-    run.  If that happens while the interpreter makes an object for a frame of another thread, which ends then, the object points to memory
-    that is nobody's.  If it happens while the interpreter collects these frames, and another thread comes here or begins a thread, the
-    process stands still for ever (python/cpython#106883).
+    Callers of the frames must be walked inside the block. Do not keep references to frames of this
+    thread beyond it: they keep all locals alive until the next run of the garbage collector.
     """
 
     def __enter__(self) -> dict[int, FrameType]:
@@ -101,11 +98,12 @@ def _describe(frame: FrameType) -> str:
 
 
 def locate(idents: Iterable[int], depth: int = 8) -> list[dict[str, object]]:
-    """Where the threads are, those that do not exist (any more) left out.
+    """Return the locations of threads; those that have ended are left out.
 
-    ``where``: innermost line of the user's program; ``call``: our function it waits in, if any; ``stack``: that line and its callers.
-    A wait ends in the standard library (``threading``, ``selectors``) and a call of ours may come from a library (DDP), so library
-    frames are skipped, unless there are no others.
+    ``where``: innermost line of the application; ``call``: our function that it is blocked in, if
+    any; ``stack``: that line and its callers. A wait ends in the standard library (``threading``,
+    ``selectors``) and a call of ours may come from a library (DDP), so library frames are skipped,
+    unless there are no others.
     """
     with SampledFrames() as innermost:
         return [_describe_thread(innermost[ident], depth) for ident in idents if ident in innermost]
@@ -128,7 +126,7 @@ def _describe_thread(innermost: FrameType, depth: int) -> dict[str, object]:
 
 
 def _below_libraries(frame: FrameType) -> FrameType:
-    """The first caller of ``frame`` that is no library's, or ``frame`` itself where there is none."""
+    """Return the first caller of ``frame`` outside libraries, ``frame`` itself if there is none."""
     caller: FrameType | None = frame
     while caller is not None and _is_library(caller) and not _is_ours(caller):
         caller = caller.f_back
@@ -140,7 +138,10 @@ def _is_users(file: str) -> bool:
 
 
 def may_call_user_code(frame: FrameType, thread: threading.Thread | None) -> bool:
-    """Whether a thread of a library's may come to code of the user's by itself: it serves events, or is about to begin with that code."""
+    """Return True if a library's thread may call application code by itself.
+
+    Such a thread serves events, or is about to start with that code.
+    """
     at: FrameType | None = frame
     while at is not None:
         if at.f_code.co_filename.startswith(_EVENT_LOOPS):
@@ -155,7 +156,7 @@ def may_call_user_code(frame: FrameType, thread: threading.Thread | None) -> boo
 
 
 def is_called_back(frame: FrameType) -> bool:
-    """Whether a thread runs the user's code inside of a call of ours: a signal handler."""
+    """Return True if a thread runs application code inside a call of ours: a signal handler."""
     at: FrameType | None = frame
     users = False
     while at is not None:
@@ -167,7 +168,10 @@ def is_called_back(frame: FrameType) -> bool:
 
 
 def runs_user_code(frame: FrameType, *, also_here: bool) -> bool:
-    """Whether a thread at ``frame`` runs a line that is neither of a library nor ours (``also_here``: or ours)."""
+    """Return True if application code is on the stack of a thread.
+
+    ``also_here``: code of this library counts as well.
+    """
     at: FrameType | None = frame
     while at is not None:
         if _is_ours(at):

@@ -1,7 +1,7 @@
-"""The name of a job: where its ranks meet and the secret they prove to each other.
+"""Unique id of a job: the addresses of its hub and the secret that its ranks prove to each other.
 
-A ``UniqueId`` is what ``ncclUniqueId`` is: one rank makes it, all ranks get it by the user's own means.  Whoever has it can join the
-job; treat it like a password.
+A ``UniqueId`` corresponds to ``ncclUniqueId``: one rank creates it, all ranks receive it by means
+of the user's. It admits its holder to the job: treat it like a password.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ PREFIX = "miraccl:"
 
 @dataclass(frozen=True, kw_only=True)
 class UniqueId:
-    """``addresses``: (host, port) in the order to try them; ``secret``: 32 bytes; ``host``: the network fingerprint of the root's host.
+    """Addresses and secret of a job.
 
-    Loopback addresses are tried only on the root's own host.
+    ``addresses``: (host, port) in the order to try them; loopback addresses are tried only on the
+    host of the hub. ``secret``: 32 bytes. ``host``: network fingerprint of the hub's host.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -57,7 +58,7 @@ class UniqueId:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> UniqueId:
-        """Raises ``InvalidUsage`` for anything ``to_bytes`` did not make."""
+        """Decode the result of ``to_bytes``. Raises ``InvalidUsage`` for anything else."""
         try:
             if len(data) > cls.MAX_BYTES:
                 raise ProtocolError("too long")
@@ -74,7 +75,9 @@ class UniqueId:
         )
 
     def __str__(self) -> str:
-        """Printable form without spaces, for an environment variable. It contains the secret."""
+        """Return a printable form without spaces, for an environment variable. It contains the
+        secret.
+        """
         return PREFIX + base64.urlsafe_b64encode(self.to_bytes()).decode("ascii").rstrip("=")
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Proof of the job's secret, and the keys that follow from it.
+"""Mutual proof of the job's secret, and the keys derived from it.
 
 Three plain messages, then only sealed ones::
 
@@ -8,16 +8,19 @@ Three plain messages, then only sealed ones::
     Proof(proof_m)                       -->
     sealed frames                       <--> sealed frames
 
-``proof_x = HMAC-SHA256(secret, role_x | version | rank | nranks | nonce_m | nonce_h)``: both sides prove the secret over fresh
-nonces, bound to role, rank and job size, so that a proof can be neither replayed nor reflected (ISO/IEC 9798-4, three pass mutual
-authentication).  The hub proves first: a member never proves itself to somebody who does not know the secret, and a member with a
-wrong secret knows at once.  Per-direction keys are HMACs of the same words under other labels (extract and expand as in RFC 5869).
+``proof_x = HMAC-SHA256(secret, role_x | version | rank | nranks | nonce_m | nonce_h)``. Both sides
+prove the secret over fresh nonces, bound to role, rank and job size, so a proof can be neither
+replayed nor reflected (ISO/IEC 9798-4, three pass mutual authentication). The hub proves first: a
+member never proves itself to a server that does not know the secret, and a member with a wrong
+secret learns so at once. The keys of the two directions are HMACs of the same transcript under
+other labels (extract and expand as in RFC 5869).
 
-A member that calls again, as its last connection was cut before it heard that the hub has taken it in, says so in its nonce: 16 random
-bytes, and 16 of an HMAC of these and the last connection's nonce.  The hub may know nothing of the cut.
+A member whose connection was cut before it received ``Accepted`` reconnects and says so in its
+nonce: 16 random bytes, then 16 bytes of an HMAC over these and the nonce of the last connection.
+The hub may not have noticed the cut yet.
 
-A sealed frame is ``u64 sequence | message | 16 bytes of HMAC-SHA256`` (truncated as in RFC 4868).  The control plane is authentic, it
-is not secret: nothing confidential is sent over it.
+A sealed frame is ``u64 sequence | message | 16 bytes of HMAC-SHA256`` (truncated as in RFC 4868).
+The control plane is authenticated, not encrypted: no confidential data is sent over it.
 """
 
 from __future__ import annotations
@@ -44,7 +47,11 @@ _TRANSCRIPT_HEAD = struct.Struct(">HII")
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """First message of a member. Magic and version come first in every version, so that the answer can name the difference."""
+    """First message of a member.
+
+    Magic and version come first in every version of the protocol, so that the answer can name the
+    difference.
+    """
 
     magic: bytes = MAGIC
     version: int = VERSION
@@ -81,7 +88,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class Unsupported:
-    """Plain answer to a Hello of another version; it gives away the version and nothing else."""
+    """Plain answer to a Hello of another version; it reveals only the version."""
 
     version: int = VERSION
 
@@ -91,19 +98,25 @@ class Unsupported:
 
 @dataclass(frozen=True, kw_only=True)
 class HubRejectedNotice:
-    """A member's plain word to a hub whose proof is wrong. It proves nothing; the hub only mentions it when ranks are missing."""
+    """Plain notice of a member that the hub's proof is wrong.
+
+    It proves nothing; the hub only mentions it when ranks are missing.
+    """
 
     KIND: ClassVar[int] = 5
     LAYOUT: ClassVar[tuple[tuple[str, str], ...]] = ()
 
 
 def make_nonce(secret: bytes, random: bytes, last: bytes = b"") -> bytes:
-    """The nonce for a Hello, of 32 fresh random bytes; ``last`` is that of the connection before, where there was one."""
+    """Return the nonce of a Hello from 32 fresh random bytes.
+
+    ``last``: nonce of the connection that was cut, if there was one.
+    """
     return random[:MAC_BYTES] + _reconnect_mac(secret, last, random[:MAC_BYTES]) if last else random
 
 
 def is_reconnect(secret: bytes, nonce: bytes, last: bytes) -> bool:
-    """Whether ``nonce`` is of a member that calls again after the connection with the nonce ``last``."""
+    """Return True if ``nonce`` comes from the member whose connection had the nonce ``last``."""
     return hmac.compare_digest(nonce[MAC_BYTES:], _reconnect_mac(secret, last, nonce[:MAC_BYTES]))
 
 
@@ -112,16 +125,16 @@ def _reconnect_mac(secret: bytes, last: bytes, random: bytes) -> bytes:
 
 
 def peek_version(body: bytes) -> int | None:
-    """Version in a Hello of any version, or ``None`` when the frame is no Hello."""
+    """Return the version in a Hello of any version, None if the frame is not a Hello."""
     if len(body) < 7 or body[0] != Hello.KIND or body[1:5] != MAGIC:
         return None
     return int.from_bytes(body[5:7], "big")
 
 
 class Handshake:
-    """The words both sides know after Hello and Challenge, and what follows from them.
+    """Transcript that both sides know after Hello and Challenge, and the proofs and keys from it.
 
-    Raises ``AuthenticationError`` for a wrong proof.  ``secret`` has 32 bytes.
+    ``secret``: 32 bytes. Checks raise ``AuthenticationError`` for a wrong proof.
     """
 
     def __init__(self, secret: bytes, hello: Hello, hub_nonce: bytes) -> None:
@@ -159,14 +172,14 @@ class Handshake:
 
 
 class Sealer:
-    """Numbers and signs the messages of one direction."""
+    """Numbers and authenticates the messages of one direction."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self.sequence = 0
 
     def seal(self, body: bytes) -> bytes:
-        """The whole frame of one message."""
+        """Return the whole frame of one message."""
         numbered = _SEQUENCE.pack(self.sequence) + body
         frame = encode_frame(numbered + hmac.digest(self._key, numbered, "sha256")[:MAC_BYTES])
         self.sequence += 1  # a message that is too long was not sent
@@ -174,7 +187,10 @@ class Sealer:
 
 
 class Opener:
-    """Checks and strips what a ``Sealer`` added; raises ``ProtocolError`` for anything altered, repeated, lost or reordered."""
+    """Checks and strips what a ``Sealer`` added.
+
+    Raises ``ProtocolError`` for any frame that was altered, repeated, lost or reordered.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -1,10 +1,12 @@
-"""The bootstrap protocol: states, transitions, and what goes in and out of its two machines.
+"""Bootstrap protocol: states, transition tables, inputs and outputs of its two machines.
 
-``HubMachine`` (``bootstrap_hub.py``) is the meeting point; ``MemberMachine`` (``bootstrap_member.py``) is one rank.  Both take an input
-record and return a list of output records (the shape of dask's ``worker_state_machine.py``); neither has a socket, a clock, a
-thread or randomness.  The same inputs give the same outputs: a log of inputs is a test case (``replay``).
+``HubMachine`` (``bootstrap_hub.py``) serves the rendezvous and the control plane; ``MemberMachine``
+(``bootstrap_member.py``) is one rank. Both take an input record and return a list of output records
+(the shape of dask's ``worker_state_machine.py``). Neither has a socket, a clock, a thread or
+randomness, so the same inputs give the same outputs and a log of inputs is a test case
+(``replay``).
 
-All transitions are in this file.  An input that a state does not list is a violation of the protocol.
+All transitions are in this file. An input that a state does not list violates the protocol.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from miraccl.errors import ProtocolError
 
 
 class PeerState(enum.Enum):
-    """A connection as the hub sees it. Up to JOIN it is a stranger's as far as the hub knows."""
+    """A connection as the hub sees it. Up to JOIN its peer is unauthenticated."""
 
     HELLO = "waits for Hello"
     PROOF = "waits for Proof"
@@ -111,7 +113,10 @@ S = TypeVar("S", bound=enum.Enum)
 
 
 def advance(table: Mapping[tuple[S, str], S], state: S, event: str) -> S:
-    """The state after ``word``; raises ``ProtocolError`` when the table has no such transition."""
+    """Return the state after ``event``.
+
+    Raises ``ProtocolError`` if the table has no such transition.
+    """
     try:
         return table[state, event]
     except KeyError:
@@ -125,7 +130,10 @@ def advance(table: Mapping[tuple[S, str], S], state: S, event: str) -> S:
 
 @dataclass(frozen=True, kw_only=True)
 class Connected:
-    """Hub: a connection came in. ``nonce`` is 32 fresh random bytes, ``peer`` is its address in words."""
+    """Hub input: a connection came in.
+
+    ``nonce``: 32 fresh random bytes; ``peer``: its address as text.
+    """
 
     now: float
     conn: int
@@ -135,7 +143,7 @@ class Connected:
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """Bytes came in. A member has one connection, number 0."""
+    """Input: bytes came in. A member has one connection, number 0."""
 
     now: float
     conn: int = 0
@@ -151,7 +159,7 @@ class Disconnected:
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """The clock passed ``deadline()``."""
+    """Input: the clock passed ``deadline()``."""
 
     now: float
 
@@ -164,14 +172,16 @@ class CloseHub:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Member: the connection stands."""
+    """Member input: the connection is established."""
 
     now: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendMessage:
-    """Member: send a message of the control plane (Join, Gather, NoticeMessage, ..., Goodbye)."""
+    """Member input: send a message of the control plane (Join, Gather, NoticeMessage, ...,
+    Goodbye).
+    """
 
     now: float
     message: Any
@@ -187,9 +197,10 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """Output: close the connection after what was sent before is out.
+    """Output: close the connection once everything sent before is out.
 
-    ``linger``: end our direction and wait a moment for the other side to hang up, so that it surely reads the last word.
+    ``linger``: close our direction and wait a moment for the other side to hang up, so that it
+    surely reads the last message.
     """
 
     conn: int = 0
@@ -199,17 +210,22 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """Output of the hub: stop listening and end."""
+    """Hub output: stop listening and end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubProved:
-    """Output of a member: the hub knows the secret; answer with ``SendMessage(Join)`` or drop the connection."""
+    """Member output: the hub knows the secret. Answer with ``SendMessage(Join)`` or drop the
+    connection.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubRejected:
-    """Output of a member: whoever is there is not the hub of this job. ``kind`` is secret, version or stranger."""
+    """Member output: the server is not the hub of this job.
+
+    ``kind``: secret, version or stranger.
+    """
 
     kind: str
     reason: str
@@ -217,14 +233,14 @@ class HubRejected:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageArrived:
-    """Output of a member: a message for the layer above (Accepted, JoinRejected, Welcome, Gathered, Gone, ...)."""
+    """Member output: a message for the layer above (Accepted, Welcome, Gathered, Gone, ...)."""
 
     message: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubLost:
-    """Output of a member: the connection ended. ``left`` is true when the hub said so first."""
+    """Member output: the connection ended. ``left``: the hub announced it."""
 
     state: MemberState
     left: bool
@@ -232,20 +248,20 @@ class HubLost:
 
 
 class Machine(Protocol):
-    """What both machines have in common."""
+    """Contract of both machines."""
 
     def handle(self, event: Any) -> list[Any]:
-        """Take one input, return what is to be done, in order."""
+        """Take one input; return the outputs in order."""
 
     def deadline(self) -> float | None:
-        """When the machine wants a ``Tick``; ``None`` is never."""
+        """Return the time at which the machine wants a ``Tick``, None for never."""
 
     def validate_state(self) -> None:
         """Assert the machine's invariants."""
 
 
 def replay(machine: Machine, log: Iterable[Any]) -> list[list[Any]]:
-    """Outputs of a fresh machine for a logged list of inputs."""
+    """Return the outputs of a fresh machine for a log of inputs."""
     return [machine.handle(event) for event in log]
 
 
@@ -253,7 +269,7 @@ def replay(machine: Machine, log: Iterable[Any]) -> list[list[Any]]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 2 and 5``, ``ranks 0-3, 7 and 9``."""
+    """Return ``rank 2``, ``ranks 2 and 5``, or ``ranks 0-3, 7 and 9``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:

@@ -1,9 +1,11 @@
-"""The door of the hub: connections that have not proved yet that they know the job's secret.
+"""Admission of connections to the hub: the handshake up to the proof of the secret.
 
-A stranger costs little.  Of each at most one frame of ``MAX_HANDSHAKE_BYTES`` is held and two are looked at; it is dropped at the handshake
-deadline; and when ``bound`` of them are held, one makes place for the next: the oldest that has said nothing for ``SILENT_SECONDS``, else
-the oldest that has not answered the challenge for ``IDLE_SECONDS``.  Until then newcomers wait in the kernel's queue (``may_admit``), so
-that a thousand ranks that come at once do not push each other out.
+An unauthenticated connection costs little. At most one frame of ``MAX_HANDSHAKE_BYTES`` is stored
+for each and two are parsed; it is dropped at the handshake deadline. When ``bound`` of them are
+pending, a newcomer evicts one: the oldest that has sent nothing for ``SILENT_SECONDS``, else the
+oldest that has not answered the challenge for ``IDLE_SECONDS``. Until then newcomers wait in the
+kernel's queue (``may_admit``), so that a thousand ranks that start at once do not push each other
+out.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _SECOND: dict[int, type[Any]] = {Proof.KIND: Proof, HubRejectedNotice.KIND: HubR
 
 @dataclass(kw_only=True)
 class UnauthenticatedPeer:
-    """A connection in state HELLO, PROOF or, proved, JOIN. ``since`` is when it came."""
+    """A connection in state HELLO or PROOF; in state JOIN it is about to become a peer.
+
+    ``since``: time of its arrival.
+    """
 
     conn: int
     address: str
@@ -49,7 +54,11 @@ class UnauthenticatedPeer:
 
 
 class Admission:
-    """``secret``: 32 bytes; ``timeout`` of a handshake in seconds; ``bound``: strangers held at most."""
+    """The pending connections of a hub, in order of arrival.
+
+    ``secret``: 32 bytes; ``timeout``: seconds for a handshake; ``bound``: largest number of pending
+    connections.
+    """
 
     def __init__(self, *, secret: bytes, timeout: float, bound: int) -> None:
         self.pending: dict[int, UnauthenticatedPeer] = {}  # in order of arrival
@@ -57,12 +66,12 @@ class Admission:
         self._secret, self._timeout, self._bound = secret, timeout, bound
 
     def note(self, text: str) -> None:
-        """Remember what may explain a missing rank."""
+        """Record a fact that may explain a missing rank."""
         if text not in self.notes and len(self.notes) < MAX_NOTES:
             self.notes.append(text)
 
     def may_admit(self, now: float) -> bool:
-        """Whether there is place for one more, or somebody who has had time enough makes place."""
+        """Return True if there is capacity for one more, or a connection that may be evicted."""
         return len(self.pending) < self._bound or self._evictable(now) is not None
 
     def _evictable(self, now: float) -> UnauthenticatedPeer | None:
@@ -73,7 +82,7 @@ class Admission:
         return None
 
     def admit(self, event: Connected) -> UnauthenticatedPeer | None:
-        """Take a connection in; the result is the stranger who has to go for it, if any. The bound holds in any case."""
+        """Add a connection; return the one that is evicted for it, if any. The bound always holds."""
         evicted = None
         if len(self.pending) >= self._bound:
             silent = (s for s in self.pending.values() if s.state is PeerState.HELLO)
@@ -93,9 +102,12 @@ class Admission:
         return evicted
 
     def handle_frame(self, stranger: UnauthenticatedPeer, frame: bytes) -> bytes:
-        """Take a frame of the handshake; the bytes to send back. After the proof the state is JOIN.
+        """Handle a frame of the handshake; return the bytes to send back. After the proof the state
+        is
+        JOIN.
 
-        Raises ``ProtocolError`` or ``AuthenticationError`` when the stranger is to be dropped; ``WrongVersion`` has a last word for it.
+        Raises ``ProtocolError`` or ``AuthenticationError`` if the connection is to be dropped;
+        ``WrongVersion`` carries a reply.
         """
         if stranger.state is PeerState.HELLO:
             return self._hello(stranger, frame)
@@ -149,7 +161,7 @@ class Admission:
 
 
 class WrongVersion(ProtocolError):
-    """A Hello of another version; it is told ours."""
+    """A Hello of another version; the reply names ours."""
 
     @staticmethod
     def reply() -> bytes:

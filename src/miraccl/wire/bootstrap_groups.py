@@ -1,7 +1,8 @@
-"""What the ranks of a running job say to each other through the hub: groups of ranks, their all-gathers, notices and questions.
+"""Control-plane traffic between the ranks of a running job: groups, all-gathers, notices, status.
 
-A group is a communicator's ranks; ``WORLD`` is all of the job.  Whoever is gone, or has left a group, ends the gathers that are under way
-there.  A message that breaks a rule raises ``ProtocolError``, and the hub drops its sender.
+A group is the ranks of a communicator; ``WORLD`` is the whole job. A rank that is gone, or has left
+a group, ends the gathers in progress there. A message that breaks a rule raises ``ProtocolError``,
+and the hub drops its sender.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WORLD = 0
 
 @dataclass(kw_only=True)
 class _Group:
-    """``left``: the reasons of those who have left it."""
+    """``left``: reason by rank of those that have left the group."""
 
     ranks: tuple[int, ...]
     left: dict[int, str] = field(default_factory=dict)
@@ -40,14 +41,14 @@ class _Group:
 
 @dataclass(kw_only=True)
 class _Round:
-    """One all_gather under way: parts by rank, and the deadline of each rank that waits."""
+    """One all_gather in progress: parts by rank, and the deadline of each rank that waits."""
 
     parts: dict[int, bytes] = field(default_factory=dict)
     deadlines: dict[int, float] = field(default_factory=dict)
 
 
 class Groups:
-    """``tell(ranks, message)`` sends a message to those of the ranks that are here."""
+    """All groups of a job. ``send(ranks, message)`` sends to those of the ranks that are connected."""
 
     def __init__(self, send: Callable[[Iterable[int], Any], None]) -> None:
         self._send = send
@@ -57,7 +58,7 @@ class Groups:
         self._rounds: dict[tuple[int, str, int], _Round] = {}  # by group, tag and number
 
     def open_world(self, nranks: int) -> None:
-        """All ranks are in."""
+        """Open group ``WORLD``: all ranks have joined."""
         self._nranks = nranks
         self._groups[WORLD] = _Group(ranks=tuple(range(nranks)))
 
@@ -66,7 +67,7 @@ class Groups:
             yield from gather.deadlines.values()
 
     def tick(self, now: float) -> None:
-        """Tell those whose gather takes too long who is missing."""
+        """Notify the ranks whose gather timed out of the ranks that are missing."""
         for (group, tag, number), gather in self._rounds.items():
             for rank in [rank for rank, deadline in gather.deadlines.items() if deadline <= now]:
                 del gather.deadlines[rank]
@@ -76,7 +77,7 @@ class Groups:
                 )
 
     def handle(self, rank: int, message: Any, now: float) -> None:
-        """A message of a rank."""
+        """Handle a message of a rank."""
         if isinstance(message, OpenGroup):
             self._open(rank, message)
             return
@@ -148,14 +149,16 @@ class Groups:
             ) from None
 
     def remove_rank(self, rank: int) -> None:
-        """A rank is gone from the job."""
+        """Remove a rank that is gone from the job."""
         self._gone.add(rank)
         for number in [number for number, group in self._groups.items() if rank in group.ranks]:
             self._end_rounds(number)
 
     def _end_rounds(self, number: int) -> None:
-        """A rank of the group is not there any more: what is under way cannot end well, and the members know it from what they were told.
-        A group that nobody is in is forgotten."""
+        """Drop the gathers of a group that has lost a rank, and the group once it is empty.
+
+        The members know that these gathers fail from the message about the rank.
+        """
         for key in [key for key in self._rounds if key[0] == number]:
             del self._rounds[key]
         group = self._groups[number]

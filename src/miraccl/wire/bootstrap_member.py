@@ -1,7 +1,7 @@
-"""One rank's end of the control connection as a machine: handshake, meeting, then messages both ways.
+"""One rank's end of the control connection as a machine: handshake, join, then messages.
 
-It opens and seals frames and keeps the order of the protocol; what messages mean to a communicator is decided above it.  A member that
-has been told something wrong ends the connection: the hub is the only peer, and a hub that breaks the protocol is no hub.
+It opens and seals frames and enforces the order of the protocol; the layer above interprets the
+messages. A hub that violates the protocol is not a hub: the member then ends the connection.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ _PLAIN: dict[int, type[Any]] = {Challenge.KIND: Challenge, Unsupported.KIND: Uns
 
 
 class MemberMachine:
-    """``nonce``: 32 bytes of ``auth.nonce_of_call``. ``log``, when given, collects the inputs for ``replay``."""
+    """State machine of one member.
+
+    ``nonce``: 32 bytes of ``auth.make_nonce``. ``log``, if given, collects the inputs for
+    ``replay``.
+    """
 
     def __init__(
         self, *, secret: bytes, rank: int, nranks: int, nonce: bytes, log: list[Any] | None = None
@@ -65,7 +69,9 @@ class MemberMachine:
         return self._hello.nonce
 
     def handle(self, event: Start | Received | Disconnected | SendMessage | Tick) -> list[Any]:
-        """Take one input; the result is ``Send``, ``Drop``, ``HubProved``, ``HubRejected``, ``Arrived`` and ``HubLost`` in order."""
+        """Take one input; return ``Send``, ``Drop``, ``HubProved``, ``HubRejected``,
+        ``MessageArrived`` and ``HubLost`` records in order.
+        """
         if self._log is not None:
             self._log.append(event)
         self._out = []
@@ -83,7 +89,7 @@ class MemberMachine:
         return self._out
 
     def deadline(self) -> float | None:
-        """A member waits for nothing by itself: the hub keeps the deadlines of the meeting and of gathers."""
+        """Return None: the hub keeps the deadlines of joins and gathers."""
         return None
 
     def validate_state(self) -> None:

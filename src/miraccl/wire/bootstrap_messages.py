@@ -1,7 +1,8 @@
-"""The sealed messages of the control plane, as records.
+"""Sealed messages of the control plane, as records.
 
-``group`` is 0 for the whole job and a 64-bit name for communicators split from it; ranks in messages are always ranks of the whole job.
-In a message that the hub passes on, ``rank`` is the sender; the hub sets it, what the sender wrote there is not trusted.
+``group`` is 0 for the whole job and a 64-bit name for communicators split from it. Ranks in
+messages are always ranks of the whole job. In a message that the hub forwards, ``rank`` is the
+sender; the hub sets it and does not trust the sender's value.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Layout = tuple[tuple[str, str], ...]
 
 
 class RejectCode(enum.IntEnum):
-    """Why a meeting did not come about."""
+    """Reason why a rank could not join."""
 
     DUPLICATE = 1
     NRANKS = 2
@@ -27,10 +28,11 @@ class RejectCode(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """What a rank tells about itself.
+    """Description of a rank that joins.
 
-    ``host``, ``network`` and ``token`` name its host, its loopback and its process; ``loopback``: ranks that share it may use it to
-    reach this one.  Of ``patience`` seconds in all it has ``timeout`` left to wait for the others.
+    ``host``, ``network``, ``token``: fingerprints of its host, its loopback and its process.
+    ``loopback``: ranks that share it may use it to reach this one. ``timeout_left`` of its
+    ``timeout_total`` seconds remain to wait for the others.
     """
 
     host: str
@@ -57,7 +59,7 @@ class Join:
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """The hub holds the rank now; it waits for the others."""
+    """The hub has registered the rank, which now waits for the others."""
 
     KIND: ClassVar[int] = 17
     LAYOUT: ClassVar[Layout] = ()
@@ -75,7 +77,9 @@ class JoinRejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """All have met: the encoded ``Join`` of every rank in order, and the token of the process that holds the hub."""
+    """All ranks have joined: the encoded ``Join`` of every rank, and the token of the hub's
+    process.
+    """
 
     hub_token: bytes
     members: tuple[bytes, ...]
@@ -95,7 +99,10 @@ class OpenGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """One rank's part of an all_gather; the n-th call with a tag on one rank meets the n-th call of the others."""
+    """One rank's part of an all_gather.
+
+    The n-th call with a tag on one rank matches the n-th call with it on the others.
+    """
 
     group: int
     tag: str
@@ -131,7 +138,7 @@ class Gathered:
 
 @dataclass(frozen=True, kw_only=True)
 class GatherTimeout:
-    """The deadline of this rank's part has passed; ``missing`` had not come."""
+    """The deadline of this rank's part has passed; ``missing``: ranks without a part."""
 
     group: int
     tag: str
@@ -169,7 +176,10 @@ class StatusQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusReply:
-    """On its way to the hub ``rank`` is who asked, on its way from the hub it is who answers."""
+    """Reply to a status query.
+
+    ``rank``: the querying rank on the way to the hub, the replying rank on the way from it.
+    """
 
     group: int
     rank: int
@@ -197,7 +207,7 @@ class LeaveGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodbye:
-    """The last message of a rank: whatever happens to its connection now is no loss."""
+    """Last message of a rank: the end of its connection afterwards is not a loss."""
 
     reason: str
 

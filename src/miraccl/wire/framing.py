@@ -1,11 +1,12 @@
-"""Frames and the typed fields inside them.
+"""Frames and typed fields of control messages.
 
-A frame is a 32-bit big-endian length and that many bytes.  A message is one byte of kind and its fields in the order of its
-``LAYOUT``; there is no other syntax, so that a decoder either returns exactly one record or raises ``ProtocolError``.  Nothing is
-unpickled and nothing is evaluated.
+A frame is a 32-bit big-endian length and that many bytes. A message is one byte of kind and its
+fields in the order of its ``LAYOUT``. There is no other syntax: a decoder returns exactly one
+record or raises ``ProtocolError``. Nothing is unpickled and nothing is evaluated.
 
-Rules: the length is checked against the limit before a byte of the body is kept; a message with bytes left over is refused; text is
-strict UTF-8; JSON is an object of finite numbers.  The idea of a reader that is fed and asked is h11's (``h11/_receivebuffer.py``).
+Rules: the length is checked against the limit before a byte of the body is stored; a message with
+trailing bytes is rejected; text is strict UTF-8; JSON is an object of finite numbers. The reader
+that is fed and then polled follows h11 (``h11/_receivebuffer.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_HANDSHAKE_BYTES = 128
 
 
 class Record(Protocol):
-    """A message: a frozen dataclass with a kind and a layout of ``(field, codec)``."""
+    """A message: a frozen dataclass with a kind and a layout of (field, codec)."""
 
     KIND: ClassVar[int]
     LAYOUT: ClassVar[tuple[tuple[str, str], ...]]
@@ -43,7 +44,11 @@ def encode_frame(body: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream into frames. ``limit`` (bytes) may be raised once the peer is known; it holds for the next header."""
+    """Cuts a byte stream into frames.
+
+    ``limit`` (bytes) may be raised once the peer is authenticated; it holds from the next header
+    on.
+    """
 
     def __init__(self, limit: int = MAX_HANDSHAKE_BYTES) -> None:
         self.limit = limit
@@ -53,7 +58,10 @@ class FrameReader:
         self._buffer += data
 
     def next_frame(self) -> bytes | None:
-        """The next whole frame body, or ``None``; raises ``ProtocolError`` when the announced length passes the limit."""
+        """Return the next complete frame body, None if there is none.
+
+        Raises ``ProtocolError`` if the announced length exceeds the limit.
+        """
         buffer = self._buffer
         if len(buffer) < HEADER.size:
             return None
@@ -86,7 +94,10 @@ class _Cursor:
         return form.unpack(self.read(form.size))[0]
 
     def count(self, smallest: int) -> int:
-        """A list length; each element takes at least ``smallest`` bytes, so a lie is seen before anything is built."""
+        """Read a list length whose elements take at least ``smallest`` bytes each.
+
+        A false length is rejected before anything is allocated for it.
+        """
         count = int(self.number(_U32))
         if count * smallest > len(self.data) - self.offset:
             raise ProtocolError("a list is longer than its message")
@@ -170,13 +181,13 @@ _CODECS: dict[str, tuple[Callable[[Any], bytes], Callable[[_Cursor], Any]]] = {
 
 
 def encode(message: Record) -> bytes:
-    """Body of a message: its kind and its fields."""
+    """Return the body of a message: its kind and its fields."""
     fields = (_CODECS[codec][0](getattr(message, name)) for name, codec in message.LAYOUT)
     return bytes([message.KIND]) + b"".join(fields)
 
 
 def decode(body: bytes, kinds: dict[int, type[R]]) -> R:
-    """The one record in ``body``; ``kinds`` are the records that are allowed here."""
+    """Decode the one record in ``body``; ``kinds``: the records allowed here, by kind."""
     if not body:
         raise ProtocolError("an empty message")
     record = kinds.get(body[0])
@@ -193,7 +204,9 @@ def decode(body: bytes, kinds: dict[int, type[R]]) -> R:
 
 
 def encode_json(payload: dict[str, Any]) -> bytes:
-    """A small object of plain values; raises ``InvalidUsage`` for anything JSON has no word for."""
+    """Encode a small object of plain values. Raises ``InvalidUsage`` for anything JSON cannot
+    express.
+    """
     if not isinstance(payload, dict):
         raise InvalidUsage(f"a payload is a dict, got {type(payload).__name__}")
     try:
