@@ -65,7 +65,7 @@ def branches(
         up, *down, child = struct.unpack_from(
             layout.BRANCH, args, layout.ARGS["trees"].offset + tree * size
         )
-        found.append((up, [peer for peer in down if peer != layout.NOBODY], child))
+        found.append((up, [peer for peer in down if peer != layout.NO_RANK], child))
     return found
 
 
@@ -99,7 +99,7 @@ def test_trees_are_those_of_the_schedule(
             ups = {
                 (rank, mine[rank][tree][0])
                 for rank in range(nranks)
-                if mine[rank][tree][0] != layout.NOBODY
+                if mine[rank][tree][0] != layout.NO_RANK
             }
             downs = {(rank, peer) for rank in range(nranks) for peer in mine[rank][tree][1]}
             assert (
