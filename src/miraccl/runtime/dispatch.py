@@ -35,18 +35,17 @@ if TYPE_CHECKING:
 
 
 class Dispatcher:
-    """Base class of ``Operations``: chooses who executes a call that the fast path did not handle."""
+    """Base class of ``Operations``: selects the executor of a call after the fast path."""
 
     rank: int
     nranks: int
     _core: CommunicatorCore
     _device: DeviceCommunicator | MultiNodeCommunicator | None
     _background: BackgroundCalls | None
-    _gpu_lock: AbstractContextManager[
-        bool
-    ]  # held by the thread that makes the GPU side; reentrant, for signal handlers
-    _launch_orders: Callable[[], LaunchOrders]  # asked in the first operation on a GPU
-    _cpu_plan: Any  # a word, 0: the last operation was on GPU memory
+    #: Held while the GPU side is created; reentrant, for signal handlers.
+    _gpu_lock: AbstractContextManager[bool]
+    _launch_orders: Callable[[], LaunchOrders]  # called by the first operation on a GPU
+    _cpu_plan: Any  # one word; 0: the last operation was on GPU memory
     _cpu_plan_address: int
 
     def _create_child(self, session: Session, setup: SetupPhases) -> Communicator:
@@ -87,11 +86,13 @@ class Dispatcher:
             )
         side = self._require_gpu(int(match[1]) if match[1] else current_ordinal())
         if match[1] and int(match[1]) != side.gpu.ordinal:
-            text = f"{name}: device is {device!r}, but this communicator works on GPU {side.gpu.ordinal}"
+            text = (
+                f"{name}: device is {device!r}, but this communicator uses GPU {side.gpu.ordinal}"
+            )
             raise InvalidUsage(
                 text,
                 rank=self.rank,
-                hint="a rank works on one GPU: that of the first array it passed",
+                hint="a rank uses one GPU: that of the first array it passed",
             )
         return guarded(side)
 
@@ -113,7 +114,7 @@ class Dispatcher:
         if group is not None:
             if async_op:
                 raise InvalidUsage(
-                    "async_op has no meaning inside a group; the group is one operation",
+                    "async_op is not allowed inside a group; the group is one operation",
                     rank=self.rank,
                 )
             return device.grouped(group)
@@ -136,22 +137,20 @@ class Dispatcher:
         fails.
         """
         if self._device is None:
-            self._core.check(
-                0, GPU_SETUP
-            )  # in a forked child before the lock, which a thread of the parent may have had
+            # Checked before the lock, which a thread of the parent may have held at the fork.
+            self._core.check(0, GPU_SETUP)
             with self._gpu_lock:
                 if self._device is None:
                     self._create_gpu(ordinal)
         return self._device  # type: ignore[return-value]
 
     def _create_gpu(self, ordinal: int) -> None:
-        from miraccl.executor.cuda.contexts import keeping_context
-        from miraccl.runtime.multinode.communicator import (
-            make_device_communicator,
-        )  # most programs have no GPU and need none of it
+        # Imported late: most applications have no GPU.
+        from miraccl.executor.cuda.contexts import preserve_context
+        from miraccl.runtime.multinode.communicator import make_device_communicator
 
         self._core.check(0, GPU_SETUP)
-        with keeping_context():
+        with preserve_context():
             self._device = make_device_communicator(
                 self._core.session,
                 ordinal,
@@ -165,7 +164,7 @@ class Dispatcher:
         )
         vars(self).update({f"_{name}": door for name, door in doors.items()})
 
-    # ---- the long way
+    # ---- CPU memory
 
     def _call_site(self, name: str) -> CallSite:
         return CallSite(self.rank, self.nranks, name)
@@ -180,7 +179,7 @@ class Dispatcher:
         group = groups.current()
         if group is not None and async_op:
             raise InvalidUsage(
-                f"{name}: async_op has no meaning inside a group; the group is one operation"
+                f"{name}: async_op is not allowed inside a group; the group is one operation"
             )
         return group
 
@@ -197,6 +196,8 @@ class Dispatcher:
         Args:
             code: Result of the fast path, 0 if it was not called.
         """
+        # ``make`` and ``args`` instead of a closure: a lambda over the arguments of a public
+        # operation would turn these into cells, which costs time in every call, fast path included.
         self._core.check(code, name)
         call = make(self._call_site(name), *args)
         group = self._open_group(name, async_op)

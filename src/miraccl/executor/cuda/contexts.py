@@ -12,7 +12,7 @@ from miraccl.errors import MissingDependency, SystemFailure
 from miraccl.executor.cuda.driver import check, driver
 
 
-def ordinal_of_thread() -> int | None:
+def current_ordinal() -> int | None:
     """The number of the GPU whose context is current in the calling thread; None without one, and without a driver."""
     try:
         code, device = driver().cuCtxGetDevice()
@@ -21,12 +21,12 @@ def ordinal_of_thread() -> int | None:
     return None if int(code) else int(device)
 
 
-class AnotherGpu(SystemFailure):
+class WrongDevice(SystemFailure):
     """In this thread the context of another GPU is current; nothing has happened."""
 
 
 @contextlib.contextmanager
-def keeping_context() -> Iterator[None]:
+def preserve_context() -> Iterator[None]:
     """After the block the context is current in the calling thread that was before, if there was one."""
     cuda, before = None, 0
     with contextlib.suppress(MissingDependency, SystemFailure):  # who needs the GPU is told
@@ -57,13 +57,13 @@ class PrimaryContext:
             check(self.cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
 
     def make_any_current(self) -> None:
-        """Make the context current in a thread that has none, in which nothing could be launched; ``AnotherGpu`` where the program has
+        """Make the context current in a thread that has none, in which nothing could be launched; ``WrongDevice`` where the program has
         chosen another one."""
         current = int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent"))
         if not current:
             self.make_current()
         elif current != self.context:
-            raise AnotherGpu(f"GPU {self.ordinal} is not the one that is current in this thread")
+            raise WrongDevice(f"GPU {self.ordinal} is not the one that is current in this thread")
 
     def is_wrong_device(self) -> bool:
         """Whether the calling thread has another context."""
@@ -75,7 +75,7 @@ class PrimaryContext:
         if int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")) == self.context:
             yield
             return
-        with keeping_context():
+        with preserve_context():
             self.make_current()
             yield
 

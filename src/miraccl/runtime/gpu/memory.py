@@ -125,10 +125,10 @@ def current_ordinal() -> int:
     if cupy is not None:
         return int(cupy.cuda.Device().id)
     from miraccl.executor.cuda.contexts import (
-        ordinal_of_thread,
+        current_ordinal,
     )  # programs without a GPU need none of it
 
-    return ordinal_of_thread() or 0
+    return current_ordinal() or 0
 
 
 def device_view(
@@ -221,7 +221,7 @@ def _view_dlpack(thing: Any, name: str, op_name: str, stream: int) -> DeviceMemo
     try:
         capsule, pointer, read_only = capsule_of(thing, stream=stream)
     except Exception as error:
-        raise InvalidUsage(f"{op_name}: {name} gives no DLPack tensor: {error}") from error
+        raise InvalidUsage(f"{op_name}: cannot read {name} by DLPack: {error}") from error
     tensor = DLTensor.from_address(pointer)
     dtype = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miraccl.executor.cuda.contexts import AnotherGpu
+from miraccl.executor.cuda.contexts import WrongDevice
 from miraccl.runtime.gpu.checks import ArgumentChecks
 from miraccl.runtime.gpu.stream import library_stream_getter
 from miraccl.runtime.gpu.work import StreamBound
@@ -55,7 +55,7 @@ class DevicePersistent:
         self._cpu_plan[0] = 0
         try:
             self._method(*self._args, stream=stream)
-        except AnotherGpu:
+        except WrongDevice:
             with self._gpu.gpu.device_guard():
                 self._method(*self._args, stream=stream)
         return self.result

@@ -14,7 +14,7 @@ from typing import Any
 
 from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
-from miraccl.executor.cuda.contexts import AnotherGpu
+from miraccl.executor.cuda.contexts import WrongDevice
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.gpu.keep_alive import KeepAlive
 from miraccl.runtime.work import Work, check_timeout
@@ -57,7 +57,7 @@ class DeviceWork(Work):
         try:
             gpu.make_any_current()
             gpu.wait_event(number, self._event)
-        except AnotherGpu:
+        except WrongDevice:
             with gpu.device_guard():
                 gpu.wait_event(number, self._event)
         if timeout is not None:
