@@ -34,7 +34,7 @@ class OutgoingMessage:
 class IncomingMessage:
     """One message on its way in: ``pieces`` are the claimed byte ranges, ``missing`` the bytes not placed yet."""
 
-    __slots__ = ("missing", "nbytes", "pieces", "placement", "signature", "state")
+    __slots__ = ("missing", "nbytes", "placement", "ranges", "signature", "state")
 
     def __init__(self, frame: Frame) -> None:
         self.signature = frame.signature

@@ -82,7 +82,7 @@ class Placement(enum.Enum):
 
     INLINE = "inline"
     SLOT = "slot"
-    POSTED = "wanted"
+    POSTED = "posted"
     OVERSIZE = "oversize"
     """Nowhere: the room is too small for it."""
 
