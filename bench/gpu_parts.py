@@ -44,7 +44,7 @@ def main() -> None:
     from miraccl.executor.cuda import layout
 
     layout.HALF_BYTES = int(options.bank * MIB) // 1024 * 1024
-    layout.FILLS = ((layout.PACKETS_OFFSET, 2 * layout.HALF_BYTES, 0xFFFFFFFF),)
+    layout.INITIAL_FILL = ((layout.PACKETS_OFFSET, 2 * layout.HALF_BYTES, 0xFFFFFFFF),)
     import torch
 
     from miraccl.bootstrap.launch import detect_launch, join_launch
@@ -84,7 +84,7 @@ def measure(
         blocks=blocks,
         threads=threads,
         unroll=unroll,
-        in_parts=in_parts,
+        double_buffered=in_parts,
     )
     y = torch.empty_like(x)
     comm.use_plan(Collective.ALL_REDUCE, dtype, x.numel(), plan)
@@ -99,9 +99,7 @@ def measure(
     )
     comm.check()
     changed = "" if torch.equal(first, y) else " CHANGES"
-    return (
-        f"{blocks} x {threads} x {unroll}{' in parts' if in_parts else ''} {times[1]:.2f}{changed}"
-    )
+    return f"{blocks} x {threads} x {unroll}{' in parts' if double_buffered else ''} {times[1]:.2f}{changed}"
 
 
 if __name__ == "__main__":

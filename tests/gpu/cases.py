@@ -86,7 +86,7 @@ def _all_reduce() -> Iterator[Case]:
                 "blocks": 16,
                 "threads": 64,
                 "unroll": unroll,
-                "in_parts": True,
+                "double_buffered": True,
             }
             yield {
                 "collective": "all_reduce",
@@ -101,7 +101,7 @@ def _all_reduce() -> Iterator[Case]:
         "blocks": 128,
         "threads": 512,
         "unroll": 1,
-        "in_parts": True,
+        "double_buffered": True,
     }
     yield {
         "collective": "all_reduce",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
+from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_messages
 from miraccl.fastpath.cuda import layout as at
 from miraccl.fastpath.cuda.table import CALLS, Doors, group_builtins
 from miraccl.runtime import group as groups
@@ -108,7 +108,7 @@ class Side:
         argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
         places = [argument + 8 * (len(messages) - 1 - place) for place in range(len(messages))]
         rows = [
-            Message(receives, peer, 0, count * dtype.itemsize, int(dtype))
+            P2pMessage(receives, peer, 0, count * dtype.itemsize, int(dtype))
             for receives, peer, count, dtype in messages
         ]
         self.doors.remember_messages(rows, places, made, fills, signature)
@@ -117,9 +117,9 @@ class Side:
     def remember_shape(
         self,
         number: int,
-        messages: list[Message],
+        messages: list[P2pMessage],
         comm_args: CommArgs,
-        rules: LaneRules,
+        rules: WarpQueueRules,
         signature: int = 0,
     ) -> Any:
         """A launch with this function, lowered for these messages, for all that differ from them in sizes only."""

@@ -211,7 +211,7 @@ def death_between_copies() -> None:
     from miraccl.errors import PeerDied
     from miraccl.executor.cuda import staged_copies
 
-    staged_copies.STAGE_BYTES = 64 << 10
+    staged_copies.STAGING_BYTES = 64 << 10
     with rank(timeout=60.0) as me:
         out, x = me.zeros(100_003 * me.nranks), me.put(me.data(me.rank, 100_003))
         me.comm.barrier(stream=0)
@@ -234,7 +234,7 @@ def ready_for_copies() -> Iterator[tuple[Rank, DeviceCommunicator, Any, Any]]:
     from miraccl.executor.cuda import staged_copies
     from tests.gpu import fake_cuda
 
-    staged_copies.STAGE_BYTES, fake_cuda.WAIT_LIMIT_S = 64 << 10, 15.0
+    staged_copies.STAGING_BYTES, fake_cuda.WAIT_LIMIT_S = 64 << 10, 15.0
     with rank(timeout=600.0) as me:
         out, x = me.zeros(1000 * me.nranks), me.put(np.ones(1000))
         me.comm.all_gather(x, out, stream=0)

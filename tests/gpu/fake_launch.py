@@ -56,7 +56,7 @@ class Driver:
         return first or 0, second or 0
 
     def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
-        said = launch._Config.from_address(config)
+        said = launch._LaunchConfig.from_address(config)
         argument = self._arguments[parameters]  # as if the address of the argument stood there
         shape = (*said.grid, *said.block, said.shared_bytes, said.stream or 0)
         attribute = said.attributes[0]
@@ -72,10 +72,10 @@ class Driver:
     def block(self, function: int, words: int = 2) -> int:
         """The words of a launch of ``function`` with so many words as its argument."""
         argument = (ctypes.c_uint64 * (words + 1))()
-        config = launch._Config(
-            (528, 1, 2), (256, 3, 4), 48, None, ctypes.pointer(launch._Attribute(6, (1,))), 1
+        config = launch._LaunchConfig(
+            (528, 1, 2), (256, 3, 4), 48, None, ctypes.pointer(launch._LaunchAttribute(6, (1,))), 1
         )
-        assert (ctypes.sizeof(config), launch._Config.stream.offset) == (56, at.CONFIG_STREAM)
+        assert (ctypes.sizeof(config), launch._LaunchConfig.stream.offset) == (56, at.CONFIG_STREAM)
         address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
         self._arguments[ctypes.addressof(argument)] = argument
         block = (ctypes.c_uint64 * at.BLOCK_WORDS)(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.executor.cuda.moves import move_signature
+from miraccl.executor.cuda.moves import op_signature
 from miraccl.fastpath.cuda import table
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
@@ -243,7 +243,7 @@ def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]
     """Unlike PyTorch's, empty arrays of CuPy's have an address."""
     whole = zeros(12)
     side.remember_messages(
-        1, (True, 1, 12, F32), signature=move_signature(Collective.ALL_GATHER, counts=(0, 12))
+        1, (True, 1, 12, F32), signature=op_signature(Collective.ALL_GATHER, counts=(0, 12))
     )
     for first in range(13):
         assert (
@@ -327,10 +327,10 @@ def test_each_in_the_stream_of_its_library(
     side.remember_messages(1, (False, 1, 12, F32))
     side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
     side.remember_messages(
-        3, (True, 1, 12, F32), signature=move_signature(Collective.SCATTER, 1, (12, 12))
+        3, (True, 1, 12, F32), signature=op_signature(Collective.SCATTER, 1, (12, 12))
     )
     side.remember_messages(
-        4, (False, 1, 12, F32), signature=move_signature(Collective.GATHER, 1, (12, 12))
+        4, (False, 1, 12, F32), signature=op_signature(Collective.GATHER, 1, (12, 12))
     )
     calls: list[Callable[[], int]] = [
         lambda: side.all_reduce(array, tensor),

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.messages import Lowered, Message, lower_messages
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, lower_messages
+from miraccl.executor.cuda.source import Framing
 from miraccl.types import DType
 from tests.gpu.emulator import Machine, change_kernels, launch, needs_compiler, weak_memory
 from tests.gpu.emulator.exchange import THREADS, Send, blocks_of, hold_table, run
@@ -68,12 +68,12 @@ CIRCLES: dict[str, tuple[int, list[Send], dict[int, list[int]]]] = {
 
 @pytest.mark.parametrize(
     ("frame", "pool"),
-    [(Frame.LINE, False), (Frame.PAIR, False), (Frame.LINE, True)],
+    [(Framing.LINE, False), (Framing.PAIR, False), (Framing.LINE, True)],
     ids=["line", "pair", "bulk"],
 )
 @pytest.mark.parametrize("case", CIRCLES)
 def test_ranks_that_wait_for_one_another_are_told(
-    monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Frame
+    monkeypatch: pytest.MonkeyPatch, case: str, pool: bool, frame: Framing
 ) -> None:
     """Long before the deadline, also after messages that were right."""
     nranks, sends, circles = CIRCLES[case]
@@ -166,23 +166,27 @@ def what_ends_wrongly(seed: int, pool: bool, timeout_s: float = 30.0) -> str:
     sources = [np.frombuffer(rng.randbytes(rng.choice(SIZES)), np.uint8) for _ in ends]
     targets = [np.full(source.size, 0x5A, np.uint8) for source in sources]
     where, found, keep = Machine(nranks, timeout_s), few(nranks, frame), []
-    programs: list[list[Lowered]] = []
+    programs: list[list[LoweredMessages]] = []
     for rank in range(nranks):
         mine = []
         for (src, dst), source, target in zip(ends, sources, targets, strict=True):
             if src == rank:
-                mine.append(Message(False, dst, source.ctypes.data, source.size, int(DType.UINT8)))
+                mine.append(
+                    P2pMessage(False, dst, source.ctypes.data, source.size, int(DType.UINT8))
+                )
             if dst == rank:
-                mine.append(Message(True, src, target.ctypes.data, target.size, int(DType.UINT8)))
+                mine.append(
+                    P2pMessage(True, src, target.ctypes.data, target.size, int(DType.UINT8))
+                )
         programs.append([])
         while mine:
             together = rng.choice([1, 1, 1, 2, 3, 6])
             programs[-1].append(lower_messages(mine[:together], where.comm_args(rank), found))
             mine = mine[together:]
-    room = max(lowered.room for program in programs for lowered in program)
-    spec = replace(found.spec(pool, room), threads=THREADS)
+    room = max(lowered.capacity for program in programs for lowered in program)
+    spec = replace(found.kernel_spec(pool, room), threads=THREADS)
 
-    def follow(program: list[Lowered]) -> None:
+    def follow(program: list[LoweredMessages]) -> None:
         for lowered in program:
             keep.append(hold_table(lowered))
             launch(spec, [lowered.args + bytes(room)], [blocks_of(lowered)])

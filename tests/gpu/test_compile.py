@@ -10,14 +10,14 @@ import pytest
 
 from miraccl.errors import MiracclError, MissingDependency
 from miraccl.executor.cuda import layout, toolkit
-from miraccl.executor.cuda.messages import LaneRules
+from miraccl.executor.cuda.messages import WarpQueueRules
 from miraccl.executor.cuda.source import (
     FAMILIES,
     PACKET_MODES,
-    SHOTS,
-    Frame,
+    TILED_SHOTS,
+    Framing,
     KernelSpec,
-    fan_of,
+    fanout_threads,
     write_source,
 )
 from miraccl.tools.perf import gpu_buffers
@@ -42,16 +42,16 @@ FLOATS = (
     DType.FLOAT8_E5M2,
 )
 FRAMES = (
-    *((dtype, Frame.WORD) for dtype in FLOATS),
-    (DType.INT8, Frame.PAIR),
-    (DType.INT64, Frame.MASK),
+    *((dtype, Framing.WORD) for dtype in FLOATS),
+    (DType.INT8, Framing.PAIR),
+    (DType.INT64, Framing.MASK),
 )
 
 
 def packets(
     mode: str,
     dtype: DType,
-    frame: Frame,
+    frame: Framing,
     nranks: int = 4,
     op: RedOp = RedOp.SUM,
     single: bool = False,
@@ -66,50 +66,50 @@ def packets(
         op=op,
         frame=frame,
         reduces=reduces,
-        single=single,
-        fan=fan,
+        single_tile=single,
+        fanout=fan,
     )
 
 
-def fans(mode: str, dtype: DType, frame: Frame, nranks: int) -> KernelSpec:
+def fans(mode: str, dtype: DType, frame: Framing, nranks: int) -> KernelSpec:
     """Where neighbouring threads share a packet."""
-    return packets(mode, dtype, frame, nranks, single=True, fan=fan_of(nranks))
+    return packets(mode, dtype, frame, nranks, single=True, fan=fanout_threads(nranks))
 
 
 def messages(nranks: int) -> list[KernelSpec]:
     every = (
-        LaneRules(nranks=nranks, multiprocessors=128, frame=frame)
-        for frame in (Frame.LINE, Frame.PAIR)
+        WarpQueueRules(nranks=nranks, multiprocessors=128, frame=frame)
+        for frame in (Framing.LINE, Framing.PAIR)
     )
     rooms = (
-        (False, layout.few_bytes(nranks)),
-        (False, layout.MANY_BYTES),
-        (True, layout.MANY_BYTES),
+        (False, layout.small_capacity(nranks)),
+        (False, layout.LARGE_CAPACITY),
+        (True, layout.LARGE_CAPACITY),
     )
-    return [rules.spec(bulk, room) for rules in every for bulk, room in rooms]
+    return [rules.kernel_spec(bulk, room) for rules in every for bulk, room in rooms]
 
 
 def few() -> list[KernelSpec]:
     """Every file, frame and type once."""
     found = [packets("two_shot", dtype, frame) for dtype, frame in FRAMES]
     found += [
-        packets("all_reduce", DType.BFLOAT16, Frame.WORD, single=True),
-        packets("all_to_all", DType.UINT8, Frame.PAIR, single=True),
+        packets("all_reduce", DType.BFLOAT16, Framing.WORD, single=True),
+        packets("all_to_all", DType.UINT8, Framing.PAIR, single=True),
     ]
     found += [
         replace(packets("two_shot", dtype, frame, 3), in_parts=True) for dtype, frame in FRAMES[-3:]
     ]
     found += [
-        fans("two_shot", DType.BFLOAT16, Frame.WORD, 4),
-        fans("all_to_all", DType.UINT8, Frame.PAIR, 8),
+        fans("two_shot", DType.BFLOAT16, Framing.WORD, 4),
+        fans("all_to_all", DType.UINT8, Framing.PAIR, 8),
     ]
     found += [
-        packets("broadcast_chain", DType.UINT8, Frame.MASK),
-        packets("ring", DType.BFLOAT16, Frame.WORD),
+        packets("broadcast_chain", DType.UINT8, Framing.MASK),
+        packets("ring", DType.BFLOAT16, Framing.WORD),
     ]
     found += [
         packets("all_reduce_tree", dtype, frame)
-        for dtype, frame in ((DType.BFLOAT16, Frame.WORD), FRAMES[-1])
+        for dtype, frame in ((DType.BFLOAT16, Framing.WORD), FRAMES[-1])
     ]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
     found.append(KernelSpec(family="scale", nranks=2, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))
@@ -122,27 +122,31 @@ def many() -> list[KernelSpec]:
     found = []
     for mode, files in PACKET_MODES.items():
         frames = (
-            ((DType.UINT8, Frame.PAIR), (DType.UINT8, Frame.MASK)) if mode in MOVES else FRAMES[-3:]
+            ((DType.UINT8, Framing.PAIR), (DType.UINT8, Framing.MASK))
+            if mode in MOVES
+            else FRAMES[-3:]
         )
         found += [packets(mode, dtype, frame) for dtype, frame in frames]
         found += (
             [packets(mode, *frames[0], single=True), fans(mode, *frames[0], 3)]
-            if files is SHOTS
+            if files is TILED_SHOTS
             else []
         )
     found += [
-        packets("two_shot", DType.BFLOAT16, Frame.WORD, 3, RedOp.PREMUL_SUM),
-        packets("two_shot", DType.BFLOAT16, Frame.WORD, 8),
+        packets("two_shot", DType.BFLOAT16, Framing.WORD, 3, RedOp.PREMUL_SUM),
+        packets("two_shot", DType.BFLOAT16, Framing.WORD, 8),
     ]
-    found.append(replace(packets("two_shot", DType.BFLOAT16, Frame.WORD, 8), in_parts=True))
-    found.append(packets("all_reduce_tree", DType.BFLOAT16, Frame.WORD, 8, RedOp.AVG))
+    found.append(replace(packets("two_shot", DType.BFLOAT16, Framing.WORD, 8), in_parts=True))
+    found.append(packets("all_reduce_tree", DType.BFLOAT16, Framing.WORD, 8, RedOp.AVG))
     found += [
         KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op)
         for op in (RedOp.SUM, RedOp.PREMUL_SUM)
     ]
     found.append(KernelSpec(family="steps", nranks=8, dtype=DType.UINT8, reduces=False))
     found.append(
-        KernelSpec(family="steps", nranks=8, dtype=DType.FLOAT32, room=layout.STEP_CAPACITIES[-1])
+        KernelSpec(
+            family="steps", nranks=8, dtype=DType.FLOAT32, capacity=layout.STEP_CAPACITIES[-1]
+        )
     )
     return [*few(), *found, *messages(8)]
 
@@ -230,14 +234,14 @@ def test_what_to_install_for_other_gpus(
 
 def test_only_shots_have_a_kernel_of_one_piece() -> None:
     with pytest.raises(ValueError, match="no kernel of one piece for mode 'ring'"):
-        packets("ring", DType.BFLOAT16, Frame.WORD, single=True)
+        packets("ring", DType.BFLOAT16, Framing.WORD, single=True)
 
 
 def test_only_two_shot_has_a_kernel_in_parts() -> None:
     with pytest.raises(
         ValueError, match="only two_shot on packets, of several pieces, has a kernel in parts"
     ):
-        replace(packets("all_reduce", DType.BFLOAT16, Frame.WORD), in_parts=True)
+        replace(packets("all_reduce", DType.BFLOAT16, Framing.WORD), in_parts=True)
 
 
 def test_an_error_shows_the_compilers_words() -> None:

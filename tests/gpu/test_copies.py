@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cuda.copies import Copy, copies_of, faster_from, possible
+from miraccl.executor.cuda.copies import BlockCopy, block_copies, faster_min_bytes, is_supported
 from miraccl.executor.cuda.staged_copies import ALGORITHMS
 from miraccl.runtime.gpu.ctas import CtaLimits
 from miraccl.runtime.gpu.engines import CopyEngines
@@ -17,11 +17,11 @@ from miraccl.types import Collective
 
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    "collective", [collective for collective in Collective if possible(collective, 3)]
+    "collective", [collective for collective in Collective if is_supported(collective, 3)]
 )
 def test_every_block_arrives_once(collective: Collective, nranks: int) -> None:
     schedule = catalog.build("one_shot", collective, nranks)
-    all_copies = [copies_of(schedule, rank) for rank in range(nranks)]
+    all_copies = [block_copies(schedule, rank) for rank in range(nranks)]
     arrived = {
         (copy.peer, copy.target): (rank, copy.source)
         for rank, copies in enumerate(all_copies)
@@ -37,13 +37,13 @@ def test_every_block_arrives_once(collective: Collective, nranks: int) -> None:
 def test_ranks_write_to_different_peers_at_a_time(nranks: int) -> None:
     schedule = catalog.build("one_shot", Collective.ALL_GATHER, nranks)
     for place in range(nranks):
-        assert {copies_of(schedule, rank)[place].peer for rank in range(nranks)} == set(
+        assert {block_copies(schedule, rank)[place].peer for rank in range(nranks)} == set(
             range(nranks)
         )
 
 
 def test_a_rank_begins_with_itself() -> None:
-    assert copies_of(catalog.build("one_shot", Collective.ALL_GATHER, 3), 1)[0] == Copy(
+    assert block_copies(catalog.build("one_shot", Collective.ALL_GATHER, 3), 1)[0] == BlockCopy(
         peer=1, source=0, target=1
     )
 
@@ -58,7 +58,7 @@ def test_a_rank_begins_with_itself() -> None:
 )
 def test_what_copy_engines_cannot_do_is_refused(algo: str, collective: Collective) -> None:
     with pytest.raises(InvalidUsage, match="copy engines"):
-        copies_of(catalog.build(algo, collective, 3), 1)
+        block_copies(catalog.build(algo, collective, 3), 1)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_what_copy_engines_never_take_goes_through_doors(
     for collective in Collective:
         for nbytes in (1, 1 << 20, 1 << 30):
             taken = none and collective in ALGORITHMS
-            if windows and possible(collective, nranks):
-                taken = nbytes * (nranks - 1) >= faster_from(collective, nranks)
+            if windows and is_supported(collective, nranks):
+                taken = nbytes * (nranks - 1) >= faster_min_bytes(collective, nranks)
             assert engines.may_handle(collective, windows, nbytes) is taken

@@ -35,7 +35,7 @@ def test_figures_of_the_memory_are_those_of_the_layout() -> None:
         f"{layout.BULK_BYTES // layout.CHUNK_BYTES} chunks of {layout.CHUNK_BYTES // layout.KIB} KiB"
         in PAGE
     )
-    lanes = [layout.message_lanes(nranks) for nranks in (2, 4, 8)]
+    lanes = [layout.message_warp_queues(nranks) for nranks in (2, 4, 8)]
     assert "up to {} lanes between 2 ranks, {} between 4, {} between 8".format(*lanes) in PAGE
     assert f"{layout.MAX_MESSAGES} messages fit into the arguments" in PAGE
 

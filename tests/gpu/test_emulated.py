@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from miraccl.executor.cuda import layout, lower, schedules
-from miraccl.executor.cuda.buffer_halves import least_slots, slot_packets
+from miraccl.executor.cuda.buffer_halves import min_slots, slot_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.plan import ALGORITHMS, DevicePlan, frame_of, kernel_spec, vectors_of
-from miraccl.executor.cuda.source import Frame, KernelSpec, fan_of, write_source
+from miraccl.executor.cuda.source import Framing, KernelSpec, fanout_threads, write_source
 from miraccl.schedule import catalog, passes
 from miraccl.schedule.ir import Schedule
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -77,7 +77,7 @@ def test_one_piece(collective: Collective, algo: str, dtype: DType, proto: str) 
     for count, offset, single in ((203, 0, True), (203, 1, True), (6001, 0, False), (96, 0, True)):
         request = asked(collective, dtype, count, 3, algo, proto, root=1)
         plan = small(request)
-        assert kernel_spec(plan, request).single is single
+        assert kernel_spec(plan, request).single_tile is single
         assert run(machine(3), request, plan, offset=offset, close=True) == [""] * 3
     assert machine(3).packets_are_cleared()
 
@@ -91,12 +91,12 @@ IN_PARTS += [(DType.FLOAT64, "ll128", 2, 3), (DType.INT8, "ll128", 2, 3)]
 def test_parts(nranks: int, dtype: DType, proto: str, unroll: int) -> None:
     """Two to five of them, of whatever sizes, in turns with launches of one piece and of several, which use the same banks."""
     plan = DevicePlan(
-        algo="two_shot", proto=proto, blocks=2, threads=64, unroll=unroll, in_parts=True
+        algo="two_shot", proto=proto, blocks=2, threads=64, unroll=unroll, double_buffered=True
     )
-    part = plan.piece * (8 if proto == "ll" else 16) // dtype.itemsize * nranks
+    part = plan.tile * (8 if proto == "ll" else 16) // dtype.itemsize * nranks
     for count, launches in ((part + 1, 2), (2 * part, 2), (2 * part + 100, 3), (5 * part - 77, 5)):
         request = asked(Collective.ALL_REDUCE, dtype, count, nranks, "two_shot", proto)
-        assert kernel_spec(plan, request).in_parts
+        assert kernel_spec(plan, request).double_buffered
         before = machine(nranks).launches(0)
         assert run(machine(nranks), request, plan, offset=count % 2) == [""] * nranks
         assert machine(nranks).launches(0) == before + launches
@@ -104,7 +104,7 @@ def test_parts(nranks: int, dtype: DType, proto: str, unroll: int) -> None:
             request = asked(Collective.ALL_REDUCE, dtype, other, nranks, "one_shot", proto)
             assert run(machine(nranks), request, small(request)) == [""] * nranks
     request = asked(Collective.ALL_REDUCE, dtype, part, nranks, "two_shot", proto)
-    assert kernel_spec(plan, request).single
+    assert kernel_spec(plan, request).single_tile
 
 
 OTHERS = [
@@ -146,7 +146,7 @@ FANS = [
     for collective, algo in ONE_PIECE
     for dtype, proto in ((DType.BFLOAT16, "ll128"), (DType.FLOAT64, "ll128"), (DType.INT32, "ll"))
     if frame_of(asked(collective, dtype, 1, 3, algo, proto), proto)
-    is not Frame.MASK  # masked packets are the work of whole warps
+    is not Framing.MASK  # masked packets are the work of whole warps
 ]
 
 
@@ -165,15 +165,15 @@ def test_threads_that_share_a_packet(
         request = asked(collective, dtype, count, nranks, algo, proto, root=nranks - 1)
         packets = vectors_of(request, algo, frame_of(request, proto))
         plan = small(request)
-        if packets * fan_of(nranks) <= 2048:
+        if packets * fanout_threads(nranks) <= 2048:
             plan = replace(
                 plan,
                 threads=64,
                 unroll=1,
-                fan=fan_of(nranks),
-                blocks=-(-packets * fan_of(nranks) // 64),
+                fan=fanout_threads(nranks),
+                blocks=-(-packets * fanout_threads(nranks) // 64),
             )
-        assert kernel_spec(plan, request).fan == plan.fan
+        assert kernel_spec(plan, request).fanout == plan.fanout
         assert run(machine(nranks), request, plan, repeat=2, offset=offset) == [""] * nranks
 
 
@@ -250,11 +250,11 @@ def test_a_ring_with_as_few_slots_as_are_enough(
 ) -> None:
     request = asked(Collective.ALL_REDUCE, DType.FLOAT32, 20001, nranks, "ring", "ll128")
     plan = replace(small(request), blocks=1)
-    least = least_slots("ring", nranks)
+    least = min_slots("ring", nranks)
     monkeypatch.setattr(
         layout,
         "HALF_BYTES",
-        16 * least * slot_packets(request, "ring", plan.piece, frame_of(request, "ll128")),
+        16 * least * slot_packets(request, "ring", plan.tile, frame_of(request, "ll128")),
     )
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
     assert struct.unpack_from(
@@ -456,12 +456,14 @@ def test_words_that_the_mask_makes_ones_in_parts(nranks: int) -> None:
     """Every chunk of a part is masked as its own launch."""
     fresh, plan = (
         Machine(nranks),
-        DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=2, in_parts=True),
+        DevicePlan(
+            algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=2, double_buffered=True
+        ),
     )
     request = asked(
         Collective.ALL_REDUCE,
         DType.UINT32,
-        3 * 4 * plan.piece * nranks,
+        3 * 4 * plan.tile * nranks,
         nranks,
         "two_shot",
         "ll128",
@@ -472,7 +474,7 @@ def test_words_that_the_mask_makes_ones_in_parts(nranks: int) -> None:
             [special(request.count // nranks, launch, seed + chunk) for chunk in range(nranks)]
         )
         for part in (1, 2):
-            places = slice(part * 4 * plan.piece, (part + 1) * 4 * plan.piece)
+            places = slice(part * 4 * plan.tile, (part + 1) * 4 * plan.tile)
             x.reshape(nranks, -1)[:, places] = special(
                 request.count // nranks, launch + part, seed
             )[places]
@@ -501,7 +503,7 @@ def test_parts_whose_blocks_are_apart_agree(
 
     def write_delayed(spec: KernelSpec, arch: int, machine: str = "") -> str:
         text = write_source(spec, arch, machine)
-        if spec.in_parts:
+        if spec.double_buffered:
             text = text.replace(
                 "  if (active) send_tile(a, g, w, 0);\n",
                 _late(begins, 0.4) + "  if (active) send_tile(a, g, w, 0);\n",
@@ -515,13 +517,15 @@ def test_parts_whose_blocks_are_apart_agree(
     monkeypatch.setattr(emulator, "write_source", write_delayed)
     fresh, plan = (
         Machine(2),
-        DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=1, in_parts=True),
+        DevicePlan(
+            algo="two_shot", proto="ll128", blocks=2, threads=64, unroll=1, double_buffered=True
+        ),
     )
     before = asked(Collective.ALL_REDUCE, DType.FLOAT32, 203, 2, "one_shot", "ll128")
     for _ in range(layout.OP_LOG_ENTRIES + 1):
         assert run(fresh, before, small(before)) == ["", ""]
     request = asked(
-        Collective.ALL_REDUCE, DType.FLOAT32, 4 * 2 * 4 * plan.piece, 2, "two_shot", "ll128"
+        Collective.ALL_REDUCE, DType.FLOAT32, 4 * 2 * 4 * plan.tile, 2, "two_shot", "ll128"
     )
     assert run(fresh, request, plan) == ["", ""]
 

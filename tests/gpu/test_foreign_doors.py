@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.executor.cuda.moves import move_signature
+from miraccl.executor.cuda.moves import op_signature
 from miraccl.fastpath.cuda import layout as at
 from miraccl.fastpath.cuda.kinds import Kind, words_of
 from miraccl.native.capsules import pointer_of
@@ -116,7 +116,7 @@ def test_arrays_find_the_launch(side: Side, make: Any) -> None:
     side.remember(Collective.BROADCAST, F32, 12, root=1)
     side.remember_messages(1, (False, 1, 12, F32))
     side.remember_messages(
-        3, (False, 1, 12, F32), signature=move_signature(Collective.GATHER, 1, (12, 12))
+        3, (False, 1, 12, F32), signature=op_signature(Collective.GATHER, 1, (12, 12))
     )
     side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
     for part in (host[:12], host[12:], host[5:17].reshape(3, 4), host[3:15].reshape(1, 12, 1)):
@@ -170,7 +170,7 @@ def test_what_is_read_only_is_not_written(side: Side, make: Any) -> None:
     for receives in (False, True):
         side.remember_messages(1 + receives, (receives, 1, 12, F32))
     side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
-    gathered = move_signature(Collective.GATHER, 0, (12, 12))
+    gathered = op_signature(Collective.GATHER, 0, (12, 12))
     side.remember_messages(
         4, (False, 0, 12, F32), (True, 0, 12, F32), (True, 1, 12, F32), signature=gathered
     )

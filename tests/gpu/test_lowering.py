@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from miraccl.errors import InvalidUsage, MissingDependency
 from miraccl.executor.cuda import driver, layout, lower, schedules, toolkit
-from miraccl.executor.cuda.buffer_halves import least_slots, slot_packets, word_packets
+from miraccl.executor.cuda.buffer_halves import control_packets, min_slots, slot_packets
 from miraccl.executor.cuda.choice import choose
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch_shape import MAX_DOUBLE_BUFFERED_TILES
@@ -82,16 +82,16 @@ def test_every_size_has_a_plan_that_fits() -> None:
     for asked in requests():
         plan = choose(asked)
         kernel_spec(plan, asked)
-        if not plan.by_packets:
+        if not plan.uses_packets:
             schedule = catalog.build(plan.algo, asked.collective, asked.nranks)
             schedules.lower_steps(schedule, plan, asked, comm_args(asked.nranks))
             continue
         block = lower.lower_packets(plan, asked, comm_args(asked.nranks))
-        piece = plan.piece
+        piece = plan.tile
         slots = field(block, "nslots") * slot_packets(
             asked, plan.algo, piece, frame_of(asked, plan.proto)
         )
-        assert (slots + word_packets(asked, plan.algo, piece)) * 16 <= layout.HALF_BYTES
+        assert (slots + control_packets(asked, plan.algo, piece)) * 16 <= layout.HALF_BYTES
         assert plan.blocks <= plan.min_blocks * asked.multiprocessors, (
             "blocks that wait for one another are on the GPU together"
         )
@@ -110,17 +110,17 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     vectors = -(-count * 2 // 16)
     if rounds_of(asked, plan.algo) == 2:
         vectors = -(-vectors // nranks)
-    pieces = -(-vectors // plan.piece)
+    pieces = -(-vectors // plan.tile)
     nslots, ahead = field(block, "nslots"), field(block, "ahead")
     assert nslots >= 1
-    if plan.in_parts and pieces > 1:  # each has a bank
+    if plan.double_buffered and pieces > 1:  # each has a bank
         assert (pieces <= MAX_DOUBLE_BUFFERED_TILES, nslots, ahead) == (True, 1, 0)
         assert (
-            slot_packets(asked, algo, plan.piece, frame_of(asked, "ll128"))
+            slot_packets(asked, algo, plan.tile, frame_of(asked, "ll128"))
             <= layout.HALF_BYTES // 16
         )
     elif pieces > nslots:
-        assert nslots >= least_slots(algo, nranks)
+        assert nslots >= min_slots(algo, nranks)
         assert algo == "ring" or nslots >= (ahead if algo == TREES else 2 * ahead) + 2
 
 
@@ -131,7 +131,7 @@ def test_all_ranks_choose_alike() -> None:
         blocks = [
             lower.lower_packets(plan, asked, comm_args(asked.nranks, r))
             for r in ranks
-            if plan.by_packets
+            if plan.uses_packets
         ]
         assert (
             len({(field(b, "count"), field(b, "nslots"), field(b, "ahead")) for b in blocks}) <= 1
@@ -223,10 +223,10 @@ def test_many_ranks_take_trees_between_one_shot_and_chain(collective: Collective
 def test_threads_share_packets_where_they_have_all_in_one_piece() -> None:
     def fan(nbytes: int, nranks: int, multiprocessors: int = 128) -> int:
         plan = choose(request(count=nbytes // 2, nranks=nranks, multiprocessors=multiprocessors))
-        assert plan.fan == 1 or plan.blocks * plan.threads >= plan.fan * -(
+        assert plan.fanout == 1 or plan.blocks * plan.threads >= plan.fanout * -(
             -nbytes // 16 // (nranks if plan.algo == "two_shot" else 1)
         )
-        return plan.fan
+        return plan.fanout
 
     assert [fan(n << 10, 8) for n in (1, 64, 128, 1024, 1025)] == [8, 8, 8, 8, 1]
     assert [fan(n << 10, 4) for n in (1, 64, 128, 1024, 1025)] == [4, 4, 4, 4, 1]
@@ -246,7 +246,7 @@ def test_threads_share_packets_where_they_have_all_in_one_piece() -> None:
 def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
     asked = request(count=nbytes // 2, nranks=8, multiprocessors=128)
     plan = choose(asked)
-    assert (plan.algo, plan.blocks, kernel_spec(plan, asked).single) == ("two_shot", 128, True)
+    assert (plan.algo, plan.blocks, kernel_spec(plan, asked).single_tile) == ("two_shot", 128, True)
     lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
@@ -257,17 +257,21 @@ def test_eight_ranks_need_one_piece_up_to_8_mib(nbytes: int) -> None:
 def test_eight_ranks_need_parts_above(dtype: DType, nbytes: int, parts: int) -> None:
     asked = request(count=nbytes // dtype.itemsize, dtype=dtype, nranks=8, multiprocessors=128)
     plan = choose(asked)
-    assert (plan.algo, plan.threads, kernel_spec(plan, asked).in_parts) == ("two_shot", 512, True)
-    assert -(-vectors_of(asked, plan.algo, frame_of(asked, plan.proto)) // plan.piece) == parts
+    assert (plan.algo, plan.threads, kernel_spec(plan, asked).double_buffered) == (
+        "two_shot",
+        512,
+        True,
+    )
+    assert -(-vectors_of(asked, plan.algo, frame_of(asked, plan.proto)) // plan.tile) == parts
     assert "in parts" in plan.reason
     lower.lower_packets(plan, asked, comm_args(8, 3))
 
 
 def test_parts_are_for_many_gpus_and_for_most_multiprocessors() -> None:
-    assert not choose(request(count=8 << 20, nranks=4)).in_parts
-    assert not choose(request(count=8 << 20, nranks=8, multiprocessors=32)).in_parts
-    assert choose(request(count=24 << 20, nranks=8, proto="ll128")).in_parts
-    assert not choose(request(count=40 << 20, nranks=8, proto="ll128")).in_parts
+    assert not choose(request(count=8 << 20, nranks=4)).double_buffered
+    assert not choose(request(count=8 << 20, nranks=8, multiprocessors=32)).double_buffered
+    assert choose(request(count=24 << 20, nranks=8, proto="ll128")).double_buffered
+    assert not choose(request(count=40 << 20, nranks=8, proto="ll128")).double_buffered
 
 
 def test_parts_of_more_than_the_kernel_can_count_are_refused() -> None:
@@ -281,13 +285,13 @@ def test_parts_of_more_than_the_kernel_can_count_are_refused() -> None:
 
 def test_steps_beyond_the_room_of_a_launch_are_refused() -> None:
     ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
-    assert [schedules.step_room(passes.pipeline(ring, depth)) for depth in (1, 8, 30)] == [
+    assert [schedules.step_capacity(passes.pipeline(ring, depth)) for depth in (1, 8, 30)] == [
         120,
         120,
         480,
     ]
     with pytest.raises(InvalidUsage, match=r"has 1500 steps of a rank; a launch has room for 1280"):
-        schedules.step_room(passes.pipeline(ring, 100))
+        schedules.step_capacity(passes.pipeline(ring, 100))
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
@@ -305,7 +309,7 @@ def test_slots_and_scratch_have_room_in_a_bank(depth: int, scratch: int) -> None
     ring = catalog.build("ring", Collective.ALL_REDUCE, 8)
     schedule = replace(passes.pipeline(ring, depth), scratch_chunks=scratch)
     asked = request(dtype=DType.FLOAT32, count=1 << 24, nranks=8, algo="ring", proto="simple")
-    blocks = schedules.grid_of(choose(asked), schedule)
+    blocks = schedules.grid_blocks(choose(asked), schedule)
     block = bytes(schedules.lower_steps(schedule, choose(asked), asked, comm_args(8)))
     _, piece, *_, slot, behind, chunks = struct.unpack_from(
         layout.PROGRAM_HEAD, block, layout.args_bytes(8)
@@ -363,7 +367,7 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lanes", [1, 32, 128])
 @pytest.mark.parametrize("room", [4, 60, 1024, 24320])
 def test_pieces_go_in_equal_rounds(part: int, lanes: int, room: int) -> None:
-    piece = schedules.piece_elements(part, lanes, room, 4)
+    piece = schedules.tile_elements(part, lanes, room, 4)
     assert 0 < piece <= room
     assert piece % 4 == 0
     rounds = -(-part // (lanes * piece))

@@ -16,9 +16,14 @@ from hypothesis import strategies as st
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
-from miraccl.executor.cuda.moves import describe, move_signature
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.messages import (
+    LoweredMessages,
+    P2pMessage,
+    WarpQueueRules,
+    lower_messages,
+)
+from miraccl.executor.cuda.moves import describe_signature, op_signature
+from miraccl.executor.cuda.source import Framing
 from miraccl.runtime.gpu.flight_recorder import read_progress_header, read_snapshot
 from miraccl.runtime.gpu.messages import message_frame, read_rejected_size
 from miraccl.topo.records import PathType
@@ -27,27 +32,27 @@ from miraccl.types import Collective, DType
 from tests.gpu.emulator import Machine, exchange, needs_compiler
 from tests.gpu.emulator.exchange import Send, run
 
-FRAMES = [Frame.LINE, Frame.PAIR]
+FRAMES = [Framing.LINE, Framing.PAIR]
 GPU: Any = types.SimpleNamespace(read=ctypes.string_at)  # whose memory is the processor's
 
 
 @functools.cache
-def machine(nranks: int, frame: Frame) -> Machine:
+def machine(nranks: int, frame: Framing) -> Machine:
     """Shared by tests, so that counters go on from one to the next as in a communicator."""
     return Machine(nranks)
 
 
-def rules(nranks: int, frame: Frame = Frame.LINE, lanes: int = 2) -> LaneRules:
+def rules(nranks: int, frame: Framing = Framing.LINE, lanes: int = 2) -> WarpQueueRules:
     """Few lanes, so that short messages go around rings."""
-    found = LaneRules(nranks=nranks, multiprocessors=128, frame=frame)
+    found = WarpQueueRules(nranks=nranks, multiprocessors=128, frame=frame)
     return (
         _Narrow(nranks=nranks, multiprocessors=128, frame=frame, width=lanes)
-        if lanes < found.lanes
+        if lanes < found.max_warp_queues
         else found
     )
 
 
-class _Narrow(LaneRules):
+class _Narrow(WarpQueueRules):
     def __init__(self, *, width: int, **more: object) -> None:
         super().__init__(**more)  # type: ignore[arg-type]
         object.__setattr__(self, "width", width)
@@ -57,7 +62,9 @@ class _Narrow(LaneRules):
         return int(self.width)  # type: ignore[attr-defined]
 
 
-def right(sends: list[Send], nranks: int = 2, frame: Frame = Frame.LINE, lanes: int = 2) -> None:
+def right(
+    sends: list[Send], nranks: int = 2, frame: Framing = Framing.LINE, lanes: int = 2
+) -> None:
     where = machine(nranks, frame)
     assert [text for text in run(where, rules(nranks, frame, lanes), sends) if text] == []
     assert where.errors() == [0] * nranks
@@ -70,14 +77,14 @@ SIZES = sorted({max(0, edge + change) for edge in EDGES for change in (-1, 0, 1)
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
-def test_sizes(frame: Frame) -> None:
+def test_sizes(frame: Framing) -> None:
     right([Send(0, 1, size) for size in SIZES], frame=frame)
     right([Send(1, 0, size) for size in reversed(SIZES)], frame=frame, lanes=1)
 
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
-def test_addresses(frame: Frame) -> None:
+def test_addresses(frame: Framing) -> None:
     offsets = [1, 2, 4, 8, 12]
     right(
         [Send(0, 1, 1000 + a, a, b) for a, b in itertools.product(offsets, [0, *offsets])],
@@ -88,7 +95,7 @@ def test_addresses(frame: Frame) -> None:
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_rings_are_used_again(frame: Frame, lanes: int) -> None:
+def test_rings_are_used_again(frame: Framing, lanes: int) -> None:
     """Several times what the rings hold, in both directions at once."""
     size = 3 * lanes * layout.FIFO_ROWS * layout.ROW_BYTES
     right([Send(0, 1, size + 5), Send(1, 0, size)], frame=frame, lanes=lanes)
@@ -96,7 +103,7 @@ def test_rings_are_used_again(frame: Frame, lanes: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
-def test_all_pairs_at_once(frame: Frame) -> None:
+def test_all_pairs_at_once(frame: Framing) -> None:
     pairs = [Send(a, b, 4000 + 700 * a + 90 * b) for a in range(3) for b in range(3)]
     right(pairs + pairs[::-1], 3, frame)
 
@@ -130,7 +137,7 @@ def test_launches_of_changing_shapes_follow_one_another() -> None:
 @needs_compiler
 def test_messages_may_be_distributed_over_launches_differently() -> None:
     """Rank 0 sends three messages in three launches, rank 1 takes them in one."""
-    where = machine(2, Frame.LINE)
+    where = machine(2, Framing.LINE)
     sends = [Send(0, 1, 100), Send(0, 1, 3000), Send(0, 1, 20)]
     for number in range(3):
         run(where, rules(2), sends[number : number + 1], seed=1, only=[0])
@@ -149,7 +156,7 @@ def refused(where: Machine) -> int | None:
     ("sent", "expected"), [(100, 99), (0, 1), (16, 0), (5000, 100), (100, 5000), (200_000, 300_000)]
 )
 @pytest.mark.parametrize("frame", FRAMES)
-def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) -> None:
+def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Framing) -> None:
     where = Machine(2)
     run(where, rules(2, frame), [Send(0, 1, sent, expected=expected)])
     host = where.host[1]
@@ -174,8 +181,8 @@ def test_sizes_that_differ_are_reported(sent: int, expected: int, frame: Frame) 
 # ---- collectives that are messages
 
 GATHER, SCATTER = (
-    move_signature(Collective.GATHER, 0, (40, 40)),
-    move_signature(Collective.SCATTER, 0, (40, 40)),
+    op_signature(Collective.GATHER, 0, (40, 40)),
+    op_signature(Collective.SCATTER, 0, (40, 40)),
 )
 
 
@@ -191,7 +198,7 @@ def moves_of(where: Machine, rank: int) -> tuple[int, dict[int, int]]:
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
-def test_collectives_that_are_messages_are_counted(frame: Frame) -> None:
+def test_collectives_that_are_messages_are_counted(frame: Framing) -> None:
     """Ranks without a message, and large ones, too; plain messages in between are not counted."""
     where = Machine(3)
     for number in range(1, 2 * layout.MESSAGE_OP_ENTRIES):
@@ -215,7 +222,9 @@ def test_collectives_that_are_messages_are_counted(frame: Frame) -> None:
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("theirs", [SCATTER, 0])
 @pytest.mark.parametrize("nbytes", [40, 0, 5000])
-def test_a_message_of_another_operation_is_refused(nbytes: int, theirs: int, frame: Frame) -> None:
+def test_a_message_of_another_operation_is_refused(
+    nbytes: int, theirs: int, frame: Framing
+) -> None:
     """Its size is right. The sender, which did not wait, hears of it with the next message that needs room."""
     where = Machine(2)
     run(where, rules(2, frame), [Send(1, 0, nbytes)], only=[1], signatures=[0, theirs])
@@ -229,7 +238,7 @@ def test_a_message_of_another_operation_is_refused(nbytes: int, theirs: int, fra
 
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
-def test_a_message_that_nobody_took_is_not_taken_later(frame: Frame) -> None:
+def test_a_message_that_nobody_took_is_not_taken_later(frame: Framing) -> None:
     where = Machine(2)
     run(where, rules(2, frame), [Send(1, 0, 40)], only=[1], signatures=[0, GATHER])
     run(where, rules(2, frame), [], only=[0], signatures=[GATHER, 0])
@@ -330,9 +339,9 @@ def test_a_peer_that_has_begun_what_this_rank_has_not_told_yet_is_not_past_it(
 ) -> None:
     """A warp may wait in a launch of which no warp that draws has run so far: this rank's last entry is that of the launch before."""
 
-    def draws_nothing(*args: Any) -> Lowered:
+    def draws_nothing(*args: Any) -> LoweredMessages:
         lowered = lower_messages(*args)
-        struct.pack_into("<I", lowered.args, len(lowered.args) - lowered.room - 4, 0)
+        struct.pack_into("<I", lowered.args, len(lowered.args) - lowered.capacity - 4, 0)
         return lowered
 
     where = Machine(2, timeout_s=0.3)
@@ -369,18 +378,20 @@ def test_a_peer_that_is_ahead_has_sent_its_message() -> None:
 
 
 def test_a_collective_in_words() -> None:
-    assert [describe(GATHER), describe(move_signature(Collective.BARRIER))] == [
+    assert [describe_signature(GATHER), describe_signature(op_signature(Collective.BARRIER))] == [
         "gather (root 0)",
         "barrier",
     ]
-    assert describe(move_signature(Collective.ALL_TO_ALL)) == "all_to_all_v"
+    assert describe_signature(op_signature(Collective.ALL_TO_ALL)) == "all_to_all_v"
     many = [
-        move_signature(Collective.SCATTER, root, (1, 2)) for root in range(1000)
+        op_signature(Collective.SCATTER, root, (1, 2)) for root in range(1000)
     ]  # over several hosts
     assert len(set(many)) == len(many)
-    assert {describe(signature) for signature in many[15:]} == {"scatter (root 15 or above)"}
-    assert describe(many[14]) == "scatter (root 14)"
-    assert move_signature(Collective.ALL_GATHER, 3, (1, 2)) != move_signature(
+    assert {describe_signature(signature) for signature in many[15:]} == {
+        "scatter (root 15 or above)"
+    }
+    assert describe_signature(many[14]) == "scatter (root 14)"
+    assert op_signature(Collective.ALL_GATHER, 3, (1, 2)) != op_signature(
         Collective.ALL_GATHER, 3, (2, 1)
     )
 
@@ -440,7 +451,7 @@ def small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_pool(monkeypatch)
 
 
-def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> LaneRules:
+def few(nranks: int, frame: Framing = Framing.LINE, blocks: int = 4) -> WarpQueueRules:
     """Rules by which launches have about ``blocks`` blocks for large messages."""
     return _Narrow(
         nranks=nranks, multiprocessors=max(2 * (nranks - 1), blocks // 2 + 1), frame=frame, width=2
@@ -450,7 +461,7 @@ def few(nranks: int, frame: Frame = Frame.LINE, blocks: int = 4) -> LaneRules:
 @needs_compiler
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.usefixtures("small_pool")
-def test_large_messages(frame: Frame) -> None:
+def test_large_messages(frame: Framing) -> None:
     where = Machine(2)
     for sizes in (
         [5000],
@@ -607,7 +618,7 @@ sends = st.builds(
     frame=st.sampled_from(FRAMES),
 )
 @settings(max_examples=20, deadline=None)
-def test_whatever_is_sent_arrives(program: list[list[Send]], lanes: int, frame: Frame) -> None:
+def test_whatever_is_sent_arrives(program: list[list[Send]], lanes: int, frame: Framing) -> None:
     where = Machine(3)
     for number, launch in enumerate(program):
         assert [
@@ -626,8 +637,10 @@ def comm_args(nranks: int, rank: int = 0) -> CommArgs:
     )
 
 
-def message(peer: int, nbytes: int, receives: bool = False, dtype: DType = DType.UINT8) -> Message:
-    return Message(receives, peer, 4096, nbytes, int(dtype))
+def message(
+    peer: int, nbytes: int, receives: bool = False, dtype: DType = DType.UINT8
+) -> P2pMessage:
+    return P2pMessage(receives, peer, 4096, nbytes, int(dtype))
 
 
 def test_arguments_stay_below_the_limit_of_a_launch() -> None:
@@ -648,17 +661,17 @@ def test_launches_of_few_messages_have_short_arguments(nranks: int, most: int) -
     several = [message(1, 1000, receives) for receives in (False, True) for _ in range(6)]
     for messages in ([message(1, 5)], barrier, to_all, several):
         lowered = lower_messages(messages, comm_args(nranks), rules(nranks))
-        assert lowered.room == layout.few_bytes(nranks)
+        assert lowered.capacity == layout.small_capacity(nranks)
         assert len(lowered.args) <= most
     longest = lower_messages(
         [message(1, 5)] * (len(to_all) + 12 * nranks), comm_args(nranks), rules(nranks)
     )
-    assert longest.room == layout.MANY_BYTES
+    assert longest.capacity == layout.LARGE_CAPACITY
 
 
 def test_parts_of_the_memory_do_not_overlap() -> None:
     for nranks in range(2, layout.MAX_RANKS + 1):
-        lanes, rows = layout.message_lanes(nranks), layout.FIFO_ROWS
+        lanes, rows = layout.message_warp_queues(nranks), layout.FIFO_ROWS
         assert (nranks - 1) * lanes * rows * 512 <= layout.ROW_FIFOS_BYTES
         assert (
             nranks * lanes * layout.WORD_STRIDE
@@ -675,7 +688,7 @@ def test_parts_of_the_memory_do_not_overlap() -> None:
 @pytest.mark.parametrize("multiprocessors", [1, 2, 8, 132])
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
 def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) -> None:
-    where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
+    where = WarpQueueRules(nranks=nranks, multiprocessors=multiprocessors)
     everything = [
         message(peer, 1 << 20, receives) for peer in range(nranks) for receives in (False, True)
     ]
@@ -689,7 +702,7 @@ def test_all_lanes_are_on_the_gpu_together(nranks: int, multiprocessors: int) ->
 
 
 def queues(args: bytearray, nranks: int, count: int) -> list[tuple[int, ...]]:
-    start = layout.args_bytes(nranks) + struct.calcsize(layout.EXCHANGE_HEAD)
+    start = layout.args_bytes(nranks) + struct.calcsize(layout.P2P_HEAD)
     return [
         struct.unpack_from(layout.QUEUE, args, start + struct.calcsize(layout.QUEUE) * i)
         for i in range(count)
@@ -701,7 +714,7 @@ def queues(args: bytearray, nranks: int, count: int) -> list[tuple[int, ...]]:
 def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(
     nranks: int, multiprocessors: int
 ) -> None:
-    where = LaneRules(nranks=nranks, multiprocessors=multiprocessors)
+    where = WarpQueueRules(nranks=nranks, multiprocessors=multiprocessors)
     sizes = (1 << 20, layout.BULK_MIN_BYTES)
     everything = [
         message(peer, size, receives)
@@ -711,7 +724,7 @@ def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(
     ]
     lowered = lower_messages(everything, comm_args(nranks), where)
     if multiprocessors < 2 * (nranks - 1):  # too few for one block each: then no message is large
-        assert lowered.bulk == 0
+        assert lowered.bulk_blocks == 0
         return
     assert lowered.threads == 512
     assert lowered.blocks <= 2 * multiprocessors
@@ -721,9 +734,9 @@ def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(
         [h for h in heads if h[0] > layout.TO_SELF],
     )
     warps = sum(h[2] for h in lanes)
-    assert warps <= (lowered.blocks - lowered.bulk) * 16
+    assert warps <= (lowered.blocks - lowered.bulk_blocks) * 16
     assert [b for _, _, each, begin, *_ in blocks for b in range(begin, begin + each)] == list(
-        range(lowered.bulk)
+        range(lowered.bulk_blocks)
     )
     slots = [
         s
@@ -736,10 +749,15 @@ def test_blocks_of_large_messages_are_on_the_gpu_together_with_all_lanes(
 
 
 def test_both_sides_use_the_same_lanes() -> None:
-    where = LaneRules(nranks=2, multiprocessors=128)
-    counts = [where.lanes_of(size) for size in range(0, 1 << 20, 1000)]
+    where = WarpQueueRules(nranks=2, multiprocessors=128)
+    counts = [where.warp_queues_for(size) for size in range(0, 1 << 20, 1000)]
     assert counts == sorted(counts)
-    assert (counts[0], counts[-1], where.lanes_of(1792), where.lanes_of(1793)) == (1, 512, 1, 2)
+    assert (counts[0], counts[-1], where.warp_queues_for(1792), where.warp_queues_for(1793)) == (
+        1,
+        512,
+        1,
+        2,
+    )
 
 
 def test_messages_to_oneself_pair_up() -> None:
@@ -758,15 +776,15 @@ def test_messages_to_oneself_pair_up() -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "arch", "frame"),
     [
-        (PathType.NVL, IPC, 80, Frame.LINE),
-        (PathType.PIX, IPC, 90, Frame.PAIR),
-        (PathType.NVL, HOST, 90, Frame.PAIR),
-        (None, IPC, 90, Frame.LINE),
-        (None, IPC, 80, Frame.PAIR),
+        (PathType.NVL, IPC, 80, Framing.LINE),
+        (PathType.PIX, IPC, 90, Framing.PAIR),
+        (PathType.NVL, HOST, 90, Framing.PAIR),
+        (None, IPC, 90, Framing.LINE),
+        (None, IPC, 80, Framing.PAIR),
     ],
 )
 def test_lines_are_used_where_paths_keep_them_whole(
-    path: PathType | None, kind: str, arch: int, frame: Frame
+    path: PathType | None, kind: str, arch: int, frame: Framing
 ) -> None:
     memory: Any = types.SimpleNamespace(
         choices={(0, 1): P2pChoice(kind=kind, reason="")},

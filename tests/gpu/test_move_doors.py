@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
-from miraccl.executor.cuda.messages import LaneRules, Message
-from miraccl.executor.cuda.moves import move_signature
+from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules
+from miraccl.executor.cuda.moves import op_signature
 from miraccl.fastpath.cuda import layout as at
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import UnevenRequest, sends_and_receives
@@ -98,13 +98,13 @@ def test_doors_find_what_python_would_send(
     if parts:
         rows = [(receive, peer, part.count, F32) for receive, peer, part in parts]
         side.remember_messages(
-            1, *rows, signature=move_signature(asked.collective, asked.root, asked.counts)
+            1, *rows, signature=op_signature(asked.collective, asked.root, asked.counts)
         )
         side.remember_messages(
             2, *rows
         )  # the same messages as a group of sends and receives, and of another collective
         side.remember_messages(
-            3, *rows, signature=move_signature(asked.collective, asked.root, [*asked.counts, 1])
+            3, *rows, signature=op_signature(asked.collective, asked.root, [*asked.counts, 1])
         )
     uneven = name.endswith("_v")
     arrays = x if gives else None, out if takes else None
@@ -125,8 +125,8 @@ def test_what_goes_the_long_way() -> None:
     side = Side()
     x, out, whole = torch.zeros(5), torch.zeros(4), torch.zeros(9)
     varying, even = (
-        move_signature(Collective.ALL_TO_ALL),
-        move_signature(Collective.SCATTER, 0, (2, 2)),
+        op_signature(Collective.ALL_TO_ALL),
+        op_signature(Collective.SCATTER, 0, (2, 2)),
     )
     side.remember_messages(
         1,
@@ -203,25 +203,25 @@ def test_what_goes_the_long_way() -> None:
 
 def test_sizes_and_signatures_are_written_together() -> None:
     """A launch of this shape of another size; that of plain messages of the same shape is none."""
-    side, place, rules = Side(1, 3), comm_args(3, 1), LaneRules(nranks=3, multiprocessors=132)
+    side, place, rules = Side(1, 3), comm_args(3, 1), WarpQueueRules(nranks=3, multiprocessors=132)
 
-    def made(x: Any, root: int) -> list[Message]:
-        return [Message(False, root, x.data_ptr(), 4 * x.numel(), int(F32))]
+    def made(x: Any, root: int) -> list[P2pMessage]:
+        return [P2pMessage(False, root, x.data_ptr(), 4 * x.numel(), int(F32))]
 
     first, x = torch.zeros(7), torch.zeros(900)
     side.remember_shape(1, made(first, 2), place, rules)
     gather = side.door["gather"]
     assert gather(x, None, 2, None, None, False, None) == 1
     side.remember_shape(
-        2, made(first, 2), place, rules, move_signature(Collective.GATHER, 2, [7] * 3)
+        2, made(first, 2), place, rules, op_signature(Collective.GATHER, 2, [7] * 3)
     )
     assert gather(x, None, 2, None, None, False, None) == 0
     assert side.driver.seen.pop() == launched(
-        2, made(x, 2), place, rules, move_signature(Collective.GATHER, 2, [900] * 3)
+        2, made(x, 2), place, rules, op_signature(Collective.GATHER, 2, [900] * 3)
     )
     assert side.door["gather_v"](x, None, 2, None, [5, 900, 0], False, None) == 0
     assert side.driver.seen.pop() == launched(
-        2, made(x, 2), place, rules, move_signature(Collective.GATHER, 2, [5, 900, 0])
+        2, made(x, 2), place, rules, op_signature(Collective.GATHER, 2, [5, 900, 0])
     )
     assert gather(x, None, 0, None, None, False, None) == 1
     assert side.door["send"](x, 2, False, None) == 0

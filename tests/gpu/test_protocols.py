@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from miraccl.executor.cuda import layout, lower, schedules, staged_copies
-from miraccl.executor.cuda.buffer_halves import least_slots
+from miraccl.executor.cuda.buffer_halves import min_slots
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request
 from miraccl.schedule import catalog
 from miraccl.schedule.algos import double_binary_tree
@@ -54,7 +54,7 @@ def ahead_of(algo: str, nranks: int, nslots: int) -> int:
         collective=Collective.ALL_REDUCE, dtype=DType.FLOAT32, op=RedOp.SUM, count=1, nranks=nranks
     )
     plan = DevicePlan(algo=algo, proto="ll128", blocks=1, threads=32, unroll=1)
-    return lower._ahead(plan, request, 1000, nslots)
+    return lower._lookahead(plan, request, 1000, nslots)
 
 
 def built(algo: str, collective: Collective, nranks: int) -> Schedule:
@@ -140,7 +140,7 @@ def test_parts_are_launches(counts: Sequence[int], nranks: int) -> None:
 
 @pytest.mark.parametrize("nranks", RANKS)
 def test_a_ring_needs_one_slot_more_than_ranks(nranks: int) -> None:
-    least = least_slots("ring", nranks)
+    least = min_slots("ring", nranks)
     look = holds if nranks == 2 else always
     for nslots in (least, least + 1):
         assert look(ring(nranks, pieces=2 * nslots + 2, nslots=nslots))
@@ -150,7 +150,7 @@ def test_a_ring_needs_one_slot_more_than_ranks(nranks: int) -> None:
 
 def test_a_ring_of_three_with_a_slot_fewer() -> None:
     """The search that finds nothing wrong with nine pieces in four slots looks at 655,140 states."""
-    assert search(ring(3, pieces=4, nslots=least_slots("ring", 3) - 1), most=MOST).wrong
+    assert search(ring(3, pieces=4, nslots=min_slots("ring", 3) - 1), most=MOST).wrong
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 4])
@@ -471,7 +471,7 @@ def test_every_block_of_a_sender_has_a_chunk() -> None:
     """A block without one might miss a grant, for nobody waits for it. Large messages have more chunks than any launch has blocks."""
     assert not holds(chunks([[Queue(1, (1, 1, 1), 0, 2)]], Bulk(), blocks=2, taking=1))
     least = -(
-        -(layout.BULK_MIN_BYTES - 16 * max(first for _, first in layout.GROUPS.values()))
+        -(layout.BULK_MIN_BYTES - 16 * max(first for _, first in layout.GROUP_SIZES.values()))
         // layout.CHUNK_BYTES
     )
     assert least == 1024 > 2 * 256, "two blocks for each of more multiprocessors than a GPU has"

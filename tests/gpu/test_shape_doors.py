@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import miraccl
 from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.messages import LaneRules, Message, lower_messages
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_messages
+from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import COPY_BYTES
 from miraccl.types import DType
 from tests.gpu.door_side import Side, torch_with_doors
@@ -38,9 +38,9 @@ def tensors(shape: Any, sizes: Any) -> list[Any]:
     ]
 
 
-def messages(shape: Any, arrays: Any) -> list[Message]:
+def messages(shape: Any, arrays: Any) -> list[P2pMessage]:
     return [
-        Message(receives, peer, x.data_ptr(), x.nbytes, int(TYPES[dtype]))
+        P2pMessage(receives, peer, x.data_ptr(), x.nbytes, int(TYPES[dtype]))
         for (receives, peer, dtype), x in zip(shape, arrays, strict=True)
     ]
 
@@ -52,7 +52,7 @@ def call(side: Side, shape: Any, arrays: Any) -> None:
 
 
 def launched(
-    number: int, made: list[Message], place: CommArgs, rules: LaneRules, signature: int = 0
+    number: int, made: list[P2pMessage], place: CommArgs, rules: WarpQueueRules, signature: int = 0
 ) -> tuple[int, ...]:
     lowered = lower_messages(made, place, rules, signature)
     words = struct.unpack(f"<{len(lowered.args) // 8}Q", lowered.args)
@@ -64,12 +64,12 @@ def launched(
     shape=st.lists(kinds, min_size=1, max_size=12),
     to_self=st.integers(0, 2),
     rank=st.integers(0, NRANKS - 1),
-    frame=st.sampled_from([Frame.LINE, Frame.PAIR]),
+    frame=st.sampled_from([Framing.LINE, Framing.PAIR]),
     multiprocessors=st.sampled_from([4, 132]),
     data=st.data(),
 )
 def test_doors_write_what_python_lowers(
-    shape: Any, to_self: int, rank: int, frame: Frame, multiprocessors: int, data: Any
+    shape: Any, to_self: int, rank: int, frame: Framing, multiprocessors: int, data: Any
 ) -> None:
     """Several messages in a queue, queues that come in any order, a rank that sends to itself: the same in arguments and grid."""
     own = [(False, rank, torch.float32)] * to_self
@@ -81,7 +81,7 @@ def test_doors_write_what_python_lowers(
     side, place, rules = (
         Side(rank, NRANKS),
         comm_args(rank),
-        LaneRules(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame),
+        WarpQueueRules(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame),
     )
     if not mixed:
         return
@@ -101,7 +101,7 @@ def test_another_shape_is_another_launch() -> None:
     side, place, rules = (
         Side(0, NRANKS),
         comm_args(0),
-        LaneRules(nranks=NRANKS, multiprocessors=132),
+        WarpQueueRules(nranks=NRANKS, multiprocessors=132),
     )
     there, back, both = (
         [(False, 1, torch.float32)],
@@ -127,7 +127,7 @@ def test_another_shape_is_another_launch() -> None:
 def test_what_is_left_to_python() -> None:
     """Halves of a message to oneself that differ, messages in chunks, and a launch that fills the GPU and is not next."""
     side, place = Side(0, NRANKS), comm_args(0)
-    rules = LaneRules(nranks=NRANKS, multiprocessors=132)
+    rules = WarpQueueRules(nranks=NRANKS, multiprocessors=132)
     own = [(False, 0, torch.uint8), (True, 0, torch.uint8)]
     side.remember_shape(1, messages(own, tensors(own, [8, 8])), place, rules)
     side.remember_shape(
@@ -137,7 +137,7 @@ def test_what_is_left_to_python() -> None:
     assert len(side.driver.seen) == 1
     call(side, own, tensors(own, [9, 10]))
     assert len(side.handed_over) == 1
-    large = torch.empty(rules.bulk_from, dtype=torch.uint8)
+    large = torch.empty(rules.bulk_min_bytes, dtype=torch.uint8)
     assert side.send(large[:-1]) == 0
     assert side.send(large) == 1
     side.order.value = 3  # another communicator filled the GPU last

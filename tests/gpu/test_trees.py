@@ -58,12 +58,12 @@ def branches(
     )
     args, size = (
         lower.lower_packets(choose(request), request, comm_args),
-        struct.calcsize(layout.BRANCH),
+        struct.calcsize(layout.TREE_LINKS),
     )
     found = []
     for tree in range(2):
         up, *down, child = struct.unpack_from(
-            layout.BRANCH, args, layout.ARGS["trees"].offset + tree * size
+            layout.TREE_LINKS, args, layout.ARGS["trees"].offset + tree * size
         )
         found.append((up, [peer for peer in down if peer != layout.NO_RANK], child))
     return found
@@ -387,5 +387,5 @@ def test_trees_run_on_request_and_between_one_shot_and_chain() -> None:
                 )
                 assert (choose(free).algo == TREES) == middle
                 plan = choose(replace(free, algo=TREES))
-                assert (plan.algo, plan.by_packets) == (TREES, True)
+                assert (plan.algo, plan.uses_packets) == (TREES, True)
                 assert choose(replace(free, algo=TREES, proto="simple")).proto == "simple"

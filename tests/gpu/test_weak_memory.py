@@ -12,7 +12,7 @@ import pytest
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.plan import DevicePlan
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.source import Framing
 from miraccl.types import Collective, DType
 from tests.gpu.emulator import Machine, change_kernels, needs_compiler, weak_memory
 from tests.gpu.emulator.collective import asked, run, run_in_a_row
@@ -114,7 +114,9 @@ def wrong_parts(
     request = asked(
         Collective.ALL_REDUCE, DType.INT32, 128 * 2 * nranks + 5, nranks, "two_shot", "ll128"
     )
-    plan = DevicePlan(algo="two_shot", proto="ll128", blocks=2, threads=32, unroll=1, in_parts=True)
+    plan = DevicePlan(
+        algo="two_shot", proto="ll128", blocks=2, threads=32, unroll=1, double_buffered=True
+    )
     less = asked(Collective.ALL_REDUCE, DType.INT32, 60 * nranks, nranks, "two_shot", "ll128")
     more = asked(Collective.ALL_REDUCE, DType.INT32, 128 * 4 * nranks, nranks, "two_shot", "ll128")
     for seed in seeds:
@@ -191,7 +193,7 @@ def wrong_messages(
         with weak_memory(seed):
             for _ in range(3):
                 yield from filter(
-                    None, exchange(where, few(2) if large else rules(2, Frame.PAIR), sends)
+                    None, exchange(where, few(2) if large else rules(2, Framing.PAIR), sends)
                 )
 
 

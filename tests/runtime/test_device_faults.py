@@ -21,13 +21,13 @@ from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.types import Collective
 
 SCATTER, GATHER = (
-    moves.move_signature(Collective.SCATTER, 1, (4, 4)),
-    moves.move_signature(Collective.GATHER, 2, (4, 4)),
+    moves.op_signature(Collective.SCATTER, 1, (4, 4)),
+    moves.op_signature(Collective.GATHER, 2, (4, 4)),
 )
 
 
 def name(number: int, signature: int) -> str:
-    return f"launch #{number}" if number else moves.describe(signature)
+    return f"launch #{number}" if number else moves.describe_signature(signature)
 
 
 def said(
@@ -35,9 +35,7 @@ def said(
 ) -> OpLog:
     """What a rank says whose last operations are these; the collective of messages came after ``before`` launches."""
     launches = dict.fromkeys(range(launch, max(0, launch - 4), -1), signature)
-    entries = (
-        {move: MessageRecord(moves.move_tag(move, before, what), what, before)} if move else {}
-    )
+    entries = {move: MessageRecord(moves.op_tag(move, before, what), what, before)} if move else {}
     return OpLog(launches, entries, launch, move)
 
 

@@ -41,7 +41,7 @@ class Direct:
         vars(launch)["fast_launch"] = lambda gpu: (address, native.builtin("launch", entry))
 
     def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
-        said = launch._Config.from_address(config)
+        said = launch._LaunchConfig.from_address(config)
         kernel = self._cuda.modules[function]
         code = self._cuda.cuLaunchKernel(
             kernel, said.grid[0], 1, 1, said.block[0], 1, 1, 0, said.stream or 0, parameters, 0

@@ -114,7 +114,7 @@ def check_nvrtc() -> DoctorFinding | None:
         )
     text = f"{major}.{minor}, compiles for sm_{archs[0]} to sm_{archs[-1]}"
     for arch in sorted({gpu.sm for gpu in facts().gpus}):
-        why, advice = toolkit.misfit(arch)
+        why, advice = toolkit.incompatibility(arch)
         if why:
             return DoctorFinding(name="nvrtc", status="note", found=why, advice=advice)
     driver = facts().driver

@@ -177,7 +177,7 @@ class Machine:
         self.memory = [_aligned(layout.TOTAL_BYTES) for _ in range(nranks)]
         self.host = [np.zeros(layout.HOST_BYTES // 4, np.uint32) for _ in range(nranks)]
         for memory in self.memory:
-            for offset, size, word in layout.FILLS:
+            for offset, size, word in layout.INITIAL_FILL:
                 memory[offset : offset + size].view(np.uint32)[:] = word
         self.timeout_ns = int(timeout_s * 1e9)
 

@@ -52,7 +52,7 @@ def asked(
 def small(request: Request, unroll: int = 1) -> DevicePlan:
     """The plan of a request with two blocks of 64 threads, so that there are several pieces."""
     plan = choose(request)
-    if not plan.by_packets:
+    if not plan.uses_packets:
         return plan
     return DevicePlan(algo=plan.algo, proto=plan.proto, blocks=2, threads=64, unroll=unroll)
 
@@ -145,7 +145,7 @@ def launch_each(machine: Machine, requests: Sequence[Request | None]) -> None:
         schedule = schedules.schedule_of(plan, mine, ())
         args.append(schedules.lower_plan(schedule, plan, mine, comm_args))
         struct.pack_into("<QQ", args[-1], 0, held[rank].ctypes.data, held[rank].ctypes.data)
-        blocks.append(schedules.grid_of(plan, schedule) if request else 0)
+        blocks.append(schedules.grid_blocks(plan, schedule) if request else 0)
     machine.launch(kernel_spec(small(first), first), args, blocks)
 
 
@@ -194,10 +194,12 @@ def _lowered(
             tuple(x.ctypes.data - arrays[rank].ctypes.data for x in arrays)
             for arrays in (sources, targets)
         )
-        windows = schedules.Windows(in_at=in_at, out_at=out_at)  # all ranks are in one process
+        windows = schedules.WindowOffsets(
+            in_offsets=in_at, out_offsets=out_at
+        )  # all ranks are in one process
         args.append(schedules.lower_plan(schedule, plan, mine, comm_args, windows))
         struct.pack_into("<QQ", args[-1], 0, sources[rank].ctypes.data, targets[rank].ctypes.data)
-    return args, schedules.grid_of(plan, schedule)
+    return args, schedules.grid_blocks(plan, schedule)
 
 
 def _placed(array: Any, offset: int) -> Any:

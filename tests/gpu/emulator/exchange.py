@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
+from miraccl.executor.cuda.messages import (
+    LoweredMessages,
+    P2pMessage,
+    WarpQueueRules,
+    lower_messages,
+)
 from miraccl.types import DType
 from tests.gpu.emulator import Machine
 
@@ -39,7 +44,7 @@ def _placed(nbytes: int, offset: int, fill: Any) -> Any:
     return room[start : start + nbytes], room
 
 
-def hold_table(lowered: Lowered) -> Any:
+def hold_table(lowered: LoweredMessages) -> Any:
     """Make a launch read its table where it is, if it has one, as long as what this gives is kept."""
     if lowered.table is None:
         return None
@@ -48,14 +53,16 @@ def hold_table(lowered: Lowered) -> Any:
     return table
 
 
-def blocks_of(lowered: Lowered) -> int:
+def blocks_of(lowered: LoweredMessages) -> int:
     """How many blocks of ``THREADS`` a launch has."""
-    return lowered.bulk + -(-(lowered.blocks - lowered.bulk) * lowered.threads // THREADS)
+    return lowered.bulk_blocks + -(
+        -(lowered.blocks - lowered.bulk_blocks) * lowered.threads // THREADS
+    )
 
 
 def run(
     machine: Machine,
-    rules: LaneRules,
+    rules: WarpQueueRules,
     sends: Sequence[Send],
     seed: int = 0,
     only: Sequence[int] | None = None,
@@ -76,11 +83,11 @@ def run(
                 continue
             if s.src == rank:
                 messages.append(
-                    Message(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8))
+                    P2pMessage(False, s.dst, source.ctypes.data, source.size, int(DType.UINT8))
                 )
             if s.dst == rank:
                 messages.append(
-                    Message(True, s.src, target.ctypes.data, target.size, int(DType.UINT8))
+                    P2pMessage(True, s.src, target.ctypes.data, target.size, int(DType.UINT8))
                 )
         signature = signatures[rank] if signatures else 0
         lowered = lower_messages(messages, machine.comm_args(rank), rules, signature)
@@ -91,10 +98,10 @@ def run(
         args.append(lowered.args)
         comes = (messages or signature) and (only is None or rank in only)
         blocks.append(blocks_of(lowered) if comes else 0)
-        bulk, room = bulk or lowered.bulk > 0, max(room, lowered.room)
+        bulk, room = bulk or lowered.bulk_blocks > 0, max(room, lowered.capacity)
     for argument in args:  # what follows the messages is not looked at
         argument.extend(bytes(room))
-    machine.launch(replace(rules.spec(bulk, room), threads=THREADS), args, blocks)
+    machine.launch(replace(rules.kernel_spec(bulk, room), threads=THREADS), args, blocks)
     answers = []
     for s, (source, _), (target, room) in zip(sends, sources, targets):
         outside = room.size - target.size - int((room == 0xA5).sum()) + int((target == 0xA5).sum())

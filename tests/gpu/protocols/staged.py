@@ -10,7 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.staged_copies import Move, Stage, chunks_of, in_turns, moves_of
+from miraccl.executor.cuda.staged_copies import (
+    ChunkCopy,
+    StagingLayout,
+    interleave,
+    rank_copies,
+    split_chunks,
+)
 from miraccl.schedule.ir import Schedule
 
 from .program import Cell, Kind, System, Thread
@@ -34,13 +40,13 @@ def staged(schedule: Schedule, rules: Rules, *, chunks: int, operations: int = 1
     """``chunks`` of a block, ``operations`` in a row. Each meeting is a launch; what is staged belongs to the bank of the first one."""
     system, stage = (
         System(schedule.nranks),
-        Stage.of(schedule, layout.COPY_SLOTS * schedule.nranks * CHUNK),
+        StagingLayout.of(schedule, layout.COPY_SLOTS * schedule.nranks * CHUNK),
     )
     for rank in range(schedule.nranks):
         moves = [
             chunk
-            for move in moves_of(schedule, rank, chunks * CHUNK)
-            for chunk in chunks_of(move, CHUNK)
+            for move in rank_copies(schedule, rank, chunks * CHUNK)
+            for chunk in split_chunks(move, CHUNK)
         ]
         streams = _Streams(system, system.thread(rank), stage, rules)
         for chunk in moves:
@@ -56,7 +62,7 @@ class _Streams:
 
     system: System
     main: Thread
-    stage: Stage
+    stage: StagingLayout
     rules: Rules
     totals: Counter[int] = field(default_factory=Counter)  # chunks that come from a peer
     directions: dict[tuple[int, bool], Thread] = field(
@@ -67,28 +73,32 @@ class _Streams:
         default_factory=dict
     )  # that have been filled, and the last chunk in each
 
-    def add(self, chunk: Move) -> None:
-        if chunk.up is not None:
-            self.totals[chunk.up] += 1
-        for peer, comes in ((chunk.up, True), (chunk.down, False)):
+    def add(self, chunk: ChunkCopy) -> None:
+        if chunk.source_rank is not None:
+            self.totals[chunk.source_rank] += 1
+        for peer, comes in ((chunk.source_rank, True), (chunk.target_rank, False)):
             if peer is not None and (peer, comes) not in self.directions:
                 name = f"{'from' if comes else 'to'} rank {peer}"
                 self.directions[peer, comes] = self.system.thread(self.main.rank, name)
 
-    def run(self, moves: list[Move], launch: int) -> None:
+    def run(self, moves: list[ChunkCopy], launch: int) -> None:
         self.meet(launch)
         self.done.clear()
         self.slots.clear()
-        for number, chunk in enumerate(in_turns(moves)):
-            if chunk.up is not None:
-                self.take(chunk.up)
-                if chunk.down is not None:  # the other stream waits for an event of this one
+        for number, chunk in enumerate(interleave(moves)):
+            if chunk.source_rank is not None:
+                self.take(chunk.source_rank)
+                if chunk.target_rank is not None:  # the other stream waits for an event of this one
                     event = Cell("an event", self.main.rank, Kind.COUNTER, None)
-                    self.directions[chunk.up, True].fence()
-                    self.directions[chunk.up, True].store(event, launch * len(moves) + number)
-                    self.directions[chunk.down, False].reach(event, launch * len(moves) + number)
-            if chunk.down is not None:
-                self.give(chunk.down)
+                    self.directions[chunk.source_rank, True].fence()
+                    self.directions[chunk.source_rank, True].store(
+                        event, launch * len(moves) + number
+                    )
+                    self.directions[chunk.target_rank, False].reach(
+                        event, launch * len(moves) + number
+                    )
+            if chunk.target_rank is not None:
+                self.give(chunk.target_rank)
         for key, thread in self.directions.items():
             joined = Cell(
                 f"the end of the stream {'from' if key[1] else 'to'} rank {key[0]}",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.launch_shape import fan_shape, packet_shape, simple_shape
+from miraccl.executor.cuda.launch_shape import fanout_shape, packet_shape, simple_shape
 from miraccl.executor.cuda.plan import (
     ROOTED,
     TREES,
@@ -21,17 +21,17 @@ from miraccl.executor.cuda.plan import (
     has_packets,
     vectors_of,
 )
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.source import Framing
 from miraccl.types import Collective
 
 KIB, MIB = layout.KIB, layout.MIB
-NEVER = 1 << 62
+UNREACHABLE_BYTES = 1 << 62
 #: number of ranks -> bytes of a block up to which one exchange between all is fastest: of all_reduce, of rooted operations, of more ranks
 ONE_SHOT_MAX_BYTES = {3: 256 * KIB, 4: 128 * KIB}
 ROOTED_ONE_SHOT_MAX_BYTES = {2: MIB, 3: 256 * KIB, 4: 256 * KIB}
 LARGE_GROUP_ONE_SHOT_MAX_BYTES = 64 * KIB
 #: bytes of a block from which neighbours carry more than all pairs: up to 4 GPUs, on more
-RING_FROM = {
+RING_MIN_BYTES = {
     Collective.ALL_REDUCE: (64 * MIB, 32 * MIB),
     Collective.ALL_GATHER: (64 * MIB, 8 * MIB),
     Collective.REDUCE_SCATTER: (64 * MIB, 8 * MIB),
@@ -41,7 +41,7 @@ LL_MAX_BYTES = 4 * KIB
 #: the same where threads share packets, which masks do not allow
 LL_FANOUT_MAX_BYTES = 64 * KIB
 #: bytes of a block from which large slots carry more than packets
-SIMPLE_FROM = {"chain": 512 * MIB, "ring": 8 * MIB}
+SIMPLE_MIN_BYTES = {"chain": 512 * MIB, "ring": 8 * MIB}
 #: bytes of a block that trees broadcast or reduce faster than a chain, on more than 4 GPUs
 TREE_MAX_BYTES = 512 * KIB
 
@@ -59,7 +59,7 @@ def choose(request: Request) -> DevicePlan:
         if request.packed
         else ""
     )
-    parts = "; in parts, which the banks have room for one by one" if plan.in_parts else ""
+    parts = "; in parts, which the banks have room for one by one" if plan.double_buffered else ""
     return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}{parts}{few}")
 
 
@@ -68,8 +68,8 @@ def _algorithm(request: Request) -> tuple[str, str]:
     match request.collective:
         case Collective.ALL_REDUCE if request.nranks == 2:
             return "one_shot", "two ranks, which one exchange is enough for"
-        case collective if request.block_bytes >= ring_from(request):
-            least = ring_from(request) // MIB
+        case collective if request.block_bytes >= ring_min_bytes(request):
+            least = ring_min_bytes(request) // MIB
             return (
                 "ring",
                 f"{collective.label} of blocks from {least} MiB on: links carry more between neighbours than between all pairs",
@@ -115,28 +115,28 @@ def may_use_trees(request: Request) -> bool:
     return request.collective in ROOTED and request.nranks > 4 and not request.ordered
 
 
-def ring_from(request: Request) -> int:
+def ring_min_bytes(request: Request) -> int:
     """Bytes of a block from which the ring is taken, unless another algorithm is asked for."""
-    few, many = RING_FROM.get(request.collective, (NEVER, NEVER))
+    few, many = RING_MIN_BYTES.get(request.collective, (UNREACHABLE_BYTES, UNREACHABLE_BYTES))
     if (
         request.nranks == 2
         or request.proto not in ("", "simple")
         or (request.reduces and not may_round_at_hops(request))
     ):
-        return NEVER
+        return UNREACHABLE_BYTES
     return few if request.nranks <= 4 else many
 
 
 def _protocol(request: Request, algo: str) -> tuple[str, str]:
     """(protocol, why)."""
-    if request.block_bytes >= SIMPLE_FROM.get(algo, NEVER):
+    if request.block_bytes >= SIMPLE_MIN_BYTES.get(algo, UNREACHABLE_BYTES):
         return (
             "simple",
-            f"from {SIMPLE_FROM[algo] // MIB} MiB on, a {algo} carries more in large slots than by packets",
+            f"from {SIMPLE_MIN_BYTES[algo] // MIB} MiB on, a {algo} carries more in large slots than by packets",
         )
-    if frame_of(request, "ll128") is not Frame.MASK:
+    if frame_of(request, "ll128") is not Framing.MASK:
         return "ll128", "every word of floats that are added up is its own flag"
-    fans = fan_shape(request, algo, "ll", Frame.PAIR, vectors_of(request, algo, Frame.PAIR))
+    fans = fanout_shape(request, algo, "ll", Framing.PAIR, vectors_of(request, algo, Framing.PAIR))
     most = LL_FANOUT_MAX_BYTES if fans else LL_MAX_BYTES
     if request.block_bytes <= most:
         return "ll", f"up to {most // KIB} KiB, flags cost less than masks"

@@ -56,7 +56,7 @@ class PrimaryContext:
         if self._context is not None:
             check(self.cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
 
-    def make_any_current(self) -> None:
+    def ensure_current(self) -> None:
         """Make the context current in a thread that has none, in which nothing could be launched; ``WrongDevice`` where the program has
         chosen another one."""
         current = int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent"))

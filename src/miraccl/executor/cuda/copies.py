@@ -24,7 +24,7 @@ from miraccl.types import Collective, DType
 
 #: bytes that a rank receives from which copy engines are faster than kernels on windows, with 2 ranks and with more; measured on H200
 #: (docs/performance.md), with more than 2 before copies to a rank's own place went beside the others
-FASTER_FROM = {
+FASTER_MIN_BYTES = {
     Collective.ALL_GATHER: (32 << 20, 48 << 20),
     Collective.ALL_TO_ALL: (32 << 20, 48 << 20),
     Collective.BROADCAST: (96 << 20, 0),
@@ -32,20 +32,20 @@ FASTER_FROM = {
 BARRIER_THREADS = 32
 
 
-def possible(collective: Collective, nranks: int) -> bool:
+def is_supported(collective: Collective, nranks: int) -> bool:
     """Whether copies do it well; a broadcast with more ranks would send everything from the root to everybody."""
     return collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL) or (
         collective is Collective.BROADCAST and nranks == 2
     )
 
 
-def faster_from(collective: Collective, nranks: int) -> int:
+def faster_min_bytes(collective: Collective, nranks: int) -> int:
     """Bytes that a rank receives from which copies are taken."""
-    two, more = FASTER_FROM[collective]
+    two, more = FASTER_MIN_BYTES[collective]
     return two if nranks == 2 else more
 
 
-class Side:
+class SideStream:
     """A stream beside that of the call, and its event, shared by all launches of a communicator."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -57,18 +57,18 @@ class Side:
         self.gpu.destroy_stream(self.stream)
 
 
-def find_side(sides: list[Side], gpu: Gpu, stream: int) -> Side:
+def find_side_stream(sides: list[SideStream], gpu: Gpu, stream: int) -> SideStream:
     """One for a call in ``stream``, added to ``sides`` if there is none: a stream that a capture took in is the capture's until it ends."""
     capture = gpu.capture_id(stream)
     for side in sides:
         if gpu.capture_id(side.stream) in (0, capture):
             return side
-    with gpu.outside_of_capture():
-        sides.append(Side(gpu))
+    with gpu.relaxed_capture():
+        sides.append(SideStream(gpu))
     return sides[-1]
 
 
-class Copy(NamedTuple):
+class BlockCopy(NamedTuple):
     """Chunk ``source`` of this rank's input becomes chunk ``target`` of the output of ``peer``; chunks are blocks."""
 
     peer: int
@@ -76,9 +76,9 @@ class Copy(NamedTuple):
     target: int
 
 
-def copies_of(schedule: Schedule, rank: int) -> list[Copy]:
+def block_copies(schedule: Schedule, rank: int) -> list[BlockCopy]:
     """What ``rank`` copies; ``InvalidUsage`` for schedules that do more than move chunks from inputs to outputs."""
-    found: list[Copy] = []
+    found: list[BlockCopy] = []
     for channel in schedule.channels:
         arrivals = {
             peer: [
@@ -89,7 +89,8 @@ def copies_of(schedule: Schedule, rank: int) -> list[Copy]:
         for step in channel[rank]:
             if step.op is Op.COPY and step.src and step.dst:
                 found += [
-                    Copy(rank, step.src.index + i, step.dst.index + i) for i in range(step.chunks)
+                    BlockCopy(rank, step.src.index + i, step.dst.index + i)
+                    for i in range(step.chunks)
                 ]
             elif step.op is Op.SEND and step.src and step.send_peer is not None:
                 target = arrivals[step.send_peer].pop(0)
@@ -102,7 +103,7 @@ def copies_of(schedule: Schedule, rank: int) -> list[Copy]:
                         f"schedule {schedule.name!r} cannot be done by copy engines: it sends on what it received"
                     )
                 found += [
-                    Copy(step.send_peer, step.src.index + i, target.index + i)
+                    BlockCopy(step.send_peer, step.src.index + i, target.index + i)
                     for i in range(step.chunks)
                 ]
             elif step.op is not Op.RECV:
@@ -116,7 +117,7 @@ def copies_of(schedule: Schedule, rank: int) -> list[Copy]:
     return sorted(found, key=lambda copy: (copy.peer - rank) % schedule.nranks)
 
 
-def plan_of(request: Request) -> DevicePlan:
+def copy_plan(request: Request) -> DevicePlan:
     """How an operation on windows is run by copy engines."""
     return DevicePlan(
         algo="one_shot",
@@ -129,33 +130,33 @@ def plan_of(request: Request) -> DevicePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class WindowPosition:
     """Where the output lies: the window's number, the offset there, and the addresses of all ranks' parts of it in this process."""
 
-    number: int
+    window: int
     offset: int
-    windows: Sequence[int]
+    bases: Sequence[int]
 
 
-def meeting(
+def barrier_launch(
     gpu: Gpu,
     kernels: Kernels,
     plan: DevicePlan,
     request: Request,
     comm_args: lower.CommArgs,
-    place: Place | None = None,
-    waits: bool = False,
+    position: WindowPosition | None = None,
+    stream_waits: bool = False,
 ) -> Launch:
     """The launch in which ranks meet before or after copies; ``waits``: streams wait for words of peers afterwards."""
-    number, offset = (place.number + 1, place.offset) if place else (0, 0)
+    number, offset = (position.window + 1, position.offset) if position else (0, 0)
     spec = KernelSpec(
         family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=plan.threads
     )
     args = lower.pack_args(
         comm_args,
         count=offset,
-        root=int(waits),
-        signature=lower.signature_of(plan, request) ^ number,
+        root=int(stream_waits),
+        signature=lower.plan_signature(plan, request) ^ number,
     )
     return Launch(gpu, kernels.function(spec), plan, 1, args)
 
@@ -169,24 +170,24 @@ class CopyLaunch:
         kernels: Kernels,
         request: Request,
         comm_args: lower.CommArgs,
-        place: Place,
-        sides: list[Side],
+        position: WindowPosition,
+        sides: list[SideStream],
     ) -> None:
-        self.plan, self.threads = plan_of(request), BARRIER_THREADS
+        self.plan, self.threads = copy_plan(request), BARRIER_THREADS
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         block, rank = request.block_bytes, comm_args.rank
         self._copies = [
             (
-                place.windows[copy.peer] + place.offset + copy.target * block,
+                position.bases[copy.peer] + position.offset + copy.target * block,
                 copy.source * block,
                 copy.peer == rank,
             )
-            for copy in copies_of(schedule, rank)
+            for copy in block_copies(schedule, rank)
         ]
         self._block, self._gpu = block, gpu
         self._sides = sides
         self._before, self._after = (
-            meeting(gpu, kernels, self.plan, request, comm_args, place) for _ in range(2)
+            barrier_launch(gpu, kernels, self.plan, request, comm_args, position) for _ in range(2)
         )
 
     @property
@@ -196,7 +197,7 @@ class CopyLaunch:
 
     def run(self, source: int, target: int, stream: int) -> None:
         """Enqueue in ``stream``: read at ``source``; ``target`` is this rank's own place in the window."""
-        gpu, side = self._gpu, find_side(self._sides, self._gpu, stream)
+        gpu, side = self._gpu, find_side_stream(self._sides, self._gpu, stream)
         self._before.run(source, target, stream)
         gpu.record(side.event, stream)
         gpu.wait_event(side.stream, side.event)

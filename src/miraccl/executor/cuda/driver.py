@@ -74,7 +74,7 @@ def _function(name: str) -> Any:
 
 
 @functools.cache
-def address_of(name: str) -> int:
+def function_address(name: str) -> int:
     """Of a function of the driver's library; 0 where there is none."""
     function = _function(name)
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -32,7 +32,7 @@ class _Modules:
     """Machine code in the context of a GPU, loaded once for all communicators of this process that use it: loading waits for what the GPU
     computes, and takes memory there."""
 
-    _of_contexts: ClassVar[dict[int, _Modules]] = {}
+    _by_context: ClassVar[dict[int, _Modules]] = {}
     _lock: ClassVar[threading.RLock] = (
         threading.RLock()
     )  # of users; a signal handler may close a communicator in the middle
@@ -46,19 +46,19 @@ class _Modules:
         self.modules: list[Any] = []
 
     @classmethod
-    def enter(cls, context: int) -> _Modules:
+    def acquire(cls, context: int) -> _Modules:
         with cls._lock:
-            modules = cls._of_contexts.setdefault(context, cls())
+            modules = cls._by_context.setdefault(context, cls())
             modules.users += 1
             return modules
 
-    def leave(self, context: int) -> list[Any]:
+    def release(self, context: int) -> list[Any]:
         """The modules that nobody uses any more."""
         with self._lock:
             self.users -= 1
             if self.users:
                 return []
-            del self._of_contexts[context]
+            del self._by_context[context]
             return self.modules
 
 
@@ -73,7 +73,7 @@ class Gpu(PrimaryContext):
             kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
         ) + self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.multiprocessors = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-        self._modules = _Modules.enter(self.context)
+        self._modules = _Modules.acquire(self.context)
         self._side = check(
             self.cuda.cuStreamCreate(1), "cuStreamCreate"
         )  # non-blocking: independent of the legacy stream
@@ -89,7 +89,7 @@ class Gpu(PrimaryContext):
         return int(check(self.cuda.cuDriverGetVersion(), "cuDriverGetVersion"))
 
     @contextlib.contextmanager
-    def outside_of_capture(self) -> Iterator[None]:
+    def relaxed_capture(self) -> Iterator[None]:
         """Calls within are made even if this thread captures a stream."""
         mode = self.cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         before = check(
@@ -132,7 +132,7 @@ class Gpu(PrimaryContext):
     def read(self, address: int, nbytes: int) -> bytes:
         """What lies in memory that this GPU sees; waits for the copy alone."""
         room = ctypes.create_string_buffer(nbytes)
-        with self.outside_of_capture():
+        with self.relaxed_capture():
             check(
                 self.cuda.cuMemcpyDtoHAsync(ctypes.addressof(room), address, nbytes, self._side),
                 "cuMemcpyDtoHAsync",
@@ -351,7 +351,7 @@ class Gpu(PrimaryContext):
         return known[name]
 
     def _load(self, cubin: bytes, entry: str) -> Any:
-        with self.outside_of_capture():
+        with self.relaxed_capture():
             try:
                 module = check(self.cuda.cuModuleLoadData(cubin), "cuModuleLoadData")
             except SystemFailure as error:
@@ -391,12 +391,12 @@ class Gpu(PrimaryContext):
         """Whether the GPU has done all that is in a stream; does not wait."""
         return self._has_ended("cuStreamQuery", stream)
 
-    def has_passed(self, event: Any) -> bool:
+    def has_completed(self, event: Any) -> bool:
         """Whether the GPU has come past the event; does not wait."""
         return self._has_ended("cuEventQuery", event)
 
     def _has_ended(self, query: str, what: Any) -> bool:
-        with self.outside_of_capture():  # what another stream captures is none of its business
+        with self.relaxed_capture():  # what another stream captures is none of its business
             result = getattr(self.cuda, query)(what)
         if result[0] == self.cuda.CUresult.CUDA_ERROR_NOT_READY:
             return False
@@ -460,7 +460,7 @@ class Gpu(PrimaryContext):
         """Release modules and the context; may be called twice."""
         if self._context is None:
             return
-        for module in self._modules.leave(self.context):
+        for module in self._modules.release(self.context):
             self.cuda.cuModuleUnload(module)
         self.cuda.cuStreamDestroy(self._side)
         self.release()

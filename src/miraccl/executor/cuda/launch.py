@@ -12,24 +12,24 @@ from typing import Any
 from miraccl import native
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout, lower, schedules, toolkit
-from miraccl.executor.cuda.driver import address_of, check
+from miraccl.executor.cuda.driver import check, function_address
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.source import KernelSpec, write_source
 
 _pointers = struct.Struct("<QQ")
-OVERLAP_FROM = 90  # sm_90 has programmatic dependent launch,
-OVERLAP_DRIVER = 12030  # and the driver of CUDA 12.3 captures it
+OVERLAP_MIN_ARCH = 90  # sm_90 has programmatic dependent launch,
+OVERLAP_MIN_DRIVER = 12030  # and the driver of CUDA 12.3 captures it
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
-class _Attribute(ctypes.Structure):
+class _LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute of cuda.h, whose value has 64 bytes."""
 
     _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16))
 
 
-class _Config(ctypes.Structure):
+class _LaunchConfig(ctypes.Structure):
     """CUlaunchConfig of cuda.h."""
 
     _fields_ = (
@@ -37,7 +37,7 @@ class _Config(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint32),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
         ("nattributes", ctypes.c_uint32),
     )
 
@@ -66,14 +66,14 @@ class Launch:
         self._launch = gpu.cuda.cuLaunchKernel
         self._stream_type = gpu.cuda.CUstream
         self._stream, self._stream_object = -1, None
-        self._keep = args
+        self._arg_bytes = args
         self._results = gpu.cuda.CUresult
-        self.block = 0  # address of the words that compiled code launches by (doors.layout), 0 where the driver is not the real one
-        if (direct := fast_launch(gpu)) is not None:
-            address, self._fast = direct
-            attribute = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
-            overlaps = overlaps and gpu.driver_version >= OVERLAP_DRIVER
-            self._config = _Config(
+        self.record = 0  # address of the words that compiled code launches by (doors.layout), 0 where the driver is not the real one
+        if (direct := direct_launch(gpu)) is not None:
+            address, self._direct = direct
+            attribute = ctypes.pointer(_LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
+            overlaps = overlaps and gpu.driver_version >= OVERLAP_MIN_DRIVER
+            self._config = _LaunchConfig(
                 (blocks, 1, 1), (plan.threads, 1, 1), 0, None, attribute, int(overlaps)
             )
             words = (
@@ -83,9 +83,9 @@ class Launch:
                 int(function),
                 self._address,
             )
-            self._block = (ctypes.c_uint64 * len(words))(*words)
-            self.block = ctypes.addressof(self._block)
-            self.run = self._run_fast  # type: ignore[method-assign]
+            self._record = (ctypes.c_uint64 * len(words))(*words)
+            self.record = ctypes.addressof(self._record)
+            self.run = self._run_direct  # type: ignore[method-assign]
 
     @property
     def last_plan(self) -> DevicePlan:
@@ -97,7 +97,8 @@ class Launch:
         """What it says on boards that it runs."""
         field = layout.ARGS["signature"]
         return (
-            int(struct.unpack_from(f"<{field.code}", self._keep, field.offset)[0]) & 0xFFFFFFFF,
+            int(struct.unpack_from(f"<{field.code}", self._arg_bytes, field.offset)[0])
+            & 0xFFFFFFFF,
         )
 
     def run(self, source: int, target: int, stream: int) -> None:
@@ -121,9 +122,9 @@ class Launch:
         if code[0]:
             check(code, "cuLaunchKernel")
 
-    def _run_fast(self, source: int, target: int, stream: int) -> None:
+    def _run_direct(self, source: int, target: int, stream: int) -> None:
         """As ``run``, without the conversions of cuda.bindings (``executor.cuda.doors.call``)."""
-        code = self._fast(self.block, source, target, stream)
+        code = self._direct(self.record, source, target, stream)
         if code:
             self.check(code)
 
@@ -135,20 +136,20 @@ class Launch:
 @functools.cache
 def _cuda_launch() -> tuple[int, Callable[[int, int, int, int], int]] | None:
     """(address of cuLaunchKernelEx, builtin that calls it); None where there is no library of the driver."""
-    address = address_of("cuLaunchKernelEx")
+    address = function_address("cuLaunchKernelEx")
     entry = native.library("miraccl.fastpath.cuda.call").address(native.PREFIX + "launch")
     return (address, native.builtin("launch", entry)) if address else None
 
 
-def fast_launch(gpu: Gpu) -> tuple[int, Callable[[int, int, int, int], int]] | None:
+def direct_launch(gpu: Gpu) -> tuple[int, Callable[[int, int, int, int], int]] | None:
     """How to launch without cuda.bindings; None where the driver is not the real one."""
     return _cuda_launch() if isinstance(gpu.cuda, types.ModuleType) else None
 
 
-def fast_calls(gpu: Gpu, *names: str) -> tuple[int, ...]:
+def driver_addresses(gpu: Gpu, *names: str) -> tuple[int, ...]:
     """Addresses of functions of the driver, for compiled code; 0 where the driver is not the real one."""
     real = isinstance(gpu.cuda, types.ModuleType)
-    return tuple(address_of(name) if real else 0 for name in names)
+    return tuple(function_address(name) if real else 0 for name in names)
 
 
 class Kernels:
@@ -195,7 +196,7 @@ class Kernels:
         plan: DevicePlan,
         request: Request,
         comm_args: lower.CommArgs,
-        windows: schedules.Windows = schedules.NOWHERE,
+        windows: schedules.WindowOffsets = schedules.NO_WINDOWS,
     ) -> Launch:
         """Compile, load and lower. May be called while a stream is captured."""
         schedule = schedules.schedule_of(plan, request, comm_args.order)
@@ -208,5 +209,7 @@ class Kernels:
             text = f"has more than {layout.STEP_CAPACITIES[0]} steps of a rank, which take a driver of CUDA 12.1"
             raise InvalidUsage(f"schedule {plan.algo!r} {text}")
         function = self.function(spec)
-        overlaps = (spec.single or spec.in_parts) and self.gpu.arch >= OVERLAP_FROM
-        return Launch(self.gpu, function, plan, schedules.grid_of(plan, schedule), args, overlaps)
+        overlaps = (spec.single_tile or spec.double_buffered) and self.gpu.arch >= OVERLAP_MIN_ARCH
+        return Launch(
+            self.gpu, function, plan, schedules.grid_blocks(plan, schedule), args, overlaps
+        )

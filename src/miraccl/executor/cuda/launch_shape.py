@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.buffer_halves import least_slots, places, slot_packets, word_packets
+from miraccl.executor.cuda.buffer_halves import (
+    control_packets,
+    half_packets,
+    min_slots,
+    slot_packets,
+)
 from miraccl.executor.cuda.plan import (
     TREES,
     DevicePlan,
@@ -13,9 +18,9 @@ from miraccl.executor.cuda.plan import (
     rounds_of,
     vectors_of,
 )
-from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, fan_of
+from miraccl.executor.cuda.source import PACKET_MODES, TILED_SHOTS, Framing, fanout_threads
 
-ANY = 1 << 62
+UNBOUNDED = 1 << 62
 #: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor)
 Shapes = tuple[tuple[int, int, int, int, int], ...]
 PAIR_SHAPES: Shapes = (  # one_shot between two
@@ -23,18 +28,18 @@ PAIR_SHAPES: Shapes = (  # one_shot between two
     (32768, 128, 256, 1, 1),
     (65536, 256, 256, 1, 4),
     (1 << 20, 512, 256, 1, 4),
-    (ANY, 512, 256, 2, 4),
+    (UNBOUNDED, 512, 256, 2, 4),
 )
 ONE_SHOT_SHAPES: Shapes = (
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (1 << 19, 128, 512, 1, 1),
-    (ANY, 512, 256, 1, 4),
+    (UNBOUNDED, 512, 256, 1, 4),
 )
 MASK_SHAPES: Shapes = (  # and two_shot
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
-    (ANY, 128, 512, 1, 1),
+    (UNBOUNDED, 128, 512, 1, 1),
 )
 #: on more than 4 GPUs, where each packet is work for many peers: more multiprocessors with fewer threads
 LARGE_GROUP_SHAPES: Shapes = (
@@ -42,25 +47,25 @@ LARGE_GROUP_SHAPES: Shapes = (
     (8192, 128, 64, 1, 1),
     (16384, 128, 128, 1, 1),
     (1 << 17, 128, 256, 1, 1),
-    (ANY, 128, 384, 1, 1),
+    (UNBOUNDED, 128, 384, 1, 1),
 )
 LARGE_GROUP_TWO_SHOT_SHAPES: Shapes = (
     *LARGE_GROUP_SHAPES[:3],
     (32768, 128, 256, 1, 1),
     (65536, 128, 512, 1, 1),
-    (ANY, 128, 256, 1, 1),
+    (UNBOUNDED, 128, 256, 1, 1),
 )
 CHAIN_SHAPES: Shapes = (
     (32768, 128, 256, 1, 1),
     (1 << 21, 512, 256, 1, 4),
-    (ANY, 512, 256, 2, 4),
+    (UNBOUNDED, 512, 256, 2, 4),
 )
-RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (ANY, 128, 256, 1, 1))
+RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (UNBOUNDED, 128, 256, 1, 1))
 TREE_SHAPES: Shapes = (  # as many threads as have registers for the packets of three neighbours
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (65536, 256, 256, 1, 2),
-    (ANY, 256, 256, 2, 2),
+    (UNBOUNDED, 256, 256, 2, 2),
 )
 #: algorithms whose shapes are the same for all collectives and frames
 _SHAPES = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, TREES: TREE_SHAPES}
@@ -73,7 +78,7 @@ FANOUT_THREADS, FANOUT_BLOCKS = (64, 128, 256, 512), 128
 SIMPLE_BLOCK_BYTES = 16 * layout.KIB
 
 
-def _shapes(request: Request, algo: str, frame: Frame) -> Shapes:
+def _candidate_shapes(request: Request, algo: str, frame: Framing) -> Shapes:
     if algo in _SHAPES:
         return _SHAPES[algo]
     if rounds_of(request, algo) == 2:
@@ -82,17 +87,17 @@ def _shapes(request: Request, algo: str, frame: Frame) -> Shapes:
         return PAIR_SHAPES
     if request.nranks > 4:
         return LARGE_GROUP_SHAPES
-    return MASK_SHAPES if frame is Frame.MASK else ONE_SHOT_SHAPES
+    return MASK_SHAPES if frame is Framing.MASK else ONE_SHOT_SHAPES
 
 
 def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
     frame = frame_of(request, proto)
     vectors = vectors_of(request, algo, frame)
-    if fans := fan_shape(request, algo, proto, frame, vectors):
+    if fans := fanout_shape(request, algo, proto, frame, vectors):
         return fans
     _, limit, threads, unroll, min_blocks = next(
-        row for row in _shapes(request, algo, frame) if vectors <= row[0]
+        row for row in _candidate_shapes(request, algo, frame) if vectors <= row[0]
     )
     if (
         request.packed
@@ -104,22 +109,22 @@ def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     )  # packets of a block; what it needs of a bank grows with the number of blocks
     slot, words, room = (
         slot_packets(request, algo, own, frame),
-        word_packets(request, algo, own),
-        places(),
+        control_packets(request, algo, own),
+        half_packets(),
     )
     most = max(1, min(limit, min_blocks * request.multiprocessors, room // (slot + words)))
     blocks = -(-vectors // own)
     if blocks > most:  # several pieces
-        if parts := parts_shape(request, algo, proto, frame, vectors):
+        if parts := double_buffered_shape(request, algo, proto, frame, vectors):
             return parts
-        blocks = max(1, min(most, room // (least_slots(algo, request.nranks) * slot + words)))
+        blocks = max(1, min(most, room // (min_slots(algo, request.nranks) * slot + words)))
     return DevicePlan(
         algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks
     )
 
 
-def parts_shape(
-    request: Request, algo: str, proto: str, frame: Frame, vectors: int
+def double_buffered_shape(
+    request: Request, algo: str, proto: str, frame: Framing, vectors: int
 ) -> DevicePlan | None:
     """The shape of the kernel in parts, where the banks have more of them in turns than slots for pieces."""
     if algo != "two_shot" or request.nranks <= 4:
@@ -133,7 +138,7 @@ def parts_shape(
         most = min(
             limit,
             min_blocks * request.multiprocessors,
-            places() // slot_packets(request, algo, own, frame),
+            half_packets() // slot_packets(request, algo, own, frame),
         )
         if (blocks := -(-part // own)) <= most:
             return DevicePlan(
@@ -143,22 +148,22 @@ def parts_shape(
                 threads=threads,
                 unroll=unroll,
                 min_blocks=min_blocks,
-                in_parts=True,
+                double_buffered=True,
             )
     return None
 
 
-def fan_shape(
-    request: Request, algo: str, proto: str, frame: Frame, vectors: int
+def fanout_shape(
+    request: Request, algo: str, proto: str, frame: Framing, vectors: int
 ) -> DevicePlan | None:
     """The shape of the kernel in which threads share packets, where it has all packets in one piece."""
     if (
         request.nranks < 3
-        or frame is Frame.MASK
-        or PACKET_MODES.get(mode_of(request, algo)) is not SHOTS
+        or frame is Framing.MASK
+        or PACKET_MODES.get(mode_of(request, algo)) is not TILED_SHOTS
     ):
         return None
-    fan, most = fan_of(request.nranks), min(FANOUT_BLOCKS, request.multiprocessors)
+    fan, most = fanout_threads(request.nranks), min(FANOUT_BLOCKS, request.multiprocessors)
     for threads in FANOUT_THREADS:
         if vectors * fan <= most * threads:
             return DevicePlan(
@@ -167,7 +172,7 @@ def fan_shape(
                 blocks=-(-vectors * fan // threads),
                 threads=threads,
                 unroll=1,
-                fan=fan,
+                fanout=fan,
             )
     return None
 

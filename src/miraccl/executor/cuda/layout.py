@@ -66,12 +66,12 @@ WAITS_OFFSET = (
     REJECTED_OFFSET + MAX_RANKS * WORD_STRIDE
 )  # by (rank, whom it waits for) what the rank says of that wait, source/p2p.cuh
 MAX_WARP_QUEUES = 512  # of a pair of ranks and a direction, source/p2p.cuh
-_LANE_WORDS = 128 * KIB
+_COUNTER_BYTES = 128 * KIB
 ROWS_SENT_OFFSET = 4 * KIB
-ROWS_RECEIVED_OFFSET = ROWS_SENT_OFFSET + _LANE_WORDS
-CREDIT_OFFSET = ROWS_RECEIVED_OFFSET + _LANE_WORDS
+ROWS_RECEIVED_OFFSET = ROWS_SENT_OFFSET + _COUNTER_BYTES
+CREDIT_OFFSET = ROWS_RECEIVED_OFFSET + _COUNTER_BYTES
 MESSAGE_OPS_OFFSET = (
-    CREDIT_OFFSET + _LANE_WORDS
+    CREDIT_OFFSET + _COUNTER_BYTES
 )  # by rank the last MESSAGE_OP_ENTRIES collectives that are messages, as MOVE; its own too
 MESSAGE_OP_ENTRIES = 8
 PACKETS_OFFSET = 1 * MIB
@@ -97,7 +97,7 @@ FIFO_WORD_BYTES = 16  # tails, heads and signals of protocol Simple, at the end 
 FIFO_SLOTS = 2
 MAX_SLOT_BYTES = 128 * KIB
 #: what the memory begins with besides zeros: (offset, bytes, word). Packets are ones where nothing has come.
-FILLS = ((PACKETS_OFFSET, 2 * HALF_BYTES, 0xFFFFFFFF),)
+INITIAL_FILL = ((PACKETS_OFFSET, 2 * HALF_BYTES, 0xFFFFFFFF),)
 assert COPY_FLAGS_OFFSET + COPY_FLAGS_BYTES <= REJECTED_OFFSET
 assert WAITS_OFFSET + 8 * MAX_RANKS**2 <= ROWS_SENT_OFFSET
 assert MESSAGE_OPS_OFFSET + MAX_RANKS * MESSAGE_OP_ENTRIES * 16 <= BULK_COUNTS_OFFSET
@@ -147,7 +147,7 @@ def slot_bytes(slots: int, blocks: int) -> int:
     return min(MAX_SLOT_BYTES, room // (slots * blocks) // 1024 * 1024)
 
 
-def message_lanes(nranks: int) -> int:
+def message_warp_queues(nranks: int) -> int:
     """Lanes between two ranks in one direction: the rings from all peers share ``ROW_FIFOS_BYTES``."""
     return min(MAX_WARP_QUEUES, ROW_FIFOS_BYTES // (max(1, nranks - 1) * FIFO_ROWS * ROW_BYTES))
 
@@ -180,7 +180,7 @@ ARGS = {
     "own": Field("Q", 96),
 }
 #: struct Branch: parent, two children, which of its parent's children; NO_RANK where there is none
-BRANCH = "<BBBB"
+TREE_LINKS = "<BBBB"
 NO_RANK = 255
 
 
@@ -207,25 +207,25 @@ MAX_QUEUES = 4 * MAX_RANKS - 3  # every peer has up to four
 MAX_MESSAGES = 192  # in the arguments of a launch, which have 4 KiB
 #: what follows Args in struct Exchange: table, queues, lanes, blocks of large messages, warps that draw the number of a collective (0: none
 #: do, messages are plain); then ``room`` bytes: the queues, the messages
-EXCHANGE_HEAD = "<QIIII"
-#: an entry of moves: number, tag (``move_tag`` of source/p2p.cuh), signature, launches before
-MOVE = "<IIII"
+P2P_HEAD = "<QIIII"
+#: an entry of moves: number, tag (``op_tag`` of source/p2p.cuh), signature, launches before
+MESSAGE_OP = "<IIII"
 
 
-def few_bytes(nranks: int) -> int:
+def small_capacity(nranks: int) -> int:
     """The room of most launches: for one message to every rank and one from it, and eight more. The driver copies all of it."""
     return (2 * nranks - 1) * struct.calcsize(QUEUE) + (2 * nranks + 8) * struct.calcsize(MESSAGE)
 
 
-MANY_BYTES = MAX_QUEUES * struct.calcsize(QUEUE) + MAX_MESSAGES * struct.calcsize(MESSAGE)
+LARGE_CAPACITY = MAX_QUEUES * struct.calcsize(QUEUE) + MAX_MESSAGES * struct.calcsize(MESSAGE)
 #: frame -> (vectors of a group, vectors of the first group of a message)
-GROUPS = {"line": (124, 112), "pair": (64, 63)}
+GROUP_SIZES = {"line": (124, 112), "pair": (64, 63)}
 
 
 # ---- the constants of this file that CUDA sources use. Sizes of structs are compared by the compiler.
 
 
-def defines(nranks: int) -> dict[str, int]:
+def common_defines(nranks: int) -> dict[str, int]:
     """Those of every kernel."""
     names = (
         "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES STATE_WAIT_FAILED STATE_COPIES OP_LOG_OFFSET "
@@ -236,14 +236,14 @@ def defines(nranks: int) -> dict[str, int]:
     return _named(names) | {"RANKS": nranks, "ARGS_BYTES": args_bytes(nranks)}
 
 
-def step_defines(nranks: int, room: int) -> dict[str, int]:
+def step_defines(nranks: int, capacity: int) -> dict[str, int]:
     """Those of source/steps.cuh with room for so many steps, and the numbers of primitives."""
     sizes = {
-        "MAX_STEPS": room,
+        "MAX_STEPS": capacity,
         "STEP_BYTES": struct.calcsize(STEP),
         "PROGRAM_BYTES": args_bytes(nranks)
         + struct.calcsize(PROGRAM_HEAD)
-        + room * struct.calcsize(STEP),
+        + capacity * struct.calcsize(STEP),
     }
     return (
         _named("BLOCKS MAX_CHANNELS AWAIT_SIGNAL")
@@ -263,11 +263,11 @@ def message_defines(nranks: int, frame: str) -> dict[str, int]:
     )
     sizes = {
         "QUEUE_BYTES": struct.calcsize(QUEUE),
-        "HEAD_BYTES": args_bytes(nranks) + struct.calcsize(EXCHANGE_HEAD),
+        "HEAD_BYTES": args_bytes(nranks) + struct.calcsize(P2P_HEAD),
     }
-    group, first = GROUPS[frame]
+    group, first = GROUP_SIZES[frame]
     lanes = {
-        "WARP_QUEUES": message_lanes(nranks),
+        "WARP_QUEUES": message_warp_queues(nranks),
         "GROUP_VECTORS": group,
         "FIRST_VECTORS": first,
         "BULK_SLOTS": BULK_BYTES // CHUNK_BYTES,

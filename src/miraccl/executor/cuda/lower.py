@@ -15,14 +15,19 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.buffer_halves import least_slots, places, slot_packets, word_packets
+from miraccl.executor.cuda.buffer_halves import (
+    control_packets,
+    half_packets,
+    min_slots,
+    slot_packets,
+)
 from miraccl.executor.cuda.plan import TREES, DevicePlan, Request, frame_of, vectors_of
 from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
 DOUBLE_BUFFERED_MAX_BYTES = 1 << 30  # bytes, which the kernel counts in 32 bits
-PUSH_AHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
+DEFAULT_LOOKAHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
 SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for two ranks at least
 
 
@@ -52,14 +57,22 @@ def scalar_bits(request: Request) -> int:
     return int.from_bytes(kind.type(request.scalar).tobytes(), "little")
 
 
-def signature_of(plan: DevicePlan, request: Request, place: tuple[int, ...] = ()) -> int:
+def plan_signature(plan: DevicePlan, request: Request, position: tuple[int, ...] = ()) -> int:
     """32 bits of what all ranks must agree about: the operation and how it is run; ``place`` is where, in windows."""
     fields = (request.collective, request.dtype, request.op, request.count, request.root)
-    shape = (plan.algo, plan.proto, plan.blocks, plan.threads, plan.unroll, plan.fan, plan.in_parts)
-    return zlib.crc32(repr((*map(int, fields), *shape, *place)).encode())
+    shape = (
+        plan.algo,
+        plan.proto,
+        plan.blocks,
+        plan.threads,
+        plan.unroll,
+        plan.fanout,
+        plan.double_buffered,
+    )
+    return zlib.crc32(repr((*map(int, fields), *shape, *position)).encode())
 
 
-def needed_by(request: Request, rank: int) -> int:
+def needed_ranks(request: Request, rank: int) -> int:
     """Whom an operation does not end without on ``rank``, whatever the algorithm, as entries of the board have it."""
     if request.collective is Collective.BROADCAST:
         return 0 if rank == request.root else 1 << request.root
@@ -114,14 +127,14 @@ def pack_args(
 def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> bytearray:
     """Arguments of the kernel ``packets``. Raises ``InvalidUsage`` for a shape that the banks cannot hold."""
     count = request.count if request.reduces else request.block_bytes
-    piece = plan.piece
+    piece = plan.tile
     frame = frame_of(request, plan.proto)
     pieces = -(-vectors_of(request, plan.algo, frame) // piece)
     slot = slot_packets(request, plan.algo, piece, frame)
-    nslots = (places() - word_packets(request, plan.algo, piece)) // slot
-    least = 1 if plan.in_parts else min(pieces, least_slots(plan.algo, request.nranks))
+    nslots = (half_packets() - control_packets(request, plan.algo, piece)) // slot
+    least = 1 if plan.double_buffered else min(pieces, min_slots(plan.algo, request.nranks))
     if nslots < least:
-        each = f"{plan.threads // plan.fan} x {plan.unroll}"
+        each = f"{plan.threads // plan.fanout} x {plan.unroll}"
         raise InvalidUsage(
             f"{plan.blocks} blocks of {each} packets do not fit into a bank {least} times"
         )
@@ -129,37 +142,37 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
         raise InvalidUsage(
             f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}"
         )
-    if plan.in_parts and request.block_bytes > DOUBLE_BUFFERED_MAX_BYTES:
+    if plan.double_buffered and request.block_bytes > DOUBLE_BUFFERED_MAX_BYTES:
         raise InvalidUsage(
             f"{request.block_bytes} bytes are too many for parts; allowed are {DOUBLE_BUFFERED_MAX_BYTES}"
         )
-    nslots = 1 if plan.in_parts else min(nslots, pieces)
+    nslots = 1 if plan.double_buffered else min(nslots, pieces)
     return pack_args(
         comm_args,
         count=count,
         root=request.root,
         nslots=nslots,
-        ahead=_ahead(plan, request, pieces, nslots),
+        ahead=_lookahead(plan, request, pieces, nslots),
         scalar=scalar_bits(request),
-        signature=signature_of(plan, request),
-        needs=needed_by(request, comm_args.rank),
-        trees=trees_of(request, comm_args) if plan.algo == TREES else b"",
+        signature=plan_signature(plan, request),
+        needs=needed_ranks(request, comm_args.rank),
+        trees=tree_links(request, comm_args) if plan.algo == TREES else b"",
     )
 
 
-def _ahead(plan: DevicePlan, request: Request, pieces: int, nslots: int) -> int:
+def _lookahead(plan: DevicePlan, request: Request, pieces: int, nslots: int) -> int:
     """Pieces that are pushed ahead of the one that is taken: in shots from the peers, in trees from above."""
-    if plan.in_parts:  # the kernel says when
+    if plan.double_buffered:  # the kernel says when
         return 0
     trees = plan.algo == TREES
     most = pieces - 1 if pieces <= nslots else nslots - 2 if trees else nslots // 2 - 1
-    usual = PUSH_AHEAD if pieces <= nslots else most
+    usual = DEFAULT_LOOKAHEAD if pieces <= nslots else most
     if trees:  # as many as are on the way to the root and back
         usual = double_binary_tree.latency(request.collective, request.nranks)
-    return min(most, plan.ahead or usual)
+    return min(most, plan.lookahead or usual)
 
 
-def trees_of(request: Request, comm_args: CommArgs) -> bytes:
+def tree_links(request: Request, comm_args: CommArgs) -> bytes:
     """This rank's places in the two trees of the schedule, in the order of the ring: two of ``layout.BRANCH``."""
     order = comm_args.order or tuple(range(request.nranks))
     root = order.index(request.root) if request.collective.rooted else 0
@@ -174,7 +187,7 @@ def trees_of(request: Request, comm_args: CommArgs) -> bytes:
             (layout.NO_RANK, 0) if up is None else (order[up], trees[up][tree].down.index(here))
         )
         below = [order[position] for position in down] + [layout.NO_RANK] * (2 - len(down))
-        branches += struct.pack(layout.BRANCH, above, *below, child)
+        branches += struct.pack(layout.TREE_LINKS, above, *below, child)
     return branches
 
 

@@ -13,21 +13,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch import OVERLAP_FROM, Kernels, Launch
+from miraccl.executor.cuda.launch import OVERLAP_MIN_ARCH, Kernels, Launch
 from miraccl.executor.cuda.lower import CommArgs
-from miraccl.executor.cuda.messages import LaneRules, Lowered, Message, lower_messages
+from miraccl.executor.cuda.messages import (
+    LoweredMessages,
+    P2pMessage,
+    WarpQueueRules,
+    lower_messages,
+)
 from miraccl.executor.cuda.plan import DevicePlan
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import OVERLAP_THREADS
 from miraccl.fastpath.cuda.table import Doors
 
-PATTERNS = 1024  # that are kept
+MAX_PATTERNS = 1024  # that are kept
 
 _address = struct.Struct("<Q")
 
 
 @dataclass
-class _Table:
+class _MessageTable:
     """Pinned memory; ``event`` follows the launch that read it last, None after a capture."""
 
     host: int
@@ -37,26 +42,31 @@ class _Table:
     free: bool = True
 
 
-class _Pattern(Launch):
+class _PatternLaunch(Launch):
     """Everything but the addresses is decided; the kernel has no use for the two pointers of collectives."""
 
     def __init__(
-        self, gpu: Gpu, function: Any, plan: DevicePlan, lowered: Lowered, overlaps: bool = False
+        self,
+        gpu: Gpu,
+        function: Any,
+        plan: DevicePlan,
+        lowered: LoweredMessages,
+        overlaps: bool = False,
     ) -> None:
         super().__init__(gpu, function, plan, lowered.blocks, lowered.args, overlaps)
         self.lowered = lowered
 
     @property
-    def argument(self) -> int:
+    def argument_address(self) -> int:
         """The address of the kernel's argument."""
         return ctypes.addressof(self._args)
 
-    def places(self) -> list[int]:
+    def address_positions(self) -> list[int]:
         """Where the messages' addresses belong, if they are in the arguments."""
-        return [self.argument + position for position in self.lowered.positions]
+        return [self.argument_address + position for position in self.lowered.positions]
 
 
-class _Shaped(_Pattern):
+class _TemplateLaunch(_PatternLaunch):
     """A pattern of its own for compiled code, which writes sizes into it as well."""
 
     @property
@@ -81,16 +91,16 @@ class MessageLaunches:
     """
 
     def __init__(
-        self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, rules: LaneRules, doors: Doors
+        self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, rules: WarpQueueRules, doors: Doors
     ) -> None:
         self.gpu, self.rules = gpu, rules
         self._kernels, self._comm_args, self._doors = kernels, comm_args, doors
-        self._patterns: dict[tuple[Any, ...], _Pattern] = {}
-        self._tables: list[_Table] = []
+        self._patterns: dict[tuple[Any, ...], _PatternLaunch] = {}
+        self._tables: list[_MessageTable] = []
         self.last_plan: DevicePlan | None = None
 
     def run(
-        self, messages: Sequence[Message], stream: int, fills: bool, signature: int = 0
+        self, messages: Sequence[P2pMessage], stream: int, fills: bool, signature: int = 0
     ) -> None:
         """Enqueue one launch for all messages in ``stream``; it neither waits nor, but for tables, allocates. ``fills``: it may take the
         whole GPU; ``signature``: of the collective that they are, if any (``moves``), which without messages still counts."""
@@ -114,19 +124,21 @@ class MessageLaunches:
             lowered.set_table(table.on_gpu)
         launch.run(0, 0, stream)
         if table is not None:
-            self._lend(table, stream)
+            self._borrow(table, stream)
         self.last_plan = launch.plan
 
-    def _prepare(self, key: tuple[Any, ...], messages: Sequence[Message], fills: bool) -> _Pattern:
+    def _prepare(
+        self, key: tuple[Any, ...], messages: Sequence[P2pMessage], fills: bool
+    ) -> _PatternLaunch:
         self.gpu.make_current()
         signature = key[0]
         lowered = lower_messages(messages, self._comm_args, self.rules, signature)
-        bulk = lowered.bulk > 0
-        function = self._kernels.function(self.rules.spec(bulk, lowered.room))
-        proto = "simple" if bulk else "ll128" if self.rules.frame is Frame.LINE else "ll"
+        bulk = lowered.bulk_blocks > 0
+        function = self._kernels.function(self.rules.kernel_spec(bulk, lowered.capacity))
+        proto = "simple" if bulk else "ll128" if self.rules.frame is Framing.LINE else "ll"
         reason = _reason(len(messages), lowered.blocks, lowered.threads)
         if bulk:
-            reason = f"{len(messages)} messages, {lowered.bulk} blocks"
+            reason = f"{len(messages)} messages, {lowered.bulk_blocks} blocks"
         plan = DevicePlan(
             algo="p2p",
             proto=proto,
@@ -135,32 +147,34 @@ class MessageLaunches:
             unroll=4 if bulk else 8,
             reason=reason,
         )
-        if len(self._patterns) >= PATTERNS:
+        if len(self._patterns) >= MAX_PATTERNS:
             self._patterns.clear()
             self._doors.forget_messages()
         overlaps = (
-            self.gpu.arch >= OVERLAP_FROM
+            self.gpu.arch >= OVERLAP_MIN_ARCH
             and not bulk
             and lowered.blocks * lowered.threads <= OVERLAP_THREADS
         )
-        launch = self._patterns[key] = _Pattern(self.gpu, function, plan, lowered, overlaps)
+        launch = self._patterns[key] = _PatternLaunch(self.gpu, function, plan, lowered, overlaps)
         if lowered.table is None:
-            self._doors.remember_messages(messages, launch.places(), launch, fills, signature)
-            if launch.block and not bulk and not self._doors.knows_shape(messages, signature):
+            self._doors.remember_messages(
+                messages, launch.address_positions(), launch, fills, signature
+            )
+            if launch.record and not bulk and not self._doors.knows_shape(messages, signature):
                 own = replace(lowered, args=lowered.args.copy())
-                shaped = _Shaped(self.gpu, function, plan, own)
+                shaped = _TemplateLaunch(self.gpu, function, plan, own)
                 self._doors.remember_shape(
                     messages,
                     own,
                     self._comm_args.rank,
                     self.rules,
-                    shaped.argument,
+                    shaped.argument_address,
                     shaped,
                     signature,
                 )
         return launch
 
-    def _copy(self, messages: Sequence[Message], stream: int) -> None:
+    def _copy(self, messages: Sequence[P2pMessage], stream: int) -> None:
         """A single rank sends to itself alone."""
         lowered = lower_messages(messages, self._comm_args, self.rules)
         assert len(lowered.positions) == len(messages)
@@ -172,19 +186,19 @@ class MessageLaunches:
 
     # ---- tables
 
-    def _table(self, nbytes: int) -> _Table:
+    def _table(self, nbytes: int) -> _MessageTable:
         for table in self._tables:
             if table.nbytes >= nbytes and (
-                table.free or (table.event is not None and self.gpu.has_passed(table.event))
+                table.free or (table.event is not None and self.gpu.has_completed(table.event))
             ):
                 return table
-        with self.gpu.outside_of_capture():
+        with self.gpu.relaxed_capture():
             _, host, on_gpu = self.gpu.host_words(-(-nbytes // 4096) * 4096)
-        table = _Table(host=host, on_gpu=on_gpu, nbytes=-(-nbytes // 4096) * 4096)
+        table = _MessageTable(host=host, on_gpu=on_gpu, nbytes=-(-nbytes // 4096) * 4096)
         self._tables.append(table)
         return table
 
-    def _lend(self, table: _Table, stream: int) -> None:
+    def _borrow(self, table: _MessageTable, stream: int) -> None:
         table.free = False
         if self.gpu.is_capturing(stream):
             if table.event is not None:

@@ -1,7 +1,7 @@
 """From sends and receives to the arguments of the kernel ``p2p`` (source/p2p.cuh): which warps do what.
 
 Messages between two ranks in one direction are a queue; a queue is served by lanes, a warp each.  How many lanes a message uses follows
-from its bytes and from ``LaneRules``, which all ranks have alike.  What fits goes into the arguments, else into a table that the kernel
+from its bytes and from ``WarpQueueRules``, which all ranks have alike.  What fits goes into the arguments, else into a table that the kernel
 reads.
 """
 
@@ -15,18 +15,18 @@ from typing import NamedTuple
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import CommArgs, pack_args
-from miraccl.executor.cuda.source import Frame, KernelSpec
-from miraccl.executor.cuda.warp_queues import WARPS, copy_lanes_of, lanes_of
+from miraccl.executor.cuda.source import Framing, KernelSpec
+from miraccl.executor.cuda.warp_queues import WARPS, copy_warp_queues_for, warp_queues_for
 from miraccl.types import DType
 
 MAX_BYTES = 1 << 48  # of a message
 
 _MESSAGE, _QUEUE, _HEAD = (
-    struct.Struct(code) for code in (layout.MESSAGE, layout.QUEUE, layout.EXCHANGE_HEAD)
+    struct.Struct(code) for code in (layout.MESSAGE, layout.QUEUE, layout.P2P_HEAD)
 )
 
 
-class Message(NamedTuple):
+class P2pMessage(NamedTuple):
     """One send to ``peer`` or receive from it. ``code`` is the dtype's, which is compared with the peer's; what is moved are bytes."""
 
     receives: bool
@@ -37,40 +37,42 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneRules:
+class WarpQueueRules:
     """What all ranks know alike: how many warps a launch may have (``multiprocessors`` that kernels may fill), how rows are framed."""
 
     nranks: int
     multiprocessors: int
-    frame: Frame = Frame.LINE
+    frame: Framing = Framing.LINE
 
     @property
-    def copy_lanes(self) -> int:
+    def max_copy_warp_queues(self) -> int:
         """Warps for messages of a rank to itself at most."""
         return max(1, min(64, self.multiprocessors * WARPS // 8))
 
     @property
-    def lanes(self) -> int:
+    def max_warp_queues(self) -> int:
         """Lanes of a message at most: with all peers in both directions at once, all lanes are on the GPU together."""
-        warps = self.multiprocessors * WARPS - self.copy_lanes
+        warps = self.multiprocessors * WARPS - self.max_copy_warp_queues
         return max(
-            1, min(layout.message_lanes(self.nranks), warps // (2 * max(1, self.nranks - 1)))
+            1, min(layout.message_warp_queues(self.nranks), warps // (2 * max(1, self.nranks - 1)))
         )
 
-    def lanes_of(self, nbytes: int) -> int:
+    def warp_queues_for(self, nbytes: int) -> int:
         """Lanes of a message (``cut`` of source/p2p.cuh)."""
         return (
             1
-            if nbytes >= self.bulk_from
-            else lanes_of(nbytes, *layout.GROUPS[self.frame.value], self.lanes)
+            if nbytes >= self.bulk_min_bytes
+            else warp_queues_for(
+                nbytes, *layout.GROUP_SIZES[self.frame.value], self.max_warp_queues
+            )
         )
 
     @property
-    def bulk_from(self) -> int:
+    def bulk_min_bytes(self) -> int:
         """Bytes from which a message is large; only where two blocks per multiprocessor leave one for every large queue beside lanes."""
         return layout.BULK_MIN_BYTES if self.multiprocessors >= 2 * (self.nranks - 1) else MAX_BYTES
 
-    def spec(self, bulk: bool, room: int) -> KernelSpec:
+    def kernel_spec(self, bulk: bool, capacity: int) -> KernelSpec:
         """The kernel; ``bulk``: with large messages; ``room`` as in ``Lowered``."""
         return KernelSpec(
             family="bulk" if bulk else "p2p",
@@ -80,12 +82,12 @@ class LaneRules:
             frame=self.frame,
             threads=32 * WARPS,
             min_blocks=2 if bulk else 1,
-            room=room,
+            capacity=capacity,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lowered:
+class LoweredMessages:
     """A launch. ``positions[i]`` is where the address of the i-th message lies, in ``table`` if there is one, else in ``args``; ``queues``
     are the numbers of the messages of each queue that lanes serve."""
 
@@ -95,21 +97,21 @@ class Lowered:
     queues: tuple[tuple[int, ...], ...]
     blocks: int
     threads: int
-    bulk: int  # of the blocks, those of large messages
-    room: int  # bytes at the end of ``args`` for queues and messages
+    bulk_blocks: int  # of the blocks, those of large messages
+    capacity: int  # bytes at the end of ``args`` for queues and messages
 
     def set_table(self, address: int) -> None:
         """Where the kernel finds the table."""
-        struct.pack_into("<Q", self.args, len(self.args) - self.room - _HEAD.size, address)
+        struct.pack_into("<Q", self.args, len(self.args) - self.capacity - _HEAD.size, address)
 
-    def head_of(self, queue: int) -> int:
+    def queue_offset(self, queue: int) -> int:
         """Where in ``args`` the record of a queue lies."""
-        return len(self.args) - self.room + queue * _QUEUE.size
+        return len(self.args) - self.capacity + queue * _QUEUE.size
 
 
 def lower_messages(
-    messages: Sequence[Message], comm_args: CommArgs, rules: LaneRules, signature: int = 0
-) -> Lowered:
+    messages: Sequence[P2pMessage], comm_args: CommArgs, rules: WarpQueueRules, signature: int = 0
+) -> LoweredMessages:
     """One launch for all messages; those of a queue keep their order. ``signature`` is that of a collective (``moves``), in which a
     rank takes part that has no messages, too.
 
@@ -125,7 +127,7 @@ def lower_messages(
             queues.setdefault(
                 (layout.FROM_PEER if message.receives else layout.TO_PEER, message.peer), []
             ).append(number)
-    to_self = _pairs(
+    to_self = _pair_self_messages(
         [(n, m) for n, m in enumerate(messages) if m.peer == comm_args.rank], comm_args.rank
     )
     if to_self or (signature and not queues):
@@ -134,10 +136,10 @@ def lower_messages(
     for (kind, peer), numbers in queues.items():
         sizes = [messages[n].nbytes for n in numbers]
         if kind == layout.TO_SELF:
-            lanes = copy_lanes_of(max(sizes, default=0), rules.copy_lanes)
+            lanes = copy_warp_queues_for(max(sizes, default=0), rules.max_copy_warp_queues)
         else:
-            lanes = max(map(rules.lanes_of, sizes))
-            if max(sizes) >= rules.bulk_from:
+            lanes = max(map(rules.warp_queues_for, sizes))
+            if max(sizes) >= rules.bulk_min_bytes:
                 large.append(
                     (
                         layout.TO_BULK if kind == layout.TO_PEER else layout.FROM_BULK,
@@ -177,14 +179,14 @@ def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> lis
 
 
 def _pack(
-    messages: Sequence[Message],
+    messages: Sequence[P2pMessage],
     queues: list[list[int]],
     heads: list[bytes],
     warps: int,
     args: bytearray,
     draws: int,
-    rules: LaneRules,
-) -> Lowered:
+    rules: WarpQueueRules,
+) -> LoweredMessages:
     order = [number for numbers in queues for number in numbers]
     bulk = sum(
         _QUEUE.unpack(head)[2] for head in heads if head[0] in (layout.TO_BULK, layout.FROM_BULK)
@@ -193,27 +195,27 @@ def _pack(
     records = bytearray().join(
         _MESSAGE.pack(m.address, m.nbytes | m.code << layout.TYPE_SHIFT) for m in ordered
     )
-    args += _HEAD.pack(0, len(heads), rules.lanes, bulk, draws)
+    args += _HEAD.pack(0, len(heads), rules.max_warp_queues, bulk, draws)
     inline, head = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
     start = len(args) + len(head) if inline else 0
-    body, few = head + records if inline else head, layout.few_bytes(rules.nranks)
-    room = few if len(body) <= few and not bulk else layout.MANY_BYTES
+    body, few = head + records if inline else head, layout.small_capacity(rules.nranks)
+    room = few if len(body) <= few and not bulk else layout.LARGE_CAPACITY
     args += body.ljust(room, b"\0")
     places = {number: start + at * _MESSAGE.size for at, number in enumerate(order)}
     blocks = -(-warps // WARPS) if bulk else max(1, min(warps, rules.multiprocessors))
-    return Lowered(
+    return LoweredMessages(
         args=args,
         table=None if inline else records,
         positions=tuple(places[number] for number in range(len(order))),
         queues=tuple(map(tuple, queues)),
         blocks=bulk + blocks,
         threads=32 * (WARPS if bulk else max(1, -(-warps // blocks))),
-        bulk=bulk,
-        room=room,
+        bulk_blocks=bulk,
+        capacity=room,
     )
 
 
-def _pairs(messages: list[tuple[int, Message]], rank: int) -> list[int]:
+def _pair_self_messages(messages: list[tuple[int, P2pMessage]], rank: int) -> list[int]:
     """Source and target in turn: the n-th send of this rank to itself and its n-th receive."""
     sends = [item for item in messages if not item[1].receives]
     receives = [item for item in messages if item[1].receives]
@@ -227,13 +229,16 @@ def _pairs(messages: list[tuple[int, Message]], rank: int) -> list[int]:
     found = []
     for (i, send), (j, receive) in zip(sends, receives, strict=True):
         if (send.nbytes, send.code) != (receive.nbytes, receive.code):
-            mine, other = describe(send.nbytes, send.code), describe(receive.nbytes, receive.code)
+            mine, other = (
+                describe_message(send.nbytes, send.code),
+                describe_message(receive.nbytes, receive.code),
+            )
             raise InvalidUsage(f"rank {rank} sends itself {mine} and receives {other}", rank=rank)
         found += [i, j]
     return found
 
 
-def describe(nbytes: int, code: int) -> str:
+def describe_message(nbytes: int, code: int) -> str:
     """A message in words."""
     dtype = DType(code)
     return f"{nbytes // dtype.itemsize} x {dtype.label} ({nbytes} bytes)"

@@ -19,7 +19,7 @@ _LABELS = {
 }
 
 
-def signature_of(collective: int, root: int, hashed: int) -> int:
+def pack_signature(collective: int, root: int, hashed: int) -> int:
     """``root`` is a rank or ``NO_ROOT``, ``hashed`` the counts that all ranks know; never 0. Compiled code computes it, too.
 
     Over several hosts there are more ranks than the bits for the root can tell: the others make a difference to the hash.
@@ -28,19 +28,19 @@ def signature_of(collective: int, root: int, hashed: int) -> int:
     return collective << 28 | told << 24 | (hashed ^ (root - told) * 0x9E3779B1) & 0xFFFFFF
 
 
-def move_signature(collective: Collective, root: int = NO_ROOT, counts: Sequence[int] = ()) -> int:
+def op_signature(collective: Collective, root: int = NO_ROOT, counts: Sequence[int] = ()) -> int:
     """Of a collective whose ranks have ``counts`` elements, none where ranks do not know those of others."""
-    return signature_of(
+    return pack_signature(
         int(collective), root if collective.rooted else NO_ROOT, functools.reduce(mix, counts, 0)
     )
 
 
-def move_tag(number: int, launches: int, signature: int) -> int:
-    """What stands in headers and on boards: of which number a collective is, after how many launches (``move_tag`` of source/p2p.cuh)."""
+def op_tag(number: int, launches: int, signature: int) -> int:
+    """What stands in headers and on boards: of which number a collective is, after how many launches (``op_tag`` of source/p2p.cuh)."""
     return (signature ^ number * 0x9E3779B1 ^ launches * 0x85EBCA6B) & 0xFFFFFFFF or 1
 
 
-def describe(signature: int) -> str:
+def describe_signature(signature: int) -> str:
     """A collective in words: ``gather (root 1)``."""
     code, root = signature >> 28 & 15, signature >> 24 & 15
     if code not in Collective._value2member_map_ or code not in _LABELS:

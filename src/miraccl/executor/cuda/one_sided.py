@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from miraccl.executor.cuda import lower, schedules
-from miraccl.executor.cuda.copies import Place
+from miraccl.executor.cuda.copies import WindowPosition
 from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.schedule.ir import Buffer, Schedule, input_blocks, output_blocks
 
-MOST_PLACES = 256  # of an operation, whose launches are kept
-Find = Callable[[int, int], Place | None]
+MAX_POSITIONS = 256  # of an operation, whose launches are kept
+FindPosition = Callable[[int, int], WindowPosition | None]
 """(address, bytes) -> where that memory lies in a window of all ranks, or None."""
 
 
-def launch_of(
-    kernels: Kernels, plan: DevicePlan, request: Request, comm_args: lower.CommArgs, find: Find
+def make_launch(
+    kernels: Kernels,
+    plan: DevicePlan,
+    request: Request,
+    comm_args: lower.CommArgs,
+    find: FindPosition,
 ) -> Launch | OneSidedLaunch:
     """What runs a plan: for schedules with steps on the input or output of peers, launches that depend on where these lie."""
     schedule = schedules.schedule_of(plan, request, comm_args.order)
@@ -39,9 +43,9 @@ class OneSidedLaunch:
         plan: DevicePlan,
         request: Request,
         comm_args: lower.CommArgs,
-        find: Find,
+        find: FindPosition,
     ) -> None:
-        self.plan, self.threads = plan, schedules.grid_of(plan, schedule) * plan.threads
+        self.plan, self.threads = plan, schedules.grid_blocks(plan, schedule) * plan.threads
         self._kernels, self._request, self._comm_args, self._find = (
             kernels,
             request,
@@ -81,15 +85,15 @@ class OneSidedLaunch:
         ]
         rank = self._comm_args.rank
         apart = [
-            tuple(there - place.windows[rank] for there in place.windows) if place else ()
+            tuple(there - place.bases[rank] for there in place.bases) if place else ()
             for place in places
         ]
         where = tuple(
-            number for place in places if place for number in (place.number, place.offset)
+            number for place in places if place for number in (place.window, place.offset)
         )
-        windows = schedules.Windows(in_at=apart[0], out_at=apart[1], place=where)
+        windows = schedules.WindowOffsets(in_offsets=apart[0], out_offsets=apart[1], position=where)
         launch = self._kernels.prepare(self.plan, self._request, self._comm_args, windows)
-        if len(self._launches) >= MOST_PLACES:
+        if len(self._launches) >= MAX_POSITIONS:
             self._launches.clear()
         self._launches[key] = launch
         return launch

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.source import PACKET_MODES, SHOTS, Frame, KernelSpec, can_spare_a_nan
+from miraccl.executor.cuda.source import (
+    PACKET_MODES,
+    TILED_SHOTS,
+    Framing,
+    KernelSpec,
+    can_spare_a_nan,
+)
 from miraccl.types import Collective, DType, RedOp
 
 SYMMETRIC = (
@@ -35,7 +41,7 @@ ALGORITHMS = {
 class DevicePlan:
     """One way to run a collective. ``blocks`` of ``threads`` threads, ``min_blocks`` on a multiprocessor at least; each thread handles
     ``unroll`` vectors of 16 (LL: 8) bytes at a time; ``ahead`` pieces are pushed ahead where the operation has several (0: as many as
-    memory allows); ``fan`` threads share a packet; ``in_parts``: pieces are equal and lie in the two banks in turns (source/double_buffered.cuh)."""
+    memory allows); ``fan`` threads share a packet; ``double_buffered``: pieces are equal and lie in the two banks in turns (source/double_buffered.cuh)."""
 
     algo: str
     proto: str
@@ -43,18 +49,18 @@ class DevicePlan:
     threads: int
     unroll: int
     min_blocks: int = 1
-    ahead: int = 0
-    fan: int = 1
-    in_parts: bool = False
+    lookahead: int = 0
+    fanout: int = 1
+    double_buffered: bool = False
     reason: str = ""
 
     @property
-    def piece(self) -> int:
+    def tile(self) -> int:
         """Packets that one rank sends another at a time."""
-        return self.blocks * self.threads * self.unroll // self.fan
+        return self.blocks * self.threads * self.unroll // self.fanout
 
     @property
-    def by_packets(self) -> bool:
+    def uses_packets(self) -> bool:
         """Whether a packet kernel runs it, not the kernel ``steps``."""
         return self.proto in ("ll", "ll128")
 
@@ -107,11 +113,11 @@ def has_packets(request: Request, algo: str) -> bool:
     return request.collective in SYMMETRIC and algo in ("one_shot", "two_shot")
 
 
-def frame_of(request: Request, proto: str) -> Frame:
+def frame_of(request: Request, proto: str) -> Framing:
     """How packets of a protocol are framed: in LL128, sums of floats have a NaN to spare, other data are masked."""
     if proto != "ll128":
-        return Frame.PAIR
-    return Frame.WORD if request.reduces and can_spare_a_nan(request.dtype) else Frame.MASK
+        return Framing.PAIR
+    return Framing.WORD if request.reduces and can_spare_a_nan(request.dtype) else Framing.MASK
 
 
 def rounds_of(request: Request, algo: str) -> int:
@@ -119,12 +125,12 @@ def rounds_of(request: Request, algo: str) -> int:
     return 2 if request.collective is Collective.ALL_REDUCE and algo in ("two_shot", "ring") else 1
 
 
-def vectors_of(request: Request, algo: str, frame: Frame) -> int:
+def vectors_of(request: Request, algo: str, frame: Framing) -> int:
     """Packets of a block, or of a rank's chunk of it (``work_of`` of source/packets.cuh)."""
     vectors = frame.vectors(request.block_bytes)
     if rounds_of(request, algo) == 2:
         vectors = -(-vectors // request.nranks)
-        if frame is Frame.MASK:
+        if frame is Framing.MASK:
             vectors = -(-vectors // 32) * 32
     return vectors
 
@@ -138,20 +144,22 @@ def mode_of(request: Request, algo: str) -> str:
 
 def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
     """What to compile for a plan."""
-    mode = mode_of(request, plan.algo) if plan.by_packets else ""
-    frame = frame_of(request, plan.proto) if plan.by_packets else Frame.WORD
-    single = PACKET_MODES.get(mode) is SHOTS and vectors_of(request, plan.algo, frame) <= plan.piece
+    mode = mode_of(request, plan.algo) if plan.uses_packets else ""
+    frame = frame_of(request, plan.proto) if plan.uses_packets else Framing.WORD
+    single = (
+        PACKET_MODES.get(mode) is TILED_SHOTS and vectors_of(request, plan.algo, frame) <= plan.tile
+    )
     return KernelSpec(
-        family="packets" if plan.by_packets else "steps",
+        family="packets" if plan.uses_packets else "steps",
         mode=mode,
         nranks=request.nranks,
         dtype=request.dtype if request.reduces else DType.UINT8,
         op=request.op if request.reduces else RedOp.SUM,
         reduces=request.reduces,
         frame=frame,
-        single=single,
-        fan=plan.fan,
-        in_parts=plan.in_parts and not single,
+        single_tile=single,
+        fanout=plan.fanout,
+        double_buffered=plan.double_buffered and not single,
         threads=plan.threads,
         unroll=plan.unroll,
         min_blocks=plan.min_blocks,

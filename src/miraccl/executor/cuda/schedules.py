@@ -16,8 +16,8 @@ from miraccl.executor.cuda.lower import (
     CommArgs,
     lower_packets,
     pack_args,
+    plan_signature,
     scalar_bits,
-    signature_of,
 )
 from miraccl.executor.cuda.plan import DevicePlan, Request, kernel_spec
 from miraccl.executor.cuda.source import KernelSpec
@@ -40,22 +40,22 @@ def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Sch
     """The schedule for the kernel ``steps``, in the ``order`` of the ring where neighbours count; None where packets need none."""
     return (
         None
-        if plan.by_packets
+        if plan.uses_packets
         else catalog.build(plan.algo, request.collective, request.nranks, request.root, order=order)
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
+class WindowOffsets:
     """Where the input and the output of an operation are in memory that peers address, for schedules with steps on it: bytes from this
     rank's to each peer's, as this process has them mapped, empty where it is no such memory; ``place``: what all ranks must have alike."""
 
-    in_at: tuple[int, ...] = ()
-    out_at: tuple[int, ...] = ()
-    place: tuple[int, ...] = ()
+    in_offsets: tuple[int, ...] = ()
+    out_offsets: tuple[int, ...] = ()
+    position: tuple[int, ...] = ()
 
 
-NOWHERE = Windows()
+NO_WINDOWS = WindowOffsets()
 
 
 def lower_steps(
@@ -63,7 +63,7 @@ def lower_steps(
     plan: DevicePlan,
     request: Request,
     comm_args: CommArgs,
-    windows: Windows = NOWHERE,
+    windows: WindowOffsets = NO_WINDOWS,
 ) -> bytearray:
     """Arguments of the kernel ``steps``; raises ``InvalidUsage`` for what it cannot run."""
     itemsize = request.dtype.itemsize if request.reduces else 1
@@ -71,11 +71,11 @@ def lower_steps(
     channels = [channel[comm_args.rank] for channel in schedule.channels]
     _check(schedule, channels, request, comm_args.rank)
     _check_windows(schedule, request, windows, comm_args.direct)
-    blocks = grid_of(plan, schedule) // schedule.nchannels  # of a channel
+    blocks = grid_blocks(plan, schedule) // schedule.nchannels  # of a channel
     part = part_elements(count, schedule.parts, itemsize)
     vector = 16 // itemsize
     senders, nslots = senders_of(schedule), fifo_slots(schedule)
-    widest, slots, scratch = bank_of(schedule)
+    widest, slots, scratch = half_usage(schedule)
     room = part
     if slots + scratch:
         room = (
@@ -85,7 +85,7 @@ def lower_steps(
             raise InvalidUsage(
                 f"schedule {schedule.name!r} needs more slots and scratch memory than GPU ranks have"
             )
-    piece = piece_elements(part, blocks, room, vector)
+    piece = tile_elements(part, blocks, room, vector)
     slot = widest * piece * itemsize if slots else 0
     whole = completing_steps(schedule) if request.op is RedOp.AVG else frozenset()
     first, encoded = [0], b""
@@ -115,12 +115,12 @@ def lower_steps(
     )
     apart = (
         at
-        for each in (windows.in_at, windows.out_at)
+        for each in (windows.in_offsets, windows.out_offsets)
         for at in (*each, *[0] * (layout.MAX_RANKS - len(each)))
     )
     head = struct.pack(layout.PROGRAM_HEAD, *shape, *apart, bytes(here), bytes(there))
-    table = encoded.ljust(step_room(schedule) * struct.calcsize(layout.STEP), b"\0")
-    signature = signature_of(plan, request, windows.place)
+    table = encoded.ljust(step_capacity(schedule) * struct.calcsize(layout.STEP), b"\0")
+    signature = plan_signature(plan, request, windows.position)
     scalar, needs = (
         scalar_bits(request),
         layout.NEEDS_ALL,
@@ -152,7 +152,7 @@ def lower_plan(
     plan: DevicePlan,
     request: Request,
     comm_args: CommArgs,
-    windows: Windows = NOWHERE,
+    windows: WindowOffsets = NO_WINDOWS,
 ) -> bytearray:
     """Arguments of the kernel of a plan and of what ``schedule_of`` gives for it."""
     if schedule is None:
@@ -162,11 +162,11 @@ def lower_plan(
 
 def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) -> KernelSpec:
     """What to compile for a plan and what ``schedule_of`` gives for it."""
-    spec, room = kernel_spec(plan, request), step_room(schedule) if schedule else 0
+    spec, room = kernel_spec(plan, request), step_capacity(schedule) if schedule else 0
     return replace(spec, room=room) if room > layout.STEP_CAPACITIES[0] else spec
 
 
-def step_room(schedule: Schedule) -> int:
+def step_capacity(schedule: Schedule) -> int:
     """Steps that the arguments have room for, of whichever rank; raises ``InvalidUsage`` for a schedule that has more."""
     ranks = (
         [step for channel in schedule.channels for step in channel[rank]]
@@ -184,14 +184,14 @@ def step_room(schedule: Schedule) -> int:
     )
 
 
-def piece_elements(part: int, blocks: int, room: int, vector: int) -> int:
+def tile_elements(part: int, blocks: int, capacity: int, vector: int) -> int:
     """Elements of a piece of a part that ``blocks`` share: as many as have room, but in equal rounds, so that no block works alone
     at the end, and beginning on 128 bytes (1 GiB in pieces that did not went at 358 GB/s instead of 365)."""
     line = 8 * vector
-    if room < line:
-        return max(vector, room)
-    rounds = -(-part // (blocks * room))
-    return min(room, -(-part // (blocks * rounds * line)) * line)
+    if capacity < line:
+        return max(vector, capacity)
+    rounds = -(-part // (blocks * capacity))
+    return min(capacity, -(-part // (blocks * rounds * line)) * line)
 
 
 def senders_of(schedule: Schedule) -> list[list[int]]:
@@ -206,7 +206,7 @@ def senders_of(schedule: Schedule) -> list[list[int]]:
     ]
 
 
-def bank_of(schedule: Schedule) -> tuple[int, int, int]:
+def half_usage(schedule: Schedule) -> tuple[int, int, int]:
     """(chunks of a message, slots that a block has in a bank, slots' room that its scratch memory takes)."""
     widest = max(
         (
@@ -225,11 +225,14 @@ def bank_of(schedule: Schedule) -> tuple[int, int, int]:
     )
 
 
-def grid_of(plan: DevicePlan, schedule: Schedule | None) -> int:
+def grid_blocks(plan: DevicePlan, schedule: Schedule | None) -> int:
     """Blocks of the launch: a multiple of the schedule's channels, and not so many that a bank has no room for their slots."""
     if schedule is None:
         return plan.blocks
-    (widest, slots, scratch), blocks = bank_of(schedule), max(1, plan.blocks // schedule.nchannels)
+    (widest, slots, scratch), blocks = (
+        half_usage(schedule),
+        max(1, plan.blocks // schedule.nchannels),
+    )
     while (
         blocks > 1
         and slots + scratch
@@ -269,8 +272,10 @@ def _check(
                 )
 
 
-def _check_windows(schedule: Schedule, request: Request, windows: Windows, direct: bool) -> None:
-    for buffer, at in ((Buffer.INPUT, windows.in_at), (Buffer.OUTPUT, windows.out_at)):
+def _check_windows(
+    schedule: Schedule, request: Request, windows: WindowOffsets, direct: bool
+) -> None:
+    for buffer, at in ((Buffer.INPUT, windows.in_offsets), (Buffer.OUTPUT, windows.out_offsets)):
         if buffer in schedule.addressed and not at:
             name = buffer.name.lower()
             text = f"{request.collective.label} by {schedule.name!r}: ranks address each other's {name}, and this one is in no window"

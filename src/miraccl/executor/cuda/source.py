@@ -27,15 +27,15 @@ FAMILIES = {
 CHAIN = ("acks.cuh", "chain.cuh")
 TREE = ("acks.cuh", "tree.cuh")
 #: mode of a packet kernel -> the files that its loop is in
-SHOTS = ("shots.cuh", "tiled.cuh")
+TILED_SHOTS = ("shots.cuh", "tiled.cuh")
 PACKET_MODES = {
-    "all_reduce": SHOTS,
-    "two_shot": SHOTS,
-    "reduce_scatter": SHOTS,
-    "all_gather": SHOTS,
-    "all_to_all": SHOTS,
-    "broadcast": SHOTS,
-    "reduce": SHOTS,
+    "all_reduce": TILED_SHOTS,
+    "two_shot": TILED_SHOTS,
+    "reduce_scatter": TILED_SHOTS,
+    "all_gather": TILED_SHOTS,
+    "all_to_all": TILED_SHOTS,
+    "broadcast": TILED_SHOTS,
+    "reduce": TILED_SHOTS,
     "ring": ("ring.cuh",),
     "broadcast_chain": CHAIN,
     "reduce_chain": CHAIN,
@@ -44,19 +44,19 @@ PACKET_MODES = {
     "reduce_tree": TREE,
 }
 #: instead of SHOTS, where a launch has no more packets than one piece
-ONCE = ("shots.cuh", "single_tile.cuh")
+SINGLE_TILE_SHOTS = ("shots.cuh", "single_tile.cuh")
 #: and these, where its pieces are parts, each in the bank of its own number
-PARTS = ("shots.cuh", "double_buffered.cuh")
+DOUBLE_BUFFERED_SHOTS = ("shots.cuh", "double_buffered.cuh")
 #: and these, where neighbouring threads share a packet
-FANS = ("shots.cuh", "fanout.cuh")
+FANOUT_SHOTS = ("shots.cuh", "fanout.cuh")
 
 
-def fan_of(nranks: int) -> int:
+def fanout_threads(nranks: int) -> int:
     """Threads that share a packet there (source/fanout.cuh)."""
     return 8 if nranks > 4 else 4
 
 
-class Frame(enum.Enum):
+class Framing(enum.Enum):
     """How a packet of 16 bytes tells that it has come (source/packets.cuh)."""
 
     WORD = "word"  # every word of floats is its own flag
@@ -66,13 +66,13 @@ class Frame(enum.Enum):
 
     def vectors(self, nbytes: int) -> int:
         """Packets for ``nbytes`` of data (``vectors_of`` of source/common.cuh)."""
-        if self is Frame.MASK:
+        if self is Framing.MASK:
             return -(-nbytes // 512) * 32
-        return -(-nbytes // (8 if self is Frame.PAIR else 16))
+        return -(-nbytes // (8 if self is Framing.PAIR else 16))
 
-    def room(self, packets: int) -> int:
+    def run_packets(self, packets: int) -> int:
         """Places that ``packets`` of a piece need: masked ones have two side packets for 32."""
-        return packets + packets // 16 if self is Frame.MASK else packets
+        return packets + packets // 16 if self is Framing.MASK else packets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class KernelSpec:
     schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them), ``meet`` (before and after
     the work of copy engines) or ``scale`` (one rank's pre-multiplied sum, as if there were two ranks).  ``threads`` of a block, ``unroll``
     vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece, with
-    ``fan`` > 1 by so many threads a packet, one for each rank; ``in_parts``: two_shot in parts; ``room``: bytes for messages, or steps, in
+    ``fan`` > 1 by so many threads a packet, one for each rank; ``double_buffered``: two_shot in parts; ``room``: bytes for messages, or steps, in
     the arguments.
     """
 
@@ -92,32 +92,35 @@ class KernelSpec:
     dtype: DType
     op: RedOp = RedOp.SUM
     mode: str = ""
-    frame: Frame = Frame.WORD
+    frame: Framing = Framing.WORD
     reduces: bool = True
     threads: int = 512
     unroll: int = 1
     min_blocks: int = 1
-    single: bool = False
-    fan: int = 1
-    in_parts: bool = False
-    room: int = 0
+    single_tile: bool = False
+    fanout: int = 1
+    double_buffered: bool = False
+    capacity: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES or (self.family == "packets") != (self.mode in PACKET_MODES):
             raise ValueError(f"no kernel of family {self.family!r} and mode {self.mode!r}")
-        if self.fan > 1 and (
-            not self.single or self.frame is Frame.MASK or self.nranks < 3 or self.unroll != 1
+        if self.fanout > 1 and (
+            not self.single_tile
+            or self.frame is Framing.MASK
+            or self.nranks < 3
+            or self.unroll != 1
         ):
             raise ValueError(
                 "fans are for one piece of packets without masks, one a thread, and three ranks at least"
             )
-        if self.fan not in (1, fan_of(self.nranks)):
+        if self.fanout not in (1, fanout_threads(self.nranks)):
             raise ValueError(
-                f"{self.fan} threads cannot share a packet among {self.nranks} ranks, {fan_of(self.nranks)} can"
+                f"{self.fanout} threads cannot share a packet among {self.nranks} ranks, {fanout_threads(self.nranks)} can"
             )
-        if self.single and PACKET_MODES.get(self.mode) is not SHOTS:
+        if self.single_tile and PACKET_MODES.get(self.mode) is not TILED_SHOTS:
             raise ValueError(f"no kernel of one piece for mode {self.mode!r}")
-        if self.in_parts and (self.mode != "two_shot" or self.single):
+        if self.double_buffered and (self.mode != "two_shot" or self.single_tile):
             raise ValueError("only two_shot on packets, of several pieces, has a kernel in parts")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
             raise InvalidUsage(f"kernels are for 2 to {layout.MAX_RANKS} GPUs, not {self.nranks}")
@@ -143,21 +146,27 @@ class KernelSpec:
             f"t{self.threads}u{self.unroll}b{self.min_blocks}",
         ]
         parts += [
-            "fans" if self.fan > 1 else "once" if self.single else "parts" if self.in_parts else ""
+            "fans"
+            if self.fanout > 1
+            else "once"
+            if self.single_tile
+            else "parts"
+            if self.double_buffered
+            else ""
         ]
-        parts += [f"r{self.room}" if self.room else ""]
+        parts += [f"r{self.capacity}" if self.capacity else ""]
         return "-".join(part for part in parts if part)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files of its text."""
         loop = (
-            FANS
-            if self.fan > 1
-            else ONCE
-            if self.single
-            else PARTS
-            if self.in_parts
+            FANOUT_SHOTS
+            if self.fanout > 1
+            else SINGLE_TILE_SHOTS
+            if self.single_tile
+            else DOUBLE_BUFFERED_SHOTS
+            if self.double_buffered
             else PACKET_MODES.get(self.mode, ())
         )
         return (MACHINE, "common.cuh", *FAMILIES[self.family][1], *loop)
@@ -176,25 +185,25 @@ def _text(name: str) -> str:
 def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str:
     """The text of a kernel for sm_``arch``; ``machine`` is text to stand for machine.cuh."""
     dtype = spec.dtype if spec.reduces else DType.UINT8
-    constants: dict[str, int] = layout.defines(spec.nranks) | {
+    constants: dict[str, int] = layout.common_defines(spec.nranks) | {
         "ARCH": arch,
         "THREADS": spec.threads,
         "UNROLL": spec.unroll,
         "MIN_BLOCKS": spec.min_blocks,
         f"FRAME_{spec.frame.name}": 1,
         "REDUCES": int(spec.reduces),
-        "SINGLE_TILE": int(spec.single),
-        "DOUBLE_BUFFERED": int(spec.in_parts),
-        "FANOUT": spec.fan,
+        "SINGLE_TILE": int(spec.single_tile),
+        "DOUBLE_BUFFERED": int(spec.double_buffered),
+        "FANOUT": spec.fanout,
         f"TYPE_{dtype.name}": 1,
         f"OP_{spec.op.name}": 1,
     }
     if spec.family == "steps":
-        constants |= layout.step_defines(spec.nranks, spec.room or layout.STEP_CAPACITIES[0])
+        constants |= layout.step_defines(spec.nranks, spec.capacity or layout.STEP_CAPACITIES[0])
     if spec.entry == "p2p":
         constants |= layout.message_defines(spec.nranks, spec.frame.value) | {
             "BULK": int(spec.family == "bulk"),
-            "CAPACITY_BYTES": spec.room,
+            "CAPACITY_BYTES": spec.capacity,
         }
     if spec.mode:
         constants[f"MODE_{spec.mode.upper()}"] = 1

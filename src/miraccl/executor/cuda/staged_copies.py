@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout, lower, schedules
-from miraccl.executor.cuda.copies import Side, meeting
+from miraccl.executor.cuda.copies import SideStream, barrier_launch
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import Kernels
 from miraccl.executor.cuda.plan import DevicePlan, Request
@@ -34,11 +34,11 @@ ALGORITHMS = {
     Collective.ALL_TO_ALL: "one_shot",
     Collective.BROADCAST: "chain",
 }
-STAGE_BYTES = 2 * layout.HALF_BYTES
+STAGING_BYTES = 2 * layout.HALF_BYTES
 ALIGN = 512
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of the input or output."""
 
     buffer: Buffer
@@ -46,59 +46,59 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Move(NamedTuple):
+class ChunkCopy(NamedTuple):
     """What a rank does with some bytes: take them from ``up`` or from ``source``, put them to ``target``, give them to ``down``."""
 
-    up: int | None
-    source: Span | None
-    target: Span | None
-    down: int | None
+    source_rank: int | None
+    source: ByteRange | None
+    target: ByteRange | None
+    target_rank: int | None
 
 
-def spans(ref: Ref, parts: int, block: int) -> Iterator[Span]:
+def byte_ranges(ref: Ref, parts: int, block: int) -> Iterator[ByteRange]:
     """The bytes of chunks, without the empty ones; parts are whole multiples of 16 bytes but for the last."""
     part = schedules.part_elements(block, parts, 1)
     for index in range(ref.index, ref.index + ref.chunks):
         at, begin = index // parts * block, min(block, index % parts * part)
         nbytes = min(part, block - begin)
         if nbytes:
-            yield Span(ref.buffer, at + begin, nbytes)
+            yield ByteRange(ref.buffer, at + begin, nbytes)
 
 
-def moves_of(schedule: Schedule, rank: int, block: int) -> list[Move]:
+def rank_copies(schedule: Schedule, rank: int, block: int) -> list[ChunkCopy]:
     """The steps of a rank for blocks of ``block`` bytes; ``InvalidUsage`` where something is added up."""
-    found: list[Move] = []
+    found: list[ChunkCopy] = []
     for channel in schedule.channels:
         for step in channel[rank]:
             if step.op not in (Op.SEND, Op.RECV, Op.COPY, Op.RECV_COPY_SEND):
                 raise InvalidUsage(
                     f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}"
                 )
-            sources = list(spans(step.src, schedule.parts, block)) if step.src else []
-            targets = list(spans(step.dst, schedule.parts, block)) if step.dst else []
+            sources = list(byte_ranges(step.src, schedule.parts, block)) if step.src else []
+            targets = list(byte_ranges(step.dst, schedule.parts, block)) if step.dst else []
             for i in range(max(len(sources), len(targets))):
                 source, target = (
                     (sources[i] if sources else None),
                     (targets[i] if targets else None),
                 )
-                found.append(Move(step.recv_peer, source, target, step.send_peer))
+                found.append(ChunkCopy(step.recv_peer, source, target, step.send_peer))
     return found
 
 
-def chunks_of(move: Move, slot: int) -> Iterator[Move]:
+def split_chunks(move: ChunkCopy, slot: int) -> Iterator[ChunkCopy]:
     """A move in chunks that fit into a slot."""
     span = move.source or move.target
     assert span is not None
     for begin in range(0, span.nbytes, slot):
         nbytes = min(slot, span.nbytes - begin)
         source, target = (
-            s and Span(s.buffer, s.offset + begin, nbytes) for s in (move.source, move.target)
+            s and ByteRange(s.buffer, s.offset + begin, nbytes) for s in (move.source, move.target)
         )
-        yield Move(move.up, source, target, move.down)
+        yield ChunkCopy(move.source_rank, source, target, move.target_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StagingLayout:
     """How the staging memory of every rank is cut: ``senders[r]`` are the ranks that send to rank r."""
 
     senders: tuple[tuple[int, ...], ...]
@@ -106,7 +106,7 @@ class Stage:
     slot_bytes: int
 
     @classmethod
-    def of(cls, schedule: Schedule, nbytes: int) -> Stage:
+    def of(cls, schedule: Schedule, nbytes: int) -> StagingLayout:
         senders = tuple(
             tuple(
                 sorted(
@@ -142,11 +142,11 @@ class Stage:
         )
 
 
-Directions = dict[tuple[int, bool], Side]
+Directions = dict[tuple[int, bool], SideStream]
 """By the peer, and whether data come from it."""
 
 
-def plan_of(request: Request) -> DevicePlan:
+def staged_plan(request: Request) -> DevicePlan:
     """How an operation between plain arrays is run by copy engines."""
     name = ALGORITHMS[request.collective]
     return DevicePlan(
@@ -172,24 +172,26 @@ class StagedLaunch:
         comm_args: lower.CommArgs,
         sides: Directions,
     ) -> None:
-        self.plan = plan_of(request)
+        self.plan = staged_plan(request)
         schedule = catalog.build(self.plan.algo, request.collective, request.nranks, request.root)
         self._gpu, self._comm_args, self._rank = gpu, comm_args, comm_args.rank
-        self._stage = Stage.of(schedule, STAGE_BYTES)
-        moves = moves_of(schedule, comm_args.rank, request.block_bytes)
+        self._staging = StagingLayout.of(schedule, STAGING_BYTES)
+        moves = rank_copies(schedule, comm_args.rank, request.block_bytes)
         self._chunks = [
-            chunk for move in moves for chunk in chunks_of(move, self._stage.slot_bytes)
+            chunk for move in moves for chunk in split_chunks(move, self._staging.slot_bytes)
         ]
         self._before, self._after = (
-            meeting(gpu, kernels, self.plan, request, comm_args, waits=waits)
+            barrier_launch(gpu, kernels, self.plan, request, comm_args, stream_waits=waits)
             for waits in (True, False)
         )
         self._totals = Counter(
-            chunk.up for chunk in self._chunks
+            chunk.source_rank for chunk in self._chunks
         )  # by the peer that they come from
-        ends = {(c.up, True) for c in self._chunks} | {(c.down, False) for c in self._chunks}
+        ends = {(c.source_rank, True) for c in self._chunks} | {
+            (c.target_rank, False) for c in self._chunks
+        }
         used = [(peer, comes) for peer, comes in ends if peer is not None]
-        self._directions: Directions = {key: sides.get(key) or Side(gpu) for key in used}
+        self._directions: Directions = {key: sides.get(key) or SideStream(gpu) for key in used}
         sides.update(self._directions)
         self._done: Counter[tuple[int, bool]] = (
             Counter()
@@ -210,39 +212,39 @@ class StagedLaunch:
             gpu.wait_event(direction.stream, directions[0].event)
         self._done.clear()
         base = {Buffer.INPUT: source, Buffer.OUTPUT: target}
-        for chunk in in_turns(self._chunks):
+        for chunk in interleave(self._chunks):
             self._enqueue(chunk, base, stream)
         for direction in directions:
             gpu.record(direction.event, direction.stream)
             gpu.wait_event(stream, direction.event)
         gpu.set_words(
-            self._comm_args.own + layout.PACKETS_OFFSET, STAGE_BYTES // 4, 0xFFFFFFFF, stream
+            self._comm_args.own + layout.PACKETS_OFFSET, STAGING_BYTES // 4, 0xFFFFFFFF, stream
         )
         self._after.run(source, target, stream)
 
-    def _enqueue(self, chunk: Move, base: dict[Buffer, int], stream: int) -> None:
+    def _enqueue(self, chunk: ChunkCopy, base: dict[Buffer, int], stream: int) -> None:
         gpu, target = self._gpu, chunk.target
         place = base[target.buffer] + target.offset if target else 0
-        if chunk.up is None and chunk.down is None:
+        if chunk.source_rank is None and chunk.target_rank is None:
             assert chunk.source is not None
             origin = base[chunk.source.buffer] + chunk.source.offset
             if origin != place:
                 gpu.copy(place, origin, chunk.source.nbytes, stream)
             return
-        if chunk.up is not None:
+        if chunk.source_rank is not None:
             assert target is not None
-            self._take(chunk.up, place, target.nbytes)
-            if chunk.down is not None:
-                direction = self._directions[chunk.up, True]
+            self._recv_chunk(chunk.source_rank, place, target.nbytes)
+            if chunk.target_rank is not None:
+                direction = self._directions[chunk.source_rank, True]
                 gpu.record(direction.event, direction.stream)
-                gpu.wait_event(self._directions[chunk.down, False].stream, direction.event)
-                self._give(chunk.down, place, target.nbytes)
-        elif chunk.down is not None and chunk.source is not None:
+                gpu.wait_event(self._directions[chunk.target_rank, False].stream, direction.event)
+                self._send_chunk(chunk.target_rank, place, target.nbytes)
+        elif chunk.target_rank is not None and chunk.source is not None:
             origin = base[chunk.source.buffer] + chunk.source.offset
-            self._give(chunk.down, origin, chunk.source.nbytes)
+            self._send_chunk(chunk.target_rank, origin, chunk.source.nbytes)
 
-    def _give(self, peer: int, address: int, nbytes: int) -> None:
-        gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
+    def _send_chunk(self, peer: int, address: int, nbytes: int) -> None:
+        gpu, comm_args, stage = self._gpu, self._comm_args, self._staging
         done, stream = self._done[peer, False], self._directions[peer, False].stream
         number = done % stage.nslots
         if done >= stage.nslots:
@@ -255,8 +257,8 @@ class StagedLaunch:
         gpu.write_word(comm_args.outboxes[peer] + stage.ready(self._rank, number), 1, stream)
         self._done[peer, False] += 1
 
-    def _take(self, peer: int, address: int, nbytes: int) -> None:
-        gpu, comm_args, stage = self._gpu, self._comm_args, self._stage
+    def _recv_chunk(self, peer: int, address: int, nbytes: int) -> None:
+        gpu, comm_args, stage = self._gpu, self._comm_args, self._staging
         done, stream = self._done[peer, True], self._directions[peer, True].stream
         number = done % stage.nslots
         word = comm_args.inboxes[peer] + stage.ready(peer, number)
@@ -270,11 +272,11 @@ class StagedLaunch:
         self._done[peer, True] += 1
 
 
-def in_turns(chunks: Sequence[Move]) -> Iterator[Move]:
+def interleave(chunks: Sequence[ChunkCopy]) -> Iterator[ChunkCopy]:
     """The chunks in an order that keeps every direction of every pair in order, but lets all go on at the same time."""
-    queues: dict[tuple[int | None, int | None], deque[Move]] = {}
+    queues: dict[tuple[int | None, int | None], deque[ChunkCopy]] = {}
     for chunk in chunks:
-        queues.setdefault((chunk.up, chunk.down), deque()).append(chunk)
+        queues.setdefault((chunk.source_rank, chunk.target_rank), deque()).append(chunk)
     together = {ends for ends in queues if None not in ends}
     if any((up, None) in queues or (None, down) in queues for up, down in together):
         yield from chunks  # a direction has chunks of two kinds: as the schedule has them

@@ -17,7 +17,7 @@ INSTALL = "pip install 'miraccl[cuda]'"
 #: NVRTC 12.9, the last one for GPUs before sm_75, whose code drivers of CUDA 12 load; beside one of CUDA 13, cuda.bindings takes that
 INSTALL_12 = "pip uninstall nvidia-cuda-nvrtc; pip install 'miraccl[cuda12]'"
 INSTALL_NEWER = "pip install --upgrade 'cuda-bindings>=13' nvidia-cuda-nvrtc"
-FIRST_ARCH = 70  # __grid_constant__ and threads of a warp that wait for one another
+MIN_ARCH = 70  # __grid_constant__ and threads of a warp that wait for one another
 OPTIONS = ("--std=c++17", "-lineinfo")
 
 
@@ -70,12 +70,12 @@ def supported_archs() -> tuple[int, ...]:
     return tuple(int(arch) for arch in listed)[: int(count)]
 
 
-def misfit(arch: int) -> tuple[str, str]:
+def incompatibility(arch: int) -> tuple[str, str]:
     """Why kernels cannot be compiled for sm_``arch`` here, and what to install; nothing where they can."""
     archs = supported_archs()
-    if arch < FIRST_ARCH:
+    if arch < MIN_ARCH:
         return (
-            f"kernels need a GPU of sm_{FIRST_ARCH} or newer, this one is sm_{arch}",
+            f"kernels need a GPU of sm_{MIN_ARCH} or newer, this one is sm_{arch}",
             "its data can go through arrays in CPU memory",
         )
     if arch in archs:
@@ -94,7 +94,7 @@ def compile_cubin(source: str, arch: int, name: str) -> bytes:
     found = cache.read(key)
     if found is not None and len(found) > 32 and hashlib.sha256(found[32:]).digest() == found[:32]:
         return found[32:]
-    why, hint = misfit(arch)
+    why, hint = incompatibility(arch)
     if why:
         raise MissingDependency(why, hint=hint)
     code = _compile(source, arch, name)

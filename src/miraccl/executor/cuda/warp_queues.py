@@ -11,17 +11,17 @@ SMALL_COUNT: Final = 32  # and their number
 OVERLAP_THREADS: Final = 768  # of a launch that is set up while the one before it runs: registers of less than two multiprocessors
 
 
-def lanes_of(nbytes: int, group: int, first: int, most: int) -> int:
+def warp_queues_for(nbytes: int, group: int, first: int, most: int) -> int:
     """Lanes of a message whose first group has ``first`` vectors, all others ``group``."""
     vectors = (nbytes + 15) // 16
     return min(most, 1 if vectors <= first else 1 + (vectors - first + group - 1) // group)
 
 
-def copy_lanes_of(nbytes: int, most: int) -> int:
+def copy_warp_queues_for(nbytes: int, most: int) -> int:
     """Warps of a message of a rank to itself."""
     return max(1, min(most, nbytes // COPY_BYTES))
 
 
-def fills_gpu(nbytes: int, count: int) -> bool:
+def saturates_gpu(nbytes: int, count: int) -> bool:
     """Whether a launch of ``count`` messages, ``nbytes`` together, may take the whole GPU."""
     return nbytes > SMALL_BYTES or count > SMALL_COUNT

@@ -216,7 +216,7 @@ STREAM_OF_THREAD = 2  # the default stream of a thread; up to here numbers stand
 
 # ---- records elsewhere
 
-# a shape, which is what messages are but for their sizes, of a launch into whose argument sizes are written: ``LaneRules`` in words, and
+# a shape, which is what messages are but for their sizes, of a launch into whose argument sizes are written: ``WarpQueueRules`` in words, and
 # where the signature of the collective that they are is written (0: they are plain ones); then a row for each message: what, its record in
 # the argument (address, then bytes and type), the type there, the number of its queue, that of the other half of a message of this rank to
 # itself (-1: to or from a peer); then a row for each queue: its record, whose first word has kind and peer, lanes << 16, first lane << 32;

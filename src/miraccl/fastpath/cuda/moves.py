@@ -22,7 +22,7 @@ from miraccl.native.intrinsics import (
     store,
 )
 
-signature_of = inline(moves.signature_of)
+signature_of = inline(moves.pack_signature)
 
 
 @inline

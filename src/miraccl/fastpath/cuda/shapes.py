@@ -9,9 +9,9 @@ from miraccl.fastpath.cuda.arrays import item_size
 from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, store
 
-lanes_of = inline(warp_queues.lanes_of)
-copy_lanes_of = inline(warp_queues.copy_lanes_of)
-fills_gpu = inline(warp_queues.fills_gpu)
+lanes_of = inline(warp_queues.warp_queues_for)
+copy_lanes_of = inline(warp_queues.copy_warp_queues_for)
+fills_gpu = inline(warp_queues.saturates_gpu)
 slot_of = inline(at.slot_of)
 mix = inline(hashing.mix)
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from miraccl import native
 from miraccl.executor.cuda.launch import Launch
-from miraccl.executor.cuda.layout import ARGS, GROUPS, TYPE_SHIFT
-from miraccl.executor.cuda.messages import LaneRules, Lowered, Message
+from miraccl.executor.cuda.layout import ARGS, GROUP_SIZES, TYPE_SHIFT
+from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, WarpQueueRules
 from miraccl.fastpath.cuda import layout as at
 from miraccl.fastpath.cuda.kinds import DL_DTYPES, WORDS, Kind, words_of
 from miraccl.native.capsules import pointer_of
@@ -349,7 +349,7 @@ class Doors:
 
     def remember_messages(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[P2pMessage],
         places: Sequence[int],
         launch: Launch,
         fills: bool,
@@ -368,7 +368,7 @@ class Doors:
             row[:] = (what, count, place)
         self._enter(at.KEY_OF_MESSAGES | hashed, len(messages), launch, fills, record, signature)
 
-    def knows_shape(self, messages: Sequence[Message], signature: int = 0) -> bool:
+    def knows_shape(self, messages: Sequence[P2pMessage], signature: int = 0) -> bool:
         """Whether there is a launch into which the sizes of messages like these can be written, or can be none."""
         whats = _whats(messages)
         if len(messages) > at.MOST_MESSAGES or not all(whats):
@@ -388,10 +388,10 @@ class Doors:
 
     def remember_shape(
         self,
-        messages: Sequence[Message],
-        lowered: Lowered,
+        messages: Sequence[P2pMessage],
+        lowered: LoweredMessages,
         rank: int,
-        rules: LaneRules,
+        rules: WarpQueueRules,
         argument: int,
         launch: Launch,
         signature: int = 0,
@@ -406,7 +406,7 @@ class Doors:
         partners: dict[int, int] = {}
         heads = []
         for queue, numbers in enumerate(lowered.queues):
-            place = lowered.head_of(queue)
+            place = lowered.queue_offset(queue)
             heads.append(
                 (argument + place, int.from_bytes(lowered.args[place : place + 2], "little"), 0)
             )
@@ -424,16 +424,16 @@ class Doors:
             )
             for number, (message, what) in enumerate(zip(messages, _whats(messages), strict=True))
         ]
-        group, first = GROUPS[rules.frame.value]
+        group, first = GROUP_SIZES[rules.frame.value]
         place = argument + ARGS["signature"].offset if signature else 0
         head = (
             len(heads),
             group,
             first,
-            rules.lanes,
-            rules.copy_lanes,
+            rules.max_warp_queues,
+            rules.max_copy_warp_queues,
             rules.multiprocessors,
-            rules.bulk_from,
+            rules.bulk_min_bytes,
             place,
         )
         shape = np.array([*head, *(word for row in (*rows, *heads) for word in row)], np.int64)
@@ -451,16 +451,16 @@ class Doors:
         self, key: int, count: int, launch: Launch, fills: bool, messages: Any, signature: int = 0
     ) -> None:
         """An older entry in the places of a new one is replaced."""
-        if not launch.block:
+        if not launch.record:
             return
         rows = self._rows(key, count)
         row = next((row for row in rows if not self._block_at(row)), rows[0])
         self._launches.pop(self._block_at(row), None)
-        self._launches[launch.block] = launch, messages
+        self._launches[launch.record] = launch, messages
         words = (
             key,
             count,
-            launch.block,
+            launch.record,
             int(fills),
             0 if messages is None else int(messages.ctypes.data),
             signature,
@@ -507,7 +507,7 @@ class Doors:
         self._put(at.STATE_LAST, 0)
 
 
-def _whats(messages: Sequence[Message]) -> list[int]:
+def _whats(messages: Sequence[P2pMessage]) -> list[int]:
     """What messages are, but for their sizes; 0 for a type that doors do not know."""
     return [
         at.what_of(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])

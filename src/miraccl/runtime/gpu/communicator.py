@@ -32,13 +32,13 @@ from miraccl.errors import (
     SystemFailure,
 )
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.copies import CopyLaunch, Place
+from miraccl.executor.cuda.copies import CopyLaunch, WindowPosition
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch import Kernels, Launch, fast_calls
+from miraccl.executor.cuda.launch import Kernels, Launch, driver_addresses
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.message_launch import MessageLaunches
-from miraccl.executor.cuda.messages import LaneRules
-from miraccl.executor.cuda.one_sided import OneSidedLaunch, launch_of
+from miraccl.executor.cuda.messages import WarpQueueRules
+from miraccl.executor.cuda.one_sided import OneSidedLaunch, make_launch
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.staged_copies import StagedLaunch
 from miraccl.fastpath.cuda.table import CALLS, Door, Doors, group_builtins
@@ -108,7 +108,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             self.rank,
             self.nranks,
             layout.TOTAL_BYTES,
-            layout.FILLS,
+            layout.INITIAL_FILL,
             stages=stages,
         )
         self._probe = DeviceProbe(
@@ -157,7 +157,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self._fast_path = self._open_fast_path()
         self.streams = StreamOrder(self.gpu, self._fast_path)
         vars(self).update({f"_{name}": self._fast_path.door(name) for name in CALLS})
-        rules = LaneRules(
+        rules = WarpQueueRules(
             nranks=self.nranks,
             multiprocessors=self.ctas.max_sms,
             frame=message_frame(self.symmetric),
@@ -214,7 +214,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             hand_over=self._hand_over,
             hold=self._keep_alive.retain,
         )
-        doors.ask_the_driver(*fast_calls(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing"))
+        doors.ask_the_driver(
+            *driver_addresses(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing")
+        )
         return doors
 
     def install_before(
@@ -349,7 +351,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             if self.nranks == 1:
                 launch = self._kernels.prepare_scale(request, self._comm_args)
             else:
-                launch = launch_of(
+                launch = make_launch(
                     self._kernels,
                     self.planner.plan(request),
                     request,
@@ -370,7 +372,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             )
         return launch
 
-    def _in_window(self, address: int, nbytes: int) -> Place | None:
+    def _in_window(self, address: int, nbytes: int) -> WindowPosition | None:
         return (
             self._windows.locate(DeviceMemory(address, nbytes, DType.UINT8))
             if self._windows is not None
@@ -427,7 +429,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         """
         if self.closed or self._host[layout.HOST_ABORT]:
             self.check(name)
-        self.gpu.make_any_current()
+        self.gpu.ensure_current()
         self._fast_path.learn_types()
         self._fast_path.learn_kinds(array_kinds)
         number = self.streams.follow(stream)

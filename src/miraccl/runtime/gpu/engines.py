@@ -12,7 +12,13 @@ from typing import Any
 
 from miraccl.errors import MiracclError
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.copies import CopyLaunch, Place, Side, faster_from, possible
+from miraccl.executor.cuda.copies import (
+    CopyLaunch,
+    SideStream,
+    WindowPosition,
+    faster_min_bytes,
+    is_supported,
+)
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import Kernels
 from miraccl.executor.cuda.lower import CommArgs
@@ -47,7 +53,7 @@ class CopyEngines:
             ctas,
         )
         self._launches: dict[tuple[Any, ...], CopyLaunch | StagedLaunch] = {}
-        self._sides: list[Side] = []
+        self._sides: list[SideStream] = []
         self._directions: Directions = {}
 
     def may_handle(self, collective: Collective, windows: bool, block_bytes: int) -> bool:
@@ -60,8 +66,8 @@ class CopyEngines:
             return collective in ALGORITHMS
         return (
             windows
-            and possible(collective, nranks)
-            and block_bytes * (nranks - 1) >= faster_from(collective, nranks)
+            and is_supported(collective, nranks)
+            and block_bytes * (nranks - 1) >= faster_min_bytes(collective, nranks)
         )
 
     def find_launch(
@@ -70,7 +76,7 @@ class CopyEngines:
         dtype: DType,
         count: int,
         root: int,
-        place: Place | None,
+        place: WindowPosition | None,
         request: Callable[[], Request],
     ) -> CopyLaunch | StagedLaunch | None:
         """Return the launch of an operation, created on first use; None if kernels run it.
@@ -84,8 +90,8 @@ class CopyEngines:
             RedOp.SUM,
             root,
         )  # as the communicator's own launches have
-        if place is not None and possible(collective, self._memory.nranks):
-            key += (place.number, place.offset)
+        if place is not None and is_supported(collective, self._memory.nranks):
+            key += (place.window, place.offset)
         elif self._ctas.copy_engines_only and self._memory.all_direct:
             place = None
         else:
@@ -93,7 +99,7 @@ class CopyEngines:
         if key not in self._launches:
             if len(self._launches) >= MAX_LAUNCHES:
                 self._launches.clear()
-            with self._gpu.device_guard(), self._gpu.outside_of_capture():
+            with self._gpu.device_guard(), self._gpu.relaxed_capture():
                 self._launches[key] = (
                     CopyLaunch(
                         self._gpu, self._kernels, request(), self._comm_args, place, self._sides
@@ -119,14 +125,14 @@ class CopyEngines:
         ):
             with contextlib.suppress(MiracclError):
                 self._gpu.make_current()
-                if not self._gpu.has_passed(side.event):
+                if not self._gpu.has_completed(side.event):
                     return peer
         return None
 
     def release_waits(self) -> None:
         """Release streams that wait for flags that will not be written."""
         self._gpu.make_current()
-        with self._gpu.outside_of_capture():
+        with self._gpu.relaxed_capture():
             self._gpu.fill(self._memory.own + layout.COPY_FLAGS_OFFSET, layout.COPY_FLAGS_BYTES, 1)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from miraccl.executor.cuda import copies, staged_copies
-from miraccl.executor.cuda.choice import NEVER, choose, may_use_trees, ring_from
+from miraccl.executor.cuda.choice import UNREACHABLE_BYTES, choose, may_use_trees, ring_min_bytes
 from miraccl.executor.cuda.plan import ALGORITHMS, TREES, DevicePlan, Request, frame_of
 from miraccl.schedule.catalog import TOPOLOGY_ORDERED
 from miraccl.types import Collective
@@ -85,7 +85,7 @@ def candidates(
             proto=plan.proto,
             chosen=chosen,
             reason=reason,
-            frame=frame_of(request, plan.proto).value if plan.by_packets else "",
+            frame=frame_of(request, plan.proto).value if plan.uses_packets else "",
             blocks=plan.blocks,
             threads=plan.threads,
             unroll=plan.unroll,
@@ -100,18 +100,18 @@ def candidates(
         for name in ALGORITHMS[request.collective]
         if name != kernel.algo
     ]
-    if copies.possible(request.collective, request.nranks):
-        threshold = copies.faster_from(request.collective, request.nranks)
+    if copies.is_supported(request.collective, request.nranks):
+        threshold = copies.faster_min_bytes(request.collective, request.nranks)
         condition = f"taken into windows (comm.empty), from {threshold >> 20} MiB of other ranks on"
         others.append(
             candidate_of(
-                copies.plan_of(request),
+                copies.copy_plan(request),
                 False,
                 "taken into windows (MIRACCL_SMS=0)" if no_multiprocessors else condition,
             )
         )
     if no_multiprocessors and all_direct and request.collective in staged_copies.ALGORITHMS:
-        engines = staged_copies.plan_of(request)
+        engines = staged_copies.staged_plan(request)
         unused = candidate_of(kernel, False, "kernels are not to be used (MIRACCL_SMS=0)")
         return [candidate_of(engines, True, f"{engines.reason} (MIRACCL_SMS=0)"), unused, *others]
     return [candidate_of(kernel, True, "given with use_plan" if given else kernel.reason), *others]
@@ -123,8 +123,10 @@ def _alternative(request: Request, name: str, chosen: DevicePlan) -> tuple[Devic
     if request.algo:
         return plan, False, f"{request.algo} was {request.why}"
     if name == "ring":
-        threshold = ring_from(request)
-        rule = f"from {threshold >> 20} MiB on" if threshold < NEVER else "on request only"
+        threshold = ring_min_bytes(request)
+        rule = (
+            f"from {threshold >> 20} MiB on" if threshold < UNREACHABLE_BYTES else "on request only"
+        )
         return plan, False, f"{rule}: sums are rounded at every hop" if request.reduces else rule
     if name == TREES and not may_use_trees(request):
         return plan, False, "on request only: no size is known at which it wins"

@@ -15,13 +15,13 @@ from typing import Protocol
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.moves import move_tag
+from miraccl.executor.cuda.moves import op_tag
 
 _STATE_WORDS = struct.Struct(f"<{layout.STATE_COPIES + 1}Q")
 _ENTRY = struct.Struct("<IIII")
 _ENTRY_BYTES = _ENTRY.size * layout.OP_LOG_ENTRIES
 _HEADER_BYTES = layout.OP_LOG_OFFSET + layout.MAX_RANKS * _ENTRY_BYTES
-_MESSAGE_RECORD = struct.Struct(layout.MOVE)
+_MESSAGE_RECORD = struct.Struct(layout.MESSAGE_OP)
 _MESSAGE_RECORD_BYTES = _MESSAGE_RECORD.size * layout.MESSAGE_OP_ENTRIES
 _STOPPED = layout.STATE_OFFSET + 8 * layout.STATE_WAIT_FAILED
 _WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = (
@@ -91,7 +91,7 @@ def _parse_op_log(launches: Mapping[int, int], moves: bytes) -> OpLog:
     found = {
         n: MessageRecord(tag, what, before)
         for n, tag, what, before in entries
-        if n and tag == move_tag(n, before, what)
+        if n and tag == op_tag(n, before, what)
     }  # whole ones
     return OpLog(launches, found, _latest(launches), _latest(found))
 
@@ -379,7 +379,7 @@ def _is_satisfied(gpu: Gpu, regions: MemoryRegions, peer: int, kind: int, count:
     )
     return (
         _read_word(
-            gpu, has + peer * layout.message_lanes(len(regions.inboxes)) * layout.WORD_STRIDE
+            gpu, has + peer * layout.message_warp_queues(len(regions.inboxes)) * layout.WORD_STRIDE
         )
         >= count
     )
@@ -397,7 +397,7 @@ class MessageCounts:
 
 
 def read_message_counts(gpu: Gpu, regions: MemoryRegions) -> MessageCounts:
-    lanes = layout.message_lanes(len(regions.inboxes))
+    lanes = layout.message_warp_queues(len(regions.inboxes))
     sent, received, large = [], [], []
     for peer, outbox in enumerate(regions.outboxes):
         is_self = peer == regions.rank

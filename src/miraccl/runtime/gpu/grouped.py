@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miraccl.executor.cuda.moves import move_signature
+from miraccl.executor.cuda.moves import op_signature
 from miraccl.fastpath.cuda.table import Doors
 from miraccl.runtime import group as groups
 from miraccl.runtime.gpu.persistent import bind_result
@@ -133,8 +133,8 @@ class FastPathGroupable(Groupable):
         self, collective: Collective, root: int, counts: Sequence[int], count: int
     ) -> None:
         """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
-        of an array: arguments as of ``executor.cuda.moves.move_signature``."""
-        signature = move_signature(collective, root, counts)
+        of an array: arguments as of ``executor.cuda.moves.op_signature``."""
+        signature = op_signature(collective, root, counts)
         if not (
             groups.is_single_compiled_block() and self._fast_path.are_collective(signature, count)
         ):

@@ -22,7 +22,7 @@ class KeepAlive:
             self._retain(objects, stream)
 
     def _retain(self, objects: Any, stream: int) -> None:
-        while self._waiting and self.gpu.has_passed(self._waiting[0][0]):
+        while self._waiting and self.gpu.has_completed(self._waiting[0][0]):
             self.gpu.destroy_event(self._waiting.popleft()[0])
         if self.gpu.is_capturing(stream):
             self._captured.append(objects)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from miraccl.errors import CollectiveMismatch, InvalidUsage, MiracclError
 from miraccl.executor.cuda import layout
-from miraccl.executor.cuda.messages import MAX_BYTES, Message, describe
-from miraccl.executor.cuda.moves import move_signature
-from miraccl.executor.cuda.source import Frame
-from miraccl.executor.cuda.warp_queues import fills_gpu
+from miraccl.executor.cuda.messages import MAX_BYTES, P2pMessage, describe_message
+from miraccl.executor.cuda.moves import op_signature
+from miraccl.executor.cuda.source import Framing
+from miraccl.executor.cuda.warp_queues import saturates_gpu
 from miraccl.ops.arguments import peer_rank
 from miraccl.runtime.gpu.collectives import Operator
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view
@@ -44,7 +44,7 @@ _ITEMSIZES = tuple(
 )  # by code: calls are counted in fractions of a microsecond
 
 
-def message_frame(memory: SymmetricMemory) -> Frame:
+def message_frame(memory: SymmetricMemory) -> Framing:
     """How rows of messages are framed, the same on all ranks: lines where every path keeps 128 bytes together, which NVLink does.
 
     NCCL allows LL128 within a host up to NVB (src/graph/tuning.cc).  Where the topology is not known, Hopper and
@@ -54,8 +54,8 @@ def message_frame(memory: SymmetricMemory) -> Frame:
         path = memory.path(a, b)
         near = memory.facts[a].arch >= NVLINK_SINCE_ARCH if path is None else path <= PathType.NVB
         if choice.kind not in DIRECT or not near:
-            return Frame.PAIR
-    return Frame.LINE
+            return Framing.PAIR
+    return Framing.LINE
 
 
 def read_rejected_size(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
@@ -91,7 +91,7 @@ def size_mismatch(
 
 def _format_size(size: int) -> str:
     nbytes, code = size & ((1 << layout.TYPE_SHIFT) - 1), size >> layout.TYPE_SHIFT
-    return describe(nbytes, code) if code in DType._value2member_map_ else f"{nbytes} bytes"
+    return describe_message(nbytes, code) if code in DType._value2member_map_ else f"{nbytes} bytes"
 
 
 class MessageCalls(UnevenCollectives):
@@ -159,7 +159,7 @@ class MessageCalls(UnevenCollectives):
 
     def _message(
         self, x: Any, peer: Any, receives: bool, name: str, op_name: str, stream: Any
-    ) -> tuple[DeviceMemory, Message]:
+    ) -> tuple[DeviceMemory, P2pMessage]:
         memory = device_view(x, name, op_name, stream, self.gpu)
         if receives and memory.read_only:
             raise InvalidUsage(
@@ -170,11 +170,15 @@ class MessageCalls(UnevenCollectives):
         )
 
     def _launch_messages(
-        self, parts: list[tuple[DeviceMemory, Message]], name: str, stream: Any, signature: int = 0
+        self,
+        parts: list[tuple[DeviceMemory, P2pMessage]],
+        name: str,
+        stream: Any,
+        signature: int = 0,
     ) -> None:
         """Enqueue one launch; ``signature``: of the collective that it is, if any."""
         messages = [message for _, message in parts]
-        fills = fills_gpu(sum([m.nbytes for m in messages]), len(messages))
+        fills = saturates_gpu(sum([m.nbytes for m in messages]), len(messages))
         number = self._enter(name, stream, fills)
         self._messages.run(messages, number, fills, signature)
         self.last_plan = self._messages.last_plan
@@ -204,11 +208,11 @@ class MessageCalls(UnevenCollectives):
         number = self._enter("barrier", stream, False)
         others = [r for r in range(self.nranks) if r != self.rank]
         words = [
-            Message(receives, r, 0, 0, int(DType.UINT8))
+            P2pMessage(receives, r, 0, 0, int(DType.UINT8))
             for r in others
             for receives in (False, True)
         ]
-        self._messages.run(words, number, False, move_signature(Collective.BARRIER))
+        self._messages.run(words, number, False, op_signature(Collective.BARRIER))
 
     # ---- collectives with a root or with counts
 
@@ -275,13 +279,13 @@ class MessageCalls(UnevenCollectives):
         parts = [(m, _message(False, r, m)) for r, m in sent]
         parts += [(m, _message(True, r, m)) for r, m in received]
         self._launch_messages(
-            parts, name, stream, move_signature(request.collective, request.root, request.counts)
+            parts, name, stream, op_signature(request.collective, request.root, request.counts)
         )
 
 
-def _message(receives: bool, peer: int, memory: DeviceMemory) -> Message:
+def _message(receives: bool, peer: int, memory: DeviceMemory) -> P2pMessage:
     address, count, dtype, _, _ = memory
     nbytes = count * _ITEMSIZES[dtype]
     if nbytes >= MAX_BYTES:
         raise InvalidUsage(f"a message has {nbytes} bytes; at most {MAX_BYTES - 1} are possible")
-    return Message(receives, peer, address, nbytes, dtype._value_)
+    return P2pMessage(receives, peer, address, nbytes, dtype._value_)

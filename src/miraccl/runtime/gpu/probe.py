@@ -11,7 +11,7 @@ from miraccl.errors import MiracclError
 from miraccl.executor.cuda import moves
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.plan import DevicePlan
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.source import Framing
 from miraccl.ops.arguments import resolve_operator
 from miraccl.runtime.gpu.flight_recorder import (
     MemoryRegions,
@@ -98,7 +98,7 @@ class DeviceProbe:
         """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``; ``number`` 0: a
         collective that is messages."""
         if not number:
-            return moves.describe(signature)
+            return moves.describe_signature(signature)
         for (collective, dtype, count, op, root), launch in self._launches():
             if signature in launch.signatures:
                 what = [f"{count} x {dtype.label}"]
@@ -126,7 +126,7 @@ class DeviceProbe:
             elif snapshot.all_caught_up:
                 self._compared_counts = head.op_counts
 
-    def compare_final_ops(self, faults: DeviceFaults, frame: Frame) -> None:
+    def compare_final_ops(self, faults: DeviceFaults, frame: Framing) -> None:
         """The same once all ranks have come to the end and their GPUs have ended their work: equally many operations, and no messages of
         collectives that nobody has taken."""
         snapshot = self._read(read_snapshot)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.launch import fast_calls
+from miraccl.executor.cuda.launch import driver_addresses
 from miraccl.fastpath.cuda.table import Doors
 from miraccl.runtime.gpu.stream import cupy_stream, find_current_stream, stream_handle
 
@@ -50,7 +50,9 @@ class StreamOrder:
         self._current: Callable[[int], int] | None = None
         doors.ask_for_stream_of_arrays(functools.partial(cupy_stream, self._keep_alive.retain))
         self._event = gpu.make_event()  # by which doors let a stream wait for another
-        if all(calls := fast_calls(gpu, "cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent")):
+        if all(
+            calls := driver_addresses(gpu, "cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent")
+        ):
             doors.follow_streams(int(self._event), calls, gpu.context)
 
     def handle(self, stream: Any) -> int:

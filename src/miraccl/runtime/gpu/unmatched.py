@@ -12,33 +12,33 @@ import struct
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.source import Frame
+from miraccl.executor.cuda.source import Framing
 from miraccl.runtime.gpu.flight_recorder import MemoryRegions, RecorderSnapshot
 
 _COUNT = struct.Struct("<Q")
 _ROW = struct.Struct("<IIII")
 #: regions in the first packets of a message a thread has stored its header (``frame`` of source/p2p.cuh), and what it is there: tag, flags
-_TAG_OFFSETS = {Frame.LINE: 7 * _ROW.size, Frame.PAIR: 0}
+_TAG_OFFSETS = {Framing.LINE: 7 * _ROW.size, Framing.PAIR: 0}
 
 
-def message_tag(packets: bytes, frame: Frame, row: int) -> int | None:
+def message_tag(packets: bytes, frame: Framing, row: int) -> int | None:
     """The tag of the message whose first packets lie at ``row`` of a lane, two of them; None if it has not come."""
     flag = row // layout.FIFO_ROWS + 1 & 0xFFFFFFFF
     first, second = (
         _ROW.unpack_from(packets, _TAG_OFFSETS[frame] + number * layout.ROW_BYTES)
         for number in range(2)
     )
-    if frame is Frame.LINE:
+    if frame is Framing.LINE:
         return first[2] if first[3] == flag else None
     return second[0] if {first[1], first[3], second[1], second[3]} == {flag} else None
 
 
 def find_unmatched(
-    gpu: Gpu, regions: MemoryRegions, frame: Frame, snapshot: RecorderSnapshot
+    gpu: Gpu, regions: MemoryRegions, frame: Framing, snapshot: RecorderSnapshot
 ) -> tuple[int, int] | None:
     """A peer whose message nobody has taken, and the signature of its collective, 0 if the peer does not say any more. All GPUs have ended
     their work, and no wait has failed."""
-    lanes = layout.message_lanes(len(regions.inboxes))
+    lanes = layout.message_warp_queues(len(regions.inboxes))
     for peer, inbox in enumerate(regions.inboxes):
         if peer == regions.rank:
             continue

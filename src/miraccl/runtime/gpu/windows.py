@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from miraccl.errors import InvalidUsage
-from miraccl.executor.cuda.copies import Place
+from miraccl.executor.cuda.copies import WindowPosition
 from miraccl.ops.arguments import MAX_BYTES
 from miraccl.runtime.control import ControlPlane
 from miraccl.runtime.gpu.memory import DTYPE_NAMES, DeviceMemory
@@ -124,7 +124,7 @@ class DeviceWindows:
             else array
         )
 
-    def locate(self, memory: DeviceMemory) -> Place | None:
+    def locate(self, memory: DeviceMemory) -> WindowPosition | None:
         """Where ``memory`` lies in a window that every rank addresses, or None."""
         at = bisect.bisect_right(self._starts, (memory.address, len(self._windows))) - 1
         if at < 0:
@@ -133,7 +133,7 @@ class DeviceWindows:
         window = self._windows[number]
         if not window.addressable or memory.address + memory.nbytes > start + window.nbytes:
             return None
-        return Place(number=number, offset=memory.address - start, windows=window.addresses)
+        return WindowPosition(window=number, offset=memory.address - start, bases=window.addresses)
 
     def close(self) -> None:
         """When no rank uses them any more."""

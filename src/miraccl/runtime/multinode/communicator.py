@@ -28,7 +28,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
-from miraccl.executor.cuda.moves import move_signature
+from miraccl.executor.cuda.moves import op_signature
 from miraccl.ops.arguments import peer_rank, resolve_operator
 from miraccl.runtime.control import COUNTED_RANKS, GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator
@@ -361,9 +361,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         remote = [t for t in transfers if t.peer not in local_ranks and t.memory.count]
         kind = None if request is None else (request.collective, request.root)
         signature = (
-            0
-            if request is None
-            else move_signature(request.collective, request.root, request.counts)
+            0 if request is None else op_signature(request.collective, request.root, request.counts)
         )
         has_local, has_remote = (
             bool(local) or (kind is not None and self.layout.local_size > 1),
@@ -398,7 +396,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def _open_side_stream(self) -> int:
         """A stream of our own."""
         if self._side_stream is None:
-            with self.gpu.outside_of_capture():
+            with self.gpu.relaxed_capture():
                 self._side_stream = self.gpu.make_stream()
         return self._side_stream
 

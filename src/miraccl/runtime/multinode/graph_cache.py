@@ -61,7 +61,7 @@ class GraphCache:
 
     def _capture(self, enqueue: Enqueue) -> _CachedGraph:
         if self._stream is None:
-            with self._gpu.outside_of_capture():
+            with self._gpu.relaxed_capture():
                 self._stream = self._gpu.make_stream()
         with self._runtime.staging.recording() as jobs:
             graph = self._gpu.capture(self._stream, lambda stream: enqueue(stream, False))

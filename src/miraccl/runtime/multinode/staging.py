@@ -183,7 +183,7 @@ class Staging:
         for slots in (self.slots, *self._large_slots):
             if slots.nbytes >= nbytes:
                 return slots
-        with self.gpu.outside_of_capture():
+        with self.gpu.relaxed_capture():
             self._large_slots.append(PinnedSlots(self.gpu, 1 << (nbytes - 1).bit_length()))
         return self._large_slots[-1]
 
