@@ -370,8 +370,8 @@ def test_a_deadline_names_who_did_not_come_on_every_rank() -> None:
         )
         assert does[0].endswith(f"in all_reduce #2 {what}")
         assert does[1:] == (
-            "rank 1: has begun it",
-            f"rank 2: never came to it; its last was all_reduce #1 {what}",
+            "rank 1: has started it",
+            f"rank 2: never arrived at it; its last was all_reduce #1 {what}",
         )
         assert "emulated_faults.py" in where[2]
         assert where[2].endswith(" never_comes")
@@ -419,7 +419,7 @@ def test_streams_that_copy_are_let_go_of_when_a_deadline_has_passed() -> None:
         assert answer["type"] == "CollectiveTimeout", answer
         assert answer["op"] == "all_gather #3 (1000 x float32; one_shot, copy)"
         assert (
-            "rank 1: never came to it; its last was all_gather #2 (1000 x float32; one_shot, copy)"
+            "rank 1: never arrived at it; its last was all_gather #2 (1000 x float32; one_shot, copy)"
             in answer["graph"][1]
         )
 
@@ -442,7 +442,7 @@ def test_a_mismatch_in_the_last_operation_is_told(how: str) -> None:
     """It leaves nobody waiting, and there is no next launch that would tell."""
     for answer in run(emulated_faults.differs_at_the_end, 3, how):
         assert answer["type"] == "CollectiveMismatch", answer
-        assert "called another operation in the same place (number 3 of" in answer["text"]
+        assert "called a different operation (number 3 of" in answer["text"]
         assert answer["op"] in [
             f"all_reduce #3 (1000 x float32, {op}; one_shot, ll128)" for op in ("sum", "max")
         ]

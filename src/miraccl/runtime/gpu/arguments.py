@@ -40,7 +40,7 @@ class DeviceArguments:
         """Return the elements of one rank's share; raise if ``source`` cannot be split evenly."""
         if source.count % self.nranks:
             raise InvalidUsage(
-                f"{op_name}: x has {source.count} elements, which {self.nranks} ranks cannot share evenly",
+                f"{op_name}: x has {source.count} elements, not divisible by {self.nranks} ranks",
                 rank=self.rank,
             )
         return source.count // self.nranks
@@ -62,7 +62,7 @@ class DeviceArguments:
             and block.address - whole.address != first * whole.dtype.itemsize
         ):
             raise InvalidUsage(
-                f"{op_name}: input and output overlap, but not as this operation's in-place form does",
+                f"{op_name}: input and output overlap in another way than its in-place form",
                 rank=self.rank,
             )
 

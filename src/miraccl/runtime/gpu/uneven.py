@@ -158,7 +158,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         if sends[self.rank] != receives[self.rank]:
             detail = f"send_counts[{self.rank}] is {sends[self.rank]}, recv_counts[{self.rank}] is {receives[self.rank]}"
             raise InvalidUsage(
-                f"all_to_all_v: a rank sends itself what it receives: {detail}", rank=self.rank
+                f"all_to_all_v: counts of a rank to itself differ: {detail}", rank=self.rank
             )
         source = self._view_sized(x, sum(sends), "the sum of send_counts", "all_to_all_v", stream)
         out = empty_like(x, sum(receives), "all_to_all_v") if out is None else out
@@ -274,7 +274,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
     def _required_out(self, out: Any, op_name: str, stream: Any) -> DeviceMemory:
         if out is None:
             raise InvalidUsage(
-                f"{op_name}: a rank that is not the root gives out, the array for its share",
+                f"{op_name}: non-root ranks must pass out, the array for their share",
                 rank=self.rank,
             )
         return device_view(out, "out", op_name, stream, self.gpu)
