@@ -1,8 +1,11 @@
-"""The hub of a job: one thread with the listening sockets, around ``wire.bootstrap_hub.HubMachine``.
+"""The hub of a job: one thread with the listening sockets, around
+``wire.bootstrap_hub.HubMachine``.
 
-It lives in the process that made the unique id, serves one job, and ends when all ranks have left.  Who made it owns it (``HubServer.close``,
-``HubServer.join``); at the end of the interpreter it is given a moment for ranks that are about to leave as well.  One that a launcher holds
-serves many jobs, a machine each: newcomers belong to the job whose ranks still arrive, and it ends when it is closed.
+It runs in the process that created the unique id, serves one job, and ends when all ranks have
+left. Its creator owns it (``HubServer.close``, ``HubServer.join``). At the exit of the interpreter
+it waits a moment for ranks that are about to leave as well. The hub of a launcher serves many jobs,
+with a machine for each: newcomers belong to the job whose ranks still arrive, and it ends when it
+is closed.
 """
 
 from __future__ import annotations
@@ -59,8 +62,11 @@ _unowned: list[HubServer] = []  # those nobody else owns
 
 @dataclass(kw_only=True)
 class _Connection:
-    """A connection of the hub, of the job of ``machine``. ``closing``: it ends once ``unsent`` is out; ``linger``: when the other side
-    hangs up, too; ``broken``: why nothing can be sent."""
+    """A connection of the hub to one rank of the job of ``machine``.
+
+    ``closing``: it ends once ``unsent`` is out; ``linger``: it then waits until the other side
+    hangs up too; ``shut``: our direction is closed; ``broken``: reason why nothing can be sent.
+    """
 
     conn: int
     sock: socket.socket
@@ -74,8 +80,11 @@ class _Connection:
 
 
 class HubServer:
-    """A running hub, which owns the listening sockets. ``addresses`` are theirs; ``next_job`` makes the machine of the next job, if it
-    serves many.  Raises ``SystemFailure``."""
+    """A running hub. It owns the listening sockets.
+
+    ``addresses``: (host, port) of the listening sockets. ``next_machine`` creates the machine of
+    the next job, if it serves many. Raises ``SystemFailure``.
+    """
 
     def __init__(
         self,
@@ -114,23 +123,25 @@ class HubServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the hub still serves its job."""
+        """True while the hub serves its job."""
         return self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until all ranks have left, at most ``timeout`` seconds; true when the hub has ended."""
+        """Wait at most ``timeout`` seconds until all ranks have left; return True if the hub has
+        ended.
+        """
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def close(self, reason: str = "closed by its owner", timeout: float = 2.0) -> None:
-        """End now: ranks that are still there are told. May be called twice."""
+        """End the hub now and notify the ranks that are still there. May be called twice."""
         self._close_reason = self._close_reason or reason
         self._wakeup.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def close_after_error(self, error: BaseException) -> None:
-        """Close, because ``error`` has ended the way of rank 0, which owns this hub, into the job."""
+        """Close the hub because rank 0, its owner, failed to join with ``error``."""
         self.close(f"rank 0 gave up: {type(error).__name__}")
 
     def __enter__(self) -> HubServer:
@@ -281,7 +292,7 @@ class HubServer:
             line.sock.close()
 
     def _feed(self, machine: HubMachine, event: Any) -> None:
-        """One input to a machine; do what it says."""
+        """Pass one input to a machine and apply its outputs."""
         touched: dict[int, _Connection] = {}
         for output in machine.handle(event):
             if isinstance(output, Finished):
@@ -327,7 +338,7 @@ class HubServer:
             self._selector.modify(line.sock, mask, line)
 
     def _finish(self, machine: HubMachine) -> None:
-        """A job is over, and the hub with it unless there may be others."""
+        """End a job, and the hub with it unless it serves others."""
         for line in self._connections.values():
             if line.machine is machine and not line.closing:
                 line.closing, line.close_by = True, time.monotonic() + CLOSE_SECONDS
@@ -350,10 +361,7 @@ class HubServer:
     # --- fork -------------------------------------------------------------------------------------------------------
 
     def forked(self) -> None:
-        """In a forked child: give up the descriptors, so that the parent's death is still seen.
-
-        The selector is closed first: it is shared with the parent, and nothing must be unregistered from it here.
-        """
+        """Close the descriptors in a forked child, so that the parent's death is still seen."""
         self._selector.close()
         for sock in [*self._listeners, *(line.sock for line in self._connections.values())]:
             sock.close()
@@ -361,7 +369,11 @@ class HubServer:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small messages; a host that lost power is noticed after some 15 s (a process that died, at once)."""
+    """Set the options of a control connection.
+
+    No delay for small messages. A host that lost power is detected after some 15 s by keepalive
+    probes; the death of a process is seen at once.
+    """
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -372,13 +384,16 @@ def tune(sock: socket.socket) -> None:
 
 
 def end_sending(sock: socket.socket) -> None:
-    """The other side reads what is under way, and then the end."""
+    """Close our direction; the other side reads what is in flight, then the end."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on one numeric address; ``""`` is every address of both families. Raises ``OSError``."""
+    """Return a listening socket on one numeric address.
+
+    ``""``: all addresses of both families. Raises ``OSError``.
+    """
     if not host:
         if socket.has_dualstack_ipv6():
             try:
@@ -423,11 +438,13 @@ def create_hub(
     reusable: bool = False,
     log: list[Any] | None = None,
 ) -> tuple[UniqueId, HubServer]:
-    """Start the hub of a job in this process; the id is for all ranks, the root is to be kept until they have left.
+    """Start the hub of a job in this process.
 
-    ``nranks``: learnt from the first rank when not given.  ``hosts``: numeric addresses to listen on, default those of the chosen
-    interface and loopback.  ``port`` 0 lets the kernel choose.  ``secret``: 32 bytes, default random.  ``many``: ranks that have met may
-    do so again by the same id, until the root is closed.  Raises ``SystemFailure`` when the addresses cannot be listened on.
+    Returns the unique id for all ranks, and the hub, which must be kept until they have left.
+    ``nranks``: learnt from the first rank if it is not given. ``hosts``: numeric addresses to
+    listen on, default those of the chosen interface and loopback. ``port``: 0 lets the kernel
+    choose. ``secret``: 32 bytes, default random. ``reusable``: the id serves one job after another
+    until the hub is closed. Raises ``SystemFailure`` if no address can be listened on.
     """
     if nranks is not None and nranks < 1:
         raise InvalidUsage(f"a job has at least 1 rank, got nranks={nranks}")
@@ -443,8 +460,11 @@ def create_hub(
 
 
 def get_unique_id() -> UniqueId:
-    """Start the meeting point of a new job in this process and give its id, which all ranks need (``str(id)`` fits in a variable). It is
-    there until all ranks have left (``ncclGetUniqueId``)."""
+    """Start the rendezvous of a new job in this process and return its id (``ncclGetUniqueId``).
+
+    All ranks need the id; ``str(id)`` fits into an environment variable. The rendezvous ends when
+    all ranks have left.
+    """
     unique_id, root = create_hub()
     _unowned[:] = [other for other in _unowned if other.alive]
     _unowned.append(root)

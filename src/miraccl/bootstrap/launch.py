@@ -1,25 +1,31 @@
-"""Who am I, and where do the ranks meet: read from what the launcher left in the environment.
+"""Launch of a job: rank, job size and rendezvous, read from the launcher's environment variables.
 
-``detect_launch`` is a pure function of a mapping; ``meet`` acts on its result.  The first launcher whose variables are there wins:
+``detect_launch`` is a pure function of a mapping; ``join_launch`` acts on its result. The first
+launcher whose variables are present wins:
 
-============ ================================================ ==========================================================
-launcher     numbers                                          meeting point without MIRACCL_UNIQUE_ID and MASTER_ADDR
-============ ================================================ ==========================================================
-miraccl      MIRACCL_RANK, _NRANKS, _LOCAL_RANK               none: an error
-torchrun     RANK, WORLD_SIZE, LOCAL_RANK                     none: an error
-openmpi      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK         a file of this user on this host, or Slurm's first node
-mpich, intel PMI_RANK, PMI_SIZE, MPI_LOCALRANKID              a file, or Slurm's first node
-pmix         PMIX_RANK, and MIRACCL_NRANKS or Slurm's number  a file, or Slurm's first node
-slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS               the first node of the step, a port made of job and step
-none         one rank alone                                   not needed
-============ ================================================ ==========================================================
+============ ========================================== ==========================================
+launcher     numbers                                    rendezvous without MIRACCL_UNIQUE_ID and
+                                                        MASTER_ADDR
+============ ========================================== ==========================================
+miraccl      MIRACCL_RANK, _NRANKS, _LOCAL_RANK         none: an error
+torchrun     RANK, WORLD_SIZE, LOCAL_RANK               none: an error
+openmpi      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK   a file of this user on this host, or
+                                                        Slurm's first node
+mpich, intel PMI_RANK, PMI_SIZE, MPI_LOCALRANKID        a file, or Slurm's first node
+pmix         PMIX_RANK, and MIRACCL_NRANKS or Slurm's   a file, or Slurm's first node
+             number
+slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS         the first node of the step, a port derived
+                                                        from job and step
+none         one rank alone                             not needed
+============ ========================================== ==========================================
 
-A variable that is empty counts as one that is not there.  A number of ranks without a rank of its own (WORLD_SIZE in a batch script, say)
-must be the one of the launcher that is there.
+An empty variable counts as absent. A job size without a rank of its own (WORLD_SIZE in a batch
+script, for example) must equal that of the launcher that is present.
 
-The secret of a job that meets at a port is MIRACCL_SECRET, else it is derived from what all ranks share: run or job id, port, user
-id.  A derived secret keeps out other jobs, stray services and scanners.  It does not keep out somebody who can reach the port and
-guess or read these words: on a network with people you do not trust, set MIRACCL_SECRET.  A unique id and the file have a random secret.
+The secret of a job that meets at a port is MIRACCL_SECRET, else it is derived from values that all
+ranks share: run or job id, port, user id. A derived secret keeps out other jobs, stray services and
+scanners, but not an attacker who can reach the port and guess or read these values: set
+MIRACCL_SECRET on an untrusted network. The secret in a unique id or a file is random.
 """
 
 from __future__ import annotations
@@ -53,7 +59,10 @@ SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 @dataclass(frozen=True, kw_only=True)
 class PortRendezvous:
-    """Rank 0 listens on the host of this name at one of ``ports``; ``derived``: the secret is no secret, see above."""
+    """Rank 0 listens on ``host`` at one of ``ports``.
+
+    ``derived``: the secret is derived from public values, see the module.
+    """
 
     host: str
     ports: range
@@ -63,16 +72,21 @@ class PortRendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class FileRendezvous:
-    """Ranks of one user on one host; ``job`` names the job, empty: the process that started them does."""
+    """Rank 0 publishes a unique id in a file for ranks of one user on one host.
+
+    ``job`` names the job; if empty, the process that started the ranks does.
+    """
 
     job: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """``local_rank`` and ``local_nranks`` are those on this host, ``None`` when the launcher does not say.
+    """Place of this process in its job.
 
-    ``doubt``: what another launcher's variables say against this one's, empty if they do not.
+    ``local_rank`` and ``local_nranks``: those on this host, None if the launcher does not give
+    them. ``conflict``: text about variables of another launcher that contradict this one, else
+    empty.
     """
 
     launcher: str
@@ -93,7 +107,10 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """Variables of one launcher; several names for one number are alternatives. ``by_hand``: people set them, too."""
+    """Variables of one launcher; several names for one number are alternatives.
+
+    ``set_by_users``: people set them by hand as well.
+    """
 
     name: str
     rank: str
@@ -140,7 +157,10 @@ _LAUNCHERS = (
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
-    """This process's place in its job. Raises ``InvalidUsage`` when the variables contradict each other or do not say where to meet."""
+    """Return this process's place in its job.
+
+    Raises ``InvalidUsage`` if the variables contradict each other or give no rendezvous.
+    """
     environ = {name: text for name, text in environ.items() if text.strip()}
     launch = _first_launch(environ)
     _check_sizes_without_rank(environ, launch)
@@ -157,7 +177,10 @@ def _first_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def _check_sizes_without_rank(environ: Mapping[str, str], launch: Launch) -> None:
-    """A number of ranks without a rank: of MPI's only where no launcher is complete, as nobody sets those by hand."""
+    """Reject a job size without a rank that contradicts the launch.
+
+    Sizes in MPI's variables count only if no launcher is complete, since they are not set by hand.
+    """
     for launcher in _LAUNCHERS:
         name = launcher.nranks[0]
         nranks = _size(environ, name) if launcher.rank not in environ else None
@@ -173,9 +196,10 @@ def _check_sizes_without_rank(environ: Mapping[str, str], launch: Launch) -> Non
 
 
 def _find_conflict(environ: Mapping[str, str], launch: Launch) -> str:
-    """RANK and WORLD_SIZE may be left over from elsewhere: then the launcher that is there has more ranks, or another rank of as many.
+    """Describe how another launcher contradicts RANK and WORLD_SIZE, which may be stale.
 
-    Ranks that are started by hand inside another launcher's are more than those.
+    The other launcher then has more ranks, or another rank of as many. Fewer are normal: ranks
+    started by hand inside a launcher's.
     """
     if launch.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
         return ""
@@ -254,7 +278,7 @@ def _rendezvous(
 
 
 def _explicit_rendezvous(environ: Mapping[str, str]) -> UniqueId | PortRendezvous | None:
-    """What the user said: it counts under every launcher."""
+    """Return the rendezvous that the user gave; it holds under every launcher."""
     text = environ.get("MIRACCL_UNIQUE_ID", "").strip()
     if text:
         return UniqueId.parse(text)
@@ -292,7 +316,7 @@ def _port_rendezvous(
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Under ``srun``, and not merely in a batch script or an interactive shell of an allocation."""
+    """Return True under ``srun``, and not merely in a batch script or a shell of an allocation."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return (
         "SLURM_PROCID" in environ
@@ -332,9 +356,11 @@ def _slurm_rendezvous(environ: Mapping[str, str]) -> PortRendezvous:
 
 
 def _allocation_rendezvous(environ: Mapping[str, str], mpi_job: str) -> PortRendezvous:
-    """For ``mpirun`` on several nodes of an allocation, which puts rank 0 on the first one unless it is told otherwise.
+    """Return the rendezvous of ``mpirun`` on several nodes of an allocation.
 
-    The variables of the step are those of mpirun's own daemons, another step on each node: only the allocation's are the same everywhere.
+    mpirun puts rank 0 on the first node unless it is told otherwise. The step's variables are those
+    of mpirun's own daemons, another step on each node; only the allocation's are the same
+    everywhere.
     """
     return _first_node_rendezvous(
         environ, environ["SLURM_JOB_NODELIST"], ["slurm", _slurm_job(environ), "mpirun", mpi_job]
@@ -383,7 +409,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 def join_launch(
     launch: Launch, timeout: float | Deadline | None = None, session_timeout: float | None = None
 ) -> Session:
-    """Meet the other ranks of this launch; ``timeout`` and errors as in ``connect``."""
+    """Join the other ranks of this launch; ``timeout`` and errors as ``connect``."""
     deadline = Deadline.after(params.BOOTSTRAP_TIMEOUT.read() if timeout is None else timeout)
     session_timeout = params.TIMEOUT.read() if session_timeout is None else session_timeout
     if launch.conflict:
@@ -438,7 +464,10 @@ def _rank_0_hint(point: PortRendezvous, port: int) -> str:
 
 
 def _listen_in_range(point: PortRendezvous, nranks: int) -> HubServer:
-    """A hub at the first port that is free. A loopback name is listened on as such, all else on every address of this host."""
+    """Start a hub at the first free port.
+
+    A loopback name is listened on as such, any other on all addresses of this host.
+    """
     hosts = [""]
     if is_loopback(point.host):
         hosts = ["127.0.0.1", "::1"] if point.host == "localhost" else [point.host]

@@ -1,7 +1,8 @@
-"""A rank's control connection: socket, machine and watcher thread, shared by the session and all communicators split from it.
+"""A rank's control connection: socket, machine and watcher thread.
 
-Owns the socket and the thread.  Calls come from any thread and are serialised by one lock; what arrives is read by the watcher only,
-which wakes waiting calls under the lock and delivers events without it.  Ranks in this file are those of the whole job.
+A session and all sessions split from it share one link. It owns the socket and the thread. Calls
+come from any thread and are serialised by one lock. Only the watcher reads; it wakes blocked calls
+under the lock and runs callbacks without it. Ranks in this file are those of the whole job.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ POLL_SECONDS = 0.1
 
 
 class LinkObserver(Protocol):
-    """What the link tells a session. All calls come from the watcher thread, without the lock."""
+    """A session as its link calls it: on the watcher thread, without the lock."""
 
     def peer_gone(self, rank: int, left: bool, reason: str) -> None: ...
     def hub_gone(self, rank: int, left: bool, reason: str) -> None: ...
@@ -79,7 +80,11 @@ class LinkObserver(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitFailure:
-    """Why a wait ended without a result. ``kind``: lost, left, hub, late, silent (no word from the hub), ended (by this rank) or closed."""
+    """Reason why a blocked call ended without a result.
+
+    ``kind``: lost or left (a rank), hub or hub left, late (deadline), silent (no answer of the
+    hub), ended (by this rank) or closed.
+    """
 
     kind: str
     ranks: tuple[int, ...] = ()
@@ -100,26 +105,37 @@ class _Waiter:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """Outcome of a meeting: what each rank told, and the rank in whose process the hub lives (-1: in none)."""
+    """Result of the rendezvous.
+
+    ``members``: the ``Join`` of each rank. ``hub_rank``: rank in whose process the hub runs, -1 for
+    a launcher's.
+    """
 
     members: tuple[Join, ...]
     hub_rank: int
 
 
 class RankTaken(BootstrapError):
-    """The hub has this rank already: another process, or a connection of this one that broke and is not known to be broken yet."""
+    """The hub has this rank already.
+
+    Either another process has it, or a connection of this process that broke unnoticed.
+    """
 
 
 class JobAlreadyFormed(RankTaken):
-    """The hub serves a job that has met already, with another process as this rank."""
+    """The hub serves a job that has formed already, with another process as this rank."""
 
 
 class HubDisconnected(Exception):
-    """The hub closed the connection before it took the rank in; another try may succeed."""
+    """The hub closed the connection before it accepted the rank; another attempt may succeed."""
 
 
 class Link:
-    """Takes over a connected socket whose machine waits for ``Join``, unless it raises ``SystemFailure``."""
+    """Control connection of one rank.
+
+    Takes over a connected socket whose machine waits for ``Join``, unless it raises
+    ``SystemFailure``.
+    """
 
     def __init__(
         self, sock: socket.socket, machine: MemberMachine, *, rank: int, nranks: int
@@ -163,10 +179,11 @@ class Link:
     # --- meeting ----------------------------------------------------------------------------------------------------
 
     def join(self, join: Join, deadline: float, poll: Callable[[], None]) -> Membership:
-        """Join and wait for all ranks. ``deadline`` is a time of the monotonic clock; ``look`` may raise to end the wait.
+        """Send ``join`` and wait for all ranks.
 
-        Raises ``PeerDied`` (a rank or the hub died), ``BootstrapError`` (a rank is missing or was refused), ``JobAlreadyFormed`` or
-        ``HubDisconnected``.
+        ``deadline``: a time of the monotonic clock; ``poll`` may raise to end the wait. Raises
+        ``PeerDied`` (a rank or the hub died), ``BootstrapError`` (a rank is missing or was
+        rejected), ``JobAlreadyFormed`` or ``HubDisconnected``.
         """
         with self._cond:
             self._send_message(join)
@@ -194,7 +211,10 @@ class Link:
     # --- views ------------------------------------------------------------------------------------------------------
 
     def attach(self, group: int, ranks: tuple[int, ...], observer: LinkObserver) -> None:
-        """Group 0 exists already; the others are made known to the hub. What the view missed is delivered to it."""
+        """Attach a session to a group and deliver the departures that it missed.
+
+        Group 0 exists from the start; others are opened at the hub.
+        """
         with self._cond:
             self._check_open()
             self._observers[group], self._group_ranks[group] = observer, ranks
@@ -208,7 +228,7 @@ class Link:
         self._wakeup.notify()
 
     def detach(self, group: int, reason: str) -> None:
-        """Leave a group; the last view to close ends the connection."""
+        """Leave a group; the last session to detach closes the connection."""
         with self._cond:
             if self._observers.pop(group, None) is None:
                 return
@@ -226,7 +246,10 @@ class Link:
             self.close(reason)
 
     def close(self, reason: str) -> None:
-        """Say goodbye, wait for the hub to hang up, end the watcher. May be called twice and from any thread."""
+        """Say goodbye, wait for the hub to hang up, end the watcher.
+
+        May be called twice and from any thread.
+        """
         with self._cond:
             if not self._closed:
                 self._closed = True
@@ -245,7 +268,7 @@ class Link:
         return self._thread is threading.current_thread()
 
     def _check_open(self, group: int | None = None) -> None:
-        """With the lock. ``group``: of which the hub is told something, which drops a rank that is not in it (any more)."""
+        """Raise if the link is closed, or if the session of ``group`` has detached. Needs the lock."""
         if self._closed or (group is not None and group not in self._observers):
             raise CommunicatorClosed("the session is closed", rank=self.rank)
 
@@ -254,7 +277,9 @@ class Link:
     def gather(
         self, group: int, tag: str, data: bytes, timeout: float
     ) -> tuple[bytes, ...] | WaitFailure:
-        """The parts of all ranks of the group in its order, or why there are none."""
+        """Return the parts of all ranks of the group in its order, or the reason why there are
+        none.
+        """
         if self.on_watcher:
             raise InvalidUsage(
                 "a callback of a session cannot wait for other ranks; hand the event to another thread",
@@ -289,7 +314,7 @@ class Link:
             return waiter.failure or WaitFailure(kind="silent", reason="the hub does not answer")
 
     def end_gather(self, group: int, tag: str, reason: str) -> None:
-        """End this rank's calls of ``gather`` with this tag, now and later. Any thread may call it."""
+        """End this rank's ``gather`` calls with this tag, now and later. Any thread may call it."""
         with self._cond:
             problem = self._ended[group, tag] = WaitFailure(kind="ended", reason=reason)
             for (waiting, name, _), waiter in self._waiters.items():
@@ -308,7 +333,10 @@ class Link:
     def query_status(
         self, group: int, timeout: float, without: Collection[int] = ()
     ) -> tuple[dict[int, bytes], dict[int, WaitFailure]]:
-        """Answers by rank, and what is known of those that cannot answer; those of ``without`` are not waited for."""
+        """Return the status replies by rank, and the failures of ranks that cannot reply.
+
+        Ranks of ``without`` are not waited for.
+        """
         if self.on_watcher:
             raise InvalidUsage(
                 "a callback of a session cannot wait for other ranks; hand the event to another thread",
@@ -339,14 +367,14 @@ class Link:
             return dict(replies), absent
 
     def gone(self, group: int) -> list[int]:
-        """Ranks of the group, by their numbers in the world, that have died or left it, as far as is known here."""
+        """Return the ranks of the group that are known to have died or left it."""
         with self._cond:
             return [
                 rank for rank in self._group_ranks[group] if self._failure(group, rank) is not None
             ]
 
     def _failure(self, group: int, rank: int) -> WaitFailure | None:
-        """Why a rank is not in the group any more, if that is so."""
+        """Return the reason why a rank is no longer in the group, None if it is."""
         return self._gone.get(rank) or self._left.get((group, rank))
 
     def _group_failure(self, group: int) -> WaitFailure | None:
@@ -359,7 +387,7 @@ class Link:
     # --- machine ----------------------------------------------------------------------------------------------------
 
     def _send_message(self, message: Any) -> None:
-        """With the lock: send one message."""
+        """Send one message. Needs the lock."""
         try:
             self._apply(self._machine.handle(SendMessage(now=time.monotonic(), message=message)))
         except ProtocolError as error:  # the state does not allow it: the connection is over
@@ -492,7 +520,9 @@ class Link:
         self._wakeup.notify()
 
     def drain(self, timeout: float) -> None:
-        """Returns when the watcher has dealt with all that has come from the hub, at most after ``timeout`` seconds."""
+        """Wait until the watcher has handled everything received so far, at most ``timeout``
+        seconds.
+        """
         caught_up = threading.Event()
 
         def look() -> None:
@@ -574,7 +604,7 @@ class Link:
                 _log.exception("a callback of rank %d failed", self.rank)
 
     def forked(self) -> None:
-        """In a forked child: give up the descriptors, so that the parent's death is still seen by the other ranks."""
+        """Close the descriptors in a forked child, so that the parent's death is still seen."""
         self._closed = True
         self._cond = threading.Condition(threading.Lock())
         self._stopped.set()

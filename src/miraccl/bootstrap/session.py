@@ -1,7 +1,8 @@
-"""A session: what a communicator needs of the control plane, for one group of ranks.
+"""Session: the control plane of one group of ranks, as communicators use it.
 
-The session of the whole job and those split from it with ``sub`` are views of one connection (``Link``); a job of one rank has none.
-All methods may be called from any thread.  Ranks are those of this session.
+The session of the whole job and those split from it with ``subgroup`` share one connection
+(``Link``); a job of one rank has none. All methods may be called from any thread. Ranks are those
+of the session.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ MAX_BACKLOG = 4096
 
 
 class Session:
-    """Made by ``connect``, ``solo`` or ``meet``; ``timeout`` in seconds is the deadline of calls that give none.
+    """Control plane of one group of ranks.
 
-    ``addresses[r]`` is the address of rank r that all ranks of the job reach; ``hosts[r]`` is equal for ranks that share a host,
-    ``pids[r]`` its process.  ``status_provider`` (or the attribute later) adds to this rank's answers to ``request_status``;
-    ``thread_ids`` are the threads whose place is reported, by default the one that made the session.
+    Made by ``connect``, ``join_launch`` or ``single_rank_session``. ``timeout``: seconds, deadline
+    of calls that give none. ``addresses[r]``: address of rank r that all ranks of the job can
+    reach; ``hosts[r]``: equal for ranks that share a host; ``pids[r]``: its process.
+    ``status_provider``, also as an attribute set later, adds to this rank's replies to status
+    queries; ``thread_ids``: threads whose location is reported, by default the one that made the
+    session.
     """
 
     def __init__(
@@ -101,12 +105,12 @@ class Session:
 
     @property
     def key(self) -> str:
-        """A name of this session that no other has; the same on all ranks."""
+        """Name of this session, unique and the same on all ranks."""
         return hashlib.sha256(b"key of a session" + self.data_key).hexdigest()[:16]
 
     @property
     def hub(self) -> HubServer | None:
-        """The hub, when ``meet`` started it for this session."""
+        """The hub that ``join_launch`` started for this session, if it did."""
         return self._hub
 
     # --- collective calls -------------------------------------------------------------------------------------------
@@ -114,11 +118,11 @@ class Session:
     def all_gather(
         self, data: bytes, tag: str, timeout: float | Deadline | None = None
     ) -> list[bytes]:
-        """Every rank's ``data`` in rank order. Calls with different tags may overlap; calls with one tag meet in order.
-        ``timeout`` in seconds, or the deadline of more than this.
+        """Return every rank's ``data`` in rank order.
 
-        Raises ``CollectiveTimeout`` naming the ranks that did not come, ``PeerDied`` when one of the group died, ``BootstrapError``
-        when one left.
+        Calls with different tags may overlap; calls with one tag match in order. ``timeout``:
+        seconds, or the deadline of an enclosing operation. Raises ``CollectiveTimeout`` naming the
+        missing ranks, ``PeerDied`` if a rank of the group died, ``BootstrapError`` if one left.
         """
         data = bytes(data)
         op = f"all_gather {tag!r} of {self.name}"
@@ -132,16 +136,22 @@ class Session:
         return list(result)
 
     def end_gather(self, tag: str, reason: str) -> None:
-        """End this rank's ``all_gather`` with this tag, which raises ``CommunicatorAborted``. Any thread may call it."""
+        """End this rank's ``all_gather`` with this tag: it raises ``CommunicatorAborted``.
+
+        Any thread may call it.
+        """
         if self._link is not None:
             self._link.end_gather(self._group, tag, reason)
 
     def barrier(self, tag: str, timeout: float | None = None) -> None:
-        """Returns when all ranks have called it."""
+        """Return when all ranks have called it."""
         self.all_gather(b"", f"barrier {tag}", timeout)
 
     def notify(self, payload: dict[str, Any]) -> None:
-        """Send a notice (plain JSON values) to all other ranks; does not wait for them. Raises when the control plane is gone."""
+        """Send a notice (plain JSON values) to all other ranks, without waiting for them.
+
+        Raises if the control plane is gone.
+        """
         data = framing.encode_json(payload)
         self._check_open("notify")
         if self._link is not None:
@@ -150,12 +160,14 @@ class Session:
                 raise self._error(problem, "notify", 0.0)
 
     def drain(self, timeout: float) -> None:
-        """Returns when this rank has dealt with what has come from the others, at most after ``timeout`` seconds."""
+        """Wait until this rank has handled all messages received so far, at most ``timeout``
+        seconds.
+        """
         if self._link is not None:
             self._link.drain(timeout)
 
     def gone(self) -> frozenset[int]:
-        """The ranks that have died or left, as far as the control plane has told."""
+        """Return the ranks that are known to have died or left."""
         return (
             frozenset(self._local_rank_of[rank] for rank in self._link.gone(self._group))
             if self._link is not None
@@ -163,9 +175,9 @@ class Session:
         )
 
     def wait_until_delivered(self, timeout: float, without: Collection[int] = ()) -> None:
-        """Returns when the others have dealt with what this rank has sent them, at most after ``timeout`` seconds.
+        """Wait until the others have handled this rank's messages, at most ``timeout`` seconds.
 
-        Those that are gone, or in ``without``, are not waited for.
+        Ranks that are gone, or in ``without``, are not waited for.
         """
         self._check_open("wait_until_heard")
         if self._link is not None:  # each answers after what came before the question
@@ -174,10 +186,12 @@ class Session:
     def request_status(
         self, timeout: float = 1.0, without: Collection[int] = ()
     ) -> dict[int, dict[str, Any]]:
-        """What each rank is doing, by rank, after at most ``timeout`` seconds; those in ``without`` are not waited for.
+        """Return the status of each rank after at most ``timeout`` seconds.
 
-        An answer has ``answered: True``, pid, host, ``threads`` (for each thread ``where``: file:line function outside this package, and
-        its ``stack``) and ``status``, the provider's result.  A rank that did not answer has ``answered: False`` and a ``reason``.
+        A reply has ``answered: True``, pid, host, ``threads`` (``where``: file:line function
+        outside this package, and its ``stack``, of each thread) and ``status``, the result of the
+        provider. A rank that did not reply has ``answered: False`` and a ``reason``. Ranks of
+        ``without`` are not waited for.
         """
         self._check_open("request_status")
         answers = {self.rank: framing.decode_json(self._own_status())}
@@ -201,9 +215,10 @@ class Session:
         return dict(sorted(answers.items()))
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Session:
-        """A session for some of the ranks, renumbered in the order given; each of them calls it with the same arguments.
+        """Return a session for some of the ranks, renumbered in the order given.
 
-        It does not wait for the others.  It uses the same connection and lives on when this session is closed.
+        Each of them calls it with the same arguments; it does not wait for the others. It uses the
+        same connection and outlives this session.
         """
         self._check_open("sub")
         chosen = tuple(ranks)
@@ -243,7 +258,10 @@ class Session:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def on_event(self, callback: EventCallback) -> None:
-        """Call ``callback(event)`` on the watcher thread for every event, first for those that came before. It must not block."""
+        """Call ``callback(event)`` on the watcher thread for every event, first for earlier ones.
+
+        It must not block.
+        """
         with self._lock:
             self._callbacks.append(callback)
             backlog, self._backlog = self._backlog, []
@@ -251,7 +269,7 @@ class Session:
             self._link.run_on_watcher(lambda: self._replay(callback, backlog))
 
     def off_event(self, callback: EventCallback) -> None:
-        """No longer call ``callback``, which may be at its last call on the watcher thread."""
+        """Stop calling ``callback``, whose last call may still be running on the watcher thread."""
         with self._lock:
             self._callbacks.remove(callback)
 
@@ -272,12 +290,15 @@ class Session:
                 _log.exception("a callback of rank %d failed on %s", self.rank, event)
 
     def peer_gone(self, rank: int, left: bool, reason: str) -> None:
-        """From the link: a rank of the job is gone, or left this group."""
+        """Handle a rank that is gone from the job or left this group; called by the link."""
         kind = PeerLeft if left else PeerLost
         self._emit(kind(rank=self._local_rank_of[rank], reason=reason))
 
     def hub_gone(self, rank: int, left: bool, reason: str) -> None:
-        """From the link: the hub is gone, and with it the control plane. ``rank`` is -1 when no rank goes with it (any more)."""
+        """Handle the loss of the hub and the control plane; called by the link.
+
+        ``rank``: rank that is lost with it, -1 if there is none.
+        """
         kind = PeerLeft if left else PeerLost
         self._emit(kind(rank=self._local_rank_of.get(rank, HUB), reason=reason))
 
@@ -309,7 +330,10 @@ class Session:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def close(self, reason: str = "finalized") -> None:
-        """Leave; the others see ``PeerLeft``. May be called twice. Sessions split from this one stay open."""
+        """Leave the session; the others see ``PeerLeft``.
+
+        May be called twice. Sessions split from this one stay open.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -358,7 +382,10 @@ def _verb(problem: WaitFailure) -> str:
 
 
 def _addresses(members: list[Join]) -> list[str]:
-    """One address per rank that the others reach: loopback when all share one and may use it."""
+    """Return one address per rank that the others can reach.
+
+    Loopback if all ranks share one and may use it.
+    """
     if all(member.loopback and member.network == members[0].network for member in members):
         six = all(":" in member.addresses[0] for member in members if member.addresses)
         return [
@@ -368,7 +395,7 @@ def _addresses(members: list[Join]) -> list[str]:
 
 
 def single_rank_session(timeout: float = 60.0) -> Session:
-    """The session of a job of one rank: no socket, no thread."""
+    """Return the session of a job of one rank: without socket and thread."""
     member = Join(
         host=host_fingerprint(),
         network=network_fingerprint(),

@@ -1,12 +1,13 @@
-"""The meeting point of a job as a machine: lets ranks in, then passes control messages between them.
+"""The hub of a job as a machine: admits ranks, then forwards control messages between them.
 
-Owns: the ranks that are here.  Who has not proved itself yet is the business of ``bootstrap_door``, what the ranks of a running job say to
-each other that of ``bootstrap_groups``.
-Rules:
-- Nothing a stranger sends reaches a rank.
-- A rank that breaks the protocol is dropped and counts as lost; the hub itself never fails because of input.
-- What several ranks are told goes last to those of the hub's own process, with which the hub may end.
-- Per connection the order of messages is the order of events: a rank sees the result of a gather before the loss that came later.
+Connections that have not proved the secret are in ``bootstrap_admission``, the traffic of a running
+job in ``bootstrap_groups``. Rules:
+
+- Nothing that an unauthenticated peer sends reaches a rank.
+- A rank that violates the protocol is dropped and counts as lost; input never makes the hub fail.
+- A broadcast goes last to the ranks of the hub's own process, with which the hub may end.
+- Messages of one connection keep the order of events: a rank sees the result of a gather before the
+  loss that came later.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from miraccl.wire.framing import FrameReader, encode
 
 @dataclass(kw_only=True)
 class _Peer:
-    """A connection that has proved itself; ``deadline`` is that of its Join, then that of its meeting."""
+    """An authenticated connection. ``deadline``: that of its Join, then that of its rendezvous."""
 
     conn: int
     address: str
@@ -70,9 +71,11 @@ class _Peer:
 
 
 class HubMachine:
-    """``secret``: 32 bytes. ``token`` names the process of the hub. ``nranks``: learnt from the first rank when not given.
+    """State machine of the hub.
 
-    ``handshake_timeout`` in seconds; ``log``, when given, collects the inputs for ``replay``.
+    ``secret``: 32 bytes. ``token`` names the hub's process. ``nranks``: learnt from the first rank
+    if it is not given. ``handshake_timeout``: seconds; ``max_pending``: bound of unauthenticated
+    connections; ``log``, if given, collects the inputs for ``replay``.
     """
 
     def __init__(
@@ -103,9 +106,9 @@ class HubMachine:
     # --- doors ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Connected | Received | Disconnected | Tick | CloseHub) -> list[Any]:
-        """Take one input; the result is ``Send``, ``Drop`` and ``Finished`` records in order.
+        """Take one input; return ``Send``, ``Drop`` and ``Finished`` records in order.
 
-        Those for the hub's own process come last: it may end as soon as it has heard.
+        Those for the hub's own process come last: it may exit as soon as it has received them.
         """
         if self._log is not None:
             self._log.append(event)
@@ -129,7 +132,10 @@ class HubMachine:
         )
 
     def may_accept(self, now: float) -> bool:
-        """Whether the next connection may be accepted now, or had better wait some milliseconds in the kernel's queue."""
+        """Return True if the next connection may be accepted now.
+
+        Otherwise it should wait some milliseconds in the kernel's queue.
+        """
         return self._admission.may_admit(now)
 
     def deadline(self) -> float | None:
@@ -193,7 +199,7 @@ class HubMachine:
             self._drop(peer, error.message, event.now)
 
     def _continue_handshake(self, stranger: UnauthenticatedPeer) -> None:
-        """What a stranger says until it has proved itself: then it is a peer, whose next frames are sealed."""
+        """Handle frames until the peer has proved the secret; its later frames are sealed."""
         try:
             while (
                 stranger.state is not PeerState.JOIN
@@ -284,7 +290,9 @@ class HubMachine:
             self._complete()
 
     def _reject_reconnect(self, peer: _Peer, before: _Peer, now: float) -> None:
-        """The others have begun with a rank that was not told so, and cannot be."""
+        """Reject a rank whose connection was cut before ``Welcome``: the job has started without
+        it.
+        """
         reason = "its connection was cut before it was welcome"
         self._drop(before, reason, now)
         self._reject(
@@ -327,7 +335,9 @@ class HubMachine:
         self._broadcast(self._ranks, Welcome(hub_token=self._token, members=tuple(members)))
 
     def _fail(self, failure: JoinRejected, now: float) -> None:
-        """The meeting cannot come about: tell all who are here now, and who comes later until the last deadline."""
+        """End the rendezvous: notify all ranks that are here, and later ones until the last
+        deadline.
+        """
         self.state = advance(JOB_TRANSITIONS, self.state, "fail")
         self._failure = failure
         for peer in self._connected_ranks(self._ranks):
@@ -369,7 +379,7 @@ class HubMachine:
         self._groups.tick(now)
 
     def _rank_gone(self, peer: _Peer, gone: Gone) -> None:
-        """A rank of the running job is gone, one way or the other."""
+        """Remove a rank that left the running job or was lost."""
         self._gone[peer.rank] = gone
         self._discard(peer)
         self._broadcast(self._ranks, gone)
@@ -383,7 +393,7 @@ class HubMachine:
             self._remove(peer, reason, now, left=left)
 
     def _remove(self, peer: _Peer, reason: str, now: float, *, left: bool = False) -> None:
-        """The connection is over. What follows depends on whose it was."""
+        """Handle the end of a connection, which depends on its state."""
         state = peer.state
         if state is PeerState.UP:
             self._rank_gone(peer, Gone(rank=peer.rank, left=left, reason=reason))
@@ -429,7 +439,9 @@ class HubMachine:
                 self._finish()
 
     def _finish(self) -> None:
-        word = {JobState.FORMED: "all gone", JobState.FAILED: "all notified"}.get(self.state, "close")
+        word = {JobState.FORMED: "all gone", JobState.FAILED: "all notified"}.get(
+            self.state, "close"
+        )
         self.state = advance(JOB_TRANSITIONS, self.state, word)
         for peer in list(self._peers.values()):
             self._discard(peer)
@@ -448,7 +460,7 @@ class HubMachine:
         self._out.append(Send(conn=peer.conn, data=peer.sealer.seal(body)))
 
     def _broadcast(self, ranks: Iterable[int], message: Any) -> None:
-        """To those of the ranks that are here."""
+        """Send a message to those of the ranks that are connected."""
         body = encode(message)
         for peer in self._connected_ranks(ranks):
             self._send_body(peer, body)
