@@ -1,1 +1,1 @@
-"""``miraccl perf``: the table of nccl-tests, for every collective, on own or given ranks, beside a peer."""
+"""``miraccl perf``: the table of nccl-tests for every collective, with an optional peer library."""

@@ -1,4 +1,4 @@
-"""``miraccl perf``: the command, and the ranks that it runs or is one of."""
+"""``miraccl perf``: the command line; starts ranks, or runs as a rank of a launcher."""
 
 from __future__ import annotations
 
@@ -169,14 +169,17 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     help="Seconds for everything.",
 )
 def perf(op: str, **options: Any) -> None:
-    """Measure OP over sizes and print the table of nccl-tests; every element of every result is checked.
+    r"""Measure OP over sizes and print the table of nccl-tests; every element of every result is
+    checked.
 
-    OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter, barrier (which has no size) or
-    sendrecv (every rank sends to the next one and receives from the one before).
+    OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter,
+    barrier (which has no size) or sendrecv (every rank sends to the next one and receives from the
+    previous one).
 
-    Time is the median over batches of the slowest rank's mean: on CPUs by the clock around the calls of a batch, on GPUs between two CUDA
-    events around them. algbw is size/time, busbw what a link must carry for it, as in PERFORMANCE.md of nccl-tests. The exit status is 1
-    if any element is wrong.
+    Time is the median over batches of the slowest rank's mean: on CPUs by the clock around the
+    calls of a batch, on GPUs between two CUDA events around them. algbw is size/time, busbw the
+    bandwidth a link must carry for it, as in PERFORMANCE.md of nccl-tests. The exit status is 1 if
+    any element is wrong.
 
     \b
     Examples:
@@ -219,7 +222,7 @@ def _cpu_job(request: PerfRequest) -> Any:
 
 
 def _init_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``miraccl.init``."""
+    """Return the options of ``miraccl.init``."""
     return {name: options[name] for name in ("algo", "proto", "deterministic") if options[name]}
 
 
@@ -311,7 +314,7 @@ def _run_own_gpus(request: PerfRequest) -> None:
 
 
 def _run_joined(request: PerfRequest) -> None:
-    """This process is one rank of a job that something else started; rank 0 prints."""
+    """Run as one rank of a launcher's job; rank 0 prints."""
     import miraccl
     from miraccl.tools.perf.engine_miraccl import MiracclEngine
     from miraccl.tools.perf.orchestrator import run_cases
@@ -352,4 +355,4 @@ def _end_joined(request: PerfRequest, rank: int) -> None:
 
 
 def _no_alternation() -> None:
-    """Nobody to take turns with."""
+    """Do nothing: there is no peer to alternate with."""

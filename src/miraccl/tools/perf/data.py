@@ -1,12 +1,13 @@
-"""Inputs that are easy to make, and the results that they must have.
+"""Input patterns and the results they must give.
 
-Element ``i`` of rank ``r``'s input is ``table(r)[i % PERIOD]``, so results have the same period and are compared without
-computing them in full.  ``PERIOD`` is a prime, so that data at a wrong offset does not look right.  Values are chosen such that
-the right result is the same in every order of operations, and exact in the data type: small integers whose sums stay below the
-first integer that the type cannot hold, products of powers of two.  Only averages over a number of ranks that is no power of
-two round; they are compared with a tolerance of two units in the last place around the value computed in float64.
+Element ``i`` of rank ``r``'s input is ``table(r)[i % PERIOD]``, so results have the same period and
+are compared without computing them in full. ``PERIOD`` is prime, so data at a wrong offset is
+detected. Values are chosen such that the result is the same in every order of operations and exact
+in the data type: small integers whose sums stay below the first integer that the type cannot
+represent, products of powers of two. Only averages over a number of ranks that is not a power of
+two round; they are compared in float64 with a tolerance of two units in the last place.
 
-Needs numpy and ``spec``; processes of a peer load this file by its path.
+Imports numpy and ``spec`` only; processes of a peer load this file by its path.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def numpy_dtype(name: str) -> Any:
-    """The numpy type of a name of ``spec.ITEMSIZES``."""
+    """Return the numpy type for a name of ``spec.ITEMSIZES``."""
     if name in _ML_DTYPES:
         import ml_dtypes
 
@@ -45,12 +46,15 @@ def numpy_dtype(name: str) -> Any:
 
 
 def premul_scalar(rank: int) -> float:
-    """The factor that a rank gives to premul_sum: exact in every type."""
+    """Return the factor of ``rank`` for premul_sum, exact in every type."""
     return float(1 + rank % 2)
 
 
 def _random(seed: int, rank: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """PERIOD pseudo-random integers that differ by seed and rank (splitmix64, Steele et al. 2014)."""
+    """Return PERIOD pseudo-random integers by seed and rank.
+
+    Source: splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
+    """
     x = np.arange(PERIOD, dtype=np.uint64) + np.uint64((seed * 1009 + rank) * PERIOD + 1)
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -59,7 +63,10 @@ def _random(seed: int, rank: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def input_table(case: Case, rank: int, seed: int) -> Array:
-    """One period of the input of ``rank`` as float64 (every value is exact in it and in the case's type)."""
+    """Return one period of the input of ``rank`` as float64.
+
+    Every value is exact in float64 and in the case's type.
+    """
     raw = _random(seed, rank)
     limit = _EXACT.get(case.dtype) or _EXACT_INTEGER.get(case.dtype) or 1 << 30
     if case.redop == "prod":
@@ -77,20 +84,20 @@ def input_table(case: Case, rank: int, seed: int) -> Array:
 
 
 def _powers_of_two(case: Case, rank: int, raw: Any) -> Array:
-    """Ones, and at so few ranks per element a two that the product is in the range of every type; powers of two are exact in all."""
+    """Return ones, and twos on so few ranks per element that the product is exact in every type."""
     terms = min(case.nranks, 6)
     twos = (raw % np.uint64(2)).astype(np.float64) + 1.0
     return np.where(_contributes(case.nranks, rank, terms), twos, 1.0)
 
 
 def _contributes(nranks: int, rank: int, terms: int) -> Any:
-    """For each element, whether ``rank`` is one of the at most ``terms`` ranks that count there."""
+    """Return a mask of the elements to which ``rank`` is one of at most ``terms`` contributors."""
     groups = -(-nranks // terms)
     return (np.arange(PERIOD) + rank) % groups == 0
 
 
 def reduced_table(case: Case, seed: int) -> Array:
-    """One period of the reduction over all ranks, in float64."""
+    """Return one period of the reduction over all ranks, in float64."""
     tables = [input_table(case, rank, seed) for rank in range(case.nranks)]
     if case.redop == "premul_sum":
         tables = [premul_scalar(rank) * table for rank, table in enumerate(tables)]
@@ -109,7 +116,7 @@ def reduced_table(case: Case, seed: int) -> Array:
 
 
 def fill(array: Array, table: Array, start: int = 0) -> None:
-    """``array[i] = table[(start + i) % PERIOD]``."""
+    """Set ``array[i] = table[(start + i) % PERIOD]``."""
     period = np.roll(table, -(start % PERIOD)).astype(array.dtype)
     whole = array.size // PERIOD * PERIOD
     array[:whole].reshape(-1, PERIOD)[:] = period
@@ -117,13 +124,15 @@ def fill(array: Array, table: Array, start: int = 0) -> None:
 
 
 def fill_input(case: Case, array: Array, rank: int, seed: int) -> None:
-    """Write the input of ``rank`` (of any operation: ``array`` is the whole input)."""
+    """Write the input of ``rank``; ``array`` is the whole input of the operation."""
     fill(array, input_table(case, rank, seed))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedSegment:
-    """``length`` elements of the output from ``start`` on are ``table`` from element ``phase`` on."""
+    """Expected content of ``length`` output elements from ``start``: ``table`` from element
+    ``phase``.
+    """
 
     start: int
     length: int
@@ -132,17 +141,20 @@ class ExpectedSegment:
 
 
 def poison(array: Array) -> None:
-    """Fill with bytes of ones: NaN or -1, 255 in uint8; never a right result."""
+    """Fill with bytes 0xFF (NaN, -1, or 255 for uint8), which are never a correct result."""
     array.view(np.uint8)[:] = 0xFF
 
 
 def fill_neutral(case: Case, array: Array) -> None:
-    """Fill with the neutral element, so that repeated operations in place neither overflow nor become subnormal."""
+    """Fill with the neutral element.
+
+    Repeated in-place operations then neither overflow nor become subnormal.
+    """
     array[:] = np.ones(1, array.dtype) if case.redop == "prod" else np.zeros(1, array.dtype)
 
 
 def expected_output(case: Case, rank: int, seed: int) -> list[ExpectedSegment]:
-    """What the output of ``rank`` must be; empty where the operation gives it none."""
+    """Return the expected output of ``rank``; empty if the operation gives it none."""
     n, count = case.nranks, case.count
     if case.op in ("all_reduce", "reduce"):
         wanted = case.op == "all_reduce" or rank == case.root
@@ -186,7 +198,7 @@ def expected_output(case: Case, rank: int, seed: int) -> list[ExpectedSegment]:
 
 
 def count_wrong(case: Case, output: Array, segments: list[ExpectedSegment]) -> int:
-    """Elements of ``output`` that are not what they must be."""
+    """Count the elements of ``output`` that differ from the expected segments."""
     tolerance = relative_tolerance(case)
     return sum(
         _count_wrong_in(output[s.start : s.start + s.length], s, tolerance) for s in segments
@@ -194,7 +206,7 @@ def count_wrong(case: Case, output: Array, segments: list[ExpectedSegment]) -> i
 
 
 def relative_tolerance(case: Case) -> float:
-    """How far a result may be off, relative to the right one; 0 asks for equality of bits."""
+    """Return the allowed relative error; 0 requires equal bits."""
     if case.redop != "avg" or case.dtype not in _EXACT or case.nranks & (case.nranks - 1) == 0:
         return 0.0
     return 2.0 / (

@@ -1,8 +1,9 @@
-"""Buffers in GPU memory for the measurement, without a library of arrays: an address, a count and a type.
+"""Buffers in GPU memory for measurements: address, count and type, without an array library.
 
-``DeviceArray`` offers ``__cuda_array_interface__`` (version 3), which is all that a communicator needs.  Where PyTorch takes part (beside
-NCCL), the memory is PyTorch's and each array carries a tensor over the same bytes, so that both libraries are called with what users
-have.  Types that NumPy lacks are named as ``ml_dtypes`` names them (``bfloat16``), which ``numpy.dtype`` understands.
+``PerfDeviceArray`` implements ``__cuda_array_interface__`` version 3, which is sufficient for a
+communicator. With NCCL as peer the memory is PyTorch's and each array has a tensor over the same
+bytes, so both libraries are called with the objects users have. Types that NumPy lacks have the
+names of ``ml_dtypes`` (``bfloat16``), which ``numpy.dtype`` accepts.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ ALIGNMENT = 512  # bytes, as cuMemAlloc and PyTorch's allocator give
 
 
 class _Device(NamedTuple):
-    """The GPU of an array, by the names that CuPy (``id``) and PyTorch (``index``) use."""
+    """GPU of an array, with the attribute names of CuPy (``id``) and PyTorch (``index``)."""
 
     id: int
     index: int  # type: ignore[assignment]  # hides tuple.index
 
 
 class PerfDeviceArray:
-    """``count`` elements at ``address``; slices share the memory. ``tensor`` is PyTorch's view of it, or None."""
+    """Array of ``count`` elements at ``address``; slices share the memory.
+
+    ``tensor`` is PyTorch's view of it, or None.
+    """
 
     __slots__ = (
         "__cuda_array_interface__",
@@ -57,7 +61,7 @@ class PerfDeviceArray:
 
     @property
     def argument(self) -> Any:
-        """What a library is called with."""
+        """Object that a library is called with."""
         return self if self.tensor is None else self.tensor
 
     def __len__(self) -> int:
@@ -78,19 +82,25 @@ class PerfDeviceArray:
 
 
 class Arena:
-    """One allocation from which the arrays of a case are cut: nothing is allocated or freed between measurements, as in a program whose
-    allocator keeps what it has. ``whole`` is PyTorch's tensor of bytes, or None."""
+    """One allocation from which the arrays of a case are cut.
+
+    Nothing is allocated or freed between measurements, as in an application with a caching
+    allocator. ``whole`` is PyTorch's tensor of bytes, or None.
+    """
 
     def __init__(self, address: int, nbytes: int, ordinal: int, whole: Any = None) -> None:
         self.address, self.nbytes, self._ordinal, self._whole = address, nbytes, ordinal, whole
         self._used = 0
 
     def reset(self) -> None:
-        """Forget all arrays."""
+        """Release all arrays."""
         self._used = 0
 
     def allocate(self, count: int, name: str) -> PerfDeviceArray:
-        """An array of ``count`` elements, whose bytes are whatever was there."""
+        """Return an uninitialised array of ``count`` elements; raise ``InvalidUsage`` if it does
+        not
+        fit.
+        """
         nbytes = count * numpy_dtype(name).itemsize
         begin = self._used
         if begin + nbytes > self.nbytes:
@@ -111,17 +121,20 @@ class Arena:
 
 
 def torch_name(name: str) -> str:
-    """PyTorch's name of a type."""
+    """Return PyTorch's name of a type."""
     return {"float8_e4m3": "float8_e4m3fn"}.get(name, name)
 
 
 def padded_bytes(nbytes: int) -> int:
-    """Bytes that an array of ``nbytes`` takes of an arena."""
+    """Return the bytes that an array of ``nbytes`` occupies in an arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def as_device_array(thing: Any, name: str, ordinal: int) -> PerfDeviceArray:
-    """An array of another library, such as window memory, as a ``DeviceArray`` over the same bytes; the caller keeps ``thing``."""
+    """Wrap an array of another library, such as window memory, without a copy.
+
+    The caller keeps ``thing`` alive.
+    """
     interface = thing.__cuda_array_interface__
     count = int(np.prod(interface["shape"], dtype=np.int64))
     return PerfDeviceArray(int(interface["data"][0] or 0), count, name, ordinal, None)

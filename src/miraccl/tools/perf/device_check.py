@@ -1,7 +1,8 @@
-"""Inputs and results in GPU memory: the same patterns and the same verdict as on CPUs (``data.py``), every element.
+"""Inputs and result checks in GPU memory, with the patterns of ``data.py``; every element is
+checked.
 
-Up to ``HOST_BYTES`` a result is copied back and compared by the code that compares CPU results; that also covers averages that may round.
-Above, the GPU compares bits with one period of what is right, which the CPU computed.
+Results of up to ``HOST_BYTES``, and averages that may round, are copied back and compared by the
+CPU code. Larger results are compared bit by bit on the GPU with one period computed on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CHUNK = data.PERIOD << 12  # elements that are copied back at a time
 
 
 class PatternMemory(Protocol):
-    """What is needed of a GPU (``card.Card``)."""
+    """Memory operations of a GPU (``gpu_buffers.GpuBuffers``)."""
 
     def write(self, address: int, host: Array) -> None: ...
     def read(self, address: int, host: Array) -> None: ...
@@ -33,18 +34,18 @@ class PatternMemory(Protocol):
 def fill_input(
     memory: PatternMemory, case: Case, array: PerfDeviceArray, rank: int, seed: int
 ) -> None:
-    """Write the input of ``rank``; ``array`` is the whole input."""
+    """Write the input of ``rank``; ``array`` is the whole input of the operation."""
     table = data.input_table(case, rank, seed).astype(array.dtype)
     memory.tile(array.address, array.count, table, 0)
 
 
 def poison(memory: PatternMemory, array: PerfDeviceArray) -> None:
-    """Bytes of ones, as ``data.poison``."""
+    """Fill with bytes 0xFF, as ``data.poison``."""
     memory.set_bytes(array.address, array.nbytes, 0xFF)
 
 
 def fill_neutral(memory: PatternMemory, case: Case, array: PerfDeviceArray) -> None:
-    """The neutral element, as ``data.calm``."""
+    """Fill with the neutral element, as ``data.fill_neutral``."""
     if case.redop == "prod":
         memory.tile(array.address, array.count, np.ones(data.PERIOD).astype(array.dtype), 0)
     else:
@@ -54,7 +55,7 @@ def fill_neutral(memory: PatternMemory, case: Case, array: PerfDeviceArray) -> N
 def count_wrong(
     memory: PatternMemory, case: Case, output: PerfDeviceArray, rank: int, seed: int
 ) -> int:
-    """Elements of ``output`` that are not what they must be."""
+    """Count the elements of ``output`` that differ from the expected ones."""
     on_cpu = output.nbytes <= HOST_BYTES or data.relative_tolerance(case) > 0
     compare = _compare_on_cpu if on_cpu else _compare_on_gpu
     return sum(

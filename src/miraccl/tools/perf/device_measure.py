@@ -1,15 +1,17 @@
-"""How one case is measured on GPUs; the same code for miraccl and for NCCL, which take turns batch by batch.
+"""Measurement of one case on GPUs, for miraccl and for NCCL, which alternate batch by batch.
 
     time = median over batches of (maximum over ranks of (GPU time of a batch / operations in it))
 
-A batch is ``iters`` operations back to back in one stream, called one by one or replayed as one CUDA graph, between two CUDA events.
-Ranks are aligned on the GPU before: a small collective, then a pause in which all hosts enqueue what is measured.  Without it the rank
-that leaves a barrier of hosts first would count the time it waits for the last, and the time to launch a graph would be in the figures.
+A batch is ``iters`` operations back to back in one stream, called one by one or replayed as one
+CUDA graph, between two CUDA events. Before each batch the ranks are aligned on the GPU by a small
+collective and a pause in which all hosts enqueue the batch. Otherwise the rank that leaves a host
+barrier first would measure its wait for the last one, and graph launch time would be included.
 
-``host_us`` is what the calling thread spends on a call, of the slowest rank, the best of three rounds: the GPU works meanwhile.
+``host_us`` is the time the calling thread spends on a call, on the slowest rank, the best of three
+rounds; the GPU works concurrently.
 
-Each result is checked before and after the timed calls, with other inputs and a poisoned output; where a graph is timed and may be
-repeated, the second check looks at what the graph computes.
+Each result is checked before and after the timed calls, with different inputs and a poisoned
+output. If a graph is timed and may be repeated, the second check examines the graph's result.
 """
 
 from __future__ import annotations
@@ -47,12 +49,16 @@ _WARM_UP_CALLS = 2
 
 
 class CellFailed(MiracclError):
-    """A cell has no figures; raised on all ranks together, which may go on with the next one."""
+    """A cell has no result; raised on all ranks together, which may continue with the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A case, whether it is timed as a CUDA graph, and its forms (False out of place, True in place)."""
+    """A case to measure.
+
+    - ``graph``: time it as a CUDA graph.
+    - ``forms``: values of ``in_place``.
+    """
 
     case: Case
     graph: bool = False
@@ -60,7 +66,7 @@ class Cell:
 
 
 class GpuTimer(Protocol):
-    """What is needed of a GPU beside memory (``card.Card``)."""
+    """Stream and timing operations of a GPU (``gpu_buffers.GpuBuffers``)."""
 
     def wait(self) -> None: ...
     def pause(self, times: int = 1) -> None: ...
@@ -70,9 +76,11 @@ class GpuTimer(Protocol):
 
 @dataclass(kw_only=True)
 class Bench:
-    """One rank's place of measurement. ``libraries``: the first is the one measured, a second is its peer.
+    """State of one rank's measurements.
 
-    ``pauses``: how long hosts have to enqueue (threads of one process take longer).  ``turn`` is called before each stretch of work.
+    - ``libraries``: the first is measured, a second one is its peer.
+    - ``pauses``: length of the pause in which hosts enqueue (threads of one process take longer).
+    - ``wait_for_turn``: called before each stretch of work.
     """
 
     gpu: Any
@@ -89,25 +97,25 @@ class Bench:
         return int(self.session.rank)
 
     def barrier(self) -> None:
-        """All ranks, with nothing left to do on their GPUs."""
+        """Wait until all ranks' GPUs are idle and all ranks have arrived."""
         self.gpu.wait()
         self.session.barrier("perf")
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value (plain JSON)."""
+        """Return the values of all ranks (plain JSON)."""
         return [
             json.loads(blob)
             for blob in self.session.all_gather(json.dumps(value).encode(), "perf values")
         ]
 
     def maximum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """The maximum over ranks, one by one."""
+        """Return the element-wise maximum over ranks."""
         return [max(column) for column in zip(*self.gather(list(values)), strict=True)]
 
 
 @dataclass(kw_only=True)
 class _Trial:
-    """One library at one form of a case."""
+    """One library measured with one form of a case."""
 
     library: DeviceLibrary
     bound: BoundDeviceOperation
@@ -124,7 +132,10 @@ class _Trial:
 
 
 def measure_cell(bench: Bench, cell: Cell) -> tuple[list[PerfRow], LaunchInfo]:
-    """The rows of a cell, the same on every rank, and how the last form ran. Raises ``InvalidUsage`` on all ranks for what is refused."""
+    """Return the rows of a cell, equal on every rank, and the launch of the last form.
+
+    Raise ``InvalidUsage`` on all ranks if any rank rejects the arguments.
+    """
     rows, chosen = [], LaunchInfo()
     for in_place in cell.forms:
         found = _measure_form(bench, cell, in_place)
@@ -153,7 +164,7 @@ def _measure_form(bench: Bench, cell: Cell, in_place: bool) -> tuple[PerfRow, La
 
 
 def _prepare_all(bench: Bench, cell: Cell, in_place: bool) -> list[_Trial]:
-    """A trial of each library that has the form; none if the first lacks it."""
+    """Return a trial of each library that has the form; empty if the first one lacks it."""
     trials: list[_Trial] = []
     for number, library in enumerate(bench.libraries):
         trial = _run_on_all_ranks(bench, partial(_prepare, bench, library, cell, in_place))
@@ -165,7 +176,10 @@ def _prepare_all(bench: Bench, cell: Cell, in_place: bool) -> list[_Trial]:
 
 
 def _run_on_all_ranks(bench: Bench, action: Callable[[], _Trial | None]) -> _Trial | None:
-    """Do it on all ranks; if one of them refuses its arguments, all raise, and the communicator is as good as before."""
+    """Run ``action`` on all ranks; if one rejects its arguments, raise on all.
+
+    The communicator stays usable.
+    """
     trial, refusal = None, ""
     try:
         trial = action()
@@ -210,7 +224,10 @@ def _check(bench: Bench, case: Case, trial: _Trial, run: Callable[[], Any], seed
 
 
 def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> bool:
-    """Untimed calls, how many operations a batch has, and its graph. False for a peer that cannot be captured here."""
+    """Run untimed calls, choose the operations per batch and capture the graph.
+
+    Return False for a peer whose operation cannot be captured.
+    """
     options, call = bench.options, trial.bound.call
     bench.barrier()
     for _ in range(_WARM_UP_CALLS if options.warmup is None else options.warmup):
@@ -242,7 +259,9 @@ def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> bool:
 
 
 def _capture(bench: Bench, trial: _Trial, batch: Callable[[], Any]) -> str:
-    """Make the graph; what went wrong on any rank. A capture that fails leaves the stream as it was."""
+    """Capture the graph; return the error of any rank, or "". A failed capture leaves the stream
+    usable.
+    """
     problem = ""
     try:
         trial.run = trial.library.capture(batch)
@@ -263,7 +282,7 @@ def _choose_iters(bench: Bench, case: Case, trial: _Trial) -> int:
 
 
 def _time_once(bench: Bench, run: Callable[[], Any]) -> float:
-    """Microseconds of one batch on this rank."""
+    """Return the microseconds of one batch on this rank."""
     bench.barrier()
     bench.libraries[0].align()
     bench.gpu.pause(bench.pauses)
@@ -271,7 +290,7 @@ def _time_once(bench: Bench, run: Callable[[], Any]) -> float:
 
 
 def _finish_trial(bench: Bench, cell: Cell, trial: _Trial) -> None:
-    """The slowest rank's times, the second check, the host's time."""
+    """Reduce the times to those of the slowest rank, check again, and measure the host time."""
     bench.gpu.wait()
     trial.library.check()
     trial.times = bench.maximum_over_ranks(trial.times)

@@ -1,4 +1,4 @@
-"""miraccl on GPU memory as a library of the measurement: calls on arrays in GPU memory, in a stream."""
+"""miraccl on GPU memory as a library of the measurement: calls on device arrays in a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ _ONE_FORM = (
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """How an operation ran; ``blocks`` and ``threads`` are 0 where no kernel did, ``unroll`` vectors a thread handles at a time."""
+    """Plan and launch of an operation.
+
+    - ``blocks``, ``threads``: launch shape, 0 without a kernel.
+    - ``unroll``: vectors a thread handles at a time.
+    - ``reason``: explanation of the choice.
+    """
 
     algo: str = ""
     proto: str = ""
@@ -35,7 +40,10 @@ class LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundDeviceOperation:
-    """One operation with its buffers; ``call`` enqueues it. ``repeatable``: called again, it gives the same result."""
+    """An operation with its buffers; ``call`` enqueues it.
+
+    - ``repeatable``: repeated calls give the same result.
+    """
 
     call: Callable[[], Any]
     input: PerfDeviceArray
@@ -46,38 +54,44 @@ class BoundDeviceOperation:
 
 
 class DeviceLibrary(Protocol):
-    """A library on one rank, whose work goes to the stream of the measurement."""
+    """A library on one rank that works on the stream of the measurement."""
 
     name: str
 
     def bind(self, case: Case, in_place: bool) -> BoundDeviceOperation | None:
-        """Cut buffers and prepare; None if the library does not have this form."""
+        """Allocate buffers and prepare; return None if the library does not have this form."""
         ...
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """A CUDA graph of what ``run`` enqueues; the result replays it."""
+        """Capture a CUDA graph of the work that ``run`` enqueues; return a function that replays
+        it.
+        """
         ...
 
     def align(self) -> None:
-        """Enqueue a small operation of all ranks, which ends on all at nearly the same time."""
+        """Enqueue a small operation that ends on all ranks at nearly the same time."""
         ...
 
     def check(self) -> None:
-        """Raise what went wrong on the GPU."""
+        """Raise errors that occurred on the GPU."""
         ...
 
     def close(self) -> None: ...
 
 
 def is_repeatable(case: Case, x: PerfDeviceArray, y: PerfDeviceArray) -> bool:
-    """A reduction whose output lies on its input changes what it will reduce the next time."""
+    """Return False for a reduction whose output overlaps its input."""
     end = y.address + y.nbytes
     overlap = x.nbytes > 0 and y.nbytes > 0 and x.address < end and y.address < x.address + x.nbytes
     return not (overlap and case.op in REDUCING)
 
 
 class MiracclDevice:
-    """``comm`` is what ``comm.device.hosts.communicator.make_device_communicator`` gives; ``window`` takes buffers from its ``empty``."""
+    """miraccl on one GPU.
+
+    ``comm`` is a communicator made by ``make_device_communicator``; with ``window`` buffers come
+    from ``comm.empty``.
+    """
 
     name = "miraccl"
 
@@ -122,7 +136,7 @@ class MiracclDevice:
         self.comm.check()
 
     def close(self) -> None:
-        """The communicator belongs to who made it."""
+        """Do nothing: the creator of the communicator closes it."""
 
     def _allocate(self, count: int, name: str) -> PerfDeviceArray:
         if not self._window or not count:
@@ -145,7 +159,7 @@ class MiracclDevice:
         )
 
     def _call(self, case: Case, x: PerfDeviceArray, y: PerfDeviceArray) -> Callable[[], Any]:
-        """The call as a user writes it."""
+        """Return the call in the form in which a user writes it."""
         function, stream, op = getattr(self.comm, case.op), self._stream, self._operator(case)
         source, target = x.argument, y.argument
         same = x is y

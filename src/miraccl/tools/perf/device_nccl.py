@@ -1,7 +1,9 @@
-"""NCCL through ``torch.distributed`` as a library of the measurement, in the same process and stream as miraccl.
+"""NCCL through ``torch.distributed`` as a library of the measurement, in miraccl's process and
+stream.
 
-Imported only for ``--compare nccl``; PyTorch is imported when it is made.  NVLink multicast stays off (NCCL_NVLS_ENABLE=0), as it is for
-miraccl.  What ``torch.distributed`` offers in place only (all_reduce, reduce, broadcast) is measured so beside either form of ours.
+Imported for ``--compare nccl`` only; PyTorch is imported when an object is made. NVLink multicast
+is disabled (NCCL_NVLS_ENABLE=0), as in miraccl. Operations that ``torch.distributed`` has in place
+only (all_reduce, reduce, broadcast) are compared with both forms of miraccl.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _SAME_BUFFER = ("all_reduce", "reduce", "broadcast")
 
 
 def load_torch() -> Any:
-    """PyTorch with NCCL; raises ``MissingDependency`` with what to install."""
+    """Import PyTorch with NCCL; raise ``MissingDependency`` with what to install."""
     os.environ.update(ENVIRON)
     try:
         import torch
@@ -45,7 +47,7 @@ def load_torch() -> Any:
 
 
 def check_torch() -> None:
-    """``load_torch`` in a process of its own: this one is to fork ranks, so it may not initialise CUDA."""
+    """Run ``load_torch`` in another process, because this one forks and must not initialise CUDA."""
     code = f"from {__name__} import report_torch; report_torch()"
     try:
         probe = subprocess.run(
@@ -67,7 +69,7 @@ def check_torch() -> None:
 
 
 def report_torch() -> None:
-    """What ``check_torch`` runs: prints what is missing."""
+    """Print what is missing; the command of ``check_torch``'s process."""
     try:
         load_torch()
     except MissingDependency as error:
@@ -76,7 +78,7 @@ def report_torch() -> None:
 
 
 class TorchStream:
-    """The stream of the measurement and the memory of its arrays, both PyTorch's, so that NCCL and miraccl get the same tensors."""
+    """PyTorch stream and memory of the measurement; NCCL and miraccl use the same tensors."""
 
     def __init__(self, torch: Any, ordinal: int) -> None:
         self.torch, self.ordinal = torch, ordinal
@@ -93,7 +95,11 @@ class TorchStream:
         return Arena(whole.data_ptr(), nbytes, self.ordinal, whole)
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """A CUDA graph, made the way PyTorch's users make it: NCCL's work is not left to be watched while a stream is captured."""
+        """Capture a CUDA graph as PyTorch users do.
+
+        The stream is synchronised first, so NCCL's watchdog has no work to query during the
+        capture.
+        """
         torch = self.torch
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -104,7 +110,7 @@ class TorchStream:
 
 
 class NcclDevice:
-    """Made by all ranks of ``session`` together, each with a GPU of its own."""
+    """NCCL on one GPU. Created by all ranks of ``session`` together, each with its own GPU."""
 
     name = "nccl"
 
@@ -155,7 +161,7 @@ class NcclDevice:
         self._dist.all_reduce(self._aligner)
 
     def check(self) -> None:
-        """NCCL's errors are raised where they occur."""
+        """Do nothing: NCCL raises errors where they occur."""
 
     def close(self) -> None:
         self._dist.destroy_process_group()
@@ -199,7 +205,7 @@ class NcclDevice:
 
 
 def _rendezvous_url(session: Session) -> str:
-    """A free port of rank 0's for PyTorch's store, on the host that the launcher names, or on this one."""
+    """Return the address of PyTorch's store: a free port of rank 0 on MASTER_ADDR or this host."""
     where = ""
     if session.rank == 0:
         with socket.socket() as probe:

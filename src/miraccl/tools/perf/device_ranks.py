@@ -1,9 +1,12 @@
-"""Ranks of a measurement on GPUs: processes or threads of one process, beside NCCL in the same ones or in processes of its own.
+"""Ranks of a measurement on GPUs: processes or threads, with NCCL in the same or in other
+processes.
 
-The parent never initialises CUDA (it forks).  NCCL shares process, stream and buffers with miraccl and takes turns with it batch by batch;
-PyTorch has one rank per process, so where miraccl's ranks are threads, NCCL gets processes of its own and the conductor gives turns.
+The parent never initialises CUDA because it forks. NCCL shares process, stream and buffers with
+miraccl and alternates with it batch by batch. PyTorch has one rank per process, so if miraccl's
+ranks are threads, NCCL runs in separate processes and the orchestrator alternates the groups.
 
-Rules it keeps: a rank that fails aborts its communicator, so that the others' kernels end; no wait is longer than a deadline.
+A rank that fails aborts its communicator, so that the kernels of the other ranks end. Every wait
+has a deadline.
 """
 
 from __future__ import annotations
@@ -38,8 +41,13 @@ _WARM_UP_US = 300_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceJob:
-    """What each rank is told. ``ordinals``: the GPUs in turn; ``init``: options of the communicator; ``libraries``: the first is measured,
-    the second its peer.  ``keep_going``: a cell that cannot run is reported and the next one measured."""
+    """Work of each rank.
+
+    - ``ordinals``: GPUs, assigned in turn.
+    - ``init``: options of the communicator.
+    - ``libraries``: the first is measured, the second one is its peer.
+    - ``keep_going``: report a cell that cannot run and continue with the next one.
+    """
 
     cells: tuple[Cell, ...]
     options: MeasureOptions
@@ -55,7 +63,7 @@ class DeviceJob:
     hosts: int = 1
 
     def environ(self) -> dict[str, str]:
-        """Settings of the ranks."""
+        """Return environment variables for the ranks."""
         from miraccl.tools.perf.device_nccl import ENVIRON
 
         return ENVIRON | ({"MIRACCL_SMS": str(self.sms)} if self.sms is not None else {})
@@ -63,7 +71,13 @@ class DeviceJob:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """What ranks found when they started: the GPU, versions, the memory that each library takes of a GPU, seconds to start miraccl."""
+    """Properties found by a rank at its start.
+
+    - ``device``: name of the GPU.
+    - ``memory_bytes``: GPU memory taken by each library.
+    - ``start_s``: seconds to create miraccl's communicator.
+    - ``versions``: versions of torch, NCCL and CUDA.
+    """
 
     device: str
     memory_bytes: dict[str, int]
@@ -81,7 +95,10 @@ def run_rank(
     report: Callable[[ResultLine], None],
     report_info: Callable[[DeviceInfo], None] = lambda info: None,
 ) -> int:
-    """The life of a rank; ``report`` is called on every rank with the same line. Returns the rank."""
+    """Run all cells on one rank; return the rank.
+
+    ``report`` is called on every rank with the same line.
+    """
     from miraccl.bootstrap.launch import detect_launch, join_launch
 
     place = detect_launch(environ)
@@ -117,20 +134,20 @@ def _measure(bench: Bench, job: DeviceJob, number: int, cell: Cell) -> ResultLin
 
 
 def explain(chosen: LaunchInfo) -> dict[str, Any]:
-    """The plan of the last form as a plain dictionary."""
+    """Return the launch of the last form as a plain dictionary."""
     names = ("algo", "proto", "blocks", "threads", "unroll", "reason")
     return {**{name: getattr(chosen, name) for name in names}, "chosen": True}
 
 
 def _bind_to_core(bench: Bench) -> None:
-    """Keep the calling thread on one core, if every rank has one."""
+    """Bind the calling thread to one core, if there is a core for every rank."""
     cores = sorted(os.sched_getaffinity(0))
     if all(bench.gather(bench.session.nranks <= len(cores))):
         os.sched_setaffinity(0, {cores[bench.rank]})
 
 
 def _warm_up(bench: Bench) -> None:
-    """Clocks rise with work."""
+    """Keep the GPU busy until its clocks have risen."""
     bench.barrier()
     elapsed = 0.0
     while elapsed < _WARM_UP_US:
@@ -139,7 +156,7 @@ def _warm_up(bench: Bench) -> None:
 
 
 def arena_bytes(job: DeviceJob) -> int:
-    """What the largest case needs, for every library."""
+    """Return the bytes of buffers that the largest case needs, for all libraries."""
     largest = 0
     for cell in job.cells:
         case = cell.case
@@ -153,7 +170,10 @@ def arena_bytes(job: DeviceJob) -> int:
 
 @contextlib.contextmanager
 def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Bench, DeviceInfo]]:
-    """GPU, libraries and buffers of this rank. After a failure kernels that wait are ended, and the rest ends with the process."""
+    """Open GPU, libraries and buffers of this rank; yield the bench and its properties.
+
+    After a failure waiting kernels are aborted, and the process frees the rest on exit.
+    """
     from miraccl.executor.cuda.gpu import Gpu
     from miraccl.tools.perf.gpu_buffers import GpuBuffers
 
@@ -225,7 +245,7 @@ def _open_miraccl(
     arena: Arena,
     stack: contextlib.ExitStack,
 ) -> MiracclDevice:
-    """What a ``Communicator`` opens with the first array on a GPU."""
+    """Create the communicator that ``Communicator`` opens for the first array on a GPU."""
     from miraccl.api.communicator import Communicator
     from miraccl.runtime.multinode.communicator import make_device_communicator
     from miraccl.runtime.options import Options as Choices
@@ -259,7 +279,7 @@ def _gpu_name(gpu: Any, ordinal: int) -> str:
 
 
 def process_main(context: RankContext, job: DeviceJob) -> None:
-    """What a forked rank runs."""
+    """Main function of a forked rank."""
     os.dup2(2, 1)  # standard output is the parent's table
 
     def turn() -> None:
@@ -278,7 +298,7 @@ def process_main(context: RankContext, job: DeviceJob) -> None:
 
 
 def threads_main(context: RankContext, job: DeviceJob, nranks: int, timeout: float) -> None:
-    """What the one process runs whose threads are the ranks. The first thread that fails ends the process."""
+    """Main function of a process whose threads are the ranks; the first failing thread ends it."""
     os.dup2(2, 1)
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -315,14 +335,14 @@ def threads_main(context: RankContext, job: DeviceJob, nranks: int, timeout: flo
 
 
 def _ignore(message: Any) -> None:
-    """Other ranks have the same to say."""
+    """Ignore messages that equal those of rank 0."""
 
 
 # ---------------------------------------------------------------------- groups
 
 
 class _NcclGroup(OwnGroup):
-    """NCCL in processes of its own; the figures of its rows by case, as ``peers.PeerGroup`` has them."""
+    """NCCL in separate processes; ``times`` by case as in ``peers.PeerGroup``."""
 
     def __init__(self, job: DeviceJob, nranks: int) -> None:
         self.times: dict[tuple[int, bool], float] = {}
@@ -349,10 +369,12 @@ def run_cells(
     on_info: Callable[[DeviceInfo], None] = lambda info: None,
     line_timeout: float | None = None,
 ) -> Iterator[Iterator[ResultLine]]:
-    """Start ranks on this host, now, since they are forked; gives the lines as they come. The ranks end with the block.
+    """Start ranks on this host and yield an iterator over their lines; the ranks end with the
+    block.
 
-    ``timeout`` is for everything, ``patience`` for the time between two lines, in seconds.  The iterator raises ``RunFailed``, after the
-    lines that came before.
+    Ranks are forked at once. ``timeout`` limits the whole run, ``line_timeout`` the time between
+    two lines, in seconds. The iterator raises ``RunFailed`` after the lines that arrived before the
+    failure.
     """
     _preload_modules()
     arrived: list[ResultLine] = []
@@ -413,7 +435,7 @@ def _join_nccl_times(line: ResultLine, nccl: _NcclGroup) -> ResultLine:
 
 
 def _preload_modules() -> None:
-    """So that forked ranks have it already; nothing here touches CUDA."""
+    """Import everything that forked ranks need; nothing here initialises CUDA."""
     import miraccl.api.communicator
     import miraccl.runtime.multinode.communicator
     import miraccl.tools.perf.gpu_buffers  # noqa: F401
@@ -423,7 +445,7 @@ def _preload_modules() -> None:
 
 
 def check_peer(ordinals: Sequence[int], nranks: int) -> None:
-    """NCCL refuses two ranks on one GPU; ``nranks`` are those of this host."""
+    """Raise ``InvalidUsage`` if ``nranks`` ranks of this host would share GPUs, which NCCL rejects."""
     if nranks > len(ordinals):
         gpus = f"{len(ordinals)} GPU{'s' * (len(ordinals) != 1)}"
         text = f"--compare nccl: {nranks} ranks would share {gpus}, which NCCL refuses"
@@ -431,8 +453,10 @@ def check_peer(ordinals: Sequence[int], nranks: int) -> None:
 
 
 def check_memory(job: DeviceJob, nranks: int, gpu_bytes: int) -> None:
-    """Buffers that no GPU of so many bytes can hold are refused before anything starts; ``nranks`` are those of this host, as far as
-    they are known."""
+    """Raise ``InvalidUsage`` for buffers that do not fit into a GPU of ``gpu_bytes``.
+
+    - ``nranks``: ranks of this host, as far as they are known.
+    """
     sharing = -(-nranks // len(job.ordinals))
     needed = sharing * arena_bytes(job)
     if needed > gpu_bytes:

@@ -1,4 +1,6 @@
-"""``--devices``: where the data is. Which GPUs the user means, whether they exist, and which of them a rank gets."""
+"""- ``--devices``: selection of GPUs, checks of their existence, and options that apply to one
+kind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ _GPU_ONLY = ("graph", "threads")
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """``ordinals`` are numbers of GPUs as CUDA gives them to this process (after CUDA_VISIBLE_DEVICES); None: all of them."""
+    """Value of ``--devices``.
+
+    ``ordinals`` are CUDA device numbers of this process (after CUDA_VISIBLE_DEVICES), None for all.
+    """
 
     kind: str
     ordinals: tuple[int, ...] | None = None
@@ -37,7 +42,7 @@ class Devices:
 
 
 class DevicesType(click.ParamType[Devices]):
-    """``cpu``, ``cuda``, ``cuda:0,1`` or ``cuda:0,cuda:1``."""
+    """Option type: ``cpu``, ``cuda``, ``cuda:0,1`` or ``cuda:0,cuda:1``."""
 
     name = "devices"
 
@@ -67,7 +72,9 @@ class DevicesType(click.ParamType[Devices]):
 
 
 def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
-    """The numbers of the GPUs that are meant; ``InvalidUsage`` where they are not there, with what to install or to change."""
+    """Return the numbers of the selected GPUs; raise ``InvalidUsage`` with a remedy if one is
+    absent.
+    """
     if facts.problem:
         raise InvalidUsage(
             f"--devices cuda: {facts.problem}", hint=f"{facts.advice}; miraccl doctor says more"
@@ -84,7 +91,10 @@ def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
 
 
 def count_ranks_per_host(nranks: int, hosts: int, joined: bool) -> int:
-    """How many ranks count themselves to one host, 0 if that is not known; more than kernels can serve are refused."""
+    """Return the number of ranks that count as one host, 0 if unknown.
+
+    Raise ``UsageError`` if they exceed what kernels support.
+    """
     apart = (
         params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()
     )  # each is a host of its own (``comm.device.hosts.layout``)
@@ -101,12 +111,12 @@ def count_ranks_per_host(nranks: int, hosts: int, joined: bool) -> int:
 
 
 def describe(ordinals: Sequence[int]) -> str:
-    """``cuda:0,1``."""
+    """Format device numbers as ``cuda:0,1``."""
     return "cuda:" + ",".join(map(str, ordinals))
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Options that do not fit what ``--devices`` says."""
+    """Reject options that do not apply to the selected kind of device."""
     on_gpu = options["devices"].on_gpu
     for name, why in _CPU_ONLY.items():
         if on_gpu and options[name]:

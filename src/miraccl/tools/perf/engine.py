@@ -1,7 +1,7 @@
-"""What is timed: a library bound to the buffers of one case.
+"""Contract of a measured library: an operation bound to the buffers of one case.
 
-``Engine`` is the little that the measurement needs of a communication library; miraccl and each peer has one.  Needs numpy;
-processes of a peer load this file by its path.
+miraccl and each peer have an ``Engine``. Imports numpy only; processes of a peer load this file by
+its path.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from miraccl.tools.perf.spec import Case
 
 @dataclass(frozen=True, kw_only=True)
 class BoundOperation:
-    """One operation with its buffers. ``input`` and ``output`` are views; empty where a rank has none.
+    """An operation with its buffers.
 
-    ``owner`` keeps the memory alive; ``chosen`` says with which algorithm, protocol and channels the last call ran.
+    - ``input``, ``output``: views, empty on ranks without one.
+    - ``plan_names``: returns algorithm, protocol and number of channels of the last call.
+    - ``owner``: object that keeps the memory alive.
     """
 
     call: Callable[[], Any]
@@ -38,11 +40,11 @@ class Engine(Protocol):
     def barrier(self) -> None: ...
 
     def reduce_list(self, values: list[float], *, how: str) -> list[float]:
-        """Element-wise ``max`` or ``sum`` over the ranks, the same on each."""
+        """Return the element-wise ``max`` or ``sum`` over the ranks, equal on each."""
         ...
 
     def bind(self, case: Case, in_place: bool) -> BoundOperation | None:
-        """Allocate and prepare; None if the library does not have this form."""
+        """Allocate and prepare; return None if the library does not have this form."""
         ...
 
     def close(self) -> None: ...
@@ -51,10 +53,11 @@ class Engine(Protocol):
 def place_buffers(
     case: Case, rank: int, in_place: bool, allocate: Callable[[int], Any]
 ) -> tuple[Any, Any]:
-    """Input and output of ``rank``, as NCCL defines in place: one is the rank's block of the other, or both are the same.
+    """Return input and output of ``rank``, in place as NCCL defines it.
 
-    ``allocate(elements)`` makes a one-dimensional buffer that can be sliced.  A rank that takes no part in a side (input of
-    scatter, output of gather) gets an empty one.  The output of reduce exists on every rank.
+    In place, one is the rank's block of the other, or both are the same. ``allocate(elements)``
+    returns a one-dimensional buffer that can be sliced. A rank without an input (scatter) or output
+    (gather) gets an empty one. The output of reduce exists on every rank.
     """
     has_input = case.op != "scatter" or rank == case.root
     has_output = case.op != "gather" or rank == case.root

@@ -1,4 +1,4 @@
-"""miraccl as an engine of the measurement: the public functions, called as a user calls them."""
+"""miraccl as an engine of the measurement, through the public functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _ONE_FORM = (
 
 
 class MiracclEngine:
-    """``window`` takes buffers from ``comm.empty``, ``persistent`` uses the ``*_init`` operations."""
+    """miraccl on one rank.
+
+    ``window`` takes buffers from ``comm.empty``, ``persistent`` uses the ``*_init`` operations.
+    """
 
     name = "miraccl"
 
@@ -38,7 +41,7 @@ class MiracclEngine:
         self.comm.barrier()
 
     def reduce_list(self, values: list[float], *, how: str) -> list[float]:
-        """By a collective that adds nothing: what is measured may be an algorithm that this communicator allows for no sum."""
+        """Reduce through all_gather, because the algorithm under test may support no reduction."""
         array = self.comm.all_gather(np.array(values, np.float64)).reshape(self.nranks, len(values))
         return [float(v) for v in (array.max(axis=0) if how == "max" else array.sum(axis=0))]
 
@@ -68,7 +71,7 @@ class MiracclEngine:
         return (plan.algo, plan.proto, plan.channels) if plan is not None else ("", "", 0)
 
     def _call(self, case: Case, x: Array, y: Array) -> Callable[[], Any]:
-        """The call as a user writes it; collecting arguments in a tuple and a dictionary would cost 0.1 us of what is measured."""
+        """Return the call in the form in which a user writes it."""
         if case.op == "barrier":
             barrier = self.comm.barrier
             return lambda: barrier()

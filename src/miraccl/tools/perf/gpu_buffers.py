@@ -1,8 +1,9 @@
-"""What the measurement needs of a GPU: a stream, a clock, graphs, copies, and two kernels that write and compare patterns.
+"""GPU access of the measurement: stream, timing, graphs, copies, and kernels for patterns.
 
-Only the CUDA driver and NVRTC are used, through the package that miraccl itself uses.  All work goes to one stream; ``address`` is a number
-in the GPU's address space, counts are elements.  Inputs are made and results compared on the GPU, since copying a gigabyte takes longer
-than all else; ``device_check.py`` says when the CPU compares instead.
+Uses the CUDA driver and NVRTC through the package that miraccl uses. All work goes to one stream;
+``address`` is a number in the GPU's address space, counts are elements. Inputs are generated and
+results compared on the GPU, because copying a gigabyte would dominate the run time;
+``device_check.py`` decides when the CPU compares.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ extern "C" __global__ void rest(u64 cycles) {
 
 
 def source(itemsize: int) -> str:
-    """The text of the kernels for elements of so many bytes."""
+    """Return the source of the kernels for elements of ``itemsize`` bytes."""
     return f"#define T {WIDTHS[itemsize]}\n#define PERIOD {PERIOD}ull\n{_SOURCE}"
 
 
 class GpuBuffers:
-    """One GPU with the stream on which everything is measured; ``stream`` as a number, or None for one of its own."""
+    """One GPU with the stream of the measurement.
+
+    ``stream`` is a stream handle, None to create one.
+    """
 
     def __init__(self, gpu: Gpu, stream: int | None = None) -> None:
         self.gpu, self._cuda = gpu, gpu.cuda
@@ -90,13 +94,15 @@ class GpuBuffers:
             )
 
     def tile(self, address: int, count: int, table: Array, phase: int) -> None:
-        """``x[i] = table[(i + phase) % PERIOD]`` for ``count`` elements of the table's size; the table has ``PERIOD`` elements."""
+        """Set ``x[i] = table[(i + phase) % PERIOD]`` for ``count`` elements; the table has
+        ``PERIOD``.
+        """
         if count:
             self.write(self._tables, table)
             self._launch("spread", table.itemsize, (address, self._tables, count, phase % PERIOD))
 
     def count_different(self, address: int, count: int, table: Array, phase: int) -> int:
-        """How many of ``count`` elements have other bits than ``table[(i + phase) % PERIOD]``."""
+        """Count the elements whose bits differ from ``table[(i + phase) % PERIOD]``."""
         if not count:
             return 0
         self.write(self._tables, table)
@@ -110,21 +116,21 @@ class GpuBuffers:
         return int(found[0])
 
     def free_bytes(self) -> int:
-        """Memory of the GPU that nobody has taken."""
+        """Return the free memory of the GPU."""
         return int(check(self._cuda.cuMemGetInfo(), "cuMemGetInfo")[0])
 
     # ---- time
 
     def wait(self) -> None:
-        """Until all work of the stream has ended."""
+        """Wait until all work of the stream has ended."""
         check(self._cuda.cuStreamSynchronize(self.stream), "cuStreamSynchronize")
 
     def pause(self, times: int = 1) -> None:
-        """Keep the stream busy for ``PAUSE_CYCLES``."""
+        """Keep the stream busy for ``times * PAUSE_CYCLES`` clock cycles."""
         self._launch("rest", 1, (times * PAUSE_CYCLES,), blocks=1, threads=1)
 
     def time_us(self, run: Callable[[], Any]) -> float:
-        """Microseconds between the points of the stream before and after what ``run`` enqueues. Waits for it."""
+        """Return the GPU time of the work that ``run`` enqueues, in microseconds; wait for it."""
         check(self._cuda.cuEventRecord(self._begin, self.stream), "cuEventRecord")
         run()
         check(self._cuda.cuEventRecord(self._end, self.stream), "cuEventRecord")
@@ -137,7 +143,11 @@ class GpuBuffers:
         )
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """A CUDA graph of what ``run`` enqueues; the result replays it. ``drop_graphs`` ends it."""
+        """Capture a CUDA graph of the work that ``run`` enqueues; return a function that replays
+        it.
+
+        The graph is valid until ``drop_graphs``.
+        """
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(self._cuda.cuStreamBeginCapture(self.stream, mode), "cuStreamBeginCapture")
         try:
@@ -161,13 +171,13 @@ class GpuBuffers:
         return replay
 
     def drop_graphs(self) -> None:
-        """Destroy the graphs, which have ended."""
+        """Destroy the captured graphs, which must have ended."""
         graphs, self._graphs = self._graphs, []
         for graph in graphs:
             self._cuda.cuGraphExecDestroy(graph)
 
     def close(self) -> None:
-        """Free what was made here; the GPU stays open. May be called twice."""
+        """Free the resources made here; the GPU stays open. May be called twice."""
         tables, self._tables = self._tables, 0
         if not tables:
             return
@@ -200,7 +210,7 @@ class GpuBuffers:
         blocks: int = _BLOCKS,
         threads: int = _THREADS,
     ) -> None:
-        """Every argument is a 64-bit number or pointer."""
+        """Launch a kernel; every argument is a 64-bit number or pointer."""
         words = (ctypes.c_uint64 * len(values))(*values)
         pointers = (ctypes.c_void_p * len(values))(
             *(ctypes.addressof(words) + 8 * i for i in range(len(values)))

@@ -1,12 +1,13 @@
-"""How one case is measured; the same code in every rank, of miraccl and of its peers.
+"""Measurement of one case, by the same code in every rank of miraccl and of its peers.
 
-    time = median over batches of (maximum over ranks of (time of a batch / calls in it));
+    time = median over batches of (maximum over ranks of (time of a batch / calls in it))
 
-a batch starts with a barrier.  nccl-tests has one batch and, by default, takes the average over ranks; the maximum is what an
-application waits for, and the median keeps what else the machine does out of the result.  Each result is checked element by
-element before and after the timed calls, with other inputs and a poisoned output.
+A batch starts with a barrier. nccl-tests has one batch and averages over ranks by default; the
+maximum is the time an application waits for, and the median removes other activity of the machine.
+Each result is checked element by element before and after the timed calls, with different inputs
+and a poisoned output.
 
-Needs numpy; processes of a peer load this file by its path.
+Imports numpy only; processes of a peer load this file by its path.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ _SMALL_BYTES = 4 << 20  # up to here a warm-up costs nothing
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """``iters`` and ``warmup`` are calls, None chooses: batches of about 20 ms. ``fresh`` rewrites the input before each call.
+    """Options of a measurement.
 
-    ``bind`` keeps each rank on a core of its own, if there are enough.
+    - ``iters``, ``warmup``: numbers of calls; None chooses (batches of about 20 ms).
+    - ``fresh``: rewrite the input before each call.
+    - ``bind``: bind each rank to a core, if there are enough.
     """
 
     iters: int | None = None
@@ -49,9 +52,10 @@ def measure(
     options: MeasureOptions,
     wait_for_turn: Callable[[], None],
 ) -> PerfRow | None:
-    """Measure one form of one case; every rank gets the same row. None if the library does not have the form.
+    """Measure one form of one case; return the same row on every rank.
 
-    ``turn`` is called before each stretch of work and may block there, so that libraries that are compared take turns.
+    Return None if the library does not have the form. ``wait_for_turn`` is called before each
+    stretch of work and may block, so that compared libraries alternate.
     """
     wait_for_turn()
     bound = engine.bind(case, in_place)
@@ -74,7 +78,10 @@ def measure(
 
 
 def bind_to_core(engine: Engine) -> None:
-    """Keep the calling thread on one core. After start-up, so that threads which the library has made stay free."""
+    """Bind the calling thread to one core.
+
+    Called after start-up, so that threads of the library stay unbound.
+    """
     cores = sorted(os.sched_getaffinity(0))
     fits = engine.nranks <= len(cores)
     if (
@@ -84,10 +91,10 @@ def bind_to_core(engine: Engine) -> None:
 
 
 class BarrierWarmup:
-    """Barriers until they are as quick as they have been: ranks that have just woken up may share a core.
+    """Barriers until they are as fast as before, after ranks were asleep.
 
-    It takes the scheduler up to some 100 ms to spread ranks that poll, and until then a barrier costs a time slice instead of a
-    microsecond.  Ranks decide together, from the slowest one's times.
+    The scheduler needs up to 100 ms to spread polling ranks over cores; until then a barrier takes
+    a time slice instead of a microsecond. Ranks decide together, from the times of the slowest one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -95,7 +102,7 @@ class BarrierWarmup:
         self._best = float("inf")
 
     def run(self, least: float = 0.005, most: float = 0.25) -> None:
-        """Between ``least`` and ``most`` seconds."""
+        """Run barriers for ``least`` to ``most`` seconds."""
         start = time.perf_counter()
         while True:
             before = time.perf_counter()
@@ -120,7 +127,7 @@ def _check(engine: Engine, case: Case, bound: BoundOperation, in_place: bool, se
 
 
 def _warm_up(engine: Engine, case: Case, bound: BoundOperation, options: MeasureOptions) -> int:
-    """Untimed calls; returns how many calls a batch has."""
+    """Run untimed calls; return the number of calls per batch."""
     calls = (
         options.warmup if options.warmup is not None else 3 if case.nbytes <= _SMALL_BYTES else 1
     )
@@ -139,7 +146,7 @@ def _warm_up(engine: Engine, case: Case, bound: BoundOperation, options: Measure
 
 
 def _estimate(engine: Engine, bound: BoundOperation, calls: int) -> float:
-    """Seconds per call, the same on every rank."""
+    """Return the seconds per call, equal on every rank."""
     engine.barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -150,7 +157,7 @@ def _estimate(engine: Engine, bound: BoundOperation, calls: int) -> float:
 def _time_batch(
     engine: Engine, case: Case, bound: BoundOperation, iters: int, fresh: bool
 ) -> float:
-    """Seconds per call on this rank."""
+    """Return the seconds per call on this rank."""
     call = bound.call
     if fresh:
         return sum(_time_fresh(engine, case, bound) for _ in range(iters)) / iters
@@ -162,7 +169,7 @@ def _time_batch(
 
 
 def _time_fresh(engine: Engine, case: Case, bound: BoundOperation) -> float:
-    """One call on an input that this rank has just written, as an application does."""
+    """Time one call on an input that this rank has just written."""
     data.fill_neutral(case, bound.input)
     engine.barrier()
     start = time.perf_counter()

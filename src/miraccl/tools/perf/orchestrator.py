@@ -1,10 +1,10 @@
-"""Runs the measurement on own ranks, alone or in turns with a peer.
+"""Runs measurements on own ranks, alone or alternating with a peer.
 
-Libraries that are compared are both alive the whole time, and one of them works while all ranks of the other block in a system
-call: batches alternate, so that what else happens on the machine hits both.
+Compared libraries are alive for the whole run, and one of them works while all ranks of the other
+one block in a system call. Batches alternate, so other activity of the machine affects both.
 
-Rules it keeps: a rank that fails ends the run, with its error told once; no wait is longer than the deadline; whatever was
-started is ended before the functions here return.
+A rank that fails ends the run, and its error is printed once. Every wait has a deadline. All
+processes are ended before the functions here return.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _GRACE = 3.0  # seconds that the other ranks get to end by themselves after a fa
 
 
 class RunFailed(MiracclError):
-    """The measurement could not be finished.
+    """The measurement could not be completed.
 
-    ``fault`` is what the rank that failed first said, ``details`` its traceback where it said nothing.
+    ``fault`` is that of the rank that failed first, ``details`` its traceback if the message is not
+    sufficient.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class RunFailed(MiracclError):
 
 @dataclass(frozen=True, kw_only=True)
 class PerfJob:
-    """What each rank is told. ``hosts``: the ranks behave as if they were on so many hosts, block by block."""
+    """Work of each rank. ``hosts``: number of virtual hosts over which the ranks are spread in
+    blocks.
+    """
 
     cases: tuple[Case, ...]
     options: MeasureOptions
@@ -61,7 +64,7 @@ class PerfJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultLine:
-    """One size measured: a line of the table. ``failure`` says why there are no figures, where the others are wanted anyway."""
+    """Result of one size, a line of the table. ``failure`` is the reason for a missing result."""
 
     number: int
     out_of_place: PerfRow | None
@@ -75,13 +78,13 @@ class ResultLine:
 
 
 class RankGroup(Protocol):
-    """The ranks of one library, as the conductor sees them."""
+    """The ranks of one library, as seen by the orchestrator."""
 
     name: str
 
     @property
     def paused(self) -> bool:
-        """Every rank waits for its turn."""
+        """True if every rank waits for its turn."""
         ...
 
     @property
@@ -90,7 +93,7 @@ class RankGroup(Protocol):
     def resume(self) -> None: ...
 
     def process_events(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for something to happen, and note it. Raises ``RunFailed``."""
+        """Wait up to ``timeout`` seconds for an event and process it. Raise ``RunFailed``."""
         ...
 
     def stop(self) -> None: ...
@@ -102,7 +105,7 @@ def run_cases(
     wait_for_turn: Callable[[], None],
     report: Callable[[ResultLine], None],
 ) -> None:
-    """The life of one rank; ``report`` is called on every rank with the same line."""
+    """Measure all cases on one rank; ``report`` is called on every rank with the same line."""
     for number, case in enumerate(job.cases):
         try:
             out_of_place = measure(engine, case, False, job.options, wait_for_turn)
@@ -119,7 +122,7 @@ def run_cases(
 
 
 def explain(comm: Any, case: Case) -> list[dict[str, Any]]:
-    """The candidates for a case as plain dictionaries."""
+    """Return the candidates for a case as plain dictionaries."""
     redop = "sum" if case.redop == "none" else case.redop
     records = comm.explain(case.op, case.nbytes, case.dtype, redop)
     names = ("algo", "proto", "channels", "predicted_us", "chosen", "reason")
@@ -127,7 +130,7 @@ def explain(comm: Any, case: Case) -> list[dict[str, Any]]:
 
 
 def rank_main(context: RankContext, job: PerfJob) -> None:
-    """What a forked rank runs."""
+    """Main function of a forked rank."""
     os.dup2(2, 1)  # standard output is the parent's table
     import miraccl
     from miraccl.tools.perf.engine_miraccl import MiracclEngine
@@ -149,16 +152,19 @@ def rank_main(context: RankContext, job: PerfJob) -> None:
 
 
 def virtual_host_environ(rank: int, nranks: int, hosts: int) -> dict[str, str]:
-    """The settings that put a rank on one of ``hosts`` hosts, as far as miraccl and NCCL are concerned; nothing if there is one."""
+    """Return the variables that place a rank on one of ``hosts`` virtual hosts; empty for one host.
+
+    They apply to miraccl and NCCL.
+    """
     name = f"perf-host-{rank * hosts // nranks}"
     return {"MIRACCL_HOSTID": name, "NCCL_HOSTID": name} if hosts > 1 else {}
 
 
 class OwnGroup:
-    """Own ranks, forked from this process.
+    """Ranks forked from this process.
 
-    Each process runs ``main(context, job, *args)``; there is one for each rank, or ``processes`` whose threads are the ranks.  What they
-    emit goes to ``on_line``, but for the word that they are ready.
+    Each process runs ``main(context, job, *args)``: one per rank, or ``processes`` whose threads
+    are the ranks. Their messages, other than "ready", are passed to ``on_line``.
     """
 
     def __init__(
@@ -232,9 +238,10 @@ def _describe_failure(failure: RankOutcome) -> str:
 def run_alternating(
     groups: list[RankGroup], timeout: float, message_timeout: float | None = None
 ) -> Iterator[None]:
-    """Give each group its turn until all have finished; yields whenever something may have arrived.
+    """Resume the groups in turn until all have finished; yield when messages may have arrived.
 
-    ``timeout`` is for the whole run, in seconds; ``patience`` for the time between two messages.  The caller stops the groups.
+    ``timeout`` limits the whole run, ``message_timeout`` the time between two messages, in seconds.
+    The caller stops the groups.
     """
     deadline = time.monotonic() + timeout
     while not all(g.finished for g in groups):
@@ -265,7 +272,7 @@ def _process_until_idle(
 def join_peer_times(
     line: ResultLine, times: dict[tuple[int, bool], float], peer: str
 ) -> ResultLine:
-    """The line with the times of the peer put in."""
+    """Return the line with the times of the peer added."""
 
     def joined(row: PerfRow | None) -> PerfRow | None:
         if row is None:

@@ -1,10 +1,12 @@
-"""One rank of a peer library (Gloo through torch, MPI through mpi4py), run by the peer's own Python.
+"""One rank of a peer library (Gloo through torch, MPI through mpi4py), run by the peer's own
+Python.
 
-That Python need not have miraccl's dependencies: it needs numpy and the peer.  The modules that say what is measured and how are
-those of miraccl, loaded from beside this file through stub packages, so that both sides are measured by the same lines.
+That Python needs numpy and the peer, but none of miraccl's dependencies. The modules that define
+the measurement are miraccl's, loaded from beside this file through stub packages, so both libraries
+are measured by the same code.
 
-Talks to the tool that started it over a Unix socket: lines of JSON, ``ready`` before each stretch of work, then it waits for
-``go``; ``row`` with a result (rank 0 only).
+Protocol over a Unix socket: lines of JSON. ``ready`` before each stretch of work, answered by
+``go``; ``row`` with a result and ``done`` after a case (rank 0 only).
 """
 
 from __future__ import annotations
@@ -212,7 +214,7 @@ class GlooEngine:
 
 
 class _Orchestrator:
-    """The other side of the Unix socket: says when it is this library's turn."""
+    """Connection to the orchestrator, which grants turns."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)

@@ -1,7 +1,8 @@
-"""Peers to compare with: finding the Python and the launcher that run them, and their ranks as a ``Group``.
+"""Peer libraries: their Python, their launcher, and their ranks as a ``RankGroup``.
 
-A peer runs in processes of its own (``peer_worker.py``) under a Python that has it: this one, or the one given by
-``--peer-python``.  MPI ranks are started by the ``mpirun`` or ``mpiexec`` beside that Python, or by the one on PATH.
+A peer runs in separate processes (``peer_worker.py``) under a Python that has it: this one, or that
+of ``--peer-python``. MPI ranks are started by the ``mpirun`` or ``mpiexec`` beside that Python, or
+on PATH.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAX_TAIL = 4000
 
 
 def find_python(peer: str, given: str | None) -> str:
-    """A Python that can import the peer and numpy."""
+    """Return a Python that can import the peer and numpy; raise ``MissingDependency``."""
     python = given or sys.executable
     code = f"import numpy, {_MODULES[peer]}"
     try:
@@ -55,13 +56,13 @@ def find_python(peer: str, given: str | None) -> str:
 
 
 def mpi_command(python: str, nranks: int) -> list[str]:
-    """The launcher that belongs to the MPI of ``python``, with the options that let ranks outnumber cores."""
+    """Return the command that starts MPI ranks of ``python``, with more ranks than cores allowed."""
     launcher = find_launcher(python)
     return [launcher, *_launcher_options(launcher), "-n", str(nranks), python]
 
 
 def find_launcher(python: str) -> str:
-    """The ``mpirun`` or ``mpiexec`` beside ``python``, or on PATH."""
+    """Return the ``mpirun`` or ``mpiexec`` beside ``python``, or on PATH."""
     beside = str(
         Path(python).parent
     )  # not resolved: the link of a virtual environment is where its launcher lives
@@ -89,7 +90,10 @@ def _launcher_options(launcher: str) -> list[str]:
 
 
 class PeerGroup:
-    """The ranks of a peer. ``times[(case number, in place)]`` is in microseconds; the first ``done`` cases are complete."""
+    """Ranks of a peer library.
+
+    ``times[(case number, in place)]`` is in microseconds; the first ``done`` cases are complete.
+    """
 
     def __init__(
         self, library: str, python: str, job: PerfJob, nranks: int, name: str = ""

@@ -1,4 +1,4 @@
-"""``miraccl perf --plot``: busbw over size, with matplotlib, which is imported here and nowhere else."""
+"""``miraccl perf --plot``: bus bandwidth over size, with matplotlib (imported here only)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENDINGS = (".svg", ".png", ".pdf")
 
 
 def load_figure_class() -> Any:
-    """The figure class of matplotlib, without a display; raises ``MissingDependency`` with what to install."""
+    """Return matplotlib's ``Figure``, which needs no display; raise ``MissingDependency``."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -25,7 +25,7 @@ def load_figure_class() -> Any:
 
 
 def check_target(target: str) -> None:
-    """Refuse before anything is measured what could not be drawn afterwards."""
+    """Raise ``UsageError`` before the measurement if the picture could not be drawn after it."""
     if os.path.splitext(target)[1].lower() not in _ENDINGS:
         raise click.UsageError(
             f"--plot {target}: the name ends in {', '.join(_ENDINGS)}, which decides the format"
@@ -34,7 +34,7 @@ def check_target(target: str) -> None:
 
 
 def draw(rows: list[PerfRow], target: str) -> None:
-    """One line per form, and one per form of the peer if there is one."""
+    """Draw one line per form, and one per form of the peer."""
     figure = load_figure_class()(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for in_place, label in ((False, "out of place"), (True, "in place")):

@@ -1,4 +1,4 @@
-"""What ``miraccl perf`` shows while it measures and after: table, explanations, progress, files, and the exit status."""
+"""Output of ``miraccl perf``: table, explanations, progress, files, and the exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from miraccl.tools.perf.request import PerfRequest
 
 @contextlib.contextmanager
 def display(request: PerfRequest) -> Iterator[Any]:
-    """Print the header, then give a function that prints a line and moves the progress bar."""
+    """Print the header; yield a function that prints a line and advances the progress bar."""
     if not request.quiet:
         _print_header(request)
     with _progress(len(request.cases)) as advance:
@@ -32,7 +32,10 @@ def display(request: PerfRequest) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on standard error if that is a terminal. Gives a context in which it is away, for printing, and then one step further."""
+    """Show a progress bar on standard error if that is a terminal.
+
+    Yields a context manager that hides the bar while lines are printed and then advances it.
+    """
     if not sys.stderr.isatty():
         yield contextlib.nullcontext
         return
@@ -118,7 +121,7 @@ def _version() -> str:
 
 
 def _machine(joined: bool) -> str:
-    """A launcher binds its ranks one by one, so that the cores of this one say nothing about the others."""
+    """Describe the cores of this host; all of them if a launcher has bound this rank to some."""
     cores = (os.cpu_count() or 1) if joined else len(os.sched_getaffinity(0))
     return f"{cores} core{'s' * (cores != 1)}"
 

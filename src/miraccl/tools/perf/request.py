@@ -1,4 +1,4 @@
-"""What ``miraccl perf`` was asked for: its options held against each other, before anything is started."""
+"""Checked options of ``miraccl perf``; conflicts are reported before any rank is started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ DEFAULT_FACTOR = 2.0
 
 @dataclass(kw_only=True)
 class PerfRequest:
-    """The options, checked; ``rows`` collects results. ``gpu_bytes``: memory of the smallest GPU that is meant."""
+    """Checked options; ``rows`` collects results.
+
+    ``gpu_bytes`` is the memory of the smallest selected GPU.
+    """
 
     op: str
     options: dict[str, Any]
@@ -48,7 +51,7 @@ class PerfRequest:
 
     @property
     def binds(self) -> bool:
-        """Ranks that take turns sleep and wake up, after which a scheduler may leave two that poll on one core: bind both sides."""
+        """True if ranks are bound to cores."""
         return bool(
             self.options["compare"] if self.options["bind"] is None else self.options["bind"]
         )
@@ -138,8 +141,10 @@ def check(op: str, options: dict[str, Any]) -> PerfRequest:
 
 
 def _check_algorithm(op: str, nranks: int, options: dict[str, Any]) -> None:
-    """What ranks would refuse, or leave aside for want of such a schedule, after they have been started. Among GPUs of several hosts
-    algorithms run in parts of the ranks, too, which is left to them."""
+    """Reject an algorithm or protocol that the ranks would reject or ignore.
+
+    Over several hosts of GPUs algorithms also run in subsets of the ranks, which the ranks check.
+    """
     from miraccl.executor.cuda import plan
     from miraccl.planning import planner
     from miraccl.schedule import catalog
@@ -160,7 +165,10 @@ def _check_algorithm(op: str, nranks: int, options: dict[str, Any]) -> None:
 
 
 def _check_deterministic(op: str, nranks: int, options: dict[str, Any]) -> None:
-    """Ranks refuse an algorithm that adds in another order than they are asked to keep; either wish may be the environment's."""
+    """Reject an algorithm that does not add in rank order together with ``deterministic``.
+
+    Either may come from the environment.
+    """
     from miraccl.runtime.options import Options
     from miraccl.schedule import catalog
 
@@ -183,8 +191,10 @@ def _check_deterministic(op: str, nranks: int, options: dict[str, Any]) -> None:
 
 
 def _resolve_gpus(requested: devices.Devices) -> tuple[tuple[int, ...], str, int]:
-    """The numbers of the GPUs that are meant, their names and the memory of the smallest; nothing on CPUs. CUDA is asked in another
-    process: this one may fork."""
+    """Return numbers, names and the smallest memory of the selected GPUs; empty on CPUs.
+
+    CUDA is queried in another process, because this one may fork.
+    """
     if not requested.on_gpu:
         return (), "", 0
     from miraccl.tools import gpu_facts
@@ -221,7 +231,7 @@ def _sizes(options: dict[str, Any]) -> list[int]:
 
 
 def _check_memory(cases: Sequence[Case], nranks: int) -> None:
-    """Buffers of ``nranks`` ranks of this machine, input and output, that it cannot hold."""
+    """Reject buffers of ``nranks`` ranks that exceed the memory of this machine."""
     needed = nranks * max((case.input_count + case.output_count) * case.itemsize for case in cases)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:

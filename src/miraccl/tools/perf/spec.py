@@ -1,11 +1,12 @@
-"""What is measured: operations, sizes, counts, bandwidth factors, and the record of one measurement.
+"""Definitions of measurements: operations, sizes, counts, bandwidth factors, result rows.
 
-Sizes mean what they mean in nccl-tests (``src/*.cu``, ``GetCollByteCount``): ``nbytes`` is the larger total buffer of the
-operation, that is the receive buffer of all_gather and gather, the send buffer of reduce_scatter and scatter, both of all_to_all,
-and the only one of the others; ``count`` is the count argument of NCCL, elements per rank for the block-wise ones.  Unlike
-nccl-tests, a size that is too small for one element per rank is raised to it, and the table shows the size that was run.
+Sizes have the meaning of nccl-tests (``src/*.cu``, ``GetCollByteCount``): ``nbytes`` is the larger
+total buffer of the operation, which is the receive buffer of all_gather and gather, the send buffer
+of reduce_scatter and scatter, both of all_to_all, and the only one of the others. ``count`` is
+NCCL's count argument, elements per rank for block-wise operations. Unlike nccl-tests, a size too
+small for one element per rank is raised to it, and the table shows the size that was run.
 
-Standard library only: the processes of a peer (another Python) load this file by its path.
+Standard library only: processes of a peer (another Python) load this file by its path.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ REDOPS = ("sum", "prod", "min", "max", "avg", "premul_sum")
 
 
 def busbw_factor(op: str, nranks: int) -> float:
-    """What algbw is multiplied with so that the result can be held against the speed of a link (nccl-tests PERFORMANCE.md).
+    """Return busbw / algbw, which makes busbw comparable with link bandwidth.
 
-    gather and scatter follow ``gather.cu`` and ``scatter.cu`` of nccl-tests: (n-1)/n.
+    Source: nccl-tests ``doc/PERFORMANCE.md``; (n-1)/n for gather and scatter as in ``gather.cu``
+    and ``scatter.cu``.
     """
     numerator = _OPERATION_SHAPES[op][0]
     return numerator * (nranks - 1) / nranks if numerator else 1.0
@@ -61,7 +63,10 @@ def busbw_factor(op: str, nranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One operation at one size. ``count`` is NCCL's count argument; ``root`` is -1 for operations that have none."""
+    """One operation at one size.
+
+    ``count`` is NCCL's count argument; ``root`` is -1 for operations without a root.
+    """
 
     op: str
     nranks: int
@@ -76,21 +81,21 @@ class Case:
 
     @property
     def input_count(self) -> int:
-        """Elements of the input (scatter: the root's)."""
+        """Elements of the input (scatter: of the root's)."""
         return self.count * (self.nranks if _OPERATION_SHAPES[self.op][1] else 1)
 
     @property
     def output_count(self) -> int:
-        """Elements of the output (gather: the root's)."""
+        """Elements of the output (gather: of the root's)."""
         return self.count * (self.nranks if _OPERATION_SHAPES[self.op][2] else 1)
 
     @property
     def nbytes(self) -> int:
-        """The larger total buffer."""
+        """Bytes of the larger total buffer."""
         return max(self.input_count, self.output_count) * self.itemsize
 
     def speeds(self, time_us: float) -> tuple[float, float]:
-        """algbw and busbw in GB/s (10^9 bytes)."""
+        """Return algbw and busbw in GB/s (10^9 bytes)."""
         algbw = self.nbytes / time_us / 1e3 if time_us > 0 else 0.0
         return algbw, algbw * busbw_factor(self.op, self.nranks)
 
@@ -98,7 +103,10 @@ class Case:
 def build_case(
     op: str, nbytes: int, *, nranks: int, dtype: str, redop: str = "sum", root: int = 0
 ) -> Case:
-    """The case whose larger total buffer is ``nbytes``, rounded down to whole elements per rank, and at least one; barrier has none."""
+    """Return the case whose larger total buffer has ``nbytes``.
+
+    ``nbytes`` is rounded down to whole elements per rank, at least one; a barrier has none.
+    """
     if op == "barrier":
         return Case(op=op, nranks=nranks, count=0, dtype=dtype, redop="none", root=-1)
     blockwise = _OPERATION_SHAPES[op][1] or _OPERATION_SHAPES[op][2]
@@ -114,7 +122,7 @@ def build_case(
 
 
 def size_range(smallest: int, largest: int, factor: float) -> list[int]:
-    """``smallest``, times ``factor``, and so on up to ``largest`` (nccl-tests ``-b -e -f``)."""
+    """Return ``smallest``, times ``factor``, and so on up to ``largest`` (nccl-tests ``-b -e -f``)."""
     sizes, size = [], float(smallest)
     while size <= largest:
         sizes.append(int(size))
@@ -124,11 +132,14 @@ def size_range(smallest: int, largest: int, factor: float) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class PerfRow:
-    """One measurement, as it is printed and written to JSON. Times in microseconds, speeds in GB/s.
+    """One measurement, as printed and written to JSON. Times in us, bandwidths in GB/s.
 
-    ``wrong`` counts elements over all ranks and all checks; it is None when nothing was checked.  On GPUs ``device`` is their name,
-    ``channels`` and ``threads`` are the blocks of a launch and the threads of a block, ``graph`` says that CUDA graphs were timed, and
-    ``host_us`` is what the calling thread spends on a call.
+    - ``wrong``: wrong elements over all ranks and checks, None if nothing was checked.
+    - ``device``: name of the GPUs, empty on CPUs. On GPUs ``channels`` and ``threads`` are the
+      blocks of a launch and the threads of a block.
+    - ``graph``: CUDA graphs were timed.
+    - ``host_us``: time the calling thread spends on a call.
+    - ``ratio``: time of the peer / time of miraccl.
     """
 
     op: str
@@ -159,7 +170,9 @@ class PerfRow:
     peer_host_us: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that mean something here; beside NCCL its figures also by its name."""
+        """Return the applicable fields; with NCCL as peer its times are also included under its
+        name.
+        """
         record = asdict(self)
         if not self.peer:
             for name in _PEER_FIELDS:
@@ -176,7 +189,10 @@ class PerfRow:
 
 
 def build_row(case: Case, times_us: Sequence[float], **others: Any) -> PerfRow:
-    """The row of ``case`` whose batches took ``times_us`` per operation; ``others`` are the fields that neither tells."""
+    """Return the row of ``case`` from the times per operation of each batch.
+
+    - ``others``: the remaining fields.
+    """
     time_us = statistics.median(times_us)
     algbw, busbw = case.speeds(time_us)
     return PerfRow(

@@ -1,4 +1,4 @@
-"""The table of nccl-tests (``src/common.cu``, ``TimeTest``): its columns in its order, then the peer's and the plan's."""
+"""Table of nccl-tests (``src/common.cu``, ``TimeTest``): its columns, then the peer's and the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HOST = "  {:>6}"
 
 
 def format_us(value: float) -> str:
-    """Three or four significant digits in eight columns."""
+    """Format microseconds with three or four significant digits in eight columns."""
     for limit, digits in ((10.0, 3), (100.0, 2), (10000.0, 1)):
         if value < limit:
             return f"{value:.{digits}f}"
@@ -23,7 +23,10 @@ def format_speed(value: float) -> str:
 
 
 def header(peer: str, host: bool = False) -> list[str]:
-    """The lines above the numbers; ``peer`` is empty without a comparison, ``host`` asks for the host's time of a call."""
+    """Return the lines above the numbers.
+
+    ``peer`` is empty without a comparison; ``host`` adds the host's time per call.
+    """
     left = [("size", "count", "type", "redop", "root"), ("(B)", "(elements)", "", "", "")]
     side = [("time", "algbw", "busbw", "#wrong"), ("(us)", "(GB/s)", "(GB/s)", "")]
     versus = [(peer, "ratio"), ("(us)", "")]
@@ -53,7 +56,7 @@ def header(peer: str, host: bool = False) -> list[str]:
 def line(
     out_of_place: PerfRow | None, in_place: PerfRow | None, peer: str, host: bool = False
 ) -> str:
-    """One size. A form that the library does not have is N/A, as in nccl-tests."""
+    """Format one size. A form that the library does not have is N/A, as in nccl-tests."""
     row = out_of_place or in_place
     if row is None:
         raise ValueError("a line needs at least one form")
@@ -87,7 +90,10 @@ def _format_host_time(row: PerfRow | None) -> str:
 
 
 def _format_plans(*rows: PerfRow | None) -> str:
-    """``ring/simple x2``, on a GPU ``ring/simple 16x512`` (blocks x threads); both forms if they differ."""
+    """Format the plans of both forms, once if they are equal.
+
+    ``ring/simple x2`` (channels), on a GPU ``ring/simple 16x512`` (blocks x threads).
+    """
     return " | ".join(
         dict.fromkeys(_format_plan(row) for row in rows if row is not None and row.algo)
     )
@@ -107,7 +113,7 @@ def _format_plan(row: PerfRow) -> str:
 
 
 def footer(rows: list[PerfRow], peer: str) -> list[str]:
-    """The verdict and the averages."""
+    """Return the number of wrong values and the averages."""
     checked = [r.wrong for r in rows if r.wrong is not None]
     wrong = sum(checked)
     verdict = (
