@@ -1,12 +1,13 @@
-"""Collectives on GPU memory: one process per GPU, all GPUs of one host.
+"""Communicator for GPU memory: one process per GPU, all GPUs on one host.
 
-``DeviceCommunicator`` owns the symmetric memory, the kernels and the plans.  A call finds its plan by (collective, dtype, count, operator),
-writes two pointers and launches one kernel in the caller's stream: no host synchronisation, nothing allocated, and a CUDA graph may capture
-it and be replayed any number of times.  The first call of a kind plans and perhaps compiles.
+``DeviceCommunicator`` owns the symmetric memory, the kernels and the plans. A call looks its plan
+up by (collective, dtype, count, operator), writes two pointers and launches one kernel in the
+caller's stream. It neither synchronises the host nor allocates, so a CUDA graph may capture and
+replay it. The first call of a kind plans and possibly compiles.
 
-Calls of one communicator are ordered: ranks make them in the same order, and a call in another stream than the one before waits for
-that one.
-While kernels wait they look at an abort word and at the operation's deadline; ``check`` turns what they found into an error.
+The calls of one communicator are ordered: all ranks make them in the same order, and a call in
+another stream waits for the previous call. Waiting kernels poll an abort word and the deadline;
+``check`` turns their reports into errors.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ CLOSE_WAIT_S = 10.0
 
 
 class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
-    """The GPU side of a communicator; made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU."""
+    """Communicator for GPU memory on one host.
+
+    Created collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
+    """
 
     def __init__(
         self,
@@ -87,8 +91,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         global_ranks: Sequence[int] = (),
         launch_orders: LaunchOrders | None = None,
     ) -> None:
-        """Without ``options`` those of the environment; ``stages`` of a session that is this communicator's alone and ends with it;
-        ``called`` are the numbers of the ranks where waits fail, if not their own; the others as in ``make_device_communicator``."""
+        """``options``: default those of the environment. ``stages``: setup phases of a session that
+        belongs to this communicator and is closed with it. ``global_ranks``: rank numbers for
+        errors, by rank of the session. The other arguments as for ``make_device_communicator``.
+        """
         self._owns_session, stages = (
             stages is not None,
             stages or SetupPhases(session, activity=GPU_SETUP),
@@ -190,8 +196,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             )
 
     def _agree(self, cta_policy: str, stages: SetupPhases) -> tuple[RingOrder, CtaLimits]:
-        """Who are neighbours, as rank 0 finds it, and how many multiprocessors kernels take. When this returns, everybody has mapped and
-        filled its memory, so that packets may be sent."""
+        """Agree on the ring order, found by rank 0, and on the SM limits.
+
+        On return all ranks have mapped and initialised their memory, so packets may be sent.
+        """
         ready: dict[str, Any] = {"ctas": CtaLimits.proposal(self.gpu.multiprocessors, cta_policy)}
         if self.rank == 0:
             ready["ring"] = find_ring(self.symmetric.facts, self.symmetric.paths_read).to_json()
@@ -228,7 +236,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     # ---- running
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
-        """Window memory on every rank (``comm.device.windows``); all ranks call alike and in the same order."""
+        """Allocate window memory on every rank; all ranks make the same calls in the same order."""
         self.check("empty")
         self.gpu.make_current()
         if self._windows is None:
@@ -287,7 +295,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
 
     @contextlib.contextmanager
     def any_window_offset(self) -> Iterator[None]:
-        """Inside the block ranks may give outputs in different places of windows, or in none, so copy engines take none for a window's."""
+        """Allow outputs at different window offsets, or outside windows, on the ranks in the block.
+
+        Copy engines then treat no output as window memory.
+        """
         self._same_window_offset = False
         try:
             yield
@@ -303,7 +314,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
 
     @property
     def last_plan(self) -> DevicePlan | None:
-        """What the last operation ran with."""
+        """Plan of the last operation."""
         launch = self._fast_path.last
         return self._plan if launch is None else launch.last_plan
 
@@ -320,7 +331,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         op: Operator,
         stream: Any,
     ) -> bool:
-        """One rank, or nothing to do: the result is the input, or its product with the operator's scalar. Whether anything was enqueued."""
+        """Run an operation of a single rank, or of no elements; return True if work was enqueued.
+
+        The result is the input, or its product with the operator's scalar.
+        """
         kind, _ = resolve_operator(op, source.dtype, collective.label)
         self.check(collective.label)
         if kind is RedOp.PREMUL_SUM and source.count:
@@ -380,20 +394,23 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         )
 
     def _drop_launches(self) -> None:
-        """Prepare collectives anew."""
+        """Discard all prepared collectives."""
         self._launches.clear()
         self._fast_path.forget_collectives()
 
     def request(
         self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
     ) -> Request:
-        """What ``choose`` decides about; ``count`` are the elements of a block."""
+        """Return the planner's input for an operation; ``count``: elements per block."""
         return self.ctas.apply(self.planner.request(collective, dtype, count, op, root))
 
     def explain(
         self, collective: Collective, block_bytes: int, dtype: DType, op: Operator = SUM
     ) -> list[DeviceCandidate]:
-        """All ways to run ``collective`` on blocks of so many bytes, the chosen one first. Nothing is communicated."""
+        """Return all candidates for ``collective`` on blocks of this size, the chosen one first.
+
+        Nothing is communicated.
+        """
         request = self.request(
             collective, dtype, block_bytes // dtype.itemsize, op if collective.reduces else SUM
         )
@@ -408,24 +425,24 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         )
 
     def connections(self) -> Explanation:
-        """How data go between each two ranks, and why."""
+        """Return the data path of each pair of ranks, with the reason."""
         return self.symmetric.explain()
 
     def use_plan(
         self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp = SUM
     ) -> None:
-        """Run operations of this kind with ``plan`` from now on; all ranks give the same."""
+        """Run operations of this kind with ``plan`` from now on; all ranks must pass the same."""
         self.planner.use(collective, dtype, count, plan, op)
         self._drop_launches()
 
     def last_stream(self, capture: int) -> int:
-        """The stream of the last operation (``comm.device.order.Launcher``)."""
+        """Return the stream of the last operation (``launch_order.Launcher``)."""
         return self.streams.last_stream(capture)
 
     def _enter(self, name: str, stream: Any, fills: bool = True) -> int:
-        """What every operation begins with: raise what is known to be wrong, and the stream's number, ordered after the one before.
+        """Begin an operation: raise a known fault, order the stream, return its handle.
 
-        ``fills``: whether the launch may take the whole GPU (``comm.device.order``).
+        ``fills``: the launch may occupy the whole GPU (``launch_order``).
         """
         if self.closed or self._host[layout.HOST_ABORT]:
             self.check(name)
@@ -439,7 +456,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
 
     @property
     def stream(self) -> int:
-        """The stream of the last operation, as the driver's number; -1 before the first."""
+        """Driver handle of the last operation's stream; -1 before the first operation."""
         return self._fast_path.stream
 
     @stream.setter
@@ -447,13 +464,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self._fast_path.stream = number
 
     def _retain(self, views: Sequence[DeviceMemory], number: int) -> None:
-        """Keep what these views keep until the GPU has done with them."""
+        """Keep the objects behind these views alive until the GPU has finished with them."""
         objects = [view.keep for view in views if view.keep is not None]
         if objects:
             self._keep_alive.retain(objects, number)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds: on its GPU, of these in windows, and pinned on the host."""
+        """Return the bytes that this rank holds: on its GPU, of these in windows, and pinned."""
         windows = self._windows.nbytes if self._windows is not None else 0
         own = self.symmetric.nbytes if self.nranks > 1 else 0
         return {
@@ -465,23 +482,26 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     # ---- failure and end
 
     def check(self, name: str = "") -> None:
-        """Raise if the communicator is closed, was aborted, or a kernel passed its deadline. Does not wait for kernels."""
+        """Raise if the communicator is closed or has a fault. Does not wait for kernels."""
         if self.closed:
             raise CommunicatorClosed(closed_reason(self._foreign), rank=self.rank, op=name or None)
         self.faults.check(name)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """End what waits on the GPUs of all ranks; later calls raise. Any thread may call it."""
+        """End the waits on all ranks' GPUs; later calls raise. Any thread may call it."""
         if not self.closed:
             self.faults.abort(reason)
 
     def set_fault(self, fault: MiracclError) -> None:
-        """End what waits on this rank's GPU; later calls raise ``fault``, which somebody else tells the others. Any thread may call it."""
+        """End the waits on this rank's GPU; later calls raise ``fault``. Any thread may call it.
+
+        The caller notifies the other ranks.
+        """
         if not self.closed:
             self.faults.set_fault(fault)
 
     def _is_drained(self) -> bool:
-        """Whether nothing is enqueued any more, and nothing can come by a graph."""
+        """Return True if nothing is enqueued and no graph can enqueue anything."""
         with contextlib.suppress(MiracclError), self.gpu.device_guard():  # else nobody can say
             return self._fast_path.stream == -1 or (
                 self._fast_path.in_default_stream and self.gpu.is_done(0)
@@ -498,20 +518,24 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self.check()
 
     def compare_ops(self) -> None:
-        """Find a mismatch in the last operations that left nobody waiting, for ``check`` to tell. The GPU has ended its work."""
+        """Compare the op logs of all ranks; ``check`` raises a mismatch that left no rank waiting.
+
+        The GPU has finished its work.
+        """
         if self.nranks > 1 and not self.faults.ended:
             self._probe.compare_ops(self.faults)
 
     def has_stopped(self) -> bool:
-        """Whether a wait on this rank's GPU has ended without what it waited for."""
+        """Return True if a wait on this rank's GPU has ended unfulfilled."""
         return self.nranks > 1 and not self.faults.ended and self._probe.stopped()
 
     def close(self, already_reported: bool = False) -> MiracclError | None:
-        """Free everything, after all ranks have come here and their kernels have ended; may be called twice.
+        """Free all resources after all ranks have arrived and their kernels have ended.
 
-        Gives what kernels found and no call has told; what others found, too, unless the program was ``told`` of that in another way.
-        Where a rank does not come within ``CLOSE_WAIT_S``, or something broke, this rank's memory stays until the process ends: a peer's
-        kernel may still write to it.
+        May be called twice. Returns a fault that no call has raised; peers' faults are left out if
+        ``already_reported`` by other means. If a rank does not arrive within ``CLOSE_WAIT_S``, or
+        after a fault, this rank's memory stays allocated until the process exits: a peer's kernel
+        may still write to it.
         """
         if self.closed:
             return None
@@ -556,7 +580,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         return untold
 
     def _exchange_findings(self, untold: MiracclError | None, told: bool) -> MiracclError | None:
-        """What was found at the end here, or on another rank: who sent what nobody took hears of it as well."""
+        """Return the fault found at the end by this rank or another one.
+
+        The sender of an unmatched message learns of it here.
+        """
         words: list[Any] = []
         with contextlib.suppress(MiracclError):
             mine = json.dumps(encode_error(untold) if untold is not None else None).encode()
@@ -572,6 +599,6 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         return next((error for error in heard if error is not None), None)
 
     def forked(self) -> None:
-        """In a forked child, where CUDA does not work, and what it has pinned may not be there."""
+        """Close in a forked child, where CUDA does not work and pinned memory may be missing."""
         self.closed = self._foreign = True
         self._fast_path.close()

@@ -1,9 +1,10 @@
-"""What the ranks of a host say that they run on GPU memory: who has come to an operation, what others ran last, who ran another one.
+"""Flight recorder of the GPUs of a host: the last operations of every rank, read from GPU memory.
 
-A kernel that all ranks take part in writes the number and the signature of its launch to the boards of all peers when it begins
-(executor/cuda/source/packets.cuh); so does a collective that is messages, with a number of its own and with how many launches there were
-before it (source/p2p.cuh).  Kernels compare what is there while they wait.  The host does once a wait has passed its deadline, and when the
-GPU has ended its work.
+A kernel that all ranks take part in writes number and signature of its launch into the memory of
+all peers when it starts (executor/cuda/source/packets.cuh). A collective made of messages does
+the same, with a number of its own and the number of launches before it (source/p2p.cuh). Kernels
+compare the entries while they wait; the host does after a missed deadline and once the GPU has
+finished its work.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _is_after(number: int, other: int) -> bool:
 
 @dataclass(frozen=True)
 class MessageRecord:
-    """A collective that is messages, as a rank says: ``launches`` are those of other collectives before it."""
+    """Record of a collective made of messages; ``launches_before``: other collectives before it."""
 
     tag: int
     signature: int
@@ -49,8 +50,10 @@ class MessageRecord:
 
 @dataclass(frozen=True)
 class OpLog:
-    """What a rank says of its last operations: by number the signatures of launches, and collectives that are messages. ``launch`` and
-    ``record`` are the numbers of the last ones, 0 before the first."""
+    """Last operations of a rank: signatures of launches and message collectives, by number.
+
+    ``last_launch`` and ``last_message_op`` are the latest numbers, 0 before the first.
+    """
 
     launches: Mapping[int, int]
     message_ops: Mapping[int, MessageRecord]
@@ -59,7 +62,7 @@ class OpLog:
 
     @property
     def last(self) -> tuple[int, int] | None:
-        """Number and signature of the last operation, the number 0 for messages; None before the first."""
+        """Number (0: messages) and signature of the last operation; None before the first."""
         if self.last_message_op and not _is_after(
             self.last_launch, self.message_ops[self.last_message_op].launches_before
         ):
@@ -71,8 +74,11 @@ class OpLog:
         )
 
     def truncated_at(self, number: int) -> OpLog:
-        """Without what this rank enqueued after the operation in which its wait failed: a launch, or (0) its last collective that is
-        messages, for no more of these begin then."""
+        """Return the log without operations enqueued after the one whose wait failed.
+
+        ``number``: that of the launch, or 0 for the last message collective, after which no further
+        one begins.
+        """
         launch = (
             number or self.message_ops[self.last_message_op].launches_before
             if number or self.last_message_op
@@ -97,14 +103,14 @@ def _parse_op_log(launches: Mapping[int, int], moves: bytes) -> OpLog:
 
 
 def _latest(numbers: Mapping[int, object]) -> int:
-    """The one after all others; they are close to one another."""
+    """Return the latest of some numbers that are close to one another modulo 2**32; 0 if empty."""
     return next(
         (number for number in numbers if not any(_is_after(other, number) for other in numbers)), 0
     )
 
 
 def _differing_op(own: OpLog, other: OpLog) -> tuple[int, int] | None:
-    """Number and signature, as ``Said.last`` has them, of an operation of ``own`` in whose place the other rank says another."""
+    """Return (number, signature) of an own operation that differs from the other's, or None."""
     for number, signature in own.launches.items():
         if other.launches.get(number, signature) != signature:
             return number, signature
@@ -115,7 +121,7 @@ def _differing_op(own: OpLog, other: OpLog) -> tuple[int, int] | None:
 
 
 def _reordered_op(own: OpLog, other: OpLog) -> tuple[int, int] | None:
-    """The same of one that the other rank has left out, regions it has gone on, or that this rank has gone on to without one of the other."""
+    """Return (number, signature) of an operation that one of the two ranks has skipped, or None."""
     if (
         own.last_message_op
         and _is_after(own.last_message_op, other.last_message_op)
@@ -138,7 +144,7 @@ def _reordered_op(own: OpLog, other: OpLog) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Straggler:
-    """An operation, named as ``Said.last`` names one, that ``rank`` has begun and ``behind`` has not; one of them is this rank (None)."""
+    """Operation that rank ``ahead`` has started and rank ``behind`` has not; None is this rank."""
 
     ahead: int | None
     behind: int | None
@@ -148,15 +154,18 @@ class Straggler:
 
 @dataclass(frozen=True)
 class RecorderSnapshot:
-    """What this rank has run, and what its peers say. ``stopped(rank)``: whether a peer's wait has failed, after which launches that it had
-    enqueued still begin."""
+    """Op logs of this rank and of its peers.
+
+    ``stopped(rank)`` returns True if a peer's wait has failed; launches that it enqueued before
+    still begin after that.
+    """
 
     own: OpLog
     peers: Mapping[int, OpLog]
     stopped: Callable[[int], bool] = lambda _: False
 
     def has_begun(self, rank: int, number: int) -> bool:
-        """Whether a peer has begun launch ``number``, 0: the last collective of this rank that is messages."""
+        """Return True if a peer has started launch ``number`` (0: our last message collective)."""
         log = self.peers.get(rank, OpLog({}, {}))
         if number:
             return log.last_launch != 0 and not _is_after(number, log.last_launch)
@@ -165,7 +174,7 @@ class RecorderSnapshot:
         )
 
     def describe(self, rank: int, number: int, name: Callable[[int, int], str]) -> str:
-        """What a peer does about an operation; ``name(number, signature)`` is what one is called."""
+        """Describe a peer's progress towards an operation; ``name(number, signature)``: its name."""
         return (
             "has started it"
             if self.has_begun(rank, number)
@@ -173,13 +182,13 @@ class RecorderSnapshot:
         )
 
     def describe_last(self, rank: int, name: Callable[[int, int], str]) -> str:
-        """What a peer ran last."""
+        """Describe a peer's last operation."""
         log = self.peers[rank].last if rank in self.peers else None
         return f"its last was {name(*log)}" if log is not None else "it has not run any operation"
 
     @property
     def all_caught_up(self) -> bool:
-        """Whether all peers have begun what this rank has."""
+        """True if all peers have started every operation that this rank has."""
         own = self.own
         return not any(
             _is_after(own.last_launch, log.last_launch)
@@ -188,7 +197,7 @@ class RecorderSnapshot:
         )
 
     def find_straggler(self) -> Straggler | None:
-        """Where this rank and a peer have not begun equally many operations."""
+        """Return the first pair of ranks that have not started equally many operations, or None."""
         for peer, log in self.peers.items():
             if log.last_launch != self.own.last_launch:
                 own_is_ahead = _is_after(self.own.last_launch, log.last_launch)
@@ -207,8 +216,10 @@ class RecorderSnapshot:
         return None
 
     def find_mismatch(self, failed: int | None = None) -> tuple[int, int, int] | None:
-        """A peer that ran another operation in the place of one of this rank's, and number and signature of that one. ``failed``: in which
-        a wait of this rank did, as in ``Said.upto``."""
+        """Return (peer, number, signature) of an own operation that a peer replaced, or None.
+
+        ``failed``: operation in which this rank's wait failed, as for ``OpLog.truncated_at``.
+        """
         own = self.own if failed is None else self.own.truncated_at(failed)
         for peer, log in self.peers.items():
             found = _differing_op(own, log)
@@ -224,7 +235,10 @@ class RecorderSnapshot:
 
 
 class MemoryRegions(Protocol):
-    """Where the memory of a rank and of its peers lies: ``transport.cuda_p2p.SymmetricMemory``, ``executor.cuda.lower.CommArgs``."""
+    """Addresses of a rank's memory and its peers'.
+
+    Implemented by ``transport.cuda_p2p.SymmetricMemory`` and ``executor.cuda.lower.CommArgs``.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -238,21 +252,24 @@ class MemoryRegions(Protocol):
 
 @dataclass(frozen=True)
 class ProgressHeader:
-    """The beginning of this rank's memory: its state and, regions peers share this memory, the boards. One copy."""
+    """Start of this rank's memory: its state and, if peers write here, their op logs.
+
+    Read with one copy.
+    """
 
     state: tuple[int, ...]
     content: bytes
 
     @property
     def op_counts(self) -> tuple[int, int]:
-        """How many launches, and collectives that are messages, there were on this rank's GPU."""
+        """Numbers of launches and of message collectives so far."""
         return self.state[layout.STATE_LAUNCH] % _NUMBER_RANGE, self.state[
             layout.STATE_MESSAGE_OPS
         ] >> 32
 
     @property
     def last_begun(self) -> tuple[int, int]:
-        """Number and signature of the last launch that has begun, 0 before the first."""
+        """Number and signature of the last started launch; 0 before the first."""
         recorded = {
             word >> 32: word % _NUMBER_RANGE
             for word in self.state[layout.STATE_SIGNATURES :][: layout.OP_LOG_ENTRIES]
@@ -262,12 +279,12 @@ class ProgressHeader:
 
     @property
     def stopped(self) -> bool:
-        """Whether a wait of this rank has failed."""
+        """True if a wait of this rank has failed."""
         return self.state[layout.STATE_WAIT_FAILED] != 0
 
     @property
     def pending_copies(self) -> tuple[int, int] | None:
-        """Number and signature of the launch after which copies go on that wait for peers; None: none do."""
+        """Number and signature of the launch whose copies wait for peers, or None."""
         number = self.state[layout.STATE_COPIES] % _NUMBER_RANGE
         return (
             (
@@ -281,14 +298,14 @@ class ProgressHeader:
 
 
 def read_progress_header(gpu: Gpu, regions: MemoryRegions) -> ProgressHeader:
-    """What ``read_boards`` begins with."""
+    """Read the header with which ``read_snapshot`` begins."""
     content = gpu.read(regions.own, _HEADER_BYTES)
     return ProgressHeader(_STATE_WORDS.unpack_from(content, layout.STATE_OFFSET), content)
 
 
 @dataclass(frozen=True)
 class PendingLaunch:
-    """A launch that a rank is in, and ranks without which it does not end, and which have not begun it."""
+    """Launch that cannot end before ranks ``awaited``, which have not started it."""
 
     number: int
     signature: int
@@ -296,8 +313,7 @@ class PendingLaunch:
 
 
 def read_pending_launch(gpu: Gpu, regions: MemoryRegions) -> PendingLaunch | None:
-    """The launch that this rank is in and cannot end yet, as others have not come. (The count of launches does not tell: one thread adds to
-    it, which may have waited for nobody.)"""
+    """Return the launch that waits for ranks which have not started it, or None."""
     head = read_progress_header(gpu, regions)
     number, signature = head.last_begun
     peers = [rank for rank in range(len(regions.outboxes)) if rank != regions.rank]
@@ -319,7 +335,7 @@ def read_pending_launch(gpu: Gpu, regions: MemoryRegions) -> PendingLaunch | Non
 
 
 def _entry_offset(rank: int, number: int) -> int:
-    """Where in a rank's memory the entry of ``rank`` for a launch is."""
+    """Return the offset in a rank's memory of the entry of ``rank`` for a launch."""
     return (
         layout.OP_LOG_OFFSET
         + (rank * layout.OP_LOG_ENTRIES + number % layout.OP_LOG_ENTRIES) * _ENTRY.size
@@ -327,15 +343,17 @@ def _entry_offset(rank: int, number: int) -> int:
 
 
 def _last_recorded_launch(gpu: Gpu, base: int, rank: int) -> int:
-    """The number of the last launch that ``rank`` has log there that it has begun, 0 before the first."""
+    """Return the number of the last launch that ``rank`` recorded at ``base``; 0 if none."""
     entries = _ENTRY.iter_unpack(gpu.read(base + _entry_offset(rank, 0), _ENTRY_BYTES))
     return _latest({number: signature for number, signature, *_ in entries if number or signature})
 
 
 @dataclass(frozen=True)
 class PendingMessageWait:
-    """What a rank says of a wait in messages: how far the peer's count ``what`` of ``Come`` must have come. ``holds``: a bit for each rank
-    that the launch holds meanwhile (source/p2p.cuh)."""
+    """Wait of a message launch until the peer's ``counter`` of ``MessageCounts`` reaches ``count``.
+
+    ``holds``: bit mask of the ranks that the launch suspends meanwhile (source/p2p.cuh).
+    """
 
     peer: int
     counter: str
@@ -344,7 +362,7 @@ class PendingMessageWait:
 
 
 def read_pending_waits(gpu: Gpu, regions: MemoryRegions) -> list[PendingMessageWait]:
-    """The long waits of this rank in the launch of messages that it is in."""
+    """Return the long waits of this rank's current message launch."""
     nranks = len(regions.inboxes)
     if _read_word(gpu, regions.own + _STOPPED):
         return []
@@ -363,7 +381,7 @@ def read_pending_waits(gpu: Gpu, regions: MemoryRegions) -> list[PendingMessageW
 
 
 def _is_satisfied(gpu: Gpu, regions: MemoryRegions, peer: int, kind: int, count: int) -> bool:
-    """Whether a wait for ``peer`` has got what it was for: of a large message slots, which come before it is received and counted."""
+    """Return True if a wait for ``peer`` has got what it waits for."""
     if kind == _NEED_BULK:
         granted = (
             _read_word(
@@ -387,8 +405,11 @@ def _is_satisfied(gpu: Gpu, regions: MemoryRegions, peer: int, kind: int, count:
 
 @dataclass(frozen=True)
 class MessageCounts:
-    """How far a rank's kernels have come: the number of the last launch that has begun, and by peer rows of the first lane that they have
-    sent to it, and told it that they have received, and ``large`` messages that they have received."""
+    """Progress of a rank's kernels, by peer.
+
+    ``last_launch``: number of the last started launch. ``sent`` and ``received``: packets of the
+    first warp queue. ``large_received``: large messages received.
+    """
 
     last_launch: int
     sent: tuple[int, ...]
@@ -397,6 +418,7 @@ class MessageCounts:
 
 
 def read_message_counts(gpu: Gpu, regions: MemoryRegions) -> MessageCounts:
+    """Read this rank's message counts."""
     lanes = layout.message_warp_queues(len(regions.inboxes))
     sent, received, large = [], [], []
     for peer, outbox in enumerate(regions.outboxes):
@@ -431,8 +453,7 @@ def _read_word(gpu: Gpu, address: int) -> int:
 def read_snapshot(
     gpu: Gpu, regions: MemoryRegions, head: ProgressHeader | None = None
 ) -> RecorderSnapshot:
-    """The boards of all peers, and what this rank has recorded of its own operations. Memory that peers share is read once; ``head`` if it
-    was read before."""
+    """Read the op logs of this rank and all peers; ``head`` if it was read before."""
     head = head or read_progress_header(gpu, regions)
     recorded = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.OP_LOG_ENTRIES]
     peers = {peer: inbox for peer, inbox in enumerate(regions.inboxes) if peer != regions.rank}

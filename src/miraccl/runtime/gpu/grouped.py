@@ -1,4 +1,4 @@
-"""Operations on GPU memory inside ``miraccl.group()``: they are noted and run at its end."""
+"""Operations on GPU memory inside ``miraccl.group()``: recorded, and run when the group ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _POINT_TO_POINT = ("send", "recv", "sendrecv")
 
 
 class Grouped:
-    """The methods of ``gpu`` for a group: all sends and receives are run in one launch, then the collectives in their order.
+    """Recorder for the methods of ``gpu`` in a group.
 
-    Operations in several streams become one in the stream of the first; the other streams wait before and after.
+    All sends and receives run in one launch, then the collectives in call order. Operations in
+    several streams run in the first one's stream; the others wait before and after.
     """
 
     def __init__(self, gpu: Any) -> None:
@@ -65,7 +66,7 @@ class Grouped:
         return out
 
     def add(self, stream: int, messages: Sequence[tuple[Any, int, bool]]) -> None:
-        """Sends and receives, which are right: array, peer, whether it is received."""
+        """Add checked sends and receives: (array, peer, receives)."""
         for x, peer, receives in messages:
             self._add(
                 stream,
@@ -74,7 +75,7 @@ class Grouped:
             )
 
     def are_collective(self, signature: int, count: int) -> None:
-        """The last ``count`` sends and receives are a collective with this signature."""
+        """Mark the last ``count`` sends and receives as a collective with this signature."""
         items = self._items[-count:]
         del self._items[-count:]
         number, transfers = items[0][0], [transfer for _, transfer in items]
@@ -87,7 +88,7 @@ class Grouped:
         self._arrays.append(array)
 
     def run(self) -> None:
-        """The end of the group."""
+        """Run the recorded operations."""
         with self._gpu.gpu.device_guard():
             self._run()
 
@@ -106,24 +107,24 @@ class Grouped:
                 item()
 
     def drop(self) -> None:
-        """An exception has left the group."""
+        """Discard the group after an exception."""
 
 
 class Groupable:
-    """A communicator whose calls a group may take."""
+    """Communicator whose calls can be grouped."""
 
     def grouped(self, group: Group) -> Grouped:
-        """What takes calls while a group is open."""
+        """Return the recorder of an open group."""
         return group.batch(self, Grouped)
 
 
 class FastPathGroupable(Groupable):
-    """A communicator whose doors note the messages of a group, until a call that they do not take."""
+    """Communicator whose fast path records grouped messages up to an unhandled call."""
 
     _fast_path: Doors
 
     def _hand_over(self, group: Group) -> None:
-        """What doors have noted is Python's to run."""
+        """Move the messages that the fast path has recorded to the group."""
         stream, messages, signature = self._fast_path.take_notes()
         self.grouped(group).add(stream, messages)
         if signature:
@@ -132,8 +133,11 @@ class FastPathGroupable(Groupable):
     def are_collective(
         self, collective: Collective, root: int, counts: Sequence[int], count: int
     ) -> None:
-        """The last ``count`` messages of this thread's group are a collective of separate arrays, as ``gather`` and others are one of parts
-        of an array: arguments as of ``executor.cuda.moves.op_signature``."""
+        """Mark the last ``count`` messages of this thread's group as one collective.
+
+        Its blocks are separate arrays, where ``gather`` and others have one. Arguments as for
+        ``executor.cuda.moves.move_signature``.
+        """
         signature = op_signature(collective, root, counts)
         if not (
             groups.is_single_compiled_block() and self._fast_path.are_collective(signature, count)

@@ -1,4 +1,4 @@
-"""What must live until the GPU has come past it."""
+"""Objects kept alive until the GPU has finished with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from miraccl.executor.cuda.gpu import Gpu
 
 
 class KeepAlive:
-    """Objects that must live until the GPU has come past where they were handed in; what was captured is kept to the end."""
+    """Keep-alive list of a GPU; objects of captured operations are kept until ``close``."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -17,7 +17,7 @@ class KeepAlive:
         self._captured: list[Any] = []
 
     def retain(self, objects: Any, stream: int) -> None:
-        """Until everything that is in ``stream`` now has ended."""
+        """Keep ``objects`` alive until all work now in ``stream`` has ended."""
         with self.gpu.device_guard():  # doors come here as well
             self._retain(objects, stream)
 

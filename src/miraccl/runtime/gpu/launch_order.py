@@ -1,15 +1,18 @@
-"""Kernels of several communicators on one GPU: those that fill it run one after another.
+"""Launch order of several communicators on one GPU: kernels that fill it run one after another.
 
-A kernel that waits for peers keeps its multiprocessors until they come.  Two such kernels of two communicators, of which each GPU holds
-another one, would wait for ever.  So a launch that fills the GPU waits, on the GPU, for the last such launch of another communicator of
-this rank; if ranks call communicators in the same order, every GPU runs them in the same order (NCCL_LAUNCH_ORDER_IMPLICIT does the same).
-Small kernels need no order: they fit beside a large one on the multiprocessors that it leaves free, those of two communicators, each with
-the next one set up already (``wait_previous_grid`` of executor/cuda/source/machine.cuh).
+A kernel that waits for peers occupies its SMs until they arrive. Two such kernels of two
+communicators would deadlock if two GPUs ran them in opposite order. A launch that fills the GPU
+therefore waits, on the GPU, for the last such launch of another communicator of this rank: ranks
+that call communicators in the same order run their kernels in the same order, as with NCCL's
+``NCCL_LAUNCH_ORDER_IMPLICIT``. Small kernels need no order: they fit on the SMs that a large one
+leaves free, even those of two communicators whose next kernel is already launched
+(``after_grid_before`` of executor/cuda/source/machine.cuh).
 
-Only what ranks call in the same order can be ordered: the calls of a thread, in general, so an order belongs to the thread in which a
-communicator's first operation on a GPU is called.  Threads that go their own ways are not ordered among each other, nor are ranks that are
-threads of one process.  Of PyTorch the groups of a process have one order where their first operations are called in the thread that made
-them, or in one that Python did not start: backward passes run in threads of autograd, one after another with the rest.
+Only calls that all ranks make in the same order can be ordered, in general those of one thread, so
+an order belongs to the thread of a communicator's first operation. Independent threads are not
+ordered with one another, nor are ranks that are threads of one process. The groups of PyTorch share
+one order per process if their first operation is called in the thread that created them, or in one
+not started by Python: autograd runs backward passes in such threads, in sequence with the rest.
 """
 
 from __future__ import annotations
@@ -29,15 +32,15 @@ SMALL_THREADS = 2048
 
 
 class Launcher(Protocol):
-    """A communicator."""
+    """Communicator that launches kernels."""
 
     def last_stream(self, capture: int) -> int:
-        """The stream of its last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
+        """Return the stream of its last operation in ``capture`` (0: none); -1 if there is none."""
         ...
 
 
 class LaunchOrder:
-    """Which communicator filled this rank's GPU last."""
+    """Record of the communicator that filled a GPU last."""
 
     def __init__(self) -> None:
         self.last: Launcher | None = None
@@ -45,7 +48,7 @@ class LaunchOrder:
         self.address = ctypes.addressof(self._word)
 
     def enter(self, gpu: Gpu, launcher: Launcher, stream: int) -> None:
-        """``who`` enqueues in ``stream`` next; it waits for the one before."""
+        """Order the next launch of ``launcher`` in ``stream`` after the previous launcher's."""
         before, self.last = self.last, launcher
         self._word.value = id(launcher)
         if before is None or before is launcher:
@@ -61,7 +64,7 @@ class LaunchOrder:
 
 
 class LaunchOrders:
-    """Those of one rank, one for each GPU."""
+    """Launch orders of one rank, by GPU."""
 
     def __init__(self) -> None:
         self._of_gpu: dict[int, LaunchOrder] = {}
@@ -75,7 +78,7 @@ _thread_state = threading.local()
 
 
 def thread_launch_orders() -> LaunchOrders:
-    """Those of the calling thread."""
+    """Return the launch orders of the calling thread."""
     if not hasattr(_thread_state, "orders"):
         _thread_state.orders = LaunchOrders()
     orders: LaunchOrders = _thread_state.orders
@@ -83,8 +86,12 @@ def thread_launch_orders() -> LaunchOrders:
 
 
 def program_launch_orders(session: Session) -> Callable[[], LaunchOrders]:
-    """A function for the first operation of a communicator that the calling thread makes over ``session``: it gives the orders of the
-    process in this thread, and in those that Python did not start; a thread that the program has started has its own."""
+    """Return a function that gives the launch orders for a communicator of this process.
+
+    The calling thread and threads not started by Python share one; a thread started by the
+    application has its own, as do ranks that are threads of one process (several ranks with one
+    token in ``session``). The function is called with a communicator's first operation.
+    """
     maker, shared = threading.get_ident(), session.tokens.count(session.tokens[session.rank]) > 1
 
     def orders() -> LaunchOrders:

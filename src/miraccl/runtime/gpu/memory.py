@@ -1,6 +1,7 @@
-"""Arrays on a GPU as users pass them: PyTorch tensors, anything with ``__cuda_array_interface__`` (CuPy, Numba, RAPIDS) or DLPack.
+"""Arrays on a GPU: PyTorch tensors, ``__cuda_array_interface__`` (CuPy, Numba, RAPIDS) and DLPack.
 
-Only headers are read; nothing is copied.  PyTorch is recognised without being imported.  DLPack is asked last: it may make streams wait.
+Only headers are read; nothing is copied. PyTorch is recognised without importing it. DLPack is
+tried last: it may make streams wait.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ array_kinds: dict[type, Kind] = {}
 
 
 class DeviceMemory(NamedTuple):
-    """A contiguous buffer. ``keep`` is what must stay alive while the GPU works on it, beyond what users hold; None for most."""
+    """Contiguous buffer on a GPU.
+
+    ``keep``: object to keep alive while the GPU works on the buffer, beyond the caller's
+    references; None for most.
+    """
 
     address: int
     count: int  # type: ignore[assignment]  # elements; hides tuple.count
@@ -55,14 +60,14 @@ class DeviceMemory(NamedTuple):
         return self.count * self.dtype.itemsize
 
     def slice(self, first: int, count: int) -> DeviceMemory:
-        """Elements ``first`` to ``first + count``."""
+        """Return elements ``first`` to ``first + count``."""
         return DeviceMemory(
             self.address + first * self.dtype.itemsize, count, self.dtype, self.keep, self.read_only
         )
 
 
 def is_gpu_array(thing: Any) -> bool:
-    """Whether ``thing`` is an array in GPU memory; cheap, never raises, imports nothing."""
+    """Return True if ``thing`` is an array in GPU memory. Cheap, never raises, imports nothing."""
     if isinstance(thing, np.ndarray):
         return False
     try:
@@ -88,7 +93,7 @@ MAX_FREED_ADDRESS = 1 << 40
 
 
 def _dlpack_device(thing: Any) -> tuple[int, int]:
-    """(kind, number) of the device that DLPack says, (0, 0) without."""
+    """Return (type, ordinal) of the DLPack device; (0, 0) if there is none."""
     if not hasattr(type(thing), "__dlpack_device__"):
         return 0, 0
     try:
@@ -99,7 +104,7 @@ def _dlpack_device(thing: Any) -> tuple[int, int]:
 
 
 def device_ordinal(thing: Any) -> int:
-    """The number of the GPU on which ``thing`` lies; the current one op_name neither the array nor the driver says."""
+    """Return the ordinal of the GPU of ``thing``; the current one if unknown."""
     # PyTorch's name, CuPy's name; JAX's devices have an id, too, which counts those of all processes
     number = getattr(getattr(thing, "device", None), "id" if _is_cupy(thing) else "index", None)
     if isinstance(number, int):
@@ -118,7 +123,7 @@ def device_ordinal(thing: Any) -> int:
 
 
 def current_ordinal() -> int:
-    """The number of the GPU that this thread works on: PyTorch's, CuPy's, that of the driver's current context, or 0."""
+    """Return the current GPU's ordinal: PyTorch's, CuPy's, the driver's current context, or 0."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and torch.cuda.is_available():
         return int(torch.cuda.current_device())
@@ -134,10 +139,10 @@ def current_ordinal() -> int:
 def device_view(
     thing: Any, name: str, op_name: str, stream: Any = None, gpu: Gpu | None = None
 ) -> DeviceMemory:
-    """The memory of ``thing``, or ``InvalidUsage`` that says what is wrong with the argument ``name`` of ``op_name``.
+    """Return the memory of argument ``name`` of ``op_name``; raise ``InvalidUsage`` if unsuitable.
 
-    ``stream`` is op_name it will be used; DLPack's producers make it wait for what they still compute.  ``gpu`` is the one that will use it:
-    arrays on another one are refused.
+    ``stream``: stream in which the memory will be used; a DLPack producer makes it wait for pending
+    work. ``gpu``: GPU that will use the memory; arrays on another one are rejected.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
@@ -172,14 +177,14 @@ def device_view(
 
 
 def _check_device(gpu: Gpu | None, view: DeviceMemory, name: str, op_name: str) -> DeviceMemory:
-    """The memory, unless it is another GPU's."""
+    """Return ``view``; raise if it lies on another GPU."""
     if gpu is not None and view.count and (owner := gpu.owner(view.address)) != gpu.ordinal:
         raise _wrong_device(name, op_name, owner, gpu)
     return view
 
 
 def _read_interface(thing: Any, name: str, op_name: str) -> Any:
-    """What it gives for an interface, None without."""
+    """Return the ``__cuda_array_interface__`` of ``thing``, or None."""
     try:
         return getattr(thing, "__cuda_array_interface__", None)
     except Exception as error:
@@ -190,13 +195,16 @@ def _read_interface(thing: Any, name: str, op_name: str) -> Any:
 
 
 def _is_cupy(thing: Any) -> bool:
-    """An array of CuPy's names the current stream, as calls take it that name none; in another one the caller sees to the order."""
+    """Return True for CuPy arrays, whose interface names the current stream.
+
+    Calls without ``stream`` use that one; with another one the caller orders them.
+    """
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(thing, cupy.ndarray)
 
 
 def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) -> None:
-    """Where the interface names a stream, that of the operation waits for what is in it (its version 3, "Synchronization")."""
+    """Make the operation's stream wait for the interface's stream, as its version 3 demands."""
     producer = interface.get("stream")
     if producer is None or gpu is None:
         return
@@ -211,13 +219,16 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
 
 
 def _remember_type(thing: Any, how: Kind) -> None:
-    """Tell doors of the type of an array that is right."""
+    """Tell the fast path the type of a valid array."""
     if type(thing) not in array_kinds and len(array_kinds) < at.MOST_KINDS:
         array_kinds[type(thing)] = how
 
 
 def _view_dlpack(thing: Any, name: str, op_name: str, stream: int) -> DeviceMemory:
-    """The capsule is kept, not consumed: the producer's memory is let go when the last reference to it goes."""
+    """Return the memory of a DLPack tensor.
+
+    The capsule is kept, not consumed: the producer's memory is released with its last reference.
+    """
     try:
         capsule, pointer, read_only = capsule_of(thing, stream=stream)
     except Exception as error:
@@ -247,7 +258,7 @@ def _view_dlpack(thing: Any, name: str, op_name: str, stream: int) -> DeviceMemo
 
 
 def _check_size(count: int, dtype: DType, name: str, op_name: str) -> None:
-    """Refuse what no memory can be."""
+    """Raise if no memory can be that large."""
     if count * dtype.itemsize > MAX_BYTES:  # less is for the driver to refuse
         raise too_large_error(count, dtype.label, name, op_name)
 
@@ -302,7 +313,10 @@ def _view_tensor(tensor: Any, torch: Any, name: str, op_name: str, gpu: Gpu | No
 
 
 def _dtype_of(thing: Any, typestr: str) -> DType | None:
-    """The dtype of an array that gives it as ``typestr``; for bfloat16 and 8-bit floats NumPy has no code that says what they are."""
+    """Return the dtype of an array with this ``typestr``.
+
+    NumPy has no code for bfloat16 and 8-bit floats; their name is taken from the array's dtype.
+    """
     with contextlib.suppress(TypeError, ValueError, SyntaxError):
         dtype = np.dtype(typestr)
         if dtype.kind != "V" or dtype.name in DTYPE_NAMES:
@@ -321,7 +335,7 @@ def _is_number(given: Any) -> bool:
 
 
 def _is_handle(given: Any) -> bool:
-    """Of memory, or of a stream."""
+    """Return True for an address or a stream handle."""
     return _is_number(given) and bool(given < 1 << 63)
 
 
@@ -354,7 +368,7 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_interface(interface: Any, which: str) -> None:
-    """Refuse what is no ``__cuda_array_interface__``; ``which`` are the call and its array."""
+    """Raise if ``interface`` is invalid; ``which`` names the call and its array."""
     if not isinstance(interface, dict):
         raise InvalidUsage(
             f"{which} has a __cuda_array_interface__ that is a {type(interface).__name__}; it is a dict"
@@ -401,7 +415,7 @@ def _view_interface(thing: Any, interface: dict[str, Any], name: str, op_name: s
 
 
 def empty_like(thing: Any, count: int, op_name: str) -> Any:
-    """A flat array of the same library, dtype and device with ``count`` elements."""
+    """Return a flat array of ``count`` elements of the same library, dtype and device."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
         return torch.empty(count, dtype=thing.dtype, device=thing.device)

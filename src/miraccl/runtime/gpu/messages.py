@@ -1,7 +1,8 @@
-"""Sends, receives and the uneven collectives on GPU memory: what ``DeviceCommunicator`` does with the kernel ``p2p``.
+"""Point-to-point and uneven operations on GPU memory, run by the kernel ``p2p``.
 
-Everything here but ``reduce_scatter_v`` only moves data: it becomes a list of messages, and one launch runs them all.  The first
-operation on GPU memory sets the GPU side up and therefore takes all ranks; later ones take those that are named.
+All of them except ``reduce_scatter_v`` only move data: an operation becomes a list of messages that
+run in one launch. The first operation on GPU memory creates the GPU side and involves all ranks;
+later ones involve the ranks named.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ _ITEMSIZES = tuple(
 
 
 def message_frame(memory: SymmetricMemory) -> Framing:
-    """How rows of messages are framed, the same on all ranks: lines where every path keeps 128 bytes together, which NVLink does.
+    """Return the packet frame of messages, the same on all ranks.
 
-    NCCL allows LL128 within a host up to NVB (src/graph/tuning.cc).  Where the topology is not known, Hopper and
-    later are taken to have NVLink.
+    128-byte lines are used if every path delivers them whole, which NVLink does. NCCL allows LL128
+    within a host up to NVB (src/graph/tuning.cc). Without a topology, Hopper and later are assumed
+    to have NVLink.
     """
     for (a, b), choice in memory.choices.items():
         path = memory.path(a, b)
@@ -59,7 +61,7 @@ def message_frame(memory: SymmetricMemory) -> Framing:
 
 
 def read_rejected_size(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
-    """The size of this rank's message that ``peer`` has rejected, as in ``layout.MESSAGE``."""
+    """Return the size of this rank's message that ``peer`` rejected, as in ``layout.MESSAGE``."""
     (word,) = _WORD.unpack(
         gpu.read(
             args.inboxes[peer] + layout.REJECTED_OFFSET + peer * layout.WORD_STRIDE, _WORD.size
@@ -71,7 +73,10 @@ def read_rejected_size(gpu: Gpu, args: CommArgs, peer: int) -> int | None:
 def size_mismatch(
     host: Any, rank: int, peer: int, rejected: int | None, op: str | None
 ) -> MiracclError:
-    """The error of ``layout.ERROR_SIZES``. ``rejected``: see ``read_refused``; a kernel that sends knows only the message it is at."""
+    """Return the error of ``layout.ERROR_SIZES``.
+
+    ``rejected``: see ``read_rejected_size``; a sending kernel knows only its current message.
+    """
     sends = int(host[layout.HOST_AWAITED]) == layout.AWAIT_SEND
     words = [int(host[layout.HOST_SIZES + i]) for i in range(4)]
     sizes = [words[i] | words[i + 1] << 32 for i in (0, 2)]
@@ -95,7 +100,10 @@ def _format_size(size: int) -> str:
 
 
 class MessageCalls(UnevenCollectives):
-    """The part of ``DeviceCommunicator`` that moves messages; it owns ``_messages``, everything else is the communicator's."""
+    """Message operations of ``DeviceCommunicator``.
+
+    The mixin owns ``_messages``; everything else belongs to the communicator.
+    """
 
     last_plan: DevicePlan | None
     _messages: MessageLaunches
@@ -118,7 +126,7 @@ class MessageCalls(UnevenCollectives):
     # ---- point to point
 
     def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        """Send ``x`` to rank ``dst``. Matches one ``recv`` of the same count and dtype, in order."""
+        """Send ``x`` to rank ``dst``; matches one ``recv`` of equal count and dtype, in order."""
         if self._send(x, dst, False, stream):
             self._launch_messages(
                 [self._message(x, dst, False, "x", "send", stream)], "send", stream
@@ -151,7 +159,7 @@ class MessageCalls(UnevenCollectives):
     def transfer(
         self, x: Any, peer: Any, receives: bool, op_name: str, stream: Any = None
     ) -> DeviceTransfer:
-        """One argument of ``exchange``, checked."""
+        """Return one checked argument of ``exchange``."""
         memory, message = self._message(
             x, peer, receives, "out" if receives and op_name == "sendrecv" else "x", op_name, stream
         )
@@ -176,7 +184,7 @@ class MessageCalls(UnevenCollectives):
         stream: Any,
         signature: int = 0,
     ) -> None:
-        """Enqueue one launch; ``signature``: of the collective that it is, if any."""
+        """Enqueue one launch; ``signature``: that of the collective they form, if any."""
         messages = [message for _, message in parts]
         fills = saturates_gpu(sum([m.nbytes for m in messages]), len(messages))
         number = self._enter(name, stream, fills)
@@ -194,8 +202,11 @@ class MessageCalls(UnevenCollectives):
         name: str = "group",
         signature: int = 0,
     ) -> None:
-        """Sends and receives that go on together; between two ranks they match in their order.  ``signature``: of the collective that they
-        are, if any, which all ranks then call, also those without any."""
+        """Run sends and receives concurrently; between two ranks they match in order.
+
+        ``signature``: that of the collective which they form, if any. All ranks then call this,
+        also those without messages.
+        """
         self._launch_messages(
             [(t.memory, _message(t.receives, t.peer, t.memory)) for t in transfers],
             name,
@@ -204,7 +215,7 @@ class MessageCalls(UnevenCollectives):
         )
 
     def barrier(self, *, stream: Any = None) -> None:
-        """What follows in the stream begins when every rank's stream has come here."""
+        """Delay later work in the stream until every rank's stream has arrived here."""
         number = self._enter("barrier", stream, False)
         others = [r for r in range(self.nranks) if r != self.rank]
         words = [
@@ -256,7 +267,7 @@ class MessageCalls(UnevenCollectives):
         op: Operator,
         stream: Any,
     ) -> None:
-        """Equal counts are one kernel, others a ``reduce`` per rank."""
+        """Run one kernel for equal counts, a ``reduce`` per rank otherwise."""
         if len(set(sizes)) == 1:
             self._run(Collective.REDUCE_SCATTER, source, target, sizes[0], op, 0, stream)
             return

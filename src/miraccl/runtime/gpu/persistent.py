@@ -1,4 +1,4 @@
-"""Prepared operations on GPU memory, and what an operation returns before it has run (groups ask for that, too)."""
+"""Prepared operations on GPU memory, and the binding of results before an operation runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _OUT_POSITION = {
 
 
 def bind_result(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(what an operation of ``gpu`` returns, its arguments with an array for the result), where the operation has not run yet.
+    """Return (result, arguments with a result array) of an operation that has not run yet.
 
-    ``args`` are in the order of the public methods, all of them.  What the operation would refuse is refused now.
+    ``args``: all arguments in the order of the public method. Invalid arguments raise now. Groups
+    use this as well.
     """
     if name == "barrier":
         return None, ()
@@ -41,10 +42,13 @@ def bind_result(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[An
 
 
 class DevicePersistent:
-    """A prepared operation on GPU memory: ``op()`` enqueues it in the current stream, ``op(stream=...)`` in another. Buffers are bound."""
+    """Prepared operation on GPU memory with bound buffers.
+
+    ``op()`` enqueues it in the current stream, ``op(stream=...)`` in another one.
+    """
 
     def __init__(self, gpu: Any, name: str, args: Sequence[Any], cpu_plan: Any) -> None:
-        """``cpu_plan`` is the word that names the last plan on CPU memory."""
+        """``cpu_plan``: word that identifies the last plan on CPU memory."""
         self.name, self._gpu = name, gpu
         self.result, bound = bind_result(name, args, gpu)
         current = next((own for x in args if (own := library_stream_getter(x)) is not None), None)

@@ -1,6 +1,7 @@
-"""What a communicator asks about its operations on GPUs, and the plans that it was given; ``executor.cuda.choice`` chooses the others.
+"""Planner for GPU memory: requests for a communicator's calls, and plans set by the application.
 
-``DevicePlanner`` is to GPU memory what ``comm.planner.Planner`` is to CPU memory.
+``DevicePlanner`` is the counterpart of ``planning.planner.Planner``; other plans come from
+``executor.cuda.choice``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from miraccl.types import Collective, DType, RedOp
 
 
 class DevicePlanner:
-    """Makes requests of calls and finds plans for these, for one communicator and rank."""
+    """Makes requests from calls and finds their plans, for one communicator and rank."""
 
     def __init__(self, rank: int, nranks: int, options: Options) -> None:
-        """An algorithm or a protocol that does not exist is refused here (``InvalidUsage``)."""
+        """Raise ``InvalidUsage`` for an unknown algorithm or protocol."""
         self.rank, self.nranks = rank, nranks
         self.algo, self.proto = (
             options.algo,
@@ -40,7 +41,7 @@ class DevicePlanner:
     def request(
         self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
     ) -> Request:
-        """What ``choose`` decides about, on all multiprocessors; ``count`` are the elements of a block."""
+        """Return the planner's input on all SMs; ``count``: elements per block."""
         kind, scalar = resolve_operator(op, dtype, collective.label)
         algo, why = self._algorithm(collective)
         return Request(
@@ -58,7 +59,10 @@ class DevicePlanner:
         )
 
     def _algorithm(self, collective: Collective) -> tuple[str, str]:
-        """What was asked for where it has a schedule, and why, or nothing: then ``choose`` does. A wish that rules forbid is none."""
+        """Return the configured algorithm and its reason; empty if ``choose`` is to decide.
+
+        A hint that other rules forbid is ignored.
+        """
         ordered = self.deterministic and collective.reduces
         asked = self.algo or self._constraints.algorithms.get(collective, "")
         if asked and catalog.get(asked).supports(collective, self.nranks):
@@ -70,7 +74,7 @@ class DevicePlanner:
         return "", ""
 
     def plan(self, request: Request) -> DevicePlan:
-        """The plan for a request: one that was given, else what ``choose`` says."""
+        """Return the plan for a request: the application's, or the one that ``choose`` finds."""
         return self.user_plan(request) or choose(request)
 
     def user_plan(self, request: Request) -> DevicePlan | None:
@@ -79,9 +83,9 @@ class DevicePlanner:
     def use(
         self, collective: Collective, dtype: DType, count: int, plan: DevicePlan, op: RedOp
     ) -> None:
-        """Give ``plan`` for all requests of this kind."""
+        """Use ``plan`` for all requests of this kind."""
         self._user_plans[collective, dtype, count, op] = plan
 
     def forget_user_plans(self) -> None:
-        """Forget the plans that were given."""
+        """Discard the application's plans."""
         self._user_plans.clear()

@@ -1,4 +1,7 @@
-"""What the host reads from the memory of a host's GPUs once waits have failed or work has ended, and what operations are called there."""
+"""Probe of the state in a host's GPU memory: op logs, waits and progress, read by the host.
+
+Used after a wait has failed, or once the GPUs have finished their work.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ Reading = TypeVar("Reading")
 
 
 class LaunchRecord(Protocol):
-    """A launch that was made."""
+    """Prepared launch with its signatures."""
 
     @property
     def signatures(self) -> tuple[int, ...]: ...
@@ -44,8 +47,10 @@ class LaunchRecord(Protocol):
 
 
 class DeviceProbe:
-    """Looks at the regions ``regions`` of a communicator; ``launches()`` are those that it has made, by (collective, dtype, count, operator,
-    root)."""
+    """Probe of one communicator's memory ``regions``.
+
+    ``launches()`` gives the prepared launches by (collective, dtype, count, operator, root).
+    """
 
     def __init__(
         self,
@@ -65,38 +70,40 @@ class DeviceProbe:
         return None
 
     def snapshot(self) -> RecorderSnapshot | None:
-        """What all ranks run."""
+        """Read the op logs of all ranks."""
         return self._read(read_snapshot)
 
     def rejected_size(self, peer: int) -> int | None:
-        """The size of this rank's message that ``peer`` has refused."""
+        """Read the size of this rank's message that ``peer`` has rejected."""
         return self._read(read_rejected_size, peer)
 
     def stopped(self) -> bool:
-        """Whether a wait on this rank's GPU has ended without what it waited for, regions that can be read."""
+        """Return True if a wait on this rank's GPU is known to have ended unfulfilled."""
         head = self._read(read_progress_header)
         return head is not None and head.stopped
 
     def pending_launch(self) -> PendingLaunch | None:
-        """The launch that this rank is in now."""
+        """Return the current launch if it waits for ranks that have not started it."""
         return self._read(read_pending_launch)
 
     def pending_waits(self) -> list[PendingMessageWait]:
-        """What this rank waits for in messages now."""
+        """Return the waits of the current message launch."""
         return self._read(read_pending_waits) or []
 
     def message_counts(self) -> MessageCounts | None:
-        """How far the kernels of this rank have come, regions that can be read."""
+        """Read the progress of this rank's kernels."""
         return self._read(read_message_counts)
 
     def pending_copies(self) -> tuple[int, int] | None:
-        """Number and signature of the operation whose copies wait for peers now."""
+        """Return number and signature of the operation whose copies wait for peers, or None."""
         head = self._read(read_progress_header)
         return head.pending_copies if head is not None else None
 
     def describe_launch(self, number: int, signature: int) -> str:
-        """As of CPU operations, with the number of the launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``; ``number`` 0: a
-        collective that is messages."""
+        """Return the name of a launch: ``all_reduce #17 (1024 x float32, sum; ring, simple)``.
+
+        ``number`` 0 is a collective made of messages.
+        """
         if not number:
             return moves.describe_signature(signature)
         for (collective, dtype, count, op, root), launch in self._launches():
@@ -112,7 +119,10 @@ class DeviceProbe:
         return f"launch #{number}"
 
     def compare_ops(self, faults: DeviceFaults) -> None:
-        """Find a mismatch in the last operations that left nobody waiting: the next ones would tell of it. The GPU has ended its work."""
+        """Record a mismatch in operations that left no rank waiting.
+
+        The next operation would detect it, too. The GPU has finished its work.
+        """
         head = self._read(read_progress_header)
         snapshot = (
             self._read(read_snapshot, head)
@@ -127,8 +137,10 @@ class DeviceProbe:
                 self._compared_counts = head.op_counts
 
     def compare_final_ops(self, faults: DeviceFaults, frame: Framing) -> None:
-        """The same once all ranks have come to the end and their GPUs have ended their work: equally many operations, and no messages of
-        collectives that nobody has taken."""
+        """Record a mismatch at finalize: unequal operation counts or unmatched messages.
+
+        All ranks have arrived and their GPUs have finished their work.
+        """
         snapshot = self._read(read_snapshot)
         if snapshot is None:
             return

@@ -1,9 +1,10 @@
-"""In which order the GPUs of a host are neighbours: that of the ring which the channel search finds on this machine.
+"""Ring order of the GPUs of a host, from the channel search.
 
-``ring``, ``chain`` and ``double_binary_tree`` (also in protocol Simple) talk to neighbours only, so it matters who they are.  Rank 0 takes
-the machine as the transport has read it (``transport.cuda_pairs``).  Where all GPUs are equally near, any order is as good as that of the
-ranks; else the search of ``graph`` is asked, with the settings that NCCL's has, and its answer is kept with the plans on disk.  Where
-something is strange about the machine the order is that of the ranks, with the reason.
+``ring``, ``chain`` and ``double_binary_tree`` (also with protocol Simple) communicate with
+neighbours only, so the order matters. Rank 0 uses the topology that the transport has read
+(``transport.cuda_pairs``). If all GPUs are equally distant, rank order is as good as any; otherwise
+``graph`` searches with the settings of NCCL's search, and the result is cached with the plans on
+disk. On any error the order is that of the ranks, with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _log = trace.logger("graph")
 
 @dataclass(frozen=True, kw_only=True)
 class RingOrder:
-    """The ranks in the order in which neighbours follow one another, and why."""
+    """Ranks in ring order, and the reason for it."""
 
     order: tuple[int, ...]
     reason: str
@@ -38,7 +39,7 @@ class RingOrder:
 
     @property
     def kernel_order(self) -> tuple[int, ...]:
-        """For ``executor.cuda.lower``: nothing where it is the order of the ranks."""
+        """Order for ``executor.cuda.lower``; empty for rank order."""
         return () if self.order == tuple(range(len(self.order))) else self.order
 
 
@@ -47,7 +48,10 @@ def rank_order(nranks: int, reason: str) -> RingOrder:
 
 
 def find_ring(facts: Sequence[GpuFacts], paths: GpuPaths) -> RingOrder:
-    """The ring of the ranks with these GPUs; ``paths`` as this process read them. Never raises."""
+    """Return the ring order of ranks with these GPUs. Never raises.
+
+    ``paths``: the topology as read by this process.
+    """
     nranks, ids = len(facts), [fact.bus_id for fact in facts]
     if nranks < 3:
         return rank_order(nranks, "up to two ranks have one order")
@@ -67,7 +71,7 @@ def find_ring(facts: Sequence[GpuFacts], paths: GpuPaths) -> RingOrder:
 
 
 def _uniform_distance(paths: GpuPaths, ids: Sequence[str]) -> str:
-    """How far all pairs of these GPUs are from each other, if that is the same for all, or nothing."""
+    """Return the path type and bandwidth that all pairs of GPUs share; empty if they differ."""
     assert paths.topology is not None
     for domain in paths.topology.domains:
         place = {
@@ -90,7 +94,7 @@ def _uniform_distance(paths: GpuPaths, ids: Sequence[str]) -> str:
 def _search_cached(
     machine: XmlNode, ids: Sequence[str], graph_file: str
 ) -> tuple[tuple[int, ...], str]:
-    """(order, how far neighbours are at most) of the first channel of the search among these GPUs, from the plans on disk or made now."""
+    """Return (order, slowest neighbour path) of the first channel, from disk or a search."""
     from miraccl.graph.plan import (
         PlanRequest,
     )  # machines whose GPUs are equally near need none of it
@@ -108,7 +112,7 @@ def _search_cached(
 
 
 def _search(machine: XmlNode, request: Any) -> dict[str, Any]:
-    """The first channel of the ring graph; GPUs that only the network joins follow one another by groups."""
+    """Search the ring graph; GPUs joined only by the network follow one another by group."""
     from miraccl.graph.channel_graph import GraphKind
     from miraccl.graph.search import search_channels
     from miraccl.topo.analyse import analyse_topology
@@ -124,7 +128,7 @@ def _search(machine: XmlNode, request: Any) -> dict[str, Any]:
 
 
 def _device_numbers(machine: XmlNode, ids: Sequence[str]) -> tuple[int, ...]:
-    """The device numbers in the topology of the GPUs with these bus ids."""
+    """Return the topology's device numbers of the GPUs with these bus ids."""
     numbers = {
         bus_id(node.attrs["busid"]): int(gpu.attrs["dev"])
         for node in machine.walk()

@@ -1,4 +1,4 @@
-"""Streams as users name them: a number, an object of a library, or none for the current one."""
+"""Stream arguments: a CUstream handle, a library's stream object, or None (current stream)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ _TOO_LARGE = (
 def find_current_stream(
     keep: Callable[[int, Any], None] = lambda number, stream: None,
 ) -> Callable[[int], int]:
-    """How to ask for the current stream of a device: PyTorch's, CuPy's, or the legacy default stream, whichever is there first. ``keep``
-    hears of objects that may destroy their streams, which PyTorch's do not."""
+    """Return a function that gives the current stream of a device.
+
+    It is PyTorch's, CuPy's or the legacy default stream, whichever library is loaded first.
+    ``keep(handle, stream)`` receives objects that destroy their stream when they die; PyTorch's do
+    not.
+    """
     return _torch_stream_getter() or functools.partial(_look_up_stream, keep)
 
 
 def _torch_stream_getter() -> Callable[[int], int] | None:
-    """PyTorch's function, where it is there and made for CUDA."""
+    """Return PyTorch's function if PyTorch is loaded and was built for CUDA."""
     return getattr(getattr(sys.modules.get("torch"), "_C", None), "_cuda_getCurrentRawStream", None)
 
 
 def _look_up_stream(keep: Callable[[int, Any], None], ordinal: int) -> int:
-    """Without PyTorch what is there is looked up in every call: a program may import a library after its first operation."""
+    """Return the current stream of whichever library is loaded now."""
     of_torch = _torch_stream_getter()
     return cupy_stream(keep, ordinal) if of_torch is None else of_torch(ordinal)
 
 
 def cupy_stream(keep: Callable[[int, Any], None], ordinal: int) -> int:
-    """CuPy's current stream on a device; the legacy default stream without CuPy."""
+    """Return CuPy's current stream on a device; the legacy default stream without CuPy."""
     of_cupy = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "get_current_stream", None)
     if of_cupy is None:
         return 0
@@ -44,8 +48,10 @@ def cupy_stream(keep: Callable[[int, Any], None], ordinal: int) -> int:
 
 
 def library_stream_getter(array: Any) -> Callable[[], Any] | None:
-    """The function that gives the current stream of the library of ``array``, where that is not what ``find_current_stream`` finds: CuPy's,
-    in a program that has PyTorch as well. Else None."""
+    """Return the getter of CuPy's current stream for a CuPy array if PyTorch is loaded, too.
+
+    ``find_current_stream`` would find PyTorch's stream. None for other arrays.
+    """
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(array, cupy.ndarray) or _torch_stream_getter() is None:
         return None
@@ -53,7 +59,7 @@ def library_stream_getter(array: Any) -> Callable[[], Any] | None:
 
 
 def stream_handle(stream: Any) -> int:
-    """A stream as the driver's number: a number, a stream of PyTorch or CuPy, anything with ``__cuda_stream__``."""
+    """Return the CUstream handle of an int, a stream object or a ``__cuda_stream__``."""
     number = (
         stream if isinstance(stream, int) and not isinstance(stream, bool) else _handle_of(stream)
     )
@@ -65,7 +71,7 @@ def stream_handle(stream: Any) -> int:
 
 
 def _handle_of(stream: Any) -> int | None:
-    """The number that an object has; None without."""
+    """Return the handle of a stream object, or None."""
     try:
         for name in ("cuda_stream", "ptr"):
             number = getattr(stream, name, None)
@@ -81,6 +87,6 @@ def _handle_of(stream: Any) -> int | None:
 
 
 def dlpack_stream(stream: Any, ordinal: int) -> int:
-    """The consumer's stream as ``__dlpack__`` wants to hear it: 1 is the legacy default stream, 2 that of the thread."""
+    """Return the consumer's stream for ``__dlpack__``: 1 legacy, 2 per-thread default stream."""
     number = find_current_stream()(ordinal) if stream is None else stream_handle(stream)
     return number or 1

@@ -1,4 +1,7 @@
-"""Operations of one communicator in several streams: each waits for the one before (``order`` has those of several communicators)."""
+"""Order of one communicator's operations over several streams: each waits for the previous one.
+
+``launch_order`` orders the launches of several communicators.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,10 @@ MAX_KEPT_STREAMS = 16
 
 
 class StreamKeepAlive:
-    """The objects whose streams a communicator was given. CuPy destroys a stream with its object, and the next operation in another stream
-    asks the driver about that of the last one: asked about one that was destroyed, the driver ends the process (580.159)."""
+    """Stream objects kept alive because their handles are still in use."""
 
     def __init__(self, in_use: Callable[[], Container[int]]) -> None:
-        """``in_use``: the streams of the last operations."""
+        """``in_use()``: handles of the streams of the last operations."""
         self._in_use = in_use
         self._objects: dict[
             tuple[int, type], Any
@@ -38,10 +40,10 @@ class StreamKeepAlive:
 
 
 class StreamOrder:
-    """In which stream a communicator's last operation is, and how the next one follows it."""
+    """Stream of a communicator's last operation, and the order of the next one after it."""
 
     def __init__(self, gpu: Gpu, doors: Doors) -> None:
-        """``doors`` note the stream of the last operation, and follow to others themselves where they can."""
+        """``fast_path`` records the last stream and orders further ones itself if it can."""
         self._gpu, self._fast_path = gpu, doors
         self._last_uncaptured = (
             -1
@@ -56,7 +58,7 @@ class StreamOrder:
             doors.follow_streams(int(self._event), calls, gpu.context)
 
     def handle(self, stream: Any) -> int:
-        """A stream as the driver's number; None: the current one (``comm.device.stream``)."""
+        """Return the CUstream handle of a stream argument; None is the current stream."""
         if stream is None:
             if self._current is None:
                 self._current = find_current_stream(self._keep_alive.retain)
@@ -68,15 +70,18 @@ class StreamOrder:
         return number
 
     def follow(self, stream: Any) -> int:
-        """The stream's number; what is enqueued there from now on follows the last operation."""
+        """Return the handle of ``stream``, whose further work follows the last operation."""
         number = self.handle(stream)
         if number != self._fast_path.stream or self._fast_path.captured:
             self._change(number)
         return number
 
     def _change(self, number: int) -> None:
-        """The first call in another stream, or after a capture, waits for what this communicator did outside of captures; inside of one for
-        what was captured."""
+        """Order the first call in another stream, or after a capture.
+
+        Outside captures it waits for the last operation outside captures, inside one for the last
+        captured operation.
+        """
         capture = self._gpu.capture_id(number)
         before = self.last_stream(capture)
         if not self._fast_path.captured:
@@ -87,7 +92,7 @@ class StreamOrder:
             self._gpu.order_streams(before, number)
 
     def last_stream(self, capture: int) -> int:
-        """The stream of the last operation that a capture took in, of the last one that ran for 0; -1 where none is to be waited for."""
+        """Return the stream of the last operation in ``capture`` (0: none); -1 if there is none."""
         last = (
             self._last_uncaptured
             if self._fast_path.captured and not capture
@@ -96,7 +101,7 @@ class StreamOrder:
         return last if last != -1 and self._gpu.capture_id(last) == capture else -1
 
     def release_streams(self) -> None:
-        """The GPU has ended its work: streams may end."""
+        """Release the stream objects; the GPU has finished its work."""
         self._keep_alive.release()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A send or receive of GPU memory, whose arguments have been checked."""
+"""Checked send or receive of GPU memory."""
 
 from __future__ import annotations
 

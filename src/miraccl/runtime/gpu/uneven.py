@@ -1,6 +1,6 @@
-"""Collectives on GPU memory with a root or with counts, as users call them: arguments are checked here, ``_run_uneven`` moves the data.
+"""Rooted and uneven collectives on GPU memory; counts are in elements, one per rank.
 
-Counts are in elements, one a rank.
+The methods check arguments; the subclass's ``_run_uneven`` moves the data.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from miraccl.types import Collective
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenRequest:
-    """A collective with counts whose arguments are right. ``sends`` are the blocks of ``source``, ``receives`` those of ``target``: one for
-    each rank, or one for all or for the root; ``counts`` what all ranks know, nothing for all_to_all."""
+    """Checked uneven collective.
+
+    ``sends`` are the blocks of ``source``, ``receives`` those of ``target``: one per rank, or one
+    for all ranks or the root. ``counts``: the counts that all ranks know; empty for all_to_all.
+    """
 
     collective: Collective
     source: DeviceMemory
@@ -39,7 +42,10 @@ class UnevenRequest:
 
 
 class UnevenCollectives(FastPathDisabled, DeviceArguments):
-    """The methods of a communicator. Where there is a door (``executor.cuda.doors``), a call that it takes is done."""
+    """Rooted and uneven collectives.
+
+    A method first tries its fast path (``fastpath.cuda``), which returns 0 if it handled the call.
+    """
 
     def _run_rooted(
         self,
@@ -51,15 +57,18 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         root: int,
         stream: Any,
     ) -> None:
-        """Run a gather or scatter of equal blocks in ``stream``; a rank that lacks one of the two buffers gives the other for it."""
+        """Run a gather or scatter of equal blocks in ``stream``.
+
+        A rank without one of the two buffers passes the other one for it.
+        """
         raise NotImplementedError
 
     def _run_uneven(self, request: UnevenRequest, stream: Any) -> None:
-        """Run it in ``stream``."""
+        """Run the request in ``stream``."""
         raise NotImplementedError
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
-        """All ranks' ``x``, one after another, on rank ``root``; the others get None."""
+        """Concatenate all ranks' ``x`` on rank ``root``; other ranks return None."""
         if not self._gather(x, out, root, None, None, False, stream):
             return out if root == self.rank else None
         root, source = (
@@ -73,7 +82,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         return out
 
     def scatter(self, x: Any = None, root: int = 0, out: Any = None, *, stream: Any = None) -> Any:
-        """Rank r gets the r-th of nranks equal shares of the root's ``x``; the other ranks give ``out``."""
+        """Send rank r the r-th equal share of the root's ``x``; other ranks pass ``out``."""
         if not self._scatter(x, out, root, None, None, False, stream):
             return out
         root = self._check_root(root, "scatter")
@@ -89,7 +98,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
     def all_gather_v(
         self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None
     ) -> Any:
-        """As ``all_gather``; rank r contributes ``counts[r]`` elements."""
+        """Concatenate ``x`` of all ranks; rank r contributes ``counts[r]`` elements."""
         if not self._all_gather_v(x, out, None, None, counts, False, stream):
             return out
         sizes = counts_of(counts, "counts", self.nranks, "all_gather_v")
@@ -119,7 +128,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         *,
         stream: Any = None,
     ) -> Any:
-        """As ``reduce_scatter``; rank r gets ``counts[r]`` elements."""
+        """Reduce ``x`` over all ranks; rank r gets ``counts[r]`` elements."""
         if not self._reduce_scatter_v(x, out, op, False, stream, counts):
             return out
         sizes = counts_of(counts, "counts", self.nranks, "reduce_scatter_v")
@@ -150,7 +159,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         *,
         stream: Any = None,
     ) -> Any:
-        """As ``all_to_all``; block j of ``x`` has ``send_counts[j]`` elements, block j of the result ``recv_counts[j]``."""
+        """Exchange blocks: ``send_counts[j]`` elements to, ``recv_counts[j]`` from rank j."""
         if not self._all_to_all_v(x, out, None, send_counts, recv_counts, False, stream):
             return out
         sends = counts_of(send_counts, "send_counts", self.nranks, "all_to_all_v")
@@ -177,7 +186,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
     def gather_v(
         self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None
     ) -> Any:
-        """As ``gather``; rank r contributes ``counts[r]`` elements."""
+        """Concatenate ``x`` on rank ``root``; rank r contributes ``counts[r]`` elements."""
         if not self._gather_v(x, out, root, None, counts, False, stream):
             return out if root == self.rank else None
         root, sizes = (
@@ -206,7 +215,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
     def scatter_v(
         self, x: Any, counts: Sequence[int], root: int = 0, out: Any = None, *, stream: Any = None
     ) -> Any:
-        """As ``scatter``; rank r gets ``counts[r]`` elements."""
+        """Send rank r its ``counts[r]`` elements of the root's ``x``."""
         if not self._scatter_v(x, out, root, counts, None, False, stream):
             return out
         root, sizes = (
@@ -248,7 +257,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         op_name: str,
         stream: Any,
     ) -> tuple[Any, DeviceMemory]:
-        """The result of a gather and its memory; of a rank that is not the root None, and ``source``."""
+        """Return a gather's result and its memory; (None, ``source``) on non-root ranks."""
         if self.rank != root:
             return None, source
         out = empty_like(x, sum(sizes), op_name) if out is None else out
@@ -265,7 +274,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         op_name: str,
         stream: Any,
     ) -> tuple[Any, DeviceMemory]:
-        """The root's share of a scatter and its memory."""
+        """Return the root's share of a scatter and its memory."""
         out = empty_like(x, sizes[self.rank], op_name) if out is None else out
         target = self._check_out(out, source, sizes[self.rank], op_name, stream)
         self._check_in_place(source, target, sum(sizes[: self.rank]), op_name)
@@ -299,7 +308,7 @@ RankBlocks = list[tuple[int, DeviceMemory]]
 
 
 def split_by_rank(memory: DeviceMemory, sizes: Sequence[int]) -> RankBlocks:
-    """Consecutive parts, one a rank."""
+    """Split ``memory`` into consecutive blocks, one per rank."""
     firsts = itertools.accumulate(sizes, initial=0)
     return [
         (rank, memory.slice(first, size))
@@ -311,8 +320,10 @@ def split_by_rank(memory: DeviceMemory, sizes: Sequence[int]) -> RankBlocks:
 def sends_and_receives(
     request: UnevenRequest, rank: int, nranks: int
 ) -> tuple[RankBlocks, RankBlocks]:
-    """What ``rank`` sends and receives in a collective that only moves data; empty blocks, which both sides leave out, and one that stays
-    in its place are not among it."""
+    """Return the blocks that ``rank`` sends and receives in a collective that only moves data.
+
+    Empty blocks, which both sides omit, and a block that stays in place are left out.
+    """
     sent, received = (
         split_by_rank(request.source, request.sends),
         split_by_rank(request.target, request.receives),

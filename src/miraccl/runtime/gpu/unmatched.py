@@ -1,9 +1,11 @@
-"""Messages of collectives inside a host that nobody will take, because ranks did not agree on counts, or not all called.
+"""Detection of unmatched messages inside a host at finalize.
 
-The next collective that is messages between the two tells of them, as their tag is another one than what is waited for.  Where none
-follows, they are found when all ranks have come to the end, and nothing is launched any more: what lies then in the ring of a lane behind
-the packets that this rank has taken was sent for nobody.  A header goes by the first lane, so it alone is looked at.  Plain sends are no error
-here, as they are none on CPU memory: their tag is 0.  A few small copies for each peer: too many for ``synchronize``.
+A message of a collective is unmatched if ranks disagreed on counts, or not all called it. The next
+message collective between the two ranks detects it by its tag. Without a next one, the check at
+finalize does, when nothing is launched any longer: packets behind those that this rank has received
+in a queue's ring were sent without a receiver. The first queue carries the headers, so only that
+one is read. Plain sends (tag 0) are not an error here, as on CPU memory. The check takes a few
+small copies per peer, too many for ``synchronize``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _TAG_OFFSETS = {Framing.LINE: 7 * _ROW.size, Framing.PAIR: 0}
 
 
 def message_tag(packets: bytes, frame: Framing, row: int) -> int | None:
-    """The tag of the message whose first packets lie at ``row`` of a lane, two of them; None if it has not come."""
+    """Return the tag of the message whose first two packets are at ``row``; None if not arrived."""
     flag = row // layout.FIFO_ROWS + 1 & 0xFFFFFFFF
     first, second = (
         _ROW.unpack_from(packets, _TAG_OFFSETS[frame] + number * layout.ROW_BYTES)
@@ -36,8 +38,10 @@ def message_tag(packets: bytes, frame: Framing, row: int) -> int | None:
 def find_unmatched(
     gpu: Gpu, regions: MemoryRegions, frame: Framing, snapshot: RecorderSnapshot
 ) -> tuple[int, int] | None:
-    """A peer whose message nobody has taken, and the signature of its collective, 0 if the peer does not say any more. All GPUs have ended
-    their work, and no wait has failed."""
+    """Return (peer, signature) of an unmatched message, or None; signature 0 if it is unknown.
+
+    All GPUs have finished their work, and no wait has failed.
+    """
     lanes = layout.message_warp_queues(len(regions.inboxes))
     for peer, inbox in enumerate(regions.inboxes):
         if peer == regions.rank:

@@ -1,8 +1,9 @@
-"""What the kernels of a rank wait for, for those who look for circles of waits (``comm.whereabouts``).
+"""Wait state of a rank's kernels, for the deadlock detector (``diagnosis.blocked_ops``).
 
-Kernels compare what they run with one another, and find circles of messages themselves.  What else ranks wait for they cannot know:
-messages of some against a broadcast of others, what goes between hosts, calls on CPU memory.  The lookout reads what kernels say of their
-waits, and how far they have come, where somebody waits for long.
+Kernels compare their operations with one another and detect cycles of messages themselves. They
+cannot detect cycles through other waits: messages against a broadcast, traffic between nodes, calls
+on CPU memory. The detector therefore reads the kernels' wait records and progress when a rank has
+been blocked for long.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FailFn = Callable[[str, str], None]
 
 
 class DeviceWaitState(abc.ABC):
-    """The stream (``whereabouts.Stream``) of a rank: ``_find`` says where it is, until it is closed."""
+    """Wait-state provider of one rank's stream (``blocked_ops.StreamProvider``), until closed."""
 
     def __init__(self, session: Session, name: str, needs_look: bool) -> None:
         self._session, self.name, self.needs_probe = session, name, needs_look
@@ -47,7 +48,10 @@ class DeviceWaitState(abc.ABC):
 
     @abc.abstractmethod
     def _read_states(self, program: Wait | None) -> Mapping[str, BlockedState]:
-        """As ``report`` gives it. First what is waited for, then whether that is all, then how far it has come."""
+        """Return the states as ``report`` does.
+
+        Implementations read the waits first, then whether these are all, then the progress.
+        """
 
     def probe(self) -> None:
         program = blocked_ops.current_wait()
@@ -62,14 +66,17 @@ class DeviceWaitState(abc.ABC):
             return self._read_states(program) if self.session is not None else {}
 
     def close(self) -> None:
-        """Nobody looks any more: what there is to look at may go."""
+        """Stop reporting; the probed memory may be freed afterwards."""
         blocked_ops.stream_providers.remove(self)
         with self._lock:
             self._closed, self._last_probe = True, {}
 
 
 class KernelWaits:
-    """Those of one rank. ``key`` is that of the session of the host's ranks, ``named(rank)`` the stream of one of these."""
+    """Waits and progress of one rank's kernels.
+
+    ``key``: that of the session of the host's ranks; ``named(rank)``: stream name of such a rank.
+    """
 
     def __init__(
         self, looks: DeviceProbe, key: str, rank: int, named: Callable[[int], str], end: FailFn
@@ -83,7 +90,7 @@ class KernelWaits:
         )
 
     def waits(self) -> list[Wait]:
-        """The launch that they are in, or its messages."""
+        """Return the wait of the current launch, or those of its messages."""
         found = self._probe.pending_launch()
         if found is not None:
             op = self._probe.describe_launch(found.number, found.signature)
@@ -109,7 +116,7 @@ class KernelWaits:
         }
 
     def progress(self) -> dict[str, RankProgress]:
-        """How far they have come."""
+        """Return the progress of the kernels."""
         come = self._probe.message_counts()
         return (
             {}
@@ -126,12 +133,12 @@ class KernelWaits:
 
 
 class KernelWaitState(DeviceWaitState):
-    """That of a communicator of one host."""
+    """Wait-state provider of a one-host communicator."""
 
     def __init__(
         self, session: Session, looks: DeviceProbe, end: FailFn, is_done: Callable[[], bool]
     ) -> None:
-        """``is_done()``: whether nothing is enqueued any more, and no graph may bring anything; it may ask the driver."""
+        """``is_done()``: nothing is enqueued, nor can a graph enqueue anything."""
         super().__init__(
             session,
             stream_name(session.tokens[session.rank], session.key, session.rank),

@@ -1,7 +1,8 @@
-"""Window memory on GPUs: arrays that all ranks of the host have mapped, handed out by ``Communicator.empty(..., device="cuda")``.
+"""Window memory on GPUs, mapped by all ranks of the host: ``comm.empty(..., device="cuda")``.
 
-Windows are made by all ranks together, in the same order and of the same size, and live as long as the communicator.  Operations that only
-move data write straight into peers' windows (``executor.cuda.copies``); all ranks must then pass the same place of the same window.
+All ranks allocate windows together, in the same order and of the same size; they live as long as
+the communicator. Operations that only move data write straight into peers' windows
+(``executor.cuda.copies``); all ranks must then pass the same offset in the same window.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _DTYPES_BY_NAME = DTYPE_NAMES | {"bool": DType.UINT8}
 
 
 class DeviceArray:
-    """Window memory as an array of GPU memory: ``__cuda_array_interface__`` for CuPy, Numba and others, ``torch()`` for PyTorch.
+    """Window memory as an array: ``__cuda_array_interface__``, and ``torch()`` for PyTorch.
 
-    16- and 8-bit floats that NumPy does not know are shown to others as unsigned integers of their size.
+    Floating-point types unknown to NumPy appear as unsigned integers of their size.
     """
 
     def __init__(
         self, address: int, shape: tuple[int, ...], dtype: DType, keep: Any, ordinal: int = 0
     ) -> None:
-        """``keep`` holds the memory, which is that of the GPU ``ordinal``."""
+        """``keep``: owner of the memory, which is on GPU ``ordinal``."""
         self.address, self.shape, self.dtype, self._keep, self._ordinal = (
             address,
             shape,
@@ -64,11 +65,11 @@ class DeviceArray:
 
     @property
     def miraccl_view(self) -> DeviceMemory:
-        """The memory with its own type, for calls of this package."""
+        """Memory with its own dtype, for calls of this package."""
         return DeviceMemory(self.address, math.prod(self.shape), self.dtype)
 
     def torch(self) -> Any:
-        """The same memory as a tensor."""
+        """Return the same memory as a tensor."""
         import torch
 
         kind = getattr(
@@ -85,7 +86,7 @@ class DeviceArray:
 
 
 class DeviceWindows:
-    """The windows of a communicator."""
+    """Windows of a communicator."""
 
     def __init__(self, memory: SymmetricMemory) -> None:
         self._memory = memory
@@ -97,7 +98,10 @@ class DeviceWindows:
         return sum(window.nbytes for window in self._windows)
 
     def empty(self, shape: Any, dtype: Any, plane: ControlPlane, stages: SetupPhases) -> Any:
-        """Zeroed memory on every rank; a tensor if ``dtype`` is one of PyTorch's, else a ``DeviceArray``. All ranks call alike."""
+        """Allocate zeroed memory on every rank: a tensor for a PyTorch dtype or a ``DeviceArray``.
+
+        All ranks pass the same arguments.
+        """
         kind, dims = _element_type(dtype), dimensions(shape)
         nbytes = max(1, math.prod(dims)) * kind.itemsize
         if nbytes > MAX_BYTES:
@@ -125,7 +129,7 @@ class DeviceWindows:
         )
 
     def locate(self, memory: DeviceMemory) -> WindowPosition | None:
-        """Where ``memory`` lies in a window that every rank addresses, or None."""
+        """Return the location of ``memory`` in a window that every rank can address, or None."""
         at = bisect.bisect_right(self._starts, (memory.address, len(self._windows))) - 1
         if at < 0:
             return None
@@ -136,14 +140,14 @@ class DeviceWindows:
         return WindowPosition(window=number, offset=memory.address - start, bases=window.addresses)
 
     def close(self) -> None:
-        """When no rank uses them any more."""
+        """Free the windows; no rank uses them."""
         windows, self._windows, self._starts = self._windows, [], []
         for window in reversed(windows):
             window.close()
 
 
 def _element_type(dtype: Any) -> DType:
-    """Of what ``empty`` takes on CPUs, and of PyTorch's types."""
+    """Return the dtype for an argument of ``empty``: as on CPUs, or a PyTorch dtype."""
     if isinstance(dtype, DType):
         return dtype
     found = _DTYPES_BY_NAME.get(str(dtype).removeprefix("torch."))

@@ -1,6 +1,6 @@
-"""Operations on GPU memory in the background, on a stream of the communicator's own.
+"""Asynchronous operations on GPU memory, on a stream owned by the communicator.
 
-It is written against the methods that ``comm.device.DeviceCommunicator`` and ``comm.device.hosts.HostsCommunicator`` share.
+Works with the methods that ``DeviceCommunicator`` and ``MultiNodeCommunicator`` share.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Current = Callable[[], Any]
 
 
 class DeviceWork(Work):
-    """An operation that was started on a stream of its own. Its arrays belong to the library until ``wait`` has been called.
+    """Handle of an operation started on another stream. Its arrays are in use until ``wait``.
 
-    ``wait()`` makes the current stream wait, never the host; a CUDA graph may capture it.  With a ``timeout``, and in ``synchronize``,
-    the host waits.
+    ``wait()`` makes the current stream wait, not the host; a CUDA graph may capture it. With a
+    ``timeout``, and in ``synchronize``, the host waits.
     """
 
     def __init__(
@@ -42,8 +42,10 @@ class DeviceWork(Work):
         current: Current | None = None,
         where: Callable[[], Wait | None] | None = None,
     ) -> None:
-        """``current`` gives the current stream, where the library of the arrays has one of its own; ``where``: what the host waits in that
-        waits for this operation to end, after all that the communicator was to do before."""
+        """``current()``: current stream of the arrays' library. ``where()``: wait state of a host
+        that
+        waits for this operation, which ends after all earlier ones.
+        """
         super().__init__(name, where)
         self._polls = 0  # that have found it going on
         self._gpu, self._result, self._keep, self._current = gpu, result, keep, current
@@ -52,7 +54,7 @@ class DeviceWork(Work):
         gpu.gpu.record(self._event, stream)
 
     def wait(self, timeout: float | None = None, *, stream: Any = None) -> Any:
-        """The result, for use in ``stream`` (None: the current one); raises what is known to have failed by now."""
+        """Return the result for use in ``stream`` (None: the current one); raise a known fault."""
         number, gpu = resolve_stream(self._gpu, stream, self._current), self._gpu.gpu
         try:
             gpu.make_any_current()
@@ -66,7 +68,10 @@ class DeviceWork(Work):
         return self._result
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        """Wait on the host, ``CollectiveTimeout`` after ``timeout`` seconds; kernels end by themselves at the communicator's deadline."""
+        """Block the host until the operation ends; ``CollectiveTimeout`` after ``timeout`` seconds.
+
+        Kernels end by themselves at the communicator's deadline.
+        """
         timeout = check_timeout(timeout)
         known = timeout is None and self._wait_state is not None and not self.done()
         with BlockedScope(self._wait_state) if known else contextlib.nullcontext():
@@ -86,8 +91,11 @@ class DeviceWork(Work):
             time.sleep(POLL_S)
 
     def _wait_state(self) -> Wait | None:
-        """What the thread in ``synchronize`` waits in, unless it cannot say that the operation goes on now: who asks knows already what the
-        GPU waits for, which must not be something later."""
+        """Return the wait state of the thread in ``synchronize``; None if it may have ended.
+
+        The caller already knows the GPU's waits, which must belong to this operation and not a
+        later one.
+        """
         polls, end = self._polls, time.monotonic() + POLL_TIMEOUT_S
         while self._polls < polls + 2:  # one of them has begun since
             if time.monotonic() > end:
@@ -96,7 +104,7 @@ class DeviceWork(Work):
         return self._wait_state() if self._wait_state is not None else None
 
     def done(self) -> bool:
-        """Whether the GPU has ended the operation, in success or not."""
+        """Return True if the GPU has ended the operation, successfully or not."""
         if self._captured:
             raise InvalidUsage(
                 f"{self.name} was captured in a graph; whether it has ended is asked of the graph",
@@ -107,7 +115,7 @@ class DeviceWork(Work):
     is_completed = done
 
     def exception(self) -> BaseException | None:
-        """What is known to have failed by now, or None."""
+        """Return the known fault, or None."""
         try:
             self._gpu.check(self.name)
         except Exception as error:
@@ -124,7 +132,7 @@ class DeviceWork(Work):
 
 
 def resolve_stream(gpu: Any, stream: Any, current: Current | None = None) -> int:
-    """A stream of the user's as a number; for None what ``current`` gives, or else the current one."""
+    """Return the handle of a stream argument; None: that of ``current()`` or the current one."""
     if stream is None and current is not None:
         stream = current()
     number: int = getattr(gpu, "local", gpu).streams.number(stream)
@@ -132,7 +140,7 @@ def resolve_stream(gpu: Any, stream: Any, current: Current | None = None) -> int
 
 
 class StreamBound:
-    """The methods of ``gpu``, or of its ``Background``, for arrays of a library that has a current stream of its own."""
+    """Methods of ``gpu`` or its ``BackgroundCalls`` in the current stream of the arrays' library."""
 
     def __init__(self, gpu: Any, current: Current) -> None:
         self._gpu, self._current = gpu, current
@@ -149,13 +157,14 @@ class StreamBound:
 
 
 class BackgroundCalls:
-    """The methods of ``gpu``, each started on a stream of the communicator's own; they return a ``DeviceWork``.
+    """Methods of ``gpu`` that run on a stream of the communicator and return a ``DeviceWork``.
 
-    The operation begins after what the current stream holds.  With ``stream`` it runs there, in that stream's order.
+    An operation begins after the pending work of the current stream. With ``stream`` it runs there,
+    in that stream's order.
     """
 
     def __init__(self, gpu: Any, wait: Callable[[int], Wait | None] = lambda _: None) -> None:
-        """``wait(number)``: the program's ``number``-th for what the communicator does on the GPU."""
+        """``wait(number)``: the host's ``number``-th wait for the communicator's GPU work."""
         self._gpu, self._wait = gpu, wait
         self._own: int | None = None
         self._keep_alive = KeepAlive(gpu.gpu)
@@ -185,14 +194,16 @@ class BackgroundCalls:
         return start
 
     def _wait_provider(self, stream: int) -> Callable[[], Wait | None] | None:
-        """What the host waits in that waits for what was enqueued in ``stream``: where the communicator's last operation is in that one, it
-        ends after all of them."""
+        """Return the wait state getter of a host that waits for work in ``stream``, or None.
+
+        It exists only if the communicator's last operation is in ``stream`` and hence ends last.
+        """
         if getattr(self._gpu, "local", self._gpu).stream != stream:
             return None
         return functools.partial(self._wait, next(self._numbers))
 
     def close(self) -> None:
-        """Give the stream back, after the GPU has ended its work; may be called twice."""
+        """Destroy the stream after the GPU has finished its work. Idempotent."""
         own, self._own = self._own, None
         if own is None or self._gpu.closed:
             return
