@@ -169,7 +169,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     help="Seconds for everything.",
 )
 def perf(op: str, **options: Any) -> None:
-    r"""Measure OP over sizes and print the table of nccl-tests; every element of every result is
+    """Measure OP over sizes and print the table of nccl-tests; every element of every result is
     checked.
 
     OP is all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, gather, scatter,
