@@ -77,14 +77,14 @@ def measure(
     from miraccl.executor.cuda.plan import DevicePlan
     from miraccl.types import Collective
 
-    blocks, threads, unroll, in_parts = shape
+    blocks, threads, unroll, double_buffered = shape
     plan = DevicePlan(
         algo="two_shot",
         proto="ll128",
         blocks=blocks,
         threads=threads,
         unroll=unroll,
-        double_buffered=in_parts,
+        double_buffered=double_buffered,
     )
     y = torch.empty_like(x)
     comm.use_plan(Collective.ALL_REDUCE, dtype, x.numel(), plan)

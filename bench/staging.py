@@ -67,7 +67,7 @@ class Processor:
         one = ctypes.c_int64(1)
         wait_for(ctypes.addressof(one), 1)  # compiles it
 
-    def outside_of_capture(self) -> contextlib.AbstractContextManager[None]:
+    def relaxed_capture(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def pin(self, address: int, nbytes: int) -> int:

@@ -97,7 +97,7 @@ def few() -> list[KernelSpec]:
         packets("all_to_all", DType.UINT8, Framing.PAIR, single=True),
     ]
     found += [
-        replace(packets("two_shot", dtype, frame, 3), in_parts=True) for dtype, frame in FRAMES[-3:]
+        replace(packets("two_shot", dtype, frame, 3), double_buffered=True) for dtype, frame in FRAMES[-3:]
     ]
     found += [
         fans("two_shot", DType.BFLOAT16, Framing.WORD, 4),
@@ -136,7 +136,7 @@ def many() -> list[KernelSpec]:
         packets("two_shot", DType.BFLOAT16, Framing.WORD, 3, RedOp.PREMUL_SUM),
         packets("two_shot", DType.BFLOAT16, Framing.WORD, 8),
     ]
-    found.append(replace(packets("two_shot", DType.BFLOAT16, Framing.WORD, 8), in_parts=True))
+    found.append(replace(packets("two_shot", DType.BFLOAT16, Framing.WORD, 8), double_buffered=True))
     found.append(packets("all_reduce_tree", DType.BFLOAT16, Framing.WORD, 8, RedOp.AVG))
     found += [
         KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op)
@@ -241,7 +241,7 @@ def test_only_two_shot_has_a_kernel_in_parts() -> None:
     with pytest.raises(
         ValueError, match="only two_shot on packets, of several pieces, has a kernel in parts"
     ):
-        replace(packets("all_reduce", DType.BFLOAT16, Framing.WORD), in_parts=True)
+        replace(packets("all_reduce", DType.BFLOAT16, Framing.WORD), double_buffered=True)
 
 
 def test_an_error_shows_the_compilers_words() -> None:

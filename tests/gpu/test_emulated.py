@@ -170,7 +170,7 @@ def test_threads_that_share_a_packet(
                 plan,
                 threads=64,
                 unroll=1,
-                fan=fanout_threads(nranks),
+                fanout=fanout_threads(nranks),
                 blocks=-(-packets * fanout_threads(nranks) // 64),
             )
         assert kernel_spec(plan, request).fanout == plan.fanout

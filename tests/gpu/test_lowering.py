@@ -276,7 +276,7 @@ def test_parts_are_for_many_gpus_and_for_most_multiprocessors() -> None:
 
 def test_parts_of_more_than_the_kernel_can_count_are_refused() -> None:
     asked = request(count=1 << 30, nranks=8, algo="two_shot", proto="ll128")
-    plan = replace(choose(asked), blocks=128, threads=512, in_parts=True)
+    plan = replace(choose(asked), blocks=128, threads=512, double_buffered=True)
     with pytest.raises(
         InvalidUsage, match="2147483648 bytes are too many for parts; allowed are 1073741824"
     ):

@@ -270,7 +270,7 @@ def test_slots_are_used_again(
 ) -> None:
     """As few slots as there may be, and as much lag as these allow."""
     request = along(collective, dtype, 24_001, nranks, root=1)
-    plan = replace(small(request), blocks=1, ahead=1000)
+    plan = replace(small(request), blocks=1, lookahead=1000)
     lanes = {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2, Collective.BROADCAST: 1}[collective]
     monkeypatch.setattr(
         layout,

@@ -38,7 +38,7 @@ class Direct:
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._launched)
         entry = native.library("miraccl.fastpath.cuda.call").address(native.PREFIX + "launch")
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
-        vars(launch)["fast_launch"] = lambda gpu: (address, native.builtin("launch", entry))
+        vars(launch)["direct_launch"] = lambda gpu: (address, native.builtin("launch", entry))
 
     def _launched(self, config: int, function: int, parameters: int, extra: int | None) -> int:
         said = launch._LaunchConfig.from_address(config)

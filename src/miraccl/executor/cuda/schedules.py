@@ -163,7 +163,7 @@ def lower_plan(
 def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) -> KernelSpec:
     """What to compile for a plan and what ``schedule_of`` gives for it."""
     spec, room = kernel_spec(plan, request), step_capacity(schedule) if schedule else 0
-    return replace(spec, room=room) if room > layout.STEP_CAPACITIES[0] else spec
+    return replace(spec, capacity=room) if room > layout.STEP_CAPACITIES[0] else spec
 
 
 def step_capacity(schedule: Schedule) -> int:

@@ -57,7 +57,7 @@ class DeviceWork(Work):
         """Return the result for use in ``stream`` (None: the current one); raise a known fault."""
         number, gpu = resolve_stream(self._gpu, stream, self._current), self._gpu.gpu
         try:
-            gpu.make_any_current()
+            gpu.ensure_current()
             gpu.wait_event(number, self._event)
         except WrongDevice:
             with gpu.device_guard():
@@ -110,7 +110,7 @@ class DeviceWork(Work):
                 f"{self.name} was captured in a graph; whether it has ended is asked of the graph",
                 op=self.name,
             )
-        return bool(self._gpu.gpu.has_passed(self._event))
+        return bool(self._gpu.gpu.has_completed(self._event))
 
     is_completed = done
 
@@ -217,7 +217,7 @@ class BackgroundCalls:
 
     def _fork(self, current: Current | None) -> int:
         if self._own is None:
-            with self._gpu.gpu.outside_of_capture():
+            with self._gpu.gpu.relaxed_capture():
                 self._own = self._gpu.gpu.make_stream()
         self._gpu.gpu.order_streams(resolve_stream(self._gpu, None, current), self._own)
         return self._own
