@@ -212,7 +212,7 @@ def test_streams_that_are_none_are_refused(stream: Any) -> None:
 )
 def test_streams_that_do_not_tell_their_number_are_refused(said: dict[str, Any]) -> None:
     with pytest.raises(
-        InvalidUsage, match=r"stream is namespace.*, which gives no number: (Type|Value|Index)Error"
+        InvalidUsage, match=r"cannot read the handle of stream namespace.*: (Type|Value|Index)Error"
     ):
         stream_handle(types.SimpleNamespace(**said))
 
@@ -300,7 +300,7 @@ def test_tensors_whose_storage_was_freed_are_refused() -> None:
     for part in parts:
         with pytest.raises(
             InvalidUsage,
-            match=f"a test: x has {part.numel()} elements, but no memory .has its storage been freed",
+            match=f"a test: x has {part.numel()} elements, but no memory .its storage may have been freed",
         ):
             view(part, gpu=gpu)
     assert view(whole[:0], gpu=gpu).count == 0
@@ -309,38 +309,38 @@ def test_tensors_whose_storage_was_freed_are_refused() -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"data": None}, "data is None; it is a tuple of an address and whether"),
-        ({"data": 4096}, "data is 4096; it is"),
-        ({"data": (4096,)}, "data is .4096,.; it is"),
-        ({"data": ("4096", False)}, "data is .'4096', False.; it is"),
-        ({"data": (-4096, False)}, "data is .-4096, False.; it is"),
-        ({"data": (1 << 64, False)}, "data is .18446744073709551616, False.; it is"),
-        ({"shape": None}, "shape is None; it is a tuple of lengths"),
-        ({"shape": 4}, "shape is 4; it is"),
-        ({"shape": (4.0,)}, "shape is .4.0,.; it is"),
-        ({"shape": (-4,)}, "shape is .-4,.; it is"),
-        ({"shape": (-2, -2)}, "shape is .-2, -2.; it is"),
-        ({"strides": (None,)}, "strides is .None,.; it is None or a tuple of steps"),
-        ({"strides": 4}, "strides is 4; it is"),
-        ({"strides": (4, 4)}, "1 lengths in shape, and 2 strides"),
-        ({"typestr": None}, "typestr is None; it is a str"),
-        ({"typestr": np.float32}, "typestr is <class 'numpy.float32'>; it is"),
-        ({"stream": "main"}, "stream is 'main'; it is None or"),
-        ({"stream": -1}, "stream is -1; it is"),
-        ({"stream": 1 << 64}, "stream is 18446744073709551616; it is"),
+        ({"data": None}, "data of .* is None; it must be a tuple of an address and a read"),
+        ({"data": 4096}, "data of .* is 4096; it must be"),
+        ({"data": (4096,)}, "data of .* is .4096,.; it must be"),
+        ({"data": ("4096", False)}, "data of .* is .'4096', False.; it must be"),
+        ({"data": (-4096, False)}, "data of .* is .-4096, False.; it must be"),
+        ({"data": (1 << 64, False)}, "data of .* is .18446744073709551616, False.; it must be"),
+        ({"shape": None}, "shape of .* is None; it must be a tuple of lengths"),
+        ({"shape": 4}, "shape of .* is 4; it must be"),
+        ({"shape": (4.0,)}, "shape of .* is .4.0,.; it must be"),
+        ({"shape": (-4,)}, "shape of .* is .-4,.; it must be"),
+        ({"shape": (-2, -2)}, "shape of .* is .-2, -2.; it must be"),
+        ({"strides": (None,)}, "strides of .* is .None,.; it must be None or a tuple of strides"),
+        ({"strides": 4}, "strides of .* is 4; it must be"),
+        ({"strides": (4, 4)}, "1 lengths in shape, but 2 strides"),
+        ({"typestr": None}, "typestr of .* is None; it must be a str"),
+        ({"typestr": np.float32}, "typestr of .* is <class 'numpy.float32'>; it must be"),
+        ({"stream": "main"}, "stream of .* is 'main'; it must be None or"),
+        ({"stream": -1}, "stream of .* is -1; it must"),
+        ({"stream": 1 << 64}, "stream of .* is 18446744073709551616; it must"),
     ],
 )
 def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> None:
     given, lacking = Described(**said), Described(stream=None, strides=None)
     for key in said:
         del lacking.__cuda_array_interface__[key]
-    with pytest.raises(InvalidUsage, match=f"a test: x has a __cuda_array_interface__ .*{words}"):
+    with pytest.raises(InvalidUsage, match=f"a test: x: .*{words}"):
         view(given)
-    with pytest.raises(InvalidUsage, match=f"an array has a __cuda_array_interface__ .*{words}"):
+    with pytest.raises(InvalidUsage, match=f"an array: .*{words}"):
         memory.device_ordinal(given)
     if not said.keys() & {"strides", "stream"}:  # may be left out
         with pytest.raises(
-            InvalidUsage, match=f"x has a __cuda_array_interface__ whose {next(iter(said))} is None"
+            InvalidUsage, match=f"x: {next(iter(said))} of __cuda_array_interface__ is None"
         ):
             view(lacking)
     assert not memory.array_kinds
@@ -358,15 +358,15 @@ def test_malformed_interfaces_are_refused(said: dict[str, Any], words: str) -> N
 def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], count: int) -> None:
     with pytest.raises(
         InvalidUsage,
-        match=f"a test: x is said to have {count} elements of .*; a process addresses {1 << 57} bytes",
+        match=f"a test: x claims {count} elements of .*; a process can address at most {1 << 57} bytes",
     ):
         view(Described(**said))
     with pytest.raises(
-        InvalidUsage, match=f"a test: x is said to have {1 << 60} elements of float32"
+        InvalidUsage, match=f"a test: x claims {1 << 60} elements of float32"
     ):
         view(Endless(np.zeros(4, np.float32)))
     with pytest.raises(
-        InvalidUsage, match=r"a test: x gives no DLPack tensor: 1 axes, shape \[-4\]"
+        InvalidUsage, match=r"a test: cannot read x by DLPack: 1 axes, shape \[-4\]"
     ):
         view(Endless(np.zeros(4, np.float32), -4))
     assert view(Described(shape=(1 << 55,))).count == 1 << 55
@@ -419,11 +419,11 @@ def test_tensors_that_are_negated_lazily_are_refused() -> None:
     for x in (torch._neg_view(torch.ones(4)), torch.ones(1, dtype=torch.complex64).conj().imag):
         assert x.is_contiguous()
         with pytest.raises(
-            InvalidUsage, match=r"a test: x is negated lazily \(is_neg\(\)\).*pass x.resolve_neg"
+            InvalidUsage, match=r"a test: x is lazily negated \(is_neg\(\)\).*pass x.resolve_neg"
         ):
             view(x, gpu=gpu)
         with pytest.raises(
-            InvalidUsage, match=r"a test: x is negated lazily \(is_neg\(\)\).*pass x.resolve_neg"
+            InvalidUsage, match=r"a test: x is lazily negated \(is_neg\(\)\).*pass x.resolve_neg"
         ):
             cpu_view(x, "x", writes=False, where="a test")
         assert view(x.resolve_neg(), gpu=gpu).count == x.numel()
@@ -478,11 +478,11 @@ def test_whether_an_array_lies_on_a_gpu_never_raises(thing: Any, there: bool) ->
 
 def test_an_interface_that_raises_is_named() -> None:
     with pytest.raises(
-        InvalidUsage, match="a test: x gives no __cuda_array_interface__: RuntimeError: no context"
+        InvalidUsage, match="a test: x: cannot read __cuda_array_interface__: RuntimeError: no context"
     ):
         view(Raising())
     with pytest.raises(
-        InvalidUsage, match="an array gives no __cuda_array_interface__: RuntimeError: no context"
+        InvalidUsage, match="an array: cannot read __cuda_array_interface__: RuntimeError: no context"
     ):
         memory.device_ordinal(Raising())
 
@@ -603,7 +603,7 @@ def test_windows_have_the_types_that_those_on_cpus_have(dtype: Any) -> None:
 def test_windows_of_types_that_cannot_be_communicated_are_refused(dtype: Any) -> None:
     with pytest.raises(
         InvalidUsage,
-        match=r"empty: (dtype .* cannot be communicated|there is no window memory of dtype)",
+        match=r"empty: (dtype .* cannot be communicated|dtype .* is not supported)",
     ):
         _element_type(dtype)
 
@@ -612,7 +612,7 @@ def test_what_is_no_interface_is_refused() -> None:
     thing = Described()
     thing.__cuda_array_interface__ = [4096]  # type: ignore[assignment]
     with pytest.raises(
-        InvalidUsage, match="x has a __cuda_array_interface__ that is a list; it is a dict"
+        InvalidUsage, match="x: __cuda_array_interface__ is a list; it must be a dict"
     ):
         view(thing)
     with pytest.raises(InvalidUsage, match="x has type '<f4,'"):

@@ -202,7 +202,7 @@ def test_what_is_asked_for_in_words_of_nccl(
 )
 def test_an_order_that_the_algorithm_does_not_keep_is_refused(algo: str, broadcast: str) -> None:
     answer = run(emulated_ranks.plans, 3, {}, {"algo": algo, "deterministic": True}, 10)[0]
-    assert f"all_reduce: {algo} does not add in the order of the ranks" in answer["all_reduce"]
+    assert f"all_reduce: cannot use {algo}: deterministic" in answer["all_reduce"]
     assert answer["broadcast"] == broadcast
 
 

@@ -80,7 +80,7 @@ def test_equal_gpus_are_not_searched(
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / f"{name}.xml"))
     ring = ring_of(bus_ids()[::-1])
     assert ring.kernel_order == ()
-    assert "equally near (NVL" in ring.reason
+    assert "equally distant (NVL" in ring.reason
     assert not list(plans.iterdir())
 
 
@@ -116,7 +116,7 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, plans: Path) -> Non
     assert (again.order, again.reason) == ((0, 3, 1, 2), first.reason)
     assert ring_of(bus_ids()[::-1]).order != again.order
     kept.write_bytes(add_checksum(json.dumps({**record, "order": [0, 3, 3, 2]}).encode()))
-    assert ring_of(bus_ids()).reason.startswith("no ring was found: the search gave [0, 3, 3, 2]")
+    assert ring_of(bus_ids()).reason.startswith("cannot find a ring: the search returned [0, 3, 3, 2]")
 
 
 def test_where_nothing_is_found_the_order_is_that_of_the_ranks(
@@ -125,18 +125,18 @@ def test_where_nothing_is_found_the_order_is_that_of_the_ranks(
     monkeypatch.setenv("NCCL_TOPO_FILE", str(MACHINES / "pcie4-2s-nonic.xml"))
     ids = bus_ids()
     for chosen, why in (
-        (ids[:2], "up to two ranks"),
+        (ids[:2], "at most two ranks"),
         ([ids[0], ids[1], ids[1]], "ranks share a GPU"),
         (
             [ids[0], ids[1], "0000:fe:00.0"],
-            "no ring was found: the topology has no GPU 0000:fe:00.0",
+            "cannot find a ring: the topology has no GPU 0000:fe:00.0",
         ),
     ):
         ring = ring_of(chosen)
         assert ring.kernel_order == ()
         assert ring.reason.startswith(why)
     monkeypatch.setenv("NCCL_TOPO_FILE", "/nowhere.xml")
-    assert ring_of(ids).reason.startswith("no ring was found: no topology")
+    assert ring_of(ids).reason.startswith("cannot find a ring: no topology")
 
 
 @pytest.mark.multiprocess

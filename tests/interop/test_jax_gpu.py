@@ -68,7 +68,7 @@ def collectives(dtype: str) -> dict[str, list[float]]:
             if n <= torch.cuda.device_count() and n > 1:
                 other = jax.device_put(x, jax.devices("gpu")[(ordinal + 1) % n])
                 with pytest.raises(
-                    miraccl.InvalidUsage, match=f"x lies on GPU {(ordinal + 1) % n}"
+                    miraccl.InvalidUsage, match=f"x is on GPU {(ordinal + 1) % n}"
                 ):
                     comm.all_reduce(other, out=out)
                 torch.cuda.set_device(ordinal)  # JAX left the other one as the thread's

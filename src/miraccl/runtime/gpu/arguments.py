@@ -32,7 +32,8 @@ class DeviceArguments:
         """
         target = device_view(out, "out", op_name, stream, self.gpu)
         if target.dtype is not source.dtype or target.count != count:
-            text = f"{op_name}: out has {target.count} x {target.dtype.label}, but needs {count} x {source.dtype.label}"
+            found = f"{target.count} x {target.dtype.label}"
+            text = f"{op_name}: out has {found}, but needs {count} x {source.dtype.label}"
             raise InvalidUsage(text, rank=self.rank)
         return target
 
@@ -62,7 +63,7 @@ class DeviceArguments:
             and block.address - whole.address != first * whole.dtype.itemsize
         ):
             raise InvalidUsage(
-                f"{op_name}: input and output overlap in another way than its in-place form",
+                f"{op_name}: input and output overlap other than in its in-place form",
                 rank=self.rank,
             )
 
@@ -88,9 +89,9 @@ class DeviceArguments:
 
     def _read_only_error(self, op_name: str) -> InvalidUsage:
         """Return the error for a read-only result array."""
-        hint = "give out, an array that can; arrays of JAX never change"
+        hint = "pass a writable array as out; JAX arrays are immutable"
         return InvalidUsage(
-            f"{op_name}: the result's array cannot be written", rank=self.rank, hint=hint
+            f"{op_name}: cannot write the result: the array is read-only", rank=self.rank, hint=hint
         )
 
     def _check_root(self, root: Any, op_name: str) -> int:

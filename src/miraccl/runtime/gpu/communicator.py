@@ -122,7 +122,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         )
         try:
             self._host, self._host_address, host_on_gpu = self.gpu.host_words(layout.HOST_BYTES)
-            self.faults = DeviceFaults(  # hears what comes from ranks that are ready
+            # Created before the ranks agree: a rank that is ready may already send notices.
+            self.faults = DeviceFaults(
                 session,
                 self._host,
                 options.timeout,
@@ -137,7 +138,9 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             BootstrapError,
             PeerDied,
             SystemFailure,
-        ):  # after others, as a deadline, a rank may be ready and write to this one's memory
+        ):
+            # Only for these errors: after others, such as a deadline, a peer may be ready and
+            # write to this rank's memory, which therefore stays mapped.
             with contextlib.suppress(MiracclError):
                 self.symmetric.close()
             raise
@@ -171,13 +174,14 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self._messages = MessageLaunches(
             self.gpu, self._kernels, self._comm_args, rules, self._fast_path
         )
-        self._plan: DevicePlan | None = None  # of the last operation that did not go through a door
+        self._plan: DevicePlan | None = None  # of the last operation on the slow path
         if self.ctas.copy_engines_only and self.nranks > 1:
             self.faults.monitor_copies(self._engines, self._probe.pending_copies)
         self.wait_state = KernelWaitState(
             session, self._probe, self.faults.fail_deadlocked, self._is_drained
         )
-        if not global_ranks and self.nranks > 1:  # else a part of something that is attended
+        # A part of a multi-node communicator is monitored as part of that one.
+        if not global_ranks and self.nranks > 1:
             deadlock_detector.monitor(self.wait_state)
         self.closed = self._foreign = False
         forks.register(self)
@@ -241,12 +245,13 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self.gpu.make_current()
         if self._windows is None:
             self._windows = DeviceWindows(self.symmetric)
-            self._drop_launches()  # operations into windows may take another way
+            self._drop_launches()  # operations into windows may run another algorithm
         stages = SetupPhases(self.session, activity="empty on GPUs")
         try:
             with self._plane.cancel_on_fault(stages), stages.cancel_on_loss():
                 return self._windows.empty(shape, dtype, self._plane, stages)
-        except CollectiveTimeout as error:  # who comes later would wait for those who have given up
+        except CollectiveTimeout as error:
+            # A rank that arrives later would wait for the ranks that have given up.
             self.abort(str(error))
             raise
 
@@ -260,10 +265,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         root: int,
         stream: Any,
     ) -> None:
-        if self.closed:  # nothing can be prepared any more
+        if self.closed:  # raises
             self.check(collective.label)
         self._check_writable(target, collective, root, collective.label)
-        if type(op) is not RedOp:  # what is none may have no hash, by which launches are found
+        if type(op) is not RedOp:  # reject invalid operators, which may be unhashable, before `key`
             resolve_operator(op, source.dtype, collective.label)
         if self.nranks == 1 or count == 0:
             enqueued = self._run_alone(collective, source, target, op, stream)
@@ -378,9 +383,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         engines = self._engines.may_handle(
             collective, self._windows is not None, request.block_bytes
         )
-        if (
-            isinstance(launch, Launch) and not engines
-        ):  # else what runs depends on where the memory lies
+        if isinstance(launch, Launch) and not engines:
+            # With copy engines the launch depends on the addresses, so each call selects it.
             self._fast_path.remember(
                 collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS
             )
@@ -502,7 +506,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
 
     def _is_drained(self) -> bool:
         """Return True if nothing is enqueued and no graph can enqueue anything."""
-        with contextlib.suppress(MiracclError), self.gpu.device_guard():  # else nobody can say
+        with contextlib.suppress(MiracclError), self.gpu.device_guard():
             return self._fast_path.stream == -1 or (
                 self._fast_path.in_default_stream and self.gpu.is_done(0)
             )
@@ -547,23 +551,23 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             self.gpu.synchronize()
             self.streams.release_streams()
             self.compare_ops()
-        together = not self.faults.broken
-        if together:
+        all_closed = not self.faults.broken
+        if all_closed:
             self.faults.announce_exit()
         try:
-            if together:
+            if all_closed:
                 self.session.barrier("gpu close", timeout=CLOSE_WAIT_S)
         except MiracclError:
-            together = False
-        if together and self.nranks > 1:
+            all_closed = False
+        if all_closed and self.nranks > 1:
             self._probe.compare_final_ops(self.faults, message_frame(self.symmetric))
         self.wait_state.close()
-        untold = self.faults.unreported(already_reported)  # also what others have found since
-        if together and self.nranks > 1:
-            untold = self._exchange_findings(untold, already_reported)
+        unreported = self.faults.unreported(already_reported)  # includes peers' findings until now
+        if all_closed and self.nranks > 1:
+            unreported = self._exchange_findings(unreported, already_reported)
         self.faults.close()
         self._launches.clear()
-        if together:
+        if all_closed:
             self._engines.close()
             if self._windows is not None:
                 self._windows.close()
@@ -577,22 +581,24 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
                 self.gpu.close()
         if self._owns_session:
             self.session.close()
-        return untold
+        return unreported
 
-    def _exchange_findings(self, untold: MiracclError | None, told: bool) -> MiracclError | None:
+    def _exchange_findings(
+        self, unreported: MiracclError | None, told: bool
+    ) -> MiracclError | None:
         """Return the fault found at the end by this rank or another one.
 
         The sender of an unmatched message learns of it here.
         """
         words: list[Any] = []
         with contextlib.suppress(MiracclError):
-            mine = json.dumps(encode_error(untold) if untold is not None else None).encode()
+            mine = json.dumps(encode_error(unreported) if unreported is not None else None).encode()
             words = [
                 json.loads(blob)
                 for blob in self.session.all_gather(mine, "gpu closed", CLOSE_WAIT_S)
             ]
-        if untold is not None or told or self.faults.reported:
-            return untold
+        if unreported is not None or told or self.faults.reported:
+            return unreported
         heard = (
             decode_error(said, rank=self.faults.rank, source=self.faults.rank) for said in words
         )

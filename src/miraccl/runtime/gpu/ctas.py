@@ -17,10 +17,11 @@ from miraccl import params
 from miraccl.executor.cuda.plan import Request
 from miraccl.types import Collective
 
-#: multiprocessors that all kernels leave to others
+#: SMs that no kernel occupies
 RESERVED_SMS = 4
-#: (bytes that a rank sends up to, multiprocessors at most) of the policy ``efficiency``, measured on H200 (docs/performance.md).  Up to
-#: 1 MiB an operation is over before it is missed.  Sums read and write the plain data as well, and need more than what is only moved.
+#: (largest number of bytes that a rank sends, SMs) of the policy ``efficiency``, measured on H200
+#: (docs/performance.md). Up to 1 MiB an operation ends before its SMs are missed. Reductions also
+#: read and write the plain data and need more SMs than operations that only move it.
 SmLimits = tuple[tuple[int, int], ...]
 NO_LIMIT, MIB = 1 << 30, 1 << 20
 MOVE_LIMITS: SmLimits = ((MIB, NO_LIMIT), (28 * MIB, 24), (1 << 62, 64))
@@ -59,8 +60,9 @@ class CtaLimits:
 
     @classmethod
     def agree(cls, proposals: Sequence[Mapping[str, Any]]) -> CtaLimits:
-        """Combine all ranks' proposals: the lowest number, and the policy if any rank asks for it."""
-        limits = [int(proposal["limit"]) for proposal in proposals if int(proposal["limit"]) >= 0]
+        """Combine all ranks' proposals: the lowest number, and the policy if any rank sets it."""
+        requested = [int(proposal["limit"]) for proposal in proposals]
+        limits = [limit for limit in requested if limit >= 0]
         most = min([int(proposal["most"]) for proposal in proposals] + limits)
         return cls(
             max_sms=max(1, most),
@@ -75,13 +77,9 @@ class CtaLimits:
             return replace(request, multiprocessors=self.max_sms, packed=True)
         if not self.efficiency:
             return replace(request, multiprocessors=self.max_sms)
-        block_per_peer = request.collective in _BLOCK_PER_PEER  # a block for each of the others
+        block_per_peer = request.collective in _BLOCK_PER_PEER
         sent = request.block_bytes * (request.nranks - 1 if block_per_peer else 1)
-        max_sms = next(
-            count
-            for up_to, count in (MOVE_LIMITS if block_per_peer else REDUCE_LIMITS)
-            if sent <= up_to
-        )
-        return replace(
-            request, multiprocessors=min(self.max_sms, max_sms), packed=max_sms < self.max_sms
-        )
+        limits = MOVE_LIMITS if block_per_peer else REDUCE_LIMITS
+        max_sms = next(count for up_to, count in limits if sent <= up_to)
+        packed = max_sms < self.max_sms
+        return replace(request, multiprocessors=min(self.max_sms, max_sms), packed=packed)

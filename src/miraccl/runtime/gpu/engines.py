@@ -28,7 +28,8 @@ from miraccl.runtime.gpu.ctas import CtaLimits
 from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.types import Collective, DType, RedOp
 
-MAX_LAUNCHES = 4096  # prepared ones that are kept; scalars of pre-multiplied sums, and places in windows, may be new in every call
+#: cached launches; scalars of pre-multiplied sums and window offsets may differ with every call
+MAX_LAUNCHES = 4096
 
 
 class CopyEngines:
@@ -89,7 +90,7 @@ class CopyEngines:
             count,
             RedOp.SUM,
             root,
-        )  # as the communicator's own launches have
+        )  # same form as for the communicator's own launches
         if place is not None and is_supported(collective, self._memory.nranks):
             key += (place.window, place.offset)
         elif self._ctas.copy_engines_only and self._memory.all_direct:

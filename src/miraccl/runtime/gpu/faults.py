@@ -248,7 +248,7 @@ class DeviceFaults:
         self._end_waits(fault)
 
     def announce_exit(self) -> None:
-        """Notify peers that this rank's GPU has finished for good, which ends their waits for it."""
+        """Notify peers that this rank's GPU has finished for good, ending their waits."""
         with contextlib.suppress(MiracclError):
             self.session.notify({EXIT_NOTICE: True})
 

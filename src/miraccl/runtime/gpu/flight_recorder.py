@@ -30,9 +30,9 @@ _WAIT_NEED, _WAIT_HOLDS, _NEED_SENT, _NEED_BULK = (
     48,
     0,
     2,
-)  # of the words of waits in source/p2p.cuh
+)  # bit positions in the wait words of source/p2p.cuh
 _COUNTER_NAMES = ("sent", "received", "large")  # fields of RankProgress, by NEED_*
-_NUMBER_RANGE, _HALF_RANGE = 1 << 32, 1 << 31  # numbers wrap
+_NUMBER_RANGE, _HALF_RANGE = 1 << 32, 1 << 31  # operation numbers wrap around
 
 
 def _is_after(number: int, other: int) -> bool:
@@ -98,7 +98,7 @@ def _parse_op_log(launches: Mapping[int, int], moves: bytes) -> OpLog:
         n: MessageRecord(tag, what, before)
         for n, tag, what, before in entries
         if n and tag == op_tag(n, before, what)
-    }  # whole ones
+    }  # only completely written records
     return OpLog(launches, found, _latest(launches), _latest(found))
 
 
@@ -127,9 +127,7 @@ def _reordered_op(own: OpLog, other: OpLog) -> tuple[int, int] | None:
         and _is_after(own.last_message_op, other.last_message_op)
         and _is_after(other.last_launch, own.message_ops[own.last_message_op].launches_before)
     ):
-        return 0, own.message_ops[
-            own.last_message_op
-        ].signature  # it is past the launches before this one without it
+        return 0, own.message_ops[own.last_message_op].signature  # the peer has launched past it
     if (
         other.last_message_op
         and _is_after(other.last_message_op, own.last_message_op)
@@ -174,7 +172,7 @@ class RecorderSnapshot:
         )
 
     def describe(self, rank: int, number: int, name: Callable[[int, int], str]) -> str:
-        """Describe a peer's progress towards an operation; ``name(number, signature)``: its name."""
+        """Describe a peer's progress in an operation; ``name(number, signature)``: its name."""
         return (
             "has started it"
             if self.has_begun(rank, number)
@@ -457,7 +455,7 @@ def read_snapshot(
     head = head or read_progress_header(gpu, regions)
     recorded = head.state[layout.STATE_SIGNATURES : layout.STATE_SIGNATURES + layout.OP_LOG_ENTRIES]
     peers = {peer: inbox for peer, inbox in enumerate(regions.inboxes) if peer != regions.rank}
-    # launches first: what a peer did before it began one is there then
+    # Launches first: records that a peer wrote before starting a launch are then visible.
     headers = {
         base: head.content if base == regions.own else gpu.read(base, _HEADER_BYTES)
         for base in set(peers.values())

@@ -27,8 +27,8 @@ class Grouped:
         self._gpu = gpu
         self._items: list[
             tuple[int, Any]
-        ] = []  # (stream, transfer or what runs a collective) in the order of the calls
-        self._arrays: list[Any] = []  # of the transfers: users may let go of them before the end
+        ] = []  # (stream, transfer or callable that runs a collective) in call order
+        self._arrays: list[Any] = []  # callers may drop theirs before the group ends
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name in _POINT_TO_POINT:

@@ -18,7 +18,7 @@ class KeepAlive:
 
     def retain(self, objects: Any, stream: int) -> None:
         """Keep ``objects`` alive until all work now in ``stream`` has ended."""
-        with self.gpu.device_guard():  # doors come here as well
+        with self.gpu.device_guard():  # the fast path calls this, too
             self._retain(objects, stream)
 
     def _retain(self, objects: Any, stream: int) -> None:

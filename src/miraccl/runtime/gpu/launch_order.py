@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Protocol
 from miraccl.bootstrap import Session
 
 if TYPE_CHECKING:
-    from miraccl.executor.cuda.gpu import Gpu  # programs without a GPU need none of it
+    from miraccl.executor.cuda.gpu import Gpu
 
-#: threads of a launch that fits beside others: a quarter of what the multiprocessors hold that large launches leave free
+#: most threads of a small launch: a quarter of what fits on the SMs that large launches leave
 SMALL_THREADS = 2048
 
 
@@ -44,7 +44,7 @@ class LaunchOrder:
 
     def __init__(self) -> None:
         self.last: Launcher | None = None
-        self._word = ctypes.c_int64(0)  # the identity of the last, for compiled code
+        self._word = ctypes.c_int64(0)  # identity of `last`, read by compiled code
         self.address = ctypes.addressof(self._word)
 
     def enter(self, gpu: Gpu, launcher: Launcher, stream: int) -> None:

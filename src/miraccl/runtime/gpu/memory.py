@@ -34,11 +34,11 @@ from miraccl.types import DL_TYPES, DType
 if TYPE_CHECKING:
     from miraccl.executor.cuda.gpu import Gpu
 
-#: names of dtypes: ours, and PyTorch's and NumPy's op_name they differ
+#: names of dtypes: ours, and PyTorch's and NumPy's where they differ
 DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.FLOAT8_E4M3}
 _torch_dtypes: dict[Any, DType] = {}
 _typestrs: dict[str, DType] = {}
-#: for doors: types whose arrays were right, and by what they were looked at; those of the first ones that a process has
+#: for the fast path: types of valid arrays and the protocol they were read by; at most MOST_KINDS
 array_kinds: dict[type, Kind] = {}
 
 
@@ -77,18 +77,19 @@ def is_gpu_array(thing: Any) -> bool:
     except Exception:  # a property may raise anything
         return _dlpack_device(thing)[0] in _DL_CUDA
     try:
-        # the class is asked first, since that is cheap; JAX's has the attribute, but only its arrays on a GPU do
+        # The class first, which is cheap. JAX's class has the attribute, but of its arrays only
+        # those on a GPU do.
         if hasattr(type(thing), "__cuda_array_interface__") and hasattr(
             thing, "__cuda_array_interface__"
         ):
             return True
-    except Exception:  # who asks for the address tells what is wrong
+    except Exception:  # reading the address raises the proper error
         return _dlpack_device(thing)[0] in (0, *_DL_CUDA)
     return _dlpack_device(thing)[0] in _DL_CUDA
 
 
 _DL_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
-#: more bytes than any GPU has: of the address of a tensor whose storage was freed nothing is left but its offset into that
+#: more bytes than any GPU has: a tensor whose storage was freed has its storage offset as address
 MAX_FREED_ADDRESS = 1 << 40
 
 
@@ -99,13 +100,13 @@ def _dlpack_device(thing: Any) -> tuple[int, int]:
     try:
         kind, number = thing.__dlpack_device__()
         return int(kind), int(number)
-    except Exception:  # an array of several devices, one that was deleted, what is no device
+    except Exception:  # a sharded or deleted array, or not a device
         return 0, 0
 
 
 def device_ordinal(thing: Any) -> int:
     """Return the ordinal of the GPU of ``thing``; the current one if unknown."""
-    # PyTorch's name, CuPy's name; JAX's devices have an id, too, which counts those of all processes
+    # `index` in PyTorch, `id` in CuPy; the `id` of JAX counts the devices of all processes
     number = getattr(getattr(thing, "device", None), "id" if _is_cupy(thing) else "index", None)
     if isinstance(number, int):
         return number
@@ -115,11 +116,11 @@ def device_ordinal(thing: Any) -> int:
     interface = _read_interface(thing, "", "an array")
     if interface is None:
         return current_ordinal()
-    from miraccl.executor.cuda.driver import ordinal_at  # programs without a GPU need none of it
+    from miraccl.executor.cuda.driver import ordinal_at
 
     _check_interface(interface, "an array")
     found = ordinal_at(int(interface["data"][0] or 0))
-    return current_ordinal() if found is None else found  # memory that all GPUs see
+    return current_ordinal() if found is None else found  # managed memory has no owner
 
 
 def current_ordinal() -> int:
@@ -131,7 +132,7 @@ def current_ordinal() -> int:
         return int(cupy.cuda.Device().id)
     from miraccl.executor.cuda.contexts import (
         current_ordinal,
-    )  # programs without a GPU need none of it
+    )
 
     return current_ordinal() or 0
 
@@ -167,13 +168,10 @@ def device_view(
         _remember_type(thing, Kind(dlpack=True, immutable=immutable))
         return view._replace(read_only=view.read_only or immutable)
     if kind or hasattr(type(thing), "__array_interface__"):
-        raise InvalidUsage(
-            f"{op_name}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
-        )
+        raise _on_cpu(name, op_name)
     text = f"{op_name}: {name} is a {type(thing).__name__}"
-    raise InvalidUsage(
-        f"{text}; allowed are PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack"
-    )
+    allowed = "PyTorch tensors and GPU memory with __cuda_array_interface__ or DLPack"
+    raise InvalidUsage(f"{text}; allowed are {allowed}")
 
 
 def _check_device(gpu: Gpu | None, view: DeviceMemory, name: str, op_name: str) -> DeviceMemory:
@@ -190,7 +188,7 @@ def _read_interface(thing: Any, name: str, op_name: str) -> Any:
     except Exception as error:
         which = f"{op_name}: {name}" if name else op_name
         raise InvalidUsage(
-            f"{which} gives no __cuda_array_interface__: {type(error).__name__}: {error}"
+            f"{which}: cannot read __cuda_array_interface__: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -214,7 +212,7 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
     with gpu.device_guard():
         if gpu.capture_id(int(producer)) == gpu.capture_id(
             consumer
-        ):  # what is not in the graph is no part of its order
+        ):  # work outside a graph is not ordered with work inside it
             gpu.order_streams(int(producer), consumer)
 
 
@@ -236,9 +234,8 @@ def _view_dlpack(thing: Any, name: str, op_name: str, stream: int) -> DeviceMemo
     tensor = DLTensor.from_address(pointer)
     dtype = DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise InvalidUsage(
-            f"{op_name}: {name} has DLPack type ({tensor.code}, {tensor.bits} bits); allowed are {ALLOWED}"
-        )
+        found = f"({tensor.code}, {tensor.bits} bits)"
+        raise InvalidUsage(f"{op_name}: {name} has DLPack type {found}; allowed are {ALLOWED}")
     count, dense, shape = 1, True, shape_of(tensor, name, op_name)
     for axis in reversed(range(tensor.ndim)):
         dense = dense and (not tensor.strides or shape[axis] == 1 or tensor.strides[axis] == count)
@@ -259,7 +256,7 @@ def _view_dlpack(thing: Any, name: str, op_name: str, stream: int) -> DeviceMemo
 
 def _check_size(count: int, dtype: DType, name: str, op_name: str) -> None:
     """Raise if no memory can be that large."""
-    if count * dtype.itemsize > MAX_BYTES:  # less is for the driver to refuse
+    if count * dtype.itemsize > MAX_BYTES:  # the driver rejects smaller sizes itself
         raise too_large_error(count, dtype.label, name, op_name)
 
 
@@ -269,11 +266,13 @@ def _unaligned(name: str, op_name: str, dtype: DType) -> InvalidUsage:
     )
 
 
+def _on_cpu(name: str, op_name: str) -> InvalidUsage:
+    return InvalidUsage(f"{op_name}: {name} is in CPU memory, but the other arrays are on a GPU")
+
+
 def _wrong_device(name: str, op_name: str, ordinal: int, gpu: Gpu) -> InvalidUsage:
-    text = (
-        f"{op_name}: {name} lies on GPU {ordinal}, but this communicator works on GPU {gpu.ordinal}"
-    )
-    return InvalidUsage(text, hint="a rank works on one GPU: that of the first array it passed")
+    text = f"{op_name}: {name} is on GPU {ordinal}, but this communicator uses GPU {gpu.ordinal}"
+    return InvalidUsage(text, hint="a rank uses one GPU: that of the first array it passed")
 
 
 def _view_tensor(tensor: Any, torch: Any, name: str, op_name: str, gpu: Gpu | None) -> DeviceMemory:
@@ -287,18 +286,16 @@ def _view_tensor(tensor: Any, torch: Any, name: str, op_name: str, gpu: Gpu | No
         )
     dtype = _torch_dtypes.get(tensor.dtype)
     if dtype is None:
-        raise InvalidUsage(
-            f"{op_name}: {name} has dtype {tensor.dtype}; allowed are {', '.join(code.label for code in DType)}"
-        )
-    if gpu is None or tensor.get_device() != gpu.ordinal:  # costs what is_cuda does
+        allowed = ", ".join(code.label for code in DType)
+        raise InvalidUsage(f"{op_name}: {name} has dtype {tensor.dtype}; allowed are {allowed}")
+    if gpu is None or tensor.get_device() != gpu.ordinal:  # as cheap as is_cuda
         if not tensor.is_cuda:
-            raise InvalidUsage(
-                f"{op_name}: {name} lies in CPU memory, but this operation's other arrays lie on a GPU"
-            )
+            raise _on_cpu(name, op_name)
         if gpu is not None:
             raise _wrong_device(name, op_name, tensor.get_device(), gpu)
     if not tensor.is_contiguous():
-        text = f"{op_name}: {name} is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+        form = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        text = f"{op_name}: {name} is not contiguous ({form})"
         raise InvalidUsage(text, hint="pass x.contiguous()")
     if tensor.is_neg():
         raise lazily_negated_error(name, op_name)
@@ -357,31 +354,31 @@ def _is_data(given: Any) -> bool:
     )
 
 
-#: keys of ``__cuda_array_interface__`` that are looked at -> whether a value is right, what it is then
+#: keys read from ``__cuda_array_interface__``: (validity check, description of valid values)
 _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "shape": (_is_shape, "a tuple of lengths from 0 on"),
-    "strides": (_are_strides, "None or a tuple of steps in bytes"),
+    "shape": (_is_shape, "a tuple of lengths >= 0"),
+    "strides": (_are_strides, "None or a tuple of strides in bytes"),
     "typestr": (lambda given: isinstance(given, str), "a str"),
-    "data": (_is_data, "a tuple of an address and whether the memory is read-only"),
-    "stream": (lambda given: given is None or _is_handle(given), "None or the number of a stream"),
+    "data": (_is_data, "a tuple of an address and a read-only flag"),
+    "stream": (lambda given: given is None or _is_handle(given), "None or a stream handle"),
 }
 
 
 def _check_interface(interface: Any, which: str) -> None:
     """Raise if ``interface`` is invalid; ``which`` names the call and its array."""
     if not isinstance(interface, dict):
-        raise InvalidUsage(
-            f"{which} has a __cuda_array_interface__ that is a {type(interface).__name__}; it is a dict"
-        )
+        kind = type(interface).__name__
+        raise InvalidUsage(f"{which}: __cuda_array_interface__ is a {kind}; it must be a dict")
     for key, (is_right, form) in _KEYS.items():
         if not is_right(given := interface.get(key)):
             raise InvalidUsage(
-                f"{which} has a __cuda_array_interface__ whose {key} is {given!r}; it is {form}"
+                f"{which}: {key} of __cuda_array_interface__ is {given!r}; it must be {form}"
             )
     shape, strides = interface["shape"], interface.get("strides")
     if strides is not None and len(strides) != len(shape):
         raise InvalidUsage(
-            f"{which} has a __cuda_array_interface__ with {len(shape)} lengths in shape, and {len(strides)} strides"
+            f"{which}: __cuda_array_interface__ has {len(shape)} lengths in shape, "
+            f"but {len(strides)} strides"
         )
 
 
@@ -422,8 +419,6 @@ def empty_like(thing: Any, count: int, op_name: str) -> Any:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(thing, cupy.ndarray):
         make: Callable[..., Any] = cupy.empty
-        with thing.device:  # else it lies on the current one
+        with thing.device:  # allocates on that device
             return make(count, dtype=thing.dtype)
-    raise InvalidUsage(
-        f"{op_name}: give out, an array for the result, with arrays of type {type(thing).__name__}"
-    )
+    raise InvalidUsage(f"{op_name}: cannot allocate a result like {type(thing).__name__}: pass out")

@@ -42,7 +42,7 @@ NVLINK_SINCE_ARCH = 90
 _WORD, _REFUSED = struct.Struct("<Q"), 1 << 63
 _ITEMSIZES = tuple(
     dtype.itemsize for dtype in DType
-)  # by code: calls are counted in fractions of a microsecond
+)  # by code; a property would cost a measurable part of a call
 
 
 def message_frame(memory: SymmetricMemory) -> Framing:
@@ -151,7 +151,7 @@ class MessageCalls(UnevenCollectives):
         (_, sent), (_, got) = pair
         if (
             -got.nbytes < got.address - sent.address < sent.nbytes
-        ):  # what the check asks, without a call
+        ):  # inlined: the check alone, without the cost of a call
             self._check_disjoint(pair[0][0], pair[1][0], "sendrecv")
         self._launch_messages(pair, "sendrecv", stream)
         return out
@@ -171,7 +171,8 @@ class MessageCalls(UnevenCollectives):
         memory = device_view(x, name, op_name, stream, self.gpu)
         if receives and memory.read_only:
             raise InvalidUsage(
-                f"{op_name}: arrays of type {type(x).__name__} cannot be written", rank=self.rank
+                f"{op_name}: cannot receive into {type(x).__name__}: the array is read-only",
+                rank=self.rank,
             )
         return memory, _message(
             receives, peer_rank(peer, "src" if receives else "dst", self.nranks, op_name), memory
@@ -298,5 +299,7 @@ def _message(receives: bool, peer: int, memory: DeviceMemory) -> P2pMessage:
     address, count, dtype, _, _ = memory
     nbytes = count * _ITEMSIZES[dtype]
     if nbytes >= MAX_BYTES:
-        raise InvalidUsage(f"a message has {nbytes} bytes; at most {MAX_BYTES - 1} are possible")
+        raise InvalidUsage(
+            f"cannot send a message of {nbytes} bytes: the maximum is {MAX_BYTES - 1}"
+        )
     return P2pMessage(receives, peer, address, nbytes, dtype._value_)

@@ -10,7 +10,7 @@ from miraccl.runtime.gpu.checks import ArgumentChecks
 from miraccl.runtime.gpu.stream import library_stream_getter
 from miraccl.runtime.gpu.work import StreamBound
 
-#: operations that make an array for the result where none is given -> where that stands in the arguments of the public methods
+#: operations that allocate a result if none is passed: position of `out` in the public arguments
 _OUT_POSITION = {
     "all_gather": 1,
     "reduce_scatter": 1,
@@ -33,7 +33,7 @@ def bind_result(name: str, args: Sequence[Any], gpu: Any) -> tuple[Any, tuple[An
     """
     if name == "barrier":
         return None, ()
-    given = [list(x) if isinstance(x, Iterator) else x for x in args]  # counts are looked at twice
+    given = [list(x) if isinstance(x, Iterator) else x for x in args]  # counts are read twice
     result = getattr(ArgumentChecks(gpu), name)(*given)
     place = _OUT_POSITION.get(name)
     if place is not None and given[place] is None:

@@ -27,7 +27,7 @@ class DevicePlanner:
         self.algo, self.proto = (
             options.algo,
             "" if options.proto_hints else options.proto,
-        )  # that is what CPU ranks make of them
+        )  # ``proto`` then holds the CPU ranks' interpretation of NCCL_PROTO
         check_protocol(self.proto)
         if self.algo:
             catalog.get(self.algo)
@@ -69,7 +69,10 @@ class DevicePlanner:
             if not ordered or catalog.get(asked).rank_ordered:
                 return asked, "asked for" if self.algo else "asked for (NCCL_ALGO)"
             if self.algo:
-                text = f"{collective.label}: {asked} does not add in the order of the ranks (deterministic)"
+                text = (
+                    f"{collective.label}: cannot use {asked}: deterministic reductions must add in "
+                    "rank order"
+                )
                 raise InvalidUsage(text, rank=self.rank)
         return "", ""
 

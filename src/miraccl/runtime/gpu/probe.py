@@ -59,13 +59,13 @@ class DeviceProbe:
         launches: Callable[[], Iterable[tuple[tuple[Any, ...], LaunchRecord]]],
     ) -> None:
         self._gpu, self._regions, self._launches = gpu, regions, launches
-        self._compared_counts = 0, 0  # how far operations were compared with those of others
+        self._compared_counts = 0, 0  # op counts up to which logs were compared
 
     def _read(self, read: Callable[..., Reading], *what: Any) -> Reading | None:
         with (
             contextlib.suppress(MiracclError),
             self._gpu.device_guard(),
-        ):  # the GPU may be what is broken
+        ):  # the GPU itself may have failed
             return read(self._gpu, self._regions, *what)
         return None
 
@@ -115,7 +115,8 @@ class DeviceProbe:
                     else []
                 )
                 what += [f"root {root}"] if collective.rooted else []
-                return f"{collective.label} #{number} ({', '.join(what)}; {launch.plan.algo}, {launch.plan.proto})"
+                plan = f"{launch.plan.algo}, {launch.plan.proto}"
+                return f"{collective.label} #{number} ({', '.join(what)}; {plan})"
         return f"launch #{number}"
 
     def compare_ops(self, faults: DeviceFaults) -> None:
@@ -146,7 +147,7 @@ class DeviceProbe:
             return
         snapshot = dataclasses.replace(
             snapshot, stopped=lambda _: False
-        )  # or not all had come; their memory may be going already
+        )  # a peer that had stopped would not be here, and its memory may already be unmapped
         if (mismatch := snapshot.find_mismatch()) is not None:
             faults.record_mismatch(*mismatch)
         elif (straggler := snapshot.find_straggler()) is not None:

@@ -54,7 +54,7 @@ def find_ring(facts: Sequence[GpuFacts], paths: GpuPaths) -> RingOrder:
     """
     nranks, ids = len(facts), [fact.bus_id for fact in facts]
     if nranks < 3:
-        return rank_order(nranks, "up to two ranks have one order")
+        return rank_order(nranks, "at most two ranks")
     if len(set(ids)) < nranks:
         return rank_order(nranks, "ranks share a GPU")
     try:
@@ -62,11 +62,11 @@ def find_ring(facts: Sequence[GpuFacts], paths: GpuPaths) -> RingOrder:
             raise LookupError(paths.note or "no topology")
         graph_file = params.GRAPH_FILE.read()
         if not graph_file and (near := _uniform_distance(paths, ids)):
-            return rank_order(nranks, f"all GPUs are equally near ({near})")
+            return rank_order(nranks, f"all GPUs are equally distant ({near})")
         order, near = _search_cached(paths.machine, ids, graph_file)
-    except Exception as error:  # whatever is strange about this machine
-        _log.warning("rings on GPU memory are in the order of the ranks: %s", error)
-        return rank_order(nranks, f"no ring was found: {error}")
+    except Exception as error:  # unexpected topologies must not prevent communication
+        _log.warning("GPU rings use rank order: %s", error)
+        return rank_order(nranks, f"cannot find a ring: {error}")
     return RingOrder(order=order, reason=f"ring of {graph_file or 'the channel search'} ({near})")
 
 
@@ -97,7 +97,7 @@ def _search_cached(
     """Return (order, slowest neighbour path) of the first channel, from disk or a search."""
     from miraccl.graph.plan import (
         PlanRequest,
-    )  # machines whose GPUs are equally near need none of it
+    )
     from miraccl.graph.plan_cache import cached_document, plan_key
     from miraccl.native.cache import plan_folder
 
@@ -107,7 +107,7 @@ def _search_cached(
     found = cached_document(plan_folder(), key, lambda: _search(machine, request)).data
     order = tuple(int(rank) for rank in found["order"])
     if sorted(order) != list(range(len(ids))):
-        raise LookupError(f"the search gave {list(order)} for {len(ids)} ranks")
+        raise LookupError(f"the search returned {list(order)} for {len(ids)} ranks")
     return order, f"{found['path']}, {found['bw']:g} GB/s per channel"
 
 

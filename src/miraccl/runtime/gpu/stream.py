@@ -9,9 +9,7 @@ from typing import Any
 
 from miraccl.errors import InvalidUsage
 
-_TOO_LARGE = (
-    1 << 63
-)  # for an address, which a stream is, or one of the small numbers that stand for a default one
+_TOO_LARGE = 1 << 63  # for a CUstream, which is an address or a small number for a default stream
 
 
 def find_current_stream(
@@ -65,7 +63,7 @@ def stream_handle(stream: Any) -> int:
     )
     if number is None or not 0 <= number < _TOO_LARGE:
         raise InvalidUsage(
-            f"stream is {stream!r}; allowed are a CUstream as a number from 0 on, and objects that have one"
+            f"stream is {stream!r}: pass a CUstream handle >= 0 or an object that has one"
         )
     return number
 
@@ -78,11 +76,9 @@ def _handle_of(stream: Any) -> int | None:
             if number is not None:
                 return int(number)
         return int(stream.__cuda_stream__()[1]) if hasattr(stream, "__cuda_stream__") else None
-    except (
-        Exception
-    ) as error:  # an object may do anything; what it is says who asked for its number
+    except Exception as error:
         raise InvalidUsage(
-            f"stream is {stream!r}, which gives no number: {type(error).__name__}: {error}"
+            f"cannot read the handle of stream {stream!r}: {type(error).__name__}: {error}"
         ) from error
 
 

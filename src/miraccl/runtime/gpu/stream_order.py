@@ -14,19 +14,22 @@ from miraccl.executor.cuda.launch import driver_addresses
 from miraccl.fastpath.cuda.table import Doors
 from miraccl.runtime.gpu.stream import cupy_stream, find_current_stream, stream_handle
 
-#: objects of streams that a communicator keeps, besides those of its last operations
+#: stream objects retained, besides those of the last operations
 MAX_KEPT_STREAMS = 16
 
 
 class StreamKeepAlive:
     """Stream objects kept alive because their handles are still in use."""
 
+    # CuPy destroys a stream with its object, and the next operation in another stream queries the
+    # last one. Querying a destroyed stream aborts the process (driver 580.159).
+
     def __init__(self, in_use: Callable[[], Container[int]]) -> None:
         """``in_use()``: handles of the streams of the last operations."""
         self._in_use = in_use
         self._objects: dict[
             tuple[int, type], Any
-        ] = {}  # one that only borrows a stream takes no owner's place
+        ] = {}  # by handle and type: a borrowing object does not replace the owner
 
     def retain(self, number: int, stream: Any) -> None:
         key = number, type(stream)
@@ -42,20 +45,20 @@ class StreamKeepAlive:
 class StreamOrder:
     """Stream of a communicator's last operation, and the order of the next one after it."""
 
-    def __init__(self, gpu: Gpu, doors: Doors) -> None:
+    def __init__(self, gpu: Gpu, fast_path: Doors) -> None:
         """``fast_path`` records the last stream and orders further ones itself if it can."""
-        self._gpu, self._fast_path = gpu, doors
+        self._gpu, self._fast_path = gpu, fast_path
         self._last_uncaptured = (
             -1
-        )  # the stream of the last operation that was not captured, while captured ones follow it
-        self._keep_alive = StreamKeepAlive(lambda: (doors.stream, self._last_uncaptured))
+        )  # stream of the last uncaptured operation while captured ones follow
+        self._keep_alive = StreamKeepAlive(lambda: (fast_path.stream, self._last_uncaptured))
         self._current: Callable[[int], int] | None = None
-        doors.ask_for_stream_of_arrays(functools.partial(cupy_stream, self._keep_alive.retain))
-        self._event = gpu.make_event()  # by which doors let a stream wait for another
+        fast_path.ask_for_stream_of_arrays(functools.partial(cupy_stream, self._keep_alive.retain))
+        self._event = gpu.make_event()  # with which the fast path orders two streams
         if all(
             calls := driver_addresses(gpu, "cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent")
         ):
-            doors.follow_streams(int(self._event), calls, gpu.context)
+            fast_path.follow_streams(int(self._event), calls, gpu.context)
 
     def handle(self, stream: Any) -> int:
         """Return the CUstream handle of a stream argument; None is the current stream."""

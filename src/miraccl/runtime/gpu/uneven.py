@@ -165,7 +165,10 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         sends = counts_of(send_counts, "send_counts", self.nranks, "all_to_all_v")
         receives = counts_of(recv_counts, "recv_counts", self.nranks, "all_to_all_v")
         if sends[self.rank] != receives[self.rank]:
-            detail = f"send_counts[{self.rank}] is {sends[self.rank]}, recv_counts[{self.rank}] is {receives[self.rank]}"
+            detail = (
+                f"send_counts[{self.rank}] is {sends[self.rank]}, "
+                f"recv_counts[{self.rank}] is {receives[self.rank]}"
+            )
             raise InvalidUsage(
                 f"all_to_all_v: counts of a rank to itself differ: {detail}", rank=self.rank
             )
@@ -245,7 +248,7 @@ class UnevenCollectives(FastPathDisabled, DeviceArguments):
         self._run_uneven(request, stream)
         return out
 
-    # ---- parts
+    # ---- helpers
 
     def _gather_target(
         self,

@@ -19,7 +19,7 @@ from miraccl.runtime.gpu.flight_recorder import MemoryRegions, RecorderSnapshot
 
 _COUNT = struct.Struct("<Q")
 _ROW = struct.Struct("<IIII")
-#: regions in the first packets of a message a thread has stored its header (``frame`` of source/p2p.cuh), and what it is there: tag, flags
+#: offset of a message's header (tag and flags) in its first packets (``frame`` of source/p2p.cuh)
 _TAG_OFFSETS = {Framing.LINE: 7 * _ROW.size, Framing.PAIR: 0}
 
 

@@ -34,13 +34,13 @@ FailFn = Callable[[str, str], None]
 class DeviceWaitState(abc.ABC):
     """Wait-state provider of one rank's stream (``blocked_ops.StreamProvider``), until closed."""
 
-    def __init__(self, session: Session, name: str, needs_look: bool) -> None:
-        self._session, self.name, self.needs_probe = session, name, needs_look
+    def __init__(self, session: Session, name: str, needs_probe: bool) -> None:
+        self._session, self.name, self.needs_probe = session, name, needs_probe
         self._lock = (
             threading.RLock()
-        )  # held while somebody looks; a signal handler may finalize in the middle
+        )  # held while reading; reentrant, as a signal handler may finalize
         self._closed = False
-        self._last_probe: Mapping[str, BlockedState] = {}  # as the lookout has seen it last
+        self._last_probe: Mapping[str, BlockedState] = {}  # result of the last ``probe``
 
     @property
     def session(self) -> Session | None:
@@ -79,10 +79,10 @@ class KernelWaits:
     """
 
     def __init__(
-        self, looks: DeviceProbe, key: str, rank: int, named: Callable[[int], str], end: FailFn
+        self, probe: DeviceProbe, key: str, rank: int, named: Callable[[int], str], end: FailFn
     ) -> None:
         self._probe, self._key, self._rank, self._stream_name, self._fail = (
-            looks,
+            probe,
             key,
             rank,
             named,
@@ -117,16 +117,16 @@ class KernelWaits:
 
     def progress(self) -> dict[str, RankProgress]:
         """Return the progress of the kernels."""
-        come = self._probe.message_counts()
+        counts = self._probe.message_counts()
         return (
             {}
-            if come is None
+            if counts is None
             else {
                 self._key: RankProgress(
-                    operations=come.last_launch,
-                    sent=come.sent,
-                    received=come.received,
-                    large=come.large_received,
+                    operations=counts.last_launch,
+                    sent=counts.sent,
+                    received=counts.received,
+                    large=counts.large_received,
                 )
             }
         )
@@ -136,16 +136,16 @@ class KernelWaitState(DeviceWaitState):
     """Wait-state provider of a one-host communicator."""
 
     def __init__(
-        self, session: Session, looks: DeviceProbe, end: FailFn, is_done: Callable[[], bool]
+        self, session: Session, probe: DeviceProbe, end: FailFn, is_done: Callable[[], bool]
     ) -> None:
         """``is_done()``: nothing is enqueued, nor can a graph enqueue anything."""
         super().__init__(
             session,
             stream_name(session.tokens[session.rank], session.key, session.rank),
-            needs_look=True,
+            needs_probe=True,
         )
         self._is_done = is_done
-        self.kernels = KernelWaits(looks, session.key, session.rank, self._stream_name, end)
+        self.kernels = KernelWaits(probe, session.key, session.rank, self._stream_name, end)
 
     def _stream_name(self, rank: int) -> str:
         return stream_name(self._session.tokens[rank], self._session.key, rank)

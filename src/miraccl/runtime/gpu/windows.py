@@ -23,7 +23,7 @@ from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.transport.cuda_p2p import SymmetricMemory, WindowMemory
 from miraccl.types import DType
 
-#: names of types -> what has this type; bool is uint8 here
+#: dtypes by name; bool is stored as uint8
 _DTYPES_BY_NAME = DTYPE_NAMES | {"bool": DType.UINT8}
 
 
@@ -54,7 +54,7 @@ class DeviceArray:
         kind = NUMPY_DTYPE[self.dtype]
         typestr = (
             kind.str if kind.isbuiltin == 1 else f"<u{kind.itemsize}"
-        )  # 2: another package's, whose codes nobody else knows
+        )  # isbuiltin 2: a dtype of another package, whose code consumers do not know
         return {
             "shape": self.shape,
             "typestr": typestr,
@@ -78,7 +78,7 @@ class DeviceArray:
         flat = DeviceArray(self.address, (max(1, self.nbytes),), DType.UINT8, self._keep)
         tensor = torch.as_tensor(flat, device=f"cuda:{self._ordinal}")[
             : self.nbytes
-        ]  # on the current one it would be a copy
+        ]  # on another current device it would be a copy
         return tensor.view(kind).reshape(self.shape)
 
     def __repr__(self) -> str:
@@ -106,7 +106,8 @@ class DeviceWindows:
         nbytes = max(1, math.prod(dims)) * kind.itemsize
         if nbytes > MAX_BYTES:
             raise InvalidUsage(
-                f"empty: {dims} {kind.label} take {nbytes} bytes; a process addresses {MAX_BYTES}"
+                f"empty: cannot allocate {nbytes} bytes for {dims} {kind.label}: "
+                f"the maximum is {MAX_BYTES}"
             )
         asked = f"{dims} {kind.label}"
         for rank, theirs in enumerate(
@@ -114,14 +115,14 @@ class DeviceWindows:
         ):
             if theirs.decode() != asked:
                 raise InvalidUsage(
-                    f"empty: rank {rank} asks for {theirs.decode()}, this rank for {asked}",
+                    f"empty: rank {rank} requests {theirs.decode()}, this rank {asked}",
                     peer=rank,
                 )
         window = self._memory.window(nbytes, stages)
         bisect.insort(self._starts, (window.own, len(self._windows)))
         self._windows.append(window)
         array = DeviceArray(window.own, dims, kind, window, self._memory.gpu.ordinal)
-        # bool is uint8 here
+        # bool is stored as uint8
         return (
             array.torch().view(dtype)
             if "torch" in sys.modules and isinstance(dtype, sys.modules["torch"].dtype)
@@ -154,7 +155,6 @@ def _element_type(dtype: Any) -> DType:
     if found is None and (kind := element_type(dtype)).isnative:
         found = _DTYPES_BY_NAME.get(kind.name)
     if found is None:
-        raise InvalidUsage(
-            f"empty: dtype {dtype!r} cannot be communicated; allowed are {', '.join(_DTYPES_BY_NAME)}"
-        )
+        allowed = ", ".join(_DTYPES_BY_NAME)
+        raise InvalidUsage(f"empty: cannot communicate dtype {dtype!r}; allowed are {allowed}")
     return found

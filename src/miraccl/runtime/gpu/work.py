@@ -20,7 +20,7 @@ from miraccl.runtime.gpu.keep_alive import KeepAlive
 from miraccl.runtime.work import Work, check_timeout
 
 POLL_S = 50e-6
-POLL_TIMEOUT_S = 0.02  # in which somebody who waits has looked
+POLL_TIMEOUT_S = 0.02  # time in which a waiting host has polled twice
 Current = Callable[[], Any]
 """Gives the current stream as an object."""
 
@@ -47,7 +47,7 @@ class DeviceWork(Work):
         waits for this operation, which ends after all earlier ones.
         """
         super().__init__(name, where)
-        self._polls = 0  # that have found it going on
+        self._polls = 0  # polls that found the operation running
         self._gpu, self._result, self._keep, self._current = gpu, result, keep, current
         self._captured = gpu.gpu.is_capturing(stream)
         self._event: Any = gpu.gpu.make_event()
@@ -85,7 +85,7 @@ class DeviceWork(Work):
         while not self.done():
             if end is not None and time.monotonic() >= end:
                 raise CollectiveTimeout(
-                    f"not finished within {timeout:g} s; it goes on on the GPU", op=self.name
+                    f"not finished within {timeout:g} s; it continues on the GPU", op=self.name
                 )
             self._polls += 1
             time.sleep(POLL_S)
@@ -97,7 +97,7 @@ class DeviceWork(Work):
         later one.
         """
         polls, end = self._polls, time.monotonic() + POLL_TIMEOUT_S
-        while self._polls < polls + 2:  # one of them has begun since
+        while self._polls < polls + 2:  # so one poll began after the call
             if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)
@@ -107,7 +107,7 @@ class DeviceWork(Work):
         """Return True if the GPU has ended the operation, successfully or not."""
         if self._captured:
             raise InvalidUsage(
-                f"{self.name} was captured in a graph; whether it has ended is asked of the graph",
+                f"cannot query {self.name}: it was captured in a graph; query the graph",
                 op=self.name,
             )
         return bool(self._gpu.gpu.has_completed(self._event))
@@ -140,7 +140,7 @@ def resolve_stream(gpu: Any, stream: Any, current: Current | None = None) -> int
 
 
 class StreamBound:
-    """Methods of ``gpu`` or its ``BackgroundCalls`` in the current stream of the arrays' library."""
+    """Methods of ``gpu`` or its ``BackgroundCalls`` in the current stream of an array's library."""
 
     def __init__(self, gpu: Any, current: Current) -> None:
         self._gpu, self._current = gpu, current
@@ -183,10 +183,10 @@ class BackgroundCalls:
                 )
                 result = method(*args, stream=number, **more)
                 keep = (args, more, result)
-                if not driver.is_capturing(number):  # memory of captures belongs to their graphs
+                if not driver.is_capturing(number):  # memory of a capture belongs to its graph
                     self._keep_alive.retain(
                         keep, number
-                    )  # the user may let go of everything at once
+                    )  # the caller may drop all references at once
                 return DeviceWork(
                     name, self._gpu, number, result, keep, current, self._wait_provider(number)
                 )
@@ -210,7 +210,7 @@ class BackgroundCalls:
         with (
             contextlib.suppress(MiracclError),
             self._gpu.gpu.device_guard(),
-        ):  # a context that a failed kernel broke needs nothing given back
+        ):  # after a kernel failure the context is unusable, with nothing to free
             self._gpu.gpu.synchronize()
             self._keep_alive.close()
             self._gpu.gpu.destroy_stream(own)

@@ -71,7 +71,7 @@ class MultiNodeWaitState(DeviceWaitState):
         super().__init__(
             self._world.session,
             self._stream_name(self._world.rank, ""),
-            needs_look=near is not None,
+            needs_probe=near is not None,
         )
         self._kernels: KernelWaits | None = None
         if near is not None:
