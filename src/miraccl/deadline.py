@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
+from miraccl import clock
 from miraccl.params import FOREVER
 
 
@@ -14,7 +14,7 @@ class Deadline:
 
     Attributes:
         seconds: The timeout the caller gave, in seconds; used in messages only.
-        at: The instant on ``time.monotonic()``, in seconds.
+        at: The instant on ``clock.monotonic()``, in seconds.
     """
 
     seconds: float
@@ -26,12 +26,12 @@ class Deadline:
         if isinstance(seconds, Deadline):
             return seconds
         seconds = min(seconds, FOREVER)
-        return cls(seconds=seconds, at=time.monotonic() + seconds)
+        return cls(seconds=seconds, at=clock.monotonic() + seconds)
 
     @property
     def left(self) -> float:
         """Seconds until the deadline; 0 once it has passed."""
-        return max(0.0, self.at - time.monotonic())
+        return max(0.0, self.at - clock.monotonic())
 
     def within(self, seconds: float | Deadline) -> Deadline:
         """Return the earlier of this deadline and ``seconds`` (from now, or another deadline)."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import time
+
+from miraccl import clock
 
 NO_MEMORY_PAUSE_S = 0.01  # pause after ENOBUFS or ENOMEM
 
@@ -33,6 +34,6 @@ def is_transient(error: OSError) -> bool:
     """
     if error.errno in (errno.ENOBUFS, errno.ENOMEM):
         # epoll keeps reporting such a socket as ready, so the caller would spin without a pause.
-        time.sleep(NO_MEMORY_PAUSE_S)
+        clock.sleep(NO_MEMORY_PAUSE_S)
         return True
     return isinstance(error, BlockingIOError | InterruptedError)

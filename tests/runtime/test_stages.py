@@ -13,6 +13,7 @@ import pytest
 import miraccl
 from miraccl import Communicator
 from miraccl.bootstrap import Session, link
+from miraccl.clock import VirtualClock, use
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     BootstrapError,
@@ -207,23 +208,17 @@ def test_a_rank_that_connects_when_another_one_has_given_up_is_told_so(
 def test_what_a_machine_does_at_its_first_use_is_not_on_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = 1000.0
-
-    def compile_and_measure() -> None:
-        nonlocal now
-        now += 500.0
-
-    monkeypatch.setattr(rendezvous, "prepare", compile_and_measure)
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setenv("MIRACCL_BOOTSTRAP_TIMEOUT", "7")
-    deadline = rendezvous.start_deadline()
-    assert (deadline.seconds, deadline.left) == (7.0, 7.0)
-    now += 3.0
-    assert deadline.left == 4.0
-    assert deadline.within(10.0) is deadline is Deadline.after(deadline)
-    assert deadline.within(1.0).seconds == 1.0
-    now += 5.0
-    assert deadline.left == 0.0
+    with use(VirtualClock()) as virtual:
+        monkeypatch.setattr(rendezvous, "prepare", lambda: virtual.advance(500.0))
+        deadline = rendezvous.start_deadline()
+        assert (deadline.seconds, deadline.left) == (7.0, 7.0)
+        virtual.advance(3.0)
+        assert deadline.left == 4.0
+        assert deadline.within(10.0) is deadline is Deadline.after(deadline)
+        assert deadline.within(1.0).seconds == 1.0
+        virtual.advance(5.0)
+        assert deadline.left == 0.0
 
 
 def test_finalize_ends_a_shrink_of_another_thread() -> None:

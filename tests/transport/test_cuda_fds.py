@@ -66,7 +66,7 @@ def test_a_caller_is_let_in_as_soon_as_a_descriptor_is_free(
     doors[1].send(1, doors[0].address, [])
     with contextlib.ExitStack() as shortage:
         shortage.enter_context(few_descriptors(0))
-        monkeypatch.setattr("time.sleep", lambda seconds: shortage.close())
+        monkeypatch.setattr("miraccl.clock.sleep", lambda seconds: shortage.close())
         assert doors[0].receive({1: doors[1].address}) == {1: []}
 
 

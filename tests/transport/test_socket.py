@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from miraccl import clock
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     AuthenticationError,
@@ -418,8 +419,13 @@ def drained(sock: socket.socket) -> bytes:
 def test_stranger_with_a_plausible_hello_gets_a_challenge_and_nothing_else(world, monkeypatch):
     """It does not know the secret: whatever it answers, it is dropped, and silence is dropped after the handshake's deadline."""
     jumps = [0.0]
-    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + sum(jumps), sleep=time.sleep)
-    monkeypatch.setattr(connect_round, "time", clock)
+    shifted = types.SimpleNamespace(
+        monotonic=lambda: time.monotonic() + sum(jumps),
+        sleep=clock.sleep,
+        wait_io=clock.wait_io,
+        random_bytes=clock.random_bytes,
+    )
+    monkeypatch.setattr(connect_round, "clock", shifted)
     transport = build_rank(world, 1)
     want = StreamIdentity(initiator=0, acceptor=1, stream=0, nstreams=2)
     hello = InitiatorHandshake(

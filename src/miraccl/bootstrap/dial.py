@@ -12,10 +12,10 @@ import errno
 import os
 import selectors
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from miraccl import clock
 from miraccl.bootstrap.hub import MAX_SELECT_SECONDS, tune
 from miraccl.bootstrap.names import Lookup
 from miraccl.errors import AuthenticationError, BootstrapError, as_system_failure
@@ -24,15 +24,12 @@ from miraccl.wire.auth import NONCE_BYTES, make_nonce
 from miraccl.wire.bootstrap import Disconnected, HubProved, HubRejected, Received, Send, Start
 from miraccl.wire.bootstrap_member import MemberMachine
 
-FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.6, 0.1  # seconds between tries of one address
-CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 5.0  # after which a try is given up
-VERDICT_SECONDS = (
-    0.25  # a wrong secret at one address is final unless another address proves itself meanwhile
-)
-RESOLVE_SECONDS, RESOLVE_POLL = (
-    1.0,
-    0.005,
-)  # between look-ups of a name, and between looks whether one has ended
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.6, 0.1  # seconds between attempts
+CONNECT_SECONDS, ANSWER_SECONDS = 2.0, 5.0  # limits of an attempt
+#: A wrong secret at one address is final unless another address proves itself within this time.
+VERDICT_SECONDS = 0.25
+RESOLVE_SECONDS = 1.0  # between resolutions of a name
+RESOLVE_POLL = 0.005  # between polls of a resolution
 
 
 class ControlPlaneUnreachable(BootstrapError):
@@ -47,11 +44,11 @@ class _Endpoint:
     pause: float = FIRST_PAUSE
     next_try: float = 0.0
     problem: str = "not tried"
-    refused_since: float = float("inf")  # where its kernel does nothing but refuse
+    refused_since: float = float("inf")  # since when every connection was refused
 
     def failed(self, trouble: str, refused: bool = False) -> None:
         self.problem = trouble
-        self.refused_since = min(self.refused_since, time.monotonic()) if refused else float("inf")
+        self.refused_since = min(self.refused_since, clock.monotonic()) if refused else float("inf")
 
 
 @dataclass(kw_only=True)
@@ -106,10 +103,10 @@ class Dialer:
         self._lookups: list[Lookup] = []
         self._resolve_at = 0.0
         self._attempts: list[_Attempt] = []
-        self._verdict: HubRejected | None = None
+        self._verdict: tuple[str, HubRejected] | None = None
         self._verdict_at = float("inf")
-        self.hub: tuple[object, ...] = ()  # the socket address of the hub, once it is found
-        with as_system_failure("the hub of the job cannot be looked for", rank=rank):
+        self.hub: tuple[object, ...] = ()  # socket address of the hub once it is found
+        with as_system_failure("cannot search for the control plane of the job", rank=rank):
             self._selector = selectors.DefaultSelector()
 
     def dial(self) -> tuple[socket.socket, MemberMachine]:
@@ -122,22 +119,26 @@ class Dialer:
         try:
             while winner is None:
                 self._poll()
-                now = time.monotonic()
+                now = clock.monotonic()
                 self._check_verdict(now)
                 self._resolve(now)
                 self._start_attempts(now)
                 winner = self._step()
                 if winner is None and self._all_refuse():
                     raise ControlPlaneUnreachable(
-                        "nobody listens where the hub of this job was", rank=self._rank
+                        (
+                            "cannot reach the control plane of this job: its process has ended, "
+                            "nothing listens there"
+                        ),
+                        rank=self._rank,
                     )
                 if (
-                    winner is None and time.monotonic() >= self._deadline
-                ):  # each address is tried once, whatever the deadline
+                    winner is None and clock.monotonic() >= self._deadline
+                ):  # after one round: each address is tried once, whatever the deadline
                     raise ControlPlaneUnreachable(
                         self._explain(),
                         rank=self._rank,
-                        hint="is rank 0 running, and is its address right?",
+                        hint="check that rank 0 runs and that its address is right",
                     )
             self._selector.unregister(winner.sock)
             self._attempts.remove(winner)
@@ -160,13 +161,15 @@ class Dialer:
             f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {t}"
             for t, names in troubles.items()
         ]
-        return f"no hub of this job answered before the deadline; {'; '.join(details)}"
+        return (
+            f"cannot reach the control plane of this job before the deadline: {'; '.join(details)}"
+        )
 
     def _all_refuse(self) -> bool:
         since = max(
             (endpoint.refused_since for endpoint in self._endpoints.values()), default=float("inf")
         )
-        return not self._unresolved and time.monotonic() - since >= self._give_up_after_refusals
+        return not self._unresolved and clock.monotonic() - since >= self._give_up_after_refusals
 
     def _check_verdict(self, now: float) -> None:
         verdict = self._verdict
@@ -174,12 +177,17 @@ class Dialer:
             now >= self._verdict_at
             or (not self._attempts and all(e.next_try > 0 for e in self._endpoints.values()))
         ):
-            if verdict.kind == "secret":
+            address, rejected = verdict
+            if rejected.kind == "secret":
                 raise AuthenticationError(
-                    verdict.reason, rank=self._rank, hint="do all ranks have the same unique id?"
+                    f"cannot join the job at {address}: {rejected.reason}",
+                    rank=self._rank,
+                    hint="give all ranks the same unique id, or the same MIRACCL_SECRET",
                 )
             raise BootstrapError(
-                verdict.reason, rank=self._rank, hint="run the same version of miraccl on all ranks"
+                f"cannot join the job at {address}: {rejected.reason}",
+                rank=self._rank,
+                hint="run the same version of miraccl on all ranks",
             )
 
     def _resolve(self, now: float) -> None:
@@ -222,7 +230,7 @@ class Dialer:
                 endpoint.failed(os.strerror(problem), problem == errno.ECONNREFUSED)
                 sock.close()
                 continue
-            nonce = make_nonce(self._secret, os.urandom(NONCE_BYTES), self._last_nonce)
+            nonce = make_nonce(self._secret, clock.random_bytes(NONCE_BYTES), self._last_nonce)
             machine = MemberMachine(
                 secret=self._secret, rank=self._rank, nranks=self._nranks, nonce=nonce
             )
@@ -231,7 +239,7 @@ class Dialer:
             )
             try:
                 self._selector.register(sock, selectors.EVENT_WRITE, attempt)
-            except OSError as error:  # no memory for it, or none allowed
+            except OSError as error:  # no kernel memory for it
                 endpoint.failed(error.strerror or str(error))
                 sock.close()
                 continue
@@ -239,7 +247,7 @@ class Dialer:
 
     def _step(self) -> _Attempt | None:
         """Wait for the next event, at most until an attempt is due or times out."""
-        now = time.monotonic()
+        now = clock.monotonic()
         busy = {id(attempt.endpoint) for attempt in self._attempts}
         times = [self._deadline, self._verdict_at]
         times += [
@@ -253,10 +261,12 @@ class Dialer:
             if self._unresolved
             else []
         )
-        ready = self._selector.select(min(max(0.0, min(times) - now), MAX_SELECT_SECONDS))
+        ready = clock.wait_io(
+            self._selector.select, min(max(0.0, min(times) - now), MAX_SELECT_SECONDS)
+        )
         proved = [key.data for key, _ in ready if self._advance(key.data)]
-        now = time.monotonic()
-        # A process that was stopped finds the hub's answer and its own patience at an end: the answer counts.
+        now = clock.monotonic()
+        # A process that was stopped finds the hub's answer and its own timeout: the answer counts.
         for attempt in [
             attempt
             for attempt in self._attempts
@@ -270,13 +280,13 @@ class Dialer:
         if not attempt.started:
             try:
                 finish_connect(attempt.sock)
-            except OSError as error:  # reset since it was made, by a listener that closed, say
+            except OSError as error:  # reset, for example by a listener that closed
                 self._end(attempt, error.strerror or str(error), error.errno == errno.ECONNREFUSED)
                 return False
             attempt.started = True
-            attempt.give_up = time.monotonic() + ANSWER_SECONDS
+            attempt.give_up = clock.monotonic() + ANSWER_SECONDS
             self._selector.modify(attempt.sock, selectors.EVENT_READ, attempt)
-            return self._apply(attempt, attempt.machine.handle(Start(now=time.monotonic())))
+            return self._apply(attempt, attempt.machine.handle(Start(now=clock.monotonic())))
         try:
             data = attempt.sock.recv(4096)
         except BlockingIOError:
@@ -285,11 +295,11 @@ class Dialer:
             self._end(attempt, error.strerror or str(error))
             return False
         if not data:
-            attempt.machine.handle(Disconnected(now=time.monotonic(), reason="closed"))
+            attempt.machine.handle(Disconnected(now=clock.monotonic(), reason="closed"))
             self._end(attempt, "the connection was closed without an answer")
             return False
         return self._apply(
-            attempt, attempt.machine.handle(Received(now=time.monotonic(), data=data))
+            attempt, attempt.machine.handle(Received(now=clock.monotonic(), data=data))
         )
 
     def _apply(self, attempt: _Attempt, outputs: Sequence[object]) -> bool:
@@ -302,22 +312,25 @@ class Dialer:
                     sent = attempt.sock.send(output.data)
                     if sent < len(
                         output.data
-                    ):  # below a hundred bytes into an empty buffer: only where memory is short
+                    ):  # less than 100 bytes into an empty buffer: the kernel is out of memory
                         raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
                 except OSError as error:
                     self._end(attempt, error.strerror or str(error))
                     return False
             elif isinstance(output, HubRejected):
                 if output.kind != "stranger" and not self._probing and self._verdict is None:
-                    self._verdict, self._verdict_at = output, time.monotonic() + VERDICT_SECONDS
-                self._end(attempt, f"not the hub of this job: {output.reason}")
+                    self._verdict, self._verdict_at = (
+                        (attempt.endpoint.name, output),
+                        clock.monotonic() + VERDICT_SECONDS,
+                    )
+                self._end(attempt, f"not this job: {output.reason}")
                 return False
         return proved
 
     def _end(self, attempt: _Attempt, trouble: str, refused: bool = False) -> None:
         if attempt in self._attempts:
             attempt.endpoint.failed(trouble, refused)
-            attempt.endpoint.next_try = time.monotonic() + attempt.endpoint.pause
+            attempt.endpoint.next_try = clock.monotonic() + attempt.endpoint.pause
             self._attempts.remove(attempt)
             self._selector.unregister(attempt.sock)
             attempt.sock.close()

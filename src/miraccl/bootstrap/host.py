@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 
-from miraccl import params
+from miraccl import clock, params
 
 
 @functools.cache
@@ -17,15 +17,15 @@ def network_fingerprint() -> str:
     The kernel's boot id names the machine, the inode of the namespace the network on it. Where
     there is no boot id (some sandboxes) the host name and machine id stand in.
     """
-    words = [
+    parts = [
         _read("/proc/sys/kernel/random/boot_id")
         or f"{socket.gethostname()} {_read('/etc/machine-id')}"
     ]
     try:
-        words.append(str(os.stat("/proc/self/ns/net").st_ino))
+        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
     except OSError:
-        words.append("-")
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+        parts.append("-")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def host_fingerprint() -> str:
@@ -54,5 +54,5 @@ def process_token() -> bytes:
     pid = os.getpid()
     token = _tokens.get(pid)
     if token is None:
-        token = _tokens.setdefault(pid, os.urandom(8))
+        token = _tokens.setdefault(pid, clock.random_bytes(8))
     return token

@@ -13,16 +13,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import os
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miraccl import trace
+from miraccl import clock, trace
 from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.eventfd import EventFd
 from miraccl.bootstrap.host import network_fingerprint, process_token
@@ -46,18 +44,16 @@ from miraccl.wire.bootstrap_hub import HubMachine
 
 _log = trace.logger("bootstrap")
 BACKLOG = 1024
-FULL_SECONDS, SHORTAGE_SECONDS = (
-    0.003,
-    0.05,
-)  # pauses of listening: too many strangers, no descriptors
-ACCEPTS_PER_WAKEUP = 64  # so that a flood of connections does not keep the ranks waiting
+#: Pauses of listening: too many unauthenticated connections; no descriptors or memory left.
+FULL_SECONDS, SHORTAGE_SECONDS = 0.003, 0.05
+ACCEPTS_PER_WAKEUP = 64  # so that a flood of connections does not delay the ranks
 READ_BYTES = 1 << 18
-#: Unsent bytes for one rank after which it counts as lost: it has not read for a long time.
+#: A rank with more unsent bytes counts as lost: it has not read for a long time.
 MAX_UNSENT_BYTES = 512 << 20
-MAX_SELECT_SECONDS = 3600.0  # seconds; epoll counts milliseconds in 32 bits
+MAX_SELECT_SECONDS = 3600.0  # epoll counts milliseconds in 32 bits
 CLOSE_SECONDS = 2.0  # for a rank to read its last message and hang up
 
-_unowned: list[HubServer] = []  # those nobody else owns
+_unowned: list[HubServer] = []  # hubs of get_unique_id()
 
 
 @dataclass(kw_only=True)
@@ -93,16 +89,16 @@ class HubServer:
         next_machine: Callable[[], HubMachine] | None = None,
     ) -> None:
         self._machine, self._next_machine = machine, next_machine
-        self._formed: list[HubMachine] = []  # of earlier jobs whose ranks are still there
+        self._formed: list[HubMachine] = []  # machines of earlier jobs that still run
         self._listeners = list(listeners)
         self._connections: dict[int, _Connection] = {}
         self._next_conn = 1
         self._close_reason: str | None = None
         self._listen_again_at: float | None = None
         self._finished = False
-        self._thread = threading.Thread(target=self._run, name="miraccl-hub", daemon=True)
+        self._thread = clock.thread(target=self._run, name="miraccl-hub", daemon=True)
         with (
-            as_system_failure("the meeting point of the ranks cannot be opened"),
+            as_system_failure("cannot start the control plane of the job"),
             contextlib.ExitStack() as unless_it_runs,
         ):
             for sock in listeners:
@@ -142,7 +138,7 @@ class HubServer:
 
     def close_after_error(self, error: BaseException) -> None:
         """Close the hub because rank 0, its owner, failed to join with ``error``."""
-        self.close(f"rank 0 gave up: {type(error).__name__}")
+        self.close(f"rank 0 failed to join: {type(error).__name__}")
 
     def __enter__(self) -> HubServer:
         return self
@@ -150,13 +146,15 @@ class HubServer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # --- thread -----------------------------------------------------------------------------------------------------
+    # --- thread ---
 
     def _run(self) -> None:
         try:
             while not self._finished or self._connections:
-                ready = self._selector.select(self._select_timeout())
-                # Who is here already is heard before newcomers are let in: a rank in its handshake is not pushed out by a flood.
+                ready = clock.wait_io(self._selector.select, self._select_timeout())
+                # Connections before listeners: a flood of newcomers must not evict a rank that is
+                # in
+                # its handshake.
                 for key, mask in sorted(
                     ready, key=lambda item: isinstance(item[0].data, socket.socket)
                 ):
@@ -164,21 +162,24 @@ class HubServer:
                 if self._close_reason is not None and not self._finished:
                     for machine in [*self._formed, self._machine]:
                         self._feed(
-                            machine, CloseHub(now=time.monotonic(), reason=self._close_reason)
+                            machine, CloseHub(now=clock.monotonic(), reason=self._close_reason)
                         )
                 self._run_timers()
-        except (
-            Exception
-        ):  # a hub that fails must not fail silently: its connections close and every rank sees it
+        except Exception:  # its connections close, so every rank sees it
             _log.exception("the hub of the job failed")
         finally:
-            for sock in [*self._listeners, *(line.sock for line in self._connections.values())]:
+            for sock in [
+                *self._listeners,
+                *(connection.sock for connection in self._connections.values()),
+            ]:
                 sock.close()
             self._wakeup.close()
             self._selector.close()
 
     def _select_timeout(self) -> float | None:
-        times = [line.close_by for line in self._connections.values() if line.closing]
+        times = [
+            connection.close_by for connection in self._connections.values() if connection.closing
+        ]
         times += [
             t
             for t in (
@@ -188,20 +189,22 @@ class HubServer:
             )
             if t is not None
         ]
-        return min(max(0.0, min(times) - time.monotonic()), MAX_SELECT_SECONDS) if times else None
+        return min(max(0.0, min(times) - clock.monotonic()), MAX_SELECT_SECONDS) if times else None
 
     def _run_timers(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._listen_again_at is not None and now >= self._listen_again_at:
             self._listen_again()
         for machine in [*self._formed, self._machine]:
             deadline = machine.deadline()
             if deadline is not None and deadline <= now:
                 self._feed(machine, Tick(now=now))
-        for line in [
-            line for line in self._connections.values() if line.closing and line.close_by <= now
+        for connection in [
+            connection
+            for connection in self._connections.values()
+            if connection.closing and connection.close_by <= now
         ]:
-            self._hang_up(line)
+            self._hang_up(connection)
 
     def _handle_ready(self, data: Any, mask: int) -> None:
         if data is None:
@@ -219,7 +222,7 @@ class HubServer:
             self._formed.append(self._machine)
             self._machine = self._next_machine()
         for _ in range(ACCEPTS_PER_WAKEUP):
-            if not self._machine.may_accept(time.monotonic()):
+            if not self._machine.may_accept(clock.monotonic()):
                 self._pause_listening(FULL_SECONDS)
                 return
             try:
@@ -232,29 +235,33 @@ class HubServer:
                 return
             sock.setblocking(False)
             tune(sock)
-            line = _Connection(conn=self._next_conn, sock=sock, machine=self._machine)
+            connection = _Connection(conn=self._next_conn, sock=sock, machine=self._machine)
             try:
-                self._selector.register(sock, selectors.EVENT_READ, line)
-            except OSError:  # no memory for it, or none allowed: it may call again
+                self._selector.register(sock, selectors.EVENT_READ, connection)
+            except OSError:  # no kernel memory for it: the peer will retry
                 sock.close()
                 self._pause_listening(SHORTAGE_SECONDS)
                 return
             self._next_conn += 1
-            self._connections[line.conn] = line
+            self._connections[connection.conn] = connection
             peer = f"{address[0]}:{address[1]}"
             self._feed(
-                line.machine,
+                connection.machine,
                 Connected(
-                    now=time.monotonic(), conn=line.conn, nonce=os.urandom(NONCE_BYTES), peer=peer
+                    now=clock.monotonic(),
+                    conn=connection.conn,
+                    nonce=clock.random_bytes(NONCE_BYTES),
+                    peer=peer,
                 ),
             )
 
     def _pause_listening(self, seconds: float) -> None:
-        """A listening socket that is not accepted from would be ready for ever; its connections wait in the kernel's queue."""
+        # A listening socket that is not accepted from would be ready for ever. Its connections
+        # wait in the kernel's queue.
         if self._listen_again_at is None:
             for sock in self._listeners:
                 self._selector.unregister(sock)
-            self._listen_again_at = time.monotonic() + seconds
+            self._listen_again_at = clock.monotonic() + seconds
 
     def _listen_again(self) -> None:
         self._listen_again_at = None
@@ -265,31 +272,36 @@ class HubServer:
             for sock in self._listeners:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(sock)
-            self._listen_again_at = time.monotonic() + SHORTAGE_SECONDS
+            self._listen_again_at = clock.monotonic() + SHORTAGE_SECONDS
 
-    def _read(self, line: _Connection) -> None:
+    def _read(self, connection: _Connection) -> None:
         try:
-            data = line.sock.recv(READ_BYTES)
+            data = connection.sock.recv(READ_BYTES)
         except OSError as error:
             if not is_transient(error):
-                self._lost(line, f"its connection broke ({error.strerror})")
+                self._lost(connection, f"its connection broke ({error.strerror})")
             return
         if not data:
-            self._lost(line, line.broken or "its process ended or closed the connection")
-        elif not line.closing:
-            self._feed(line.machine, Received(now=time.monotonic(), conn=line.conn, data=data))
-
-    def _lost(self, line: _Connection, reason: str) -> None:
-        self._hang_up(line)
-        if not line.closing:
+            self._lost(
+                connection, connection.broken or "its process ended or closed the connection"
+            )
+        elif not connection.closing:
             self._feed(
-                line.machine, Disconnected(now=time.monotonic(), conn=line.conn, reason=reason)
+                connection.machine, Received(now=clock.monotonic(), conn=connection.conn, data=data)
             )
 
-    def _hang_up(self, line: _Connection) -> None:
-        if self._connections.pop(line.conn, None) is not None:
-            self._selector.unregister(line.sock)
-            line.sock.close()
+    def _lost(self, connection: _Connection, reason: str) -> None:
+        self._hang_up(connection)
+        if not connection.closing:
+            self._feed(
+                connection.machine,
+                Disconnected(now=clock.monotonic(), conn=connection.conn, reason=reason),
+            )
+
+    def _hang_up(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.conn, None) is not None:
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
 
     def _feed(self, machine: HubMachine, event: Any) -> None:
         """Pass one input to a machine and apply its outputs."""
@@ -298,50 +310,48 @@ class HubServer:
             if isinstance(output, Finished):
                 self._finish(machine)
                 continue
-            line = self._connections.get(output.conn)
-            if line is None:
+            connection = self._connections.get(output.conn)
+            if connection is None:
                 continue
-            touched[line.conn] = line
+            touched[connection.conn] = connection
             if isinstance(output, Send):
-                line.unsent += output.data
-            elif isinstance(output, Drop) and not line.closing:
-                line.closing, line.linger = True, output.linger
-                line.close_by = event.now + CLOSE_SECONDS
-        for line in touched.values():
-            self._flush(line)
+                connection.unsent += output.data
+            elif isinstance(output, Drop) and not connection.closing:
+                connection.closing, connection.linger = True, output.linger
+                connection.close_by = event.now + CLOSE_SECONDS
+        for connection in touched.values():
+            self._flush(connection)
 
-    def _flush(self, line: _Connection) -> None:
-        if line.conn not in self._connections:
+    def _flush(self, connection: _Connection) -> None:
+        if connection.conn not in self._connections:
             return
-        while line.unsent:
+        while connection.unsent:
             try:
-                sent = line.sock.send(line.unsent)
+                sent = connection.sock.send(connection.unsent)
             except OSError as error:
-                if not is_transient(
-                    error
-                ):  # what it said before it went is still to be read, and then the end
-                    line.unsent.clear()
-                    line.broken = f"its connection broke ({error.strerror})"
-                    end_sending(line.sock)
+                if not is_transient(error):  # what it sent before it ended is still to be read
+                    connection.unsent.clear()
+                    connection.broken = f"its connection broke ({error.strerror})"
+                    end_sending(connection.sock)
                 break
-            del line.unsent[:sent]
-        if line.closing and not line.unsent and not line.linger:
-            self._hang_up(line)
+            del connection.unsent[:sent]
+        if connection.closing and not connection.unsent and not connection.linger:
+            self._hang_up(connection)
             return
-        if line.closing and not line.unsent and not line.shut:
-            line.shut = True
-            end_sending(line.sock)
-        if len(line.unsent) > MAX_UNSENT_BYTES:
-            self._lost(line, "it does not read what it is sent")
+        if connection.closing and not connection.unsent and not connection.shut:
+            connection.shut = True
+            end_sending(connection.sock)
+        if len(connection.unsent) > MAX_UNSENT_BYTES:
+            self._lost(connection, "it does not read what it is sent")
         else:
-            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
-            self._selector.modify(line.sock, mask, line)
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+            self._selector.modify(connection.sock, mask, connection)
 
     def _finish(self, machine: HubMachine) -> None:
         """End a job, and the hub with it unless it serves others."""
-        for line in self._connections.values():
-            if line.machine is machine and not line.closing:
-                line.closing, line.close_by = True, time.monotonic() + CLOSE_SECONDS
+        for connection in self._connections.values():
+            if connection.machine is machine and not connection.closing:
+                connection.closing, connection.close_by = True, clock.monotonic() + CLOSE_SECONDS
         if machine in self._formed:
             self._formed.remove(machine)
         elif self._next_machine is not None and self._close_reason is None:
@@ -358,12 +368,15 @@ class HubServer:
         self._listeners.clear()
         self._listen_again_at = None
 
-    # --- fork -------------------------------------------------------------------------------------------------------
+    # --- fork ---
 
     def forked(self) -> None:
         """Close the descriptors in a forked child, so that the parent's death is still seen."""
         self._selector.close()
-        for sock in [*self._listeners, *(line.sock for line in self._connections.values())]:
+        for sock in [
+            *self._listeners,
+            *(connection.sock for connection in self._connections.values()),
+        ]:
             sock.close()
         self._wakeup.close()
 
@@ -416,7 +429,9 @@ def _listen_on(hosts: Iterable[str], port: int) -> list[socket.socket]:
             listeners.append(listen(host, port))
         except OSError as error:
             problem = error
-            if error.errno == errno.EADDRINUSE:  # half a port would be found by half of the ranks
+            if (
+                error.errno == errno.EADDRINUSE
+            ):  # one address family would be found by half of the ranks
                 for sock in listeners:
                     sock.close()
                 listeners.clear()
@@ -447,16 +462,16 @@ def create_hub(
     until the hub is closed. Raises ``SystemFailure`` if no address can be listened on.
     """
     if nranks is not None and nranks < 1:
-        raise InvalidUsage(f"a job has at least 1 rank, got nranks={nranks}")
+        raise InvalidUsage(f"cannot create a job with nranks={nranks}: a job has at least 1 rank")
     if hosts is None:
         chosen, loopback = choose_addresses()
         hosts = [*chosen, *(["127.0.0.1"] if loopback else [])]
-    secret = os.urandom(SECRET_BYTES) if secret is None else secret
+    secret = clock.random_bytes(SECRET_BYTES) if secret is None else secret
     job = functools.partial(
         HubMachine, secret=secret, token=process_token(), nranks=nranks, log=log
     )
-    root = HubServer(_listen_on(hosts, port), job(), job if reusable else None)
-    return UniqueId(addresses=root.addresses, secret=secret, host=network_fingerprint()), root
+    hub = HubServer(_listen_on(hosts, port), job(), job if reusable else None)
+    return UniqueId(addresses=hub.addresses, secret=secret, host=network_fingerprint()), hub
 
 
 def get_unique_id() -> UniqueId:
@@ -465,7 +480,7 @@ def get_unique_id() -> UniqueId:
     All ranks need the id; ``str(id)`` fits into an environment variable. The rendezvous ends when
     all ranks have left.
     """
-    unique_id, root = create_hub()
+    unique_id, hub = create_hub()
     _unowned[:] = [other for other in _unowned if other.alive]
-    _unowned.append(root)
+    _unowned.append(hub)
     return unique_id

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from miraccl import params
+from miraccl import clock, params
 from miraccl.bootstrap.dial import ControlPlaneUnreachable, Dialer
 from miraccl.bootstrap.host import host_fingerprint, network_fingerprint, process_token
 from miraccl.bootstrap.hub import HubServer
@@ -23,11 +22,11 @@ from miraccl.wire.auth import MAX_RANKS, VERSION
 from miraccl.wire.bootstrap_member import MemberMachine
 from miraccl.wire.bootstrap_messages import Join
 
-#: Seconds before the hub of a job that has met already is asked again, when ports are probed.
+#: Seconds before the hub of a job that has formed is tried again, when ports are probed.
 FORMED_PAUSE = 0.1
-#: Seconds from an accident (the hub hung up, or this host has no descriptor to give) to the next try.
+#: Seconds from a transient problem (the hub hung up, no descriptors left) to the next attempt.
 RETRY_PAUSE = 0.02
-#: Seconds for which nobody listens where the hub has hung up on this rank, after which it has ended for certain.
+#: A hub that hung up and whose port refuses connections for this time (seconds) has ended.
 ENDED_SECONDS = 1.0
 
 
@@ -62,7 +61,8 @@ def connect(
     _check_rank(rank, nranks)
     if unique_id.version != VERSION:
         raise BootstrapError(
-            f"the unique id was made by version {unique_id.version} of the protocol, this is version {VERSION}",
+            f"cannot join the job: its unique id has protocol version {unique_id.version}, "
+            f"this is version {VERSION}",
             rank=rank,
             hint="run the same version of miraccl on all ranks",
         )
@@ -82,10 +82,13 @@ def connect(
 
 def _check_rank(rank: int, nranks: int) -> None:
     if nranks > MAX_RANKS:
-        raise BootstrapError(f"nranks={nranks}, a job has at most {MAX_RANKS} ranks", rank=rank)
+        raise BootstrapError(
+            f"cannot join a job with nranks={nranks}: a job has at most {MAX_RANKS} ranks",
+            rank=rank,
+        )
     if not 0 <= rank < nranks:
         raise BootstrapError(
-            f"rank {rank} is out of range for nranks={nranks}",
+            f"cannot join as rank {rank}: it is out of range for nranks={nranks}",
             rank=rank,
             hint="ranks are 0..nranks-1",
         )
@@ -102,8 +105,11 @@ def _targets(unique_id: UniqueId) -> list[tuple[str, int]]:
     targets = local + remote if here else remote
     if not targets:
         raise BootstrapError(
-            "the unique id was made on another host and its root listens on loopback only",
-            hint="rank 0 needs a network interface, see SOCKET_IFNAME",
+            (
+                "cannot join the job: its unique id was made on another host and has only "
+                "loopback addresses"
+            ),
+            hint="the process that makes the id needs a network interface, see SOCKET_IFNAME",
         )
     return targets
 
@@ -185,7 +191,7 @@ class _JoinAttempts:
     not_before: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def run(self) -> tuple[Link, Membership]:
-        over: JobAlreadyFormed | None = None
+        formed: JobAlreadyFormed | None = None
         while True:
             hub: tuple[object, ...] = ()
             problem: MiracclError
@@ -195,25 +201,26 @@ class _JoinAttempts:
                 hub = dialer.hub
                 return self._join_hub(sock, machine)
             except ControlPlaneUnreachable as error:
-                raise over or self._with_transient_problem(error) from None
+                raise formed or self._with_transient_problem(error) from None
             except RankTaken as error:
                 if not (self.probing and isinstance(error, JobAlreadyFormed)):
                     raise self._with_transient_problem(error) from None
-                # An earlier job of the same port and secret is still there; ours may come at another port, or later at this one.
-                over, self.not_before[hub] = error, time.monotonic() + FORMED_PAUSE
+                # An earlier job of this port and secret still runs; ours may appear at another
+                # port, or later at this one.
+                formed, self.not_before[hub] = error, clock.monotonic() + FORMED_PAUSE
                 continue
             except HubDisconnected as error:
                 self.hung_up, self.last_nonce = True, machine.nonce
                 self.transient_problem = (
-                    f"the hub hung up before it had taken this rank in ({error})"
+                    f"the control plane hung up before it had accepted this rank ({error})"
                 )
                 problem = ControlPlaneUnreachable(self.transient_problem, rank=self.rank)
             except SystemFailure as error:
                 self.transient_problem, problem = error.message, error
-            left = self.dial_deadline - time.monotonic()
+            left = self.dial_deadline - clock.monotonic()
             if left <= 0:
-                raise over or problem
-            time.sleep(min(RETRY_PAUSE, left))
+                raise formed or problem
+            clock.sleep(min(RETRY_PAUSE, left))
 
     def _with_transient_problem(self, error: BootstrapError) -> BootstrapError:
         if self.transient_problem:
@@ -237,7 +244,7 @@ class _JoinAttempts:
         )
 
     def _join_hub(self, sock: socket.socket, machine: MemberMachine) -> tuple[Link, Membership]:
-        try:  # before the link takes the socket over: it closes it when the hub hangs up
+        try:  # until the link owns the socket
             join = _join(sock, self.remote, self.deadline)
             link = Link(sock, machine, rank=self.rank, nranks=self.nranks)
         except BaseException:
@@ -246,7 +253,7 @@ class _JoinAttempts:
         try:
             return link, link.join(join, self.deadline.at, self.poll)
         except BaseException:
-            link.close("the meeting failed")
+            link.close("the rendezvous failed")
             raise
 
 

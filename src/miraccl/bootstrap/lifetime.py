@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 import weakref
 from typing import Protocol
 
-#: Seconds a hub waits at the end of its interpreter for ranks that end at the same time, and after an exception.
+from miraccl import clock
+
+#: Seconds a hub waits at interpreter exit for ranks that exit at the same time; after an exception.
 LINGER_SECONDS, SHORT_LINGER_SECONDS = 1.0, 0.25
 MAX_REASON = 500
 
@@ -43,9 +44,9 @@ def _close_at_exit() -> None:
     )
     for link in list(links):
         link.close(reason[:MAX_REASON])
-    give_up = time.monotonic() + (LINGER_SECONDS if problem is None else SHORT_LINGER_SECONDS)
+    give_up = clock.monotonic() + (LINGER_SECONDS if problem is None else SHORT_LINGER_SECONDS)
     for hub in list(hubs):
-        hub.join(max(0.0, give_up - time.monotonic()))
+        hub.join(max(0.0, give_up - clock.monotonic()))
         hub.close(reason[:MAX_REASON])
 
 

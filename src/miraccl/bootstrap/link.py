@@ -11,13 +11,12 @@ import contextlib
 import selectors
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from miraccl import trace
+from miraccl import clock, trace
 from miraccl.bootstrap import lifetime
 from miraccl.bootstrap.eventfd import EventFd
 from miraccl.bootstrap.hub import READ_BYTES, end_sending
@@ -62,10 +61,10 @@ from miraccl.wire.bootstrap_messages import (
 )
 
 _log = trace.logger("bootstrap")
-#: The hub keeps the deadlines; a member waits this much longer (seconds) for its word.
+#: The hub keeps the deadlines; a member waits this much longer (seconds) for its message.
 GRACE_SECONDS = 1.0
 GOODBYE_SECONDS = 1.0
-#: How often whoever waits for a meeting looks whether that has a use.
+#: Interval at which a rank that waits for the others polls (seconds).
 POLL_SECONDS = 0.1
 
 
@@ -142,8 +141,9 @@ class Link:
     ) -> None:
         self.rank, self.nranks = rank, nranks
         self.membership: Membership | None = None
+        self._address = _peer_address(sock)
         self._sock, self._machine = sock, machine
-        self._cond = threading.Condition(threading.Lock())
+        self._cond = clock.condition(threading.Lock())
         self._unsent = bytearray()
         self._observers: dict[int, LinkObserver] = {}
         self._group_ranks: dict[int, tuple[int, ...]] = {}
@@ -159,12 +159,10 @@ class Link:
         self._status_ident = 0
         self._callbacks: deque[Callable[[], None]] = deque()
         self._closed = False
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True
-        )
+        self._stopped = clock.event()
+        self._thread = clock.thread(target=self._watch, name=f"miraccl-watcher-{rank}", daemon=True)
         with (
-            as_system_failure("the connection to the hub cannot be watched", rank=rank),
+            as_system_failure("cannot watch the control connection", rank=rank),
             contextlib.ExitStack() as unless_it_runs,
         ):
             self._selector = unless_it_runs.enter_context(selectors.DefaultSelector())
@@ -176,7 +174,7 @@ class Link:
             unless_it_runs.pop_all()
         lifetime.links.add(self)
 
-    # --- meeting ----------------------------------------------------------------------------------------------------
+    # --- meeting ---
 
     def join(self, join: Join, deadline: float, poll: Callable[[], None]) -> Membership:
         """Send ``join`` and wait for all ranks.
@@ -190,25 +188,28 @@ class Link:
             left = GRACE_SECONDS
             while not (self.membership or self._refused or self._hub_lost) and left > 0:
                 poll()
-                left = deadline + GRACE_SECONDS - time.monotonic()
+                left = deadline + GRACE_SECONDS - clock.monotonic()
                 self._cond.wait(min(max(0.0, left), POLL_SECONDS))
             if self.membership is not None:
                 return self.membership
             refused, lost = self._refused, self._hub_lost
-        self.close("the meeting failed")
+        self.close("the rendezvous failed")
         if refused is not None:
             raise _rejection_error(refused, self.rank)
         if lost is not None and lost.state in (MemberState.PROVED, MemberState.JOINING):
             raise HubDisconnected(lost.reason)
         if lost is not None:
             raise PeerDied(
-                f"the hub died while the ranks were meeting: {lost.reason}", rank=self.rank, peer=0
+                f"{self.hub_name} died before all ranks had joined: {lost.reason}",
+                rank=self.rank,
+                peer=0,
             )
         raise BootstrapError(
-            "the hub took this rank in and then said nothing until the deadline", rank=self.rank
+            f"{self.hub_name} accepted this rank and then did not answer until the deadline",
+            rank=self.rank,
         )
 
-    # --- views ------------------------------------------------------------------------------------------------------
+    # --- views ---
 
     def attach(self, group: int, ranks: tuple[int, ...], observer: LinkObserver) -> None:
         """Attach a session to a group and deliver the departures that it missed.
@@ -220,10 +221,10 @@ class Link:
             self._observers[group], self._group_ranks[group] = observer, ranks
             if group:
                 self._send_message(OpenGroup(group=group, ranks=ranks))
-            for rank, problem in self._gone.items():
+            for rank, failure in self._gone.items():
                 if rank in ranks:
                     self._queue_callback(
-                        observer.peer_gone, rank, problem.kind == "left", problem.reason
+                        observer.peer_gone, rank, failure.kind == "left", failure.reason
                     )
         self._wakeup.notify()
 
@@ -237,7 +238,7 @@ class Link:
                     waiter.failure = WaitFailure(
                         kind="closed", reason="the session was closed by another thread"
                     )
-            self._ended = {key: problem for key, problem in self._ended.items() if key[0] != group}
+            self._ended = {key: failure for key, failure in self._ended.items() if key[0] != group}
             self._cond.notify_all()
             if self._observers and self._machine.state is MemberState.UP:
                 self._send_message(LeaveGroup(group=group, rank=self.rank, reason=reason))
@@ -264,6 +265,13 @@ class Link:
         self._thread.join(GOODBYE_SECONDS)
 
     @property
+    def hub_name(self) -> str:
+        """Name of the hub for error messages: ``rank 0's control plane at HOST:PORT``."""
+        rank = self.membership.hub_rank if self.membership is not None else 0
+        owner = f"rank {rank}'s" if rank >= 0 else "the launcher's"
+        return f"{owner} control plane at {self._address}"
+
+    @property
     def on_watcher(self) -> bool:
         return self._thread is threading.current_thread()
 
@@ -272,7 +280,7 @@ class Link:
         if self._closed or (group is not None and group not in self._observers):
             raise CommunicatorClosed("the session is closed", rank=self.rank)
 
-    # --- calls ------------------------------------------------------------------------------------------------------
+    # --- calls ---
 
     def gather(
         self, group: int, tag: str, data: bytes, timeout: float
@@ -282,7 +290,10 @@ class Link:
         """
         if self.on_watcher:
             raise InvalidUsage(
-                "a callback of a session cannot wait for other ranks; hand the event to another thread",
+                (
+                    "cannot wait for other ranks in a callback of a session: hand the event to "
+                    "another thread"
+                ),
                 rank=self.rank,
             )
         timeout = min(max(timeout, 0.0), FOREVER)
@@ -291,12 +302,13 @@ class Link:
             ranks = self._group_ranks[group]
             if len(data) * len(ranks) + 64 * len(ranks) + 1024 > framing.MAX_FRAME_BYTES:
                 raise InvalidUsage(
-                    f"all_gather moves at most {framing.MAX_FRAME_BYTES} bytes in all over the control plane",
+                    f"cannot all_gather {len(data)} bytes per rank over the control plane: "
+                    f"at most {framing.MAX_FRAME_BYTES} bytes in all",
                     rank=self.rank,
                 )
-            problem = self._ended.get((group, tag)) or self._group_failure(group)
-            if problem is not None:
-                return problem
+            failure = self._ended.get((group, tag)) or self._group_failure(group)
+            if failure is not None:
+                return failure
             number = self._rounds.get((group, tag), 0)
             self._rounds[group, tag] = number + 1
             waiter = _Waiter(group=group, ranks=ranks)
@@ -311,15 +323,17 @@ class Link:
                 del self._waiters[key]
             if waiter.parts is not None:
                 return waiter.parts
-            return waiter.failure or WaitFailure(kind="silent", reason="the hub does not answer")
+            return waiter.failure or WaitFailure(
+                kind="silent", reason=f"{self.hub_name} does not answer"
+            )
 
     def end_gather(self, group: int, tag: str, reason: str) -> None:
         """End this rank's ``gather`` calls with this tag, now and later. Any thread may call it."""
         with self._cond:
-            problem = self._ended[group, tag] = WaitFailure(kind="ended", reason=reason)
+            failure = self._ended[group, tag] = WaitFailure(kind="ended", reason=reason)
             for (waiting, name, _), waiter in self._waiters.items():
                 if (waiting, name) == (group, tag) and not waiter.done:
-                    waiter.failure = problem
+                    waiter.failure = failure
             self._cond.notify_all()
 
     def notify(self, group: int, payload: bytes) -> WaitFailure | None:
@@ -339,7 +353,10 @@ class Link:
         """
         if self.on_watcher:
             raise InvalidUsage(
-                "a callback of a session cannot wait for other ranks; hand the event to another thread",
+                (
+                    "cannot wait for other ranks in a callback of a session: hand the event to "
+                    "another thread"
+                ),
                 rank=self.rank,
             )
         with self._cond:
@@ -361,7 +378,7 @@ class Link:
 
                 self._cond.wait_for(complete, min(timeout, FOREVER))
             del self._status[ident]
-            absent = {r: problem for r in ranks if (problem := self._failure(group, r)) is not None}
+            absent = {r: failure for r in ranks if (failure := self._failure(group, r)) is not None}
             if self._hub_failure is not None:
                 absent |= {r: self._hub_failure for r in ranks if r not in absent}
             return dict(replies), absent
@@ -379,20 +396,20 @@ class Link:
 
     def _group_failure(self, group: int) -> WaitFailure | None:
         for rank in self._group_ranks[group]:
-            problem = self._failure(group, rank)
-            if problem is not None:
-                return problem
+            failure = self._failure(group, rank)
+            if failure is not None:
+                return failure
         return self._hub_failure
 
-    # --- machine ----------------------------------------------------------------------------------------------------
+    # --- machine ---
 
     def _send_message(self, message: Any) -> None:
         """Send one message. Needs the lock."""
         try:
-            self._apply(self._machine.handle(SendMessage(now=time.monotonic(), message=message)))
-        except ProtocolError as error:  # the state does not allow it: the connection is over
+            self._apply(self._machine.handle(SendMessage(now=clock.monotonic(), message=message)))
+        except ProtocolError as error:  # the connection is closed or closing
             raise CommunicatorClosed(
-                f"the control connection is over: {error.message}", rank=self.rank
+                f"cannot send: the control connection is closed: {error.message}", rank=self.rank
             ) from None
 
     def _apply(self, outputs: list[Any]) -> None:
@@ -404,7 +421,7 @@ class Link:
             elif isinstance(output, HubLost):
                 self._hub_gone(output)
             elif isinstance(output, Drop):
-                continue  # the watcher ends when the machine is closed
+                continue  # the watcher ends once the machine is closed
         self._flush()
 
     def _flush(self) -> None:
@@ -416,7 +433,7 @@ class Link:
             except OSError as error:
                 waiting = is_transient(error)
                 if not waiting:
-                    self._unsent.clear()  # the reader sees the end, after what arrived before it
+                    self._unsent.clear()  # the reader sees the end, after what arrived before
                     end_sending(self._sock)
         if waiting and not self.on_watcher:
             self._wakeup.notify()
@@ -427,9 +444,9 @@ class Link:
         elif isinstance(message, Gone):
             self._peer_gone(message)
         elif isinstance(message, LeaveGroup):
-            problem = WaitFailure(kind="left", ranks=(message.rank,), reason=message.reason)
-            self._left[message.group, message.rank] = problem
-            self._fail_waits(problem, lambda waiter: waiter.group == message.group)
+            failure = WaitFailure(kind="left", ranks=(message.rank,), reason=message.reason)
+            self._left[message.group, message.rank] = failure
+            self._fail_waits(failure, lambda waiter: waiter.group == message.group)
             if message.group in self._observers:
                 self._queue_callback(
                     self._observers[message.group].peer_gone, message.rank, True, message.reason
@@ -458,7 +475,7 @@ class Link:
         except ProtocolError:
             members = ()
         if len(members) != self.nranks:
-            text = "the hub welcomed this rank with a list of ranks that makes no sense"
+            text = f"{self.hub_name} sent a malformed list of ranks"
             self._refused = JoinRejected(code=RejectCode.CLOSED, text=text, ranks=())
             return
         holders = [rank for rank, member in enumerate(members) if member.token == message.hub_token]
@@ -474,11 +491,11 @@ class Link:
             waiter.parts = message.parts
 
     def _peer_gone(self, message: Gone) -> None:
-        problem = WaitFailure(
+        failure = WaitFailure(
             kind="left" if message.left else "lost", ranks=(message.rank,), reason=message.reason
         )
-        self._gone[message.rank] = problem
-        self._fail_waits(problem, lambda waiter: message.rank in waiter.ranks)
+        self._gone[message.rank] = failure
+        self._fail_waits(failure, lambda waiter: message.rank in waiter.ranks)
         for group, view in self._observers.items():
             if message.rank in self._group_ranks[group] and (group, message.rank) not in self._left:
                 self._queue_callback(view.peer_gone, message.rank, message.left, message.reason)
@@ -503,13 +520,13 @@ class Link:
         for view in self._observers.values():
             self._queue_callback(view.hub_gone, rank if known is None else -1, left, reason)
 
-    def _fail_waits(self, problem: WaitFailure, concerns: Callable[[_Waiter], bool]) -> None:
+    def _fail_waits(self, failure: WaitFailure, concerns: Callable[[_Waiter], bool]) -> None:
         for waiter in self._waiters.values():
             if not waiter.done and concerns(waiter):
-                waiter.failure = problem
+                waiter.failure = failure
         self._cond.notify_all()
 
-    # --- watcher ----------------------------------------------------------------------------------------------------
+    # --- watcher ---
 
     def _queue_callback(self, call: Callable[..., Any], *args: Any) -> None:
         self._callbacks.append(lambda: call(*args))
@@ -523,11 +540,11 @@ class Link:
         """Wait until the watcher has handled everything received so far, at most ``timeout``
         seconds.
         """
-        caught_up = threading.Event()
+        caught_up = clock.event()
 
         def look() -> None:
             if self._machine.state is not MemberState.CLOSED:
-                self._read()  # it may have come while the watcher was at what came before
+                self._read()  # it may have arrived while the watcher ran earlier callbacks
             self._queue_callback(caught_up.set)
 
         if not self.on_watcher and not self._stopped.is_set():
@@ -554,7 +571,7 @@ class Link:
                     self._sock,
                     selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0),
                 )
-                for key, mask in selector.select():
+                for key, mask in clock.wait_io(selector.select, None):
                     if key.fileobj is self._wakeup:
                         self._wakeup.clear()
                         continue
@@ -570,7 +587,7 @@ class Link:
             with self._cond:
                 self._apply(
                     self._machine.handle(
-                        Disconnected(now=time.monotonic(), reason="the watcher ended")
+                        Disconnected(now=clock.monotonic(), reason="the watcher ended")
                     )
                 )
             self._stopped.set()
@@ -580,18 +597,16 @@ class Link:
             self._wakeup.close()
 
     def _read(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         event: Received | Disconnected
         try:
             data = self._sock.recv(READ_BYTES)
-            closed = "the connection to the hub was closed; its process has probably ended"
+            closed = "the control connection was closed; its process has probably ended"
             event = Received(now=now, data=data) if data else Disconnected(now=now, reason=closed)
         except OSError as error:
             if is_transient(error):
                 return
-            event = Disconnected(
-                now=now, reason=f"the connection to the hub broke ({error.strerror})"
-            )
+            event = Disconnected(now=now, reason=f"the control connection broke ({error.strerror})")
         with self._cond:
             self._apply(self._machine.handle(event))
 
@@ -606,11 +621,19 @@ class Link:
     def forked(self) -> None:
         """Close the descriptors in a forked child, so that the parent's death is still seen."""
         self._closed = True
-        self._cond = threading.Condition(threading.Lock())
+        self._cond = clock.condition(threading.Lock())
         self._stopped.set()
         self._selector.close()
         self._sock.close()
         self._wakeup.close()
+
+
+def _peer_address(sock: socket.socket) -> str:
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:  # the peer has hung up already
+        return "an unknown address"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _rejection_error(refused: JoinRejected, rank: int) -> BootstrapError | PeerDied:

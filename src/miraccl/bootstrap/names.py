@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 from typing import Any
+
+from miraccl import clock
 
 
 class Lookup:
@@ -19,14 +20,14 @@ class Lookup:
         self.host = host
         self.infos: list[Any] = []
         self.problem = ""
-        self._ended = threading.Event()
+        self._ended = clock.event()
         self._resolve(socket.AI_NUMERICHOST)
         if self.infos:
             self._ended.set()
             return
-        self.problem = "the name service does not answer"
+        self.problem = "name resolution does not answer"
         try:
-            threading.Thread(target=self._run, name="miraccl-lookup", daemon=True).start()
+            clock.thread(target=self._run, name="miraccl-lookup", daemon=True).start()
         except RuntimeError as error:
             self.problem = str(error)
             self._ended.set()
@@ -43,6 +44,6 @@ class Lookup:
         try:
             self.infos = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM, flags=flags)
         except OSError as error:
-            self.problem = f"the name is not known ({error.strerror})"
+            self.problem = f"the name cannot be resolved ({error.strerror})"
         except UnicodeError:
-            self.problem = "this is no name of a host"
+            self.problem = "not a valid host name"

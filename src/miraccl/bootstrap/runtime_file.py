@@ -13,9 +13,9 @@ import hashlib
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Callable
 
+from miraccl import clock
 from miraccl.bootstrap.dial import ControlPlaneUnreachable
 from miraccl.bootstrap.session import Session
 from miraccl.bootstrap.unique_id import UniqueId
@@ -29,7 +29,7 @@ from miraccl.errors import (
 )
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
-#: How long (seconds) one reading of the file is trusted while nobody answers at its address.
+#: Seconds to find the hub at the address in the file before the file is read again.
 DIAL_SECONDS = 0.25
 #: Names of the processes that start ranks on a host, as in /proc (at most 15 characters).
 LAUNCHERS = (
@@ -51,7 +51,7 @@ def runtime_folder() -> str:
     Raises ``SystemFailure`` if another user could write there.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    with as_system_failure("there is no folder for the meeting file"):
+    with as_system_failure("cannot find a folder for the rendezvous file"):
         if not (base and os.path.isdir(base) and os.stat(base).st_uid == os.getuid()):
             base = tempfile.gettempdir()
     path = os.path.join(base, f"miraccl-{os.getuid()}")
@@ -61,7 +61,7 @@ def runtime_folder() -> str:
         info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise SystemFailure(
-            f"{path} is not a folder of this user alone (mode 0700)",
+            f"cannot use the folder {path}: it is not private to this user (mode 0700)",
             hint="remove it, or set XDG_RUNTIME_DIR",
         )
     return path
@@ -77,7 +77,7 @@ def publish_id(job: str, unique_id: UniqueId) -> str:
     Raises ``SystemFailure`` and leaves no file then.
     """
     path = _path_of(job)
-    with as_system_failure(f"cannot write the meeting file {path}"):
+    with as_system_failure(f"cannot write the rendezvous file {path}"):
         handle, draft = tempfile.mkstemp(dir=os.path.dirname(path))  # 0600
         try:
             with os.fdopen(handle, "w", encoding="ascii") as file:
@@ -100,11 +100,16 @@ def _read_id(path: str) -> UniqueId | None:
         with os.fdopen(handle, "rb") as file:
             info = os.fstat(handle)
             if info.st_uid != os.getuid() or info.st_mode & 0o077 or not stat.S_ISREG(info.st_mode):
-                raise SystemFailure(f"{path} is not a file of this user alone (mode 0600)")
+                raise SystemFailure(
+                    (
+                        f"cannot use the rendezvous file {path}: it is not private to this user "
+                        "(mode 0600)"
+                    )
+                )
             text = file.read(4 * UniqueId.MAX_BYTES).decode("ascii", "replace")
     except SystemFailure:
         raise
-    except OSError:  # it is not there, or cannot be read now
+    except OSError:  # it does not exist, or cannot be read now
         return None
     try:
         return UniqueId.parse(text)
@@ -129,11 +134,11 @@ def wait_for_id(
                 return join(unique_id, DIAL_SECONDS)
             except (ControlPlaneUnreachable, AuthenticationError) as error:
                 problem = error
-        time.sleep(min(pause, left))
+        clock.sleep(min(pause, left))
         pause = min(pause * 1.5, LONGEST_PAUSE)
     raise problem or BootstrapError(
-        f"rank 0 wrote no meeting file within {deadline.seconds:.3g} s",
-        hint=f"it would be {path}; ranks on several hosts need MASTER_ADDR",
+        f"cannot find rank 0: it wrote no rendezvous file within {deadline.seconds:.3g} s",
+        hint=f"the file is {path}; ranks on several hosts need MASTER_ADDR",
     )
 
 

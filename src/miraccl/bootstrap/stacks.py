@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 import miraccl
+from miraccl import clock
 
 _PACKAGE = os.path.dirname(os.path.abspath(miraccl.__file__)) + os.sep
 _FOLDERS = [
@@ -29,7 +30,7 @@ def add_library(folder: str) -> None:
         _LIBRARIES.append(path)
 
 
-#: Code of the standard library that calls what others have given it whenever something comes: messages, connections, results.
+#: Standard library code that runs callbacks whenever messages, connections or results arrive.
 _EVENT_LOOPS = tuple(
     os.path.join(folder, path)
     for folder in filter(None, _FOLDERS[:2])
@@ -46,7 +47,7 @@ _ENTRY_POINTS = tuple(
 )
 
 _lock = threading.RLock()
-_paused = False  # the garbage collector is, by whoever has the lock
+_paused = False  # True while the holder of the lock has disabled the garbage collector
 
 
 class SampledFrames:
@@ -55,6 +56,12 @@ class SampledFrames:
     Callers of the frames must be walked inside the block. Do not keep references to frames of this
     thread beyond it: they keep all locals alive until the next run of the garbage collector.
     """
+
+    # The garbage collector is disabled inside the block. Before CPython 3.12 it runs wherever
+    # something is allocated, and finalizers let other threads run. If that happens while the
+    # interpreter makes an object for a frame of another thread, which then ends, the object points
+    # to freed memory. If it happens while the interpreter collects the frames, and another thread
+    # comes here or starts a thread, the process deadlocks (python/cpython#106883).
 
     def __enter__(self) -> dict[int, FrameType]:
         global _paused
@@ -137,7 +144,7 @@ def _is_users(file: str) -> bool:
     return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen "))
 
 
-def may_call_user_code(frame: FrameType, thread: threading.Thread | None) -> bool:
+def may_call_user_code(frame: FrameType, thread: clock.Thread | None) -> bool:
     """Return True if a library's thread may call application code by itself.
 
     Such a thread serves events, or is about to start with that code.

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
+from miraccl import clock
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
 from miraccl.bootstrap.stacks import (
@@ -170,11 +171,11 @@ def only_application_thread() -> int | None:
     return next((ident for ident, inside in found.items() if inside), None)
 
 
-def _may_run_application(thread: threading.Thread | None, frame: FrameType) -> bool:
+def _may_run_application(thread: clock.Thread | None, frame: FrameType) -> bool:
     ours = thread is not None and thread.name.startswith("miraccl")
     if runs_user_code(frame, also_here=not ours):
         return True
-    return not ours and (isinstance(thread, threading.Timer) or may_call_user_code(frame, thread))
+    return not ours and (isinstance(thread, clock.Timer) or may_call_user_code(frame, thread))
 
 
 def current_wait() -> Wait | None:

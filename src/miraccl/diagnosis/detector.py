@@ -17,12 +17,11 @@ import contextlib
 import os
 import select
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miraccl import trace
+from miraccl import clock, trace
 from miraccl.bootstrap import Session
 from miraccl.bootstrap.host import process_token
 from miraccl.diagnosis import blocked_ops, cycles
@@ -69,7 +68,7 @@ class DeadlockDetector:
             return self._eventfd
 
     def _start_thread(self, eventfd: int) -> None:
-        thread = threading.Thread(
+        thread = clock.thread(
             target=self._run, args=(eventfd,), name="miraccl deadlock detector", daemon=True
         )
         try:
@@ -101,7 +100,7 @@ class DeadlockDetector:
         poll = select.poll()
         poll.register(eventfd, select.POLLIN)
         while True:
-            if poll.poll(1e3 * HOST_POLL_S if blocked_ops.needs_probe() else None):
+            if _poll(poll, HOST_POLL_S if blocked_ops.needs_probe() else None):
                 os.eventfd_read(eventfd)
             else:
                 before, inside = inside, blocked_ops.active_waits()
@@ -127,13 +126,13 @@ class DeadlockDetector:
                 for name in sessions
             }
             for name, schedule in schedules.items():
-                if time.monotonic() >= schedule.due:
+                if clock.monotonic() >= schedule.due:
                     session = sessions[name]
                     if session is not None and self._check(session, name):
                         return
                     schedule.back_off()
-            pause = min(schedule.due for schedule in schedules.values()) - time.monotonic()
-            if poll.poll(1e3 * max(0.0, pause)):  # another wait is long
+            pause = min(schedule.due for schedule in schedules.values()) - clock.monotonic()
+            if _poll(poll, max(0.0, pause)):  # another wait is long
                 os.eventfd_read(eventfd)
 
     def _check(self, session: Session, name: str) -> bool:
@@ -146,7 +145,7 @@ class DeadlockDetector:
             answers = session.request_status(QUERY_TIMEOUT_S)
             if any(report.get("needs_probe") for report in _process_reports(answers).values()):
                 # The first query made those processes probe their GPUs; the second one reads that.
-                time.sleep(GPU_PROBE_BUDGET_S)
+                clock.sleep(GPU_PROBE_BUDGET_S)
                 answers = session.request_status(QUERY_TIMEOUT_S)
         except MiracclError:  # the communicator was closed: look anew at what this process waits in
             return False
@@ -214,11 +213,11 @@ class _ProbeSchedule:
         first = FIRST_STREAM_PROBE_S if "/" in name else FIRST_PROBE_S
         # All ranks may query all others at once, which takes the hub some REPORT_US each.
         pause = max(first, REPORT_US * 1e-6 * (session.nranks if session else 1) ** 2)
-        return cls(ident, pause, time.monotonic() + pause)
+        return cls(ident, pause, clock.monotonic() + pause)
 
     def back_off(self) -> None:
         self.pause = min(BACKOFF * self.pause, MAX_PAUSE_S)
-        self.due = time.monotonic() + self.pause
+        self.due = clock.monotonic() + self.pause
 
 
 class PendingCreation:
@@ -241,7 +240,7 @@ class PendingCreation:
         others = tuple(token for token in awaited if token != process_token().hex())
         wait = WaitForInit(key=key, awaited=others, op=op, fail=self._fail, rank=rank)
         self._scope = blocked_ops.BlockedScope(lambda: wait)
-        self._timer = threading.Timer(FIRST_PROBE_S, deadlock_detector.wake)
+        self._timer = clock.timer(FIRST_PROBE_S, deadlock_detector.wake)
         self._timer.daemon, self._timer.name = True, "miraccl creation"
         blocked_ops.register_init(key)
 
@@ -371,3 +370,8 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _poll(poll: select.poll, timeout: float | None) -> list[tuple[int, int]]:
+    """Return the descriptors that are ready within ``timeout`` seconds."""
+    return clock.wait_io(lambda s: poll.poll(None if s is None else 1e3 * s), timeout)

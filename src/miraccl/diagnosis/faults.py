@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from miraccl import clock
 from miraccl.bootstrap import Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops, detector
@@ -86,7 +87,7 @@ class Faults:
         self._undelivered = False
         self.raised = False  # the program was told of a fault
         self._unresponsive: set[int] = set()  # did not answer when they were asked last
-        self._fault_known = threading.Event()
+        self._fault_known = clock.event()
         self._setups: list[SetupPhases] = []
         self._lock = threading.RLock()  # a signal handler may abort in the middle
         self.control = ControlOps(session, fabric, alone, detector.deadlock_detector.wake)

@@ -16,9 +16,9 @@ import importlib.util
 import platform
 import sys
 import threading
-import time
 from pathlib import Path
 
+from miraccl import clock
 from miraccl.errors import as_system_failure
 from miraccl.native import cache
 from miraccl.native.loader import CodeLibrary, builtin, cpu_features, entry_of
@@ -63,11 +63,11 @@ def _compile(module: str, only: tuple[str, ...] | None, label: str) -> list[byte
             file=sys.stderr,
             flush=True,
         )
-    start = time.perf_counter()
+    start = clock.perf_counter()
     objects = compile_module(module, PREFIX, only)
     if long:
         print(
-            f"miraccl: compiled {label} in {time.perf_counter() - start:.1f} s",
+            f"miraccl: compiled {label} in {clock.perf_counter() - start:.1f} s",
             file=sys.stderr,
             flush=True,
         )

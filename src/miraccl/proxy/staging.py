@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
-from miraccl import native, trace
+from miraccl import clock, native, trace
 from miraccl.native import atomics
 from miraccl.proxy.kernels import staging_layout
 
@@ -98,7 +97,7 @@ class StagingThread:
             (staging_layout.SEGMENT, index),
         ):
             self._words[offset // 8] = value
-        self._thread: threading.Thread | None = None
+        self._thread: clock.Thread | None = None
 
     def _get(self, offset: int) -> int:
         return int(self._words[offset // 8])
@@ -193,7 +192,7 @@ class StagingThread:
     # ---- the thread
 
     def start(self, name: str) -> None:
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = clock.thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
         atexit.register(
             self._end, EXIT_WAIT_S

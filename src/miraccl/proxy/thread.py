@@ -14,11 +14,10 @@ import os
 import queue
 import select
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
-from miraccl import trace
+from miraccl import clock, trace
 from miraccl.errors import CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.proxy.driver import Driver
 from miraccl.transport.base import NetConnection, OnLost, Wake
@@ -59,16 +58,14 @@ class Proxy:
         self._segment_bytes = segment_bytes
         self._drivers: dict[int, Driver] = {}
         self._by_fd: dict[int, tuple[Driver, int]] = {}
-        self._closers: list[tuple[list[Driver], threading.Event]] = []
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._closers: list[tuple[list[Driver], clock.Event]] = []
+        self._commands: clock.Queue[_Command] = clock.simple_queue()
         self._words = PrivateMemory(PAGE_BYTES)
         self._stopping = False
         self._ended = False  # the thread takes no more commands
         self._gate = threading.Lock()  # between that and commands on their way
         self._closed = False
-        self._thread = threading.Thread(
-            target=self._main, name=f"miraccl-proxy-{rank}", daemon=True
-        )
+        self._thread = clock.thread(target=self._main, name=f"miraccl-proxy-{rank}", daemon=True)
         with (
             as_system_failure("the proxy cannot be started", rank=rank),
             ExitStack() as unless_it_runs,
@@ -98,11 +95,11 @@ class Proxy:
 
     def detach(self, peers: Sequence[int], *, linger: float) -> None:
         """Send what is posted for at most ``linger`` seconds, then close these links. Nothing is left to do once the thread has ended."""
-        deadline = time.monotonic() + linger
-        done = threading.Event()
+        deadline = clock.monotonic() + linger
+        done = clock.event()
         with suppress(CommunicatorClosed):
             self._call(lambda: self._start_closing(peers, done))
-            done.wait(max(0.0, deadline - time.monotonic()))
+            done.wait(max(0.0, deadline - clock.monotonic()))
             self._call(lambda: self._remove(peers))
 
     def abort(self, text: str) -> None:
@@ -202,7 +199,7 @@ class Proxy:
         self._atomics.exchange(self.asleep, 0)
 
     def _poll(self, timeout: float | None) -> None:
-        for fd, events in self._epoll.poll(timeout):
+        for fd, events in clock.wait_io(self._epoll.poll, timeout):
             if fd == self._doorbell:
                 _drain(fd)
                 continue
@@ -238,7 +235,7 @@ class Proxy:
             self._remove(attached)
             raise
 
-    def _start_closing(self, peers: Sequence[int], done: threading.Event) -> None:
+    def _start_closing(self, peers: Sequence[int], done: clock.Event) -> None:
         waiting = [self._drivers[peer] for peer in peers if peer in self._drivers]
         for driver in waiting:
             driver.scan()
@@ -266,7 +263,7 @@ class Proxy:
 class _Command:
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
-        self.done = threading.Event()
+        self.done = clock.event()
         self.error: Exception | None = None
 
     def run(self) -> None:

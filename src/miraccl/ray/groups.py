@@ -9,12 +9,12 @@ an actor that is blocked in a rendezvous cannot be called.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
 
+from miraccl import clock
 from miraccl.errors import BootstrapError, InvalidUsage, MiracclError
 from miraccl.ray import members
 from miraccl.ray.members import DEFAULT
@@ -108,7 +108,7 @@ def create_group(
     """
     actors = _handles(actors)
     members.check_name(name)
-    deadline = time.monotonic() + members.join_timeout(meet_timeout)
+    deadline = clock.monotonic() + members.join_timeout(meet_timeout)
     Options.create(**options)
     nranks, ident = len(actors), ""
     undo: Callable[[Any, str], object] = (
@@ -117,7 +117,7 @@ def create_group(
     try:
         calls = _call_all(actors, members.prepare, lambda rank: (name, rank, nranks))
         ident = _results(calls, deadline, name, actors)[0]
-        left, undo = max(0.001, deadline - time.monotonic()), members.leave
+        left, undo = max(0.001, deadline - clock.monotonic()), members.leave
         calls = _call_all(
             actors, members.join, lambda rank: (name, rank, nranks, ident, left, options)
         )
@@ -179,7 +179,7 @@ def _results(calls: list[Any], deadline: float, name: str, actors: list[Any]) ->
     ranks = {call: rank for rank, call in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
     while ranks:
-        done, _ = ray.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
+        done, _ = ray.wait(list(ranks), timeout=max(0.0, deadline - clock.monotonic()))
         if not done:
             missing = sorted(ranks.values())
             ranks_text = ", ".join(map(str, missing))

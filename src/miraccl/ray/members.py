@@ -14,14 +14,13 @@ thread a method runs on.
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.experimental import internal_kv
 
-from miraccl import params, trace
+from miraccl import clock, params, trace
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import HubServer, Session, UniqueId, connect, create_hub
 from miraccl.bootstrap.dial import ControlPlaneUnreachable
@@ -289,6 +288,6 @@ def _join_as_peer(
                 )
             except (ControlPlaneUnreachable, AuthenticationError) as error:
                 problem = error
-        time.sleep(min(pause, left))
+        clock.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise problem

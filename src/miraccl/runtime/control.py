@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
+from miraccl import clock
 from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.errors import MiracclError
@@ -22,10 +23,12 @@ from miraccl.runtime.setup_phases import SetupPhases
 
 BLOCKED_NOTICE = "waits on the control plane"
 FINALIZE = "finalize"
-GPU_SETUP = "the first operation on GPU memory"  # the GPU side is made there, by all ranks together
-#: Seconds until a rank tells that it waits. All may have to tell all others, which takes the hub some 20 us each.
+GPU_SETUP = "the first operation on GPU memory"  # it creates the GPU side, collectively
+#: Delay until a blocked rank reports itself: at least REPORT_AFTER_S, and REPORT_US per pair of
+#: ranks, since all may report to all others, which costs the hub some 20 us each.
 REPORT_AFTER_S, REPORT_US = 0.1, 20
-#: Up to how many ranks it tells as well how many messages it has sent to each, by which ranks of other hosts know that none is on its way.
+#: Largest communicator whose reports carry message counts per peer, which show ranks of other
+#: hosts that no message is in flight.
 COUNTED_RANKS = 64
 
 
@@ -83,9 +86,8 @@ class ControlOps:
         self._lock = threading.Lock()
         self._completed = 0
         self._current: dict[str, Any] = {}
-        self._reported: dict[
-            int, dict[str, Any]
-        ] = {}  # what others have told since this rank's last operation here
+        #: Reports of other ranks since the last operation of this rank.
+        self._reported: dict[int, dict[str, Any]] = {}
 
     @property
     def current(self) -> dict[str, Any]:
@@ -116,16 +118,15 @@ class ControlOps:
             self._current = {"op": name, "tag": tag, "number": self._completed + 1}
             self._fabric.context.control_waits[:] = 0
         after = max(REPORT_AFTER_S, REPORT_US * 1e-6 * self._session.nranks**2)
-        over = threading.Event()
-        reporter = threading.Thread(
+        over = clock.event()
+        reporter = clock.thread(
             target=self._report_blocked,
             args=(after, over),
             name="miraccl control plane",
             daemon=True,
         )
-        with suppress(
-            RuntimeError
-        ):  # no thread can be started: the others wait for the deadline, as they do for a rank that is late
+        # Without a reporter thread the other ranks wait for their deadline.
+        with suppress(RuntimeError):
             reporter.start()
         try:
             yield
@@ -134,7 +135,7 @@ class ControlOps:
             with self._lock:
                 self._current, self._reported = {}, {}
 
-    def _report_blocked(self, after: float, over: threading.Event) -> None:
+    def _report_blocked(self, after: float, over: clock.Event) -> None:
         """Report once that this rank is blocked, as soon as it has no background work (reporter
         thread).
         """
@@ -147,7 +148,7 @@ class ControlOps:
         notice = {"kind": BLOCKED_NOTICE, **now, "seq": self._fabric.board()["seq"]}
         if self._session.nranks <= COUNTED_RANKS:
             notice["sent"] = self._fabric.context.messages_sent()
-        with suppress(MiracclError):  # the control plane is gone, and the wait with it
+        with suppress(MiracclError):  # the control plane is closed, which ends the operation
             self._session.notify(notice)
 
     def on_notice(self, rank: int, notice: dict[str, Any]) -> None:
@@ -155,7 +156,7 @@ class ControlOps:
         with self._lock:
             number = notice.get("number")
             if not isinstance(number, int) or number <= self._completed:
-                return  # it does no longer
+                return  # outdated: that operation has ended
             self._reported[rank] = notice
             if not self._current:
                 sent = notice.get("sent")

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
-from miraccl import __version__, params, trace
+from miraccl import __version__, clock, params, trace
 from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis import blocked_ops
@@ -81,10 +80,9 @@ class CommunicatorCore:
         self.closed = False
         self.in_forked_child = False
         self.watched = False
-        self._in_background_advance = False  # ``progress`` is inside
-        self._lifecycle_lock = (
-            threading.RLock()
-        )  # a signal handler may finalize in the middle of that
+        self._in_background_advance = False  # the progress thread is inside
+        # Reentrant: a signal handler may finalize inside ``finalize``.
+        self._lifecycle_lock = threading.RLock()
         self._finalizing = False
         self._losses: dict[int, Loss] = {}
         self.pending_setup = PendingSetup()
@@ -154,12 +152,12 @@ class CommunicatorCore:
             self.context.connections,
             self.context.fast_call("exchange", Collective.SEND_RECV),
         )
-        if 1 < self.nranks <= COUNTED_RANKS:  # else there is nobody to ask, or too many
+        if 1 < self.nranks <= COUNTED_RANKS:  # beyond that, status queries take too long
             self.context.set(layout.CTX_DETECTOR, deadlock_detector.start())
             blocked_ops.providers.add(self.wait_state)
         session.on_event(self.pending_setup.on_event)
         forks.register(self)
-        if _log.isEnabledFor(logging.INFO):  # with many ranks the line takes time
+        if _log.isEnabledFor(logging.INFO):  # formatting takes time with many ranks
             _log.info(
                 "%s: %s",
                 session.name,
@@ -167,7 +165,7 @@ class CommunicatorCore:
             )
 
     def _single_copy_threshold(self, asked: str, measured: int) -> int:
-        """Return the size in bytes from which a peer reads private memory directly; -1 for never."""
+        """Return the bytes from which a peer reads private memory directly; -1 for never."""
         if not self.fabric.addressable or asked == "never":
             return -1
         return params.parse_size(asked) if asked else measured
@@ -179,12 +177,12 @@ class CommunicatorCore:
         if faults is not None and rank not in faults.left:
             faults.connection_lost(rank, loss)
 
-    # ---- who may run
+    # ---- admission of operations
 
     def update_busy(self) -> None:
-        """Set the context's busy word from the current state; called after every change, on any
-        thread.
-        """
+        """Set the context's busy word from the current state; called after every change of it."""
+        # Lock-free because ``finalize`` may run in a signal handler at any point: the writer reads
+        # the state again until it matches the word.
         while (word := self._busy_reasons()) != self.context.get(layout.CTX_BUSY):
             self.context.set(layout.CTX_BUSY, word)
 
@@ -217,15 +215,15 @@ class CommunicatorCore:
     def check_result(self, code: int, name: str) -> None:
         if code == layout.BUSY:
             raise InvalidUsage(
-                f"{name}: another thread is inside this communicator",
-                hint="give each thread its own with split()",
+                f"cannot run {name}: another thread is inside this communicator",
+                hint="give each thread its own communicator with split()",
             )
         if code != layout.OK:
             self._raise_fault(code, name)
 
     def _raise_fault(self, code: int, name: str) -> NoReturn:
         if code == layout.ERR_INTERRUPTED:
-            # What was under way cannot be taken up again: the others are told before the exception goes its way.
+            # The interrupted operation cannot be resumed, so the other ranks are notified first.
             self.abort(f"a signal handler raised an exception in {name}")
             self.context.reraise_deferred()
         raise self.faults.explain(code)
@@ -362,25 +360,25 @@ class CommunicatorCore:
         return all(e.done for e in entries)
 
     def _watch_open_transfers(self) -> None:
-        if (
-            not self.watched and self._exchange.has_in_flight
-        ):  # the program may do something else now
+        # The application may make no further call for a while.
+        if not self.watched and self._exchange.has_in_flight:
             progress.watch(self)
 
     def advance_in_background(self) -> bool | None:
         """Advance open transfers without blocking (``progress.Progressable``)."""
-        self._in_background_advance = (
-            True  # before the look at ``closed``: whoever closes waits for it
-        )
+        # Set before ``closed`` is read: ``finalize`` sets ``closed``, then waits for this flag.
+        self._in_background_advance = True
         try:
             if self.closed or self.faults.fault is not None or not self._exchange.has_in_flight:
                 return None
-            if self._worker.pending:  # they come after that, or are a part of it
+            if self._worker.pending:  # the worker runs open transfers, or before them
                 return False
             code, moved = self._exchange.try_advance()
             self.update_busy()
             if code not in (layout.OK, layout.BUSY):
-                with contextlib.suppress(MiracclError):  # the next call of the program raises it
+                with contextlib.suppress(
+                    MiracclError
+                ):  # the next call of the application raises it
                     self._raise_fault(code, "send/recv")
             return moved
         finally:
@@ -393,9 +391,8 @@ class CommunicatorCore:
         if not self._exchange.in_flight:
             return
         entries = self._exchange.in_flight
-        if (
-            background or self._worker.pending
-        ):  # what is added until that runs comes after the operation that this is for
+        if background or self._worker.pending:
+            # Transfers added until this runs come after the operation that is being queued.
             self._worker.submit("send/recv", lambda: self._advance(entries, "send/recv", entries))
         else:
             self._advance(entries, "send/recv")
@@ -428,15 +425,13 @@ class CommunicatorCore:
         )
         if name not in Collective.__members__ or name == "SEND_RECV":
             known = ", ".join(c.label for c in Collective if c is not Collective.SEND_RECV)
-            raise InvalidUsage(f"no collective is called {collective!r}; known are {known}")
+            raise InvalidUsage(f"unknown collective {collective!r}; known are {known}")
         if (
             isinstance(nbytes, bool)
             or not isinstance(nbytes, int | np.integer)
             or not 0 <= nbytes <= MAX_BYTES
         ):
-            raise InvalidUsage(
-                f"explain: nbytes is {nbytes!r}; it is a number of bytes from 0 to {MAX_BYTES}"
-            )
+            raise InvalidUsage(f"explain: nbytes is {nbytes!r}; allowed are 0 to {MAX_BYTES} bytes")
         kind = Collective[name]
         return kind, default_block_bytes(kind, int(nbytes), self.nranks), data_type(dtype)
 
@@ -478,10 +473,10 @@ class CommunicatorCore:
             isinstance(color, bool) or not isinstance(color, int | np.integer)
         ):
             raise InvalidUsage(
-                f"split: color is {color!r}; it is a whole number, or None to stay out"
+                f"split: color is {color!r}; it must be a whole number, or None to take no part"
             )
         if isinstance(key, bool) or not isinstance(key, int | np.integer):
-            raise InvalidUsage(f"split: key is {key!r}; it is a whole number")
+            raise InvalidUsage(f"split: key is {key!r}; it must be a whole number")
         color_and_key = f"{'' if color is None else int(color)},{int(key)}".encode()
         colors_and_keys = [
             tuple(blob.decode().split(","))
@@ -508,9 +503,7 @@ class CommunicatorCore:
         without
         us.
         """
-        text = (
-            "the communicator was finalized while the ranks that live were making another one of it"
-        )
+        text = "the communicator was finalized while its surviving ranks were creating a new one"
         self.pending_setup.cancel(CommunicatorClosed(text, rank=self.rank, op="shrink"))
 
     def finalize(self) -> None:
@@ -526,9 +519,7 @@ class CommunicatorCore:
     def _finalize(self) -> None:
         self.faults.closing = True
         if self.faults.fault is None:
-            with contextlib.suppress(
-                MiracclError
-            ):  # what was pending may have failed: its Work says so
+            with contextlib.suppress(MiracclError):  # reported by the Work of the failed operation
                 self.flush(background=True)
         if not self._worker.close(CLOSE_WAIT_S):
             self._fail_running_op("an operation was pending")
@@ -560,11 +551,11 @@ class CommunicatorCore:
 
     def _wait_until_idle(self) -> bool:
         """Wait up to ``CLOSE_WAIT_S`` for the engine to be free; return True if it is."""
-        deadline = time.monotonic() + CLOSE_WAIT_S
+        deadline = clock.monotonic() + CLOSE_WAIT_S
         while (
             self.context.in_engine or self._in_background_advance
-        ) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        ) and clock.monotonic() < deadline:
+            clock.sleep(POLL_S)
         return not self.context.in_engine
 
     def forked(self) -> None:
@@ -596,13 +587,13 @@ class P2pWork(Work):
         return super().wait(0)
 
     def _poll_until(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = clock.monotonic() + timeout
         while not self.done():
-            if time.monotonic() >= deadline:
+            if clock.monotonic() >= deadline:
                 raise CollectiveTimeout(
-                    f"not finished within {timeout:g} s; it goes on", op=self.name
+                    f"not finished within {timeout:g} s; the operation continues", op=self.name
                 )
-            time.sleep(0.0005)
+            clock.sleep(0.0005)
 
     def done(self) -> bool:
         if not super().done():
@@ -615,7 +606,7 @@ class P2pWork(Work):
         try:
             if advance(self._entries, self.name):
                 self._finish(self._result, None)
-        except InvalidUsage:  # another thread is inside, say: nothing has happened to the operation
+        except InvalidUsage:  # another thread is inside; the operation is unaffected
             raise
         except MiracclError as error:
             self._finish(None, error)

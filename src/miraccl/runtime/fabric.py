@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miraccl import params
+from miraccl import clock, params
 from miraccl.bootstrap import Event, PeerLeft, PeerLost, Session
 from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, MiracclError, PeerDied, PlanMismatch, SystemFailure
@@ -29,18 +27,20 @@ from miraccl.transport.base import Endpoint, FifoKind, FifoPair, OnLost, Transpo
 from miraccl.transport.shm import MAX_SLOT_BYTES, ShmTransport, slot_bytes_for
 from miraccl.wire.proxy_records import Loss, LossKind
 
-#: slots of FIFOs to other hosts: a message costs the proxy some 100 us, so pieces are large; all of a direction share the budget
+#: FIFO slot size to other hosts, and budget of all slots of one direction. A message costs the
+#: proxy some 100 us, so pieces are large.
 NET_SLOT, NET_BUDGET = 1 << 20, 16 << 20
 
-#: how ranks wait that have a core each, and how if they share cores
+#: Wait policies of ranks with a core each, and of ranks that share cores.
 DEDICATED_CORES = WaitPolicy(spin=1000, yields=5)
 SHARED_CORES = WaitPolicy(spin=30, yields=60, membarrier=False)
 
-DEATH_NOTICE_S = (
-    1.0  # in which the control plane tells of a death that a system call has shown already
-)
-NOTICE_FIRST_S = 0.5  # in which it may tell why a connection has ended
-CATCH_UP_S = 5.0  # until what it has told by then is known here, where the watcher is late
+#: Time for the control plane to report a death that a system call has shown.
+DEATH_NOTICE_S = 1.0
+#: Time in which the control plane may report why a connection ended.
+NOTICE_FIRST_S = 0.5
+#: Time for a delayed watcher thread to process the notices received so far.
+CATCH_UP_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +83,7 @@ class Fabric:
         self._on_lost = on_lost
         self._transports: list[Transport] = []
         self._proxy: Any = None
-        self.early_events: list[
-            Event
-        ] = []  # what happened before there was a ``Faults`` to hear of it
+        self.early_events: list[Event] = []  # events before ``Faults`` exists
         session.on_event(self.early_events.append)
         try:
             self._connect(config)
@@ -135,7 +133,7 @@ class Fabric:
         self.places = [
             RankLocation(host=self.hosts[r], numa=int(rec["numa"])) for r, rec in enumerate(records)
         ]
-        # Ranks that only act as several hosts share the cores of one machine.
+        # Ranks with different MIRACCL_HOSTID may share the cores of one machine.
         machines = [record["machine"] for record in records]
         self.ranks_per_core = max(
             machines.count(rec["machine"]) / max(1, int(rec["cores"])) for rec in records
@@ -173,7 +171,7 @@ class Fabric:
         order = order_ranks(self.places, abilities[0]["domains"])
         self.order = () if order == tuple(range(self.nranks)) else order
         self.readable = {r for r in near if self.rank in abilities[r]["readable"]}
-        #: every rank can read and write every other's private memory; all ranks see this alike
+        #: Every rank can read and write every other's private memory; the same on all ranks.
         self.addressable = all(len(a["readable"]) == self.nranks - 1 for a in abilities)
         self.window = WindowAllocator(shm.window)
         self.stream_from = last_level_cache_bytes() // max(1, len(self.local))
@@ -191,9 +189,8 @@ class Fabric:
             stream_from=self.stream_from,
         )
         slot_bytes = min([w.slot_bytes for w in wires.values()], default=shm.slot_bytes)
-        self.slot_bytes = min(
-            int(n) for n in self._setup.exchange("fabric ready", slot_bytes)
-        )  # hosts with many ranks have smaller slots
+        # Hosts with many ranks have smaller slots; all ranks use the smallest.
+        self.slot_bytes = min(int(n) for n in self._setup.exchange("fabric ready", slot_bytes))
 
     def _connect_transport(
         self, transport: Transport, infos: dict[int, bytes]
@@ -202,20 +199,20 @@ class Fabric:
         try:
             return transport.connect(infos)
         except (SystemFailure, BootstrapError):
+            # A peer also leaves when the shared deadline expires, so the search for the root cause
+            # continues until DEATH_NOTICE_S has passed.
             notice = Deadline.after(DEATH_NOTICE_S)
             while notice.left:
                 self._check()
-                time.sleep(0.01)
+                clock.sleep(0.01)
             raise
 
     def _domains(self) -> list[int]:
         """Return the order of this host's NUMA domains; empty if its ranks share one."""
         if len({place.numa for place in self.places if place.host == self.hosts[self.rank]}) < 2:
             return []
-        from miraccl.graph.cpu_host import (
-            detect_host,
-            domain_order,
-        )  # most hosts have one domain and need none of it
+        # Imported late: most hosts have one domain.
+        from miraccl.graph.cpu_host import detect_host, domain_order
 
         return domain_order(detect_host(len(self.local)))
 
@@ -245,6 +242,7 @@ class Fabric:
     def _lost(self, peer: int, loss: Loss) -> None:
         """Handle the loss of a connection; called by the proxy."""
         self._on_lost(peer, loss)
+        # Ranks that are still connecting may wait for ``peer``, and it for a connection of theirs.
         if not self._connected and loss.kind is not LossKind.CLOSED:
             run_after_notice(self.session, loss, lambda: self._cancel_setup(peer, loss))
 
@@ -341,7 +339,7 @@ class Fabric:
                     transport.abort(abort)
                 else:
                     transport.close()
-            except (OSError, MiracclError):  # what is broken already need not close well
+            except (OSError, MiracclError):  # a broken transport may fail to close
                 continue
         self._transports.clear()
         if self._proxy is not None:
@@ -359,13 +357,13 @@ def run_after_notice(session: Session, loss: Loss, action: Callable[[], None]) -
         session.drain(CATCH_UP_S)
         action()
 
-    timer = threading.Timer(
+    timer = clock.timer(
         NOTICE_FIRST_S if loss.kind in (LossKind.RESET, LossKind.ABORTED) else 0.0, look
     )
     timer.daemon, timer.name = True, "miraccl connection lost"
     try:
         timer.start()
-    except RuntimeError:  # no thread can be started: the reason that is known is better than none
+    except RuntimeError:  # cannot start a thread: report the cause known so far
         action()
 
 
@@ -396,9 +394,9 @@ def last_level_cache_bytes() -> int:
 
 
 def _check_agreement(configs: list[dict[str, Any]]) -> None:
-    """Raise ``PlanMismatch`` that names the ranks and the field if ranks have different settings."""
+    """Raise ``PlanMismatch``, naming the ranks and the field, if ranks have different settings."""
     for field in configs[0]:
-        if field == "constants":  # rank 0's are used by all
+        if field == "constants":  # all ranks use those of rank 0
             continue
         values = [b.get(field) for b in configs]
         if any(v != values[0] for v in values):

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from miraccl import clock
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import UniqueId
 from miraccl.executor.cpu.context import call_kernel, fold_kernel
@@ -28,19 +28,17 @@ from miraccl.types import DType, RedOp
 
 SINGLE_COPY_SIZES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 RETRY_FACTOR = 6
-TURNS = 3  # of ways that are compared
-PLACEMENTS = (
-    4  # of buffers: how well they fit into the caches depends on where their pages happen to lie
-)
-MAX_WAIT_SHARE = 0.02  # share of a repetition that a rank spends waiting for a core
-CLEAR_GAIN = 0.9  # a single copy has to take less than this share of the time of two copies
-EXCHANGE_SIZES = tuple(128 << 10 << i for i in range(6))  # blocks
-EXCHANGE_GAIN = 0.95  # as CLEAR_GAIN, for blocks that are read whole
-SWAP_SIZES = (
-    8 << 10,
-    128 << 10,
-)  # blocks of the exchanges that tell whether slots had better change hands
-SWAP_GAIN = 0.97  # each takes less than this share of the time then
+TURNS = 3  # turns of each compared variant
+#: Pairs of buffers to average over: the placement of their pages decides how they fit the caches.
+PLACEMENTS = 4
+#: Share of a repetition spent waiting for a core from which it counts as disturbed.
+MAX_WAIT_SHARE = 0.02
+#: A single copy must take less than this share of the time of two copies.
+CLEAR_GAIN = 0.9
+EXCHANGE_SIZES = tuple(128 << 10 << i for i in range(6))  # bytes of a block
+EXCHANGE_GAIN = 0.95  # CLEAR_GAIN for blocks that are read whole
+SWAP_SIZES = (8 << 10, 128 << 10)  # bytes of a block
+SWAP_GAIN = 0.97  # CLEAR_GAIN for slots that change hands
 
 
 def runqueue_wait_s() -> float:
@@ -54,9 +52,9 @@ def runqueue_wait_s() -> float:
 
 def timed(action: Callable[[], None]) -> tuple[float, bool]:
     """Return (seconds that ``action`` took, True if other processes took the core during it)."""
-    waited, start = runqueue_wait_s(), time.perf_counter()
+    waited, start = runqueue_wait_s(), clock.perf_counter()
     action()
-    seconds = time.perf_counter() - start
+    seconds = clock.perf_counter() - start
     return seconds, runqueue_wait_s() - waited > MAX_WAIT_SHARE * seconds
 
 
@@ -66,8 +64,10 @@ def best_us(action: Callable[[], None], budget_s: float) -> float:
     Undisturbed calls count towards ``budget_s``; at least three are made.
     """
     action()
-    best, spent, begun, least = float("inf"), 0.0, time.perf_counter(), 3
-    while (least > 0 or spent < budget_s) and time.perf_counter() < begun + RETRY_FACTOR * budget_s:
+    best, spent, begun, least = float("inf"), 0.0, clock.perf_counter(), 3
+    while (
+        least > 0 or spent < budget_s
+    ) and clock.perf_counter() < begun + RETRY_FACTOR * budget_s:
         seconds, disturbed = timed(action)
         best = min(best, seconds)
         if not disturbed:
@@ -82,7 +82,7 @@ def measure_folds(constants: CpuConstants) -> CpuConstants:
     keep = np.zeros(layout.BLOCK, np.int64)
     folds = []
     for size, copy in zip(constants.sizes, constants.copy, strict=True):
-        count = size // 2 // 4  # the working set is both vectors
+        count = size // 2 // 4  # the working set is two vectors
         a, b = np.zeros(count, np.float32), np.zeros(count, np.float32)
         sources = np.array([keep.ctypes.data, a.ctypes.data, b.ctypes.data], np.int64)
         action = partial(call_kernel, fold, b.ctypes.data, sources.ctypes.data, 2)
@@ -121,7 +121,7 @@ def _round_trips(comm: Communicator, x: np.ndarray, count: int) -> Callable[[], 
 
 
 def _best_collective_us(comm: Communicator, action: Callable[[], None], repeats: int) -> float:
-    """Return the shortest time of an action that both ranks run, of ``repeats`` undisturbed ones."""
+    """Return the shortest time of ``repeats`` undisturbed runs of an action on both ranks."""
     best, verdict = float("inf"), np.zeros(1, np.int64)
     for _ in range(RETRY_FACTOR * repeats):
         comm.barrier()
@@ -169,19 +169,17 @@ def measure_ranks(comm: Communicator, constants: CpuConstants) -> CpuConstants:
 
 
 def _single_copy_from(comm: Communicator) -> int:
-    member = comm._core
-    if (
-        not member.fabric.addressable
-    ):  # all ranks see this alike; one that may read need not be one that is read
+    core = comm._core
+    if not core.fabric.addressable:  # the same on all ranks, unlike the permissions of one pair
         return -1
     verdict = np.array([-1], np.int64)
     for size in reversed(SINGLE_COPY_SIZES):
         x = np.zeros(size // 4, np.float32)
         repeats = 3 if size > 4 << 20 else 5
         two = _best_collective_us(comm, _round_trips(comm, x, 1), repeats)
-        member.context.set(layout.CTX_P2P_DIRECT, 1)
+        core.context.set(layout.CTX_P2P_DIRECT, 1)
         one = _best_collective_us(comm, _round_trips(comm, x, 1), repeats)
-        member.context.set(layout.CTX_P2P_DIRECT, -1)
+        core.context.set(layout.CTX_P2P_DIRECT, -1)
         faster = np.array([int(one < CLEAR_GAIN * two)], np.int64)
         comm.broadcast(faster)
         if not faster[0]:
@@ -202,7 +200,7 @@ def _compare_in_turns(
     best, worst = [float("inf")] * len(variants), np.zeros(2)
     for _ in range(TURNS):
         for index, variant in enumerate(variants):
-            variant()  # caches and slots settle
+            variant()  # warms up caches and slots
             repeats = 3
             for _ in range(RETRY_FACTOR * repeats):
                 before()
@@ -220,15 +218,15 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
     """Return the block size from which reading private memory speeds up exchanges of fresh data; or
     -1.
     """
-    member = comm._core
-    if not member.fabric.addressable:
+    core = comm._core
+    if not core.fabric.addressable:
         return -1
     shares = []
 
     def copying(single_copy: str) -> Communicator:
-        session = member.session.subgroup(range(comm.nranks), f"single copy {single_copy}")
+        session = core.session.subgroup(range(comm.nranks), f"single copy {single_copy}")
         return Communicator.from_session(
-            session, replace(member.options, single_copy=single_copy), parent=comm
+            session, replace(core.options, single_copy=single_copy), parent=comm
         )
 
     with copying("never") as twice, copying("1") as once:
@@ -238,7 +236,7 @@ def _exchange_copy_from(comm: Communicator, swaps: bool) -> int:
             for _ in range(PLACEMENTS):
                 x = np.zeros(comm.nranks * size // 4, np.float32)
                 out = np.zeros_like(x)
-                places.append((x, out))  # the next ones lie elsewhere
+                places.append((x, out))  # kept alive: the next buffers get other pages
                 times += _compare_in_turns(
                     comm,
                     [partial(each.all_to_all, x, out) for each in (twice, once)],

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from typing import Protocol
 
-from miraccl import trace
+from miraccl import clock, trace
 
-#: Seconds between two looks: at first, at most, and while something moves that nobody else moves.
+#: Seconds between polls: first, longest, and while only this thread advances transfers.
 FIRST_POLL_S, MAX_POLL_S, BUSY_POLL_S = 1e-3, 2e-2, 5e-5
-#: After so long with nothing under way the thread sleeps until it is called.
+#: Idle time after which the thread sleeps until ``watch`` is called.
 IDLE_S = 1.0
 _log = trace.logger("proxy")
 
@@ -46,9 +45,9 @@ class ProgressThread:
     def forked(self) -> None:
         """Reset in a forked child, which has none of the parent's threads."""
         self._lock = threading.Lock()
-        self._wake_up = threading.Event()
+        self._wake_up = clock.event()
         self._watched: weakref.WeakSet[Progressable] = weakref.WeakSet()
-        self._thread: threading.Thread | None = None
+        self._thread: clock.Thread | None = None
 
     def watch(self, watched: Progressable) -> None:
         """Poll ``watched`` until nothing has been open for ``IDLE_S``."""
@@ -56,10 +55,10 @@ class ProgressThread:
             self._watched.add(watched)
             watched.watched = True
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="miraccl progress", daemon=True)
+                thread = clock.thread(target=self._run, name="miraccl progress", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the host has none left: calls alone go on with messages
+                except RuntimeError:  # out of threads: transfers advance inside calls only
                     return
                 self._thread = thread
             self._wake_up.set()
@@ -71,11 +70,11 @@ class ProgressThread:
             self._poll_all()
 
     def _poll_all(self) -> None:
-        interval, last_seen = FIRST_POLL_S, time.monotonic()
+        interval, last_seen = FIRST_POLL_S, clock.monotonic()
         while True:
-            time.sleep(interval)
+            clock.sleep(interval)
             found = [self._poll(post) for post in list(self._watched)]
-            now = time.monotonic()
+            now = clock.monotonic()
             if any(moved is not None for moved in found):
                 last_seen = now
             elif now - last_seen > IDLE_S and self._stop_watching():
@@ -96,7 +95,8 @@ class ProgressThread:
             for post in posts:
                 post.watched = False
             self._watched.clear()
-        for post in posts:  # who began something while it was still watched did not call
+        # A transfer started while ``watched`` was still set did not call ``watch``.
+        for post in posts:
             if self._poll(post) is not None:
                 self.watch(post)
         return True
@@ -106,8 +106,8 @@ class ProgressThread:
             return post.advance_in_background()
         except (
             Exception
-        ):  # it must go on with the others; whoever waits for these meets the same error
-            _log.exception("messages do not go on by themselves")
+        ):  # keep serving the others; a call that waits for these gets the same error
+            _log.exception("cannot advance transfers in the background")
             return None
 
 

@@ -7,10 +7,10 @@ one deadline.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from miraccl import clock
 from miraccl.bootstrap import Session
 from miraccl.deadline import Deadline
 from miraccl.diagnosis.detector import PendingCreation
@@ -32,7 +32,8 @@ def shrink(core: CommunicatorCore, number: int, make: Callable[[Session, SetupPh
         make: Creates the new communicator; collective over the surviving ranks.
     """
     deadline = Deadline.after(core.session.timeout)
-    name = f"shrink {number} of {core.session.key}"  # whoever they take for living: those who know less will learn it
+    # The name leaves out the ranks: attempts with different sets of ranks belong together.
+    name = f"shrink {number} of {core.session.key}"
     while True:
         ranks = _live_ranks(core)
         session = core.session.subgroup(
@@ -48,13 +49,12 @@ def shrink(core: CommunicatorCore, number: int, make: Callable[[Session, SetupPh
             core.pending_setup.track(stages, ranks),
         ):
             try:
-                if (
-                    _live_ranks(core) == ranks
-                ):  # else somebody has left before the stages could be told
+                # Otherwise a rank left before the setup was tracked.
+                if _live_ranks(core) == ranks:
                     return make(session, stages)
             except (CommunicatorAborted, PeerDied, BootstrapError):
                 if not _ranks_have_left(core, ranks):
-                    stages.check()  # another rank may have been told first why, and left
+                    stages.check()  # another rank may know the cause already, and have left
                     raise
 
 
@@ -66,7 +66,7 @@ def _live_ranks(core: CommunicatorCore) -> list[int]:
 
 def _ranks_have_left(core: CommunicatorCore, ranks: list[int]) -> bool:
     """Return True if one of ``ranks`` is gone, or becomes known to be within ``NOTICE_FIRST_S``."""
-    deadline = time.monotonic() + NOTICE_FIRST_S
-    while _live_ranks(core) == ranks and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    deadline = clock.monotonic() + NOTICE_FIRST_S
+    while _live_ranks(core) == ranks and clock.monotonic() < deadline:
+        clock.sleep(POLL_S)
     return _live_ranks(core) != ranks

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-from miraccl import params
+from miraccl import clock, params
 from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, InvalidUsage, as_system_failure
 
@@ -21,10 +19,9 @@ def check_timeout(timeout: float | None) -> float | None:
     """
     if timeout is None:
         return None
-    if (
-        isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout != timeout
-    ):  # NaN
-        raise InvalidUsage(f"wait: timeout is {timeout!r}; it is a number of seconds, or None")
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or timeout != timeout:  # NaN; isnan() overflows on large ints
+        raise InvalidUsage(f"wait: timeout is {timeout!r}; it must be a number of seconds, or None")
     return float(min(timeout, params.FOREVER))
 
 
@@ -40,7 +37,7 @@ class Work:
 
     def __init__(self, name: str, wait_state: Callable[[], Wait | None] | None = None) -> None:
         self.name, self._wait_state = name, wait_state
-        self._done = threading.Event()
+        self._done = clock.event()
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -63,7 +60,7 @@ class Work:
                 self._done.wait()
         if not self._done.wait(check_timeout(timeout)):
             raise CollectiveTimeout(
-                f"not finished within {timeout:g} s; it goes on in the background", op=self.name
+                f"not finished within {timeout:g} s; the operation continues", op=self.name
             )
         if self._error is not None:
             raise self._error
@@ -115,10 +112,10 @@ class BackgroundWorker:
         wait_state: Callable[[], Wait | None],
     ) -> None:
         self._name, self._on_pending_change, self._wait_state = name, on_pending_change, wait_state
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # a signal handler may finalize in the middle
+        self._queue: clock.Queue[tuple[Work, Callable[[], Any]] | None] = clock.simple_queue()
+        self._lock = threading.RLock()  # reentrant: a signal handler may finalize here
         self._pending = 0
-        self._thread: threading.Thread | None = None
+        self._thread: clock.Thread | None = None
         self._closed = False
 
     @property
@@ -129,18 +126,19 @@ class BackgroundWorker:
         work = Work(name, self._wait_state)
         with self._lock:
             if self._closed:
-                raise InvalidUsage("the communicator is closed", op=name)
+                raise InvalidUsage(
+                    "cannot start the operation: the communicator is closed", op=name
+                )
             if self._thread is None:
-                thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                with as_system_failure("there can be no background work", op=name):
+                thread = clock.thread(target=self._loop, name=self._name, daemon=True)
+                with as_system_failure("cannot start the background thread", op=name):
                     thread.start()
                 self._thread = thread
             self._pending += 1
             if self._pending == 1:
                 self._on_pending_change()
-            self._queue.put(
-                (work, action)
-            )  # with the lock: what is put in after the end would never be run
+            # Under the lock: an item queued after ``close`` would never run.
+            self._queue.put((work, action))
         return work
 
     def _loop(self) -> None:
@@ -149,7 +147,7 @@ class BackgroundWorker:
             result, error = None, None
             try:
                 result = action()
-            except BaseException as caught:  # it belongs to whoever waits
+            except BaseException as caught:  # raised by Work.wait
                 error = caught
             with self._lock:
                 self._pending -= 1
@@ -168,6 +166,6 @@ class BackgroundWorker:
         if thread is None or thread is threading.current_thread():
             return True
         self._queue.put(None)
-        deadline = time.monotonic() + timeout
-        thread.join(max(0.0, deadline - time.monotonic()))
+        deadline = clock.monotonic() + timeout
+        thread.join(max(0.0, deadline - clock.monotonic()))
         return not thread.is_alive()

@@ -6,10 +6,10 @@ The hub of a job (its rendezvous) runs in a forked process of its own.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from miraccl import clock
 from miraccl.errors import InvalidUsage, SystemFailure
 from miraccl.tools.spawn import RankContext, Ranks
 
@@ -47,9 +47,9 @@ def _run_hub(context: RankContext, nranks: int) -> None:
 
 
 def _first_message(hub: Ranks) -> str:
-    deadline = time.monotonic() + _START_SECONDS
-    while hub.running and time.monotonic() < deadline:
-        for _, message in hub.poll(max(0.0, deadline - time.monotonic())):
+    deadline = clock.monotonic() + _START_SECONDS
+    while hub.running and clock.monotonic() < deadline:
+        for _, message in hub.poll(max(0.0, deadline - clock.monotonic())):
             return str(message)
     failure = hub.first_failure()
     if failure and failure.fault == "usage":

@@ -22,12 +22,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 import click
 
+from miraccl import clock
 from miraccl.errors import InvalidUsage, SystemFailure, as_system_failure
 from miraccl.tools import launch
 from miraccl.tools.options import Finite
@@ -279,7 +279,7 @@ class LocalJob:
             if not wait
             else None
             if self._limit is None
-            else min(max(0.0, self._limit - time.monotonic()), MAX_WAIT_SECONDS)
+            else min(max(0.0, self._limit - clock.monotonic()), MAX_WAIT_SECONDS)
         )
         for key, _ in self._selector.select(timeout):
             kind, local_rank, detail = key.data
@@ -295,7 +295,7 @@ class LocalJob:
                 self._handle_exit(local_rank)
         while self._signals:
             self._forward(self._signals.pop(0))
-        if self._limit is not None and time.monotonic() >= self._limit:
+        if self._limit is not None and clock.monotonic() >= self._limit:
             self._escalate()
 
     def _handle_exit(self, local_rank: int) -> None:
@@ -315,18 +315,18 @@ class LocalJob:
             )
             others = "; ending the others" if self._running else ""
             print(f"miraccl run: rank {entry.rank} {what}{others}", file=sys.stderr, flush=True)
-            self._stage, self._limit = 1, time.monotonic() + self._grace
+            self._stage, self._limit = 1, clock.monotonic() + self._grace
 
     def _forward(self, number: int) -> None:
         self._signal_all(number)
         if number in _ENDING and self._stage < 2:
             self._status = self._status or 128 + number
-            self._stage, self._limit = 2, time.monotonic() + self._grace
+            self._stage, self._limit = 2, clock.monotonic() + self._grace
 
     def _escalate(self) -> None:
         self._stage += 1
         self._signal_all(signal.SIGTERM if self._stage == 2 else signal.SIGKILL)
-        self._limit = time.monotonic() + self._grace if self._stage == 2 else None
+        self._limit = clock.monotonic() + self._grace if self._stage == 2 else None
 
     def _signal_all(self, number: int) -> None:
         for local_rank in self._running:

@@ -25,13 +25,13 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from miraccl import clock
 from miraccl.errors import as_system_failure
 from miraccl.tools.pipe import ProcessPipe
 from miraccl.tools.processes import MAX_WAIT_SECONDS, die_with_parent, restore_sigchld, signal_name
@@ -200,17 +200,17 @@ class Ranks:
         """Wait until all ranks have exited; return True if none had to be stopped.
 
         After the first failure the other ranks have ``grace`` seconds. ``deadline`` is a value of
-        ``time.monotonic()``.
+        ``clock.monotonic()``.
         """
         limit = deadline
         failed = False
         while self.running:
-            for rank, message in self.poll(max(0.0, limit - time.monotonic())):
+            for rank, message in self.poll(max(0.0, limit - clock.monotonic())):
                 if on_message:
                     on_message(rank, message)
             if not failed and any(o.status not in (None, 0) for o in self.outcomes):
-                failed, limit = True, min(limit, time.monotonic() + grace)
-            if self.running and time.monotonic() >= limit:
+                failed, limit = True, min(limit, clock.monotonic() + grace)
+            if self.running and clock.monotonic() >= limit:
                 self.stop(grace=0.2)
                 return False
         return True
@@ -242,9 +242,9 @@ class Ranks:
                 if rank.outcome.status is None:
                     rank.outcome.stopped = True
                     signal.pidfd_send_signal(rank.pidfd, number)
-            limit = time.monotonic() + seconds
-            while self.running and time.monotonic() < limit:
-                self.poll(max(0.0, limit - time.monotonic()))
+            limit = clock.monotonic() + seconds
+            while self.running and clock.monotonic() < limit:
+                self.poll(max(0.0, limit - clock.monotonic()))
         for rank in self._ranks:
             self._release(rank)
         self._selector.close()

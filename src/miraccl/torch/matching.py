@@ -16,13 +16,13 @@ that threads of one process do not block each other's messages.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from miraccl import clock
 from miraccl.api.communicator import Communicator
 from miraccl.diagnosis.blocked_ops import BlockedScope
 from miraccl.diagnosis.detector import deadlock_detector
@@ -194,11 +194,11 @@ class TagMatcher:
 
     def _wait_loop(self, message: TaggedMessage, limit: float | None) -> None:
         """Advance messages until ``message`` is done or the time has passed."""
-        now = time.monotonic()
+        now = clock.monotonic()
         end, long = now + (self.timeout if limit is None else limit), now + LONG_WAIT_S
         backoff = BACKOFF_FIRST_S
         while not message.done:
-            now = time.monotonic()
+            now = clock.monotonic()
             left = end - now
             if left <= 0:
                 with self._locked:  # it may have arrived since the last poll
@@ -218,7 +218,7 @@ class TagMatcher:
                 self._advance(required, min(SLICE_S, left), list(self._headers.values()))
                 idle = not required and not self._headers
             if not message.done and (idle or self._waiters):
-                time.sleep(min(backoff, left))
+                clock.sleep(min(backoff, left))
                 backoff = min(2 * backoff, BACKOFF_LAST_S)
 
     def _wait_reason(self, message: TaggedMessage) -> Wait | None:
@@ -335,9 +335,9 @@ class TagMatcher:
             if self._closed:
                 return
             sends = [m for m in self._active if m.sends]
-            end = time.monotonic() + CLOSE_WAIT_S
+            end = clock.monotonic() + CLOSE_WAIT_S
             try:
-                while any(not m.done for m in sends) and time.monotonic() < end:
+                while any(not m.done for m in sends) and clock.monotonic() < end:
                     self._advance([e for m in sends for e in m.entries], SLICE_S)
             except MiracclError:
                 pass  # reported to the waiter of each message

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from miraccl import clock
 from miraccl.errors import MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
 from miraccl.torch.matching import SLICE_S, TagMatcher
@@ -106,7 +106,7 @@ class FutureCompletion:
         self._lock = threading.Lock()
         # deadline of each work, in order unless deadlines were changed
         self._open: dict[TransferWork, float] = {}
-        self._thread: threading.Thread | None = None
+        self._thread: clock.Thread | None = None
 
     def complete_in_background(self, work: TransferWork) -> None:
         """Complete ``work`` in the background.
@@ -120,20 +120,20 @@ class FutureCompletion:
             return
         with self._lock:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread = clock.thread(target=self._run, name=self._name, daemon=True)
                 with (
                     as_backend_errors(),
                     as_system_failure("cannot start the thread of background operations"),
                 ):
                     thread.start()
                 self._thread = thread
-            self._open[work] = time.monotonic() + self._matcher.timeout
+            self._open[work] = clock.monotonic() + self._matcher.timeout
 
     def _run(self) -> None:
         while works := self._pending():
             self._wait(next(iter(works)), SLICE_S)  # advances all of them
             for work, end in works.items():
-                if not work.message.done and time.monotonic() >= end:
+                if not work.message.done and clock.monotonic() >= end:
                     self._matcher.expire(work.message)
                 if work.message.done:
                     with self._lock:

@@ -7,11 +7,11 @@ report is not mistaken for the next barrier's.  The group stays usable after a f
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
+from miraccl import clock
 from miraccl.errors import CollectiveTimeout
 from miraccl.torch.core_access import wait_for_graph
 from miraccl.torch.matching import TagMatcher
@@ -49,12 +49,12 @@ def barrier(matcher: TagMatcher, number: int, limit: float, wait_all_ranks: bool
 
 def _missing_ranks(matcher: TagMatcher, tag: int, limit: float, wait_all_ranks: bool) -> list[int]:
     """Return the ranks that did not report in time: all of them, or only the first."""
-    end = time.monotonic() + limit
+    end = clock.monotonic() + limit
     reports = {r: matcher.receive(_empty(), r, tag, NAME) for r in range(1, matcher.comm.nranks)}
     missing = []
     for peer, report in reports.items():
         try:
-            matcher.wait(report, max(1e-3, end - time.monotonic()))
+            matcher.wait(report, max(1e-3, end - clock.monotonic()))
         except CollectiveTimeout:
             if matcher.cancel(report):
                 missing.append(peer)

@@ -6,14 +6,12 @@ Rank 0 creates the unique id of a new communicator; the store of the group carri
 from __future__ import annotations
 
 import contextlib
-import secrets
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from miraccl import params, trace
+from miraccl import clock, params, trace
 from miraccl.api.communicator import Communicator
 from miraccl.bootstrap import HubServer, Session, UniqueId, connect, create_hub, single_rank_session
 from miraccl.bootstrap.dial import ControlPlaneUnreachable
@@ -119,10 +117,10 @@ class GroupCreation(PendingCreation):
 
     def look_again(self) -> None:
         """After a failure, raise the more specific error that another rank may have published."""
-        deadline = time.monotonic() + NOTICE_FIRST_S
-        while self._world is not None and time.monotonic() < deadline:
+        deadline = clock.monotonic() + NOTICE_FIRST_S
+        while self._world is not None and clock.monotonic() < deadline:
             self.look()
-            time.sleep(BACKOFF_FIRST_S)
+            clock.sleep(BACKOFF_FIRST_S)
 
     def look(self) -> None:
         super().raise_if_failed()
@@ -163,7 +161,7 @@ def _join_as_root(store: Any, size: int, deadline: Deadline, look: Callable[[], 
         ident, root = create_hub(nranks=size)
     except MiracclError as error:
         # the random part makes every failure text unique, as ids are
-        store.set(KEY, f"{_FAILED}{secrets.token_hex(8)} {error}")
+        store.set(KEY, f"{_FAILED}{clock.random_hex(8)} {error}")
         raise
     try:
         with _published_id(store, ident):
@@ -223,16 +221,16 @@ def _check_not_replaced(store: Any, text: str, look: Callable[[], None]) -> Call
     ``text``.
     """
     pause = RECHECK_FIRST_S
-    due = time.monotonic() + pause
+    due = clock.monotonic() + pause
 
     def both() -> None:
         nonlocal pause, due
         look()
-        if time.monotonic() >= due:
+        if clock.monotonic() >= due:
             if _is_replaced(store, text):
                 raise _Replaced
             pause *= 2
-            due = time.monotonic() + pause
+            due = clock.monotonic() + pause
 
     return both
 
@@ -281,7 +279,7 @@ def _read_id(store: Any, rank: int, deadline: Deadline, look: Callable[[], None]
                     rank=rank,
                     peer=0,
                 )
-            time.sleep(nap)
+            clock.sleep(nap)
             nap = min(2 * nap, BACKOFF_LAST_S)
     except RuntimeError as error:  # some stores raise DistStoreError, others not
         raise BootstrapError(

@@ -18,13 +18,13 @@ from __future__ import annotations
 import datetime
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from miraccl import clock
 from miraccl.api.communicator import Communicator
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.runtime.group import group
@@ -347,16 +347,16 @@ class StreamWork(Work):
         return True
 
     def _wait_on_host(self, limit: float, timeout: datetime.timedelta | None) -> None:
-        end = time.monotonic() + limit
+        end = clock.monotonic() + limit
         while not self.is_completed():
-            if time.monotonic() >= end:
+            if clock.monotonic() >= end:
                 raise BackendError(
                     CollectiveTimeout(
                         f"timed out after {timeout}; the operation continues on the GPU",
                         op=self._name,
                     )
                 )
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
 
     def block_current_stream(self) -> None:
         self.wait()

@@ -8,7 +8,6 @@ is inside the communicator.
 from __future__ import annotations
 
 import datetime
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miraccl import params
+from miraccl import clock, params
 from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, CommunicatorClosed, MiracclError, as_system_failure
 from miraccl.torch.failures import BackendError, as_backend_errors
@@ -158,12 +157,12 @@ class WorkQueue:
             wait_reason: Wait-for record of the operation that the thread runs.
         """
         self._name, self._set_busy, self._wait_reason = name, set_busy, wait_reason
-        self._queue: queue.SimpleQueue[tuple[Work, Action] | None] = queue.SimpleQueue()
+        self._queue: clock.Queue[tuple[Work, Action] | None] = clock.simple_queue()
         self._lock = threading.RLock()  # reentrant: a signal handler may destroy the group here
         self._run_lock = threading.RLock()
         self._pending = 0
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: clock.Thread | None = None
 
     @property
     def idle(self) -> bool:
@@ -202,7 +201,7 @@ class WorkQueue:
 
     def _enqueue(self, work: Work, action: Action) -> None:
         if self._thread is None:
-            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            thread = clock.thread(target=self._loop, name=self._name, daemon=True)
             with (
                 as_backend_errors(),
                 as_system_failure("cannot start the thread of background operations"),

@@ -14,12 +14,11 @@ import errno
 import os
 import selectors
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from miraccl import trace
+from miraccl import clock, trace
 from miraccl.deadline import Deadline
 from miraccl.errors import (
     AuthenticationError,
@@ -172,14 +171,15 @@ class ConnectRound:
         while missing := self._missing():
             self._check()
             self._dial()
-            now = time.monotonic()
+            now = clock.monotonic()
             if now >= self._deadline.at:
                 raise self._timeout_error(missing)
             timers = [a.machine.deadline for a in self._pending] + [
                 attempt.due for attempt in self._attempts
             ]
-            for key, _ in self._selector.select(
-                max(0.0, min([self._deadline.at, now + CHECK_INTERVAL_S, *timers]) - now)
+            for key, _ in clock.wait_io(
+                self._selector.select,
+                max(0.0, min([self._deadline.at, now + CHECK_INTERVAL_S, *timers]) - now),
             ):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ class ConnectRound:
 
     def _dial(self) -> None:
         """Make the calls that are due."""
-        now = time.monotonic()
+        now = clock.monotonic()
         due = [attempt for attempt in self._attempts if attempt.due <= now]
         self._attempts = [attempt for attempt in self._attempts if attempt.due > now]
         for attempt in due:
@@ -237,7 +237,10 @@ class ConnectRound:
             )
             deadline = min(self._deadline.at, now + HANDSHAKE_TIMEOUT_S)
             machine = InitiatorHandshake(
-                key=self._key, nonce=os.urandom(NONCE_BYTES), deadline=deadline, identity=identity
+                key=self._key,
+                nonce=clock.random_bytes(NONCE_BYTES),
+                deadline=deadline,
+                identity=identity,
             )
             try:
                 stream = _PendingStream(self._connect(address, port), machine, attempt, address)
@@ -261,7 +264,7 @@ class ConnectRound:
 
     def _schedule_retry(self, attempt: _DialAttempt, address: str, error: OSError) -> None:
         """A call has failed: it is made again later. Raises ``SystemFailure`` when the peer is given up."""
-        now, peer = time.monotonic(), attempt.peer
+        now, peer = clock.monotonic(), attempt.peer
         self._last_errors[peer] = f"{address}: {error.strerror or error}"
         if error.errno != errno.ECONNREFUSED:
             self._refused_since.pop(peer, None)
@@ -284,7 +287,7 @@ class ConnectRound:
         except BlockingIOError:
             return
         except OSError:  # it has gone again, or there are no descriptors left
-            time.sleep(ACCEPT_RETRY_S)
+            clock.sleep(ACCEPT_RETRY_S)
             return
         strangers = [a for a in self._pending if a.attempt is None]
         if len(strangers) >= MAX_UNAUTHENTICATED + sum(
@@ -294,8 +297,8 @@ class ConnectRound:
         sock.setblocking(False)
         machine = AcceptorHandshake(
             key=self._key,
-            nonce=os.urandom(NONCE_BYTES),
-            deadline=time.monotonic() + HANDSHAKE_TIMEOUT_S,
+            nonce=clock.random_bytes(NONCE_BYTES),
+            deadline=clock.monotonic() + HANDSHAKE_TIMEOUT_S,
             rank=self._rank,
         )
         with suppress(OSError):  # no memory for one more: if it is a peer, it calls again
@@ -389,7 +392,7 @@ class ConnectRound:
         shelf[peer, proven.identity.stream] = proven
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         for stream in [a for a in self._pending if a.machine.expire(now)]:
             self._abandon(stream, OSError(errno.ETIMEDOUT, "no answer"))
 

@@ -16,10 +16,10 @@ import json
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from miraccl import clock
 from miraccl.deadline import Deadline
 from miraccl.errors import SystemFailure, as_system_failure
 
@@ -61,9 +61,9 @@ class FdChannel:
     """A rank's listening socket, open until ``close``."""
 
     def __init__(self, npeers: int, pid_namespace: int) -> None:
-        self._token = os.urandom(TOKEN_BYTES)
+        self._token = clock.random_bytes(TOKEN_BYTES)
         self._namespace = pid_namespace
-        name = f"miraccl-{os.getpid()}-{os.urandom(8).hex()}"
+        name = f"miraccl-{os.getpid()}-{clock.random_bytes(8).hex()}"
         with (
             as_system_failure("cannot listen on a Unix socket"),
             contextlib.ExitStack() as unless_it_listens,
@@ -135,7 +135,7 @@ class FdChannel:
             except TimeoutError:
                 continue
             except OSError:  # it has gone again, or no descriptor is free: one may be soon
-                time.sleep(min(ACCEPT_RETRY_S, left))
+                clock.sleep(min(ACCEPT_RETRY_S, left))
                 continue
             with sock:
                 sock.settimeout(min(left, IDENTIFY_TIMEOUT_S))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from miraccl import clock
 from miraccl.bootstrap import HUB, Event, Notice, PeerLeft, PeerLost, Session
 from miraccl.diagnosis import detector
 from miraccl.diagnosis.error_codec import (
@@ -98,7 +98,7 @@ class DeviceFaults:
         self._from_peer = False  # the fault is another rank's
         self.reported = False  # a call has raised the fault
         self._lock = threading.RLock()  # reentrant: a signal handler may abort
-        self._ended = threading.Event()
+        self._ended = clock.event()
         self._engines: CopyWaits | None = None
         # held by the monitor and release threads while they use the GPU
         self._probe_lock, self._release_lock = threading.RLock(), threading.RLock()
@@ -296,7 +296,7 @@ class DeviceFaults:
         if self.broken:
             self._end_waits(None)
         else:
-            threading.Thread(
+            clock.thread(
                 target=self._monitor_copies,
                 args=(engines, pending_copies),
                 name="miraccl gpu monitor",
@@ -306,13 +306,13 @@ class DeviceFaults:
     def _monitor_copies(
         self, engines: CopyWaits, pending_copies: Callable[[], tuple[int, int] | None]
     ) -> None:
-        waited, before, last = 0.0, None, time.monotonic()
+        waited, before, last = 0.0, None, clock.monotonic()
         while not self._ended.wait(PROBE_INTERVAL_S):
             with self._probe_lock:  # keeps the memory mapped
                 if self._ended.is_set():
                     return
                 copies = pending_copies()
-                now = time.monotonic()
+                now = clock.monotonic()
                 waited = (
                     waited + min(now - last, MAX_COUNTED_GAP_S)
                     if copies is not None and copies == before
@@ -351,7 +351,7 @@ class DeviceFaults:
                 self._fault, self._from_peer = fault, from_peer
             if self._engines is not None and not self._releasing:
                 self._releasing = True
-                threading.Thread(
+                clock.thread(
                     target=self._release_copies,
                     args=(self._engines,),
                     name="miraccl gpu release",

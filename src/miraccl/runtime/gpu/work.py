@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
+from miraccl import clock
 from miraccl.diagnosis.blocked_ops import BlockedScope, Wait
 from miraccl.errors import CollectiveTimeout, InvalidUsage, MiracclError
 from miraccl.executor.cuda.contexts import WrongDevice
@@ -81,14 +81,14 @@ class DeviceWork(Work):
         return self._result
 
     def _poll(self, timeout: float | None) -> None:
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else clock.monotonic() + timeout
         while not self.done():
-            if end is not None and time.monotonic() >= end:
+            if end is not None and clock.monotonic() >= end:
                 raise CollectiveTimeout(
                     f"not finished within {timeout:g} s; it continues on the GPU", op=self.name
                 )
             self._polls += 1
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
 
     def _wait_state(self) -> Wait | None:
         """Return the wait state of the thread in ``synchronize``; None if it may have ended.
@@ -96,11 +96,11 @@ class DeviceWork(Work):
         The caller already knows the GPU's waits, which must belong to this operation and not a
         later one.
         """
-        polls, end = self._polls, time.monotonic() + POLL_TIMEOUT_S
+        polls, end = self._polls, clock.monotonic() + POLL_TIMEOUT_S
         while self._polls < polls + 2:  # so one poll began after the call
-            if time.monotonic() > end:
+            if clock.monotonic() > end:
                 return None
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
         return self._wait_state() if self._wait_state is not None else None
 
     def done(self) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import select
 import socket
-import threading
 from collections.abc import Mapping
 
+from miraccl import clock
 from miraccl.bootstrap.eventfd import EventFd
 from miraccl.errors import as_system_failure
 from miraccl.runtime.fabric import run_after_notice
@@ -29,9 +29,7 @@ class StreamMonitor:
         with as_system_failure("streams cannot be watched", rank=stages.session.rank):
             self._bell = EventFd()
             self._poll.register(self._bell, select.POLLIN)
-            self._thread = threading.Thread(
-                target=self._run, name="miraccl stream watch", daemon=True
-            )
+            self._thread = clock.thread(target=self._run, name="miraccl stream watch", daemon=True)
             try:
                 self._thread.start()
             except BaseException:
@@ -47,7 +45,9 @@ class StreamMonitor:
 
     def _run(self) -> None:
         while not self._closed:
-            for descriptor, _ in self._poll.poll():
+            for descriptor, _ in clock.wait_io(
+                lambda s: self._poll.poll(None if s is None else 1e3 * s), None
+            ):
                 if descriptor == self._bell.fileno():
                     self._bell.clear()
                 else:

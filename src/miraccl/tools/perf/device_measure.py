@@ -19,12 +19,12 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from miraccl import clock
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.tools.perf import device_check
 from miraccl.tools.perf.device_array import Arena
@@ -307,10 +307,10 @@ def _host_time_us(bench: Bench, trial: _Trial) -> float:
     best = float("inf")
     for _ in range(_HOST_ROUNDS):
         bench.barrier()
-        before = time.perf_counter()
+        before = clock.perf_counter()
         for _ in range(calls):
             call()
-        best = min(best, (time.perf_counter() - before) / calls * 1e6)
+        best = min(best, (clock.perf_counter() - before) / calls * 1e6)
     bench.barrier()
     return bench.maximum_over_ranks([best])[0]
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from miraccl import clock
 from miraccl.errors import InvalidUsage, MiracclError
 from miraccl.tools.perf.device_array import Arena, padded_bytes
 from miraccl.tools.perf.device_measure import Bench, Cell, CellFailed, measure_cell
@@ -199,10 +198,10 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
         libraries: list[Any] = []
         memory, start_s = {}, 0.0
         for name in job.libraries:
-            free, before = gpu_buffers.free_bytes(), time.perf_counter()
+            free, before = gpu_buffers.free_bytes(), clock.perf_counter()
             if name == "miraccl":
                 libraries.append(_open_miraccl(job, session, ordinal, gpu_buffers, arena, stack))
-                start_s = time.perf_counter() - before
+                start_s = clock.perf_counter() - before
             elif torch_stream is not None:
                 libraries.append(device_nccl.NcclDevice(session, torch_stream, arena))
                 stack.push(
@@ -300,7 +299,7 @@ def process_main(context: RankContext, job: DeviceJob) -> None:
 def threads_main(context: RankContext, job: DeviceJob, nranks: int, timeout: float) -> None:
     """Main function of a process whose threads are the ranks; the first failing thread ends it."""
     os.dup2(2, 1)
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    ended: clock.Queue[BaseException | None] = clock.simple_queue()
 
     def hand_over() -> None:
         context.emit("ready")
@@ -327,7 +326,7 @@ def threads_main(context: RankContext, job: DeviceJob, nranks: int, timeout: flo
             ended.put(error)
 
     for rank in range(nranks):
-        threading.Thread(target=rank_thread, args=(rank,), name=f"rank {rank}", daemon=True).start()
+        clock.thread(target=rank_thread, args=(rank,), name=f"rank {rank}", daemon=True).start()
     for _ in range(nranks):
         error = ended.get(timeout=timeout)
         if error is not None:

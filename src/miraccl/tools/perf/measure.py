@@ -13,10 +13,10 @@ Imports numpy only; processes of a peer load this file by its path.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from miraccl import clock
 from miraccl.tools.perf import data
 from miraccl.tools.perf.engine import BoundOperation, Engine
 from miraccl.tools.perf.spec import REDUCING, Case, PerfRow, build_row
@@ -103,12 +103,12 @@ class BarrierWarmup:
 
     def run(self, least: float = 0.005, most: float = 0.25) -> None:
         """Run barriers for ``least`` to ``most`` seconds."""
-        start = time.perf_counter()
+        start = clock.perf_counter()
         while True:
-            before = time.perf_counter()
+            before = clock.perf_counter()
             for _ in range(_BARRIERS):
                 self._engine.barrier()
-            now = time.perf_counter()
+            now = clock.perf_counter()
             slowest, elapsed = self._engine.reduce_list([now - before, now - start], how="max")
             self._best = min(self._best, slowest)
             if elapsed >= most or (elapsed >= least and slowest <= _AS_QUICK * self._best):
@@ -148,10 +148,10 @@ def _warm_up(engine: Engine, case: Case, bound: BoundOperation, options: Measure
 def _estimate(engine: Engine, bound: BoundOperation, calls: int) -> float:
     """Return the seconds per call, equal on every rank."""
     engine.barrier()
-    start = time.perf_counter()
+    start = clock.perf_counter()
     for _ in range(calls):
         bound.call()
-    return max(1e-9, engine.reduce_list([(time.perf_counter() - start) / calls], how="max")[0])
+    return max(1e-9, engine.reduce_list([(clock.perf_counter() - start) / calls], how="max")[0])
 
 
 def _time_batch(
@@ -162,19 +162,19 @@ def _time_batch(
     if fresh:
         return sum(_time_fresh(engine, case, bound) for _ in range(iters)) / iters
     engine.barrier()
-    start = time.perf_counter()
+    start = clock.perf_counter()
     for _ in range(iters):
         call()
-    return (time.perf_counter() - start) / iters
+    return (clock.perf_counter() - start) / iters
 
 
 def _time_fresh(engine: Engine, case: Case, bound: BoundOperation) -> float:
     """Time one call on an input that this rank has just written."""
     data.fill_neutral(case, bound.input)
     engine.barrier()
-    start = time.perf_counter()
+    start = clock.perf_counter()
     bound.call()
-    return time.perf_counter() - start
+    return clock.perf_counter() - start
 
 
 def _row(

@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from miraccl import clock
 from miraccl.errors import Fault, InvalidUsage, MiracclError
 from miraccl.tools import launch
 from miraccl.tools.perf.measure import BarrierWarmup, MeasureOptions, bind_to_core, measure
@@ -211,7 +211,7 @@ class OwnGroup:
             else:
                 self._on_line(message)
         if any(not o.ok and o.status is not None for o in self._ranks.outcomes):
-            self._ranks.wait(time.monotonic() + _GRACE)
+            self._ranks.wait(clock.monotonic() + _GRACE)
             failure = self._ranks.first_failure()
             assert failure is not None
             for fault in _SELF_EXPLANATORY:
@@ -243,7 +243,7 @@ def run_alternating(
     ``timeout`` limits the whole run, ``message_timeout`` the time between two messages, in seconds.
     The caller stops the groups.
     """
-    deadline = time.monotonic() + timeout
+    deadline = clock.monotonic() + timeout
     while not all(g.finished for g in groups):
         for group in groups:
             yield from _process_until_idle(group, deadline, message_timeout)
@@ -257,14 +257,14 @@ def _process_until_idle(
     group: RankGroup, deadline: float, message_timeout: float | None
 ) -> Iterator[None]:
     while not (group.paused or group.finished):
-        now = time.monotonic()
+        now = clock.monotonic()
         left = deadline - now
         if left <= 0:
             raise RunFailed(
                 f"{group.name} did not finish in time", hint="--timeout gives it longer"
             )
         group.process_events(left if message_timeout is None else min(left, message_timeout))
-        if message_timeout is not None and time.monotonic() - now >= message_timeout:
+        if message_timeout is not None and clock.monotonic() - now >= message_timeout:
             raise RunFailed(f"{group.name} was silent for {message_timeout:g} s")
         yield
 

@@ -16,11 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from miraccl import clock
 from miraccl.errors import MissingDependency
 from miraccl.tools.perf.orchestrator import PerfJob, RunFailed
 
@@ -152,10 +152,10 @@ class PeerGroup:
         for process in self._processes:
             if process.poll() is None and not self.finished:
                 os.killpg(process.pid, signal.SIGTERM)
-        limit = time.monotonic() + 5
+        limit = clock.monotonic() + 5
         for process in self._processes:
             try:
-                process.wait(max(0.0, limit - time.monotonic()))
+                process.wait(max(0.0, limit - clock.monotonic()))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(10)
