@@ -14,8 +14,8 @@ import pytest
 
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import driver
-from miraccl.fastpath.cuda import layout as at
-from miraccl.fastpath.cuda.kinds import Kind
+from miraccl.fastpath.cuda import layout
+from miraccl.fastpath.cuda.kinds import ArrayProtocol
 from miraccl.native.capsules import pointer_of
 from miraccl.ops.arguments import DLTensor, capsule_of
 from miraccl.ops.arguments import view as cpu_view
@@ -197,7 +197,7 @@ def test_an_owner_of_a_stream_is_kept_beside_who_borrows_it() -> None:
 def test_streams_that_are_none_are_refused(stream: Any) -> None:
     with pytest.raises(
         InvalidUsage,
-        match="allowed are a CUstream as a number from 0 on, and objects that have one",
+        match="pass a CUstream handle >= 0 or an object that has one",
     ):
         stream_handle(stream)
 
@@ -250,7 +250,7 @@ def test_outputs_wait_in_the_stream_of_the_operation() -> None:
 
 
 def test_masks_and_odd_addresses_are_refused() -> None:
-    with pytest.raises(InvalidUsage, match="x has a mask"):
+    with pytest.raises(InvalidUsage, match="x is a masked array"):
         view(Described(mask=np.ones(4)))
     odd = np.zeros(20, np.uint8)[1:17]
     for thing in (Described(data=(4097, False)), Odd(odd)):
@@ -265,7 +265,7 @@ class Freed(Packed):
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
         tensor = DLTensor.from_address(
-            pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR
+            pointer_of(capsule, b"dltensor_versioned") + layout.VERSIONED_TENSOR
         )
         tensor.data, tensor.byte_offset = None, 8
         return capsule
@@ -361,9 +361,7 @@ def test_more_elements_than_memory_can_have_are_refused(said: dict[str, Any], co
         match=f"a test: x claims {count} elements of .*; a process can address at most {1 << 57} bytes",
     ):
         view(Described(**said))
-    with pytest.raises(
-        InvalidUsage, match=f"a test: x claims {1 << 60} elements of float32"
-    ):
+    with pytest.raises(InvalidUsage, match=f"a test: x claims {1 << 60} elements of float32"):
         view(Endless(np.zeros(4, np.float32)))
     with pytest.raises(
         InvalidUsage, match=r"a test: cannot read x by DLPack: 1 axes, shape \[-4\]"
@@ -383,7 +381,7 @@ class Endless(Packed):
     def __dlpack__(self, *, stream: Any, max_version: Any) -> Any:
         capsule = super().__dlpack__(stream=stream, max_version=max_version)
         DLTensor.from_address(
-            pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR
+            pointer_of(capsule, b"dltensor_versioned") + layout.VERSIONED_TENSOR
         ).shape[0] = self.length
         return capsule
 
@@ -470,19 +468,21 @@ class Unwilling:
 def test_whether_an_array_lies_on_a_gpu_never_raises(thing: Any, there: bool) -> None:
     """What is wrong is told by who asks for the memory, as a wrong argument."""
     assert memory.is_gpu_array(thing) is there
-    with pytest.raises(InvalidUsage, match="a test: x "):
+    with pytest.raises(InvalidUsage, match="a test: x:? "):
         view(thing)
-    with pytest.raises(InvalidUsage, match="a test: x "):
+    with pytest.raises(InvalidUsage, match="a test: x:? "):
         cpu_view(thing, "x", writes=False, where="a test")
 
 
 def test_an_interface_that_raises_is_named() -> None:
     with pytest.raises(
-        InvalidUsage, match="a test: x: cannot read __cuda_array_interface__: RuntimeError: no context"
+        InvalidUsage,
+        match="a test: x: cannot read __cuda_array_interface__: RuntimeError: no context",
     ):
         view(Raising())
     with pytest.raises(
-        InvalidUsage, match="an array: cannot read __cuda_array_interface__: RuntimeError: no context"
+        InvalidUsage,
+        match="an array: cannot read __cuda_array_interface__: RuntimeError: no context",
     ):
         memory.device_ordinal(Raising())
 
@@ -603,7 +603,7 @@ def test_windows_have_the_types_that_those_on_cpus_have(dtype: Any) -> None:
 def test_windows_of_types_that_cannot_be_communicated_are_refused(dtype: Any) -> None:
     with pytest.raises(
         InvalidUsage,
-        match=r"empty: (dtype .* cannot be communicated|dtype .* is not supported)",
+        match=r"empty: (cannot communicate dtype|dtype .* is not supported)",
     ):
         _element_type(dtype)
 
@@ -660,7 +660,7 @@ def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         window=lambda nbytes, stages: types.SimpleNamespace(own=4096),
     )
     plane: Any = types.SimpleNamespace(run_control_op=lambda what, name, asked, deadline: [asked])
-    stages: Any = types.SimpleNamespace(what="", deadline=None)
+    stages: Any = types.SimpleNamespace(activity="", deadline=None)
     tensor = DeviceWindows(memory).empty((2, 3), torch.bfloat16, plane, stages)
     assert (tensor.shape, tensor.dtype, devices) == ((2, 3), torch.bfloat16, ["cuda:1"])
 
@@ -679,11 +679,11 @@ def test_doors_are_told_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
     view(Packed(good))
     assert view(Jax(good)).read_only
     want = {
-        Described: Kind(dlpack=False),
-        Packed: Kind(dlpack=True),
-        Jax: Kind(dlpack=True, immutable=True),
+        Described: ArrayProtocol(dlpack=False),
+        Packed: ArrayProtocol(dlpack=True),
+        Jax: ArrayProtocol(dlpack=True, immutable=True),
     }
     assert memory.array_kinds == want
-    for number in range(at.MOST_KINDS):
-        view(type(f"Kind{number}", (Described,), {})())
-    assert len(memory.array_kinds) == at.MOST_KINDS
+    for number in range(layout.MAX_FOREIGN_TYPES):
+        view(type(f"ArrayProtocol{number}", (Described,), {})())
+    assert len(memory.array_kinds) == layout.MAX_FOREIGN_TYPES
