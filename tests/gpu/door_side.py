@@ -10,7 +10,7 @@ import pytest
 
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_messages
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.table import CALLS, Doors, group_builtins
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, RedOp
@@ -60,7 +60,7 @@ class Side:
             hand_over=self.hand_over,
             hold=self.hold,
         )
-        self.doors._put(at.STATE_DEVICE, DL_CPU)
+        self.doors._put(layout.STATE_DEVICE, DL_CPU)
         self.doors.also_clear(ctypes.addressof(self.cpu_plan))
         self.doors.learn_types()
         self.doors.stream = 0
@@ -90,7 +90,7 @@ class Side:
     ) -> Any:
         """A launch whose function is its number, that of elements if none is given."""
         made: Any = types.SimpleNamespace(
-            block=self.driver.block(count if number is None else number)
+            record=self.driver.record(count if number is None else number)
         )
         self.doors.remember(collective, dtype, count, op, root, made, fills)
         return made
@@ -104,8 +104,8 @@ class Side:
     ) -> Any:
         """A launch with this function for messages (received, peer, elements, type), whose addresses stand in its argument the other way
         around."""
-        made: Any = types.SimpleNamespace(block=self.driver.block(number, len(messages)))
-        argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
+        made: Any = types.SimpleNamespace(record=self.driver.record(number, len(messages)))
+        argument = ctypes.c_uint64.from_address(made.record + 8 * layout.RECORD_ARGUMENT).value
         places = [argument + 8 * (len(messages) - 1 - place) for place in range(len(messages))]
         rows = [
             P2pMessage(receives, peer, 0, count * dtype.itemsize, int(dtype))
@@ -124,8 +124,8 @@ class Side:
     ) -> Any:
         """A launch with this function, lowered for these messages, for all that differ from them in sizes only."""
         lowered = lower_messages(messages, comm_args, rules, signature)
-        made: Any = types.SimpleNamespace(block=self.driver.block(number, len(lowered.args) // 8))
-        argument = ctypes.c_uint64.from_address(made.block + 8 * at.ARGUMENT).value
+        made: Any = types.SimpleNamespace(record=self.driver.record(number, len(lowered.args) // 8))
+        argument = ctypes.c_uint64.from_address(made.record + 8 * layout.RECORD_ARGUMENT).value
         ctypes.memmove(argument, bytes(lowered.args), len(lowered.args))
         self.doors.remember_shape(
             messages, lowered, comm_args.rank, rules, argument, made, signature

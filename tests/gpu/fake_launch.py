@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from miraccl.executor.cuda import launch
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 #: of every launch: grid, block, bytes of shared memory
@@ -36,7 +36,7 @@ class Driver:
         self._keep: list[Any] = []
 
     def _asked_attribute(self, out: int, kind: int, address: int) -> int:
-        assert kind == at.POINTER_DEVICE_ORDINAL
+        assert kind == layout.POINTER_DEVICE_ORDINAL
         ordinal = self.ordinals.get(address, 0)
         if ordinal is None:
             return INVALID_VALUE
@@ -69,21 +69,24 @@ class Driver:
         self.seen.append((function, extra or 0, *shape, *argument[:-1]))
         return self._codes[len(self.seen) - 1] if len(self.seen) <= len(self._codes) else 0
 
-    def block(self, function: int, words: int = 2) -> int:
+    def record(self, function: int, words: int = 2) -> int:
         """The words of a launch of ``function`` with so many words as its argument."""
         argument = (ctypes.c_uint64 * (words + 1))()
         config = launch._LaunchConfig(
             (528, 1, 2), (256, 3, 4), 48, None, ctypes.pointer(launch._LaunchAttribute(6, (1,))), 1
         )
-        assert (ctypes.sizeof(config), launch._LaunchConfig.stream.offset) == (56, at.CONFIG_STREAM)
+        assert (ctypes.sizeof(config), launch._LaunchConfig.stream.offset) == (
+            56,
+            layout.CONFIG_STREAM,
+        )
         address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
         self._arguments[ctypes.addressof(argument)] = argument
-        block = (ctypes.c_uint64 * at.BLOCK_WORDS)(
+        record = (ctypes.c_uint64 * layout.RECORD_WORDS)(
             address,
             ctypes.addressof(argument),
             ctypes.addressof(config),
             function,
             ctypes.addressof(argument),
         )
-        self._keep += [config, block]
-        return ctypes.addressof(block)
+        self._keep += [config, record]
+        return ctypes.addressof(record)

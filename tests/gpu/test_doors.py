@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.table import CALLS
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, PreMulSum, RedOp
@@ -126,12 +126,12 @@ def test_tensors_whose_storage_was_freed_go_the_long_way(side: Side) -> None:
 
 
 def test_more_launches_than_the_table_holds(side: Side) -> None:
-    x, counts = torch.zeros(2 * at.TABLE_SLOTS), range(1, 2 * at.TABLE_SLOTS)
+    x, counts = torch.zeros(2 * layout.TABLE_ENTRIES), range(1, 2 * layout.TABLE_ENTRIES)
     for count in counts:
         side.remember(Collective.ALL_REDUCE, DType.FLOAT32, count)
         assert side.all_reduce(x[:count]) == 0
         assert side.driver.seen[-1][0] == count
-    assert len(side.doors._launches) <= at.TABLE_SLOTS
+    assert len(side.doors._launches) <= layout.TABLE_ENTRIES
     found = [count for count in counts if side.all_reduce(x[:count]) == 0]
     assert [row[0] for row in side.driver.seen[-len(found) :]] == found
 
@@ -569,7 +569,7 @@ def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: Side) -> 
         answers.append(groups.current())
         answers.append(grouping.send(torch.zeros(12)))
 
-    before = groups._record[at.GROUPS_OPEN // 8]
+    before = groups._record[layout.GROUPS_OPEN // 8]
     try:
         for target in (leave_open, beside):
             thread = threading.Thread(target=target)
@@ -577,7 +577,7 @@ def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: Side) -> 
             thread.join()
         assert answers == [None, 1]
     finally:
-        groups._record[at.GROUPS_OPEN // 8] = before
+        groups._record[layout.GROUPS_OPEN // 8] = before
 
 
 def test_groups_in_an_exit_stack(grouping: Side) -> None:
@@ -593,15 +593,15 @@ def test_groups_in_an_exit_stack(grouping: Side) -> None:
 
 
 def test_as_many_messages_as_there_is_room_for(side: Side) -> None:
-    x = torch.zeros(2 * at.MOST_MESSAGES)
-    rows = [(False, 1, 1 + place, F32) for place in range(at.MOST_MESSAGES)]
+    x = torch.zeros(2 * layout.MAX_MESSAGES)
+    rows = [(False, 1, 1 + place, F32) for place in range(layout.MAX_MESSAGES)]
     side.remember_messages(8, *rows)
     side.remember_messages(9, *rows, (False, 1, 1, F32))
     with miraccl.group():
-        for place in range(at.MOST_MESSAGES - 1):
+        for place in range(layout.MAX_MESSAGES - 1):
             assert side.send(x[: 1 + place]) == 0
-        assert side.sendrecv(x[: at.MOST_MESSAGES], x[at.MOST_MESSAGES :]) == 1
-        assert side.send(x[: at.MOST_MESSAGES]) == 0
+        assert side.sendrecv(x[: layout.MAX_MESSAGES], x[layout.MAX_MESSAGES :]) == 1
+        assert side.send(x[: layout.MAX_MESSAGES]) == 0
         assert side.send(x[:1]) == 1
     assert [row[0] for row in side.driver.seen] == [8]
 
@@ -616,5 +616,5 @@ def test_closed_doors_look_at_nothing(side: Side) -> None:
     side.doors.close()
     side.abort.value = 0
     assert side.all_reduce(torch.zeros(12)) == side.send(torch.zeros(12)) == 1
-    assert side.doors._state[at.STATE_ABORT // 8] != ctypes.addressof(side.abort)
+    assert side.doors._state[layout.STATE_ABORT // 8] != ctypes.addressof(side.abort)
     assert not side.doors._launches

@@ -20,8 +20,8 @@ import pytest
 
 import miraccl
 from miraccl.executor.cuda.moves import op_signature
-from miraccl.fastpath.cuda import layout as at
-from miraccl.fastpath.cuda.kinds import Kind, words_of
+from miraccl.fastpath.cuda import layout
+from miraccl.fastpath.cuda.kinds import ArrayProtocol, foreign_record
 from miraccl.native.capsules import pointer_of
 from miraccl.runtime import group as groups
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -85,10 +85,12 @@ class Subclass(Described, Packed):
 @pytest.fixture
 def side() -> Side:
     made = Side()
-    made.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True)})
+    made.doors.learn_kinds(
+        {Described: ArrayProtocol(dlpack=False), Packed: ArrayProtocol(dlpack=True)}
+    )
     made.stream = 0  # type: ignore[attr-defined]
     made.doors.ask_for_stream(lambda ordinal: made.stream)  # type: ignore[attr-defined]
-    made.doors._put(at.STATE_CURRENT, 0)
+    made.doors._put(layout.STATE_CURRENT, 0)
     made.remember(Collective.ALL_REDUCE, F32, 12)
     return made
 
@@ -230,12 +232,14 @@ def test_only_types_that_are_known_are_asked(side: Side, make: Any) -> None:
             thing.asked = never
         assert side.all_reduce(thing) == side.send(thing) == 1
     many = {
-        type(f"Kind{number}", (make,), {}): Kind(dlpack=make is Packed)
-        for number in range(at.MOST_KINDS)
+        type(f"ArrayProtocol{number}", (make,), {}): ArrayProtocol(dlpack=make is Packed)
+        for number in range(layout.MAX_FOREIGN_TYPES)
     }
-    side.doors.learn_kinds({Described: Kind(dlpack=False), Packed: Kind(dlpack=True)} | many)
+    side.doors.learn_kinds(
+        {Described: ArrayProtocol(dlpack=False), Packed: ArrayProtocol(dlpack=True)} | many
+    )
     taken = [side.all_reduce(kind(zeros())) for kind in many]
-    assert taken == [0] * (at.MOST_KINDS - 2) + [1] * 2  # as many as there is room for
+    assert taken == [0] * (layout.MAX_FOREIGN_TYPES - 2) + [1] * 2  # as many as there is room for
 
 
 def test_types_that_are_known_stay() -> None:
@@ -243,7 +247,7 @@ def test_types_that_are_known_stay() -> None:
     side = Side()
     kind = type("Short", (Described,), {})
     alive = weakref.ref(kind)
-    side.doors.learn_kinds({kind: Kind(dlpack=False)})
+    side.doors.learn_kinds({kind: ArrayProtocol(dlpack=False)})
     del kind
     gc.collect()
     assert alive() is not None
@@ -252,13 +256,13 @@ def test_types_that_are_known_stay() -> None:
 def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be threads, which have these in common."""
     side = Side()
-    kinds: dict[type, Kind] = {Described: Kind(dlpack=False)}
+    kinds: dict[type, ArrayProtocol] = {Described: ArrayProtocol(dlpack=False)}
 
-    def add(kind: type, how: Kind) -> Any:
-        kinds[Packed] = Kind(dlpack=True)
-        return words_of(kind, how)
+    def add(kind: type, how: ArrayProtocol) -> Any:
+        kinds[Packed] = ArrayProtocol(dlpack=True)
+        return foreign_record(kind, how)
 
-    monkeypatch.setattr("miraccl.fastpath.cuda.table.words_of", add)
+    monkeypatch.setattr("miraccl.fastpath.cuda.table.foreign_record", add)
     side.remember(Collective.ALL_REDUCE, F32, 12)
     side.doors.learn_kinds(kinds)
     assert (
@@ -466,7 +470,7 @@ def test_an_interface_that_is_no_dictionary(side: Side) -> None:
         kind = type("Other", (), {"__cuda_array_interface__": other})
         apart = Side()
         apart.remember(Collective.ALL_REDUCE, F32, 12)
-        apart.doors.learn_kinds({kind: Kind(dlpack=False)})
+        apart.doors.learn_kinds({kind: ArrayProtocol(dlpack=False)})
         assert apart.all_reduce(kind(), stream=0) == 1
 
 
@@ -534,7 +538,11 @@ def test_references_of_interfaces_are_given_back(side: Side) -> None:
     good, other = Constant(), Constant()
     good.__cuda_array_interface__, other.__cuda_array_interface__ = interface, wrong  # type: ignore[attr-defined]
     side.doors.learn_kinds(
-        {Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Constant: Kind(dlpack=False)}
+        {
+            Described: ArrayProtocol(dlpack=False),
+            Packed: ArrayProtocol(dlpack=True),
+            Constant: ArrayProtocol(dlpack=False),
+        }
     )
     watched = (
         interface,
@@ -566,15 +574,15 @@ def test_the_producer_is_told_the_stream(side: Side) -> None:
 def test_capsules_are_held_until_they_are_handed_over(side: Side) -> None:
     x, out = Packed(zeros()), Packed(zeros())
     assert (x.capsules, out.capsules) == (0, 0)
-    for number in range(1, at.MOST_HELD // 2):
+    for number in range(1, layout.MAX_RETAINED // 2):
         assert side.all_reduce(x, out) == 0
         assert (x.capsules, out.capsules) == (number, number)
     assert not side.held
     assert side.all_reduce(x, out) == 0
     ((objects, stream),) = side.held
-    assert (len(objects), stream) == (at.MOST_HELD, 0)
+    assert (len(objects), stream) == (layout.MAX_RETAINED, 0)
     assert side.doors.held == []
-    assert x.capsules == out.capsules == at.MOST_HELD // 2
+    assert x.capsules == out.capsules == layout.MAX_RETAINED // 2
     side.held.clear()
     del objects
     assert x.capsules == out.capsules == 0
@@ -587,7 +595,7 @@ def test_capsules_are_held_until_they_are_handed_over(side: Side) -> None:
 
 
 def test_much_memory_is_handed_over_at_once(side: Side) -> None:
-    count = at.MOST_HELD_BYTES // 4
+    count = layout.MAX_RETAINED_BYTES // 4
     side.remember(Collective.ALL_REDUCE, F32, count)
     side.remember(Collective.ALL_REDUCE, F32, count - 1)
     assert side.all_reduce(Packed(zeros(count - 1))) == 0
@@ -662,11 +670,11 @@ def test_where_handing_over_fails_it_is_told(side: Side) -> None:
 
     side.doors._hold = refuse
     x = Packed(zeros())
-    for _ in range(at.MOST_HELD - 1):
+    for _ in range(layout.MAX_RETAINED - 1):
         assert side.all_reduce(x) == 0
     with pytest.raises(ZeroDivisionError):
         side.all_reduce(x)
-    assert x.capsules == at.MOST_HELD == len(side.driver.seen)
+    assert x.capsules == layout.MAX_RETAINED == len(side.driver.seen)
 
 
 def test_what_a_graph_reads_is_pythons_to_keep(side: Side) -> None:
@@ -690,7 +698,7 @@ def grouping(side: Side) -> Side:
 
 def test_capsules_in_groups(grouping: Side) -> None:
     side, x, y = grouping, Packed(zeros()), Packed(zeros())
-    for turn in range(1, at.MOST_HELD // 4 + 1):
+    for turn in range(1, layout.MAX_RETAINED // 4 + 1):
         with miraccl.group():
             assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
             assert (x.capsules, y.capsules, len(side.doors.held)) == (
@@ -700,8 +708,8 @@ def test_capsules_in_groups(grouping: Side) -> None:
             )
         assert side.driver.seen.pop()[-1] == x.array.ctypes.data
         assert not side.driver.seen
-        assert len(side.doors.held) == 4 * turn % at.MOST_HELD
-    assert [(len(objects), stream) for objects, stream in side.held] == [(at.MOST_HELD, 0)]
+        assert len(side.doors.held) == 4 * turn % layout.MAX_RETAINED
+    assert [(len(objects), stream) for objects, stream in side.held] == [(layout.MAX_RETAINED, 0)]
     side.held.clear()
     assert (x.capsules, y.capsules) == (0, 0)
     assert not side.handed_over
@@ -739,7 +747,7 @@ def test_capsules_of_a_group_that_is_pythons(grouping: Side, why: str) -> None:
 
 
 def test_much_memory_of_a_group_is_handed_over_at_once(side: Side) -> None:
-    count = at.MOST_HELD_BYTES // 8
+    count = layout.MAX_RETAINED_BYTES // 8
     side.remember_messages(4, (False, 1, count, F32), (True, 1, count, F32))
     for _ in range(2):
         with miraccl.group():
@@ -760,11 +768,11 @@ def test_where_handing_over_the_capsules_of_a_group_fails_it_is_told(grouping: S
                 side.send(x) == side.recv(Packed(zeros())) == side.sendrecv(x, Packed(zeros())) == 0
             )
 
-    for _ in range(at.MOST_HELD // 4 - 1):
+    for _ in range(layout.MAX_RETAINED // 4 - 1):
         exchange()
     with pytest.raises(ZeroDivisionError):
         exchange()
-    assert 4 * len(side.driver.seen) == at.MOST_HELD == 2 * x.capsules
+    assert 4 * len(side.driver.seen) == layout.MAX_RETAINED == 2 * x.capsules
     assert groups.current() is None
     with miraccl.group():
         assert groups.current() is not None
@@ -831,9 +839,9 @@ class Telling(Packed):
 def test_producers_of_all_ages(side: Side, kind: Any, immutable: bool) -> None:
     side.doors.learn_kinds(
         {
-            Described: Kind(dlpack=False),
-            Packed: Kind(dlpack=True),
-            kind: Kind(dlpack=True, immutable=immutable),
+            Described: ArrayProtocol(dlpack=False),
+            Packed: ArrayProtocol(dlpack=True),
+            kind: ArrayProtocol(dlpack=True, immutable=immutable),
         }
     )
     assert side.all_reduce(kind(zeros()), Packed(zeros())) == 0
@@ -850,14 +858,18 @@ class Later(Packed):
     def __dlpack__(self, **given: Any) -> Any:
         capsule = self.capsule(max_version=given["max_version"])
         ctypes.c_uint32.from_address(pointer_of(capsule, b"dltensor_versioned")).value = (
-            at.DL_MAJOR + 1
+            layout.DL_MAJOR + 1
         )
         return capsule
 
 
 def test_a_capsule_of_another_version(side: Side) -> None:
     side.doors.learn_kinds(
-        {Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Later: Kind(dlpack=True)}
+        {
+            Described: ArrayProtocol(dlpack=False),
+            Packed: ArrayProtocol(dlpack=True),
+            Later: ArrayProtocol(dlpack=True),
+        }
     )
     x = Later(zeros())
     assert side.all_reduce(x) == 1
@@ -874,7 +886,7 @@ def test_what_is_no_capsule(side: Side) -> None:
         kind = type("Other", (), {"__dlpack__": lambda self, thing=thing, **_: thing})
         apart = Side()
         apart.remember(Collective.ALL_REDUCE, F32, 12)
-        apart.doors.learn_kinds({kind: Kind(dlpack=True)})
+        apart.doors.learn_kinds({kind: ArrayProtocol(dlpack=True)})
         assert apart.all_reduce(kind(), stream=0) == apart.all_reduce(kind(), other, stream=0) == 1
         assert apart.doors.held == []
 
@@ -884,15 +896,21 @@ class Freed(Packed):
 
     def __dlpack__(self, **given: Any) -> Any:
         capsule = self.capsule(max_version=given["max_version"])
-        place = pointer_of(capsule, b"dltensor_versioned") + at.VERSIONED_TENSOR + at.DL_DATA
+        place = (
+            pointer_of(capsule, b"dltensor_versioned") + layout.VERSIONED_TENSOR + layout.DL_DATA
+        )
         ctypes.c_uint64.from_address(place).value = 0
-        ctypes.c_uint64.from_address(place - at.DL_DATA + at.DL_OFFSET).value = 1 << 20
+        ctypes.c_uint64.from_address(place - layout.DL_DATA + layout.DL_OFFSET).value = 1 << 20
         return capsule
 
 
 def test_capsules_without_memory(side: Side) -> None:
     side.doors.learn_kinds(
-        {Described: Kind(dlpack=False), Packed: Kind(dlpack=True), Freed: Kind(dlpack=True)}
+        {
+            Described: ArrayProtocol(dlpack=False),
+            Packed: ArrayProtocol(dlpack=True),
+            Freed: ArrayProtocol(dlpack=True),
+        }
     )
     side.remember_messages(1, (False, 1, 12, F32))
     x = Freed(zeros())
@@ -905,11 +923,11 @@ def test_types_and_devices_of_capsules(side: Side) -> None:
     for dtype in (np.complex64, np.bool_, np.float64):
         assert side.all_reduce(Packed(zeros(12, dtype))) == 1
     x = Packed(zeros())
-    for device in (at.DL_CUDA, 13, 3, 1 << 32 | 1):
-        side.doors._put(at.STATE_DEVICE, device)
+    for device in (layout.DL_CUDA, 13, 3, 1 << 32 | 1):
+        side.doors._put(layout.STATE_DEVICE, device)
         assert side.all_reduce(x) == 1
     assert x.capsules == 0
-    side.doors._put(at.STATE_DEVICE, 1)
+    side.doors._put(layout.STATE_DEVICE, 1)
     assert side.all_reduce(x) == 0
 
 
@@ -939,7 +957,7 @@ def test_the_function_beneath_the_method(side: Side, monkeypatch: pytest.MonkeyP
     shardings = types.SimpleNamespace(SingleDeviceSharding=SingleDeviceSharding)
     monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(sharding=shardings))
     monkeypatch.setattr(Sharded, "__module__", "a_library")
-    side.doors.learn_kinds({Sharded: Kind(dlpack=True, immutable=True)})
+    side.doors.learn_kinds({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
     x, out = Sharded(zeros(), SingleDeviceSharding()), zeros()
     assert side.all_reduce(x, Packed(out)) == 0
     assert side.driver.seen[-1][-2:] == (x.array.ctypes.data, out.ctypes.data)
@@ -959,7 +977,7 @@ def test_the_function_beneath_the_method(side: Side, monkeypatch: pytest.MonkeyP
 
 
 def test_without_that_function_the_method_is_called(side: Side) -> None:
-    side.doors.learn_kinds({Sharded: Kind(dlpack=True, immutable=True)})
+    side.doors.learn_kinds({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
     x = Sharded(zeros(), object())
     assert side.all_reduce(x, Packed(zeros())) == 0
     assert x.streams == [1]

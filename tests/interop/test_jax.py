@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.fastpath.cuda import layout as at
-from miraccl.fastpath.cuda.kinds import Kind, words_of
+from miraccl.fastpath.cuda import layout
+from miraccl.fastpath.cuda.kinds import ArrayProtocol, foreign_record
 from miraccl.ops.arguments import DLTensor, capsule_of, view
 from tests.support.ranks import run_ranks
 
@@ -61,7 +61,7 @@ def test_nothing_writes_to_a_constant(dtype: str) -> None:
 def test_values_that_are_not_there_yet() -> None:
     def inside(x: Any) -> Any:
         with pytest.raises(
-            miraccl.InvalidUsage, match="gives no DLPack tensor: Abstract tracer value"
+            miraccl.InvalidUsage, match="cannot read x by DLPack: Abstract tracer value"
         ):
             comm.all_reduce(x, out=np.empty(3, np.float32))
         return x
@@ -73,9 +73,9 @@ def test_values_that_are_not_there_yet() -> None:
 def test_the_function_that_doors_on_gpu_memory_call() -> None:
     """``__dlpack__`` is a wrapper around it.  Of an array in several parts it gives the first one, so doors look at the sharding."""
     x = jnp.arange(4.0)
-    words, (_, export, _) = words_of(type(x), Kind(dlpack=True, immutable=True))
-    assert words[at.KIND_EXPORT] == id(export)
-    assert words[at.KIND_SHARDING] == id(type(x.sharding))
+    words, (_, export, _) = foreign_record(type(x), ArrayProtocol(dlpack=True, immutable=True))
+    assert words[layout.FOREIGN_EXPORT] == id(export)
+    assert words[layout.FOREIGN_SHARDING] == id(type(x.sharding))
     _, tensor, _ = capsule_of(types.SimpleNamespace(__dlpack__=lambda: export(x, stream=None)))
     assert DLTensor.from_address(tensor).data == x.unsafe_buffer_pointer()
     mesh = jax.make_mesh((1,), ("i",))

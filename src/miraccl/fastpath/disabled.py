@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from miraccl.fastpath.cuda.layout import NOT_TAKEN
+from miraccl.fastpath.cuda.layout import NOT_HANDLED
 
 
 def not_handled(*args: Any) -> int:
-    return NOT_TAKEN
+    return NOT_HANDLED
 
 
 class FastPathDisabled:

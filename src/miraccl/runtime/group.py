@@ -14,12 +14,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.native import atomics
 
-_record = (ctypes.c_int64 * at.GROUPS_WORDS)()
+_record = (ctypes.c_int64 * layout.GROUPS_WORDS)()
 _ADDRESS = ctypes.addressof(_record)
-_OPEN = _ADDRESS + at.GROUPS_OPEN
+_OPEN = _ADDRESS + layout.GROUPS_OPEN
 _add = atomics.add
 
 
@@ -56,7 +56,7 @@ class TransferCore(Protocol):
 
 
 class _CpuBatch:
-    """Collected calls on CPU memory: transfers by communicator, and other operations in call order."""
+    """Collected calls on CPU memory: transfers by communicator, operations in call order."""
 
     def __init__(self, owner: Any) -> None:
         self.transfers: dict[TransferCore, list[Any]] = {}
@@ -64,6 +64,8 @@ class _CpuBatch:
 
     def run(self) -> None:
         """Run the transfers of all communicators concurrently, then the operations."""
+        # Concurrently, because other ranks may have started with another communicator. Operations
+        # of all communicators keep the order of the calls, since ranks may share several of them.
         members = list(self.transfers)
         begun = [member.start_exchange(self.transfers[member], "group") for member in members[1:]]
         for member in members[:1]:
@@ -78,12 +80,12 @@ class _CpuBatch:
 
 
 class Group:
-    """Calls that a thread collects in its outermost ``with`` block; ``batches`` run in their order."""
+    """Calls collected in the outermost ``with`` block of a thread; batches run in order."""
 
-    __slots__ = ("depth", "batches")
+    __slots__ = ("batches", "depth")
 
     def __init__(self, depth: int = 0) -> None:
-        self.depth = depth  # blocks that are open
+        self.depth = depth  # open blocks
         self.batches: dict[Any, Any] = {}
 
     def batch(self, owner: Any, make: Callable[[Any], AnyBatch]) -> AnyBatch:
@@ -103,9 +105,8 @@ class Group:
 
 
 class _Local(threading.local):
-    group: Group | None = (
-        None  # of the class: asking for what a thread has not set would cost half a microsecond
-    )
+    # A class attribute: reading an attribute that the thread has not set costs 0.5 us.
+    group: Group | None = None
 
 
 _local = _Local()
@@ -174,12 +175,11 @@ def group() -> Block:
     return _block
 
 
-# ---- groups that compiled code has begun
+# ---- groups that compiled code has opened
 
 ReplayCalls = Callable[[Group], None]
-_compiled_batches: list[
-    ReplayCalls
-] = []  # by whom calls of the group are noted in which ``_record`` has a thread
+#: Recorders of the calls of the group in ``_record``; each replays them into a ``Group``.
+_compiled_batches: list[ReplayCalls] = []
 
 
 def _is_compiled() -> int:
@@ -195,10 +195,10 @@ def install_fast_path(
     """
     global _is_compiled
     for where, value in (
-        (at.GROUPS_NOTED, _compiled_batches),
-        (at.GROUPS_BEGIN, _begin),
-        (at.GROUPS_END, _end),
-        (at.GROUPS_NONE, None),
+        (layout.GROUPS_BATCHES, _compiled_batches),
+        (layout.GROUPS_BEGIN, _begin),
+        (layout.GROUPS_END, _end),
+        (layout.GROUPS_NONE, None),
     ):
         _record[where // 8] = id(value)
     _is_compiled = is_compiled
@@ -207,17 +207,17 @@ def install_fast_path(
 
 def _adopt_compiled_group() -> None:
     """Convert the group of this thread in ``_record`` to a ``Group``."""
-    whole = _local.group = Group(_record[at.GROUPS_DEPTH // 8])
+    whole = _local.group = Group(_record[layout.GROUPS_DEPTH // 8])
     noted = _compiled_batches.copy()
     _compiled_batches.clear()
-    _record[at.GROUPS_STATE // 8] = _record[at.GROUPS_THREAD // 8] = 0
+    _record[layout.GROUPS_STATE // 8] = _record[layout.GROUPS_THREAD // 8] = 0
     for hand_over in noted:
         hand_over(whole)
 
 
 def is_single_compiled_block() -> bool:
     """Return True if this thread's group is one block that only compiled code knows."""
-    return bool(_is_compiled()) and _record[at.GROUPS_DEPTH // 8] == 1
+    return bool(_is_compiled()) and _record[layout.GROUPS_DEPTH // 8] == 1
 
 
 def current() -> Group | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from miraccl.fastpath.cuda import layout as at
-from miraccl.fastpath.cuda.tensors import is_there
+from miraccl.fastpath.cuda import layout
+from miraccl.fastpath.cuda.tensors import is_valid_address
 from miraccl.native.intrinsics import (
     Py_DecRef,
     PyErr_Clear,
@@ -22,7 +22,7 @@ def item_size(dtype: int) -> int:
 
 
 @inline
-def taken(number: int) -> int:
+def consume_int(number: int) -> int:
     """The value of a new object that is a number and not negative; -1 for anything else, and where an exception is set instead."""
     if number == 0:
         PyErr_Clear()
@@ -37,12 +37,14 @@ def taken(number: int) -> int:
 @inline
 def dtype_of(state: int, array: int) -> int:
     """The DLDataType of an array; 0 for one that goes the long way."""
-    dtype, found = PyObject_GetAttr(array, load(state + at.NAME_DTYPE)), 0
+    dtype, found = PyObject_GetAttr(array, load(state + layout.NAME_DTYPE)), 0
     if dtype == 0:
         PyErr_Clear()
         return 0
     for place in range(
-        state + at.STATE_ARRAY_DTYPES, state + at.STATE_ARRAY_DTYPES + 16 * at.NDTYPES, 16
+        state + layout.STATE_ARRAY_DTYPES,
+        state + layout.STATE_ARRAY_DTYPES + 16 * layout.NDTYPES,
+        16,
     ):
         if load(place) == dtype:
             found = load(place + 8)
@@ -54,23 +56,26 @@ def dtype_of(state: int, array: int) -> int:
 def view_array(state: int, array: int, view: int) -> int:
     """Look at an array on this GPU that is contiguous, and write at ``view`` what a tensor's has; its elements, -1 for anything else."""
     dtype = dtype_of(state, array)
-    if dtype == 0 or taken(PyObject_GetAttr(array, load(state + at.NAME_CONTIGUOUS))) != 1:
+    if (
+        dtype == 0
+        or consume_int(PyObject_GetAttr(array, load(state + layout.NAME_CONTIGUOUS))) != 1
+    ):
         return -1
-    memory = PyObject_GetAttr(array, load(state + at.NAME_DATA))
+    memory = PyObject_GetAttr(array, load(state + layout.NAME_DATA))
     if memory == 0:
         PyErr_Clear()
         return -1
-    address = taken(PyObject_GetAttr(memory, load(state + at.NAME_PTR)))
-    device = taken(PyObject_GetAttr(memory, load(state + at.NAME_DEVICE)))
+    address = consume_int(PyObject_GetAttr(memory, load(state + layout.NAME_PTR)))
+    device = consume_int(PyObject_GetAttr(memory, load(state + layout.NAME_DEVICE)))
     Py_DecRef(memory)
     if (
         address < 0
         or address % item_size(dtype) != 0
-        or device != load32(state + at.STATE_DEVICE + 4)
+        or device != load32(state + layout.STATE_DEVICE + 4)
     ):
         return -1
-    store(view + at.DL_DATA, address)
-    store(view + at.DL_NDIM, dtype << 32)  # two fields
-    store(view + at.DL_OFFSET, 0)
-    count = taken(PyObject_GetAttr(array, load(state + at.NAME_SIZE)))
-    return count if is_there(address, count) else -1
+    store(view + layout.DL_DATA, address)
+    store(view + layout.DL_NDIM, dtype << 32)  # two fields
+    store(view + layout.DL_OFFSET, 0)
+    count = consume_int(PyObject_GetAttr(array, load(state + layout.NAME_SIZE)))
+    return count if is_valid_address(address, count) else -1

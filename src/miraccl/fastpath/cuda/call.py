@@ -16,26 +16,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.foreign import view_foreign
 from miraccl.fastpath.cuda.groups import (
-    can_be_noted,
-    close,
-    find_noted,
-    hold_noted,
-    is_of_this_thread,
-    join,
-    may_begin,
-    none,
-    note,
-    this_thread,
+    can_collect,
+    close_group,
+    collect_message,
+    find_collected,
+    is_own_group,
+    join_group,
+    may_collect,
+    retain_collected,
+    return_none,
+    thread_id,
 )
-from miraccl.fastpath.cuda.moves import find_moves
+from miraccl.fastpath.cuda.moves import find_message_collective
 from miraccl.fastpath.cuda.reductions import find_reductions
-from miraccl.fastpath.cuda.rows import find_collective, find_messages, overlap, write_message
-from miraccl.fastpath.cuda.streams import is_plain
+from miraccl.fastpath.cuda.rows import find_collective, find_messages, overlaps, write_message
+from miraccl.fastpath.cuda.streams import has_default_options
 from miraccl.fastpath.cuda.tensors import call_builtin, call_int4
-from miraccl.fastpath.cuda.views import is_known, settle
+from miraccl.fastpath.cuda.views import finish_call, is_known_type
 from miraccl.native.intrinsics import (
     Py_DecRef,
     PyEval_RestoreThread,
@@ -51,14 +51,14 @@ from miraccl.native.intrinsics import (
 
 
 @inline
-def enqueue(block: int) -> int:
+def launch_kernel(record: int) -> int:
     """Launch without Python's lock; CUDA's code."""
     state = PyEval_SaveThread()
     code = call_int4(
-        load(block + 8 * at.FUNCTION),
-        load(block + 8 * at.CONFIG),
-        load(block + 8 * at.KERNEL),
-        load(block + 8 * at.PARAMETERS),
+        load(record + 8 * layout.RECORD_FUNCTION),
+        load(record + 8 * layout.RECORD_CONFIG),
+        load(record + 8 * layout.RECORD_KERNEL),
+        load(record + 8 * layout.RECORD_PARAMETERS),
         0,
     )
     PyEval_RestoreThread(state)
@@ -66,72 +66,85 @@ def enqueue(block: int) -> int:
 
 
 def launch(self: int, args: int, nargs: int) -> int:
-    block = PyLong_AsLong(load(args))
-    argument, config = load(block + 8 * at.ARGUMENT), load(block + 8 * at.CONFIG)
+    record = PyLong_AsLong(load(args))
+    argument, config = (
+        load(record + 8 * layout.RECORD_ARGUMENT),
+        load(record + 8 * layout.RECORD_CONFIG),
+    )
     store(argument, PyLong_AsLong(load(args + 8)))
     store(argument + 8, PyLong_AsLong(load(args + 16)))
-    store(config + at.CONFIG_STREAM, PyLong_AsLong(load(args + 24)))
-    return PyLong_FromLong(enqueue(block))
+    store(config + layout.CONFIG_STREAM, PyLong_AsLong(load(args + 24)))
+    return PyLong_FromLong(launch_kernel(record))
 
 
 # ---- doors
 
 
 @inline
-def begin_launch(state: int, block: int) -> int:
+def begin_launch(state: int, record: int) -> int:
     """Launch it as the last operation; CUDA's code."""
-    store(state + at.STATE_LAST, block)
-    store(load(state + at.STATE_CPU_PLAN), 0)
-    return enqueue(block)
+    store(state + layout.STATE_LAST_RECORD, record)
+    store(load(state + layout.STATE_CPU_PLAN), 0)
+    return launch_kernel(record)
 
 
 @inline
-def go(state: int, block: int) -> int:
+def launch_found(state: int, record: int) -> int:
     """Launch what was found, if anything; what the door says."""
-    return at.DONE if block != 0 and begin_launch(state, block) == 0 else at.NOT_TAKEN
+    return layout.DONE if record != 0 and begin_launch(state, record) == 0 else layout.NOT_HANDLED
 
 
 @inline
-def answer(door: int, code: int, args: int, nargs: int) -> int:
+def finish(entry: int, code: int, args: int, nargs: int) -> int:
     """The end of a call: what a door says, or the next one."""
-    if not settle(load(door + at.DOOR_STATE), code):
+    if not finish_call(load(entry + layout.FAST_STATE), code):
         return 0
-    following = load(door + at.DOOR_NEXT)
-    if code == at.NOT_TAKEN and following != 0:
-        return call_builtin(following, load(door + at.DOOR_NEXT_SELF), args, nargs)
+    fallback = load(entry + layout.FAST_FALLBACK)
+    if code == layout.NOT_HANDLED and fallback != 0:
+        return call_builtin(fallback, load(entry + layout.FAST_FALLBACK_SELF), args, nargs)
     return PyLong_FromLong(code)
 
 
 def collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op or root, async_op, stream)``; that of ``reduce`` takes the operator, and the root in the end."""
-    door = PyLong_AsLong(self)
-    return answer(door, go(load(door + at.DOOR_STATE), find_collective(door, args)), args, nargs)
+    entry = PyLong_AsLong(self)
+    return finish(
+        entry,
+        launch_found(load(entry + layout.FAST_STATE), find_collective(entry, args)),
+        args,
+        nargs,
+    )
 
 
-def moves(self: int, args: int, nargs: int) -> int:
+def message_collective(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, root, counts of x, counts of out, async_op, stream)`` of a collective that is a list of messages."""
-    door = PyLong_AsLong(self)
-    return answer(door, go(load(door + at.DOOR_STATE), find_moves(door, args)), args, nargs)
+    entry = PyLong_AsLong(self)
+    return finish(
+        entry,
+        launch_found(load(entry + layout.FAST_STATE), find_message_collective(entry, args)),
+        args,
+        nargs,
+    )
 
 
 def reductions(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, out, op, async_op, stream, counts)`` of ``reduce_scatter_v``. Where a launch fails after another one, it raises."""
-    door = PyLong_AsLong(self)
-    state = load(door + at.DOOR_STATE)
-    found = find_reductions(door, args)
+    entry = PyLong_AsLong(self)
+    state = load(entry + layout.FAST_STATE)
+    found = find_reductions(entry, args)
     for number in range(found):
-        code = begin_launch(state, load(state + at.STATE_BLOCKS + 8 * number))
+        code = begin_launch(state, load(state + layout.STATE_RECORDS + 8 * number))
         if code != 0 and number == 0:
-            return answer(door, at.NOT_TAKEN, args, nargs)
+            return finish(entry, layout.NOT_HANDLED, args, nargs)
         if code != 0:
-            if not settle(state, at.DONE):
+            if not finish_call(state, layout.DONE):
                 return 0
-            place = state + at.STATE_CODE
-            store(place, PyLong_FromLong(code))
-            raised = PyObject_Vectorcall(load(state + at.STATE_FAIL), place, 1, 0)
-            Py_DecRef(load(place))
+            code_word = state + layout.STATE_CODE
+            store(code_word, PyLong_FromLong(code))
+            raised = PyObject_Vectorcall(load(state + layout.STATE_RAISE), code_word, 1, 0)
+            Py_DecRef(load(code_word))
             return raised
-    return answer(door, at.DONE if found != 0 else at.NOT_TAKEN, args, nargs)
+    return finish(entry, layout.DONE if found != 0 else layout.NOT_HANDLED, args, nargs)
 
 
 # ---- sends and receives
@@ -139,40 +152,61 @@ def reductions(self: int, args: int, nargs: int) -> int:
 
 def message(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, peer, async_op, stream)`` of a send or a receive."""
-    door = PyLong_AsLong(self)
-    state, code, receives = load(door + at.DOOR_STATE), at.NOT_TAKEN, load(door + at.DOOR_RECEIVES)
+    entry = PyLong_AsLong(self)
+    state, code, receives = (
+        load(entry + layout.FAST_STATE),
+        layout.NOT_HANDLED,
+        load(entry + layout.FAST_RECEIVES),
+    )
     x, peer = load(args), load(args + 8)
-    plain = is_known(state, x) and may_begin(door, state) and is_plain(state, args + 16, x)
+    plain = (
+        is_known_type(state, x)
+        and may_collect(entry, state)
+        and has_default_options(state, args + 16, x)
+    )
     if plain and write_message(state, 0, x, peer, receives):
-        if load32(load(state + at.STATE_GROUPS)) == 0:
-            code = go(state, find_messages(state, state + at.STATE_CALL, 1, 0))
-        elif can_be_noted(door, state, 1):
-            if not join(state) or not note(state, 0, x):
+        if load32(load(state + layout.STATE_GROUPS)) == 0:
+            code = launch_found(
+                state, find_messages(state, state + layout.STATE_CALL_MESSAGES, 1, 0)
+            )
+        elif can_collect(entry, state, 1):
+            if not join_group(state) or not collect_message(state, 0, x):
                 return 0
-            code = at.DONE
-    return answer(door, code, args, nargs)
+            code = layout.DONE
+    return finish(entry, code, args, nargs)
 
 
 def pair(self: int, args: int, nargs: int) -> int:
     """Builtin ``door(x, dst, out, src, async_op, stream)`` of a send and a receive that do not overlap."""
-    door = PyLong_AsLong(self)
-    state, code = load(door + at.DOOR_STATE), at.NOT_TAKEN
-    sent, got = state + at.STATE_CALL, state + at.STATE_CALL + at.MESSAGE_BYTES
+    entry = PyLong_AsLong(self)
+    state, code = load(entry + layout.FAST_STATE), layout.NOT_HANDLED
+    sent, got = (
+        state + layout.STATE_CALL_MESSAGES,
+        state + layout.STATE_CALL_MESSAGES + layout.MESSAGE_BYTES,
+    )
     x, dst, out, src = load(args), load(args + 8), load(args + 16), load(args + 24)
-    if not is_known(state, x) or not may_begin(door, state) or not is_plain(state, args + 32, x):
-        return answer(door, code, args, nargs)
+    if (
+        not is_known_type(state, x)
+        or not may_collect(entry, state)
+        or not has_default_options(state, args + 32, x)
+    ):
+        return finish(entry, code, args, nargs)
     if (
         write_message(state, 0, x, dst, 0)
         and write_message(state, 1, out, src, 1)
-        and not overlap(sent, got)
+        and not overlaps(sent, got)
     ):
-        if load32(load(state + at.STATE_GROUPS)) == 0:
-            code = go(state, find_messages(state, sent, 2, 0))
-        elif can_be_noted(door, state, 2):
-            if not join(state) or not note(state, 0, x) or not note(state, 1, out):
+        if load32(load(state + layout.STATE_GROUPS)) == 0:
+            code = launch_found(state, find_messages(state, sent, 2, 0))
+        elif can_collect(entry, state, 2):
+            if (
+                not join_group(state)
+                or not collect_message(state, 0, x)
+                or not collect_message(state, 1, out)
+            ):
                 return 0
-            code = at.DONE
-    return answer(door, code, args, nargs)
+            code = layout.DONE
+    return finish(entry, code, args, nargs)
 
 
 # ---- groups
@@ -181,44 +215,44 @@ def pair(self: int, args: int, nargs: int) -> int:
 def begin(self: int, args: int, nargs: int) -> int:
     """Builtin ``begin()`` of a ``with`` block; as the attribute of a class it may be given the object, too."""
     groups = PyLong_AsLong(self)
-    if load32(groups + at.GROUPS_OPEN) == 0:
-        store(groups + at.GROUPS_THREAD, this_thread())
-        store(groups + at.GROUPS_DEPTH, 1)
-        store(groups + at.GROUPS_OPEN, load(groups + at.GROUPS_OPEN) + 1)
-    elif is_of_this_thread(groups):
-        store(groups + at.GROUPS_DEPTH, load(groups + at.GROUPS_DEPTH) + 1)
+    if load32(groups + layout.GROUPS_OPEN) == 0:
+        store(groups + layout.GROUPS_THREAD, thread_id())
+        store(groups + layout.GROUPS_DEPTH, 1)
+        store(groups + layout.GROUPS_OPEN, load(groups + layout.GROUPS_OPEN) + 1)
+    elif is_own_group(groups):
+        store(groups + layout.GROUPS_DEPTH, load(groups + layout.GROUPS_DEPTH) + 1)
     else:
-        return PyObject_Vectorcall(load(groups + at.GROUPS_BEGIN), 0, 0, 0)
-    return none(groups)
+        return PyObject_Vectorcall(load(groups + layout.GROUPS_BEGIN), 0, 0, 0)
+    return return_none(groups)
 
 
 def end(self: int, args: int, nargs: int) -> int:
     """Builtin ``end(type, value, trace)``, likewise. What is noted goes in one launch."""
     groups, left_by = PyLong_AsLong(self), args + 8 * (nargs - 3)
-    if not is_of_this_thread(groups) or load(left_by) != load(groups + at.GROUPS_NONE):
-        return PyObject_Vectorcall(load(groups + at.GROUPS_END), left_by, 3, 0)
-    depth, state = load(groups + at.GROUPS_DEPTH), load(groups + at.GROUPS_STATE)
+    if not is_own_group(groups) or load(left_by) != load(groups + layout.GROUPS_NONE):
+        return PyObject_Vectorcall(load(groups + layout.GROUPS_END), left_by, 3, 0)
+    depth, state = load(groups + layout.GROUPS_DEPTH), load(groups + layout.GROUPS_STATE)
     if depth > 1:
-        store(groups + at.GROUPS_DEPTH, depth - 1)
-    elif state == 0 or go(state, find_noted(state)) == at.DONE:
-        held = state == 0 or hold_noted(state)
-        close(groups, state)
-        if not held:
+        store(groups + layout.GROUPS_DEPTH, depth - 1)
+    elif state == 0 or launch_found(state, find_collected(state)) == layout.DONE:
+        retained = state == 0 or retain_collected(state)
+        close_group(groups, state)
+        if not retained:
             return 0
     else:
-        return PyObject_Vectorcall(load(groups + at.GROUPS_END), left_by, 3, 0)
-    return none(groups)
+        return PyObject_Vectorcall(load(groups + layout.GROUPS_END), left_by, 3, 0)
+    return return_none(groups)
 
 
 def is_compiled(self: int, args: int, nargs: int) -> int:
     """Builtin: whether this thread has a group open that only doors have seen."""
-    return PyLong_FromLong(1 if is_of_this_thread(PyLong_AsLong(self)) else 0)
+    return PyLong_FromLong(1 if is_own_group(PyLong_AsLong(self)) else 0)
 
 
 EXPORTS: dict[str, Any] = {
     "launch": launch,
     "collective": collective,
-    "moves": moves,
+    "message_collective": message_collective,
     "reductions": reductions,
     "message": message,
     "pair": pair,

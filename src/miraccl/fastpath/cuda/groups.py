@@ -6,10 +6,10 @@ threads, and any group with something that a door does not take, are Python's (`
 
 from __future__ import annotations
 
-from miraccl.fastpath.cuda import layout as at
-from miraccl.fastpath.cuda.rows import find_messages, type_is_known
-from miraccl.fastpath.cuda.streams import captures, is_here
-from miraccl.fastpath.cuda.views import hold, limit
+from miraccl.fastpath.cuda import layout
+from miraccl.fastpath.cuda.rows import find_messages, is_known_dtype
+from miraccl.fastpath.cuda.streams import is_capturing, is_own_context
+from miraccl.fastpath.cuda.views import limit_retained, retain
 from miraccl.native.intrinsics import (
     Py_DecRef,
     Py_IncRef,
@@ -28,150 +28,157 @@ from miraccl.native.intrinsics import (
 
 
 @inline
-def none(groups: int) -> int:
+def return_none(groups: int) -> int:
     """The object None, as a result."""
-    Py_IncRef(load(groups + at.GROUPS_NONE))
-    return load(groups + at.GROUPS_NONE)
+    Py_IncRef(load(groups + layout.GROUPS_NONE))
+    return load(groups + layout.GROUPS_NONE)
 
 
 @inline
-def this_thread() -> int:
+def thread_id() -> int:
     """A number that no other thread ever has, which is not 0."""
     return PyThreadState_GetID(PyThreadState_Get()) + 1
 
 
 @inline
-def is_of_this_thread(groups: int) -> bool:
+def is_own_group(groups: int) -> bool:
     """Whether this thread has a group open that only doors have seen."""
-    return load(groups + at.GROUPS_THREAD) == this_thread()
+    return load(groups + layout.GROUPS_THREAD) == thread_id()
 
 
 # ---- what is noted
 
 
 @inline
-def may_begin(door: int, state: int) -> bool:
+def may_collect(entry: int, state: int) -> bool:
     """Whether messages are launched or noted here, as far as their arrays have no say."""
-    groups = load(state + at.STATE_GROUPS)
-    return load32(groups) == 0 or (load(door + at.DOOR_NOTES) != 0 and is_of_this_thread(groups))
+    groups = load(state + layout.STATE_GROUPS)
+    return load32(groups) == 0 or (load(entry + layout.FAST_COLLECTS) != 0 and is_own_group(groups))
 
 
 @inline
-def can_be_noted(door: int, state: int, count: int) -> bool:
+def can_collect(entry: int, state: int, count: int) -> bool:
     """Whether the messages of a call may join those of the group."""
-    groups = load(state + at.STATE_GROUPS)
-    if not may_begin(door, state):  # which an array that computes something may have changed
+    groups = load(state + layout.STATE_GROUPS)
+    if not may_collect(entry, state):  # which an array that computes something may have changed
         return False
     for number in range(count):
-        if not type_is_known(state, state + at.STATE_CALL + number * at.MESSAGE_BYTES):
+        if not is_known_dtype(
+            state, state + layout.STATE_CALL_MESSAGES + number * layout.MESSAGE_BYTES
+        ):
             return False
-    if load(groups + at.GROUPS_STATE) == 0:
+    if load(groups + layout.GROUPS_STATE) == 0:
         return True
-    if load(groups + at.GROUPS_STATE) != state or load(state + at.STATE_NOTED_STREAM) != load(
-        state + at.STATE_STREAM
-    ):
+    if load(groups + layout.GROUPS_STATE) != state or load(
+        state + layout.STATE_COLLECTED_STREAM
+    ) != load(state + layout.STATE_STREAM):
         return False
-    return load(state + at.STATE_NOTED) + count <= at.MOST_MESSAGES
+    return load(state + layout.STATE_COLLECTED) + count <= layout.MAX_MESSAGES
 
 
 @inline
-def join(state: int) -> bool:
+def join_group(state: int) -> bool:
     """Before messages are noted; False if there is no memory for it, which Python is told."""
-    groups = load(state + at.STATE_GROUPS)
-    if load(groups + at.GROUPS_STATE) == 0:
-        if PyList_Append(load(groups + at.GROUPS_NOTED), load(state + at.STATE_HAND_OVER)) != 0:
+    groups = load(state + layout.STATE_GROUPS)
+    if load(groups + layout.GROUPS_STATE) == 0:
+        if (
+            PyList_Append(
+                load(groups + layout.GROUPS_BATCHES), load(state + layout.STATE_HAND_OVER)
+            )
+            != 0
+        ):
             return False
-        store(groups + at.GROUPS_STATE, state)
-        store(state + at.STATE_NOTED_STREAM, load(state + at.STATE_STREAM))
-    store(load(state + at.STATE_CPU_PLAN), 0)
+        store(groups + layout.GROUPS_STATE, state)
+        store(state + layout.STATE_COLLECTED_STREAM, load(state + layout.STATE_STREAM))
+    store(load(state + layout.STATE_CPU_PLAN), 0)
     return True
 
 
 @inline
-def note(state: int, number: int, x: int) -> bool:
+def collect_message(state: int, number: int, x: int) -> bool:
     """Put a message of this call, its array and what holds that beside those that are noted; likewise."""
-    if PyList_Append(load(state + at.STATE_NOTES), x) != 0:
+    if PyList_Append(load(state + layout.STATE_COLLECTED_ARRAYS), x) != 0:
         return False
-    view = state + at.STATE_VIEWS + number * at.VIEW_BYTES
-    owner = load(view + at.VIEW_OWNER)
+    view = state + layout.STATE_VIEWS + number * layout.VIEW_BYTES
+    owner = load(view + layout.VIEW_OWNER)
     if owner != 0:
-        if PyList_Append(load(state + at.STATE_NOTED_OWNERS), owner) != 0:
+        if PyList_Append(load(state + layout.STATE_COLLECTED_OWNERS), owner) != 0:
             return False
-        store(view + at.VIEW_OWNER, 0)
+        store(view + layout.VIEW_OWNER, 0)
         store(
-            state + at.STATE_NOTED_BYTES,
-            load(state + at.STATE_NOTED_BYTES) + load(view + at.VIEW_NBYTES),
+            state + layout.STATE_COLLECTED_BYTES,
+            load(state + layout.STATE_COLLECTED_BYTES) + load(view + layout.VIEW_NBYTES),
         )
         Py_DecRef(owner)
-    noted = load(state + at.STATE_NOTED)
-    mine, its = (
-        state + at.STATE_CALL + number * at.MESSAGE_BYTES,
-        state + at.STATE_GROUP + noted * at.MESSAGE_BYTES,
+    collected = load(state + layout.STATE_COLLECTED)
+    source, target = (
+        state + layout.STATE_CALL_MESSAGES + number * layout.MESSAGE_BYTES,
+        state + layout.STATE_COLLECTED_MESSAGES + collected * layout.MESSAGE_BYTES,
     )
-    for offset in range(0, at.MESSAGE_BYTES, 8):
-        store(its + offset, load(mine + offset))
-    store(state + at.STATE_NOTED, noted + 1)
+    for offset in range(0, layout.MESSAGE_BYTES, 8):
+        store(target + offset, load(source + offset))
+    store(state + layout.STATE_COLLECTED, collected + 1)
     return True
 
 
 @inline
-def find_noted(state: int) -> int:
+def find_collected(state: int) -> int:
     """The block for what is noted; 0 where Python is to do it."""
-    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_NOTED_STREAM) != load(
-        state + at.STATE_STREAM
-    ):
+    if load32(load(state + layout.STATE_ABORT)) != 0 or load(
+        state + layout.STATE_COLLECTED_STREAM
+    ) != load(state + layout.STATE_STREAM):
         return 0
-    if load(state + at.STATE_STREAM) <= at.STREAM_OF_THREAD and not is_here(state):
+    if load(state + layout.STATE_STREAM) <= layout.STREAM_PER_THREAD and not is_own_context(state):
         return 0
-    if PyList_Size(load(state + at.STATE_NOTED_OWNERS)) != 0 and captures(
-        state, load(state + at.STATE_STREAM)
+    if PyList_Size(load(state + layout.STATE_COLLECTED_OWNERS)) != 0 and is_capturing(
+        state, load(state + layout.STATE_STREAM)
     ):
         return 0
     return find_messages(
         state,
-        state + at.STATE_GROUP,
-        load(state + at.STATE_NOTED),
-        load(state + at.STATE_NOTED_SIGNATURE),
+        state + layout.STATE_COLLECTED_MESSAGES,
+        load(state + layout.STATE_COLLECTED),
+        load(state + layout.STATE_COLLECTED_SIGNATURE),
     )
 
 
 @inline
-def hold_noted(state: int) -> bool:
+def retain_collected(state: int) -> bool:
     """After the launch: hold what it reads; False where Python is to raise."""
-    owners, held = load(state + at.STATE_NOTED_OWNERS), True
+    owners, retained = load(state + layout.STATE_COLLECTED_OWNERS), True
     count = PyList_Size(owners)
     if count == 0:
         return True
     for place in range(count):
         owner = PyList_GetItem(owners, place)
-        if held and not hold(state, owner, 0):
-            held = False
-        if not held:
+        if retained and not retain(state, owner, 0):
+            retained = False
+        if not retained:
             Py_IncRef(owner)  # it stays for good
     store(
-        state + at.STATE_HELD_BYTES,
-        load(state + at.STATE_HELD_BYTES) + load(state + at.STATE_NOTED_BYTES),
+        state + layout.STATE_RETAINED_BYTES,
+        load(state + layout.STATE_RETAINED_BYTES) + load(state + layout.STATE_COLLECTED_BYTES),
     )
-    store(state + at.STATE_NOTED_BYTES, 0)
-    clear(owners, count)
-    return held and limit(state)
+    store(state + layout.STATE_COLLECTED_BYTES, 0)
+    clear_list(owners, count)
+    return retained and limit_retained(state)
 
 
 @inline
-def clear(things: int, count: int) -> None:
-    if PyList_SetSlice(things, 0, count, 0) != 0:
+def clear_list(items: int, count: int) -> None:
+    if PyList_SetSlice(items, 0, count, 0) != 0:
         PyErr_Clear()
 
 
 @inline
-def close(groups: int, state: int) -> None:
+def close_group(groups: int, state: int) -> None:
     """The group is over; arrays may go, which may run anything."""
-    store(groups + at.GROUPS_THREAD, 0)
-    store(groups + at.GROUPS_STATE, 0)
-    store(groups + at.GROUPS_OPEN, load(groups + at.GROUPS_OPEN) - 1)
+    store(groups + layout.GROUPS_THREAD, 0)
+    store(groups + layout.GROUPS_STATE, 0)
+    store(groups + layout.GROUPS_OPEN, load(groups + layout.GROUPS_OPEN) - 1)
     if state != 0:
-        noted = load(state + at.STATE_NOTED)
-        store(state + at.STATE_NOTED, 0)
-        store(state + at.STATE_NOTED_SIGNATURE, 0)
-        clear(load(groups + at.GROUPS_NOTED), 1)
-        clear(load(state + at.STATE_NOTES), noted)
+        collected = load(state + layout.STATE_COLLECTED)
+        store(state + layout.STATE_COLLECTED, 0)
+        store(state + layout.STATE_COLLECTED_SIGNATURE, 0)
+        clear_list(load(groups + layout.GROUPS_BATCHES), 1)
+        clear_list(load(state + layout.STATE_COLLECTED_ARRAYS), collected)

@@ -7,7 +7,7 @@ import inspect
 import sys
 from typing import Any, NamedTuple
 
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DL_TYPES
 
@@ -27,57 +27,57 @@ _KEYWORDS, _OLD_KEYWORDS = ("stream", "max_version"), ("stream",)  # in the orde
 _EXPORT = "buffer_to_dlpack_managed_tensor"  # of JAX; the method is a wrapper, which takes two microseconds to look at the sharding
 
 #: places in the state of a communicator and what stands there
-WORDS = (
-    (at.STATE_DLPACK, id(_DLPACK)),
-    (at.STATE_INTERFACE, id(_INTERFACE)),
-    (at.STATE_SHARDING, id(_SHARDING)),
-    *((at.STATE_KEYS + 8 * number, id(key)) for number, key in enumerate(at.KEYS)),
-    (at.STATE_TYPESTRS, id(_TYPESTRS)),
-    (at.STATE_DICT_TYPE, id(dict)),
-    (at.STATE_STR_TYPE, id(str)),
-    (at.STATE_TRUE, id(True)),
-    (at.STATE_EXCEPTION, id(Exception)),
-    (at.STATE_PLAIN, ctypes.addressof(_PLAIN)),
-    (at.STATE_VERSIONED, ctypes.addressof(_VERSIONED)),
-    (at.STATE_ARGS + 16, id(_VERSION)),
+STATE_CONSTANTS = (
+    (layout.STATE_DLPACK, id(_DLPACK)),
+    (layout.STATE_INTERFACE, id(_INTERFACE)),
+    (layout.STATE_SHARDING, id(_SHARDING)),
+    *((layout.STATE_KEYS + 8 * number, id(key)) for number, key in enumerate(layout.KEYS)),
+    (layout.STATE_TYPESTRS, id(_TYPESTRS)),
+    (layout.STATE_DICT_TYPE, id(dict)),
+    (layout.STATE_STR_TYPE, id(str)),
+    (layout.STATE_TRUE, id(True)),
+    (layout.STATE_EXCEPTION, id(Exception)),
+    (layout.STATE_CAPSULE_NAME, ctypes.addressof(_PLAIN)),
+    (layout.STATE_VERSIONED_NAME, ctypes.addressof(_VERSIONED)),
+    (layout.STATE_ARGS + 16, id(_VERSION)),
 )
 
 
-class Kind(NamedTuple):
+class ArrayProtocol(NamedTuple):
     """How arrays of a type are looked at: by DLPack, or by ``__cuda_array_interface__``."""
 
     dlpack: bool
     immutable: bool = False  # though DLPack does not say so
 
 
-def words_of(kind: type, how: Kind) -> tuple[dict[int, int], Any]:
+def foreign_record(type_: type, protocol: ArrayProtocol) -> tuple[dict[int, int], Any]:
     """(the words of a row of ``STATE_KINDS``, an object that must live as long as they stand there)."""
-    export, sharding = _export_of(kind) if how.immutable else (None, None)
-    keywords = _keywords_of(kind) if how.dlpack and export is None else _OLD_KEYWORDS
-    words = {
-        at.KIND_DLPACK: int(how.dlpack),
-        at.KIND_IMMUTABLE: int(how.immutable),
-        at.KIND_EXPORT: id(export) if export is not None else 0,
-        at.KIND_KEYWORDS: id(keywords),
-        at.KIND_SHARDING: id(sharding) if export is not None else 0,
-        at.KIND_TYPE: id(kind),
+    export, sharding = _export_of(type_) if protocol.immutable else (None, None)
+    keywords = _keywords_of(type_) if protocol.dlpack and export is None else _OLD_KEYWORDS
+    record = {
+        layout.FOREIGN_DLPACK: int(protocol.dlpack),
+        layout.FOREIGN_IMMUTABLE: int(protocol.immutable),
+        layout.FOREIGN_EXPORT: id(export) if export is not None else 0,
+        layout.FOREIGN_KEYWORDS: id(keywords),
+        layout.FOREIGN_SHARDING: id(sharding) if export is not None else 0,
+        layout.FOREIGN_TYPE: id(type_),
     }
-    return words, (kind, export, sharding)
+    return record, (type_, export, sharding)
 
 
-def _export_of(kind: type) -> tuple[Any, Any]:
+def _export_of(type_: type) -> tuple[Any, Any]:
     """(JAX's function that gives the capsule of an array, the type that the sharding of these arrays has); None without."""
-    export = getattr(sys.modules.get(kind.__module__), _EXPORT, None)
+    export = getattr(sys.modules.get(type_.__module__), _EXPORT, None)
     sharding = getattr(
         getattr(sys.modules.get("jax"), "sharding", None), "SingleDeviceSharding", None
     )
     return (None, None) if export is None or sharding is None else (export, sharding)
 
 
-def _keywords_of(kind: type) -> tuple[str, ...]:
+def _keywords_of(type_: type) -> tuple[str, ...]:
     """Names of the arguments that the method takes."""
     try:
-        parameters = inspect.signature(getattr(kind, _DLPACK)).parameters.values()
+        parameters = inspect.signature(getattr(type_, _DLPACK)).parameters.values()
     except (
         AttributeError,
         TypeError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Words:
+class RecordLayout:
     """Places of words, one after another."""
 
     def __init__(self) -> None:
@@ -17,8 +17,10 @@ class Words:
 
 # a launch's block, in words: address of cuLaunchKernelEx, address of the kernel's argument, then what cuLaunchKernelEx takes:
 # configuration (CUlaunchConfig), function, parameters
-BLOCK_WORDS = 5
-FUNCTION, ARGUMENT, CONFIG, KERNEL, PARAMETERS = range(BLOCK_WORDS)
+RECORD_WORDS = 5
+RECORD_FUNCTION, RECORD_ARGUMENT, RECORD_CONFIG, RECORD_KERNEL, RECORD_PARAMETERS = range(
+    RECORD_WORDS
+)
 CONFIG_STREAM = 32  # from the beginning of the configuration to the stream
 CONFIG_BLOCKS, CONFIG_THREADS = (
     0,
@@ -26,18 +28,18 @@ CONFIG_BLOCKS, CONFIG_THREADS = (
 )  # to words whose lower half is the number of blocks, whose upper half that of threads
 
 # what a door says: it has done the call, or noted it for the end of the group; Python is to do it, nothing has happened
-DONE, NOT_TAKEN = 0, 1
+DONE, NOT_HANDLED = 0, 1
 
 # ---- groups, of all communicators. A group that only doors have seen is that of THREAD; all others are in OPEN only.
 
-_groups = Words()
+_groups = RecordLayout()
 GROUPS_OPEN = _groups.word()  # how many groups threads have open; the lower half is looked at
 GROUPS_THREAD = _groups.word()  # number of the thread; 0: there is no such group
 GROUPS_DEPTH = _groups.word()  # how many blocks it has open
 GROUPS_STATE = (
     _groups.word()
 )  # of the communicator by whose doors calls are noted, 0 while there are none
-GROUPS_NOTED = _groups.word()  # a list, of its HAND_OVER then
+GROUPS_BATCHES = _groups.word()  # a list, of its HAND_OVER then
 GROUPS_BEGIN, GROUPS_END = (
     _groups.word(),
     _groups.word(),
@@ -48,10 +50,10 @@ GROUPS_WORDS = _groups.end // 8
 # ---- a door
 
 # NEXT and its SELF are C function and object of the builtin that calls go to which this door does not take, 0 for none
-DOOR_STATE, DOOR_NEXT, DOOR_NEXT_SELF = 0, 8, 16
-DOOR_NOTES = 24  # whether it notes calls while a group is open
+FAST_STATE, FAST_FALLBACK, FAST_FALLBACK_SELF = 0, 8, 16
+FAST_COLLECTS = 24  # whether it notes calls while a group is open
 # the door of a collective. Blocks are those that ``x`` and ``out`` have; without ``out`` some work in place.
-DOOR_COLLECTIVE, DOOR_IN_BLOCKS, DOOR_OUT_BLOCKS, DOOR_THIRD, DOOR_IN_PLACE = 32, 40, 48, 56, 64
+FAST_COLLECTIVE, FAST_IN_BLOCKS, FAST_OUT_BLOCKS, FAST_THIRD, FAST_IN_PLACE = 32, 40, 48, 56, 64
 THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT, THIRD_BOTH = (
     0,
     1,
@@ -59,22 +61,25 @@ THIRD_NOTHING, THIRD_OPERATOR, THIRD_ROOT, THIRD_BOTH = (
     3,
 )  # what the third argument is; BOTH: the operator, the sixth the root
 # the door of a send or a receive
-DOOR_RECEIVES = 32
+FAST_RECEIVES = 32
 # the door of a collective that is a list of messages: whether only the root takes ``out`` or gives ``x``; whether ``x`` and ``out`` have a
 # block for each rank, and whether these are alike; the collective
-DOOR_ROOTED, DOOR_SPLITS_IN, DOOR_SPLITS_OUT, DOOR_EVEN, DOOR_MOVES = 32, 40, 48, 56, 64
-ROOTED_NOWHERE, ROOTED_OUT, ROOTED_IN = 0, 1, 2
+FAST_ROOTED, FAST_SPLITS_IN, FAST_SPLITS_OUT, FAST_EVEN, FAST_OP = 32, 40, 48, 56, 64
+NOT_ROOTED, ROOTED_OUT, ROOTED_IN = 0, 1, 2
 # the door of reduce_scatter_v: the collective that it is with equal counts, and the one that each part is with others
-DOOR_WHOLE, DOOR_PART = 32, 40
-DOOR_WORDS = 9
+FAST_EQUAL_OP, FAST_PER_RANK_OP = 32, 40
+FAST_WORDS = 9
 
 # ---- records in the state of a communicator
 
 NOPS = 5  # operators that have a number
 NDTYPES = 12  # DLDataTypes that are known
-MOST_RANKS = 8
-MOST_KINDS = 8  # types of arrays that are asked by their protocols
-MOST_HELD, MOST_HELD_BYTES = 16, 1 << 20  # capsules that are held, and what they may keep alive
+MAX_RANKS = 8
+MAX_FOREIGN_TYPES = 8  # types of arrays that are asked by their protocols
+MAX_RETAINED, MAX_RETAINED_BYTES = (
+    16,
+    1 << 20,
+)  # capsules that are held, and what they may keep alive
 NAMES = ("_c_contiguous", "size", "dtype", "data", "ptr", "device_id")
 KEYS = ("shape", "typestr", "data", "strides", "stream", "mask")
 
@@ -84,7 +89,15 @@ VIEW_OWNER, VIEW_READ_ONLY, VIEW_NBYTES, VIEW_BYTES = 48, 56, 64, 72
 
 # a type of arrays that is asked by a protocol: whether by DLPack; whether such arrays never change; a function that gives the capsule of
 # those whose sharding has that type, 0: the method gives it; names of the keyword arguments
-KIND_TYPE, KIND_DLPACK, KIND_IMMUTABLE, KIND_EXPORT, KIND_KEYWORDS, KIND_SHARDING, KIND_BYTES = (
+(
+    FOREIGN_TYPE,
+    FOREIGN_DLPACK,
+    FOREIGN_IMMUTABLE,
+    FOREIGN_EXPORT,
+    FOREIGN_KEYWORDS,
+    FOREIGN_SHARDING,
+    FOREIGN_BYTES,
+) = (
     0,
     8,
     16,
@@ -94,54 +107,61 @@ KIND_TYPE, KIND_DLPACK, KIND_IMMUTABLE, KIND_EXPORT, KIND_KEYWORDS, KIND_SHARDIN
     48,
 )
 
-# a message of a call: what (``what_of``), elements, address; of a remembered launch: the same with the address's place in the argument
-MESSAGE_WHAT, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
+# a message of a call: what (``message_kind``), elements, address; of a remembered launch: the same with the address's place in the argument
+MESSAGE_KIND, MESSAGE_COUNT, MESSAGE_ADDRESS = 0, 8, 16
 MESSAGE_BYTES = 24
-MOST_MESSAGES = 64  # of a launch
+MAX_MESSAGES = 64  # of a launch
 
 # a row of the table of launches; MESSAGES is the address of those of a launch that has some, else 0. Their number is COUNT then, and
 # SIGNATURE that of the collective that they are, 0 for plain ones.
-ROW_KEY, ROW_COUNT, ROW_BLOCK, ROW_FILLS, ROW_MESSAGES, ROW_SIGNATURE = 0, 8, 16, 24, 32, 40
-ROW_BYTES = 48
-TABLE_SLOTS = 1024  # a power of two
+LAUNCH_KEY, LAUNCH_COUNT, LAUNCH_RECORD, LAUNCH_SATURATES, LAUNCH_MESSAGES, LAUNCH_SIGNATURE = (
+    0,
+    8,
+    16,
+    24,
+    32,
+    40,
+)
+LAUNCH_BYTES = 48
+TABLE_ENTRIES = 1024  # a power of two
 PROBES = 8  # rows in which a launch may stand
 
 # ---- the state of a communicator
 
-_state = Words()
+_state = RecordLayout()
 STATE_ABORT = _state.word()  # address of a 32-bit word that is not 0 when something is wrong
 STATE_TYPE = _state.word()  # PyTorch's type of tensors, 0 where there is none that can be looked at
 # functions of that type: dltensor_from_py_object_no_sync, current_work_stream; 0: ASK is asked
 STATE_VIEW, STATE_CURRENT = _state.word(), _state.word()
 STATE_DEVICE = _state.word()  # DLDevice of this GPU
 STATE_STREAM = _state.word()  # of the last operation
-STATE_OTHERS = (
+STATE_OTHER_STREAMS = (
     _state.word()
 )  # not 0: operations may have been in other streams than the default one, which is never captured
 STATE_CAPTURED = _state.word()  # not 0: Python has found that this stream was captured then
 # address of a word that has the second value if no other communicator filled the GPU last
-STATE_ORDER, STATE_SELF = _state.word(), _state.word()
-STATE_LAST = _state.word()  # block of the last operation if it went through a door, else 0
+STATE_ORDER, STATE_OWN = _state.word(), _state.word()
+STATE_LAST_RECORD = _state.word()  # block of the last operation if it went through a door, else 0
 STATE_NONE, STATE_FALSE = _state.word(), _state.word()  # the objects None and False
 STATE_INT_TYPE = _state.word()  # the type int
 STATE_RANK, STATE_NRANKS = _state.word(), _state.word()
 STATE_GROUPS = _state.word()  # address of the words of groups
 STATE_CPU_PLAN = _state.word()  # address of a word that becomes 0 with each operation
 STATE_CLOSED = _state.word()  # the word that ABORT points to in the end
-STATE_NOTED, STATE_NOTED_STREAM = (
+STATE_COLLECTED, STATE_COLLECTED_STREAM = (
     _state.word(),
     _state.word(),
 )  # how many messages of a group are noted, and for which stream
-STATE_NOTES = _state.word()  # a list of their arrays
-STATE_NOTED_SIGNATURE = _state.word()  # of the collective that they are, 0 for plain ones
-STATE_HAND_OVER = _state.word()  # an object, which GROUPS_NOTED is to have while any are noted
+STATE_COLLECTED_ARRAYS = _state.word()  # a list of their arrays
+STATE_COLLECTED_SIGNATURE = _state.word()  # of the collective that they are, 0 for plain ones
+STATE_HAND_OVER = _state.word()  # an object, which GROUPS_BATCHES is to have while any are noted
 # a Python function for the current stream, 0 where none is needed yet, and its argument
-STATE_ASK, STATE_ORDINAL = _state.word(), _state.word()
-STATE_ASK_ARRAYS = _state.word()  # likewise for that of CuPy's arrays
+STATE_QUERY_STREAM, STATE_ORDINAL = _state.word(), _state.word()
+STATE_QUERY_CUPY_STREAM = _state.word()  # likewise for that of CuPy's arrays
 STATE_OPS = _state.word(NOPS)  # the objects that are operators, by number
 STATE_ARRAY_TYPE = _state.word()  # CuPy's type of arrays, as TYPE
 STATE_LIST_TYPE, STATE_TUPLE_TYPE = _state.word(), _state.word()  # the types list and tuple
-STATE_FAIL = _state.word()  # a Python function, which raises what a code of CUDA says
+STATE_RAISE = _state.word()  # a Python function, which raises what a code of CUDA says
 STATE_VIEWS = _state.word(2 * VIEW_BYTES // 8)  # of the arrays of a call: two views
 STATE_DTYPES = _state.word(NDTYPES)  # the DLDataTypes that are known
 STATE_ARRAY_DTYPES = _state.word(
@@ -156,7 +176,7 @@ NAME_CONTIGUOUS, NAME_SIZE, NAME_DTYPE, NAME_DATA, NAME_PTR, NAME_DEVICE = (
 
 # arrays of other types, which are asked by their protocols: that runs code of anybody's
 STATE_BUSY = _state.word()  # not 0 meanwhile, and no door takes calls
-STATE_ANSWER = _state.word()  # where functions of the driver write
+STATE_RESULT = _state.word()  # where functions of the driver write
 STATE_ARGS = _state.word(3)  # of a call of Python's: an array, a stream, DLPack's version
 STATE_DLPACK = _state.word()  # the string "__dlpack__"
 STATE_INTERFACE = _state.word()  # the string "__cuda_array_interface__"
@@ -171,48 +191,48 @@ STATE_TRUE = _state.word()  # the object True
 STATE_EXCEPTION = _state.word()  # the type Exception
 STATE_POINTER_ATTRIBUTE = _state.word()  # address of cuPointerGetAttribute, 0 where there is none
 STATE_IS_CAPTURING = _state.word()  # address of cuStreamIsCapturing, likewise
-STATE_PLAIN, STATE_VERSIONED = (
+STATE_CAPSULE_NAME, STATE_VERSIONED_NAME = (
     _state.word(),
     _state.word(),
 )  # addresses of the names of DLPack's capsules
-STATE_HELD = _state.word()  # a list of capsules of which launches read, and perhaps still do
-STATE_HELD_BYTES, STATE_HELD_STREAM = (
+STATE_RETAINED = _state.word()  # a list of capsules of which launches read, and perhaps still do
+STATE_RETAINED_BYTES, STATE_RETAINED_STREAM = (
     _state.word(),
     _state.word(),
 )  # what they keep alive, and where these launches are
 STATE_RELEASE = _state.word()  # a Python function, which hands them to who lets go of them in time
 STATE_VIEW_FOREIGN = _state.word()  # address of the function that looks at arrays of these types
-STATE_NOTED_OWNERS, STATE_NOTED_BYTES = (
+STATE_COLLECTED_OWNERS, STATE_COLLECTED_BYTES = (
     _state.word(),
     _state.word(),
 )  # a list of capsules of messages that are noted; as HELD
-STATE_KINDS = _state.word(
-    (MOST_KINDS + 1) * KIND_BYTES // 8
+STATE_FOREIGN_TYPES = _state.word(
+    (MAX_FOREIGN_TYPES + 1) * FOREIGN_BYTES // 8
 )  # the types themselves, up to the first 0
 
 STATE_SHARES = _state.word(
-    2 * MOST_RANKS
+    2 * MAX_RANKS
 )  # elements of the blocks of ``x`` of a call, then those of ``out``
-STATE_BLOCKS = _state.word(MOST_RANKS)  # of a call of several launches
+STATE_RECORDS = _state.word(MAX_RANKS)  # of a call of several launches
 STATE_CODE = _state.word()  # what one of these failed with, as an object
 STATE_EVENT = (
     _state.word()
 )  # by which one stream waits for another; 0: changes of streams are Python's
-STATE_RECORD, STATE_WAIT = (
+STATE_EVENT_RECORD, STATE_STREAM_WAIT = (
     _state.word(),
     _state.word(),
 )  # addresses of cuEventRecord and cuStreamWaitEvent
-STATE_ASK_CONTEXT, STATE_CONTEXT = (
+STATE_GET_CONTEXT, STATE_CONTEXT = (
     _state.word(),
     _state.word(),
 )  # address of cuCtxGetCurrent, 0: not asked; what it is to say
-STATE_CALL = _state.word(2 * MOST_RANKS * MESSAGE_BYTES // 8)  # the messages of a call
-STATE_GROUP = _state.word(MOST_MESSAGES * MESSAGE_BYTES // 8)  # those that are noted
-STATE_TABLE = _state.word(TABLE_SLOTS * ROW_BYTES // 8)  # of launches
+STATE_CALL_MESSAGES = _state.word(2 * MAX_RANKS * MESSAGE_BYTES // 8)  # the messages of a call
+STATE_COLLECTED_MESSAGES = _state.word(MAX_MESSAGES * MESSAGE_BYTES // 8)  # those that are noted
+STATE_TABLE = _state.word(TABLE_ENTRIES * LAUNCH_BYTES // 8)  # of launches
 STATE_BYTES = _state.end
 POINTER_DEVICE_ORDINAL = 9  # cuda.h CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 STREAM_LEGACY = 1  # the legacy default stream, in DLPack and the interface
-STREAM_OF_THREAD = 2  # the default stream of a thread; up to here numbers stand for a stream of the current context
+STREAM_PER_THREAD = 2  # the default stream of a thread; up to here numbers stand for a stream of the current context
 
 # ---- records elsewhere
 
@@ -222,19 +242,25 @@ STREAM_OF_THREAD = 2  # the default stream of a thread; up to here numbers stand
 # itself (-1: to or from a peer); then a row for each queue: its record, whose first word has kind and peer, lanes << 16, first lane << 32;
 # that word without lanes; its lanes in the call under way
 (
-    SHAPE_QUEUES,
-    SHAPE_GROUP,
-    SHAPE_FIRST,
-    SHAPE_LANES,
-    SHAPE_COPY_LANES,
-    SHAPE_BLOCKS,
-    SHAPE_BULK_FROM,
-    SHAPE_SIGNATURE,
+    TEMPLATE_QUEUES,
+    TEMPLATE_GROUP_VECTORS,
+    TEMPLATE_FIRST_VECTORS,
+    TEMPLATE_WARP_QUEUES,
+    TEMPLATE_COPY_WARP_QUEUES,
+    TEMPLATE_BLOCKS,
+    TEMPLATE_BULK_MIN_BYTES,
+    TEMPLATE_SIGNATURE,
 ) = range(0, 64, 8)
-SHAPE_BYTES = 64
-SHAPED_WHAT, SHAPED_RECORD, SHAPED_TYPE, SHAPED_QUEUE, SHAPED_PARTNER = range(0, 40, 8)
-SHAPED_BYTES = 40
-QUEUE_RECORD, QUEUE_HEAD, QUEUE_LANES = range(0, 24, 8)
+TEMPLATE_BYTES = 64
+(
+    TEMPLATE_MESSAGE_KIND,
+    TEMPLATE_MESSAGE_RECORD,
+    TEMPLATE_MESSAGE_TYPE,
+    TEMPLATE_MESSAGE_QUEUE,
+    TEMPLATE_MESSAGE_PARTNER,
+) = range(0, 40, 8)
+TEMPLATE_MESSAGE_BYTES = 40
+QUEUE_RECORD, QUEUE_HEAD, QUEUE_WARP_QUEUES = range(0, 24, 8)
 QUEUE_BYTES = 24
 
 # struct DLTensor of dlpack.h, DLPack 1.3; DLDevice is type and number, 32 bits each
@@ -259,25 +285,25 @@ DL_MAJOR = 1
 OB_TYPE = 8  # PyObject.ob_type
 
 
-def key_of(collective: int, third: int, dtype: int) -> int:
-    """``third`` is the operator's number, the root, or ``both_of``; below 256. ``dtype`` is a DLDataType: code, bits << 8, lanes << 16."""
+def launch_key(collective: int, third: int, dtype: int) -> int:
+    """``third`` is the operator's number, the root, or ``pack_op_root``; below 256. ``dtype`` is a DLDataType: code, bits << 8, lanes << 16."""
     return collective << 40 | third << 32 | dtype
 
 
-def both_of(op: int, root: int) -> int:
+def pack_op_root(op: int, root: int) -> int:
     """An operator and a root in one number."""
     return root * NOPS + op
 
 
-def what_of(receives: int, peer: int, dtype: int) -> int:
+def message_kind(receives: int, peer: int, dtype: int) -> int:
     """What a message is, but for its size: ``receives`` is 0 or 1."""
     return dtype << 32 | peer << 1 | receives
 
 
-KEY_OF_MESSAGES = 1 << 62  # with their hash; no collective has a key like it
-KEY_OF_SHAPE = 3 << 61  # with the hash of what they are
+MESSAGES_KEY = 1 << 62  # with their hash; no collective has a key like it
+TEMPLATE_KEY = 3 << 61  # with the hash of what they are
 
 
-def slot_of(hashed: int, probe: int) -> int:
+def table_index(hashed: int, probe: int) -> int:
     """The number of a row in which a launch may stand; ``hashed`` are key and count."""
-    return hashed + probe & TABLE_SLOTS - 1
+    return hashed + probe & TABLE_ENTRIES - 1

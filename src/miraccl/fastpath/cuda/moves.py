@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from miraccl.executor.cuda import moves
 from miraccl.executor.cuda.moves import NO_ROOT
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.arrays import item_size
-from miraccl.fastpath.cuda.rows import find_messages, mix, what_of
-from miraccl.fastpath.cuda.streams import is_plain
-from miraccl.fastpath.cuda.tensors import address, data_type, number_of, rank_of
-from miraccl.fastpath.cuda.views import elements
+from miraccl.fastpath.cuda.rows import find_messages, message_kind, mix
+from miraccl.fastpath.cuda.streams import has_default_options
+from miraccl.fastpath.cuda.tensors import address, data_type, int_value, rank_value
+from miraccl.fastpath.cuda.views import element_count
 from miraccl.native.intrinsics import (
     PyList_GetItem,
     PyList_Size,
@@ -28,24 +28,24 @@ signature_of = inline(moves.pack_signature)
 @inline
 def count_at(state: int, counts: int, place: int) -> int:
     """A count of a list or tuple that has so many; -1 for anything else."""
-    if load(counts + at.OB_TYPE) == load(state + at.STATE_LIST_TYPE):
-        return number_of(state, PyList_GetItem(counts, place))
-    return number_of(state, PyTuple_GetItem(counts, place))
+    if load(counts + layout.OB_TYPE) == load(state + layout.STATE_LIST_TYPE):
+        return int_value(state, PyList_GetItem(counts, place))
+    return int_value(state, PyTuple_GetItem(counts, place))
 
 
 @inline
 def length_of(state: int, counts: int) -> int:
     """Of a list or tuple; -1 for anything else."""
-    kind = load(counts + at.OB_TYPE)
-    if kind == load(state + at.STATE_LIST_TYPE):
+    kind = load(counts + layout.OB_TYPE)
+    if kind == load(state + layout.STATE_LIST_TYPE):
         return PyList_Size(counts)
-    return PyTuple_Size(counts) if kind == load(state + at.STATE_TUPLE_TYPE) else -1
+    return PyTuple_Size(counts) if kind == load(state + layout.STATE_TUPLE_TYPE) else -1
 
 
 @inline
-def share(state: int, even: int, counts: int, whole: int, shares: int) -> int:
+def read_shares(state: int, even: int, counts: int, whole: int, shares: int) -> int:
     """Write what each rank has of ``whole`` elements: as much as every other, or ``counts``. Their sum, -1 for what is none of these."""
-    nranks, total = load(state + at.STATE_NRANKS), 0
+    nranks, total = load(state + layout.STATE_NRANKS), 0
     if even != 0 and whole % nranks != 0:
         return -1
     if even == 0 and length_of(state, counts) != nranks:
@@ -60,21 +60,21 @@ def share(state: int, even: int, counts: int, whole: int, shares: int) -> int:
 
 
 @inline
-def put(
+def put_message(
     state: int, number: int, receives: int, peer: int, view: int, first: int, count: int
 ) -> int:
     """Describe a message of ``count`` elements from ``first`` on, if it has any; how many there are then."""
     if count == 0:
         return number
-    message = state + at.STATE_CALL + number * at.MESSAGE_BYTES
-    store(message + at.MESSAGE_WHAT, what_of(receives, peer, data_type(view)))
-    store(message + at.MESSAGE_COUNT, count)
-    store(message + at.MESSAGE_ADDRESS, address(view) + first * item_size(data_type(view)))
+    message = state + layout.STATE_CALL_MESSAGES + number * layout.MESSAGE_BYTES
+    store(message + layout.MESSAGE_KIND, message_kind(receives, peer, data_type(view)))
+    store(message + layout.MESSAGE_COUNT, count)
+    store(message + layout.MESSAGE_ADDRESS, address(view) + first * item_size(data_type(view)))
     return number + 1
 
 
 @inline
-def apart(view: int, count: int, other: int, other_count: int) -> bool:
+def is_disjoint(view: int, count: int, other: int, other_count: int) -> bool:
     """Whether two arrays of one type do not overlap, which an empty one never does."""
     size = item_size(data_type(view))
     if count == 0 or other_count == 0:
@@ -86,89 +86,96 @@ def apart(view: int, count: int, other: int, other_count: int) -> bool:
 
 
 @inline
-def in_place(state: int, whole: int, shares: int, part: int) -> bool:
+def is_own_block(state: int, whole: int, shares: int, part: int) -> bool:
     """Whether ``part`` is this rank's block of ``whole``."""
     first = 0
-    for rank in range(load(state + at.STATE_RANK)):
+    for rank in range(load(state + layout.STATE_RANK)):
         first += load(shares + 8 * rank)
     return address(part) == address(whole) + first * item_size(data_type(whole))
 
 
 @inline
-def put_all(
+def put_messages(
     state: int, number: int, receives: int, view: int, count: int, shares: int, only: int, skip: int
 ) -> int:
     """Describe the messages of an array: its blocks by ``shares``, 0: all of it for every rank; ``only``: for this one, if not -1; ``skip``
     has none."""
     first = 0
-    for peer in range(load(state + at.STATE_NRANKS)):
+    for peer in range(load(state + layout.STATE_NRANKS)):
         own = load(shares + 8 * peer) if shares != 0 else count
         if peer != skip and (shares != 0 or only < 0 or only == peer):
-            number = put(state, number, receives, peer, view, first, own)
+            number = put_message(state, number, receives, peer, view, first, own)
         first += own if shares != 0 else 0
     return number
 
 
 @inline
-def find_moves(door: int, args: int) -> int:
+def find_message_collective(entry: int, args: int) -> int:
     """``args`` are (x, out, root, counts of x, counts of out, async_op, stream); what is of no use is not looked at. 0 where Python is to
     do it."""
-    state, even = load(door + at.DOOR_STATE), load(door + at.DOOR_EVEN)
-    if load32(load(state + at.STATE_GROUPS)) != 0:
+    state, even = load(entry + layout.FAST_STATE), load(entry + layout.FAST_EVEN)
+    if load32(load(state + layout.STATE_GROUPS)) != 0:
         return 0
     rank, nranks, rooted = (
-        load(state + at.STATE_RANK),
-        load(state + at.STATE_NRANKS),
-        load(door + at.DOOR_ROOTED),
+        load(state + layout.STATE_RANK),
+        load(state + layout.STATE_NRANKS),
+        load(entry + layout.FAST_ROOTED),
     )
     root = -1
-    if rooted != at.ROOTED_NOWHERE:
-        root = rank_of(state, load(args + 16))
+    if rooted != layout.NOT_ROOTED:
+        root = rank_value(state, load(args + 16))
         if root < 0:
             return 0
-    gives, takes = rooted != at.ROOTED_IN or root == rank, rooted != at.ROOTED_OUT or root == rank
-    if not is_plain(state, args + 40, load(args) if gives else load(args + 8)):
+    sends, receives = (
+        rooted != layout.ROOTED_IN or root == rank,
+        rooted != layout.ROOTED_OUT or root == rank,
+    )
+    if not has_default_options(state, args + 40, load(args) if sends else load(args + 8)):
         return 0
-    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
-    count = elements(state, load(args), view) if gives else 0
+    view, other = state + layout.STATE_VIEWS, state + layout.STATE_VIEWS + layout.VIEW_BYTES
+    count = element_count(state, load(args), view) if sends else 0
     if count < 0:
         return 0
-    out_count = elements(state, load(args + 8), other) if takes else 0
-    if out_count < 0 or (takes and load(other + at.VIEW_READ_ONLY) != 0):
+    out_count = element_count(state, load(args + 8), other) if receives else 0
+    if out_count < 0 or (receives and load(other + layout.VIEW_READ_ONLY) != 0):
         return 0
-    if gives and takes and data_type(view) != data_type(other):
+    if sends and receives and data_type(view) != data_type(other):
         return 0
     shares, out_shares = 0, 0
-    if load(door + at.DOOR_SPLITS_IN) != 0:
-        shares = state + at.STATE_SHARES
-        total = share(state, even, load(args + 24), count if gives else nranks * out_count, shares)
-        if total < 0 or (gives and total != count):
-            return 0
-    if load(door + at.DOOR_SPLITS_OUT) != 0:
-        out_shares = state + at.STATE_SHARES + 8 * at.MOST_RANKS
-        total = share(
-            state, even, load(args + 32), out_count if takes else nranks * count, out_shares
+    if load(entry + layout.FAST_SPLITS_IN) != 0:
+        shares = state + layout.STATE_SHARES
+        total = read_shares(
+            state, even, load(args + 24), count if sends else nranks * out_count, shares
         )
-        if total < 0 or (takes and total != out_count):
+        if total < 0 or (sends and total != count):
+            return 0
+    if load(entry + layout.FAST_SPLITS_OUT) != 0:
+        out_shares = state + layout.STATE_SHARES + 8 * layout.MAX_RANKS
+        total = read_shares(
+            state, even, load(args + 32), out_count if receives else nranks * count, out_shares
+        )
+        if total < 0 or (receives and total != out_count):
             return 0
     if (shares == 0 and load(out_shares + 8 * rank) != count) or (
         out_shares == 0 and load(shares + 8 * rank) != out_count
     ):
         return 0
-    stays = -1  # whose block is where it belongs
-    if gives and takes and not apart(view, count, other, out_count):
+    in_place_rank = -1  # whose block is where it belongs
+    if sends and receives and not is_disjoint(view, count, other, out_count):
         if shares != 0 and out_shares != 0:
             return 0
         if not (
-            in_place(state, view, shares, other)
+            is_own_block(state, view, shares, other)
             if shares != 0
-            else in_place(state, other, out_shares, view)
+            else is_own_block(state, other, out_shares, view)
         ):
             return 0
-        stays = rank
-    number = put_all(state, 0, 0, view, count, shares, root, stays) if gives else 0
+        in_place_rank = rank
+    number = put_messages(state, 0, 0, view, count, shares, root, in_place_rank) if sends else 0
     number = (
-        put_all(state, number, 1, other, out_count, out_shares, root, stays) if takes else number
+        put_messages(state, number, 1, other, out_count, out_shares, root, in_place_rank)
+        if receives
+        else number
     )
     if number == 0:
         return 0
@@ -176,5 +183,5 @@ def find_moves(door: int, args: int) -> int:
     if known != 0:
         for peer in range(nranks):
             hashed = mix(hashed, load(known + 8 * peer))
-    signature = signature_of(load(door + at.DOOR_MOVES), root if root >= 0 else NO_ROOT, hashed)
-    return find_messages(state, state + at.STATE_CALL, number, signature)
+    signature = signature_of(load(entry + layout.FAST_OP), root if root >= 0 else NO_ROOT, hashed)
+    return find_messages(state, state + layout.STATE_CALL_MESSAGES, number, signature)

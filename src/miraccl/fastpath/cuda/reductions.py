@@ -3,68 +3,76 @@
 
 from __future__ import annotations
 
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.arrays import item_size
-from miraccl.fastpath.cuda.moves import apart, in_place, share
-from miraccl.fastpath.cuda.rows import both_of, find_launch, key_of, operator_of
-from miraccl.fastpath.cuda.streams import is_plain
+from miraccl.fastpath.cuda.moves import is_disjoint, is_own_block, read_shares
+from miraccl.fastpath.cuda.rows import find_launch, launch_key, operator_number, pack_op_root
+from miraccl.fastpath.cuda.streams import has_default_options
 from miraccl.fastpath.cuda.tensors import address, data_type
-from miraccl.fastpath.cuda.views import elements
+from miraccl.fastpath.cuda.views import element_count
 from miraccl.native.intrinsics import inline, load, load32, store
 
 
 @inline
-def find_reductions(door: int, args: int) -> int:
+def find_reductions(entry: int, args: int) -> int:
     """``args`` are (x, out, operator, async_op, stream, counts). The number of launches, whose blocks stand at ``STATE_BLOCKS``; 0 where
     Python is to do it."""
-    state = load(door + at.DOOR_STATE)
-    if load32(load(state + at.STATE_GROUPS)) != 0 or not is_plain(state, args + 24, load(args)):
+    state = load(entry + layout.FAST_STATE)
+    if load32(load(state + layout.STATE_GROUPS)) != 0 or not has_default_options(
+        state, args + 24, load(args)
+    ):
         return 0
     rank, nranks, shares = (
-        load(state + at.STATE_RANK),
-        load(state + at.STATE_NRANKS),
-        state + at.STATE_SHARES,
+        load(state + layout.STATE_RANK),
+        load(state + layout.STATE_NRANKS),
+        state + layout.STATE_SHARES,
     )
-    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
-    op, count = operator_of(state, load(args + 16)), elements(state, load(args), view)
+    view, other = state + layout.STATE_VIEWS, state + layout.STATE_VIEWS + layout.VIEW_BYTES
+    op, count = operator_number(state, load(args + 16)), element_count(state, load(args), view)
     if op < 0 or count <= 0:
         return 0
-    out_count, dtype = elements(state, load(args + 8), other), data_type(view)
-    if out_count < 0 or share(state, 0, load(args + 40), 0, shares) != count:
+    out_count, dtype = element_count(state, load(args + 8), other), data_type(view)
+    if out_count < 0 or read_shares(state, 0, load(args + 40), 0, shares) != count:
         return 0
     if (
         out_count != load(shares + 8 * rank)
         or data_type(other) != dtype
-        or load(other + at.VIEW_READ_ONLY) != 0
+        or load(other + layout.VIEW_READ_ONLY) != 0
     ):
         return 0
-    if not apart(view, count, other, out_count) and not in_place(state, view, shares, other):
+    if not is_disjoint(view, count, other, out_count) and not is_own_block(
+        state, view, shares, other
+    ):
         return 0
-    alike = True
+    equal = True
     for root in range(nranks):
-        alike = alike and load(shares + 8 * root) == out_count
-    if alike:
-        block = find_launch(
+        equal = equal and load(shares + 8 * root) == out_count
+    if equal:
+        record = find_launch(
             state,
-            key_of(load(door + at.DOOR_WHOLE), op, dtype),
+            launch_key(load(entry + layout.FAST_EQUAL_OP), op, dtype),
             out_count,
             address(view),
             address(other),
         )
-        store(state + at.STATE_BLOCKS, block)
-        return 1 if block != 0 else 0
+        store(state + layout.STATE_RECORDS, record)
+        return 1 if record != 0 else 0
     number, part = 0, address(view)
     for root in range(nranks):
         count = load(shares + 8 * root)
         if count == 0:
             continue
         target = address(other) if root == rank else part
-        block = find_launch(
-            state, key_of(load(door + at.DOOR_PART), both_of(op, root), dtype), count, part, target
+        record = find_launch(
+            state,
+            launch_key(load(entry + layout.FAST_PER_RANK_OP), pack_op_root(op, root), dtype),
+            count,
+            part,
+            target,
         )
-        if block == 0:
+        if record == 0:
             return 0
-        store(state + at.STATE_BLOCKS + 8 * number, block)
+        store(state + layout.STATE_RECORDS + 8 * number, record)
         number += 1
         part += count * item_size(dtype)
     return number

@@ -5,32 +5,35 @@ A launch is there only if a call like this one has been checked before; what dif
 
 from __future__ import annotations
 
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.arrays import item_size
-from miraccl.fastpath.cuda.shapes import find_shape
-from miraccl.fastpath.cuda.streams import is_plain
-from miraccl.fastpath.cuda.tensors import address, data_type, rank_of
-from miraccl.fastpath.cuda.views import elements, is_known
+from miraccl.fastpath.cuda.shapes import find_template
+from miraccl.fastpath.cuda.streams import has_default_options
+from miraccl.fastpath.cuda.tensors import address, data_type, rank_value
+from miraccl.fastpath.cuda.views import element_count, is_known_type
 from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, load32, store
 
-key_of = inline(at.key_of)
-both_of = inline(at.both_of)
-slot_of = inline(at.slot_of)
-what_of = inline(at.what_of)
+launch_key = inline(layout.launch_key)
+pack_op_root = inline(layout.pack_op_root)
+table_index = inline(layout.table_index)
+message_kind = inline(layout.message_kind)
 mix = inline(hashing.mix)
 
 
 @inline
-def block_in(state: int, row: int) -> int:
+def usable_record(state: int, entry: int) -> int:
     """The block of a row, for the stream of the operation before; 0 if the launch fills the GPU and is not next in the order of
     communicators."""
-    if load(row + at.ROW_FILLS) != 0 and load(load(state + at.STATE_ORDER)) != load(
-        state + at.STATE_SELF
-    ):
+    if load(entry + layout.LAUNCH_SATURATES) != 0 and load(
+        load(state + layout.STATE_ORDER)
+    ) != load(state + layout.STATE_OWN):
         return 0
-    block = load(row + at.ROW_BLOCK)
-    store(load(block + 8 * at.CONFIG) + at.CONFIG_STREAM, load(state + at.STATE_STREAM))
+    block = load(entry + layout.LAUNCH_RECORD)
+    store(
+        load(block + 8 * layout.RECORD_CONFIG) + layout.CONFIG_STREAM,
+        load(state + layout.STATE_STREAM),
+    )
     return block
 
 
@@ -41,71 +44,71 @@ def block_in(state: int, row: int) -> int:
 def find_launch(state: int, key: int, count: int, source: int, target: int) -> int:
     """The block for a collective on blocks of ``count`` elements; 0 where Python is to do it."""
     hashed = mix(mix(0, key), count)
-    for probe in range(at.PROBES):
-        row = state + at.STATE_TABLE + slot_of(hashed, probe) * at.ROW_BYTES
-        if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count:
-            block = block_in(state, row)
+    for probe in range(layout.PROBES):
+        entry = state + layout.STATE_TABLE + table_index(hashed, probe) * layout.LAUNCH_BYTES
+        if load(entry + layout.LAUNCH_KEY) == key and load(entry + layout.LAUNCH_COUNT) == count:
+            block = usable_record(state, entry)
             if block != 0:
-                store(load(block + 8 * at.ARGUMENT), source)
-                store(load(block + 8 * at.ARGUMENT) + 8, target)
+                store(load(block + 8 * layout.RECORD_ARGUMENT), source)
+                store(load(block + 8 * layout.RECORD_ARGUMENT) + 8, target)
             return block
     return 0
 
 
 @inline
-def operator_of(state: int, given: int) -> int:
+def operator_number(state: int, given: int) -> int:
     """The number of an operator, -1 for anything else."""
-    for op in range(at.NOPS):
-        if load(state + at.STATE_OPS + 8 * op) == given:
+    for op in range(layout.NOPS):
+        if load(state + layout.STATE_OPS + 8 * op) == given:
             return op
     return -1
 
 
 @inline
-def third_of(state: int, kind: int, args: int) -> int:
+def third_argument(state: int, kind: int, args: int) -> int:
     """The number of an operator, a root, both; -1 for anything else."""
-    if kind == at.THIRD_ROOT:
-        return rank_of(state, load(args + 16))
-    if kind == at.THIRD_NOTHING:
+    if kind == layout.THIRD_ROOT:
+        return rank_value(state, load(args + 16))
+    if kind == layout.THIRD_NOTHING:
         return 0
-    op = operator_of(state, load(args + 16))
-    if kind == at.THIRD_OPERATOR or op < 0:
+    op = operator_number(state, load(args + 16))
+    if kind == layout.THIRD_OPERATOR or op < 0:
         return op
-    root = rank_of(state, load(args + 40))
-    return both_of(op, root) if root >= 0 else -1
+    root = rank_value(state, load(args + 40))
+    return pack_op_root(op, root) if root >= 0 else -1
 
 
 @inline
 def find_collective(door: int, args: int) -> int:
     """``args`` are (x, out, operator or root, async_op, stream), for some a root follows. 0 where Python is to do it."""
-    state = load(door + at.DOOR_STATE)
+    state = load(door + layout.FAST_STATE)
     if (
-        not is_known(state, load(args))
-        or load32(load(state + at.STATE_GROUPS)) != 0
-        or not is_plain(state, args + 24, load(args))
+        not is_known_type(state, load(args))
+        or load32(load(state + layout.STATE_GROUPS)) != 0
+        or not has_default_options(state, args + 24, load(args))
     ):
         return 0
-    kind, rank = load(door + at.DOOR_THIRD), load(state + at.STATE_RANK)
-    third = third_of(state, kind, args)
+    kind, rank = load(door + layout.FAST_THIRD), load(state + layout.STATE_RANK)
+    third = third_argument(state, kind, args)
     if third < 0:
         return 0
-    view, other = state + at.STATE_VIEWS, state + at.STATE_VIEWS + at.VIEW_BYTES
-    count, blocks = elements(state, load(args), view), load(door + at.DOOR_IN_BLOCKS)
+    view, other = state + layout.STATE_VIEWS, state + layout.STATE_VIEWS + layout.VIEW_BYTES
+    count, blocks = element_count(state, load(args), view), load(door + layout.FAST_IN_BLOCKS)
     if count <= 0 or count % blocks != 0:
         return 0
     count //= blocks
-    source, dtype, read_only = address(view), data_type(view), load(view + at.VIEW_READ_ONLY)
+    source, dtype, read_only = address(view), data_type(view), load(view + layout.VIEW_READ_ONLY)
     target, out = source, load(args + 8)
-    if kind == at.THIRD_BOTH and third // at.NOPS != rank:
-        out = load(state + at.STATE_NONE)  # only the root looks at it, and writes
+    if kind == layout.THIRD_BOTH and third // layout.NOPS != rank:
+        out = load(state + layout.STATE_NONE)  # only the root looks at it, and writes
         read_only = 0
-    elif kind == at.THIRD_ROOT and third == rank:
+    elif kind == layout.THIRD_ROOT and third == rank:
         read_only = 0  # a broadcast leaves that of the root as it is
-    if out != load(state + at.STATE_NONE):
-        blocks_out = load(door + at.DOOR_OUT_BLOCKS)
-        if elements(state, out, other) != count * blocks_out or data_type(other) != dtype:
+    if out != load(state + layout.STATE_NONE):
+        blocks_out = load(door + layout.FAST_OUT_BLOCKS)
+        if element_count(state, out, other) != count * blocks_out or data_type(other) != dtype:
             return 0
-        target, read_only = address(other), load(other + at.VIEW_READ_ONLY)
+        target, read_only = address(other), load(other + layout.VIEW_READ_ONLY)
         block = count * item_size(dtype)
         if target < source + blocks * block and source < target + blocks_out * block:
             if blocks != 1 and blocks_out != 1:
@@ -113,12 +116,12 @@ def find_collective(door: int, args: int) -> int:
             first = rank * block  # where this rank's block lies in all of them
             if target - source != (first if blocks != 1 else 0) - (first if blocks_out != 1 else 0):
                 return 0  # not as the form in place has them
-    elif load(door + at.DOOR_IN_PLACE) == 0:
+    elif load(door + layout.FAST_IN_PLACE) == 0:
         return 0
     if read_only != 0:
         return 0
     return find_launch(
-        state, key_of(load(door + at.DOOR_COLLECTIVE), third, dtype), count, source, target
+        state, launch_key(load(door + layout.FAST_COLLECTIVE), third, dtype), count, source, target
     )
 
 
@@ -129,47 +132,51 @@ def find_collective(door: int, args: int) -> int:
 def write_message(state: int, number: int, x: int, peer: int, receives: int) -> bool:
     """Describe a message of this call, the first (0) or the second; False for what is not an everyday one."""
     message, view = (
-        state + at.STATE_CALL + number * at.MESSAGE_BYTES,
-        state + at.STATE_VIEWS + number * at.VIEW_BYTES,
+        state + layout.STATE_CALL_MESSAGES + number * layout.MESSAGE_BYTES,
+        state + layout.STATE_VIEWS + number * layout.VIEW_BYTES,
     )
-    other = rank_of(state, peer)
+    other = rank_value(state, peer)
     if other < 0:
         return False
-    count = elements(state, x, view)
-    if count < 0 or (receives != 0 and load(view + at.VIEW_READ_ONLY) != 0):
+    count = element_count(state, x, view)
+    if count < 0 or (receives != 0 and load(view + layout.VIEW_READ_ONLY) != 0):
         return False
-    store(message + at.MESSAGE_WHAT, what_of(receives, other, data_type(view)))
-    store(message + at.MESSAGE_COUNT, count)
-    store(message + at.MESSAGE_ADDRESS, address(view))
+    store(message + layout.MESSAGE_KIND, message_kind(receives, other, data_type(view)))
+    store(message + layout.MESSAGE_COUNT, count)
+    store(message + layout.MESSAGE_ADDRESS, address(view))
     return True
 
 
 @inline
-def overlap(one: int, two: int) -> bool:
+def overlaps(one: int, two: int) -> bool:
     """Whether two messages do."""
-    first, second = load(one + at.MESSAGE_ADDRESS), load(two + at.MESSAGE_ADDRESS)
-    first_bytes = load(one + at.MESSAGE_COUNT) * item_size(load(one + at.MESSAGE_WHAT) >> 32)
-    second_bytes = load(two + at.MESSAGE_COUNT) * item_size(load(two + at.MESSAGE_WHAT) >> 32)
+    first, second = load(one + layout.MESSAGE_ADDRESS), load(two + layout.MESSAGE_ADDRESS)
+    first_bytes = load(one + layout.MESSAGE_COUNT) * item_size(
+        load(one + layout.MESSAGE_KIND) >> 32
+    )
+    second_bytes = load(two + layout.MESSAGE_COUNT) * item_size(
+        load(two + layout.MESSAGE_KIND) >> 32
+    )
     return first < second + second_bytes and second < first + first_bytes
 
 
 @inline
-def type_is_known(state: int, message: int) -> bool:
+def is_known_dtype(state: int, message: int) -> bool:
     """Whether elements of this type can be sent."""
-    dtype, known = load(message + at.MESSAGE_WHAT) >> 32, False
-    for place in range(at.NDTYPES):
-        known = known or load(state + at.STATE_DTYPES + 8 * place) == dtype
+    dtype, known = load(message + layout.MESSAGE_KIND) >> 32, False
+    for place in range(layout.NDTYPES):
+        known = known or load(state + layout.STATE_DTYPES + 8 * place) == dtype
     return known
 
 
 @inline
 def same_messages(messages: int, launch: int, count: int) -> bool:
     """Whether messages are those of a launch, but for their addresses."""
-    for offset in range(0, count * at.MESSAGE_BYTES, at.MESSAGE_BYTES):
-        mine, theirs = messages + offset, launch + offset
-        if load(mine + at.MESSAGE_WHAT) != load(theirs + at.MESSAGE_WHAT):
+    for offset in range(0, count * layout.MESSAGE_BYTES, layout.MESSAGE_BYTES):
+        given, stored = messages + offset, launch + offset
+        if load(given + layout.MESSAGE_KIND) != load(stored + layout.MESSAGE_KIND):
             return False
-        if load(mine + at.MESSAGE_COUNT) != load(theirs + at.MESSAGE_COUNT):
+        if load(given + layout.MESSAGE_COUNT) != load(stored + layout.MESSAGE_COUNT):
             return False
     return True
 
@@ -178,23 +185,25 @@ def same_messages(messages: int, launch: int, count: int) -> bool:
 def find_messages(state: int, messages: int, count: int, signature: int) -> int:
     """The block for ``count`` messages, which are a collective if ``signature`` is not 0; 0 where Python is to do it."""
     hashed = signature
-    for offset in range(0, count * at.MESSAGE_BYTES, at.MESSAGE_BYTES):
+    for offset in range(0, count * layout.MESSAGE_BYTES, layout.MESSAGE_BYTES):
         hashed = mix(
-            mix(hashed, load(messages + offset + at.MESSAGE_WHAT)),
-            load(messages + offset + at.MESSAGE_COUNT),
+            mix(hashed, load(messages + offset + layout.MESSAGE_KIND)),
+            load(messages + offset + layout.MESSAGE_COUNT),
         )
-    key = at.KEY_OF_MESSAGES | hashed
+    key = layout.MESSAGES_KEY | hashed
     hashed = mix(mix(0, key), count)
-    for probe in range(at.PROBES):
-        row = state + at.STATE_TABLE + slot_of(hashed, probe) * at.ROW_BYTES
-        if load(row + at.ROW_KEY) == key and load(row + at.ROW_COUNT) == count:
-            launch = load(row + at.ROW_MESSAGES)
-            if load(row + at.ROW_SIGNATURE) == signature and same_messages(messages, launch, count):
-                block = block_in(state, row)
+    for probe in range(layout.PROBES):
+        entry = state + layout.STATE_TABLE + table_index(hashed, probe) * layout.LAUNCH_BYTES
+        if load(entry + layout.LAUNCH_KEY) == key and load(entry + layout.LAUNCH_COUNT) == count:
+            launch = load(entry + layout.LAUNCH_MESSAGES)
+            if load(entry + layout.LAUNCH_SIGNATURE) == signature and same_messages(
+                messages, launch, count
+            ):
+                block = usable_record(state, entry)
                 if block != 0:
                     for offset in range(
-                        at.MESSAGE_ADDRESS, count * at.MESSAGE_BYTES, at.MESSAGE_BYTES
+                        layout.MESSAGE_ADDRESS, count * layout.MESSAGE_BYTES, layout.MESSAGE_BYTES
                     ):
                         store(load(launch + offset), load(messages + offset))
                 return block
-    return find_shape(state, messages, count, signature)
+    return find_template(state, messages, count, signature)

@@ -4,122 +4,141 @@ of sizes, written into its argument."""
 from __future__ import annotations
 
 from miraccl.executor.cuda import warp_queues
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.arrays import item_size
 from miraccl.native import hashing
 from miraccl.native.intrinsics import inline, load, store
 
-lanes_of = inline(warp_queues.warp_queues_for)
-copy_lanes_of = inline(warp_queues.copy_warp_queues_for)
-fills_gpu = inline(warp_queues.saturates_gpu)
-slot_of = inline(at.slot_of)
+warp_queues_for = inline(warp_queues.warp_queues_for)
+copy_warp_queues_for = inline(warp_queues.copy_warp_queues_for)
+saturates_gpu = inline(warp_queues.saturates_gpu)
+table_index = inline(layout.table_index)
 mix = inline(hashing.mix)
 
 
 @inline
-def count_of(messages: int, number: int) -> int:
-    return load(messages + number * at.MESSAGE_BYTES + at.MESSAGE_COUNT)
+def message_count(messages: int, number: int) -> int:
+    return load(messages + number * layout.MESSAGE_BYTES + layout.MESSAGE_COUNT)
 
 
 @inline
-def bytes_of(messages: int, number: int) -> int:
-    message = messages + number * at.MESSAGE_BYTES
-    return load(message + at.MESSAGE_COUNT) * item_size(load(message + at.MESSAGE_WHAT) >> 32)
+def message_bytes(messages: int, number: int) -> int:
+    message = messages + number * layout.MESSAGE_BYTES
+    return load(message + layout.MESSAGE_COUNT) * item_size(
+        load(message + layout.MESSAGE_KIND) >> 32
+    )
 
 
 @inline
-def has_shape(messages: int, count: int, signature: int, shape: int) -> bool:
-    if (load(shape + at.SHAPE_SIGNATURE) != 0) != (signature != 0):
+def matches_template(messages: int, count: int, signature: int, template: int) -> bool:
+    if (load(template + layout.TEMPLATE_SIGNATURE) != 0) != (signature != 0):
         return False
     for number in range(count):
-        what = load(messages + number * at.MESSAGE_BYTES + at.MESSAGE_WHAT)
-        if load(shape + at.SHAPE_BYTES + number * at.SHAPED_BYTES + at.SHAPED_WHAT) != what:
+        kind = load(messages + number * layout.MESSAGE_BYTES + layout.MESSAGE_KIND)
+        if (
+            load(
+                template
+                + layout.TEMPLATE_BYTES
+                + number * layout.TEMPLATE_MESSAGE_BYTES
+                + layout.TEMPLATE_MESSAGE_KIND
+            )
+            != kind
+        ):
             return False
     return True
 
 
 @inline
-def give_lanes(messages: int, count: int, shape: int) -> int:
+def assign_warp_queues(messages: int, count: int, template: int) -> int:
     """Note how many lanes each queue has; bytes of all messages, -1 for what is left to Python."""
-    rows = shape + at.SHAPE_BYTES
-    queues, total = rows + count * at.SHAPED_BYTES, 0
-    for number in range(load(shape + at.SHAPE_QUEUES)):
-        store(queues + number * at.QUEUE_BYTES + at.QUEUE_LANES, 0)
+    rows = template + layout.TEMPLATE_BYTES
+    queues, total = rows + count * layout.TEMPLATE_MESSAGE_BYTES, 0
+    for number in range(load(template + layout.TEMPLATE_QUEUES)):
+        store(queues + number * layout.QUEUE_BYTES + layout.QUEUE_WARP_QUEUES, 0)
     for number in range(count):
-        row, nbytes = rows + number * at.SHAPED_BYTES, bytes_of(messages, number)
-        partner = load(row + at.SHAPED_PARTNER)
+        row, nbytes = rows + number * layout.TEMPLATE_MESSAGE_BYTES, message_bytes(messages, number)
+        partner = load(row + layout.TEMPLATE_MESSAGE_PARTNER)
         if partner >= 0:
-            if count_of(messages, partner) != count_of(messages, number):
+            if message_count(messages, partner) != message_count(messages, number):
                 return -1
-            warp_queues = copy_lanes_of(nbytes, load(shape + at.SHAPE_COPY_LANES))
-        elif nbytes >= load(shape + at.SHAPE_BULK_FROM):
+            nqueues = copy_warp_queues_for(
+                nbytes, load(template + layout.TEMPLATE_COPY_WARP_QUEUES)
+            )
+        elif nbytes >= load(template + layout.TEMPLATE_BULK_MIN_BYTES):
             return -1
         else:
-            warp_queues = lanes_of(
+            nqueues = warp_queues_for(
                 nbytes,
-                load(shape + at.SHAPE_GROUP),
-                load(shape + at.SHAPE_FIRST),
-                load(shape + at.SHAPE_LANES),
+                load(template + layout.TEMPLATE_GROUP_VECTORS),
+                load(template + layout.TEMPLATE_FIRST_VECTORS),
+                load(template + layout.TEMPLATE_WARP_QUEUES),
             )
-        place = queues + load(row + at.SHAPED_QUEUE) * at.QUEUE_BYTES + at.QUEUE_LANES
-        store(place, max(load(place), warp_queues))
+        place = (
+            queues
+            + load(row + layout.TEMPLATE_MESSAGE_QUEUE) * layout.QUEUE_BYTES
+            + layout.QUEUE_WARP_QUEUES
+        )
+        store(place, max(load(place), nqueues))
         total += nbytes
     return total
 
 
 @inline
-def write_launch(messages: int, count: int, signature: int, shape: int, config: int) -> None:
+def write_launch(messages: int, count: int, signature: int, template: int, config: int) -> None:
     """Lanes into the records of queues, sizes and addresses into those of messages, the grid into the configuration."""
     if signature != 0:
-        store(load(shape + at.SHAPE_SIGNATURE), signature)
-    rows = shape + at.SHAPE_BYTES
-    queues, warps = rows + count * at.SHAPED_BYTES, 0
-    for number in range(load(shape + at.SHAPE_QUEUES)):
-        queue = queues + number * at.QUEUE_BYTES
-        warp_queues = load(queue + at.QUEUE_LANES)
+        store(load(template + layout.TEMPLATE_SIGNATURE), signature)
+    rows = template + layout.TEMPLATE_BYTES
+    queues, warps = rows + count * layout.TEMPLATE_MESSAGE_BYTES, 0
+    for number in range(load(template + layout.TEMPLATE_QUEUES)):
+        queue = queues + number * layout.QUEUE_BYTES
+        nqueues = load(queue + layout.QUEUE_WARP_QUEUES)
         store(
-            load(queue + at.QUEUE_RECORD),
-            load(queue + at.QUEUE_HEAD) | warp_queues << 16 | warps << 32,
+            load(queue + layout.QUEUE_RECORD),
+            load(queue + layout.QUEUE_HEAD) | nqueues << 16 | warps << 32,
         )
-        warps += warp_queues
+        warps += nqueues
     for number in range(count):
-        row = rows + number * at.SHAPED_BYTES
-        record = load(row + at.SHAPED_RECORD)
-        store(record, load(messages + number * at.MESSAGE_BYTES + at.MESSAGE_ADDRESS))
-        store(record + 8, bytes_of(messages, number) | load(row + at.SHAPED_TYPE))
-    blocks = max(1, min(warps, load(shape + at.SHAPE_BLOCKS)))
+        row = rows + number * layout.TEMPLATE_MESSAGE_BYTES
+        record = load(row + layout.TEMPLATE_MESSAGE_RECORD)
+        store(record, load(messages + number * layout.MESSAGE_BYTES + layout.MESSAGE_ADDRESS))
+        store(
+            record + 8, message_bytes(messages, number) | load(row + layout.TEMPLATE_MESSAGE_TYPE)
+        )
+    blocks = max(1, min(warps, load(template + layout.TEMPLATE_BLOCKS)))
     threads = 32 * max(1, (warps + blocks - 1) // blocks)
-    store(config + at.CONFIG_BLOCKS, load(config + at.CONFIG_BLOCKS) >> 32 << 32 | blocks)
+    store(config + layout.CONFIG_BLOCKS, load(config + layout.CONFIG_BLOCKS) >> 32 << 32 | blocks)
     store(
-        config + at.CONFIG_THREADS, (load(config + at.CONFIG_THREADS) & 0xFFFFFFFF) | threads << 32
+        config + layout.CONFIG_THREADS,
+        (load(config + layout.CONFIG_THREADS) & 0xFFFFFFFF) | threads << 32,
     )
 
 
 @inline
-def find_shape(state: int, messages: int, count: int, signature: int) -> int:
+def find_template(state: int, messages: int, count: int, signature: int) -> int:
     """The block for messages of a shape that has been launched before; 0 where Python is to do it."""
     hashed = 1 if signature != 0 else 0
     for number in range(count):
-        hashed = mix(hashed, load(messages + number * at.MESSAGE_BYTES + at.MESSAGE_WHAT))
-    key = at.KEY_OF_SHAPE | hashed
+        hashed = mix(hashed, load(messages + number * layout.MESSAGE_BYTES + layout.MESSAGE_KIND))
+    key = layout.TEMPLATE_KEY | hashed
     hashed = mix(mix(0, key), count)
-    for probe in range(at.PROBES):
-        row = state + at.STATE_TABLE + slot_of(hashed, probe) * at.ROW_BYTES
-        shape = load(row + at.ROW_MESSAGES)
+    for probe in range(layout.PROBES):
+        row = state + layout.STATE_TABLE + table_index(hashed, probe) * layout.LAUNCH_BYTES
+        template = load(row + layout.LAUNCH_MESSAGES)
         if (
-            load(row + at.ROW_KEY) == key
-            and load(row + at.ROW_COUNT) == count
-            and has_shape(messages, count, signature, shape)
+            load(row + layout.LAUNCH_KEY) == key
+            and load(row + layout.LAUNCH_COUNT) == count
+            and matches_template(messages, count, signature, template)
         ):
-            total = give_lanes(messages, count, shape)
+            total = assign_warp_queues(messages, count, template)
             if total < 0 or (
-                fills_gpu(total, count)
-                and load(load(state + at.STATE_ORDER)) != load(state + at.STATE_SELF)
+                saturates_gpu(total, count)
+                and load(load(state + layout.STATE_ORDER)) != load(state + layout.STATE_OWN)
             ):
                 return 0
-            block = load(row + at.ROW_BLOCK)
-            config = load(block + 8 * at.CONFIG)
-            write_launch(messages, count, signature, shape, config)
-            store(config + at.CONFIG_STREAM, load(state + at.STATE_STREAM))
-            return block
+            record = load(row + layout.LAUNCH_RECORD)
+            config = load(record + 8 * layout.RECORD_CONFIG)
+            write_launch(messages, count, signature, template, config)
+            store(config + layout.CONFIG_STREAM, load(state + layout.STATE_STREAM))
+            return record
     return 0

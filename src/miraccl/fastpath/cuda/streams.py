@@ -7,9 +7,9 @@ from typing import Any
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from miraccl.fastpath.cuda import layout as at
-from miraccl.fastpath.cuda.arrays import taken
-from miraccl.fastpath.cuda.tensors import call_int2, call_int3, number_of
+from miraccl.fastpath.cuda import layout
+from miraccl.fastpath.cuda.arrays import consume_int
+from miraccl.fastpath.cuda.tensors import call_int2, call_int3, int_value
 from miraccl.native.intrinsics import (
     I64,
     PyErr_Clear,
@@ -24,7 +24,7 @@ from miraccl.native.intrinsics import (
 
 
 @intrinsic
-def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
+def query_stream(typingctx: Any, function: Any, device: Any, result_address: Any) -> Any:
     """Call ``int f(int device_type, int device_id, void **stream)``, both numbers in one word as in DLDevice."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -41,109 +41,113 @@ def ask_stream(typingctx: Any, function: Any, device: Any, where: Any) -> Any:
 
 
 @inline
-def forgive(state: int) -> None:
+def clear_exception(state: int) -> None:
     """Forget an exception, with which the long way is to deal; not one that ends programs (``KeyboardInterrupt``)."""
-    if PyErr_ExceptionMatches(load(state + at.STATE_EXCEPTION)) != 0:
+    if PyErr_ExceptionMatches(load(state + layout.STATE_EXCEPTION)) != 0:
         PyErr_Clear()
 
 
 @inline
-def asked(state: int, ask: int) -> int:
+def call_stream_query(state: int, query: int) -> int:
     """The current stream as a function of Python's says, -1 for anything else; a signal handler may raise in there."""
-    if ask == 0:
+    if query == 0:
         return -1
-    answer = PyObject_Vectorcall(ask, state + at.STATE_ORDINAL, 1, 0)
-    if answer == 0:
-        forgive(state)
+    result = PyObject_Vectorcall(query, state + layout.STATE_ORDINAL, 1, 0)
+    if result == 0:
+        clear_exception(state)
         return -1
-    return taken(answer)
+    return consume_int(result)
 
 
 @inline
-def stream_of(state: int, given: int, array: int) -> int:
+def stream_handle(state: int, value: int, array: int) -> int:
     """The stream of a call as a number: an int of the caller's, for None the current one of the library of ``array``; -1 for anything
     else."""
-    if given != load(state + at.STATE_NONE):
-        return number_of(state, given)
-    if load(array + at.OB_TYPE) == load(state + at.STATE_ARRAY_TYPE):
-        return asked(state, load(state + at.STATE_ASK_ARRAYS))
-    if load(state + at.STATE_CURRENT) == 0:
-        return asked(state, load(state + at.STATE_ASK))
+    if value != load(state + layout.STATE_NONE):
+        return int_value(state, value)
+    if load(array + layout.OB_TYPE) == load(state + layout.STATE_ARRAY_TYPE):
+        return call_stream_query(state, load(state + layout.STATE_QUERY_CUPY_STREAM))
+    if load(state + layout.STATE_CURRENT) == 0:
+        return call_stream_query(state, load(state + layout.STATE_QUERY_STREAM))
     if (
-        ask_stream(
-            load(state + at.STATE_CURRENT), load(state + at.STATE_DEVICE), state + at.STATE_ANSWER
+        query_stream(
+            load(state + layout.STATE_CURRENT),
+            load(state + layout.STATE_DEVICE),
+            state + layout.STATE_RESULT,
         )
         != 0
     ):
         PyErr_Clear()
         return -1
-    return load(state + at.STATE_ANSWER)
+    return load(state + layout.STATE_RESULT)
 
 
 @inline
-def is_here(state: int) -> bool:
+def is_own_context(state: int) -> bool:
     """Whether this thread's context is that of the communicator: default streams are those of the current one."""
-    ask = load(state + at.STATE_ASK_CONTEXT)
-    if ask == 0:
+    query = load(state + layout.STATE_GET_CONTEXT)
+    if query == 0:
         return True
-    code = call_int2(ask, state + at.STATE_ANSWER, 0)  # it takes the first alone
-    return code == 0 and load(state + at.STATE_ANSWER) == load(state + at.STATE_CONTEXT)
+    code = call_int2(query, state + layout.STATE_RESULT, 0)  # it takes the first alone
+    return code == 0 and load(state + layout.STATE_RESULT) == load(state + layout.STATE_CONTEXT)
 
 
 @inline
-def captures(state: int, stream: int) -> bool:
+def is_capturing(state: int, stream: int) -> bool:
     """Whether a stream is captured, or may be: what a graph reads is not let go of here, nor ordered."""
-    if load(state + at.STATE_IS_CAPTURING) == 0:
+    if load(state + layout.STATE_IS_CAPTURING) == 0:
         return True
-    store(state + at.STATE_ANSWER, 0)
+    store(state + layout.STATE_RESULT, 0)
     return (
-        call_int2(load(state + at.STATE_IS_CAPTURING), stream, state + at.STATE_ANSWER) != 0
-        or load32(state + at.STATE_ANSWER) != 0
+        call_int2(load(state + layout.STATE_IS_CAPTURING), stream, state + layout.STATE_RESULT) != 0
+        or load32(state + layout.STATE_RESULT) != 0
     )
 
 
 @inline
-def follow(state: int, stream: int) -> bool:
+def follow_stream(state: int, stream: int) -> bool:
     """Make ``stream`` wait for that of the operation before, and be that from now on. Captures and groups are Python's, and so is a stream
     of which something is held: it may be destroyed after this."""
-    before, event = load(state + at.STATE_STREAM), load(state + at.STATE_EVENT)
-    if PyList_Size(load(state + at.STATE_HELD)) != 0:
+    before, event = load(state + layout.STATE_STREAM), load(state + layout.STATE_EVENT)
+    if PyList_Size(load(state + layout.STATE_RETAINED)) != 0:
         return False
     if (
         event == 0
-        or not is_here(state)
-        or load32(load(state + at.STATE_GROUPS)) != 0
-        or captures(state, before)
-        or captures(state, stream)
+        or not is_own_context(state)
+        or load32(load(state + layout.STATE_GROUPS)) != 0
+        or is_capturing(state, before)
+        or is_capturing(state, stream)
     ):
         return False
     if (
-        call_int2(load(state + at.STATE_RECORD), event, before) != 0
-        or call_int3(load(state + at.STATE_WAIT), stream, event, 0) != 0
+        call_int2(load(state + layout.STATE_EVENT_RECORD), event, before) != 0
+        or call_int3(load(state + layout.STATE_STREAM_WAIT), stream, event, 0) != 0
     ):
         return False
-    store(state + at.STATE_STREAM, stream)
-    store(state + at.STATE_OTHERS, 1)
+    store(state + layout.STATE_STREAM, stream)
+    store(state + layout.STATE_OTHER_STREAMS, 1)
     return True
 
 
 @inline
-def may_go_on(state: int, stream: int, array: int) -> bool:
+def may_proceed(state: int, stream: int, array: int) -> bool:
     """Whether nothing is wrong, and ``stream`` is that of the operation before, or follows it. What producers of arrays have made that one
     wait for is waited for then, too. The first operation after a capture is Python's."""
-    if load32(load(state + at.STATE_ABORT)) != 0 or load(state + at.STATE_STREAM) == -1:
+    if load32(load(state + layout.STATE_ABORT)) != 0 or load(state + layout.STATE_STREAM) == -1:
         return False
-    number = stream_of(state, stream, array)
-    if number <= at.STREAM_OF_THREAD and not is_here(state):
+    handle = stream_handle(state, stream, array)
+    if handle <= layout.STREAM_PER_THREAD and not is_own_context(state):
         return False
-    if load(state + at.STATE_CAPTURED) != 0:
-        return number == load(state + at.STATE_STREAM) and captures(state, number)
-    return number == load(state + at.STATE_STREAM) or (number >= 0 and follow(state, number))
+    if load(state + layout.STATE_CAPTURED) != 0:
+        return handle == load(state + layout.STATE_STREAM) and is_capturing(state, handle)
+    return handle == load(state + layout.STATE_STREAM) or (
+        handle >= 0 and follow_stream(state, handle)
+    )
 
 
 @inline
-def is_plain(state: int, options: int, array: int) -> bool:
+def has_default_options(state: int, options: int, array: int) -> bool:
     """Whether ``async_op`` and ``stream``, the last arguments, are as usual. ``array``: the first that the call uses."""
-    return load(options) == load(state + at.STATE_FALSE) and may_go_on(
+    return load(options) == load(state + layout.STATE_FALSE) and may_proceed(
         state, load(options + 8), array
     )

@@ -19,8 +19,8 @@ from miraccl import native
 from miraccl.executor.cuda.launch import Launch
 from miraccl.executor.cuda.layout import ARGS, GROUP_SIZES, TYPE_SHIFT
 from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, WarpQueueRules
-from miraccl.fastpath.cuda import layout as at
-from miraccl.fastpath.cuda.kinds import DL_DTYPES, WORDS, Kind, words_of
+from miraccl.fastpath.cuda import layout
+from miraccl.fastpath.cuda.kinds import DL_DTYPES, STATE_CONSTANTS, ArrayProtocol, foreign_record
 from miraccl.native.capsules import pointer_of
 from miraccl.native.hashing import mix
 from miraccl.schedule.reduction import NUMPY_DTYPE
@@ -42,19 +42,25 @@ _MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     "send": ("message", (0,)),
     "recv": ("message", (1,)),
     "sendrecv": ("pair", ()),
-    "gather": ("moves", (at.ROOTED_OUT, 0, 1, 1, int(Collective.GATHER))),
-    "gather_v": ("moves", (at.ROOTED_OUT, 0, 1, 0, int(Collective.GATHER))),
-    "scatter": ("moves", (at.ROOTED_IN, 1, 0, 1, int(Collective.SCATTER))),
-    "scatter_v": ("moves", (at.ROOTED_IN, 1, 0, 0, int(Collective.SCATTER))),
-    "all_gather_v": ("moves", (at.ROOTED_NOWHERE, 0, 1, 0, int(Collective.ALL_GATHER))),
-    "all_to_all_v": ("moves", (at.ROOTED_NOWHERE, 1, 1, 0, int(Collective.ALL_TO_ALL))),
+    "gather": ("message_collective", (layout.ROOTED_OUT, 0, 1, 1, int(Collective.GATHER))),
+    "gather_v": ("message_collective", (layout.ROOTED_OUT, 0, 1, 0, int(Collective.GATHER))),
+    "scatter": ("message_collective", (layout.ROOTED_IN, 1, 0, 1, int(Collective.SCATTER))),
+    "scatter_v": ("message_collective", (layout.ROOTED_IN, 1, 0, 0, int(Collective.SCATTER))),
+    "all_gather_v": (
+        "message_collective",
+        (layout.NOT_ROOTED, 0, 1, 0, int(Collective.ALL_GATHER)),
+    ),
+    "all_to_all_v": (
+        "message_collective",
+        (layout.NOT_ROOTED, 1, 1, 0, int(Collective.ALL_TO_ALL)),
+    ),
     "reduce_scatter_v": ("reductions", (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))),
 }
 _COLLECTIVES = {collective.label: collective for collective in SHAPES}
 #: operations whose doors take calls as users make them
 CALLS = (*_COLLECTIVES, *_MESSAGES)
-_OPERATORS = tuple(RedOp(number) for number in range(at.NOPS))
-_ROW_WORDS = at.ROW_BYTES // 8
+_OPERATORS = tuple(RedOp(number) for number in range(layout.NOPS))
+_ROW_WORDS = layout.LAUNCH_BYTES // 8
 
 
 def _entry(name: str) -> int:
@@ -97,9 +103,9 @@ class Doors:
         hand_over: Callable[[Any], None],
         hold: Hold,
     ) -> None:
-        assert nranks <= at.MOST_RANKS
+        assert nranks <= layout.MAX_RANKS
         self._nranks = nranks
-        memory = np.zeros(at.STATE_BYTES // 8, np.int64)
+        memory = np.zeros(layout.STATE_BYTES // 8, np.int64)
         self._address = int(memory.ctypes.data)
         self._state = (
             memory.data
@@ -117,34 +123,37 @@ class Doors:
         self._no_cpu_plan = np.zeros(1, np.int64)
         self._unknown = {"torch": self._learn_torch, "cupy": self._learn_cupy}
         for where, value in (
-            (at.STATE_ABORT, abort),
-            (at.STATE_DEVICE, ordinal << 32 | at.DL_CUDA),
-            (at.STATE_STREAM, -1),
-            (at.STATE_ORDER, order),
-            (at.STATE_SELF, own),
-            (at.STATE_NONE, id(None)),
-            (at.STATE_FALSE, id(False)),
-            (at.STATE_INT_TYPE, id(int)),
-            (at.STATE_LIST_TYPE, id(list)),
-            (at.STATE_TUPLE_TYPE, id(tuple)),
-            (at.STATE_RANK, rank),
-            (at.STATE_NRANKS, nranks),
-            (at.STATE_GROUPS, groups),
-            (at.STATE_CPU_PLAN, int(self._no_cpu_plan.ctypes.data)),
-            (at.STATE_CLOSED, 1),
-            (at.STATE_NOTES, id(self._notes)),
-            (at.STATE_HAND_OVER, id(hand_over)),
-            (at.STATE_ORDINAL, id(ordinal)),
-            (at.STATE_FAIL, id(fail)),
-            (at.STATE_RELEASE, id(release)),
-            (at.STATE_VIEW_FOREIGN, _entry("view_foreign")),
-            (at.STATE_HELD, id(self.held)),
-            (at.STATE_NOTED_OWNERS, id(self._noted_owners)),
-            *WORDS,
-            *((at.STATE_NAMES + 8 * number, id(name)) for number, name in enumerate(at.NAMES)),
-            *((at.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
+            (layout.STATE_ABORT, abort),
+            (layout.STATE_DEVICE, ordinal << 32 | layout.DL_CUDA),
+            (layout.STATE_STREAM, -1),
+            (layout.STATE_ORDER, order),
+            (layout.STATE_OWN, own),
+            (layout.STATE_NONE, id(None)),
+            (layout.STATE_FALSE, id(False)),
+            (layout.STATE_INT_TYPE, id(int)),
+            (layout.STATE_LIST_TYPE, id(list)),
+            (layout.STATE_TUPLE_TYPE, id(tuple)),
+            (layout.STATE_RANK, rank),
+            (layout.STATE_NRANKS, nranks),
+            (layout.STATE_GROUPS, groups),
+            (layout.STATE_CPU_PLAN, int(self._no_cpu_plan.ctypes.data)),
+            (layout.STATE_CLOSED, 1),
+            (layout.STATE_COLLECTED_ARRAYS, id(self._notes)),
+            (layout.STATE_HAND_OVER, id(hand_over)),
+            (layout.STATE_ORDINAL, id(ordinal)),
+            (layout.STATE_RAISE, id(fail)),
+            (layout.STATE_RELEASE, id(release)),
+            (layout.STATE_VIEW_FOREIGN, _entry("view_foreign")),
+            (layout.STATE_RETAINED, id(self.held)),
+            (layout.STATE_COLLECTED_OWNERS, id(self._noted_owners)),
+            *STATE_CONSTANTS,
             *(
-                (at.STATE_DTYPES + 8 * number, dtype)
+                (layout.STATE_NAMES + 8 * number, id(name))
+                for number, name in enumerate(layout.NAMES)
+            ),
+            *((layout.STATE_OPS + 8 * number, id(op)) for number, op in enumerate(_OPERATORS)),
+            *(
+                (layout.STATE_DTYPES + 8 * number, dtype)
                 for number, dtype in enumerate(DL_DTYPES.values())
             ),
         ):
@@ -156,27 +165,27 @@ class Doors:
     @property
     def stream(self) -> int:
         """Of the last operation, as the driver's number; -1 before the first."""
-        return int(self._state[at.STATE_STREAM // 8])
+        return int(self._state[layout.STATE_STREAM // 8])
 
     @stream.setter
     def stream(self, number: int) -> None:
         if number not in (-1, 0):
-            self._put(at.STATE_OTHERS, 1)
-        self._put(at.STATE_STREAM, number)
+            self._put(layout.STATE_OTHER_STREAMS, 1)
+        self._put(layout.STATE_STREAM, number)
 
     @property
     def in_default_stream(self) -> bool:
         """Whether all operations were in the (legacy) default stream, which is never captured: so no graph brings any again."""
-        return not self._state[at.STATE_OTHERS // 8]
+        return not self._state[layout.STATE_OTHER_STREAMS // 8]
 
     @property
     def captured(self) -> bool:
         """Whether that stream was captured when an operation came to it that went the long way."""
-        return bool(self._state[at.STATE_CAPTURED // 8])
+        return bool(self._state[layout.STATE_CAPTURED // 8])
 
     @captured.setter
     def captured(self, is_so: bool) -> None:
-        self._put(at.STATE_CAPTURED, int(is_so))
+        self._put(layout.STATE_CAPTURED, int(is_so))
 
     def door(self, name: str, following: Door | None = None, *, notes: bool = False) -> Door:
         """The builtin for an operation (``doors.call`` has the arguments); calls that it does not take go to ``following``.
@@ -187,7 +196,7 @@ class Doors:
             ("collective", self._shape(name)) if name in _COLLECTIVES else _MESSAGES[name]
         )
         handed = (0, 0) if following is None else native.entry_of(following)
-        record = np.zeros(at.DOOR_WORDS, np.int64)
+        record = np.zeros(layout.FAST_WORDS, np.int64)
         record[: 4 + len(words)] = (self._address, *handed, int(notes), *words)
         self._kept.append((record, following))
         return _builtin(name, entry, int(record.ctypes.data))
@@ -195,8 +204,8 @@ class Doors:
     def _shape(self, name: str) -> tuple[int, ...]:
         collective = _COLLECTIVES[name]
         many_in, many_out, in_place = SHAPES[collective]
-        third = (at.THIRD_OPERATOR if collective.reduces else 0) | (
-            at.THIRD_ROOT if collective.rooted else 0
+        third = (layout.THIRD_OPERATOR if collective.reduces else 0) | (
+            layout.THIRD_ROOT if collective.rooted else 0
         )
         return (
             int(collective),
@@ -220,88 +229,93 @@ class Doors:
         capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
         if type(capsule).__name__ == "PyCapsule":
             table = pointer_of(capsule, b"dlpack_exchange_api")
-            if ctypes.c_uint32.from_address(table + at.API_MAJOR).value == at.DL_MAJOR:
-                self._put(at.STATE_VIEW, ctypes.c_int64.from_address(table + at.API_VIEW).value)
-                if not self._state[at.STATE_ASK // 8]:
+            if ctypes.c_uint32.from_address(table + layout.API_MAJOR).value == layout.DL_MAJOR:
+                self._put(
+                    layout.STATE_VIEW, ctypes.c_int64.from_address(table + layout.API_VIEW).value
+                )
+                if not self._state[layout.STATE_QUERY_STREAM // 8]:
                     self._put(
-                        at.STATE_CURRENT, ctypes.c_int64.from_address(table + at.API_CURRENT).value
+                        layout.STATE_CURRENT,
+                        ctypes.c_int64.from_address(table + layout.API_CURRENT).value,
                     )
-                self._put(at.STATE_TYPE, id(kind))
+                self._put(layout.STATE_TYPE, id(kind))
         return kind is not None
 
     def _learn_cupy(self, cupy: Any) -> bool:
         """The same of CuPy."""
         kind = getattr(cupy, "ndarray", None)
         if kind is not None and all(
-            hasattr(kind, name) for name in at.NAMES[: at.NAMES.index("ptr")]
+            hasattr(kind, name) for name in layout.NAMES[: layout.NAMES.index("ptr")]
         ):
             for number, (code, dtype) in enumerate(NUMPY_DTYPE.items()):
-                self._put(at.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
-                self._put(at.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
-            self._put(at.STATE_ARRAY_TYPE, id(kind))
+                self._put(layout.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
+                self._put(layout.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
+            self._put(layout.STATE_ARRAY_TYPE, id(kind))
         return kind is not None
 
-    def learn_kinds(self, kinds: dict[type, Kind]) -> None:
+    def learn_kinds(self, kinds: dict[type, ArrayProtocol]) -> None:
         """Look at arrays of these types, too, as many as there is room for; none that was there before is missing."""
         if len(kinds) == len(self._kinds):
             return
         for kind, how in list(
             kinds.items()
         ):  # other threads, which are ranks, too, may add some meanwhile
-            if kind not in self._kinds and len(self._kinds) < at.MOST_KINDS:
-                row = at.STATE_KINDS + len(self._kinds) * at.KIND_BYTES
-                words, self._kinds[kind] = words_of(kind, how)
+            if kind not in self._kinds and len(self._kinds) < layout.MAX_FOREIGN_TYPES:
+                row = layout.STATE_FOREIGN_TYPES + len(self._kinds) * layout.FOREIGN_BYTES
+                words, self._kinds[kind] = foreign_record(kind, how)
                 for place, word in words.items():
                     self._put(row + place, word)
 
     def ask_the_driver(self, pointer_attribute: int, is_capturing: int) -> None:
         """Addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
-        self._put(at.STATE_POINTER_ATTRIBUTE, pointer_attribute)
-        self._put(at.STATE_IS_CAPTURING, is_capturing)
+        self._put(layout.STATE_POINTER_ATTRIBUTE, pointer_attribute)
+        self._put(layout.STATE_IS_CAPTURING, is_capturing)
 
     def follow_streams(self, event: int, functions: Sequence[int], context: int) -> None:
         """Take calls in another stream than the one before as well, which waits for that by ``event``, where ``context`` is current;
         ``functions`` are addresses of cuEventRecord, cuStreamWaitEvent and cuCtxGetCurrent."""
         for where, value in zip(
-            (at.STATE_RECORD, at.STATE_WAIT, at.STATE_ASK_CONTEXT), functions, strict=True
+            (layout.STATE_EVENT_RECORD, layout.STATE_STREAM_WAIT, layout.STATE_GET_CONTEXT),
+            functions,
+            strict=True,
         ):
             self._put(where, value)
-        self._put(at.STATE_CONTEXT, context)
-        self._put(at.STATE_EVENT, event)
+        self._put(layout.STATE_CONTEXT, context)
+        self._put(layout.STATE_EVENT, event)
 
     def ask_for_stream(self, ask: Callable[[int], int]) -> None:
         """How the current stream is found, where the types of arrays do not tell."""
         self._kept.append(ask)
-        self._put(at.STATE_ASK, id(ask))
+        self._put(layout.STATE_QUERY_STREAM, id(ask))
 
     def ask_for_stream_of_arrays(self, ask: Callable[[int], int]) -> None:
         """How CuPy's current stream is found, which is that of its arrays."""
         self._kept.append(ask)
-        self._put(at.STATE_ASK_ARRAYS, id(ask))
+        self._put(layout.STATE_QUERY_CUPY_STREAM, id(ask))
 
     def also_clear(self, word: int) -> None:
         """Set the word at this address to 0 with each operation that goes through a door."""
-        self._put(at.STATE_CPU_PLAN, word)
+        self._put(layout.STATE_CPU_PLAN, word)
 
     def close(self) -> None:
         """Take no calls any more; the words that were given may be freed."""
-        self._put(at.STATE_ABORT, self._address + at.STATE_CLOSED)
+        self._put(layout.STATE_ABORT, self._address + layout.STATE_CLOSED)
         self._drop(list(self._launches))
 
     def release(self) -> None:
         """Let go of what launches read, once they have."""
         if self.held:
-            self._hold(self.held.copy(), int(self._state[at.STATE_HELD_STREAM // 8]))
+            self._hold(self.held.copy(), int(self._state[layout.STATE_RETAINED_STREAM // 8]))
             self.held.clear()
-            self._put(at.STATE_HELD_BYTES, 0)
+            self._put(layout.STATE_RETAINED_BYTES, 0)
 
     # ---- groups
 
     def are_collective(self, signature: int, count: int) -> bool:
         """Let the messages that are noted be launched as a collective; False if they are not ``count``, and nothing has happened."""
-        if self._state[at.STATE_NOTED // 8] != count:
+        if self._state[layout.STATE_COLLECTED // 8] != count:
             return False
-        self._put(at.STATE_NOTED_SIGNATURE, signature)
+        self._put(layout.STATE_COLLECTED_SIGNATURE, signature)
         return True
 
     def take_notes(self) -> tuple[int, list[tuple[Any, int, bool]], int]:
@@ -309,18 +323,18 @@ class Doors:
         any more."""
         arrays, words = (
             self._notes.copy(),
-            self._state[at.STATE_GROUP // 8 :: at.MESSAGE_BYTES // 8],
+            self._state[layout.STATE_COLLECTED_MESSAGES // 8 :: layout.MESSAGE_BYTES // 8],
         )
         self._notes.clear()
         self._noted_owners.clear()
-        self._put(at.STATE_NOTED, 0)
-        self._put(at.STATE_NOTED_BYTES, 0)
+        self._put(layout.STATE_COLLECTED, 0)
+        self._put(layout.STATE_COLLECTED_BYTES, 0)
         whats = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
         stream, signature = (
             int(self._state[word // 8])
-            for word in (at.STATE_NOTED_STREAM, at.STATE_NOTED_SIGNATURE)
+            for word in (layout.STATE_COLLECTED_STREAM, layout.STATE_COLLECTED_SIGNATURE)
         )
-        self._put(at.STATE_NOTED_SIGNATURE, 0)
+        self._put(layout.STATE_COLLECTED_SIGNATURE, 0)
         return (
             stream,
             [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)],
@@ -344,8 +358,10 @@ class Doors:
             return
         if collective.reduces and not isinstance(op, RedOp):  # with a scalar of its own
             return
-        third = at.both_of(int(op), root) if collective.reduces else root
-        self._enter(at.key_of(int(collective), third, DL_DTYPES[dtype]), count, launch, fills, None)
+        third = layout.pack_op_root(int(op), root) if collective.reduces else root
+        self._enter(
+            layout.launch_key(int(collective), third, DL_DTYPES[dtype]), count, launch, fills, None
+        )
 
     def remember_messages(
         self,
@@ -358,30 +374,30 @@ class Doors:
         """Enter a launch for messages like these; ``places`` are where their addresses belong, ``signature`` is that of the collective that
         they are, if any."""
         dtypes = [DType(message.code) for message in messages]
-        if len(messages) > at.MOST_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
+        if len(messages) > layout.MAX_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
             return
-        record, hashed = np.zeros((len(messages), at.MESSAGE_BYTES // 8), np.int64), signature
+        record, hashed = np.zeros((len(messages), layout.MESSAGE_BYTES // 8), np.int64), signature
         for row, message, dtype, place in zip(record, messages, dtypes, places, strict=True):
-            what = at.what_of(int(message.receives), message.peer, DL_DTYPES[dtype])
+            what = layout.message_kind(int(message.receives), message.peer, DL_DTYPES[dtype])
             count = message.nbytes // dtype.itemsize
             hashed = mix(mix(hashed, what), count)
             row[:] = (what, count, place)
-        self._enter(at.KEY_OF_MESSAGES | hashed, len(messages), launch, fills, record, signature)
+        self._enter(layout.MESSAGES_KEY | hashed, len(messages), launch, fills, record, signature)
 
     def knows_shape(self, messages: Sequence[P2pMessage], signature: int = 0) -> bool:
         """Whether there is a launch into which the sizes of messages like these can be written, or can be none."""
         whats = _whats(messages)
-        if len(messages) > at.MOST_MESSAGES or not all(whats):
+        if len(messages) > layout.MAX_MESSAGES or not all(whats):
             return True
         key = _shape_key(whats, signature)
         for row in self._rows(key, len(messages)):
-            if int(self._state[row + at.ROW_KEY // 8]) == key and self._block_at(row):
+            if int(self._state[row + layout.LAUNCH_KEY // 8]) == key and self._block_at(row):
                 shape = self._launches[self._block_at(row)][1]
-                rows = shape[at.SHAPE_BYTES // 8 :][: len(whats) * at.SHAPED_BYTES // 8].reshape(
-                    len(whats), -1
-                )
-                if rows[:, at.SHAPED_WHAT // 8].tolist() == whats and bool(
-                    shape[at.SHAPE_SIGNATURE // 8]
+                rows = shape[layout.TEMPLATE_BYTES // 8 :][
+                    : len(whats) * layout.TEMPLATE_MESSAGE_BYTES // 8
+                ].reshape(len(whats), -1)
+                if rows[:, layout.TEMPLATE_MESSAGE_KIND // 8].tolist() == whats and bool(
+                    shape[layout.TEMPLATE_SIGNATURE // 8]
                 ) == bool(signature):
                     return True
         return False
@@ -443,8 +459,8 @@ class Doors:
         """The words at which the rows begin in which a launch may stand."""
         hashed = mix(mix(0, key), count)
         return [
-            (at.STATE_TABLE + at.slot_of(hashed, probe) * at.ROW_BYTES) // 8
-            for probe in range(at.PROBES)
+            (layout.STATE_TABLE + layout.table_index(hashed, probe) * layout.LAUNCH_BYTES) // 8
+            for probe in range(layout.PROBES)
         ]
 
     def _enter(
@@ -470,7 +486,7 @@ class Doors:
 
     def _block_at(self, row: int) -> int:
         """Of a row that begins at this word; 0 if it is free."""
-        return int(self._state[row + at.ROW_BLOCK // 8])
+        return int(self._state[row + layout.LAUNCH_RECORD // 8])
 
     def forget_collectives(self) -> None:
         self._drop([block for block, (_, messages) in self._launches.items() if messages is None])
@@ -483,7 +499,7 @@ class Doors:
     def _drop(self, blocks: Sequence[int]) -> None:
         """Drop the launches with these blocks."""
         gone = set(blocks)
-        for row in range(at.STATE_TABLE // 8, at.STATE_BYTES // 8, _ROW_WORDS):
+        for row in range(layout.STATE_TABLE // 8, layout.STATE_BYTES // 8, _ROW_WORDS):
             if self._block_at(row) in gone:
                 for number in range(_ROW_WORDS):
                     self._state[row + number] = 0
@@ -494,7 +510,7 @@ class Doors:
     @property
     def last(self) -> Launch | None:
         """The launch of the last operation, if that went through a door."""
-        found = self._launches.get(int(self._state[at.STATE_LAST // 8]))
+        found = self._launches.get(int(self._state[layout.STATE_LAST_RECORD // 8]))
         return None if found is None else found[0]
 
     def _fail(self, code: int) -> None:
@@ -504,13 +520,13 @@ class Doors:
 
     def went_another_way(self) -> None:
         """The last operation did not go through a door."""
-        self._put(at.STATE_LAST, 0)
+        self._put(layout.STATE_LAST_RECORD, 0)
 
 
 def _whats(messages: Sequence[P2pMessage]) -> list[int]:
     """What messages are, but for their sizes; 0 for a type that doors do not know."""
     return [
-        at.what_of(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])
+        layout.message_kind(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])
         if DType(m.code) in DL_DTYPES
         else 0
         for m in messages
@@ -518,4 +534,4 @@ def _whats(messages: Sequence[P2pMessage]) -> list[int]:
 
 
 def _shape_key(whats: Sequence[int], signature: int) -> int:
-    return at.KEY_OF_SHAPE | functools.reduce(mix, whats, int(signature != 0))
+    return layout.TEMPLATE_KEY | functools.reduce(mix, whats, int(signature != 0))

@@ -8,11 +8,11 @@ from typing import Any
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from miraccl.fastpath.cuda import layout as at
+from miraccl.fastpath.cuda import layout
 from miraccl.native.intrinsics import I64, PyErr_Clear, PyLong_AsLong, inline, load, load32
 
 #: Linux maps nothing below (vm.mmap_min_addr); a tensor whose storage was freed has for an address its offset, most often 0
-LEAST_ADDRESS = 1 << 16
+MIN_ADDRESS = 1 << 16
 
 
 def _emit_call(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -54,58 +54,58 @@ def call_builtin(typingctx: Any, function: Any, owner: Any, args: Any, nargs: An
 
 
 @inline
-def view_tensor(state: int, thing: int, view: int) -> int:
+def view_tensor(state: int, tensor: int, view: int) -> int:
     """Look at a tensor on this GPU that is contiguous, and write at ``view`` what it is; its elements, -1 for anything else."""
-    if call_int2(load(state + at.STATE_VIEW), thing, view) != 0:
+    if call_int2(load(state + layout.STATE_VIEW), tensor, view) != 0:
         PyErr_Clear()
         return -1
-    return count_of(state, view)
+    return tensor_count(state, view)
 
 
 @inline
-def is_there(memory: int, count: int) -> bool:
+def is_valid_address(memory: int, count: int) -> bool:
     """Whether so many elements may lie at an address."""
-    return memory >= LEAST_ADDRESS or count == 0
+    return memory >= MIN_ADDRESS or count == 0
 
 
 @inline
-def count_of(state: int, view: int) -> int:
+def tensor_count(state: int, view: int) -> int:
     """Elements of a DLTensor on this GPU that is contiguous; -1 for anything else."""
-    if load(view + at.DL_DEVICE) != load(state + at.STATE_DEVICE):
+    if load(view + layout.DL_DEVICE) != load(state + layout.STATE_DEVICE):
         return -1
-    shape, strides, count = load(view + at.DL_SHAPE), load(view + at.DL_STRIDES), 1
-    for axis in range(load32(view + at.DL_NDIM) - 1, -1, -1):
+    shape, strides, count = load(view + layout.DL_SHAPE), load(view + layout.DL_STRIDES), 1
+    for axis in range(load32(view + layout.DL_NDIM) - 1, -1, -1):
         length = load(shape + 8 * axis)
         if strides != 0 and length != 1 and load(strides + 8 * axis) != count:
             return -1
         count *= length
-    return count if is_there(load(view + at.DL_DATA), count) else -1
+    return count if is_valid_address(load(view + layout.DL_DATA), count) else -1
 
 
 @inline
 def address(view: int) -> int:
-    return load(view + at.DL_DATA) + load(view + at.DL_OFFSET)
+    return load(view + layout.DL_DATA) + load(view + layout.DL_OFFSET)
 
 
 @inline
 def data_type(view: int) -> int:
     """A DLDataType as a number."""
-    return load32(view + at.DL_DTYPE) & 0xFFFFFFFF
+    return load32(view + layout.DL_DTYPE) & 0xFFFFFFFF
 
 
 @inline
-def number_of(state: int, given: int) -> int:
+def int_value(state: int, value: int) -> int:
     """An int that is not negative, -1 for anything else."""
-    if load(given + at.OB_TYPE) != load(state + at.STATE_INT_TYPE):
+    if load(value + layout.OB_TYPE) != load(state + layout.STATE_INT_TYPE):
         return -1
-    number = PyLong_AsLong(given)
+    number = PyLong_AsLong(value)
     if number == -1:
         PyErr_Clear()
     return number if number >= 0 else -1
 
 
 @inline
-def rank_of(state: int, given: int) -> int:
+def rank_value(state: int, value: int) -> int:
     """An int that is a rank, -1 for anything else."""
-    number = number_of(state, given)
-    return number if number < load(state + at.STATE_NRANKS) else -1
+    number = int_value(state, value)
+    return number if number < load(state + layout.STATE_NRANKS) else -1

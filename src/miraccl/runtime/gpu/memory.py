@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from miraccl.errors import InvalidUsage
-from miraccl.fastpath.cuda import layout as at
-from miraccl.fastpath.cuda.kinds import Kind
+from miraccl.fastpath.cuda import layout
+from miraccl.fastpath.cuda.kinds import ArrayProtocol
 from miraccl.ops.arguments import (
     ALLOWED,
     IMMUTABLE,
@@ -39,7 +39,7 @@ DTYPE_NAMES = {dtype.label: dtype for dtype in DType} | {"float8_e4m3fn": DType.
 _torch_dtypes: dict[Any, DType] = {}
 _typestrs: dict[str, DType] = {}
 #: for the fast path: types of valid arrays and the protocol they were read by; at most MOST_KINDS
-array_kinds: dict[type, Kind] = {}
+array_kinds: dict[type, ArrayProtocol] = {}
 
 
 class DeviceMemory(NamedTuple):
@@ -158,14 +158,14 @@ def device_view(
         view = _check_device(gpu, _view_interface(thing, interface, name, op_name), name, op_name)
         if not _is_cupy(thing):
             _wait_for_producer(interface, stream, gpu)
-            _remember_type(thing, Kind(dlpack=False))
+            _remember_type(thing, ArrayProtocol(dlpack=False))
         return view
     kind, ordinal = _dlpack_device(thing)
     if kind in _DL_CUDA:
         if gpu is not None and kind == _DL_CUDA[0] and ordinal != gpu.ordinal:
             raise _wrong_device(name, op_name, ordinal, gpu)
         view = _view_dlpack(thing, name, op_name, dlpack_stream(stream, ordinal))
-        _remember_type(thing, Kind(dlpack=True, immutable=immutable))
+        _remember_type(thing, ArrayProtocol(dlpack=True, immutable=immutable))
         return view._replace(read_only=view.read_only or immutable)
     if kind or hasattr(type(thing), "__array_interface__"):
         raise _on_cpu(name, op_name)
@@ -207,7 +207,7 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
     if producer is None or gpu is None:
         return
     consumer = find_current_stream()(gpu.ordinal) if stream is None else stream_handle(stream)
-    if (int(producer) or at.STREAM_LEGACY) == (consumer or at.STREAM_LEGACY):
+    if (int(producer) or layout.STREAM_LEGACY) == (consumer or layout.STREAM_LEGACY):
         return
     with gpu.device_guard():
         if gpu.capture_id(int(producer)) == gpu.capture_id(
@@ -216,9 +216,9 @@ def _wait_for_producer(interface: dict[str, Any], stream: Any, gpu: Gpu | None) 
             gpu.order_streams(int(producer), consumer)
 
 
-def _remember_type(thing: Any, how: Kind) -> None:
+def _remember_type(thing: Any, how: ArrayProtocol) -> None:
     """Tell the fast path the type of a valid array."""
-    if type(thing) not in array_kinds and len(array_kinds) < at.MOST_KINDS:
+    if type(thing) not in array_kinds and len(array_kinds) < layout.MAX_FOREIGN_TYPES:
         array_kinds[type(thing)] = how
 
 
