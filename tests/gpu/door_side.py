@@ -11,7 +11,7 @@ import pytest
 from miraccl.executor.cuda.lower import CommArgs
 from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_messages
 from miraccl.fastpath.cuda import layout
-from miraccl.fastpath.cuda.table import CALLS, Doors, group_builtins
+from miraccl.fastpath.cuda.table import CALLS, CudaFastPath, group_builtins
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu.fake_launch import Driver
@@ -19,7 +19,7 @@ from tests.gpu.fake_launch import Driver
 DL_CPU = 1
 
 
-def torch_with_doors() -> Any:
+def torch_with_exchange_api() -> Any:
     """PyTorch, whose tensors compiled code can read; skips the test, or the module that asks, where there is none."""
     torch = pytest.importorskip(
         "torch",
@@ -34,7 +34,7 @@ def torch_with_doors() -> Any:
     return torch
 
 
-class Side:
+class FastPathRank:
     """The doors of a rank, the first of two, as a communicator has them, on tensors in CPU memory, whose stream is 0."""
 
     def __init__(self, rank: int = 0, nranks: int = 2) -> None:
@@ -43,13 +43,13 @@ class Side:
             ctypes.c_int64(7),
             ctypes.c_int64(9),
         )
-        self.held: list[tuple[list[Any], int]] = []
+        self.retained: list[tuple[list[Any], int]] = []
         self.handed_over: list[tuple[int, list[tuple[Any, int, bool]]]] = []
         self.signatures: list[int] = []  # of what was handed over
         address = groups.address()
         groups.install_fast_path(*group_builtins(address))
         abort, order = ctypes.addressof(self.abort), ctypes.addressof(self.order)
-        self.doors = Doors(
+        self.fast_path = CudaFastPath(
             rank,
             nranks,
             0,
@@ -58,27 +58,27 @@ class Side:
             own=7,
             groups=address,
             hand_over=self.hand_over,
-            hold=self.hold,
+            retain=self.retain,
         )
-        self.doors._put(layout.STATE_DEVICE, DL_CPU)
-        self.doors.also_clear(ctypes.addressof(self.cpu_plan))
-        self.doors.learn_types()
-        self.doors.stream = 0
+        self.fast_path._write(layout.STATE_DEVICE, DL_CPU)
+        self.fast_path.set_cpu_plan_word(ctypes.addressof(self.cpu_plan))
+        self.fast_path.detect_array_types()
+        self.fast_path.stream = 0
         self.driver = Driver()
-        self.doors.ask_the_driver(*self.driver.questions())
-        self.door = {name: self.doors.door(name, notes=True) for name in CALLS}
+        self.fast_path.set_driver_functions(*self.driver.questions())
+        self.calls = {name: self.fast_path.fast_call(name, collects=True) for name in CALLS}
 
-    def hold(self, objects: list[Any], stream: int) -> None:
+    def retain(self, objects: list[Any], stream: int) -> None:
         """What is to live until what is in this stream has ended."""
-        self.held.append((objects, stream))
+        self.retained.append((objects, stream))
 
     def hand_over(self, group: groups.Group) -> None:
         """What Python makes of calls that are noted."""
-        stream, messages, signature = self.doors.take_notes()
+        stream, messages, signature = self.fast_path.pop_collected()
         self.handed_over.append((stream, messages))
         self.signatures.append(signature)
 
-    def remember(
+    def add_collective(
         self,
         collective: Collective,
         dtype: DType,
@@ -92,10 +92,10 @@ class Side:
         made: Any = types.SimpleNamespace(
             record=self.driver.record(count if number is None else number)
         )
-        self.doors.remember(collective, dtype, count, op, root, made, fills)
+        self.fast_path.add_collective(collective, dtype, count, op, root, made, fills)
         return made
 
-    def remember_messages(
+    def add_messages(
         self,
         number: int,
         *messages: tuple[bool, int, int, DType],
@@ -111,10 +111,10 @@ class Side:
             P2pMessage(receives, peer, 0, count * dtype.itemsize, int(dtype))
             for receives, peer, count, dtype in messages
         ]
-        self.doors.remember_messages(rows, places, made, fills, signature)
+        self.fast_path.add_messages(rows, places, made, fills, signature)
         return made
 
-    def remember_shape(
+    def add_template(
         self,
         number: int,
         messages: list[P2pMessage],
@@ -127,31 +127,31 @@ class Side:
         made: Any = types.SimpleNamespace(record=self.driver.record(number, len(lowered.args) // 8))
         argument = ctypes.c_uint64.from_address(made.record + 8 * layout.RECORD_ARGUMENT).value
         ctypes.memmove(argument, bytes(lowered.args), len(lowered.args))
-        self.doors.remember_shape(
+        self.fast_path.add_template(
             messages, lowered, comm_args.rank, rules, argument, made, signature
         )
         return made
 
     def all_reduce(self, x: Any, out: Any = None, op: Any = RedOp.SUM, stream: Any = None) -> int:
-        return self.door["all_reduce"](x, out, op, False, stream)
+        return self.calls["all_reduce"](x, out, op, False, stream)
 
     def broadcast(self, x: Any, root: Any) -> int:
-        return self.door["broadcast"](x, None, root, False, None)
+        return self.calls["broadcast"](x, None, root, False, None)
 
     def reduce(self, x: Any, root: Any, out: Any = None, op: Any = RedOp.SUM) -> int:
-        return self.door["reduce"](x, out, op, False, None, root)
+        return self.calls["reduce"](x, out, op, False, None, root)
 
     def all_gather(self, x: Any, out: Any) -> int:
-        return self.door["all_gather"](x, out, None, False, None)
+        return self.calls["all_gather"](x, out, None, False, None)
 
     def reduce_scatter(self, x: Any, out: Any, op: Any) -> int:
-        return self.door["reduce_scatter"](x, out, op, False, None)
+        return self.calls["reduce_scatter"](x, out, op, False, None)
 
     def send(self, x: Any, peer: Any = 1, async_op: Any = False, stream: Any = None) -> int:
-        return self.door["send"](x, peer, async_op, stream)
+        return self.calls["send"](x, peer, async_op, stream)
 
     def recv(self, x: Any, peer: Any = 1) -> int:
-        return self.door["recv"](x, peer, False, None)
+        return self.calls["recv"](x, peer, False, None)
 
     def sendrecv(self, x: Any, out: Any, dst: Any = 1, src: Any = 1) -> int:
-        return self.door["sendrecv"](x, dst, out, src, False, None)
+        return self.calls["sendrecv"](x, dst, out, src, False, None)

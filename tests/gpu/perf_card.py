@@ -16,53 +16,53 @@ from miraccl.tools.perf.spec import ITEMSIZES, build_case
 NBYTES = 64 << 20
 
 
-def patterns(card: GpuBuffers, arena: Arena) -> None:
+def patterns(buffers: GpuBuffers, arena: Arena) -> None:
     """What the GPU writes is what the CPU reads, and the GPU finds exactly the elements that the CPU made wrong."""
     for dtype, itemsize in ITEMSIZES.items():
         arena.reset()
         case = build_case("all_gather", 6 << 20, nranks=3, dtype=dtype)
         array = arena.allocate(case.output_count, dtype)
-        device_check.poison(card, array)
-        assert device_check.count_wrong(card, case, array, 1, 7) == array.count, dtype
+        device_check.poison(buffers, array)
+        assert device_check.count_wrong(buffers, case, array, 1, 7) == array.count, dtype
         for rank in range(3):
             device_check.fill_input(
-                card, case, array[rank * case.count : (rank + 1) * case.count], rank, 7
+                buffers, case, array[rank * case.count : (rank + 1) * case.count], rank, 7
             )
         host: Any = np.empty(array.count, array.dtype)
-        card.read(array.address, host)
+        buffers.read(array.address, host)
         assert data.count_wrong(case, host, data.expected_output(case, 1, 7)) == 0, dtype
-        assert device_check.count_wrong(card, case, array, 1, 7) == 0, dtype
+        assert device_check.count_wrong(buffers, case, array, 1, 7) == 0, dtype
         for element in (0, case.count, array.count - 1):
             host.view(np.uint8)[element * itemsize] ^= 1
-        card.write(array.address, host)
-        assert device_check.count_wrong(card, case, array, 1, 7) == 3, dtype
+        buffers.write(array.address, host)
+        assert device_check.count_wrong(buffers, case, array, 1, 7) == 3, dtype
 
 
-def graphs(card: GpuBuffers, arena: Arena) -> None:
+def graphs(buffers: GpuBuffers, arena: Arena) -> None:
     """A captured stream runs when it is replayed, again and again; a capture that fails leaves the stream usable."""
     arena.reset()
     array, host = arena.allocate(16, "uint8"), np.empty(16, np.uint8)
-    card.set_bytes(array.address, 16, 1)
-    replay = card.capture(lambda: card.set_bytes(array.address, 8, 9))
-    card.read(array.address, host)
+    buffers.set_bytes(array.address, 16, 1)
+    replay = buffers.capture(lambda: buffers.set_bytes(array.address, 8, 9))
+    buffers.read(array.address, host)
     assert host.tolist() == [1] * 16
     for _ in range(3):
-        card.set_bytes(array.address, 16, 1)
-        assert card.time_us(replay) > 0
-        card.read(array.address, host)
+        buffers.set_bytes(array.address, 16, 1)
+        assert buffers.time_us(replay) > 0
+        buffers.read(array.address, host)
         assert host.tolist() == [9] * 8 + [1] * 8
     with contextlib.suppress(ZeroDivisionError):
-        card.capture(lambda: 1 // 0)
-    card.set_bytes(array.address, 16, 2)
-    card.read(array.address, host)
+        buffers.capture(lambda: 1 // 0)
+    buffers.set_bytes(array.address, 16, 2)
+    buffers.read(array.address, host)
     assert host.tolist() == [2] * 16
-    card.drop_graphs()
+    buffers.drop_graphs()
 
 
-def clock(card: GpuBuffers) -> None:
+def clock(buffers: GpuBuffers) -> None:
     """A pause takes its time on the GPU: 400 000 cycles are 0.1 to 2 ms at 0.2 to 4 GHz, and ten of them take longer."""
-    card.pause()
-    one, ten = card.time_us(card.pause), card.time_us(lambda: card.pause(10))
+    buffers.pause()
+    one, ten = buffers.time_us(buffers.pause), buffers.time_us(lambda: buffers.pause(10))
     assert 50 < one < 5000
     assert ten > 3 * one
 

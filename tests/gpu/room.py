@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from miraccl.deadline import Deadline
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
-class Room:
+class ThreadRendezvous:
     """Where they meet."""
 
     def __init__(self, nranks: int) -> None:
         self.barrier, self.blobs = threading.Barrier(nranks), [b""] * nranks
 
-    def stages(self, rank: int) -> RoomStages:
-        return RoomStages(self, rank, Deadline.after(PATIENCE_S))
+    def stages(self, rank: int) -> ThreadSetupPhases:
+        return ThreadSetupPhases(self, rank, Deadline.after(TIMEOUT_S))
 
     def abort(self) -> None:
         """A rank does not come any more."""
@@ -25,18 +25,18 @@ class Room:
 
 
 @dataclass(frozen=True)
-class RoomStages:
+class ThreadSetupPhases:
     """``transport.cuda_p2p.Stages`` of one rank."""
 
-    room: Room
+    rendezvous: ThreadRendezvous
     rank: int
     deadline: Deadline
 
     def gather(self, name: str, data: bytes = b"") -> list[bytes]:
-        self.room.barrier.wait(self.deadline.left)
-        self.room.blobs[self.rank] = data
-        self.room.barrier.wait(self.deadline.left)
-        return list(self.room.blobs)
+        self.rendezvous.barrier.wait(self.deadline.left)
+        self.rendezvous.blobs[self.rank] = data
+        self.rendezvous.barrier.wait(self.deadline.left)
+        return list(self.rendezvous.blobs)
 
     def check(self) -> None:
         """Nothing ends them."""

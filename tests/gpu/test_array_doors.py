@@ -17,7 +17,7 @@ from miraccl.executor.cuda.moves import op_signature
 from miraccl.fastpath.cuda import table
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.door_side import Side, torch_with_doors
+from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
 
 F32, I64 = DType.FLOAT32, DType.INT64
@@ -60,7 +60,7 @@ def real() -> tuple[Any, Callable[..., Any]]:
     return cupy, make
 
 
-class Without(Side):
+class Without(FastPathRank):
     """A side in a process that has no PyTorch: streams are asked of a Python function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cupy: Any) -> None:
@@ -68,8 +68,8 @@ class Without(Side):
         super().__init__()
         self.stream: Any = 0
         self.asked: list[int] = []
-        self.doors.ask_for_stream(self.ask)
-        self.doors.ask_for_stream_of_arrays(self.ask)
+        self.fast_path.set_stream_query(self.ask)
+        self.fast_path.set_cupy_stream_query(self.ask)
 
     def ask(self, ordinal: int) -> Any:
         self.asked.append(ordinal)
@@ -100,9 +100,9 @@ def zeros(count: int, dtype: Any = np.float32) -> np.ndarray:
 
 def test_arrays_find_the_launch(side: Without, make: Callable[..., Any]) -> None:
     host, out, both = zeros(24), zeros(12), zeros(24)
-    side.remember(Collective.ALL_REDUCE, F32, 12)
-    side.remember(Collective.ALL_GATHER, F32, 12)
-    side.remember(Collective.REDUCE, F32, 12, RedOp.MAX, 1)
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
+    side.add_collective(Collective.ALL_GATHER, F32, 12)
+    side.add_collective(Collective.REDUCE, F32, 12, RedOp.MAX, 1)
     for part in (host[:12], host[12:], host[5:17].reshape(3, 4), host[3:15].reshape(1, 12, 1)):
         assert side.all_reduce(make(part)) == 0
         assert side.driver.seen[-1] == (12, 0, *SHAPE, 0, part.ctypes.data, part.ctypes.data)
@@ -119,7 +119,7 @@ def test_arrays_find_the_launch(side: Without, make: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize("code", list(DType))
 def test_every_type_is_known(side: Without, make: Callable[..., Any], code: DType) -> None:
-    side.remember(Collective.ALL_REDUCE, code, 8)
+    side.add_collective(Collective.ALL_REDUCE, code, 8)
     for other in DType:
         assert side.all_reduce(make(zeros(8, NUMPY_DTYPE[other]))) == int(other is not code)
 
@@ -140,9 +140,9 @@ def test_arrays_that_go_the_long_way(side: Without, make: Callable[..., Any]) ->
         None,
     ]
     wrong.append(make(np.zeros(12, ">f4")) if kind is Array else None)
-    side.remember(Collective.ALL_REDUCE, F32, 12)
-    side.remember(Collective.ALL_REDUCE, I64, 12)
-    side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
+    side.add_collective(Collective.ALL_REDUCE, I64, 12)
+    side.add_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
     x = make(zeros(12))
     for thing in wrong:
         assert (
@@ -179,7 +179,7 @@ def test_arrays_that_go_the_long_way(side: Without, make: Callable[..., Any]) ->
 def test_attributes_of_another_kind(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]) -> None:
     """A version of CuPy that has them otherwise is no worse than one without; no exception is left behind."""
     side = Without(monkeypatch, pretended()[0])
-    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
     bad = Array(zeros(12), **wrong)
     assert side.all_reduce(bad) == side.all_reduce(Array(zeros(12)), bad) == 1
     for name in wrong:
@@ -200,12 +200,12 @@ def test_a_library_without_these_attributes_goes_the_long_way(
 
 def test_the_stream_is_asked_for(side: Without, make: Callable[..., Any]) -> None:
     x = make(zeros(12))
-    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
     for wrong in (5, None, "0", -1, 1 << 70, ZeroDivisionError()):
         side.stream = wrong
         assert side.all_reduce(x) == 1
     assert len(side.asked) == 6
-    side.doors.stream = side.stream = 5
+    side.fast_path.stream = side.stream = 5
     assert side.all_reduce(x) == 0
     assert side.driver.seen[-1][-3] == 5
     assert side.all_reduce(x, stream=5) == 0
@@ -215,14 +215,14 @@ def test_the_stream_is_asked_for(side: Without, make: Callable[..., Any]) -> Non
 def test_what_ends_programs_does(side: Without, make: Callable[..., Any]) -> None:
     """Such as a signal handler that runs while the stream is asked for."""
     x, out = make(zeros(12)), make(zeros(24))
-    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
     side.stream = KeyboardInterrupt()
     for call in (
         lambda: side.all_reduce(x),
         lambda: side.send(x),
         lambda: side.sendrecv(x, out),
-        lambda: side.door["gather"](x, out, 0, None, None, False, None),
-        lambda: side.door["reduce_scatter_v"](out, x, RedOp.SUM, False, None, [12, 12]),
+        lambda: side.calls["gather"](x, out, 0, None, None, False, None),
+        lambda: side.calls["reduce_scatter_v"](out, x, RedOp.SUM, False, None, [12, 12]),
     ):
         with pytest.raises(KeyboardInterrupt):
             call()
@@ -233,7 +233,7 @@ def test_what_ends_programs_does(side: Without, make: Callable[..., Any]) -> Non
 
 def test_arrays_in_groups(side: Without, make: Callable[..., Any]) -> None:
     x, y = zeros(12), zeros(7, np.int64)
-    side.remember_messages(4, (False, 1, 12, F32), (True, 1, 7, I64), (True, 0, 12, F32))
+    side.add_messages(4, (False, 1, 12, F32), (True, 1, 7, I64), (True, 0, 12, F32))
     with miraccl.group():
         assert side.send(make(x)) == side.recv(make(y)) == side.recv(make(x), 0) == 0
     assert side.driver.seen == [(4, 0, *SHAPE, 0, x.ctypes.data, y.ctypes.data, x.ctypes.data)]
@@ -242,12 +242,12 @@ def test_arrays_in_groups(side: Without, make: Callable[..., Any]) -> None:
 def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]) -> None:
     """Unlike PyTorch's, empty arrays of CuPy's have an address."""
     whole = zeros(12)
-    side.remember_messages(
+    side.add_messages(
         1, (True, 1, 12, F32), signature=op_signature(Collective.ALL_GATHER, counts=(0, 12))
     )
     for first in range(13):
         assert (
-            side.door["all_gather_v"](
+            side.calls["all_gather_v"](
                 make(whole[first:first]), make(whole), None, None, [0, 12], False, None
             )
             == 0
@@ -257,7 +257,7 @@ def test_an_empty_array_overlaps_nothing(side: Without, make: Callable[..., Any]
 
 def test_references_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     side, size, ptr = Without(monkeypatch, pretended()[0]), 100_000, zeros(100_000).ctypes.data
-    side.remember(Collective.ALL_REDUCE, F32, size)
+    side.add_collective(Collective.ALL_REDUCE, F32, size)
     memory = Memory(ptr, 0)
     good = Array(zeros(size), size=size, data=memory)
     bad = Array(zeros(size), size=size, data=Memory(ptr + 1, 0))
@@ -278,7 +278,7 @@ def test_tensors_and_arrays(
 ) -> None:
     """Whichever library comes first: one table of launches, and each array in the current stream of its library. That of PyTorch's
     tensors is asked of compiled code where doors knew of PyTorch at the first operation."""
-    torch = torch_with_doors()
+    torch = torch_with_exchange_api()
     cupy, make = library
     modules: dict[str, Any] = {}
     monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules=modules))
@@ -293,19 +293,19 @@ def test_tensors_and_arrays(
         things = {"torch": tensor, "cupy": array}
         modules.clear()
         asked.clear()
-        side = Side()
-        side.remember(Collective.ALL_REDUCE, F32, 12)
+        side = FastPathRank()
+        side.add_collective(Collective.ALL_REDUCE, F32, 12)
         assert side.all_reduce(tensor) == side.all_reduce(array) == 1
-        side.doors.ask_for_stream_of_arrays(functools.partial(ask, "cupy"))
+        side.fast_path.set_cupy_stream_query(functools.partial(ask, "cupy"))
         modules[first] = types.SimpleNamespace()  # which is being imported
-        side.doors.learn_types()
+        side.fast_path.detect_array_types()
         modules[first] = {"torch": torch, "cupy": cupy}[first]
-        side.doors.learn_types()
-        side.doors.ask_for_stream(functools.partial(ask, "torch"))
+        side.fast_path.detect_array_types()
+        side.fast_path.set_stream_query(functools.partial(ask, "torch"))
         assert side.all_reduce(things[first]) == 0
         assert side.all_reduce(things[second]) == 1
         modules[second] = {"torch": torch, "cupy": cupy}[second]
-        side.doors.learn_types()
+        side.fast_path.detect_array_types()
         assert (
             side.all_reduce(tensor)
             == side.all_reduce(array)
@@ -319,34 +319,34 @@ def test_each_in_the_stream_of_its_library(
     monkeypatch: pytest.MonkeyPatch, library: tuple[Any, Callable[..., Any]]
 ) -> None:
     """That of the first array that is used."""
-    torch, (cupy, make) = torch_with_doors(), library
+    torch, (cupy, make) = torch_with_exchange_api(), library
     monkeypatch.setattr(table, "sys", types.SimpleNamespace(modules={"torch": torch, "cupy": cupy}))
-    side, tensor, array, blocks = Side(), torch.zeros(12), make(zeros(12)), make(zeros(24))
-    side.doors.ask_for_stream_of_arrays(lambda ordinal: 5)
-    side.remember(Collective.ALL_REDUCE, F32, 12)
-    side.remember_messages(1, (False, 1, 12, F32))
-    side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
-    side.remember_messages(
+    side, tensor, array, blocks = FastPathRank(), torch.zeros(12), make(zeros(12)), make(zeros(24))
+    side.fast_path.set_cupy_stream_query(lambda ordinal: 5)
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
+    side.add_messages(1, (False, 1, 12, F32))
+    side.add_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
+    side.add_messages(
         3, (True, 1, 12, F32), signature=op_signature(Collective.SCATTER, 1, (12, 12))
     )
-    side.remember_messages(
+    side.add_messages(
         4, (False, 1, 12, F32), signature=op_signature(Collective.GATHER, 1, (12, 12))
     )
     calls: list[Callable[[], int]] = [
         lambda: side.all_reduce(array, tensor),
         lambda: side.send(array),
         lambda: side.sendrecv(array, tensor),
-        lambda: side.door["scatter"](None, array, 1, None, None, False, None),
-        lambda: side.door["gather"](array, None, 1, None, None, False, None),
-        lambda: side.door["reduce_scatter_v"](blocks, array, RedOp.SUM, False, None, [12, 12]),
+        lambda: side.calls["scatter"](None, array, 1, None, None, False, None),
+        lambda: side.calls["gather"](array, None, 1, None, None, False, None),
+        lambda: side.calls["reduce_scatter_v"](blocks, array, RedOp.SUM, False, None, [12, 12]),
     ]
     assert [call() for call in calls] == [1] * len(
         calls
     )  # the last operation was in stream 0; there is no event to follow it
     assert side.all_reduce(tensor, array) == 0
-    side.doors.stream = 5
+    side.fast_path.stream = 5
     assert side.all_reduce(tensor, array) == 1
-    side.remember(Collective.REDUCE_SCATTER, F32, 12)
+    side.add_collective(Collective.REDUCE_SCATTER, F32, 12)
     assert [call() for call in calls] == [0] * len(calls)
     assert side.all_reduce(tensor, stream=5) == 0
 

@@ -28,7 +28,7 @@ from miraccl.runtime.gpu.windows import DeviceArray, DeviceWindows, _element_typ
 from miraccl.runtime.window import element_type
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
-from tests.gpu.door_side import torch_with_doors
+from tests.gpu.door_side import torch_with_exchange_api
 from tests.gpu.fake_cuda import FakeArray, FakeCuda
 
 
@@ -290,7 +290,7 @@ def test_arrays_without_memory_are_refused() -> None:
 
 def test_tensors_whose_storage_was_freed_are_refused() -> None:
     """A part of one has its offset for an address. These lie in CPU memory, whose device is -1."""
-    torch = torch_with_doors()
+    torch = torch_with_exchange_api()
     gpu = Gpu()
     gpu.ordinal = -1
     whole = torch.zeros(1 << 20)
@@ -401,7 +401,7 @@ def test_bools_are_refused() -> None:
     """Sums of their bytes are no bools."""
     with pytest.raises(InvalidUsage, match=r"a test: x has type '.b1'; allowed are int8, uint8"):
         view(Described(typestr="|b1"))
-    torch, gpu = torch_with_doors(), Gpu()
+    torch, gpu = torch_with_exchange_api(), Gpu()
     gpu.ordinal = -1
     with pytest.raises(
         InvalidUsage, match=r"a test: x has dtype torch.bool; allowed are int8, uint8"
@@ -412,7 +412,7 @@ def test_bools_are_refused() -> None:
 
 def test_tensors_that_are_negated_lazily_are_refused() -> None:
     """On GPUs and CPUs: neither their address nor DLPack tells of it."""
-    torch, gpu = torch_with_doors(), Gpu()
+    torch, gpu = torch_with_exchange_api(), Gpu()
     gpu.ordinal = -1
     for x in (torch._neg_view(torch.ones(4)), torch.ones(1, dtype=torch.complex64).conj().imag):
         assert x.is_contiguous()
@@ -647,7 +647,7 @@ def test_windows_are_shown_to_others_as_numbers_that_they_know(code: DType) -> N
 
 def test_a_window_is_a_tensor_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the one that is current in PyTorch, to which it would be copied."""
-    torch = torch_with_doors()
+    torch = torch_with_exchange_api()
     devices: list[str] = []
 
     def as_tensor(flat: Any, device: str) -> Any:

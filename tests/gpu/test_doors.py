@@ -17,27 +17,27 @@ from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.table import CALLS
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, PreMulSum, RedOp
-from tests.gpu.door_side import Side, torch_with_doors
+from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
 
-torch = torch_with_doors()
+torch = torch_with_exchange_api()
 F32, I64 = DType.FLOAT32, DType.INT64
 
 
 @pytest.fixture
-def side() -> Side:
-    return Side()
+def side() -> FastPathRank:
+    return FastPathRank()
 
 
-def test_doors_find_the_launch(side: Side) -> None:
+def test_doors_find_the_launch(side: FastPathRank) -> None:
     x, out, both = torch.zeros(4, 3), torch.zeros(12), torch.zeros(24)
     assert side.all_reduce(x) == 1  # nothing is remembered yet
-    made = side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 12)
-    side.remember(Collective.ALL_GATHER, DType.FLOAT32, 12)
-    side.remember(Collective.REDUCE_SCATTER, DType.FLOAT32, 12, RedOp.MAX)
+    made = side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 12)
+    side.add_collective(Collective.ALL_GATHER, DType.FLOAT32, 12)
+    side.add_collective(Collective.REDUCE_SCATTER, DType.FLOAT32, 12, RedOp.MAX)
     assert side.all_reduce(x) == 0
     assert side.driver.seen == [(12, 0, *SHAPE, 0, x.data_ptr(), x.data_ptr())]
-    assert side.doors.last is made
+    assert side.fast_path.last is made
     assert side.all_reduce(x[1:], out[3:]) == 1  # 9 elements
     assert side.all_reduce(x, out) == 0
     assert side.driver.seen[-1][-2:] == (x.data_ptr(), out.data_ptr())
@@ -46,20 +46,20 @@ def test_doors_find_the_launch(side: Side) -> None:
     assert side.driver.seen[-1][-2:] == (both.data_ptr(), x.data_ptr())
     assert side.reduce_scatter(both, x, RedOp.MIN) == 1
     assert side.all_gather(x, out) == 1
-    side.doors.went_another_way()
-    assert side.doors.last is None
-    side.remember(Collective.BROADCAST, DType.FLOAT32, 12, root=1)
+    side.fast_path.clear_last()
+    assert side.fast_path.last is None
+    side.add_collective(Collective.BROADCAST, DType.FLOAT32, 12, root=1)
     assert side.broadcast(x, 1) == 0
     for root in (0, 2, -1, 257, 1 << 70, True, 1.0, None):
         assert side.broadcast(x, root) == 1
     assert len(side.driver.seen) == 5
 
 
-def test_what_goes_the_long_way(side: Side) -> None:
-    side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 12)
-    side.remember(Collective.ALL_GATHER, DType.FLOAT32, 12)
-    side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 8, fills=True)
-    side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 7, PreMulSum(2.0))
+def test_what_goes_the_long_way(side: FastPathRank) -> None:
+    side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 12)
+    side.add_collective(Collective.ALL_GATHER, DType.FLOAT32, 12)
+    side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 8, fills=True)
+    side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 7, PreMulSum(2.0))
     x, whole = torch.zeros(12), torch.zeros(36)
     for thing in (
         np.zeros(12, np.float32),
@@ -89,29 +89,29 @@ def test_what_goes_the_long_way(side: Side) -> None:
     assert side.all_reduce(x) == 0
     for stream in (1, -1, 1 << 70, 0.0, False, True, torch.Stream(device="cpu")):
         assert side.all_reduce(x, stream=stream) == 1
-    side.doors.stream = 5
+    side.fast_path.stream = 5
     assert side.all_reduce(x) == 1
     assert side.all_reduce(x, stream=5) == 0
     assert side.driver.seen[-1][-3] == 5
-    side.doors.stream = -1  # before the first operation
+    side.fast_path.stream = -1  # before the first operation
     assert side.all_reduce(x, stream=-1) == 1
-    side.doors.stream = 0
+    side.fast_path.stream = 0
     assert side.all_reduce(x, stream=0) == 0
     side.abort.value = 1
     assert side.all_reduce(x) == 1
     side.abort.value = 0
-    side.doors.forget_collectives()
+    side.fast_path.remove_collectives()
     assert side.all_reduce(x) == 1
     assert len(side.driver.seen) == 5
 
 
-def test_tensors_whose_storage_was_freed_go_the_long_way(side: Side) -> None:
+def test_tensors_whose_storage_was_freed_go_the_long_way(side: FastPathRank) -> None:
     """Also a part of one, whose address is its offset; empty ones need no memory."""
     for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.BROADCAST):
-        side.remember(collective, F32, 12)
-    side.remember_messages(1, (False, 1, 12, F32))
-    side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
-    side.remember_messages(3, (False, 1, 0, F32))
+        side.add_collective(collective, F32, 12)
+    side.add_messages(1, (False, 1, 12, F32))
+    side.add_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
+    side.add_messages(3, (False, 1, 0, F32))
     x, both, freed = torch.zeros(12), torch.zeros(24), torch.zeros(36)
     parts, wholes, empty = (freed[:12], freed[12:24]), (freed[:24], freed[12:]), freed[:0]
     freed.untyped_storage().resize_(0)
@@ -125,18 +125,18 @@ def test_tensors_whose_storage_was_freed_go_the_long_way(side: Side) -> None:
     assert side.send(empty) == side.all_reduce(x) == side.sendrecv(x, torch.zeros(12)) == 0
 
 
-def test_more_launches_than_the_table_holds(side: Side) -> None:
+def test_more_launches_than_the_table_holds(side: FastPathRank) -> None:
     x, counts = torch.zeros(2 * layout.TABLE_ENTRIES), range(1, 2 * layout.TABLE_ENTRIES)
     for count in counts:
-        side.remember(Collective.ALL_REDUCE, DType.FLOAT32, count)
+        side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, count)
         assert side.all_reduce(x[:count]) == 0
         assert side.driver.seen[-1][0] == count
-    assert len(side.doors._launches) <= layout.TABLE_ENTRIES
+    assert len(side.fast_path._launches) <= layout.TABLE_ENTRIES
     found = [count for count in counts if side.all_reduce(x[:count]) == 0]
     assert [row[0] for row in side.driver.seen[-len(found) :]] == found
 
 
-def test_powers_of_two_find_places_of_their_own(side: Side) -> None:
+def test_powers_of_two_find_places_of_their_own(side: FastPathRank) -> None:
     """What a program uses: sizes that differ by factors of two, of several collectives, types and operators."""
     kinds = [
         (collective, op)
@@ -147,31 +147,31 @@ def test_powers_of_two_find_places_of_their_own(side: Side) -> None:
     for collective, op in kinds:
         for dtype in dtypes:
             for bits in range(30):
-                side.remember(collective, dtype, 1 << bits, op)
-    assert len(side.doors._launches) == len(kinds) * len(dtypes) * 30
+                side.add_collective(collective, dtype, 1 << bits, op)
+    assert len(side.fast_path._launches) == len(kinds) * len(dtypes) * 30
 
 
-def test_the_first_operation_after_a_capture_is_pythons(side: Side) -> None:
+def test_the_first_operation_after_a_capture_is_pythons(side: FastPathRank) -> None:
     """Which knows what it is to wait for."""
     x = torch.zeros(12)
-    side.remember(Collective.ALL_REDUCE, DType.FLOAT32, 12)
-    side.doors.stream, side.doors.captured = 5, True
+    side.add_collective(Collective.ALL_REDUCE, DType.FLOAT32, 12)
+    side.fast_path.stream, side.fast_path.captured = 5, True
     side.driver.capturing = {5}
     assert (side.all_reduce(x, stream=5), side.all_reduce(x, stream=6)) == (0, 1)
     side.driver.capturing = set()
     assert (side.all_reduce(x, stream=5), side.all_reduce(x, stream=6)) == (1, 1)
-    side.doors.captured = False
+    side.fast_path.captured = False
     assert side.all_reduce(x, stream=5) == 0
 
 
-def test_reduce_looks_at_the_root(side: Side) -> None:
+def test_reduce_looks_at_the_root(side: FastPathRank) -> None:
     x, out, odd = torch.zeros(12), torch.zeros(3, 4), torch.zeros(24)[::2]
     for op in (RedOp.SUM, RedOp.MAX):
         for root in (0, 1):
-            side.remember(Collective.REDUCE, F32, 12, op, root).op = (op, root)
+            side.add_collective(Collective.REDUCE, F32, 12, op, root).op = (op, root)
     for op in (RedOp.SUM, RedOp.MAX):
         assert [side.reduce(x, root, op=op) for root in (0, 1)] == [0, 0]
-        assert side.doors.last.op == (op, 1)  # type: ignore[union-attr]
+        assert side.fast_path.last.op == (op, 1)  # type: ignore[union-attr]
     assert side.reduce(x, 0, out) == 0
     assert side.driver.seen[-1][-2:] == (x.data_ptr(), out.data_ptr())
     assert side.reduce(x, 0, odd) == 1
@@ -186,15 +186,15 @@ def test_reduce_looks_at_the_root(side: Side) -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_in_place(rank: int) -> None:
     """Each operation in its own form; any other overlap is Python's."""
-    side = Side(rank, 3)
+    side = FastPathRank(rank, 3)
     for collective in (
         Collective.ALL_REDUCE,
         Collective.ALL_GATHER,
         Collective.REDUCE_SCATTER,
         Collective.ALL_TO_ALL,
     ):
-        side.remember(collective, F32, 4)
-    side.remember(Collective.REDUCE, F32, 4, root=rank)
+        side.add_collective(collective, F32, 4)
+    side.add_collective(Collective.REDUCE, F32, 4, root=rank)
     room = torch.zeros(36)
     whole = room[12:24]
     for first in range(8, 25):
@@ -213,27 +213,27 @@ def test_in_place(rank: int) -> None:
             side.all_gather(part, whole)
             assert side.driver.seen[-1][-2:] == (part.data_ptr(), whole.data_ptr())
     for first in range(25):
-        assert side.door["all_to_all"](whole, room[first : first + 12], None, False, None) == int(
+        assert side.calls["all_to_all"](whole, room[first : first + 12], None, False, None) == int(
             0 < first < 24
         )
 
 
-def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: Side) -> None:
-    side.remember(Collective.ALL_REDUCE, F32, 12)
+def test_every_call_says_that_the_last_plan_was_not_the_cpus(side: FastPathRank) -> None:
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
     assert side.all_reduce(torch.zeros(11)) == 1
     assert side.cpu_plan.value == 9
     assert side.all_reduce(torch.zeros(12)) == 0
     assert side.cpu_plan.value == 0
 
 
-def test_what_a_door_does_not_take_goes_to_the_next(side: Side) -> None:
+def test_what_a_door_does_not_take_goes_to_the_next(side: FastPathRank) -> None:
     """As with the doors of the CPU: the same arguments, and the answer of the second one."""
-    other = Side()
-    first = {name: side.doors.door(name, other.door[name]) for name in CALLS}
-    side.remember(Collective.ALL_REDUCE, F32, 12)
-    other.remember(Collective.ALL_REDUCE, F32, 13)
-    other.remember_messages(5, (False, 1, 13, F32))
-    other.remember_messages(6, (False, 1, 13, F32), (True, 0, 4, F32))
+    other = FastPathRank()
+    first = {name: side.fast_path.fast_call(name, other.calls[name]) for name in CALLS}
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
+    other.add_collective(Collective.ALL_REDUCE, F32, 13)
+    other.add_messages(5, (False, 1, 13, F32))
+    other.add_messages(6, (False, 1, 13, F32), (True, 0, 4, F32))
     x, y = torch.zeros(13), torch.zeros(4)
     assert first["all_reduce"](x, None, RedOp.SUM, False, None) == 0
     assert first["send"](x, 1, False, None) == 0
@@ -248,14 +248,14 @@ def test_what_a_door_does_not_take_goes_to_the_next(side: Side) -> None:
     assert other.driver.seen[-1][-2:] == (y.data_ptr(), x.data_ptr())
     assert first["all_reduce"](x[:12], None, RedOp.SUM, False, None) == 0
     assert side.driver.seen[-1][0] == 12
-    other.door.clear()  # the first ones keep what they call
+    other.calls.clear()  # the first ones keep what they call
     gc.collect()
     assert first["all_reduce"](x, None, RedOp.SUM, False, None) == 0
 
 
-def test_a_failed_launch_is_pythons(side: Side) -> None:
+def test_a_failed_launch_is_pythons(side: FastPathRank) -> None:
     side.driver._codes = (700, 0)
-    side.remember(Collective.ALL_REDUCE, F32, 12)
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
     assert side.all_reduce(torch.zeros(12)) == 1  # which launches again, and says what CUDA says
     assert side.all_reduce(torch.zeros(12)) == 0
 
@@ -263,15 +263,15 @@ def test_a_failed_launch_is_pythons(side: Side) -> None:
 # ---- sends and receives
 
 
-def test_messages_find_their_launch(side: Side) -> None:
+def test_messages_find_their_launch(side: FastPathRank) -> None:
     x, y = torch.zeros(3, 4), torch.zeros(7, dtype=torch.int64)
     assert side.send(x) == side.recv(x) == side.sendrecv(x, y) == 1
-    one = side.remember_messages(1, (False, 1, 12, F32))
-    side.remember_messages(2, (True, 1, 12, F32))
-    side.remember_messages(3, (False, 1, 12, F32), (True, 0, 7, I64))
+    one = side.add_messages(1, (False, 1, 12, F32))
+    side.add_messages(2, (True, 1, 12, F32))
+    side.add_messages(3, (False, 1, 12, F32), (True, 0, 7, I64))
     assert side.send(x) == 0
     assert side.driver.seen[-1] == (1, 0, *SHAPE, 0, x.data_ptr())
-    assert side.doors.last is one
+    assert side.fast_path.last is one
     assert side.recv(x) == 0
     assert side.driver.seen[-1] == (2, 0, *SHAPE, 0, x.data_ptr())
     assert side.sendrecv(x, y, 1, 0) == 0
@@ -285,36 +285,36 @@ def test_messages_find_their_launch(side: Side) -> None:
     assert len(side.driver.seen) == before
 
 
-def test_messages_of_a_group_may_be_a_collective(grouping: Side) -> None:
+def test_messages_of_a_group_may_be_a_collective(grouping: FastPathRank) -> None:
     side = grouping
     x, y = torch.zeros(12), torch.zeros(12)
     rows = (False, 1, 12, F32), (True, 1, 12, F32)
-    side.remember_messages(1, *rows)
-    side.remember_messages(2, *rows, signature=77)
+    side.add_messages(1, *rows)
+    side.add_messages(2, *rows, signature=77)
     for signature in (77, 0, 77):
         with miraccl.group():
             assert side.send(x) == side.recv(y) == 0
             assert groups.is_single_compiled_block()
-            assert not side.doors.are_collective(signature, 3)  # others are among them
-            assert side.doors.are_collective(signature, 2)
+            assert not side.fast_path.mark_collective(signature, 3)  # others are among them
+            assert side.fast_path.mark_collective(signature, 2)
         assert side.driver.seen.pop()[0] == (2 if signature else 1)
     with miraccl.group(), miraccl.group():
         assert not groups.is_single_compiled_block()
     with miraccl.group():
         assert side.send(x) == side.recv(y) == 0
-        assert side.doors.are_collective(77, 2)
+        assert side.fast_path.mark_collective(77, 2)
         groups.current()
     assert side.signatures == [77]
     assert side.sendrecv(x, y) == 0
     assert side.driver.seen.pop()[0] == 1
 
 
-def test_messages_that_go_the_long_way(side: Side) -> None:
+def test_messages_that_go_the_long_way(side: FastPathRank) -> None:
     x, whole = torch.zeros(12), torch.zeros(24)
     for receives in (False, True):
-        side.remember_messages(1, (receives, 1, 12, F32))
-        side.remember_messages(2, (receives, 1, 8, F32), fills=True)
-    side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
+        side.add_messages(1, (receives, 1, 12, F32))
+        side.add_messages(2, (receives, 1, 8, F32), fills=True)
+    side.add_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
     for thing in (
         np.zeros(12, np.float32),
         None,
@@ -345,14 +345,14 @@ def test_messages_that_go_the_long_way(side: Side) -> None:
     side.abort.value = 1
     assert side.send(x) == side.sendrecv(whole[:12], whole[12:]) == 1
     side.abort.value = 0
-    side.doors.forget_collectives()
+    side.fast_path.remove_collectives()
     assert side.send(x) == 0
-    side.doors.forget_messages()
+    side.fast_path.remove_messages()
     assert side.send(x) == side.recv(x) == 1
     assert len(side.driver.seen) == 6
 
 
-def test_messages_of_many_kinds_find_places_of_their_own(side: Side) -> None:
+def test_messages_of_many_kinds_find_places_of_their_own(side: FastPathRank) -> None:
     x, counts = (
         torch.zeros(1 << 12),
         sorted({(1 << bits) + more for bits in range(12) for more in range(3)}),
@@ -364,7 +364,7 @@ def test_messages_of_many_kinds_find_places_of_their_own(side: Side) -> None:
         for count in counts
     ]
     for number, kind in enumerate(kinds, 1):
-        side.remember_messages(number, kind)
+        side.add_messages(number, kind)
     for number, (receives, peer, count, _) in enumerate(kinds, 1):
         assert (side.recv if receives else side.send)(x[:count], peer) == 0
         assert side.driver.seen[-1][0] == number
@@ -374,9 +374,9 @@ def test_messages_of_many_kinds_find_places_of_their_own(side: Side) -> None:
 
 
 @pytest.fixture
-def grouping(side: Side) -> Side:
+def grouping(side: FastPathRank) -> FastPathRank:
     """A side that knows the launch of a send and two receives."""
-    side.remember_messages(4, (False, 1, 12, F32), (True, 1, 7, I64), (True, 0, 12, F32))
+    side.add_messages(4, (False, 1, 12, F32), (True, 1, 7, I64), (True, 0, 12, F32))
     return side
 
 
@@ -384,9 +384,9 @@ def addresses(notes: list[tuple[Any, int, bool]]) -> list[tuple[int, int, bool]]
     return [(x.data_ptr(), peer, receives) for x, peer, receives in notes]
 
 
-def test_a_group_is_noted_and_launched(grouping: Side) -> None:
+def test_a_group_is_noted_and_launched(grouping: FastPathRank) -> None:
     x, y, z = torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)
-    grouping.remember(Collective.ALL_REDUCE, F32, 12)
+    grouping.add_collective(Collective.ALL_REDUCE, F32, 12)
     for _ in range(2):
         with miraccl.group() as nothing:
             assert nothing is None
@@ -410,7 +410,7 @@ def test_a_group_is_noted_and_launched(grouping: Side) -> None:
     assert not grouping.handed_over
 
 
-def test_what_is_noted_lives_until_it_is_launched(grouping: Side) -> None:
+def test_what_is_noted_lives_until_it_is_launched(grouping: FastPathRank) -> None:
     arrays = [torch.zeros(12), torch.zeros(7, dtype=torch.int64), torch.zeros(12)]
     alive = [weakref.ref(array) for array in arrays]
     with miraccl.group():
@@ -423,7 +423,7 @@ def test_what_is_noted_lives_until_it_is_launched(grouping: Side) -> None:
     assert all(array() is None for array in alive)
 
 
-def test_a_group_that_python_looks_at_is_pythons(grouping: Side) -> None:
+def test_a_group_that_python_looks_at_is_pythons(grouping: FastPathRank) -> None:
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     with miraccl.group():
         assert grouping.sendrecv(x, y) == 0
@@ -451,7 +451,7 @@ def test_a_group_that_python_looks_at_is_pythons(grouping: Side) -> None:
 
 
 @pytest.mark.parametrize("why", ["unknown", "stream", "abort", "failed", "exception", "closed"])
-def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) -> None:
+def test_a_group_that_no_door_can_launch_is_pythons(grouping: FastPathRank, why: str) -> None:
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     try:
         with miraccl.group():
@@ -460,7 +460,7 @@ def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) ->
                 case "unknown":
                     assert grouping.recv(x) == 0
                 case "stream":
-                    grouping.doors.stream = 5
+                    grouping.fast_path.stream = 5
                 case "abort":
                     grouping.abort.value = 1
                 case "failed":
@@ -468,7 +468,7 @@ def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) ->
                 case "exception":
                     raise ZeroDivisionError
                 case "closed":
-                    grouping.doors.close()
+                    grouping.fast_path.close()
     except ZeroDivisionError:
         assert why == "exception"
     ((stream, notes),) = grouping.handed_over
@@ -483,7 +483,7 @@ def test_a_group_that_no_door_can_launch_is_pythons(grouping: Side, why: str) ->
     assert len(grouping.handed_over) == 1
 
 
-def test_what_is_not_noted(grouping: Side) -> None:
+def test_what_is_not_noted(grouping: FastPathRank) -> None:
     """Python checks it, and says what is wrong."""
     x, whole = torch.zeros(12), torch.zeros(24)
     wrong = (
@@ -494,7 +494,7 @@ def test_what_is_not_noted(grouping: Side) -> None:
         np.zeros(12, np.float32),
     )
     inner = {
-        name: grouping.doors.door(name) for name in ("send", "recv", "sendrecv")
+        name: grouping.fast_path.fast_call(name) for name in ("send", "recv", "sendrecv")
     }  # for calls that are to be made at once
     with miraccl.group():
         for _ in range(2):
@@ -529,8 +529,8 @@ def test_what_is_not_noted(grouping: Side) -> None:
     assert [len(notes) for _, notes in grouping.handed_over] == [2]
 
 
-def test_another_stream_thread_or_communicator_does_not_join(grouping: Side) -> None:
-    x, other, answers = torch.zeros(12), Side(), list[Any]()
+def test_another_stream_thread_or_communicator_does_not_join(grouping: FastPathRank) -> None:
+    x, other, answers = torch.zeros(12), FastPathRank(), list[Any]()
 
     def beside() -> None:
         answers.append(grouping.send(x))
@@ -542,9 +542,9 @@ def test_another_stream_thread_or_communicator_does_not_join(grouping: Side) -> 
     with miraccl.group():
         assert grouping.send(x) == 0
         assert other.send(x) == 1
-        grouping.doors.stream = 5
+        grouping.fast_path.stream = 5
         assert grouping.send(x, stream=5) == 1
-        grouping.doors.stream = 0
+        grouping.fast_path.stream = 0
         thread = threading.Thread(target=beside)
         thread.start()
         thread.join()
@@ -558,7 +558,7 @@ def test_another_stream_thread_or_communicator_does_not_join(grouping: Side) -> 
         assert grouping.send(x) == 1
 
 
-def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: Side) -> None:
+def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: FastPathRank) -> None:
     """Its number is not used again, as that of the system's thread may be."""
     answers: list[Any] = []
 
@@ -580,7 +580,7 @@ def test_a_thread_that_left_a_group_open_leaves_it_to_nobody(grouping: Side) -> 
         groups._record[layout.GROUPS_OPEN // 8] = before
 
 
-def test_groups_in_an_exit_stack(grouping: Side) -> None:
+def test_groups_in_an_exit_stack(grouping: FastPathRank) -> None:
     """Which gives the attributes of the class the object, too."""
     x, y = torch.zeros(12), torch.zeros(7, dtype=torch.int64)
     for kind in (None, ZeroDivisionError):
@@ -592,11 +592,11 @@ def test_groups_in_an_exit_stack(grouping: Side) -> None:
     assert len(grouping.driver.seen) == len(grouping.handed_over) == 1
 
 
-def test_as_many_messages_as_there_is_room_for(side: Side) -> None:
+def test_as_many_messages_as_there_is_room_for(side: FastPathRank) -> None:
     x = torch.zeros(2 * layout.MAX_MESSAGES)
     rows = [(False, 1, 1 + place, F32) for place in range(layout.MAX_MESSAGES)]
-    side.remember_messages(8, *rows)
-    side.remember_messages(9, *rows, (False, 1, 1, F32))
+    side.add_messages(8, *rows)
+    side.add_messages(9, *rows, (False, 1, 1, F32))
     with miraccl.group():
         for place in range(layout.MAX_MESSAGES - 1):
             assert side.send(x[: 1 + place]) == 0
@@ -609,12 +609,12 @@ def test_as_many_messages_as_there_is_room_for(side: Side) -> None:
 # ---- the end
 
 
-def test_closed_doors_look_at_nothing(side: Side) -> None:
+def test_closed_doors_look_at_nothing(side: FastPathRank) -> None:
     """The words in host memory are gone then."""
-    side.remember(Collective.ALL_REDUCE, F32, 12)
-    side.remember_messages(1, (False, 1, 12, F32))
-    side.doors.close()
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
+    side.add_messages(1, (False, 1, 12, F32))
+    side.fast_path.close()
     side.abort.value = 0
     assert side.all_reduce(torch.zeros(12)) == side.send(torch.zeros(12)) == 1
-    assert side.doors._state[layout.STATE_ABORT // 8] != ctypes.addressof(side.abort)
-    assert not side.doors._launches
+    assert side.fast_path._state[layout.STATE_ABORT // 8] != ctypes.addressof(side.abort)
+    assert not side.fast_path._launches

@@ -26,7 +26,7 @@ from miraccl.native.capsules import pointer_of
 from miraccl.runtime import group as groups
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.door_side import Side
+from tests.gpu.door_side import FastPathRank
 from tests.gpu.fake_launch import SHAPE
 
 F32, I64 = DType.FLOAT32, DType.INT64
@@ -83,15 +83,15 @@ class Subclass(Described, Packed):
 
 
 @pytest.fixture
-def side() -> Side:
-    made = Side()
-    made.doors.learn_kinds(
+def side() -> FastPathRank:
+    made = FastPathRank()
+    made.fast_path.add_foreign_types(
         {Described: ArrayProtocol(dlpack=False), Packed: ArrayProtocol(dlpack=True)}
     )
     made.stream = 0  # type: ignore[attr-defined]
-    made.doors.ask_for_stream(lambda ordinal: made.stream)  # type: ignore[attr-defined]
-    made.doors._put(layout.STATE_CURRENT, 0)
-    made.remember(Collective.ALL_REDUCE, F32, 12)
+    made.fast_path.set_stream_query(lambda ordinal: made.stream)  # type: ignore[attr-defined]
+    made.fast_path._write(layout.STATE_CURRENT, 0)
+    made.add_collective(Collective.ALL_REDUCE, F32, 12)
     return made
 
 
@@ -111,16 +111,16 @@ both = pytest.mark.parametrize("make", [Described, Packed])
 
 
 @both
-def test_arrays_find_the_launch(side: Side, make: Any) -> None:
+def test_arrays_find_the_launch(side: FastPathRank, make: Any) -> None:
     host, out, whole = zeros(24), zeros(), zeros(24)
-    side.remember(Collective.ALL_GATHER, F32, 12)
-    side.remember(Collective.REDUCE_SCATTER, F32, 12)
-    side.remember(Collective.BROADCAST, F32, 12, root=1)
-    side.remember_messages(1, (False, 1, 12, F32))
-    side.remember_messages(
+    side.add_collective(Collective.ALL_GATHER, F32, 12)
+    side.add_collective(Collective.REDUCE_SCATTER, F32, 12)
+    side.add_collective(Collective.BROADCAST, F32, 12, root=1)
+    side.add_messages(1, (False, 1, 12, F32))
+    side.add_messages(
         3, (False, 1, 12, F32), signature=op_signature(Collective.GATHER, 1, (12, 12))
     )
-    side.remember_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
+    side.add_messages(2, (False, 1, 12, F32), (True, 1, 12, F32))
     for part in (host[:12], host[12:], host[5:17].reshape(3, 4), host[3:15].reshape(1, 12, 1)):
         assert side.all_reduce(make(part)) == 0
         assert side.driver.seen[-1] == (12, 0, *SHAPE, 0, part.ctypes.data, part.ctypes.data)
@@ -135,9 +135,10 @@ def test_arrays_find_the_launch(side: Side, make: Any) -> None:
     assert side.broadcast(make(out), 1) == 0
     assert side.send(make(host[2:14])) == side.sendrecv(make(host[:12]), make(host[12:])) == 0
     assert side.driver.seen[-1][-2:] == (host[12:].ctypes.data, host.ctypes.data)
-    assert side.door["gather"](make(out), None, 1, None, None, False, None) == 0
+    assert side.calls["gather"](make(out), None, 1, None, None, False, None) == 0
     assert (
-        side.door["reduce_scatter_v"](make(whole), make(out), RedOp.SUM, False, None, [12, 12]) == 0
+        side.calls["reduce_scatter_v"](make(whole), make(out), RedOp.SUM, False, None, [12, 12])
+        == 0
     )
     seen = len(side.driver.seen)
     assert (
@@ -163,17 +164,17 @@ def test_arrays_find_the_launch(side: Side, make: Any) -> None:
 
 
 @both
-def test_what_is_read_only_is_not_written(side: Side, make: Any) -> None:
+def test_what_is_read_only_is_not_written(side: FastPathRank, make: Any) -> None:
     x, out = frozen(zeros()), zeros()
     for root in range(2):
-        side.remember(Collective.BROADCAST, F32, 12, root=root)
-        side.remember(Collective.REDUCE, F32, 12, RedOp.SUM, root)
-    side.remember(Collective.REDUCE_SCATTER, F32, 12)
+        side.add_collective(Collective.BROADCAST, F32, 12, root=root)
+        side.add_collective(Collective.REDUCE, F32, 12, RedOp.SUM, root)
+    side.add_collective(Collective.REDUCE_SCATTER, F32, 12)
     for receives in (False, True):
-        side.remember_messages(1 + receives, (receives, 1, 12, F32))
-    side.remember_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
+        side.add_messages(1 + receives, (receives, 1, 12, F32))
+    side.add_messages(3, (False, 1, 12, F32), (True, 1, 12, F32))
     gathered = op_signature(Collective.GATHER, 0, (12, 12))
-    side.remember_messages(
+    side.add_messages(
         4, (False, 0, 12, F32), (True, 0, 12, F32), (True, 1, 12, F32), signature=gathered
     )
     assert (
@@ -202,21 +203,21 @@ def test_what_is_read_only_is_not_written(side: Side, make: Any) -> None:
         == side.reduce(make(out), 0, make(x))
         == 1
     )
-    assert side.door["gather"](make(out), make(frozen(zeros(24))), 0, None, None, False, None) == 1
+    assert side.calls["gather"](make(out), make(frozen(zeros(24))), 0, None, None, False, None) == 1
     assert (
-        side.door["reduce_scatter_v"](make(zeros(24)), make(x), RedOp.SUM, False, None, [12, 12])
+        side.calls["reduce_scatter_v"](make(zeros(24)), make(x), RedOp.SUM, False, None, [12, 12])
         == 1
     )
     assert len(side.driver.seen) == seen
-    assert side.door["gather"](make(out), make(zeros(24)), 0, None, None, False, None) == 0
+    assert side.calls["gather"](make(out), make(zeros(24)), 0, None, None, False, None) == 0
     assert (
-        side.door["reduce_scatter_v"](make(zeros(24)), make(out), RedOp.SUM, False, None, [12, 12])
+        side.calls["reduce_scatter_v"](make(zeros(24)), make(out), RedOp.SUM, False, None, [12, 12])
         == 0
     )
 
 
 @both
-def test_only_types_that_are_known_are_asked(side: Side, make: Any) -> None:
+def test_only_types_that_are_known_are_asked(side: FastPathRank, make: Any) -> None:
     def never() -> None:
         raise AssertionError
 
@@ -235,7 +236,7 @@ def test_only_types_that_are_known_are_asked(side: Side, make: Any) -> None:
         type(f"ArrayProtocol{number}", (make,), {}): ArrayProtocol(dlpack=make is Packed)
         for number in range(layout.MAX_FOREIGN_TYPES)
     }
-    side.doors.learn_kinds(
+    side.fast_path.add_foreign_types(
         {Described: ArrayProtocol(dlpack=False), Packed: ArrayProtocol(dlpack=True)} | many
     )
     taken = [side.all_reduce(kind(zeros())) for kind in many]
@@ -244,10 +245,10 @@ def test_only_types_that_are_known_are_asked(side: Side, make: Any) -> None:
 
 def test_types_that_are_known_stay() -> None:
     """Another type may not get the address of one that went."""
-    side = Side()
+    side = FastPathRank()
     kind = type("Short", (Described,), {})
     alive = weakref.ref(kind)
-    side.doors.learn_kinds({kind: ArrayProtocol(dlpack=False)})
+    side.fast_path.add_foreign_types({kind: ArrayProtocol(dlpack=False)})
     del kind
     gc.collect()
     assert alive() is not None
@@ -255,7 +256,7 @@ def test_types_that_are_known_stay() -> None:
 
 def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be threads, which have these in common."""
-    side = Side()
+    side = FastPathRank()
     kinds: dict[type, ArrayProtocol] = {Described: ArrayProtocol(dlpack=False)}
 
     def add(kind: type, how: ArrayProtocol) -> Any:
@@ -263,13 +264,13 @@ def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatc
         return foreign_record(kind, how)
 
     monkeypatch.setattr("miraccl.fastpath.cuda.table.foreign_record", add)
-    side.remember(Collective.ALL_REDUCE, F32, 12)
-    side.doors.learn_kinds(kinds)
+    side.add_collective(Collective.ALL_REDUCE, F32, 12)
+    side.fast_path.add_foreign_types(kinds)
     assert (
         side.all_reduce(Described(zeros()), stream=0),
         side.all_reduce(Packed(zeros()), stream=0),
     ) == (0, 1)
-    side.doors.learn_kinds(kinds)
+    side.fast_path.add_foreign_types(kinds)
     assert (
         side.all_reduce(Described(zeros()), stream=0),
         side.all_reduce(Packed(zeros()), stream=0),
@@ -278,7 +279,9 @@ def test_types_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatc
 
 @both
 @pytest.mark.parametrize("error", [AttributeError, ValueError, BufferError])
-def test_arrays_that_say_no_go_the_long_way(side: Side, make: Any, error: type[Exception]) -> None:
+def test_arrays_that_say_no_go_the_long_way(
+    side: FastPathRank, make: Any, error: type[Exception]
+) -> None:
     """Such as those that were deleted. No exception is left behind."""
     x, good = make(zeros()), make(zeros())
 
@@ -297,7 +300,7 @@ def test_arrays_that_say_no_go_the_long_way(side: Side, make: Any, error: type[E
 
 
 @both
-def test_what_ends_programs_does(side: Side, make: Any) -> None:
+def test_what_ends_programs_does(side: FastPathRank, make: Any) -> None:
     x, good = make(zeros()), make(zeros())
 
     def interrupt() -> None:
@@ -313,13 +316,13 @@ def test_what_ends_programs_does(side: Side, make: Any) -> None:
         with pytest.raises(KeyboardInterrupt):
             call()
     with pytest.raises(KeyboardInterrupt):
-        side.door["gather"](x, zeros(24), 0, None, None, False, None)
+        side.calls["gather"](x, zeros(24), 0, None, None, False, None)
     assert side.all_reduce(good) == 0
     assert len(side.driver.seen) == 1
 
 
 @both
-def test_calls_that_asking_makes(side: Side, make: Any) -> None:
+def test_calls_that_asking_makes(side: FastPathRank, make: Any) -> None:
     """An array may compute what it is asked for. Doors take nothing of it, and the call around it is right; unless that has changed the
     stream."""
     x, out, other = make(zeros()), make(zeros()), make(zeros())
@@ -336,7 +339,7 @@ def test_calls_that_asking_makes(side: Side, make: Any) -> None:
     assert side.driver.seen == [(12, 0, *SHAPE, 0, x.array.ctypes.data, out.array.ctypes.data)]
 
     def go_elsewhere() -> None:
-        side.doors.stream = 5
+        side.fast_path.stream = 5
 
     out.asked = go_elsewhere
     assert side.all_reduce(x, out) == 1
@@ -344,7 +347,7 @@ def test_calls_that_asking_makes(side: Side, make: Any) -> None:
 
 
 @both
-def test_the_stream_is_looked_at_before_the_array(side: Side, make: Any) -> None:
+def test_the_stream_is_looked_at_before_the_array(side: FastPathRank, make: Any) -> None:
     """Which may be gone: nobody is to wait in the stream of the operation before if that is not this one's."""
     x = make(zeros())
 
@@ -362,15 +365,15 @@ def test_the_stream_is_looked_at_before_the_array(side: Side, make: Any) -> None
     assert (
         side.all_reduce(x)
         == side.sendrecv(x, x)
-        == side.door["all_gather_v"](x, x, None, None, [12, 0], False, None)
+        == side.calls["all_gather_v"](x, x, None, None, [12, 0], False, None)
         == 1
     )
     side.abort.value = 1
     assert side.all_reduce(x, stream=0) == 1
 
 
-def test_without_the_driver_nobody_is_asked(side: Side) -> None:
-    side.doors.ask_the_driver(0, 0)
+def test_without_the_driver_nobody_is_asked(side: FastPathRank) -> None:
+    side.fast_path.set_driver_functions(0, 0)
     assert side.all_reduce(Described(zeros())) == side.all_reduce(Packed(zeros())) == 1
 
 
@@ -378,8 +381,8 @@ def test_without_the_driver_nobody_is_asked(side: Side) -> None:
 
 
 @pytest.mark.parametrize("code", list(DType))
-def test_every_type_that_the_interface_can_say(side: Side, code: DType) -> None:
-    side.remember(Collective.ALL_REDUCE, code, 8)
+def test_every_type_that_the_interface_can_say(side: FastPathRank, code: DType) -> None:
+    side.add_collective(Collective.ALL_REDUCE, code, 8)
     dtype = NUMPY_DTYPE[code]
     assert side.all_reduce(Described(zeros(8, dtype), typestr=dtype.str)) == int(
         dtype.isbuiltin != 1
@@ -442,9 +445,9 @@ def test_every_type_that_the_interface_can_say(side: Side, code: DType) -> None:
     ],
     ids=str,
 )
-def test_interfaces_that_go_the_long_way(side: Side, said: dict[str, Any]) -> None:
+def test_interfaces_that_go_the_long_way(side: FastPathRank, said: dict[str, Any]) -> None:
     good, bad = Described(zeros()), Described(zeros(), **said)
-    side.remember_messages(1, (False, 1, 12, F32), (True, 1, 12, F32))
+    side.add_messages(1, (False, 1, 12, F32), (True, 1, 12, F32))
     assert (
         side.all_reduce(bad)
         == side.all_reduce(good, bad)
@@ -457,7 +460,7 @@ def test_interfaces_that_go_the_long_way(side: Side, said: dict[str, Any]) -> No
     assert side.all_reduce(bad) == 0
 
 
-def test_an_interface_that_is_no_dictionary(side: Side) -> None:
+def test_an_interface_that_is_no_dictionary(side: FastPathRank) -> None:
     class Sized(dict[str, Any]):
         pass
 
@@ -468,13 +471,13 @@ def test_an_interface_that_is_no_dictionary(side: Side) -> None:
         list(Described(zeros()).__cuda_array_interface__.items()),
     ):
         kind = type("Other", (), {"__cuda_array_interface__": other})
-        apart = Side()
-        apart.remember(Collective.ALL_REDUCE, F32, 12)
-        apart.doors.learn_kinds({kind: ArrayProtocol(dlpack=False)})
+        apart = FastPathRank()
+        apart.add_collective(Collective.ALL_REDUCE, F32, 12)
+        apart.fast_path.add_foreign_types({kind: ArrayProtocol(dlpack=False)})
         assert apart.all_reduce(kind(), stream=0) == 1
 
 
-def test_what_an_interface_may_leave_out(side: Side) -> None:
+def test_what_an_interface_may_leave_out(side: FastPathRank) -> None:
     nothing: tuple[dict[str, Any], ...] = (
         {"strides": None},
         {"strides": ...},
@@ -489,7 +492,7 @@ def test_what_an_interface_may_leave_out(side: Side) -> None:
     )  # steps along axes of one
 
 
-def test_where_an_address_is_the_driver_says(side: Side) -> None:
+def test_where_an_address_is_the_driver_says(side: FastPathRank) -> None:
     x, out = Described(zeros()), Described(zeros())
     assert side.all_reduce(x, out) == 0
     for ordinal in (1, -1, None):
@@ -499,22 +502,22 @@ def test_where_an_address_is_the_driver_says(side: Side) -> None:
     assert side.all_reduce(x, out) == side.all_reduce(out) == 0
 
 
-def test_an_interface_with_the_stream_of_the_operation(side: Side) -> None:
+def test_an_interface_with_the_stream_of_the_operation(side: FastPathRank) -> None:
     """1 is the legacy default stream."""
     x = Described(zeros(), stream=1)
     assert side.all_reduce(x) == 0
-    side.doors.stream = side.stream = 1  # type: ignore[attr-defined]
+    side.fast_path.stream = side.stream = 1  # type: ignore[attr-defined]
     assert side.all_reduce(x) == 0
     x.said = {"stream": 77}
     assert side.all_reduce(x) == 1
-    side.doors.stream = side.stream = 77  # type: ignore[attr-defined]
+    side.fast_path.stream = side.stream = 77  # type: ignore[attr-defined]
     assert side.all_reduce(x) == side.all_reduce(Described(zeros())) == 0
     x.said = {"stream": 1}
     assert side.all_reduce(x) == 1
 
 
-def test_interfaces_in_groups(side: Side) -> None:
-    side.remember_messages(4, (False, 1, 12, F32), (True, 1, 7, I64))
+def test_interfaces_in_groups(side: FastPathRank) -> None:
+    side.add_messages(4, (False, 1, 12, F32), (True, 1, 7, I64))
     arrays = [zeros(), zeros(7, np.int64)]
     want = [array.ctypes.data for array in arrays]
     alive = [weakref.ref(array) for array in arrays]
@@ -528,7 +531,7 @@ def test_interfaces_in_groups(side: Side) -> None:
     assert all(array() is None for array in alive)
 
 
-def test_references_of_interfaces_are_given_back(side: Side) -> None:
+def test_references_of_interfaces_are_given_back(side: FastPathRank) -> None:
     x, bad = Described(zeros()), Described(zeros(), data=(4098, False))
     interface, wrong = x.__cuda_array_interface__, bad.__cuda_array_interface__
 
@@ -537,7 +540,7 @@ def test_references_of_interfaces_are_given_back(side: Side) -> None:
 
     good, other = Constant(), Constant()
     good.__cuda_array_interface__, other.__cuda_array_interface__ = interface, wrong  # type: ignore[attr-defined]
-    side.doors.learn_kinds(
+    side.fast_path.add_foreign_types(
         {
             Described: ArrayProtocol(dlpack=False),
             Packed: ArrayProtocol(dlpack=True),
@@ -563,62 +566,62 @@ def test_references_of_interfaces_are_given_back(side: Side) -> None:
 # ---- DLPack
 
 
-def test_the_producer_is_told_the_stream(side: Side) -> None:
+def test_the_producer_is_told_the_stream(side: FastPathRank) -> None:
     x = Packed(zeros())
     for stream in (0, 1, 2, 77):
-        side.doors.stream = side.stream = stream  # type: ignore[attr-defined]
+        side.fast_path.stream = side.stream = stream  # type: ignore[attr-defined]
         assert side.all_reduce(x) == 0
     assert x.streams == [1, 1, 2, 77]
 
 
-def test_capsules_are_held_until_they_are_handed_over(side: Side) -> None:
+def test_capsules_are_held_until_they_are_handed_over(side: FastPathRank) -> None:
     x, out = Packed(zeros()), Packed(zeros())
     assert (x.capsules, out.capsules) == (0, 0)
     for number in range(1, layout.MAX_RETAINED // 2):
         assert side.all_reduce(x, out) == 0
         assert (x.capsules, out.capsules) == (number, number)
-    assert not side.held
+    assert not side.retained
     assert side.all_reduce(x, out) == 0
-    ((objects, stream),) = side.held
+    ((objects, stream),) = side.retained
     assert (len(objects), stream) == (layout.MAX_RETAINED, 0)
-    assert side.doors.held == []
+    assert side.fast_path.retained == []
     assert x.capsules == out.capsules == layout.MAX_RETAINED // 2
-    side.held.clear()
+    side.retained.clear()
     del objects
     assert x.capsules == out.capsules == 0
     assert side.all_reduce(x) == 0
     assert x.capsules == 1
-    side.doors.release()
-    assert len(side.held) == 1
-    side.doors.release()
-    assert len(side.held) == 1
+    side.fast_path.release()
+    assert len(side.retained) == 1
+    side.fast_path.release()
+    assert len(side.retained) == 1
 
 
-def test_much_memory_is_handed_over_at_once(side: Side) -> None:
+def test_much_memory_is_handed_over_at_once(side: FastPathRank) -> None:
     count = layout.MAX_RETAINED_BYTES // 4
-    side.remember(Collective.ALL_REDUCE, F32, count)
-    side.remember(Collective.ALL_REDUCE, F32, count - 1)
+    side.add_collective(Collective.ALL_REDUCE, F32, count)
+    side.add_collective(Collective.ALL_REDUCE, F32, count - 1)
     assert side.all_reduce(Packed(zeros(count - 1))) == 0
-    assert not side.held
+    assert not side.retained
     assert side.all_reduce(Packed(zeros())) == 0
-    assert [len(objects) for objects, _ in side.held] == [2]
+    assert [len(objects) for objects, _ in side.retained] == [2]
     assert side.all_reduce(Packed(zeros(count))) == 0
-    assert [len(objects) for objects, _ in side.held] == [2, 1]
+    assert [len(objects) for objects, _ in side.retained] == [2, 1]
     assert side.all_reduce(Packed(zeros())) == 0
-    assert len(side.held) == 2
+    assert len(side.retained) == 2
 
 
-def test_capsules_are_handed_over_with_their_stream(side: Side) -> None:
+def test_capsules_are_handed_over_with_their_stream(side: FastPathRank) -> None:
     x = Packed(zeros())
     assert side.all_reduce(x) == side.all_reduce(x) == 0
-    side.doors.stream = side.stream = 5  # type: ignore[attr-defined]
+    side.fast_path.stream = side.stream = 5  # type: ignore[attr-defined]
     assert side.all_reduce(x) == 0
-    assert [(len(objects), stream) for objects, stream in side.held] == [(2, 0)]
-    side.doors.release()
-    assert [(len(objects), stream) for objects, stream in side.held] == [(2, 0), (1, 5)]
+    assert [(len(objects), stream) for objects, stream in side.retained] == [(2, 0)]
+    side.fast_path.release()
+    assert [(len(objects), stream) for objects, stream in side.retained] == [(2, 0), (1, 5)]
 
 
-def test_a_stream_is_left_with_nothing_held_of_it(side: Side) -> None:
+def test_a_stream_is_left_with_nothing_held_of_it(side: FastPathRank) -> None:
     """The program may destroy it then."""
     record, wait = (
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
@@ -630,21 +633,21 @@ def test_a_stream_is_left_with_nothing_held_of_it(side: Side) -> None:
         wait(lambda stream, event, flags: 0),
         ask(lambda place: place.__setitem__(0, current[0]) or 0),
     )
-    side.doors.follow_streams(
+    side.fast_path.enable_stream_switches(
         1, [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls], context=7
     )
     x = Packed(zeros())
-    assert (side.all_reduce(x, stream=0), len(side.doors.held)) == (0, 1)
-    assert (side.all_reduce(x, stream=5), side.doors.stream) == (1, 0)
-    side.doors.release()
+    assert (side.all_reduce(x, stream=0), len(side.fast_path.retained)) == (0, 1)
+    assert (side.all_reduce(x, stream=5), side.fast_path.stream) == (1, 0)
+    side.fast_path.release()
     current[0] = 8  # of another GPU, whose default stream 0 would be
-    assert (side.all_reduce(x, stream=5), side.doors.stream) == (1, 0)
+    assert (side.all_reduce(x, stream=5), side.fast_path.stream) == (1, 0)
     current[0] = 7
-    assert (side.all_reduce(x, stream=5), side.doors.stream) == (0, 5)
-    assert [(len(objects), stream) for objects, stream in side.held] == [(1, 0)]
+    assert (side.all_reduce(x, stream=5), side.fast_path.stream) == (0, 5)
+    assert [(len(objects), stream) for objects, stream in side.retained] == [(1, 0)]
 
 
-def test_what_is_not_done_is_not_held(side: Side) -> None:
+def test_what_is_not_done_is_not_held(side: FastPathRank) -> None:
     x, odd, unknown = Packed(zeros()), Packed(zeros(24)[::2]), Packed(zeros(13))
     assert (
         side.all_reduce(odd)
@@ -657,18 +660,18 @@ def test_what_is_not_done_is_not_held(side: Side) -> None:
     side.driver._codes = (700,)
     assert side.all_reduce(x, Packed(zeros())) == 1
     assert x.capsules == odd.capsules == unknown.capsules == 0
-    assert side.doors.held == []
+    assert side.fast_path.retained == []
     assert side.all_reduce(x) == 0
     assert x.capsules == 1
 
 
-def test_where_handing_over_fails_it_is_told(side: Side) -> None:
+def test_where_handing_over_fails_it_is_told(side: FastPathRank) -> None:
     """The operation is under way, so what it reads stays."""
 
     def refuse(objects: list[Any], stream: int) -> None:
         raise ZeroDivisionError
 
-    side.doors._hold = refuse
+    side.fast_path._retain = refuse
     x = Packed(zeros())
     for _ in range(layout.MAX_RETAINED - 1):
         assert side.all_reduce(x) == 0
@@ -677,7 +680,7 @@ def test_where_handing_over_fails_it_is_told(side: Side) -> None:
     assert x.capsules == layout.MAX_RETAINED == len(side.driver.seen)
 
 
-def test_what_a_graph_reads_is_pythons_to_keep(side: Side) -> None:
+def test_what_a_graph_reads_is_pythons_to_keep(side: FastPathRank) -> None:
     x = Packed(zeros())
     side.driver.capturing.add(0)
     assert side.all_reduce(x) == 1
@@ -688,35 +691,37 @@ def test_what_a_graph_reads_is_pythons_to_keep(side: Side) -> None:
 
 
 @pytest.fixture
-def grouping(side: Side) -> Side:
+def grouping(side: FastPathRank) -> FastPathRank:
     """A side that knows the launch of a send, a receive and a pair."""
-    side.remember_messages(
+    side.add_messages(
         4, (False, 1, 12, F32), (True, 1, 12, F32), (False, 1, 12, F32), (True, 1, 12, F32)
     )
     return side
 
 
-def test_capsules_in_groups(grouping: Side) -> None:
+def test_capsules_in_groups(grouping: FastPathRank) -> None:
     side, x, y = grouping, Packed(zeros()), Packed(zeros())
     for turn in range(1, layout.MAX_RETAINED // 4 + 1):
         with miraccl.group():
             assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
-            assert (x.capsules, y.capsules, len(side.doors.held)) == (
+            assert (x.capsules, y.capsules, len(side.fast_path.retained)) == (
                 2 * turn,
                 2 * turn,
                 4 * (turn - 1),
             )
         assert side.driver.seen.pop()[-1] == x.array.ctypes.data
         assert not side.driver.seen
-        assert len(side.doors.held) == 4 * turn % layout.MAX_RETAINED
-    assert [(len(objects), stream) for objects, stream in side.held] == [(layout.MAX_RETAINED, 0)]
-    side.held.clear()
+        assert len(side.fast_path.retained) == 4 * turn % layout.MAX_RETAINED
+    assert [(len(objects), stream) for objects, stream in side.retained] == [
+        (layout.MAX_RETAINED, 0)
+    ]
+    side.retained.clear()
     assert (x.capsules, y.capsules) == (0, 0)
     assert not side.handed_over
 
 
 @pytest.mark.parametrize("why", ["python", "exception", "captured", "failed", "asked"])
-def test_capsules_of_a_group_that_is_pythons(grouping: Side, why: str) -> None:
+def test_capsules_of_a_group_that_is_pythons(grouping: FastPathRank, why: str) -> None:
     """Which makes capsules of its own."""
     side, x, y = grouping, Packed(zeros()), Packed(zeros())
     with contextlib.suppress(ZeroDivisionError), miraccl.group():
@@ -737,7 +742,7 @@ def test_capsules_of_a_group_that_is_pythons(grouping: Side, why: str) -> None:
             raise ZeroDivisionError
     ((_, notes),) = side.handed_over
     assert [thing for thing, _, _ in notes] == ([x, y] if why == "asked" else [x, y, x, y])
-    assert (x.capsules, y.capsules, side.doors.held) == (0, 0, [])
+    assert (x.capsules, y.capsules, side.fast_path.retained) == (0, 0, [])
     assert len(side.driver.seen) == (why == "failed")
     x.asked = lambda: None
     side.driver.capturing.clear()
@@ -746,21 +751,23 @@ def test_capsules_of_a_group_that_is_pythons(grouping: Side, why: str) -> None:
     assert (x.capsules, y.capsules) == (2, 2)
 
 
-def test_much_memory_of_a_group_is_handed_over_at_once(side: Side) -> None:
+def test_much_memory_of_a_group_is_handed_over_at_once(side: FastPathRank) -> None:
     count = layout.MAX_RETAINED_BYTES // 8
-    side.remember_messages(4, (False, 1, count, F32), (True, 1, count, F32))
+    side.add_messages(4, (False, 1, count, F32), (True, 1, count, F32))
     for _ in range(2):
         with miraccl.group():
             assert side.send(Packed(zeros(count))) == side.recv(Packed(zeros(count))) == 0
-    assert [len(objects) for objects, _ in side.held] == [2, 2]
+    assert [len(objects) for objects, _ in side.retained] == [2, 2]
 
 
-def test_where_handing_over_the_capsules_of_a_group_fails_it_is_told(grouping: Side) -> None:
+def test_where_handing_over_the_capsules_of_a_group_fails_it_is_told(
+    grouping: FastPathRank,
+) -> None:
     def refuse(objects: list[Any], stream: int) -> None:
         raise ZeroDivisionError
 
     side, x = grouping, Packed(zeros())
-    side.doors._hold = refuse
+    side.fast_path._retain = refuse
 
     def exchange() -> None:
         with miraccl.group():
@@ -778,27 +785,27 @@ def test_where_handing_over_the_capsules_of_a_group_fails_it_is_told(grouping: S
         assert groups.current() is not None
 
 
-def test_what_cannot_be_held_stays(grouping: Side) -> None:
+def test_what_cannot_be_held_stays(grouping: FastPathRank) -> None:
     def refuse(objects: list[Any], stream: int) -> None:
         raise ZeroDivisionError
 
     side, x, y = grouping, Packed(zeros()), Packed(zeros())
     assert side.all_reduce(x) == 0
-    side.doors._hold = refuse
-    side.doors.stream = side.stream = 5  # type: ignore[attr-defined]
+    side.fast_path._retain = refuse
+    side.fast_path.stream = side.stream = 5  # type: ignore[attr-defined]
     with (
         pytest.raises(ZeroDivisionError),
         miraccl.group(),
     ):  # where those of the other stream were to be handed over first
         assert side.send(x) == side.recv(y) == side.sendrecv(x, y) == 0
-    assert (x.capsules, y.capsules, len(side.doors.held)) == (3, 2, 1)
+    assert (x.capsules, y.capsules, len(side.fast_path.retained)) == (3, 2, 1)
     with pytest.raises(ZeroDivisionError):
         side.all_reduce(y)
-    assert (y.capsules, len(side.doors.held)) == (3, 1)
+    assert (y.capsules, len(side.fast_path.retained)) == (3, 1)
 
 
-def test_an_array_in_a_group_of_another_thread_is_not_asked(side: Side) -> None:
-    side.remember_messages(1, (False, 1, 12, F32))
+def test_an_array_in_a_group_of_another_thread_is_not_asked(side: FastPathRank) -> None:
+    side.add_messages(1, (False, 1, 12, F32))
     x = Packed(zeros())
     with miraccl.group():
         thread = threading.Thread(target=lambda: x.streams.append(side.send(x)))
@@ -807,18 +814,20 @@ def test_an_array_in_a_group_of_another_thread_is_not_asked(side: Side) -> None:
     assert x.streams == [1]  # what the door said
 
 
-def test_an_operation_of_several_launches_holds_once(side: Side) -> None:
+def test_an_operation_of_several_launches_holds_once(side: FastPathRank) -> None:
     for root in range(2):
-        side.remember(Collective.REDUCE, F32, 4 + root, root=root).check = lambda code: [][code]
+        side.add_collective(Collective.REDUCE, F32, 4 + root, root=root).check = lambda code: [][
+            code
+        ]
     x, out = Packed(zeros(9)), Packed(zeros(4))
     side.driver._codes = (700, 0, 0, 0, 700)
-    assert side.door["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5]) == 1
+    assert side.calls["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5]) == 1
     assert (x.capsules, out.capsules) == (0, 0)
-    assert side.door["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5]) == 0
+    assert side.calls["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5]) == 0
     assert (x.capsules, out.capsules) == (1, 1)
     with pytest.raises(IndexError):  # the first launch is under way
-        side.door["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5])
-    assert (x.capsules, out.capsules, len(side.doors.held)) == (2, 2, 4)
+        side.calls["reduce_scatter_v"](x, out, RedOp.SUM, False, None, [4, 5])
+    assert (x.capsules, out.capsules, len(side.fast_path.retained)) == (2, 2, 4)
 
 
 class Old(Packed):
@@ -836,8 +845,8 @@ class Telling(Packed):
 
 @pytest.mark.parametrize("kind", [Old, Telling])
 @pytest.mark.parametrize("immutable", [False, True])
-def test_producers_of_all_ages(side: Side, kind: Any, immutable: bool) -> None:
-    side.doors.learn_kinds(
+def test_producers_of_all_ages(side: FastPathRank, kind: Any, immutable: bool) -> None:
+    side.fast_path.add_foreign_types(
         {
             Described: ArrayProtocol(dlpack=False),
             Packed: ArrayProtocol(dlpack=True),
@@ -863,8 +872,8 @@ class Later(Packed):
         return capsule
 
 
-def test_a_capsule_of_another_version(side: Side) -> None:
-    side.doors.learn_kinds(
+def test_a_capsule_of_another_version(side: FastPathRank) -> None:
+    side.fast_path.add_foreign_types(
         {
             Described: ArrayProtocol(dlpack=False),
             Packed: ArrayProtocol(dlpack=True),
@@ -876,7 +885,7 @@ def test_a_capsule_of_another_version(side: Side) -> None:
     assert x.capsules == 0
 
 
-def test_what_is_no_capsule(side: Side) -> None:
+def test_what_is_no_capsule(side: FastPathRank) -> None:
     used = zeros().__dlpack__()
     np.from_dlpack(
         types.SimpleNamespace(__dlpack__=lambda **_: used, __dlpack_device__=lambda: (1, 0))
@@ -884,11 +893,11 @@ def test_what_is_no_capsule(side: Side) -> None:
     for thing in (None, 5, used, zeros().__array_struct__):
         other = Packed(zeros())
         kind = type("Other", (), {"__dlpack__": lambda self, thing=thing, **_: thing})
-        apart = Side()
-        apart.remember(Collective.ALL_REDUCE, F32, 12)
-        apart.doors.learn_kinds({kind: ArrayProtocol(dlpack=True)})
+        apart = FastPathRank()
+        apart.add_collective(Collective.ALL_REDUCE, F32, 12)
+        apart.fast_path.add_foreign_types({kind: ArrayProtocol(dlpack=True)})
         assert apart.all_reduce(kind(), stream=0) == apart.all_reduce(kind(), other, stream=0) == 1
-        assert apart.doors.held == []
+        assert apart.fast_path.retained == []
 
 
 class Freed(Packed):
@@ -904,30 +913,30 @@ class Freed(Packed):
         return capsule
 
 
-def test_capsules_without_memory(side: Side) -> None:
-    side.doors.learn_kinds(
+def test_capsules_without_memory(side: FastPathRank) -> None:
+    side.fast_path.add_foreign_types(
         {
             Described: ArrayProtocol(dlpack=False),
             Packed: ArrayProtocol(dlpack=True),
             Freed: ArrayProtocol(dlpack=True),
         }
     )
-    side.remember_messages(1, (False, 1, 12, F32))
+    side.add_messages(1, (False, 1, 12, F32))
     x = Freed(zeros())
     assert side.all_reduce(x) == side.all_reduce(Packed(zeros()), x) == side.send(x) == 1
     assert x.capsules == 0
     assert not side.driver.seen
 
 
-def test_types_and_devices_of_capsules(side: Side) -> None:
+def test_types_and_devices_of_capsules(side: FastPathRank) -> None:
     for dtype in (np.complex64, np.bool_, np.float64):
         assert side.all_reduce(Packed(zeros(12, dtype))) == 1
     x = Packed(zeros())
     for device in (layout.DL_CUDA, 13, 3, 1 << 32 | 1):
-        side.doors._put(layout.STATE_DEVICE, device)
+        side.fast_path._write(layout.STATE_DEVICE, device)
         assert side.all_reduce(x) == 1
     assert x.capsules == 0
-    side.doors._put(layout.STATE_DEVICE, 1)
+    side.fast_path._write(layout.STATE_DEVICE, 1)
     assert side.all_reduce(x) == 0
 
 
@@ -944,7 +953,9 @@ class Sharded(Packed):
         self.sharding = sharding
 
 
-def test_the_function_beneath_the_method(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_function_beneath_the_method(
+    side: FastPathRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Any] = []
 
     def export(x: Any, stream: Any) -> Any:
@@ -957,7 +968,7 @@ def test_the_function_beneath_the_method(side: Side, monkeypatch: pytest.MonkeyP
     shardings = types.SimpleNamespace(SingleDeviceSharding=SingleDeviceSharding)
     monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(sharding=shardings))
     monkeypatch.setattr(Sharded, "__module__", "a_library")
-    side.doors.learn_kinds({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
+    side.fast_path.add_foreign_types({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
     x, out = Sharded(zeros(), SingleDeviceSharding()), zeros()
     assert side.all_reduce(x, Packed(out)) == 0
     assert side.driver.seen[-1][-2:] == (x.array.ctypes.data, out.ctypes.data)
@@ -976,8 +987,8 @@ def test_the_function_beneath_the_method(side: Side, monkeypatch: pytest.MonkeyP
     assert len(given) == before
 
 
-def test_without_that_function_the_method_is_called(side: Side) -> None:
-    side.doors.learn_kinds({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
+def test_without_that_function_the_method_is_called(side: FastPathRank) -> None:
+    side.fast_path.add_foreign_types({Sharded: ArrayProtocol(dlpack=True, immutable=True)})
     x = Sharded(zeros(), object())
     assert side.all_reduce(x, Packed(zeros())) == 0
     assert x.streams == [1]

@@ -15,12 +15,12 @@ from miraccl.fastpath.cuda import layout
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import UnevenRequest, sends_and_receives
 from miraccl.types import Collective, DType
-from tests.gpu.door_side import Side, torch_with_doors
+from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
 from tests.gpu.test_messages import comm_args
 from tests.gpu.test_shape_doors import launched
 
-torch = torch_with_doors()
+torch = torch_with_exchange_api()
 
 F32, I64 = DType.FLOAT32, DType.INT64
 COLLECTIVES = {
@@ -93,17 +93,17 @@ def test_doors_find_what_python_would_send(
         root=root,
     )
     sent, received = sends_and_receives(asked, rank, nranks)
-    side = Side(rank, nranks)
+    side = FastPathRank(rank, nranks)
     parts = [(False, *part) for part in sent] + [(True, *part) for part in received]
     if parts:
         rows = [(receive, peer, part.count, F32) for receive, peer, part in parts]
-        side.remember_messages(
+        side.add_messages(
             1, *rows, signature=op_signature(asked.collective, asked.root, asked.counts)
         )
-        side.remember_messages(
+        side.add_messages(
             2, *rows
         )  # the same messages as a group of sends and receives, and of another collective
-        side.remember_messages(
+        side.add_messages(
             3, *rows, signature=op_signature(asked.collective, asked.root, [*asked.counts, 1])
         )
     uneven = name.endswith("_v")
@@ -112,7 +112,7 @@ def test_doors_find_what_python_would_send(
         kind(sends) if uneven and splits_in else None,
         kind(receives) if uneven and splits_out else None,
     )
-    code = side.door[name](*arrays, root if collective.rooted else None, *sizes, False, None)
+    code = side.calls[name](*arrays, root if collective.rooted else None, *sizes, False, None)
     right = apart or (shift == 0 and collective is not Collective.ALL_TO_ALL)
     assert code == int(not parts or not right)
     if parts and right:
@@ -122,13 +122,13 @@ def test_doors_find_what_python_would_send(
 
 
 def test_what_goes_the_long_way() -> None:
-    side = Side()
+    side = FastPathRank()
     x, out, whole = torch.zeros(5), torch.zeros(4), torch.zeros(9)
     varying, even = (
         op_signature(Collective.ALL_TO_ALL),
         op_signature(Collective.SCATTER, 0, (2, 2)),
     )
-    side.remember_messages(
+    side.add_messages(
         1,
         (False, 0, 2, F32),
         (False, 1, 3, F32),
@@ -136,10 +136,8 @@ def test_what_goes_the_long_way() -> None:
         (True, 1, 2, F32),
         signature=varying,
     )
-    side.remember_messages(
-        2, (False, 0, 2, F32), (False, 1, 2, F32), (True, 0, 2, F32), signature=even
-    )
-    door = side.door["all_to_all_v"]
+    side.add_messages(2, (False, 0, 2, F32), (False, 1, 2, F32), (True, 0, 2, F32), signature=even)
+    door = side.calls["all_to_all_v"]
 
     def call(
         x: Any = x,
@@ -185,7 +183,7 @@ def test_what_goes_the_long_way() -> None:
     side.abort.value = 0
     assert call() == 0
 
-    scatter = side.door["scatter"]
+    scatter = side.calls["scatter"]
     assert scatter(whole[:4], out[:2], 0, None, None, False, None) == 0
     assert (
         scatter(whole[:5], out[:2], 0, None, None, False, None) == 1
@@ -203,26 +201,28 @@ def test_what_goes_the_long_way() -> None:
 
 def test_sizes_and_signatures_are_written_together() -> None:
     """A launch of this shape of another size; that of plain messages of the same shape is none."""
-    side, place, rules = Side(1, 3), comm_args(3, 1), WarpQueueRules(nranks=3, multiprocessors=132)
+    side, place, rules = (
+        FastPathRank(1, 3),
+        comm_args(3, 1),
+        WarpQueueRules(nranks=3, multiprocessors=132),
+    )
 
     def made(x: Any, root: int) -> list[P2pMessage]:
         return [P2pMessage(False, root, x.data_ptr(), 4 * x.numel(), int(F32))]
 
     first, x = torch.zeros(7), torch.zeros(900)
-    side.remember_shape(1, made(first, 2), place, rules)
-    gather = side.door["gather"]
+    side.add_template(1, made(first, 2), place, rules)
+    gather = side.calls["gather"]
     assert gather(x, None, 2, None, None, False, None) == 1
-    side.remember_shape(
-        2, made(first, 2), place, rules, op_signature(Collective.GATHER, 2, [7] * 3)
-    )
+    side.add_template(2, made(first, 2), place, rules, op_signature(Collective.GATHER, 2, [7] * 3))
     assert gather(x, None, 2, None, None, False, None) == 0
     assert side.driver.seen.pop() == launched(
         2, made(x, 2), place, rules, op_signature(Collective.GATHER, 2, [900] * 3)
     )
-    assert side.door["gather_v"](x, None, 2, None, [5, 900, 0], False, None) == 0
+    assert side.calls["gather_v"](x, None, 2, None, [5, 900, 0], False, None) == 0
     assert side.driver.seen.pop() == launched(
         2, made(x, 2), place, rules, op_signature(Collective.GATHER, 2, [5, 900, 0])
     )
     assert gather(x, None, 0, None, None, False, None) == 1
-    assert side.door["send"](x, 2, False, None) == 0
+    assert side.calls["send"](x, 2, False, None) == 0
     assert side.driver.seen.pop() == launched(1, made(x, 2), place, rules)

@@ -14,16 +14,16 @@ from miraccl.fastpath.cuda import layout
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import split_by_rank
 from miraccl.types import Collective, DType, PreMulSum, RedOp
-from tests.gpu.door_side import Side, torch_with_doors
+from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
 
-torch = torch_with_doors()
+torch = torch_with_exchange_api()
 
 F32, SUM = DType.FLOAT32, RedOp.SUM
 
 
 def call(
-    side: Side,
+    side: FastPathRank,
     x: Any,
     out: Any,
     counts: Any,
@@ -31,14 +31,14 @@ def call(
     async_op: Any = False,
     stream: Any = None,
 ) -> int:
-    return side.door["reduce_scatter_v"](x, out, op, async_op, stream, counts)
+    return side.calls["reduce_scatter_v"](x, out, op, async_op, stream, counts)
 
 
-def remember_all(side: Side, counts: list[int], op: RedOp = SUM) -> None:
+def remember_all(side: FastPathRank, counts: list[int], op: RedOp = SUM) -> None:
     """The launch for equal counts has their number and 1000, that of a part its count and 100 times its root."""
-    side.remember(Collective.REDUCE_SCATTER, F32, counts[0], op, number=1000 + counts[0])
+    side.add_collective(Collective.REDUCE_SCATTER, F32, counts[0], op, number=1000 + counts[0])
     for root, count in enumerate(counts):
-        side.remember(Collective.REDUCE, F32, count, op, root, number=100 * root + count)
+        side.add_collective(Collective.REDUCE, F32, count, op, root, number=100 * root + count)
 
 
 @settings(deadline=None, max_examples=200)
@@ -55,7 +55,7 @@ def test_doors_launch_what_python_would(
 ) -> None:
     """``shift``: ``out`` overlaps ``x``, so far from the form in place."""
     rank, counts = rank % nranks, counts[:nranks]
-    side = Side(rank, nranks)
+    side = FastPathRank(rank, nranks)
     remember_all(side, counts, op)
     room = torch.zeros(64)
     x, first = room[32 : 32 + sum(counts)], 32 + sum(counts[:rank])
@@ -83,7 +83,7 @@ def test_doors_launch_what_python_would(
 
 
 def test_what_goes_the_long_way() -> None:
-    side = Side()
+    side = FastPathRank()
     remember_all(side, [2, 3])
     x, out = torch.zeros(5), torch.zeros(2)
     assert call(side, x, out, [2, 3]) == call(side, x, out, (2, 3), stream=0) == 0
@@ -134,11 +134,11 @@ def test_what_goes_the_long_way() -> None:
 @pytest.mark.parametrize("missing", [0, 1])
 def test_all_launches_or_none(missing: int) -> None:
     """What is known is not launched if anything is not."""
-    side = Side()
-    side.remember(Collective.REDUCE, F32, 2 + (1 - missing), SUM, 1 - missing)
+    side = FastPathRank()
+    side.add_collective(Collective.REDUCE, F32, 2 + (1 - missing), SUM, 1 - missing)
     assert call(side, torch.zeros(5), torch.zeros(2), [2, 3]) == 1
     assert not side.driver.seen
-    side.remember(Collective.REDUCE, F32, 2 + missing, SUM, missing, fills=True)
+    side.add_collective(Collective.REDUCE, F32, 2 + missing, SUM, missing, fills=True)
     side.order.value = 8  # another communicator has filled the GPU since
     assert call(side, torch.zeros(5), torch.zeros(2), [2, 3]) == 1
     side.order.value = 7
@@ -148,7 +148,7 @@ def test_all_launches_or_none(missing: int) -> None:
 
 def test_a_failed_launch() -> None:
     """Nothing has happened if it is the first; after another one it is told at once, since Python would launch that again."""
-    side = Side()
+    side = FastPathRank()
     told: list[int] = []
 
     def check(code: int) -> None:
@@ -156,7 +156,7 @@ def test_a_failed_launch() -> None:
         raise ZeroDivisionError
 
     for root in range(2):
-        side.remember(Collective.REDUCE, F32, 2 + root, SUM, root).check = check
+        side.add_collective(Collective.REDUCE, F32, 2 + root, SUM, root).check = check
     side.driver._codes = (700, 0, 719)
     assert call(side, torch.zeros(5), torch.zeros(2), [2, 3]) == 1
     with pytest.raises(ZeroDivisionError):

@@ -14,10 +14,10 @@ from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_mes
 from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import COPY_BYTES
 from miraccl.types import DType
-from tests.gpu.door_side import Side, torch_with_doors
+from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
 
-torch = torch_with_doors()
+torch = torch_with_exchange_api()
 
 NRANKS = 4
 TYPES = {torch.float32: DType.FLOAT32, torch.int64: DType.INT64, torch.uint8: DType.UINT8}
@@ -45,7 +45,7 @@ def messages(shape: Any, arrays: Any) -> list[P2pMessage]:
     ]
 
 
-def call(side: Side, shape: Any, arrays: Any) -> None:
+def call(side: FastPathRank, shape: Any, arrays: Any) -> None:
     with miraccl.group():
         for (receives, peer, _), x in zip(shape, arrays, strict=True):
             assert (side.recv if receives else side.send)(x, peer) == 0
@@ -79,13 +79,13 @@ def test_doors_write_what_python_lowers(
         *[(True, *kind[1:]) for kind in own],
     ]
     side, place, rules = (
-        Side(rank, NRANKS),
+        FastPathRank(rank, NRANKS),
         comm_args(rank),
         WarpQueueRules(nranks=NRANKS, multiprocessors=multiprocessors, frame=frame),
     )
     if not mixed:
         return
-    side.remember_shape(5, messages(mixed, tensors(mixed, [7] * len(mixed))), place, rules)
+    side.add_template(5, messages(mixed, tensors(mixed, [7] * len(mixed))), place, rules)
     for _ in range(2):
         middle = data.draw(
             st.lists(counts, min_size=len(mixed) - 2 * to_self, max_size=len(mixed) - 2 * to_self)
@@ -99,7 +99,7 @@ def test_doors_write_what_python_lowers(
 
 def test_another_shape_is_another_launch() -> None:
     side, place, rules = (
-        Side(0, NRANKS),
+        FastPathRank(0, NRANKS),
         comm_args(0),
         WarpQueueRules(nranks=NRANKS, multiprocessors=132),
     )
@@ -108,29 +108,29 @@ def test_another_shape_is_another_launch() -> None:
         [(True, 1, torch.float32)],
         [(False, 1, torch.float32), (True, 2, torch.float32)],
     )
-    assert not side.doors.knows_shape(messages(there, tensors(there, [1])))
+    assert not side.fast_path.has_template(messages(there, tensors(there, [1])))
     for number, shape in enumerate((there, both), 1):
-        side.remember_shape(number, messages(shape, tensors(shape, [1] * len(shape))), place, rules)
-        assert side.doors.knows_shape(messages(shape, tensors(shape, [9] * len(shape))))
-    assert not side.doors.knows_shape(messages(back, tensors(back, [1])))
-    assert not side.doors.knows_shape(
+        side.add_template(number, messages(shape, tensors(shape, [1] * len(shape))), place, rules)
+        assert side.fast_path.has_template(messages(shape, tensors(shape, [9] * len(shape))))
+    assert not side.fast_path.has_template(messages(back, tensors(back, [1])))
+    assert not side.fast_path.has_template(
         messages([(False, 1, torch.int64)], [torch.zeros(1, dtype=torch.int64)])
     )
     x = torch.zeros(3)
     assert side.recv(x) == side.send(x, 2) == side.send(torch.zeros(3, dtype=torch.int64)) == 1
     assert side.send(x) == side.sendrecv(x, torch.zeros(4), 1, 2) == 0
     assert [row[0] for row in side.driver.seen] == [1, 2]
-    side.doors.forget_messages()
+    side.fast_path.remove_messages()
     assert side.send(x) == 1
 
 
 def test_what_is_left_to_python() -> None:
     """Halves of a message to oneself that differ, messages in chunks, and a launch that fills the GPU and is not next."""
-    side, place = Side(0, NRANKS), comm_args(0)
+    side, place = FastPathRank(0, NRANKS), comm_args(0)
     rules = WarpQueueRules(nranks=NRANKS, multiprocessors=132)
     own = [(False, 0, torch.uint8), (True, 0, torch.uint8)]
-    side.remember_shape(1, messages(own, tensors(own, [8, 8])), place, rules)
-    side.remember_shape(
+    side.add_template(1, messages(own, tensors(own, [8, 8])), place, rules)
+    side.add_template(
         2, messages([(False, 1, torch.uint8)], [torch.zeros(8, dtype=torch.uint8)]), place, rules
     )
     call(side, own, tensors(own, [9, 9]))

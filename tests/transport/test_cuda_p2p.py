@@ -16,7 +16,7 @@ from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import P2pSettings
 from tests.gpu import fake_ranks
 from tests.gpu.fake_cuda import FakeCuda, context_of
-from tests.gpu.room import Room
+from tests.gpu.room import ThreadRendezvous
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -122,7 +122,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 def test_threads_of_one_process_use_plain_pointers(cuda: FakeCuda) -> None:
     nranks = 3
-    room = Room(nranks)
+    room = ThreadRendezvous(nranks)
     memories: list[SymmetricMemory | None] = [None] * nranks
 
     def rank(number: int) -> None:
@@ -154,7 +154,7 @@ def test_threads_of_one_process_use_plain_pointers(cuda: FakeCuda) -> None:
 
 
 def test_one_rank_takes_no_memory(cuda: FakeCuda) -> None:
-    stages = Room(1).stages(0)
+    stages = ThreadRendezvous(1).stages(0)
     memory = SymmetricMemory(Gpu(0), 0, 1, 1 << 20, stages=stages)
     assert not cuda.live
     assert memory.explain() == []

@@ -24,7 +24,7 @@ from miraccl.executor.cuda.messages import (
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import OVERLAP_THREADS
-from miraccl.fastpath.cuda.table import Doors
+from miraccl.fastpath.cuda.table import CudaFastPath
 
 MAX_PATTERNS = 1024  # that are kept
 
@@ -91,16 +91,21 @@ class MessageLaunches:
     """
 
     def __init__(
-        self, gpu: Gpu, kernels: Kernels, comm_args: CommArgs, rules: WarpQueueRules, doors: Doors
+        self,
+        gpu: Gpu,
+        kernels: Kernels,
+        comm_args: CommArgs,
+        rules: WarpQueueRules,
+        fast_path: CudaFastPath,
     ) -> None:
         self.gpu, self.rules = gpu, rules
-        self._kernels, self._comm_args, self._doors = kernels, comm_args, doors
+        self._kernels, self._comm_args, self._fast_path = kernels, comm_args, fast_path
         self._patterns: dict[tuple[Any, ...], _PatternLaunch] = {}
         self._tables: list[_MessageTable] = []
         self.last_plan: DevicePlan | None = None
 
     def run(
-        self, messages: Sequence[P2pMessage], stream: int, fills: bool, signature: int = 0
+        self, messages: Sequence[P2pMessage], stream: int, saturates_gpu: bool, signature: int = 0
     ) -> None:
         """Enqueue one launch for all messages in ``stream``; it neither waits nor, but for tables, allocates. ``fills``: it may take the
         whole GPU; ``signature``: of the collective that they are, if any (``moves``), which without messages still counts."""
@@ -113,7 +118,7 @@ class MessageLaunches:
             signature,
             *[(receives, peer, nbytes, code) for receives, peer, _, nbytes, code in messages],
         )
-        launch = self._patterns.get(key) or self._prepare(key, messages, fills)
+        launch = self._patterns.get(key) or self._prepare(key, messages, saturates_gpu)
         lowered, table = launch.lowered, None
         target = lowered.args if lowered.table is None else lowered.table
         for message, position in zip(messages, lowered.positions):
@@ -128,7 +133,7 @@ class MessageLaunches:
         self.last_plan = launch.plan
 
     def _prepare(
-        self, key: tuple[Any, ...], messages: Sequence[P2pMessage], fills: bool
+        self, key: tuple[Any, ...], messages: Sequence[P2pMessage], saturates_gpu: bool
     ) -> _PatternLaunch:
         self.gpu.make_current()
         signature = key[0]
@@ -149,7 +154,7 @@ class MessageLaunches:
         )
         if len(self._patterns) >= MAX_PATTERNS:
             self._patterns.clear()
-            self._doors.forget_messages()
+            self._fast_path.remove_messages()
         overlaps = (
             self.gpu.arch >= OVERLAP_MIN_ARCH
             and not bulk
@@ -157,13 +162,13 @@ class MessageLaunches:
         )
         launch = self._patterns[key] = _PatternLaunch(self.gpu, function, plan, lowered, overlaps)
         if lowered.table is None:
-            self._doors.remember_messages(
-                messages, launch.address_positions(), launch, fills, signature
+            self._fast_path.add_messages(
+                messages, launch.address_positions(), launch, saturates_gpu, signature
             )
-            if launch.record and not bulk and not self._doors.knows_shape(messages, signature):
+            if launch.record and not bulk and not self._fast_path.has_template(messages, signature):
                 own = replace(lowered, args=lowered.args.copy())
                 shaped = _TemplateLaunch(self.gpu, function, plan, own)
-                self._doors.remember_shape(
+                self._fast_path.add_template(
                     messages,
                     own,
                     self._comm_args.rank,

@@ -26,10 +26,10 @@ from miraccl.native.hashing import mix
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
 
-Door = Callable[..., int]
-Hold = Callable[[list[Any], int], None]
+FastCall = Callable[..., int]
+Retain = Callable[[list[Any], int], None]
 #: collective -> whether ``x`` has a block per rank, whether ``out`` has, whether the result lies in ``x`` without ``out``
-SHAPES = {
+BLOCK_LAYOUTS = {
     Collective.ALL_REDUCE: (False, False, True),
     Collective.ALL_GATHER: (False, True, False),
     Collective.REDUCE_SCATTER: (True, False, False),
@@ -38,7 +38,7 @@ SHAPES = {
     Collective.REDUCE: (False, False, True),
 }
 #: operations that have a door: builtin of ``doors.call``, words of its record after ``DOOR_NOTES``
-_MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
+_MESSAGE_CALLS: dict[str, tuple[str, tuple[int, ...]]] = {
     "send": ("message", (0,)),
     "recv": ("message", (1,)),
     "sendrecv": ("pair", ()),
@@ -56,11 +56,11 @@ _MESSAGES: dict[str, tuple[str, tuple[int, ...]]] = {
     ),
     "reduce_scatter_v": ("reductions", (int(Collective.REDUCE_SCATTER), int(Collective.REDUCE))),
 }
-_COLLECTIVES = {collective.label: collective for collective in SHAPES}
+_COLLECTIVES = {collective.label: collective for collective in BLOCK_LAYOUTS}
 #: operations whose doors take calls as users make them
-CALLS = (*_COLLECTIVES, *_MESSAGES)
+CALLS = (*_COLLECTIVES, *_MESSAGE_CALLS)
 _OPERATORS = tuple(RedOp(number) for number in range(layout.NOPS))
-_ROW_WORDS = layout.LAUNCH_BYTES // 8
+_LAUNCH_WORDS = layout.LAUNCH_BYTES // 8
 
 
 def _entry(name: str) -> int:
@@ -84,7 +84,7 @@ def group_builtins(
     )
 
 
-class Doors:
+class CudaFastPath:
     """``abort`` is the address of a 32-bit word that is not 0 when calls are to go the long way; ``order`` that of a word that holds
     ``own`` while no other communicator has filled the GPU last; ``groups`` that of the words of groups, and ``hand_over`` is called with a
     group that has turned out to be Python's while messages of it are noted here. ``hold`` keeps objects until the GPU has come past what is
@@ -101,7 +101,7 @@ class Doors:
         own: int,
         groups: int,
         hand_over: Callable[[Any], None],
-        hold: Hold,
+        retain: Retain,
     ) -> None:
         assert nranks <= layout.MAX_RANKS
         self._nranks = nranks
@@ -110,18 +110,20 @@ class Doors:
         self._state = (
             memory.data
         )  # whose words are read and written in a fraction of the time that NumPy takes
-        fail, release = self._fail, self.release
-        self._kept: list[Any] = [hand_over, ordinal, fail, release]
-        self._hold = hold
-        self.held: list[Any] = []
-        self._noted_owners: list[Any] = []
-        self._kinds: dict[type, Any] = {}  # types stay, since another one might get the address
+        fail, release = self._raise, self.release
+        self._keep_alive: list[Any] = [hand_over, ordinal, fail, release]
+        self._retain = retain
+        self.retained: list[Any] = []
+        self._collected_owners: list[Any] = []
+        self._foreign_types: dict[
+            type, Any
+        ] = {}  # types stay, since another one might get the address
         self._launches: dict[
             int, tuple[Launch, Any]
         ] = {}  # by the address of their block: those in the table, with their messages
-        self._notes: list[Any] = []
+        self._collected_arrays: list[Any] = []
         self._no_cpu_plan = np.zeros(1, np.int64)
-        self._unknown = {"torch": self._learn_torch, "cupy": self._learn_cupy}
+        self._undetected = {"torch": self._detect_torch, "cupy": self._detect_cupy}
         for where, value in (
             (layout.STATE_ABORT, abort),
             (layout.STATE_DEVICE, ordinal << 32 | layout.DL_CUDA),
@@ -138,14 +140,14 @@ class Doors:
             (layout.STATE_GROUPS, groups),
             (layout.STATE_CPU_PLAN, int(self._no_cpu_plan.ctypes.data)),
             (layout.STATE_CLOSED, 1),
-            (layout.STATE_COLLECTED_ARRAYS, id(self._notes)),
+            (layout.STATE_COLLECTED_ARRAYS, id(self._collected_arrays)),
             (layout.STATE_HAND_OVER, id(hand_over)),
             (layout.STATE_ORDINAL, id(ordinal)),
             (layout.STATE_RAISE, id(fail)),
             (layout.STATE_RELEASE, id(release)),
             (layout.STATE_VIEW_FOREIGN, _entry("view_foreign")),
-            (layout.STATE_RETAINED, id(self.held)),
-            (layout.STATE_COLLECTED_OWNERS, id(self._noted_owners)),
+            (layout.STATE_RETAINED, id(self.retained)),
+            (layout.STATE_COLLECTED_OWNERS, id(self._collected_owners)),
             *STATE_CONSTANTS,
             *(
                 (layout.STATE_NAMES + 8 * number, id(name))
@@ -157,9 +159,9 @@ class Doors:
                 for number, dtype in enumerate(DL_DTYPES.values())
             ),
         ):
-            self._put(where, value)
+            self._write(where, value)
 
-    def _put(self, where: int, value: int) -> None:
+    def _write(self, where: int, value: int) -> None:
         self._state[where // 8] = value
 
     @property
@@ -170,11 +172,11 @@ class Doors:
     @stream.setter
     def stream(self, number: int) -> None:
         if number not in (-1, 0):
-            self._put(layout.STATE_OTHER_STREAMS, 1)
-        self._put(layout.STATE_STREAM, number)
+            self._write(layout.STATE_OTHER_STREAMS, 1)
+        self._write(layout.STATE_STREAM, number)
 
     @property
-    def in_default_stream(self) -> bool:
+    def only_default_stream(self) -> bool:
         """Whether all operations were in the (legacy) default stream, which is never captured: so no graph brings any again."""
         return not self._state[layout.STATE_OTHER_STREAMS // 8]
 
@@ -185,25 +187,29 @@ class Doors:
 
     @captured.setter
     def captured(self, is_so: bool) -> None:
-        self._put(layout.STATE_CAPTURED, int(is_so))
+        self._write(layout.STATE_CAPTURED, int(is_so))
 
-    def door(self, name: str, following: Door | None = None, *, notes: bool = False) -> Door:
+    def fast_call(
+        self, name: str, fallback: FastCall | None = None, *, collects: bool = False
+    ) -> FastCall:
         """The builtin for an operation (``doors.call`` has the arguments); calls that it does not take go to ``following``.
 
         ``notes``: while a group is open it notes sends and receives.
         """
         entry, words = (
-            ("collective", self._shape(name)) if name in _COLLECTIVES else _MESSAGES[name]
+            ("collective", self._collective_words(name))
+            if name in _COLLECTIVES
+            else _MESSAGE_CALLS[name]
         )
-        handed = (0, 0) if following is None else native.entry_of(following)
+        handed = (0, 0) if fallback is None else native.entry_of(fallback)
         record = np.zeros(layout.FAST_WORDS, np.int64)
-        record[: 4 + len(words)] = (self._address, *handed, int(notes), *words)
-        self._kept.append((record, following))
+        record[: 4 + len(words)] = (self._address, *handed, int(collects), *words)
+        self._keep_alive.append((record, fallback))
         return _builtin(name, entry, int(record.ctypes.data))
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _collective_words(self, name: str) -> tuple[int, ...]:
         collective = _COLLECTIVES[name]
-        many_in, many_out, in_place = SHAPES[collective]
+        many_in, many_out, in_place = BLOCK_LAYOUTS[collective]
         third = (layout.THIRD_OPERATOR if collective.reduces else 0) | (
             layout.THIRD_ROOT if collective.rooted else 0
         )
@@ -217,61 +223,64 @@ class Doors:
 
     # ---- what is looked at
 
-    def learn_types(self) -> None:
+    def detect_array_types(self) -> None:
         """Look at tensors and arrays of libraries that are there by now."""
-        for name in [name for name in self._unknown if name in sys.modules]:
-            if self._unknown[name](sys.modules[name]):
-                del self._unknown[name]
+        for name in [name for name in self._undetected if name in sys.modules]:
+            if self._undetected[name](sys.modules[name]):
+                del self._undetected[name]
 
-    def _learn_torch(self, torch: Any) -> bool:
+    def _detect_torch(self, torch: Any) -> bool:
         """False while it is not known yet what PyTorch offers."""
         kind = getattr(torch, "Tensor", None)
         capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
         if type(capsule).__name__ == "PyCapsule":
             table = pointer_of(capsule, b"dlpack_exchange_api")
             if ctypes.c_uint32.from_address(table + layout.API_MAJOR).value == layout.DL_MAJOR:
-                self._put(
+                self._write(
                     layout.STATE_VIEW, ctypes.c_int64.from_address(table + layout.API_VIEW).value
                 )
                 if not self._state[layout.STATE_QUERY_STREAM // 8]:
-                    self._put(
+                    self._write(
                         layout.STATE_CURRENT,
                         ctypes.c_int64.from_address(table + layout.API_CURRENT).value,
                     )
-                self._put(layout.STATE_TYPE, id(kind))
+                self._write(layout.STATE_TYPE, id(kind))
         return kind is not None
 
-    def _learn_cupy(self, cupy: Any) -> bool:
+    def _detect_cupy(self, cupy: Any) -> bool:
         """The same of CuPy."""
         kind = getattr(cupy, "ndarray", None)
         if kind is not None and all(
             hasattr(kind, name) for name in layout.NAMES[: layout.NAMES.index("ptr")]
         ):
             for number, (code, dtype) in enumerate(NUMPY_DTYPE.items()):
-                self._put(layout.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
-                self._put(layout.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
-            self._put(layout.STATE_ARRAY_TYPE, id(kind))
+                self._write(layout.STATE_ARRAY_DTYPES + 16 * number, id(dtype))
+                self._write(layout.STATE_ARRAY_DTYPES + 16 * number + 8, DL_DTYPES[code])
+            self._write(layout.STATE_ARRAY_TYPE, id(kind))
         return kind is not None
 
-    def learn_kinds(self, kinds: dict[type, ArrayProtocol]) -> None:
+    def add_foreign_types(self, kinds: dict[type, ArrayProtocol]) -> None:
         """Look at arrays of these types, too, as many as there is room for; none that was there before is missing."""
-        if len(kinds) == len(self._kinds):
+        if len(kinds) == len(self._foreign_types):
             return
         for kind, how in list(
             kinds.items()
         ):  # other threads, which are ranks, too, may add some meanwhile
-            if kind not in self._kinds and len(self._kinds) < layout.MAX_FOREIGN_TYPES:
-                row = layout.STATE_FOREIGN_TYPES + len(self._kinds) * layout.FOREIGN_BYTES
-                words, self._kinds[kind] = foreign_record(kind, how)
+            if (
+                kind not in self._foreign_types
+                and len(self._foreign_types) < layout.MAX_FOREIGN_TYPES
+            ):
+                row = layout.STATE_FOREIGN_TYPES + len(self._foreign_types) * layout.FOREIGN_BYTES
+                words, self._foreign_types[kind] = foreign_record(kind, how)
                 for place, word in words.items():
-                    self._put(row + place, word)
+                    self._write(row + place, word)
 
-    def ask_the_driver(self, pointer_attribute: int, is_capturing: int) -> None:
+    def set_driver_functions(self, pointer_attribute: int, is_capturing: int) -> None:
         """Addresses of cuPointerGetAttribute and cuStreamIsCapturing."""
-        self._put(layout.STATE_POINTER_ATTRIBUTE, pointer_attribute)
-        self._put(layout.STATE_IS_CAPTURING, is_capturing)
+        self._write(layout.STATE_POINTER_ATTRIBUTE, pointer_attribute)
+        self._write(layout.STATE_IS_CAPTURING, is_capturing)
 
-    def follow_streams(self, event: int, functions: Sequence[int], context: int) -> None:
+    def enable_stream_switches(self, event: int, functions: Sequence[int], context: int) -> None:
         """Take calls in another stream than the one before as well, which waits for that by ``event``, where ``context`` is current;
         ``functions`` are addresses of cuEventRecord, cuStreamWaitEvent and cuCtxGetCurrent."""
         for where, value in zip(
@@ -279,62 +288,62 @@ class Doors:
             functions,
             strict=True,
         ):
-            self._put(where, value)
-        self._put(layout.STATE_CONTEXT, context)
-        self._put(layout.STATE_EVENT, event)
+            self._write(where, value)
+        self._write(layout.STATE_CONTEXT, context)
+        self._write(layout.STATE_EVENT, event)
 
-    def ask_for_stream(self, ask: Callable[[int], int]) -> None:
+    def set_stream_query(self, ask: Callable[[int], int]) -> None:
         """How the current stream is found, where the types of arrays do not tell."""
-        self._kept.append(ask)
-        self._put(layout.STATE_QUERY_STREAM, id(ask))
+        self._keep_alive.append(ask)
+        self._write(layout.STATE_QUERY_STREAM, id(ask))
 
-    def ask_for_stream_of_arrays(self, ask: Callable[[int], int]) -> None:
+    def set_cupy_stream_query(self, ask: Callable[[int], int]) -> None:
         """How CuPy's current stream is found, which is that of its arrays."""
-        self._kept.append(ask)
-        self._put(layout.STATE_QUERY_CUPY_STREAM, id(ask))
+        self._keep_alive.append(ask)
+        self._write(layout.STATE_QUERY_CUPY_STREAM, id(ask))
 
-    def also_clear(self, word: int) -> None:
+    def set_cpu_plan_word(self, word: int) -> None:
         """Set the word at this address to 0 with each operation that goes through a door."""
-        self._put(layout.STATE_CPU_PLAN, word)
+        self._write(layout.STATE_CPU_PLAN, word)
 
     def close(self) -> None:
         """Take no calls any more; the words that were given may be freed."""
-        self._put(layout.STATE_ABORT, self._address + layout.STATE_CLOSED)
+        self._write(layout.STATE_ABORT, self._address + layout.STATE_CLOSED)
         self._drop(list(self._launches))
 
     def release(self) -> None:
         """Let go of what launches read, once they have."""
-        if self.held:
-            self._hold(self.held.copy(), int(self._state[layout.STATE_RETAINED_STREAM // 8]))
-            self.held.clear()
-            self._put(layout.STATE_RETAINED_BYTES, 0)
+        if self.retained:
+            self._retain(self.retained.copy(), int(self._state[layout.STATE_RETAINED_STREAM // 8]))
+            self.retained.clear()
+            self._write(layout.STATE_RETAINED_BYTES, 0)
 
     # ---- groups
 
-    def are_collective(self, signature: int, count: int) -> bool:
+    def mark_collective(self, signature: int, count: int) -> bool:
         """Let the messages that are noted be launched as a collective; False if they are not ``count``, and nothing has happened."""
         if self._state[layout.STATE_COLLECTED // 8] != count:
             return False
-        self._put(layout.STATE_COLLECTED_SIGNATURE, signature)
+        self._write(layout.STATE_COLLECTED_SIGNATURE, signature)
         return True
 
-    def take_notes(self) -> tuple[int, list[tuple[Any, int, bool]], int]:
+    def pop_collected(self) -> tuple[int, list[tuple[Any, int, bool]], int]:
         """(stream, what was noted: array, peer, whether it is received; signature of the collective that it is, if any); nothing is noted
         any more."""
         arrays, words = (
-            self._notes.copy(),
+            self._collected_arrays.copy(),
             self._state[layout.STATE_COLLECTED_MESSAGES // 8 :: layout.MESSAGE_BYTES // 8],
         )
-        self._notes.clear()
-        self._noted_owners.clear()
-        self._put(layout.STATE_COLLECTED, 0)
-        self._put(layout.STATE_COLLECTED_BYTES, 0)
+        self._collected_arrays.clear()
+        self._collected_owners.clear()
+        self._write(layout.STATE_COLLECTED, 0)
+        self._write(layout.STATE_COLLECTED_BYTES, 0)
         whats = [word & (1 << 32) - 1 for word in words[: len(arrays)]]
         stream, signature = (
             int(self._state[word // 8])
             for word in (layout.STATE_COLLECTED_STREAM, layout.STATE_COLLECTED_SIGNATURE)
         )
-        self._put(layout.STATE_COLLECTED_SIGNATURE, 0)
+        self._write(layout.STATE_COLLECTED_SIGNATURE, 0)
         return (
             stream,
             [(x, what >> 1, bool(what & 1)) for x, what in zip(arrays, whats, strict=True)],
@@ -343,7 +352,7 @@ class Doors:
 
     # ---- the table
 
-    def remember(
+    def add_collective(
         self,
         collective: Collective,
         dtype: DType,
@@ -351,24 +360,28 @@ class Doors:
         op: Any,
         root: int,
         launch: Launch,
-        fills: bool,
+        saturates_gpu: bool,
     ) -> None:
         """Enter a launch for blocks of ``count`` elements; ``fills``: it may take the whole GPU."""
-        if collective not in SHAPES or dtype not in DL_DTYPES:
+        if collective not in BLOCK_LAYOUTS or dtype not in DL_DTYPES:
             return
         if collective.reduces and not isinstance(op, RedOp):  # with a scalar of its own
             return
         third = layout.pack_op_root(int(op), root) if collective.reduces else root
-        self._enter(
-            layout.launch_key(int(collective), third, DL_DTYPES[dtype]), count, launch, fills, None
+        self._insert(
+            layout.launch_key(int(collective), third, DL_DTYPES[dtype]),
+            count,
+            launch,
+            saturates_gpu,
+            None,
         )
 
-    def remember_messages(
+    def add_messages(
         self,
         messages: Sequence[P2pMessage],
-        places: Sequence[int],
+        positions: Sequence[int],
         launch: Launch,
-        fills: bool,
+        saturates_gpu: bool,
         signature: int = 0,
     ) -> None:
         """Enter a launch for messages like these; ``places`` are where their addresses belong, ``signature`` is that of the collective that
@@ -377,22 +390,24 @@ class Doors:
         if len(messages) > layout.MAX_MESSAGES or any(dtype not in DL_DTYPES for dtype in dtypes):
             return
         record, hashed = np.zeros((len(messages), layout.MESSAGE_BYTES // 8), np.int64), signature
-        for row, message, dtype, place in zip(record, messages, dtypes, places, strict=True):
+        for row, message, dtype, place in zip(record, messages, dtypes, positions, strict=True):
             what = layout.message_kind(int(message.receives), message.peer, DL_DTYPES[dtype])
             count = message.nbytes // dtype.itemsize
             hashed = mix(mix(hashed, what), count)
             row[:] = (what, count, place)
-        self._enter(layout.MESSAGES_KEY | hashed, len(messages), launch, fills, record, signature)
+        self._insert(
+            layout.MESSAGES_KEY | hashed, len(messages), launch, saturates_gpu, record, signature
+        )
 
-    def knows_shape(self, messages: Sequence[P2pMessage], signature: int = 0) -> bool:
+    def has_template(self, messages: Sequence[P2pMessage], signature: int = 0) -> bool:
         """Whether there is a launch into which the sizes of messages like these can be written, or can be none."""
-        whats = _whats(messages)
+        whats = _message_kinds(messages)
         if len(messages) > layout.MAX_MESSAGES or not all(whats):
             return True
-        key = _shape_key(whats, signature)
-        for row in self._rows(key, len(messages)):
-            if int(self._state[row + layout.LAUNCH_KEY // 8]) == key and self._block_at(row):
-                shape = self._launches[self._block_at(row)][1]
+        key = _template_key(whats, signature)
+        for row in self._candidates(key, len(messages)):
+            if int(self._state[row + layout.LAUNCH_KEY // 8]) == key and self._record_at(row):
+                shape = self._launches[self._record_at(row)][1]
                 rows = shape[layout.TEMPLATE_BYTES // 8 :][
                     : len(whats) * layout.TEMPLATE_MESSAGE_BYTES // 8
                 ].reshape(len(whats), -1)
@@ -402,7 +417,7 @@ class Doors:
                     return True
         return False
 
-    def remember_shape(
+    def add_template(
         self,
         messages: Sequence[P2pMessage],
         lowered: LoweredMessages,
@@ -438,7 +453,9 @@ class Doors:
                 queue_of[number],
                 partners.get(number, -1),
             )
-            for number, (message, what) in enumerate(zip(messages, _whats(messages), strict=True))
+            for number, (message, what) in enumerate(
+                zip(messages, _message_kinds(messages), strict=True)
+            )
         ]
         group, first = GROUP_SIZES[rules.frame.value]
         place = argument + ARGS["signature"].offset if signature else 0
@@ -453,9 +470,11 @@ class Doors:
             place,
         )
         shape = np.array([*head, *(word for row in (*rows, *heads) for word in row)], np.int64)
-        self._enter(_shape_key(_whats(messages), signature), len(messages), launch, False, shape)
+        self._insert(
+            _template_key(_message_kinds(messages), signature), len(messages), launch, False, shape
+        )
 
-    def _rows(self, key: int, count: int) -> list[int]:
+    def _candidates(self, key: int, count: int) -> list[int]:
         """The words at which the rows begin in which a launch may stand."""
         hashed = mix(mix(0, key), count)
         return [
@@ -463,35 +482,41 @@ class Doors:
             for probe in range(layout.PROBES)
         ]
 
-    def _enter(
-        self, key: int, count: int, launch: Launch, fills: bool, messages: Any, signature: int = 0
+    def _insert(
+        self,
+        key: int,
+        count: int,
+        launch: Launch,
+        saturates_gpu: bool,
+        messages: Any,
+        signature: int = 0,
     ) -> None:
         """An older entry in the places of a new one is replaced."""
         if not launch.record:
             return
-        rows = self._rows(key, count)
-        row = next((row for row in rows if not self._block_at(row)), rows[0])
-        self._launches.pop(self._block_at(row), None)
+        rows = self._candidates(key, count)
+        row = next((row for row in rows if not self._record_at(row)), rows[0])
+        self._launches.pop(self._record_at(row), None)
         self._launches[launch.record] = launch, messages
         words = (
             key,
             count,
             launch.record,
-            int(fills),
+            int(saturates_gpu),
             0 if messages is None else int(messages.ctypes.data),
             signature,
         )
         for number, word in enumerate(words):
             self._state[row + number] = word
 
-    def _block_at(self, row: int) -> int:
+    def _record_at(self, row: int) -> int:
         """Of a row that begins at this word; 0 if it is free."""
         return int(self._state[row + layout.LAUNCH_RECORD // 8])
 
-    def forget_collectives(self) -> None:
+    def remove_collectives(self) -> None:
         self._drop([block for block, (_, messages) in self._launches.items() if messages is None])
 
-    def forget_messages(self) -> None:
+    def remove_messages(self) -> None:
         self._drop(
             [block for block, (_, messages) in self._launches.items() if messages is not None]
         )
@@ -499,13 +524,13 @@ class Doors:
     def _drop(self, blocks: Sequence[int]) -> None:
         """Drop the launches with these blocks."""
         gone = set(blocks)
-        for row in range(layout.STATE_TABLE // 8, layout.STATE_BYTES // 8, _ROW_WORDS):
-            if self._block_at(row) in gone:
-                for number in range(_ROW_WORDS):
+        for row in range(layout.STATE_TABLE // 8, layout.STATE_BYTES // 8, _LAUNCH_WORDS):
+            if self._record_at(row) in gone:
+                for number in range(_LAUNCH_WORDS):
                     self._state[row + number] = 0
         for block in gone:
             del self._launches[block]
-        self.went_another_way()
+        self.clear_last()
 
     @property
     def last(self) -> Launch | None:
@@ -513,17 +538,17 @@ class Doors:
         found = self._launches.get(int(self._state[layout.STATE_LAST_RECORD // 8]))
         return None if found is None else found[0]
 
-    def _fail(self, code: int) -> None:
+    def _raise(self, code: int) -> None:
         """From a door, where a launch failed with others before it."""
         assert self.last is not None
         self.last.check(code)
 
-    def went_another_way(self) -> None:
+    def clear_last(self) -> None:
         """The last operation did not go through a door."""
-        self._put(layout.STATE_LAST_RECORD, 0)
+        self._write(layout.STATE_LAST_RECORD, 0)
 
 
-def _whats(messages: Sequence[P2pMessage]) -> list[int]:
+def _message_kinds(messages: Sequence[P2pMessage]) -> list[int]:
     """What messages are, but for their sizes; 0 for a type that doors do not know."""
     return [
         layout.message_kind(int(m.receives), m.peer, DL_DTYPES[DType(m.code)])
@@ -533,5 +558,5 @@ def _whats(messages: Sequence[P2pMessage]) -> list[int]:
     ]
 
 
-def _shape_key(whats: Sequence[int], signature: int) -> int:
+def _template_key(whats: Sequence[int], signature: int) -> int:
     return layout.TEMPLATE_KEY | functools.reduce(mix, whats, int(signature != 0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from miraccl.fastpath.cuda.table import Door
+from miraccl.fastpath.cuda.table import FastCall
 from miraccl.fastpath.disabled import FastPathDisabled
 from miraccl.runtime.gpu.arguments import DeviceArguments
 from miraccl.runtime.gpu.memory import DeviceMemory, device_view, empty_like
@@ -25,7 +25,7 @@ class DeviceCollectives(FastPathDisabled, DeviceArguments):
     """
 
     def install_before(
-        self, fallback: Callable[[str], Door | None], cpu_plan: int
+        self, fallback: Callable[[str], FastCall | None], cpu_plan: int
     ) -> dict[str, Callable[..., Any]]:
         """Return this GPU's fast-path entry points by operation name; empty if there are none.
 

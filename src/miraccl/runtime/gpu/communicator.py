@@ -42,7 +42,7 @@ from miraccl.executor.cuda.messages import WarpQueueRules
 from miraccl.executor.cuda.one_sided import OneSidedLaunch, make_launch
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.staged_copies import StagedLaunch
-from miraccl.fastpath.cuda.table import CALLS, Door, Doors, group_builtins
+from miraccl.fastpath.cuda.table import CALLS, CudaFastPath, FastCall, group_builtins
 from miraccl.ops.arguments import resolve_operator
 from miraccl.runtime import forks, summary
 from miraccl.runtime import group as groups
@@ -165,7 +165,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         self._launch_order = (launch_orders or thread_launch_orders()).on(ordinal)
         self._fast_path = self._open_fast_path()
         self.streams = StreamOrder(self.gpu, self._fast_path)
-        vars(self).update({f"_{name}": self._fast_path.door(name) for name in CALLS})
+        vars(self).update({f"_{name}": self._fast_path.fast_call(name) for name in CALLS})
         rules = WarpQueueRules(
             nranks=self.nranks,
             multiprocessors=self.ctas.max_sms,
@@ -212,10 +212,10 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             [answer["ctas"] for answer in answers]
         )
 
-    def _open_fast_path(self) -> Doors:
+    def _open_fast_path(self) -> CudaFastPath:
         address = groups.address()
         groups.install_fast_path(*group_builtins(address))
-        doors = Doors(
+        doors = CudaFastPath(
             self.rank,
             self.nranks,
             self.gpu.ordinal,
@@ -224,18 +224,20 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             own=id(self),
             groups=address,
             hand_over=self._hand_over,
-            hold=self._keep_alive.retain,
+            retain=self._keep_alive.retain,
         )
-        doors.ask_the_driver(
+        doors.set_driver_functions(
             *driver_addresses(self.gpu, "cuPointerGetAttribute", "cuStreamIsCapturing")
         )
         return doors
 
     def install_before(
-        self, fallback: Callable[[str], Door | None], cpu_plan: int
+        self, fallback: Callable[[str], FastCall | None], cpu_plan: int
     ) -> dict[str, Callable[..., Any]]:
-        self._fast_path.also_clear(cpu_plan)
-        return {name: self._fast_path.door(name, fallback(name), notes=True) for name in CALLS}
+        self._fast_path.set_cpu_plan_word(cpu_plan)
+        return {
+            name: self._fast_path.fast_call(name, fallback(name), collects=True) for name in CALLS
+        }
 
     # ---- running
 
@@ -326,7 +328,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     @last_plan.setter
     def last_plan(self, plan: DevicePlan | None) -> None:
         self._plan = plan
-        self._fast_path.went_another_way()
+        self._fast_path.clear_last()
 
     def _run_alone(
         self,
@@ -385,8 +387,14 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         )
         if isinstance(launch, Launch) and not engines:
             # With copy engines the launch depends on the addresses, so each call selects it.
-            self._fast_path.remember(
-                collective, dtype, count, op, root, launch, fills=launch.threads > SMALL_THREADS
+            self._fast_path.add_collective(
+                collective,
+                dtype,
+                count,
+                op,
+                root,
+                launch,
+                saturates_gpu=launch.threads > SMALL_THREADS,
             )
         return launch
 
@@ -400,7 +408,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
     def _drop_launches(self) -> None:
         """Discard all prepared collectives."""
         self._launches.clear()
-        self._fast_path.forget_collectives()
+        self._fast_path.remove_collectives()
 
     def request(
         self, collective: Collective, dtype: DType, count: int, op: Operator = SUM, root: int = 0
@@ -451,8 +459,8 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         if self.closed or self._host[layout.HOST_ABORT]:
             self.check(name)
         self.gpu.ensure_current()
-        self._fast_path.learn_types()
-        self._fast_path.learn_kinds(array_kinds)
+        self._fast_path.detect_array_types()
+        self._fast_path.add_foreign_types(array_kinds)
         number = self.streams.follow(stream)
         if fills and self._launch_order.last is not self:
             self._launch_order.enter(self.gpu, self, number)
@@ -508,7 +516,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
         """Return True if nothing is enqueued and no graph can enqueue anything."""
         with contextlib.suppress(MiracclError), self.gpu.device_guard():
             return self._fast_path.stream == -1 or (
-                self._fast_path.in_default_stream and self.gpu.is_done(0)
+                self._fast_path.only_default_stream and self.gpu.is_done(0)
             )
         return False
 
@@ -572,7 +580,7 @@ class DeviceCommunicator(DeviceCollectives, MessageCalls, FastPathGroupable):
             if self._windows is not None:
                 self._windows.close()
             self.symmetric.close()
-            self._fast_path.held.clear()
+            self._fast_path.retained.clear()
             self._keep_alive.close()
             self.streams.close()
             self._messages.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from miraccl.executor.cuda.moves import op_signature
-from miraccl.fastpath.cuda.table import Doors
+from miraccl.fastpath.cuda.table import CudaFastPath
 from miraccl.runtime import group as groups
 from miraccl.runtime.gpu.persistent import bind_result
 from miraccl.runtime.gpu.work import resolve_stream
@@ -121,11 +121,11 @@ class Groupable:
 class FastPathGroupable(Groupable):
     """Communicator whose fast path records grouped messages up to an unhandled call."""
 
-    _fast_path: Doors
+    _fast_path: CudaFastPath
 
     def _hand_over(self, group: Group) -> None:
         """Move the messages that the fast path has recorded to the group."""
-        stream, messages, signature = self._fast_path.take_notes()
+        stream, messages, signature = self._fast_path.pop_collected()
         self.grouped(group).add(stream, messages)
         if signature:
             self.grouped(group).are_collective(signature, len(messages))
@@ -140,7 +140,7 @@ class FastPathGroupable(Groupable):
         """
         signature = op_signature(collective, root, counts)
         if not (
-            groups.is_single_compiled_block() and self._fast_path.are_collective(signature, count)
+            groups.is_single_compiled_block() and self._fast_path.mark_collective(signature, count)
         ):
             whole = groups.current()
             assert whole is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.launch import driver_addresses
-from miraccl.fastpath.cuda.table import Doors
+from miraccl.fastpath.cuda.table import CudaFastPath
 from miraccl.runtime.gpu.stream import cupy_stream, find_current_stream, stream_handle
 
 #: stream objects retained, besides those of the last operations
@@ -45,7 +45,7 @@ class StreamKeepAlive:
 class StreamOrder:
     """Stream of a communicator's last operation, and the order of the next one after it."""
 
-    def __init__(self, gpu: Gpu, fast_path: Doors) -> None:
+    def __init__(self, gpu: Gpu, fast_path: CudaFastPath) -> None:
         """``fast_path`` records the last stream and orders further ones itself if it can."""
         self._gpu, self._fast_path = gpu, fast_path
         self._last_uncaptured = (
@@ -53,19 +53,19 @@ class StreamOrder:
         )  # stream of the last uncaptured operation while captured ones follow
         self._keep_alive = StreamKeepAlive(lambda: (fast_path.stream, self._last_uncaptured))
         self._current: Callable[[int], int] | None = None
-        fast_path.ask_for_stream_of_arrays(functools.partial(cupy_stream, self._keep_alive.retain))
+        fast_path.set_cupy_stream_query(functools.partial(cupy_stream, self._keep_alive.retain))
         self._event = gpu.make_event()  # with which the fast path orders two streams
         if all(
             calls := driver_addresses(gpu, "cuEventRecord", "cuStreamWaitEvent", "cuCtxGetCurrent")
         ):
-            fast_path.follow_streams(int(self._event), calls, gpu.context)
+            fast_path.enable_stream_switches(int(self._event), calls, gpu.context)
 
     def handle(self, stream: Any) -> int:
         """Return the CUstream handle of a stream argument; None is the current stream."""
         if stream is None:
             if self._current is None:
                 self._current = find_current_stream(self._keep_alive.retain)
-                self._fast_path.ask_for_stream(self._current)
+                self._fast_path.set_stream_query(self._current)
             return self._current(self._gpu.ordinal)
         number = stream_handle(stream)
         if type(stream) is not int:
