@@ -1,4 +1,4 @@
-"""What the tests of schedules share: inputs, all built-in cases, and small hand-made schedules."""
+"""Shared by the tests of schedules: inputs, all built-in cases, and small hand-made schedules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ BUILTIN = [
 def schedules(
     name: str, collective: Collective, sizes: Sequence[int], roots: str = "some"
 ) -> Iterator[Schedule]:
-    """The schedules of a built-in algorithm for those ``sizes`` it supports; for rooted collectives with first and last root."""
+    """Yield the schedules of a built-in algorithm for the supported ``sizes``.
+
+    Rooted collectives are built for the first, middle and last root, or for all roots.
+    """
     algorithm = catalog.get(name)
     for nranks in sizes:
         if not algorithm.supports(collective, nranks):
@@ -46,7 +49,7 @@ def schedules(
 def make_inputs(
     schedule: Schedule, counts: Counts, seed: int = 0, dtype: Any = np.int64
 ) -> list[Any]:
-    """Random inputs for each rank of ``schedule``; ``None`` for ranks without one."""
+    """Return random inputs for each rank of ``schedule``; ``None`` for ranks without one."""
     rng = np.random.default_rng(seed)
     inputs: list[Any] = []
     for rank in range(schedule.nranks):
@@ -61,7 +64,7 @@ def make_inputs(
 def hand_made(
     collective: Collective, *ranks: Iterable[Step], parts: int = 1, root: int = 0, scratch: int = 0
 ) -> Schedule:
-    """A schedule with one channel from the steps of each rank."""
+    """Return a single-channel schedule from the steps of each rank."""
     return Schedule(
         name="hand",
         collective=collective,
@@ -76,7 +79,7 @@ def hand_made(
 def edited(
     schedule: Schedule, rank: int, number: int, *steps: Step, channel: int = 0, drop: int = 1
 ) -> Schedule:
-    """``schedule`` with ``drop`` steps of a rank from ``number`` on replaced by ``steps``."""
+    """Return ``schedule`` with ``drop`` steps of a rank, from ``number`` on, replaced."""
     program = list(schedule.channels[channel][rank])
     program[number : number + drop] = steps
     ranks = list(schedule.channels[channel])

@@ -1,4 +1,4 @@
-"""Every built-in algorithm computes its collective, as the interpreter understands it."""
+"""Every built-in algorithm computes its collective in the interpreter."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_root(name, collective):
     [c for c in PLACED if catalog.supports_direct(c[0], c[1], 2, in_place=c[2])],
 )
 def test_direct_and_shuffled(name, collective, in_place):
-    """Where the catalog says so, receivers may read the sender's memory, in whatever order ranks run."""
+    """Direct runs give the same results in any order of ranks, if the catalog declares so."""
     rng = random.Random(name)
     for schedule in schedules(name, collective, (2, 5, 8)):
         inputs = make_inputs(schedule, 0 if collective is Collective.BARRIER else 11)
@@ -62,8 +62,8 @@ def test_direct_and_shuffled(name, collective, in_place):
         agree(got, expected_outputs(collective, inputs, root=schedule.root))
 
 
-def test_in_place_one_shot_is_rightly_not_direct():
-    """The counterpart: an order of the ranks in which a peer's input is overwritten before it is read."""
+def test_in_place_one_shot_is_not_direct():
+    """A peer's input is overwritten before it is read in at least one order of ranks."""
     schedule = catalog.build("one_shot", Collective.ALL_REDUCE, 3)
     inputs = make_inputs(schedule, 4)
     want: list[Any] = expected_outputs(Collective.ALL_REDUCE, inputs)
@@ -87,7 +87,7 @@ def test_uneven_blocks(name, collective):
 
 
 def test_no_scratch_where_uneven():
-    """An executor sizes scratch for even blocks."""
+    """Executors size scratch for even blocks."""
     for name, collective in BUILTIN:
         if collective in catalog.get(name).uneven:
             assert all(s.scratch_chunks == 0 for s in schedules(name, collective, (1, 2, 7, 8)))
@@ -119,7 +119,7 @@ def test_operators(name, collective):
 
 @pytest.mark.parametrize(("name", "collective"), REDUCING)
 def test_rounding_and_order_are_as_declared(name, collective):
-    """Adding 1 + small + small ... in bfloat16 shows every rounding, and in float32 the order of the additions."""
+    """bfloat16 sums show every rounding, float32 sums the order of additions."""
     algorithm = catalog.get(name)
     for schedule in schedules(name, collective, (6, 8)):
         n = schedule.nranks
@@ -152,7 +152,7 @@ def test_all_ranks_get_the_same_bits(name, collective):
             np.testing.assert_array_equal(other, first)
 
 
-def test_ring_talks_to_neighbours_only():
+def test_ring_uses_neighbours_only():
     for collective in catalog.get("ring").collectives:
         schedule = catalog.build("ring", collective, 7)
         for rank, steps in enumerate(schedule.channels[0]):
@@ -160,8 +160,8 @@ def test_ring_talks_to_neighbours_only():
             assert {s.recv_peer for s in steps} <= {None, (rank - 1) % 7}
 
 
-def test_trees_are_nccls():
-    """The pictures in the comments of NCCL's ``trees.cc``: 14 ranks, and the double tree of an odd and an even number."""
+def test_trees_match_nccl():
+    """Trees of the comments in NCCL's ``trees.cc``: 14 ranks, double trees of 4 and 5 ranks."""
     from miraccl.schedule.algos.double_binary_tree import binary_tree, double_tree
 
     parents = [binary_tree(rank, 14).up for rank in range(14)]
@@ -193,7 +193,9 @@ def test_trees_are_trees(nranks):
             [len(double_tree(rank, nranks)[tree].down) == 2 for tree in range(2)]
             for rank in range(nranks)
         ]
-        assert not any(first and second for first, second in inner)  # nobody has two children twice
+        assert not any(
+            first and second for first, second in inner
+        )  # no rank has two children in both
 
 
 def test_rooted_trees_share_their_root():
@@ -204,7 +206,7 @@ def test_rooted_trees_share_their_root():
             assert [place.up for place in rooted_double_tree(root, nranks, root)] == [None, None]
 
 
-def test_pat_sends_far_first_and_one_or_two_messages_a_round():
+def test_pat_distances_decrease_with_one_or_two_messages_per_round():
     from miraccl.schedule.algos.pat import plan_rounds
 
     for nranks in (*range(1, 40), 100, 128):
@@ -216,7 +218,7 @@ def test_pat_sends_far_first_and_one_or_two_messages_a_round():
 
 
 def test_messages_start_at_the_next_rank():
-    """So that not all ranks turn to rank 0 at once."""
+    # Otherwise all ranks would address rank 0 first.
     for name, collective in (
         ("one_shot", Collective.ALL_REDUCE),
         ("two_shot", Collective.ALL_REDUCE),
@@ -227,7 +229,7 @@ def test_messages_start_at_the_next_rank():
             assert sends == [(rank + d) % 5 for d in range(1, 5)]
 
 
-def test_one_rank_copies_or_does_nothing():
+def test_one_rank_only_copies():
     for name, collective in BUILTIN:
         for schedule in schedules(name, collective, (1,)):
             steps = [s for ranks in schedule.channels for steps in ranks for s in steps]

@@ -1,4 +1,4 @@
-"""What each primitive means, on symbols; what the interpreter refuses; the reference reducer."""
+"""Meaning of each primitive on symbols; errors of the interpreter; the reference reducer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ C = Collective
 
 
 def on_letters(schedule: Schedule, **options: Any) -> list[list[str]]:
-    """Outputs when rank 0's input chunks are a0, a1 ..., rank 1's b0, b1 ..., and addition writes (x+y)."""
+    """Return outputs for inputs a0, a1, ... on rank 0, b0, b1, ... on rank 1; addition is (x+y)."""
     memory: list[list[Any]] = []
     for rank in range(schedule.nranks):
         cells = rank_cells(schedule, rank, bool(options.get("in_place")))
@@ -113,7 +113,7 @@ def test_a_message_is_a_copy_unless_direct():
     assert on_letters(slow, direct=True)[1] == ["a1", "a1"]
 
 
-def test_barrier_holds_everybody_back():
+def test_barrier_blocks_all_ranks():
     def program(rank: int) -> list[Any]:
         return [
             copy(inp(0), scratch(0)),
@@ -130,46 +130,46 @@ def test_barrier_holds_everybody_back():
 @pytest.mark.parametrize(
     ("programs", "words"),
     [
-        (([recv(out(0), 1)], []), "stuck: channel 0, rank 0 waits at step 0 (RECV)"),
-        (([], [send(inp(0), 0)]), "1 messages from rank 1 to rank 0 are never received"),
-        (([], [signal([0])]), "1 signals from rank 1 to rank 0 are never waited for"),
+        (([recv(out(0), 1)], []), "deadlock: channel 0, rank 0 waits at step 0 (RECV)"),
+        (([], [send(inp(0), 0)]), "1 messages from rank 1 to rank 0 are not received"),
+        (([], [signal([0])]), "1 signals from rank 1 to rank 0 are not consumed"),
         (
             ([copy(scratch(0), out(0))], []),
             "rank 0, step 0 (COPY): scratch[0] of rank 0 is read before it is written",
         ),
-        (([copy(inp(1), out(0))], []), "input[1] is outside of the memory of rank 0"),
-        (([put(inp(0), out(0), 1)], []), "output[0] is outside of the memory of rank 1"),
+        (([copy(inp(1), out(0))], []), "input[1] is out of range on rank 0"),
+        (([put(inp(0), out(0), 1)], []), "output[0] is out of range on rank 1"),
         (([recv(out(0), 1)], [send(scratch(0, 2), 0)]), "scratch[0+2] of rank 1 is read before"),
-        (([barrier()], []), "stuck: channel 0, rank 0"),
+        (([barrier()], []), "deadlock: channel 0, rank 0"),
         (
             ([recv_reduce_all(inp(0), out(0), (1, 1))], [send(inp(0), 0)]),
-            "several messages from rank 1 at a time",
+            "several messages from rank 1 in one step",
         ),
     ],
 )
-def test_refusals(programs, words):
+def test_errors(programs, words):
     with pytest.raises(ScheduleError) as caught:
         on_letters(hand_made(C.REDUCE, *programs, scratch=2))
     assert words in str(caught.value)
 
 
-def test_fifo_depth_can_make_it_stuck():
+def test_a_shallow_fifo_can_deadlock():
     both = (
         [send(inp(0), 1 - r), send(inp(0), 1 - r), recv(scratch(0), 1 - r), recv(scratch(0), 1 - r)]
         for r in range(2)
     )
     schedule = hand_made(C.ALL_REDUCE, *both, scratch=1)
     on_letters(schedule, fifo_depth=2)
-    with pytest.raises(ScheduleError, match="stuck"):
+    with pytest.raises(ScheduleError, match="deadlock"):
         on_letters(schedule, fifo_depth=1)
 
 
-def test_output_that_is_never_written_or_of_another_size():
-    with pytest.raises(ScheduleError, match=r"output\[0\] of rank 0 is never written"):
+def test_unwritten_or_wrongly_sized_output():
+    with pytest.raises(ScheduleError, match=r"output\[0\] of rank 0 is not written"):
         interpret(hand_made(C.ALL_REDUCE, []), [np.zeros(3)])
     shifted = hand_made(C.ALL_REDUCE, [copy(inp(0), out(1)), copy(inp(1), out(0))], parts=2)
     interpret(shifted, [np.zeros(4)])
-    with pytest.raises(ScheduleError, match=r"output\[0\] of rank 0 has 1 elements, not 2"):
+    with pytest.raises(ScheduleError, match=r"output\[0\] of rank 0 has 1 elements, expected 2"):
         interpret(shifted, [np.zeros(3)])
 
 
@@ -184,11 +184,11 @@ def test_arguments():
         interpret(schedule, [x, np.zeros(4)])
     with pytest.raises(InvalidUsage, match="PREMUL_SUM"):
         interpret(schedule, [x, x], op=RedOp.PREMUL_SUM)
-    with pytest.raises(InvalidUsage, match="arrays of complex128 cannot be"):
+    with pytest.raises(InvalidUsage, match="cannot communicate arrays of complex128"):
         interpret(schedule, [x.astype(complex), x.astype(complex)])
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_not_modified():
     inputs = [np.arange(4.0), np.arange(4.0)]
     interpret(catalog.build("ring", C.ALL_REDUCE, 2), inputs, in_place=True)
     np.testing.assert_array_equal(inputs[0], np.arange(4.0))
@@ -231,7 +231,7 @@ def test_operators():
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
-def test_integers_are_divided_as_in_c(dtype):
+def test_integer_division_truncates(dtype):
     info = np.iinfo(dtype)
     numbers = np.array([info.min, info.min + 1, 0, 1, 7, info.max], dtype=dtype)
     got = divide_towards_zero(numbers, 3)
@@ -239,7 +239,7 @@ def test_integers_are_divided_as_in_c(dtype):
     assert [int(x) for x in got] == [abs(int(x)) // 3 * (1 if x >= 0 else -1) for x in numbers]
 
 
-def test_the_definition_of_collectives():
+def test_definition_of_collectives():
     a, b = np.array([1, 2]), np.array([30, 40])
     as_lists = lambda result: [None if x is None else list(x) for x in result]  # noqa: E731
     assert as_lists(expected_outputs(C.ALL_REDUCE, [a, b])) == [[31, 42], [31, 42]]
@@ -266,7 +266,7 @@ def test_the_definition_of_collectives():
         ("ring", C.ALL_GATHER, set()),
     ],
 )
-def test_where_sums_are_whole(name, collective, primitives):
+def test_completing_steps(name, collective, primitives):
     schedule = catalog.build(name, collective, 4)
     whole = completing_steps(schedule)
     steps = [
@@ -278,8 +278,8 @@ def test_where_sums_are_whole(name, collective, primitives):
 
 
 @pytest.mark.parametrize(("name", "collective"), [case for case in BUILTIN if case[1].reduces])
-def test_sums_are_completed_by_steps_that_reduce(name, collective):
-    """An average divides there; one rank alone has nothing to divide."""
+def test_completing_steps_reduce(name, collective):
+    """Averages divide in these steps; a single rank has none."""
     for schedule in schedules(name, collective, (1, 2, 5, 8)):
         steps = completing_steps(schedule)
         assert all(

@@ -1,4 +1,4 @@
-"""Passes make right schedules of right schedules."""
+"""Passes turn correct schedules into correct schedules."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_pipeline(name, collective):
         assert compute_cost(deeper).wire_blocks == compute_cost(schedule).wire_blocks
 
 
-def test_messages_across_blocks_are_taken_apart_first():
+def test_messages_across_blocks_must_be_split_first():
     gather = catalog.build("bruck", C.ALL_GATHER, 6)
     assert not passes.supports_channels(gather)
     with pytest.raises(InvalidUsage, match="spans blocks"):
@@ -97,8 +97,8 @@ def test_relabel(name, collective):
         assert passes.relabel(schedule, range(5)).channels == schedule.channels
 
 
-def test_rings_that_follow_their_own_orders():
-    """Two rings, one each way, side by side: what a channel search hands over."""
+def test_interleaved_rings_with_different_orders():
+    """Two rings of opposite directions, as a channel search returns them."""
     ring = catalog.build("ring", C.ALL_GATHER, 4)
     both = passes.interleave(
         [passes.relabel(ring, order) for order in ([0, 2, 1, 3], [3, 1, 2, 0])], name="rings"
@@ -120,7 +120,7 @@ def test_interleave_different_algorithms():
     check(mixed)
 
 
-def test_scratch_goes_along():
+def test_interleave_keeps_scratch():
     tree = catalog.build("double_binary_tree", C.REDUCE, 9, 2)
     assert tree.scratch_chunks
     check(passes.interleave([catalog.build("chain", C.REDUCE, 9, 2), tree]))

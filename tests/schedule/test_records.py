@@ -1,4 +1,4 @@
-"""Records cannot be illegal; blocks, parts and overlaps are where the tables say."""
+"""Illegal records cannot be constructed; blocks, parts and overlaps match the tables."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tests.schedule.helpers import COLLECTIVES, hand_made
 C = Collective
 
 
-def test_a_ref_has_chunks():
+def test_refs():
     assert list(Ref(Buffer.INPUT, 3, 2)) == [3, 4]
     assert str(Ref(Buffer.OUTPUT, 3, 2)) == "output[3+2]"
     for index, chunks in ((-1, 1), (0, 0)):
-        with pytest.raises(ValueError, match="a reference needs"):
+        with pytest.raises(ValueError, match="cannot make a reference"):
             Ref(Buffer.INPUT, index, chunks)
 
 
 @pytest.mark.parametrize("op", list(Op))
-def test_a_step_has_the_operands_of_its_primitive(op):
+def test_operands_of_steps(op):
     every: dict[str, Any] = {
         "src": inp(0),
         "dst": out(0),
@@ -47,7 +47,7 @@ def test_a_step_has_the_operands_of_its_primitive(op):
             Step(op=op, **wrong)
 
 
-def test_src_and_dst_have_the_same_size():
+def test_src_and_dst_must_have_the_same_size():
     with pytest.raises(ValueError, match="src has 2 chunks, dst 1"):
         copy(inp(0, 2), out(0))
 
@@ -68,7 +68,7 @@ def test_kinds_of_primitives():
     ]
 
 
-def test_a_schedule_is_whole():
+def test_schedules_are_complete():
     with pytest.raises(ValueError, match="root 2 is not in"):
         hand_made(C.REDUCE, [], [], root=2)
     with pytest.raises(ValueError, match="at least 1"):
@@ -104,7 +104,7 @@ def test_parts_tile_a_block_evenly(count, parts):
     assert sizes[0] - sizes[-1] <= 1
 
 
-def test_only_the_root_has_some_buffers():
+def test_root_only_buffers():
     schedule = catalog.build("one_shot", C.GATHER, 3, 1)
     assert [schedule.chunks_at(Buffer.OUTPUT, rank) for rank in range(3)] == [0, 3, 0]
     schedule = catalog.build("one_shot", C.SCATTER, 3, 1)
@@ -112,7 +112,7 @@ def test_only_the_root_has_some_buffers():
 
 
 @pytest.mark.parametrize("collective", [c for c in COLLECTIVES if c is not C.ALL_TO_ALL])
-def test_in_place_overlap_is_nccls(collective):
+def test_in_place_overlap_matches_nccl(collective):
     name = catalog.algorithms_for(collective, 3)[0].name
     schedule = catalog.build(name, collective, 3, 2)
     parts = schedule.parts

@@ -1,4 +1,4 @@
-"""Text and schedule are the same thing; errors name the line."""
+"""Text and schedules convert into each other without loss; errors name the line."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ recv_reduce_copy input[0] -> output[0] from 0
 """
 
 
-def test_what_people_write():
+def test_hand_written_text():
     schedule = parse(TEXT)
     assert schedule.name == 'two "ranks" # here'
     assert schedule.root == 1
@@ -103,40 +103,40 @@ HEAD = 'schedule "x" all_reduce nranks 1 parts 2\nchannel 0\nrank 0\n'
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no schedule"),
-        ("channel 0", "line 1: a schedule starts with a line like"),
-        ("schedule x all_reduce nranks 1", "line 1: cannot read"),
-        ('schedule "x" all_reduce nranks', "line 1: cannot read"),
-        ('schedule "x" all_reduce nranks ' + "9" * 5000, "line 1: cannot read"),
+        ("", "contains no schedule"),
+        ("channel 0", "line 1: a schedule starts with a line such as"),
+        ("schedule x all_reduce nranks 1", "line 1: cannot parse"),
+        ('schedule "x" all_reduce nranks', "line 1: cannot parse"),
+        ('schedule "x" all_reduce nranks ' + "9" * 5000, "line 1: cannot parse"),
         (
             'schedule "x" all_recude nranks 1',
-            "line 1: 'all_recude' is no collective; there are all_reduce",
+            "line 1: 'all_recude' is not a collective; allowed are all_reduce",
         ),
         ('schedule "x" all_reduce ranks 1', "line 1: unknown field 'ranks'"),
         ('schedule "x" all_reduce parts 1', "line 1: nranks is missing"),
-        ('schedule "\\q" all_reduce nranks 1', 'line 1: "\\q" is no quoted text'),
-        (HEAD + HEAD, "line 4: a second schedule"),
-        ('schedule "x" all_reduce nranks 1\nrank 0', "line 2: a rank comes after a channel"),
+        ('schedule "\\q" all_reduce nranks 1', 'line 1: "\\q" is not a quoted string'),
+        (HEAD + HEAD, "line 4: a text contains one schedule only"),
+        ('schedule "x" all_reduce nranks 1\nrank 0', "line 2: a rank must follow a channel"),
         (
             'schedule "x" all_reduce nranks 1\nchannel 1',
-            "line 2: channels are numbered in order: wanted is channel 0",
+            "line 2: channels must be numbered in order: expected channel 0",
         ),
         (
             'schedule "x" all_reduce nranks 1\nchannel 0\nrank 1',
-            "line 3: ranks are numbered in order: wanted is rank 0",
+            "line 3: ranks must be numbered in order: expected rank 0",
         ),
         (
             'schedule "x" all_reduce nranks 1\nchannel 0\ncopy input[0] -> output[0]',
-            "line 3: a step comes after a channel and a rank",
+            "line 3: a step must follow a channel and a rank",
         ),
         ('schedule "x" all_reduce nranks 2\nchannel 0\nrank 0', "channel 0 has 1 ranks, not 2"),
         ('schedule "x" all_reduce nranks 1', "at least 1"),
-        (HEAD + "note 7", "line 4: 7 is no quoted text"),
-        (HEAD + "sned input[0] to 1", "line 4: 'sned' is no primitive; there are send, recv"),
-        (HEAD + "\n\nsend inptu[0] to 1", "line 6: 'inptu[0]' is no reference like"),
-        (HEAD + "send input[0+0] to 1", "line 4: a reference needs"),
-        (HEAD + "send input[0] to one", "line 4: 'one' is no rank"),
-        (HEAD + "send input[0] to", "line 4: 'to' needs something after it"),
+        (HEAD + "note 7", "line 4: 7 is not a quoted string"),
+        (HEAD + "sned input[0] to 1", "line 4: 'sned' is not a primitive; allowed are send, recv"),
+        (HEAD + "\n\nsend inptu[0] to 1", "line 6: 'inptu[0]' is not a reference such as"),
+        (HEAD + "send input[0+0] to 1", "line 4: cannot make a reference"),
+        (HEAD + "send input[0] to one", "line 4: 'one' is not a rank"),
+        (HEAD + "send input[0] to", "line 4: 'to' needs an operand"),
         (HEAD + "send input[0]", "line 4: SEND needs send_peer"),
         (HEAD + "send input[0] input[1] to 1", "line 4: src is given twice"),
         (HEAD + "send input[0] to 1 to 2", "line 4: to is given twice"),
@@ -152,13 +152,13 @@ def test_errors_name_the_line(text, words):
 
 @given(text=st.text(alphabet='schedule nk01[+]->"# \nrptofm', max_size=120))
 @settings(max_examples=200, deadline=None)
-def test_any_text_is_a_schedule_or_an_error(text):
+def test_any_text_parses_or_raises_schedule_error(text):
     for start in ("", HEAD):
         with suppress(ScheduleError):
             parse(start + text)
 
 
-def test_a_damaged_dump_is_noticed():
+def test_a_damaged_dump_is_detected():
     schedule = catalog.build("ring", Collective.ALL_REDUCE, 3)
     lines = dump(schedule).splitlines()
     for number in range(len(lines)):

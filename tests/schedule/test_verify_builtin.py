@@ -1,5 +1,7 @@
-"""Every built-in schedule is proved right: for 1 to 33 ranks, in and out of place, direct and in the order of the ranks where the
-catalog says so."""
+"""Every built-in schedule is verified for 1 to 33 ranks, in and out of place.
+
+Direct safety and rank order are verified if the catalog declares them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ SHALLOW = 2
 
 
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)
-def test_right_for_1_to_33_ranks(name, collective):
-    """A proof with ``direct`` is also one without, so that each size takes one per place."""
+def test_correct_for_1_to_33_ranks(name, collective):
+    """A proof with ``direct`` implies one without, so one proof per size and form is enough."""
     ordered = catalog.get(name).rank_ordered
     for schedule in schedules(name, collective, range(1, 34)):
         for in_place in in_place_forms(collective):
@@ -50,7 +52,7 @@ def test_right_for_1_to_33_ranks(name, collective):
         ("one_shot", Collective.GATHER, 500),
     ],
 )
-def test_right_for_many_ranks(name, collective, nranks):
+def test_correct_for_many_ranks(name, collective, nranks):
     for schedule in schedules(name, collective, (nranks,)):
         verify(
             schedule,
@@ -60,8 +62,8 @@ def test_right_for_many_ranks(name, collective, nranks):
 
 
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)
-def test_direct_is_declared_as_it_is(name, collective):
-    """What is declared is safe for every size (above); what is not declared is unsafe for some."""
+def test_undeclared_direct_is_unsafe(name, collective):
+    """Collectives not declared as direct are unsafe for some size."""
     algorithm = catalog.get(name)
     for in_place in in_place_forms(collective):
         if collective not in (algorithm.direct_in_place if in_place else algorithm.direct):
@@ -75,14 +77,14 @@ def test_direct_is_declared_as_it_is(name, collective):
     ("name", "collective"),
     [case for case in BUILTIN if case[1].reduces and not catalog.get(case[0]).rank_ordered],
 )
-def test_what_is_not_declared_as_ordered_is_not(name, collective):
-    """What is declared is, for every size (above)."""
+def test_undeclared_rank_order_does_not_hold(name, collective):
+    """Algorithms not declared as rank_ordered are rejected with ``rank_ordered``."""
     for schedule in schedules(name, collective, (4, 8)):
-        with pytest.raises(ScheduleError, match="in the order of the ranks"):
+        with pytest.raises(ScheduleError, match="in rank order"):
             verify(schedule, rank_ordered=True)
 
 
 @pytest.mark.parametrize(("name", "collective"), BUILTIN)
-def test_addressable_memory_is_declared_as_it_is(name, collective):
+def test_addressable_memory_is_declared(name, collective):
     for schedule in schedules(name, collective, (2, 4, 5)):
         assert schedule.needs_addressable_memory == catalog.get(name).needs_addressable_memory

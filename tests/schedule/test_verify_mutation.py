@@ -1,4 +1,4 @@
-"""What the verifier accepts is right under every interleaving: right schedules with one step changed are refused or still right."""
+"""Mutated schedules are rejected by the verifier or correct under every interleaving."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [case for case in BUILTIN if case[1] is not Collective.BARRIER]
 
 
 @st.composite
-def right_schedules(draw: Any) -> Schedule:
+def correct_schedules(draw: Any) -> Schedule:
     name, collective = draw(st.sampled_from(CASES))
     sizes = [n for n in range(2, 6) if catalog.get(name).supports(collective, n)]
     nranks = draw(st.sampled_from(sizes))
@@ -48,7 +48,7 @@ def _changed_ref(draw: Any, ref: Ref) -> Ref:
 
 
 def _changed_step(draw: Any, step: Step, nranks: int) -> Step:
-    """``step`` with one operand changed, or another primitive with the same operands."""
+    """Return ``step`` with one operand changed, or another primitive with the same operands."""
     fields = [
         field
         for field in ("src", "dst", "recv_peer", "send_peer", "peers")
@@ -72,8 +72,8 @@ def _changed_step(draw: Any, step: Step, nranks: int) -> Step:
 
 @st.composite
 def mutants(draw: Any) -> Schedule:
-    """A right schedule with one step changed, dropped, doubled, swapped with the next or moved to another rank or channel."""
-    schedule: Schedule = draw(right_schedules())
+    """Correct schedules with one step changed, dropped, doubled, swapped or moved."""
+    schedule: Schedule = draw(correct_schedules())
     channels = [[list(steps) for steps in ranks] for ranks in schedule.channels]
     spots = [
         (c, r, k)
@@ -111,8 +111,8 @@ def mutants(draw: Any) -> Schedule:
     )
 
 
-def is_right(schedule: Schedule, in_place: bool, direct: bool, seed: int) -> bool:
-    """Whether the interpreter gets what the collective is defined to return, however the ranks take turns."""
+def is_correct(schedule: Schedule, in_place: bool, direct: bool, seed: int) -> bool:
+    """Return True if the interpreter computes the collective in several interleavings."""
     inputs = make_inputs(schedule, 2 * schedule.parts + 1, seed)
     want = expected_outputs(schedule.collective, inputs, root=schedule.root)
     for shuffle in (
@@ -139,26 +139,26 @@ def is_right(schedule: Schedule, in_place: bool, direct: bool, seed: int) -> boo
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 @given(mutant=mutants(), direct=st.booleans(), in_place=st.booleans(), seed=st.integers(0, 1000))
-def test_what_is_accepted_is_right(mutant, direct, in_place, seed):
+def test_accepted_mutants_are_correct(mutant, direct, in_place, seed):
     in_place = in_place and True in in_place_forms(mutant.collective)
     try:
         verify(mutant, in_place=in_place, fifo_depth=2, direct=direct)
     except ScheduleError:
         return
-    assert is_right(mutant, in_place, direct, seed)
+    assert is_correct(mutant, in_place, direct, seed)
 
 
 @settings(max_examples=100, deadline=None)
-@given(schedule=right_schedules(), seed=st.integers(0, 1000))
-def test_the_other_way_round_nothing_right_is_lost(schedule, seed):
-    """The starting points of the mutations are accepted, and right."""
+@given(schedule=correct_schedules(), seed=st.integers(0, 1000))
+def test_correct_schedules_are_accepted(schedule, seed):
+    """The schedules that are mutated are accepted, and correct."""
     verify(schedule, fifo_depth=2)
-    assert is_right(schedule, False, False, seed)
+    assert is_correct(schedule, False, False, seed)
 
 
 @pytest.mark.parametrize("name", ["ring", "two_shot_put", "double_binary_tree", "pairwise"])
-def test_every_dropped_step_is_noticed(name):
-    """No step of these schedules is idle, but a copy of what is in place already."""
+def test_every_dropped_step_is_detected(name):
+    """Every step of these schedules is needed out of place."""
     collective = min(catalog.get(name).collectives)
     schedule = catalog.build(name, collective, 4)
     for channel, ranks in enumerate(schedule.channels):

@@ -1,4 +1,4 @@
-"""A schedule that is said to add in the order of the ranks does so, to the bit, or is refused with the place."""
+"""Schedules that claim rank order add in that order, bit for bit, or are rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ C = Collective
 
 
 def fold(*peers: int, root: int = 0) -> Schedule:
-    """``root`` adds what it gets in one step, in the order of ``peers``."""
+    """``root`` adds all contributions in one step, in the order of ``peers``."""
     ranks = (
         [recv_reduce_all(inp(0), out(0), peers)] if rank == root else [send(inp(0), root)]
         for rank in range(len(peers))
@@ -44,7 +44,7 @@ def fold(*peers: int, root: int = 0) -> Schedule:
 
 
 def one_by_one(first: int, *rest: int) -> Schedule:
-    """Rank 0 adds to its own contribution that of one rank after another."""
+    """Rank 0 adds the contributions of the other ranks one by one."""
     steps = [recv_reduce_copy(inp(0), out(0), first), *(recv_reduce(out(0), peer) for peer in rest)]
     return hand_made(C.REDUCE, steps, *([send(inp(0), 0)] for _ in (first, *rest)))
 
@@ -59,8 +59,8 @@ def from_memory(*peers: int) -> Schedule:
     return hand_made(C.ALL_REDUCE, steps, *([barrier(), barrier()] for _ in peers[1:]))
 
 
-def sum_passed_on() -> Schedule:
-    """Rank 0 sends x0 + x1 to rank 2, which puts itself on the right of it."""
+def forwarded_sum() -> Schedule:
+    """Rank 0 sends x0 + x1 to rank 2, which adds its own contribution on the right."""
     return hand_made(
         C.REDUCE,
         [recv_reduce_send(inp(0), 1, 2)],
@@ -79,7 +79,7 @@ def tree() -> Schedule:
 
 
 def chain() -> Schedule:
-    """x2 + (x1 + x0): each rank stands on the left of what it gets."""
+    """x2 + (x1 + x0): each rank adds its own contribution on the left."""
     return hand_made(
         C.REDUCE,
         [send(inp(0), 1)],
@@ -98,7 +98,7 @@ def inputs_of(schedule: Schedule) -> list[np.ndarray[tuple[int], np.dtype[np.flo
 
 
 def adds_in_order(schedule: Schedule) -> bool:
-    """Whether the interpreter's result has the bits of ((x0 + x1) + x2) + ..."""
+    """Return True if the interpreter's result has the bits of ((x0 + x1) + x2) + ..."""
     inputs = inputs_of(schedule)
     return all(
         np.array_equal(result, reference(inputs, RedOp.SUM))
@@ -114,12 +114,12 @@ def adds_in_order(schedule: Schedule) -> bool:
         fold(0, 1, 2, 3, root=2),
         one_by_one(1, 2, 3),
         from_memory(0, 1, 2, 3),
-        sum_passed_on(),
+        forwarded_sum(),
         fold(0),
     ],
-    ids=["fold", "fold_elsewhere", "one_by_one", "from_memory", "sum_passed_on", "alone"],
+    ids=["fold", "fold_at_other_root", "one_by_one", "from_memory", "forwarded_sum", "alone"],
 )
-def test_right_orders_are_proved(schedule):
+def test_rank_order_is_verified(schedule):
     verify(schedule, rank_ordered=True)
     assert adds_in_order(schedule)
 
@@ -130,23 +130,28 @@ def test_right_orders_are_proved(schedule):
         (
             fold(0, 2, 1, 3),
             "hand: channel 0, rank 0, step 0 (recv_reduce_all",
-            "adds input[0] of ranks 2 to input[0] of ranks 0; in the order of the ranks rank 1 alone comes next",
+            "adds input[0] of ranks 2 to input[0] of ranks 0; in rank order rank 1 alone is next",
         ),
         (
             fold(1, 2, 3, 0, root=3),
             "channel 0, rank 3, step 0 (recv_reduce_all",
-            "adds input[0] of ranks 2 to input[0] of ranks 1; in the order of the ranks a sum begins with rank 0 and leaves none out",
+            (
+                "adds input[0] of ranks 2 to input[0] of ranks 1; in rank order a sum starts with"
+                " rank 0 and includes every rank in between"
+            ),
         ),
         (
             one_by_one(1, 3, 2),
             "channel 0, rank 0, step 1 (recv_reduce -> output[0] from 3)",
-            "adds input[0] of ranks 3 to input[0] of ranks 0,1; in the order of the ranks rank 2 alone comes next; "
-            "the message was sent by rank 3 in its step 0",
+            (
+                "adds input[0] of ranks 3 to input[0] of ranks 0,1; in rank order rank 2 alone is"
+                " next; the message was sent by rank 3 in its step 0"
+            ),
         ),
         (
             from_memory(0, 1, 3, 2),
             "channel 0, rank 0, step 1 (reduce_from_peers",
-            "rank 2 alone comes next",
+            "rank 2 alone is next",
         ),
         (
             tree(),
@@ -154,9 +159,9 @@ def test_right_orders_are_proved(schedule):
             "adds input[0] of ranks 3 to input[0] of ranks 2",
         ),
     ],
-    ids=["fold", "fold_elsewhere", "one_by_one", "from_memory", "tree"],
+    ids=["fold", "fold_at_other_root", "one_by_one", "from_memory", "tree"],
 )
-def test_other_orders_are_refused_with_the_place(schedule, place, problem):
+def test_other_orders_are_rejected_with_the_location(schedule, place, problem):
     verify(schedule)
     with pytest.raises(ScheduleError) as caught:
         verify(schedule, rank_ordered=True)
@@ -165,26 +170,26 @@ def test_other_orders_are_refused_with_the_place(schedule, place, problem):
     assert not adds_in_order(schedule)
 
 
-def test_sides_count():
+def test_operand_sides_matter():
     verify(chain())
     with pytest.raises(
         ScheduleError,
-        match=r"rank 1, step 0 .*adds input\[0\] of ranks 0 to input\[0\] of ranks 1; .*begins",
+        match=r"rank 1, step 0 .*adds input\[0\] of ranks 0 to input\[0\] of ranks 1; .*starts",
     ):
         verify(chain(), rank_ordered=True)
 
 
-def test_one_of_all_orders_is_that_of_the_ranks():
+def test_only_one_permutation_is_rank_order():
     for order in permutations(range(4)):
         for schedule in (fold(*order, root=order[0]), from_memory(*order)):
             if order == (0, 1, 2, 3):
                 verify(schedule, rank_ordered=True)
             else:
-                with pytest.raises(ScheduleError, match="in the order of the ranks"):
+                with pytest.raises(ScheduleError, match="in rank order"):
                     verify(schedule, rank_ordered=True)
 
 
-def test_every_chunk_and_channel_is_looked_at():
+def test_every_chunk_and_channel_is_checked():
     both = interleave([fold(0, 1, 2), one_by_one(2, 1)])
     with pytest.raises(
         ScheduleError,
@@ -194,13 +199,13 @@ def test_every_chunk_and_channel_is_looked_at():
     verify(interleave([fold(0, 1, 2), one_by_one(1, 2)]), rank_ordered=True)
 
 
-def test_copies_have_any_order():
+def test_collectives_without_reduction_are_rank_ordered():
     verify(catalog.build("chain", C.BROADCAST, 4, 2), rank_ordered=True)
 
 
 @pytest.fixture
 def claims() -> Iterator[None]:
-    """Algorithms over three ranks: ``ordered`` keeps what it claims, ``disordered`` does not, ``silent`` claims nothing."""
+    """Register algorithms of three ranks that claim rank order rightly, wrongly, or not at all."""
     made = {
         "ordered": (fold(0, 1, 2), True),
         "disordered": (fold(0, 2, 1), True),
@@ -220,11 +225,11 @@ def claims() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("claims")
-def test_what_a_user_registers_keeps_its_claim_or_is_not_handed_out():
+def test_registered_algorithms_with_false_claims_are_rejected():
     assert catalog.build("ordered", C.REDUCE, 3).name == "ordered"
     assert catalog.build("silent", C.REDUCE, 3).name == "silent"
     for in_place in (False, True):
         with pytest.raises(
-            ScheduleError, match=r"disordered: channel 0, rank 0, step 0 .*rank 1 alone comes next"
+            ScheduleError, match=r"disordered: channel 0, rank 0, step 0 .*rank 1 alone is next"
         ):
             catalog.build("disordered", C.REDUCE, 3, in_place=in_place)

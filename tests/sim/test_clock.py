@@ -1,4 +1,4 @@
-"""The virtual clock: times that can be worked out by hand, bounds that no run can pass, and runs that get stuck."""
+"""The virtual clock: times computed by hand, bounds on every run, and deadlocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MB = 1e6  # at 100 GB/s: 10 us
 
 
 def pipe(*bandwidths: float, latency_us: float = 0.0) -> Links:
-    """Two ranks with one link from 0 to 1 after another, and one back."""
+    """Return links of two ranks: links in series from 0 to 1, and one from 1 to 0."""
     names = tuple(f"hop {number}" for number in range(len(bandwidths)))
     there = Route(tuple(range(len(bandwidths))), latency_us)
     return Links(
@@ -53,25 +53,25 @@ MESSAGE = broadcast([send(inp(0), 1), copy(inp(0), out(0))], [recv(out(0), 0)])
 # By hand
 
 
-def test_a_message_takes_its_bytes_and_its_latency() -> None:
+def test_message_time_is_transfer_plus_latency() -> None:
     run = simulate(MESSAGE, switch(2, 100.0, 1.5), MB)
     assert run.time_us == pytest.approx(10 + 1.5)
     assert sum(run.carried) == pytest.approx(2 * MB)  # out of one rank, into the other
 
 
-def test_the_narrowest_link_of_a_route_decides() -> None:
+def test_the_narrowest_link_limits_a_route() -> None:
     assert simulate(MESSAGE, pipe(100.0, 25.0), MB).time_us == pytest.approx(40)
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
-def test_a_ring_takes_two_times_n_less_one_steps(nranks: int) -> None:
+def test_a_ring_takes_2_n_minus_2_steps(nranks: int) -> None:
     ring = catalog.build("ring", Collective.ALL_REDUCE, nranks)
     time_us = simulate(ring, mesh(nranks, 100.0, 2.0), MB).time_us
     assert time_us == pytest.approx(2 * (nranks - 1) * (10 / nranks + 2))
 
 
 @pytest.mark.parametrize("nranks", [2, 3, 5, 8])
-def test_one_shot_leaves_a_rank_one_message_after_another(nranks: int) -> None:
+def test_one_shot_serialises_the_messages_of_a_rank(nranks: int) -> None:
     shot = catalog.build("one_shot", Collective.ALL_REDUCE, nranks)
     assert simulate(shot, switch(nranks, 100.0, 3.0), MB).time_us == pytest.approx(
         (nranks - 1) * 10 + 3
@@ -93,13 +93,13 @@ def two_senders() -> Schedule:
     return one_channel("two", Collective.REDUCE, [root, one, two])
 
 
-def test_messages_that_cross_one_link_share_it() -> None:
+def test_concurrent_messages_share_a_link() -> None:
     assert simulate(two_senders(), switch(3, 100.0, 0.0), MB).time_us == pytest.approx(20)
     assert simulate(two_senders(), mesh(3, 100.0, 0.0), MB).time_us == pytest.approx(10)
 
 
 def test_sharing_is_max_min_fair() -> None:
-    """Ranks 0 and 1 send to 2, and rank 1 at the same time on another channel to 3: who is held up at 2 leaves the rest to the other."""
+    """Ranks 0 and 1 send to 2, rank 1 also to 3, which gets what the limited flow leaves."""
     names = ("out of 1", "into 2", "out of 0")
     routes = {(1, 2): Route((0, 1), 0.0), (1, 3): Route((0,), 0.0), (0, 2): Route((2, 1), 0.0)}
     links = Links(nranks=4, names=names, bandwidths=(100.0, 60.0, 100.0), routes=routes)
@@ -113,7 +113,7 @@ def test_sharing_is_max_min_fair() -> None:
         MB,
     )
     ends = {(step.channel, step.rank): step.end for step in run.steps}
-    assert ends[1, 1] == pytest.approx(MB / 70e3)  # 100 less the 30 that the other one gets
+    assert ends[1, 1] == pytest.approx(MB / 70e3)  # 100 - 30 of the other flow
     assert ends[0, 0] == ends[0, 1] == pytest.approx(MB / 30e3)
 
 
@@ -126,7 +126,7 @@ def test_rounds_overlap_along_a_chain() -> None:
     assert sliced.rounds == 10
 
 
-def test_a_full_fifo_makes_the_sender_wait() -> None:
+def test_a_full_fifo_blocks_the_sender() -> None:
     slow = Links(
         nranks=3,
         names=("fast", "slow"),
@@ -143,7 +143,7 @@ def test_a_full_fifo_makes_the_sender_wait() -> None:
     assert ends[1] > ends[4] > ends[100]
 
 
-def test_memory_is_a_link_that_operands_cross() -> None:
+def test_operands_cross_the_memory_link() -> None:
     alone = broadcast([copy(inp(0), out(0))])
     assert simulate(alone, switch(1, 100.0), MB).time_us == 0
     assert simulate(alone, switch(1, 100.0), MB, memory_bandwidth=100.0).time_us == pytest.approx(
@@ -164,7 +164,7 @@ def test_puts_gets_signals_and_barriers() -> None:
     assert simulate(schedule, switch(2, 100.0, 2.0), MB).time_us == pytest.approx(26)
 
 
-def test_a_barrier_waits_for_the_last() -> None:
+def test_a_barrier_waits_for_the_last_rank() -> None:
     schedule = one_channel(
         "late",
         Collective.BROADCAST,
@@ -180,11 +180,11 @@ def test_a_barrier_waits_for_the_last() -> None:
             0: 12,
             1: 11,
             2: 12,
-        }  # rank 1 comes at 11 and knows that rank 0 came at 10; the others hear of it at 12
+        }  # rank 1 arrives at 11; the notification reaches the others at 12
     )
 
 
-# Bounds that every schedule keeps
+# Bounds on every schedule
 
 EVERY = [
     (name, collective, nranks)
@@ -196,7 +196,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("name", "collective", "nranks"), EVERY)
-def test_no_run_is_faster_than_its_latencies_and_its_bytes(
+def test_no_run_is_faster_than_its_latency_and_bytes(
     name: str, collective: Collective, nranks: int
 ) -> None:
     schedule = catalog.build(name, collective, nranks)
@@ -214,14 +214,14 @@ def test_no_run_is_faster_than_its_latencies_and_its_bytes(
         run.carried, ((a, b) for a in range(nranks) for b in range(nranks) if a != b), strict=True
     ):
         sent[sender] += nbytes
-    if not schedule.needs_addressable_memory:  # where ranks read, the bytes leave somebody else
+    if not schedule.needs_addressable_memory:  # a remote read is sent by the peer
         assert max(sent) == pytest.approx(float(cost.wire_blocks) * block)
 
 
 @pytest.mark.parametrize(
     ("name", "collective", "nranks"), [entry for entry in EVERY if entry[2] == 5]
 )
-def test_twice_the_bandwidth_and_half_the_latency_is_half_the_time(
+def test_time_scales_with_bandwidth_and_latency(
     name: str, collective: Collective, nranks: int
 ) -> None:
     schedule = catalog.build(name, collective, nranks)
@@ -230,32 +230,32 @@ def test_twice_the_bandwidth_and_half_the_latency_is_half_the_time(
     assert fast.time_us == pytest.approx(slow.time_us / 2)
 
 
-# What is refused
+# Errors
 
 
-def test_a_schedule_that_gets_stuck_is_told_with_a_place() -> None:
+def test_deadlock_is_reported_with_its_location() -> None:
     with pytest.raises(
         ScheduleError,
-        match=r"test: channel 0, rank 1, step 0 \(recv -> output\[0\] from 0\): waits for ever",
+        match=r"test: channel 0, rank 1, step 0 \(recv -> output\[0\] from 0\): deadlock",
     ):
         simulate(broadcast([copy(inp(0), out(0))], [recv(out(0), 0)]), switch(2, 100.0), MB)
     crossed = broadcast([send(inp(0), 1), send(inp(0), 1)], [wait([0])])
-    with pytest.raises(ScheduleError, match="waits for ever"):
+    with pytest.raises(ScheduleError, match="deadlock"):
         simulate(crossed, switch(2, 100.0), MB, fifo_depth=1)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"block_bytes": -1}, "a block has -1 bytes"),
-        ({"block_bytes": math.nan}, "a block has nan bytes"),
-        ({"slot_bytes": 0}, "greater than 0"),
-        ({"fifo_depth": 0}, "greater than 0"),
-        ({"slot_bytes": 1e-3}, "take larger slots"),
+        ({"block_bytes": -1}, "block_bytes is -1"),
+        ({"block_bytes": math.nan}, "block_bytes is nan"),
+        ({"slot_bytes": 0}, "must be greater than 0"),
+        ({"fifo_depth": 0}, "must be greater than 0"),
+        ({"slot_bytes": 1e-3}, "use larger slots"),
     ],
 )
 def test_arguments_are_checked(changes: dict[str, float], words: str) -> None:
     with pytest.raises(InvalidUsage, match=words):
         simulate(MESSAGE, switch(2, 100.0), **{"block_bytes": MB, **changes})  # type: ignore[arg-type]
-    with pytest.raises(InvalidUsage, match="for 2 ranks, the links are for 3"):
+    with pytest.raises(InvalidUsage, match="schedule of 2 ranks over links of 3"):
         simulate(MESSAGE, switch(3, 100.0), MB)

@@ -1,4 +1,4 @@
-"""Virtual links: those of a switch, a mesh, and recorded machines, whose bounds no simulated schedule passes."""
+"""Virtual links of switches, meshes and recorded machines; bounds on simulated schedules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def topology(name: str, nodes: int = 1, gpus: tuple[int, ...] = ()) -> Topology:
     )
 
 
-def test_a_switch_has_two_links_per_rank_and_a_mesh_one_per_pair() -> None:
+def test_links_of_a_switch_and_a_mesh() -> None:
     assert len(switch(4, 10.0).names) == 8
     assert switch(4, 10.0).route(1, 2).links == (1, 6)
     assert len(mesh(4, 10.0).names) == 12
@@ -34,7 +34,7 @@ def test_a_switch_has_two_links_per_rank_and_a_mesh_one_per_pair() -> None:
     )
 
 
-def test_gpus_of_an_nvswitch_go_through_it() -> None:
+def test_nvswitch_routes() -> None:
     links = machine(topology("nvidia-dgxh100"))
     assert links.nranks == 8
     assert [links.names[link] for link in links.route(0, 3).links] == [
@@ -43,7 +43,7 @@ def test_gpus_of_an_nvswitch_go_through_it() -> None:
     ]
 
 
-def test_nodes_are_joined_by_the_nets_nearest_to_their_gpus() -> None:
+def test_nodes_are_joined_by_the_nearest_nets() -> None:
     links = machine(topology("nvidia-dgxh100", nodes=2), latency_us=3.0)
     assert links.nranks == 16
     route = links.route(0, 9)
@@ -59,8 +59,8 @@ def test_nodes_are_joined_by_the_nets_nearest_to_their_gpus() -> None:
     [("nvidia-dgxh100", 1), ("nvidia-dgx1v", 1), ("pcie8-2s-nonic", 1), ("gh200-4gpu-mesh", 2)],
 )
 @pytest.mark.parametrize("algo", ["ring", "two_shot", "recursive_halving_doubling"])
-def test_no_schedule_passes_the_bound_of_the_machine(name: str, nodes: int, algo: str) -> None:
-    """The bound is by cuts; the simulator knows only routes and shares."""
+def test_no_schedule_exceeds_the_bound_of_the_machine(name: str, nodes: int, algo: str) -> None:
+    """The bound is computed from cuts, the simulation from routes and shares."""
     made = topology(name, nodes)
     links = machine(made, latency_us=0.0)
     bound = bandwidth_bound(made.system, nodes)
@@ -71,22 +71,25 @@ def test_no_schedule_passes_the_bound_of_the_machine(name: str, nodes: int, algo
 
 
 @pytest.mark.parametrize(
-    ("name", "who"), [("pcie8-2s-2nic", "2 groups of GPUs"), ("split-nvlink-2x4", "GPUs 0 and 4")]
+    ("name", "groups"),
+    [("pcie8-2s-2nic", "its 2 groups of GPUs"), ("split-nvlink-2x4", "GPUs 0 and 4")],
 )
-def test_machines_whose_gpus_only_the_network_joins_are_refused(name: str, who: str) -> None:
-    with pytest.raises(TopologyError, match=f"only the network joins {who} of this machine"):
+def test_machines_joined_by_the_network_only_are_rejected(name: str, groups: str) -> None:
+    with pytest.raises(
+        TopologyError, match=f"cannot simulate this machine: only the network joins {groups}"
+    ):
         machine(topology(name))
     assert machine(topology(name, gpus=(0, 1))).nranks == 2
 
 
-def test_nodes_without_nets_are_refused() -> None:
+def test_nodes_without_nets_are_rejected() -> None:
     with pytest.raises(TopologyError):
         machine(topology("pcie8-2s-nonic", nodes=2))
 
 
 @pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.inf, math.nan])
-def test_bandwidths_are_numbers_above_0(bandwidth: float) -> None:
-    with pytest.raises(InvalidUsage, match="finite number greater than 0"):
+def test_bandwidths_must_be_positive_and_finite(bandwidth: float) -> None:
+    with pytest.raises(InvalidUsage, match="must be finite and greater than 0"):
         switch(2, bandwidth)
 
 
@@ -95,7 +98,7 @@ def test_latencies_and_routes_are_checked() -> None:
         switch(2, 1.0, -1.0)
     with pytest.raises(InvalidUsage, match="2 links have 1 bandwidths"):
         Links(nranks=1, names=("a", "b"), bandwidths=(1.0,), routes={})
-    with pytest.raises(InvalidUsage, match="no link leads from rank 1 to rank 0"):
+    with pytest.raises(InvalidUsage, match="no route from rank 1 to rank 0"):
         Links(nranks=2, names=("a",), bandwidths=(1.0,), routes={(0, 1): Route((0,), 0.0)}).route(
             1, 0
         )

@@ -27,11 +27,8 @@ from miraccl.types import Collective
 
 T = TypeVar("T")
 Build = Callable[[Collective, int, int], Schedule]
-TOPOLOGY_ORDERED = (
-    "ring",
-    "chain",
-    "double_binary_tree",
-)  # their cost depends on which ranks are neighbours
+#: built-in algorithms whose cost depends on the ranks that are neighbours
+TOPOLOGY_ORDERED = ("ring", "chain", "double_binary_tree")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +80,7 @@ class Algorithm:
             return False
         condition = self.condition
         return condition is None or self._guarded_call(
-            f"to say whether it has {collective.label}",
+            f"to evaluate its condition for {collective.label}",
             nranks,
             lambda: condition(collective, nranks),
         )
@@ -98,14 +95,19 @@ class Algorithm:
             others = format_names_for(collective, nranks)
             raise InvalidUsage(
                 f"algorithm {self.name!r} has no {collective.label} over {nranks} ranks",
-                hint=f"these have: {others}",
+                hint=f"available: {others}",
             )
         if not 0 <= root < nranks:
             raise InvalidUsage(f"root {root} is not in 0..{nranks - 1}")
         root = root if collective.rooted else 0
         if not self.supports(collective, nranks, root):
-            raise InvalidUsage(f"algorithm {self.name!r} is for root {self.root}, not {root}")
-        hint = "register(condition=...) says for which collectives and numbers of ranks an algorithm is"
+            raise InvalidUsage(
+                f"algorithm {self.name!r} supports root {self.root} only, not {root}"
+            )
+        hint = (
+            "restrict the algorithm to supported collectives and numbers of ranks with"
+            " register(condition=...)"
+        )
         schedule = self._guarded_call(
             f"to build {collective.label}",
             nranks,
@@ -114,22 +116,23 @@ class Algorithm:
         )
         if not isinstance(schedule, Schedule):
             raise ScheduleError(
-                f"algorithm {self.name!r} built a {type(schedule).__name__}, not a Schedule"
+                f"algorithm {self.name!r} returned a {type(schedule).__name__}, not a Schedule"
             )
         if (schedule.collective, schedule.nranks, schedule.root) != (collective, nranks, root):
             got = f"{schedule.collective.label} over {schedule.nranks} ranks, root {schedule.root}"
             raise ScheduleError(
-                f"algorithm {self.name!r} built {got}; asked for: {collective.label} over {nranks}, root {root}"
+                f"algorithm {self.name!r} returned a schedule for {got}; requested:"
+                f" {collective.label} over {nranks} ranks, root {root}"
             )
         return schedule
 
     def latency_steps(self, schedule: Schedule) -> int:
-        """Return ``cost.Cost.latency_steps`` of ``schedule``, from the closed form if there is one."""
+        """Return ``cost.Cost.latency_steps`` of ``schedule``, by the closed form if given."""
         if self.latency is None:
             return compute_cost(schedule).latency_steps
         formula, collective, nranks = self.latency, schedule.collective, schedule.nranks
         return self._guarded_call(
-            f"to tell the latency of {collective.label}",
+            f"to compute the latency of {collective.label}",
             nranks,
             lambda: int(formula(collective, nranks)),
         )
@@ -143,7 +146,10 @@ class Algorithm:
         except MiracclError:
             raise
         except Exception as error:
-            text = f"algorithm {self.name!r} fails {action} over {nranks} ranks: {type(error).__name__}: {error}"
+            text = (
+                f"algorithm {self.name!r} failed {action} over {nranks} ranks:"
+                f" {type(error).__name__}: {error}"
+            )
             raise ScheduleError(text, hint=hint) from error
 
 
@@ -185,11 +191,11 @@ def register(
     def add(builder: Build) -> Build:
         builtin = builder.__module__.startswith(_BUILTIN)
         if not builtin:
-            _load_builtins()  # whose names are taken
+            _load_builtins()  # reserves their names
         has = frozenset(collectives)
         if wrong := [thing for thing in has if not isinstance(thing, Collective)]:
             raise InvalidUsage(
-                f"algorithm {name!r}: collectives has {wrong[0]!r}; allowed are members of miraccl.Collective"
+                f"algorithm {name!r}: {wrong[0]!r} is not a member of miraccl.Collective"
             )
         _ALGORITHMS.add(
             name,

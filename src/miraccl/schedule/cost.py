@@ -57,7 +57,7 @@ def compute_cost(schedule: Schedule) -> Cost:
 
 
 def _crossings(step: Step, rank: int) -> int:
-    """Return how many times the step's chunks cross a wire because of ``rank``: sent, put or read."""
+    """Return how often ``rank`` moves the step's chunks over a wire: sends, puts or reads."""
     if step.op is Op.REDUCE_FROM_PEERS:
         return sum(peer != rank for peer in step.peers)
     return int(step.send_peer is not None or step.op is Op.GET)
@@ -109,7 +109,7 @@ def _latency(schedule: Schedule, channel: int) -> int:
     for rank, steps in enumerate(programs):
         if position[rank] < len(steps):
             raise ScheduleError(
-                f"{schedule.name}: channel {channel}, rank {rank}, step {position[rank]}: stuck for ever"
+                f"{schedule.name}: channel {channel}, rank {rank}, step {position[rank]}: deadlock"
             )
     return max(clock)
 

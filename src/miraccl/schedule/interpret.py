@@ -26,7 +26,7 @@ from miraccl.schedule.layout import Counts, RankCells, block_counts, part_bounds
 from miraccl.schedule.reduction import Array, dtype_of, fold, premultiply, reference
 from miraccl.types import Collective, RedOp
 
-#: a chunk that nobody has written yet
+#: content of a chunk that has not been written
 UNDEFINED: Any = None
 
 Value = Any
@@ -66,9 +66,7 @@ class InterpreterState:
         self.fifos: defaultdict[Key, deque[list[Value] | _DirectMessage]] = defaultdict(deque)
         self.signals: defaultdict[Key, int] = defaultdict(int)
         self.position = [[0] * schedule.nranks for _ in schedule.channels]
-        self.barriers_reached = [
-            [0] * schedule.nranks for _ in schedule.channels
-        ]  # barriers this rank has come to
+        self.barriers_reached = [[0] * schedule.nranks for _ in schedule.channels]
 
     # memory
 
@@ -76,7 +74,7 @@ class InterpreterState:
         if not 0 <= rank < self.schedule.nranks or ref.index + ref.chunks > self.schedule.chunks_at(
             ref.buffer, rank
         ):
-            raise ScheduleError(f"{ref} is outside of the memory of rank {rank}")
+            raise ScheduleError(f"{ref} is out of range on rank {rank}")
         return self.cells[rank].range_of(ref)
 
     def load(self, rank: int, ref: Ref | None) -> list[Value]:
@@ -91,7 +89,7 @@ class InterpreterState:
         cells = self.range_of(rank, ref)
         if len(cells) != len(values):
             raise ScheduleError(
-                f"{ref} of rank {rank} takes {len(cells)} chunks, a message has {len(values)}"
+                f"{ref} of rank {rank} has {len(cells)} chunks, the message {len(values)}"
             )
         for cell, value in zip(cells, values, strict=True):
             self.memory[rank][cell] = value
@@ -117,8 +115,8 @@ class InterpreterState:
 
     def receive(self, peer: int | None, rank: int, channel: int) -> list[Value]:
         assert peer is not None
-        if not self.fifos[peer, rank, channel]:  # ``can_run`` has seen one; the step wants a second
-            raise ScheduleError(f"takes several messages from rank {peer} at a time")
+        if not self.fifos[peer, rank, channel]:
+            raise ScheduleError(f"receives several messages from rank {peer} in one step")
         message = self.fifos[peer, rank, channel].popleft()
         return (
             self.load(message.rank, message.ref) if isinstance(message, _DirectMessage) else message
@@ -127,14 +125,14 @@ class InterpreterState:
     def send(
         self, rank: int, peer: int | None, channel: int, values: list[Value], ref: Ref | None
     ) -> None:
-        """Append a message; ``ref`` is the location of ``values`` in the sender's memory, if any."""
+        """Append a message; ``ref`` is the location of ``values`` in the sender's memory."""
         assert peer is not None
         message = _DirectMessage(rank, ref) if self.direct and ref is not None else values
         self.fifos[rank, peer, channel].append(message)
 
     def reduce(self, *operands: list[Value]) -> list[Value]:
         if len({len(values) for values in operands}) != 1:
-            raise ScheduleError("messages of different numbers of chunks are reduced")
+            raise ScheduleError("operands of a reduction have different numbers of chunks")
         return [self.fold(list(values)) for values in zip(*operands, strict=True)]
 
     # steps
@@ -190,7 +188,7 @@ class InterpreterState:
                 for peer in step.peers:
                     self.signals[peer, rank, channel] -= 1
             case Op.BARRIER:
-                pass  # ``can_run`` has seen everybody
+                pass  # ``can_run`` has checked that all ranks have arrived
 
     def try_step(self, channel: int, rank: int) -> bool:
         """Execute the next step of ``rank`` on ``channel`` if it can run; return True if it did."""
@@ -200,7 +198,10 @@ class InterpreterState:
         try:
             self.execute(steps[position], channel, rank)
         except ScheduleError as error:
-            where = f"{self.schedule.name}: channel {channel}, rank {rank}, step {position} ({steps[position].op.name})"
+            where = (
+                f"{self.schedule.name}: channel {channel}, rank {rank}, step"
+                f" {position} ({steps[position].op.name})"
+            )
             raise ScheduleError(f"{where}: {error.message}") from None
         self.position[channel][rank] += 1
         return True
@@ -211,13 +212,22 @@ class InterpreterState:
             for rank, position in enumerate(positions):
                 steps = self.schedule.channels[channel][rank]
                 if position < len(steps):
-                    return f"stuck: channel {channel}, rank {rank} waits at step {position} ({steps[position].op.name})"
+                    return (
+                        f"deadlock: channel {channel}, rank {rank} waits at step"
+                        f" {position} ({steps[position].op.name})"
+                    )
         for (sender, receiver, channel), queue in self.fifos.items():
             if queue:
-                return f"channel {channel}: {len(queue)} messages from rank {sender} to rank {receiver} are never received"
+                return (
+                    f"channel {channel}: {len(queue)} messages from rank {sender} to rank"
+                    f" {receiver} are not received"
+                )
         for (sender, receiver, channel), count in self.signals.items():
             if count:
-                return f"channel {channel}: {count} signals from rank {sender} to rank {receiver} are never waited for"
+                return (
+                    f"channel {channel}: {count} signals from rank {sender} to rank {receiver} are"
+                    " not consumed"
+                )
         return ""
 
 
@@ -303,7 +313,7 @@ class _Chunk:
 def _load_input(schedule: Schedule, rank: int, array: Array, lengths: list[int]) -> list[_Chunk]:
     if array.ndim != 1 or array.size != sum(lengths):
         raise InvalidUsage(
-            f"the input of rank {rank} has shape {array.shape}, not ({sum(lengths)},)"
+            f"the input of rank {rank} has shape {array.shape}, expected ({sum(lengths)},)"
         )
     chunks, start = [], 0
     for length in lengths:
@@ -343,13 +353,13 @@ def interpret(
     if len(inputs) != nranks:
         raise InvalidUsage(f"{schedule.name} is for {nranks} ranks, got {len(inputs)} inputs")
     if (op is RedOp.PREMUL_SUM) != (scalars is not None):
-        raise InvalidUsage("PREMUL_SUM, and nothing else, takes one scalar per rank")
+        raise InvalidUsage("PREMUL_SUM needs one scalar per rank, other operators none")
     counts = _guess_count(schedule, inputs) if counts is None else counts
     divisor = nranks if op is RedOp.AVG else None
 
     def combine(chunks: list[Value]) -> _Chunk:
         if len({chunk.data.size for chunk in chunks}) != 1:
-            raise ScheduleError("chunks of different sizes are reduced")
+            raise ScheduleError("operands of a reduction have different sizes")
         folded = sum(chunk.folded for chunk in chunks)
         return _Chunk(
             fold([chunk.data for chunk in chunks], op, divisor if folded == nranks else None),
@@ -363,7 +373,7 @@ def interpret(
         if cells.sizes[Buffer.INPUT]:
             if array is None:
                 raise InvalidUsage(f"rank {rank} needs an input")
-            dtype_of(array)  # or InvalidUsage
+            dtype_of(array)  # raises InvalidUsage
             if scalars is not None:
                 array = premultiply(array, scalars[rank])
             base = cells.bases[Buffer.INPUT]
@@ -394,12 +404,11 @@ def _join_chunks(
             lengths[number // schedule.parts], number % schedule.parts, schedule.parts
         )
         if chunk is UNDEFINED:
-            raise ScheduleError(
-                f"{schedule.name}: output[{number}] of rank {rank} is never written"
-            )
+            raise ScheduleError(f"{schedule.name}: output[{number}] of rank {rank} is not written")
         if chunk.data.size != high - low:
             raise ScheduleError(
-                f"{schedule.name}: output[{number}] of rank {rank} has {chunk.data.size} elements, not {high - low}"
+                f"{schedule.name}: output[{number}] of rank {rank} has {chunk.data.size} elements,"
+                f" expected {high - low}"
             )
     return np.concatenate([chunk.data for chunk in chunks])
 

@@ -115,6 +115,7 @@ class Op(enum.IntEnum):
     @property
     def needs_addressable_memory(self) -> bool:
         """True for PUT, GET and REDUCE_FROM_PEERS."""
+        # SIGNAL, WAIT and BARRIER carry no data: any connection can transmit them (empty messages).
         return Op.PUT <= self <= Op.REDUCE_FROM_PEERS
 
 
@@ -129,7 +130,7 @@ _REDUCES = frozenset(
     )
 )
 
-#: op -> (src, dst, recv_peer, send_peer, peers): which fields it has
+#: operands of each primitive: (src, dst, recv_peer, send_peer, peers)
 OPERANDS: dict[Op, tuple[bool, bool, bool, bool, bool]] = {
     Op.SEND: (True, False, False, True, False),
     Op.RECV: (False, True, True, False, False),
@@ -160,7 +161,8 @@ class Ref:
     def __post_init__(self) -> None:
         if self.index < 0 or self.chunks < 1:
             raise ValueError(
-                f"a reference needs index >= 0 and chunks >= 1, got {self.index} and {self.chunks}"
+                f"cannot make a reference with index {self.index} and {self.chunks} chunks: index"
+                " >= 0 and chunks >= 1 are required"
             )
 
     def __iter__(self) -> Iterator[int]:
@@ -190,9 +192,8 @@ class Step:
             self.send_peer is not None,
             bool(self.peers),
         )
-        if (
-            given != OPERANDS[self.op]
-        ):  # one comparison: large schedules have tens of thousands of steps
+        # One tuple comparison: large schedules have tens of thousands of steps.
+        if given != OPERANDS[self.op]:
             for name, want, has in zip(
                 ("src", "dst", "recv_peer", "send_peer", "peers"),
                 OPERANDS[self.op],
@@ -228,7 +229,7 @@ class Step:
         return [self.recv_peer] if self.op.receives and self.recv_peer is not None else []
 
 
-#: the buffer that only the root of a rooted collective has
+#: buffer that only the root of a rooted collective has
 ROOT_ONLY: dict[Collective, Buffer] = {
     Collective.BROADCAST: Buffer.INPUT,
     Collective.SCATTER: Buffer.INPUT,
@@ -272,7 +273,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.nranks < 1 or self.parts < 1 or not self.channels:
             raise ValueError(
-                f"schedule {self.name!r}: nranks, parts and channels must be at least 1"
+                f"schedule {self.name!r}: nranks, parts and the number of channels must be at"
+                " least 1"
             )
         if not 0 <= self.root < self.nranks:
             raise ValueError(
@@ -281,7 +283,8 @@ class Schedule:
         for number, channel in enumerate(self.channels):
             if len(channel) != self.nranks:
                 raise ValueError(
-                    f"schedule {self.name!r}: channel {number} has {len(channel)} ranks, not {self.nranks}"
+                    f"schedule {self.name!r}: channel {number} has {len(channel)} ranks, not"
+                    f" {self.nranks}"
                 )
 
     @property
@@ -311,6 +314,7 @@ class Schedule:
     @cached_property
     def widest(self) -> int:
         """Number of chunks in the largest step of any rank."""
+        # The maximum over all ranks, because all ranks cut messages alike.
         return (
             max(
                 (step.chunks for channel in self.channels for steps in channel for step in steps),

@@ -48,7 +48,10 @@ def in_place_forms(collective: Collective) -> tuple[bool, ...]:
 def check_in_place(collective: Collective) -> None:
     """Raise ``InvalidUsage`` if ``collective`` has no in-place form."""
     if True not in in_place_forms(collective):
-        raise InvalidUsage("all_to_all has no in-place form: input and output must not overlap")
+        raise InvalidUsage(
+            "cannot run all_to_all in place: it has no in-place form, input and output must not"
+            " overlap"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def rank_cells(schedule: Schedule, rank: int, in_place: bool) -> RankCells:
     return RankCells((0, ninp, ninp + nout), (ninp, nout, nscratch), sum(sizes))
 
 
-#: ``None`` is not a member: counts are uniform (an int), per block, or for all_to_all ``counts[sender][receiver]``
+#: counts: uniform (an int), per block, or for all_to_all ``counts[sender][receiver]``
 Counts = int | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -106,7 +109,7 @@ def block_counts(schedule: Schedule, rank: int, buffer: Buffer, counts: Counts) 
         Collective.ALL_TO_ALL,
     ):
         raise InvalidUsage(
-            f"{collective.label} over {nranks} ranks takes no {len(counts)} block counts"
+            f"cannot use {len(counts)} block counts for {collective.label} over {nranks} ranks"
         )
     table: list[int] = []
     if collective is Collective.ALL_TO_ALL:
@@ -114,13 +117,13 @@ def block_counts(schedule: Schedule, rank: int, buffer: Buffer, counts: Counts) 
             row = counts[rank] if buffer is Buffer.INPUT else counts[peer]
             if isinstance(row, int):
                 raise InvalidUsage(
-                    "all_to_all takes its block counts as a matrix, counts[sender][receiver]"
+                    "all_to_all needs a matrix of block counts, counts[sender][receiver]"
                 )
             table.append(row[peer] if buffer is Buffer.INPUT else row[rank])
         return table
     for number in counts:
         if not isinstance(number, int):
-            raise InvalidUsage(f"{collective.label} takes one block count per rank")
+            raise InvalidUsage(f"{collective.label} needs one block count per rank")
         table.append(number)
     whole = (buffer is Buffer.OUTPUT) == (collective in _INPUT_INSIDE)
     if whole:

@@ -27,11 +27,11 @@ def interleave(schedules: Sequence[Schedule], name: str | None = None) -> Schedu
     blocks.
     """
     if not schedules:
-        raise InvalidUsage("there is no schedule to interleave")
+        raise InvalidUsage("cannot interleave: no schedule given")
     first = schedules[0]
     key = (first.collective, first.nranks, first.root)
     if any((s.collective, s.nranks, s.root) != key for s in schedules):
-        raise InvalidUsage("schedules side by side have the same collective, ranks and root")
+        raise InvalidUsage("cannot interleave schedules of different collectives, ranks or roots")
     parts = sum(schedule.parts for schedule in schedules)
     channels: list[tuple[tuple[Step, ...], ...]] = []
     offset = scratch_blocks = 0
@@ -59,7 +59,9 @@ def split_channels(schedule: Schedule, nchannels: int) -> Schedule:
     Raise ``InvalidUsage`` if a message spans blocks.
     """
     if nchannels < 1:
-        raise InvalidUsage(f"a schedule has at least one channel, not {nchannels}")
+        raise InvalidUsage(
+            f"cannot split a schedule into {nchannels} channels: at least 1 is required"
+        )
     return schedule if nchannels == 1 else interleave([schedule] * nchannels)
 
 
@@ -70,7 +72,7 @@ def pipeline(schedule: Schedule, depth: int) -> Schedule:
     message spans blocks.
     """
     if depth < 1:
-        raise InvalidUsage(f"a pipeline has at least one stage, not {depth}")
+        raise InvalidUsage(f"cannot pipeline with depth {depth}: at least 1 is required")
     parts = schedule.parts * depth
     moves = [_map_to_part_offset(schedule, parts, stage * schedule.parts) for stage in range(depth)]
 
@@ -82,7 +84,7 @@ def pipeline(schedule: Schedule, depth: int) -> Schedule:
 
 
 def split_messages(schedule: Schedule) -> Schedule:
-    """Split every step of several chunks into steps of one chunk; more messages, the same bytes."""
+    """Split steps of several chunks into steps of one chunk: more messages, the same bytes."""
 
     def single(step: Step) -> list[Step]:
         count = step.chunks
@@ -108,7 +110,7 @@ def relabel(schedule: Schedule, order: Sequence[int]) -> Schedule:
     """
     nranks, parts = schedule.nranks, schedule.parts
     if sorted(order) != list(range(nranks)):
-        raise InvalidUsage(f"{list(order)} is no order of {nranks} ranks")
+        raise InvalidUsage(f"cannot relabel: {list(order)} is not a permutation of {nranks} ranks")
     per_rank = {
         Buffer.INPUT: input_blocks(schedule.collective, nranks) == nranks > 1,
         Buffer.OUTPUT: output_blocks(schedule.collective, nranks) == nranks > 1,
@@ -208,7 +210,8 @@ def _contiguous_ref(ref: Ref, chunks: list[int]) -> Ref:
     """Return ``ref`` moved to ``chunks``; raise ``InvalidUsage`` if they are not contiguous."""
     if chunks[-1] - chunks[0] != len(chunks) - 1 or any(b - a != 1 for a, b in pairwise(chunks)):
         raise InvalidUsage(
-            f"{ref} spans blocks, whose chunks do not stay together; take messages apart with split_messages first"
+            f"cannot move {ref}: it spans blocks whose chunks do not stay contiguous; apply"
+            " split_messages first"
         )
     return Ref(ref.buffer, chunks[0], len(chunks))
 

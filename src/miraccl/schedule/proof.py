@@ -74,10 +74,11 @@ class ScheduleProof:
             self._check_barrier(np.maximum.reduce(clocks))
 
     def _check_barrier(self, final_clocks: VectorClock) -> None:
-        """Check that every rank has a message path to every other one before it leaves the barrier."""
+        """Check that each rank depends on all others when it leaves the barrier."""
         for rank, other in np.argwhere(final_clocks == 0):
             raise ScheduleError(
-                f"{self.schedule.name}: rank {rank} may leave before rank {other} has come"
+                f"{self.schedule.name}: rank {rank} may leave the barrier before rank {other} has"
+                " arrived"
             )
 
     def _check_outputs(self) -> None:
@@ -93,10 +94,11 @@ class ScheduleProof:
             )
             if held is None or (writer is None and held.chunk != wanted.chunk):
                 raise ScheduleError(
-                    f"{self.schedule.name}: rank {memory.owner(cell)}: {memory.name(cell)} is never written"
+                    f"{self.schedule.name}: rank {memory.owner(cell)}: {memory.name(cell)} is not"
+                    " written"
                 )
             raise ScheduleError(
-                f"{who}: at the end {memory.name(cell)} holds {held}, wanted is {wanted}"
+                f"{who}: at the end {memory.name(cell)} holds {held}, expected {wanted}"
             )
 
 
@@ -112,13 +114,13 @@ class _ChannelProof:
         self.fifos: dict[tuple[int, int], deque[_SymbolicMessage]] = {}
         self.signals: dict[tuple[int, int], deque[VectorClock | None]] = {}
         self.at_barrier: set[int] = set()
-        self.received: list[_SymbolicMessage] = []  # by the step in progress
+        self.received: list[_SymbolicMessage] = []  # messages consumed by the step in progress
         self.clock: list[VectorClock] = []
         if proof.with_clocks:
             self.clock = [np.zeros(nranks, dtype=np.int32) for _ in range(nranks)]
             for rank, clock in enumerate(self.clock):
                 clock[rank] = 1
-        #: clocks of accesses to another rank's memory that is not ordered by a message the owner keeps: (cell, rank, clock, step)
+        #: accesses to other ranks' memory: (cell, rank, time of rank, step)
         self.remote: list[tuple[int, int, int, int]] = []
 
     # control
@@ -139,7 +141,8 @@ class _ChannelProof:
                     woken = self._execute(step, rank)
                 except StepViolation as problem:
                     raise ScheduleError(
-                        f"{format_location(self.schedule, self.channel, rank, number)}: {problem}{self._describe_senders()}"
+                        f"{format_location(self.schedule, self.channel, rank, number)}:"
+                        f" {problem}{self._describe_senders()}"
                     ) from None
                 number += 1
                 self.position[rank] = number
@@ -220,9 +223,12 @@ class _ChannelProof:
             return self._read_remote(rank, peer, cells(peer, src)), []
         if op is Op.REDUCE_FROM_PEERS:
             assert src is not None
-            return self._fold(
-                [self._read_remote(rank, other, cells(other, src)) for other in step.peers]
-            ), []
+            return (
+                self._fold(
+                    [self._read_remote(rank, other, cells(other, src)) for other in step.peers]
+                ),
+                [],
+            )
         if op is Op.RECV_REDUCE_ALL:
             assert src is not None
             own = cells(rank, src)
@@ -305,9 +311,12 @@ class _ChannelProof:
 
     def _access(self, rank: int) -> tuple[Access, VectorClock | None]:
         clock = self.clock[rank] if self.clock else None
-        return Access(
-            self.channel, rank, 0 if clock is None else int(clock[rank]), self.position[rank]
-        ), clock
+        return (
+            Access(
+                self.channel, rank, 0 if clock is None else int(clock[rank]), self.position[rank]
+            ),
+            clock,
+        )
 
     def _read(self, rank: int, cells: range) -> list[Symbol]:
         memory, symbols = self.memory, []
@@ -318,7 +327,7 @@ class _ChannelProof:
         for cell in cells:
             symbol = memory.symbols[cell]
             if symbol is None:
-                raise StepViolation(f"reads {memory.name(cell)}, which nothing has written before")
+                raise StepViolation(f"reads {memory.name(cell)} before it is written")
             symbols.append(symbol)
         return symbols
 
@@ -333,7 +342,8 @@ class _ChannelProof:
         """
         if self.clock[rank][owner] == 0:
             raise StepViolation(
-                f"touches {self.memory.name(cells[0])} before a signal says that rank {owner} has come"
+                f"accesses {self.memory.name(cells[0])} before a signal shows that rank {owner} has"
+                " started"
             )
         time = int(self.clock[rank][rank])
         self.remote.extend((cell, rank, time, self.position[rank]) for cell in cells)
@@ -361,18 +371,20 @@ class _ChannelProof:
         if wanted is None:
             if symbol.chunk % self.schedule.parts != memory.scratch_part[cell]:
                 raise StepViolation(
-                    f"{memory.name(cell)} is a part {memory.scratch_part[cell]}, input[{symbol.chunk}] is not"
+                    f"{memory.name(cell)} holds part {memory.scratch_part[cell]},"
+                    f" input[{symbol.chunk}] is another part"
                 )
         elif symbol.chunk != wanted.chunk or not (
             self.proof.reduces or symbol.ranks == wanted.ranks
         ):
             raise StepViolation(
-                f"puts {symbol} into {memory.name(cell)}, where {wanted} belongs (keep other chunks in scratch)"
+                f"stores {symbol} in {memory.name(cell)}, where {wanted} belongs (store other"
+                " chunks in scratch)"
             )
 
     def _fold(self, operands: list[list[Symbol]]) -> list[Symbol]:
         if not self.proof.reduces:
-            raise StepViolation(f"a {self.schedule.collective.label} does not reduce")
+            raise StepViolation(f"{self.schedule.collective.label} does not reduce")
         total = operands[0]
         for operand in operands[1:]:
             total = [
@@ -386,7 +398,7 @@ class _ChannelProof:
             return False
         source = self.memory.cells(rank, step.src)
         if source != stored and source.start < stored.stop and stored.start < source.stop:
-            raise StepViolation(f"{step.src} and {step.dst} overlap in part")
+            raise StepViolation(f"{step.src} and {step.dst} overlap partially")
         return source == stored and step.op is Op.COPY
 
     # the end
@@ -396,13 +408,13 @@ class _ChannelProof:
             if queue:
                 where = format_location(self.schedule, self.channel, sender, queue[0].number)
                 raise ScheduleError(
-                    f"{where}: rank {receiver} never receives this message ({len(queue)} are left over)"
+                    f"{where}: rank {receiver} does not receive this message ({len(queue)} remain)"
                 )
         for (sender, receiver), clocks in self.signals.items():
             if clocks:
                 name = f"{self.schedule.name}: channel {self.channel}, rank {sender}"
                 raise ScheduleError(
-                    f"{name}: rank {receiver} never waits for {len(clocks)} signals"
+                    f"{name}: rank {receiver} does not consume {len(clocks)} signals"
                 )
 
     def _check_remote_accesses(self) -> None:
@@ -412,15 +424,19 @@ class _ChannelProof:
             if self.clock[owner][rank] < time:
                 where = format_location(self.schedule, self.channel, rank, number)
                 raise ScheduleError(
-                    f"{where}: rank {owner} may end before {self.memory.name(cell)} has been touched"
+                    f"{where}: rank {owner} may finish before {self.memory.name(cell)} has been"
+                    " accessed"
                 )
 
     def _describe_deadlock(self, waiting: set[int]) -> str:
-        """Describe a rank that waits for a finished rank, or else a cycle of waiting ranks."""
+        """Describe a rank that waits for a finished one, or a cycle of waiting ranks."""
         waits = {rank: self._blocking_peer(rank) for rank in sorted(waiting)}
         for rank, (peer, what) in waits.items():
             if peer not in waiting:
-                return f"{format_location(self.schedule, self.channel, rank, self.position[rank])}: waits for {what}, but rank {peer} has ended"
+                return (
+                    f"{format_location(self.schedule, self.channel, rank, self.position[rank])}:"
+                    f" waits for {what}, but rank {peer} has finished"
+                )
         rank = min(waiting)
         seen: list[int] = []
         while rank not in seen:
@@ -428,7 +444,8 @@ class _ChannelProof:
             rank = waits[rank][0]
         cycle = seen[seen.index(rank) :]
         lines = [
-            f"{format_location(self.schedule, self.channel, rank, self.position[rank])}: waits for {waits[rank][1]}"
+            f"{format_location(self.schedule, self.channel, rank, self.position[rank])}: waits for"
+            f" {waits[rank][1]}"
             for rank in cycle
         ]
         return "deadlock: " + "; ".join(lines)
@@ -439,7 +456,7 @@ class _ChannelProof:
             peer = next(
                 other for other in range(self.schedule.nranks) if other not in self.at_barrier
             )
-            return peer, f"rank {peer} to come to the barrier"
+            return peer, f"rank {peer} to reach the barrier"
         if step.op is Op.WAIT:
             peer = next(other for other in step.peers if not self.signals.get((other, rank)))
             return peer, f"a signal from rank {peer}"
@@ -447,4 +464,7 @@ class _ChannelProof:
             if not self.fifos.get((peer, rank)):
                 return peer, f"a message from rank {peer}"
         assert step.send_peer is not None
-        return step.send_peer, f"room in the FIFO to rank {step.send_peer} ({self.depth} messages)"
+        return (
+            step.send_peer,
+            f"a free slot in the FIFO to rank {step.send_peer} ({self.depth} messages)",
+        )

@@ -19,15 +19,15 @@ from miraccl.schedule.layout import rank_cells
 from miraccl.schedule.text import format_location
 from miraccl.types import Collective
 
-#: cells of all ranks together that a proof takes on; a text can ask for any number
+#: limit of the cells of all ranks in a proof, because a text may contain any number
 MAX_CELLS = 1 << 24
 
-#: vector clock: how far the owner has heard of each rank
+#: vector clock: latest time of each rank that happened before the owner's current step
 VectorClock = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Symbol(NamedTuple):
-    """Content of a chunk: the sum of input chunk ``chunk`` over the ranks in the bit set ``ranks``."""
+    """Content of a chunk: input chunk ``chunk`` summed over the ranks in bit set ``ranks``."""
 
     chunk: int
     ranks: int
@@ -60,7 +60,7 @@ def add(first: Symbol, second: Symbol) -> Symbol:
         raise StepViolation(f"reduces input[{first.chunk}] with input[{second.chunk}]")
     if twice := first.ranks & second.ranks:
         raise StepViolation(
-            f"adds the contribution of rank {rank_list(twice)} to input[{first.chunk}] a second time"
+            f"adds the contribution of rank {rank_list(twice)} to input[{first.chunk}] twice"
         )
     return Symbol(first.chunk, first.ranks | second.ranks)
 
@@ -74,16 +74,15 @@ def add_in_rank_order(first: Symbol, second: Symbol) -> Symbol:
     may be the left operand.
     """
     total = add(first, second)
-    if (
-        first.ranks + 1 != second.ranks
-    ):  # of two sets without a common rank only {0 .. k-1} and {k} are such numbers
+    # Of two disjoint bit sets only {0 .. k-1} and {k} satisfy this equation.
+    if first.ranks + 1 != second.ranks:
         from_zero = first.ranks & (first.ranks + 1) == 0
         wanted = (
-            f"rank {first.ranks.bit_length()} alone comes next"
+            f"rank {first.ranks.bit_length()} alone is next"
             if from_zero
-            else "a sum begins with rank 0 and leaves none out"
+            else "a sum starts with rank 0 and includes every rank in between"
         )
-        raise StepViolation(f"adds {second} to {first}; in the order of the ranks {wanted}")
+        raise StepViolation(f"adds {second} to {first}; in rank order {wanted}")
     return total
 
 
@@ -117,9 +116,7 @@ class ProofMemory:
         self.schedule = schedule
         layout = [rank_cells(schedule, rank, in_place) for rank in range(schedule.nranks)]
         if sum(cells.cells for cells in layout) > MAX_CELLS:
-            raise ScheduleError(
-                f"{schedule.name}: more than {MAX_CELLS} chunks in all are too many to verify"
-            )
+            raise ScheduleError(f"{schedule.name}: cannot verify more than {MAX_CELLS} chunks")
         self.bases: list[
             tuple[int, int, int]
         ] = []  # per rank: first cell of input, output, scratch
@@ -186,7 +183,8 @@ class ProofMemory:
             self._require_before(before, writer, clock, cell, "writes", "writes")
         for reader in (self.readers[cell] or {}).values():
             self._require_before(reader, writer, clock, cell, "writes", "reads")
-        # all reads so far are ordered before this write, so that it is enough to order later writes after this one
+        # All earlier reads are ordered before this write, so later writes need only be ordered
+        # after this one.
         self.readers[cell] = None
 
     def _require_before(
@@ -198,6 +196,8 @@ class ProofMemory:
             return
         other = format_location(self.schedule, first.channel, first.rank, first.number)
         why = (
-            "channels keep no order" if first.channel != then.channel else "nothing orders the two"
+            "channels are unordered"
+            if first.channel != then.channel
+            else "the two accesses are unordered"
         )
-        raise StepViolation(f"{does} {self.name(cell)}, which {other} {did}, and {why}")
+        raise StepViolation(f"{does} {self.name(cell)}, which {other} {did}: {why}")

@@ -57,7 +57,9 @@ def dtype_of(array: Array) -> DType:
     try:
         return DTYPE_OF[array.dtype]
     except KeyError:
-        raise InvalidUsage(f"arrays of {array.dtype} cannot be communicated") from None
+        raise InvalidUsage(
+            f"cannot communicate arrays of {array.dtype}: unsupported data type"
+        ) from None
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -12,6 +12,7 @@ from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
 from miraccl.types import Collective
 
 
+# References are shared: schedules of many ranks name the same chunks tens of thousands of times.
 @lru_cache(maxsize=1 << 16)
 def _ref(buffer: Buffer, index: int, chunks: int = 1) -> Ref:
     return Ref(buffer, index, chunks)
@@ -87,6 +88,7 @@ def barrier() -> Step:
 
 def peers_after(rank: int, nranks: int) -> list[int]:
     """Return all other ranks in ring order, starting with ``rank + 1``."""
+    # Not in rank order: otherwise all ranks would address rank 0 first.
     return [(rank + distance) % nranks for distance in range(1, nranks)]
 
 

@@ -39,8 +39,9 @@ _HEADER = re.compile(r'("(?:[^"\\]|\\.)*")\s+(\w+)((?:\s+\w+\s+\d{1,9})*)')
 def dump(schedule: Schedule) -> str:
     """Return the text form of ``schedule``."""
     lines = [
-        f"schedule {json.dumps(schedule.name)} {schedule.collective.label} nranks {schedule.nranks} parts {schedule.parts} "
-        f"root {schedule.root} scratch {schedule.scratch_chunks}"
+        f"schedule {json.dumps(schedule.name)} {schedule.collective.label} nranks"
+        f" {schedule.nranks} parts {schedule.parts} root {schedule.root} scratch"
+        f" {schedule.scratch_chunks}"
     ]
     lines += [f"note {json.dumps(note)}" for note in schedule.notes]
     for channel, ranks in enumerate(schedule.channels):
@@ -69,7 +70,10 @@ def format_step(step: Step) -> str:
 
 def format_location(schedule: Schedule, channel: int, rank: int, number: int) -> str:
     """Name a step for errors, such as ``ring: channel 0, rank 1, step 2 (send input[0] to 2)``."""
-    return f"{schedule.name}: channel {channel}, rank {rank}, step {number} ({format_step(schedule.channels[channel][rank][number])})"
+    return (
+        f"{schedule.name}: channel {channel}, rank {rank}, step"
+        f" {number} ({format_step(schedule.channels[channel][rank][number])})"
+    )
 
 
 def parse(text: str) -> Schedule:
@@ -96,12 +100,12 @@ def parse_step(text: str) -> Step:
     """Parse one step; raise ``ValueError`` with the reason."""
     words = text.split()
     if words[0] not in _OPS:
-        raise ValueError(f"{words[0]!r} is no primitive; there are {', '.join(_OPS)}")
+        raise ValueError(f"{words[0]!r} is not a primitive; allowed are {', '.join(_OPS)}")
     step, rest = _Operands(), words[1:]
     while rest:
         word = rest.pop(0)
         if word in ("->", "from", "to") and not rest:
-            raise ValueError(f"{word!r} needs something after it")
+            raise ValueError(f"{word!r} needs an operand")
         if word == "->":
             step.dst = _set_once("dst", step.dst, parse_ref(rest.pop(0)))
         elif word == "from":
@@ -135,13 +139,13 @@ def parse_ref(text: str) -> Ref:
     """Parse a reference such as ``output[3]`` or ``output[3+2]``; raise ``ValueError``."""
     match = _REF.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no reference like output[3] or input[4+2]")
+        raise ValueError(f"{text!r} is not a reference such as output[3] or input[4+2]")
     return Ref(_BUFFERS[match[1]], int(match[2]), int(match[3] or 1))
 
 
 def _rank(text: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text):
-        raise ValueError(f"{text!r} is no rank")
+        raise ValueError(f"{text!r} is not a rank")
     return int(text)
 
 
@@ -173,13 +177,14 @@ class _ScheduleParser:
         }
         if keyword != "schedule" and self.header is None:
             self.fail(
-                'a schedule starts with a line like: schedule "ring" all_reduce nranks 2 parts 2 root 0 scratch 0'
+                'a schedule starts with a line such as: schedule "ring" all_reduce nranks 2 parts 2'
+                " root 0 scratch 0"
             )
         if keyword in handlers:
             handlers[keyword](rest.strip())
             return
         if not self.channels or not self.channels[-1]:
-            self.fail("a step comes after a channel and a rank")
+            self.fail("a step must follow a channel and a rank")
         try:
             self.channels[-1][-1].append(parse_step(line))
         except ValueError as error:
@@ -188,17 +193,18 @@ class _ScheduleParser:
     def parse_header(self, rest: str) -> None:
         match = _HEADER.fullmatch(rest)
         if self.header is not None:
-            self.fail("a second schedule; a text holds one")
+            self.fail("a text contains one schedule only")
         if match is None:
             self.fail(
-                f'cannot read {rest!r}; wanted is: "name" collective nranks 2 parts 2 root 0 scratch 0'
+                f'cannot parse {rest!r}: expected "name" collective nranks 2 parts 2 root 0'
+                " scratch 0"
             )
         if match[2] not in _COLLECTIVES:
-            self.fail(f"{match[2]!r} is no collective; there are {', '.join(_COLLECTIVES)}")
+            self.fail(f"{match[2]!r} is not a collective; allowed are {', '.join(_COLLECTIVES)}")
         words = match[3].split()
         fields = {key: int(value) for key, value in zip(words[::2], words[1::2])}
         if unknown := set(fields) - {"nranks", "parts", "root", "scratch"}:
-            self.fail(f"unknown field {min(unknown)!r}; there are nranks, parts, root, scratch")
+            self.fail(f"unknown field {min(unknown)!r}; allowed are nranks, parts, root, scratch")
         if "nranks" not in fields:
             self.fail("nranks is missing")
         self.header = (self.parse_string(match[1]), _COLLECTIVES[match[2]], fields)
@@ -209,7 +215,7 @@ class _ScheduleParser:
         except ValueError:
             value = None
         if not isinstance(value, str):
-            self.fail(f"{text} is no quoted text")
+            self.fail(f"{text} is not a quoted string")
         return value
 
     def add_note(self, rest: str) -> None:
@@ -218,22 +224,24 @@ class _ScheduleParser:
     def add_channel(self, rest: str) -> None:
         if rest != str(len(self.channels)):
             self.fail(
-                f"channels are numbered in order: wanted is channel {len(self.channels)}, not {rest!r}"
+                f"channels must be numbered in order: expected channel {len(self.channels)}, got"
+                f" {rest!r}"
             )
         self.channels.append([])
 
     def add_rank(self, rest: str) -> None:
         if not self.channels:
-            self.fail("a rank comes after a channel")
+            self.fail("a rank must follow a channel")
         if rest != str(len(self.channels[-1])):
             self.fail(
-                f"ranks are numbered in order: wanted is rank {len(self.channels[-1])}, not {rest!r}"
+                f"ranks must be numbered in order: expected rank {len(self.channels[-1])}, got"
+                f" {rest!r}"
             )
         self.channels[-1].append([])
 
     def finish(self) -> Schedule:
         if self.header is None:
-            raise ScheduleError("the text holds no schedule")
+            raise ScheduleError("the text contains no schedule")
         name, collective, fields = self.header
         try:
             return Schedule(

@@ -36,7 +36,7 @@ from miraccl.schedule.ir import Buffer, Op, Ref, Schedule, Step
 from miraccl.schedule.proof import ScheduleProof
 from miraccl.schedule.text import format_location
 
-#: messages under way between two ranks on one channel; an executor's FIFO is at least as deep
+#: messages in flight between two ranks on one channel; executors' FIFOs are at least as deep
 FIFO_DEPTH = 8
 
 
@@ -78,7 +78,7 @@ def is_direct_safe(schedule: Schedule, in_place: bool) -> bool:
     return True
 
 
-# What can be seen without running
+# Checks that need no run
 
 
 def _check_static(schedule: Schedule) -> None:
@@ -101,17 +101,17 @@ def _peer_problem(step: Step, rank: int, nranks: int) -> str:
     recv_peer, send_peer, peers = step.recv_peer, step.send_peer, step.peers
     for peer in (recv_peer, send_peer):
         if peer is not None and not 0 <= peer < nranks:
-            return f"rank {peer} is out of range, there are {nranks} ranks"
+            return f"rank {peer} is not in 0..{nranks - 1}"
         if peer == rank:
-            return "a rank has no FIFO to itself; use COPY"
+            return "a rank cannot send to itself; use COPY"
     if peers:
         for peer in peers:
             if not 0 <= peer < nranks:
-                return f"rank {peer} is out of range, there are {nranks} ranks"
+                return f"rank {peer} is not in 0..{nranks - 1}"
         if len(set(peers)) != len(peers):
             return "a peer is listed twice"
         if rank in peers and step.op in (Op.SIGNAL, Op.WAIT):
-            return "a rank does not signal itself"
+            return "a rank cannot signal itself"
     return ""
 
 
@@ -136,4 +136,7 @@ def _ref_problem(step: Step, rank: int, sizes: Sequence[Sequence[int]]) -> str:
 
 
 def _outside(ref: Ref, owner: int, sizes: Sequence[Sequence[int]]) -> str:
-    return f"{ref} is out of range: the {ref.buffer.name.lower()} of rank {owner} has {sizes[owner][ref.buffer]} chunks"
+    return (
+        f"{ref} is out of range: the {ref.buffer.name.lower()} of rank {owner} has"
+        f" {sizes[owner][ref.buffer]} chunks"
+    )

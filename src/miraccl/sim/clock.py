@@ -30,7 +30,7 @@ from miraccl.schedule.text import format_location
 from miraccl.schedule.verify import FIFO_DEPTH
 from miraccl.sim.links import Links
 
-BYTES_PER_US = 1e3  # of 1 GB/s
+BYTES_PER_US = 1e3  # at 1 GB/s
 MAX_STEPS = 1_000_000  # of all ranks and rounds
 
 
@@ -94,18 +94,19 @@ def simulate(
     """
     if links.nranks != schedule.nranks:
         raise InvalidUsage(
-            f"the schedule is for {schedule.nranks} ranks, the links are for {links.nranks}"
+            f"cannot simulate a schedule of {schedule.nranks} ranks over links of {links.nranks}"
         )
     if not 0 <= block_bytes < math.inf:
-        raise InvalidUsage(f"a block has {block_bytes} bytes; it is a finite number, 0 or more")
+        raise InvalidUsage(f"block_bytes is {block_bytes}; it must be finite and at least 0")
     if slot_bytes <= 0 or fifo_depth < 1 or memory_bandwidth <= 0:
-        raise InvalidUsage("slots, FIFOs and the bandwidth of memory are greater than 0")
+        raise InvalidUsage("slot_bytes, fifo_depth and memory_bandwidth must be greater than 0")
     chunk = block_bytes / schedule.parts
     rounds = max(1, math.ceil(chunk / slot_bytes))
     steps = rounds * sum(len(steps) for channel in schedule.channels for steps in channel)
     if steps > MAX_STEPS:
         raise InvalidUsage(
-            f"{rounds} rounds are {steps} steps of all ranks, at most {MAX_STEPS} are simulated: take larger slots"
+            f"cannot simulate {steps} steps in {rounds} rounds: at most {MAX_STEPS} are allowed;"
+            " use larger slots"
         )
     return _Simulation(
         schedule, links, chunk, rounds, slot_bytes, fifo_depth, memory_bandwidth
@@ -134,9 +135,7 @@ class _ChannelRank:
     ready: float = 0.0
     start: float = 0.0
     busy: bool = False
-    barrier_times: list[float] = field(
-        default_factory=list
-    )  # when to each barrier that it has passed
+    barrier_times: list[float] = field(default_factory=list)
 
     @property
     def step(self) -> Step:
@@ -171,9 +170,8 @@ class _Simulation:
         memories = [memory_bandwidth] * schedule.nranks if self.has_memory else []
         self.capacity = [bandwidth * BYTES_PER_US for bandwidth in (*links.bandwidths, *memories)]
         self.carried = [0.0] * len(self.capacity)
-        self.in_flight: defaultdict[tuple[int, int, int], _InFlight] = defaultdict(
-            _InFlight
-        )  # (sender, receiver, channel)
+        #: (sender, receiver, channel) -> messages and signals in flight
+        self.in_flight: defaultdict[tuple[int, int, int], _InFlight] = defaultdict(_InFlight)
         self.workers = [
             [_ChannelRank(channel, rank, steps) for rank, steps in enumerate(ranks)]
             for channel, ranks in enumerate(schedule.channels)
@@ -330,16 +328,13 @@ class _Simulation:
         if math.isinf(then):
             worker = waiting[0]
             where = format_location(self.schedule, worker.channel, worker.rank, worker.number)
-            raise ScheduleError(
-                f"{where}: waits for ever, and all others that have not ended as well"
-            )
+            raise ScheduleError(f"{where}: deadlock, no rank can continue")
         passed, self.now = then - self.now, then
         going = []
         for flow in self.flows:
             flow.remaining -= passed * flow.rate
-            if flow.remaining <= flow.rate * max(
-                1e-12 * then, 1e-9
-            ):  # rounding of the clock: a picosecond and less
+            # Tolerance for rounding of the clock: a picosecond and less.
+            if flow.remaining <= flow.rate * max(1e-12 * then, 1e-9):
                 self._end(flow.worker)
             else:
                 going.append(flow)

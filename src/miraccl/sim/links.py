@@ -14,7 +14,8 @@ from miraccl.errors import InvalidUsage, TopologyError
 from miraccl.topo.analyse import Topology
 from miraccl.topo.records import PathType
 
-#: us; from a store to the load that sees it, where nothing else is said: the order of NVLink and of cores of a host
+#: default latency in us, from a store until another rank's load sees it: the order of NVLink and of
+#: the cores of a host
 LATENCY_US = 1.0
 
 
@@ -49,18 +50,20 @@ class Links:
         for name, bandwidth in zip(self.names, self.bandwidths, strict=True):
             if not 0 < bandwidth < math.inf:
                 raise InvalidUsage(
-                    f"the bandwidth of {name} is {bandwidth:g} GB/s; it is a finite number greater than 0"
+                    f"the bandwidth of {name} is {bandwidth:g} GB/s; it must be finite and greater"
+                    " than 0"
                 )
         for (sender, receiver), route in self.routes.items():
             if not 0 <= route.latency_us < math.inf:
                 raise InvalidUsage(
-                    f"the latency from rank {sender} to rank {receiver} is {route.latency_us:g} us; it is finite, 0 or more"
+                    f"the latency from rank {sender} to rank {receiver} is {route.latency_us:g} us;"
+                    " it must be finite and at least 0"
                 )
 
     def route(self, sender: int, receiver: int) -> Route:
         found = self.routes.get((sender, receiver))
         if found is None:
-            raise InvalidUsage(f"no link leads from rank {sender} to rank {receiver}")
+            raise InvalidUsage(f"no route from rank {sender} to rank {receiver}")
         return found
 
 
@@ -73,7 +76,9 @@ def switch(nranks: int, bandwidth: float, latency_us: float = LATENCY_US) -> Lin
 
     Models NVSwitch, or hosts around one switch.
     """
-    names = [f"{way} rank {rank}" for way in ("out of", "into") for rank in range(nranks)]
+    names = [
+        f"{direction} rank {rank}" for direction in ("out of", "into") for rank in range(nranks)
+    ]
     routes = {(a, b): Route((a, nranks + b), latency_us) for a, b in _pairs(nranks)}
     return Links(
         nranks=nranks, names=tuple(names), bandwidths=(bandwidth,) * len(names), routes=routes
@@ -103,7 +108,8 @@ def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
     system, paths = topology.system, topology.paths
     if len(topology.domains) > 1:
         raise TopologyError(
-            f"only the network joins {len(topology.domains)} groups of GPUs of this machine, which is not simulated; take one of them"
+            "cannot simulate this machine: only the network joins its"
+            f" {len(topology.domains)} groups of GPUs; select one group"
         )
     size, gpus = len(system.links), len(system.gpus)
     nodes = topology.nranks // gpus
@@ -112,7 +118,8 @@ def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
         tail = f"@{node}" if nodes > 1 else ""
         for source, link in zip(system.link_source, system.links, strict=True):
             names.append(
-                f"{link.type.name} {system.nodes[source].name} to {system.nodes[link.target].name}{tail}"
+                f"{link.type.name} {system.nodes[source].name} to"
+                f" {system.nodes[link.target].name}{tail}"
             )
             bandwidths.append(link.bw)
     place = {gpu.rank: position for position, gpu in enumerate(system.gpus)}
@@ -125,7 +132,8 @@ def machine(topology: Topology, latency_us: float = LATENCY_US) -> Links:
             path = paths.gpu_gpu(positions[x], positions[y])
             if path.type >= PathType.NET or not path.hops:
                 raise TopologyError(
-                    f"only the network joins GPUs {x} and {y} of this machine, which is not simulated; take one of them"
+                    f"cannot simulate this machine: only the network joins GPUs {x} and {y}; select"
+                    " one of them"
                 )
             routes[a, b] = Route(tuple(from_node * size + hop for hop in path.hops), latency_us)
             continue
@@ -154,5 +162,5 @@ def _nearest_net(topology: Topology, gpu: int) -> int:
         for net in range(len(system.nets))
     ]
     if not reached or min(reached)[0] >= PathType.DIS:
-        raise TopologyError(f"GPU {gpu} reaches no net, which several nodes need")
+        raise TopologyError(f"cannot simulate several nodes: GPU {gpu} reaches no net")
     return min(reached)[2]

@@ -48,10 +48,10 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "bruck",
     collectives=COLLECTIVES,
-    description="Distances 1, 2, 4 ...: log2(n) steps for any number of ranks; for small blocks.",
+    description="Distances 1, 2, 4, ...: log2(n) steps for any number of ranks; for small blocks.",
     rank_ordered=True,
     rounds_once=True,
-    # all_to_all is not direct: the collected blocks of the next message overwrite those of the last
+    # all_to_all is not direct: packing a message overwrites the one before it
     direct=(Collective.ALL_GATHER,),
     direct_in_place=(Collective.ALL_GATHER,),
     uneven=(Collective.ALL_GATHER,),
@@ -111,9 +111,8 @@ def _all_to_all(
     - ``offsets_by_distance``: for each distance, the initial offsets (destination - source) of the
       blocks that move by it.
     """
-    location = [
-        inp((rank + i) % nranks) for i in range(nranks)
-    ]  # the block that started with i ranks to go
+    # Current location of the block with initial offset i.
+    location = [inp((rank + i) % nranks) for i in range(nranks)]
     yield copy(location[0], out(rank))
     for (distance, moving), start in zip(offsets_by_distance.items(), starts, strict=False):
         for slot, i in enumerate(moving):

@@ -32,7 +32,7 @@ from miraccl.schedule.steps import (
 )
 from miraccl.types import Collective
 
-#: chunks of a block; with p parts and n ranks, a pipeline without further cuts takes 1 + (n - 2) / p times a block's time
+#: chunks per block; with p parts and n ranks an unsliced pipeline takes 1 + (n - 2) / p block times
 PARTS = 4
 
 COLLECTIVES = (Collective.BROADCAST, Collective.REDUCE)
@@ -49,7 +49,10 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "chain",
     collectives=COLLECTIVES,
-    description="A pipeline from rank to rank: every link carries each byte once, latency grows with the number of ranks.",
+    description=(
+        "Pipeline of neighbours: every link carries each byte once, latency grows with the number"
+        " of ranks."
+    ),
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     latency=latency,

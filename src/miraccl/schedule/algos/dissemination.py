@@ -34,7 +34,9 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "dissemination",
     collectives=(Collective.BARRIER,),
-    description="Barrier of log2(n) rounds in which everybody signals the rank 1, 2, 4 ... further on.",
+    description=(
+        "Barrier of log2(n) rounds in which each rank signals the rank at distance 1, 2, 4, ..."
+    ),
     rank_ordered=True,
     rounds_once=True,
     direct=(Collective.BARRIER,),

@@ -43,7 +43,8 @@ from miraccl.schedule.steps import (
 )
 from miraccl.types import Collective
 
-#: chunks of each tree's half; no more than twice the depth of the shallowest FIFO, as ups and downs of a rank share its program
+#: chunks of each tree's half; at most twice the depth of the shallowest FIFO, because a rank's
+#: reduce and broadcast steps share its program
 PARTS = 4
 
 COLLECTIVES = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
@@ -164,7 +165,10 @@ def latency(collective: Collective, nranks: int) -> int:
 @register(
     "double_binary_tree",
     collectives=COLLECTIVES,
-    description="Two complementary binary trees, each for half of the data: logarithmic latency at nearly the bytes of a ring.",
+    description=(
+        "Two complementary binary trees, each for half of the data: logarithmic latency, nearly the"
+        " bytes of a ring."
+    ),
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     latency=latency,

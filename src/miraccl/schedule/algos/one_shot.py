@@ -62,11 +62,13 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "one_shot",
     collectives=COLLECTIVES,
-    description="Every rank sends to every rank that needs it: one step, additions in rank order, rounded once.",
+    description=(
+        "Every rank sends directly to all that need its data: one step, rank order, rounded once."
+    ),
     rank_ordered=True,
     rounds_once=True,
     direct=COLLECTIVES,
-    # an all-reduce in place overwrites the input while peers may still read it
+    # an in-place all-reduce overwrites the input while peers may still read it
     direct_in_place=[
         c for c in COLLECTIVES if c not in (Collective.ALL_REDUCE, Collective.ALL_TO_ALL)
     ],
@@ -117,7 +119,7 @@ def _reduce_all_inputs(rank: int, nranks: int, chunk: int) -> Step:
 
 
 def _rooted(collective: Collective, rank: int, root: int, everybody: range) -> Iterator[Step]:
-    """Yield the steps of broadcast, scatter and gather: one message between the root and each rank."""
+    """Yield broadcast, scatter and gather: one message between the root and each rank."""
     if collective is Collective.GATHER:
         if rank != root:
             yield send(inp(0), root)

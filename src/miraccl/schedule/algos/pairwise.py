@@ -37,7 +37,9 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "pairwise",
     collectives=COLLECTIVES,
-    description="Rounds of exchanges with the ranks at distance 1, 2, 3 ...: each block crosses the wire once.",
+    description=(
+        "Exchanges with the ranks at distance 1, 2, 3, ...: each block crosses the wire once."
+    ),
     rank_ordered=True,
     rounds_once=True,
     direct=COLLECTIVES,

@@ -89,7 +89,10 @@ def plan_rounds(nranks: int) -> tuple[list[int], list[PatRound]]:
 @register(
     "pat",
     collectives=COLLECTIVES,
-    description="Shifted binomial trees, aggregated, far ranks first: log2(n) steps for any number of ranks, most bytes to the nearest.",
+    description=(
+        "Parallel aggregated trees, far ranks first: log2(n) steps for any number of ranks, most"
+        " bytes to near ranks."
+    ),
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     latency=latency,

@@ -41,7 +41,7 @@ COLLECTIVES = (Collective.ALL_REDUCE,)
 def latency(collective: Collective, nranks: int) -> int:
     folding = Folding(nranks)
     power, extra = folding.core_size, folding.extra
-    # a chain crosses all log2(p) distances, from a player to the opposite one; either may have to fold
+    # The longest chain crosses all log2(p) distances; ranks at both of its ends may be folded.
     return power.bit_length() - 1 + (extra > 0) + (2 * extra > power)
 
 
@@ -53,8 +53,10 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "recursive_doubling",
     collectives=COLLECTIVES,
-    description="Pairs at distance 1, 2, 4 ... exchange whole sums: log2(n) steps, for small messages.",
-    # not direct: a rank adds to the sum that it has just offered to its partner
+    description=(
+        "Pairs at distance 1, 2, 4, ... exchange whole sums: log2(n) steps, for small messages."
+    ),
+    # not direct: a rank adds to the sum it has just sent to its partner
     latency=latency,
     wire=wire,
 )

@@ -95,7 +95,10 @@ def supports(collective: Collective, nranks: int) -> bool:
 @register(
     "recursive_halving_doubling",
     collectives=COLLECTIVES,
-    description="Pairs at distance n/2, n/4, ... 1 exchange halves, then double them back: few steps and, for powers of two, least bytes.",
+    description=(
+        "Pairs at distance n/2, n/4, ..., 1 exchange halves, then double them back: few steps,"
+        " fewest bytes for powers of two."
+    ),
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     uneven=(Collective.ALL_GATHER,),
@@ -116,7 +119,7 @@ def build(collective: Collective, nranks: int, root: int) -> Schedule:
 
 
 def halves(index: int, power: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (partner, first chunk kept, first chunk sent, chunks of a half) for each halving step."""
+    """Yield (partner, first chunk retained, first chunk sent, chunks of a half) per step."""
     low, size = 0, power
     while size > 1:
         size //= 2
@@ -168,7 +171,7 @@ def _reduce_scatter(rank: int, nranks: int) -> Iterator[Step]:
     if nranks == 1:
         yield copy(inp(0), out(0))
         return
-    base = 0  # the block at the start of scratch
+    base = 0  # block at the start of scratch
     for number, (partner, keep, give, size) in enumerate(halves(rank, nranks)):
         first = number == 0
         base = keep if first else base

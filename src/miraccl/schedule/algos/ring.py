@@ -56,7 +56,10 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "ring",
     collectives=COLLECTIVES,
-    description="Neighbours pass chunks around a ring: least bytes for each link, latency grows with the number of ranks.",
+    description=(
+        "Neighbours pass chunks around a ring: fewest bytes per link, latency grows with the number"
+        " of ranks."
+    ),
     direct=COLLECTIVES,
     direct_in_place=COLLECTIVES,
     uneven=(Collective.ALL_GATHER, Collective.REDUCE_SCATTER),

@@ -58,7 +58,10 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "two_shot",
     collectives=COLLECTIVES,
-    description="Each rank adds up one chunk for all and sends it to all: two steps, few bytes, rank order, rounded once.",
+    description=(
+        "Each rank reduces one chunk for all and sends it to all: two steps, few bytes, rank order,"
+        " rounded once."
+    ),
     rank_ordered=True,
     rounds_once=True,
     direct=COLLECTIVES,

@@ -56,7 +56,10 @@ def wire(collective: Collective, nranks: int) -> Fraction:
 @register(
     "two_shot_put",
     collectives=COLLECTIVES,
-    description="Each rank adds up one chunk out of all ranks' memory and puts it into all ranks' memory: no FIFO and no copies.",
+    description=(
+        "Each rank reduces one chunk from all ranks' memory and puts it into all ranks' memory: no"
+        " FIFO, no copies."
+    ),
     rank_ordered=True,
     rounds_once=True,
     direct=COLLECTIVES,
@@ -81,6 +84,8 @@ def _steps(collective: Collective, rank: int, nranks: int) -> Iterator[Step]:
         yield copy(inp(0), out(0))
         return
     peers = peers_after(rank, nranks)
+    # Two rounds of signals, even where little is done between them: a rank must not access the
+    # memory of a peer that has not started this operation or has finished it.
     yield signal(peers)
     yield wait(peers)
     match collective:
