@@ -91,7 +91,7 @@ def test_equals_occur() -> None:
         "preferred among equals (within 5% of the lowest predicted time)",
     )
     assert second.predicted_us < first.predicted_us
-    assert second.reason.endswith("which is taken among equals (within 5%)")
+    assert second.reason.endswith("which is preferred among equals (within 5%)")
 
 
 @pytest.mark.parametrize("nranks", [2, 4, 8])
@@ -233,7 +233,7 @@ def test_uneven_blocks_are_not_kept_in_scratch_memory() -> None:
             row.algo: row.reason
             for row in planner.candidates(gather, 1024, DType.FLOAT32, uneven=True)
         }
-        assert rows["pat_for_uneven"].startswith("keeps blocks in scratch memory")
+        assert rows["pat_for_uneven"].startswith("needs scratch memory")
         assert (
             "scratch"
             not in {
@@ -270,7 +270,7 @@ def test_signals_go_with_blocks_that_all_ranks_know() -> None:
                 row.algo: row.reason
                 for row in planner.candidates(collective, 1024, DType.FLOAT32, uneven=True)
             }
-            assert rows["signals"].startswith("has signals, and ranks") == (
+            assert rows["signals"].startswith("has signals, but rounds") == (
                 collective is Collective.GATHER
             )
     finally:
@@ -322,22 +322,22 @@ FLAWED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "no schedule": (
         fails,
         {},
-        "fails to build all_reduce over 2 ranks: ZeroDivisionError: by a test",
+        "failed to build all_reduce over 2 ranks: ZeroDivisionError: by a test",
     ),
     "no condition": (
         lambda *args: twins(right),
         {"condition": fails},
-        "fails to say whether it has all_reduce over 2 ranks: ZeroDiv",
+        "failed to evaluate its condition for all_reduce over 2 ranks: ZeroDiv",
     ),
     "no latency": (
         lambda *args: twins(right),
         {"latency": fails},
-        "fails to tell the latency of all_reduce over 2 ranks: ZeroDiv",
+        "failed to compute the latency of all_reduce over 2 ranks: ZeroDiv",
     ),
     "not in the order it claims": (
         lambda *args: twins(right),
         {"rank_ordered": True},
-        "in the order of the ranks",
+        "in rank order",
     ),
 }
 
@@ -374,7 +374,7 @@ def test_an_algorithm_that_was_not_asked_for_is_left_out_where_it_cannot_be_run(
             assert rows[: len(before)] == before
             (flawed,) = rows[len(before) :]
             assert (flawed.algo, flawed.predicted_us) == ("flawed", math.inf)
-            assert re.match(f"left out: .*{reason}", flawed.reason)
+            assert re.match(f"excluded: .*{reason}", flawed.reason)
             for in_place in (False, True):
                 assert (
                     planner.make_run(
@@ -488,7 +488,7 @@ def test_what_gpus_have_kernels_of(
     wishes = nccl_hints.hinted_algorithms(text)
     with caplog.at_level(logging.INFO, logger="miraccl"):
         assert nccl_hints.gpu_algorithms(wishes) == expected
-    assert ("left aside on GPU memory" in caplog.text) is (set(wishes) != set(expected))
+    assert ("ignored on GPU memory" in caplog.text) is (set(wishes) != set(expected))
 
 
 def test_what_nccl_proto_wishes_of_gpus() -> None:
@@ -498,14 +498,14 @@ def test_what_nccl_proto_wishes_of_gpus() -> None:
 
 def test_wishes_are_followed_where_they_can_be() -> None:
     wishes = nccl_hints.hinted_algorithms("ring;broadcast:tree")
-    assert chosen(Collective.ALL_REDUCE, 64, wishes=wishes)[0].algo == "ring"
-    assert chosen(Collective.ALL_REDUCE, 64, wishes=wishes)[0].reason == "asked for"
-    assert chosen(Collective.BROADCAST, 64, wishes=wishes)[0].algo == "double_binary_tree"
-    assert chosen(Collective.ALL_TO_ALL, 64, wishes=wishes)[0].reason != "asked for"
-    assert chosen(Collective.REDUCE, 64, wishes=wishes)[0].reason != "asked for"  # ring has none
-    ordered = chosen(Collective.ALL_REDUCE, 4 << 20, wishes=wishes, deterministic=True)[0]
+    assert chosen(Collective.ALL_REDUCE, 64, hints=wishes)[0].algo == "ring"
+    assert chosen(Collective.ALL_REDUCE, 64, hints=wishes)[0].reason == "requested"
+    assert chosen(Collective.BROADCAST, 64, hints=wishes)[0].algo == "double_binary_tree"
+    assert chosen(Collective.ALL_TO_ALL, 64, hints=wishes)[0].reason != "requested"
+    assert chosen(Collective.REDUCE, 64, hints=wishes)[0].reason != "requested"  # ring has none
+    ordered = chosen(Collective.ALL_REDUCE, 4 << 20, hints=wishes, deterministic=True)[0]
     assert ordered.algo in ("one_shot", "two_shot")
-    with pytest.raises(InvalidUsage, match="no algorithm is left"):
+    with pytest.raises(InvalidUsage, match="cannot choose an algorithm"):
         chosen(Collective.ALL_REDUCE, 4 << 20, algo="ring", deterministic=True)
 
 

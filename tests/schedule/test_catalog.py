@@ -133,7 +133,8 @@ print(catalog.get("ring").builtin, catalog.get("chain").builtin)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.splitlines() == ["cannot register algorithm 'ring': the name is taken", "True False"]
+    taken = "cannot register algorithm 'ring': the name is taken"
+    assert done.stdout.splitlines() == [taken, "True False"]
 
 
 @pytest.mark.parametrize("wrong", ["all_reduce", 0])

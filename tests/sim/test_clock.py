@@ -180,7 +180,7 @@ def test_a_barrier_waits_for_the_last_rank() -> None:
             0: 12,
             1: 11,
             2: 12,
-        }  # rank 1 arrives at 11; the notification reaches the others at 12
+        }
     )
 
 

@@ -84,7 +84,7 @@ def pipeline(schedule: Schedule, depth: int) -> Schedule:
 
 
 def split_messages(schedule: Schedule) -> Schedule:
-    """Split steps of several chunks into steps of one chunk: more messages, the same bytes."""
+    """Split steps of several chunks into steps of one chunk; the bytes stay the same."""
 
     def single(step: Step) -> list[Step]:
         count = step.chunks

@@ -418,7 +418,7 @@ class _ChannelProof:
                 )
 
     def _check_remote_accesses(self) -> None:
-        """Check that a rank whose memory a peer accesses learns of the access before it finishes."""
+        """Check that a rank finishes after all accesses of peers to its memory."""
         for cell, rank, time, number in self.remote:
             owner = self.memory.owner(cell)
             if self.clock[owner][rank] < time:
