@@ -148,7 +148,7 @@ def rewritten() -> None:
                 comm.sendrecv(out[:count], (comm.rank + 1) % n, x[:count], (comm.rank - 1) % n)
 
 
-def rooted_doors(root: int) -> None:
+def rooted_fast_calls(root: int) -> None:
     """Gather and scatter that have been seen go through their doors, which look at the root's side only on the root."""
     with miraccl.init() as comm:
         n, me = comm.nranks, comm.rank

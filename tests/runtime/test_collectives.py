@@ -110,8 +110,8 @@ def test_window_memory_rewritten_directly_after_the_call() -> None:
 
 
 @pytest.mark.parametrize("root", [0, 2])
-def test_gather_and_scatter_have_doors(root: int) -> None:
-    run_ranks(sweep_ranks.rooted_doors, 3, root)
+def test_gather_and_scatter_use_the_fast_path(root: int) -> None:
+    run_ranks(sweep_ranks.rooted_fast_calls, 3, root)
 
 
 @pytest.mark.parametrize("algo", ["", "chain"])

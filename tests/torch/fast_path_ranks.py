@@ -100,7 +100,7 @@ class StreamOrder:
 
     EVENT = 77
 
-    def __init__(self, cuda: Any, doors: Any) -> None:
+    def __init__(self, cuda: Any, fast_path: Any) -> None:
         self._cuda, self._event = cuda, cuda.cuEventCreate(0)[1]
         self.changes: list[tuple[int, int]] = []
         self._recorded = -1
@@ -117,8 +117,8 @@ class StreamOrder:
         captures, record, wait, context = (
             ctypes.cast(function, ctypes.c_void_p).value for function in self._functions
         )
-        doors.ask_the_driver(0, captures)
-        doors.follow_streams(self.EVENT, (record, wait, context), context_of(cuda.home))
+        fast_path.set_driver_functions(0, captures)
+        fast_path.enable_stream_switches(self.EVENT, (record, wait, context), context_of(cuda.home))
 
     def _captures(self, stream: int, status: Any) -> int:
         status[0] = self._cuda.cuStreamIsCapturing(stream)[1]
@@ -419,7 +419,7 @@ def protocols() -> None:
             return 0
 
         side: Any = comm._device
-        side._fast_path.ask_the_driver(
+        side._fast_path.set_driver_functions(
             *(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (ask, captures))
         )
         side.gpu.owner = lambda address: NO_DEVICE
