@@ -15,7 +15,7 @@ import pytest
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import driver
 from miraccl.fastpath.cuda import layout
-from miraccl.fastpath.cuda.kinds import ArrayProtocol
+from miraccl.fastpath.cuda.foreign_types import ArrayProtocol
 from miraccl.native.capsules import pointer_of
 from miraccl.ops.arguments import DLTensor, capsule_of
 from miraccl.ops.arguments import view as cpu_view
@@ -28,8 +28,8 @@ from miraccl.runtime.gpu.windows import DeviceArray, DeviceWindows, _element_typ
 from miraccl.runtime.window import element_type
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
-from tests.gpu.door_side import torch_with_exchange_api
 from tests.gpu.fake_cuda import FakeArray, FakeCuda
+from tests.gpu.fast_path_rank import torch_with_exchange_api
 
 
 class Gpu:

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.lower import CommArgs
+from miraccl.executor.cuda.message_collectives import describe_signature, op_signature
 from miraccl.executor.cuda.messages import (
     LoweredMessages,
     P2pMessage,
     WarpQueueRules,
     lower_messages,
 )
-from miraccl.executor.cuda.moves import describe_signature, op_signature
 from miraccl.executor.cuda.source import Framing
 from miraccl.runtime.gpu.flight_recorder import read_progress_header, read_snapshot
 from miraccl.runtime.gpu.messages import message_frame, read_rejected_size

@@ -45,7 +45,7 @@ def rows_of(*words: str) -> list[dict[str, Any]]:
 
 
 def test_patterns_graphs_and_clock() -> None:
-    done = run(module="tests.gpu.perf_card")
+    done = run(module="tests.gpu.perf_buffers")
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr[-4000:]
 
 

@@ -31,7 +31,7 @@ from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import P2pSettings
 from miraccl.types import Collective, DType, RedOp
 from tests.gpu import worker
-from tests.gpu.room import ThreadRendezvous
+from tests.gpu.thread_rendezvous import ThreadRendezvous
 from tests.gpu.worker import compare, make_input, to_cpu, to_gpu, torch_dtype
 
 TIMEOUT = float(os.environ.get("TEST_TIMEOUT", "60"))

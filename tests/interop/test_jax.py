@@ -10,7 +10,7 @@ import pytest
 
 import miraccl
 from miraccl.fastpath.cuda import layout
-from miraccl.fastpath.cuda.kinds import ArrayProtocol, foreign_record
+from miraccl.fastpath.cuda.foreign_types import ArrayProtocol, foreign_record
 from miraccl.ops.arguments import DLTensor, capsule_of, view
 from tests.support.ranks import run_ranks
 

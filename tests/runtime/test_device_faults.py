@@ -14,20 +14,20 @@ import pytest
 from miraccl.bootstrap import HUB, Notice, PeerLost
 from miraccl.diagnosis.error_codec import encode_error
 from miraccl.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorAborted, PeerDied
-from miraccl.executor.cuda import layout, moves
+from miraccl.executor.cuda import layout, message_collectives
 from miraccl.runtime.gpu.faults import EXIT_NOTICE, FAULT_NOTICE, DeviceFaults
 from miraccl.runtime.gpu.flight_recorder import MessageRecord, OpLog, RecorderSnapshot
 from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.types import Collective
 
 SCATTER, GATHER = (
-    moves.op_signature(Collective.SCATTER, 1, (4, 4)),
-    moves.op_signature(Collective.GATHER, 2, (4, 4)),
+    message_collectives.op_signature(Collective.SCATTER, 1, (4, 4)),
+    message_collectives.op_signature(Collective.GATHER, 2, (4, 4)),
 )
 
 
 def name(number: int, signature: int) -> str:
-    return f"launch #{number}" if number else moves.describe_signature(signature)
+    return f"launch #{number}" if number else message_collectives.describe_signature(signature)
 
 
 def said(
@@ -35,7 +35,11 @@ def said(
 ) -> OpLog:
     """What a rank says whose last operations are these; the collective of messages came after ``before`` launches."""
     launches = dict.fromkeys(range(launch, max(0, launch - 4), -1), signature)
-    entries = {move: MessageRecord(moves.op_tag(move, before, what), what, before)} if move else {}
+    entries = (
+        {move: MessageRecord(message_collectives.op_tag(move, before, what), what, before)}
+        if move
+        else {}
+    )
     return OpLog(launches, entries, launch, move)
 
 

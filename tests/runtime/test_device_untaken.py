@@ -22,7 +22,7 @@ from miraccl.executor.cpu.lower import signature
 from miraccl.runtime.multinode.faults import MultiNodeFaults
 from miraccl.runtime.multinode.unmatched import MessageCounters, UnmatchedDetector, find_unmatched
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu import untaken_ranks
+from tests.gpu import unmatched_ranks
 from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
 
@@ -95,7 +95,7 @@ def test_the_end_tells_all_ranks_of_several_hosts(
     hosts: str, case: str, before: int, text: str
 ) -> None:
     for answer in run_ranks(
-        untaken_ranks.at_the_end, len(hosts), hosts, case, before, env=EMULATED
+        unmatched_ranks.at_the_end, len(hosts), hosts, case, before, env=EMULATED
     ):
         assert answer == (text, "")
 
@@ -118,7 +118,9 @@ def test_the_end_tells_all_ranks_of_several_hosts(
 def test_the_end_tells_all_ranks_of_one_host(
     env: dict[str, str], case: str, before: int, text: str
 ) -> None:
-    for said, again in run_ranks(untaken_ranks.at_the_end, 3, "", case, before, env=EMULATED | env):
+    for said, again in run_ranks(
+        unmatched_ranks.at_the_end, 3, "", case, before, env=EMULATED | env
+    ):
         assert text in said
         assert not again
 
@@ -126,7 +128,9 @@ def test_the_end_tells_all_ranks_of_one_host(
 @pytest.mark.multiprocess
 @needs_compiler
 def test_and_those_of_one_of_several_hosts() -> None:
-    answers = run_ranks(untaken_ranks.at_the_end, 3, "AAB", "counts inside a host", 1, env=EMULATED)
+    answers = run_ranks(
+        unmatched_ranks.at_the_end, 3, "AAB", "counts inside a host", 1, env=EMULATED
+    )
     assert answers == 2 * [(PARTED + "rank 0 sent more in all_to_all_v than rank 1 took", "")] + [
         ("", "")
     ]
@@ -148,7 +152,9 @@ def test_and_those_of_one_of_several_hosts() -> None:
 def test_synchronize_tells_of_what_has_come_from_other_hosts(
     hosts: str, case: str, text: str
 ) -> None:
-    for answer in run_ranks(untaken_ranks.when_it_is_there, len(hosts), hosts, case, env=EMULATED):
+    for answer in run_ranks(
+        unmatched_ranks.when_it_is_there, len(hosts), hosts, case, env=EMULATED
+    ):
         assert answer == (text, "")
 
 
@@ -163,15 +169,15 @@ def test_synchronize_tells_of_what_has_come_from_other_hosts(
     ],
 )
 def test_nothing_is_told_to_right_programs(hosts: str) -> None:
-    run_ranks(untaken_ranks.right_programs, len(hosts) or 3, hosts, env=EMULATED, timeout=120.0)
+    run_ranks(unmatched_ranks.right_programs, len(hosts) or 3, hosts, env=EMULATED, timeout=120.0)
 
 
 @pytest.mark.multiprocess
 def test_the_end_tells_what_a_lane_has_found() -> None:
-    answers = [text for text, _ in run_ranks(untaken_ranks.found_by_a_lane, 2, "mismatch")]
+    answers = [text for text, _ in run_ranks(unmatched_ranks.found_by_a_lane, 2, "mismatch")]
     assert any(answers)
     assert all(not text or "operator is sum on rank 0, max on rank 1" in text for text in answers)
-    (text, _), other = run_ranks(untaken_ranks.found_by_a_lane, 2, "deadline")
+    (text, _), other = run_ranks(unmatched_ranks.found_by_a_lane, 2, "deadline")
     assert text.startswith("CollectiveTimeout: ")
     assert other == ("", "")
 
@@ -179,7 +185,7 @@ def test_the_end_tells_what_a_lane_has_found() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", ["told", "aborted"])
 def test_but_not_again_and_no_abort(how: str) -> None:
-    for at_the_end, before in run_ranks(untaken_ranks.found_by_a_lane, 2, how):
+    for at_the_end, before in run_ranks(unmatched_ranks.found_by_a_lane, 2, how):
         assert not at_the_end
         assert before.startswith("CollectiveMismatch: ") == (how == "told")
 

@@ -13,8 +13,8 @@ pytest.importorskip(
 )
 
 from tests.gpu.programs import records as at
-from tests.gpu.programs.conductor import Crew, Job
 from tests.gpu.programs.draw import draw
+from tests.gpu.programs.orchestrator import Crew, Job
 from tests.gpu.programs.rank import Rank, touched
 from tests.support.ranks import run_ranks
 from tests.torch import programs

@@ -16,7 +16,7 @@ from miraccl.transport.cuda_p2p import SymmetricMemory
 from miraccl.transport.cuda_pairs import P2pSettings
 from tests.gpu import fake_ranks
 from tests.gpu.fake_cuda import FakeCuda, context_of
-from tests.gpu.room import ThreadRendezvous
+from tests.gpu.thread_rendezvous import ThreadRendezvous
 from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess

@@ -7,8 +7,8 @@ import sys
 import time
 
 from tests.gpu.gpus import need_gpus
-from tests.gpu.programs.conductor import Job, conduct
 from tests.gpu.programs.draw import draw
+from tests.gpu.programs.orchestrator import Job, conduct
 
 
 def main() -> int:

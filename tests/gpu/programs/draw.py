@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from miraccl.types import DType
 from tests.gpu.programs import records as at
-from tests.gpu.programs.together import Together
+from tests.gpu.programs.draw_messages import Together
 from tests.gpu.programs.values import bound_of
 
 SIZES = {

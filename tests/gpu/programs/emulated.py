@@ -15,8 +15,8 @@ from miraccl.runtime.gpu.windows import DeviceArray
 from tests.gpu.emulated_cuda import EmulatedCuda
 from tests.gpu.fake_cuda import place, seen
 from tests.gpu.programs import records as at
-from tests.gpu.programs.calls import NSTREAMS
-from tests.gpu.programs.place import Memory, OnGpu
+from tests.gpu.programs.draw_calls import NSTREAMS
+from tests.gpu.programs.memory import Memory, OnGpu
 from tests.runtime.reference import DTYPES
 
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from tests.gpu.programs import records as at
 from tests.gpu.programs.draw import draw
+from tests.gpu.programs.memory import Cpu, Cuda
+from tests.gpu.programs.miraccl_calls import Own
 from tests.gpu.programs.model import Model
-from tests.gpu.programs.own import Own
-from tests.gpu.programs.place import Cpu, Cuda
 from tests.runtime import reference as ref
 
 NOTE_BYTES = 1024

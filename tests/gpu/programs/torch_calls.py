@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as functional
 
 import miraccl.torch
 from tests.gpu.programs import records as at
-from tests.gpu.programs.place import Cpu
+from tests.gpu.programs.memory import Cpu
 
 LIMIT = datetime.timedelta(seconds=60)
 _OPS = {"PROD": "PRODUCT"}

@@ -11,4 +11,4 @@ Python's side: ``table`` enters launches, ``kinds`` types of arrays.  ``layout``
 """
 
 #: modules outside this package whose functions end up in compiled code
-SOURCES = ("miraccl.executor.cuda.warp_queues", "miraccl.executor.cuda.moves")
+SOURCES = ("miraccl.executor.cuda.warp_queues", "miraccl.executor.cuda.message_collectives")

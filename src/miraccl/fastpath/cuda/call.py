@@ -30,9 +30,9 @@ from miraccl.fastpath.cuda.groups import (
     return_none,
     thread_id,
 )
-from miraccl.fastpath.cuda.moves import find_message_collective
+from miraccl.fastpath.cuda.lookup import find_collective, find_messages, overlaps, write_message
+from miraccl.fastpath.cuda.message_ops import find_message_collective
 from miraccl.fastpath.cuda.reductions import find_reductions
-from miraccl.fastpath.cuda.rows import find_collective, find_messages, overlaps, write_message
 from miraccl.fastpath.cuda.streams import has_default_options
 from miraccl.fastpath.cuda.tensors import call_builtin, call_int4
 from miraccl.fastpath.cuda.views import finish_call, is_known_type

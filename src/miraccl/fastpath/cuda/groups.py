@@ -7,7 +7,7 @@ threads, and any group with something that a door does not take, are Python's (`
 from __future__ import annotations
 
 from miraccl.fastpath.cuda import layout
-from miraccl.fastpath.cuda.rows import find_messages, is_known_dtype
+from miraccl.fastpath.cuda.lookup import find_messages, is_known_dtype
 from miraccl.fastpath.cuda.streams import is_capturing, is_own_context
 from miraccl.fastpath.cuda.views import limit_retained, retain
 from miraccl.native.intrinsics import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.arrays import item_size
-from miraccl.fastpath.cuda.moves import is_disjoint, is_own_block, read_shares
-from miraccl.fastpath.cuda.rows import find_launch, launch_key, operator_number, pack_op_root
+from miraccl.fastpath.cuda.lookup import find_launch, launch_key, operator_number, pack_op_root
+from miraccl.fastpath.cuda.message_ops import is_disjoint, is_own_block, read_shares
 from miraccl.fastpath.cuda.streams import has_default_options
 from miraccl.fastpath.cuda.tensors import address, data_type
 from miraccl.fastpath.cuda.views import element_count

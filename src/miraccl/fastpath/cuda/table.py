@@ -20,7 +20,12 @@ from miraccl.executor.cuda.launch import Launch
 from miraccl.executor.cuda.layout import ARGS, GROUP_SIZES, TYPE_SHIFT
 from miraccl.executor.cuda.messages import LoweredMessages, P2pMessage, WarpQueueRules
 from miraccl.fastpath.cuda import layout
-from miraccl.fastpath.cuda.kinds import DL_DTYPES, STATE_CONSTANTS, ArrayProtocol, foreign_record
+from miraccl.fastpath.cuda.foreign_types import (
+    DL_DTYPES,
+    STATE_CONSTANTS,
+    ArrayProtocol,
+    foreign_record,
+)
 from miraccl.native.capsules import pointer_of
 from miraccl.native.hashing import mix
 from miraccl.schedule.reduction import NUMPY_DTYPE

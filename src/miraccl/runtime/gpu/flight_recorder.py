@@ -16,7 +16,7 @@ from typing import Protocol
 
 from miraccl.executor.cuda import layout
 from miraccl.executor.cuda.gpu import Gpu
-from miraccl.executor.cuda.moves import op_tag
+from miraccl.executor.cuda.message_collectives import op_tag
 
 _STATE_WORDS = struct.Struct(f"<{layout.STATE_COPIES + 1}Q")
 _ENTRY = struct.Struct("<IIII")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miraccl.executor.cuda.moves import op_signature
+from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.fastpath.cuda.table import CudaFastPath
 from miraccl.runtime import group as groups
 from miraccl.runtime.gpu.persistent import bind_result

@@ -15,7 +15,7 @@ import numpy as np
 
 from miraccl.errors import InvalidUsage
 from miraccl.fastpath.cuda import layout
-from miraccl.fastpath.cuda.kinds import ArrayProtocol
+from miraccl.fastpath.cuda.foreign_types import ArrayProtocol
 from miraccl.ops.arguments import (
     ALLOWED,
     IMMUTABLE,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from miraccl.errors import MiracclError
-from miraccl.executor.cuda import moves
+from miraccl.executor.cuda import message_collectives
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.executor.cuda.plan import DevicePlan
 from miraccl.executor.cuda.source import Framing
@@ -105,7 +105,7 @@ class DeviceProbe:
         ``number`` 0 is a collective made of messages.
         """
         if not number:
-            return moves.describe_signature(signature)
+            return message_collectives.describe_signature(signature)
         for (collective, dtype, count, op, root), launch in self._launches():
             if signature in launch.signatures:
                 what = [f"{count} x {dtype.label}"]

@@ -28,7 +28,7 @@ from miraccl.errors import (
     PeerDied,
     SystemFailure,
 )
-from miraccl.executor.cuda.moves import op_signature
+from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.ops.arguments import peer_rank, resolve_operator
 from miraccl.runtime.control import COUNTED_RANKS, GPU_SETUP, ControlPlane, NullControlPlane
 from miraccl.runtime.gpu.collectives import SUM, DeviceCollectives, Operator

@@ -17,8 +17,8 @@ from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.table import CALLS
 from miraccl.runtime import group as groups
 from miraccl.types import Collective, DType, PreMulSum, RedOp
-from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
+from tests.gpu.fast_path_rank import FastPathRank, torch_with_exchange_api
 
 torch = torch_with_exchange_api()
 F32, I64 = DType.FLOAT32, DType.INT64

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import miraccl
+from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules
-from miraccl.executor.cuda.moves import op_signature
 from miraccl.fastpath.cuda import layout
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import UnevenRequest, sends_and_receives
 from miraccl.types import Collective, DType
-from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
+from tests.gpu.fast_path_rank import FastPathRank, torch_with_exchange_api
+from tests.gpu.test_fast_path_templates import launched
 from tests.gpu.test_messages import comm_args
-from tests.gpu.test_shape_doors import launched
 
 torch = torch_with_exchange_api()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.gpu.programs import records as at
-from tests.gpu.programs.calls import REDUCES, Calls
+from tests.gpu.programs.draw_calls import REDUCES, Calls
 
 
 class Together(Calls):

@@ -3,11 +3,11 @@ their launch. The messages are those of ``comm.device.uneven.transfers_of``, in 
 
 from __future__ import annotations
 
-from miraccl.executor.cuda import moves
-from miraccl.executor.cuda.moves import NO_ROOT
+from miraccl.executor.cuda import message_collectives
+from miraccl.executor.cuda.message_collectives import NO_ROOT
 from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.arrays import item_size
-from miraccl.fastpath.cuda.rows import find_messages, message_kind, mix
+from miraccl.fastpath.cuda.lookup import find_messages, message_kind, mix
 from miraccl.fastpath.cuda.streams import has_default_options
 from miraccl.fastpath.cuda.tensors import address, data_type, int_value, rank_value
 from miraccl.fastpath.cuda.views import element_count
@@ -22,7 +22,7 @@ from miraccl.native.intrinsics import (
     store,
 )
 
-signature_of = inline(moves.pack_signature)
+signature_of = inline(message_collectives.pack_signature)
 
 
 @inline

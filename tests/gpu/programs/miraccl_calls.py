@@ -11,7 +11,7 @@ import miraccl
 from miraccl.runtime.gpu.work import DeviceWork
 from miraccl.types import PreMulSum, RedOp
 from tests.gpu.programs import records as at
-from tests.gpu.programs.place import Cpu
+from tests.gpu.programs.memory import Cpu
 
 TIMEOUT_S = 60.0
 

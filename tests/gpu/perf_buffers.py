@@ -1,4 +1,4 @@
-"""``tools.perf.card`` on a real GPU: ``python -m tests.gpu.perf_card`` says ``fine`` or fails. A process of its own, as CUDA wants it."""
+"""``tools.perf.card`` on a real GPU: ``python -m tests.gpu.perf_buffers`` says ``fine`` or fails. A process of its own, as CUDA wants it."""
 
 from __future__ import annotations
 

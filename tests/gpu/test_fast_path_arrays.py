@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.executor.cuda.moves import op_signature
+from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.fastpath.cuda import table
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
+from tests.gpu.fast_path_rank import FastPathRank, torch_with_exchange_api
 
 F32, I64 = DType.FLOAT32, DType.INT64
 

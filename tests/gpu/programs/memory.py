@@ -18,7 +18,7 @@ import numpy as np
 
 from miraccl.types import DType
 from tests.gpu.programs import records as at
-from tests.gpu.programs.calls import NSTREAMS
+from tests.gpu.programs.draw_calls import NSTREAMS
 from tests.gpu.programs.values import KINDS, parts, pool
 from tests.runtime.reference import DTYPES
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from miraccl.fastpath.cuda import layout
 from miraccl.fastpath.cuda.arrays import item_size
-from miraccl.fastpath.cuda.shapes import find_template
 from miraccl.fastpath.cuda.streams import has_default_options
+from miraccl.fastpath.cuda.templates import find_template
 from miraccl.fastpath.cuda.tensors import address, data_type, rank_value
 from miraccl.fastpath.cuda.views import element_count, is_known_type
 from miraccl.native import hashing

@@ -14,8 +14,8 @@ from miraccl.fastpath.cuda import layout
 from miraccl.runtime.gpu.memory import DeviceMemory
 from miraccl.runtime.gpu.uneven import split_by_rank
 from miraccl.types import Collective, DType, PreMulSum, RedOp
-from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
+from tests.gpu.fast_path_rank import FastPathRank, torch_with_exchange_api
 
 torch = torch_with_exchange_api()
 

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 
 import miraccl
-from miraccl.executor.cuda.moves import op_signature
+from miraccl.executor.cuda.message_collectives import op_signature
 from miraccl.fastpath.cuda import layout
-from miraccl.fastpath.cuda.kinds import ArrayProtocol, foreign_record
+from miraccl.fastpath.cuda.foreign_types import ArrayProtocol, foreign_record
 from miraccl.native.capsules import pointer_of
 from miraccl.runtime import group as groups
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, DType, RedOp
-from tests.gpu.door_side import FastPathRank
 from tests.gpu.fake_launch import SHAPE
+from tests.gpu.fast_path_rank import FastPathRank
 
 F32, I64 = DType.FLOAT32, DType.INT64
 

@@ -14,8 +14,8 @@ from miraccl.executor.cuda.messages import P2pMessage, WarpQueueRules, lower_mes
 from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import COPY_BYTES
 from miraccl.types import DType
-from tests.gpu.door_side import FastPathRank, torch_with_exchange_api
 from tests.gpu.fake_launch import SHAPE
+from tests.gpu.fast_path_rank import FastPathRank, torch_with_exchange_api
 
 torch = torch_with_exchange_api()
 
