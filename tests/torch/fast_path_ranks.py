@@ -68,7 +68,7 @@ class Rank(emulated_ranks.Rank):
 
     def adopt(self, comm: Any) -> None:
         comm.barrier(stream=0)
-        comm._device._fast_path._put(layout.STATE_DEVICE, DL_CPU)
+        comm._device._fast_path._write(layout.STATE_DEVICE, DL_CPU)
         comm._device.gpu.ordinal = NO_DEVICE
 
     def took_fast_path(self) -> bool:
@@ -442,7 +442,7 @@ def protocols() -> None:
             assert comm.sendrecv(x, me.right, got, me.left) is got
             assert me.took_fast_path() == (turn > 0)
             me.same(got.tensor, torch.from_numpy(everybody[me.left]))
-            assert len(side._fast_path.held) < layout.MAX_RETAINED
+            assert len(side._fast_path.retained) < layout.MAX_RETAINED
         assert side._keep_alive._waiting
 
 
