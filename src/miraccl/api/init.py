@@ -33,11 +33,11 @@ def init(mpi: Any = None, /, **options: Any) -> Communicator:
 def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
     """MPI only carries the unique id of rank 0, or its failure: nobody waits in ``bcast`` for a rank 0 that has given up."""
     rank, nranks = _place_in(mpi)
-    root: HubServer | None = None
+    hub: HubServer | None = None
     if rank == 0:
         try:
             opts = Options.create(**options)
-            ident, root = create_hub(nranks=nranks)
+            ident, hub = create_hub(nranks=nranks)
         except BaseException as error:
             mpi.bcast(f"{_FAILED}{error}", root=0)
             raise
@@ -53,10 +53,10 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
         opts, ident = Options.create(**options), UniqueId.parse(text)
     deadline = start_deadline()
     try:
-        session = connect(ident, rank, nranks, deadline, session_timeout=opts.timeout, hub=root)
+        session = connect(ident, rank, nranks, deadline, session_timeout=opts.timeout, hub=hub)
     except BaseException as error:
-        if root is not None:
-            root.close_after_error(error)
+        if hub is not None:
+            hub.close_after_error(error)
         raise
     return Communicator.from_session(session, opts, setup=SetupPhases(session, deadline))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-#: Rank in an event that says only that the control plane is gone: no rank of the session holds the hub (a launcher does, or a rank
-#: outside the group), or the rank that holds it had left before.
+#: Rank in an event that reports only the loss of the control plane: the hub ran in the process of
+#: no
+#: rank of the session (a launcher, or a rank outside the group), or of one that had left before.
 HUB = -1
 
 

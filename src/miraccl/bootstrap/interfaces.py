@@ -24,7 +24,7 @@ from miraccl.errors import BootstrapError, InvalidUsage, as_system_failure
 SIOCGIFADDR, SIOCGIFFLAGS = 0x8915, 0x8913  # linux/sockios.h
 IFF_UP, IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 DISCARD_PORT = 9
-#: Seconds that the name service is given to tell where a host is, which only orders the addresses of this one.
+#: Time limit (seconds) of a name resolution that only orders the addresses of this host.
 ROUTE_SECONDS = 2.0
 _IF_INET6 = "/proc/net/if_inet6"
 #: Interfaces that usually lead to containers and virtual machines of this host only.
@@ -108,7 +108,7 @@ def list_interfaces() -> list[Interface]:
     ipv6 = _ipv6_addresses()
     found: list[Interface] = []
     with (
-        as_system_failure("the network interfaces cannot be listed"),
+        as_system_failure("cannot list the network interfaces"),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
     ):
         for _, name in socket.if_nameindex():
@@ -223,15 +223,19 @@ def choose_addresses(
     interfaces = list_interfaces() if interfaces is None else interfaces
     route = source_address(peer) if peer else None
     if route is not None and is_loopback(route):
-        route = None  # a host's own name often means 127.0.1.1 there, which says nothing about how others reach it
+        # A host's own name often resolves to 127.0.1.1 there, which no other host can reach.
+        route = None
     ranked = rank_interfaces(interfaces, names, route)
     if not ranked:
         if names:
             have = ", ".join(i.name for i in interfaces if i.addresses) or "none"
             raise InvalidUsage(
-                f"{variable}={names!r} matches no interface that is up and has an address; there are: {have}"
+                f"cannot use {variable}={names!r}: no interface that is up and has an address matches; "
+                f"available: {have}"
             )
-        raise BootstrapError("no network interface is up and has an address, not even loopback")
+        raise BootstrapError(
+            "cannot choose an address: no network interface is up and has one, not even loopback"
+        )
     best = ranked[0]
     family = 6 if route and ":" in route else 4
     addresses = sorted(best.addresses, key=lambda a: (a != route, (":" in a) != (family == 6)))

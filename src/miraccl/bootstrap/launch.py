@@ -48,12 +48,14 @@ from miraccl.deadline import Deadline
 from miraccl.errors import BootstrapError, InvalidUsage, SystemFailure
 
 _log = trace.logger("bootstrap")
-#: Rank 0 listens at the first free port of MASTER_PORT..MASTER_PORT+32; torchrun's own store usually has the first.
+#: Rank 0 listens at the first free port of MASTER_PORT..MASTER_PORT+32; torchrun's own store
+#: usually has the first.
 PORT_SPAN = 32
 DEFAULT_MASTER_PORT = 29500  # torch.distributed.run's
 #: Slurm jobs meet in this range, below the ephemeral ports of Linux (32768 and up).
 SLURM_PORTS = (10000, 30000)
-#: Steps that are no launch of ranks: batch script, external, interactive, pending (slurm.h, SLURM_BATCH_SCRIPT and neighbours).
+#: Steps that do not launch ranks: batch script, external, interactive, pending (slurm.h,
+#: SLURM_BATCH_SCRIPT and neighbours).
 SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 
@@ -100,7 +102,7 @@ class Launch:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.nranks:
             raise InvalidUsage(
-                f"{self.launcher}: rank {self.rank} of {self.nranks}",
+                f"{self.launcher}: cannot be rank {self.rank} of {self.nranks}",
                 hint=f"ranks are 0 to {self.nranks - 1}",
             )
 
@@ -132,28 +134,51 @@ _MPI_JOBS = (
 )
 _LAUNCHERS = (
     _Launcher(
-        name="miraccl", rank="MIRACCL_RANK", nranks=("MIRACCL_NRANKS",), local_rank="MIRACCL_LOCAL_RANK",
-        local_nranks="MIRACCL_LOCAL_NRANKS", set_by_users=True,
+        name="miraccl",
+        rank="MIRACCL_RANK",
+        nranks=("MIRACCL_NRANKS",),
+        local_rank="MIRACCL_LOCAL_RANK",
+        local_nranks="MIRACCL_LOCAL_NRANKS",
+        set_by_users=True,
     ),
     _Launcher(
-        name="torchrun", rank="RANK", nranks=("WORLD_SIZE",), local_rank="LOCAL_RANK", local_nranks="LOCAL_WORLD_SIZE", set_by_users=True,
+        name="torchrun",
+        rank="RANK",
+        nranks=("WORLD_SIZE",),
+        local_rank="LOCAL_RANK",
+        local_nranks="LOCAL_WORLD_SIZE",
+        set_by_users=True,
     ),
     _Launcher(
-        name="openmpi", rank="OMPI_COMM_WORLD_RANK", nranks=("OMPI_COMM_WORLD_SIZE",), local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_nranks="OMPI_COMM_WORLD_LOCAL_SIZE", job=_MPI_JOBS, one_host=True,
-    ),
-    _Launcher(
-        name="mpich", rank="PMI_RANK", nranks=("PMI_SIZE",), local_rank="MPI_LOCALRANKID", local_nranks="MPI_LOCALNRANKS", job=_MPI_JOBS,
+        name="openmpi",
+        rank="OMPI_COMM_WORLD_RANK",
+        nranks=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_nranks="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=_MPI_JOBS,
         one_host=True,
     ),
     _Launcher(
-        name="pmix", rank="PMIX_RANK", nranks=("MIRACCL_NRANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), local_rank="SLURM_LOCALID",
-        job=_MPI_JOBS, one_host=True,
+        name="mpich",
+        rank="PMI_RANK",
+        nranks=("PMI_SIZE",),
+        local_rank="MPI_LOCALRANKID",
+        local_nranks="MPI_LOCALNRANKS",
+        job=_MPI_JOBS,
+        one_host=True,
     ),
-)  # fmt: skip
+    _Launcher(
+        name="pmix",
+        rank="PMIX_RANK",
+        nranks=("MIRACCL_NRANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank="SLURM_LOCALID",
+        job=_MPI_JOBS,
+        one_host=True,
+    ),
+)
 
 
-# --- detection ----------------------------------------------------------------------------------------------------------
+# --- detection ---
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
@@ -188,11 +213,15 @@ def _check_sizes_without_rank(environ: Mapping[str, str], launch: Launch) -> Non
             continue
         if launch.launcher == "none":
             raise InvalidUsage(
-                f"{name}={nranks} is set but {launcher.rank} is not", hint="a launcher sets both"
+                f"cannot determine the rank: {name}={nranks} is set but {launcher.rank} is not",
+                hint="a launcher sets both",
             )
         if launcher.set_by_users:
-            text = f"{name}={nranks} is set without {launcher.rank}, but {launch.launcher} says rank {launch.rank} of {launch.nranks}"
-            raise InvalidUsage(text, hint=f"unset {name}, or set {launcher.rank}, too")
+            raise InvalidUsage(
+                f"cannot determine the job size: {name}={nranks} is set without {launcher.rank}, "
+                f"but {launch.launcher} gives rank {launch.rank} of {launch.nranks}",
+                hint=f"unset {name}, or set {launcher.rank} as well",
+            )
 
 
 def _find_conflict(environ: Mapping[str, str], launch: Launch) -> str:
@@ -206,7 +235,7 @@ def _find_conflict(environ: Mapping[str, str], launch: Launch) -> str:
     others = {name: text for name, text in environ.items() if name not in ("RANK", "WORLD_SIZE")}
     try:
         other = _first_launch(others)
-    except InvalidUsage:  # it is not asked
+    except InvalidUsage:  # the other launcher is not the one in use
         return ""
     if other.nranks < launch.nranks or (other.nranks, other.rank) == (launch.nranks, launch.rank):
         return ""
@@ -214,32 +243,37 @@ def _find_conflict(environ: Mapping[str, str], launch: Launch) -> str:
         f"RANK={launch.rank} of WORLD_SIZE={launch.nranks}",
         f"rank {other.rank} of {other.nranks}",
     )
-    return f"{ours} counts, but {other.launcher}'s variables say {theirs}: unset RANK and WORLD_SIZE if they are left over from elsewhere"
+    return (
+        f"{ours} is used, but {other.launcher}'s variables say {theirs}: "
+        "unset RANK and WORLD_SIZE if they are stale"
+    )
 
 
 def _from_launcher(environ: Mapping[str, str], launcher: _Launcher) -> Launch:
     rank = _number(environ, launcher.rank)
     nranks = next((_size(environ, name) for name in launcher.nranks if name in environ), None)
-    assert rank is not None, "its variable is there, and not empty"
+    assert rank is not None, "its variable is present and not empty"
     if nranks is None:
         raise InvalidUsage(
-            f"{launcher.rank}={rank} is set but {' or '.join(launcher.nranks)} is not",
+            f"cannot determine the job size: {launcher.rank}={rank} is set "
+            f"but {' or '.join(launcher.nranks)} is not",
             hint="a launcher sets both",
         )
     if rank >= nranks:
         raise InvalidUsage(
-            f"{launcher.rank}={rank} of {nranks} ranks", hint=f"ranks are 0 to {nranks - 1}"
+            f"cannot be rank {launcher.rank}={rank} of {nranks} ranks",
+            hint=f"ranks are 0 to {nranks - 1}",
         )
     local_rank = _number(environ, launcher.local_rank)
     local_nranks = _number(environ, launcher.local_nranks)
-    point = None if nranks == 1 else _rendezvous(environ, launcher, rank, nranks, local_nranks)
+    rendezvous = None if nranks == 1 else _rendezvous(environ, launcher, rank, nranks, local_nranks)
     return Launch(
         launcher=launcher.name,
         rank=rank,
         nranks=nranks,
         local_rank=local_rank,
         local_nranks=local_nranks,
-        rendezvous=point,
+        rendezvous=rendezvous,
     )
 
 
@@ -255,7 +289,8 @@ def _rendezvous(
         return given
     if not launcher.one_host:
         raise InvalidUsage(
-            f"{launcher.rank}={rank} of {nranks} ranks, but nothing says where they meet",
+            f"cannot find the other ranks: {launcher.rank}={rank} of {nranks} ranks, "
+            "but there is no rendezvous address",
             hint="set MASTER_ADDR and MASTER_PORT, or MIRACCL_UNIQUE_ID",
         )
     if (
@@ -269,9 +304,10 @@ def _rendezvous(
         if job and environ.get("SLURM_JOB_NODELIST"):
             return _allocation_rendezvous(environ, job)
         if _in_slurm_step(environ) and (_number(environ, "SLURM_STEP_NUM_NODES") or 1) > 1:
-            return _slurm_rendezvous(environ)  # Hydra's proxies are one step on all nodes
+            return _slurm_rendezvous(environ)  # Hydra's proxies form one step on all nodes
         raise InvalidUsage(
-            f"{nranks} ranks on several hosts ({local_nranks} here), but nothing says where they meet",
+            f"cannot find the other ranks: {nranks} ranks on several hosts ({local_nranks} here), "
+            "but there is no rendezvous address",
             hint="set MASTER_ADDR (and MASTER_PORT) or MIRACCL_UNIQUE_ID for all ranks",
         )
     return FileRendezvous(job=f"{launcher.name} {job}" if job else "")
@@ -287,29 +323,29 @@ def _explicit_rendezvous(environ: Mapping[str, str]) -> UniqueId | PortRendezvou
         return None
     if host.count(":") == 1:
         raise InvalidUsage(
-            f"MASTER_ADDR={host!r}: a name or an address alone",
-            hint="the port belongs into MASTER_PORT",
+            f"cannot use MASTER_ADDR={host!r}: it is a name or an address without a port",
+            hint="set the port in MASTER_PORT",
         )
     port = _number(environ, "MASTER_PORT")
     port = DEFAULT_MASTER_PORT if port is None else port
     if not 0 < port < 65536:
-        raise InvalidUsage(f"MASTER_PORT={port}: a port is 1..65535")
-    # torchrun's agent keeps its own store at MASTER_PORT; asking there would only put a warning into its log.
+        raise InvalidUsage(f"cannot use MASTER_PORT={port}: a port is 1..65535")
+    # torchrun's agent has its own store at MASTER_PORT; a probe there would only log a warning.
     first = min(
         65535,
         port
         + (1 if environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1") else 0),
     )
-    words = ["port", str(port), environ.get("TORCHELASTIC_RUN_ID", "")]
-    return _port_rendezvous(environ, host, first, port + PORT_SPAN, words)
+    parts = ["port", str(port), environ.get("TORCHELASTIC_RUN_ID", "")]
+    return _port_rendezvous(environ, host, first, port + PORT_SPAN, parts)
 
 
 def _port_rendezvous(
-    environ: Mapping[str, str], host: str, first: int, last: int, words: list[str]
+    environ: Mapping[str, str], host: str, first: int, last: int, parts: list[str]
 ) -> PortRendezvous:
     given = params.SECRET.read(environ)
     key = given if given else f"user {os.getuid()}"
-    secret = hashlib.sha256("\0".join(["miraccl job secret", key, *words]).encode()).digest()
+    secret = hashlib.sha256("\0".join(["miraccl job secret", key, *parts]).encode()).digest()
     return PortRendezvous(
         host=host, ports=range(first, min(last, 65535) + 1), secret=secret, derived=not given
     )
@@ -333,14 +369,19 @@ def _slurm_size(environ: Mapping[str, str]) -> int | None:
 def _from_slurm(environ: Mapping[str, str]) -> Launch:
     rank, nranks = _number(environ, "SLURM_PROCID"), _slurm_size(environ)
     if rank is None or nranks is None:
-        raise InvalidUsage("SLURM_PROCID is set but SLURM_NTASKS is not", hint="srun sets both")
-    point = None if nranks == 1 else _explicit_rendezvous(environ) or _slurm_rendezvous(environ)
+        raise InvalidUsage(
+            "cannot determine the job size: SLURM_PROCID is set but SLURM_NTASKS is not",
+            hint="srun sets both",
+        )
+    rendezvous = (
+        None if nranks == 1 else _explicit_rendezvous(environ) or _slurm_rendezvous(environ)
+    )
     return Launch(
         launcher="slurm",
         rank=rank,
         nranks=nranks,
         local_rank=_number(environ, "SLURM_LOCALID"),
-        rendezvous=point,
+        rendezvous=rendezvous,
     )
 
 
@@ -372,25 +413,25 @@ def _slurm_job(environ: Mapping[str, str]) -> str:
 
 
 def _first_node_rendezvous(
-    environ: Mapping[str, str], nodes: str, words: list[str]
+    environ: Mapping[str, str], nodes: str, parts: list[str]
 ) -> PortRendezvous:
     host = next(expand_nodelist(nodes), "")
     if not host:
         raise InvalidUsage(
-            "Slurm's variables name no node (SLURM_STEP_NODELIST)",
+            "cannot find the first node: SLURM_STEP_NODELIST is empty",
             hint="set MASTER_ADDR and MASTER_PORT",
         )
     low, high = SLURM_PORTS
-    port = low + int.from_bytes(hashlib.sha256("\0".join(words).encode()).digest()[:4], "big") % (
+    port = low + int.from_bytes(hashlib.sha256("\0".join(parts).encode()).digest()[:4], "big") % (
         high - low - PORT_SPAN
     )
-    return _port_rendezvous(environ, host, port, port + PORT_SPAN, words)
+    return _port_rendezvous(environ, host, port, port + PORT_SPAN, parts)
 
 
 def _size(environ: Mapping[str, str], name: str) -> int | None:
     size = _number(environ, name)
     if size == 0:
-        raise InvalidUsage(f"{name}=0: a job has at least one rank")
+        raise InvalidUsage(f"cannot use {name}=0: a job has at least one rank")
     return size
 
 
@@ -399,11 +440,11 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not re.fullmatch("[0-9]{1,18}", text):
-        raise InvalidUsage(f"{name}={text[:40]!r}: a number was expected")
+        raise InvalidUsage(f"cannot parse {name}={text[:40]!r}: a number is expected")
     return int(text)
 
 
-# --- meeting ------------------------------------------------------------------------------------------------------------
+# --- joining ---
 
 
 def join_launch(
@@ -424,69 +465,85 @@ def join_launch(
         return _join_at_port(launch, launch.rendezvous, deadline, session_timeout)
     if isinstance(launch.rendezvous, FileRendezvous):
         return _join_by_file(launch, launch.rendezvous, deadline, session_timeout)
-    raise InvalidUsage("this launch does not say where its ranks meet", rank=launch.rank)
+    raise InvalidUsage(
+        "cannot find the other ranks: this launch has no rendezvous address", rank=launch.rank
+    )
 
 
 def _join_at_port(
-    launch: Launch, point: PortRendezvous, deadline: Deadline, session_timeout: float
+    launch: Launch, rendezvous: PortRendezvous, deadline: Deadline, session_timeout: float
 ) -> Session:
-    if point.derived and not is_loopback(point.host) and launch.rank == 0:
+    if rendezvous.derived and not is_loopback(rendezvous.host) and launch.rank == 0:
         _log.info(
-            "the job's secret is derived from its id; set MIRACCL_SECRET where the network is not trusted"
+            "the job's secret is derived from its id; set MIRACCL_SECRET on an untrusted network"
         )
-    root: HubServer | None = None
-    targets = [(point.host, port) for port in point.ports]
+    hub: HubServer | None = None
+    targets = [(rendezvous.host, port) for port in rendezvous.ports]
     if launch.rank == 0:
-        root = _listen_in_range(point, launch.nranks)
+        hub = _listen_in_range(rendezvous, launch.nranks)
         targets = [
             (host if host not in ("::", "0.0.0.0") else "127.0.0.1", port)
-            for host, port in root.addresses
+            for host, port in hub.addresses
         ]
     try:
         return join_job(
-            targets, secret=point.secret, rank=launch.rank, nranks=launch.nranks, timeout=deadline, session_timeout=session_timeout,
-            probing=True, hub=root, route_to=point.host,
-        )  # fmt: skip
+            targets,
+            secret=rendezvous.secret,
+            rank=launch.rank,
+            nranks=launch.nranks,
+            timeout=deadline,
+            session_timeout=session_timeout,
+            probing=True,
+            hub=hub,
+            route_to=rendezvous.host,
+        )
     except BaseException as error:
-        if root is not None:
-            root.close_after_error(error)
+        if hub is not None:
+            hub.close_after_error(error)
             if isinstance(error, BootstrapError) and error.hint is None:
-                error.hint = _rank_0_hint(point, root.addresses[0][1])
+                error.hint = _rank_0_hint(rendezvous, hub.addresses[0][1])
         raise
 
 
-def _rank_0_hint(point: PortRendezvous, port: int) -> str:
-    if is_local_host(point.host) is False:
-        return f"the others look for rank 0 at {point.host}, which is no address of this host, where rank 0 is"
-    if port != point.ports.start:
-        return f"this rank 0 listened at port {port}, for {point.ports.start} was taken; is there another rank 0?"
-    return f"rank 0 listened at port {port} of {point.host}; do the others look there?"
+def _rank_0_hint(rendezvous: PortRendezvous, port: int) -> str:
+    if is_local_host(rendezvous.host) is False:
+        return (
+            f"the others connect to {rendezvous.host}, which is not an address of this host, "
+            "where rank 0 runs"
+        )
+    if port != rendezvous.ports.start:
+        return (
+            f"rank 0 listened at port {port} because {rendezvous.ports.start} was taken; "
+            "is there another rank 0?"
+        )
+    return f"rank 0 listened at port {port} of {rendezvous.host}; do the others connect there?"
 
 
-def _listen_in_range(point: PortRendezvous, nranks: int) -> HubServer:
+def _listen_in_range(rendezvous: PortRendezvous, nranks: int) -> HubServer:
     """Start a hub at the first free port.
 
     A loopback name is listened on as such, any other on all addresses of this host.
     """
     hosts = [""]
-    if is_loopback(point.host):
-        hosts = ["127.0.0.1", "::1"] if point.host == "localhost" else [point.host]
-    trouble = ""
-    for port in point.ports:
+    if is_loopback(rendezvous.host):
+        hosts = ["127.0.0.1", "::1"] if rendezvous.host == "localhost" else [rendezvous.host]
+    problem = ""
+    for port in rendezvous.ports:
         try:
-            return create_hub(nranks=nranks, hosts=hosts, port=port, secret=point.secret)[1]
+            return create_hub(nranks=nranks, hosts=hosts, port=port, secret=rendezvous.secret)[1]
         except SystemFailure as error:
-            trouble = error.message
+            problem = error.message
     raise SystemFailure(
-        f"no port of {point.ports.start}..{point.ports.stop - 1} is free for the ranks to meet: {trouble}",
+        f"cannot start rank 0's control plane: none of the ports "
+        f"{rendezvous.ports.start}..{rendezvous.ports.stop - 1} is free: {problem}",
         rank=0,
     )
 
 
 def _join_by_file(
-    launch: Launch, point: FileRendezvous, deadline: Deadline, session_timeout: float
+    launch: Launch, rendezvous: FileRendezvous, deadline: Deadline, session_timeout: float
 ) -> Session:
-    job = point.job or job_of_parent()
+    job = rendezvous.job or job_of_parent()
     if launch.rank != 0:
         return wait_for_id(
             job,
@@ -500,15 +557,15 @@ def _join_by_file(
                 dial_timeout=dial,
             ),
         )
-    unique_id, root = create_hub(nranks=launch.nranks)
+    unique_id, hub = create_hub(nranks=launch.nranks)
     path = ""
     try:
         path = publish_id(job, unique_id)
         return connect(
-            unique_id, 0, launch.nranks, deadline, session_timeout=session_timeout, hub=root
+            unique_id, 0, launch.nranks, deadline, session_timeout=session_timeout, hub=hub
         )
     except BaseException as error:
-        root.close_after_error(error)
+        hub.close_after_error(error)
         raise
     finally:
         remove_id(path)

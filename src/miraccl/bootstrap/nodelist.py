@@ -17,7 +17,7 @@ def expand_nodelist(text: str) -> Iterator[str]:
     run backwards.
     """
     if re.search(r"\[[^\]]*(\[|$)", text) or re.search(r"(^|\])[^\[]*\]", text):
-        raise InvalidUsage(f"a node list with unbalanced brackets: {text!r}")
+        raise InvalidUsage(f"cannot parse the node list {text!r}: unbalanced brackets")
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         parts = re.split(r"\[([^\]]*)\]", item.strip())
         choices: list[Callable[[], Iterator[str]] | str] = []
@@ -37,6 +37,6 @@ def _expand_ranges(text: str) -> Iterator[str]:
         if match is None or (
             match[2] and not int(match[1]) <= int(match[2]) < int(match[1]) + 1_000_000
         ):
-            raise InvalidUsage(f"a range of nodes is such as 08-12, got {piece!r}")
+            raise InvalidUsage(f"cannot parse the node range {piece!r}: a range is such as 08-12")
         for number in range(int(match[1]), int(match[2] or match[1]) + 1):
             yield f"{number:0{len(match[1])}d}"

@@ -38,7 +38,7 @@ from miraccl.wire.bootstrap_messages import Join
 _log = trace.logger("bootstrap")
 EventCallback = Callable[[Event], None]
 StatusProvider = Callable[[], dict[str, Any]]
-#: Events kept for a session nobody listens to yet.
+#: Events stored for a session without a callback.
 MAX_BACKLOG = 4096
 
 
@@ -71,7 +71,8 @@ class Session:
         self.name = name
         self.timeout = timeout
         self.status_provider: StatusProvider | None = None
-        #: Key from which data transports derive theirs; set by ``connect``, its own for every session split from this one.
+        #: Key from which data transports derive theirs; set by ``connect``, distinct for each
+        #: session split from this one.
         self.data_key = b""
         self.thread_ids: tuple[int, ...] = tuple(thread_ids) or (threading.get_ident(),)
         self._link, self._membership, self._ranks, self._group, self._hub = (
@@ -97,7 +98,8 @@ class Session:
             link.attach(group, ranks, self)
 
     def __repr__(self) -> str:
-        return f"<Session {self.name} rank {self.rank} of {self.nranks}{' closed' if self._closed else ''}>"
+        closed = " closed" if self._closed else ""
+        return f"<Session {self.name} rank {self.rank} of {self.nranks}{closed}>"
 
     @property
     def closed(self) -> bool:
@@ -113,7 +115,7 @@ class Session:
         """The hub that ``join_launch`` started for this session, if it did."""
         return self._hub
 
-    # --- collective calls -------------------------------------------------------------------------------------------
+    # --- collective calls ---
 
     def all_gather(
         self, data: bytes, tag: str, timeout: float | Deadline | None = None
@@ -155,9 +157,9 @@ class Session:
         data = framing.encode_json(payload)
         self._check_open("notify")
         if self._link is not None:
-            problem = self._link.notify(self._group, data)
-            if problem is not None:
-                raise self._error(problem, "notify", 0.0)
+            failure = self._link.notify(self._group, data)
+            if failure is not None:
+                raise self._error(failure, "notify", 0.0)
 
     def drain(self, timeout: float) -> None:
         """Wait until this rank has handled all messages received so far, at most ``timeout``
@@ -180,7 +182,7 @@ class Session:
         Ranks that are gone, or in ``without``, are not waited for.
         """
         self._check_open("wait_until_heard")
-        if self._link is not None:  # each answers after what came before the question
+        if self._link is not None:  # a rank replies after it has handled earlier messages
             self._link.query_status(self._group, timeout, [self._ranks[r] for r in without])
 
     def request_status(
@@ -203,8 +205,8 @@ class Session:
                 if world in self._local_rank_of:
                     with contextlib.suppress(ProtocolError):
                         answers[self._local_rank_of[world]] = framing.decode_json(payload)
-            for world, problem in absent.items():
-                reason = f"{_verb(problem)}: {problem.reason}"
+            for world, failure in absent.items():
+                reason = f"{_verb(failure)}: {failure.reason}"
                 answers.setdefault(
                     self._local_rank_of[world], {"answered": False, "reason": reason}
                 )
@@ -228,19 +230,23 @@ class Session:
             or not all(0 <= r < self.nranks for r in chosen)
         ):
             raise InvalidUsage(
-                f"ranks of {name!r} are different numbers of 0..{self.nranks - 1}, got {list(ranks)}",
+                f"cannot make a session {name!r} of ranks {list(ranks)}: "
+                f"they are distinct numbers of 0..{self.nranks - 1}",
                 rank=self.rank,
             )
         if self.rank not in chosen:
             raise InvalidUsage(
-                f"rank {self.rank} is not one of the ranks {list(ranks)} of {name!r}",
+                (
+                    f"cannot make a session {name!r} of ranks {list(ranks)} on rank {self.rank}: "
+                    "it is not one"
+                ),
                 rank=self.rank,
             )
         with self._lock:
             number = self._subgroup_counts.get((chosen, name), 0)
             self._subgroup_counts[chosen, name] = number + 1
-        words = f"{self._group}/{','.join(map(str, chosen))}/{number}/{name}"
-        group = int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") or 1
+        label = f"{self._group}/{','.join(map(str, chosen))}/{number}/{name}"
+        group = int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "big") or 1
         session = Session(
             link=self._link,
             membership=self._membership,
@@ -255,7 +261,7 @@ class Session:
         session.data_key = hashlib.sha256(self.data_key + group.to_bytes(8, "big")).digest()
         return session
 
-    # --- events -----------------------------------------------------------------------------------------------------
+    # --- events ---
 
     def on_event(self, callback: EventCallback) -> None:
         """Call ``callback(event)`` on the watcher thread for every event, first for earlier ones.
@@ -323,11 +329,11 @@ class Session:
         try:
             answer["status"] = self.status_provider() if self.status_provider is not None else {}
             return framing.encode_json(answer)
-        except Exception as error:  # the provider is the user's: its failure is part of the answer
+        except Exception as error:  # the provider's failure is part of the reply
             answer["status"] = {"error": f"{type(error).__name__}: {error}"}
             return framing.encode_json(answer)
 
-    # --- end --------------------------------------------------------------------------------------------------------
+    # --- end ---
 
     def close(self, reason: str = "finalized") -> None:
         """Leave the session; the others see ``PeerLeft``.
@@ -351,34 +357,40 @@ class Session:
         if self._closed:
             raise CommunicatorClosed("the session is closed", rank=self.rank, op=op)
 
-    def _error(self, problem: WaitFailure, op: str, timeout: float) -> MiracclError:
-        ranks = [self._local_rank_of[r] for r in problem.ranks if r in self._local_rank_of]
+    def _error(self, failure: WaitFailure, op: str, timeout: float) -> MiracclError:
+        ranks = [self._local_rank_of[r] for r in failure.ranks if r in self._local_rank_of]
         peer = ranks[0] if len(ranks) == 1 else None
-        who = f"{format_ranks(ranks)} of {self.nranks}" if ranks else "the process of the hub"
-        if problem.kind == "late":
+        who = (
+            f"{format_ranks(ranks)} of {self.nranks}"
+            if ranks
+            else self._link.hub_name
+            if self._link is not None
+            else "the control plane"
+        )
+        if failure.kind == "late":
             return CollectiveTimeout(
-                f"{who} did not come within {timeout:.3g} s", rank=self.rank, peer=peer, op=op
+                f"{who} did not arrive within {timeout:.3g} s", rank=self.rank, peer=peer, op=op
             )
-        if problem.kind == "closed":
-            return CommunicatorClosed(problem.reason, rank=self.rank, op=op)
-        if problem.kind == "ended":
-            return CommunicatorAborted(problem.reason, rank=self.rank, op=op)
-        if problem.kind == "silent":
+        if failure.kind == "closed":
+            return CommunicatorClosed(failure.reason, rank=self.rank, op=op)
+        if failure.kind == "ended":
+            return CommunicatorAborted(failure.reason, rank=self.rank, op=op)
+        if failure.kind == "silent":
             return CollectiveTimeout(
-                f"no answer within {timeout:.3g} s: {problem.reason}", rank=self.rank, peer=0, op=op
+                f"no answer within {timeout:.3g} s: {failure.reason}", rank=self.rank, peer=0, op=op
             )
-        text = f"{who} {_verb(problem)}: {problem.reason}"
-        if problem.kind in ("lost", "hub"):
+        text = f"{who} {_verb(failure)}: {failure.reason}"
+        if failure.kind in ("lost", "hub"):
             return PeerDied(text, rank=self.rank, peer=peer, op=op)
         return BootstrapError(text, rank=self.rank, peer=peer, op=op)
 
 
-def _verb(problem: WaitFailure) -> str:
+def _verb(failure: WaitFailure) -> str:
     return {
         "lost": "died",
         "hub": "died, and the control plane with it",
         "hub left": "left, and the control plane with it",
-    }.get(problem.kind, "left")
+    }.get(failure.kind, "left")
 
 
 def _addresses(members: list[Join]) -> list[str]:

@@ -36,13 +36,19 @@ class UniqueId:
     def __post_init__(self) -> None:
         if len(self.secret) != SECRET_BYTES:
             raise InvalidUsage(
-                f"the secret of a job has {SECRET_BYTES} bytes, got {len(self.secret)}"
+                (
+                    f"cannot make a unique id: the secret has {SECRET_BYTES} bytes, got "
+                    f"{len(self.secret)}"
+                )
             )
         if not self.addresses or not all(
             host and 0 < port < 65536 for host, port in self.addresses
         ):
             raise InvalidUsage(
-                "a unique id has one or more addresses, each a host and a port of 1..65535"
+                (
+                    "cannot make a unique id: it has one or more addresses, each a host and a "
+                    "port 1..65535"
+                )
             )
 
     def to_bytes(self) -> bytes:
@@ -66,7 +72,7 @@ class UniqueId:
             if len(fields.hosts) != len(fields.ports):
                 raise ProtocolError("hosts and ports do not match")
         except ProtocolError as error:
-            raise InvalidUsage(f"this is not a unique id of miraccl: {error.message}") from None
+            raise InvalidUsage(f"cannot parse the unique id: {error.message}") from None
         return cls(
             addresses=tuple(zip(fields.hosts, fields.ports)),
             secret=fields.secret,
@@ -84,12 +90,12 @@ class UniqueId:
     def parse(cls, text: str) -> UniqueId:
         text = text.strip()
         if not text.startswith(PREFIX):
-            raise InvalidUsage(f"a unique id starts with {PREFIX!r}")
+            raise InvalidUsage(f"cannot parse the unique id: it does not start with {PREFIX!r}")
         body = text[len(PREFIX) :]
         try:
             data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
-            raise InvalidUsage("this is not a unique id of miraccl: damaged text") from None
+            raise InvalidUsage("cannot parse the unique id: it is truncated or altered") from None
         return cls.from_bytes(data)
 
 

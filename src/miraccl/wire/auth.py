@@ -33,7 +33,7 @@ from typing import ClassVar
 from miraccl.errors import AuthenticationError, ProtocolError
 from miraccl.wire.framing import encode_frame
 
-#: Version of everything in this room that crosses the network. Both sides must have the same.
+#: Version of the control protocol. Both sides must have the same.
 VERSION = 1
 MAGIC = b"MRCL"
 #: Largest job: a bound for tables, not a measurement.
@@ -154,15 +154,11 @@ class Handshake:
 
     def check_hub(self, proof: bytes) -> None:
         if not hmac.compare_digest(proof, self.hub_proof()):
-            raise AuthenticationError(
-                "the hub could not prove that it knows the secret of this job"
-            )
+            raise AuthenticationError("the control plane there has another secret than this rank")
 
     def check_member(self, proof: bytes) -> None:
         if not hmac.compare_digest(proof, self.member_proof()):
-            raise AuthenticationError(
-                "the member could not prove that it knows the secret of this job"
-            )
+            raise AuthenticationError("the member has another secret")
 
     def hub_side(self) -> tuple[Sealer, Opener]:
         return Sealer(self._mac(b"key from hub")), Opener(self._mac(b"key from member"))
@@ -182,7 +178,7 @@ class Sealer:
         """Return the whole frame of one message."""
         numbered = _SEQUENCE.pack(self.sequence) + body
         frame = encode_frame(numbered + hmac.digest(self._key, numbered, "sha256")[:MAC_BYTES])
-        self.sequence += 1  # a message that is too long was not sent
+        self.sequence += 1  # after encode_frame: a message that is too long was not sent
         return frame
 
 
@@ -201,9 +197,9 @@ class Opener:
             raise ProtocolError("a sealed frame is too short")
         numbered, mac = frame[:-MAC_BYTES], frame[-MAC_BYTES:]
         if not hmac.compare_digest(hmac.digest(self._key, numbered, "sha256")[:MAC_BYTES], mac):
-            raise ProtocolError("a frame was altered on its way or is not from this peer")
+            raise ProtocolError("a frame was altered in transit or is not from this peer")
         (sequence,) = _SEQUENCE.unpack_from(numbered)
         if sequence != self.sequence:
-            raise ProtocolError(f"frame {sequence} came where frame {self.sequence} was due")
+            raise ProtocolError(f"got frame {sequence}, expected frame {self.sequence}")
         self.sequence += 1
         return numbered[_SEQUENCE.size :]

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from miraccl.errors import ProtocolError
 
-# --- states and transitions ---------------------------------------------------------------------------------------------
+# --- states and transitions ---
 
 
 class PeerState(enum.Enum):
@@ -37,7 +37,7 @@ class JobState(enum.Enum):
 
     GATHERING = "ranks arrive"
     FORMED = "all ranks are in"
-    FAILED = "the meeting failed; late ranks are told why"
+    FAILED = "the rendezvous failed; late ranks are rejected with the reason"
     FINISHED = "nothing left to do"
 
 
@@ -51,7 +51,7 @@ class MemberState(enum.Enum):
     WAITING = "accepted, waits for the other ranks"
     UP = "in the job"
     LEAVING = "Goodbye sent"
-    CLOSED = "over"
+    CLOSED = "closed"
 
 
 PEER_TRANSITIONS: dict[tuple[PeerState, str], PeerState] = {
@@ -125,7 +125,7 @@ def advance(table: Mapping[tuple[S, str], S], state: S, event: str) -> S:
         ) from None
 
 
-# --- inputs and outputs -------------------------------------------------------------------------------------------------
+# --- inputs and outputs ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +265,7 @@ def replay(machine: Machine, log: Iterable[Any]) -> list[list[Any]]:
     return [machine.handle(event) for event in log]
 
 
-# --- words --------------------------------------------------------------------------------------------------------------
+# --- text ---
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -276,20 +276,20 @@ def format_ranks(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    words: list[str] = []
+    parts: list[str] = []
     for first, last in runs:
-        words += (
+        parts += (
             [f"{first}-{last}"]
             if last > first + 1
             else [str(rank) for rank in range(first, last + 1)]
         )
-    if len(words) > 24:
-        words = [*words[:23], f"{len(words) - 23} more"]
+    if len(parts) > 24:
+        parts = [*parts[:23], f"{len(parts) - 23} more"]
     text = (
-        words[0]
-        if len(words) == 1
-        else f"{', '.join(words[:-1])} and {words[-1]}"
-        if words
+        parts[0]
+        if len(parts) == 1
+        else f"{', '.join(parts[:-1])} and {parts[-1]}"
+        if parts
         else "none"
     )
     return ("rank " if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks ") + text

@@ -30,7 +30,7 @@ from miraccl.wire.bootstrap import PEER_TRANSITIONS, Connected, PeerState, advan
 from miraccl.wire.framing import FrameReader, encode, encode_frame
 
 SILENT_SECONDS, IDLE_SECONDS = 0.02, 0.5
-#: Strangers can make the hub remember at most this many things to say when ranks are missing.
+#: Bound of the notes that unauthenticated connections can leave.
 MAX_NOTES = 8
 _SECOND: dict[int, type[Any]] = {Proof.KIND: Proof, HubRejectedNotice.KIND: HubRejectedNotice}
 
@@ -101,7 +101,7 @@ class Admission:
         )
         return evicted
 
-    def handle_frame(self, stranger: UnauthenticatedPeer, frame: bytes) -> bytes:
+    def handle_frame(self, peer: UnauthenticatedPeer, frame: bytes) -> bytes:
         """Handle a frame of the handshake; return the bytes to send back. After the proof the state
         is
         JOIN.
@@ -109,55 +109,54 @@ class Admission:
         Raises ``ProtocolError`` or ``AuthenticationError`` if the connection is to be dropped;
         ``WrongVersion`` carries a reply.
         """
-        if stranger.state is PeerState.HELLO:
-            return self._hello(stranger, frame)
-        self._proof(stranger, framing.decode(frame, _SECOND))
+        if peer.state is PeerState.HELLO:
+            return self._hello(peer, frame)
+        self._proof(peer, framing.decode(frame, _SECOND))
         return b""
 
-    def _hello(self, stranger: UnauthenticatedPeer, frame: bytes) -> bytes:
+    def _hello(self, peer: UnauthenticatedPeer, frame: bytes) -> bytes:
         version = peek_version(frame)
         if version is None:
-            raise ProtocolError("not a member of any job")
+            raise ProtocolError("not a Hello")
         if version != VERSION:
             self.note(
-                f"a connection from {_host_of(stranger.address)} speaks version {version}, this is version {VERSION}"
+                (
+                    f"a connection from {_host_of(peer.address)} speaks version {version}, "
+                    f"this is version {VERSION}"
+                )
             )
             raise WrongVersion(f"version {version}, this is version {VERSION}")
         hello = framing.decode(frame, {Hello.KIND: Hello})
         if not 0 <= hello.rank < hello.nranks <= MAX_RANKS:
             raise ProtocolError(f"rank {hello.rank} of {hello.nranks}")
-        stranger.state = advance(PEER_TRANSITIONS, stranger.state, "Hello")
-        stranger.hello, stranger.handshake = hello, Handshake(self._secret, hello, stranger.nonce)
-        return encode_frame(
-            encode(Challenge(nonce=stranger.nonce, proof=stranger.handshake.hub_proof()))
-        )
+        peer.state = advance(PEER_TRANSITIONS, peer.state, "Hello")
+        peer.hello, peer.handshake = hello, Handshake(self._secret, hello, peer.nonce)
+        return encode_frame(encode(Challenge(nonce=peer.nonce, proof=peer.handshake.hub_proof())))
 
-    def _proof(self, stranger: UnauthenticatedPeer, proof: Proof | HubRejectedNotice) -> None:
-        assert stranger.handshake is not None
-        assert stranger.hello is not None
+    def _proof(self, peer: UnauthenticatedPeer, proof: Proof | HubRejectedNotice) -> None:
+        assert peer.handshake is not None
+        assert peer.hello is not None
         try:
             if isinstance(proof, HubRejectedNotice):
                 raise AuthenticationError("the member has another secret")
-            stranger.handshake.check_member(proof.proof)
+            peer.handshake.check_member(proof.proof)
         except AuthenticationError:
-            said = f"it said rank {stranger.hello.rank} of {stranger.hello.nranks}"
+            claim = f"it claimed to be rank {peer.hello.rank} of {peer.hello.nranks}"
             self.note(
-                f"a connection from {_host_of(stranger.address)} did not know the secret ({said})"
+                f"a connection from {_host_of(peer.address)} did not know the secret ({claim})"
             )
             raise
-        stranger.state = advance(PEER_TRANSITIONS, stranger.state, "Proof")
+        peer.state = advance(PEER_TRANSITIONS, peer.state, "Proof")
 
     def validate_state(self) -> None:
         assert len(self.pending) <= self._bound
-        for conn, stranger in self.pending.items():
-            assert stranger.conn == conn
-            assert stranger.state in (PeerState.HELLO, PeerState.PROOF)
+        for conn, peer in self.pending.items():
+            assert peer.conn == conn
+            assert peer.state in (PeerState.HELLO, PeerState.PROOF)
             assert (
-                (stranger.handshake is None)
-                == (stranger.hello is None)
-                == (stranger.state is PeerState.HELLO)
+                (peer.handshake is None) == (peer.hello is None) == (peer.state is PeerState.HELLO)
             )
-            assert stranger.reader.limit == framing.MAX_HANDSHAKE_BYTES
+            assert peer.reader.limit == framing.MAX_HANDSHAKE_BYTES
 
 
 class WrongVersion(ProtocolError):

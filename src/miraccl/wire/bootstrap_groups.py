@@ -127,7 +127,7 @@ class Groups:
 
     def _gather(self, group: _Group, rank: int, message: Gather, now: float) -> None:
         if any(r in group.left or r in self._gone for r in group.ranks):
-            return  # it cannot end well; the rank has been told who is missing
+            return  # it cannot complete; the rank has been notified of the departure
         key = (message.group, message.tag, message.round)
         gather = self._rounds.setdefault(key, _Round())
         if rank in gather.parts:
@@ -145,7 +145,7 @@ class Groups:
             )
         except InvalidUsage:
             raise ProtocolError(
-                f"all_gather {message.tag!r} is larger than {framing.MAX_FRAME_BYTES} bytes in all"
+                f"all_gather {message.tag!r} exceeds {framing.MAX_FRAME_BYTES} bytes in all"
             ) from None
 
     def remove_rank(self, rank: int) -> None:

@@ -101,9 +101,9 @@ class HubMachine:
         self._nranks_source = ""
         self._groups = Groups(self._broadcast)
         self._out: list[Any] = []
-        self._own: set[int] = set()  # connections to the hub's own process
+        self._own: set[int] = set()  # connections of the hub's own process
 
-    # --- doors ------------------------------------------------------------------------------------------------------
+    # --- inputs ---
 
     def handle(self, event: Connected | Received | Disconnected | Tick | CloseHub) -> list[Any]:
         """Take one input; return ``Send``, ``Drop`` and ``Finished`` records in order.
@@ -139,7 +139,7 @@ class HubMachine:
         return self._admission.may_admit(now)
 
     def deadline(self) -> float | None:
-        times = [stranger.deadline for stranger in self._admission.pending.values()]
+        times = [pending.deadline for pending in self._admission.pending.values()]
         times += [peer.deadline for peer in self._peers.values() if peer.state is PeerState.JOIN]
         if self.state is JobState.GATHERING:
             times += [peer.deadline for peer in self._ranks.values()]
@@ -166,7 +166,7 @@ class HubMachine:
         if self.state is JobState.FORMED:
             assert self.nranks == len(self._ranks) + len(self._gone)
 
-    # --- connections ------------------------------------------------------------------------------------------------
+    # --- connections ---
 
     def _connected(self, event: Connected) -> None:
         if self.state is JobState.FINISHED:
@@ -174,21 +174,17 @@ class HubMachine:
             return
         evicted = self._admission.admit(event)
         if evicted is not None:
-            self._out.append(
-                Drop(
-                    conn=evicted.conn, reason="too many connections that have not proved themselves"
-                )
-            )
+            self._out.append(Drop(conn=evicted.conn, reason="too many unauthenticated connections"))
 
     def _received(self, event: Received) -> None:
-        stranger = self._admission.pending.get(event.conn)
-        if stranger is not None:
-            stranger.reader.feed(event.data)
-            self._continue_handshake(stranger)
+        pending = self._admission.pending.get(event.conn)
+        if pending is not None:
+            pending.reader.feed(event.data)
+            self._continue_handshake(pending)
         peer = self._peers.get(event.conn)
         if peer is None:
             return
-        if stranger is None:
+        if pending is None:
             peer.reader.feed(event.data)
         try:
             while (
@@ -198,42 +194,42 @@ class HubMachine:
         except ProtocolError as error:
             self._drop(peer, error.message, event.now)
 
-    def _continue_handshake(self, stranger: UnauthenticatedPeer) -> None:
+    def _continue_handshake(self, pending: UnauthenticatedPeer) -> None:
         """Handle frames until the peer has proved the secret; its later frames are sealed."""
         try:
             while (
-                stranger.state is not PeerState.JOIN
-                and (frame := stranger.reader.next_frame()) is not None
+                pending.state is not PeerState.JOIN
+                and (frame := pending.reader.next_frame()) is not None
             ):
-                answer = self._admission.handle_frame(stranger, frame)
+                answer = self._admission.handle_frame(pending, frame)
                 if answer:
-                    self._out.append(Send(conn=stranger.conn, data=answer))
+                    self._out.append(Send(conn=pending.conn, data=answer))
         except (ProtocolError, AuthenticationError) as error:
             if isinstance(error, WrongVersion):
-                self._out.append(Send(conn=stranger.conn, data=error.reply()))
-            self._dismiss(stranger, error.message)
+                self._out.append(Send(conn=pending.conn, data=error.reply()))
+            self._dismiss(pending, error.message)
             return
-        if stranger.state is PeerState.JOIN:
-            self._promote(stranger)
+        if pending.state is PeerState.JOIN:
+            self._promote(pending)
 
-    def _dismiss(self, stranger: UnauthenticatedPeer, reason: str) -> None:
-        del self._admission.pending[stranger.conn]
-        self._out.append(Drop(conn=stranger.conn, reason=reason))
+    def _dismiss(self, pending: UnauthenticatedPeer, reason: str) -> None:
+        del self._admission.pending[pending.conn]
+        self._out.append(Drop(conn=pending.conn, reason=reason))
 
-    def _promote(self, stranger: UnauthenticatedPeer) -> None:
-        assert stranger.handshake is not None
-        assert stranger.hello is not None
-        del self._admission.pending[stranger.conn]
-        sealer, opener = stranger.handshake.hub_side()
-        stranger.reader.limit = framing.MAX_FRAME_BYTES
-        self._peers[stranger.conn] = _Peer(
-            conn=stranger.conn,
-            address=stranger.address,
-            hello=stranger.hello,
+    def _promote(self, pending: UnauthenticatedPeer) -> None:
+        assert pending.handshake is not None
+        assert pending.hello is not None
+        del self._admission.pending[pending.conn]
+        sealer, opener = pending.handshake.hub_side()
+        pending.reader.limit = framing.MAX_FRAME_BYTES
+        self._peers[pending.conn] = _Peer(
+            conn=pending.conn,
+            address=pending.address,
+            hello=pending.hello,
             sealer=sealer,
             opener=opener,
-            reader=stranger.reader,
-            deadline=stranger.deadline,
+            reader=pending.reader,
+            deadline=pending.deadline,
         )
 
     def _frame(self, peer: _Peer, frame: bytes, now: float) -> None:
@@ -247,7 +243,7 @@ class HubMachine:
             peer.state = state
             self._groups.handle(peer.rank, message, now)
 
-    # --- meeting ----------------------------------------------------------------------------------------------------
+    # --- rendezvous ---
 
     def _join(self, peer: _Peer, join: Join, now: float) -> None:
         rank, nranks = peer.hello.rank, peer.hello.nranks
@@ -277,7 +273,7 @@ class HubMachine:
             if self.state is JobState.FORMED:
                 self._reject_reconnect(peer, before, now)
                 return
-            self._out.append(Drop(conn=before.conn, reason=f"rank {rank} has called again"))
+            self._out.append(Drop(conn=before.conn, reason=f"rank {rank} has reconnected"))
             self._discard(before)
         elif before is not None or rank in self._gone:
             self._reject_duplicate(peer, now)
@@ -293,7 +289,7 @@ class HubMachine:
         """Reject a rank whose connection was cut before ``Welcome``: the job has started without
         it.
         """
-        reason = "its connection was cut before it was welcome"
+        reason = "its connection was cut before the job formed"
         self._drop(before, reason, now)
         self._reject(
             peer,
@@ -309,14 +305,14 @@ class HubMachine:
         assert peer.join is not None
         first = self._ranks.get(peer.rank)
         if first is not None and first.join and first.join.token == peer.join.token:
-            who = f"process {peer.join.pid} came twice, as when two of its threads call init() at once"
+            who = f"process {peer.join.pid} joined twice, as if two of its threads called init()"
         else:
             who = (
                 f"process {first.join.pid} from {first.address}"
                 if first is not None and first.join
                 else "a process that is gone"
             )
-            who += f" came first, then process {peer.join.pid} from {peer.address}"
+            who += f" joined first, then process {peer.join.pid} from {peer.address}"
         text = f"rank {peer.rank} is taken: {who}"
         self._admission.note(text)
         code = RejectCode.ALREADY_FORMED if self.state is JobState.FORMED else RejectCode.DUPLICATE
@@ -354,7 +350,10 @@ class HubMachine:
         assert self.nranks is not None
         assert late.join is not None
         missing = [rank for rank in range(self.nranks) if rank not in self._ranks]
-        text = f"{format_ranks(missing)} of {self.nranks} never arrived within the {late.join.timeout_total:.3g} s that rank {late.rank} waits"
+        text = (
+            f"{format_ranks(missing)} of {self.nranks} did not join within "
+            f"the {late.join.timeout_total:.3g} s timeout of rank {late.rank}"
+        )
         return JoinRejected(
             code=RejectCode.MISSING,
             text="; ".join([text, *self._admission.notes]),
@@ -362,10 +361,10 @@ class HubMachine:
         )
 
     def _tick(self, now: float) -> None:
-        for stranger in [
-            stranger for stranger in self._admission.pending.values() if stranger.deadline <= now
+        for pending in [
+            pending for pending in self._admission.pending.values() if pending.deadline <= now
         ]:
-            self._dismiss(stranger, "the handshake took too long")
+            self._dismiss(pending, "the handshake took too long")
         for peer in [
             peer
             for peer in self._peers.values()
@@ -385,7 +384,7 @@ class HubMachine:
         self._broadcast(self._ranks, gone)
         self._groups.remove_rank(peer.rank)
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # --- ends ---
 
     def _drop(self, peer: _Peer, reason: str, now: float, *, left: bool = False) -> None:
         if peer.conn in self._peers:
@@ -402,9 +401,7 @@ class HubMachine:
         if state is PeerState.WAITING and self.state is JobState.GATHERING:
             verb = "left" if left else "died"
             code = RejectCode.LEFT if left else RejectCode.DIED
-            text = (
-                f"rank {peer.rank} of {self.nranks} {verb} while the ranks were meeting: {reason}"
-            )
+            text = f"rank {peer.rank} of {self.nranks} {verb} before all ranks had joined: {reason}"
             self._notified.add(peer.rank)
             self._linger_until = peer.deadline
             self._fail(JoinRejected(code=code, text=text, ranks=(peer.rank,)), now)
@@ -422,7 +419,7 @@ class HubMachine:
             self._fail(
                 JoinRejected(
                     code=RejectCode.CLOSED,
-                    text=f"the hub closed while the ranks were meeting: {reason}",
+                    text=f"the control plane closed before all ranks had joined: {reason}",
                     ranks=(),
                 ),
                 now,
@@ -446,12 +443,12 @@ class HubMachine:
         for peer in list(self._peers.values()):
             self._discard(peer)
             self._out.append(Drop(conn=peer.conn, reason="the hub has ended", linger=True))
-        for stranger in list(self._admission.pending.values()):
-            self._dismiss(stranger, "the hub has ended")
+        for pending in list(self._admission.pending.values()):
+            self._dismiss(pending, "the hub has ended")
         self._groups.end()
         self._out.append(Finished())
 
-    # --- sending ----------------------------------------------------------------------------------------------------
+    # --- sending ---
 
     def _send(self, peer: _Peer, message: Any) -> None:
         self._send_body(peer, encode(message))

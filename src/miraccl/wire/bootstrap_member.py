@@ -104,7 +104,8 @@ class MemberMachine:
         assert not joined or (self._sealer is not None and self._opener is not None)
         assert self._reader.limit == framing.MAX_HANDSHAKE_BYTES or not early
 
-    # --- in ---------------------------------------------------------------------------------------------------------
+    # --- in
+    # ---------------------------------------------------------------------------------------------------------
 
     def _received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -161,7 +162,8 @@ class MemberMachine:
         state, self.state = self.state, advance(MEMBER_TRANSITIONS, self.state, "lost")
         self._out.append(HubLost(state=state, left=state is MemberState.LEAVING, reason=reason))
 
-    # --- out --------------------------------------------------------------------------------------------------------
+    # --- out
+    # --------------------------------------------------------------------------------------------------------
 
     def _send_message(self, message: Any) -> None:
         if isinstance(message, Join):

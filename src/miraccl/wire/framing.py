@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from miraccl.errors import InvalidUsage, ProtocolError
 
 HEADER = struct.Struct(">I")
-#: Longest frame body between ranks that have proved themselves (a plan of a large job is some 100 kB per rank).
+#: Longest frame body after the handshake (a plan of a large job is some 100 kB per rank).
 MAX_FRAME_BYTES = 64 << 20
 #: Longest frame body before that; the largest message of the handshake has 79 bytes.
 MAX_HANDSHAKE_BYTES = 128
@@ -38,7 +38,7 @@ R = TypeVar("R")
 def encode_frame(body: bytes) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise InvalidUsage(
-            f"a control message has at most {MAX_FRAME_BYTES} bytes, got {len(body)}"
+            f"cannot send a control message of {len(body)} bytes: at most {MAX_FRAME_BYTES}"
         )
     return HEADER.pack(len(body)) + body
 
@@ -86,9 +86,9 @@ class _Cursor:
     def read(self, nbytes: int) -> bytes:
         if nbytes > len(self.data) - self.offset:
             raise ProtocolError("a message ends in the middle of a field")
-        piece = self.data[self.offset : self.offset + nbytes]
+        field = self.data[self.offset : self.offset + nbytes]
         self.offset += nbytes
-        return piece
+        return field
 
     def number(self, form: struct.Struct) -> Any:
         return form.unpack(self.read(form.size))[0]
@@ -112,7 +112,7 @@ def _write_number(form: struct.Struct) -> Callable[[Any], bytes]:
         try:
             return form.pack(value)
         except struct.error as error:
-            raise InvalidUsage(f"{value!r} does not fit its field: {error}") from None
+            raise InvalidUsage(f"cannot encode {value!r}: {error}") from None
 
     return write
 
@@ -208,11 +208,11 @@ def encode_json(payload: dict[str, Any]) -> bytes:
     express.
     """
     if not isinstance(payload, dict):
-        raise InvalidUsage(f"a payload is a dict, got {type(payload).__name__}")
+        raise InvalidUsage(f"cannot send a payload of type {type(payload).__name__}: it is a dict")
     try:
         return json.dumps(payload, allow_nan=False, separators=(",", ":")).encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidUsage(f"the payload is not plain JSON: {error}") from None
+        raise InvalidUsage(f"cannot send the payload: it is not plain JSON: {error}") from None
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
