@@ -1,1 +1,1 @@
-"""GPU memory over several hosts: kernels inside a host, pinned memory and the network between hosts."""
+"""GPU memory over several nodes: kernels inside a node, pinned memory and network between nodes."""

@@ -1,11 +1,14 @@
-"""Collectives on GPU memory over several hosts: kernels inside a host, pinned memory and the CPU communicator between hosts.
+"""Collectives on GPU memory over several nodes: kernels inside a node, the network between nodes.
 
-``make_device_communicator`` gives the communicator of one host (``comm.device``) or ``HostsCommunicator``, with the same methods.  All
-is enqueued in the caller's stream and may be captured in CUDA graphs; lanes of a proxy do the network's part (``staging``).
+``make_device_communicator`` returns the communicator of one host (``runtime.gpu``) or a
+``MultiNodeCommunicator`` with the same methods. All work is enqueued in the caller's stream and can
+be captured in CUDA graphs; staging threads do the network's part (``staging``).
 
-Two algorithms.  ``hierarchical`` sums and spreads inside each host on its GPUs and sends every element once per host: it needs hosts of
-equal numbers of ranks.  ``staged`` hands everything to the CPU communicator of all ranks, which has every collective, operator and type.
-16-bit floats are rounded once inside a host and once between hosts; averages of integers are staged, for they are truncated once.
+There are two algorithms. ``hierarchical`` reduces and distributes inside each node on its GPUs and
+sends every element once per node; it needs equally many ranks on all nodes. ``staged`` hands the
+operation to the CPU communicator of all ranks, which has every collective, operator and type.
+16-bit floats are rounded once inside a node and once between nodes. Averages of integers are
+staged, because they must be truncated only once.
 """
 
 from __future__ import annotations
@@ -73,14 +76,15 @@ def make_device_communicator(
     plane: ControlPlane | None = None,
     launch_orders: LaunchOrders | None = None,
 ) -> DeviceCommunicator | MultiNodeCommunicator:
-    """The GPU side of a communicator, made collectively by all ranks of ``session``, each with the ``ordinal`` of its GPU.
+    """Create the GPU side of a communicator, collectively with all ranks of ``session``.
 
-    ``options`` are those of the communicator, by default what the environment says.  ``open_cpu`` makes a CPU communicator of a session;
-    only several hosts need it.  ``plane`` is where the ranks meet who may be in another operation, by default ``session`` alone.
-    ``orders`` are what its kernels are ordered in, by default those of the calling thread (``comm.device.order``).
+    ``ordinal``: this rank's GPU. ``options``: default those of the environment. ``open_cpu``:
+    creates a CPU communicator of a session, needed with several nodes only. ``plane``: control
+    plane for ranks that may still be in another operation, default ``session``. ``launch_orders``:
+    order of its kernels with those of other communicators, default that of the calling thread.
 
-    All stages have one deadline, the session's.  They take place in a session of their own: a rank for which they end badly leaves it, and
-    the others know at once.
+    All setup phases share one deadline, the session's, and run in a session of their own: a rank
+    whose setup fails leaves it, which notifies the others at once.
     """
     plane = plane or NullControlPlane(session)
     own = session.subgroup(range(session.nranks), f"{session.name}/gpu")
@@ -112,7 +116,10 @@ def make_device_communicator(
 
 
 class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
-    """Ranks of several hosts, each with a GPU. ``hosts[r]`` is the name of rank r's host."""
+    """Communicator for GPU memory over several nodes, one GPU per rank.
+
+    ``hosts[r]``: node name of rank r.
+    """
 
     def __init__(
         self,
@@ -125,7 +132,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         stages: SetupPhases | None = None,
         launch_orders: LaunchOrders | None = None,
     ) -> None:
-        """``stages`` of a session that is this communicator's alone and ends with it."""
+        """``stages``: phases of a session that belongs to and is closed with this communicator."""
         self._owns_session, stages = (
             stages is not None,
             stages or SetupPhases(session, activity=GPU_SETUP),
@@ -195,12 +202,12 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host."""
+        """Ranks of each node."""
         return self.layout.nodes
 
     @property
     def last_plan(self) -> MultiNodePlan | None:
-        """How the last operation between hosts ran."""
+        """Plan of the last operation between nodes."""
         return self.runtime.last_plan
 
     @property
@@ -281,7 +288,10 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             )
 
     def _uses_messages(self, collective: Collective) -> bool:
-        """Whether an uneven collective is sends and receives: those in which no block crosses the network twice to the same host."""
+        """Return True if an uneven collective runs as sends and receives.
+
+        That is if no block crosses the network twice to the same node.
+        """
         once = collective in (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
         alone = (
             collective is Collective.ALL_GATHER
@@ -291,18 +301,22 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         return self.runtime.messages is not None and (once or alone)
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
-        """Window memory of this host's ranks: any GPU memory for operations over hosts, addressed by peers in the part inside the host."""
+        """Allocate window memory of this node's ranks.
+
+        Peers of the node address it in the part inside the node; between nodes it is ordinary GPU
+        memory.
+        """
         return self.local.empty(shape, dtype)
 
     def barrier(self, *, stream: Any = None) -> None:
-        """What follows in the stream begins when every rank's stream has come here."""
+        """Delay later work in the stream until every rank's stream has arrived here."""
         with self._operation("barrier", stream, []) as (handle, captured):
             self.runtime.barrier(handle, captured)
 
     # ---- point to point
 
     def send(self, x: Any, dst: int, *, stream: Any = None) -> None:
-        """Send ``x`` to rank ``dst``. Matches one ``recv`` of the same count and dtype, in order."""
+        """Send ``x`` to rank ``dst``; matches one ``recv`` of equal count and dtype, in order."""
         self.exchange([self.transfer(x, dst, False, "send", stream)], stream=stream, name="send")
 
     def recv(self, x: Any, src: int, *, stream: Any = None) -> Any:
@@ -323,7 +337,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def transfer(
         self, x: Any, peer: Any, receives: bool, where: str, stream: Any = None
     ) -> DeviceTransfer:
-        """One argument of ``exchange``, checked."""
+        """Return one checked argument of ``exchange``."""
         memory = device_view(x, "x", where, stream, self.gpu)
         if receives and memory.read_only:
             raise InvalidUsage(
@@ -338,7 +352,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def exchange(
         self, transfers: Sequence[DeviceTransfer], *, stream: Any = None, name: str = "group"
     ) -> None:
-        """Sends and receives that go on together; between two ranks they match in their order."""
+        """Run sends and receives concurrently; between two ranks they match in order."""
         self._exchange(transfers, stream, name)
 
     def _exchange(
@@ -348,9 +362,11 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         name: str,
         request: UnevenRequest | None = None,
     ) -> None:
-        """Those within the host are one kernel, in a stream beside the caller's where there are others: neither kind waits for the other.
+        """Run the transfers inside the node in one kernel, the others through the network.
 
-        Where they are a collective, ``request``, both kinds count it, also on ranks that have no messages of that kind.
+        With both kinds the kernel runs in a side stream, so that neither waits for the other. If
+        they form the collective ``request``, both kinds count it, also on ranks without messages of
+        that kind.
         """
         local_ranks = self.layout.local_ranks
         local = [
@@ -394,7 +410,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 self.local.stream = handle
 
     def _open_side_stream(self) -> int:
-        """A stream of our own."""
+        """Return the communicator's own stream, created on first use."""
         if self._side_stream is None:
             with self.gpu.relaxed_capture():
                 self._side_stream = self.gpu.make_stream()
@@ -404,7 +420,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def _operation(
         self, name: str, stream: Any, views: Sequence[DeviceMemory]
     ) -> Iterator[tuple[int, bool]]:
-        """Every call is inside: what it may raise, the stream's number and whether it is captured; keeps what views keep."""
+        """Enclose an operation: check faults, yield (stream handle, captured), retain the views."""
         self.check(name)
         handle = self.local._enter(name, stream)
         self._used_other_streams |= handle != 0
@@ -425,7 +441,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def explain(
         self, collective: Collective, block_bytes: int, dtype: DType, op: Any = SUM
     ) -> list[DeviceCandidate]:
-        """How ``collective`` runs on blocks of so many bytes, and why. Nothing is communicated."""
+        """Return the plan of ``collective`` on blocks of this size. Nothing is communicated."""
         resolve_operator(op, dtype, collective.label)
         hierarchical = self.hierarchical.supports(collective, dtype, op)
         count = block_bytes // dtype.itemsize
@@ -443,7 +459,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         ]
 
     def connections(self) -> Explanation:
-        """(pair, way, why) of the pairs of ranks that this rank knows of: those of its host, and its own with other hosts."""
+        """Return (pair, data path, reason) of this node's pairs and this rank's with other nodes."""
         local_ranks = self.layout.local_ranks
         local = [
             ((local_ranks[a], local_ranks[b]), kind, why)
@@ -461,19 +477,19 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         return sorted([*local, *remote])
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds: on its GPU, and pinned on the host."""
+        """Return the bytes that this rank holds: on its GPU, and pinned on the host."""
         local = self.local.memory()
         return local | {"pinned": local["pinned"] + self.runtime.bytes_pinned()}
 
     # ---- failure and end
 
     def check(self, name: str = "") -> None:
-        """Raise if the communicator is closed or broken. Does not wait."""
+        """Raise if the communicator is closed or has a fault. Does not wait."""
         self.faults.check(name)
         self.local.check(name)
 
     def _release_waits(self, fault: MiracclError) -> None:
-        """End what streams wait for."""
+        """End the waits of streams because of ``fault``."""
         with self._end_lock:
             if not self.faults.closed:  # else the words of lanes are gone, and what the host's GPUs have done is still looked at
                 self._interrupted |= not self.runtime.staging.between_jobs
@@ -481,11 +497,11 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.local.set_fault(fault)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """End what waits, on all ranks; later calls raise. Any thread may call it."""
+        """End the waits on all ranks; later calls raise. Any thread may call it."""
         self.faults.abort(reason)
 
     def _is_drained(self) -> bool:
-        """Whether kernels have done all that was enqueued, and none can come by a graph of the program's."""
+        """Return True if the kernels have done all enqueued work and no graph can enqueue more."""
         with contextlib.suppress(MiracclError), self.gpu.device_guard():  # else nobody can say
             return not self._used_other_streams and self.gpu.is_done(0)
         return False
@@ -503,14 +519,20 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.check()
 
     def _announce_exit(self) -> None:
-        """Tell the others that this rank's GPU and lanes have ended their work for good: who still waits for them does so in vain."""
+        """Notify peers that this rank's GPU and staging threads have finished for good.
+
+        Waits for this rank then end.
+        """
         if not self.local.faults.broken:
             self.local.faults.announce_exit()
         self.runtime.leave()
 
     def close(self, already_reported: bool = False) -> MiracclError | None:
-        """Free everything, after this rank's GPU has ended its work; may be called twice. Gives what was found and no call has told;
-        ``told`` as of ``DeviceCommunicator.close``."""
+        """Free all resources after this rank's GPU has finished its work.
+
+        May be called twice. Returns a fault that no call has raised; ``already_reported`` as for
+        ``DeviceCommunicator.close``.
+        """
         if self.closed:
             return None
         counters, mismatch = b"", None

@@ -1,9 +1,10 @@
-"""Pieces of GPU data exchanged by the lane itself, over TCP streams of its own: the shortest direction between hosts.
+"""Direct exchange of GPU data by a staging thread over TCP streams of its own: the lowest latency.
 
-Every rank sends each other one what it needs and reduces what came, in the order of the ranks (``executor.cpu.kernels.nogil``):
-one message one direction, and no other thread has a part in it.  Where that moves more bytes than another algorithm (all_reduce, broadcast and
-reduce of more than two ranks) it is for small pieces only.  The operations belong to a CPU communicator: they are numbered, signed and put
-on the board with its others, and its faults explain theirs.
+Every rank sends each peer the block it needs and reduces the received blocks in rank order
+(``executor.cpu.kernels.nogil``): one message per direction, no other thread involved. Algorithms
+that move fewer bytes exist for all_reduce, broadcast and reduce of more than two ranks, so those
+use this exchange for small segments only. The operations belong to a CPU communicator: they are
+numbered, signed and recorded on its progress page with its others, and its faults explain theirs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _MINIMAL_TRAFFIC = (
 
 
 class DirectStreams:
-    """One stream to each other rank of a CPU communicator, all on other hosts; made collectively. Used by one thread at a time."""
+    """One stream to each other rank of a CPU communicator with one rank per node.
+
+    Created collectively; used by one thread at a time.
+    """
 
     def __init__(self, stages: SetupPhases, member: CommunicatorCore) -> None:
         self.member, self._session = member, stages.session
@@ -50,12 +54,12 @@ class DirectStreams:
 
     @staticmethod
     def applicable(member: CommunicatorCore) -> bool:
-        """Whether all ranks of a communicator shall have such streams; all see it alike."""
+        """Return True if the ranks of a communicator create such streams; all ranks agree."""
         alone = len(set(member.fabric.hosts)) == member.nranks
         return alone and 1 < member.nranks <= MAX_PEERS + 1 and not member.options.algo
 
     def accepts(self, shape: StagedShape, segment: StagedSegment, op: Any) -> bool:
-        """Whether a segment goes this direction; all ranks decide alike."""
+        """Return True if a segment runs as a direct exchange; all ranks agree."""
         if shape.uneven or (shape.collective.reduces and not isinstance(op, RedOp)):
             return False
         largest = max((*segment.source_counts, *segment.target_counts)) * shape.itemsize
@@ -63,15 +67,18 @@ class DirectStreams:
 
     @property
     def sockets(self) -> Mapping[int, socket.socket]:
-        """By peer."""
+        """Streams by peer."""
         return self._streams.sockets
 
     def descriptor(self, peer: int) -> int:
         return self._streams.descriptor(peer)
 
     def receive_buffer(self, nbytes: int, number: int) -> np.ndarray:
-        """Memory for what the ``number``-th peer sends; all operations share it, for there is one at a time. It may move when it grows,
-        so that operations keep theirs."""
+        """Return the buffer for data of the ``number``-th peer, shared by all operations.
+
+        Only one operation runs at a time. A larger request replaces the buffer, so operations keep
+        a reference to theirs.
+        """
         while len(self._receive_buffers) <= number:
             self._receive_buffers.append(np.empty(0, np.uint8))
         if self._receive_buffers[number].nbytes < nbytes:
@@ -82,13 +89,13 @@ class DirectStreams:
         self._streams.shutdown_writes()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the streams. May be called twice."""
         self._streams.close()
         self._session.close()
 
 
 class DirectOperation(StreamOperation):
-    """A collective of even blocks on one slot, on whose memory ``x`` and ``out`` lie in place."""
+    """Collective of even blocks in one slot; ``x`` and ``out`` lie in the slot's memory."""
 
     kernel = "exchange_nogil"
 
@@ -175,7 +182,7 @@ class DirectOperation(StreamOperation):
 
 
 def _block_bytes(shape: StagedShape, x: np.ndarray, out: np.ndarray) -> int:
-    """Bytes of a message."""
+    """Return the bytes of one message."""
     match shape.collective:
         case Collective.REDUCE_SCATTER | Collective.SCATTER:
             return out.nbytes
@@ -185,7 +192,7 @@ def _block_bytes(shape: StagedShape, x: np.ndarray, out: np.ndarray) -> int:
 
 
 def _block_indices(shape: StagedShape, peer: int) -> tuple[int | None, int | None]:
-    """Which block of the input goes to a peer, and which of the output comes from it; None is none."""
+    """Return the index of the block sent to ``peer`` and of the block received; None: no block."""
     is_root, peer_is_root = shape.rank == shape.root, peer == shape.root
     match shape.collective:
         case Collective.ALL_REDUCE:

@@ -1,4 +1,4 @@
-"""How a communicator over hosts fails: the first fault stays, streams are let go, and every rank is told."""
+"""Faults of a multi-node communicator: the first one stays, waits end, all ranks are notified."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FAULT_NOTICE = "gpu_fault"
 
 
 class MultiNodeFaults:
-    """The fault of one communicator, if it has one.
+    """Fault state of one communicator.
 
-    ``let_go(fault)`` ends what streams wait for: lanes answer without running anything, kernels of the host end.  ``abort_network(reason)``
-    ends what lanes wait for.
+    ``release_waits(fault)`` ends the waits of streams: staging threads answer without running
+    anything, kernels of the node end. ``abort_network(reason)`` ends the waits of staging threads.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MultiNodeFaults:
         self._lock = threading.RLock()  # a signal handler may abort in the middle
 
     def check(self, name: str = "") -> None:
-        """Raise if the communicator is closed or broken. Does not wait."""
+        """Raise if the communicator is closed or has a fault. Does not wait."""
         if self.closed:
             raise CommunicatorClosed(
                 "the communicator has been finalized", rank=self.rank, op=name or None
@@ -53,14 +53,18 @@ class MultiNodeFaults:
             raise self.fault
 
     def fail_staging(self, error: Exception) -> None:
-        """What a lane was to run has failed: the program is told, by ``untold`` if not by a call."""
+        """Record the error of a staging thread; a call raises it, or ``unreported`` returns it."""
         self.fail(error, found_here=True)
 
     def unreported(
         self, stopped: Callable[[], bool], already_reported: bool
     ) -> MiracclError | None:
-        """What no call has raised though operations are not what they should be: what lanes found here, a mismatch that others found, and
-        whatever they told where it has ended a wait (``stopped()``): these two not where the program was ``told`` in another way."""
+        """Return the fault that invalidates results and that no call has raised, or None.
+
+        That is (a) a fault found by a staging thread here; or, unless ``already_reported`` by other
+        means, (b) a mismatch reported by a peer or (c) a peer's fault that interrupted a wait
+        (``stopped()``).
+        """
         void = self._found_here or (
             self._from_peer
             and not already_reported
@@ -69,7 +73,7 @@ class MultiNodeFaults:
         return self.fault if void and not self.reported else None
 
     def fail(self, error: Exception, from_peer: bool = False, found_here: bool = False) -> None:
-        """The first fault stays. The other ranks are told unless they told us, before the program can see it: that may end at once."""
+        """Set the fault if there is none, and notify the peers unless it came from one."""
         with self._lock:
             if self.fault is not None:
                 return
@@ -86,7 +90,7 @@ class MultiNodeFaults:
         self._release_waits(fault)
 
     def on_event(self, event: Event) -> None:
-        """From the control plane."""
+        """Handle an event of the control plane."""
         if self.closed:
             return
         if isinstance(event, PeerLost):
@@ -103,7 +107,7 @@ class MultiNodeFaults:
             self._abort_network(error.message)
 
     def fail_deadlocked(self, op: str, text: str) -> None:
-        """Nothing comes of what waits here: ranks wait for one another."""
+        """Set a deadlock as the fault."""
         if not self.closed:
             self.fail(
                 CollectiveMismatch(text, rank=self.rank, op=op, hint=ORDER_HINT), found_here=True
@@ -111,7 +115,7 @@ class MultiNodeFaults:
             self._abort_network(text)
 
     def abort(self, reason: str) -> None:
-        """End what waits, on all ranks; later calls raise. Any thread may call it."""
+        """End the waits on all ranks; later calls raise. Any thread may call it."""
         if not self.closed:
             self.fail(abort_error(self.rank, reason))
             self._abort_network(reason)

@@ -1,7 +1,8 @@
-"""Small operations over hosts that come again, as CUDA graphs: one call of the driver instead of a dozen.
+"""Cache of CUDA graphs for small multi-node operations: one driver call instead of a dozen.
 
-The kernels of a host, copies, words and waits of a small operation take less time on the GPU than their calls take on the host.  The
-second time that an operation comes with the same arrays, it is captured; from then on its graph is launched in the caller's stream.
+The kernels, copies, flag writes and waits of a small operation take less time on the GPU than the
+calls that enqueue them take on the host. An operation is captured when it recurs with the same
+arrays; from then on its graph is launched in the caller's stream.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Enqueue = Callable[[int, bool], None]
 
 @dataclass(frozen=True, slots=True)
 class _CachedGraph:
-    """A graph, and what its lanes are to be told before it is launched."""
+    """Graph, and the staging jobs to announce before each launch."""
 
     graph: Any
     staged_jobs: tuple[StagedJob, ...]
@@ -30,7 +31,7 @@ class _CachedGraph:
 
 
 class GraphCache:
-    """The graphs of one communicator."""
+    """Cached graphs of one communicator."""
 
     def __init__(self, gpu: Gpu, runtime: MultiNodeRuntime) -> None:
         self._gpu, self._runtime = gpu, runtime
@@ -40,8 +41,11 @@ class GraphCache:
     def run(
         self, key: tuple[Any, ...], nbytes: int, stream: int, captured: bool, enqueue: Enqueue
     ) -> bool:
-        """Do what ``enqueue`` does; says whether by a graph.  ``key`` is all that makes a difference, addresses included, ``nbytes`` how
-        much the operation moves."""
+        """Run an operation by its graph or by ``enqueue``; return True for a graph.
+
+        ``key``: everything that distinguishes the operation, addresses included. ``nbytes``: bytes
+        moved.
+        """
         if captured or nbytes > MAX_CACHED_BYTES:
             enqueue(stream, captured)
             return False
@@ -75,7 +79,7 @@ class GraphCache:
                 job.graphs -= 1
 
     def close(self) -> None:
-        """When the GPU has done with them."""
+        """Destroy the graphs; the GPU has finished with them."""
         for key in list(self._graphs):
             self._drop(key)
         if self._stream is not None:

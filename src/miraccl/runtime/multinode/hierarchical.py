@@ -1,6 +1,8 @@
-"""Collectives over hosts of equally many GPUs in two steps: kernels inside a host, and the ranks of equal index between hosts.
+"""Hierarchical collectives over nodes with equally many GPUs.
 
-Every element crosses the network once per host.  16-bit floats are rounded once inside a host and once between hosts.
+Kernels run inside a node; ranks of equal local rank communicate between nodes. Every element
+crosses the network once per node. 16-bit floats are rounded once inside a node and once between
+nodes.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ HIERARCHICAL = (
 
 
 class Hierarchical:
-    """The algorithms of one communicator; ``local`` is its host's. Streams are numbers."""
+    """Hierarchical algorithms of one communicator; ``local`` is its node's.
+
+    Streams are handles.
+    """
 
     def __init__(self, local: DeviceCommunicator, jobs: MultiNodeRuntime) -> None:
         self.local, self.runtime, self.layout = local, jobs, jobs.layout
         self._call_text = ""
 
     def supports(self, collective: Collective, dtype: DType, op: Any) -> bool:
-        """Whether ``run`` can."""
+        """Return True if ``run`` can execute the operation."""
         if collective not in HIERARCHICAL or (
             collective is Collective.ALL_TO_ALL and not self.layout.node_major
         ):
@@ -51,7 +56,7 @@ class Hierarchical:
         stream: int,
         captured: bool,
     ) -> None:
-        """A collective that ``takes`` says yes to, of blocks of ``count`` elements."""
+        """Run a supported collective; ``count``: elements per block."""
         self._call_text = self.runtime.describe_call(collective.label, count, source.dtype)
         match collective:
             case Collective.ALL_REDUCE:
@@ -68,8 +73,11 @@ class Hierarchical:
                 self.reduce(source, target, op, root, stream, captured)
 
     def may_reduce(self, dtype: DType, op: Any) -> bool:
-        """Whether sums may be made in two steps, on GPUs first. Sums of floats depend on where hosts begin then, which ``deterministic``
-        forbids."""
+        """Return True if a reduction may be split into a part inside nodes and one between nodes.
+
+        Sums of floats then depend on the assignment of ranks to nodes, which ``deterministic``
+        excludes.
+        """
         averages_integers = op is RedOp.AVG and not dtype.is_float
         ordered = self.local.planner.deterministic and dtype.is_float
         return (
@@ -83,9 +91,9 @@ class Hierarchical:
     def all_reduce(
         self, source: DeviceMemory, target: DeviceMemory, op: RedOp, stream: int, captured: bool
     ) -> None:
-        """reduce_scatter in the host, all_reduce of this rank's shard between hosts, all_gather in the host.
+        """Run reduce_scatter in the node, all_reduce between nodes, all_gather in the node.
 
-        What cannot be shared out evenly belongs to the last rank of a host, next to its share.
+        The remainder of an uneven division belongs to the last local rank, next to its share.
         """
         width, last = self.layout.local_size, self.layout.local_size - 1
         share, rest = divmod(source.count, width)
@@ -113,7 +121,7 @@ class Hierarchical:
     def all_gather(
         self, source: DeviceMemory, target: DeviceMemory, stream: int, captured: bool
     ) -> None:
-        """all_gather between hosts among ranks of equal index, then inside each host."""
+        """Run all_gather between nodes among ranks of equal local rank, then inside each node."""
         count = source.count
         offsets = tuple(ranks[self.layout.local_rank] * count for ranks in self.layout.nodes)
         shape = dataclasses.replace(
@@ -138,7 +146,10 @@ class Hierarchical:
     def reduce_scatter(
         self, source: DeviceMemory, target: DeviceMemory, op: RedOp, stream: int, captured: bool
     ) -> None:
-        """Each block is reduced inside the host to the rank of its owner's index, into its slot; then reduce_scatter between hosts."""
+        """Reduce each block to its owner's local rank, then reduce_scatter between nodes.
+
+        The kernels write the reduced blocks into that rank's slot.
+        """
         count, dtype = target.count, source.dtype
         shape = self._inter_node_shape(Collective.REDUCE_SCATTER, source, count, kernels=True)
         capacity = elements_per_segment(shape, self.runtime.slot_bytes)
@@ -163,7 +174,10 @@ class Hierarchical:
         self._run_inter_node(shape, dtype, op, (0, target.address), stream, captured, before=before)
 
     def broadcast(self, memory: DeviceMemory, root: int, stream: int, captured: bool) -> None:
-        """Between hosts among the ranks with the root's index, then inside each host, segment by segment."""
+        """Broadcast between nodes among ranks with the root's local rank, then inside each node.
+
+        Both go segment by segment.
+        """
         host, index = self.layout.locate(root)
         shape = self._inter_node_shape(
             Collective.BROADCAST, memory, memory.count, host, kernels=True
@@ -196,7 +210,7 @@ class Hierarchical:
         stream: int,
         captured: bool,
     ) -> None:
-        """Inside each host to the rank with the root's index, into its slot, then between hosts, segment by segment."""
+        """Reduce in each node to the slot of the root's local rank, then between nodes."""
         host, index = self.layout.locate(root)
         shape = self._inter_node_shape(Collective.REDUCE, source, source.count, host, kernels=True)
         capacity = elements_per_segment(shape, self.runtime.slot_bytes)
@@ -225,8 +239,10 @@ class Hierarchical:
     def all_to_all(
         self, source: DeviceMemory, target: DeviceMemory, stream: int, captured: bool
     ) -> None:
-        """all_to_all in the host of the blocks for each host, so that a rank has what its own host sends to all ranks of its index; then
-        all_to_all between hosts, in place, of what is for others."""
+        """Run all_to_all in the node per destination node, then in place between nodes.
+
+        After the first part a rank holds everything its node sends to ranks with its local rank.
+        """
         hosts = len(self.layout.nodes)
         block = source.count // hosts
         for host in range(hosts):
@@ -254,7 +270,11 @@ class Hierarchical:
         *,
         kernels: bool = False,
     ) -> StagedShape:
-        """Of an operation between hosts. ``kernels``: they are launched for every segment."""
+        """Return the shape of an operation between nodes.
+
+        ``kernels``: kernels are launched for every segment, so segments are not made smaller to
+        overlap.
+        """
         even = StagedShape.even(
             collective, memory.dtype.itemsize, self.layout.node, len(self.layout.nodes), root, count
         )

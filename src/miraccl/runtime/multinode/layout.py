@@ -1,4 +1,4 @@
-"""Which ranks share a host, as operations on GPU memory see it."""
+"""Assignment of ranks to nodes, for operations on GPU memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from miraccl.bootstrap import Session
 
 
 def node_name(session: Session) -> str:
-    """Which host this rank counts itself to. Ranks that may share neither device nor host memory are hosts of their own."""
+    """Return the name of this rank's node.
+
+    Ranks that may share neither device nor host memory are nodes of their own.
+    """
     name = params.HOSTID.read() or session.hosts[session.rank]
     apart = params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()
     return f"{name}/rank{session.rank}" if apart else name
 
 
 def group_by_node(hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks of each host, hosts in the order of their first ranks."""
+    """Return the ranks of each node, nodes in the order of their first ranks."""
     return [
         tuple(rank for rank, name in enumerate(hosts) if name == host)
         for host in dict.fromkeys(hosts)
@@ -27,7 +30,11 @@ def group_by_node(hosts: Sequence[str]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLayout:
-    """``groups`` are the ranks of each host; ``rank`` is the caller's, the ``index``-th of the ``host``-th host."""
+    """Assignment of ranks to nodes as seen by ``rank``.
+
+    ``nodes``: ranks of each node. ``node``: index of the caller's node, in which it is the
+    ``local_rank``-th rank.
+    """
 
     rank: int
     nodes: tuple[tuple[int, ...], ...]
@@ -36,7 +43,7 @@ class NodeLayout:
 
     @classmethod
     def of(cls, rank: int, hosts: Sequence[str]) -> NodeLayout:
-        """``hosts[r]`` is the name of rank r's host."""
+        """Build the layout of ``rank``; ``hosts[r]``: node name of rank r."""
         nodes = tuple(group_by_node(hosts))
         node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
         return cls(rank=rank, nodes=nodes, node=node, local_rank=nodes[node].index(rank))
@@ -47,7 +54,7 @@ class NodeLayout:
 
     @functools.cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks of the caller's host."""
+        """Ranks of the caller's node."""
         return self.nodes[self.node]
 
     @functools.cached_property
@@ -56,30 +63,30 @@ class NodeLayout:
 
     @functools.cached_property
     def max_remote_ranks(self) -> int:
-        """Ranks of other hosts than its own that any rank has at most."""
+        """Largest number of ranks on other nodes that any rank has."""
         return self.nranks - min(map(len, self.nodes))
 
     @functools.cached_property
     def uniform(self) -> bool:
-        """All hosts have equally many ranks."""
+        """True if all nodes have equally many ranks."""
         return len({len(ranks) for ranks in self.nodes}) == 1
 
     @functools.cached_property
     def node_major(self) -> bool:
-        """Ranks are numbered host by host."""
+        """True if ranks are numbered node by node."""
         return [rank for ranks in self.nodes for rank in ranks] == list(range(self.nranks))
 
     @functools.cached_property
     def hierarchical(self) -> bool:
-        """Operations may take two steps: inside each host, and between the ranks of equal index."""
+        """True if operations can be split into parts inside and between nodes."""
         return self.uniform and self.local_size > 1
 
     def inter_node_ranks(self) -> list[int]:
-        """The ranks of the caller's index, one a host (all hosts have that many)."""
+        """Return the ranks with the caller's local rank, one per node; all nodes have one."""
         return [ranks[self.local_rank] for ranks in self.nodes]
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """Host and index in the host of a rank."""
+        """Return (node, local rank) of a rank."""
         return next(
             (host, ranks.index(rank)) for host, ranks in enumerate(self.nodes) if rank in ranks
         )

@@ -1,9 +1,11 @@
-"""Sends and receives of GPU memory that a lane makes itself, over a TCP stream to each rank of other hosts.
+"""Sends and receives of GPU memory by a staging thread over a TCP stream to each remote rank.
 
-A round is one call of compiled code (``executor.cpu.kernels.nogil``): all its messages go and come at the same time, those of a pair
-in one direction one after another.  Only the two ends take part in a message, so it is numbered by their stream, not with the operations of
-the CPU communicator; that one's board shows it and its faults explain it.  Where messages are a collective, they bear its kind and number:
-all ranks count those, so that a message that nobody took, because ranks did not agree, is not taken for one of the next.
+A round is one call of compiled code (``executor.cpu.kernels.nogil``): all its messages progress
+concurrently, those of a pair and direction in sequence. Only the two ends take part in a message,
+so it is numbered per stream, not with the operations of the CPU communicator; that communicator's
+progress page shows it and its faults explain it. Messages of a collective carry its kind and
+number, which all ranks count, so that an unmatched message is not taken for one of the next
+collective.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ MAX_REMOTE_RANKS = 16  # ranks of other hosts: a lane looks at all streams that 
 
 
 class MessageStreams:
-    """A stream to each rank of other hosts, with the numbers of the messages that have gone and come; made collectively."""
+    """Stream to each remote rank, with its message counters; created collectively."""
 
     def __init__(self, stages: SetupPhases, member: CommunicatorCore, layout: NodeLayout) -> None:
         self.member = member
@@ -64,58 +66,63 @@ class MessageStreams:
 
     @staticmethod
     def applicable(member: CommunicatorCore, layout: NodeLayout) -> bool:
-        """Whether all ranks shall have such streams; all see it alike."""
+        """Return True if the ranks create such streams; all ranks agree."""
         hosts = [{member.fabric.hosts[rank] for rank in ranks} for ranks in layout.nodes]
         apart = sum(map(len, hosts)) == len(set(member.fabric.hosts))
         return apart and layout.max_remote_ranks <= MAX_REMOTE_RANKS
 
     @property
     def sockets(self) -> Mapping[int, socket.socket]:
-        """By peer."""
+        """Streams by peer."""
         return self._streams.sockets
 
     def descriptor(self, peer: int) -> int:
         return self._streams.descriptor(peer)
 
     def counter_address(self, peer: int, receives: bool) -> int:
-        """Where the messages of one direction are counted."""
+        """Return the address of the message counters of one direction."""
         return int(self._counters[peer].ctypes.data) + offsets.STREAM_BYTES * receives
 
     @property
     def collectives_address(self) -> int:
-        """Where the collectives of all streams are counted."""
+        """Address of the collective counters of all streams."""
         return int(self._collectives.ctypes.data)
 
     def signature_of(self, mark: int) -> int:
-        """The signature of the collective of this number (as in headers) without the number, 0 if it is not known any more."""
+        """Return the signature of the collective with this number in headers; 0 if unknown."""
         return signature_of(self._collectives, full_number(self._collectives, mark))
 
     def begun(self) -> dict[int, tuple[int, int]]:
-        """By peer how many messages have begun to go to it, and to come from it."""
+        """Return by peer the numbers of messages begun (to it, from it)."""
         return {
             peer: (int(out[_BEGUN_EVER]), int(into[_BEGUN_EVER]))
             for peer, (out, into) in self._counters.items()
         }
 
     def message_counters(self) -> MessageCounters:
-        """What this rank has sent and taken in collectives, once all of them have ended."""
+        """Return the counters of messages in collectives; all operations have ended."""
         return MessageCounters.of(self.member.nranks, self._collectives, self._counters)
 
     def find_unmatched(self, between: Callable[[], bool]) -> MiracclError | None:
-        """The error of a message that lies here though this rank has ended the collective that it belongs to: nobody will take it.
-        ``between``: whether the lane is between operations."""
+        """Return the error of a message of a collective that this rank has ended, or None.
+
+        ``between()``: the staging thread is between operations.
+        """
         return self._unmatched_detector.poll(self._collectives, self._counters, between)
 
     def shutdown_writes(self) -> None:
         self._streams.shutdown_writes()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the streams. May be called twice."""
         self._streams.close()
 
 
 class MessageOperation(StreamOperation):
-    """The messages of a round, on one slot. ``kind``: of the collective that they are, if any; ``begins``: it does so with this round."""
+    """Messages of a round, in one slot.
+
+    ``kind``: collective that they form, if any; ``begins``: this round is its first.
+    """
 
     kernel = "messages_nogil"
 
@@ -155,7 +162,7 @@ class MessageOperation(StreamOperation):
                 )
 
     def _table(self, messages: Sequence[StagedMessage], base: int) -> np.ndarray:
-        """The words of messages whose slot begins at ``base``."""
+        """Return the words of messages whose slot begins at ``base``."""
         table = np.zeros((len(messages), offsets.SEGMENT_SIZE // 8), np.int64)
         for part, message in zip(table, messages, strict=True):
             size = message.dtype.itemsize
@@ -175,8 +182,10 @@ class MessageOperation(StreamOperation):
         return table
 
     def active_messages(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """With each peer a message that has begun and not ended, which comes (``ex.IN``) or, where none does, goes (``ex.OUT``), and its
-        words."""
+        """Yield (peer, direction, words) of one begun and unfinished message per peer.
+
+        An incoming message (``IN``) takes precedence over an outgoing one (``OUT``).
+        """
         for number, (peer, row) in enumerate(zip(self._peers, self.rows, strict=True)):
             for direction in (offsets.IN, offsets.OUT):
                 begun = int(row[(direction + offsets.SEGMENTS_BEGUN) // 8])
@@ -189,7 +198,10 @@ class MessageOperation(StreamOperation):
                     break
 
     def peers_to_begin(self) -> tuple[list[int], list[int]]:
-        """To and from which ranks messages of the round have not begun yet: they do as those before them go on, whatever others do."""
+        """Return the peers with messages not begun yet, (sends, receives).
+
+        They begin as the messages before them progress, independently of other ranks.
+        """
         peers = list(zip(self._peers, self.rows, strict=True))
         sends, receives = (
             [
@@ -217,7 +229,7 @@ class MessageOperation(StreamOperation):
         super().check_result(code)
 
     def _describe_divergence(self, peer: int, mine: _MessageHeader, theirs: _MessageHeader) -> str:
-        """What a message of ``peer`` means that belongs to a collective of another number than this rank's; empty if it does not."""
+        """Describe a message of ``peer`` that belongs to another collective; else empty."""
         rank, first, second = (
             self._core.rank,
             describe_signature(mine.sig),
@@ -237,7 +249,7 @@ class MessageOperation(StreamOperation):
 
 
 class _MessageHeader(NamedTuple):
-    """What a header says: signature, elements, and the number of the collective."""
+    """Header of a message: signature, elements, number of the collective."""
 
     sig: int
     elements: int
@@ -253,13 +265,15 @@ class _MessageHeader(NamedTuple):
 
 
 def _template(kind: CollectiveKind, dtype: DType, count: int) -> int:
-    """The signature of a message in headers, without the number."""
+    """Return the signature of a message without its number."""
     return signature(kind[0], dtype, RedOp.SUM, kind[1], count)
 
 
 class MessageNetwork:
-    """Runs rounds on the streams (``comm.device.hosts.staging.Network``). Rounds of equal messages share those of their slot, but for the
-    one with which a collective begins."""
+    """Runs rounds on the streams (``staging.SegmentNetwork``).
+
+    Rounds of equal messages share one operation per slot, except the first round of a collective.
+    """
 
     def __init__(
         self,

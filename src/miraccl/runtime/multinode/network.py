@@ -1,6 +1,7 @@
-"""The network's part of a segment of GPU data: operations of CPU communicators on slots of pinned memory.
+"""Network part of a segment of GPU data: CPU collectives on slots of pinned memory.
 
-Where a collective can be prepared (``comm.persistent``) it is, once per lane and slot: the proxy's loop then starts it without Python.
+A collective that can be prepared (``runtime.persistent``) is prepared once per staging thread and
+slot; the thread's loop then starts it without Python.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from miraccl.types import Collective, DType, RedOp
 
 
 class CpuCommunicator(Protocol):
-    """What staged operations need of a CPU communicator (``comm.communicator``)."""
+    """CPU communicator as staged operations use it (``api.communicator``)."""
 
     rank: int
     nranks: int
@@ -49,7 +50,7 @@ class CpuCommunicator(Protocol):
 
 
 class PythonStaging:
-    """Pieces that Python runs: ``run(segment, number, slot)``."""
+    """Segments run by Python: ``run(segment, number, slot)``."""
 
     def __init__(self, run: Callable[[StagedSegment, int, int], None]) -> None:
         self.run = run
@@ -58,8 +59,10 @@ class PythonStaging:
 
 
 class StagedCollective:
-    """Runs segments of ``shape`` on CPU communicators of ``shape.nranks`` ranks, one for each lane that the job takes; ``direct`` are their
-    own streams, where they have some."""
+    """Runs segments of ``shape`` on CPU communicators, one per staging thread of the job.
+
+    ``direct``: streams of the communicators, if they have any.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,10 @@ class StagedCollective:
         self._prepared: dict[tuple[object, ...], PreparedOp] = {}
 
     def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp | None:
-        """The operation, ready to be called; None for uneven blocks. Pieces of equal size share those of their slot."""
+        """Return the prepared operation; None for uneven blocks.
+
+        Segments of equal size share one operation per slot.
+        """
         if self._shape.uneven:
             return None
         key = (slot, segment.source, segment.source_counts, segment.target, segment.target_counts)
@@ -127,7 +133,7 @@ class StagedCollective:
 def _prepare(
     communicator: CpuCommunicator, shape: StagedShape, x: np.ndarray, out: np.ndarray, op: Any
 ) -> Any:
-    """The ``Prepared`` of even blocks."""
+    """Prepare a collective of even blocks."""
     root, is_root = shape.root, shape.rank == shape.root
     match shape.collective:
         case Collective.ALL_REDUCE:
@@ -176,7 +182,10 @@ def _run_uneven(
 def with_agreed_count(
     communicator: CpuCommunicator, segments: tuple[StagedSegment, ...], network: SegmentNetwork
 ) -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
-    """For counts that each rank knows only of itself: the proxies agree on the number of segments, and who has fewer takes part emptily."""
+    """Return segments and network for counts that each rank knows only for itself.
+
+    The staging threads agree on the number of segments; ranks with fewer take part with empty ones.
+    """
     nothing, none = np.empty(0, np.uint8), (0,) * communicator.nranks
     own = segments or (StagedSegment(source_counts=none, target_counts=none),)
     agreed = len(own)

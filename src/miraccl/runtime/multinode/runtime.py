@@ -1,6 +1,7 @@
-"""Operations on GPU memory that go through pinned memory and CPU communicators between hosts: kinds of operation, and their jobs.
+"""Runtime of multi-node GPU operations: segmented jobs through pinned memory and CPU communicators.
 
-A kind of operation (collective, counts, type, operator) is cut into segments, planned and registered with the networks once.
+A kind of operation (collective, counts, dtype, operator) is segmented, planned and registered with
+the staging threads once.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ GPU_REDUCIBLE = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiNodePlan:
-    """How an operation runs; ``segments`` of at most ``piece_bytes`` go over the network one after another."""
+    """Plan of an operation in ``segments`` of at most ``segment_bytes``."""
 
     algo: str
     reason: str
@@ -55,7 +56,10 @@ class MultiNodePlan:
 
 
 class MultiNodeRuntime:
-    """The jobs of one communicator, with its slots, networks and CPU communicators; made collectively."""
+    """Jobs of one communicator, with its slots, staging threads and CPU communicators.
+
+    Created collectively.
+    """
 
     def __init__(
         self,
@@ -136,13 +140,13 @@ class MultiNodeRuntime:
         return communicator
 
     def _register_streams(self, streams: AnyStreams, ranks: Sequence[int]) -> AnyStreams:
-        """``ranks``: those that the streams number from 0 on."""
+        """Take ownership of streams and monitor them; ``ranks``: those that they number from 0."""
         self._streams.append(streams)
         self._stream_monitor.add({ranks[peer]: stream for peer, stream in streams.sockets.items()})
         return streams
 
     def stop_monitoring(self) -> None:
-        """All ranks are ready: networks find out themselves what happens to their streams."""
+        """End the monitoring of streams; from now on operations detect broken ones."""
         self._stream_monitor.close()
 
     def enqueue_staged(
@@ -156,7 +160,7 @@ class MultiNodeRuntime:
         stream: int,
         captured: bool,
     ) -> None:
-        """The whole operation through CPU communicators of all ranks."""
+        """Run the whole operation through CPU communicators of all ranks."""
         called = self.describe_call(collective.label, count, source.dtype)
         shape = StagedShape.even(
             collective, source.dtype.itemsize, self.layout.rank, self.layout.nranks, root, count
@@ -178,7 +182,7 @@ class MultiNodeRuntime:
         )
 
     def describe_call(self, name: str, count: int, dtype: DType) -> str:
-        """What the program has called, for errors of its parts. ``count`` are the elements of a block, as in errors on CPU memory."""
+        """Return the application's call for errors of its parts; ``count``: elements per block."""
         return f"{name} of {count} x {dtype.label} on rank {self.layout.rank}"
 
     def enqueue(
@@ -196,8 +200,11 @@ class MultiNodeRuntime:
         before: Callable[[int, int], None] | None = None,
         after: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Enqueue a collective of ``communicators``, one a lane, which is a part of what the program ``called``; with ``before`` a kernel writes the
-        slots, and nothing is copied down."""
+        """Enqueue a collective of ``communicators``, one per staging thread.
+
+        ``call_text``: the application's call of which it is a part. With ``before`` a kernel writes
+        the slots, and nothing is copied down.
+        """
         unknown = shape.uneven and shape.collective is Collective.ALL_TO_ALL
 
         def make() -> tuple[tuple[StagedSegment, ...], SegmentNetwork]:
@@ -244,7 +251,10 @@ class MultiNodeRuntime:
         need: int = 0,
         stride: int = 1,
     ) -> StagedJob:
-        """The job of a kind of operation; captured ones apart, because a graph may bring them at any time."""
+        """Return the job of a kind of operation, created on first use.
+
+        Captured operations have jobs of their own, because a graph may bring them at any time.
+        """
         job = self._jobs.pop((key, captured), None)
         if job is None:
             self._evict_jobs()
@@ -256,7 +266,7 @@ class MultiNodeRuntime:
         return job
 
     def _evict_jobs(self) -> None:
-        """Keep no more than ``MOST_JOBS`` that can be made again: programs whose counts change with every call have ever new ones."""
+        """Keep at most ``MAX_JOBS`` jobs, evicting the least recently used."""
         for kind in list(self._jobs)[: max(0, len(self._jobs) + 1 - MAX_JOBS)]:
             job = self._jobs[kind]
             if self.staging.evict(job):
@@ -266,7 +276,7 @@ class MultiNodeRuntime:
     def explain_algorithm(
         self, hierarchical: bool, shape: StagedShape, dtype: DType, op: Any
     ) -> str:
-        """Why an operation runs in two steps, or is staged."""
+        """Return the reason for the hierarchical or the staged algorithm."""
         if hierarchical:
             return f"{len(self.layout.nodes)} hosts of {self.layout.local_size} ranks"
         if self.layout.local_size == 1 and self.layout.uniform:
@@ -287,7 +297,7 @@ class MultiNodeRuntime:
         )
 
     def barrier(self, stream: int, captured: bool) -> None:
-        """Of all ranks, in the stream ``number``."""
+        """Enqueue a barrier of all ranks."""
         job = self._job(
             ("barrier",),
             captured,
@@ -303,8 +313,11 @@ class MultiNodeRuntime:
         kind: CollectiveKind | None = None,
         concurrent: bool = False,
     ) -> None:
-        """Sends and receives with ranks of other hosts, in the stream ``number``; ``kind``: of the collective that they are, if any, which
-        is counted also where there are none. Only streams of messages can do that. ``concurrent``: kernels of the host run concurrent."""
+        """Enqueue sends and receives with ranks of other nodes.
+
+        ``kind``: collective that they form, if any, which is counted even without messages; only
+        message streams support it. ``concurrent``: kernels of the node run at the same time.
+        """
         rounds, need = (
             split_transfers(transfers, self.slot_bytes, self.layout.max_remote_ranks)
             if transfers
@@ -332,11 +345,11 @@ class MultiNodeRuntime:
         self.staging.enqueue(job, [t.memory.address for t in transfers], stream)
 
     def message_counters(self) -> bytes:
-        """What this rank has sent and taken in collectives that are messages, once all has ended; nothing where there are no such."""
+        """Return the encoded counters of messages in collectives; empty if there are none."""
         return self.messages.message_counters().to_bytes() if self.messages is not None else b""
 
     def find_unmatched(self) -> MiracclError | None:
-        """The error of a message that nobody will take, once all has ended."""
+        """Return the error of an unmatched message after all work has ended, or None."""
         first = self.staging.proxies[0]  # only the first thread runs messages
         return (
             self.messages.find_unmatched(lambda: first.between_jobs)
@@ -345,7 +358,7 @@ class MultiNodeRuntime:
         )
 
     def slot_memory(self, slot: int, first: int, count: int, dtype: DType) -> DeviceMemory:
-        """Elements of a slot, as kernels see them."""
+        """Return elements of a slot at their GPU address."""
         slots = self.staging.slots
         return DeviceMemory(slots.on_gpu + slot * slots.nbytes, first + count, dtype).slice(
             first, count
@@ -355,20 +368,22 @@ class MultiNodeRuntime:
         return self.staging.bytes_pinned()
 
     def abort(self, reason: str) -> None:
-        """End what the networks wait for."""
+        """End the waits of the staging threads."""
         for communicator in self._communicators:
             communicator.abort(reason)
 
     def leave(self) -> None:
-        """Leave the CPU communicators, once all has ended: the networks of networks that wait for this rank do so in vain, and end. What they
-        need has been sent."""
+        """Leave the CPU communicators after all work, which ends peers' waits for this rank.
+
+        Everything that the peers need has been sent.
+        """
         for communicator in self._communicators:
             communicator.finalize()
         for streams in self._streams:
             streams.shutdown_writes()
 
     def finalize(self) -> None:
-        """Free everything, after ``staging`` was closed; whether ``leave`` came before or not."""
+        """Free all resources after ``staging`` was closed, with or without ``leave`` before."""
         self._stream_monitor.close()
         for streams in self._streams:
             streams.close()

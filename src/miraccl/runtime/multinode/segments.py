@@ -1,6 +1,7 @@
-"""Into which segments an operation on GPU memory over hosts is cut, and what of a segment is copied where.
+"""Segmentation of a multi-node operation on GPU memory, and the copies of each segment.
 
-All of it follows from counts that all ranks know, so all cut alike; there is no GPU and no communicator in it.
+Everything follows from counts that all ranks know, so all ranks segment alike; no GPU or
+communicator is involved.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MIN_SEGMENTS = 4  # of an operation at min_count, where they are no smaller than
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopy:
-    """``nbytes`` between byte ``device`` of the user's buffer number ``buffer`` and byte ``host`` of the slot."""
+    """Copy of ``nbytes`` between byte ``device`` of a user buffer and byte ``host`` of a slot."""
 
     buffer: int
     device: int
@@ -29,7 +30,10 @@ class SegmentCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedSegment:
-    """A segment: copies, and where input and output lie in the slot: byte and elements of each block."""
+    """Segment: its copies, and the location of input and output in the slot.
+
+    ``source`` and ``target`` are byte offsets, ``*_counts`` the elements of each block.
+    """
 
     down: tuple[SegmentCopy, ...] = ()
     up: tuple[SegmentCopy, ...] = ()
@@ -42,11 +46,15 @@ class StagedSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedShape:
-    """An operation as far as it decides about segments. ``sends[j]`` and ``receives[j]`` are the elements of block j of this rank's input and
-    output, ``rank`` the caller's number among ``nranks``.  ``counts`` are those of an uneven collective, as all ranks know them; ``uneven``
-    collectives run as such in every segment, also where its nblocks are equal.  ``places`` are the elements of the output where its nblocks
-    begin; empty is one after another.  ``own_stays``: the block of an all_to_all that this rank has for itself is not copied.
-    ``overlaps``: smaller segments, which are copied while others are sent, cost nothing else."""
+    """Properties of an operation that determine its segments.
+
+    ``sends[j]`` and ``receives[j]``: elements of block j of this rank's input and output.
+    ``counts``: those of an uneven collective, as all ranks know them. ``uneven`` collectives run as
+    such in every segment, even if its blocks are equal. ``block_offsets``: element offsets of the
+    output's blocks; empty means consecutive. ``keeps_own_block``: this rank's own block of an
+    all_to_all is not copied. ``overlaps``: smaller segments, copied while others are sent, have no
+    other cost.
+    """
 
     collective: Collective
     itemsize: int
@@ -66,7 +74,7 @@ class StagedShape:
     def even(
         cls, collective: Collective, itemsize: int, rank: int, nranks: int, root: int, count: int
     ) -> StagedShape:
-        """With nblocks of ``count`` elements, as ``schedule.ir`` counts them."""
+        """Return the shape with blocks of ``count`` elements, counted as in ``schedule.ir``."""
         one, each = (count,), (count,) * nranks
         sends, receives = {
             Collective.ALL_GATHER: (one, each),
@@ -90,8 +98,12 @@ _SINGLE_BLOCK = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 
 
 def elements_per_segment(shape: StagedShape, slot_bytes: int) -> int:
-    """Elements of a block in a segment, the same on all ranks: a block, one from every rank, or one to and one from each fill a slot at
-    capacity. What overlaps is cut into equal segments, smaller ones where all ranks know how large it is."""
+    """Return the elements of a block per segment, the same on all ranks.
+
+    A slot holds one block, one block of every rank, or two of every rank, depending on the
+    collective. Overlapping operations are split into equal segments, smaller ones if all ranks know
+    the size.
+    """
     nblocks = (
         1
         if shape.collective in _SINGLE_BLOCK
@@ -113,7 +125,7 @@ def _count(shape: StagedShape) -> int:
 
 
 def split_segments(shape: StagedShape, slot_bytes: int) -> tuple[StagedSegment, ...]:
-    """The segments of an operation in order; none where there is nothing to move."""
+    """Return the segments of an operation in order; empty if there is nothing to move."""
     capacity = elements_per_segment(shape, slot_bytes)
     return tuple(
         _segment(shape, capacity, number) for number in range(-(-_count(shape) // capacity))
@@ -121,7 +133,7 @@ def split_segments(shape: StagedShape, slot_bytes: int) -> tuple[StagedSegment, 
 
 
 def _segment(shape: StagedShape, capacity: int, number: int) -> StagedSegment:
-    """Input and output of one segment share their place where the collective has an in-place form."""
+    """Return one segment; input and output share memory if the collective has an in-place form."""
     begin, size = number * capacity, shape.itemsize
 
     def part(counts: Sequence[int]) -> tuple[int, ...]:
@@ -177,7 +189,7 @@ def _copies(
     size: int,
     skipped: int,
 ) -> tuple[SegmentCopy, ...]:
-    """Neighbours in both places are one copy. Block ``skipped`` is none."""
+    """Return the copies of a segment, merging adjacent ones; block ``skipped`` is not copied."""
     copies: list[SegmentCopy] = []
     for block, (place, count) in enumerate(zip(places, part, strict=True)):
         if count and block != skipped:

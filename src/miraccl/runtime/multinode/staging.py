@@ -1,8 +1,9 @@
-"""GPU data on their way through pinned host memory and the CPU communicator, segment by segment, in stream order.
+"""Staging of GPU data through pinned host memory and the CPU communicator, segment by segment.
 
-What is enqueued for a segment: copies down to its slot, the number of the job into the slot's flag; then, after the next segments have been
-sent down, a wait for the answer and copies up.  A thread (``proxy.staging``) runs a collective of its CPU communicator on the slot in
-between.  The calling thread never waits, and nothing is allocated once a slot is large enough.
+For a segment the stream gets: copies down to its slot and a write of the job's number to the slot's
+flag; after the next segments have been copied down, a wait for the answer and copies up. In between
+a staging thread (``proxy.staging``) runs a collective of its CPU communicator on the slot. The
+calling thread never waits, and nothing is allocated once a slot is large enough.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ FLAG_BYTES = PAGE_BYTES
 
 
 class PinnedSlots:
-    """Pinned memory for ``NSLOTS`` segments of ``nbytes`` each: ordinary pages that are registered, so that sockets, the kernel's copies
-    between processes and GPUs all take them."""
+    """Pinned memory for ``NSLOTS`` segments of ``nbytes`` each.
+
+    It consists of ordinary registered pages, so that sockets, cross-memory attach and GPUs can use
+    it.
+    """
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -42,19 +46,19 @@ class PinnedSlots:
         self.on_gpu = gpu.pin(self.address, NSLOTS * self.nbytes)
 
     def view(self, slot: int, offset: int, count: int, dtype: DType) -> np.ndarray:
-        """``count`` elements that lie ``offset`` bytes into a slot."""
+        """Return ``count`` elements at byte ``offset`` of a slot."""
         begin = slot * self.nbytes + offset
         return self.bytes[begin : begin + count * dtype.itemsize].view(NUMPY_DTYPE[dtype])
 
     def close(self) -> None:
-        """May be called twice. The memory goes with the last array that lies in it."""
+        """Unregister the memory, which is freed with the last array in it. May be called twice."""
         on_gpu, self.on_gpu = self.on_gpu, 0
         if on_gpu:
             self._gpu.unpin(self.address)
 
 
 class PreparedOp(Protocol):
-    """An operation that was checked and planned (``comm.persistent``); a call runs it."""
+    """Checked and planned operation (``runtime.persistent``); a call runs it."""
 
     def __call__(self) -> Any: ...
     def unlocked(self) -> tuple[int, int, int] | None: ...
@@ -62,16 +66,16 @@ class PreparedOp(Protocol):
 
 
 class SegmentNetwork(Protocol):
-    """The network's part of a job's segments. ``number`` is the segment's."""
+    """Network part of a job's segments; ``number`` is the segment's."""
 
     def run(self, segment: StagedSegment, number: int, slot: int) -> None: ...
 
     def prepare(self, segment: StagedSegment, number: int, slot: int) -> PreparedOp | None:
-        """What the proxy's loop may start without Python, instead of ``run``."""
+        """Return an operation that the staging loop can start without Python, or None."""
 
 
 class StagedJob:
-    """An operation that is cut into segments (``proxy.staging.Job``)."""
+    """Segmented operation (``proxy.staging.Job``)."""
 
     def __init__(
         self,
@@ -114,11 +118,11 @@ class StagedJob:
         self.calls = int(self._calls.ctypes.data) if any(calls) else 0
 
     def blocks_kernels(self, segment: int) -> bool:
-        """Whether no kernel of the host runs before a segment has been answered."""
+        """Return True if no kernel of the node runs before a segment is answered."""
         return not self.concurrent and not self.before and (segment == 0 or not self.after)
 
     def prepared(self, segment: int) -> PreparedOp | None:
-        """What the proxy's loop starts for a segment, if it does."""
+        """Return the operation that the staging loop starts for a segment, if any."""
         return self._prepared[segment]
 
     def run(self, segment: int, slot: int) -> None:
@@ -133,7 +137,7 @@ class StagedJob:
 
     @contextlib.contextmanager
     def _name_errors(self) -> Iterator[None]:
-        """Errors of a part name the whole, too."""
+        """Add the application's call to errors of a part of it."""
         try:
             yield
         except MiracclError as error:
@@ -151,7 +155,7 @@ Hook = Callable[[int, int], None]
 
 
 class Staging:
-    """Slots, flags and the proxies of one communicator."""
+    """Slots, flags and staging threads of one communicator."""
 
     def __init__(
         self, gpu: Gpu, slot_bytes: int, *, on_fault: Callable[[Exception], None], name: str
@@ -179,7 +183,7 @@ class Staging:
             proxy.start(f"{name}-{thread}")
 
     def slots_for(self, nbytes: int) -> PinnedSlots:
-        """Slots of at least ``nbytes``; larger ones than usual are made once and kept."""
+        """Return slots of at least ``nbytes``; larger ones than usual are created once and kept."""
         for slots in (self.slots, *self._large_slots):
             if slots.nbytes >= nbytes:
                 return slots
@@ -195,7 +199,7 @@ class Staging:
         captured: bool,
         stride: int = 1,
     ) -> StagedJob:
-        """``stride`` is 1 for a job of one thread, ``LANES`` for one of all."""
+        """Create a job; ``stride``: 1 for one staging thread, ``STAGING_THREADS`` for all."""
         job = StagedJob(segments, slots, network, captured, stride)
         for proxy in self.proxies:
             job.number = proxy.register(job)
@@ -203,23 +207,23 @@ class Staging:
 
     @property
     def between_jobs(self) -> bool:
-        """Whether no thread is at work."""
+        """True if no staging thread runs a job."""
         return all(proxy.between_jobs for proxy in self.proxies)
 
     @property
     def idle(self) -> bool:
-        """Whether lanes have done all that was enqueued; a graph may always bring more."""
+        """True if the staging threads have done all enqueued work; a graph may bring more."""
         return all(proxy.idle for proxy in self.proxies)
 
     def current_job(self) -> tuple[StagedJob, int] | None:
-        """The job that the first thread is at, and its segment."""
+        """Return the job of the first staging thread and its segment, or None."""
         found = self.proxies[0].current()
         return (
             (found[0], found[1]) if found is not None and isinstance(found[0], StagedJob) else None
         )
 
     def waits_for_kernels(self) -> bool:
-        """Whether the first thread has nothing to do, and nothing comes to it until a kernel of the host goes on that has waited before."""
+        """Return True if the first thread is idle until a blocked kernel of the node continues."""
         if self.enqueuing:
             return False
         concurrent = self._captured_concurrent or not all(
@@ -229,7 +233,7 @@ class Staging:
         return not concurrent and self.proxies[0].current() is None
 
     def drain(self) -> None:
-        """Run nothing any more, but let streams go on."""
+        """Answer all segments without running them, so that streams continue."""
         for proxy in self.proxies:
             proxy.drain()
 
@@ -243,8 +247,12 @@ class Staging:
         before: Hook | None = None,
         after: Hook | None = None,
     ) -> None:
-        """Enqueue all segments. ``buffers`` are the addresses that copies count from; ``before`` and ``after`` enqueue what the GPU does with
-        a segment before it goes down and after it has come up.  Who does not take part only calls these, in the order of those that do."""
+        """Enqueue all segments of a job.
+
+        ``buffers``: addresses that the copies' offsets refer to. ``before`` and ``after`` enqueue
+        GPU work on a segment before it is copied down and after it has been copied up. A rank that
+        does not participate only calls these, in the order of those that do.
+        """
         depth = NSLOTS * job.stride // STAGING_THREADS - 1
         job.before |= before is not None
         job.after |= after is not None
@@ -264,7 +272,7 @@ class Staging:
                     after(number - depth, slot_of(number - depth, job.stride))
 
     def announce(self, job: StagedJob) -> None:
-        """Its segments come to the lanes soon."""
+        """Announce a job to the staging threads, which then poll for its segments."""
         for thread, proxy in enumerate(self.proxies):
             if proxy.participates(job):
                 job.announced[thread] = proxy.announce()
@@ -272,7 +280,7 @@ class Staging:
                     self._last_concurrent[thread] = job.announced[thread]
 
     def evict(self, job: StagedJob) -> bool:
-        """Let go of a job that has ended and that no graph brings again; says whether it was one."""
+        """Drop a job that has ended and that no graph can bring again; return True if dropped."""
         if (
             job.captured
             or job.graphs
@@ -292,7 +300,10 @@ class Staging:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[StagedJob]]:
-        """What is enqueued within is announced by the caller, each time that it comes, until its graph is destroyed."""
+        """Collect the jobs enqueued in the block.
+
+        The caller announces them before each launch of their graph, until it is destroyed.
+        """
         jobs: list[StagedJob] = []
         self._recorded = jobs
         try:
@@ -335,7 +346,10 @@ class Staging:
         return FLAG_BYTES + sum(NSLOTS * slots.nbytes for slots in (self.slots, *self._large_slots))
 
     def close(self) -> None:
-        """After every stream has passed what was enqueued; may be called twice. A thread that does not end keeps its memory."""
+        """Stop the threads and free the memory, after every stream has passed the enqueued work.
+
+        May be called twice. The memory of a thread that does not end stays allocated.
+        """
         ended = [proxy.close() for proxy in self.proxies]
         if not all(ended):
             return

@@ -1,7 +1,7 @@
-"""What happens to the streams of lanes before there is anything for lanes to do: a thread sees that they break.
+"""Monitor for broken streams during setup, before an operation uses them.
 
-The acceptor of a stream may have sent its welcome, and taken it for connected, while the initiator has not read it and calls in vain.  Once
-the ranks are ready the operation that needs a stream finds that it is broken.
+The acceptor of a stream may have sent its welcome and consider it connected while the initiator has
+not read it and gives up. After setup, the operation that uses a stream finds it broken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from miraccl.wire.proxy_records import CLOSED_WITHOUT_CLOSE_FRAME, Loss, LossKin
 
 
 class StreamMonitor:
-    """Ends ``stages`` when a stream breaks, after the control plane had time for a better reason. ``close`` it once the ranks are ready."""
+    """Thread that cancels ``stages`` when a stream breaks; ``close`` it once the ranks are ready.
+
+    It first leaves the control plane time to report a better reason.
+    """
 
     def __init__(self, stages: SetupPhases) -> None:
         self._stages = stages
@@ -37,7 +40,7 @@ class StreamMonitor:
                 raise
 
     def add(self, streams: Mapping[int, socket.socket]) -> None:
-        """Those to other ranks, which are numbered as in the stages' session."""
+        """Monitor streams, by rank of the stages' session."""
         for peer, stream in streams.items():
             self._peers[stream.fileno()] = peer
             self._poll.register(stream, select.POLLRDHUP)
@@ -64,7 +67,7 @@ class StreamMonitor:
         run_after_notice(session, loss, end)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Stop the thread. May be called twice."""
         if not self._closed:
             self._closed = True
             self._bell.notify()

@@ -1,7 +1,7 @@
-"""TCP streams between ranks of different hosts that lanes serve themselves (``executor.cpu.kernels.nogil.streams``).
+"""TCP streams between nodes that staging threads serve themselves (``executor.cpu.kernels.nogil``).
 
-``transport.socket`` meets the peers and makes the streams, beside those of the CPU communicator; instead of a proxy, compiled code takes
-their descriptors.
+The socket transport connects the peers and creates the streams, in addition to those of the CPU
+communicator; compiled code uses their descriptors instead of a proxy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from miraccl.transport.socket import SocketOptions, SocketTransport
 
 
 class _StreamCollector:
-    """Takes the streams of a transport as a proxy would, and leaves them alone (``transport.base.ProxyPort``)."""
+    """Proxy port that collects a transport's streams without serving them (``transport.base``)."""
 
     doorbell, asleep = -1, 0
 
@@ -45,8 +45,10 @@ class _StreamCollector:
 
 
 class PeerStreams:
-    """One stream to each of ``peers``; made by all ranks of the session of ``stages``, which numbers them as ``member`` does. Used by one
-    thread at a time."""
+    """One stream to each of ``peers``, created by all ranks of the session of ``stages``.
+
+    Ranks are those of ``member``. Used by one thread at a time.
+    """
 
     def __init__(
         self, stages: SetupPhases, member: CommunicatorCore, peers: Sequence[int], name: str
@@ -78,25 +80,25 @@ class PeerStreams:
 
     @property
     def sockets(self) -> Mapping[int, socket.socket]:
-        """By peer."""
+        """Streams by peer."""
         return self._collector.streams
 
     def descriptor(self, peer: int) -> int:
         return self._collector.streams[peer].fileno()
 
     def shutdown_writes(self) -> None:
-        """Let the peers find the end behind what was sent to them; nothing is taken any more."""
+        """Shut down sending: peers find the end of the stream behind the data sent."""
         for stream in self.sockets.values():
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the streams. May be called twice."""
         self._transport.close()
 
 
 class StreamOperation:
-    """An operation on streams (``comm.device.hosts.staging.Prepared``). ``kernel``: its function in ``executor.cpu.kernels.nogil``."""
+    """Operation on streams (``staging.PreparedOp``); ``kernel``: its compiled function."""
 
     kernel: str
 
@@ -105,7 +107,7 @@ class StreamOperation:
         self._words = np.zeros(offsets.EXCHANGE_BYTES // 8, np.int64)
 
     def _set_rows(self, rows: np.ndarray) -> None:
-        """Take the peers' words."""
+        """Set the words of the peers."""
         self.rows, self._polls = rows, np.zeros(len(rows), np.int64)
         write_words(
             self._words,
@@ -116,11 +118,11 @@ class StreamOperation:
 
     @property
     def member(self) -> CommunicatorCore:
-        """Whose operation it is."""
+        """Core that the operation belongs to."""
         return self._core
 
     def unlocked(self) -> tuple[int, int, int]:
-        """(function, context, exchange), as ``comm.persistent`` has it."""
+        """Return (function, context, exchange) as in ``runtime.persistent``."""
         return (
             nogil_kernel(self.kernel),
             self._core.context.address,
@@ -138,11 +140,11 @@ class StreamOperation:
 
 
 def remaining_bytes(row: np.ndarray, direction: int) -> int:
-    """Bytes of a peer's message that are still to go (``ex.OUT``) or to come (``ex.IN``)."""
+    """Return the bytes of a peer's message still to send (``OUT``) or to receive (``IN``)."""
     return int(row[(direction + offsets.BYTES) // 8] - row[(direction + offsets.MOVED) // 8])
 
 
 def write_words(words: np.ndarray, *values: tuple[int, int]) -> None:
-    """Write words at their places in bytes."""
+    """Write words at byte offsets."""
     for place, value in values:
         words[place // 8] = value

@@ -1,8 +1,9 @@
-"""Sends and receives of GPU memory between hosts, cut into messages and rounds.
+"""Split of sends and receives between nodes into messages and rounds.
 
-All transfers between this rank and a peer in one direction are a queue: their messages follow one another in the order of the calls.  The
-size of messages does not depend on how calls are grouped, so both ends see the same sequence.  What fits into ``ROUND_SLOTS`` slots is one
-round: everything is posted fits and may end in any order.  Larger groups take several rounds, in which all queues go on at one step.
+The transfers with one peer in one direction form a queue: their messages follow one another in call
+order. Message sizes do not depend on the grouping of calls, so both ends see the same sequence.
+Messages that fit into ``ROUND_SLOTS`` slots form one round: all are posted at once and end in any
+order. Larger groups take several rounds in which all queues advance by the same number of messages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ ROUND_SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class StagedMessage:
-    """What a round sends to or receives from a peer: ``count`` elements at byte ``host`` of the slot, of a transfer of ``whole``."""
+    """Message of a round: ``count`` elements at byte ``host`` of the slot.
+
+    ``transfer_count``: elements of the whole transfer.
+    """
 
     receives: bool
     peer: int
@@ -34,6 +38,8 @@ class StagedMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRound:
+    """Messages of one round, with their segment."""
+
     segment: StagedSegment
     messages: tuple[StagedMessage, ...]
 
@@ -42,8 +48,10 @@ EMPTY_ROUND = MessageRound(segment=StagedSegment(), messages=())
 
 
 def message_bytes(slot_bytes: int, max_remote_ranks: int) -> int:
-    """Bytes of a message at capacity, where no rank has more than ``max_remote_ranks`` on other hosts: a round has one to and one from each of them. The
-    same at both ends, whatever else they have in their groups."""
+    """Return the largest message in bytes, the same at both ends whatever their groups contain.
+
+    A round has one message to and one from each of at most ``max_remote_ranks`` ranks.
+    """
     return (
         slot_bytes
         // min(max(MIN_MESSAGES_PER_SLOT, max_remote_ranks), MAX_MESSAGES_PER_SLOT)
@@ -58,7 +66,10 @@ MessageQueue = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of ea
 def split_transfers(
     transfers: Sequence[DeviceTransfer], slot_bytes: int, max_remote_ranks: int
 ) -> tuple[list[MessageRound], int]:
-    """The rounds, and the bytes that a slot needs. Buffers of copies are the transfers by number; ``max_remote_ranks`` as for ``message_bytes``."""
+    """Return the rounds, and the bytes that a slot needs.
+
+    Copies refer to the transfers by index. ``max_remote_ranks``: as for ``message_bytes``.
+    """
     capacity = message_bytes(slot_bytes, max_remote_ranks)
     queues: dict[tuple[bool, int], MessageQueue] = {}
     for number, transfer in enumerate(transfers):
@@ -83,7 +94,7 @@ def split_transfers(
 
 
 def _round(transfers: Sequence[DeviceTransfer], parts: MessageQueue) -> tuple[MessageRound, int]:
-    """A round of these messages, and its bytes."""
+    """Return a round of these messages, and its bytes."""
     host = 0
     down: list[SegmentCopy] = []
     up: list[SegmentCopy] = []
@@ -111,7 +122,7 @@ def _round(transfers: Sequence[DeviceTransfer], parts: MessageQueue) -> tuple[Me
 def run_on_communicator(
     communicator: CpuCommunicator, rounds: Sequence[MessageRound], slots: PinnedSlots
 ) -> PythonStaging:
-    """Run rounds on a CPU communicator: receives are posted first, then everything is waited for."""
+    """Return the network that runs rounds on a CPU communicator, posting receives first."""
 
     def run(piece: StagedSegment, number: int, slot: int) -> None:
         works = []

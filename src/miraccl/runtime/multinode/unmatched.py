@@ -1,9 +1,10 @@
-"""Messages of collectives between hosts that nobody will take, because ranks did not agree on roots or counts, or not all called.
+"""Detection of unmatched messages of collectives between nodes.
 
-The next collective that is messages between the two tells of them, as a header has another number than what is waited for.  Where none
-follows, two others do.  ``Lookout``: what lies in a stream when this rank has ended the collective that it belongs to.  ``find``: when all
-ranks end and all that they called has ended, what one has sent another has taken.  Plain sends are not looked at: their receives are for
-their ranks to know.
+A message is unmatched if ranks disagreed on roots or counts, or not all called the collective. The
+next message collective between the two ranks detects it by the number in its header. Without a next
+one, ``UnmatchedDetector`` reads data left in a stream after its collective has ended, and
+``find_unmatched`` compares at finalize the messages that every pair sent and received. Plain sends
+are not checked: whether they are received is the application's business.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ StreamCounters = Mapping[int, np.ndarray]
 
 
 def describe_collective(sig: int, number: int) -> str:
-    """``scatter_v #17 (root 1)``; only collectives that are messages between hosts are numbered so."""
+    """Return ``scatter_v #17 (root 1)``; the number counts message collectives between nodes."""
     fields = describe_signature(sig)
     text = f"{fields['collective']}_v #{number}"
     return (
@@ -45,13 +46,16 @@ def describe_collective(sig: int, number: int) -> str:
 
 
 def full_number(words: np.ndarray, mark: int) -> int:
-    """The whole number of a collective of which headers say the lower bits, at most as large as that of the last one."""
+    """Return the full number of a collective from its low bits in a header.
+
+    It is at most the number of the last collective.
+    """
     counted = int(words[_COUNTED])
     return counted - (counted - mark & offsets.MARK_MASK)
 
 
 def signature_of(words: np.ndarray, number: int) -> int:
-    """The signature of collective ``number`` of those that ``words`` count, 0 if it is not by_rank: any more, or as it never came."""
+    """Return the signature of collective ``number`` among those counted; 0 if unknown."""
     counted = int(words[_COUNTED])
     return (
         int(words[offsets.RECENT // 8 + number % offsets.RECENT_SIZE])
@@ -61,8 +65,10 @@ def signature_of(words: np.ndarray, number: int) -> int:
 
 
 def describe_unmatched(sender: int, sig: int, receiver: int, by_rank: int, number: int) -> str:
-    """Why a rank has not taken a message of collective ``number``, which is ``sig`` for the sender, and ``by_rank`` for the receiver, if it
-    is by_rank."""
+    """Describe an unmatched message of collective ``number``.
+
+    ``sig``: the sender's signature; ``known``: the receiver's, 0 if unknown.
+    """
     there, here = describe_collective(sig, number), describe_collective(by_rank or sig, number)
     if here != there:
         both = sorted([(receiver, here), (sender, there)])
@@ -74,8 +80,11 @@ def describe_unmatched(sender: int, sig: int, receiver: int, by_rank: int, numbe
 
 @dataclass(frozen=True)
 class MessageCounters:
-    """The collectives of a rank, as ``ex.COLLECTIVES_BYTES`` has them, and by peer how many messages it has sent in them, the number of
-    the last collective in which it did, and how many it has taken."""
+    """Collective counters of a rank, and by peer its messages in collectives.
+
+    ``peers`` has per peer: messages sent, number of the last collective with one, messages
+    received.
+    """
 
     collectives: np.ndarray
     peers: np.ndarray
@@ -100,9 +109,9 @@ class MessageCounters:
 def find_unmatched(
     tallies: Sequence[MessageCounters | None], rank: int
 ) -> CollectiveMismatch | None:
-    """The error of messages that were not taken, alike on all ranks; None of a rank: it does not know what it has sent and taken.
+    """Return the error of an unmatched message, the same on all ranks, or None.
 
-    Messages are taken in order, so the last one that went to a rank is among those that it has not taken.
+    A rank without counters (None) does not know what it has sent and received.
     """
     by_rank = {who: tally for who, tally in enumerate(tallies) if tally is not None}
     unmatched = [
@@ -128,7 +137,7 @@ def find_unmatched(
 
 
 class UnmatchedDetector:
-    """Looks at what has come in the streams of a rank, and takes nothing."""
+    """Reader of data left in the streams of a rank; it consumes nothing."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
         self._rank, self._sockets = rank, sockets
@@ -140,8 +149,11 @@ class UnmatchedDetector:
     def poll(
         self, collectives: np.ndarray, counters: StreamCounters, between: Callable[[], bool]
     ) -> CollectiveMismatch | None:
-        """The error of a message that this rank will not take. ``between``: whether the lane is between operations. It may begin with one
-        while this looks, as somebody else may launch a graph; so what is seen counts only if nothing has begun meanwhile."""
+        """Return the error of a message that this rank will not receive, or None.
+
+        ``between()``: the staging thread is between operations. It may begin one meanwhile, as
+        another thread may launch a graph; so a header counts only if nothing has begun since.
+        """
         if not collectives[_COUNTED]:
             return None
         for descriptor, events in self._poll.poll(0):
@@ -165,7 +177,10 @@ class UnmatchedDetector:
     def _check_header(
         self, peer: int, sig: int, second: int, collectives: np.ndarray
     ) -> CollectiveMismatch | None:
-        """Of a header between two messages of ``peer``: a collective to come has a larger number than all that this rank has begun."""
+        """Return the error of a header between two messages of ``peer``, or None.
+
+        A collective still to run has a larger number than all that this rank has begun.
+        """
         number = full_number(collectives, second >> offsets.MARK_SHIFT)
         if (
             sig >> 16 & 31 == Collective.SEND_RECV

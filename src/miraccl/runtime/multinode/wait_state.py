@@ -1,12 +1,14 @@
-"""What a rank of a communicator over hosts waits for, for those who look for circles of waits (``comm.whereabouts``).
+"""Wait state of a rank of a multi-node communicator, for the deadlock detector.
 
-All operations between hosts begin with a piece for the first lane, and it answers one after another.  So a lane that waits for a rank in
-one of them has come to no later one, whatever the program has called meanwhile.  What it waits for stands in the words of the operation
-that it is at: nothing is noted for this.
+Every operation between nodes begins with a segment for the first staging thread, which answers in
+order. A thread that waits for a rank in one operation has therefore not arrived at a later one,
+whatever the application has called. Its wait is read from the words of the current operation;
+nothing is recorded for this purpose.
 
-With others on its host a rank waits in kernels, too.  Others wait for its lane or for its kernels, so these have names of their own.  While
-one of them waits, the other one has come to nothing more, either, but where an operation has both at the same time: then each is told of
-where it waits itself.  Kernels are looked at by the lookout, not by the watcher, as a call of the driver may take long.
+With several ranks per node a rank waits in kernels, too. Others wait for its staging thread or for
+its kernels, so these have stream names of their own. Normally only one of the two is blocked and
+the other cannot advance either; if an operation uses both concurrently, each reports its own wait.
+The detector thread probes the kernels, not the session's watcher, as a driver call may take long.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _NEEDS_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower(
 
 
 class MultiNodeWaitState(DeviceWaitState):
-    """That of a rank. ``end(op, text)`` makes ``CollectiveMismatch`` its communicator's fault."""
+    """Wait-state provider of one rank; ``end(op, text)`` sets a deadlock as its fault."""
 
     def __init__(
         self,
@@ -60,8 +62,9 @@ class MultiNodeWaitState(DeviceWaitState):
         end: FailFn,
         is_done: Callable[[], bool],
     ) -> None:
-        """``near`` looks at the kernels of this host, where there are some, of the ranks of that session. ``is_done()``: as of
-        ``KernelSeat``, of these kernels."""
+        """``near``: probe and session of this node's kernels, if there are several ranks on it.
+        ``is_done()``: as for ``KernelWaitState``, of these kernels.
+        """
         self._is_done = is_done
         self._runtime, self._layout, self._fail = jobs, layout, end
         self._world: CommunicatorCore = jobs.world._core
@@ -85,7 +88,7 @@ class MultiNodeWaitState(DeviceWaitState):
             )
 
     def _stream_name(self, rank: int, half: str) -> str:
-        """One half of a rank, or both."""
+        """Return the stream name of one half of a rank, or of both."""
         session = self._world.session
         return stream_name(session.tokens[rank], session.key + half, rank)
 
@@ -121,14 +124,16 @@ class MultiNodeWaitState(DeviceWaitState):
         return {self.name: BlockedState(both), **named}
 
     def _is_idle(self) -> bool:
-        """Whether nothing is enqueued any more, and no graph may bring anything. Without others on its host all goes through lanes."""
+        """Return True if nothing is enqueued and no graph can enqueue anything.
+
+        With one rank per node all work passes the staging threads.
+        """
         if not self._runtime.staging.idle:
             return False
         return self._layout.local_size == 1 or (self._kernels is not None and self._is_done())
 
     def _staging_waits(self) -> tuple[tuple[StagedJob, int] | None, list[Wait]]:
-        """The job and the piece that the lane is at, and what it waits for there. Where it is at none a call of the program may be at the
-        words."""
+        """Return the current job and segment, and the waits of the staging thread in it."""
         at_work = self._runtime.staging.current_job()
         if at_work is None:
             return None, []
@@ -144,7 +149,10 @@ class MultiNodeWaitState(DeviceWaitState):
         return at_work, waits if self._runtime.staging.current_job() == at_work else []
 
     def _collective_wait(self, member: CommunicatorCore, operation: Any) -> Wait | None:
-        """What the operation that stands on the board of a CPU communicator waits for: ``operation``, or one that Python runs."""
+        """Return the wait of the operation on a CPU communicator's progress page.
+
+        It is ``operation``, or one that Python runs.
+        """
         board = member.fabric.board()
         if board["state"] != layout.STATE_WAITING:
             return None
@@ -176,7 +184,7 @@ class MultiNodeWaitState(DeviceWaitState):
         )
 
     def _message_waits(self, operation: MessageOperation) -> list[Wait]:
-        """Of a round of messages: with each peer of which one has not come, or else to which one has not gone."""
+        """Return the waits of a round: per peer a missing message, else missing credit."""
         streams = operation.streams
         waits: list[Wait] = []
         before = streams.begun()
@@ -198,7 +206,7 @@ class MultiNodeWaitState(DeviceWaitState):
         return waits if streams.begun() == before else []
 
     def _wait_fields(self, ranks: Sequence[int], op: str, sig: int) -> dict[str, Any]:
-        """What waits for ``ranks`` say, which are numbered as in the whole communicator."""
+        """Return the common fields of a wait for ``ranks`` of the whole communicator."""
         end, name = functools.partial(self._fail, op), describe_signature(sig)["collective"]
         return {
             "awaited": tuple(self._stream_name(rank, STAGING) for rank in ranks),
@@ -232,6 +240,6 @@ class MultiNodeWaitState(DeviceWaitState):
 
 
 def _progress_of(member: CommunicatorCore) -> RankProgress:
-    """What runs aside there is what this stream does."""
+    """Return a core's progress as this stream's; its background work is what this stream does."""
     called = {str(number): entry for number, entry in member.fabric.history(member.rank).items()}
     return dataclasses.replace(member.wait_state.progress(), background=False, op_log=called)
