@@ -1,0 +1,1 @@
+"""Tests of the datagram machines, in virtual time."""
