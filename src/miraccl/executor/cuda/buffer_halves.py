@@ -1,6 +1,7 @@
-"""How the pieces of an operation lie in a bank of the symmetric memory, as packet kernels have them (docs/gpu-kernels.md has a picture).
+"""Layout of an operation's tiles in one half of the packet buffer (picture: docs/gpu-kernels.md).
 
-A bank is slots of equal size, then the words of those kernels whose data go one way only.  Sizes are in places for packets, of 16 bytes.
+A half consists of slots of equal size, followed by the control words of kernels whose data flow one
+way only. Sizes are in packets of 16 bytes.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ from miraccl.types import Collective
 
 
 def half_packets() -> int:
-    """Of a bank."""
+    """Return the packets that a half holds."""
     return layout.HALF_BYTES // 16
 
 
 def min_slots(algo: str, nranks: int) -> int:
-    """Slots that an operation of more pieces than slots needs at least. A ring is wrong with fewer (source/ring.cuh). Of the others two are
-    enough, but pieces are to follow one another closely: in shots one is pushed ahead, in trees and chains some are on their way."""
+    """Return the slots that an operation of more tiles than slots needs at least."""
     return nranks + 1 if algo == "ring" else 4
 
 
 def slot_packets(request: Request, algo: str, tile: int, frame: Framing) -> int:
-    """Places of a slot for pieces of ``piece`` packets: room for each message that a piece brings to a rank."""
+    """Return the packets of a slot for tiles of ``tile`` packets: one run per message of a tile."""
     if algo == "chain":
         return frame.run_packets(tile)
     if algo == TREES:  # from two children, from the parent
@@ -34,13 +34,16 @@ def slot_packets(request: Request, algo: str, tile: int, frame: Framing) -> int:
 
 
 def ack_senders(request: Request, algo: str) -> int:
-    """Ranks that a rank hears acks from, one word per warp (source/acks.cuh): those it sends to, where data go one way only."""
+    """Return the number of ranks that send acks to a rank, one word per warp (source/acks.cuh).
+
+    These are the ranks it sends to, in kernels whose data flow one way only; otherwise 0.
+    """
     if request.collective not in ROOTED or algo not in ("chain", TREES):
         return 0
     return 2 if algo == TREES and request.collective is Collective.BROADCAST else 1
 
 
 def control_packets(request: Request, algo: str, tile: int) -> int:
-    """Places behind the slots: acks, and hellos where there are any."""
+    """Return the packets behind the slots that hold acks and hellos; 0 without acks."""
     acks = ack_senders(request, algo)
     return acks * (tile // 32) + layout.MAX_RANKS if acks else 0

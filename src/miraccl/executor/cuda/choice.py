@@ -1,7 +1,7 @@
-"""Which algorithm and which protocol, for which size: decided from what all ranks know alike.
+"""Choice of algorithm and protocol by size, from values that all ranks share.
 
-``choose`` returns a ``DevicePlan``.  Thresholds were measured on one host with H200 GPUs and NVLink (docs/performance.md says how); an
-algorithm or protocol that the user names wins.
+``choose`` returns a ``DevicePlan``. Thresholds were measured on one host with H200 GPUs and NVLink
+(docs/performance.md); an algorithm or protocol that the user names takes precedence.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ TREE_MAX_BYTES = 512 * KIB
 
 
 def choose(request: Request) -> DevicePlan:
-    """The plan for a request, or ``InvalidUsage`` where what was asked for does not exist."""
+    """Return the plan for a request; raise ``InvalidUsage`` if the requested combination does not
+    exist.
+    """
     check_protocol(request.proto)
     algo, why_algo = (request.algo, request.why) if request.algo else _algorithm(request)
     proto, why_proto = (request.proto, "asked for") if request.proto else _protocol(request, algo)
@@ -64,7 +66,7 @@ def choose(request: Request) -> DevicePlan:
 
 
 def _algorithm(request: Request) -> tuple[str, str]:
-    """(algorithm, why)."""
+    """Return (algorithm, reason)."""
     match request.collective:
         case Collective.ALL_REDUCE if request.nranks == 2:
             return "one_shot", "two ranks, which one exchange is enough for"
@@ -106,17 +108,22 @@ def _by_size(request: Request, large: str, threshold: int) -> tuple[str, str]:
 
 
 def may_round_at_hops(request: Request) -> bool:
-    """Whether a sum may go around a ring that nobody asked for: it is rounded to the data type at every hop, as with NCCL."""
+    """Return True if a sum may use the ring without being asked to.
+
+    A ring rounds to the data type at every hop, as NCCL does.
+    """
     return not request.ordered and request.dtype.itemsize > 1 and request.proto in ("", "simple")
 
 
 def may_use_trees(request: Request) -> bool:
-    """Whether trees are taken at some size without being asked for."""
+    """Return True if trees are chosen at some size without being requested."""
     return request.collective in ROOTED and request.nranks > 4 and not request.ordered
 
 
 def ring_min_bytes(request: Request) -> int:
-    """Bytes of a block from which the ring is taken, unless another algorithm is asked for."""
+    """Return the block size in bytes from which the ring is chosen unless another algorithm is
+    requested.
+    """
     few, many = RING_MIN_BYTES.get(request.collective, (UNREACHABLE_BYTES, UNREACHABLE_BYTES))
     if (
         request.nranks == 2
@@ -128,7 +135,7 @@ def ring_min_bytes(request: Request) -> int:
 
 
 def _protocol(request: Request, algo: str) -> tuple[str, str]:
-    """(protocol, why)."""
+    """Return (protocol, reason)."""
     if request.block_bytes >= SIMPLE_MIN_BYTES.get(algo, UNREACHABLE_BYTES):
         return (
             "simple",

@@ -1,6 +1,7 @@
-"""Contexts of GPUs: which is current in a thread, and whose memory, streams and events its calls mean.
+"""CUDA contexts: the current context of a thread decides which memory, streams and events it uses.
 
-The primary context of a GPU is used, so that memory and streams of PyTorch, CuPy and others are ours too.
+The primary context of a GPU is used, so memory and streams are shared with PyTorch, CuPy and
+others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from miraccl.executor.cuda.driver import check, driver
 
 
 def current_ordinal() -> int | None:
-    """The number of the GPU whose context is current in the calling thread; None without one, and without a driver."""
+    """Return the ordinal of the GPU whose context is current in this thread.
+
+    None without a current context, and without a driver.
+    """
     try:
         code, device = driver().cuCtxGetDevice()
     except (MissingDependency, SystemFailure):  # who needs the GPU is told
@@ -22,12 +26,12 @@ def current_ordinal() -> int | None:
 
 
 class WrongDevice(SystemFailure):
-    """In this thread the context of another GPU is current; nothing has happened."""
+    """Another GPU's context is current in this thread; nothing has been done."""
 
 
 @contextlib.contextmanager
 def preserve_context() -> Iterator[None]:
-    """After the block the context is current in the calling thread that was before, if there was one."""
+    """Restore the context of the calling thread after the block, if it had one."""
     cuda, before = None, 0
     with contextlib.suppress(MissingDependency, SystemFailure):  # who needs the GPU is told
         cuda = driver()
@@ -40,7 +44,7 @@ def preserve_context() -> Iterator[None]:
 
 
 class PrimaryContext:
-    """That of the GPU with number ``ordinal`` in this process, retained until ``release``."""
+    """Primary context of the GPU ``ordinal`` in this process, retained until ``release``."""
 
     def __init__(self, ordinal: int) -> None:
         self.cuda = driver()
@@ -52,13 +56,14 @@ class PrimaryContext:
         self.context = int(self._context)
 
     def make_current(self) -> None:
-        """Make the context current in the calling thread; after ``release`` there is none."""
+        """Make the context current in the calling thread; do nothing after ``release``."""
         if self._context is not None:
             check(self.cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
 
     def ensure_current(self) -> None:
-        """Make the context current in a thread that has none, in which nothing could be launched; ``WrongDevice`` where the program has
-        chosen another one."""
+        """Make the context current in a thread that has none; raise ``WrongDevice`` if another one
+        is.
+        """
         current = int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent"))
         if not current:
             self.make_current()
@@ -66,12 +71,14 @@ class PrimaryContext:
             raise WrongDevice(f"GPU {self.ordinal} is not the one that is current in this thread")
 
     def is_wrong_device(self) -> bool:
-        """Whether the calling thread has another context."""
+        """Return True if the calling thread's current context is another GPU's."""
         return int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")) not in (0, self.context)
 
     @contextlib.contextmanager
     def device_guard(self) -> Iterator[None]:
-        """Inside the block the context is current in the calling thread; afterwards the one that was, if any."""
+        """Make the context current in the calling thread inside the block; restore the previous one
+        after it.
+        """
         if int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")) == self.context:
             yield
             return
@@ -80,6 +87,6 @@ class PrimaryContext:
             yield
 
     def release(self) -> None:
-        """There is none any more."""
+        """Release the primary context; there must be no call after this."""
         self.cuda.cuDevicePrimaryCtxRelease(self._device)
         self._context = None

@@ -1,9 +1,11 @@
-"""Copy engines: collectives that only move data, into memory that peers address (windows), without multiprocessors.
+"""Copy engines: collectives that only move data into windows, without multiprocessors.
 
-A schedule whose sends take from the input and whose receives put into the output, each chunk once, is a set of copies: what a rank sends is
-copied to where its peer would have received it.  Between two meetings of all ranks on their streams (source/device_barrier.cuh: one warp each, a few
-microseconds) every rank's copy engines write to its peers, the next rank first, so that no two ranks write to the same peer at a time, and
-beside that, on a stream of its own, to this rank's place.
+A schedule whose sends read the input and whose receives write the output, each chunk once, is a set
+of copies: a rank copies each chunk it sends to the address at which its peer would have received
+it. Between two device barriers on the streams (source/device_barrier.cuh: one warp each, a few
+microseconds) every rank's copy engines write to its peers, the next rank first, so no two ranks
+write to the same peer at a time. The copy to this rank's own window runs concurrently in a side
+stream.
 """
 
 from __future__ import annotations
@@ -33,32 +35,37 @@ BARRIER_THREADS = 32
 
 
 def is_supported(collective: Collective, nranks: int) -> bool:
-    """Whether copies do it well; a broadcast with more ranks would send everything from the root to everybody."""
+    """Return True if copy engines suit the collective."""
     return collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL) or (
         collective is Collective.BROADCAST and nranks == 2
     )
 
 
 def faster_min_bytes(collective: Collective, nranks: int) -> int:
-    """Bytes that a rank receives from which copies are taken."""
+    """Return the received bytes per rank from which copies are chosen."""
     two, more = FASTER_MIN_BYTES[collective]
     return two if nranks == 2 else more
 
 
 class SideStream:
-    """A stream beside that of the call, and its event, shared by all launches of a communicator."""
+    """Stream concurrent with a call's stream, and its event; shared by the launches of a
+    communicator.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.stream, self.event = gpu, gpu.make_stream(), gpu.make_event()
 
     def close(self) -> None:
-        """After the GPU has done with it."""
+        """Destroy stream and event; the GPU must have finished with them."""
         self.gpu.destroy_event(self.event)
         self.gpu.destroy_stream(self.stream)
 
 
 def find_side_stream(sides: list[SideStream], gpu: Gpu, stream: int) -> SideStream:
-    """One for a call in ``stream``, added to ``sides`` if there is none: a stream that a capture took in is the capture's until it ends."""
+    """Return a side stream for a call in ``stream``, appended to ``sides`` if none is usable.
+
+    A stream that has joined a capture belongs to the capture until it ends.
+    """
     capture = gpu.capture_id(stream)
     for side in sides:
         if gpu.capture_id(side.stream) in (0, capture):
@@ -69,7 +76,7 @@ def find_side_stream(sides: list[SideStream], gpu: Gpu, stream: int) -> SideStre
 
 
 class BlockCopy(NamedTuple):
-    """Chunk ``source`` of this rank's input becomes chunk ``target`` of the output of ``peer``; chunks are blocks."""
+    """Copy of block ``source`` of this rank's input to block ``target`` of the output of ``peer``."""
 
     peer: int
     source: int
@@ -77,7 +84,11 @@ class BlockCopy(NamedTuple):
 
 
 def block_copies(schedule: Schedule, rank: int) -> list[BlockCopy]:
-    """What ``rank`` copies; ``InvalidUsage`` for schedules that do more than move chunks from inputs to outputs."""
+    """Return the copies of ``rank``, the next peer first.
+
+    Raises:
+        InvalidUsage: The schedule does more than move blocks from inputs to outputs.
+    """
     found: list[BlockCopy] = []
     for channel in schedule.channels:
         arrivals = {
@@ -118,7 +129,7 @@ def block_copies(schedule: Schedule, rank: int) -> list[BlockCopy]:
 
 
 def copy_plan(request: Request) -> DevicePlan:
-    """How an operation on windows is run by copy engines."""
+    """Return the plan of an operation on windows by copy engines."""
     return DevicePlan(
         algo="one_shot",
         proto="copy",
@@ -131,7 +142,7 @@ def copy_plan(request: Request) -> DevicePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPosition:
-    """Where the output lies: the window's number, the offset there, and the addresses of all ranks' parts of it in this process."""
+    """Position of the output: window number, byte offset in it, and every rank's base address here."""
 
     window: int
     offset: int
@@ -147,7 +158,11 @@ def barrier_launch(
     position: WindowPosition | None = None,
     stream_waits: bool = False,
 ) -> Launch:
-    """The launch in which ranks meet before or after copies; ``waits``: streams wait for words of peers afterwards."""
+    """Return the launch of the device barrier before or after copies.
+
+    ``position``: window position that all ranks must share. ``stream_waits``: streams wait for
+    words of peers afterwards.
+    """
     number, offset = (position.window + 1, position.offset) if position else (0, 0)
     spec = KernelSpec(
         family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=plan.threads
@@ -162,7 +177,10 @@ def barrier_launch(
 
 
 class CopyLaunch:
-    """One collective of one size into one place of a window; as ``launch.Launch``, it neither waits nor allocates."""
+    """Launch of one collective of one size into one window position; like ``launch.Launch`` it
+    neither
+    waits nor allocates.
+    """
 
     def __init__(
         self,
@@ -192,11 +210,13 @@ class CopyLaunch:
 
     @property
     def signatures(self) -> tuple[int, ...]:
-        """What it says on boards that it runs."""
+        """Signatures of this launch in op records."""
         return self._before.signatures
 
     def run(self, source: int, target: int, stream: int) -> None:
-        """Enqueue in ``stream``: read at ``source``; ``target`` is this rank's own place in the window."""
+        """Enqueue in ``stream``, reading at ``source``; ``target`` is this rank's own part of the
+        window.
+        """
         gpu, side = self._gpu, find_side_stream(self._sides, self._gpu, stream)
         self._before.run(source, target, stream)
         gpu.record(side.event, stream)

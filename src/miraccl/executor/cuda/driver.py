@@ -1,4 +1,4 @@
-"""The library of the CUDA driver: its functions, its errors, and what it says of addresses."""
+"""CUDA driver library: function lookup, error checks and pointer attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POINTER_MEMORY_TYPE, POINTER_IS_MANAGED = 2, 8  # cuda.h CU_POINTER_ATTRIBUTE_*
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """The values of a driver call, or ``SystemFailure``."""
+    """Return the values of a driver call; raise ``SystemFailure`` if it failed."""
     code = result[0]
     if int(code) != 0:
         raise SystemFailure(f"{what}: {getattr(code, 'name', code)}")
@@ -25,7 +25,11 @@ def check(result: tuple[Any, ...], what: str) -> Any:
 
 
 def driver() -> Any:
-    """The driver's functions, initialised; ``MissingDependency`` where there is no driver, or no package for it."""
+    """Return the driver's functions, initialised.
+
+    Raises:
+        MissingDependency: There is no driver, or its Python package is not installed.
+    """
     cuda = bindings("driver")
     try:
         code = cuda.cuInit(0)
@@ -40,7 +44,10 @@ def driver() -> Any:
 
 
 def ordinal_at(address: int) -> int | None:
-    """The number of the GPU whose memory lies at ``address``; None for other memory, and where the driver does not say."""
+    """Return the ordinal of the GPU whose memory is at ``address``.
+
+    None for managed and other memory, and if the driver does not know.
+    """
     if pointer_attribute(POINTER_MEMORY_TYPE, address) != MEMORYTYPE_DEVICE or pointer_attribute(
         POINTER_IS_MANAGED, address
     ):
@@ -49,8 +56,7 @@ def ordinal_at(address: int) -> int | None:
 
 
 def pointer_attribute(kind: int, address: int) -> int | None:
-    """An attribute of a pointer that is a number; None where the driver has none. Not through cuda.bindings: 13.3.1 says that all memory
-    is GPU 0's."""
+    """Return an integer attribute of a pointer; None if the driver has none."""
     ask = _pointer_function()
     value = ctypes.c_uint64(0)  # attributes have up to 8 bytes
     if ask is None or ask(ctypes.byref(value), kind, ctypes.c_uint64(address)) != 0:
@@ -66,7 +72,7 @@ def _pointer_function() -> Any:
 
 
 def _function(name: str) -> Any:
-    """A function of the driver's library; None where there is none."""
+    """Return a function of the driver's library; None if it does not exist."""
     try:
         return getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError):
@@ -75,6 +81,6 @@ def _function(name: str) -> Any:
 
 @functools.cache
 def function_address(name: str) -> int:
-    """Of a function of the driver's library; 0 where there is none."""
+    """Return the address of a function of the driver's library; 0 if it does not exist."""
     function = _function(name)
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,7 +1,7 @@
 """One GPU through the CUDA driver: memory, modules, streams.
 
-Everything that can fail raises ``SystemFailure`` with CUDA's name for the error.  Calls that make something (a module, memory) are allowed
-while a stream is captured: they are not part of what is captured.
+Failures raise ``SystemFailure`` with CUDA's error name. Calls that create something (a module,
+memory) are allowed while a stream is captured; they do not become part of the capture.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ STREAM_NON_BLOCKING = 0x01
 
 
 class _Modules:
-    """Machine code in the context of a GPU, loaded once for all communicators of this process that use it: loading waits for what the GPU
-    computes, and takes memory there."""
+    """Modules loaded in the context of a GPU, once for all communicators of this process.
+
+    Loading waits for the GPU's current work and takes GPU memory.
+    """
 
     _by_context: ClassVar[dict[int, _Modules]] = {}
     _lock: ClassVar[threading.RLock] = (
@@ -53,7 +55,7 @@ class _Modules:
             return modules
 
     def release(self, context: int) -> list[Any]:
-        """The modules that nobody uses any more."""
+        """Give up one use of the context; return the modules to unload after the last one."""
         with self._lock:
             self.users -= 1
             if self.users:
@@ -63,7 +65,7 @@ class _Modules:
 
 
 class Gpu(PrimaryContext):
-    """The GPU with number ``ordinal`` in this process, until ``close``."""
+    """GPU ``ordinal`` of this process, until ``close``."""
 
     def __init__(self, ordinal: int) -> None:
         super().__init__(ordinal)
@@ -85,12 +87,12 @@ class Gpu(PrimaryContext):
 
     @functools.cached_property
     def driver_version(self) -> int:
-        """The CUDA version of the driver: 12030 is 12.3."""
+        """CUDA version of the driver: 12030 is 12.3."""
         return int(check(self.cuda.cuDriverGetVersion(), "cuDriverGetVersion"))
 
     @contextlib.contextmanager
     def relaxed_capture(self) -> Iterator[None]:
-        """Calls within are made even if this thread captures a stream."""
+        """Allow calls inside the block that a capture of this thread would forbid."""
         mode = self.cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         before = check(
             self.cuda.cuThreadExchangeStreamCaptureMode(mode), "cuThreadExchangeStreamCaptureMode"
@@ -106,7 +108,10 @@ class Gpu(PrimaryContext):
     # ---- memory
 
     def owner(self, address: int) -> int:
-        """The number of the GPU whose memory lies at ``address``: this one's also for memory that every GPU sees."""
+        """Return the ordinal of the GPU whose memory is at ``address``; this GPU for memory that
+        all
+        see.
+        """
         if driver.pointer_attribute(POINTER_DEVICE_ORDINAL, address) == self.ordinal:
             return self.ordinal
         found = driver.ordinal_at(address)
@@ -119,7 +124,7 @@ class Gpu(PrimaryContext):
         check(self.cuda.cuMemFree(address), "cuMemFree")
 
     def fill(self, address: int, nbytes: int, word: int) -> None:
-        """Fill memory with a 32-bit word and wait for it."""
+        """Fill memory with a 32-bit word and wait for completion."""
         check(
             self.cuda.cuMemsetD32Async(address, word, nbytes // 4, self._side), "cuMemsetD32Async"
         )
@@ -130,7 +135,7 @@ class Gpu(PrimaryContext):
         check(self.cuda.cuMemsetD32Async(address, word, count, stream), "cuMemsetD32Async")
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """What lies in memory that this GPU sees; waits for the copy alone."""
+        """Return ``nbytes`` of memory that this GPU accesses; waits for the copy only."""
         room = ctypes.create_string_buffer(nbytes)
         with self.relaxed_capture():
             check(
@@ -145,7 +150,12 @@ class Gpu(PrimaryContext):
         check(self.cuda.cuMemcpyDtoDAsync(target, source, nbytes, stream), "cuMemcpyDtoDAsync")
 
     def host_words(self, nbytes: int) -> tuple[Any, int, int]:
-        """Pinned memory that GPU and CPU see: (array of 32-bit words, its address here, its address on the GPU)."""
+        """Allocate pinned host memory.
+
+        Returns:
+            (array of 32-bit words, host address, GPU address). Free with ``free_host(host
+            address)``.
+        """
         host = int(
             check(self.cuda.cuMemHostAlloc(nbytes, MEMHOSTALLOC_PORTABLE_MAPPED), "cuMemHostAlloc")
         )
@@ -160,7 +170,7 @@ class Gpu(PrimaryContext):
         check(self.cuda.cuMemFreeHost(address), "cuMemFreeHost")
 
     def export(self, address: int) -> bytes:
-        """The handle with which another process maps an allocation."""
+        """Return the IPC handle with which another process maps an allocation."""
         handle = check(self.cuda.cuIpcGetMemHandle(address), "cuIpcGetMemHandle")
         return bytes(handle.reserved)
 
@@ -182,13 +192,18 @@ class Gpu(PrimaryContext):
 
     @functools.cached_property
     def bus_id(self) -> str:
-        """Address on the PCI bus, such as ``0000:1b:00.0``: the same in every process, whatever CUDA_VISIBLE_DEVICES says."""
+        """PCI bus address such as ``0000:1b:00.0``, the same in every process despite
+        CUDA_VISIBLE_DEVICES.
+        """
         text = check(self.cuda.cuDeviceGetPCIBusId(32, self._device), "cuDeviceGetPCIBusId")
         return bytes(text).split(b"\0")[0].decode().lower()
 
     def reaches(self, bus_id: str) -> int | None:
-        """Whether kernels of this GPU can access the memory of another one: 0 no, 1 yes, 2 yes and with atomics, so over NVLink (the
-        numbers of ``transport.cuda_pairs.Access``); None where this process does not see it."""
+        """Return the access of this GPU's kernels to another GPU's memory.
+
+        0: none; 1: loads and stores; 2: atomics as well, hence NVLink (values of
+        ``transport.cuda_pairs.Access``). None if this process does not see the GPU.
+        """
         code, peer = self.cuda.cuDeviceGetByPCIBusId(bus_id.encode())
         if int(code) != 0:
             return None
@@ -209,7 +224,10 @@ class Gpu(PrimaryContext):
         )
 
     def enable_peer(self, ordinal: int) -> None:
-        """Let kernels of this GPU use memory that this process allocated on the GPU ``ordinal``, while the context lives."""
+        """Let kernels of this GPU access this process's memory on GPU ``ordinal``, while the
+        context
+        lives.
+        """
         if ordinal == self.ordinal:
             return
         peer = check(self.cuda.cuDeviceGet(ordinal), f"cuDeviceGet({ordinal})")
@@ -225,7 +243,7 @@ class Gpu(PrimaryContext):
 
     @functools.cached_property
     def exports_descriptors(self) -> bool:
-        """Whether allocations of this GPU can be shared as POSIX file descriptors."""
+        """True if allocations of this GPU can be shared as POSIX file descriptors."""
         kind = self.cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
         return bool(self._attribute(kind))
 
@@ -241,7 +259,7 @@ class Gpu(PrimaryContext):
         return properties
 
     def granularity(self) -> int:
-        """Bytes of which the size of a physical allocation is a multiple."""
+        """Return the bytes of which a physical allocation's size is a multiple."""
         option = self.cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         return int(
             check(
@@ -251,7 +269,7 @@ class Gpu(PrimaryContext):
         )
 
     def create_physical(self, nbytes: int) -> int:
-        """Memory without an address; gives its handle."""
+        """Allocate physical memory without an address; return its handle."""
         return int(
             check(
                 self.cuda.cuMemCreate(nbytes, self._properties(), 0),
@@ -260,7 +278,10 @@ class Gpu(PrimaryContext):
         )
 
     def export_descriptor(self, handle: int) -> int:
-        """A file descriptor with which any process that gets it maps the memory; the caller closes it."""
+        """Return a file descriptor with which any process that receives it maps the memory; the
+        caller
+        closes it.
+        """
         return int(
             check(
                 self.cuda.cuMemExportToShareableHandle(handle, self._descriptor_kind(), 0),
@@ -269,12 +290,15 @@ class Gpu(PrimaryContext):
         )
 
     def import_descriptor(self, descriptor: int) -> int:
-        """The handle of memory of another process; the descriptor may be closed afterwards."""
+        """Return the handle of another process's memory; the descriptor may be closed afterwards."""
         result = self.cuda.cuMemImportFromShareableHandle(descriptor, self._descriptor_kind())
         return int(check(result, "cuMemImportFromShareableHandle"))
 
     def map_physical(self, handle: int, nbytes: int) -> int:
-        """An address of this process for memory, readable and writable by this GPU. ``nbytes`` is a multiple of the granularity."""
+        """Map memory into this process, readable and writable by this GPU; return its address.
+
+        ``nbytes`` is a multiple of the granularity.
+        """
         address = int(
             check(
                 self.cuda.cuMemAddressReserve(nbytes, 0, 0, 0),
@@ -298,7 +322,7 @@ class Gpu(PrimaryContext):
         return address
 
     def unmap_physical(self, address: int, nbytes: int) -> None:
-        """Give the address back; the memory itself goes with its last handle and mapping."""
+        """Unmap and free the address range; the memory is freed with its last handle and mapping."""
         check(self.cuda.cuMemUnmap(address, nbytes), "cuMemUnmap")
         check(self.cuda.cuMemAddressFree(address, nbytes), "cuMemAddressFree")
 
@@ -308,7 +332,9 @@ class Gpu(PrimaryContext):
     # ---- host memory that the GPU uses
 
     def pin(self, address: int, nbytes: int) -> int:
-        """Pin host memory that exists already (whole pages) for all GPUs of this process; gives its address on the GPU."""
+        """Pin existing host memory (whole pages) for all GPUs of this process; return its GPU
+        address.
+        """
         check(
             self.cuda.cuMemHostRegister(address, nbytes, MEMHOSTALLOC_PORTABLE_MAPPED),
             f"cuMemHostRegister of {nbytes} bytes",
@@ -328,11 +354,13 @@ class Gpu(PrimaryContext):
         check(self.cuda.cuMemcpyHtoDAsync(device, host, nbytes, stream), "cuMemcpyHtoDAsync")
 
     def write_word(self, address: int, value: int, stream: int) -> None:
-        """Enqueue a store of a 32-bit word, after everything before it in the stream is visible to the host."""
+        """Enqueue a store of a 32-bit word, after all earlier work of the stream is visible to the
+        host.
+        """
         check(self.cuda.cuStreamWriteValue32(stream, address, value, 0), "cuStreamWriteValue32")
 
     def wait_word(self, address: int, value: int, stream: int) -> None:
-        """What follows in the stream waits until the 32-bit word has this value."""
+        """Make the stream wait until the 32-bit word has this value."""
         check(
             self.cuda.cuStreamWaitValue32(stream, address, value, WAIT_VALUE_EQ),
             "cuStreamWaitValue32",
@@ -341,7 +369,7 @@ class Gpu(PrimaryContext):
     # ---- kernels and streams
 
     def load(self, cubin: bytes, entry: str) -> Any:
-        """The function ``entry`` of a module, which is loaded if nobody has in this process."""
+        """Return function ``entry`` of a module, loaded on first use in this process."""
         name = hashlib.sha256(cubin).digest(), entry
         known = self._modules.functions
         if name not in known:
@@ -368,7 +396,7 @@ class Gpu(PrimaryContext):
         return int(check(self.cuda.cuStreamIsCapturing(stream), "cuStreamIsCapturing")) != 0
 
     def order_streams(self, before: int, after: int) -> None:
-        """What follows in ``after`` waits for what is in ``before`` now."""
+        """Make later work of stream ``after`` wait for current work of stream ``before``."""
         event = check(self.cuda.cuEventCreate(EVENT_DISABLE_TIMING), "cuEventCreate")
         try:
             check(self.cuda.cuEventRecord(event, before), "cuEventRecord")
@@ -377,22 +405,22 @@ class Gpu(PrimaryContext):
             self.cuda.cuEventDestroy(event)
 
     def make_event(self) -> Any:
-        """An event without time, which the caller destroys."""
+        """Create an event without timing; the caller destroys it."""
         return check(self.cuda.cuEventCreate(EVENT_DISABLE_TIMING), "cuEventCreate")
 
     def record(self, event: Any, stream: int) -> None:
         check(self.cuda.cuEventRecord(event, stream), "cuEventRecord")
 
     def wait_event(self, stream: int, event: Any) -> None:
-        """What follows in ``stream`` waits for the event as it was recorded last."""
+        """Make later work of ``stream`` wait for the last record of ``event``."""
         check(self.cuda.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
 
     def is_done(self, stream: int) -> bool:
-        """Whether the GPU has done all that is in a stream; does not wait."""
+        """Return True if the GPU has completed all work of a stream; does not wait."""
         return self._has_ended("cuStreamQuery", stream)
 
     def has_completed(self, event: Any) -> bool:
-        """Whether the GPU has come past the event; does not wait."""
+        """Return True if the GPU has completed the event; does not wait."""
         return self._has_ended("cuEventQuery", event)
 
     def _has_ended(self, query: str, what: Any) -> bool:
@@ -407,14 +435,14 @@ class Gpu(PrimaryContext):
         self.cuda.cuEventDestroy(event)
 
     def make_stream(self) -> int:
-        """A stream that does not wait for the legacy default stream."""
+        """Create a stream that does not synchronise with the legacy default stream."""
         return int(check(self.cuda.cuStreamCreate(STREAM_NON_BLOCKING), "cuStreamCreate"))
 
     def destroy_stream(self, stream: int) -> None:
         self.cuda.cuStreamDestroy(stream)
 
     def capture_id(self, stream: int) -> int:
-        """Which capture a stream takes part in, 0 for none."""
+        """Return the id of the capture that a stream is part of; 0 if none."""
         result = self.cuda.cuStreamIsCapturing(stream)
         if (
             result[0] == self.cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
@@ -425,7 +453,10 @@ class Gpu(PrimaryContext):
         return int(check(self.cuda.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")[1])
 
     def capture(self, stream: int, enqueue: Callable[[int], None]) -> Any:
-        """A graph, ready to be launched, of what ``enqueue(stream)`` enqueues. What other threads do meanwhile is not part of it."""
+        """Capture the work of ``enqueue(stream)`` and return an instantiated graph.
+
+        Calls of other threads meanwhile are not part of it.
+        """
         cuda = self.cuda
         check(
             cuda.cuStreamBeginCapture(
@@ -450,7 +481,7 @@ class Gpu(PrimaryContext):
         check(self.cuda.cuGraphLaunch(graph, stream), "cuGraphLaunch")
 
     def destroy_graph(self, graph: Any) -> None:
-        """It ends first, where it is under way."""
+        """Destroy a graph; a running launch of it completes first."""
         self.cuda.cuGraphExecDestroy(graph)
 
     def synchronize(self) -> None:

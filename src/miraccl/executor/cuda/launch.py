@@ -1,4 +1,4 @@
-"""A launch with everything but the pointers decided, and the kernels that are loaded on a GPU."""
+"""Prepared launches, complete but for the pointers, and the kernels loaded on a GPU."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class Launch:
-    """One collective of one size. ``run`` enqueues it; it neither waits nor allocates.
+    """Prepared launch of one collective of one size. ``run`` enqueues it; it neither waits nor
+    allocates.
 
-    ``overlaps``: the kernel waits for the one before it in the stream by itself (``wait_previous_grid`` of source/machine.cuh), so it is set
-    up while that one runs.
+    ``overlaps``: the kernel itself waits for the previous one in the stream (``wait_previous_grid``
+    of source/machine.cuh), so it is set up while that one runs.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class Launch:
 
     @property
     def last_plan(self) -> DevicePlan:
-        """What it was last enqueued with."""
+        """Plan of the last ``run``."""
         return self.plan
 
     @property
     def signatures(self) -> tuple[int, ...]:
-        """What it says on boards that it runs."""
+        """Signatures of this launch in op records."""
         field = layout.ARGS["signature"]
         return (
             int(struct.unpack_from(f"<{field.code}", self._arg_bytes, field.offset)[0])
@@ -102,7 +103,9 @@ class Launch:
         )
 
     def run(self, source: int, target: int, stream: int) -> None:
-        """Enqueue in ``stream`` (a CUstream as a number): read at ``source``, write at ``target``."""
+        """Enqueue in ``stream`` (a CUstream as an int), reading at ``source`` and writing at
+        ``target``.
+        """
         _pointers.pack_into(self._args, 0, source, target)
         if stream != self._stream:
             self._stream, self._stream_object = stream, self._stream_type(stream)
@@ -123,44 +126,48 @@ class Launch:
             check(code, "cuLaunchKernel")
 
     def _run_direct(self, source: int, target: int, stream: int) -> None:
-        """As ``run``, without the conversions of cuda.bindings (``executor.cuda.doors.call``)."""
+        """``run`` without the conversions of cuda.bindings (``fastpath.cuda.call``)."""
         code = self._direct(self.record, source, target, stream)
         if code:
             self.check(code)
 
     def check(self, code: int) -> None:
-        """Raise what a code of the driver says."""
+        """Raise ``SystemFailure`` for an error code of the driver."""
         check((self._results(code),), "cuLaunchKernelEx")
 
 
 @functools.cache
 def _cuda_launch() -> tuple[int, Callable[[int, int, int, int], int]] | None:
-    """(address of cuLaunchKernelEx, builtin that calls it); None where there is no library of the driver."""
+    """Return (address of cuLaunchKernelEx, builtin that calls it); None without the driver's
+    library.
+    """
     address = function_address("cuLaunchKernelEx")
     entry = native.library("miraccl.fastpath.cuda.call").address(native.PREFIX + "launch")
     return (address, native.builtin("launch", entry)) if address else None
 
 
 def direct_launch(gpu: Gpu) -> tuple[int, Callable[[int, int, int, int], int]] | None:
-    """How to launch without cuda.bindings; None where the driver is not the real one."""
+    """Return the direct launch function, which bypasses cuda.bindings; None if the driver is a
+    fake.
+    """
     return _cuda_launch() if isinstance(gpu.cuda, types.ModuleType) else None
 
 
 def driver_addresses(gpu: Gpu, *names: str) -> tuple[int, ...]:
-    """Addresses of functions of the driver, for compiled code; 0 where the driver is not the real one."""
+    """Return addresses of driver functions for compiled code; 0 each if the driver is a fake."""
     real = isinstance(gpu.cuda, types.ModuleType)
     return tuple(function_address(name) if real else 0 for name in names)
 
 
 class Kernels:
-    """Compiled and loaded kernels of one GPU, by what they are for."""
+    """Compiled and loaded kernels of one GPU, by specification."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self._functions: dict[KernelSpec, Any] = {}
 
     def function(self, spec: KernelSpec) -> Any:
-        """The loaded kernel, compiled now if this machine never needed it."""
+        """Return the loaded kernel; it is compiled if it is not in the cache of this machine."""
         if spec not in self._functions:
             cubin = toolkit.compile_cubin(
                 write_source(spec, self.gpu.arch), self.gpu.arch, spec.name
@@ -169,7 +176,7 @@ class Kernels:
         return self._functions[spec]
 
     def prepare_scale(self, request: Request, comm_args: lower.CommArgs) -> Launch:
-        """A pre-multiplied sum of one rank."""
+        """Prepare a pre-multiplied sum of a single rank."""
         threads = 512
         blocks = max(1, min(request.multiprocessors, -(-request.count // threads)))
         plan = DevicePlan(
@@ -198,7 +205,11 @@ class Kernels:
         comm_args: lower.CommArgs,
         windows: schedules.WindowOffsets = schedules.NO_WINDOWS,
     ) -> Launch:
-        """Compile, load and lower. May be called while a stream is captured."""
+        """Compile, load and lower. May be called while a stream is captured.
+
+        Raises:
+            InvalidUsage: The arguments of the launch need a newer driver.
+        """
         schedule = schedules.schedule_of(plan, request, comm_args.order)
         spec = schedules.kernel_for(plan, request, schedule)
         args = schedules.lower_plan(schedule, plan, request, comm_args, windows)

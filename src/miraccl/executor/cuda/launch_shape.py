@@ -1,4 +1,6 @@
-"""Blocks and threads of a launch, for an algorithm, a protocol and a size: measured on H200 (docs/performance.md says how)."""
+"""Blocks and threads of a launch by algorithm, protocol and size, measured on H200
+(docs/performance.md).
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,11 @@ def _candidate_shapes(request: Request, algo: str, frame: Framing) -> Shapes:
 
 
 def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
-    """Many small blocks for short messages, so that each multiprocessor has little to do; fuller ones where bandwidth counts."""
+    """Return a plan with the launch shape of a packet kernel.
+
+    Short messages use many small blocks, so that each multiprocessor has little work; large ones
+    use fuller blocks for bandwidth.
+    """
     frame = frame_of(request, proto)
     vectors = vectors_of(request, algo, frame)
     if fans := fanout_shape(request, algo, proto, frame, vectors):
@@ -126,7 +132,10 @@ def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
 def double_buffered_shape(
     request: Request, algo: str, proto: str, frame: Framing, vectors: int
 ) -> DevicePlan | None:
-    """The shape of the kernel in parts, where the banks have more of them in turns than slots for pieces."""
+    """Return the double-buffered plan; None if the two halves in turns do not hold more than slots
+    of
+    tiles.
+    """
     if algo != "two_shot" or request.nranks <= 4:
         return None
     for parts in range(2, MAX_DOUBLE_BUFFERED_TILES + 1):
@@ -156,7 +165,7 @@ def double_buffered_shape(
 def fanout_shape(
     request: Request, algo: str, proto: str, frame: Framing, vectors: int
 ) -> DevicePlan | None:
-    """The shape of the kernel in which threads share packets, where it has all packets in one piece."""
+    """Return the plan in which threads share packets; None if the packets exceed one tile."""
     if (
         request.nranks < 3
         or frame is Framing.MASK
@@ -178,7 +187,7 @@ def fanout_shape(
 
 
 def simple_shape(request: Request, algo: str) -> DevicePlan:
-    """Few full blocks."""
+    """Return a plan of protocol Simple: few full blocks."""
     blocks = max(
         1, min(layout.BLOCKS, request.multiprocessors, request.block_bytes // SIMPLE_BLOCK_BYTES)
     )

@@ -1,22 +1,23 @@
-"""Where things lie in a rank's symmetric memory, and how the arguments of a launch look: what Python and CUDA agree on.
+"""Layout of a rank's symmetric memory and of launch arguments, shared by Python and CUDA.
 
 The symmetric memory is one allocation per rank, mapped by every other rank:
 
 ======== ============================================================ ======================
-part     holds                                                        written by
+part     contents                                                     written by
 ======== ============================================================ ======================
 state    number of the launch, ticket of its blocks, signatures,      its rank
-         number of collectives that are messages, whether waits failed
-board    what peers say they run, per (peer, launch modulo 4)         the peer
-waits    what ranks say of long waits for messages, per (rank, peer)  the rank
-flags    of staged copies: what has come, what is free again          peers; cleared by its rank
-lanes    rows sent, rows taken, per (peer, lane)                      its rank
-credit   rows that the peer has taken, per (peer, lane)               the peer
-moves    which collectives that are messages peers say they run       the peer
-packets  two banks of packets, full of ones when nothing is there;    peers; cleared by its rank
-         FIFOs of protocol Simple during a launch of it; between two
-         meetings staging memory of copies
-rings    rows of messages to this rank, per (peer, lane)              peers
+         number of message collectives, whether a wait has failed
+op log   op records: operations that peers run, per (peer, launch     the peer
+         modulo 4)
+waits    wait words of long waits for messages, per (rank, peer)      the rank
+flags    of staged copies: chunk ready, slot free                     peers; cleared by its rank
+counters rows sent, rows received, per (peer, warp queue)             its rank
+credit   rows that the peer has received, per (peer, warp queue)      the peer
+msg ops  message collectives that peers run                           the peer
+packets  two halves of the packet buffer, ones where empty;           peers; cleared by its rank
+         FIFOs of protocol Simple during a launch of it; staging
+         memory of copies between two device barriers
+rows     row FIFOs of messages to this rank, per (peer, warp queue)   peers
 bulk     chunks of large messages to this rank; their words           peers
 ======== ============================================================ ======================
 """
@@ -142,19 +143,21 @@ AWAIT_TEXT = {
 
 
 def slot_bytes(slots: int, blocks: int) -> int:
-    """Bytes of a slot where each of ``blocks`` blocks has ``slots`` of them in a bank."""
+    """Return the bytes of a slot if each of ``blocks`` blocks has ``slots`` of them in a half."""
     room = HALF_BYTES - 3 * MAX_RANKS * BLOCKS * FIFO_WORD_BYTES
     return min(MAX_SLOT_BYTES, room // (slots * blocks) // 1024 * 1024)
 
 
 def message_warp_queues(nranks: int) -> int:
-    """Lanes between two ranks in one direction: the rings from all peers share ``ROW_FIFOS_BYTES``."""
+    """Return the warp queues between two ranks in one direction; all row FIFOs share
+    ``ROW_FIFOS_BYTES``.
+    """
     return min(MAX_WARP_QUEUES, ROW_FIFOS_BYTES // (max(1, nranks - 1) * FIFO_ROWS * ROW_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a struct: ``struct`` code and offset in bytes."""
+    """Field of a struct: ``struct`` format code and offset in bytes."""
 
     code: str
     offset: int
@@ -213,7 +216,11 @@ MESSAGE_OP = "<IIII"
 
 
 def small_capacity(nranks: int) -> int:
-    """The room of most launches: for one message to every rank and one from it, and eight more. The driver copies all of it."""
+    """Return the argument bytes for the queues and messages of most launches.
+
+    Enough for one message to and from every rank, and eight more. The driver copies all of it at
+    every launch.
+    """
     return (2 * nranks - 1) * struct.calcsize(QUEUE) + (2 * nranks + 8) * struct.calcsize(MESSAGE)
 
 
@@ -226,7 +233,7 @@ GROUP_SIZES = {"line": (124, 112), "pair": (64, 63)}
 
 
 def common_defines(nranks: int) -> dict[str, int]:
-    """Those of every kernel."""
+    """Return the macros of every kernel."""
     names = (
         "WORD_STRIDE MAX_RANKS STATE_OFFSET STATE_LAUNCH STATE_TICKET STATE_SIGNATURES STATE_WAIT_FAILED STATE_COPIES OP_LOG_OFFSET "
         "OP_LOG_ENTRIES NEEDS_ALL_SHIFT PACKETS_OFFSET HALF_BYTES NO_RANK "
@@ -237,7 +244,9 @@ def common_defines(nranks: int) -> dict[str, int]:
 
 
 def step_defines(nranks: int, capacity: int) -> dict[str, int]:
-    """Those of source/steps.cuh with room for so many steps, and the numbers of primitives."""
+    """Return the macros of source/steps.cuh for ``capacity`` steps, and the numbers of its
+    primitives.
+    """
     sizes = {
         "MAX_STEPS": capacity,
         "STEP_BYTES": struct.calcsize(STEP),
@@ -253,7 +262,7 @@ def step_defines(nranks: int, capacity: int) -> dict[str, int]:
 
 
 def message_defines(nranks: int, frame: str) -> dict[str, int]:
-    """Those of source/p2p.cuh and bulk.cuh."""
+    """Return the macros of source/p2p.cuh and bulk.cuh."""
     names = (
         "TO_PEER FROM_PEER TO_SELF TO_BULK FROM_BULK ROWS_SENT_OFFSET ROWS_RECEIVED_OFFSET CREDIT_OFFSET "
         "STATE_MESSAGE_OPS MESSAGE_OPS_OFFSET MESSAGE_OP_ENTRIES "

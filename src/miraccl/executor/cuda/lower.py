@@ -1,8 +1,9 @@
-"""From a plan to the arguments of a launch.
+"""Lowering of a plan to the arguments of a launch.
 
-Algorithms on packets (``plan.ALGORITHMS``) are recognised by name: their kernels are the schedules with send and receive fused, one thread
-per packet.  Every other schedule, and these in protocol Simple, is lowered step by step (``schedules``).  What is lowered depends on rank
-and size; pointers are filled in by whoever launches.
+Packet algorithms (``plan.ALGORITHMS``) are recognised by name: their kernels are the schedules with
+send and receive fused, one thread per packet. All other schedules, and these in protocol Simple,
+are lowered step by step (``schedules``). The result depends on rank and size; the launch fills in
+the pointers.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for t
 
 @dataclass(frozen=True, kw_only=True)
 class CommArgs:
-    """What of ``struct Args`` is the same in all launches of a communicator (NCCL's ``ncclKernelComm``): addresses of the memory of
-    ``transport.cuda_p2p``, the words in host memory, the deadline; the ``order`` of the ring, where it is not that of the ranks; whether
-    every rank addresses every other's device memory (``direct``)."""
+    """Fields of ``struct Args`` common to all launches of a communicator (NCCL's
+    ``ncclKernelComm``).
+
+    Addresses of the symmetric memory (``transport.cuda_p2p``) and of the host words, and the
+    deadline. ``order``: order of the ring, if not that of the ranks. ``direct``: every rank
+    addresses every other's device memory.
+    """
 
     rank: int
     own: int
@@ -48,7 +53,7 @@ class CommArgs:
 
 
 def scalar_bits(request: Request) -> int:
-    """The scalar of a pre-multiplied sum as the type in which elements are added up, zero-extended to 8 bytes."""
+    """Return the scalar of a pre-multiplied sum in the accumulation type, zero-extended to 8 bytes."""
     if request.op is not RedOp.PREMUL_SUM:
         return 0
     kind = (
@@ -58,7 +63,10 @@ def scalar_bits(request: Request) -> int:
 
 
 def plan_signature(plan: DevicePlan, request: Request, position: tuple[int, ...] = ()) -> int:
-    """32 bits of what all ranks must agree about: the operation and how it is run; ``place`` is where, in windows."""
+    """Return a 32-bit hash of the operation and its plan, on which all ranks must agree.
+
+    ``position``: window position of the buffers.
+    """
     fields = (request.collective, request.dtype, request.op, request.count, request.root)
     shape = (
         plan.algo,
@@ -73,7 +81,10 @@ def plan_signature(plan: DevicePlan, request: Request, position: tuple[int, ...]
 
 
 def needed_ranks(request: Request, rank: int) -> int:
-    """Whom an operation does not end without on ``rank``, whatever the algorithm, as entries of the board have it."""
+    """Return the ranks without which an operation cannot end on ``rank``, encoded as in op records.
+
+    The result does not depend on the algorithm.
+    """
     if request.collective is Collective.BROADCAST:
         return 0 if rank == request.root else 1 << request.root
     return (
@@ -95,7 +106,7 @@ def pack_args(
     needs: int = 0,
     trees: bytes = b"",
 ) -> bytearray:
-    """struct Args with empty ``in`` and ``out``; ``needs`` as of ``needed_by``."""
+    """Pack struct Args with null ``in`` and ``out``; ``needs`` is the result of ``needed_ranks``."""
     nranks = len(comm_args.inboxes)
     block = bytearray(layout.args_bytes(nranks))
     ring = comm_args.order or range(nranks)
@@ -125,7 +136,10 @@ def pack_args(
 
 
 def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> bytearray:
-    """Arguments of the kernel ``packets``. Raises ``InvalidUsage`` for a shape that the banks cannot hold."""
+    """Return the arguments of the kernel ``packets``; raise ``InvalidUsage`` if a half cannot hold
+    the
+    shape.
+    """
     count = request.count if request.reduces else request.block_bytes
     piece = plan.tile
     frame = frame_of(request, plan.proto)
@@ -161,7 +175,7 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
 
 
 def _lookahead(plan: DevicePlan, request: Request, pieces: int, nslots: int) -> int:
-    """Pieces that are pushed ahead of the one that is taken: in shots from the peers, in trees from above."""
+    """Return the tiles sent ahead of the one received: by peers in shots, by the parent in trees."""
     if plan.double_buffered:  # the kernel says when
         return 0
     trees = plan.algo == TREES
@@ -173,7 +187,7 @@ def _lookahead(plan: DevicePlan, request: Request, pieces: int, nslots: int) -> 
 
 
 def tree_links(request: Request, comm_args: CommArgs) -> bytes:
-    """This rank's places in the two trees of the schedule, in the order of the ring: two of ``layout.BRANCH``."""
+    """Return this rank's links in the two trees, in ring order: two of ``layout.TREE_LINKS``."""
     order = comm_args.order or tuple(range(request.nranks))
     root = order.index(request.root) if request.collective.rooted else 0
     trees = [
@@ -192,7 +206,10 @@ def tree_links(request: Request, comm_args: CommArgs) -> bytes:
 
 
 def lower_scale(request: Request, comm_args: CommArgs) -> bytearray:
-    """Arguments of the kernel ``scale``, which has no peers: one rank's pre-multiplied sum."""
+    """Return the arguments of the kernel ``scale``, which has no peers: a single rank's pre-
+    multiplied
+    sum.
+    """
     nobody = (0,) * SCALE_RANKS
     return pack_args(
         replace(comm_args, inboxes=nobody, outboxes=nobody, order=()),

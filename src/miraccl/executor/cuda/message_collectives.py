@@ -1,4 +1,7 @@
-"""Which collective a launch of messages is: 32 bits that all ranks must agree about, in headers and on boards (source/p2p.cuh)."""
+"""Signatures of collectives that are sent as messages: 32 bits on which all ranks must agree.
+
+They are part of message headers and of the entries ``layout.MESSAGE_OP`` (source/p2p.cuh).
+"""
 
 from __future__ import annotations
 
@@ -20,28 +23,35 @@ _LABELS = {
 
 
 def pack_signature(collective: int, root: int, hashed: int) -> int:
-    """``root`` is a rank or ``NO_ROOT``, ``hashed`` the counts that all ranks know; never 0. Compiled code computes it, too.
+    """Return the signature of a collective; never 0. Compiled code computes it as well.
 
-    Over several hosts there are more ranks than the bits for the root can tell: the others make a difference to the hash.
+    ``root`` is a rank or ``NO_ROOT``; ``hashed`` is a hash of the counts that all ranks know. Roots
+    that exceed the field (ranks of several hosts) change the hash.
     """
     told = min(root, NO_ROOT)
     return collective << 28 | told << 24 | (hashed ^ (root - told) * 0x9E3779B1) & 0xFFFFFF
 
 
 def op_signature(collective: Collective, root: int = NO_ROOT, counts: Sequence[int] = ()) -> int:
-    """Of a collective whose ranks have ``counts`` elements, none where ranks do not know those of others."""
+    """Return the signature of a collective with these ``counts`` per rank; no counts if ranks do
+    not
+    know them.
+    """
     return pack_signature(
         int(collective), root if collective.rooted else NO_ROOT, functools.reduce(mix, counts, 0)
     )
 
 
 def op_tag(number: int, launches: int, signature: int) -> int:
-    """What stands in headers and on boards: of which number a collective is, after how many launches (``op_tag`` of source/p2p.cuh)."""
+    """Return the tag of a collective in headers and entries (``op_tag`` of source/p2p.cuh).
+
+    ``number``: number of the message collective; ``launches``: launches before it.
+    """
     return (signature ^ number * 0x9E3779B1 ^ launches * 0x85EBCA6B) & 0xFFFFFFFF or 1
 
 
 def describe_signature(signature: int) -> str:
-    """A collective in words: ``gather (root 1)``."""
+    """Return a collective as text: ``gather (root 1)``."""
     code, root = signature >> 28 & 15, signature >> 24 & 15
     if code not in Collective._value2member_map_ or code not in _LABELS:
         return "an unknown collective"

@@ -1,7 +1,8 @@
-"""Launches of the kernel ``p2p``: lowered once for a pattern of messages, with other addresses every time.
+"""Launches of the kernel ``p2p``: lowered once per pattern of messages, run with new addresses.
 
-Patterns that do not fit into the arguments of a launch have a table in pinned memory. Outside of captures a table is used again when its
-launch has ended; one that was captured stays, since the graph may be replayed at any time.
+Patterns that exceed the arguments of a launch use a table in pinned memory. A table is reused when
+its launch has completed; a captured launch keeps its table, since the graph may be replayed at any
+time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _address = struct.Struct("<Q")
 
 @dataclass
 class _MessageTable:
-    """Pinned memory; ``event`` follows the launch that read it last, None after a capture."""
+    """Message table in pinned memory.
+
+    ``event`` follows the last launch that reads the table; None after a capture.
+    """
 
     host: int
     on_gpu: int
@@ -43,7 +47,10 @@ class _MessageTable:
 
 
 class _PatternLaunch(Launch):
-    """Everything but the addresses is decided; the kernel has no use for the two pointers of collectives."""
+    """Prepared launch of messages, complete but for the addresses; the two pointers of collectives
+    are
+    unused.
+    """
 
     def __init__(
         self,
@@ -58,16 +65,16 @@ class _PatternLaunch(Launch):
 
     @property
     def argument_address(self) -> int:
-        """The address of the kernel's argument."""
+        """Address of the kernel's argument."""
         return ctypes.addressof(self._args)
 
     def address_positions(self) -> list[int]:
-        """Where the messages' addresses belong, if they are in the arguments."""
+        """Return the addresses at which the messages' buffer addresses are stored in the arguments."""
         return [self.argument_address + position for position in self.lowered.positions]
 
 
 class _TemplateLaunch(_PatternLaunch):
-    """A pattern of its own for compiled code, which writes sizes into it as well."""
+    """Pattern for compiled code, which writes sizes into it as well."""
 
     @property
     def last_plan(self) -> DevicePlan:
@@ -85,9 +92,10 @@ def _reason(count: int, blocks: int, threads: int) -> str:
 
 
 class MessageLaunches:
-    """Enqueues messages of one communicator on ``gpu``; ``rules`` is the same on all ranks. Calls of one thread.
+    """Enqueues messages of one communicator on ``gpu``. For calls of one thread.
 
-    ``doors`` are told of what they may launch by themselves.
+    ``rules`` is the same on all ranks. ``fast_path`` receives the launches that compiled code may
+    run.
     """
 
     def __init__(
@@ -107,8 +115,13 @@ class MessageLaunches:
     def run(
         self, messages: Sequence[P2pMessage], stream: int, saturates_gpu: bool, signature: int = 0
     ) -> None:
-        """Enqueue one launch for all messages in ``stream``; it neither waits nor, but for tables, allocates. ``fills``: it may take the
-        whole GPU; ``signature``: of the collective that they are, if any (``moves``), which without messages still counts."""
+        """Enqueue one launch for all messages in ``stream``. It does not wait; it allocates only
+        tables.
+
+        ``saturates_gpu``: it may use the whole GPU. ``signature``: the collective that the messages
+        belong to, or 0 (``message_collectives``); a collective without messages on this rank is
+        still launched.
+        """
         if not messages and not signature:
             return
         if self.rules.nranks == 1:
@@ -180,7 +193,7 @@ class MessageLaunches:
         return launch
 
     def _copy(self, messages: Sequence[P2pMessage], stream: int) -> None:
-        """A single rank sends to itself alone."""
+        """Copy messages of a communicator with a single rank."""
         lowered = lower_messages(messages, self._comm_args, self.rules)
         assert len(lowered.positions) == len(messages)
         sends = [m for m in messages if not m.receives]
@@ -215,7 +228,7 @@ class MessageLaunches:
         self.gpu.record(table.event, stream)
 
     def close(self) -> None:
-        """Free tables; the GPU has ended its work. May be called twice."""
+        """Free the tables; the GPU must have completed its work. May be called twice."""
         tables, self._tables = self._tables, []
         for table in tables:
             if table.event is not None:

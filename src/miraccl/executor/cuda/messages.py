@@ -1,8 +1,9 @@
-"""From sends and receives to the arguments of the kernel ``p2p`` (source/p2p.cuh): which warps do what.
+"""Lowering of sends and receives to the arguments of the kernel ``p2p`` (source/p2p.cuh).
 
-Messages between two ranks in one direction are a queue; a queue is served by lanes, a warp each.  How many lanes a message uses follows
-from its bytes and from ``WarpQueueRules``, which all ranks have alike.  What fits goes into the arguments, else into a table that the kernel
-reads.
+Messages between two ranks in one direction are a peer queue, served by warp queues of one warp
+each. The number of warp queues of a message follows from its bytes and from ``WarpQueueRules``,
+which is the same on all ranks. Small launches fit into the arguments; larger ones use a table that
+the kernel reads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _MESSAGE, _QUEUE, _HEAD = (
 
 
 class P2pMessage(NamedTuple):
-    """One send to ``peer`` or receive from it. ``code`` is the dtype's, which is compared with the peer's; what is moved are bytes."""
+    """Send to ``peer`` or receive from it.
+
+    ``code`` is the dtype, compared with the peer's; the data are moved as bytes.
+    """
 
     receives: bool
     peer: int
@@ -38,7 +42,10 @@ class P2pMessage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WarpQueueRules:
-    """What all ranks know alike: how many warps a launch may have (``multiprocessors`` that kernels may fill), how rows are framed."""
+    """Rules shared by all ranks that map messages to warps.
+
+    ``multiprocessors``: number that kernels may use; ``frame``: framing of rows.
+    """
 
     nranks: int
     multiprocessors: int
@@ -46,19 +53,22 @@ class WarpQueueRules:
 
     @property
     def max_copy_warp_queues(self) -> int:
-        """Warps for messages of a rank to itself at most."""
+        """Maximum warps for messages of a rank to itself."""
         return max(1, min(64, self.multiprocessors * WARPS // 8))
 
     @property
     def max_warp_queues(self) -> int:
-        """Lanes of a message at most: with all peers in both directions at once, all lanes are on the GPU together."""
+        """Maximum warp queues of a message.
+
+        With all peers in both directions at once, all warp queues are on the GPU together.
+        """
         warps = self.multiprocessors * WARPS - self.max_copy_warp_queues
         return max(
             1, min(layout.message_warp_queues(self.nranks), warps // (2 * max(1, self.nranks - 1)))
         )
 
     def warp_queues_for(self, nbytes: int) -> int:
-        """Lanes of a message (``cut`` of source/p2p.cuh)."""
+        """Return the warp queues of a message (``partition`` of source/p2p.cuh)."""
         return (
             1
             if nbytes >= self.bulk_min_bytes
@@ -69,11 +79,17 @@ class WarpQueueRules:
 
     @property
     def bulk_min_bytes(self) -> int:
-        """Bytes from which a message is large; only where two blocks per multiprocessor leave one for every large queue beside lanes."""
+        """Bytes from which a message is large.
+
+        Only if two blocks per multiprocessor leave one for every large queue beside the warp
+        queues.
+        """
         return layout.BULK_MIN_BYTES if self.multiprocessors >= 2 * (self.nranks - 1) else MAX_BYTES
 
     def kernel_spec(self, bulk: bool, capacity: int) -> KernelSpec:
-        """The kernel; ``bulk``: with large messages; ``room`` as in ``Lowered``."""
+        """Return the kernel to compile; ``bulk``: with large messages; ``capacity`` as in
+        ``LoweredMessages``.
+        """
         return KernelSpec(
             family="bulk" if bulk else "p2p",
             nranks=self.nranks,
@@ -88,8 +104,11 @@ class WarpQueueRules:
 
 @dataclass(frozen=True, kw_only=True)
 class LoweredMessages:
-    """A launch. ``positions[i]`` is where the address of the i-th message lies, in ``table`` if there is one, else in ``args``; ``queues``
-    are the numbers of the messages of each queue that lanes serve."""
+    """Lowered launch of messages.
+
+    ``positions[i]`` is the offset of message i's address, in ``table`` if there is one, else in
+    ``args``. ``queues`` lists the message indices of each peer queue.
+    """
 
     args: bytearray
     table: bytearray | None
@@ -101,21 +120,24 @@ class LoweredMessages:
     capacity: int  # bytes at the end of ``args`` for queues and messages
 
     def set_table(self, address: int) -> None:
-        """Where the kernel finds the table."""
+        """Set the address at which the kernel reads the table."""
         struct.pack_into("<Q", self.args, len(self.args) - self.capacity - _HEAD.size, address)
 
     def queue_offset(self, queue: int) -> int:
-        """Where in ``args`` the record of a queue lies."""
+        """Return the offset of a queue's record in ``args``."""
         return len(self.args) - self.capacity + queue * _QUEUE.size
 
 
 def lower_messages(
     messages: Sequence[P2pMessage], comm_args: CommArgs, rules: WarpQueueRules, signature: int = 0
 ) -> LoweredMessages:
-    """One launch for all messages; those of a queue keep their order. ``signature`` is that of a collective (``moves``), in which a
-    rank takes part that has no messages, too.
+    """Lower all messages to one launch; messages of a queue keep their order.
 
-    Raises ``InvalidUsage`` for messages to this rank itself that do not pair up.
+    ``signature``: the message collective (``message_collectives``), or 0; a rank without messages
+    takes part in it as well.
+
+    Raises:
+        InvalidUsage: Messages of this rank to itself do not pair up, or a message is too large.
     """
     queues: dict[tuple[int, int], list[int]] = {}
     for number, message in enumerate(messages):
@@ -164,7 +186,10 @@ def lower_messages(
 
 
 def _bulk_queues(large: Sequence[tuple[int, int, int, int]], blocks: int) -> list[bytes]:
-    """Queues of large messages share blocks and slots alike. Sender and receiver need not have the same number of blocks."""
+    """Return records of the large messages' queues, which share blocks and slots equally.
+
+    Sender and receiver may have different numbers of blocks.
+    """
     receives = sum(kind == layout.FROM_BULK for kind, *_ in large)
     each, slots = (
         blocks // max(1, len(large)),
@@ -216,7 +241,10 @@ def _pack(
 
 
 def _pair_self_messages(messages: list[tuple[int, P2pMessage]], rank: int) -> list[int]:
-    """Source and target in turn: the n-th send of this rank to itself and its n-th receive."""
+    """Return send and receive indices alternately: the n-th send of this rank to itself and its
+    n-th
+    receive.
+    """
     sends = [item for item in messages if not item[1].receives]
     receives = [item for item in messages if item[1].receives]
     if len(sends) != len(receives):
@@ -239,6 +267,6 @@ def _pair_self_messages(messages: list[tuple[int, P2pMessage]], rank: int) -> li
 
 
 def describe_message(nbytes: int, code: int) -> str:
-    """A message in words."""
+    """Return a message's size as text."""
     dtype = DType(code)
     return f"{nbytes // dtype.itemsize} x {dtype.label} ({nbytes} bytes)"

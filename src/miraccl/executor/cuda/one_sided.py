@@ -1,7 +1,10 @@
-"""Schedules with steps on memory that peers address (``schedule.ir.Op``: PUT, GET, REDUCE_FROM_PEERS), on windows.
+"""Schedules with steps on memory that peers address (``schedule.ir.Op``: PUT, GET,
+REDUCE_FROM_PEERS),
+on windows.
 
-Where a peer has its input follows from where this rank has its own: at the same place of the same window, which is mapped here, too.  So a
-launch belongs to a place; all ranks must pass the same, and are told of a mismatch as of any other.
+A peer's buffer has the same position in the same window as this rank's, and the window is mapped
+here. A launch therefore belongs to a window position; all ranks must pass the same one, and a
+mismatch is reported like any other.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ def make_launch(
     comm_args: lower.CommArgs,
     find: FindPosition,
 ) -> Launch | OneSidedLaunch:
-    """What runs a plan: for schedules with steps on the input or output of peers, launches that depend on where these lie."""
+    """Return the launch of a plan; it depends on window positions if peers address input or output."""
     schedule = schedules.schedule_of(plan, request, comm_args.order)
     if schedule is None or not schedule.addressed - {Buffer.SCRATCH}:
         return kernels.prepare(plan, request, comm_args)
@@ -34,7 +37,10 @@ def make_launch(
 
 
 class OneSidedLaunch:
-    """One collective of one size, wherever in windows; as ``launch.Launch``, it neither waits nor allocates once a place is known."""
+    """Launch of one collective of one size at any window position; like ``launch.Launch`` it
+    neither
+    waits nor allocates once a position is known.
+    """
 
     def __init__(
         self,
@@ -64,14 +70,17 @@ class OneSidedLaunch:
 
     @property
     def signatures(self) -> tuple[int, ...]:
-        """What it says on boards that it runs: one for each place."""
+        """Signatures in op records, one per window position."""
         return tuple(
             signature for launch in list(self._launches.values()) for signature in launch.signatures
         )
 
     def run(self, source: int, target: int, stream: int) -> None:
-        """Enqueue in ``stream``: read at ``source``, write at ``target``, of which those that peers address lie in windows (else
-        ``InvalidUsage``)."""
+        """Enqueue in ``stream``, reading at ``source`` and writing at ``target``.
+
+        Raises:
+            InvalidUsage: Memory that peers address is not in a window.
+        """
         key = tuple(
             [address if size else 0 for address, size in zip((source, target), self._bytes)]
         )

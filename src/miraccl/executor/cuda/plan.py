@@ -1,6 +1,7 @@
-"""What is to be run (``Request``), how (``DevicePlan``), and which kernel that is.
+"""Requests (``Request``), plans for them (``DevicePlan``), and the kernel of a plan.
 
-``choice`` decides about algorithm and protocol, ``launch_shape`` about blocks and threads, ``bank`` says what has room.
+``choice`` decides on algorithm and protocol, ``launch_shape`` on blocks and threads,
+``buffer_halves`` on the space that is needed.
 """
 
 from __future__ import annotations
@@ -39,9 +40,16 @@ ALGORITHMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """One way to run a collective. ``blocks`` of ``threads`` threads, ``min_blocks`` on a multiprocessor at least; each thread handles
-    ``unroll`` vectors of 16 (LL: 8) bytes at a time; ``ahead`` pieces are pushed ahead where the operation has several (0: as many as
-    memory allows); ``fan`` threads share a packet; ``double_buffered``: pieces are equal and lie in the two banks in turns (source/double_buffered.cuh)."""
+    """One way to run a collective.
+
+    Attributes:
+        blocks: Blocks of ``threads`` threads, at least ``min_blocks`` per multiprocessor.
+        unroll: Vectors of 16 (LL: 8) bytes that a thread handles at a time.
+        lookahead: Tiles sent ahead if the operation has several; 0: as many as memory allows.
+        fanout: Threads that share a packet.
+        double_buffered: Tiles are equal and alternate between the two buffer halves
+            (source/double_buffered.cuh).
+    """
 
     algo: str
     proto: str
@@ -56,18 +64,22 @@ class DevicePlan:
 
     @property
     def tile(self) -> int:
-        """Packets that one rank sends another at a time."""
+        """Packets that one rank sends to another per tile."""
         return self.blocks * self.threads * self.unroll // self.fanout
 
     @property
     def uses_packets(self) -> bool:
-        """Whether a packet kernel runs it, not the kernel ``steps``."""
+        """True for a packet kernel, False for the kernel ``steps``."""
         return self.proto in ("ll", "ll128")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be run. ``count`` are the elements of a block (``schedule.ir``), ``multiprocessors`` those that kernels may fill."""
+    """Operation to run.
+
+    ``count``: elements of a block (``schedule.ir``); ``multiprocessors``: number that kernels may
+    use.
+    """
 
     collective: Collective
     dtype: DType
@@ -100,7 +112,9 @@ def check_protocol(proto: str) -> None:
 
 
 def has_packets(request: Request, algo: str) -> bool:
-    """Whether there is a packet kernel: one_shot of rooted operations only where all their pieces have room at once."""
+    """Return True if there is a packet kernel; for rooted one_shot only if all tiles have slots at
+    once.
+    """
     if algo == TREES:
         return algo in ALGORITHMS[request.collective]
     if request.collective in ROOTED:
@@ -114,19 +128,24 @@ def has_packets(request: Request, algo: str) -> bool:
 
 
 def frame_of(request: Request, proto: str) -> Framing:
-    """How packets of a protocol are framed: in LL128, sums of floats have a NaN to spare, other data are masked."""
+    """Return the framing of a protocol's packets.
+
+    LL128 uses a spare NaN for sums of floats and masks for other data.
+    """
     if proto != "ll128":
         return Framing.PAIR
     return Framing.WORD if request.reduces and can_spare_a_nan(request.dtype) else Framing.MASK
 
 
 def rounds_of(request: Request, algo: str) -> int:
-    """How often a packet's place is needed per peer: once, or twice where sums are sent on."""
+    """Return the number of runs that a packet needs per peer: 2 if sums are sent on, else 1."""
     return 2 if request.collective is Collective.ALL_REDUCE and algo in ("two_shot", "ring") else 1
 
 
 def vectors_of(request: Request, algo: str, frame: Framing) -> int:
-    """Packets of a block, or of a rank's chunk of it (``work_of`` of source/packets.cuh)."""
+    """Return the packets of a block, or of a rank's chunk of it (``work_of`` of
+    source/packets.cuh).
+    """
     vectors = frame.vectors(request.block_bytes)
     if rounds_of(request, algo) == 2:
         vectors = -(-vectors // request.nranks)
@@ -136,14 +155,14 @@ def vectors_of(request: Request, algo: str, frame: Framing) -> int:
 
 
 def mode_of(request: Request, algo: str) -> str:
-    """The mode of the packet kernel of an algorithm (``source.PACKET_MODES``)."""
+    """Return the packet kernel's mode for an algorithm (``source.PACKET_MODES``)."""
     if rounds_of(request, algo) == 2:
         return algo
     return request.collective.label + {"chain": "_chain", TREES: "_tree"}.get(algo, "")
 
 
 def kernel_spec(plan: DevicePlan, request: Request) -> KernelSpec:
-    """What to compile for a plan."""
+    """Return the kernel to compile for a plan."""
     mode = mode_of(request, plan.algo) if plan.uses_packets else ""
     frame = frame_of(request, plan.proto) if plan.uses_packets else Framing.WORD
     single = (

@@ -1,6 +1,8 @@
-"""From a schedule to the arguments of the kernel ``steps``, which walks over it in protocol Simple (source/steps.cuh).
+"""Lowering of a schedule to the arguments of the kernel ``steps``, which interprets it in protocol
+Simple (source/steps.cuh).
 
-How many slots a FIFO has, what lies in a bank, and which blocks a launch has follow from the schedule; all ranks find the same.
+The slots of a FIFO, the layout of a buffer half and the blocks of a launch follow from the
+schedule; all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -31,13 +33,19 @@ MAX_CHUNKS = 255  # of a step, as layout.STEP has them
 
 
 def part_elements(count: int, parts: int, itemsize: int) -> int:
-    """Elements of a part: equal for all but the last ones, and a whole number of vectors, so that parts begin on 16 bytes."""
+    """Return the elements of a part, a whole number of vectors, so that parts begin on 16 bytes.
+
+    All parts are equal but the last ones, which may be shorter or empty.
+    """
     per_vector = max(1, 16 // itemsize)
     return max(1, -(-count // (parts * per_vector))) * per_vector
 
 
 def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Schedule | None:
-    """The schedule for the kernel ``steps``, in the ``order`` of the ring where neighbours count; None where packets need none."""
+    """Return the schedule for the kernel ``steps``; None for a packet plan.
+
+    ``order``: order of the ring, for schedules in which only neighbours communicate.
+    """
     return (
         None
         if plan.uses_packets
@@ -47,8 +55,14 @@ def schedule_of(plan: DevicePlan, request: Request, order: Sequence[int]) -> Sch
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOffsets:
-    """Where the input and the output of an operation are in memory that peers address, for schedules with steps on it: bytes from this
-    rank's to each peer's, as this process has them mapped, empty where it is no such memory; ``place``: what all ranks must have alike."""
+    """Positions of input and output in memory that peers address.
+
+    Attributes:
+        in_offsets: Bytes from this rank's input to each peer's, as mapped in this process; empty if
+            the input is in no window.
+        out_offsets: The same of the output.
+        position: Window position, which all ranks must share.
+    """
 
     in_offsets: tuple[int, ...] = ()
     out_offsets: tuple[int, ...] = ()
@@ -65,7 +79,9 @@ def lower_steps(
     comm_args: CommArgs,
     windows: WindowOffsets = NO_WINDOWS,
 ) -> bytearray:
-    """Arguments of the kernel ``steps``; raises ``InvalidUsage`` for what it cannot run."""
+    """Return the arguments of the kernel ``steps``; raise ``InvalidUsage`` if it cannot run the
+    schedule.
+    """
     itemsize = request.dtype.itemsize if request.reduces else 1
     count = request.count if request.reduces else request.block_bytes
     channels = [channel[comm_args.rank] for channel in schedule.channels]
@@ -139,7 +155,9 @@ def lower_steps(
 
 @lru_cache(maxsize=256)
 def fifo_slots(schedule: Schedule) -> int:
-    """Of each FIFO: few and large ones, but as many as a schedule is proved with where it would get stuck with few."""
+    """Return the slots of each FIFO: few and large, but as many as the schedule needs to be free of
+    deadlock.
+    """
     try:
         verify(schedule, fifo_depth=layout.FIFO_SLOTS)
     except ScheduleError:
@@ -154,20 +172,24 @@ def lower_plan(
     comm_args: CommArgs,
     windows: WindowOffsets = NO_WINDOWS,
 ) -> bytearray:
-    """Arguments of the kernel of a plan and of what ``schedule_of`` gives for it."""
+    """Return the arguments of a plan's kernel; ``schedule`` is the result of ``schedule_of``."""
     if schedule is None:
         return lower_packets(plan, request, comm_args)
     return lower_steps(schedule, plan, request, comm_args, windows)
 
 
 def kernel_for(plan: DevicePlan, request: Request, schedule: Schedule | None) -> KernelSpec:
-    """What to compile for a plan and what ``schedule_of`` gives for it."""
+    """Return the kernel to compile for a plan; ``schedule`` is the result of ``schedule_of``."""
     spec, room = kernel_spec(plan, request), step_capacity(schedule) if schedule else 0
     return replace(spec, capacity=room) if room > layout.STEP_CAPACITIES[0] else spec
 
 
 def step_capacity(schedule: Schedule) -> int:
-    """Steps that the arguments have room for, of whichever rank; raises ``InvalidUsage`` for a schedule that has more."""
+    """Return the steps that the arguments hold, the same on all ranks.
+
+    Raises:
+        InvalidUsage: The schedule has more steps of a rank than a launch can hold.
+    """
     ranks = (
         [step for channel in schedule.channels for step in channel[rank]]
         for rank in range(schedule.nranks)
@@ -185,8 +207,10 @@ def step_capacity(schedule: Schedule) -> int:
 
 
 def tile_elements(part: int, blocks: int, capacity: int, vector: int) -> int:
-    """Elements of a piece of a part that ``blocks`` share: as many as have room, but in equal rounds, so that no block works alone
-    at the end, and beginning on 128 bytes (1 GiB in pieces that did not went at 358 GB/s instead of 365)."""
+    """Return the elements of a part's tile for ``blocks`` blocks.
+
+    As many as ``capacity`` allows, but in equal rounds, so that no block works alone at the end.
+    """
     line = 8 * vector
     if capacity < line:
         return max(vector, capacity)
@@ -195,7 +219,7 @@ def tile_elements(part: int, blocks: int, capacity: int, vector: int) -> int:
 
 
 def senders_of(schedule: Schedule) -> list[list[int]]:
-    """For each rank those that send to it, in the order of their FIFOs."""
+    """Return the ranks that send to each rank, in the order of its FIFOs."""
     sends = [
         {step.send_peer for channel in schedule.channels for step in channel[r] if step.op.sends}
         for r in range(schedule.nranks)
@@ -207,7 +231,7 @@ def senders_of(schedule: Schedule) -> list[list[int]]:
 
 
 def half_usage(schedule: Schedule) -> tuple[int, int, int]:
-    """(chunks of a message, slots that a block has in a bank, slots' room that its scratch memory takes)."""
+    """Return (chunks of the widest message, slots of a block, slots' worth of scratch memory)."""
     widest = max(
         (
             step.chunks
@@ -226,7 +250,10 @@ def half_usage(schedule: Schedule) -> tuple[int, int, int]:
 
 
 def grid_blocks(plan: DevicePlan, schedule: Schedule | None) -> int:
-    """Blocks of the launch: a multiple of the schedule's channels, and not so many that a bank has no room for their slots."""
+    """Return the blocks of the launch: a multiple of the channels, few enough for their slots to
+    fit a
+    half.
+    """
     if schedule is None:
         return plan.blocks
     (widest, slots, scratch), blocks = (
@@ -290,7 +317,9 @@ def _check_windows(
 
 
 def _primitives(step: Step, rank: int, nranks: int) -> tuple[Step, ...]:
-    """What the kernel does for a step: a barrier is a signal to everybody, and one from everybody."""
+    """Return the kernel's steps for ``step``: a barrier is a signal to all others and a wait for
+    all.
+    """
     if step.op is not Op.BARRIER:
         return (step,)
     others = tuple(peer for peer in range(nranks) if peer != rank)

@@ -1,6 +1,6 @@
-"""Which kernel a collective needs, and its text: constants of one rank count, type, operator and shape in front of the .cuh files.
+"""Kernel source: macros for one rank count, type, operator and shape in front of the .cuh files.
 
-Data that is only moved is moved as bytes or words, never as floats: bits of a NaN stay.
+Data that are only moved are moved as bytes or words, never as floats, so NaN payloads are kept.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ FANOUT_SHOTS = ("shots.cuh", "fanout.cuh")
 
 
 def fanout_threads(nranks: int) -> int:
-    """Threads that share a packet there (source/fanout.cuh)."""
+    """Return the threads that share a packet (source/fanout.cuh)."""
     return 8 if nranks > 4 else 4
 
 
 class Framing(enum.Enum):
-    """How a packet of 16 bytes tells that it has come (source/packets.cuh)."""
+    """Arrival flags of a 16-byte packet (source/packets.cuh)."""
 
     WORD = "word"  # every word of floats is its own flag
     PAIR = "pair"  # 8 bytes of data, 8 of flags
@@ -65,26 +65,33 @@ class Framing(enum.Enum):
     LINE = "line"  # of messages only: eight packets with one flag (source/p2p.cuh)
 
     def vectors(self, nbytes: int) -> int:
-        """Packets for ``nbytes`` of data (``vectors_of`` of source/common.cuh)."""
+        """Return the packets for ``nbytes`` of data (``vectors_of`` of source/common.cuh)."""
         if self is Framing.MASK:
             return -(-nbytes // 512) * 32
         return -(-nbytes // (8 if self is Framing.PAIR else 16))
 
     def run_packets(self, packets: int) -> int:
-        """Places that ``packets`` of a piece need: masked ones have two side packets for 32."""
+        """Return the packets of a run for a tile of ``packets``; MASK adds two side packets for 32."""
         return packets + packets // 16 if self is Framing.MASK else packets
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
-    """What a kernel is compiled for.
+    """Compile-time parameters of a kernel.
 
-    ``family`` is ``packets`` (``mode`` one of ``PACKET_MODES``, packets framed as ``frame`` says), ``steps`` (protocol Simple, any
-    schedule), ``p2p`` (messages, framed as lines or pairs), ``bulk`` (the same, with large ones among them), ``meet`` (before and after
-    the work of copy engines) or ``scale`` (one rank's pre-multiplied sum, as if there were two ranks).  ``threads`` of a block, ``unroll``
-    vectors of a thread at a time, ``min_blocks`` per multiprocessor (limits registers); ``single``: shots of one piece, with
-    ``fan`` > 1 by so many threads a packet, one for each rank; ``double_buffered``: two_shot in parts; ``room``: bytes for messages, or steps, in
-    the arguments.
+    Attributes:
+        family: ``packets``, ``steps`` (protocol Simple, any schedule), ``p2p`` (messages), ``bulk``
+            (messages, some of them large), ``device_barrier`` (around the work of copy engines) or
+            ``scale`` (a single rank's pre-multiplied sum, compiled for two ranks).
+        mode: Of ``packets``: one of ``PACKET_MODES``.
+        frame: Framing of packets or rows.
+        threads: Threads of a block.
+        unroll: Vectors of a thread at a time.
+        min_blocks: Blocks per multiprocessor, which limits registers.
+        single_tile: Shots of one tile.
+        fanout: Threads per packet, one for each rank, if above 1.
+        double_buffered: two_shot whose tiles alternate between the buffer halves.
+        capacity: Argument bytes for messages, or number of steps.
     """
 
     family: str
@@ -129,7 +136,7 @@ class KernelSpec:
 
     @property
     def entry(self) -> str:
-        """The name of the kernel's function."""
+        """Name of the kernel's function."""
         return FAMILIES[self.family][0]
 
     @property
@@ -159,7 +166,7 @@ class KernelSpec:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of its text."""
+        """Source files of the kernel, in order."""
         loop = (
             FANOUT_SHOTS
             if self.fanout > 1
@@ -173,7 +180,7 @@ class KernelSpec:
 
 
 def can_spare_a_nan(dtype: DType) -> bool:
-    """Whether packets of ``dtype`` need no flags: floats have a NaN that can mean "nothing here yet"."""
+    """Return True if packets of ``dtype`` need no flags: floats have a NaN that can mean "empty"."""
     return dtype.is_float
 
 
@@ -183,7 +190,9 @@ def _text(name: str) -> str:
 
 
 def write_source(spec: KernelSpec, arch: int, machine: str | None = None) -> str:
-    """The text of a kernel for sm_``arch``; ``machine`` is text to stand for machine.cuh."""
+    """Return the source text of a kernel for sm_``arch``; ``machine`` replaces machine.cuh if
+    given.
+    """
     dtype = spec.dtype if spec.reduces else DType.UINT8
     constants: dict[str, int] = layout.common_defines(spec.nranks) | {
         "ARCH": arch,

@@ -1,14 +1,15 @@
-"""Copy engines between plain arrays: through staging memory at the receiver, in chunks, with words that streams wait for.
+"""Copy engines between plain arrays, through staging memory at the receiver, in chunks.
 
-Any schedule of sends, receives, copies and ``recv_copy_send`` runs: every pair of ranks that talk has a few slots in the receiver's packet
-banks, which nobody else uses between two meetings of all ranks (source/device_barrier.cuh).  Per direction of a pair there is a stream:
+Runs any schedule of sends, receives, copies and ``recv_copy_send``. Every communicating pair of
+ranks has a few slots in the receiver's packet buffer, which is unused between two device barriers
+(source/device_barrier.cuh). Each direction of a pair has a stream:
 
-    sender    wait until the slot is free | copy the chunk into it | say that it is ready
-    receiver  wait until the slot is ready | copy the chunk to its place | say that it is free
+    sender    wait until the slot is free | copy the chunk into it | mark it ready
+    receiver  wait until the slot is ready | copy the chunk to its address | mark it free
 
-The words are reset by who waited for them, so a captured graph can be replayed.  Multiprocessors do nothing but the two meetings and the
-clearing of the banks at the end.  On H200 this is slower than kernels (docs/gpu-experiments.md), so it runs only where the user wants no
-multiprocessors to be used.
+The waiting side resets the words, so a captured graph can be replayed. Multiprocessors run only the
+two barriers and the reset of the buffer at the end. On H200 this is slower than kernels
+(docs/gpu-experiments.md), so it is used only if the user wants no multiprocessors to be used.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class ByteRange(NamedTuple):
 
 
 class ChunkCopy(NamedTuple):
-    """What a rank does with some bytes: take them from ``up`` or from ``source``, put them to ``target``, give them to ``down``."""
+    """Path of some bytes at a rank: from ``source_rank`` or ``source`` to ``target`` and to
+    ``target_rank``.
+    """
 
     source_rank: int | None
     source: ByteRange | None
@@ -56,7 +59,7 @@ class ChunkCopy(NamedTuple):
 
 
 def byte_ranges(ref: Ref, parts: int, block: int) -> Iterator[ByteRange]:
-    """The bytes of chunks, without the empty ones; parts are whole multiples of 16 bytes but for the last."""
+    """Yield the non-empty bytes of chunks; all parts but the last are multiples of 16 bytes."""
     part = schedules.part_elements(block, parts, 1)
     for index in range(ref.index, ref.index + ref.chunks):
         at, begin = index // parts * block, min(block, index % parts * part)
@@ -66,7 +69,9 @@ def byte_ranges(ref: Ref, parts: int, block: int) -> Iterator[ByteRange]:
 
 
 def rank_copies(schedule: Schedule, rank: int, block: int) -> list[ChunkCopy]:
-    """The steps of a rank for blocks of ``block`` bytes; ``InvalidUsage`` where something is added up."""
+    """Return the steps of a rank for blocks of ``block`` bytes; raise ``InvalidUsage`` for
+    reductions.
+    """
     found: list[ChunkCopy] = []
     for channel in schedule.channels:
         for step in channel[rank]:
@@ -86,7 +91,7 @@ def rank_copies(schedule: Schedule, rank: int, block: int) -> list[ChunkCopy]:
 
 
 def split_chunks(move: ChunkCopy, slot: int) -> Iterator[ChunkCopy]:
-    """A move in chunks that fit into a slot."""
+    """Split a copy into chunks that fit a slot."""
     span = move.source or move.target
     assert span is not None
     for begin in range(0, span.nbytes, slot):
@@ -99,7 +104,7 @@ def split_chunks(move: ChunkCopy, slot: int) -> Iterator[ChunkCopy]:
 
 @dataclass(frozen=True, kw_only=True)
 class StagingLayout:
-    """How the staging memory of every rank is cut: ``senders[r]`` are the ranks that send to rank r."""
+    """Division of every rank's staging memory; ``senders[r]`` are the ranks that send to rank r."""
 
     senders: tuple[tuple[int, ...], ...]
     nslots: int
@@ -127,7 +132,7 @@ class StagingLayout:
         )
 
     def slot(self, src: int, dst: int, number: int) -> int:
-        """Where slot ``number`` of a pair begins in the region of ``dst`` for ``src``."""
+        """Return the offset of slot ``number`` for ``src`` in the region of ``dst``."""
         place = self.senders[dst].index(src) * self.nslots + number
         return layout.PACKETS_OFFSET + place * self.slot_bytes
 
@@ -147,7 +152,7 @@ Directions = dict[tuple[int, bool], SideStream]
 
 
 def staged_plan(request: Request) -> DevicePlan:
-    """How an operation between plain arrays is run by copy engines."""
+    """Return the plan of an operation between plain arrays by copy engines."""
     name = ALGORITHMS[request.collective]
     return DevicePlan(
         algo=name,
@@ -160,7 +165,7 @@ def staged_plan(request: Request) -> DevicePlan:
 
 
 class StagedLaunch:
-    """One collective of one size; as ``launch.Launch``, it does not wait."""
+    """Launch of one collective of one size; like ``launch.Launch`` it does not wait."""
 
     threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
 
@@ -199,11 +204,11 @@ class StagedLaunch:
 
     @property
     def signatures(self) -> tuple[int, ...]:
-        """What it says on boards that it runs."""
+        """Signatures of this launch in op records."""
         return self._before.signatures
 
     def run(self, source: int, target: int, stream: int) -> None:
-        """Enqueue in ``stream``: read at ``source``, write at ``target``."""
+        """Enqueue in ``stream``, reading at ``source`` and writing at ``target``."""
         gpu = self._gpu
         self._before.run(source, target, stream)
         directions = list(self._directions.values())
@@ -273,7 +278,7 @@ class StagedLaunch:
 
 
 def interleave(chunks: Sequence[ChunkCopy]) -> Iterator[ChunkCopy]:
-    """The chunks in an order that keeps every direction of every pair in order, but lets all go on at the same time."""
+    """Yield the chunks so that all directions progress together, each in its own order."""
     queues: dict[tuple[int | None, int | None], deque[ChunkCopy]] = {}
     for chunk in chunks:
         queues.setdefault((chunk.source_rank, chunk.target_rank), deque()).append(chunk)

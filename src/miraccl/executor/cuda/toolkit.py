@@ -1,7 +1,8 @@
-"""NVRTC: CUDA text in, machine code out, kept on disk.
+"""NVRTC: compiles CUDA source to machine code, cached on disk.
 
-The compiler comes from ``cuda.bindings`` and is imported when the first kernel is needed.  The key of the cache is what the code depends
-on: the text with its definitions, the architecture, the options and the version of NVRTC.  Neither a GPU nor a driver is needed here.
+The compiler comes from ``cuda.bindings`` and is imported when the first kernel is needed. The cache
+key covers the source with its macros, the architecture, the options and the NVRTC version. Neither
+a GPU nor a driver is needed here.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ OPTIONS = ("--std=c++17", "-lineinfo")
 
 
 class CompileError(MiracclError):
-    """NVRTC refused a kernel; the message is its log. A bug of this package."""
+    """NVRTC rejected a kernel, which is a bug of this package; the message is NVRTC's log."""
 
 
 @functools.cache
 def bindings(name: str) -> Any:
-    """``cuda.bindings.<name>`` ("nvrtc" or "driver"), or ``MissingDependency`` that says what to install."""
+    """Return ``cuda.bindings.<name>`` ("nvrtc" or "driver").
+
+    Raises:
+        MissingDependency: It is not installed or finds no library; the hint says what to install.
+    """
     import importlib
 
     try:
@@ -47,7 +52,7 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """Of NVRTC; raises ``MissingDependency`` where its library cannot be loaded."""
+    """Return the version of NVRTC; raise ``MissingDependency`` if its library cannot be loaded."""
     nvrtc = bindings("nvrtc")
     try:
         major, minor = _checked(nvrtc.nvrtcVersion(), "nvrtcVersion")
@@ -62,7 +67,7 @@ def version() -> tuple[int, int]:
 
 @functools.cache
 def supported_archs() -> tuple[int, ...]:
-    """Architectures that this NVRTC compiles for, as 90 for sm_90."""
+    """Return the architectures that this NVRTC compiles for; 90 is sm_90."""
     version()
     nvrtc = bindings("nvrtc")
     count = _checked(nvrtc.nvrtcGetNumSupportedArchs(), "nvrtcGetNumSupportedArchs")
@@ -71,7 +76,7 @@ def supported_archs() -> tuple[int, ...]:
 
 
 def incompatibility(arch: int) -> tuple[str, str]:
-    """Why kernels cannot be compiled for sm_``arch`` here, and what to install; nothing where they can."""
+    """Return (reason, hint) if kernels cannot be compiled for sm_``arch`` here, else empty strings."""
     archs = supported_archs()
     if arch < MIN_ARCH:
         return (
@@ -85,9 +90,13 @@ def incompatibility(arch: int) -> tuple[str, str]:
 
 
 def compile_cubin(source: str, arch: int, name: str) -> bytes:
-    """Machine code of ``source`` for sm_``arch``, from the cache if it is there. ``name`` is for messages and file names.
+    """Return machine code of ``source`` for sm_``arch``, from the cache if possible.
 
-    Raises ``MissingDependency`` where this NVRTC does not know the architecture.
+    ``name`` is used in messages and file names.
+
+    Raises:
+        MissingDependency: This NVRTC does not know the architecture.
+        CompileError: The source does not compile.
     """
     words = "\0".join((source, str(arch), *OPTIONS, ".".join(map(str, version()))))
     key = f"cuda-{name}-sm{arch}-{hashlib.sha256(words.encode()).hexdigest()[:20]}.cubin"

@@ -1,4 +1,7 @@
-"""How messages are dealt to lanes and warps: what Python and compiled code compute alike (``doors.shapes`` compiles these functions)."""
+"""Mapping of messages to warp queues, computed by Python and by compiled code alike.
+
+``fastpath.cuda.templates`` compiles these functions.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,18 @@ OVERLAP_THREADS: Final = 768  # of a launch that is set up while the one before 
 
 
 def warp_queues_for(nbytes: int, group: int, first: int, most: int) -> int:
-    """Lanes of a message whose first group has ``first`` vectors, all others ``group``."""
+    """Return the warp queues of a message, whose first group has ``first`` vectors, all others
+    ``group``.
+    """
     vectors = (nbytes + 15) // 16
     return min(most, 1 if vectors <= first else 1 + (vectors - first + group - 1) // group)
 
 
 def copy_warp_queues_for(nbytes: int, most: int) -> int:
-    """Warps of a message of a rank to itself."""
+    """Return the warps for a message of a rank to itself."""
     return max(1, min(most, nbytes // COPY_BYTES))
 
 
 def saturates_gpu(nbytes: int, count: int) -> bool:
-    """Whether a launch of ``count`` messages, ``nbytes`` together, may take the whole GPU."""
+    """Return True if a launch of ``count`` messages, ``nbytes`` in total, may use the whole GPU."""
     return nbytes > SMALL_BYTES or count > SMALL_COUNT
