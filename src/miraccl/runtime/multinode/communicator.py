@@ -64,7 +64,7 @@ OPERATION_FAULTS = (
     PeerDied,
     SystemFailure,
 )
-"""What a call may raise other than that it is refused: of the driver, and of what the operation is made of, before that has told."""
+"""Errors of an operation that may be half enqueued, in contrast to rejected arguments."""
 
 
 def make_device_communicator(
@@ -146,10 +146,10 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         )
         self._side_stream: int | None = None
         self._used_other_streams = (
-            False  # operations were in other streams than the default one, which is never captured
+            False  # operations ran outside the default stream, which cannot be captured
         )
-        self._interrupted = False  # lanes were at work when a fault ended that
-        self._end_lock = threading.RLock()  # a signal handler may abort in the middle
+        self._interrupted = False  # a fault interrupted the staging threads at work
+        self._end_lock = threading.RLock()  # reentrant: a signal handler may abort
         self._local_session = session.subgroup(
             self.layout.local_ranks, f"{session.name}/gpu host {self.layout.node}"
         )
@@ -169,10 +169,10 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             )
             self.local.faults.propagate = self.faults.fail  # also to other hosts
             on_failure.callback(self.local.close)
-            incomplete = CommunicatorAborted("the GPU side could not be made", rank=self.rank)
+            incomplete = CommunicatorAborted("cannot set up the GPU side", rank=self.rank)
             on_failure.callback(
                 self.local.set_fault, incomplete
-            )  # else it would be closed together with others
+            )  # with a fault, ``close`` does not wait for peers
             self.gpu = self.local.gpu
             self.runtime = MultiNodeRuntime(
                 stages, self.layout, self.gpu, open_cpu, self.faults.fail_staging
@@ -182,10 +182,10 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             on_failure.callback(self.runtime.abort, incomplete.message)
             on_failure.push(
                 lambda kind, error, trace: stages.give_up(error)
-            )  # first of all, as the rest takes time
+            )  # pushed last, so run first: peers learn of the failure before the slow cleanup
             self.hierarchical = Hierarchical(self.local, self.runtime)
             self.graph_cache = GraphCache(self.gpu, self.runtime)
-            session.on_event(self.faults.on_event)  # from ranks that are ready
+            session.on_event(self.faults.on_event)  # ranks that are ready may send notices
             stages.gather("gpu staging ready")
             self.runtime.stop_monitoring()
             kernels = (
@@ -196,7 +196,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             self.wait_state = MultiNodeWaitState(
                 self.runtime, self.layout, kernels, self.faults.fail_deadlocked, self._is_drained
             )
-            if self.nranks <= COUNTED_RANKS:  # as of CPU communicators
+            if self.nranks <= COUNTED_RANKS:  # same limit as for CPU communicators
                 blocked_ops.stream_providers.add(self.wait_state)
             on_failure.pop_all()
 
@@ -212,9 +212,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     @property
     def closed(self) -> bool:
-        return (
-            self.faults.closed or self.local.closed
-        )  # a forked child's are closed inside the host alone
+        return self.faults.closed or self.local.closed  # a forked child closes only the node's part
 
     # ---- collectives
 
@@ -341,7 +339,8 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         memory = device_view(x, "x", where, stream, self.gpu)
         if receives and memory.read_only:
             raise InvalidUsage(
-                f"{where}: arrays of type {type(x).__name__} cannot be written", rank=self.rank
+                f"{where}: cannot receive into {type(x).__name__}: the array is read-only",
+                rank=self.rank,
             )
         return DeviceTransfer(
             receives=receives,
@@ -427,9 +426,8 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         self.runtime.staging.enqueuing = True
         try:
             yield handle, self.gpu.capture_id(handle) != 0
-        except (
-            OPERATION_FAULTS
-        ) as error:  # half of it may be enqueued: no rank can count on what comes next
+        except OPERATION_FAULTS as error:
+            # Part of the operation may be enqueued, so later ones would not match those of peers.
             self.faults.fail(error)
             raise
         finally:
@@ -459,7 +457,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
         ]
 
     def connections(self) -> Explanation:
-        """Return (pair, data path, reason) of this node's pairs and this rank's with other nodes."""
+        """Return (pair, data path, reason) of the node's pairs and this rank's remote pairs."""
         local_ranks = self.layout.local_ranks
         local = [
             ((local_ranks[a], local_ranks[b]), kind, why)
@@ -470,7 +468,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             (
                 (min(self.rank, p), max(self.rank, p)),
                 "staging",
-                "another host: pinned memory and sockets",
+                "another node: pinned memory and sockets",
             )
             for p in others
         ]
@@ -491,7 +489,9 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
     def _release_waits(self, fault: MiracclError) -> None:
         """End the waits of streams because of ``fault``."""
         with self._end_lock:
-            if not self.faults.closed:  # else the words of lanes are gone, and what the host's GPUs have done is still looked at
+            # After ``closed`` the flags of the staging threads are freed, while ``close`` still
+            # compares the op logs of the node.
+            if not self.faults.closed:
                 self._interrupted |= not self.runtime.staging.between_jobs
                 self.runtime.staging.drain()
         self.local.set_fault(fault)
@@ -502,7 +502,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
 
     def _is_drained(self) -> bool:
         """Return True if the kernels have done all enqueued work and no graph can enqueue more."""
-        with contextlib.suppress(MiracclError), self.gpu.device_guard():  # else nobody can say
+        with contextlib.suppress(MiracclError), self.gpu.device_guard():
             return not self._used_other_streams and self.gpu.is_done(0)
         return False
 
@@ -543,7 +543,9 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
             if self.faults.fault is None:
                 self._announce_exit()
         if self.faults.fault is None:
-            with contextlib.suppress(MiracclError):  # what comes from others until then is counted
+            with contextlib.suppress(
+                MiracclError
+            ):  # peers' faults until the end of this are included
                 all_counters = self.session.all_gather(counters, "gpu hosts close", CLOSE_WAIT_S)
                 mismatch = unmatched.find_unmatched(
                     [MessageCounters.from_bytes(data) if data else None for data in all_counters],
@@ -559,7 +561,7 @@ class MultiNodeCommunicator(DeviceCollectives, UnevenCollectives, Groupable):
                 self.gpu.destroy_stream(self._side_stream)
         own = self.faults.unreported(
             lambda: self._interrupted or self.local.has_stopped(), already_reported
-        )  # now: the GPU's memory is there
+        )  # before ``local.close`` frees the memory that this reads
         unreported = self.local.close(already_reported)
         self.runtime.finalize()
         if self._owns_session:

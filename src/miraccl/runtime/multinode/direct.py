@@ -25,9 +25,7 @@ from miraccl.runtime.multinode.streams import PeerStreams, StreamOperation, writ
 from miraccl.runtime.setup_phases import SetupPhases
 from miraccl.types import Collective, DType, RedOp
 
-MAX_PEERS = (
-    7  # messages that one after another go out no later than the rounds of a tree would take
-)
+MAX_PEERS = 7  # as many sends in sequence take no longer than the rounds of a tree
 SMALL_BYTES = 64 << 10
 _MINIMAL_TRAFFIC = (
     Collective.ALL_GATHER,
@@ -211,4 +209,4 @@ def _block_indices(shape: StagedShape, peer: int) -> tuple[int | None, int | Non
             return 0 if peer_is_root else None, peer if is_root else None
         case Collective.SCATTER:
             return peer if is_root else None, 0 if peer_is_root else None
-    raise ValueError(f"{shape.collective.label} is not cut into pieces")
+    raise ValueError(f"{shape.collective.label} cannot be segmented")

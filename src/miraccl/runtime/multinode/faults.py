@@ -38,9 +38,9 @@ class MultiNodeFaults:
         self.fault: MiracclError | None = None
         self.closed = False
         self.reported = False  # a call has raised the fault
-        self._found_here = self._from_peer = False  # a lane has found it, another rank has
+        self._found_here = self._from_peer = False  # by a staging thread; by a peer
         self._release_waits, self._abort_network = release_waits, abort_network
-        self._lock = threading.RLock()  # a signal handler may abort in the middle
+        self._lock = threading.RLock()  # reentrant: a signal handler may abort
 
     def check(self, name: str = "") -> None:
         """Raise if the communicator is closed or has a fault. Does not wait."""
@@ -82,8 +82,9 @@ class MultiNodeFaults:
                 if isinstance(error, MiracclError)
                 else SystemFailure(f"staging failed: {error!r}", rank=self.rank)
             )
+            # Notify before the fault is visible: the application may exit at once.
             if not from_peer:
-                with contextlib.suppress(MiracclError):  # the control plane may be gone as well
+                with contextlib.suppress(MiracclError):  # the control plane may have failed, too
                     self.session.notify({FAULT_NOTICE: encode_error(fault)})
             self.fault, self._from_peer = fault, from_peer
             self._found_here = found_here and not isinstance(fault, CommunicatorAborted)
@@ -97,7 +98,7 @@ class MultiNodeFaults:
             self.fail(death := death_error(event, rank=self.rank), from_peer=True)
             self._abort_network(
                 death.message
-            )  # lanes may wait for ranks that live, and will not come
+            )  # staging threads may wait for live ranks that will not arrive
         elif isinstance(event, Notice) and (
             error := decode_error(
                 event.payload.get(FAULT_NOTICE), rank=self.rank, source=event.from_rank

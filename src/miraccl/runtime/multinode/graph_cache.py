@@ -15,8 +15,8 @@ from miraccl.executor.cuda.gpu import Gpu
 from miraccl.runtime.multinode.runtime import MultiNodePlan, MultiNodeRuntime
 from miraccl.runtime.multinode.staging import StagedJob
 
-MAX_CACHED_BYTES = 1 << 20  # bytes: beyond, the network takes longer than the calls
-MAX_GRAPHS = 64  # graphs of a communicator
+MAX_CACHED_BYTES = 1 << 20  # above, the network takes longer than the driver calls
+MAX_GRAPHS = 64  # per communicator
 Enqueue = Callable[[int, bool], None]
 """``enqueue(stream, captured)``"""
 
@@ -36,7 +36,7 @@ class GraphCache:
     def __init__(self, gpu: Gpu, runtime: MultiNodeRuntime) -> None:
         self._gpu, self._runtime = gpu, runtime
         self._stream: int | None = None
-        self._graphs: dict[tuple[Any, ...], _CachedGraph | None] = {}  # None: came once
+        self._graphs: dict[tuple[Any, ...], _CachedGraph | None] = {}  # None: seen once
 
     def run(
         self, key: tuple[Any, ...], nbytes: int, stream: int, captured: bool, enqueue: Enqueue
@@ -56,7 +56,7 @@ class GraphCache:
             enqueue(stream, captured)
             return False
         cached = self._graphs.pop(key) or self._capture(enqueue)
-        self._graphs[key] = cached  # the one used last comes last
+        self._graphs[key] = cached  # least recently used first
         for job in cached.staged_jobs:
             self._runtime.staging.announce(job)
         self._gpu.launch_graph(cached.graph, stream)

@@ -33,8 +33,8 @@ class Hierarchical:
     Streams are handles.
     """
 
-    def __init__(self, local: DeviceCommunicator, jobs: MultiNodeRuntime) -> None:
-        self.local, self.runtime, self.layout = local, jobs, jobs.layout
+    def __init__(self, local: DeviceCommunicator, runtime: MultiNodeRuntime) -> None:
+        self.local, self.runtime, self.layout = local, runtime, runtime.layout
         self._call_text = ""
 
     def supports(self, collective: Collective, dtype: DType, op: Any) -> bool:
@@ -131,9 +131,9 @@ class Hierarchical:
             shape, source.dtype, SUM, (source.address, target.address), stream, captured
         )
         if self.layout.node_major:
-            for host in range(len(self.layout.nodes)):
+            for node in range(len(self.layout.nodes)):
                 part = target.slice(
-                    host * self.layout.local_size * count, self.layout.local_size * count
+                    node * self.layout.local_size * count, self.layout.local_size * count
                 )
                 self.local.all_gather(
                     part.slice(self.layout.local_rank * count, count), part, stream=stream
@@ -156,10 +156,10 @@ class Hierarchical:
 
         def before(segment: int, slot: int) -> None:
             size = min(capacity, count - segment * capacity)
-            for host, ranks in enumerate(self.layout.nodes):
+            for node, ranks in enumerate(self.layout.nodes):
                 for index, rank in enumerate(ranks):
                     out = (
-                        self.runtime.slot_memory(slot, host * size, size, dtype)
+                        self.runtime.slot_memory(slot, node * size, size, dtype)
                         if index == self.layout.local_rank
                         else None
                     )
@@ -178,9 +178,9 @@ class Hierarchical:
 
         Both go segment by segment.
         """
-        host, index = self.layout.locate(root)
+        node, index = self.layout.locate(root)
         shape = self._inter_node_shape(
-            Collective.BROADCAST, memory, memory.count, host, kernels=True
+            Collective.BROADCAST, memory, memory.count, node, kernels=True
         )
         capacity = elements_per_segment(shape, self.runtime.slot_bytes)
 
@@ -211,8 +211,8 @@ class Hierarchical:
         captured: bool,
     ) -> None:
         """Reduce in each node to the slot of the root's local rank, then between nodes."""
-        host, index = self.layout.locate(root)
-        shape = self._inter_node_shape(Collective.REDUCE, source, source.count, host, kernels=True)
+        node, index = self.layout.locate(root)
+        shape = self._inter_node_shape(Collective.REDUCE, source, source.count, node, kernels=True)
         capacity = elements_per_segment(shape, self.runtime.slot_bytes)
 
         def before(segment: int, slot: int) -> None:
@@ -243,11 +243,11 @@ class Hierarchical:
 
         After the first part a rank holds everything its node sends to ranks with its local rank.
         """
-        hosts = len(self.layout.nodes)
-        block = source.count // hosts
-        for host in range(hosts):
+        nnodes = len(self.layout.nodes)
+        block = source.count // nnodes
+        for node in range(nnodes):
             self.local.all_to_all(
-                source.slice(host * block, block), target.slice(host * block, block), stream=stream
+                source.slice(node * block, block), target.slice(node * block, block), stream=stream
             )
         shape = dataclasses.replace(
             self._inter_node_shape(Collective.ALL_TO_ALL, source, block), keeps_own_block=True

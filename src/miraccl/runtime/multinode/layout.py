@@ -13,7 +13,7 @@ from miraccl.bootstrap import Session
 def node_name(session: Session) -> str:
     """Return the name of this rank's node.
 
-    Ranks that may share neither device nor host memory are nodes of their own.
+    Ranks that may share neither device nor node memory are nodes of their own.
     """
     name = params.HOSTID.read() or session.hosts[session.rank]
     apart = params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()
@@ -23,8 +23,8 @@ def node_name(session: Session) -> str:
 def group_by_node(hosts: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the ranks of each node, nodes in the order of their first ranks."""
     return [
-        tuple(rank for rank, name in enumerate(hosts) if name == host)
-        for host in dict.fromkeys(hosts)
+        tuple(rank for rank, name in enumerate(hosts) if name == node)
+        for node in dict.fromkeys(hosts)
     ]
 
 
@@ -88,5 +88,5 @@ class NodeLayout:
     def locate(self, rank: int) -> tuple[int, int]:
         """Return (node, local rank) of a rank."""
         return next(
-            (host, ranks.index(rank)) for host, ranks in enumerate(self.nodes) if rank in ranks
+            (node, ranks.index(rank)) for node, ranks in enumerate(self.nodes) if rank in ranks
         )

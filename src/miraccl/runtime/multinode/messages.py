@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 
 _BEGUN_EVER = offsets.MESSAGES_BEGUN // 8
 CollectiveKind = tuple[Collective, int]
-"""What a collective is in headers, with its root."""
-MAX_REMOTE_RANKS = 16  # ranks of other hosts: a lane looks at all streams that a round needs, and they take memory of the kernel
+"""A collective and its root, as in message headers."""
+#: remote ranks with a stream each: a thread polls all streams of a round, and their socket buffers
+#: take kernel memory
+MAX_REMOTE_RANKS = 16
 
 
 class MessageStreams:
@@ -215,7 +217,7 @@ class MessageOperation(StreamOperation):
         return sends, receives
 
     def check_result(self, code: int) -> None:
-        """Raise what a code means; both ends' messages are known where they do not belong together."""
+        """Raise the error of a code; for mismatched messages it describes both."""
         if code in (layout.ERR_MISMATCH, layout.ERR_SIZE):
             peer = self._core.context.get(layout.CTX_ERR_PEER)
             row = self.rows[self._peers.index(peer)]
@@ -242,7 +244,10 @@ class MessageOperation(StreamOperation):
                 describe_collective(mine.sig, mine.mark),
                 describe_collective(theirs.sig, theirs.mark),
             )
-            return f"message count mismatch: rank {rank} waits in {here} for rank {peer}, which has gone on to {there}"
+            return (
+                f"message count mismatch: rank {rank} waits in {here} for rank {peer}, "
+                f"but rank {peer} has continued to {there}"
+            )
         return describe_unmatched(
             peer, theirs.sig, rank, self.streams.signature_of(theirs.mark), theirs.mark
         )

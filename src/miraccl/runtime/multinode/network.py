@@ -152,7 +152,7 @@ def _prepare(
             return communicator.gather_init(x, root, out if is_root else None)
         case Collective.SCATTER:
             return communicator.scatter_init(x if is_root else None, root, out)
-    raise ValueError(f"{shape.collective.label} is not cut into segments")
+    raise ValueError(f"{shape.collective.label} cannot be segmented")
 
 
 def _run_uneven(

@@ -38,10 +38,10 @@ MIN_SLOT_BYTES = 64 << 10
 MAX_JOBS = 1024
 AnyStreams = TypeVar("AnyStreams", DirectStreams, MessageStreams)
 OpenCpu = Callable[[Session, SetupPhases], CpuCommunicator]
-"""A CPU communicator of a session, made in stages of that session."""
+"""Creates a CPU communicator of a session in setup phases of that session."""
 GPU_REDUCIBLE = tuple(
     dtype for dtype in DType if dtype not in (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
-)  # types that kernels add up
+)  # dtypes that kernels can reduce
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class MultiNodeRuntime:
                 gpu, self.slot_bytes, on_fault=on_fault, name=f"miraccl-staging-{layout.rank}"
             )
         except BaseException as error:
-            stages.give_up(error)  # first of all, as the rest takes time
+            stages.give_up(error)  # first: peers learn of the failure before the slow cleanup
             self.abort(str(error))
             self.finalize()
             raise
@@ -93,7 +93,7 @@ class MultiNodeRuntime:
     def _connect(self, stages: SetupPhases, open_cpu: OpenCpu) -> None:
         layout, session = self.layout, stages.session
         self.world = self._open(range(layout.nranks), "gpu world", stages, open_cpu)
-        #: between hosts of equal numbers of ranks, those of one index: a communicator per lane
+        #: with uniform nodes: communicators of the ranks of equal local rank, one per staging thread
         self.inter_node: tuple[CpuCommunicator, ...] = ()
         if layout.uniform:
             skip_first = layout.local_size == 1
@@ -105,7 +105,7 @@ class MultiNodeRuntime:
                 self._open(layout.inter_node_ranks(), name, stages, open_cpu) for name in names
             ]
             self.inter_node = (self.world, *networks) if skip_first else tuple(networks)
-        #: the same ranks' own streams, where they are few
+        #: streams of these ranks, if they are few
         self.direct: tuple[DirectStreams, ...] = ()
         if self.inter_node and DirectStreams.applicable(self.inter_node[0]._core):
             name = f"{session.name}/gpu direct {layout.local_rank}"
@@ -120,7 +120,7 @@ class MultiNodeRuntime:
                 )
                 for sub, communicator in zip(subs, self.inter_node, strict=True)
             )
-        #: streams of the messages between hosts, where there are few ranks
+        #: streams of messages between nodes, if there are few ranks
         self.messages: MessageStreams | None = None
         if MessageStreams.applicable(self.world._core, layout):
             self.messages = self._register_streams(
@@ -134,7 +134,7 @@ class MultiNodeRuntime:
         communicator = open_cpu(session, stages.child(session))
         blocked_ops.providers.remove(
             communicator._core.wait_state
-        )  # the threads of ``staging`` wait in there
+        )  # only staging threads wait in it; ``wait_state`` reports those
         communicator._core.faults.global_ranks = ranks
         self._communicators.append(communicator)
         return communicator
@@ -262,7 +262,7 @@ class MultiNodeRuntime:
             job = self.staging.job(
                 segments, self.staging.slots_for(need), network, captured, stride
             )
-        self._jobs[key, captured] = job  # the one used last comes last
+        self._jobs[key, captured] = job  # least recently used first
         return job
 
     def _evict_jobs(self) -> None:
@@ -278,18 +278,18 @@ class MultiNodeRuntime:
     ) -> str:
         """Return the reason for the hierarchical or the staged algorithm."""
         if hierarchical:
-            return f"{len(self.layout.nodes)} hosts of {self.layout.local_size} ranks"
+            return f"{len(self.layout.nodes)} nodes of {self.layout.local_size} ranks"
         if self.layout.local_size == 1 and self.layout.uniform:
-            return "one rank per host"
+            return "one rank per node"
         if not self.layout.uniform:
-            return "hosts have different numbers of ranks"
+            return "nodes have different numbers of ranks"
         if shape.collective.reduces and dtype not in GPU_REDUCIBLE:
-            return f"{dtype.label} is not added up on GPUs"
+            return f"{dtype.label} is not reduced on GPUs"
         if shape.collective.reduces and not isinstance(op, RedOp):
-            return f"{type(op).__name__} is for the CPU"
+            return f"{type(op).__name__} runs on the CPU"
         if shape.collective.reduces and dtype.is_float:
-            return "added up in the order of the ranks (deterministic)"
-        return "no algorithm of two steps"
+            return "reduced in rank order (deterministic)"
+        return "no hierarchical algorithm"
 
     def _record_plan(self, job: StagedJob, algo: str, reason: str) -> None:
         self._plans[job.number] = MultiNodePlan(

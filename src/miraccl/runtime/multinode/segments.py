@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from miraccl.types import Collective
 
-ALIGN = 64  # bytes, of the parts of a slot
+ALIGN = 64  # bytes; alignment of the blocks in a slot
 MIN_SEGMENT_BYTES = 128 << 10
-MIN_SEGMENTS = 4  # of an operation at min_count, where they are no smaller than LEAST_PIECE: copies and network overlap
+#: least segments of an operation, unless below MIN_SEGMENT_BYTES: copies and network overlap
+MIN_SEGMENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class StagedShape:
     overlaps: bool = True
 
     @classmethod
-    @functools.lru_cache(maxsize=1024)  # asked for at every call
+    @functools.lru_cache(maxsize=1024)  # called with every operation
     def even(
         cls, collective: Collective, itemsize: int, rank: int, nranks: int, root: int, count: int
     ) -> StagedShape:

@@ -24,8 +24,8 @@ from miraccl.runtime.multinode.segments import StagedSegment
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import DType
 
-STAGING_THREADS = 2  # proxies, each with CPU communicators of its own
-NSLOTS = 2 * STAGING_THREADS  # while a thread's segment is on the network, its next one is copied
+STAGING_THREADS = 2  # each with CPU communicators of its own
+NSLOTS = 2 * STAGING_THREADS  # a thread's next segment is copied while one is on the network
 PAGE_BYTES = 4096
 FLAG_BYTES = PAGE_BYTES
 
@@ -101,11 +101,11 @@ class StagedJob:
             default=0,
         )
         self.number = 0
-        self.announced: dict[int, int] = {}  # thread -> what its last coming was announced as
-        self.graphs = 0  # that bring it again
-        self.call_text = ""  # by the program, where its segments and shards have other counts
+        self.announced: dict[int, int] = {}  # thread -> number of its last announcement
+        self.graphs = 0  # graphs that bring it again
+        self.call_text = ""  # application's call, if its parts have other counts
         self.concurrent = self.before = self.after = (
-            False  # kernels of the host run concurrent it, or before or after each segment
+            False  # kernels of the node run concurrently, before or after each segment
         )
         self._network = network
         self._prepared = [
@@ -131,7 +131,7 @@ class StagedJob:
 
     def explain(self, segment: int, code: int) -> None:
         prepared = self._prepared[segment]
-        assert prepared is not None, "only what was prepared gives codes"
+        assert prepared is not None, "only prepared operations return codes"
         with self._name_errors():
             prepared.check_result(code)
 
@@ -151,7 +151,7 @@ def slot_of(segment: int, stride: int) -> int:
 
 
 Hook = Callable[[int, int], None]
-"""``hook(segment, slot)`` enqueues more in the same stream."""
+"""``hook(segment, slot)`` enqueues more work in the same stream."""
 
 
 class Staging:
@@ -168,10 +168,10 @@ class Staging:
         self._recorded: list[StagedJob] | None = None
         self._last_concurrent: dict[
             int, int
-        ] = {}  # thread -> what the last job that has kernels concurrent it was announced as
+        ] = {}  # thread -> announcement of the last job with concurrent kernels
         self._captured_concurrent = False
         self.enqueuing = (
-            False  # a call of the program is: its kernels may wait before its jobs are announced
+            False  # inside a call, whose kernels may wait before its jobs are announced
         )
         self.proxies = [
             staging.StagingThread(

@@ -130,7 +130,7 @@ class StreamOperation:
         )
 
     def check_result(self, code: int) -> None:
-        """Raise what a code of that function means."""
+        """Raise the error of a code of the compiled function."""
         self._core.check_result(code, self.name)
 
     def __call__(self) -> None:

@@ -60,7 +60,7 @@ def message_bytes(slot_bytes: int, max_remote_ranks: int) -> int:
     )
 
 
-MessageQueue = list[tuple[int, int, int]]  # (transfer, first byte, bytes) of each message
+MessageQueue = list[tuple[int, int, int]]  # (transfer, first byte, bytes) per message
 
 
 def split_transfers(

@@ -31,7 +31,7 @@ _COUNTED, _OF_COLLECTIVES, _LAST = (
     offsets.LAST_COLLECTIVE // 8,
 )
 StreamCounters = Mapping[int, np.ndarray]
-"""By peer the words of what goes to it, and of what comes (``ex.STREAM_BYTES``)."""
+"""By peer the counter words of messages to it and from it (``offsets.STREAM_BYTES``)."""
 
 
 def describe_collective(sig: int, number: int) -> str:
@@ -64,18 +64,20 @@ def signature_of(words: np.ndarray, number: int) -> int:
     )
 
 
-def describe_unmatched(sender: int, sig: int, receiver: int, by_rank: int, number: int) -> str:
+def describe_unmatched(sender: int, sig: int, receiver: int, known: int, number: int) -> str:
     """Describe an unmatched message of collective ``number``.
 
     ``sig``: the sender's signature; ``known``: the receiver's, 0 if unknown.
     """
-    there, here = describe_collective(sig, number), describe_collective(by_rank or sig, number)
+    there, here = describe_collective(sig, number), describe_collective(known or sig, number)
     if here != there:
         both = sorted([(receiver, here), (sender, there)])
         return "ranks called different operations: " + ", ".join(
             f"{what} on rank {who}" for who, what in both
         )
-    return f"message count mismatch: rank {sender} sent more in {there} than rank {receiver} took"
+    return (
+        f"message count mismatch: rank {sender} sent more in {there} than rank {receiver} received"
+    )
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,16 @@ def find_unmatched(
     number, sender, receiver = min(unmatched)
     sig, here = signature_of(by_rank[sender].collectives, number), by_rank[receiver].collectives
     if not sig:
-        text = f"message count mismatch: rank {sender} sent more in collective #{number} than rank {receiver} took"
+        text = (
+            f"message count mismatch: rank {sender} sent more in collective #{number} "
+            f"than rank {receiver} received"
+        )
     elif number > here[_COUNTED]:
         what = describe_collective(sig, number)
-        text = f"message count mismatch: rank {sender} sent in {what}, to which rank {receiver} never came"
+        text = (
+            f"message count mismatch: rank {sender} sent in {what}, "
+            f"which rank {receiver} did not call"
+        )
     else:
         text = describe_unmatched(sender, sig, receiver, signature_of(here, number), number)
     return CollectiveMismatch(

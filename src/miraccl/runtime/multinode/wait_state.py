@@ -45,9 +45,9 @@ from miraccl.runtime.multinode.staging import StagedJob
 from miraccl.runtime.multinode.streams import remaining_bytes
 from miraccl.types import Collective
 
-#: in the names of the halves of a rank
-STAGING, KERNELS = " lane", " kernels"
-#: those in which every rank needs something of every other one
+#: suffixes of the stream names of the two halves of a rank
+STAGING, KERNELS = " staging", " kernels"
+#: collectives in which every rank needs data of every other one
 _NEEDS_ALL = (Collective.ALL_REDUCE.name.lower(), Collective.BARRIER.name.lower())
 
 
@@ -56,31 +56,31 @@ class MultiNodeWaitState(DeviceWaitState):
 
     def __init__(
         self,
-        jobs: MultiNodeRuntime,
+        runtime: MultiNodeRuntime,
         layout: NodeLayout,
-        near: tuple[DeviceProbe, Session] | None,
+        kernels: tuple[DeviceProbe, Session] | None,
         end: FailFn,
         is_done: Callable[[], bool],
     ) -> None:
-        """``near``: probe and session of this node's kernels, if there are several ranks on it.
+        """``kernels``: probe and session of this node's kernels, if there are several ranks on it.
         ``is_done()``: as for ``KernelWaitState``, of these kernels.
         """
         self._is_done = is_done
-        self._runtime, self._layout, self._fail = jobs, layout, end
-        self._world: CommunicatorCore = jobs.world._core
+        self._runtime, self._layout, self._fail = runtime, layout, end
+        self._world: CommunicatorCore = runtime.world._core
         self._members = list(
-            dict.fromkeys([self._world, *(cpu._core for cpu in jobs.inter_node[:1])])
+            dict.fromkeys([self._world, *(cpu._core for cpu in runtime.inter_node[:1])])
         )
         super().__init__(
             self._world.session,
             self._stream_name(self._world.rank, ""),
-            needs_probe=near is not None,
+            needs_probe=kernels is not None,
         )
         self._kernels: KernelWaits | None = None
-        if near is not None:
-            looks, session = near
+        if kernels is not None:
+            probe, session = kernels
             self._kernels = KernelWaits(
-                looks,
+                probe,
                 session.key,
                 session.rank,
                 lambda rank: self._stream_name(layout.local_ranks[rank], KERNELS),
@@ -96,7 +96,7 @@ class MultiNodeWaitState(DeviceWaitState):
     def session(self) -> Session | None:
         return super().session if self._world.faults.fault is None else None
 
-    # ---- what it waits for
+    # ---- waits
 
     def _read_states(self, program: Wait | None) -> Mapping[str, BlockedState]:
         if program is not None and self._is_idle():
@@ -104,22 +104,30 @@ class MultiNodeWaitState(DeviceWaitState):
                 blocked_ops.wait_for_host(program, self._world.session.tokens[self._world.rank])
             ]
             return self._states(nothing, nothing, nothing)
-        at_work, lane = self._staging_waits()
+        current, staging = self._staging_waits()
         kernels = self._kernels.waits() if self._kernels is not None else []
-        both = [*lane, *kernels]
-        if kernels and not lane and self._runtime.staging.waits_for_kernels():
+        both = [*staging, *kernels]
+        if kernels and not staging and self._runtime.staging.waits_for_kernels():
             return self._states(both, kernels, kernels)
-        if at_work is not None and lane and not kernels and at_work[0].blocks_kernels(at_work[1]):
-            return self._states(both, lane, lane)
-        return self._states(both, lane, kernels)
+        if (
+            current is not None
+            and staging
+            and not kernels
+            and current[0].blocks_kernels(current[1])
+        ):
+            return self._states(both, staging, staging)
+        return self._states(both, staging, kernels)
 
     def _states(
-        self, both: list[Wait], lane: list[Wait], kernels: list[Wait]
+        self, both: list[Wait], staging: list[Wait], kernels: list[Wait]
     ) -> Mapping[str, BlockedState]:
-        rank, come = self._world.rank, self._kernels.progress() if self._kernels is not None else {}
+        rank, progress = (
+            self._world.rank,
+            self._kernels.progress() if self._kernels is not None else {},
+        )
         named = {
-            self._stream_name(rank, STAGING): BlockedState(lane, self._progress()),
-            self._stream_name(rank, KERNELS): BlockedState(kernels, come),
+            self._stream_name(rank, STAGING): BlockedState(staging, self._progress()),
+            self._stream_name(rank, KERNELS): BlockedState(kernels, progress),
         }
         return {self.name: BlockedState(both), **named}
 
@@ -134,10 +142,10 @@ class MultiNodeWaitState(DeviceWaitState):
 
     def _staging_waits(self) -> tuple[tuple[StagedJob, int] | None, list[Wait]]:
         """Return the current job and segment, and the waits of the staging thread in it."""
-        at_work = self._runtime.staging.current_job()
-        if at_work is None:
+        current = self._runtime.staging.current_job()
+        if current is None:
             return None, []
-        operation = at_work[0].prepared(at_work[1])
+        operation = current[0].prepared(current[1])
         if isinstance(operation, MessageOperation):
             waits = self._message_waits(operation)
         else:
@@ -146,7 +154,7 @@ class MultiNodeWaitState(DeviceWaitState):
                 for member in self._members
                 if (wait := self._collective_wait(member, operation)) is not None
             ]
-        return at_work, waits if self._runtime.staging.current_job() == at_work else []
+        return current, waits if self._runtime.staging.current_job() == current else []
 
     def _collective_wait(self, member: CommunicatorCore, operation: Any) -> Wait | None:
         """Return the wait of the operation on a CPU communicator's progress page.
@@ -215,28 +223,28 @@ class MultiNodeWaitState(DeviceWaitState):
             "collective": name,
         }
 
-    # ---- how far it has come
+    # ---- progress
 
     @property
     def _messages_key(self) -> str:
         return f"{self._world.session.key} messages"
 
     def _progress(self) -> dict[str, RankProgress]:
-        come = {member.session.key: _progress_of(member) for member in self._members}
+        progress = {member.session.key: _progress_of(member) for member in self._members}
         if self._runtime.messages is not None:
-            at_work = self._runtime.staging.current_job()
-            operation = at_work[0].prepared(at_work[1]) if at_work is not None else None
-            # before the counts: what begins meanwhile is in these
+            current = self._runtime.staging.current_job()
+            operation = current[0].prepared(current[1]) if current is not None else None
+            # Read before the counts, which then include messages that begin meanwhile.
             sends, receives = (
                 operation.peers_to_begin() if isinstance(operation, MessageOperation) else ([], [])
             )
             sent, taken = [0] * self._world.nranks, [0] * self._world.nranks
             for peer, (gone, begun) in self._runtime.messages.begun().items():
                 sent[peer], taken[peer] = gone, begun
-            come[self._messages_key] = RankProgress(
+            progress[self._messages_key] = RankProgress(
                 sent=sent, received=taken, sends=sends, receives=receives
             )
-        return come
+        return progress
 
 
 def _progress_of(member: CommunicatorCore) -> RankProgress:
