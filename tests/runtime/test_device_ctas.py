@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 MIB = 1 << 20
 
 
-def agreed(
+def agreed_limits(
     monkeypatch: pytest.MonkeyPatch,
     *environments: dict[str, str],
     policy: str = "",
@@ -49,44 +49,44 @@ def request(collective: Collective, nbytes: int, nranks: int = 2, **more: Any) -
     )
 
 
-def test_without_a_wish_all_but_a_few_may_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    ctas = agreed(monkeypatch, {}, {})
+def test_default_leaves_reserved_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctas = agreed_limits(monkeypatch, {}, {})
     assert ctas == CtaLimits(max_sms=132 - RESERVED_SMS)
     asked = ctas.apply(request(Collective.ALL_REDUCE, 64 * MIB))
     assert (asked.multiprocessors, asked.packed) == (132 - RESERVED_SMS, False)
 
 
-def test_the_least_number_counts_and_one_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agreed(monkeypatch, {"MIRACCL_SMS": "16"}, {}, {"MIRACCL_SMS": "24"}) == CtaLimits(
-        max_sms=16, fixed=True
-    )
-    assert agreed(monkeypatch, {"MIRACCL_SMS": "0"}, {}) == CtaLimits(
+def test_lowest_number_and_any_policy_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreed_limits(
+        monkeypatch, {"MIRACCL_SMS": "16"}, {}, {"MIRACCL_SMS": "24"}
+    ) == CtaLimits(max_sms=16, fixed=True)
+    assert agreed_limits(monkeypatch, {"MIRACCL_SMS": "0"}, {}) == CtaLimits(
         max_sms=1, fixed=True, copy_engines_only=True
     )
-    assert agreed(monkeypatch, {"MIRACCL_SMS": "500"}) == CtaLimits(
+    assert agreed_limits(monkeypatch, {"MIRACCL_SMS": "500"}) == CtaLimits(
         max_sms=132 - RESERVED_SMS, fixed=True
     )
-    assert agreed(monkeypatch, {}, {"NCCL_CTA_POLICY": "1"}) == CtaLimits(
+    assert agreed_limits(monkeypatch, {}, {"NCCL_CTA_POLICY": "1"}) == CtaLimits(
         max_sms=132 - RESERVED_SMS, efficiency=True
     )
 
 
-def test_the_policy_of_the_environment_comes_before_that_of_the_program(
+def test_environment_policy_overrides_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert agreed(monkeypatch, {}, policy="efficiency").efficiency
-    assert not agreed(
+    assert agreed_limits(monkeypatch, {}, policy="efficiency").efficiency
+    assert not agreed_limits(
         monkeypatch, {"MIRACCL_CTA_POLICY": "default"}, policy="efficiency"
     ).efficiency
-    assert agreed(
+    assert agreed_limits(
         monkeypatch, {"MIRACCL_CTA_POLICY": "zero"}, policy="efficiency"
     ).copy_engines_only
-    number = agreed(monkeypatch, {"MIRACCL_CTA_POLICY": "efficiency", "MIRACCL_SMS": "40"})
+    number = agreed_limits(monkeypatch, {"MIRACCL_CTA_POLICY": "efficiency", "MIRACCL_SMS": "40"})
     assert number == CtaLimits(max_sms=40, fixed=True), "a number says more than a policy"
 
 
 @pytest.mark.parametrize("text", ["fast", "3", "-1"])
-def test_other_policies_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_unknown_policies_are_rejected(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MIRACCL_CTA_POLICY", text)
     with pytest.raises(InvalidUsage, match="default, efficiency, zero"):
         params.CTA_POLICY.read()
@@ -99,9 +99,7 @@ def test_other_policies_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) 
     "collective",
     [Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.BROADCAST],
 )
-def test_efficiency_spares_multiprocessors_of_large_operations_only(
-    collective: Collective, nranks: int
-) -> None:
+def test_efficiency_limits_large_operations_only(collective: Collective, nranks: int) -> None:
     ctas = CtaLimits(max_sms=128, efficiency=True)
     small = request(collective, MIB // 8, nranks)
     assert choose(ctas.apply(small)) == choose(replace(small, multiprocessors=128))
@@ -116,7 +114,7 @@ def test_efficiency_spares_multiprocessors_of_large_operations_only(
 
 @pytest.mark.parametrize("most", [1, 2, 16, 100])
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
-def test_a_limit_holds_for_all_sizes_and_kernels(most: int, nranks: int) -> None:
+def test_fixed_limit_applies_to_all_sizes_and_kernels(most: int, nranks: int) -> None:
     """A block for each multiprocessor: the GPU spreads small blocks over idle ones, where kernels that run beside have no room then."""
     ctas = CtaLimits(max_sms=most, fixed=True)
     for collective in (
@@ -137,7 +135,7 @@ def test_a_limit_holds_for_all_sizes_and_kernels(most: int, nranks: int) -> None
 
 @pytest.mark.multiprocess
 @needs_compiler
-def test_communicators_keep_to_what_the_program_said() -> None:
+def test_communicators_respect_cta_options() -> None:
     run_ranks(
         emulated_ranks.sparing, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}, timeout=100.0
     )

@@ -30,7 +30,7 @@ def name(number: int, signature: int) -> str:
     return f"launch #{number}" if number else message_collectives.describe_signature(signature)
 
 
-def said(
+def op_log(
     launch: int = 0, move: int = 0, before: int = 0, what: int = SCATTER, signature: int = 0
 ) -> OpLog:
     """What a rank says whose last operations are these; the collective of messages came after ``before`` launches."""
@@ -43,15 +43,15 @@ def said(
     return OpLog(launches, entries, launch, move)
 
 
-class Told:
+class FaultsUnderTest:
     """Faults with the words of a kernel, and the way by which the control plane tells."""
 
     def __init__(self, words: Any = None) -> None:
         self.notices: list[Any] = []
-        self.boards: RecorderSnapshot | None = None
+        self.snapshot: RecorderSnapshot | None = None
         self.stopped = False
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32) if words is None else words
-        self.words_when_told: list[Any] = []
+        self.words_at_notice: list[Any] = []
         listen = functools.partial(setattr, self, "hear")
         self.answers: dict[int, dict[str, Any]] = {}
         session: Any = types.SimpleNamespace(
@@ -67,7 +67,7 @@ class Told:
             session,
             self.words,
             1.0,
-            read_snapshot=lambda: self.boards,
+            read_snapshot=lambda: self.snapshot,
             describe_launch=name,
             rejected_size=lambda _: None,
             stopped=lambda: self.stopped,
@@ -75,16 +75,16 @@ class Told:
 
     def notify(self, notice: Any) -> None:
         self.notices.append(notice)
-        self.words_when_told.append(self.words.copy())
+        self.words_at_notice.append(self.words.copy())
 
-    def kernel(self, error: int, peer: int) -> None:
+    def kernel_report(self, error: int, peer: int) -> None:
         (
             self.words[layout.HOST_PEER],
             self.words[layout.HOST_AWAITED],
             self.words[layout.HOST_ERROR],
         ) = peer, layout.AWAIT_MESSAGE, error
 
-    hear: Any = None
+    deliver: Any = None
 
 
 LOST = PeerLost(rank=1, reason="it ended")
@@ -97,43 +97,43 @@ ABORTED = Notice(
 
 
 @pytest.mark.parametrize("event", [LOST, ABORTED])
-def test_a_mismatch_is_told_though_the_peer_has_gone(event: Any) -> None:
+def test_mismatch_is_reported_after_peer_exit(event: Any) -> None:
     """The peer may have found it first, raised it and ended."""
-    told = Told()
-    told.hear(event)
-    told.kernel(layout.ERROR_MISMATCH, 1)
+    told = FaultsUnderTest()
+    told.deliver(event)
+    told.kernel_report(layout.ERROR_MISMATCH, 1)
     with pytest.raises(CollectiveMismatch, match="rank 1 called a different operation"):
         told.faults.check("all_reduce")
 
 
 @pytest.mark.parametrize(("event", "error"), [(LOST, PeerDied), (ABORTED, CommunicatorAborted)])
-def test_what_was_heard_ends_waits_and_is_told(event: Any, error: type[Exception]) -> None:
-    told = Told()
+def test_peer_fault_ends_waits_and_is_raised(event: Any, error: type[Exception]) -> None:
+    told = FaultsUnderTest()
     told.faults.check()
-    told.hear(event)
+    told.deliver(event)
     assert told.words[layout.HOST_ABORT] == 1
-    told.kernel(layout.ERROR_TIMEOUT, 1)  # a deadline that passed meanwhile is no news
+    told.kernel_report(layout.ERROR_TIMEOUT, 1)  # a deadline that passed meanwhile is no news
     with pytest.raises(error):
         told.faults.check("all_reduce")
 
 
-def test_a_rank_that_has_left_is_known_to_kernels() -> None:
-    told, other = Told(), Told()
+def test_exited_rank_is_visible_to_kernels() -> None:
+    told, other = FaultsUnderTest(), FaultsUnderTest()
     other.faults.announce_exit()
     (notice,) = other.notices
     for peer in (1, 3):
-        told.hear(Notice(from_rank=peer, payload=notice))
+        told.deliver(Notice(from_rank=peer, payload=notice))
     assert (told.words[layout.HOST_ABORT], told.words[layout.HOST_EXITED]) == (0, 0b1010)
     told.faults.check()
-    told.kernel(layout.ERROR_EXITED, 3)
+    told.kernel_report(layout.ERROR_EXITED, 3)
     with pytest.raises(PeerDied, match="rank 3 has left the communicator") as raised:
         told.faults.check("recv")
     assert (raised.value.op, raised.value.peer) == ("recv", 3)
 
 
-def test_a_deadline_of_a_message() -> None:
-    told = Told()
-    told.kernel(layout.ERROR_TIMEOUT, 1)
+def test_message_deadline() -> None:
+    told = FaultsUnderTest()
+    told.kernel_report(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="from rank 1") as raised:
         told.faults.check("recv")
     assert (raised.value.op, raised.value.graph) == (
@@ -142,9 +142,9 @@ def test_a_deadline_of_a_message() -> None:
     )
 
 
-def test_a_deadline_says_where_programs_are() -> None:
+def test_deadline_reports_application_locations() -> None:
     """Also of ranks that have left nothing on a board."""
-    told = Told()
+    told = FaultsUnderTest()
     threads = [{"where": "train.py:7 step"}]
     told.answers = {
         0: {"answered": True, "threads": threads},
@@ -152,7 +152,7 @@ def test_a_deadline_says_where_programs_are() -> None:
         2: {"answered": False, "reason": "it is late"},
         3: {"answered": True, "closed": True},
     }
-    told.kernel(layout.ERROR_TIMEOUT, 1)
+    told.kernel_report(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout) as raised:
         told.faults.check("recv")
     assert raised.value.graph == (
@@ -163,10 +163,10 @@ def test_a_deadline_says_where_programs_are() -> None:
     )
 
 
-def test_a_death_that_is_heard_while_programs_are_asked_is_what_is_told() -> None:
-    told = Told()
-    told.kernel(layout.ERROR_TIMEOUT, 1)
-    told.session.request_status = lambda *_, **__: told.hear(LOST) or {}
+def test_death_during_status_query_is_reported() -> None:
+    told = FaultsUnderTest()
+    told.kernel_report(layout.ERROR_TIMEOUT, 1)
+    told.session.request_status = lambda *_, **__: told.deliver(LOST) or {}
     assert isinstance(told.faults.unreported(), PeerDied), (
         "what finalize raises, if nobody has asked before"
     )
@@ -175,11 +175,11 @@ def test_a_death_that_is_heard_while_programs_are_asked_is_what_is_told() -> Non
     assert told.notices == []
 
 
-def test_a_deadline_says_who_has_come() -> None:
-    told = Told()
-    told.boards = RecorderSnapshot(said(7), {1: said(8), 2: said(6), 3: said()})
+def test_deadline_reports_progress_of_ranks() -> None:
+    told = FaultsUnderTest()
+    told.snapshot = RecorderSnapshot(op_log(7), {1: op_log(8), 2: op_log(6), 3: op_log()})
     told.words[layout.HOST_LAUNCH] = 7
-    told.kernel(layout.ERROR_TIMEOUT, 2)
+    told.kernel_report(layout.ERROR_TIMEOUT, 2)
     with pytest.raises(CollectiveTimeout, match="rank 2 has not arrived") as raised:
         told.faults.check("barrier")
     assert raised.value.op == "launch #7"
@@ -191,16 +191,16 @@ def test_a_deadline_says_who_has_come() -> None:
     )
 
 
-def test_what_a_kernel_found_is_told_to_all_once() -> None:
-    told, other = Told(), Told()
-    told.boards = RecorderSnapshot(said(7), {1: said(7)})
+def test_kernel_report_is_propagated_once() -> None:
+    told, other = FaultsUnderTest(), FaultsUnderTest()
+    told.snapshot = RecorderSnapshot(op_log(7), {1: op_log(7)})
     told.words[layout.HOST_LAUNCH] = 7
-    told.kernel(layout.ERROR_TIMEOUT, 1)
+    told.kernel_report(layout.ERROR_TIMEOUT, 1)
     for _ in range(2):
         with pytest.raises(CollectiveTimeout, match="rank 1 has started"):
             told.faults.check()
     (notice,) = told.notices
-    other.hear(Notice(from_rank=0, payload=notice))
+    other.deliver(Notice(from_rank=0, payload=notice))
     assert other.words[layout.HOST_ABORT] == 1
     with pytest.raises(CollectiveTimeout, match="rank 0 waited longer than") as raised:
         other.faults.check("all_reduce")
@@ -211,19 +211,19 @@ def test_what_a_kernel_found_is_told_to_all_once() -> None:
     assert other.notices == []
 
 
-def test_boards_of_numbers_that_have_gone_round() -> None:
-    boards = RecorderSnapshot(said(), {1: said(3), 2: said(2**32 - 3)})
+def test_op_logs_with_wrapped_numbers() -> None:
+    boards = RecorderSnapshot(op_log(), {1: op_log(3), 2: op_log(2**32 - 3)})
     assert boards.has_begun(1, 2**32 - 2)
     assert not boards.has_begun(2, 1)
 
 
-def test_a_deadline_in_a_collective_that_is_messages() -> None:
-    told = Told()
-    told.boards = RecorderSnapshot(
-        said(3, 2, 3), {1: said(3, 2, 3), 2: said(3, 1, 0, GATHER), 3: said(1)}
+def test_deadline_in_message_collective() -> None:
+    told = FaultsUnderTest()
+    told.snapshot = RecorderSnapshot(
+        op_log(3, 2, 3), {1: op_log(3, 2, 3), 2: op_log(3, 1, 0, GATHER), 3: op_log(1)}
     )
     told.words[layout.HOST_SIGNATURE] = SCATTER
-    told.kernel(layout.ERROR_TIMEOUT, 2)
+    told.kernel_report(layout.ERROR_TIMEOUT, 2)
     with pytest.raises(
         CollectiveTimeout, match="rank 2 has not arrived at this operation"
     ) as raised:
@@ -237,10 +237,10 @@ def test_a_deadline_in_a_collective_that_is_messages() -> None:
     )
 
 
-def test_a_deadline_of_a_message_says_what_others_ran_last() -> None:
-    told = Told()
-    told.boards = RecorderSnapshot(said(3, 2, 3), {1: said(4, 2, 3), 2: said(3, 2, 3)})
-    told.kernel(layout.ERROR_TIMEOUT, 1)
+def test_message_deadline_reports_last_operations() -> None:
+    told = FaultsUnderTest()
+    told.snapshot = RecorderSnapshot(op_log(3, 2, 3), {1: op_log(4, 2, 3), 2: op_log(3, 2, 3)})
+    told.kernel_report(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="rank 1 has not arrived at this message") as raised:
         told.faults.check("recv")
     assert raised.value.graph[1:] == (
@@ -252,36 +252,36 @@ def test_a_deadline_of_a_message_says_what_others_ran_last() -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "found"),
     [
-        (said(7, 3, 7), said(7, 3, 7), None),
-        (said(7, 3, 7), said(7, 3, 7, GATHER), (0, SCATTER)),
-        (said(7, 3, 7), said(7, 3, 6), (0, SCATTER)),  # one launch earlier
-        (said(7), said(7, signature=5), (7, 0)),
-        (said(7), said(6, signature=5), (6, 0)),
-        (said(7), said(1, signature=5), None),  # nobody remembers
-        (said(7, 3, 7), said(7, 2, 7), None),  # not there yet
-        (said(7, 3, 7), said(8, 2, 7), (0, SCATTER)),  # past it
-        (said(8, 2, 7), said(7, 3, 7), (8, 0)),  # the other way round
-        (said(9, 2, 7), said(7, 3, 7), (8, 0)),
-        (said(20, 2, 7), said(7, 3, 7), (20, 0)),
-        (said(8, 3, 7), said(7, 2, 6), None),  # two behind
-        (said(8, 2, 6), said(9, 4, 9), None),
-        (said(), said(), None),
+        (op_log(7, 3, 7), op_log(7, 3, 7), None),
+        (op_log(7, 3, 7), op_log(7, 3, 7, GATHER), (0, SCATTER)),
+        (op_log(7, 3, 7), op_log(7, 3, 6), (0, SCATTER)),  # one launch earlier
+        (op_log(7), op_log(7, signature=5), (7, 0)),
+        (op_log(7), op_log(6, signature=5), (6, 0)),
+        (op_log(7), op_log(1, signature=5), None),  # nobody remembers
+        (op_log(7, 3, 7), op_log(7, 2, 7), None),  # not there yet
+        (op_log(7, 3, 7), op_log(8, 2, 7), (0, SCATTER)),  # past it
+        (op_log(8, 2, 7), op_log(7, 3, 7), (8, 0)),  # the other way round
+        (op_log(9, 2, 7), op_log(7, 3, 7), (8, 0)),
+        (op_log(20, 2, 7), op_log(7, 3, 7), (20, 0)),
+        (op_log(8, 3, 7), op_log(7, 2, 6), None),  # two behind
+        (op_log(8, 2, 6), op_log(9, 4, 9), None),
+        (op_log(), op_log(), None),
     ],
 )
-def test_operations_in_another_order_are_found(
+def test_reordered_operations_are_detected(
     mine: OpLog, theirs: OpLog, found: tuple[int, int] | None
 ) -> None:
     boards = (
-        RecorderSnapshot(mine, {2: said(7), 3: theirs})
+        RecorderSnapshot(mine, {2: op_log(7), 3: theirs})
         if mine.last_message_op == 0
         else RecorderSnapshot(mine, {3: theirs})
     )
     assert boards.find_mismatch() == (None if found is None else (3, *found))
 
 
-def test_what_begins_after_a_failed_wait_has_no_order() -> None:
+def test_operations_after_failed_wait_are_ignored() -> None:
     """The launches of a rank whose deadline has passed go on, its collectives of messages do not."""
-    mine, theirs = said(9, 3, 7), said(8, 4, 8)
+    mine, theirs = op_log(9, 3, 7), op_log(8, 4, 8)
     assert RecorderSnapshot(mine, {1: theirs}).find_mismatch() == (1, 9, 0)
     assert RecorderSnapshot(mine, {1: theirs}).find_mismatch(0) is None
     assert RecorderSnapshot(mine, {1: theirs}).find_mismatch(9) == (1, 9, 0)
@@ -289,18 +289,22 @@ def test_what_begins_after_a_failed_wait_has_no_order() -> None:
     assert RecorderSnapshot(theirs, {1: mine}, lambda peer: peer == 1).find_mismatch(0) is None
 
 
-def test_all_have_come_where_none_is_behind() -> None:
-    assert RecorderSnapshot(said(7, 3, 7), {1: said(7, 3, 7), 2: said(9, 4, 8)}).all_caught_up
-    assert not RecorderSnapshot(said(7, 3, 7), {1: said(7, 3, 7), 2: said(6, 3, 6)}).all_caught_up
-    assert not RecorderSnapshot(said(7, 3, 7), {1: said(7, 2, 7), 2: said(7, 3, 7)}).all_caught_up
+def test_all_caught_up_if_no_peer_is_behind() -> None:
+    assert RecorderSnapshot(op_log(7, 3, 7), {1: op_log(7, 3, 7), 2: op_log(9, 4, 8)}).all_caught_up
+    assert not RecorderSnapshot(
+        op_log(7, 3, 7), {1: op_log(7, 3, 7), 2: op_log(6, 3, 6)}
+    ).all_caught_up
+    assert not RecorderSnapshot(
+        op_log(7, 3, 7), {1: op_log(7, 2, 7), 2: op_log(7, 3, 7)}
+    ).all_caught_up
 
 
 @pytest.mark.parametrize("error", [layout.ERROR_TIMEOUT, layout.ERROR_EXITED])
-def test_a_wait_in_vain_that_boards_explain_is_a_mismatch(error: int) -> None:
-    told = Told()
-    told.boards = RecorderSnapshot(said(8, 2, 7), {1: said(7, 3, 7), 2: said(8, 2, 7)})
+def test_failed_wait_explained_by_op_logs_is_a_mismatch(error: int) -> None:
+    told = FaultsUnderTest()
+    told.snapshot = RecorderSnapshot(op_log(8, 2, 7), {1: op_log(7, 3, 7), 2: op_log(8, 2, 7)})
     told.words[layout.HOST_LAUNCH] = 8
-    told.kernel(error, 2)
+    told.kernel_report(error, 2)
     with pytest.raises(
         CollectiveMismatch, match=r"rank 1 called a different operation \(number 8"
     ) as raised:
@@ -308,7 +312,7 @@ def test_a_wait_in_vain_that_boards_explain_is_a_mismatch(error: int) -> None:
     assert (raised.value.op, raised.value.peer) == ("launch #8", 1)
 
 
-class LateWords(np.ndarray[Any, Any]):
+class DelayedWords(np.ndarray[Any, Any]):
     """Words of which the writer of ``HOST_ABORT`` is late: ``meanwhile`` runs before they are written."""
 
     meanwhile: Any
@@ -319,14 +323,14 @@ class LateWords(np.ndarray[Any, Any]):
         super().__setitem__(place, value)
 
 
-def late(meanwhile: Callable[[Told], None]) -> Told:
-    words = np.zeros(layout.HOST_BYTES // 4, np.uint32).view(LateWords)
-    told = Told(words)
+def with_delayed_words(meanwhile: Callable[[FaultsUnderTest], None]) -> FaultsUnderTest:
+    words = np.zeros(layout.HOST_BYTES // 4, np.uint32).view(DelayedWords)
+    told = FaultsUnderTest(words)
     words.meanwhile = lambda: meanwhile(told)
     return told
 
 
-def beside(action: Callable[[], None], limit: float) -> threading.Thread:
+def start_for(action: Callable[[], None], limit: float) -> threading.Thread:
     """A thread that has tried for ``limit`` seconds."""
     thread = threading.Thread(target=action)
     thread.start()
@@ -335,66 +339,66 @@ def beside(action: Callable[[], None], limit: float) -> threading.Thread:
 
 
 @pytest.mark.parametrize("hears", [True, False])
-def test_no_operation_begins_once_the_fault_is_seen(hears: bool) -> None:
+def test_waits_end_before_fault_is_visible(hears: bool) -> None:
     """A program that goes on to another operation after the fault would be compared with ranks that have not heard of it."""
     waiting: list[threading.Thread] = []
     seen: list[tuple[type[Exception], bool]] = []
 
-    def check(told: Told) -> None:
+    def check(told: FaultsUnderTest) -> None:
         try:
             told.faults.check()
         except (PeerDied, CommunicatorAborted) as error:
             seen.append((type(error), told.faults.broken))
 
-    told = late(lambda told: waiting.append(beside(lambda: check(told), 0.05)))
-    told.hear(LOST) if hears else told.faults.set_fault(CommunicatorAborted("enough"))
+    told = with_delayed_words(lambda told: waiting.append(start_for(lambda: check(told), 0.05)))
+    told.deliver(LOST) if hears else told.faults.set_fault(CommunicatorAborted("enough"))
     waiting[0].join()
     assert seen == [(PeerDied if hears else CommunicatorAborted, True)]
 
 
-def test_the_words_are_not_written_any_more_once_their_memory_may_go() -> None:
+def test_words_are_not_written_after_close() -> None:
     order: list[str] = []
 
-    def end(told: Told) -> None:
+    def end(told: FaultsUnderTest) -> None:
         told.faults.close()
         order.append("ended")
 
-    def close(told: Told) -> None:
-        closing.append(beside(lambda: end(told), 0.05))
+    def close(told: FaultsUnderTest) -> None:
+        closing.append(start_for(lambda: end(told), 0.05))
         order.append("written")
 
     closing: list[threading.Thread] = []
-    told = late(close)
-    told.hear(LOST)
+    told = with_delayed_words(close)
+    told.deliver(LOST)
     closing[0].join()
-    told.hear(ABORTED)
-    told.hear(Notice(from_rank=1, payload={EXIT_NOTICE: True}))
+    told.deliver(ABORTED)
+    told.deliver(Notice(from_rank=1, payload={EXIT_NOTICE: True}))
     told.faults.set_fault(CommunicatorAborted("too late"))
     assert told.words[layout.HOST_EXITED] == 0
     assert order == ["written", "ended"]
 
 
-def test_others_are_told_of_an_abort_before_it_wakes_anybody_here() -> None:
+def test_abort_notifies_peers_before_waking_waits() -> None:
     """Who is woken may end at once."""
-    told = Told()
+    told = FaultsUnderTest()
     told.faults.abort("enough")
-    assert [words[layout.HOST_ABORT] for words in told.words_when_told] == [0]
+    assert [words[layout.HOST_ABORT] for words in told.words_at_notice] == [0]
     assert told.faults.broken
 
 
-def test_a_launcher_that_dies_is_no_rank() -> None:
+def test_launcher_death_is_not_a_rank() -> None:
     session: Any = types.SimpleNamespace(rank=0)
     hosts, told = (
         MultiNodeFaults(session, release_waits=lambda _: None, abort_network=lambda _: None),
-        Told(),
+        FaultsUnderTest(),
     )
-    for hear, check in ((hosts.on_event, hosts.check), (told.hear, told.faults.check)):
+    for hear, check in ((hosts.on_event, hosts.check), (told.deliver, told.faults.check)):
         hear(PeerLost(rank=HUB, reason="it was killed"))
         with pytest.raises(PeerDied, match="the launcher died: it was killed"):
             check("all_reduce")
 
 
-def test_others_are_told_of_a_fault_between_hosts_before_it_wakes_anybody_here() -> None:
+def test_multi_node_fault_notifies_peers_first() -> None:
     order: list[str] = []
 
     def note(kind: str) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multiprocess
 SMALL = {"MIRACCL_GPU_STAGING": "64K"}
 WITH_EMULATOR = {"MIRACCL_EMULATOR_CACHE": str(folder())}
 SIZES = [1, 7, fake_hosts.BIG]
-TWO_STEPS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
+HIERARCHICAL = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
 
 @pytest.mark.parametrize("hosts", ["AB", "ABC", "AABB", "ABAB", "AAB"])
@@ -25,7 +25,7 @@ def test_collectives(hosts: str) -> None:
     for used in run_ranks(
         fake_hosts.even_collectives, len(hosts), hosts, SIZES if hosts != "AAB" else [9], env=SMALL
     ):
-        assert set(used) >= TWO_STEPS | {"gather", "scatter", "all_to_all"}
+        assert set(used) >= HIERARCHICAL | {"gather", "scatter", "all_to_all"}
         assert used["gather"] == "staged"
         assert used["all_to_all"] == ("hierarchical" if hosts == "AABB" else "staged")
 
@@ -49,12 +49,12 @@ def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> Non
         True,
         env={"MIRACCL_GPU_STAGING": staging},
     ):
-        assert set(used) >= TWO_STEPS
+        assert set(used) >= HIERARCHICAL
 
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("hosts", ["AABB", "ABAB", "ABC"])
-def test_deterministic_sums_do_not_depend_on_the_hosts(hosts: str, apart: bool) -> None:
+def test_deterministic_sums_are_independent_of_nodes(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.in_rank_order, len(hosts), hosts, apart)
 
 
@@ -98,13 +98,13 @@ def test_uneven_collectives(hosts: str, apart: bool) -> None:
 
 
 @needs_compiler
-def test_ranks_pass_different_places_of_windows() -> None:
+def test_different_window_offsets_per_rank() -> None:
     env = {"MIRACCL_SMS": "0", "MIRACCL_EMULATOR_CACHE": str(folder())}
     run_ranks(fake_hosts.anywhere_in_windows, 4, "AABB", env=env, timeout=120.0)
 
 
 @pytest.mark.parametrize(("hosts", "apart"), [("AB", True), ("AB", False)])
-def test_counts_that_change_with_every_call_do_not_pile_up(hosts: str, apart: bool) -> None:
+def test_jobs_of_changing_counts_are_evicted(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.changing_counts, len(hosts), hosts, apart, env=SMALL)
 
 
@@ -120,7 +120,7 @@ def test_sends_and_receives(hosts: str, apart: bool) -> None:
     ("hosts", "kernels"),
     [("AB", False), pytest.param("AABB", True, marks=needs_compiler), ("ABC", False)],
 )
-def test_operations_that_come_again(hosts: str, kernels: bool) -> None:
+def test_recurring_operations(hosts: str, kernels: bool) -> None:
     run_ranks(
         fake_hosts.again,
         len(hosts),
@@ -141,11 +141,11 @@ def test_special_operators_and_arguments(hosts: str, apart: bool) -> None:
     run_ranks(fake_hosts.special, len(hosts), hosts, apart, env=SMALL)
 
 
-def test_the_public_way() -> None:
+def test_public_api() -> None:
     run_ranks(fake_hosts.public_way, 2)
 
 
-def test_a_forked_child_and_who_has_finalized_have_no_gpu() -> None:
+def test_forked_child_and_finalized_parent_have_no_gpu() -> None:
     for told in run_ranks(fake_hosts.has_ended, 2):
         assert len(told) == 4
         assert all("CommunicatorClosed: " in line and "forked" in line for line in told[:2])
@@ -157,19 +157,19 @@ WAITS = [(False, False), (True, False), (True, True)]
 
 
 @pytest.mark.parametrize(("apart", "sends"), WAITS)
-def test_abort_ends_what_waits(apart: bool, sends: bool) -> None:
+def test_abort_ends_waits(apart: bool, sends: bool) -> None:
     for text in run_ranks(fake_hosts.abort, 2, "AB", apart, sends):
         assert text.startswith("CommunicatorAborted: ")
         assert "rank 0 aborted" in text
 
 
-def test_a_failure_of_the_driver_is_told_to_all() -> None:
+def test_driver_failure_is_reported_to_all() -> None:
     for text in run_ranks(fake_hosts.driver_fails, 2, "AB", False, env=SMALL):
         assert text.startswith("SystemFailure")
         assert "cuMemcpyDtoHAsync" in text
 
 
-def test_what_a_kernel_found_is_told_to_other_hosts() -> None:
+def test_kernel_report_reaches_other_nodes() -> None:
     for text in run_ranks(fake_hosts.kernel_waits_in_vain, 4, "AABB", env=SMALL):
         assert text.startswith("CollectiveTimeout")
         assert "rank 3 waited longer than" in text
@@ -177,7 +177,7 @@ def test_what_a_kernel_found_is_told_to_other_hosts() -> None:
 
 
 @pytest.mark.parametrize(("apart", "sends"), WAITS)
-def test_a_deadline_ends_what_waits(apart: bool, sends: bool) -> None:
+def test_deadline_ends_waits(apart: bool, sends: bool) -> None:
     texts = run_ranks(fake_hosts.lonely, 2, "AB", apart, sends)
     assert texts[0].startswith("CollectiveTimeout")
     assert "rank 1" in texts[0]
@@ -186,7 +186,7 @@ def test_a_deadline_ends_what_waits(apart: bool, sends: bool) -> None:
 @pytest.mark.parametrize(
     ("hosts", "apart"), [("AB", False), ("AB", True), ("AABB", False), ("AABB", True)]
 )
-def test_ranks_that_call_different_operations_are_told(hosts: str, apart: bool) -> None:
+def test_different_operations_are_reported(hosts: str, apart: bool) -> None:
     n = len(hosts)
     pairs = [
         f"operator is sum on rank {rank}, max on rank {rank + n // 2}" for rank in range(n // 2)
@@ -226,7 +226,7 @@ IN_DIFFERENT_CALLS = {
 
 
 @pytest.mark.parametrize("hosts", ["AB", pytest.param("AABB", marks=needs_compiler)])
-def test_ranks_that_wait_for_one_another_between_hosts_are_told_soon(hosts: str) -> None:
+def test_deadlocks_between_nodes_are_reported(hosts: str) -> None:
     cases, env = list(IN_DIFFERENT_CALLS[hosts]), WITH_EMULATOR | {"MIRACCL_SMS": "1"}
     for errors in run_ranks(
         fake_hosts.in_different_calls,
@@ -243,7 +243,7 @@ def test_ranks_that_wait_for_one_another_between_hosts_are_told_soon(hosts: str)
 
 
 @pytest.mark.parametrize("hosts", ["AB", pytest.param("AABB", marks=needs_compiler)])
-def test_a_gpu_against_a_cpu_is_told_soon_where_a_program_waits_for_it(hosts: str) -> None:
+def test_deadlock_of_gpu_and_cpu_calls_is_reported(hosts: str) -> None:
     calls = [("synchronize", "all_reduce"), ("synchronize", "split"), ("all_reduce", "synchronize")]
     env = WITH_EMULATOR | {"MIRACCL_SMS": "1"}
     for errors in run_ranks(
@@ -260,11 +260,11 @@ def test_a_gpu_against_a_cpu_is_told_soon_where_a_program_waits_for_it(hosts: st
             assert f"in {odd if others == 'synchronize' else others}" in error
 
 
-def test_a_rank_that_is_late_is_waited_for() -> None:
+def test_late_rank_is_waited_for() -> None:
     run_ranks(fake_hosts.late, 2, "AB")
 
 
-def test_a_network_that_stands_still_in_the_middle_of_messages_closes_no_circle() -> None:
+def test_stalled_network_is_no_deadlock() -> None:
     run_ranks(fake_hosts.stands_still, 3, env={"MIRACCL_SOCKET_BUFFER": "64K"})
 
 
@@ -280,7 +280,7 @@ def test_a_network_that_stands_still_in_the_middle_of_messages_closes_no_circle(
     ],
     ids=["type", "count"],
 )
-def test_both_ends_of_unlike_messages_are_told(count: int, dtype: DType, text: str) -> None:
+def test_message_mismatch_describes_both_ends(count: int, dtype: DType, text: str) -> None:
     for error in run_ranks(fake_hosts.unlike_messages, 2, "AB", count, dtype, env=SMALL):
         assert error.startswith("CollectiveMismatch: ")
         assert f"ranks called different operations: {text}" in error
@@ -289,7 +289,7 @@ def test_both_ends_of_unlike_messages_are_told(count: int, dtype: DType, text: s
 @pytest.mark.parametrize(
     "hosts_and_kernels", ["AB", "AAB", "ABB", pytest.param("AABB kernels", marks=needs_compiler)]
 )
-def test_collectives_of_messages_that_come_again(hosts_and_kernels: str) -> None:
+def test_recurring_message_collectives(hosts_and_kernels: str) -> None:
     hosts, _, kernels = hosts_and_kernels.partition(" ")
     run_ranks(
         fake_hosts.uneven_again,
@@ -312,7 +312,7 @@ def test_collectives_of_messages_that_come_again(hosts_and_kernels: str) -> None
         ("ABC", "roots", ("(root 1)",)),
     ],
 )
-def test_messages_that_nobody_took_are_not_taken_for_those_of_the_next_collective(
+def test_unmatched_messages_are_not_taken_for_later_ones(
     hosts: str, case: str, texts: tuple[str, ...]
 ) -> None:
     for error in run_ranks(
@@ -327,7 +327,7 @@ def test_messages_that_nobody_took_are_not_taken_for_those_of_the_next_collectiv
     ("hosts", "case"),
     [("AABB", "roots"), ("AABB", "collectives"), ("AAB", "counts"), ("AAB", "one message")],
 )
-def test_nor_are_those_inside_a_host(hosts: str, case: str) -> None:
+def test_unmatched_messages_inside_a_node(hosts: str, case: str) -> None:
     for error in run_ranks(
         fake_hosts.unlike_collectives,
         len(hosts),
@@ -341,14 +341,14 @@ def test_nor_are_those_inside_a_host(hosts: str, case: str) -> None:
 
 
 @needs_compiler
-def test_what_is_found_inside_a_host_at_the_end_is_told() -> None:
+def test_mismatch_inside_a_node_is_reported_at_finalize() -> None:
     env = {"MIRACCL_SMS": "1", "MIRACCL_EMULATOR_CACHE": str(folder())}
     for text in run_ranks(fake_hosts.unlike_at_the_end, 3, "AAB", env=env):
         assert text.startswith("CollectiveMismatch: ")
 
 
 @needs_compiler
-def test_a_fault_that_is_heard_in_the_middle_of_a_call_is_told_as_what_it_is() -> None:
+def test_fault_received_during_a_call_keeps_its_type() -> None:
     for text in run_ranks(
         fake_hosts.told_between_checks, 2, env={"MIRACCL_EMULATOR_CACHE": str(folder())}
     ):
@@ -356,14 +356,14 @@ def test_a_fault_that_is_heard_in_the_middle_of_a_call_is_told_as_what_it_is() -
         assert "rank 5 died: for a test" in text
 
 
-def test_what_a_call_finds_before_a_lane_tells_is_told_once() -> None:
+def test_fault_of_a_call_and_a_staging_thread_is_reported_once() -> None:
     for text in run_ranks(fake_hosts.told_by_a_lane_later, 2):
         assert text.startswith("PeerDied: ")
         assert "rank 5 died: for a test" in text
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_stream_that_breaks_ends_what_waits_for_it(sends: bool) -> None:
+def test_broken_stream_ends_waits(sends: bool) -> None:
     for text in run_ranks(fake_hosts.cut, 2, sends):
         assert text.startswith("PeerDied")
         assert "has lost its connection to rank" in text
@@ -372,7 +372,7 @@ def test_a_stream_that_breaks_ends_what_waits_for_it(sends: bool) -> None:
 @pytest.mark.parametrize(
     ("hosts", "apart", "sends"), [("AABB", False, False), *(("AB", *waits) for waits in WAITS)]
 )
-def test_a_death_ends_what_waits(hosts: str, apart: bool, sends: bool) -> None:
+def test_death_ends_waits(hosts: str, apart: bool, sends: bool) -> None:
     _check_death(rank_outcomes(fake_hosts.death, len(hosts), hosts, apart, sends))
 
 
@@ -386,7 +386,7 @@ def test_a_death_ends_what_waits(hosts: str, apart: bool, sends: bool) -> None:
         pytest.param("AABB", "all_reduce", True, marks=needs_compiler),
     ],
 )
-def test_a_rank_that_leaves_is_not_waited_for(hosts: str, what: str, kernels: bool) -> None:
+def test_exited_rank_is_not_waited_for(hosts: str, what: str, kernels: bool) -> None:
     env = {"MIRACCL_SMS": "1", "MIRACCL_EMULATOR_CACHE": str(folder())}
     texts = run_ranks(fake_hosts.leaves, len(hosts), hosts, what, kernels, env=env)
     assert texts[0].startswith("PeerDied: ")
@@ -395,7 +395,7 @@ def test_a_rank_that_leaves_is_not_waited_for(hosts: str, what: str, kernels: bo
 
 
 @needs_compiler
-def test_a_death_ends_kernels_that_wait() -> None:
+def test_death_ends_waiting_kernels() -> None:
     env = SMALL | {"MIRACCL_EMULATOR_CACHE": str(folder())}
     _check_death(
         rank_outcomes(fake_hosts.death, 4, "AABB", True, False, True, env=env, timeout=120.0)

@@ -109,7 +109,7 @@ CALLS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(calls=CALLS, data=st.data())
-def test_every_receive_gets_its_send_however_the_ends_group_their_calls(
+def test_receives_match_sends_for_any_grouping(
     calls: list[tuple[int, int, int]], data: Any
 ) -> None:
     """``calls`` are (source, distance of the target, bytes) in the order of the program; each rank groups its part as it likes."""
@@ -164,7 +164,7 @@ def test_every_receive_gets_its_send_however_the_ends_group_their_calls(
                 assert ranks[a].counts[b][0] == ranks[b].counts[a][1], "both ends count alike"
 
 
-def test_what_goes_over_a_stream() -> None:
+def test_stream_contents() -> None:
     """A header with the size of the whole and the number of the message, then the part; the number goes on from call to call."""
     with connected(2) as ranks:
         me, (wire,) = ranks[0], ranks[1].sockets.values()
@@ -183,7 +183,7 @@ def test_what_goes_over_a_stream() -> None:
         assert wire.recv(1000) == want
 
 
-def test_messages_that_come_byte_by_byte() -> None:
+def test_messages_arrive_byte_by_byte() -> None:
     with connected(2) as ranks:
         me, (wire,) = ranks[0], ranks[1].sockets.values()
         memory = np.zeros(8, np.uint8)
@@ -209,7 +209,7 @@ def test_messages_that_come_byte_by_byte() -> None:
     ],
     ids=["type", "size", "number", "hash"],
 )
-def test_a_message_of_another_kind_is_an_error(sent: bytes, code: int) -> None:
+def test_mismatched_message_is_an_error(sent: bytes, code: int) -> None:
     with connected(2) as ranks:
         me, (wire,) = ranks[0], ranks[1].sockets.values()
         wire.send(sent)
@@ -222,7 +222,7 @@ def test_a_message_of_another_kind_is_an_error(sent: bytes, code: int) -> None:
 
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("receives", [False, True])
-def test_a_wait_ends_with_the_deadline(receives: bool, closed: bool) -> None:
+def test_wait_ends_at_deadline(receives: bool, closed: bool) -> None:
     """Also where the peer has closed the stream, which alone is no reason: the control plane tells of deaths. A long wait takes no
     processor."""
     with connected(3, timeout=0.3, buffer_bytes=4096) as ranks:
@@ -246,7 +246,7 @@ def test_a_wait_ends_with_the_deadline(receives: bool, closed: bool) -> None:
         )
 
 
-def test_a_wait_ends_with_an_abort_and_when_a_peer_leaves() -> None:
+def test_wait_ends_on_abort_and_on_peer_exit() -> None:
     for code in (layout.ERR_ABORTED, layout.ERR_LEFT):
         with connected(2) as ranks:
             codes: list[int] = []
@@ -267,7 +267,7 @@ def test_a_wait_ends_with_an_abort_and_when_a_peer_leaves() -> None:
             assert codes == [code]
 
 
-def test_what_a_peer_sent_before_it_left_is_taken() -> None:
+def test_data_sent_before_exit_is_received() -> None:
     with connected(2) as ranks:
         ranks[0].context.gone[1] = 1
         got, codes = np.zeros(1, np.uint8), list[int]()
@@ -282,7 +282,7 @@ def test_what_a_peer_sent_before_it_left_is_taken() -> None:
         assert (codes, got[0]) == ([layout.OK], 7)
 
 
-def test_nothing_begins_where_the_doors_are_shut_or_after_an_abort() -> None:
+def test_nothing_begins_while_busy_or_after_abort() -> None:
     with connected(2) as ranks:
         ranks[0].context.set(layout.CTX_BUSY, 1)
         assert ranks[0].run([message(False, 1, 1)], np.zeros(1, np.uint8))[0] == NOT_BEGUN

@@ -20,7 +20,7 @@ from tests.runtime.test_life import in_threads
 T = TypeVar("T")
 
 
-def beside(call: Callable[[], T]) -> T:
+def in_other_thread(call: Callable[[], T]) -> T:
     """What ``call`` gives in another thread."""
     found: list[T] = []
     thread = threading.Thread(target=lambda: found.append(call()))
@@ -29,7 +29,7 @@ def beside(call: Callable[[], T]) -> T:
     return found[0]
 
 
-def called_by_none_of_pythons_threads(call: Callable[[], object]) -> None:
+def call_in_foreign_thread(call: Callable[[], object]) -> None:
     """As backward passes of PyTorch call hooks: from a thread that was not started in Python."""
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: call() and None)
     thread, libc = ctypes.c_ulong(), ctypes.CDLL(None)
@@ -37,25 +37,25 @@ def called_by_none_of_pythons_threads(call: Callable[[], object]) -> None:
     assert libc.pthread_join(thread, None) == 0
 
 
-def test_threads_have_orders_of_their_own() -> None:
+def test_each_thread_has_its_own_orders() -> None:
     assert thread_launch_orders() is thread_launch_orders()
-    assert beside(thread_launch_orders) is not thread_launch_orders()
+    assert in_other_thread(thread_launch_orders) is not thread_launch_orders()
     assert thread_launch_orders().on(0) is thread_launch_orders().on(0)
     assert thread_launch_orders().on(0) is not thread_launch_orders().on(1)
 
 
-def test_a_program_has_one_order_but_for_threads_of_its_own() -> None:
+def test_process_shares_one_order_except_own_threads() -> None:
     session = single_rank_session(20.0)
     here = program_launch_orders(session)
     found: list[LaunchOrders] = []
-    called_by_none_of_pythons_threads(lambda: found.append(here()))
+    call_in_foreign_thread(lambda: found.append(here()))
     assert found == [here()]
     assert program_launch_orders(session)() is here()
-    assert beside(here) not in (here(), thread_launch_orders())
-    assert beside(lambda: program_launch_orders(session)()) is here()
+    assert in_other_thread(here) not in (here(), thread_launch_orders())
+    assert in_other_thread(lambda: program_launch_orders(session)()) is here()
 
 
-def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
+def test_ranks_in_one_process_have_separate_orders() -> None:
     gate = threading.Barrier(2)
 
     def work(comm: Communicator) -> LaunchOrders:
@@ -67,12 +67,12 @@ def test_ranks_that_are_threads_of_one_process_do_not_share_an_order() -> None:
     assert first is not second
 
 
-def test_parts_have_the_orders_of_the_whole() -> None:
+def test_split_communicator_inherits_orders() -> None:
     shared = LaunchOrders()
     with Communicator.from_session(
         single_rank_session(20.0), Options.create(), launch_orders=lambda: shared
     ) as whole:
-        part = beside(lambda: whole.split(0))
+        part = in_other_thread(lambda: whole.split(0))
         assert part is not None
         with part:
             assert part._launch_orders() is shared

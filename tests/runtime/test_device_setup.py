@@ -12,8 +12,8 @@ from tests.support.ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 SOON_S = 20.0
-ONE_HOST = ["gpu hosts", "gpu facts", "gpu views", "gpu memory", "gpu mapped", "gpu ready"]
-HOSTS = [
+ONE_HOST_PHASES = ["gpu hosts", "gpu facts", "gpu views", "gpu memory", "gpu mapped", "gpu ready"]
+MULTI_NODE_PHASES = [
     "gpu hosts",
     "gpu staging",
     "fabric hello",
@@ -27,11 +27,12 @@ HOSTS = [
 @pytest.mark.parametrize(
     ("apart", "what"), [(False, "set-up"), (True, "set-up"), (False, "window")]
 )
-def test_all_stages_end_by_the_deadline_of_the_call(apart: bool, what: str) -> None:
+def test_all_phases_share_the_deadline(apart: bool, what: str) -> None:
     first, second = run_ranks(setup_ranks.in_stages, 2, apart, what, timeout=90)
     assert first["type"] == "CollectiveTimeout", first
     assert (
-        "rank 1 of 2 did not come within 25 s (all its stages share one deadline)" in first["text"]
+        "rank 1 of 2 did not arrive within 25 s (all of its phases share one deadline)"
+        in first["text"]
     )
     assert first["peer"] == 1
     assert "' of " in first["op"]
@@ -44,21 +45,24 @@ def test_all_stages_end_by_the_deadline_of_the_call(apart: bool, what: str) -> N
 
 @pytest.mark.parametrize(
     ("apart", "stage"),
-    [*((False, stage) for stage in ONE_HOST), *((True, stage) for stage in HOSTS)],
+    [
+        *((False, stage) for stage in ONE_HOST_PHASES),
+        *((True, stage) for stage in MULTI_NODE_PHASES),
+    ],
 )
-def test_a_rank_that_does_not_come_to_a_stage_is_named_with_it(apart: bool, stage: str) -> None:
+def test_rank_missing_in_a_phase_is_named(apart: bool, stage: str) -> None:
     first, second = run_ranks(setup_ranks.absent, 2, apart, stage)
     assert first["type"] == "CollectiveTimeout", first
     assert first["op"].startswith(f"{stage!r} of "), first
-    assert "rank 1 of 2 did not come within 25 s" in first["text"]
+    assert "rank 1 of 2 did not arrive within 25 s" in first["text"]
     assert first["seconds"] < SOON_S
     assert second["type"] == "BootstrapError", second
     assert re.search(
-        "rank 0( of 2)? left: gave the first operation on GPU memory up: rank 0, ", second["text"]
+        "rank 0( of 2)? left: gave up the first operation on GPU memory: rank 0, ", second["text"]
     )
 
 
-def test_a_rank_whose_descriptors_do_not_come_is_named_at_the_deadline() -> None:
+def test_rank_with_missing_descriptors_is_named() -> None:
     first, second = run_ranks(setup_ranks.absent, 2, False, "door")
     assert first["type"] == "CollectiveTimeout", first
     assert first["op"] == "'gpu mapped' of the first operation on GPU memory"
@@ -71,23 +75,21 @@ def test_a_rank_whose_descriptors_do_not_come_is_named_at_the_deadline() -> None
     ("apart", "call"),
     [(False, "cuMemHostAlloc"), (True, "cuMemHostAlloc"), (True, "cuMemHostRegister")],
 )
-def test_a_rank_whose_driver_refuses_tells_the_others_and_all_may_go_on(
-    apart: bool, call: str
-) -> None:
+def test_driver_failure_is_reported_and_recoverable(apart: bool, call: str) -> None:
     for rank, (told, again, window) in enumerate(
         run_ranks(setup_ranks.fails_alone, 3, apart, call)
     ):
         assert told["type"] == ("SystemFailure" if rank == 1 else "BootstrapError"), told
         assert call in told["text"]
         assert rank == 1 or re.search(
-            "rank 1( of 3)? left: gave the first operation on GPU memory up", told["text"]
+            "rank 1( of 3)? left: gave up the first operation on GPU memory", told["text"]
         )
         assert told["seconds"] < SOON_S
         assert again["type"] == window["type"] == "none", (again, window)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_second_thread_waits_for_the_gpu_side_and_makes_it_anew_if_that_failed(
+def test_second_thread_waits_and_retries_setup(
     fails: bool,
 ) -> None:
     for rank, (begun, told) in enumerate(run_ranks(setup_ranks.two_threads, 2, fails)):
@@ -97,7 +99,7 @@ def test_a_second_thread_waits_for_the_gpu_side_and_makes_it_anew_if_that_failed
         ), told
 
 
-def test_a_rank_without_memory_or_peer_access_tells_the_others_and_all_may_go_on() -> None:
+def test_memory_failure_is_reported_and_recoverable() -> None:
     for rank, (told, again) in enumerate(run_ranks(setup_ranks.no_memory, 3)):
         assert told["type"] == ("SystemFailure" if rank == 1 else "BootstrapError"), told
         assert "cuMemAlloc" in told["text"]
@@ -106,7 +108,7 @@ def test_a_rank_without_memory_or_peer_access_tells_the_others_and_all_may_go_on
 
 
 @pytest.mark.parametrize("access", [True, False])
-def test_a_rank_without_memory_for_a_window_tells_the_others_and_all_may_go_on(
+def test_window_failure_is_reported_and_recoverable(
     access: bool,
 ) -> None:
     for rank, (told, again) in enumerate(run_ranks(setup_ranks.no_window, 3, access)):
@@ -119,7 +121,7 @@ def test_a_rank_without_memory_for_a_window_tells_the_others_and_all_may_go_on(
         assert again["type"] == "none", again
 
 
-def test_a_death_ends_the_wait_for_descriptors() -> None:
+def test_death_ends_wait_for_descriptors() -> None:
     told = rank_outcomes(setup_ranks.dies_at_the_door, 2)[0].value
     assert told["type"] == "PeerDied", told
     assert "rank 1 died" in told["text"]
@@ -128,7 +130,7 @@ def test_a_death_ends_the_wait_for_descriptors() -> None:
 
 @pytest.mark.parametrize("stage", ["gpu ready", "fabric connect", "direct"])
 @pytest.mark.parametrize("how", [setup_ranks.aborted, setup_ranks.aborts_late])
-def test_an_abort_ends_the_stages_among_hosts(how: Callable[[str], object], stage: str) -> None:
+def test_abort_ends_multi_node_setup(how: Callable[[str], object], stage: str) -> None:
     for told in run_ranks(how, 2, stage):
         assert told["type"] == "CommunicatorAborted", told
         assert "for a test" in told["text"]
@@ -136,12 +138,12 @@ def test_an_abort_ends_the_stages_among_hosts(how: Callable[[str], object], stag
 
 
 @pytest.mark.parametrize("which", ["direct", "gpu messages"])
-def test_a_stream_that_is_cut_before_the_welcome_is_told_to_all(which: str) -> None:
+def test_stream_cut_before_welcome_is_reported(which: str) -> None:
     got = run_ranks(setup_ranks.cut_before_the_welcome, 2, which)
     assert got[1]["type"] == "PeerDied", got
     assert "rank 1 has lost its connection to rank 0" in got[1]["text"]
     assert got[0]["type"] == "BootstrapError", got
     assert re.search(
-        "rank 1( of 2)? left: gave the first operation on GPU memory up: rank 1", got[0]["text"]
+        "rank 1( of 2)? left: gave up the first operation on GPU memory: rank 1", got[0]["text"]
     )
     assert max(told["seconds"] for told in got) < SOON_S

@@ -29,7 +29,7 @@ SLOT = 64 << 10
 EVEN = [c for c in Collective if c <= Collective.SCATTER]
 
 
-def covered(copies: list[SegmentCopy], nbytes: int) -> np.ndarray:
+def copies_per_byte(copies: list[SegmentCopy], nbytes: int) -> np.ndarray:
     """How often each byte of the user's buffer is copied."""
     times = np.zeros(nbytes, np.int8)
     for copy in copies:
@@ -64,8 +64,8 @@ def test_even_collectives(
     assert (len(plans[0]) == 0) == (count == 0)
     for rank, (shape, plan) in enumerate(zip(shapes, plans, strict=True)):
         check_plan(shape, plan)
-        down = covered([c for p in plan for c in p.down], sum(shape.sends) * dtype.itemsize)
-        up = covered([c for p in plan for c in p.up], sum(shape.receives) * dtype.itemsize)
+        down = copies_per_byte([c for p in plan for c in p.down], sum(shape.sends) * dtype.itemsize)
+        up = copies_per_byte([c for p in plan for c in p.up], sum(shape.receives) * dtype.itemsize)
         gives = rank == root or collective not in (Collective.BROADCAST, Collective.SCATTER)
         gets = rank == root or collective not in (Collective.REDUCE, Collective.GATHER)
         assert (down == (1 if gives else 0)).all()
@@ -115,14 +115,14 @@ def test_uneven_collectives(collective: Collective, counts: list[int]) -> None:
         )
         plans.append(split_segments(shape, SLOT))
         check_plan(shape, plans[-1])
-        assert (covered([c for p in plans[-1] for c in p.down], 4 * sum(sends)) == 1).all()
-        assert (covered([c for p in plans[-1] for c in p.up], 4 * sum(receives)) == 1).all()
+        assert (copies_per_byte([c for p in plans[-1] for c in p.down], 4 * sum(sends)) == 1).all()
+        assert (copies_per_byte([c for p in plans[-1] for c in p.up], 4 * sum(receives)) == 1).all()
     assert len({len(plan) for plan in plans}) == 1
     for pieces in zip(*plans, strict=True):
         assert len({piece.counts for piece in pieces}) == 1, "all ranks give the same counts"
 
 
-def test_pieces_are_equal_and_smaller_for_smaller_operations() -> None:
+def test_segments_are_equal_and_scale_with_size() -> None:
     def sizes(nbytes: int, slot: int = 4 << 20, **more: Any) -> list[int]:
         shape = dataclasses.replace(
             StagedShape.even(Collective.ALL_REDUCE, 4, 0, 2, 0, nbytes // 4), **more
@@ -139,7 +139,7 @@ def test_pieces_are_equal_and_smaller_for_smaller_operations() -> None:
     assert max(large) - min(large) < 17 * 256
 
 
-def test_neighbours_are_one_copy_and_places_are_kept() -> None:
+def test_adjacent_copies_merge_and_offsets_are_respected() -> None:
     (piece,) = split_segments(StagedShape.even(Collective.ALL_GATHER, 4, 0, 4, 0, 10), SLOT)
     assert piece.up == (SegmentCopy(1, 0, 0, 160),)
     shape = StagedShape(
@@ -161,9 +161,7 @@ groups = st.lists(
 
 
 @given(calls=groups, far=st.sampled_from([1, 4, 7, 40]))
-def test_transfers_are_cut_alike_however_they_are_grouped(
-    calls: list[tuple[bool, int, int]], far: int
-) -> None:
+def test_messages_do_not_depend_on_grouping(calls: list[tuple[bool, int, int]], far: int) -> None:
     transfers = [
         DeviceTransfer(receives=r, peer=p, memory=DeviceMemory(4096, n, DType.FLOAT32))
         for r, p, n in calls
@@ -189,7 +187,7 @@ def test_transfers_are_cut_alike_however_they_are_grouped(
             for c in (*round.segment.down, *round.segment.up)
             if c.buffer == number
         ]
-        assert (covered(copies, transfer.memory.nbytes) == 1).all()
+        assert (copies_per_byte(copies, transfer.memory.nbytes) == 1).all()
     for round in together:
         assert disjoint((*round.segment.down, *round.segment.up))
         assert all(
@@ -205,7 +203,7 @@ def test_transfers_are_cut_alike_however_they_are_grouped(
         assert need <= ROUND_SLOTS * SLOT + 8 * ALIGN, "a round takes no more memory for more peers"
 
 
-def test_hosts_are_what_ranks_say_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_names_follow_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     session: Any = types.SimpleNamespace(rank=3, hosts=["a", "a", "b", "b"])
     assert node_name(session) == "b"
     monkeypatch.setenv("NCCL_HOSTID", "rack")

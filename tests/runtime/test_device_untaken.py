@@ -27,9 +27,9 @@ from tests.gpu.emulator import folder, needs_compiler
 from tests.support.ranks import run_ranks
 
 EMULATED = {"MIRACCL_EMULATOR_CACHE": str(folder()), "MIRACCL_SMS": "2"}
-PARTED = "CollectiveMismatch: message count mismatch: "
-CALLED = "CollectiveMismatch: ranks called different operations: "
-COUNTS = PARTED + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
+COUNT_MISMATCH = "CollectiveMismatch: message count mismatch: "
+OP_MISMATCH = "CollectiveMismatch: ranks called different operations: "
+COUNTS = COUNT_MISMATCH + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
 
 
 @pytest.mark.multiprocess
@@ -44,43 +44,43 @@ COUNTS = PARTED + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
             "AB",
             "scatter alone",
             0,
-            PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
         ),
         (
             "AB",
             "gather alone",
             3,
-            PARTED + "rank 1 sent in gather_v #10 (root 0), to which rank 0 never came",
+            COUNT_MISMATCH + "rank 1 sent in gather_v #10 (root 0), to which rank 0 never came",
         ),
         (
             "AB",
             "roots of scatter",
             0,
-            CALLED + "scatter_v #1 (root 0) on rank 0, scatter_v #1 (root 1) on rank 1",
+            OP_MISMATCH + "scatter_v #1 (root 0) on rank 0, scatter_v #1 (root 1) on rank 1",
         ),
         (
             "ABC",
             "roots of scatter",
             1,
-            CALLED + "scatter_v #4 (root 0) on rank 0, scatter_v #4 (root 1) on rank 1",
+            OP_MISMATCH + "scatter_v #4 (root 0) on rank 0, scatter_v #4 (root 1) on rank 1",
         ),
         (
             "AB",
             "roots of gather",
             1,
-            CALLED + "gather_v #4 (root 1) on rank 0, gather_v #4 (root 0) on rank 1",
+            OP_MISMATCH + "gather_v #4 (root 1) on rank 0, gather_v #4 (root 0) on rank 1",
         ),
         (
             "AB",
             "graph",
             0,
-            PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
         ),
         (
             "AB",
             "a plain send before",
             0,
-            PARTED + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
         ),
         pytest.param(
             "AAB",
@@ -91,7 +91,7 @@ COUNTS = PARTED + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
         ),
     ],
 )
-def test_the_end_tells_all_ranks_of_several_hosts(
+def test_unmatched_messages_over_nodes_are_reported_at_finalize(
     hosts: str, case: str, before: int, text: str
 ) -> None:
     for answer in run_ranks(
@@ -115,7 +115,7 @@ def test_the_end_tells_all_ranks_of_several_hosts(
         ("graph", 0, "rank 0 has called scatter (root 0), and rank"),
     ],
 )
-def test_the_end_tells_all_ranks_of_one_host(
+def test_unmatched_messages_on_one_host_are_reported_at_finalize(
     env: dict[str, str], case: str, before: int, text: str
 ) -> None:
     for said, again in run_ranks(
@@ -127,13 +127,13 @@ def test_the_end_tells_all_ranks_of_one_host(
 
 @pytest.mark.multiprocess
 @needs_compiler
-def test_and_those_of_one_of_several_hosts() -> None:
+def test_unmatched_messages_inside_one_of_several_nodes() -> None:
     answers = run_ranks(
         unmatched_ranks.at_the_end, 3, "AAB", "counts inside a host", 1, env=EMULATED
     )
-    assert answers == 2 * [(PARTED + "rank 0 sent more in all_to_all_v than rank 1 took", "")] + [
-        ("", "")
-    ]
+    assert answers == 2 * [
+        (COUNT_MISMATCH + "rank 0 sent more in all_to_all_v than rank 1 took", "")
+    ] + [("", "")]
 
 
 @pytest.mark.multiprocess
@@ -141,17 +141,19 @@ def test_and_those_of_one_of_several_hosts() -> None:
     ("hosts", "case", "text"),
     [
         ("AB", "counts", COUNTS.replace("#1", "#7")),
-        ("ABC", "counts in a row", PARTED + "rank 0 sent more in all_to_all_v #7 than rank 2 took"),
+        (
+            "ABC",
+            "counts in a row",
+            COUNT_MISMATCH + "rank 0 sent more in all_to_all_v #7 than rank 2 took",
+        ),
         (
             "AB",
             "roots of gather",
-            CALLED + "gather_v #7 (root 1) on rank 0, gather_v #7 (root 0) on rank 1",
+            OP_MISMATCH + "gather_v #7 (root 1) on rank 0, gather_v #7 (root 0) on rank 1",
         ),
     ],
 )
-def test_synchronize_tells_of_what_has_come_from_other_hosts(
-    hosts: str, case: str, text: str
-) -> None:
+def test_synchronize_reports_unmatched_messages(hosts: str, case: str, text: str) -> None:
     for answer in run_ranks(
         unmatched_ranks.when_it_is_there, len(hosts), hosts, case, env=EMULATED
     ):
@@ -168,12 +170,12 @@ def test_synchronize_tells_of_what_has_come_from_other_hosts(
         pytest.param("AAB", marks=needs_compiler),
     ],
 )
-def test_nothing_is_told_to_right_programs(hosts: str) -> None:
+def test_correct_programs_have_no_reports(hosts: str) -> None:
     run_ranks(unmatched_ranks.right_programs, len(hosts) or 3, hosts, env=EMULATED, timeout=120.0)
 
 
 @pytest.mark.multiprocess
-def test_the_end_tells_what_a_lane_has_found() -> None:
+def test_finalize_reports_fault_of_staging_thread() -> None:
     answers = [text for text, _ in run_ranks(unmatched_ranks.found_by_a_lane, 2, "mismatch")]
     assert any(answers)
     assert all(not text or "operator is sum on rank 0, max on rank 1" in text for text in answers)
@@ -184,7 +186,7 @@ def test_the_end_tells_what_a_lane_has_found() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", ["told", "aborted"])
-def test_but_not_again_and_no_abort(how: str) -> None:
+def test_finalize_repeats_no_report_and_no_abort(how: str) -> None:
     for at_the_end, before in run_ranks(unmatched_ranks.found_by_a_lane, 2, how):
         assert not at_the_end
         assert before.startswith("CollectiveMismatch: ") == (how == "told")
@@ -200,7 +202,7 @@ def test_but_not_again_and_no_abort(how: str) -> None:
         (CollectiveTimeout("for a test"), CollectiveMismatch("told by others"), False, "before"),
     ],
 )
-def test_what_no_call_has_told_is_told_at_the_end(
+def test_unreported_faults(
     error: MiracclError, before: MiracclError | None, stopped: bool, untold: str
 ) -> None:
     """What a lane has found; of what others have told a mismatch, and what has ended a wait. Once, and not that somebody has aborted."""
@@ -227,12 +229,14 @@ def test_what_no_call_has_told_is_told_at_the_end(
 # ---- what is compared
 
 
-def which(collective: Collective, root: int = 0) -> int:
+def signature_without_number(collective: Collective, root: int = 0) -> int:
     return signature(collective, DType.UINT8, RedOp.SUM, root, 0)
 
 
-def tally(
-    counted: int, peers: list[tuple[int, int, int]], kind: int = which(Collective.SCATTER)
+def counters(
+    counted: int,
+    peers: list[tuple[int, int, int]],
+    kind: int = signature_without_number(Collective.SCATTER),
 ) -> MessageCounters:
     """Of a rank that has run ``counted`` collectives, all of one ``kind``."""
     words = np.full(offsets.COLLECTIVES_BYTES // 8, kind, np.int64)
@@ -240,30 +244,32 @@ def tally(
     return MessageCounters.from_bytes(MessageCounters(words, np.array(peers, np.int64)).to_bytes())
 
 
-def test_tallies_are_alike_or_not() -> None:
+def test_comparison_of_message_counters() -> None:
     none, more = (0, 0, 0), (3, 2, 0)
-    assert find_unmatched([tally(2, [none, (3, 2, 1)]), tally(2, [(1, 2, 3), none])], 0) is None
-    assert find_unmatched([tally(2, [none, more]), None], 0) is None
+    assert (
+        find_unmatched([counters(2, [none, (3, 2, 1)]), counters(2, [(1, 2, 3), none])], 0) is None
+    )
+    assert find_unmatched([counters(2, [none, more]), None], 0) is None
     assert find_unmatched([None, None], 1) is None
     for rank, peer in ((0, 1), (1, 0)):
-        error = find_unmatched([tally(2, [none, more]), tally(2, [(0, 0, 2), none])], rank)
+        error = find_unmatched([counters(2, [none, more]), counters(2, [(0, 0, 2), none])], rank)
         assert error is not None
         assert (error.rank, error.peer) == (rank, peer)
         assert "rank 0 sent more in scatter_v #2 (root 0) than rank 1 took" in str(error)
     assert "to which rank 1 never came" in str(
-        find_unmatched([tally(2, [none, more]), tally(1, [(0, 0, 2), none])], 0)
+        find_unmatched([counters(2, [none, more]), counters(1, [(0, 0, 2), none])], 0)
     )
     long_ago = find_unmatched(
         [
-            tally(2 + offsets.RECENT_SIZE, [none, more]),
-            tally(2 + offsets.RECENT_SIZE, [(0, 0, 2), none]),
+            counters(2 + offsets.RECENT_SIZE, [none, more]),
+            counters(2 + offsets.RECENT_SIZE, [(0, 0, 2), none]),
         ],
         0,
     )
     assert "rank 0 sent more in collective #2 than rank 1 took" in str(long_ago)
-    another = tally(2, [(0, 0, 2), none], which(Collective.SCATTER, 1))
+    another = counters(2, [(0, 0, 2), none], signature_without_number(Collective.SCATTER, 1))
     assert "scatter_v #2 (root 0) on rank 0, scatter_v #2 (root 1) on rank 1" in str(
-        find_unmatched([tally(2, [none, more]), another], 0)
+        find_unmatched([counters(2, [none, more]), another], 0)
     )
 
 
@@ -280,14 +286,16 @@ def test_tallies_are_alike_or_not() -> None:
         (Collective.SCATTER, 0, 0, False),
     ],
 )
-def test_what_lies_in_a_stream(kind: Collective, behind: int, counted: int, found: bool) -> None:
+def test_poll_of_leftover_data(kind: Collective, behind: int, counted: int, found: bool) -> None:
     here, there = socket.socketpair()
     with here, there:
-        lookout, words = UnmatchedDetector(1, {0: here}), tally(counted, []).collectives.copy()
+        lookout, words = UnmatchedDetector(1, {0: here}), counters(counted, []).collectives.copy()
         ways = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
         assert lookout.poll(words, ways, lambda: True) is None
         number = 0 if kind is Collective.SEND_RECV else counted - behind & offsets.MARK_MASK
-        header = struct.pack("<qq", which(kind) | 1, 4 | number << offsets.MARK_SHIFT)
+        header = struct.pack(
+            "<qq", signature_without_number(kind) | 1, 4 | number << offsets.MARK_SHIFT
+        )
         there.send(header[:15])
         assert lookout.poll(words, ways, lambda: True) is None
         there.send(header[15:] + b"data")
@@ -301,7 +309,9 @@ def test_what_lies_in_a_stream(kind: Collective, behind: int, counted: int, foun
         assert here.recv(100) == header + b"data"
 
 
-def begins(ways: dict[int, np.ndarray], words: np.ndarray, what: str) -> Callable[[], bool]:
+def begin_during_poll(
+    ways: dict[int, np.ndarray], words: np.ndarray, what: str
+) -> Callable[[], bool]:
     """A lane that begins with something, or ends it, while one looks."""
     answers = iter([what != "ends", what != "waits"])
 
@@ -316,11 +326,15 @@ def begins(ways: dict[int, np.ndarray], words: np.ndarray, what: str) -> Callabl
 
 
 @pytest.mark.parametrize("what", ["message", "collective", "waits", "ends"])
-def test_what_lies_in_a_stream_is_not_judged_while_the_lane_works(what: str) -> None:
+def test_poll_ignores_streams_in_use(what: str) -> None:
     here, there = socket.socketpair()
     with here, there:
-        lookout, words = UnmatchedDetector(1, {0: here}), tally(5, []).collectives.copy()
+        lookout, words = UnmatchedDetector(1, {0: here}), counters(5, []).collectives.copy()
         ways = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
-        there.send(struct.pack("<qq", which(Collective.SCATTER) | 1, 5 << offsets.MARK_SHIFT))
-        assert lookout.poll(words, ways, begins(ways, words, what)) is None
+        there.send(
+            struct.pack(
+                "<qq", signature_without_number(Collective.SCATTER) | 1, 5 << offsets.MARK_SHIFT
+            )
+        )
+        assert lookout.poll(words, ways, begin_during_poll(ways, words, what)) is None
         assert lookout.poll(words, ways, lambda: True) is not None
