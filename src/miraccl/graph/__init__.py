@@ -1,1 +1,4 @@
-"""What is decided on a machine, as NCCL decides it: channel search, rings and trees over nodes, tuning (``plan.make_plan`` does it all)."""
+"""Decisions on a machine, reproduced from NCCL: channel search, rings, trees and tuning.
+
+``plan.make_plan`` runs all stages.
+"""

@@ -1,23 +1,31 @@
-"""Upper bounds on the bandwidth of all-gather, reduce-scatter and all-reduce on a machine, and when they are reached.
+"""Upper bounds on the bandwidth of all-gather, reduce-scatter and all-reduce on a machine.
 
-The idea is that of ForestColl (arXiv 2402.06787). Take any set S of vertices that does not hold all ranks. In an all-gather every rank in S
-has to get its block out of S once at least, and only the links that leave S can carry it. So no rank can broadcast faster than ``capacity
-leaving S / ranks in S``. The least of these quotients over all S is the bound, the cut that attains it the machine's bottleneck. For a
-reduce-scatter the same holds of what enters S.
+The bound follows ForestColl (arXiv 2402.06787). Take any set S of vertices that lacks at least one
+rank. In an all-gather every rank of S has to send its block out of S at least once, and only the
+links that leave S can carry it. So no rank can broadcast faster than ``capacity leaving S / ranks
+in S``. The minimum of these quotients over all S is the bound; the cut that attains it is the
+machine's bottleneck. For a reduce-scatter the same holds for the links that enter S.
 
-Rules kept here
-- Switches, NICs and CPUs are relays: they forward and may copy, they hold no data and do not reduce. Bytes are moved and added as they are,
-  not coded. A schedule that reduces inside NVSwitches or network switches (NVLS, CollNet) passes no cut, but may pass what follows from the
-  number of times that data enters ranks: the ceiling of all-reduce and, where relays narrow, the bound on reduce-scatter.
-- A bound is reached, in the limit of large sizes, where relays only need to forward. The all-gather's is if no relay *widens* (can send
-  more than it can receive): then the relays can be taken out of the graph, a link in and a link out at a time, so that no cut between ranks
-  becomes narrower than the bottleneck (Bang-Jensen, Frank and Jackson, SIAM J. Discrete Math. 8, 1995), and what is left, links between
-  ranks, holds trees that fill it (Edmonds). The reduce-scatter's is if no relay *narrows* (can receive more than it can send): the same
-  graph turned round. Theorem 1 of ForestColl is on graphs in which every vertex is balanced, as on all machines recorded from NCCL.
-- Elsewhere the cuts remain bounds, but may be out of reach: relays that widen have to copy, and packing such trees does not always fill the
-  cut (network coding would); relays that narrow would have to add, so there data also has to enter ranks often enough.
-- All arithmetic is exact. The least quotient is found by Newton's method on cuts: a maximal flow either shows that a rate is possible or
-  yields a cut with a smaller quotient (the paper's binary search ends at the same fraction).
+Assumptions and limits:
+
+- Switches, NICs and CPUs are relays: they forward and may copy, but hold no data and do not reduce.
+  Data is routed and summed, not network-coded. A schedule that reduces inside NVSwitches or network
+  switches (NVLS, CollNet) cannot pass a cut, but it can pass the limits derived from how often data
+  enters a rank: the ceiling of all-reduce and, where relays narrow, the reduce-scatter bound.
+- A bound is reached, in the limit of large sizes, if relays only have to forward. For all-gather
+  that is the case if no relay *widens* (can send more than it can receive): such relays can be
+  split off, one incoming and one outgoing link at a time, without narrowing any cut between ranks
+  below the bottleneck (Bang-Jensen, Frank and Jackson, SIAM J. Discrete Math. 8, 1995), and the
+  remaining links between ranks contain trees that fill the bottleneck (Edmonds). For reduce-scatter
+  it is the case if no relay *narrows* (can receive more than it can send): the same argument on the
+  reversed graph. Theorem 1 of ForestColl assumes that every vertex is balanced, which holds on all
+  machines recorded from NCCL.
+- Otherwise the cuts are still bounds but may be out of reach: relays that widen have to copy, and
+  packing such trees does not always fill the cut (network coding would); relays that narrow would
+  have to add, so data must enter ranks more often.
+- All arithmetic is exact. The minimum quotient is found by Newton's method on cuts: a maximum flow
+  either shows that a rate is feasible or yields a cut with a smaller quotient (the paper's binary
+  search ends at the same fraction).
 """
 
 from __future__ import annotations
@@ -34,7 +42,11 @@ from miraccl.topo.records import System
 
 @dataclass(frozen=True, kw_only=True)
 class Bottleneck:
-    """A cut: the ranks on one side, the links across (``from``, ``to``, GB/s) and their sum. ``rate``: GB/s per rank inside."""
+    """A cut of the machine: the ranks on one side and the links across.
+
+    ``links`` are triples (from, to, GB/s), ``capacity`` is their sum in GB/s, ``rate`` is GB/s per
+    rank inside.
+    """
 
     inside: tuple[int, ...]
     links: tuple[tuple[str, str, Fraction], ...]
@@ -42,6 +54,7 @@ class Bottleneck:
     rate: Fraction
 
     def describe(self) -> str:
+        """Return the cut as one line of text with at most 4 links and 8 ranks."""
         shown = _join_some([f"{a} to {b}" for a, b, _ in self.links], 4)
         links = f"{len(self.links)} link{'' if len(self.links) == 1 else 's'}"
         ranks = (
@@ -54,12 +67,14 @@ class Bottleneck:
 
 @dataclass(frozen=True, kw_only=True)
 class BandwidthBound:
-    """Bus bandwidths (GB/s, as nccl-tests define them) that cannot be passed, and what limits them.
+    """Upper bounds on bus bandwidth (GB/s, as nccl-tests defines it) and their bottlenecks.
 
-    ``all_gather``, ``reduce_scatter``: the bound on each, equal to that of its cut (``reduce_scatter`` may be lower where relays narrow).
-    ``all_reduce``: the bound on a reduce-scatter followed by an all-gather; ``all_reduce_ceiling``: that on any all-reduce without reducing
-    switches, never lower. They are equal on most machines, not where all-gather is held up by a few groups of ranks (pairs of GPUs, say).
-    ``widening``, ``narrowing``: the names of relays that send more than they receive, or less.
+    ``all_gather`` and ``reduce_scatter`` are equal to the rate of their cuts (``reduce_scatter``
+    may be lower where relays narrow). ``all_reduce`` bounds a reduce-scatter followed by an
+    all-gather; ``all_reduce_ceiling`` bounds any all-reduce without reducing switches and is never
+    lower. The two are equal on most machines; they differ where a few groups of ranks, such as
+    pairs of GPUs, limit all-gather. ``widening`` and ``narrowing`` name the relays that can send
+    more than they receive, or less.
     """
 
     nranks: int
@@ -74,19 +89,24 @@ class BandwidthBound:
 
     @property
     def all_gather_reached(self) -> bool:
-        """Whether some schedule is known to reach the bound; if not, it may be out of reach."""
+        """True if a schedule is known to reach the all-gather bound."""
         return not self.widening
 
     @property
     def reduce_scatter_reached(self) -> bool:
+        """True if a schedule is known to reach the reduce-scatter bound."""
         return not self.narrowing
 
     @property
     def all_reduce_reached(self) -> bool:
-        """Of ``all_reduce``. Where the ceiling is higher, nothing is known of what lies between."""
+        """True if a schedule is known to reach ``all_reduce``.
+
+        Where ``all_reduce_ceiling`` is higher, the range between the two is open.
+        """
         return self.all_gather_reached and self.reduce_scatter_reached
 
     def summarize(self) -> list[str]:
+        """Return the bounds as lines of text, with a caveat for each one that may be out of reach."""
         cut = self.reduce_scatter == (self.nranks - 1) * self.reduce_scatter_cut.rate
         return [
             f"no all-gather of {self.nranks} ranks can pass a bus bandwidth of {float(self.all_gather):g} GB/s: "
@@ -112,10 +132,12 @@ def _join_some(words: Sequence[object], count: int) -> str:
 def bandwidth_bound(
     system: System, nodes: int = 1, *, network: bool | None = None
 ) -> BandwidthBound:
-    """The bound for a job on ``nodes`` machines like ``system``, one rank per GPU.
+    """Compute the bound for a job on ``nodes`` copies of ``system`` with one rank per GPU.
 
-    ``network``: whether NICs may be used; by default between nodes only. Raises ``InvalidUsage`` for less than two ranks and
-    ``TopologyError`` when some rank cannot reach another one.
+    ``network`` states whether NICs may be used; None allows them between nodes only.
+
+    Raises ``InvalidUsage`` for fewer than two ranks and ``TopologyError`` if a rank cannot reach
+    another one.
     """
     return bound_network(
         flow_network(system, nodes, network=nodes > 1 if network is None else network)
@@ -123,12 +145,11 @@ def bandwidth_bound(
 
 
 def bound_network(graph: FlowNetwork, *, holds_for_more_nodes: bool = False) -> BandwidthBound:
-    """The bound for any graph of links. ``or_more``: one that holds for jobs on more of these nodes, too.
+    """Compute the bound of an arbitrary graph of links.
 
-    More nodes only lower a bound, with one exception and one condition. The exception: least connection and bandwidth of an all-reduce's
-    input stay as they are, so the bus bandwidth rises towards twice that. The condition: every vertex is balanced. Then what enters a set
-    of vertices is what leaves it, so that the bottleneck has the network on its inner side, and further nodes add to the ranks there
-    but not to the links across. Else ``InvalidUsage`` is raised.
+    ``holds_for_more_nodes`` asks for a bound that also holds for jobs on more copies of these
+    nodes. Raises ``InvalidUsage`` for it if the graph has fewer than 2 nodes or an unbalanced
+    vertex, and ``TopologyError`` if a rank cannot reach another one.
     """
     if holds_for_more_nodes and (len(graph.groups) < 2 or any(graph.surplus)):
         raise InvalidUsage(
@@ -162,7 +183,7 @@ def bound_network(graph: FlowNetwork, *, holds_for_more_nodes: bool = False) -> 
 
 
 def find_bottleneck(graph: FlowNetwork) -> Bottleneck:
-    """The set S with the least ``capacity leaving S / ranks in S`` among those that lack a rank (1/x* in the paper)."""
+    """Find the set S that minimises ``capacity leaving S / ranks in S`` (1/x* in ForestColl)."""
     everything = frozenset(range(len(graph.names)))
     best = min(
         (_bottleneck(graph, everything - {rank}) for rank in graph.representatives),
@@ -194,10 +215,11 @@ def _bottleneck(graph: FlowNetwork, inside: frozenset[int]) -> Bottleneck:
 
 
 def aggregation_limit(graph: FlowNetwork) -> Fraction:
-    """Bytes per second (GB/s) that can be collected: each the sum of one byte of every rank, at some rank.
+    """Return the rate (GB/s) at which fully reduced bytes can be formed, summed over all ranks.
 
-    Cut the ranks into k groups. Without reducing relays, each of the k - 1 groups in which a sum does not end sends its share of it to a
-    group once at least, so data enters groups k - 1 times. Copies of a node are alike, so one group stands for all.
+    Cut the ranks into k groups. Without reducing relays, each of the k - 1 groups in which a sum
+    does not end has to send its share of it to another group at least once, so data enters groups k
+    - 1 times.
     """
     limits = []
     nodes = len(graph.groups)
@@ -209,7 +231,7 @@ def aggregation_limit(graph: FlowNetwork) -> Fraction:
 
 
 def _max_inflow(graph: FlowNetwork, group: Sequence[int]) -> Fraction:
-    """The most that can enter a group of ranks: the least cut between all other ranks and it."""
+    """Return the minimum cut (GB/s) from all other ranks to ``group``."""
     source, sink = len(graph.names), len(graph.names) + 1
     ends = [(vertex, sink) if vertex in group else (source, vertex) for vertex in graph.ranks]
     plenty = [sum(graph.capacities) + 1] * len(ends)
@@ -218,7 +240,7 @@ def _max_inflow(graph: FlowNetwork, group: Sequence[int]) -> Fraction:
 
 
 def min_pairwise_flow(graph: FlowNetwork) -> Fraction:
-    """The least maximal flow from a rank to another one."""
+    """Return the smallest maximum flow (GB/s) from one rank to another."""
     flow = MaxFlow(len(graph.names), graph.pairs)
     first = graph.ranks[0]
     ends = [

@@ -1,7 +1,8 @@
-"""How many compute channels serve a communicator, and which searched channel each of them is a copy of.
+"""Number of compute channels of a communicator, and the searched channel that each one copies.
 
-The search finds as many channels as the links can carry; one thread block per channel is often too few to drive them, so channels are
-copied. The rules are NCCL's (``src/graph/connect.cc``, ncclTopoPostset); each one that changes the count is kept with its reason.
+The search finds as many channels as the links can carry; one thread block per channel is often too
+few to drive them, so channels are copied. The rules are NCCL's (``src/graph/connect.cc``
+ncclTopoPostset). Each rule that changes the count is recorded with its reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FEW_CHANNELS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CountStep:
-    """One change of a channel count."""
+    """One change of the channel count and its reason."""
 
     before: int
     after: int
@@ -27,7 +28,11 @@ class CountStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelCount:
-    """``source[c]`` is the searched channel that compute channel c copies, ``tree[c]`` which of the two trees (0, 1) it carries."""
+    """Compute channels and how they were derived.
+
+    ``source[c]`` is the searched channel that compute channel c copies; ``tree[c]`` is the index (0
+    or 1) of the tree of the double binary tree that it carries.
+    """
 
     source: tuple[int, ...]
     tree: tuple[int, ...]
@@ -40,8 +45,12 @@ class ChannelCount:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelCountInputs:
-    """What the rules look at. Bandwidths are GB/s per channel; ``collnet`` is the pair (inside, between nodes) of the CollNet chain graph
-    or ``None`` where CollNet is not in use; ``min_sm`` is the least compute capability times ten."""
+    """Inputs of the channel count rules.
+
+    Bandwidths are GB/s per channel. ``collnet`` holds the bandwidths (inside a node, between nodes)
+    of the CollNet chain graph, or None if CollNet is not in use. ``min_sm`` is the lowest compute
+    capability times ten.
+    """
 
     searched: int
     nnodes: int
@@ -52,12 +61,12 @@ class ChannelCountInputs:
 
 
 def count_channels(inputs: ChannelCountInputs, settings: ConnectSettings) -> ChannelCount:
-    """Apply the rules in NCCL's order."""
+    """Apply the channel count rules in NCCL's order."""
     channels = [(c, t) for t in (0, 1) for c in range(inputs.searched)]
     steps: list[CountStep] = []
 
     def resize(count: int, reason: str) -> None:
-        """Copy from the beginning, or cut the end off."""
+        """Grow the list by repeating it from its start, or truncate it."""
         before = len(channels)
         if count != before:
             steps.append(CountStep(before=before, after=count, reason=reason))

@@ -1,13 +1,12 @@
-"""``ChannelGraph``: what a channel search decides, and its two written forms.
+"""``ChannelGraph``, the result of a channel search, with its JSON and XML forms.
 
-Owns the record, the JSON of the reference results (section ``graphs``) and NCCL's graph XML (``NCCL_GRAPH_FILE``,
+The JSON is section ``graphs`` of the reference results. The XML is NCCL's (``NCCL_GRAPH_FILE``,
 ``NCCL_GRAPH_DUMP_FILE``; NCCL 2.28 ``src/graph/search.cc``, ``src/graph/xml.cc``).
 
-Rules kept here
-- A channel is an order of ranks (local ranks of one node) and, when the communicator reaches beyond the node, the ids of the net
-  it comes in by and the net it goes out by. An NVLS channel names its head rank only.
-- Bandwidths are GB/s per channel, IEEE single-precision values held as Python floats.
-- Pattern and kind numbers are NCCL's; they appear in both written forms.
+- A channel is an order of local ranks of one node. If the communicator spans nodes, it also has the
+  ids of the net it enters by and of the net it leaves by. An NVLS channel lists its head rank only.
+- Bandwidths are GB/s per channel: IEEE single-precision values held as Python floats.
+- Pattern and kind numbers are NCCL's; both forms contain them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_LATENCY = 1e9
 
 
 class GraphKind(enum.IntEnum):
-    """The five searches of a communicator, by NCCL's graph id."""
+    """The five searches of a communicator, numbered by NCCL's graph id."""
 
     RING = 0
     TREE = 1
@@ -51,7 +50,10 @@ class GraphKind(enum.IntEnum):
 
 
 class Pattern(enum.IntEnum):
-    """Shape of a channel inside a node; the three trees differ in which GPUs talk to the network."""
+    """Shape of a channel inside a node.
+
+    The three tree patterns differ in which GPUs exchange data with the network.
+    """
 
     BALANCED_TREE = 1  # parent and one child on the first GPU, the other child on the second
     SPLIT_TREE = 2  # parent on the first GPU, children on the second
@@ -65,10 +67,11 @@ class Pattern(enum.IntEnum):
 class ChannelGraph:
     """The channels found for one kind of algorithm.
 
-    ``computed`` is False when the search was not run; the other fields then are only start values. ``intra[c]`` is the order of
-    ranks of channel c, ``inter[c]`` the ids of its first and last net (empty when the communicator stays inside the node).
-    ``type_intra`` and ``type_inter`` are the worst path types allowed, ``n_hops`` the hop count NCCL kept with the solution,
-    ``latency_inter`` us.
+    ``computed`` is False if the search did not run; the other fields then hold initial values.
+    ``intra[c]`` is the order of ranks of channel c; ``inter[c]`` holds the ids of its first and
+    last net and is empty if the communicator stays inside the node. ``type_intra`` and
+    ``type_inter`` are the worst path types allowed, ``n_hops`` is the hop count that NCCL stores
+    with the solution, ``latency_inter`` is in us.
     """
 
     kind: GraphKind
@@ -103,7 +106,11 @@ class ChannelGraph:
 
 
 def start_graph(kind: GraphKind, ring_channels: int) -> ChannelGraph:
-    """The graph before its search. Trees and CollNet chains ask for the channel count of the ring (NCCL ``initTransportsRank``)."""
+    """Return the initial graph of a search (NCCL ``src/init.cc`` initTransportsRank).
+
+    Trees and CollNet chains request exactly ``ring_channels`` channels, the count of the ring
+    graph.
+    """
     match kind:
         case GraphKind.RING:
             return ChannelGraph(
@@ -128,7 +135,7 @@ def start_graph(kind: GraphKind, ring_channels: int) -> ChannelGraph:
 
 
 def graph_to_json(graph: ChannelGraph) -> dict[str, Any]:
-    """One object of the ``graphs`` section."""
+    """Return one object of section ``graphs``."""
     return {
         "id": int(graph.kind),
         "name": graph.kind.label,
@@ -151,7 +158,10 @@ def graph_to_json(graph: ChannelGraph) -> dict[str, Any]:
 
 
 def graph_from_json(data: Mapping[str, Any]) -> ChannelGraph:
-    """The record of one object of the ``graphs`` section. Raises ``TopologyError`` when a key is missing or not allowed."""
+    """Read one object of section ``graphs``.
+
+    Raises ``TopologyError`` if a key is missing or a value is not allowed.
+    """
     try:
         return ChannelGraph(
             kind=GraphKind(data["id"]),
@@ -188,9 +198,9 @@ _DUMP_ORDER = (
 
 
 def graphs_to_xml(graphs: Iterable[ChannelGraph], system: System) -> str:
-    """The text that NCCL writes to ``NCCL_GRAPH_DUMP_FILE``, byte for byte.
+    """Return the text that NCCL writes to ``NCCL_GRAPH_DUMP_FILE``, byte for byte.
 
-    NCCL has no name for the path type C2C there and fails; we write ``C2C``.
+    Raises ``TopologyError`` for a rank that is not in ``system``.
     """
     by_kind = {graph.kind: graph for graph in graphs}
     devices = {gpu.rank: _device(gpu) for gpu in system.gpus}
@@ -243,14 +253,15 @@ def _graph_lines(graph: ChannelGraph, devices: Mapping[int, int]) -> list[str]:
 
 
 def _hex(value: int) -> str:
-    """C's ``%#lx``, which writes a plain 0 for zero."""
+    """Format like C's ``%#lx``, which writes zero without a prefix."""
     return f"{value:#x}" if value else "0"
 
 
 def graphs_from_xml(text: str, system: System) -> dict[GraphKind, ChannelGraph]:
-    """The graphs that a file in NCCL's graph format holds; fields that the format lacks keep the values of ``start_graph``.
+    """Read the graphs of a file in NCCL's graph format, by kind.
 
-    Raises ``TopologyError`` naming the graph and what is wrong.
+    Fields that the format lacks keep the values of ``start_graph``. Raises ``TopologyError`` with
+    the graph and the reason.
     """
     if "<!" in text.replace(
         "<!--", ""
@@ -322,7 +333,11 @@ def _which(element: ElementTree.Element) -> str:
 def _check_channel(
     ranks: Sequence[int], number: int, kind: GraphKind, pattern: Pattern, system: System
 ) -> None:
-    """An NVLS channel has a head; every other one holds each GPU once, and only pattern TREE fits on one."""
+    """Raise ``TopologyError`` for a channel that its graph cannot have.
+
+    An NVLS channel needs a head. Any other channel lists each GPU once, and a tree on one GPU has
+    pattern TREE.
+    """
     name = f"channel {number} of the {kind.label} graph of the file"
     if kind is GraphKind.NVLS:
         if not ranks:
@@ -342,7 +357,7 @@ def _check_channel(
 def _whole(
     element: ElementTree.Element, name: str, low: int | None = None, high: int | None = None
 ) -> int:
-    """An attribute that is a whole number, of those from ``low`` to ``high``."""
+    """Read an integer attribute; ``ValueError`` outside ``low`` to ``high``."""
     text = element.attrib[name]
     allowed = "whole numbers" if low is None else f"{low} to {high}"
     try:
@@ -355,7 +370,7 @@ def _whole(
 
 
 def _speed(text: str) -> float:
-    """GB/s."""
+    """Read a bandwidth in GB/s."""
     value = f32(float(text))
     if value and not MIN_SPEED <= value <= MAX_SPEED:
         raise ValueError(
@@ -365,7 +380,7 @@ def _speed(text: str) -> float:
 
 
 def _latency(text: str) -> float:
-    """us."""
+    """Read a latency in us."""
     value = f32(float(text))
     if not 0 <= value <= MAX_LATENCY:
         raise ValueError(f"{text!r} is no latency; allowed are 0 to {MAX_LATENCY:g} us")
@@ -375,7 +390,7 @@ def _latency(text: str) -> float:
 def _channel_from_element(
     element: ElementTree.Element, number: int, kind: GraphKind, system: System
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks and net ids of a ``<channel>``."""
+    """Return the ranks and the net ids of a ``<channel>``."""
     ranks = {_device(gpu): gpu.rank for gpu in system.gpus}
     known = {0, *(net.id for net in system.nets)}  # 0 also where no net was found
     order: list[int] = []
@@ -403,5 +418,5 @@ def _channel_from_element(
 
 
 def _ends(nets: Sequence[int]) -> tuple[int, int]:
-    """First and last net; a channel without any keeps zeros, as in NCCL."""
+    """Return the first and the last net, or zeros for a channel without nets, like NCCL."""
     return (nets[0], nets[-1]) if nets else (0, 0)

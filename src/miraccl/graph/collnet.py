@@ -1,7 +1,9 @@
-"""CollNet: reductions in the network, reached through the head GPUs of each node.
+"""CollNet: reductions inside the network, reached through head GPUs of each node.
 
-*Chain*: the GPUs of a node form a chain per channel and its first one talks to the network. *Direct*: every GPU exchanges with every head
-(needs an NVSwitch and at most eight GPUs per node). NCCL ``src/graph/connect.cc``, connectCollNet.  The network counts as rank ``nranks``.
+*Chain*: the GPUs of a node form a chain per channel whose first GPU exchanges data with the
+network. *Direct*: every GPU exchanges data with every head; it needs an NVSwitch and at most eight
+GPUs per node. Source: NCCL ``src/graph/connect.cc`` connectCollNet. The network is addressed as
+rank ``nranks``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ Orders = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainPlan:
-    """One channel: ``up`` [ranks] (the network for heads) and ``down`` [ranks]; -1 is nobody."""
+    """Peers of one CollNet chain channel.
+
+    ``up`` [ranks] is the network for heads; ``down`` [ranks]; -1 means no peer.
+    """
 
     up: Int32Array
     down: Int32Array
@@ -30,8 +35,11 @@ class ChainPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectPlan:
-    """All channels alike. ``shift[rank]`` is the head that a rank sends to first; ``up[rank]`` are the other heads, ``down[rank]`` the
-    ranks that a head serves."""
+    """Peers of CollNet direct, equal for all channels.
+
+    ``shift[rank]`` is the head that a rank sends to first; ``up[rank]`` lists the other heads,
+    ``down[rank]`` the ranks that a head serves.
+    """
 
     heads: int
     head_rank: tuple[int, ...]
@@ -42,7 +50,11 @@ class DirectPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CollnetPlan:
-    """``heads`` per node; ``chains`` by searched channel; ``direct`` is ``None`` where a node has too many GPUs."""
+    """CollNet connections of a communicator.
+
+    ``heads`` is per node, ``chains`` is indexed by searched channel, and ``direct`` is None if a
+    node has more than ``MAX_DIRECT_RANKS`` GPUs.
+    """
 
     heads: int
     chains: tuple[ChainPlan, ...]
@@ -50,7 +62,7 @@ class CollnetPlan:
 
 
 def connect_chain(layout: RankLayout, orders: Sequence[Sequence[int]]) -> ChainPlan:
-    """``orders[d]`` is the chain of domain d for one channel, head first."""
+    """Connect one channel; ``orders[d]`` is the chain of domain d, head first."""
     up = np.full(layout.nranks, -1, dtype=np.int32)
     down = np.full(layout.nranks, -1, dtype=np.int32)
     for order in orders:
@@ -62,7 +74,7 @@ def connect_chain(layout: RankLayout, orders: Sequence[Sequence[int]]) -> ChainP
 
 
 def connect_direct(layout: RankLayout, orders: Sequence[Orders]) -> DirectPlan:
-    """``orders[d]`` are the channels of domain d, each a head followed by the other ranks."""
+    """Connect all channels; ``orders[d]`` lists the channels of domain d, each with its head first."""
     heads = [unique_heads(channels) for channels in orders]
     count = len(heads[0])
     head_rank = np.full(layout.nranks, -1, dtype=np.int64)

@@ -1,13 +1,13 @@
-"""From the channel graphs of one machine to the connections of all ranks of a communicator.
+"""Connections of all ranks of a communicator, built from the channel graphs of one machine.
 
-Owns the record ``Connections`` (what all ranks agree on) and its JSON, section ``comm`` of the reference results.  The parts are in
-``layout`` (who is where), ``rings``, ``trees``, ``nvls``, ``collnet``, ``channel_count`` and ``p2p_channels``; here they are put
-together in the order of NCCL 2.28 (``src/init.cc`` initTransportsRank, ``src/graph/connect.cc`` ncclTopoPostset).
+The parts are in ``rank_layout``, ``rings``, ``trees``, ``nvls``, ``collnet``, ``channel_count`` and
+``p2p_channels``. This module combines them in the order of NCCL 2.28 (``src/init.cc``
+initTransportsRank, ``src/graph/connect.cc`` ncclTopoPostset) and owns the record ``Connections``
+with its JSON, section ``comm`` of the reference results.
 
-Rules kept here
-- Every rank first searches on the GPUs it can reach without the network (its *domain*), then all agree: fewest channels, least
-  bandwidth, worst path types. Only those agreed values reach the tuning.
-- Nothing loops over ranks in Python except CollNet direct; arrays are shared between channels that are copies of each other.
+Every rank first searches on the GPUs that it reaches without the network (its *domain*). Then all
+ranks agree on the fewest channels, the lowest bandwidths and the worst path types; only the agreed
+values reach the tuning model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ Graphs = Mapping[GraphKind, ChannelGraph]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedDomain:
-    """GPUs of a host that reach each other without the network, and what was searched on them. ``ranks`` are local to the host."""
+    """GPUs of a host that reach each other without the network, with their search results.
+
+    ``ranks`` are local to the host.
+    """
 
     system: System
     paths: PathTable
@@ -49,11 +52,12 @@ class SearchedDomain:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Connections:
-    """What all ranks agree on.
+    """Connections that all ranks of a communicator agree on.
 
-    ``graphs`` are the agreed graphs as rank 0 holds them. ``rings`` is [channels, ranks], each from rank 0 on; ``trees[c]`` belongs to
-    channel c. ``search_rings`` and ``search_trees`` are those of the searched channels, before they were copied.
-    ``max_sm`` and ``min_sm`` are compute capabilities times ten over all ranks.
+    ``graphs`` are the agreed graphs as rank 0 holds them. ``rings`` is [channels, ranks], each
+    starting at rank 0; ``trees[c]`` belongs to channel c. ``search_rings`` and ``search_trees`` are
+    those of the searched channels, before they were copied. ``max_sm`` and ``min_sm`` are compute
+    capabilities times ten over all ranks.
     """
 
     layout: RankLayout
@@ -88,7 +92,7 @@ class Connections:
 
 
 def agree_graphs(domains: Sequence[SearchedDomain]) -> dict[GraphKind, ChannelGraph]:
-    """The graphs of the first domain, cut down to what all domains have."""
+    """Return the graphs of the first domain, reduced to the properties that all domains share."""
     agreed = {}
     for kind in GraphKind:
         all_graphs = [domain.graphs[kind] for domain in domains]
@@ -120,7 +124,11 @@ def connect(
     collnet: bool = False,
     settings: ConnectSettings | None = None,
 ) -> Connections:
-    """Connect ``hosts`` copies of a machine whose GPUs fall into ``domains``. ``collnet``: a CollNet plugin is there and enabled."""
+    """Connect ``hosts`` copies of a machine whose GPUs form ``domains``.
+
+    ``collnet`` states that a CollNet plugin is present and enabled. Raises ``InvalidUsage`` if a
+    domain has no ring.
+    """
     settings = settings or ConnectSettings()
     if not domains or any(domain.graphs[GraphKind.RING].n_channels == 0 for domain in domains):
         raise InvalidUsage("a domain has no ring: nothing can be connected")
@@ -226,7 +234,7 @@ def _connect_collnet(
 
 
 def connections_to_json(plan: Connections) -> dict[str, Any]:
-    """Section ``comm`` of the reference results."""
+    """Return section ``comm`` of the reference results."""
     layout = plan.layout
     result: dict[str, Any] = {
         "nNodes": layout.nnodes,

@@ -1,4 +1,4 @@
-"""A host of CPU ranks as a topology: sockets, NUMA domains, network interfaces and paths, from the same rooms as that of GPUs."""
+"""A host of CPU ranks as a topology, analysed by the same stages as a host of GPUs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from miraccl.topo.detect import detect_machine
 
 
 def detect_host(nranks: int) -> Topology:
-    """The topology of this machine with ``nranks`` CPU ranks on it: sockets, NUMA domains, network interfaces and paths."""
+    """Detect this machine with ``nranks`` CPU ranks: sockets, NUMA domains, NICs and paths."""
     return analyse_topology(detect_machine(gpus=[], cpu_ranks=nranks).root)
 
 
 def domain_order(topology: Topology) -> list[int]:
-    """The NUMA domains that hold ranks, each next to the one that it reaches best; by the paths between the topology's ranks."""
+    """Return the NUMA domains that hold ranks, each followed by its best-connected neighbour.
+
+    The distance is that of the paths between the topology's ranks.
+    """
     system, paths = topology.system, topology.paths
     homes: dict[int, int] = {}  # position of a CPU node -> that of a rank in it
     for position in range(len(system.gpus)):

@@ -1,6 +1,7 @@
-"""A machine, or several of them, as a directed graph with capacities: what bounds on bandwidth are computed on.
+"""Directed graph with capacities of one or more machines, the input of bandwidth bounds.
 
-Links are full duplex with the bandwidths of the topology; nodes of a job are joined by an ideal network, ports being the only limit.
+Links are full duplex with the bandwidths of the topology. The nodes of a job are joined by an ideal
+network that is limited by its ports alone.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ DECIMALS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class FlowNetwork:
-    """A directed graph with capacities in GB/s. ``names[v]`` of vertex v; ``ranks`` are the vertices that hold data, by rank.
+    """A directed graph with capacities in GB/s.
 
-    ``groups``: ranks by node of the job; nodes have to be alike (exchanging two of them leaves the graph as it is), so that the first
-    two stand for all.
+    ``names[v]`` is the name of vertex v; ``ranks`` are the vertices that hold data, by rank.
+    ``groups`` lists the ranks of each node of the job. Nodes must be interchangeable (swapping two
+    of them leaves the graph unchanged), so computations use the first two only.
+
+    Raises ``InvalidUsage`` for fewer than 2 ranks and ``TopologyError`` for a negative bandwidth.
     """
 
     names: tuple[str, ...]
@@ -39,20 +43,22 @@ class FlowNetwork:
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
+        """The edges without capacities, as (start, end)."""
         return [(start, end) for start, end, _ in self.edges]
 
     @cached_property
     def unit(self) -> int:
-        """Parts of a GB/s in which all capacities are whole numbers."""
+        """Factor by which all capacities become integers."""
         return lcm(1, *(capacity.denominator for _, _, capacity in self.edges))
 
     @cached_property
     def capacities(self) -> list[int]:
+        """Capacities of the edges times ``unit``."""
         return [int(capacity * self.unit) for _, _, capacity in self.edges]
 
     @cached_property
     def surplus(self) -> list[Fraction]:
-        """By vertex: what can enter it less what can leave it."""
+        """Incoming minus outgoing capacity of each vertex, in GB/s."""
         found = [Fraction(0)] * len(self.names)
         for start, end, capacity in self.edges:
             found[start] -= capacity
@@ -66,27 +72,32 @@ class FlowNetwork:
 
     @property
     def representatives(self) -> tuple[int, ...]:
-        """Ranks that stand for all: those of the first node."""
+        """The ranks of the first node, which represent all ranks by symmetry."""
         return self.groups[0]
 
     @property
     def representative_peers(self) -> tuple[int, ...]:
-        """Ranks that stand for all but the first, seen from there."""
+        """The ranks that represent all peers of rank 0 by symmetry: those of the first two nodes."""
         return tuple(
             vertex for group in self.groups[:2] for vertex in group if vertex != self.ranks[0]
         )
 
     def reversed(self) -> FlowNetwork:
-        """The same graph with every link turned round: an all-gather on it, backwards in time, is a reduce-scatter on this one.
+        """Return the graph with every link reversed.
 
-        A relay that copies there would have to add here.
+        An all-gather on it, run backwards, is a reduce-scatter on this graph: a relay that copies
+        there would have to add here.
         """
         edges = tuple((end, start, capacity) for start, end, capacity in self.edges)
         return FlowNetwork(names=self.names, ranks=self.ranks, edges=edges, groups=self.groups)
 
 
 def flow_network(system: System, nodes: int, *, network: bool) -> FlowNetwork:
-    """``nodes`` copies of a system; with ``network`` all their NICs meet in one ideal switch, those that share a port through that port."""
+    """Build the graph of ``nodes`` copies of a system.
+
+    With ``network`` all NICs connect to one ideal switch; NICs that share a port connect through
+    that port. Raises ``InvalidUsage`` for fewer than 1 node.
+    """
     if nodes < 1:
         raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
     size = len(system.nodes)
@@ -122,7 +133,7 @@ def flow_network(system: System, nodes: int, *, network: bool) -> FlowNetwork:
 def _join_network(
     system: System, nodes: int, names: list[str], join: Callable[[int, int, float], None]
 ) -> None:
-    """Append the switch and one vertex per port, and join them."""
+    """Append the network switch and one vertex per port, and join them."""
     size = len(system.nodes)
     switch = len(names)
     names.append("network")

@@ -1,4 +1,4 @@
-"""The maximal flow between two vertices of a graph, in whole numbers."""
+"""Maximum flow between two vertices of a graph with integer capacities."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class MaxFlow:
-    """Dinic's algorithm on whole numbers, again and again over the same edges."""
+    """Dinic's algorithm on a fixed set of edges, reusable with other capacities."""
 
     def __init__(self, size: int, edges: Sequence[tuple[int, int]]) -> None:
         self.arcs: list[list[int]] = [
@@ -20,7 +20,7 @@ class MaxFlow:
                 self.head.append(other)
 
     def push(self, source: int, sink: int, capacities: Sequence[int]) -> int:
-        """Send as much as possible over edges of these capacities; returns how much."""
+        """Compute a maximum flow and return its value; ``capacities`` are by edge."""
         self.residual = [0] * len(self.head)
         self.residual[::2] = capacities
         total = 0
@@ -31,7 +31,7 @@ class MaxFlow:
         return total
 
     def reachable(self, source: int) -> frozenset[int]:
-        """After :meth:`push`: the side of the source in a least cut."""
+        """Return the source side of a minimum cut, after :meth:`push`."""
         return frozenset(vertex for vertex, level in enumerate(self._levels(source)) if level >= 0)
 
     def _levels(self, source: int) -> list[int]:
@@ -46,7 +46,7 @@ class MaxFlow:
         return level
 
     def _augment(self, source: int, sink: int, level: list[int], next_arc: list[int]) -> int:
-        """One path that descends level by level; ``begun`` remembers which arcs of a vertex are spent."""
+        """Augment one shortest path; ``next_arc`` records the exhausted arcs of each vertex."""
         path: list[int] = []
         vertex = source
         while vertex != sink:

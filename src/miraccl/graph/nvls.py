@@ -1,8 +1,9 @@
-"""NVLink SHARP: which ranks are heads, and the trees between the heads of the nodes.
+"""NVLink SHARP: head ranks and the trees between the heads of different nodes.
 
-The NVSwitch reduces what all GPUs of a node write; each *head* owns one share of the data. Over several nodes the heads of the same share
-form a double binary tree (NCCL ``src/graph/connect.cc``, connectNvls; ``src/transport/nvls.cc``).  In the lists the multicast group of head
-h is numbered ``nranks + 1 + h``.
+The NVSwitch reduces the data that all GPUs of a node write; each *head* owns one share of the data.
+Over several nodes the heads of the same share form a double binary tree (NCCL
+``src/graph/connect.cc`` connectNvls, ``src/transport/nvls.cc``). The multicast group of head h is
+addressed as rank ``nranks + 1 + h``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ _CHANNELS_BLACKWELL_ONE_HOST = 24
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NvlsPlan:
-    """``head_rank`` [ranks] is the head's number or -1. With several nodes ``up[t]`` [ranks] and ``down[t]`` [ranks, 3] are tree t of the
-    channels with number t modulo 2; with one node they are empty. The first entry of ``down`` is the multicast group of the node."""
+    """NVLS connections of a communicator.
+
+    ``head_rank`` [ranks] is the head index of a rank, or -1. With several nodes ``up[t]`` [ranks]
+    and ``down[t]`` [ranks, 3] form tree t, used by the channels whose number is t modulo 2; with
+    one node they are empty. The first entry of ``down`` is the multicast group of the node.
+    """
 
     heads: int
     head_rank: Int32Array
@@ -34,7 +39,7 @@ class NvlsPlan:
 
 
 def nvls_channel_count(sm: int, hosts: int, settings: ConnectSettings) -> int:
-    """Channels that NVLS uses on a GPU of compute capability ``sm`` / 10."""
+    """Return the number of NVLS channels for compute capability ``sm`` / 10."""
     if settings.nvls_channels:
         count = settings.nvls_channels
     elif sm >= 100:
@@ -45,14 +50,17 @@ def nvls_channel_count(sm: int, hosts: int, settings: ConnectSettings) -> int:
 
 
 def unique_heads(orders: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """First rank of each channel, each once."""
+    """Return the first rank of each channel without duplicates."""
     return tuple(dict.fromkeys(order[0] for order in orders))
 
 
 def connect_nvls(
     layout: RankLayout, heads: Sequence[Sequence[int]], trees: tuple[NodeTree, NodeTree]
 ) -> NvlsPlan:
-    """``heads[d]`` are the heads of domain d (local ranks); all nodes use as many as the poorest has."""
+    """Connect the heads; ``heads[d]`` are the head local ranks of domain d.
+
+    All nodes use as many heads as the node with the fewest.
+    """
     count = min(len(h) for h in heads)
     by_node = np.stack(
         [layout.per_node([h[i] for h in heads]) for i in range(count)]

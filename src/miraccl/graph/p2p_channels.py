@@ -1,6 +1,7 @@
-"""Channels for send and receive: how many there are, and how many of them one pair of ranks may use.
+"""Numbers of send/receive channels, in total and per pair of ranks.
 
-Powers of two, because peers are mapped to channels by bits (NCCL ``src/graph/paths.cc``, ncclTopoComputeP2pChannels).
+Both are powers of two because peers are mapped to channels by bits (NCCL ``src/graph/paths.cc``
+ncclTopoComputeP2pChannels).
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ def nvlink_bw(sm: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class P2pChannels:
-    """``total`` channels, of which a pair of ranks uses ``per_peer``; ``why`` names what limited ``per_peer``."""
+    """Send/receive channels of a communicator.
+
+    A pair of ranks uses ``per_peer`` of ``total`` channels; ``limited_by`` names the limit of
+    ``per_peer``.
+    """
 
     total: int
     per_peer: int
@@ -33,7 +38,11 @@ class P2pChannels:
 def count_p2p_channels(
     system: System, paths: PathTable, *, channels: int, nranks: int, settings: ConnectSettings
 ) -> P2pChannels:
-    """``channels`` is the number of collective channels; ``system`` and ``paths`` are those of the rank's own domain."""
+    """Count the send/receive channels.
+
+    ``channels`` is the number of collective channels; ``system`` and ``paths`` are those of the
+    rank's own domain.
+    """
     total = max(min(channels, settings.max_p2p_channels), settings.min_p2p_channels)
     least, limited_by = total, "nothing but their number"
     beyond = nranks > len(system.gpus)
@@ -63,7 +72,7 @@ def count_p2p_channels(
 
 
 def _count_local_channels(paths: PathTable, gpu: int, peer: int, sm: int) -> int:
-    """Two channels, or two for each NVLink between the two GPUs."""
+    """Return two channels per NVLink between the GPUs, at least two."""
     path = paths.gpu_gpu(peer, gpu)
     if path.type != PathType.NVL:
         return 2
@@ -73,7 +82,11 @@ def _count_local_channels(paths: PathTable, gpu: int, peer: int, sm: int) -> int
 def _count_network_channels(
     system: System, paths: PathTable, gpu: int, total: int, nranks: int, settings: ConnectSettings
 ) -> int:
-    """Two per peer, halved while all peers together would put more than four on a channel, but enough to drive the GPU's NICs."""
+    """Return the channels per peer on another node.
+
+    Two, halved while all peers together would put more than four on a channel, but enough to
+    saturate the GPU's NICs.
+    """
     if settings.channels_per_net_peer:
         return settings.channels_per_net_peer
     share = 2
@@ -83,7 +96,7 @@ def _count_network_channels(
 
 
 def _count_nics_to_saturate(system: System, paths: PathTable, gpu: int) -> int:
-    """How many of the nearest NICs it takes to use the GPU's link to its CPU (0 where no such link exists)."""
+    """Return the number of nearest NICs that saturate the GPU's link to its CPU; 0 without one."""
     to_cpu = [
         link.bw for link in system.gpus[gpu].links if system.nodes[link.target].type == NodeType.CPU
     ]

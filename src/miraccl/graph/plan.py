@@ -1,8 +1,8 @@
-"""The whole flow, from a topology to a plan: system, paths, channel graphs, connections, tuning model.
+"""The complete planning flow: system, paths, channel graphs, connections, tuning model.
 
-Owns ``PlanRequest`` (what is asked, with every setting as a value) and ``Plan`` (what was decided, each stage's record; ``plan_json``
-writes and reads it).  Nothing here needs a GPU, a socket or another rank, and nothing reads the environment except
-:meth:`PlanRequest.read`.
+``PlanRequest`` holds every setting as a value; ``Plan`` holds the record of each stage
+(``plan_json`` writes and reads it). Planning needs no GPU, no socket and no other rank, and reads
+the environment in :meth:`PlanRequest.read` only.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ TopologySource = str | os.PathLike[str] | XmlNode | System
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A question to a topology; two equal requests on equal topologies have equal plans.
+    """Settings of a plan; equal requests on equal topologies have equal plans.
 
-    ``gpus``: device numbers that take part, empty for all. ``collnet``: a CollNet plugin is present. ``fuse``: read the file as NCCL does
-    with one process per GPU. ``variables``: what the environment set, for the record.
+    ``gpus`` lists the device numbers that take part, empty for all. ``collnet`` states that a
+    CollNet plugin is present. ``fuse`` reads the file like NCCL with one process per GPU.
+    ``variables`` records the environment variables that were read.
     """
 
     nodes: int = 1
@@ -57,7 +58,11 @@ class PlanRequest:
         fuse: bool = False,
         graph_xml: str = "",
     ) -> PlanRequest:
-        """With the settings of an environment. ``graph_xml`` is the text of a file of graphs that replace the search."""
+        """Read the settings from an environment.
+
+        ``graph_xml`` is the text of a file of graphs that replace the search. Raises
+        ``InvalidUsage`` for fewer than 1 node or a setting that is not allowed.
+        """
         if nodes < 1:
             raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
         seen = _RecordingEnviron(environ)
@@ -76,13 +81,14 @@ class PlanRequest:
 
     @property
     def topo(self) -> TopoOptions:
+        """The settings of the topology stage."""
         return TopoOptions(
             nodes=self.nodes, gpus=self.gpus, fuse=self.fuse, collnet=self.collnet, paths=self.paths
         )
 
 
 class _RecordingEnviron(Mapping[str, str]):
-    """An environment that remembers which of its variables were read, that is, which ones the plan depends on."""
+    """An environment that records the variables read from it: those that a plan depends on."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -103,7 +109,10 @@ class _RecordingEnviron(Mapping[str, str]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What was decided. ``searches[d]`` belongs to domain d of ``topology``; the model is rank 0's."""
+    """The decisions of all stages.
+
+    ``searches[d]`` belongs to domain d of ``topology``; ``model`` is that of rank 0.
+    """
 
     request: PlanRequest
     name: str
@@ -123,10 +132,11 @@ def plan(
     *,
     recorder: PathRecorder | None = None,
 ) -> Plan:
-    """The plan for a job on ``nodes`` machines like ``source`` (a topology file, its tree, or a system).
+    """Plan a job on ``nodes`` machines like ``source``: a topology file, its tree, or a system.
 
-    ``env`` holds NCCL's variables (default none are set); ``recorder`` hears why the paths of the first domain are as they are. Raises
-    ``TopologyError`` for a topology that no rank could run on and ``InvalidUsage`` for a setting that is not allowed.
+    ``env`` holds NCCL variables, none by default; ``recorder`` receives the changes made to the
+    paths of the first domain. Raises ``TopologyError`` for a topology that no rank could run on and
+    ``InvalidUsage`` for a setting that is not allowed.
     """
     request = PlanRequest.read(env or {}, nodes=nodes, gpus=gpus, collnet=collnet, fuse=fuse)
     return make_plan(source, request, recorder=recorder)
@@ -135,7 +145,7 @@ def plan(
 def make_plan(
     source: TopologySource, request: PlanRequest, *, recorder: PathRecorder | None = None
 ) -> Plan:
-    """Like :func:`plan`, for a request that is already put together."""
+    """Plan a complete request; see :func:`plan`."""
     topology = _analyse(source, request, recorder)
     searches = tuple(
         search_channels(domain.system, domain.paths, request.search) for domain in topology.domains
@@ -147,7 +157,7 @@ def make_plan(
 def plan_from_graphs(
     request: PlanRequest, topology: Topology, searches: Sequence[SearchResult], *, name: str = ""
 ) -> Plan:
-    """The stages after the search, on what it found (``searches[d]`` on domain d)."""
+    """Run the stages after the search; ``searches[d]`` is the result on domain d."""
     domains = [
         SearchedDomain(
             system=domain.system,

@@ -1,7 +1,8 @@
-"""How far a plan is from what no schedule can pass on the machine.
+"""Comparison of a plan with the upper bound on bandwidth of its machine.
 
-The bound comes from ``graph.bound`` (cuts of the whole machine); the plan's own figure is the bus bandwidth of its fastest algorithm and
-protocol for large sizes, as the tuning model has it. Both in GB/s, bus bandwidth as nccl-tests define it.
+The bound is that of ``graph.bound`` (cuts of the whole machine). The plan's figure is the bus
+bandwidth of its fastest algorithm and protocol for large sizes by the tuning model. Both are bus
+bandwidths in GB/s as nccl-tests defines them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ MAX_NODES = 16
 
 
 def bound_section(made: Plan) -> dict[str, Any] | None:
-    """The key ``bound`` of a plan's JSON, or ``None`` where there is nothing to bound.
+    """Return section ``bound`` of a plan's JSON, or None for a plan without a bound.
 
-    ``allGather``, ``reduceScatter``, ``allReduce``: bus bandwidths that cannot be passed (without reducing switches), ``allReduceByTwo``
-    by a reduce-scatter and an all-gather after it; ``reached``: for which of them some schedule is known to reach that; ``plan``: the
-    plan's best, on what, and its share of the bound; ``nodes``: how many nodes the bound is for; ``sentences``: all this in words.
+    ``allGather``, ``reduceScatter`` and ``allReduce`` are bus bandwidths (GB/s) that no schedule
+    without reducing switches can pass; ``allReduceByTwo`` bounds a reduce-scatter followed by an
+    all-gather. ``reached`` states which of them a known schedule reaches. ``plan`` is the plan's
+    best, the algorithm and protocol, and its share of the bound. ``nodes`` is the number of nodes
+    the bound was computed for, ``sentences`` the summary as text.
     """
     nodes = min(made.request.nodes, MAX_NODES)
     # Over several nodes, or where GPUs of one node can only meet over the network, NICs carry the traffic.
@@ -68,7 +71,7 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
 
 
 def bus_factor(coll: Collective, nranks: int) -> float:
-    """Bus bandwidth is algorithm bandwidth times this (nccl-tests, PERFORMANCE.md)."""
+    """Return bus bandwidth / algorithm bandwidth of a collective (nccl-tests, PERFORMANCE.md)."""
     if coll == Collective.ALL_REDUCE:
         return 2 * (nranks - 1) / nranks
     return (

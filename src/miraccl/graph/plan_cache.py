@@ -1,8 +1,8 @@
-"""Plans on disk, keyed by what they depend on: the topology's content, every setting, and the code that decides.
+"""On-disk cache of plans, keyed by topology content, settings and planner source code.
 
-A hit costs reading two files and two hashes; the document is only parsed when somebody looks inside. Files are written beside their place
-and renamed, so a reader never sees half of one, and begin with a line that is the hash of the rest: a damaged one is no hit. The folder
-keeps at most :data:`MAX_FILES`.
+A hit costs reading two files and two hashes; the document is parsed on demand. A file is written
+under another name and renamed, so a reader never sees a partial one. Its first line is the hash of
+the rest: a damaged file counts as a miss. The folder keeps at most :data:`MAX_FILES` files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIX = "plan-"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDocument:
-    """A plan as text, and parsed on demand. ``hit``: it came from the cache."""
+    """A plan as text, parsed on demand; ``hit`` states that it came from the cache."""
 
     text: bytes
     hit: bool
@@ -38,7 +38,10 @@ class PlanDocument:
 
 
 def plan_key(content: bytes, request: PlanRequest, *, variant: str = "") -> str:
-    """A name for the plan of a topology with this content; ``flavour`` tells documents with different contents apart."""
+    """Return the cache key of the plan of a topology with this content.
+
+    ``variant`` distinguishes documents with different sections.
+    """
     digest = hashlib.sha256()
     for part in (
         miraccl.__version__.encode(),
@@ -54,7 +57,7 @@ def plan_key(content: bytes, request: PlanRequest, *, variant: str = "") -> str:
 
 @cache
 def _code_stamp() -> bytes:
-    """Size and time of change of every source that a plan depends on: a version number alone does not change while somebody edits."""
+    """Return size and modification time of every source that a plan depends on."""
     package = Path(miraccl.__file__).parent
     files = sorted(
         file for subpackage in ("graph", "topo") for file in (package / subpackage).rglob("*.py")
@@ -67,7 +70,11 @@ def _code_stamp() -> bytes:
 def cached_document(
     folder: Path | None, key: str, make: Callable[[], dict[str, Any]]
 ) -> PlanDocument:
-    """The document kept under ``key`` in ``folder``, or the one that ``make`` returns, kept from now on (not without a folder)."""
+    """Return the document stored under ``key`` in ``folder``, or create it with ``make`` and store
+    it.
+
+    A document is not stored if ``folder`` is None.
+    """
     target = folder / f"{_PREFIX}{key}" if folder else None
     if target:
         with contextlib.suppress(OSError):
@@ -82,12 +89,12 @@ def cached_document(
 
 
 def add_checksum(text: bytes) -> bytes:
-    """What a file holds: the hash and the text."""
+    """Return the content of a cache file: the hash and the text."""
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
 
 def _store(target: Path, content: bytes) -> None:
-    """Best effort: a folder that cannot be written only costs the time to plan again."""
+    """Write a cache file; a folder that cannot be written only costs the time to plan again."""
     with contextlib.suppress(OSError):
         write_atomically(target, content)
         _prune(target.parent)

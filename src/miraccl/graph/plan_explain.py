@@ -1,13 +1,15 @@
-"""Why a plan is as it is: the reasons of every stage as data, and as sentences.
+"""Reasons of every stage of a plan, as data and as text.
 
-The stages keep their own reasons (paths: ``topo.explain``, search: ``graph.search.explain``, counts and model: their records); here
-they are put together under the key ``explain`` of the plan's JSON:
+Each stage records its own reasons (paths: ``topo.explain``, search: ``graph.search.explain``,
+counts and model: their records). This module combines them under the key ``explain`` of the plan's
+JSON:
 
-- ``paths``: one entry per path (why this type, which hop limits the bandwidth, which rules changed it)
-- ``search``: per domain and graph what was tried and why
-- ``channels``: every step from searched to compute channels; why a pair of ranks has so many for send and receive
-- ``tuning``: all estimates with what limited them or switched them off, time curves, and for each size who wins and by how much
-- ``sentences``: the short story of all this, by heading
+- ``paths``: per path, its type, the hop that limits its bandwidth and the rules that changed it
+- ``search``: per domain and graph, the tries and their reasons
+- ``channels``: every step from searched to compute channels, and the limit of send/receive channels
+- ``tuning``: all estimates with their limits or the reason they are disabled, time curves, and the
+  ranking at each size
+- ``sentences``: a summary of all this, by heading
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Json = dict[str, Any]
 
 
 def explain_plan(plan: Plan, notes: PathChangeLog) -> Json:
-    """The value of the key ``explain``. ``notes`` is the recorder that :func:`plan.make_plan` was given."""
+    """Return the value of the key ``explain``; ``notes`` is the recorder of :func:`plan.make_plan`."""
     paths = [
         reason.to_json()
         for reason in explain_paths(plan.topology.system, plan.topology.paths, notes)
@@ -66,7 +68,7 @@ def explain_plan(plan: Plan, notes: PathChangeLog) -> Json:
 
 
 def _summarize_paths(paths: list[Json]) -> list[str]:
-    """One sentence for each kind of path between GPUs and to nets, with an example."""
+    """Return one line per kind of path between GPUs and to nets, with an example."""
     groups: dict[tuple[str, str, str, float], list[Json]] = {}
     for path in paths:
         kinds = path["from"].split("/")[0], path["to"].split("/")[0]
@@ -100,7 +102,7 @@ def _channels(connections: Connections) -> Json:
 
 
 def summarize_channels(connections: Connections) -> list[str]:
-    """From what the search found to what runs."""
+    """Return the steps from searched to compute channels, as lines of text."""
     several = connections.layout.nnodes > 1
     rings, trees = (
         _format_graph(connections.graphs[kind], several)
@@ -126,7 +128,7 @@ def summarize_channels(connections: Connections) -> list[str]:
 
 
 def _format_graph(graph: ChannelGraph, several: bool) -> str:
-    """``several``: there are several nodes, so the network counts."""
+    """Format channels and bandwidths; ``several`` includes the bandwidth between nodes."""
     inside = (
         f"{graph.n_channels} channels of {graph.bw_intra:g} GB/s inside ({graph.type_intra.name})"
     )
@@ -169,7 +171,7 @@ def _name(candidate: TuningCandidate) -> str:
 
 
 def _curves(model: TuningModel, coll: Collective) -> dict[str, list[float | int]]:
-    """Time in us at each of the sizes, for what can be used at all."""
+    """Return times (us) at each of ``CURVE_SIZES`` for every usable candidate."""
     curves: dict[str, list[float | int]] = {}
     for nbytes in CURVE_SIZES:
         for candidate in candidates(model, coll, nbytes):
@@ -179,13 +181,13 @@ def _curves(model: TuningModel, coll: Collective) -> dict[str, list[float | int]
 
 
 def _ranked(model: TuningModel, coll: Collective, nbytes: int) -> list[TuningCandidate]:
-    """Usable candidates, fastest first; equals stay in NCCL's order."""
+    """Return the usable candidates, fastest first; ties keep NCCL's order."""
     usable = [c for c in candidates(model, coll, nbytes) if c.time is not None]
     return sorted(usable, key=lambda c: c.time or 0.0)
 
 
 def _compare_candidates(model: TuningModel, coll: Collective, nbytes: int) -> Json:
-    """Who wins at a size, who comes second, and by how much."""
+    """Return the winner at a size, the runner-up and the advantage."""
     ranked = _ranked(model, coll, nbytes)
     result: Json = {
         "bytes": nbytes,
@@ -215,7 +217,7 @@ def _compare_candidates(model: TuningModel, coll: Collective, nbytes: int) -> Js
 def _explain_winner(
     model: TuningModel, coll: Collective, ranked: list[TuningCandidate], nbytes: int
 ) -> Iterator[str]:
-    """Time, latency and bandwidth of the winner at this size, and what it has over the next one."""
+    """Yield time, latency and bandwidth of the winner and its advantage over the runner-up."""
     winner = ranked[0]
     yield f"{_name(winner)} takes {format_time(winner.time or 0.0)}"
     if not winner.time:
@@ -235,7 +237,7 @@ def _explain_winner(
 
 
 def summarize_choices(model: TuningModel) -> list[str]:
-    """For each collective the ranges of sizes and their winners, with the reason at the first size of a range."""
+    """Return the size ranges of each collective with winner and reason, as lines of text."""
     result = []
     for coll, name in k.TUNED.items():
         last = ""

@@ -1,9 +1,10 @@
-"""A plan as JSON and back. The format is that of NCCL's reference results (format 1).
+"""Plans as JSON and back, in the format of NCCL's reference results (format 1).
 
-``plan_from_json`` takes the machine, the request and the channel graphs from the document, derives everything else again (paths,
-connections, tuning: some milliseconds) and compares it with what the document says, so that one that contradicts itself is refused with
-the place.  Not in the document, and not in a plan that was read: how the searches went (``SearchResult.reports``), the tree of the
-topology file, and labels and CPU affinities of nodes.
+``plan_from_json`` takes the machine, the request and the channel graphs from the document, derives
+everything else again (paths, connections, tuning: some milliseconds) and compares it with the
+document, so a document that contradicts itself is rejected with the place. The document lacks, and
+a plan that was read therefore lacks, the reports of the searches (``SearchResult.reports``), the
+tree of the topology file, and labels and CPU affinities of nodes.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ Json = dict[str, Any]
 
 
 def plan_to_json(plan: Plan) -> Json:
-    """The plan in the format of the reference results, with what a reader needs besides: ``whole`` where there are several domains (the
-    machine before they were put apart) and ``graph_xml`` where graphs came from a file."""
+    """Return the plan in the format of the reference results.
+
+    Two keys are added for the reader: ``whole``, the machine before it was divided into domains,
+    where there are several; and ``graph_xml`` where graphs came from a file.
+    """
     topology, request = plan.topology, plan.request
     graphs = [[graph_to_json(graph) for graph in search.graphs] for search in plan.searches]
     result: Json = {
@@ -80,9 +84,10 @@ def plan_to_json(plan: Plan) -> Json:
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
-    """The plan that ``plan_to_json`` wrote as ``data``; keys that it does not write are left alone.
+    """Read the plan that ``plan_to_json`` wrote; unknown keys are ignored.
 
-    Raises ``TopologyError``, or ``InvalidUsage`` for a setting in ``env``, with the place, what is there and what is allowed.
+    Raises ``TopologyError`` with the place, the value and the allowed values, or ``InvalidUsage``
+    for a setting in ``env``.
     """
     _DOCUMENT(data, "")
     _check_sizes(data)
@@ -176,7 +181,7 @@ _DOCUMENT = record(
 
 
 def _check_sizes(data: Mapping[str, Any]) -> None:
-    """Before anything of the size of ``nranks`` is made."""
+    """Validate the sizes before anything of size ``nranks`` is allocated."""
     ranks = len(data["comm"]["rankToNode"])
     if data["nranks"] != data["nodes"] * data["gpus_per_node"]:
         raise_invalid(
@@ -227,7 +232,7 @@ def _graphs_of_domains(data: Mapping[str, Any]) -> list[tuple[str, Sequence[Json
 
 
 def _graphs(graphs: Sequence[Json], domain: Domain, where: str) -> tuple[ChannelGraph, ...]:
-    """``graphs`` of a domain, whose channels are orders of its ranks; those of NVLS are heads among them."""
+    """Read the graphs of a domain; channels must be orders of its ranks, NVLS heads a subset."""
     for number, graph in enumerate(graphs):
         for channel, order in enumerate(graph["intra"]):
             heads = graph["id"] == GraphKind.NVLS
@@ -243,7 +248,7 @@ def _graphs(graphs: Sequence[Json], domain: Domain, where: str) -> tuple[Channel
 
 
 def _difference(there: Any, derived: Any, where: str) -> tuple[str, str, str] | None:
-    """The first place where the two differ, with what is in it on either side."""
+    """Return the first place where the two differ, with the value on either side."""
     if isinstance(derived, Mapping) and isinstance(there, Mapping):
         for key in [*derived, *there]:
             name = f"{where}.{key}"

@@ -1,7 +1,7 @@
 """Settings of the stages after the search, read once from an environment.
 
-``ConnectSettings`` decide how many channels there are, ``TuningSettings`` what the latency and bandwidth model may use.  Both are plain
-values: the stages themselves never look at the environment.
+``ConnectSettings`` controls the number of channels, ``TuningSettings`` the latency and bandwidth
+model. Both are plain values; the stages never read the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def _clamp(value: int, low: int, high: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectSettings:
-    """Limits on channel counts. ``nvls_channels`` and ``channels_per_net_peer`` are 0 where the planner chooses."""
+    """Limits of channel counts.
+
+    ``nvls_channels`` and ``channels_per_net_peer`` are 0 where the planner chooses.
+    """
 
     min_channels: int = 0
     max_channels: int = MAX_CHANNELS
@@ -39,7 +42,11 @@ class ConnectSettings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> ConnectSettings:
-        """Out of range values are brought into range as NCCL does (``src/graph/connect.cc``, ``src/init.cc`` envConfigOverride)."""
+        """Read the settings from an environment.
+
+        Values out of range are clamped like in NCCL (``src/graph/connect.cc``, ``src/init.cc``
+        envConfigOverride).
+        """
 
         def either(new: params.Param[int], old: params.Param[int]) -> int:
             value, source = new.resolve(environ)
@@ -65,10 +72,12 @@ class ConnectSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningSettings:
-    """``algo`` and ``proto`` are lists as in ``NCCL_ALGO`` (empty: no wish); thread limits are 0 where the model chooses.
+    """Settings of the latency and bandwidth model.
 
-    ``thread_thresholds`` are six numbers for tree and ring, each LL, LL128, Simple (B); -2 keeps the default. ``net_overhead_us`` is
-    ``None`` where it goes by the CPU; ``pat`` is 0, 1 or 2 (where it fits).
+    ``algo`` and ``proto`` are lists in the syntax of ``NCCL_ALGO``, empty without a constraint;
+    thread limits are 0 where the model chooses. ``thread_thresholds`` holds six byte counts for
+    tree and ring, each LL, LL128, Simple; -2 keeps the default. ``net_overhead_us`` None derives it
+    from the CPU. ``pat`` is 0 (off), 1 (on) or 2 (with one rank per node).
     """
 
     algo: str = ""
@@ -82,6 +91,9 @@ class TuningSettings:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> TuningSettings:
+        """Read the settings from an environment. Raises ``InvalidUsage`` for an overhead out of
+        range.
+        """
         overhead = params.NET_OVERHEAD.read(environ)
         if abs(overhead) > MAX_OVERHEAD_NS:
             raise InvalidUsage(
@@ -100,12 +112,12 @@ class TuningSettings:
 
 
 def _read_nccl_variable(param: params.Param[str], environ: Mapping[str, str]) -> str:
-    """NCCL's variable alone: ours of the same meaning may name algorithms that the model does not know."""
+    """Read NCCL's variable but not ours, which may name algorithms that the model lacks."""
     return param.parse(environ.get(f"NCCL_{param.nccl}", "").strip())
 
 
 def _leading_integers(text: str) -> tuple[int, ...]:
-    """The whole numbers at the start of a text, as ``sscanf`` reads them into 64 bits: what is none ends the list."""
+    """Return the integers at the start of a text like ``sscanf`` with 64 bits."""
     match = re.match(r"(?:\s*[+-]?[0-9]+)*", text)
     words = re.findall(r"[+-]?[0-9]+", match[0]) if match else []
     return tuple(_clamp(int(word[:30]), -(1 << 63), (1 << 63) - 1) for word in words)

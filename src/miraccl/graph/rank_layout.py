@@ -1,10 +1,11 @@
-"""Which rank runs where: hosts that are copies of one another, cut into the nodes of the plan.
+"""Placement of ranks: hosts that are copies of each other, divided into the nodes of a plan.
 
-A *host* is a copy of the described machine.  A *domain* is a group of its GPUs that reach each other without the network (``topo`` says
-which); the plan treats every domain of every host as a *node* of its own.  Global rank = host * GPUs per host + local rank.  Nodes are
-numbered in order of their lowest rank, as NCCL numbers them when it meets them (``src/init.cc``, initTransportsRank).
+A *host* is a copy of the described machine. A *domain* is a group of its GPUs that reach each other
+without the network (``topo`` determines them); the plan treats every domain of every host as a
+*node* of its own. Global rank = host * GPUs per host + local rank. Nodes are numbered in the order
+of their lowest rank, like in NCCL (``src/init.cc`` initTransportsRank).
 
-Arrays are int32; ``[nodes]`` or ``[ranks]`` in a comment is a shape.
+Arrays are int32; ``[nodes]`` or ``[ranks]`` in a docstring is a shape.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Int32Array = NDArray[np.int32]
 class RankLayout:
     """Ranks and nodes of a communicator.
 
-    ``domains`` holds the local ranks of each group of a host, lowest first rank first.
+    ``domains`` holds the local ranks of each group of a host, ordered by lowest rank. Raises
+    ``InvalidUsage`` if the domains do not partition the local ranks.
     """
 
     hosts: int
@@ -52,28 +54,29 @@ class RankLayout:
 
     @property
     def ranks_per_node(self) -> int:
-        """Whole ranks per node, rounded down, as latency formulas use it."""
+        """Ranks per node, rounded down, as the latency formulas use it."""
         return self.nranks // self.nnodes
 
     @property
     def max_local_ranks(self) -> int:
+        """Ranks of the largest node."""
         return max(len(domain) for domain in self.domains)
 
     @cached_property
     def node_domain(self) -> Int32Array:
-        """[nodes] the domain that each node is a copy of."""
+        """[nodes] The domain that each node is a copy of."""
         return np.tile(np.arange(len(self.domains), dtype=np.int32), self.hosts)
 
     @cached_property
     def node_offset(self) -> Int32Array:
-        """[nodes] what turns a local rank into a global one."""
+        """[nodes] Global rank minus local rank."""
         return np.repeat(
             np.arange(self.hosts, dtype=np.int32) * np.int32(self.gpus_per_host), len(self.domains)
         )
 
     @cached_property
     def rank_to_node(self) -> Int32Array:
-        """[ranks]"""
+        """[ranks] The node of each rank."""
         local = np.empty(self.gpus_per_host, dtype=np.int32)
         for d, ranks in enumerate(self.domains):
             local[list(ranks)] = d
@@ -84,14 +87,14 @@ class RankLayout:
         )
 
     def nodes_of(self, domain: int) -> Int32Array:
-        """The nodes that are copies of ``domain``, ascending."""
+        """Return the nodes that are copies of ``domain``, ascending."""
         return np.arange(domain, self.nnodes, len(self.domains), dtype=np.int32)
 
     def per_node(self, local: Sequence[int]) -> Int32Array:
-        """[nodes] global ranks from one local rank per domain."""
+        """Return [nodes] global ranks from one local rank per domain."""
         return np.asarray(local, dtype=np.int32)[self.node_domain] + self.node_offset
 
     def on_all_hosts(self, local: Sequence[int]) -> Int32Array:
-        """[hosts, len(local)] the same local ranks on every host, as global ranks."""
+        """Return [hosts, len(local)] global ranks of the given local ranks on every host."""
         hosts = np.arange(self.hosts, dtype=np.int32)[:, None] * np.int32(self.gpus_per_host)
         return hosts + np.asarray(local, dtype=np.int32)[None, :]

@@ -1,9 +1,10 @@
-"""In which order rings, chains and trees of CPU ranks visit them, from where the ranks are.
+"""Order in which rings, chains and trees visit CPU ranks, derived from their placement.
 
-A schedule for ranks 0, 1, 2 ... is good where neighbours in number are neighbours in the machine.  Launchers that deal ranks out to hosts
-in turn, or to NUMA domains, break that: a ring would cross the network at every step.  The order here keeps the ranks of a host
-together, in it those of a NUMA domain; so a ring crosses each border once, as NCCL's rings do (``src/graph/connect.cc`` joins one ring
-per node).  The order of the domains comes from ``cpu_host``.
+A schedule for ranks 0, 1, 2 ... performs well if consecutive ranks are neighbours in the machine.
+Launchers that deal ranks round-robin to hosts or NUMA domains break that: a ring would cross the
+network at every step. The order here groups the ranks of a host and within it those of a NUMA
+domain, so a ring crosses each boundary once, like NCCL's rings (``src/graph/connect.cc`` joins one
+ring per node). The order of the domains comes from ``cpu_host``.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RankLocation:
-    """Where a rank runs: ``host`` is the same number for ranks of one host, ``numa`` the domain of its processors (-1 unknown)."""
+    """Placement of a rank.
+
+    ``host`` is equal for ranks of one host; ``numa`` is the NUMA domain of its CPUs, -1 if unknown.
+    """
 
     host: int
     numa: int = -1
 
 
 def order_ranks(places: Sequence[RankLocation], domains: Sequence[int] = ()) -> tuple[int, ...]:
-    """The ranks in the order in which rings and chains visit them; the identity where ranks are placed in blocks already.
+    """Return the ranks in the order in which rings and chains visit them.
 
-    ``domains`` is the order of NUMA domains within a host (those not in it come last, by number).
+    Returns the identity if ranks are placed in blocks already. ``domains`` is the order of NUMA
+    domains within a host; domains missing from it come last, by number.
     """
     hosts = list(dict.fromkeys(place.host for place in places))
     rank_of_domain = {domain: i for i, domain in enumerate(domains)}

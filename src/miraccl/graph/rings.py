@@ -1,7 +1,8 @@
-"""Global rings: the orders of the nodes, one after the other.
+"""Global rings: the rings of all nodes, concatenated.
 
-A channel's order inside a node starts at the GPU that receives from the network and ends at the one that sends; the last GPU of node n is
-followed by the first of node n + 1, and the last node by node 0 (NCCL ``src/graph/connect.cc``, connectRings).
+A channel's order inside a node starts at the GPU that receives from the network and ends at the one
+that sends. The last GPU of node n is followed by the first of node n + 1, and the last node by node
+0 (NCCL ``src/graph/connect.cc`` connectRings).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ Orders = Sequence[Sequence[int]]
 def build_rings(
     layout: RankLayout, orders: Sequence[Orders], alternate: Sequence[bool], channels: int
 ) -> Int32Array:
-    """[channels, ranks] every ring from rank 0 on; ``orders[d]`` are those of domain d.
+    """Return [channels, ranks]: every ring, starting at rank 0. ``orders[d]`` belongs to domain d.
 
-    ``alternate[d]``: the search found channels in pairs that arrive on one NIC and leave on the other (``cross_nic`` 2). Then nodes with an
-    odd number swap the two of a pair, so that traffic stays on its rail.
+    ``alternate[d]`` states that the search found channels in pairs that enter by one NIC and leave
+    by the other (``cross_nic`` 2). Odd nodes then swap the two channels of a pair, so that traffic
+    stays on its rail.
     """
     rings = np.empty((channels, layout.nranks), dtype=np.int32)
     sizes = np.array([len(domain) for domain in layout.domains])[layout.node_domain]

@@ -1,13 +1,15 @@
-"""Double binary trees over nodes, and the chains inside them.
+"""Double binary trees over nodes, and the chains inside nodes.
 
-The two trees of a channel carry half of the data each: an inner node of one is a leaf of the other (Sanders, Speck and Traeff, "Two-tree
-algorithms for full bandwidth broadcast, reduction and scan", 2009).  The numbering is NCCL's (``src/graph/trees.cc``): in the first tree
-node 0 is the root and a node's height is the number of trailing zero bits of its number; the second tree is the first one mirrored
-(even number of nodes) or shifted by one (odd).
+Each of the two trees of a channel carries half of the data: an inner node of one tree is a leaf of
+the other (Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction
+and scan", 2009). The numbering is NCCL's (``src/graph/trees.cc``): in the first tree node 0 is the
+root and a node's height is the number of trailing zero bits of its number. The second tree is the
+first one mirrored (even number of nodes) or shifted by one (odd).
 
-Inside a node the GPUs of a channel form a chain, in the order that the search found.  Which of them talks to the parent's node and to the
-two children's nodes is the pattern: all three by the first GPU (``TREE``), children by the second (``SPLIT_TREE``), or the second child
-alone by the second GPU (``BALANCED_TREE``).
+Inside a node the GPUs of a channel form a chain in the order that the search found. The pattern
+determines which of them exchange data with the parent's and the children's nodes: all by the first
+GPU (``TREE``), children by the second (``SPLIT_TREE``), or the second child alone by the second GPU
+(``BALANCED_TREE``).
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ TREE_ARITY = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeTree:
-    """One binary tree over n nodes; all arrays are [n], -1 is nobody.
+    """One binary tree over n nodes; all arrays are [n], -1 means no peer.
 
-    ``second_child[i]`` tells whether i hangs on its parent as the second child (numbers above the parent).
+    ``second_child[i]`` is 1 if node i is the second child of its parent.
     """
 
     up: Int32Array
@@ -41,7 +43,11 @@ class NodeTree:
 
 
 def binary_tree(n: int) -> NodeTree:
-    """The tree with root 0. A node whose lowest set bit is b has parent ``(node ^ b) | 2b``, or ``node ^ b`` where that is not below n."""
+    """Build the tree over ``n`` nodes with root 0.
+
+    A node whose lowest set bit is b has the parent ``(node ^ b) | 2b``, or ``node ^ b`` if that is
+    not below n.
+    """
     node = np.arange(n, dtype=np.int64)
     low = node & -node
     up = (node ^ low) | (low << 1)
@@ -63,7 +69,7 @@ def binary_tree(n: int) -> NodeTree:
 
 
 def double_binary_tree(n: int) -> tuple[NodeTree, NodeTree]:
-    """Both trees over n nodes."""
+    """Build both trees over ``n`` nodes."""
     first = binary_tree(n)
     nodes = np.arange(n)
     if n % 2:
@@ -86,13 +92,16 @@ def double_binary_tree(n: int) -> tuple[NodeTree, NodeTree]:
 
 
 def tree_depth(layout: RankLayout) -> int:
-    """Hops from a leaf to the root, roughly: the chain inside a node and the tree over nodes."""
+    """Return the hops from a leaf to the root: the chain in a node plus the tree over nodes."""
     return layout.ranks_per_node - 1 + (layout.nnodes.bit_length() - 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankTree:
-    """One channel's tree over ranks: ``up`` [ranks], ``down`` [ranks, 3]; children in order of connection, -1 is none."""
+    """Tree of one channel over ranks.
+
+    ``up`` [ranks], ``down`` [ranks, 3] with children in order of connection; -1 means no peer.
+    """
 
     up: Int32Array
     down: Int32Array
@@ -100,7 +109,10 @@ class RankTree:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOrder:
-    """What the search found for one channel on one domain: the chain of local ranks and the pattern of the graph."""
+    """Search result of one tree channel on one domain: chain of local ranks and pattern.
+
+    Raises ``TopologyError`` for a pattern that needs more GPUs than the chain has.
+    """
 
     order: tuple[int, ...]
     pattern: Pattern
@@ -115,21 +127,24 @@ class TreeOrder:
 
     @property
     def to_parent(self) -> int:
+        """Local rank connected to the parent's node."""
         return self.order[0]
 
     @property
     def to_child0(self) -> int:
+        """Local rank connected to the first child's node."""
         return self.order[0 if self.pattern == Pattern.TREE else 1]
 
     @property
     def to_child1(self) -> int:
+        """Local rank connected to the second child's node."""
         return self.order[1 if self.pattern == Pattern.SPLIT_TREE else 0]
 
 
 def connect_tree(
     layout: RankLayout, chains: Sequence[TreeOrder], trees: tuple[NodeTree, NodeTree]
 ) -> tuple[RankTree, RankTree]:
-    """The two trees of one channel; ``chains[d]`` is the channel's order on domain d."""
+    """Build the two trees of one channel; ``chains[d]`` is the channel's order on domain d."""
     up, down = _chains(layout, [chain.order for chain in chains])
     parent = layout.per_node([c.to_parent for c in chains])
     child0 = layout.per_node([c.to_child0 for c in chains])
@@ -158,7 +173,10 @@ def _attach(
     child0: Int32Array,
     child1: Int32Array,
 ) -> RankTree:
-    """Join the chains of all nodes along ``tree``; the GPU that talks to the parent's node hangs on that node's child GPU."""
+    """Join the chains of all nodes along ``tree``.
+
+    The GPU connected to the parent's node becomes a child of that node's child GPU.
+    """
     has = np.flatnonzero(tree.up >= 0)
     above = tree.up[has]
     up[parent[has]] = np.where(tree.second_child[has] == 0, child0[above], child1[above])

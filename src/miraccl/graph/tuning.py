@@ -1,11 +1,12 @@
-"""The model of how long a collective takes: latency and bandwidth of every algorithm and protocol on the agreed channels.
+"""Latency and bandwidth of every algorithm and protocol on the agreed channels.
 
-Owns ``TuningModel`` and its times; ``tuning_threads`` has the sizes of thread blocks, ``tuning_choice`` picks for a size.  The formulas are
-NCCL 2.28.9's (``src/graph/tuning.cc``, ncclTopoTuneModel), down to the precision of each step: values live in single precision, and
-``f32`` marks each place where NCCL rounds to it. A product of singles computed in double and then rounded once is the single-precision
-product, so no other care is needed.
+``tuning_threads`` has the sizes of thread blocks, ``tuning_choice`` picks for a size. The formulas
+are NCCL 2.28.9's (``src/graph/tuning.cc`` ncclTopoTuneModel), down to the precision of each step:
+values are single precision, and ``f32`` marks each place where NCCL rounds. A product of two
+singles that is computed in double and rounded once equals the single-precision product, so products
+need no other care.
 
-Each estimate carries its reasons: what limited the bandwidth, and why it is switched off if it is.
+Each estimate records the limits of its bandwidth and, if it is disabled, the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ EstimateKey = tuple[Collective, NcclAlgorithm, Protocol]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Latency us and algorithm bandwidth GB/s (0: cannot be used); ``limits`` says what makes the bandwidth, ``off`` why it is 0."""
+    """Latency (us) and algorithm bandwidth (GB/s) of one combination.
+
+    ``bandwidth`` is 0 if the combination cannot be used, for the reason in ``disabled_reason``;
+    ``limits`` lists the factors of the bandwidth.
+    """
 
     latency: float = 0.0
     bandwidth: float = 0.0
@@ -38,8 +43,11 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningModel:
-    """``estimates`` lacks combinations that no implementation exists for. ``max_threads`` and ``thread_thresholds`` are by algorithm and
-    protocol; a threshold is in bytes per thread and channel."""
+    """Estimates and thread limits of a communicator.
+
+    ``estimates`` lacks combinations without an implementation. ``max_threads`` and
+    ``thread_thresholds`` are triples by protocol; a threshold is in bytes per thread and channel.
+    """
 
     inputs: TuningInputs
     max_threads: Mapping[NcclAlgorithm, tuple[int, int, int]]
@@ -47,6 +55,7 @@ class TuningModel:
     estimates: Mapping[EstimateKey, Estimate]
 
     def estimate(self, coll: Collective, algo: NcclAlgorithm, proto: Protocol) -> Estimate:
+        """Return the estimate of a combination; a disabled one if it is not implemented."""
         return self.estimates.get((coll, algo, proto), _MISSING)
 
 
@@ -54,7 +63,10 @@ _MISSING = Estimate(disabled_reason="there is no such implementation")
 
 
 def build_model(inputs: TuningInputs, settings: TuningSettings | None = None) -> TuningModel:
-    """The model for a communicator; with one rank there is nothing to estimate."""
+    """Build the model of a communicator; a single rank has no estimates.
+
+    Raises ``InvalidUsage`` for an ``NCCL_ALGO`` or ``NCCL_PROTO`` that cannot be parsed.
+    """
     settings = settings or TuningSettings()
     single = inputs.nranks <= 1
     return TuningModel(
@@ -68,7 +80,7 @@ def build_model(inputs: TuningInputs, settings: TuningSettings | None = None) ->
 
 
 def is_implemented(coll: Collective, algo: NcclAlgorithm, proto: Protocol) -> bool:
-    """Whether the combination is modelled at all."""
+    """Return True if NCCL implements the combination."""
     if algo.uses_nvls and proto != Protocol.SIMPLE:
         return False
     if coll in (Collective.BROADCAST, Collective.REDUCE):
@@ -122,7 +134,7 @@ def _pat_enabled(inputs: TuningInputs, settings: TuningSettings) -> bool:
 def _algorithm_bandwidth(
     inputs: TuningInputs, coll: Collective, algo: NcclAlgorithm, proto: Protocol
 ) -> tuple[float, list[str]]:
-    """Algorithm bandwidth (bytes of the operation per time) before anything is switched off, and what it comes from, factor by factor."""
+    """Return the algorithm bandwidth before anything is disabled, and its factors as text."""
     graph = inputs.graphs[algo.graph]
     if not graph.n_channels:
         return 0.0, [f"the {algo.graph.label} search found no channels"]
@@ -179,7 +191,7 @@ def _correct_bandwidth(
     bus: float,
     limits: list[str],
 ) -> float:
-    """Bus bandwidth after the corrections that measurements asked for."""
+    """Apply the protocol and algorithm factors that NCCL measured to a bus bandwidth."""
     channels = inputs.graphs[algo.graph].n_channels
     generation, scale = inputs.generation, inputs.scale
 
@@ -237,7 +249,7 @@ def _correct_bandwidth(
 
 
 def _ll_max(inputs: TuningInputs) -> float:
-    """LL is bound by the GPU on one node, by the CPU over several."""
+    """Return the LL limit: bound by the GPU on one node, by the CPU over several."""
     if inputs.nnodes == 1:
         return k.LL_MAX[inputs.generation][inputs.scale]
     return k.LL_MAX[1 if inputs.cpu_vendor == CpuVendor.AMD else 0][inputs.scale]
@@ -265,7 +277,7 @@ def _collnet_direct(inputs: TuningInputs, coll: Collective, bus: float, limits: 
 
 
 def _steps(coll: Collective, nranks: int) -> int:
-    """Steps of a ring."""
+    """Return the number of steps of a ring."""
     if coll == Collective.ALL_REDUCE:
         return 2 * (nranks - 1)
     return nranks - 1 if coll in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) else nranks
@@ -274,7 +286,7 @@ def _steps(coll: Collective, nranks: int) -> int:
 def _bus_to_algorithm(
     inputs: TuningInputs, coll: Collective, algo: NcclAlgorithm, bus: float, limits: list[str]
 ) -> float:
-    """Bus bandwidth is what the links carry; the operation itself is shorter by the number of times that its bytes cross them."""
+    """Convert bus bandwidth (carried by the links) to bytes of the operation per time."""
     if not bus or (
         algo != NcclAlgorithm.RING and coll in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     ):
@@ -313,7 +325,7 @@ def _latency(
     algo: NcclAlgorithm,
     proto: Protocol,
 ) -> float:
-    """us before the first byte arrives everywhere."""
+    """Return the latency (us) until the first byte has arrived on all ranks."""
     graph = inputs.graphs[algo.graph]
     inside = Hardware.NVLINK if graph.type_intra == PathType.NVL else Hardware.PCI
     base = f32(k.BASE_LATENCY.get(algo, (0.0, 0.0, 0.0))[proto])
@@ -393,7 +405,7 @@ def _disabled_reason(
     algo_constraint: Constraint,
     proto_constraint: Constraint,
 ) -> str:
-    """Why the combination is not used, or an empty text."""
+    """Return the reason why the combination is disabled, or an empty text."""
     if algo_constraint == Constraint.EXCLUDED:
         return "NCCL_ALGO excludes it"
     if proto_constraint == Constraint.EXCLUDED:
@@ -414,7 +426,7 @@ def _disabled_reason(
 def _ll128_unsafe_reason(
     inputs: TuningInputs, settings: TuningSettings, algo: NcclAlgorithm
 ) -> str:
-    """LL128 relies on 128-byte stores staying whole, which not every path keeps."""
+    """Return the reason why LL128 is unsafe: it needs paths that keep 128-byte stores whole."""
     graph = inputs.graphs[algo.graph]
     worst = PathType.PXN if settings.ll128_c2c and inputs.min_sm >= 90 else PathType.PXB
     if graph.type_inter > worst:

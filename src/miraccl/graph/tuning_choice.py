@@ -1,7 +1,8 @@
-"""Which algorithm and protocol an operation of a given size runs with, how long it should take, and on how many channels and warps.
+"""Algorithm, protocol, channels and warps of an operation of a given size.
 
-The rules are NCCL 2.28.9's (``src/graph/tuning.cc`` ncclTopoGetAlgoTime, ``src/enqueue.cc`` topoGetAlgoInfo) for one operation alone on
-float32 and sum. Owns also the JSON of the section ``tuning``.
+The rules are NCCL 2.28.9's (``src/graph/tuning.cc`` ncclTopoGetAlgoTime, ``src/enqueue.cc``
+topoGetAlgoInfo) for a single ungrouped operation on float32 with sum. This module also owns the
+JSON of section ``tuning``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _PLATEAU_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TuningCandidate:
-    """One way to run an operation. ``time`` is us, ``None`` where it cannot be used, with the reason in ``off``."""
+    """One combination for an operation.
+
+    ``time`` is in us, or None if it cannot be used, for the reason in ``disabled_reason``.
+    """
 
     algorithm: NcclAlgorithm
     protocol: Protocol
@@ -37,7 +41,11 @@ class TuningCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningChoice:
-    """``channels`` is the most channels that would be used, ``warps`` the size of their thread blocks."""
+    """The selected combination for ``nbytes``.
+
+    ``time`` is in us, ``channels`` is the maximum number of channels used, ``warps`` the size of
+    their thread blocks.
+    """
 
     nbytes: int
     algorithm: NcclAlgorithm
@@ -48,7 +56,10 @@ class TuningChoice:
 
 
 def candidates(model: TuningModel, coll: Collective, nbytes: int) -> list[TuningCandidate]:
-    """All that exist for the collective, in NCCL's order. ``nbytes`` is the larger of the whole send and receive buffer of a rank."""
+    """Return all combinations of a collective in NCCL's order.
+
+    ``nbytes`` is the larger of the send and the receive buffer of a rank.
+    """
     if model.inputs.nranks == 1:
         return [TuningCandidate(algorithm=NcclAlgorithm.RING, protocol=Protocol.SIMPLE, time=0.0)]
     result = []
@@ -59,13 +70,15 @@ def candidates(model: TuningModel, coll: Collective, nbytes: int) -> list[Tuning
                 disabled_reason = model.estimate(coll, algo, proto).disabled_reason or unsupported
                 time = None if disabled_reason else predict_time(model, coll, algo, proto, nbytes)
                 result.append(
-                    TuningCandidate(algorithm=algo, protocol=proto, time=time, disabled_reason=disabled_reason)
+                    TuningCandidate(
+                        algorithm=algo, protocol=proto, time=time, disabled_reason=disabled_reason
+                    )
                 )
     return result
 
 
 def _unsupported_reason(model: TuningModel, coll: Collective, algo: NcclAlgorithm) -> str:
-    """Limits of the kernels that the model knows nothing of."""
+    """Return the reason why the kernels do not support a combination that the model estimates."""
     inputs = model.inputs
     if algo.uses_collnet and inputs.max_local_ranks > MAX_DIRECT_RANKS:
         return f"CollNet serves at most {MAX_DIRECT_RANKS} GPUs per node"
@@ -83,7 +96,7 @@ def _unsupported_reason(model: TuningModel, coll: Collective, algo: NcclAlgorith
 def predict_time(
     model: TuningModel, coll: Collective, algo: NcclAlgorithm, proto: Protocol, nbytes: int
 ) -> float | None:
-    """us, or ``None`` where the combination cannot be used."""
+    """Return the time in us, or None if the combination cannot be used."""
     if model.estimate(coll, algo, proto).bandwidth == 0:
         return None
     latency, bw = estimate_at_size(model, coll, algo, proto, nbytes)
@@ -93,7 +106,7 @@ def predict_time(
 def estimate_at_size(
     model: TuningModel, coll: Collective, algo: NcclAlgorithm, proto: Protocol, nbytes: int
 ) -> tuple[float, float]:
-    """Latency (us) and bandwidth (GB/s) of an estimate after the corrections for the size."""
+    """Return latency (us) and bandwidth (GB/s) after the corrections for the size."""
     estimate = model.estimate(coll, algo, proto)
     bw, latency = estimate.bandwidth, estimate.latency
     inputs = model.inputs
@@ -110,7 +123,7 @@ def estimate_at_size(
 
 
 def choose(model: TuningModel, coll: Collective, nbytes: int) -> TuningChoice | None:
-    """The fastest candidate (the first one of equals), or ``None`` where there is none."""
+    """Return the fastest candidate (the first of equals), or None without a usable one."""
     best: TuningCandidate | None = None
     best_time = _LONGEST_US
     for candidate in candidates(model, coll, nbytes):
@@ -130,7 +143,7 @@ def choose(model: TuningModel, coll: Collective, nbytes: int) -> TuningChoice | 
 
 
 def _size(model: TuningModel, algo: NcclAlgorithm, proto: Protocol, nbytes: int) -> tuple[int, int]:
-    """Channels and threads: both shrink while a thread would have less than its threshold."""
+    """Return channels and threads, reduced while a thread would have less than its threshold."""
     inputs = model.inputs
     channels = inputs.channels
     threads = model.max_threads[algo][proto]
@@ -159,7 +172,10 @@ def _size(model: TuningModel, algo: NcclAlgorithm, proto: Protocol, nbytes: int)
 def _collnet_direct_channels(
     channels: int, work: int, threshold: int, nbytes: int
 ) -> tuple[int, int]:
-    """Fewer channels in stages: past each one and a half power of two, a thread may have half as much to do."""
+    """Reduce the channels in stages.
+
+    Past one and a half times each power of two, the threshold of a thread is halved.
+    """
     stage, short = 16, True
     while stage >= 1 and short:
         while (short := nbytes < channels * work * threshold) and channels > stage:
@@ -174,7 +190,7 @@ def _collnet_direct_channels(
 
 
 def tuning_to_json(model: TuningModel) -> dict[str, Any]:
-    """Section ``tuning`` of the reference results."""
+    """Return section ``tuning`` of the reference results."""
     return {
         "maxThreads": {algo.label: list(model.max_threads[algo]) for algo in NcclAlgorithm},
         "threadThresholds": {
@@ -200,6 +216,7 @@ def _table(model: TuningModel, field: str) -> dict[str, Any]:
 
 
 def choice_to_json(choice: TuningChoice | None) -> list[Any] | None:
+    """Return a row of the choice table: bytes, algorithm, protocol, us, channels, warps."""
     if choice is None:
         return None
     protocol = k.PROTOCOL_LABELS[choice.protocol]

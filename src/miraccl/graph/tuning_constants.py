@@ -1,7 +1,8 @@
-"""Constants of the latency and bandwidth model, and the names of what it chooses between.
+"""Constants of the latency and bandwidth model, and the enums of its combinations.
 
-All values are NCCL 2.28.9's (``src/graph/tuning.cc``, ``src/include/comm.h``, ``src/include/device.h``); NVIDIA measured them on its own
-machines. Latencies are us, bandwidths GB/s. Triples are LL, LL128, Simple; columns of bandwidth tables are one node, two nodes, more.
+All values are NCCL 2.28.9's (``src/graph/tuning.cc``, ``src/include/comm.h``,
+``src/include/device.h``), measured by NVIDIA on its own machines. Latencies are us, bandwidths
+GB/s. Triples are LL, LL128, Simple; columns of bandwidth tables are one node, two nodes, more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Triple = tuple[float, float, float]
 
 
 class NcclAlgorithm(enum.IntEnum):
-    """What a collective can run as, in the order in which ties are broken."""
+    """Algorithms of NCCL, in the order in which ties are broken."""
 
     TREE = 0
     RING = 1
@@ -28,6 +29,7 @@ class NcclAlgorithm(enum.IntEnum):
 
     @property
     def label(self) -> str:
+        """Name as in ``NCCL_ALGO``."""
         return _LABELS[self]
 
     @property
@@ -76,7 +78,7 @@ TUNED: Final = {
 
 
 class Hardware(enum.IntEnum):
-    """What one step of an algorithm crosses."""
+    """Kind of link that one step of an algorithm crosses."""
 
     NVLINK = 0
     PCI = 1
@@ -125,7 +127,7 @@ STEP_LATENCY: Final[dict[Hardware, dict[NcclAlgorithm, Triple]]] = {
 
 
 class Generation(enum.IntEnum):
-    """GPU generations as the bandwidth tables know them."""
+    """GPU generations, the rows of the bandwidth tables."""
 
     VOLTA = 0
     AMPERE = 1

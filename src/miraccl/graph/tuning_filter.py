@@ -1,10 +1,11 @@
-"""Lists of wanted algorithms and protocols, as ``NCCL_ALGO`` and ``NCCL_PROTO`` write them.
+"""Parser for lists of algorithms and protocols in the syntax of ``NCCL_ALGO`` and ``NCCL_PROTO``.
 
-    ring,collnetdirect;allreduce:tree       ring and CollNet direct everywhere, but tree alone for all-reduce
-    ^LL128;allreduce:LL128                  everything except LL128, but LL128 alone for all-reduce
+    ring,collnetdirect;allreduce:tree       ring and CollNet direct; tree alone for all-reduce
+    ^LL128;allreduce:LL128                  everything except LL128; LL128 alone for all-reduce
 
-Entries are separated by ``;``. An entry is a list with an optional collective and ``:`` before it; only the first may lack the collective.
-``^`` before a list means all others. Case does not matter (NCCL ``src/graph/tuning.cc``, parseList).
+Entries are separated by ``;``. An entry is a list with an optional collective and ``:`` before it;
+only the first entry may lack the collective. ``^`` before a list means all others. Case does not
+matter (NCCL ``src/graph/tuning.cc`` parseList).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from miraccl.types import Collective
 
 
 class Constraint(enum.IntEnum):
-    """What a setting says about a choice. ``FREE``: nothing was said and the model decides."""
+    """Constraint of a setting on one element; without one the model decides."""
 
     EXCLUDED = 0
     ALLOWED = 1
@@ -32,7 +33,11 @@ E = TypeVar("E", bound=enum.IntEnum)
 def parse_constraints(
     text: str, labels: Mapping[E, str], variable: str
 ) -> dict[Collective, dict[E, Constraint]]:
-    """The wish for each collective and element of ``labels``; ``variable`` is named in errors. An empty text leaves all ``FREE``."""
+    """Return the constraint of each collective and element of ``labels``.
+
+    ``variable`` is named in errors. An empty text leaves all elements unconstrained. Raises
+    ``InvalidUsage`` for an unknown name or a misplaced entry.
+    """
     constraints = {coll: dict.fromkeys(labels, Constraint.UNCONSTRAINED) for coll in TUNED}
     by_name = {label.lower(): element for element, label in labels.items()}
     collectives = {label.lower(): coll for coll, label in TUNED.items()}

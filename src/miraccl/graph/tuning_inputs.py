@@ -1,4 +1,4 @@
-"""What the tuning model looks at of a communicator."""
+"""Inputs of the tuning model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from miraccl.topo.records import CpuArch, CpuVendor, NodeType, System, f32
 
 @dataclass(frozen=True, kw_only=True)
 class TuningInputs:
-    """``graphs`` are the agreed ones. ``collnet_heads`` is 0 and ``collnet_direct_heads`` 1 where CollNet is
-    not in use; ``sm`` values are compute capabilities times ten."""
+    """Properties of a communicator that the tuning model depends on.
+
+    ``graphs`` are the agreed ones. ``collnet_heads`` is 0 and ``collnet_direct_heads`` 1 if CollNet
+    is not in use; ``sm`` values are compute capabilities times ten.
+    """
 
     graphs: Mapping[GraphKind, ChannelGraph]
     nnodes: int
@@ -35,7 +38,7 @@ class TuningInputs:
 
     @classmethod
     def of(cls, plan: Connections, system: System) -> TuningInputs:
-        """Facts of a communicator; ``system`` is the machine as rank 0 sees it."""
+        """Collect the inputs of a communicator; ``system`` is the machine as rank 0 sees it."""
         collnet = plan.collnet
         cpu = system.cpus[0] if system.cpus else None
         return cls(
@@ -63,7 +66,7 @@ class TuningInputs:
 
     @property
     def scale(self) -> int:
-        """Column of the bandwidth tables: one node, two, more."""
+        """Column of the bandwidth tables: one node, two nodes, more."""
         return min(self.nnodes, 3) - 1
 
     @property

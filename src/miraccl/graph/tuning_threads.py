@@ -1,4 +1,4 @@
-"""How many threads a block has, and from how many bytes on: NCCL 2.28.9's limits (``src/graph/tuning.cc``, ncclTopoTuneModel)."""
+"""Thread block sizes and their thresholds (NCCL 2.28.9 ``src/graph/tuning.cc`` ncclTopoTuneModel)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _clamp_threads(requested: int, least: int, most: int, default: int) -> int:
 def max_threads(
     inputs: TuningInputs, settings: TuningSettings
 ) -> dict[NcclAlgorithm, tuple[int, int, int]]:
-    """The most threads of a block, by algorithm and protocol."""
+    """Return the maximum threads of a block, by algorithm and protocol."""
     ring = inputs.graphs[GraphKind.RING]
     slow = f32(ring.bw_intra * ring.n_channels) <= k.SLOW_MACHINE_BW
     simple = k.SIMPLE_MAX_THREADS
@@ -48,7 +48,9 @@ def max_threads(
 def thread_thresholds(
     inputs: TuningInputs, settings: TuningSettings
 ) -> dict[NcclAlgorithm, tuple[int, int, int]]:
-    """Bytes per thread and channel below which fewer are used, by algorithm and protocol."""
+    """Return the bytes per thread and channel below which fewer are used, by algorithm and
+    protocol.
+    """
     table = {
         algo: [k.LL_THRESHOLD, k.LL128_THRESHOLD, k.SIMPLE_THRESHOLD] for algo in NcclAlgorithm
     }

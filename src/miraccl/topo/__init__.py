@@ -1,5 +1,7 @@
-"""What the machine is: topology files, detection, the system graph and the paths in it, with NCCL 2.28's decisions.
+"""Description of a machine: topology files, detection, system graph and paths.
 
-``load.load_topology`` gives a tree, ``analyse.analyse_topology`` a ``Topology`` with its ``records.System`` and ``records.PathTable``;
-``queries`` answers what planning and transports ask of them, ``explain`` says why. Needs no GPU, no network and no other rank.
+``load.load_topology`` returns a tree, ``analyse.analyse_topology`` a ``Topology`` with its
+``records.System`` and ``records.PathTable``; ``queries`` answers the questions of planning and
+transports, ``explain`` gives reasons. Decisions are those of NCCL 2.28. No GPU, network or other
+rank is needed.
 """

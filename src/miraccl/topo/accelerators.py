@@ -1,21 +1,24 @@
-"""Accelerators NCCL does not know, described by data: how a topology file shows them and what their links carry.
+"""Descriptions of accelerators that NCCL does not know.
 
-A description (TOML, ``format = 1``) names the PCI class and vendor of a device, the XML element that marks it, the element of its links and
-what one link carries. :func:`apply_accelerators` rewrites a tree in these terms: the device becomes ``<gpu>``, each link an ``<xlink>``
-with the attributes ``kind`` (switch, gpu or cpu), ``count``, ``bw`` (GB/s of one link and direction), ``target`` and ``switch`` (a name),
-which ``build`` turns into graph links. A file may use ``xlink`` itself; that is how a rewritten tree is dumped. AMD's dialect of the
-format (``version="2"``, ``xgmi``) is the description built in.
+A description (TOML, ``format = 1``) names the PCI class and vendor of a device, the XML element
+that marks it, the element of its links and the bandwidth of one link. :func:`apply_accelerators`
+rewrites a tree in these terms: the device becomes ``<gpu>``, each link an ``<xlink>`` with the
+attributes ``kind`` (switch, gpu or cpu), ``count``, ``bw`` (GB/s of one link and direction),
+``target`` and ``switch`` (a name), which ``build`` turns into graph links. A file may contain
+``xlink`` itself; a rewritten tree is dumped that way. AMD's dialect of the format (``version="2"``,
+``xgmi``) is a built-in description.
 
     format = 1
     [accelerator.sipu]
     element = "gpu"            # the device's element below its <pci>; default gpu
     pci_class = ["0x120000"]   # prefixes; a device matches when class and vendor do
     pci_vendor = ["0x205d"]
-    sm = 80                    # plan for it as for this compute capability; instead of the file's sm
+    sm = 80                    # plan for this compute capability instead of the file's sm
     [accelerator.sipu.link]
     element = "silink"         # its link element
-    bw = 100.0                 # GB/s of one link and direction, or a table: attribute, default, and values by prefix
-    kind = "type"              # attribute saying what is at the far end ...
+    bw = 100.0                 # GB/s of one link and direction, or a table:
+                               #   attribute, default, and values by prefix
+    kind = "type"              # attribute that names the kind of the remote end ...
     switch = ["switch"]        # ... a switch for these values,
     gpu = ["peer"]             # another device (named by ``target``),
     cpu = ["host"]             # the host
@@ -39,9 +42,10 @@ _KINDS = ("switch", "gpu", "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class LinkDescription:
-    """How the links of a device are written. ``bw`` is the default; ``bw_by`` (attribute of the device, values by prefix) goes before.
+    """XML form and bandwidth of a device's links.
 
-    Without ``kind`` every link leads to ``only``.
+    ``bw`` is the default; ``bw_by`` (values of ``bw_attribute`` of the device, by prefix) takes
+    precedence. Without ``kind`` every link leads to ``only``.
     """
 
     element: str
@@ -54,12 +58,15 @@ class LinkDescription:
     switch_name: str = "switch"
 
     def bandwidth(self, device: XmlNode) -> float:
-        """GB/s of one link of this device."""
+        """Return GB/s of one link of this device."""
         value = device.attrs.get(self.bw_attribute, "")
         return next((bw for prefix, bw in self.bw_by.items() if value.startswith(prefix)), self.bw)
 
     def end_kind(self, link: XmlNode) -> str:
-        """What is at the far end: switch, gpu or cpu."""
+        """Return the kind of the remote end: switch, gpu or cpu.
+
+        Raises ``TopologyError`` for a value that the description lacks.
+        """
         if not self.kind:
             return self.only
         value = link.attrs.get(self.kind, "")
@@ -73,7 +80,11 @@ class LinkDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One description. ``version`` restricts it to files of that version of the format (0: any); ``sm`` None keeps the file's."""
+    """Description of one kind of device.
+
+    ``version`` restricts it to files of that format version (0 for any); ``sm`` None keeps the
+    file's value.
+    """
 
     name: str
     element: str = "gpu"
@@ -85,6 +96,7 @@ class Accelerator:
     version: int = 0
 
     def matches(self, pci: XmlNode, device: XmlNode) -> bool:
+        """Return True if a ``pci`` element and its child ``device`` are this accelerator."""
         if device.name != self.element:
             return False
         by_link = self.link is not None and any(
@@ -119,7 +131,7 @@ RCCL writes the number of compute units as ``sm``; planning takes them for Amper
 
 
 def extra_elements(accelerators: Sequence[Accelerator]) -> dict[str, tuple[str, ...]]:
-    """The elements these descriptions add to the format, for ``xmlfile.read_topology``."""
+    """Return the elements that these descriptions add, for ``xmlfile.read_topology``."""
     extra: dict[str, tuple[str, ...]] = {}
     for accelerator in accelerators:
         if accelerator.element != "gpu":
@@ -133,7 +145,10 @@ def extra_elements(accelerators: Sequence[Accelerator]) -> dict[str, tuple[str, 
 
 
 def apply_accelerators(file: XmlFile, accelerators: Sequence[Accelerator] = ()) -> XmlFile:
-    """A file in which described devices and links are written as ``gpu`` and ``xlink``; AMD's description is always there."""
+    """Return a file in which described devices and links are written as ``gpu`` and ``xlink``.
+
+    AMD's description always applies.
+    """
     used = [a for a in (*accelerators, AMD) if a.version in (0, file.version)]
     root = file.root.copy()
     changed = False
@@ -176,7 +191,7 @@ def _rewrite(device: XmlNode, accelerator: Accelerator) -> None:
 
 
 def link_bw(link: XmlNode) -> float:
-    """GB/s of all links an ``xlink`` stands for."""
+    """Return GB/s of all links of an ``xlink``. Raises ``TopologyError`` for a value out of range."""
     bw = link.integer("count") * c_float(link.attrs.get("bw", ""))
     if not 0 < bw < 1e6:
         raise TopologyError(
@@ -189,7 +204,7 @@ def link_bw(link: XmlNode) -> float:
 
 
 def read_accelerators(path: str | os.PathLike[str]) -> tuple[Accelerator, ...]:
-    """The descriptions in a TOML file. Raises ``TopologyError`` naming the file and what is wrong."""
+    """Read the descriptions of a TOML file. Raises ``TopologyError`` with file and reason."""
     name = os.fspath(path)
     try:
         return parse_accelerators(
@@ -206,7 +221,7 @@ def read_accelerators(path: str | os.PathLike[str]) -> tuple[Accelerator, ...]:
 def parse_accelerators(
     data: Mapping[str, Any], *, source: str = "<toml>"
 ) -> tuple[Accelerator, ...]:
-    """Descriptions from parsed TOML."""
+    """Read the descriptions of parsed TOML. Raises ``TopologyError`` with the key and its value."""
     if data.get("format") != 1:
         raise TopologyError(
             f"{source}: format is {data.get('format')!r}; the known format of accelerator descriptions is 1"
@@ -221,7 +236,7 @@ def parse_accelerators(
 
 @dataclass(frozen=True)
 class _TomlTable:
-    """A TOML table that knows where it stands, so that a wrong value can be named."""
+    """A TOML table with its position in the file, for error messages."""
 
     source: str
     where: str

@@ -1,4 +1,4 @@
-"""From a topology file to everything the search needs: system, paths, and the domains of GPUs that only the network joins."""
+"""Analysis of a topology file: system, paths, and the domains of GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from miraccl.topo.xmlfile import XmlNode
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """GPUs of a node that reach each other without the network, with the system and the paths they see."""
+    """GPUs of a node that reach each other without the network, with their system and paths."""
 
     ranks: tuple[int, ...]
     system: System
@@ -30,10 +30,11 @@ class Domain:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One node of a job. Usually there is one domain; with several, NCCL treats each as a node of its own.
+    """One node of a job.
 
-    ``nranks``: ranks of the whole job; ``root``: the tree the systems were built from, if there was one; ``whole``: the system before
-    GPUs were put apart.
+    Usually it has one domain; with several, NCCL treats each one as a node of its own. ``nranks``
+    counts the ranks of the whole job; ``root`` is the tree that the systems were built from, if
+    any; ``whole`` is the system before it was divided.
     """
 
     domains: tuple[Domain, ...]
@@ -43,25 +44,27 @@ class Topology:
 
     @property
     def system(self) -> System:
+        """System of the first domain."""
         return self.domains[0].system
 
     @property
     def paths(self) -> PathTable:
+        """Paths of the first domain."""
         return self.domains[0].paths
 
     @property
     def local_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The local ranks of each domain."""
+        """Local ranks of each domain."""
         return tuple(domain.ranks for domain in self.domains)
 
 
 def analyse_topology(
     root: XmlNode, options: TopoOptions | None = None, *, recorder: PathRecorder | None = None
 ) -> Topology:
-    """The topology of one node of a job of ``options.nodes`` such nodes. ``recorder`` hears why the paths of the
-    first domain are as they are.
+    """Analyse one node of a job of ``options.nodes`` identical nodes.
 
-    Raises ``TopologyError`` when the file describes no machine that ranks could run on.
+    ``recorder`` receives the changes made to the paths of the first domain. Raises
+    ``TopologyError`` if the file describes no machine that ranks could run on.
     """
     options = options or TopoOptions()
     selected = select_topology(root, options)
@@ -72,7 +75,7 @@ def analyse_topology(
 
 
 def _reject_dropped_gpus(root: XmlNode, system: System) -> None:
-    """A GPU that has a rank and is not in the graph would leave a job with holes."""
+    """Raise ``TopologyError`` for a GPU that has a rank but is missing from the graph."""
     there = {gpu.rank for gpu in system.gpus}
     for node in root.walk():
         if node.name == "gpu" and system.gpus and node.integer("rank") not in there:
@@ -91,7 +94,10 @@ def analyse_system(
     options: PathOptions | None = None,
     recorder: PathRecorder | None = None,
 ) -> Topology:
-    """As :func:`analyse_topology`, for a system that was built already (all its GPUs take part)."""
+    """Analyse a system that was built already; all its GPUs take part.
+
+    See :func:`analyse_topology`.
+    """
     options = options or PathOptions()
     if not whole.gpus:
         raise TopologyError("no GPU takes part: the topology has no <gpu> below a <pci>")

@@ -1,11 +1,15 @@
-"""From the tree of a topology file to the ``System`` graph, with NCCL 2.28's rules and order (``src/graph/topo.cc``).
+"""Construction of the ``System`` graph from a topology file's tree (NCCL 2.28
+``src/graph/topo.cc``).
 
-What decides results, and is therefore kept exactly
-- Nodes are created in the order of the file; links of a node are sorted by falling bandwidth as they are added, equal ones in order of
-  arrival; NVLinks come in a second pass, C2C in a third, PCI links between switches in a fourth.
-- All NVLinks that do not lead to a GPU or CPU lead to one NVSwitch. A NIC is identified by its bus id alone, so that the
-  NICs directly below several CPUs are one node, at the first CPU.
-- Broadcom switches that show themselves as two levels are flattened; then CPUs are joined; then the upstream PCI link is put last.
+Results depend on these rules, which are therefore reproduced exactly:
+
+- Nodes are created in the order of the file. Links of a node are sorted by descending bandwidth as
+  they are added, equal ones in order of arrival. NVLinks are added in a second pass, C2C in a
+  third, PCI links between switches in a fourth.
+- All NVLinks that do not lead to a GPU or CPU lead to one NVSwitch. A NIC is identified by its bus
+  id alone, so NICs directly below several CPUs are one node, at the first CPU.
+- Broadcom switches that appear as two levels are flattened; then CPUs are joined; then the upstream
+  PCI link is moved to the end.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ class _Builder:
         return vertex
 
     def host(self, cpu: XmlNode) -> int:
-        """Number of the host a ``cpu`` element belongs to, by its ``host_hash``."""
+        """Return the number of the host of a ``cpu`` element, by its ``host_hash``."""
         hash = c_uint64(cpu.attrs.get("host_hash", "0"), 16)
         if hash not in self.hosts:
             self.hosts.append(hash)
@@ -136,7 +140,7 @@ class _Builder:
     # Passes 2 to 4: links that do not follow the tree
 
     def cross_links(self, root: XmlNode, *elements: str) -> Iterator[tuple[XmlNode, int, int]]:
-        """Elements of these names with the host and the id of the device they belong to."""
+        """Yield elements of these names with the host and the id of their device."""
 
         def visit(node: XmlNode, bus: str | None, host: int) -> Iterator[tuple[XmlNode, int, int]]:
             if node.name in elements:
@@ -151,7 +155,7 @@ class _Builder:
         return visit(root, None, 0)
 
     def nvlinks(self, root: XmlNode) -> None:
-        """NVLinks, and the links of described accelerators (``accelerators.apply_accelerators``), which count as such."""
+        """Add NVLinks and the links of described accelerators, which count as NVLinks."""
         for xml, host, id in self.cross_links(root, "nvlink", LINK_ELEMENT):
             gpu = self.owner(xml, NodeType.GPU, id)
             assert isinstance(gpu.record, GpuNode)
@@ -185,14 +189,17 @@ class _Builder:
                 )
 
     def switch(self, label: str) -> Vertex:
-        """The switch of that name; NCCL's one NVSwitch has none."""
+        """Return the switch of that name; NCCL's only NVSwitch has an empty name."""
         for vertex in self.of[NodeType.NVS]:
             if vertex.record.label == label:
                 return vertex
         return self.add(TopoNode(type=NodeType.NVS, id=len(self.of[NodeType.NVS]), label=label))
 
     def link_target(self, xml: XmlNode, gpu: Vertex, host: int) -> Vertex | None:
-        """The far end of an NVLink: a GPU (None where it does not take part), the GPU's CPU, else the one NVSwitch."""
+        """Return the remote end of an NVLink: a GPU, the GPU's CPU, or the NVSwitch.
+
+        None for a GPU that does not take part.
+        """
         match pci_class(xml.attrs["tclass"]):
             case NodeType.GPU:
                 _need(xml, "target")
@@ -229,7 +236,10 @@ class _Builder:
     # Passes 5 to 7: switches, CPUs, order
 
     def flatten_switches(self) -> None:
-        """Merge the second level of Broadcom gen 4 and gen 5 switches into the first: they sustain full bandwidth on all ports."""
+        """Merge the second level of Broadcom gen 4 and gen 5 switches into the first.
+
+        They sustain full bandwidth on all ports.
+        """
         at = 0
         while at < len(self.of[NodeType.PCI]):
             switch = self.of[NodeType.PCI][at]
@@ -300,9 +310,10 @@ class _Builder:
 
 
 def build_system(root: XmlNode) -> System:
-    """The graph of a selected tree (``select.select_topology``), before paths are known. Raises ``TopologyError``.
+    """Build the graph of a selected tree (``select.select_topology``), before paths are known.
 
-    ``max_bw``, ``total_bw``, ``inter`` and the nets' ``local_gpu`` depend on paths and are filled in by ``paths``.
+    ``max_bw``, ``total_bw``, ``inter`` and the nets' ``local_gpu`` depend on paths; ``paths`` fills
+    them in. Raises ``TopologyError``.
     """
     builder = _Builder()
     for child in root.children:
@@ -329,7 +340,7 @@ def _id(host: int, local: int) -> int:
 
 
 def _broadcom_gen(vertex: Vertex, level: int) -> int:
-    """4 or 5 for Broadcom switches known to show a second level, else 0; vendor, device and subsystem vendor decide."""
+    """Return 4 or 5 for Broadcom switches that show a second level, else 0."""
     assert isinstance(vertex.record, PciNode)
     prefix = vertex.record.device & 0xFFFF_FFFF_FFFF_F000
     if prefix == 0x1000_C010_1000_A000:

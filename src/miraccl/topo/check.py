@@ -1,7 +1,8 @@
-"""What is wrong or assumed in a topology file, and how to mend it.
+"""Findings about a topology file: errors, assumptions, and how to fix them.
 
-Findings never change what is planned: the reader's defaults are NCCL's (an unknown PCI speed is 8 GT/s, a width of 0 is 16 lanes, a net
-without a speed has 10 Gbit/s ...). This module says where they were used and what to write instead.
+Findings never change a plan: the reader's defaults are NCCL's (an unknown PCI speed is 8 GT/s, a
+width of 0 is 16 lanes, a net without a speed has 10 Gbit/s ...). This module reports the places
+where a default was used and the value to write instead.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ _SM = range(30, 200)
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyFinding:
-    """One finding: ``error`` keeps the file from being used, ``warning`` is probably not meant, ``note`` is an assumption.
+    """One finding: ``error`` prevents the use of the file, ``warning`` is probably a mistake,
+    ``note``
+    is an assumption.
 
-    ``line`` is 0 where it concerns the whole file. ``count`` equal ones were put together at the first line.
+    ``line`` is 0 for the whole file. ``count`` equal findings are merged at the first line. ``fix``
+    says what to write instead.
     """
 
     severity: Severity
@@ -50,7 +54,10 @@ class TopologyFinding:
 def check_file(
     path: str | os.PathLike[str] | None = None, *, accelerators: Sequence[Accelerator] | None = None
 ) -> list[TopologyFinding]:
-    """Read a file (None as ``load_topology``) and check it; what keeps it from being read is the only finding then."""
+    """Read a file (None like ``load_topology``) and check it.
+
+    If it cannot be read, the reason is the only finding.
+    """
     try:
         file = load_topology(path, accelerators=accelerators)
     except TopologyError as error:
@@ -59,7 +66,7 @@ def check_file(
 
 
 def check_topology(file: XmlFile) -> list[TopologyFinding]:
-    """Findings in the order of the file, equal ones put together."""
+    """Return the findings in the order of the file, equal ones merged."""
     describe = (
         "links and devices NCCL does not know can be described in a TOML file (--accelerators)"
     )
@@ -130,7 +137,7 @@ def _elements(root: XmlNode, name: str) -> Iterator[XmlNode]:
 
 
 def _hosts(root: XmlNode) -> dict[int, str | None]:
-    """The host of each element below a cpu: bus ids and device numbers are of one host."""
+    """Return the host of each element below a cpu: bus ids and device numbers are per host."""
     return {
         id(node): cpu.attrs.get("host_hash")
         for cpu in _elements(root, "cpu")
@@ -139,7 +146,9 @@ def _hosts(root: XmlNode) -> dict[int, str | None]:
 
 
 def _named_by(root: XmlNode, name: str, *more: str) -> Callable[[XmlNode], object]:
-    """A key of ``_repeated``: these attributes, on one host; none without the first."""
+    """Return a key function for ``_repeated``: these attributes on one host, None without the
+    first.
+    """
     hosts = _hosts(root)
     return lambda node: (
         (hosts[id(node)], *map(node.attrs.get, (name, *more))) if name in node.attrs else None
@@ -149,7 +158,7 @@ def _named_by(root: XmlNode, name: str, *more: str) -> Callable[[XmlNode], objec
 def _repeated(
     nodes: Iterator[XmlNode], key: Callable[[XmlNode], object]
 ) -> Iterator[tuple[XmlNode, XmlNode]]:
-    """Pairs of a node and an earlier one with the same key; a key of None is never the same."""
+    """Yield pairs of a node and an earlier one with the same key; None never matches."""
     first: dict[object, XmlNode] = {}
     for node in nodes:
         value = key(node)

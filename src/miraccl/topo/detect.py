@@ -1,8 +1,10 @@
-"""This machine as a topology file: the PCI tree, NUMA domains and nets from sysfs, the GPUs from NVML.
+"""Detection of this machine as a topology file.
 
-The result is what NCCL's own detection (``src/graph/xml.cc``) makes of the machine for one process per GPU, so it can be written, compared
-with a dump of NCCL and read again. Without GPUs the ranks are CPUs: each stands as a device below its NUMA domain, joined to it at the
-speed one core copies memory, so that the same planning serves them.
+PCI tree, NUMA domains and nets come from sysfs, GPUs from NVML. The result is that of NCCL's
+detection (``src/graph/xml.cc``) with one process per GPU, so it can be written, compared with a
+dump of NCCL and read again. On a machine without GPUs the ranks are CPUs: each one is a device
+below its NUMA domain, connected to it at the copy bandwidth of one core, so the same planning
+applies.
 """
 
 from __future__ import annotations
@@ -52,12 +54,13 @@ def detect_machine(
     arch: str | None = None,
     base: XmlNode | None = None,
 ) -> XmlFile:
-    """Detect the machine whose kernel folders lie below ``root``.
+    """Detect the machine whose kernel file systems are mounted below ``root``.
 
-    ``gpus`` None asks NVML. ``cpu_ranks`` is the number of CPU ranks; None is none beside GPUs, else one for each CPU, at most
-    :data:`CPU_RANKS_MAX`. ``arch`` is the machine's architecture as ``platform.machine`` names it. ``base`` is a tree to complete (files of
-    cloud providers hold the PCI tree that a virtual machine hides); None takes :data:`BASE_FILE`, if it is there. What was assumed is in
-    the notes.
+    ``gpus`` None queries NVML. ``cpu_ranks`` is the number of CPU ranks; None means none next to
+    GPUs, else one per CPU up to :data:`CPU_RANKS_MAX`. ``arch`` is the architecture as in
+    ``platform.machine``. ``base`` is a tree to complete (cloud providers supply files with the PCI
+    tree that a virtual machine hides); None uses :data:`BASE_FILE` if it exists. Assumptions are
+    recorded in the notes.
     """
     sys = Sysfs(Path(root))
     machine = _MachineDetector(
@@ -130,7 +133,7 @@ class _MachineDetector:
             node.attrs.setdefault(key, value)
 
     def cpu_identity(self) -> dict[str, str]:
-        """Architecture, and on x86 vendor, family and model as CPUID tells them (family 15 and later carry an extension shifted by 4)."""
+        """Return the architecture and, on x86, vendor, family and model like CPUID."""
         if self.arch != "x86_64":
             return {"arch": self.arch}
         info: dict[str, str] = {}
@@ -153,7 +156,7 @@ class _MachineDetector:
     # PCI
 
     def pci(self, bus_id: str, default_class: str) -> XmlNode:
-        """The element of a PCI device, made with all above it if need be, and with the attributes the kernel knows."""
+        """Return the element of a PCI device, created with its parents and completed from sysfs."""
         node = self.devices.get(bus_id)
         created = node is None
         if node is None:
@@ -192,7 +195,10 @@ class _MachineDetector:
         return node
 
     def pci_link(self, path: Path) -> tuple[str, str]:
-        """Speed and width of the slower of device and port; empty and 0 where the (virtual) device does not tell."""
+        """Return speed and width of the slower of device and port.
+
+        Empty and 0 if the (virtual) device does not report them.
+        """
         speeds = [self.sys.value(folder / "max_link_speed") for folder in (path, path.parent)]
         numbers = [
             float(match[0])
@@ -207,7 +213,7 @@ class _MachineDetector:
 
     @staticmethod
     def attach(node: XmlNode, parent: XmlNode) -> None:
-        """Children stay in the order of their bus ids."""
+        """Insert a child in the order of bus ids."""
         at = next(
             (
                 i
@@ -245,7 +251,7 @@ class _MachineDetector:
         self.ranks.append(gpu)
 
     def cpu_ranks(self, count: int | None) -> None:
-        """CPU ranks, spread over the NUMA domains in proportion to their CPUs."""
+        """Add CPU ranks, distributed over the NUMA domains in proportion to their CPUs."""
         nodes = list(self.sys.numa_nodes())
         total = sum(cpus for _, cpus in nodes)
         count = min(total, CPU_RANKS_MAX) if count is None else count
@@ -281,7 +287,7 @@ class _MachineDetector:
     # Nets
 
     def nets(self) -> None:
-        """Verbs devices with an active port; without any, the network interfaces."""
+        """Add verbs devices with an active port, or without any the network interfaces."""
         dev = 0
         for name in self.sys.names("sys", "class", "infiniband"):
             for port in filter(
@@ -355,7 +361,7 @@ class _MachineDetector:
         nic.children.append(XmlNode("net", {**attrs, "maxconn": maxconn, "gdr": str(gdr)}))
 
     def finish(self) -> XmlNode:
-        """The merged tree, in the order NCCL's ranks would merge theirs."""
+        """Return the merged tree, in the order in which NCCL's ranks merge theirs."""
         for node in self.root.walk():
             if node.name == "cpu":
                 self.complete_cpu(node)
@@ -364,7 +370,7 @@ class _MachineDetector:
 
 
 def _guid(text: str) -> int:
-    """``1070:fd03:00b5:951e`` as the verbs library hands it out: in network order, read as a little-endian number."""
+    """Parse ``1070:fd03:00b5:951e``: network byte order, returned as a little-endian number."""
     digits = text.replace(":", "")
     return (
         int.from_bytes(bytes.fromhex(digits), "little")

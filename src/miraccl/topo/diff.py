@@ -1,7 +1,7 @@
-"""What differs between two machines, in words an engineer compares: counts, attributes, links and paths.
+"""Differences between two machines: counts, attributes, links and paths.
 
-Nodes are matched by their position among the nodes of their type, not by bus ids, so that two machines of one model compare as equal when
-only their bus numbers differ (:func:`compare_names` tells those).
+Nodes are matched by their position within their type, not by bus id, so that two machines of one
+model compare as equal if only bus numbers differ (:func:`compare_names` lists those).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miraccl.topo.records import CpuNode, GpuNode, NetNode, NodeType, PathTable,
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyDifference:
-    """One thing that differs. ``where`` names it, ``count`` says how many alike were put together."""
+    """One difference at ``where``; ``count`` equal ones are merged."""
 
     where: str
     left: str
@@ -26,7 +26,7 @@ class TopologyDifference:
 
 
 def compare_topologies(left: Topology, right: Topology) -> list[TopologyDifference]:
-    """What differs between the first domains of two machines; equal differences of paths and links are put together."""
+    """Compare the first domains of two machines; equal differences of paths and links are merged."""
     found = list(_counts(left, right))
     found += _group_equal(_nodes(left.system, right.system))
     found += _group_equal(_paths(left, right))
@@ -40,7 +40,7 @@ def compare_topologies(left: Topology, right: Topology) -> list[TopologyDifferen
 
 
 def compare_names(left: System, right: System) -> list[TopologyDifference]:
-    """Nodes whose names (bus ids, NUMA numbers) differ, by position."""
+    """Return the nodes whose names (bus ids, NUMA numbers) differ, by position."""
     return [
         TopologyDifference(where=f"{kind.name} {i}", left=a.name, right=b.name)
         for kind in NodeType
@@ -100,7 +100,7 @@ def _nodes(left: System, right: System) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _links(system: System, node: TopoNode) -> str:
-    """The links of a node without names, alike neighbours put together: ``NVL 370.8 to NVS, 2 x PCI 48 to PCI``."""
+    """Format the links of a node without names: ``NVL 370.8 to NVS, 2 x PCI 48 to PCI``."""
     texts = [
         f"{link.type.name} {link.bw:g} to {system.nodes[link.target].type.name}"
         for link in node.links

@@ -1,8 +1,8 @@
-"""Why a path has its type and its bandwidth, as data.
+"""Reasons for the type and the bandwidth of a path, as data.
 
-``PathNotes`` is the recorder ``compute_paths`` reports to: every rule applied to a path, with what the path was before.
-:func:`explain_paths` adds what can be read off the finished path: the hop that decided the type and the one that limits the
-bandwidth. Without a recorder nothing of this is computed.
+``PathChangeLog`` is a recorder for ``compute_paths``: it stores every rule applied to a path with
+the path before it. :func:`explain_paths` adds the properties of the finished path: the hop that
+determines the type and the one that limits the bandwidth.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PathChange:
-    """One application of a rule: the path before and after it."""
+    """One application of a rule, with the path before and after it."""
 
     rule: str
     before: Path
@@ -51,14 +51,15 @@ class PathChange:
 
     @property
     def description(self) -> str:
+        """The rule as one line of text."""
         return RULES[self.rule].format(**self.facts)
 
 
 class PathChangeLog:
-    """Collects the rules applied to paths, by source and target.
+    """Recorder of the rules applied to paths, by source and target.
 
-    ``changes`` are about the system planned with; where GPUs were put apart (several domains), ``whole`` holds what was applied to the
-    whole node before, with positions in ``Topology.whole``.
+    ``changes`` refers to the planned system. If that was divided into domains, ``whole`` holds the
+    changes made to the whole node before, with positions in ``Topology.whole``.
     """
 
     def __init__(self) -> None:
@@ -68,16 +69,21 @@ class PathChangeLog:
     def applied(
         self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]
     ) -> None:
+        """Record one change; a path of a node to itself is ignored."""
         if key[:2] != key[2:]:
             self.changes.setdefault(key, []).append(
                 PathChange(rule=rule, before=before, after=after, facts=facts)
             )
 
     def split(self) -> None:
+        """Move the changes recorded so far to ``whole``."""
         self.whole, self.changes = self.changes, {}
 
     def find_separations(self) -> Iterator[tuple[int, int, str]]:
-        """Pairs of GPUs (positions in ``Topology.whole``) that only the network joins, each with the reason."""
+        """Yield pairs of GPUs that only the network joins, with the reason.
+
+        GPUs are positions in ``Topology.whole``.
+        """
         for (source, i, target, j), changes in self.whole.items():
             if source == target == NodeType.GPU and changes[-1].after.type == PathType.NET:
                 yield i, j, changes[-1].description
@@ -85,7 +91,7 @@ class PathChangeLog:
 
 @dataclass(frozen=True, kw_only=True)
 class PathHop:
-    """One link of a path. ``why`` says where its bandwidth (GB/s) comes from."""
+    """One link of a path; ``bw_source`` explains its bandwidth (GB/s)."""
 
     link: LinkType
     source: str
@@ -96,7 +102,10 @@ class PathHop:
 
 @dataclass(frozen=True, kw_only=True)
 class PathExplanation:
-    """A path explained. ``limit`` is the index of the hop that limits the bandwidth, -1 without hops."""
+    """A path with the reasons of its type and bandwidth.
+
+    ``limit`` is the index of the hop that limits the bandwidth, -1 without hops.
+    """
 
     source: str
     target: str
@@ -109,13 +118,14 @@ class PathExplanation:
 
     @property
     def bw_reason(self) -> str:
+        """The hop that limits the bandwidth, as text."""
         if self.limit < 0:
             return "no link is crossed" if self.type == PathType.LOC else "nothing leads there"
         hop = self.hops[self.limit]
         return f"{hop.link.name} link from {hop.source} to {hop.target}: {hop.bw_source}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``; bandwidths in GB/s."""
+        """Return plain data for ``--json``; bandwidths in GB/s."""
         return {
             "from": self.source,
             "to": self.target,
@@ -149,7 +159,7 @@ class PathExplanation:
 def explain_paths(
     system: System, paths: PathTable, notes: PathChangeLog
 ) -> Iterator[PathExplanation]:
-    """The reasons of all paths, in the order of the table."""
+    """Yield the explanations of all paths, in the order of the table."""
     for source, i, target, j, _ in paths:
         yield explain_path(system, paths, notes, (source, i, target, j))
 
@@ -157,7 +167,7 @@ def explain_paths(
 def explain_path(
     system: System, paths: PathTable, notes: PathChangeLog, key: Key
 ) -> PathExplanation:
-    """The reasons of one path."""
+    """Return the explanation of one path."""
     path = paths.path(*key)
     source, i, target, j = key
     hops = tuple(_hop(system, hop) for hop in path.hops)
@@ -187,7 +197,7 @@ def _hop(system: System, number: int) -> PathHop:
 
 
 def _link_reason(source: TopoNode, target: TopoNode, link: Link) -> str:
-    """Where the bandwidth of a link comes from."""
+    """Return the source of a link's bandwidth as text."""
     match link.type:
         case LinkType.NVL:
             gpu = source if isinstance(source, GpuNode) else target
@@ -210,7 +220,7 @@ def _link_reason(source: TopoNode, target: TopoNode, link: Link) -> str:
 
 
 def cpu_name(node: TopoNode) -> str:
-    """Vendor and model of a CPU in words."""
+    """Return vendor and model of a CPU as text."""
     if not isinstance(node, CpuNode):
         return node.name
     if node.arch in (CpuArch.POWER, CpuArch.ARM):
@@ -226,7 +236,7 @@ def cpu_name(node: TopoNode) -> str:
 
 
 def _type_reason(system: System, path: Path) -> str:
-    """What on the way makes the path of its type."""
+    """Return the part of a path that determines its type, as text."""
     between = [
         (system.nodes[system.link_source[hop]], system.nodes[system.links[hop].target])
         for hop in path.hops

@@ -1,7 +1,7 @@
-"""What NCCL 2.28 takes hardware to be worth: bandwidths by generation, and how a file names kinds of devices.
+"""Bandwidths by hardware generation, and names of device kinds in files, from NCCL 2.28.
 
-All bandwidths are GB/s in one direction. Names are matched by their beginning, in the order of the tables, and what is not known gets the
-default NCCL gives it (``src/graph/topo.h``, ``src/graph/topo.cc`` kvDict tables).
+All bandwidths are GB/s in one direction. Names are matched by prefix in the order of the tables;
+unknown ones get NCCL's default (``src/graph/topo.h``, ``src/graph/topo.cc`` kvDict tables).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ NET_SPEED_DEFAULT = 10_000
 
 
 def nvlink_bw(sm: int) -> float:
-    """GB/s of one NVLink of a GPU of this compute capability (times ten)."""
+    """Return GB/s of one NVLink of a GPU of this compute capability (times ten)."""
     for least, bw in NVLINK_BW:
         if sm >= least:
             return f32(bw)
@@ -70,17 +70,18 @@ def nvlink_bw(sm: int) -> float:
 
 
 def pci_bw(speed: str, width: int) -> float:
-    """GB/s of a PCI link; a speed that is not known counts as 8 GT/s, width 0 as 16 lanes."""
+    """Return GB/s of a PCI link; an unknown speed counts as 8 GT/s, width 0 as 16 lanes."""
     per_lane = by_prefix(speed, PCI_SPEEDS, PCI_SPEED_DEFAULT)
     return f32((width or PCI_WIDTH_DEFAULT) * per_lane / 80.0)
 
 
 def pci_class(text: str) -> NodeType:
+    """Return the node type of a PCI class; an unknown class counts as a PCI switch."""
     return by_prefix(text, PCI_CLASSES, NodeType.PCI)
 
 
 def inter_cpu_bw(arch: int, vendor: int, model: int) -> float:
-    """GB/s between two NUMA domains, by the CPU the traffic leaves."""
+    """Return GB/s between two NUMA domains, by the CPU that the traffic leaves."""
     if arch == CpuArch.POWER:
         return POWER_BW
     if arch == CpuArch.ARM:
@@ -98,6 +99,7 @@ _T = TypeVar("_T")
 
 
 def by_prefix(text: str, table: Sequence[tuple[str, _T]], default: _T) -> _T:
+    """Return the value of the first key that ``text`` starts with, else ``default``."""
     for prefix, value in table:
         if text.startswith(prefix):
             return value
@@ -105,7 +107,10 @@ def by_prefix(text: str, table: Sequence[tuple[str, _T]], default: _T) -> _T:
 
 
 def cpu_kind(xml: XmlNode) -> tuple[int, int, int]:
-    """Architecture, vendor and model as NCCL numbers them; vendor only on x86, model only for Intel and Zhaoxin."""
+    """Return architecture, vendor and model as NCCL numbers them.
+
+    The vendor is defined on x86 only, the model for Intel and Zhaoxin only.
+    """
     arch = by_prefix(xml.attrs.get("arch", ""), CPU_ARCHS, CpuArch.UNKNOWN)
     if arch != CpuArch.X86:
         return arch, CpuVendor.UNDEF, UNDEF

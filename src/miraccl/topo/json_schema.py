@@ -1,7 +1,8 @@
-"""What a JSON document has to look like, checked before it is read: an error says where, what is there and what is allowed.
+"""Validators for JSON documents.
 
-A shape is a function of (value, where) that returns nothing or raises ``TopologyError``; ``where`` is a path such as
-``graphs[2].intra[0]``.  Whether values fit one another is for the reader to say.
+A validator is a function of (value, where) that raises ``TopologyError`` with the place, the value
+and the allowed values; ``where`` is a path such as ``graphs[2].intra[0]``. Consistency between
+values is left to the reader of the document.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _LARGEST_SINGLE = (2 - 2**-23) * 2.0**127
 
 
 def raise_invalid(where: str, value: object, allowed: str) -> NoReturn:
+    """Raise ``TopologyError`` for a value that is not allowed."""
     shown = repr(value)
     raise TopologyError(
         f"{where or 'the document'} is {shown if len(shown) <= 60 else shown[:57] + '...'}; allowed is {allowed}"
@@ -27,7 +29,7 @@ def raise_invalid(where: str, value: object, allowed: str) -> NoReturn:
 
 
 def integer(low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> Validator:
-    """A whole number from ``low`` to ``high``."""
+    """Accept an integer from ``low`` to ``high``."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not int or not low <= value <= high:
@@ -37,17 +39,17 @@ def integer(low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> Validator:
 
 
 def float32(value: Any, where: str) -> None:
-    """A number of single precision."""
+    """Accept a finite number of single precision."""
     if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > _LARGEST_SINGLE:
         raise_invalid(where, value, "a finite number of single precision")
 
 
 def any_value(value: Any, where: str) -> None:
-    """The reader looks at it."""
+    """Accept any value; its reader validates it."""
 
 
 def string(pattern: str = ".*", like: str = "a text") -> Validator:
-    """A text that matches ``pattern``; ``like`` says so in words."""
+    """Accept a text that matches ``pattern``; ``like`` describes it in errors."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def check(value: Any, where: str) -> None:
@@ -58,6 +60,8 @@ def string(pattern: str = ".*", like: str = "a text") -> Validator:
 
 
 def one_of(*values: str | int) -> Validator:
+    """Accept one of the given values, with its type."""
+
     def check(value: Any, where: str) -> None:
         if not any(
             type(value) is type(item_value) and value == item_value for item_value in values
@@ -68,6 +72,8 @@ def one_of(*values: str | int) -> Validator:
 
 
 def list_of(item: Validator, min_length: int = 0, max_length: int | None = None) -> Validator:
+    """Accept a list of ``min_length`` to ``max_length`` items."""
+
     def check(value: Any, where: str) -> None:
         if not isinstance(value, list):
             raise_invalid(where, value, "a list")
@@ -86,7 +92,7 @@ def list_of(item: Validator, min_length: int = 0, max_length: int | None = None)
 
 
 def fixed_list(*items: Validator) -> Validator:
-    """A list with a shape for each of its places."""
+    """Accept a list with one validator per item."""
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, list) or len(value) != len(items):
@@ -98,7 +104,7 @@ def fixed_list(*items: Validator) -> Validator:
 
 
 def record(fields: Mapping[str, Validator], optional: Iterable[str] = ()) -> Validator:
-    """An object with these keys; others are left alone."""
+    """Accept an object with these keys; other keys are ignored."""
     optional_keys = frozenset(optional)
 
     def check(value: Any, where: str) -> None:
@@ -115,7 +121,7 @@ def record(fields: Mapping[str, Validator], optional: Iterable[str] = ()) -> Val
 
 
 def mapping(item: Validator) -> Validator:
-    """An object with any keys."""
+    """Accept an object with arbitrary keys."""
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The topology a process uses: a file that was named, or this machine; with the accelerators described for it."""
+"""The topology of this process: a named file or this machine, with described accelerators."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def load_topology(
     environ: Mapping[str, str] | None = None,
     accelerators: Sequence[Accelerator] | None = None,
 ) -> XmlFile:
-    """The tree of a topology file, ready for ``analyse_topology``.
+    """Return the tree of a topology file, ready for ``analyse_topology``.
 
-    ``path`` None takes the file ``TOPO_FILE`` names, and without one detects this machine. ``accelerators`` None takes the files that
-    ``ACCELERATORS`` names. Raises ``TopologyError``.
+    ``path`` None uses the file that ``TOPO_FILE`` names, and without one detects this machine.
+    ``accelerators`` None uses the files that ``ACCELERATORS`` names. Raises ``TopologyError``.
     """
     described = load_accelerators(environ) if accelerators is None else tuple(accelerators)
     return apply_accelerators(read_original(path, described, environ=environ), described)
@@ -38,7 +38,7 @@ def read_original(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> XmlFile:
-    """As :func:`load_topology`, with described devices still written in their own elements."""
+    """Read a topology like :func:`load_topology`, with described devices in their own elements."""
     name = os.fspath(path) if path is not None else params.TOPO_FILE.read(environ)
     if not name:
         from miraccl.topo.detect import detect_machine  # only needed without a file
@@ -51,7 +51,7 @@ def read_original(
 def load_topology_text(
     text: str | bytes, *, source: str = "<text>", accelerators: Sequence[Accelerator] = ()
 ) -> XmlFile:
-    """As :func:`load_topology`, from memory."""
+    """Read a topology like :func:`load_topology`, from memory."""
     return apply_accelerators(
         parse_topology(text, source=source, extra=extra_elements([*accelerators, AMD])),
         accelerators,
@@ -59,13 +59,13 @@ def load_topology_text(
 
 
 def load_accelerators(environ: Mapping[str, str] | None = None) -> tuple[Accelerator, ...]:
-    """The descriptions in the files that ``ACCELERATORS`` names."""
+    """Return the descriptions of the files that ``ACCELERATORS`` names."""
     files = [name for name in params.ACCELERATORS.read(environ).split(":") if name]
     return tuple(accelerator for name in files for accelerator in read_accelerators(name))
 
 
 def dump_if_asked(topology: Topology, environ: Mapping[str, str] | None = None) -> bool:
-    """Write the topology that is used to the file ``TOPO_DUMP_FILE`` names; says whether it did."""
+    """Write the topology in use to the file that ``TOPO_DUMP_FILE`` names; return True if written."""
     name = params.TOPO_DUMP_FILE.read(environ)
     if not name or topology.root is None:
         return False

@@ -1,7 +1,7 @@
-"""What NVML says about the GPUs of this machine, as plain facts. The only place that imports ``pynvml`` (package nvidia-ml-py).
+"""GPUs of this machine as reported by NVML (``pynvml``, package nvidia-ml-py).
 
-Which NVLinks count and what is at their ends follows NCCL (``src/graph/xml.cc``, ncclTopoGetXmlFromGpu): links that support peer access and
-are up; a far end that this machine cannot see is taken for an NVSwitch.
+NVLinks are selected like in NCCL (``src/graph/xml.cc`` ncclTopoGetXmlFromGpu): links that support
+peer access and are up; a remote end that this machine cannot see counts as an NVSwitch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ _CAP_P2P = 0  # NVML_NVLINK_CAP_P2P_SUPPORTED
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU. ``sm``: compute capability times ten; ``nvlinks``: far ends (bus id, lower case) with their number of links; ``c2c``:
-    bandwidth of a link (MB/s) and number of links, None without."""
+    """Properties of one GPU.
+
+    ``sm`` is the compute capability times ten; ``nvlinks`` lists remote ends (bus id, lower case)
+    with their number of links; ``c2c`` is the bandwidth of a link (MB/s) and the number of links,
+    None without C2C.
+    """
 
     dev: int
     bus_id: str
@@ -32,13 +36,16 @@ class GpuInfo:
 
 
 def short_bus_id(text: str) -> str:
-    """``00000000:1B:00.0`` as sysfs writes it, ``0000:1b:00.0``. A domain that needs more than four digits keeps them."""
+    """Convert ``00000000:1B:00.0`` to the form of sysfs, ``0000:1b:00.0``.
+
+    A domain that needs more than four digits keeps them.
+    """
     domain, _, rest = text.lower().strip("\0 ").partition(":")
     return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
 
 
 def read_gpus() -> tuple[list[GpuInfo], str]:
-    """The GPUs NVML shows, and why there are none when there are none."""
+    """Return the GPUs that NVML reports, and the reason if there are none."""
     try:
         pynvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -85,7 +92,10 @@ def _nvlinks(nvml: Any, handle: Any) -> tuple[tuple[str, int], ...]:
 
 
 def _remote_end(info: Any) -> str:
-    """The short form of the bus id, as in NCCL's files; it is cut to ``fffffff:ff:ff.0`` for a switch that a virtual machine hides."""
+    """Return the bus id of a remote end in the short form of NCCL's files.
+
+    For a switch hidden by a virtual machine it is truncated to ``fffffff:ff:ff.0``.
+    """
     legacy = _text(getattr(info, "busIdLegacy", ""))
     return legacy.lower() if legacy else short_bus_id(_text(info.busId))
 

@@ -1,7 +1,7 @@
-"""What may be set about topology and paths, as plain values.
+"""Settings of topology and paths as plain values.
 
-``TopoOptions`` says which part of a file takes part and how it is read; ``PathOptions`` are NCCL's rules about who may talk to whom. The
-environment is read in :meth:`PathOptions.read` only.
+``TopoOptions`` selects the part of a file that takes part; ``PathOptions`` holds NCCL's rules for
+the use of paths. The environment is read in :meth:`PathOptions.read` only.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from miraccl.topo.records import PathType
 class PathOptions:
     """Rules for the corrections of paths; the defaults are NCCL's.
 
-    ``p2p_level``, ``gdr_level``: farthest path type for peer access and for GPUDirect RDMA, None chooses (PXB; SYS for peer access
-    between two GPUs on AMD). ``gdr_read``: GPUDirect for sends, 0 never, 1 always, negative by architecture. ``net_per_gpu``: how many of
-    its nearest nets a GPU uses: 0 shares them evenly among the GPUs, -1 all, else a number.
+    ``p2p_level`` and ``gdr_level`` are the farthest path types for peer access and for GPUDirect
+    RDMA; None selects PXB (SYS for peer access between two GPUs on AMD). ``gdr_read`` controls
+    GPUDirect for sends: 0 never, 1 always, negative by architecture. ``net_per_gpu`` is the number
+    of nearest nets that a GPU uses: 0 shares them evenly among the GPUs, -1 uses all.
     """
 
     p2p_level: PathType | None = None
@@ -36,7 +37,10 @@ class PathOptions:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> PathOptions:
-        """From an environment; NCCL's names count as ours do. ``P2P_DISABLE=1`` goes before ``P2P_LEVEL``."""
+        """Read the rules from an environment, under our names or NCCL's.
+
+        ``P2P_DISABLE=1`` takes precedence over ``P2P_LEVEL``.
+        """
 
         def level(value: int) -> PathType | None:
             return None if value < 0 else PathType(value)
@@ -70,11 +74,13 @@ def _nets_per_gpu(policy: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TopoOptions:
-    """Which part of a file takes part, in a job of ``nodes`` identical nodes.
+    """Part of a file that takes part, in a job of ``nodes`` identical nodes.
 
-    ``gpus``: device numbers that take part, in the order of their local ranks; empty is all. ``fuse``: read the file as one
-    process per GPU given it with ``NCCL_TOPO_FILE`` would (each keeps its own GPU, then the trees are merged); otherwise the file is
-    taken as the merged topology. ``collnet``: every net without a ``coll`` attribute supports CollNet.
+    ``gpus`` lists device numbers in the order of their local ranks; empty means all. ``fuse`` reads
+    the file like one process per GPU with ``NCCL_TOPO_FILE`` would (each keeps its own GPU, then
+    the trees are merged); otherwise the file is the merged topology. ``collnet`` gives CollNet
+    support to every net without a ``coll`` attribute. Raises ``InvalidUsage`` for fewer than 1 node
+    or a repeated GPU.
     """
 
     nodes: int = 1

@@ -1,13 +1,16 @@
-"""Paths between the nodes of a system: routes, then NCCL's rules about who may use them (``src/graph/paths.cc``, ncclTopoComputePaths).
+"""Paths between the nodes of a system (NCCL ``src/graph/paths.cc`` ncclTopoComputePaths).
 
-The rules, in this order; each sees what the ones before left
-1. GPUs that may not access each other's memory talk through the CPU of the receiving one.
-2. Two GPUs of one node that can use neither peer memory nor shared memory, or do better over the network, are marked NET.
-3. A GPU joined to its CPU by C2C reaches the NICs of that CPU as P2C.
-4. A GPU reaches a far NIC through the NVLink-connected GPU next to it (PXN), if that is faster or avoids the CPU.
-5. Where GPUDirect RDMA is not possible, traffic between GPU and NIC goes through the GPU's CPU.
+Routes are corrected by NCCL's rules about their use, in this order; each rule sees the result of
+the previous ones:
 
-A ``PathRecorder`` given to :func:`compute_paths` hears about every change; without one nothing is collected.
+1. GPUs without peer access communicate through the CPU of the receiving one. 2. Two GPUs of one
+node that can use neither peer access nor shared memory, or that are faster over the network, are
+marked NET. 3. A GPU joined to its CPU by C2C reaches the NICs of that CPU as P2C. 4. A GPU reaches
+a far NIC through the NVLink-connected GPU next to it (PXN), if that is faster or avoids the CPU. 5.
+Where GPUDirect RDMA is not possible, traffic between GPU and NIC goes through the GPU's CPU.
+
+A ``PathRecorder`` passed to :func:`compute_paths` receives every change; without one nothing is
+collected.
 """
 
 from __future__ import annotations
@@ -49,18 +52,18 @@ _GPU, _NET, _CPU = NodeType.GPU, NodeType.NET, NodeType.CPU
 
 
 class PathRecorder(Protocol):
-    """Hears which rules are applied to which paths. ``rule`` is a name of ``explain.RULES``; ``facts`` fill its sentence."""
+    """Receiver of the rules applied to paths."""
 
     def applied(
         self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]
     ) -> None: ...
 
     def split(self) -> None:
-        """GPUs are put apart: what was heard so far is about the whole node, what follows about its first domain."""
+        """Note that the node is divided: later changes refer to its first domain."""
 
 
 class _PathTableBuilder:
-    """The table while rules are applied to it."""
+    """The path table while rules are applied to it."""
 
     def __init__(self, system: System, options: PathOptions, recorder: PathRecorder | None) -> None:
         self.system = system
@@ -96,7 +99,7 @@ class _PathTableBuilder:
             self.nearest.invalidate(net=i)
 
     def reroute(self, key: Key, through: tuple[NodeType, int], rule: str, **facts: object) -> None:
-        """Replace a path by the ones to and from a node on the way (addInterStep)."""
+        """Replace a path by the two paths to and from an intermediate node (NCCL addInterStep)."""
         source, i, target, j = key
         first, second = self.path(source, i, *through), self.path(*through, target, j)
         type = PathType.PXN if through[0] == _GPU else merged_type(first.type, second.type)
@@ -110,7 +113,7 @@ class _PathTableBuilder:
 
 
 def merged_type(one: PathType, other: PathType) -> PathType:
-    """Type of two paths in a row: the worse one, but C2C to a CPU and PCI from there are P2C."""
+    """Return the type of two consecutive paths: the worse one, except C2C + PCI, which is P2C."""
     if {one, other} == {PathType.C2C, PathType.PHB}:
         return PathType.P2C
     return max(one, other)
@@ -119,7 +122,7 @@ def merged_type(one: PathType, other: PathType) -> PathType:
 def compute_paths(
     system: System, options: PathOptions, *, recorder: PathRecorder | None = None
 ) -> PathTable:
-    """Paths of every GPU and net of ``system``, after all rules."""
+    """Compute the paths of every GPU and net of ``system``, after all rules."""
     table = _PathTableBuilder(system, options, recorder)
     _apply_peer_rules(table)
     _apply_c2c(table)
@@ -150,7 +153,7 @@ def _apply_peer_rules(table: _PathTableBuilder) -> None:
 
 
 def _network_only_reason(table: _PathTableBuilder, gpu: int, peer: int) -> str:
-    """The rule by which two GPUs of a node can only use the network, empty if they can use P2P or SHM."""
+    """Return the rule by which two GPUs can only use the network, empty if P2P or SHM works."""
     system, options, paths = table.system, table.options, table.paths
     faster = net_is_faster(paths, options, gpu, peer)
     if peer_access(system, paths, options, gpu, peer) and (
@@ -212,7 +215,10 @@ def _pxn_helps(table: _PathTableBuilder, net: int, gpu: int, relay: int) -> bool
 
 
 def find_domains(system: System, paths: PathTable) -> tuple[tuple[int, ...], ...]:
-    """GPU positions grouped by who reaches whom without the network (ncclTopoTrimSystem); the group with the lowest rank is the first."""
+    """Group GPU positions that reach each other without the network (NCCL ncclTopoTrimSystem).
+
+    The group with the lowest rank comes first.
+    """
     domain: list[int] = []
     for gpu in range(len(system.gpus)):
         nearest = [
@@ -224,7 +230,7 @@ def find_domains(system: System, paths: PathTable) -> tuple[tuple[int, ...], ...
 
 
 def restrict_to_domain(system: System, gpus: tuple[int, ...]) -> System:
-    """The system without the GPUs that are not in ``gpus`` (positions) and without the links to them."""
+    """Return the system without the GPUs outside ``gpus`` (positions) and the links to them."""
     keep = [
         i for i, node in enumerate(system.nodes) if node.type != _GPU or i in gpus
     ]  # GPUs come first: position is index
@@ -242,9 +248,10 @@ def restrict_to_domain(system: System, gpus: tuple[int, ...]) -> System:
 
 
 def finish_system(system: System, paths: PathTable, options: PathOptions, *, nranks: int) -> System:
-    """Fill in what depends on paths: the nets' nearest GPUs, ``inter``, ``max_bw`` and ``total_bw`` (ncclTopoSearchInit).
+    """Fill in the values that depend on paths (NCCL ncclTopoSearchInit).
 
-    ``nranks``: ranks of the whole job.
+    These are the nets' nearest GPUs, ``inter``, ``max_bw`` and ``total_bw``. ``nranks`` counts the
+    ranks of the whole job.
     """
     nearest = NearestDevices(system, paths, options.net_per_gpu)
     first = system.starts[_NET]
@@ -267,7 +274,7 @@ def finish_system(system: System, paths: PathTable, options: PathOptions, *, nra
 
 
 def _gpu_bw(gpu: GpuNode) -> float:
-    """Sum of a GPU's NVLinks, or its last PCI link if that is more; GB/s."""
+    """Return the sum of a GPU's NVLinks, or its last PCI link if that is more (GB/s)."""
     nvlink = pci = 0.0
     for link in gpu.links:
         if link.type == LinkType.NVL:

@@ -1,7 +1,8 @@
-"""Questions about a system and its paths that planning and transports ask again and again; NCCL's answers to them.
+"""Queries on a system and its paths, answered like in NCCL.
 
-All take records and return indices or plain values; positions count among the nodes of a type. Sources: NCCL 2.28
-``src/graph/paths.cc`` and ``src/graph/topo.cc`` (the function is named with each).
+Arguments are records; results are indices or plain values. Positions count within the nodes of a
+type. Sources: NCCL 2.28 ``src/graph/paths.cc`` and ``src/graph/topo.cc``; each query names its
+function.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_CHANNELS = 64
 
 
 class GdrMode(enum.IntEnum):
-    """How a NIC accesses GPU memory: not at all, directly, or over PCI on a machine where the GPU hangs on the CPU by C2C."""
+    """Access of a NIC to GPU memory: none, direct, or over PCI where C2C joins GPU and CPU."""
 
     DISABLED = 0
     DEFAULT = 1
@@ -25,7 +26,7 @@ class GdrMode(enum.IntEnum):
 
 
 def nearest(row: Sequence[Path]) -> list[int]:
-    """Positions of the targets with the most bandwidth and, among these, the best path type (ncclTopoGetLocal)."""
+    """Return the positions with the most bandwidth and then the best path type (ncclTopoGetLocal)."""
     best: list[int] = []
     bw, type = 0.0, PathType.DIS
     for i, path in enumerate(row):
@@ -37,7 +38,7 @@ def nearest(row: Sequence[Path]) -> list[int]:
 
 
 def mirror_bits(value: int, power: int) -> int:
-    """The low bits of ``value`` in reverse order, for ``power`` = 2**bits: spreads neighbours over NICs."""
+    """Reverse the low bits of ``value``, for ``power`` = 2**bits: spreads neighbours over NICs."""
     mirrored, low, high = 0, 1, power >> 1
     while low < power:
         if value & low:
@@ -47,7 +48,10 @@ def mirror_bits(value: int, power: int) -> int:
 
 
 class NearestDevices:
-    """Which NICs a GPU uses and which GPU is the closest to a NIC. Answers are kept until :meth:`forget`."""
+    """Cache of the NICs that a GPU uses and of the GPU closest to a NIC.
+
+    Results are cached until :meth:`invalidate`.
+    """
 
     def __init__(self, system: System, paths: PathTable, net_per_gpu: int = 0) -> None:
         self.system = system
@@ -60,29 +64,33 @@ class NearestDevices:
             self._first.setdefault(net.id, i)
 
     def invalidate(self, *, gpu: int | None = None, net: int | None = None) -> None:
-        """The row of this GPU to the nets, or of this net to the GPUs, has changed."""
+        """Drop the results for a row that changed: this GPU to nets, or this net to GPUs."""
         if gpu is not None:
             self._nets.pop(gpu, None)
         if net is not None:
             self._gpus.pop(net, None)
 
     def first(self, net: int) -> int:
-        """The first net with the id of this one; it answers for all that bear the id."""
+        """Return the first net with the id of this one, which represents all nets of that id."""
         return self._first[self.system.nets[net].id]
 
     def nets(self, gpu: int) -> list[int]:
-        """The nearest nets of a GPU (ncclTopoGetLocalNets)."""
+        """Return the nearest nets of a GPU (ncclTopoGetLocalNets)."""
         if gpu not in self._nets:
             self._nets[gpu] = nearest(self.paths.row(NodeType.GPU, gpu, NodeType.NET))
         return self._nets[gpu]
 
     def gpus(self, net: int) -> list[int]:
+        """Return the nearest GPUs of a net."""
         if net not in self._gpus:
             self._gpus[net] = nearest(self.paths.row(NodeType.NET, net, NodeType.GPU))
         return self._gpus[net]
 
     def nets_per_gpu(self, gpu: int) -> int:
-        """Over how many of its nearest nets a GPU spreads its channels (``NCCL_NETDEVS_POLICY``); 0 where it has none."""
+        """Return the number of nearest nets over which a GPU spreads its channels; 0 without any.
+
+        Set by ``NCCL_NETDEVS_POLICY``.
+        """
         nets = self.nets(gpu)
         if not nets or self.net_per_gpu < 0:
             return len(nets)
@@ -91,7 +99,7 @@ class NearestDevices:
         return -(-len(nets) // max(1, len(self.gpus(nets[0]))))
 
     def net(self, gpu: int, channel: int) -> int:
-        """The net a GPU uses on a channel, -1 where it reaches none (ncclTopoGetLocalNet)."""
+        """Return the net that a GPU uses on a channel, -1 if it reaches none (ncclTopoGetLocalNet)."""
         nets = self.nets(gpu)
         if not nets:
             return -1
@@ -101,7 +109,9 @@ class NearestDevices:
         return nets[(at + channel % self.nets_per_gpu(gpu)) % len(nets)]
 
     def gpu(self, net: int) -> int:
-        """The GPU that uses this net on the lowest channel, among the closest ones; -1 none (ncclTopoGetLocalGpu)."""
+        """Return the closest GPU that uses this net on the lowest channel, or -1
+        (ncclTopoGetLocalGpu).
+        """
         id = self.system.nets[net].id
         close = self.gpus(self.first(net))
         rounds = min(MAX_CHANNELS, max((self.nets_per_gpu(gpu) for gpu in close), default=0))
@@ -114,7 +124,10 @@ class NearestDevices:
 
 
 def local_cpu(system: System, paths: PathTable, gpu: int) -> int:
-    """Position of the CPU fewest hops away from a GPU (ncclGetLocalCpu)."""
+    """Return the position of the CPU fewest hops away from a GPU (ncclGetLocalCpu).
+
+    Raises ``TopologyError`` if the GPU reaches no CPU.
+    """
     hops = [
         (path.count, cpu)
         for cpu, path in enumerate(paths.row(NodeType.GPU, gpu, NodeType.CPU))
@@ -126,7 +139,7 @@ def local_cpu(system: System, paths: PathTable, gpu: int) -> int:
 
 
 def p2p_level(system: System, options: PathOptions) -> PathType:
-    """Farthest path type over which GPUs access each other's memory."""
+    """Return the farthest path type over which GPUs access each other's memory."""
     if options.p2p_level is not None:
         return options.p2p_level
     cpu = system.cpus[0] if system.cpus else None
@@ -137,12 +150,15 @@ def p2p_level(system: System, options: PathOptions) -> PathType:
 def peer_access(
     system: System, paths: PathTable, options: PathOptions, gpu: int, peer: int
 ) -> bool:
-    """Whether ``gpu`` may access the memory of ``peer`` directly (ncclTopoCheckP2p, with drivers that allow every pair)."""
+    """Return True if ``gpu`` may access the memory of ``peer`` directly (ncclTopoCheckP2p).
+
+    The driver is assumed to allow every pair.
+    """
     return paths.gpu_gpu(gpu, peer).type <= p2p_level(system, options)
 
 
 def relay_gpu(system: System, paths: PathTable, gpu: int, peer: int) -> int:
-    """The GPU whose NVLinks the traffic from ``gpu`` to ``peer`` passes, -1 none."""
+    """Return the GPU whose NVLinks forward the traffic from ``gpu`` to ``peer``, or -1."""
     hops = paths.gpu_gpu(gpu, peer).hops
     if len(hops) != 2:
         return -1
@@ -151,7 +167,7 @@ def relay_gpu(system: System, paths: PathTable, gpu: int, peer: int) -> int:
 
 
 def net_is_faster(paths: PathTable, options: PathOptions, gpu: int, peer: int) -> bool:
-    """Whether two GPUs of one node do better over the network: both have a NIC within PXB that beats their path (ncclTopoCheckNet)."""
+    """Return True if both GPUs have a NIC within PXB that beats their path (ncclTopoCheckNet)."""
     if not options.net_intra:
         return False
     speed = paths.gpu_gpu(gpu, peer).bw
@@ -166,7 +182,10 @@ def net_is_faster(paths: PathTable, options: PathOptions, gpu: int, peer: int) -
 
 
 def pxn_relay(system: System, paths: PathTable, gpu: int, net: int) -> int:
-    """The GPU that talks to ``net`` for ``gpu``: the first GPU behind NVSwitches on a PXN path, else ``gpu`` (GetIntermediateRank)."""
+    """Return the GPU that forwards to ``net`` for ``gpu``, else ``gpu`` (NCCL GetIntermediateRank).
+
+    On a PXN path it is the first GPU after the NVSwitches.
+    """
     path = paths.gpu_net(gpu, net)
     if path.type != PathType.PXN:
         return gpu
@@ -182,7 +201,10 @@ def pxn_relay(system: System, paths: PathTable, gpu: int, net: int) -> int:
 def gdr_mode(
     system: System, paths: PathTable, options: PathOptions, gpu: int, net: int, *, read: bool
 ) -> GdrMode:
-    """Whether ``net`` accesses the memory of ``gpu`` directly, for sends (``read``) or receives (ncclTopoCheckGdr)."""
+    """Return the access of ``net`` to the memory of ``gpu`` (ncclTopoCheckGdr).
+
+    ``read`` asks for sends, else for receives.
+    """
     if not system.nets[net].gdr or not system.gpus[gpu].gdr:
         return GdrMode.DISABLED
     if read and not _gdr_read(system, paths, options, gpu):
@@ -198,7 +220,7 @@ def gdr_mode(
 
 
 def _gdr_read(system: System, paths: PathTable, options: PathOptions, gpu: int) -> bool:
-    """Before Ampere, sends use GPUDirect only where NVLink leaves PCI free for them."""
+    """Return True if sends use GPUDirect."""
     if options.gdr_read >= 0:
         return options.gdr_read != 0
     if system.gpus[gpu].sm >= 80 or len(system.gpus) == 1:

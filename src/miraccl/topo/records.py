@@ -1,12 +1,14 @@
-"""The records of a machine: nodes and links (``System``) and the routes between them (``PathTable``).
+"""Records of a machine: nodes and links (``System``) and the routes between them (``PathTable``).
 
-Rules kept here
-- Everything is an index. ``System.nodes`` is one flat tuple ordered by type (GPU, PCI, NVS, CPU, NIC, NET) and, inside a type, in
-  NCCL's order of creation. A link names its target by flat index; a hop of a path names a link by its *global link number*: the links of
-  node 0 come first, then those of node 1, ... (``System.link_start``). So a search can copy the bandwidths into one flat array.
-- Bandwidths are GB/s (1e9 bytes/s). They are IEEE single-precision values held as Python floats; whoever computes one passes it
-  through :func:`f32`, because NCCL's decisions depend on the last digit.
-- The numeric values of the enums are those of NCCL 2.28 (``src/graph/topo.h``): link and path types share one scale, best first.
+- Everything is an index. ``System.nodes`` is one flat tuple ordered by type (GPU, PCI, NVS, CPU,
+  NIC, NET) and, within a type, in NCCL's order of creation. A link names its target by flat index;
+  a hop of a path names a link by its *global link number*: the links of node 0 come first, then
+  those of node 1, ... (``System.link_start``). So a search can copy the bandwidths into one flat
+  array.
+- Bandwidths are GB/s (1e9 bytes/s): IEEE single-precision values held as Python floats. Computed
+  ones go through :func:`f32`, because NCCL's decisions depend on the last digit.
+- The numeric values of the enums are those of NCCL 2.28 (``src/graph/topo.h``): link and path types
+  share one scale, best first.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _FLOAT = struct.Struct("f")
 
 
 def f32(value: float) -> float:
-    """``value`` rounded to the nearest IEEE single-precision number (infinity where it is too large)."""
+    """Round to the nearest IEEE single-precision number; values too large become infinity."""
     try:
         return float(_FLOAT.unpack(_FLOAT.pack(value))[0])
     except OverflowError:
@@ -41,7 +43,7 @@ UNDEF = -1
 
 
 class NodeType(enum.IntEnum):
-    """Kinds of vertices; also the order of types inside ``System.nodes``. A CPU is a NUMA domain."""
+    """Kinds of vertices, in the order of ``System.nodes``. A CPU is a NUMA domain."""
 
     GPU = 0
     PCI = 1
@@ -52,7 +54,7 @@ class NodeType(enum.IntEnum):
 
 
 class LinkType(enum.IntEnum):
-    """Kinds of edges. Values match :class:`PathType` where both exist."""
+    """Kinds of edges; values match :class:`PathType` where both exist."""
 
     LOC = 0
     NVL = 1
@@ -63,7 +65,7 @@ class LinkType(enum.IntEnum):
 
 
 class PathType(enum.IntEnum):
-    """How far two nodes are from each other, best first."""
+    """Distance of two nodes, best first."""
 
     LOC = 0  # the node itself
     NVL = 1  # NVLink
@@ -80,6 +82,8 @@ class PathType(enum.IntEnum):
 
 
 class CpuArch(enum.IntEnum):
+    """CPU architectures, numbered like in NCCL."""
+
     UNDEF = -1
     UNKNOWN = 0
     X86 = 1
@@ -88,6 +92,8 @@ class CpuArch(enum.IntEnum):
 
 
 class CpuVendor(enum.IntEnum):
+    """CPU vendors, numbered like in NCCL."""
+
     UNDEF = -1
     UNKNOWN = 0
     INTEL = 1
@@ -97,7 +103,7 @@ class CpuVendor(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One directed edge. ``target`` is the flat index of the node at its end, ``bw`` GB/s."""
+    """One directed edge to the node with flat index ``target``; ``bw`` is GB/s."""
 
     type: LinkType
     bw: float
@@ -106,8 +112,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class TopoNode:
-    """A vertex. ``id`` contains the system number in its upper 8 bits. ``links`` are in NCCL's order. ``label`` is for people only: a net's
-    name, the kind of an accelerator or switch NCCL does not know."""
+    """A vertex.
+
+    ``id`` contains the system number in its upper 8 bits. ``links`` are in NCCL's order. ``label``
+    is informational: the name of a net, or the kind of an accelerator or switch that NCCL does not
+    know.
+    """
 
     type: NodeType
     id: int
@@ -116,10 +126,12 @@ class TopoNode:
 
     @property
     def system_id(self) -> int:
+        """Number of the host, from the upper 8 bits of ``id``."""
         return (self.id >> 56) & 0xFF
 
     @property
     def local_id(self) -> int:
+        """The id within its host: bus id, NUMA number or device number."""
         return self.id & LOCAL_ID_MASK
 
     @property
@@ -130,7 +142,11 @@ class TopoNode:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuNode(TopoNode):
-    """``dev``: device number, ``rank``: local rank, ``sm``: compute capability times ten, ``gdr``: GPUDirect RDMA is supported."""
+    """A GPU.
+
+    ``dev`` is its device number, ``rank`` the local rank, ``sm`` the compute capability times ten;
+    ``gdr`` is 1 if it supports GPUDirect RDMA.
+    """
 
     type: NodeType = NodeType.GPU
     dev: int = UNDEF
@@ -141,7 +157,9 @@ class GpuNode(TopoNode):
 
 @dataclass(frozen=True, kw_only=True)
 class PciNode(TopoNode):
-    """``device``: vendor, device, subsystem vendor, subsystem device, 16 bits each."""
+    """A PCI switch; ``device`` packs vendor, device, subsystem vendor, subsystem device (16 bits
+    each).
+    """
 
     type: NodeType = NodeType.PCI
     device: int = 0
@@ -149,8 +167,11 @@ class PciNode(TopoNode):
 
 @dataclass(frozen=True, kw_only=True)
 class CpuNode(TopoNode):
-    """A NUMA domain. ``model`` counts inside the vendor (Intel: 1 Broadwell, 2 Skylake, 3 Sapphire Rapids, 4 Emerald Rapids;
-    Zhaoxin: 1 Yongfeng); ``affinity`` is the cpumap text of the file."""
+    """A NUMA domain.
+
+    ``model`` is numbered per vendor (Intel: 1 Broadwell, 2 Skylake, 3 Sapphire Rapids, 4 Emerald
+    Rapids; Zhaoxin: 1 Yongfeng); ``affinity`` is the cpumap text of the file.
+    """
 
     type: NodeType = NodeType.CPU
     arch: int = CpuArch.UNDEF
@@ -161,8 +182,11 @@ class CpuNode(TopoNode):
 
 @dataclass(frozen=True, kw_only=True)
 class NetNode(TopoNode):
-    """A network device. ``asic`` is the guid (or the id), ``bw`` GB/s, ``latency`` us, ``local_gpu`` the index among the GPUs of the
-    one NCCL holds for the closest (-1 none)."""
+    """A network device.
+
+    ``asic`` is the guid (or the id), ``bw`` GB/s, ``latency`` us, ``local_gpu`` the index of the
+    GPU that NCCL considers closest (-1 for none).
+    """
 
     type: NodeType = NodeType.NET
     dev: int = UNDEF
@@ -178,8 +202,12 @@ class NetNode(TopoNode):
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """The graph of one node (host). ``max_bw`` and ``total_bw`` GB/s as NCCL's search uses them; ``inter`` is 1 when the communicator
-    reaches beyond these GPUs; ``system_id`` is the number of this host among those the file holds."""
+    """The graph of one node (host).
+
+    ``max_bw`` and ``total_bw`` are GB/s as NCCL's search uses them; ``inter`` is 1 if the
+    communicator reaches beyond these GPUs; ``system_id`` is the number of this host within the
+    file. Raises ``TopologyError`` if nodes are out of order or a link leads to an unknown node.
+    """
 
     nodes: tuple[TopoNode, ...]
     max_bw: float = 0.0
@@ -203,7 +231,7 @@ class System:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Flat index of the first node of each type, by ``NodeType``; a seventh entry is the number of nodes."""
+        """Flat index of the first node of each type; a seventh entry is the number of nodes."""
         counts = [0] * (len(NodeType) + 1)
         for node in self.nodes:
             counts[node.type + 1] += 1
@@ -212,40 +240,46 @@ class System:
         return tuple(counts)
 
     def of(self, type: NodeType) -> tuple[TopoNode, ...]:
+        """Return the nodes of a type."""
         return self.nodes[self.starts[type] : self.starts[type + 1]]
 
     def count(self, type: NodeType) -> int:
+        """Return the number of nodes of a type."""
         return self.starts[type + 1] - self.starts[type]
 
     @cached_property
     def gpus(self) -> tuple[GpuNode, ...]:
+        """The GPUs."""
         return tuple(n for n in self.nodes if isinstance(n, GpuNode))
 
     @cached_property
     def pcis(self) -> tuple[PciNode, ...]:
+        """The PCI switches."""
         return tuple(n for n in self.nodes if isinstance(n, PciNode))
 
     @cached_property
     def cpus(self) -> tuple[CpuNode, ...]:
+        """The NUMA domains."""
         return tuple(n for n in self.nodes if isinstance(n, CpuNode))
 
     @cached_property
     def nets(self) -> tuple[NetNode, ...]:
+        """The network devices."""
         return tuple(n for n in self.nodes if isinstance(n, NetNode))
 
     def index(self, type: NodeType, position: int) -> int:
-        """Flat index of the ``position``-th node of a type."""
+        """Return the flat index of the ``position``-th node of a type."""
         return self.starts[type] + position
 
     def position(self, index: int) -> int:
-        """Position of the node with this flat index among the nodes of its type."""
+        """Return the position within its type of the node with this flat index."""
         return index - self.starts[self.nodes[index].type]
 
     # Links by global number, as paths name them.
 
     @cached_property
     def link_start(self) -> tuple[int, ...]:
-        """Global number of the first link of each node; the last entry is the number of links."""
+        """Global number of each node's first link; the last entry is the number of links."""
         starts = [0]
         for node in self.nodes:
             starts.append(starts[-1] + len(node.links))
@@ -258,12 +292,12 @@ class System:
 
     @cached_property
     def link_source(self) -> tuple[int, ...]:
-        """Flat index of the node where each link starts, by global link number."""
+        """Flat index of the source of each link, by global link number."""
         return tuple(i for i, node in enumerate(self.nodes) for _ in node.links)
 
     @cached_property
     def reverse_links(self) -> tuple[int, ...]:
-        """For each link the global number of the first link of the same type the other way, -1 if there is none."""
+        """Global number of the first opposite link of the same type for each link, or -1."""
         first: dict[tuple[int, int, LinkType], int] = {}
         for number, link in enumerate(self.links):
             first.setdefault((self.link_source[number], link.target, link.type), number)
@@ -275,7 +309,11 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A route. ``hops`` are global link numbers in order of travel; ``bw`` is GB/s; an unreachable node has type DIS, bw 0, no hops."""
+    """A route.
+
+    ``hops`` are global link numbers in order of travel; ``bw`` is GB/s. An unreachable node has
+    type DIS, bandwidth 0 and no hops.
+    """
 
     type: PathType
     bw: float
@@ -283,6 +321,7 @@ class Path:
 
     @property
     def count(self) -> int:
+        """Number of hops."""
         return len(self.hops)
 
 
@@ -298,31 +337,36 @@ Rows = Sequence[Sequence[Path]]
 class PathTable:
     """Paths from every GPU and NET, after all corrections.
 
-    ``rows[source type, target type][i][j]`` leads from the i-th node of the source type to the j-th of the target type. Where no
-    paths are computed (NET to NET, or no such nodes) the row is empty.
+    ``rows[source type, target type][i][j]`` leads from the i-th node of the source type to the j-th
+    of the target type. The row is empty where no paths are computed (NET to NET, or no such nodes).
     """
 
     rows: Mapping[tuple[NodeType, NodeType], Rows] = field(default_factory=dict)
 
     def row(self, source: NodeType, position: int, target: NodeType) -> Sequence[Path]:
+        """Return the paths of one node to all nodes of a type; empty if none were computed."""
         rows = self.rows.get((source, target), ())
         return rows[position] if position < len(rows) else ()
 
     def path(self, source: NodeType, i: int, target: NodeType, j: int) -> Path:
-        """The path, or :data:`DISCONNECTED` where none was computed."""
+        """Return a path, or :data:`DISCONNECTED` if none was computed."""
         row = self.row(source, i, target)
         return row[j] if j < len(row) else DISCONNECTED
 
     def gpu_gpu(self, i: int, j: int) -> Path:
+        """Return the path from GPU ``i`` to GPU ``j``."""
         return self.path(NodeType.GPU, i, NodeType.GPU, j)
 
     def gpu_net(self, gpu: int, net: int) -> Path:
+        """Return the path from a GPU to a net."""
         return self.path(NodeType.GPU, gpu, NodeType.NET, net)
 
     def net_gpu(self, net: int, gpu: int) -> Path:
+        """Return the path from a net to a GPU."""
         return self.path(NodeType.NET, net, NodeType.GPU, gpu)
 
     def gpu_cpu(self, gpu: int, cpu: int) -> Path:
+        """Return the path from a GPU to a CPU."""
         return self.path(NodeType.GPU, gpu, NodeType.CPU, cpu)
 
     def __iter__(self) -> Iterator[tuple[NodeType, int, NodeType, int, Path]]:

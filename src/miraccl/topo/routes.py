@@ -1,8 +1,9 @@
 """Widest-shortest routes from every node to the nodes of one type, before any correction.
 
-The search is NCCL's (``src/graph/paths.cc`` ncclTopoSetPaths): breadth first from the target outwards; a node's route is replaced when the
-new one has more bandwidth and the old one was longer than the neighbour's. A GPU passes traffic on only to another GPU over NVLink, and
-only once. Where several nodes bear one id (a net listed twice) only the first has routes, as in NCCL.
+The search is NCCL's (``src/graph/paths.cc`` ncclTopoSetPaths): breadth first from the target
+outwards; a node's route is replaced if the new one has more bandwidth and the old one was longer
+than the neighbour's. A GPU forwards traffic only to another GPU over NVLink, and only once. If
+several nodes share an id (a net listed twice) only the first has routes, like in NCCL.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Edge = tuple[float, int, int, int, bool]
 
 
 class Routes:
-    """Routes to the nodes of one type. ``known[node]`` says whether NCCL holds a row of routes for that node at all."""
+    """Routes to the nodes of one type; ``known[node]`` is True if NCCL stores routes for that node."""
 
     def __init__(
         self, system: System, type: NodeType, edges: list[list[_Edge]], *, nvb: bool
@@ -43,6 +44,7 @@ class Routes:
             self.flood(target, slots.setdefault(system.nodes[target].id, slot))
 
     def flood(self, base: int, slot: int) -> None:
+        """Compute the routes to node ``base`` breadth first and store them in ``slot``."""
         bws, types, hops, known = self.bw[slot], self.type[slot], self.hops[slot], self.known
         edges, nvb, gpus = self.edges, self.nvb, self.system.starts[1]
         bws[base], types[base], hops[base], known[base] = LOC_BW, 0, (), True
@@ -71,7 +73,7 @@ class Routes:
             frontier = list(reached)
 
     def row(self, source: int) -> list[Path]:
-        """The routes of one node, by position of the target; empty when none are known."""
+        """Return the routes of one node by position of the target; empty if none are known."""
         if not self.known[source]:
             return []
         return [
@@ -81,7 +83,7 @@ class Routes:
 
 
 def route_edges(system: System) -> list[list[_Edge]]:
-    """The links in the form the search walks them; made once for all types."""
+    """Return the links in the form of the search, shared by all target types."""
     nodes, reverse = system.nodes, system.reverse_links
     edges: list[list[_Edge]] = []
     number = 0

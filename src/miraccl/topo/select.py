@@ -1,8 +1,8 @@
-"""From a file's tree to the tree a node uses: which GPUs take part, their ranks, and NCCL's fusion of the ranks' views.
+"""Selection of the tree that a node uses: GPUs, their ranks, and fusion of the ranks' views.
 
-Pure functions: each takes a root and returns a new one. The rules for missing attributes (rank follows dev, dev follows the bus id, a GPU
-without ``gdr`` has GPUDirect) are those under which NCCL's reference results were made; fusion follows ``src/graph/xml.cc``
-(ncclTopoTrimXml, ncclTopoFuseXml).
+Pure functions: each takes a root and returns a new one. The rules for missing attributes (rank
+follows dev, dev follows the bus id, a GPU without ``gdr`` has GPUDirect) are those of NCCL's
+reference results; fusion follows ``src/graph/xml.cc`` (ncclTopoTrimXml, ncclTopoFuseXml).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TRIMMED = ("pci", "cpu", "nic", "net")
 
 
 def select_topology(root: XmlNode, options: TopoOptions) -> XmlNode:
-    """The tree that takes part: complete ``gpu`` elements with local ranks 0.., in the order the options ask for."""
+    """Return the tree that takes part: complete ``gpu`` elements with local ranks from 0."""
     root = root.copy()
     gpus = complete_gpus(root)
     if options.gpus:
@@ -29,7 +29,10 @@ def select_topology(root: XmlNode, options: TopoOptions) -> XmlNode:
 
 
 def complete_gpus(root: XmlNode) -> list[XmlNode]:
-    """Fill in ``dev``, ``rank`` and ``gdr`` where the file lacks them; returns the ``gpu`` elements by rank. Changes ``root``."""
+    """Add missing ``dev``, ``rank`` and ``gdr`` to ``root``; return the ``gpu`` elements by rank.
+
+    Raises ``TopologyError`` if two GPUs have one rank.
+    """
     found = [
         (child, node) for node in root.walk() for child in node.children if child.name == "gpu"
     ]
@@ -59,7 +62,10 @@ def complete_gpus(root: XmlNode) -> list[XmlNode]:
 
 
 def keep_gpus(root: XmlNode, gpus: list[XmlNode], devs: tuple[int, ...]) -> list[XmlNode]:
-    """Leave only the GPUs with these device numbers, ranked in that order."""
+    """Drop the GPUs without one of these device numbers and rank the others in that order.
+
+    Raises ``TopologyError`` for an unknown device number.
+    """
     by_dev = {gpu.integer("dev"): gpu for gpu in gpus}
     missing = [dev for dev in devs if dev not in by_dev]
     if missing:
@@ -80,7 +86,7 @@ def _drop_gpus(node: XmlNode, kept: set[int]) -> None:
 
 
 def _drop_empty_switches(node: XmlNode) -> bool:
-    """Remove ``pci`` elements below ``node`` that hold no GPU and no NIC; says whether ``node`` holds one."""
+    """Remove ``pci`` elements without GPU and NIC; return True if ``node`` holds one."""
     if node.name in ("gpu", "nic"):
         return True
     holding = [(child, _drop_empty_switches(child)) for child in node.children]
@@ -92,7 +98,10 @@ def _drop_empty_switches(node: XmlNode) -> bool:
 
 
 def fuse_ranks(root: XmlNode, gpus: list[XmlNode]) -> XmlNode:
-    """Merge the trees that the ranks would keep of this file, in rank order; new elements are appended to their parent."""
+    """Merge the trees that the ranks keep of this file, in rank order.
+
+    New elements are appended to their parent.
+    """
     fused: XmlNode | None = None
     for gpu in gpus:
         own = _rank_view(root, gpu)
@@ -106,7 +115,7 @@ def fuse_ranks(root: XmlNode, gpus: list[XmlNode]) -> XmlNode:
 
 
 def _rank_view(node: XmlNode, gpu: XmlNode) -> XmlNode | None:
-    """What one rank keeps: its own GPU, every net, and what holds one of them."""
+    """Return the part that one rank keeps: its own GPU, every net, and their parents."""
     if node is gpu or node.name == "net":
         return node.copy() if node is gpu or "dev" in node.attrs else None
     if node.name == "gpu":

@@ -1,6 +1,6 @@
-"""The folders of the kernel that detection reads, below a root folder so that tests can make their own machine.
+"""Kernel file systems read by detection, below a root folder that tests can replace.
 
-Values that cannot be read, or are none that a kernel writes, are empty texts; nothing here decides anything.
+Values that cannot be read, or that no kernel writes, are empty; this module makes no decisions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class Sysfs:
     root: Path = Path("/")
 
     def path(self, *parts: str) -> Path:
+        """Return a path below ``root``."""
         return self.root.joinpath(*parts)
 
     def read(self, *parts: str | Path) -> str:
-        """The text of a file without spaces around it; empty where there is none."""
+        """Return the stripped text of a file, empty if it cannot be read."""
         try:
             with open(self.root.joinpath(*parts), "rb") as file:
                 return file.read(_MAX_READ).decode(errors="replace").strip()
@@ -39,12 +40,15 @@ class Sysfs:
             return ""
 
     def value(self, *parts: str | Path) -> str:
-        """The one line of a file that holds a value; empty for what is no such line, and for what a topology file has no room for."""
+        """Return the only line of a file.
+
+        Empty for anything else, and for a value that does not fit a topology file.
+        """
         text = self.read(*parts)
         return text if len(text) <= MAX_STR and text.isascii() and text.isprintable() else ""
 
     def number(self, *parts: str | Path, default: int = 0) -> int:
-        """The number in a file, of 32 bits with its sign; ``default`` where there is no such number."""
+        """Return the signed 32-bit number in a file, or ``default``."""
         text = self.value(*parts)
         return (
             int(text)
@@ -53,14 +57,14 @@ class Sysfs:
         )
 
     def names(self, *parts: str) -> list[str]:
-        """What is in a folder, with numbers in names ordered as numbers."""
+        """Return the entries of a folder in natural order."""
         try:
             return sorted(os.listdir(self.path(*parts)), key=natural)
         except OSError:
             return []
 
     def real(self, *parts: str) -> Path | None:
-        """Where a path leads after links, None where it leads nowhere."""
+        """Resolve the links of a path; None if it does not exist."""
         path = self.path(*parts)
         try:
             return path.resolve() if path.exists() else None
@@ -68,18 +72,21 @@ class Sysfs:
             return None
 
     def pci(self, bus_id: str) -> Path | None:
-        """The folder of a PCI device at its place in the tree."""
+        """Return the folder of a PCI device at its position in the tree."""
         return self.real("sys", "bus", "pci", "devices", bus_id)
 
     def pci_of(self, *parts: str) -> str:
-        """The bus id of the PCI device a class device hangs on directly; empty for virtual devices, virtio, USB."""
+        """Return the bus id of a class device's PCI parent; empty for virtual devices, virtio, USB."""
         device = self.real(*parts, "device")
         if device is None or not BUS_ID.fullmatch(device.name):
             return ""
         return device.name
 
     def numa_nodes(self) -> Iterator[tuple[str, int]]:
-        """NUMA domains with CPUs: their number and how many CPUs they have. One ``-1`` where the kernel shows none."""
+        """Yield NUMA domains that have CPUs, with their number of CPUs.
+
+        Yields a single ``-1`` if the kernel shows none.
+        """
         found = False
         for name in self.names("sys", "devices", "system", "node"):
             if _NODE.fullmatch(name) and (
@@ -92,7 +99,7 @@ class Sysfs:
 
     @staticmethod
     def count(ranges: str) -> int:
-        """How many numbers a list such as ``0-3,8`` names, ``_MAX_CPUS`` at most."""
+        """Count the numbers of a list such as ``0-3,8``, ``_MAX_CPUS`` at most."""
         total = 0
         for part in ranges.split(","):
             if match := _RANGE.fullmatch(part.strip()):
@@ -101,12 +108,12 @@ class Sysfs:
 
 
 def printable(name: str) -> str:
-    """A name as a topology file can hold it: ``?`` for what cannot be printed, bytes that are no UTF-8 among it."""
+    """Return a name that a topology file can hold, with ``?`` for unprintable characters."""
     return "".join(char if char.isprintable() else "?" for char in name)[:MAX_STR]
 
 
 def natural(text: str) -> tuple[tuple[bool, int, str], ...]:
-    """Sort key: ``mlx5_10`` after ``mlx5_9``."""
+    """Return a sort key that puts ``mlx5_10`` after ``mlx5_9``."""
     return tuple(
         (part.isdecimal(), int(part) if part.isdecimal() else 0, part)
         for part in re.split(r"(\d+)", text)

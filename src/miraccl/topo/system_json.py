@@ -1,8 +1,8 @@
 """``System`` and ``PathTable`` as JSON, in the format of the reference results (format 1).
 
-Owns the names and the number format of that JSON: names are ``TYPE/<system>-<id>`` in hex, bandwidths carry nine significant digits
-(enough to restore an IEEE single exactly). Several NET nodes may bear one name; lists are in node order, so positions tell
-them apart, and the reader resolves a name by the links that lead there.
+Names are ``TYPE/<system>-<id>`` in hex; bandwidths have nine significant digits, enough to restore
+an IEEE single exactly. Several NET nodes may have one name; lists are in node order, so positions
+distinguish them, and the reader resolves a name by the links that lead there.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _DEVICE_BITS = (1 << 64) - 1
 
 
 def number(value: float) -> float | int:
-    """A bandwidth as JSON shows it: nine significant digits, whole numbers without a point."""
+    """Round to nine significant digits; integers are returned without a fraction."""
     string = float(f"{value:.9g}")
     return int(string) if string == int(string) and abs(string) < 1e15 else string
 
 
 def system_to_json(system: System) -> Json:
-    """The ``system`` section."""
+    """Return section ``system``."""
     names = [node.name for node in system.nodes]
     result: Json = {
         "maxBw": number(system.max_bw),
@@ -128,8 +128,11 @@ _SYSTEM = record({"maxBw": float32, "totalBw": float32, "inter": one_of(0, 1), *
 
 
 def system_from_json(data: Mapping[str, Any], where: str = "system") -> System:
-    """The section ``where`` as a record. Raises ``TopologyError`` with the place of what is missing or not allowed, and for a link that
-    leads nowhere."""
+    """Read the section at ``where``.
+
+    Raises ``TopologyError`` with the place of a missing or invalid value, and for a link to an
+    unknown node.
+    """
     _SYSTEM(data, where)
     raw = [(kind, entry) for kind in NodeType for entry in data[kind.name]]
     resolve = _link_resolver([entry for _, entry in raw], where)
@@ -151,10 +154,10 @@ def system_from_json(data: Mapping[str, Any], where: str = "system") -> System:
 def _link_resolver(
     entries: Sequence[Mapping[str, Any]], where: str
 ) -> Callable[[int, LinkType, float, str], int]:
-    """A function from (source index, link type, bandwidth, name) to the target's index.
+    """Return a function from (source index, link type, bandwidth, name) to the target's index.
 
-    Where nodes share a name, the candidates are those that have a link back to the source, of the same bandwidth if possible,
-    each taken once.
+    Where nodes share a name, the candidates are those with a link back to the source, preferably of
+    the same bandwidth; each one is used once.
     """
     by_name: dict[str, list[int]] = {}
     for i, entry in enumerate(entries):
@@ -226,7 +229,7 @@ def _integer(value: str | int) -> int:
 
 
 def paths_to_json(paths: PathTable, system: System) -> Json:
-    """The ``paths`` section; hops are written as ``"<link type>:<node reached>"``."""
+    """Return section ``paths``; hops are written as ``"<link type>:<node reached>"``."""
     names = [node.name for node in system.nodes]
     hop = [f"{link.type.name}:{names[link.target]}" for link in system.links]
     result: Json = {}
@@ -246,7 +249,7 @@ def paths_to_json(paths: PathTable, system: System) -> Json:
 
 
 def paths_from_json(data: Mapping[str, Any], system: System) -> PathTable:
-    """The ``paths`` section as a record, resolved against its ``system``."""
+    """Read section ``paths`` for its ``system``. Raises ``TopologyError`` for an invalid table."""
     rows: dict[tuple[NodeType, NodeType], Rows] = {}
     try:
         for source in TABLE_SOURCES:
@@ -272,7 +275,7 @@ def paths_from_json(data: Mapping[str, Any], system: System) -> PathTable:
 
 
 def _hops(system: System, start: int, texts: Sequence[str], end: int) -> tuple[int, ...]:
-    """Global link numbers of a written route; the last hop is the one that reaches ``end``."""
+    """Return the global link numbers of a written route; the last hop reaches ``end``."""
     hops: list[int] = []
     at = start
     for k, hop_text in enumerate(texts):

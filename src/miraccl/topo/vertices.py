@@ -1,7 +1,7 @@
-"""The graph of a machine while it is built: vertices whose links are still added, merged and moved.
+"""Graph of a machine under construction: vertices whose links are added, merged and moved.
 
-Link storage behaves like NCCL's array (``ncclTopoNode.links``): removing an entry leaves the last one behind the end, where sorting sees
-it.
+Link storage behaves like NCCL's array (``ncclTopoNode.links``): removing an entry leaves the last
+one past the end, where sorting sees it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from miraccl.topo.records import LinkType, NodeType, TopoNode, f32
 
 @dataclass(slots=True, eq=False)
 class Edge:
+    """A directed link of a vertex; ``bw`` is GB/s."""
+
     type: LinkType
     bw: float
     target: Vertex
@@ -20,6 +22,8 @@ class Edge:
 
 @dataclass(slots=True, eq=False)
 class Vertex:
+    """A node under construction; the first ``count`` entries of ``store`` are its links."""
+
     record: TopoNode
     store: list[Edge] = field(default_factory=list)
     count: int = 0
@@ -27,10 +31,11 @@ class Vertex:
 
     @property
     def edges(self) -> list[Edge]:
+        """The links."""
         return self.store[: self.count]
 
     def connect(self, target: Vertex, type: LinkType, bw: float) -> None:
-        """Add ``bw`` to the link of this type, made if need be, and move it before those with less."""
+        """Add ``bw`` to the link of this type, create it if needed, and move it before slower ones."""
         at = next(
             (i for i, edge in enumerate(self.store) if edge.target is target and edge.type == type),
             len(self.store),
@@ -46,12 +51,14 @@ class Vertex:
         self.store[at] = edge
 
     def remove(self, at: int) -> None:
+        """Remove the link at a position."""
         self.store[at : self.count - 1] = [
             Edge(e.type, e.bw, e.target) for e in self.store[at + 1 : self.count]
         ]
         self.count -= 1
 
     def append(self, edge: Edge) -> None:
+        """Append a copy of a link without sorting."""
         copy = Edge(edge.type, edge.bw, edge.target)
         if self.count < len(self.store):
             self.store[self.count] = copy
@@ -60,7 +67,7 @@ class Vertex:
         self.count += 1
 
     def put_last(self, target: Vertex) -> None:
-        """Move the link to ``target`` behind all others."""
+        """Move the link to ``target`` to the end."""
         for at, edge in enumerate(self.store):
             if edge.target is target:
                 self.store.append(self.store.pop(at))
@@ -68,12 +75,13 @@ class Vertex:
 
 
 def join(one: Vertex, other: Vertex, type: LinkType, bw: float) -> None:
+    """Connect two vertices in both directions."""
     one.connect(other, type, bw)
     other.connect(one, type, bw)
 
 
 def cpu_of(vertex: Vertex) -> Vertex | None:
-    """The CPU at the root of the PCI tree."""
+    """Return the CPU at the root of the PCI tree, or None."""
     at: Vertex | None = vertex
     while at is not None and at.record.type != NodeType.CPU:
         at = at.parent

@@ -1,15 +1,17 @@
-"""Topology files: reading them safely and writing them as NCCL lays them out.
+"""Safe reader of topology files, and a writer with NCCL's layout.
 
-The format is NCCL's (``src/graph/xml.cc``): ``system`` holds ``cpu``, which holds ``pci`` and ``nic``; ``pci`` holds ``pci``, ``gpu``,
-``nic`` and ``pcilink``; ``gpu`` holds ``nvlink`` and ``c2c`` (AMD's dialect, version 2, ``xgmi``; ours ``xlink``, see
-``accelerators``); ``nic`` holds ``net``. Elements elsewhere are ignored together with what is in them, as NCCL does, and are reported as
+The format is NCCL's (``src/graph/xml.cc``): ``system`` holds ``cpu``, which holds ``pci`` and
+``nic``; ``pci`` holds ``pci``, ``gpu``, ``nic`` and ``pcilink``; ``gpu`` holds ``nvlink`` and
+``c2c`` (in AMD's dialect, version 2, ``xgmi``; in ours ``xlink``, see ``accelerators``); ``nic``
+holds ``net``. Elements elsewhere are ignored with their content, like in NCCL, and are reported as
 notes. The order of elements matters.
 
-Rules kept here
-- A file is data from outside: at most :data:`MAX_BYTES`, :data:`MAX_NODES` elements and :data:`MAX_DEPTH` levels, no document type, no
-  entities. Whatever is wrong raises ``TopologyError`` with the line; no other exception leaves this module.
-- The reader is more tolerant than NCCL's own where no result depends on it (an XML declaration, tabs, more than 256 elements); what
-  NCCL itself would refuse or drop is in ``XmlFile.notes``, for ``topo check``.
+- A file is untrusted input: at most :data:`MAX_BYTES`, :data:`MAX_NODES` elements and
+  :data:`MAX_DEPTH` levels, no document type, no entities. Every error raises ``TopologyError`` with
+  the line; no other exception leaves this module.
+- The reader is more tolerant than NCCL's where no result depends on it (an XML declaration, tabs,
+  more than 256 elements). Everything that NCCL itself would reject or drop is in ``XmlFile.notes``,
+  for ``topo check``.
 """
 
 from __future__ import annotations
@@ -54,9 +56,11 @@ _UNCLOSED = {
 
 @dataclass(slots=True, eq=False)
 class XmlNode:
-    """One element. Mutable on purpose: selection and fusion work on copies (:meth:`copy`) before anything is built from it.
+    """One element.
 
-    ``single`` tells ``<x/>`` from ``<x></x>``: NCCL's fusion of files compares it. ``line`` is 0 for elements that were made here.
+    Mutable: selection and fusion work on copies (:meth:`copy`) before anything is built. ``single``
+    distinguishes ``<x/>`` from ``<x></x>``, which NCCL's fusion of files compares. ``line`` is 0
+    for elements that were not read from a file.
     """
 
     name: str
@@ -66,6 +70,7 @@ class XmlNode:
     line: int = 0
 
     def copy(self) -> XmlNode:
+        """Return a deep copy."""
         return XmlNode(
             self.name,
             dict(self.attrs),
@@ -75,27 +80,30 @@ class XmlNode:
         )
 
     def child(self, name: str) -> XmlNode | None:
-        """The first child of that name."""
+        """Return the first child of that name, or None."""
         for child in self.children:
             if child.name == name:
                 return child
         return None
 
     def walk(self) -> Iterator[XmlNode]:
-        """This element and all below it, in the order of the file."""
+        """Yield this element and its descendants in the order of the file."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def integer(self, name: str, default: int = 0) -> int:
-        """An attribute as C's ``strtol(text, NULL, 0)`` reads it into 32 bits: what follows the number is ignored, no number is 0."""
+        """Read an attribute like C's ``strtol(text, NULL, 0)``, truncated to 32 bits.
+
+        Trailing characters are ignored; a text without a number is 0.
+        """
         text = self.attrs.get(name)
         return default if text is None else c_int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class XmlFile:
-    """A file as read: its root, where it came from, and what NCCL would make of its oddities (``notes``: line, sentence)."""
+    """A file as read: its root, its source, and notes (line, text) for NCCL's deviations."""
 
     root: XmlNode
     source: str = "<text>"
@@ -103,6 +111,7 @@ class XmlFile:
 
     @property
     def version(self) -> int:
+        """Version of the format."""
         return self.root.integer("version")
 
 
@@ -112,25 +121,25 @@ _DIGITS = {**{str(d): d for d in range(10)}, **{c: 10 + i for i, c in enumerate(
 
 
 def c_int(text: str) -> int:
-    """``(int)strtol(text, NULL, 0)``: saturates at 64 bits, then wraps to 32."""
+    """Parse like ``(int)strtol(text, NULL, 0)``: saturate at 64 bits, then wrap to 32."""
     value = max(-(1 << 63), min((1 << 63) - 1, _leading_integer(text, 0)))
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def c_long(text: str) -> int:
-    """``strtol(text, NULL, 0)``."""
+    """Parse like ``strtol(text, NULL, 0)``."""
     return max(-(1 << 63), min((1 << 63) - 1, _leading_integer(text, 0)))
 
 
 def c_uint64(text: str, base: int) -> int:
-    """``strtoull(text, NULL, base)``: too large saturates, a minus sign negates modulo 2**64."""
+    """Parse like ``strtoull(text, NULL, base)``: saturate; a minus sign negates modulo 2**64."""
     value = _leading_integer(text, base)
     limit = (1 << 64) - 1
     return limit if abs(value) > limit else value & limit
 
 
 def c_float(text: str) -> float:
-    """The number at the start of ``text``, 0.0 if there is none; not yet rounded to single precision."""
+    """Parse the number at the start of ``text``, 0.0 without one; not rounded to single precision."""
     text = text.strip()
     for end in range(len(text), 0, -1):
         try:
@@ -160,7 +169,10 @@ def _leading_integer(text: str, base: int) -> int:
 
 
 def bus_id(text: str) -> int:
-    """``0001:02:03.4`` as the number its hex digits make, up to the first other character (NCCL ``busIdToInt64``)."""
+    """Convert ``0001:02:03.4`` to the number of its hex digits (NCCL ``busIdToInt64``).
+
+    Conversion stops at the first other character.
+    """
     digits = ""
     for char in text:
         if char in ".:":
@@ -175,7 +187,10 @@ def bus_id(text: str) -> int:
 
 
 class _TopologyReader:
-    """Builds the tree from expat's events. ``allowed`` extends :data:`CHILDREN` by the elements of described accelerators."""
+    """Tree builder on expat's events.
+
+    ``allowed`` extends :data:`CHILDREN` by the elements of described accelerators.
+    """
 
     def __init__(self, source: str, data: bytes, extra: Mapping[str, tuple[str, ...]]) -> None:
         self.source = source
@@ -318,7 +333,11 @@ class _TopologyReader:
 def parse_topology(
     text: str | bytes, *, source: str = "<text>", extra: Mapping[str, tuple[str, ...]] | None = None
 ) -> XmlFile:
-    """Read a topology from memory. ``extra`` adds elements to :data:`CHILDREN` (described accelerators)."""
+    """Read a topology from memory.
+
+    ``extra`` adds elements to :data:`CHILDREN` (described accelerators). Raises ``TopologyError``
+    with source and line.
+    """
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(data) > MAX_BYTES:
         raise TopologyError(f"{source}: {len(data)} bytes; a topology file has at most {MAX_BYTES}")
@@ -328,12 +347,18 @@ def parse_topology(
 def read_topology(
     path: str | os.PathLike[str], *, extra: Mapping[str, tuple[str, ...]] | None = None
 ) -> XmlFile:
-    """Read a topology file. What cannot be opened, is no regular file or is too large raises ``TopologyError``."""
+    """Read a topology file.
+
+    Raises ``TopologyError`` if it cannot be opened, is not a regular file, is too large or is not
+    valid.
+    """
     return parse_topology(read_bytes(path, "topology file"), source=os.fspath(path), extra=extra)
 
 
 def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
-    """A file that is ``what``; raises ``TopologyError`` where it cannot be opened or is too large for one."""
+    """Read a file of kind ``what``. Raises ``TopologyError`` if it cannot be opened or is too
+    large.
+    """
     name = os.fspath(path)
     try:
         with open(name, "rb") as file:
@@ -349,7 +374,10 @@ def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 def format_topology(root: XmlNode) -> str:
-    """The text NCCL writes to ``NCCL_TOPO_DUMP_FILE``: two spaces a level, attributes in their order, ``<x/>`` for what is empty."""
+    """Return the text that NCCL writes to ``NCCL_TOPO_DUMP_FILE``.
+
+    Two spaces per level, attributes in their order, ``<x/>`` for empty elements.
+    """
     lines: list[str] = []
     _format(root, 0, lines)
     return "\n".join(lines) + "\n"
@@ -375,7 +403,7 @@ def _escape(value: str) -> str:
 
 
 def write_topology(root: XmlNode, path: str | os.PathLike[str]) -> None:
-    """Write :func:`format_topology` to a file."""
+    """Write :func:`format_topology` to a file. Raises ``TopologyError`` if it cannot be written."""
     try:
         Path(path).write_text(format_topology(root), encoding="utf-8")
     except OSError as error:

@@ -1,7 +1,8 @@
-"""The channel search: which rings, trees, NVLS and CollNet channels NCCL 2.28.9 would make on a machine, and why.
+"""Channel search: the rings, trees, NVLS and CollNet channels of NCCL 2.28.9 on a machine.
 
-``search_channels`` is the whole interface, a pure function of its arguments. Inside: ``passes`` decides which walks are made, ``kernel``
-makes one walk on a board that ``table`` set up, ``nets`` says which nets are tried, ``explain`` and ``room`` give the reasons.
+``search_channels`` is the only entry point, a pure function of its arguments. ``passes`` decides
+which walks to run, ``kernel`` runs one walk on the arrays that ``state_builder`` allocates,
+``nets`` lists candidate nets, ``saturation`` and ``explain`` give the reasons of a result.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def search_channels(
     *,
     walk: Walk = walk_compiled,
 ) -> SearchResult:
-    """The five channel graphs of a node and how each came about. ``paths`` are those of ``system`` after all corrections.
+    """Search the five channel graphs of a node and report how each one was found.
 
-    ``walk`` runs the inner search (a test passes the interpreted one). Raises ``TopologyError`` for a system without a GPU or a graph file
-    that cannot be used.
+    ``paths`` are those of ``system`` after all corrections. ``walk`` runs the inner search; tests
+    pass the interpreted version. Raises ``TopologyError`` for a system without a GPU or a graph
+    file that cannot be used.
     """
     settings = settings or SearchSettings()
     nearest = NearestDevices(system, paths, settings.net_per_gpu)
@@ -88,7 +90,7 @@ def _is_run(kind: GraphKind, context: SearchContext) -> bool:
 
 
 def supports_nvls(system: System, settings: SearchSettings) -> bool:
-    """NVLS is considered at all: two GPUs or more, and multicast, which GPUs from Hopper on are taken to have (NCCL ncclNvlsInit)."""
+    """Return True if the NVLS search runs: two GPUs or more, with multicast (NCCL ncclNvlsInit)."""
     if settings.nvls == NVLS_OFF or len(system.gpus) < 2:
         return False
     return settings.nvls != NVLS_AUTO or min(system.gpus, key=lambda gpu: gpu.rank).sm >= 90

@@ -1,4 +1,4 @@
-"""The reasons of a channel search as JSON and as sentences, made from its report alone."""
+"""Reasons of a channel search as JSON and as text, derived from its report alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDS = {
 
 
 def explain_search(report: SearchReport) -> Json:
-    """What was tried for one graph, what each try found and where its budget went; ``sentences`` tell the short story."""
+    """Return the tries of one graph with results and budgets; ``sentences`` is the summary."""
     return {
         "graph": report.kind.label,
         "origin": report.origin.value,
@@ -88,7 +88,7 @@ def _duplication(duplication: Duplication | None) -> Json | None:
 
 
 def describe_try(t: Try, inter: bool) -> str:
-    """One walk: why, what was asked for, how it ended."""
+    """Describe one walk: reason, request and outcome."""
     bw = (
         f"{t.bw_intra:g} GB/s"
         if t.bw_intra == t.bw_inter
@@ -127,7 +127,7 @@ def _describe_reason(t: Try) -> str:
 
 
 def summarize_search(report: SearchReport) -> list[str]:
-    """The story of one graph in a few sentences; none for a graph that was not asked for."""
+    """Return the search of one graph as lines of text; empty for a graph that was not requested."""
     name = report.kind.label
     match report.origin:
         case Origin.NOT_RUN:
@@ -181,7 +181,6 @@ def _describe_stop(report: SearchReport) -> str:
 
 
 def _describe_saturated_links(report: SearchReport) -> str:
-    """Where one more channel would not fit."""
     shown = ", ".join(
         f"{link.source} to {link.target} ({link.left:g} of {link.bw:g} GB/s left)"
         for link in report.saturated_links[:3]

@@ -1,6 +1,7 @@
-"""The nets a channel may start from or leave by, in the order they are tried (NCCL 2.28 ``src/graph/search.cc`` ncclTopoSelectNets).
+"""Candidate nets of a channel, in the order in which they are tried.
 
-They depend on the machine and on ``NETDEVS_POLICY`` only, never on what the search has placed.
+The source is NCCL 2.28 ``src/graph/search.cc`` ncclTopoSelectNets. Candidates depend on the machine
+and on ``NETDEVS_POLICY`` only, never on channels found so far.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from miraccl.topo.records import NodeType, PathType
 
 
 def preferred_nets(nearest: NearestDevices, gpu: int) -> list[int]:
-    """The nets a GPU uses, by channel until they repeat; of nets that share an id, the first. Empty when it reaches none."""
+    """Return the nets that a GPU uses on successive channels, until they repeat.
+
+    Of nets that share an id only the first is listed. Empty if the GPU reaches no net.
+    """
     nets: list[int] = []
     for channel in range(MAX_CHANNELS):
         net = nearest.net(gpu, channel)
@@ -27,10 +31,11 @@ def preferred_nets(nearest: NearestDevices, gpu: int) -> list[int]:
 
 
 def candidate_nets(nearest: NearestDevices, gpus: Sequence[int], worst: PathType) -> list[int]:
-    """The nets to try from these GPUs, best first: those they prefer, then all others up to the path type ``worst``.
+    """Return the nets to try from ``gpus``, best first.
 
-    With a number of nets per GPU, the list ends at that many for each of ``gpus``. Empty when one of them reaches no net: NCCL then
-    gives up the search.
+    The preferred nets come first, then all others up to path type ``worst``. With a limit of nets
+    per GPU the list ends at that many for each GPU. Empty if a GPU reaches no net: NCCL then
+    abandons the search.
     """
     preferred = [preferred_nets(nearest, gpu) for gpu in gpus]
     if not all(preferred):

@@ -1,8 +1,8 @@
-"""One graph's search: which walks are made, in which order, with which concessions (NCCL 2.28 ``src/graph/search.cc`` ncclTopoCompute).
+"""The two passes of one graph's search (NCCL 2.28 ``src/graph/search.cc`` ncclTopoCompute).
 
-Pass 1 looks for a graph: at the best bandwidth first; when that fails it allows different channels, a simpler tree, farther GPUs, farther
-nets, other nets on the way out, and at last less bandwidth. Pass 2 starts from what was found and asks for more bandwidth.
-All walks share one board; each leaves its traces there.
+Pass 1 finds a graph: it starts at the highest bandwidth and, if that fails, relaxes the request:
+different channels, a simpler tree, farther GPUs, farther nets, other nets to leave by, and finally
+less bandwidth. Pass 2 starts from the result and requests more bandwidth.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ CROSS_NIC_PATTERNS = (Pattern.RING, Pattern.BALANCED_TREE, Pattern.SPLIT_TREE)
 
 @dataclass(frozen=True, kw_only=True)
 class SearchContext:
-    """What all searches on one machine share. ``sm`` is the least compute capability (times ten) among the GPUs."""
+    """Inputs shared by all searches on one machine.
+
+    All walks use the same ``state``: the bandwidths that one leaves are the input of the next.
+    """
 
     nearest: NearestDevices
     settings: SearchSettings
@@ -77,12 +80,13 @@ class SearchContext:
 
     @property
     def sm(self) -> int:
+        """Lowest compute capability of the GPUs, times ten."""
         return min(gpu.sm for gpu in self.system.gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What one walk asks for: the variable fields of ``Try``."""
+    """Request of one walk: the fields of ``Try`` that vary."""
 
     pattern: Pattern
     bw_intra: float
@@ -96,7 +100,11 @@ class Attempt:
 
 
 def search_graph(context: SearchContext, kind: GraphKind, ring_channels: int) -> SearchReport:
-    """Search one graph. ``ring_channels`` is what the ring of this machine has; trees and CollNet chains have to match it."""
+    """Search one graph.
+
+    ``ring_channels`` is the channel count of this machine's ring, which trees and CollNet chains
+    have to match.
+    """
     start = _start(context, kind, ring_channels)
     loaded = context.from_file.get(kind)
     if (
@@ -125,7 +133,7 @@ def _report(context: SearchContext, graph: ChannelGraph, origin: Origin) -> Sear
 
 
 def _start(context: SearchContext, kind: GraphKind, ring_channels: int) -> ChannelGraph:
-    """The empty graph with the strictest path types and, where it is forced, other nets on the way out."""
+    """Return the empty graph with the strictest path types and, if forced, cross-NIC."""
     graph = start_graph(kind, ring_channels)
     cross_nic = _cross_nic(context, graph.pattern)
     nearest_gpu, nearest_net = PathType.LOC, PathType.PIX
@@ -149,7 +157,10 @@ def _cross_nic(context: SearchContext, pattern: Pattern) -> int:
 
 
 def path_type_range(context: SearchContext, target: NodeType) -> tuple[PathType, PathType]:
-    """Best and worst type among the paths from GPUs to GPUs or nets (NCCL ncclTopoGetGpuMinPath, ncclTopoGetGpuMaxPath)."""
+    """Return the best and worst type of the paths from GPUs to GPUs or nets.
+
+    NCCL ncclTopoGetGpuMinPath, ncclTopoGetGpuMaxPath.
+    """
     types = [
         path.type
         for i in range(context.ngpus)
@@ -160,7 +171,7 @@ def path_type_range(context: SearchContext, target: NodeType) -> tuple[PathType,
 
 
 def _limits(context: SearchContext, graph: ChannelGraph) -> ChannelGraph:
-    """Channel limits and pattern as this machine allows them."""
+    """Adapt channel limits and pattern to the machine."""
     least, most, pattern = graph.min_channels, graph.max_channels, graph.pattern
     if pattern is Pattern.NVLS:
         most = min(MAX_NVLS_HEADS, context.ngpus)
@@ -176,7 +187,7 @@ def _limits(context: SearchContext, graph: ChannelGraph) -> ChannelGraph:
 
 
 def has_split_nvlink(context: SearchContext) -> bool:
-    """Two groups of GPUs joined by NVLink inside, by something slower between them."""
+    """Return True for two NVLink groups of GPUs with something slower between them."""
     domain = list(range(context.ngpus))
     for g in range(context.ngpus):
         for p in range(g + 1, context.ngpus):
@@ -186,7 +197,7 @@ def has_split_nvlink(context: SearchContext) -> bool:
 
 
 class _GraphSearch:
-    """The state of one graph's search."""
+    """State of one graph's search."""
 
     def __init__(self, context: SearchContext, start: ChannelGraph) -> None:
         self.context = context
@@ -210,7 +221,7 @@ class _GraphSearch:
 
     @property
     def best(self) -> ChannelGraph:
-        """The best graph found so far, as a record."""
+        """The best graph found so far."""
         state, start = self.context.state, self.start
         graph = state.graphs[BEST]
         channels = range(graph.n_channels)
@@ -359,13 +370,16 @@ class _GraphSearch:
         return reason
 
     def _crosses_amd_sockets(self, attempt: Attempt) -> bool:
-        """Different channels are not worth it between the sockets of AMD CPUs."""
+        """Return True if the path crosses sockets of AMD CPUs."""
         first = self.context.system.cpus[:1]
         amd = any(cpu.arch == CpuArch.X86 and cpu.vendor == CpuVendor.AMD for cpu in first)
         return amd and attempt.type_intra == PathType.SYS
 
     def _relax(self, attempt: Attempt, budget: int) -> tuple[Reason | Stop, Attempt]:
-        """What to ask for after a walk that did not settle it: the next concession, with all lesser ones withdrawn."""
+        """Return the next request after an inconclusive walk.
+
+        It makes the next relaxation and withdraws all lesser ones.
+        """
         context, start = self.context, self.start
         best = self.context.state.graphs[BEST]
         found = best.n_channels > 0
@@ -414,7 +428,7 @@ class _GraphSearch:
         return Stop.SPEEDS, attempt
 
     def _duplicate(self) -> Duplication | None:
-        """Channels over fast links are doubled at half the bandwidth: one alone cannot drive them (NCCL ncclTopoDupChannels)."""
+        """Double channels over fast links at half the bandwidth (NCCL ncclTopoDupChannels)."""
         state = self.context.state
         best = state.graphs[BEST]
         count, bw_intra, bw_inter = int(best.n_channels), float(best.bw_intra), float(best.bw_inter)
@@ -434,7 +448,7 @@ class _GraphSearch:
         return Duplication(before=count, after=doubled, bw_intra=bw_intra, bw_inter=bw_inter)
 
     def _improve(self) -> None:
-        """Pass 2: the same number of channels, faster ones, for as long as each walk succeeds."""
+        """Run pass 2: the same number of channels, faster ones, while each walk succeeds."""
         state, speeds = self.context.state, self.speeds
         best = state.graphs[BEST]
         state.graphs[CURRENT] = best  # its hop count goes on from there
@@ -468,7 +482,7 @@ class _GraphSearch:
             left = self._walk(Phase.IMPROVE, reason, attempt)
 
     def _fallback(self, graph: ChannelGraph) -> ChannelGraph:
-        """Nothing was found: one slow channel in the order of the GPUs."""
+        """Return one slow channel in the order of the GPUs."""
         return replace(
             graph,
             intra=(tuple(gpu.rank for gpu in self.context.system.gpus),),

@@ -1,4 +1,15 @@
-"""What a channel search did, as records: every try with its question, its answer and the reason it was made."""
+"""Records of a channel search.
+
+SearchResult                       the five graphs of a node
+ └─ SearchReport                   one graph: Origin states where it came from
+     ├─ Try, Try, ...              one walk each
+     │    Phase, Reason            the pass, and the change since the previous try
+     │    Attempt (``passes``)     the request: pattern, bandwidths, path types, channels
+     │    End                      the outcome: perfect, budget used up, complete
+     ├─ Stop                       the reason why pass 1 ran no further try
+     ├─ Duplication                channels doubled between pass 1 and pass 2
+     └─ SaturatedLink, ...         the links that have no capacity for one more channel
+"""
 
 from __future__ import annotations
 
@@ -10,14 +21,14 @@ from miraccl.topo.records import LinkType, PathType
 
 
 class Phase(enum.IntEnum):
-    """NCCL's two passes: find a graph, then see whether its channels can be faster."""
+    """Pass of the search: find a graph, then look for faster channels."""
 
     FIND = 1
     IMPROVE = 2
 
 
 class Reason(enum.Enum):
-    """Why a try was made: what was changed since the try before."""
+    """Change that a try makes to the request of the previous try."""
 
     START = "start"
     DIFFERENT_CHANNELS = "different_channels"
@@ -32,7 +43,7 @@ class Reason(enum.Enum):
 
 
 class End(enum.Enum):
-    """How a try ended."""
+    """Outcome of a try."""
 
     PERFECT = "perfect"  # as many channels as allowed
     BUDGET = "budget"  # visits used up
@@ -40,7 +51,7 @@ class End(enum.Enum):
 
 
 class Stop(enum.Enum):
-    """Why the first pass made no further try."""
+    """Reason why the first pass ended."""
 
     PERFECT = "perfect"
     SATURATED = "saturated"  # channels times bandwidth reach what a GPU can carry
@@ -49,7 +60,7 @@ class Stop(enum.Enum):
 
 
 class Origin(enum.Enum):
-    """Where a graph comes from."""
+    """Source of a graph."""
 
     SEARCH = "search"
     FILE = "file"
@@ -60,10 +71,12 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Try:
-    """One walk. The first group of fields is what was asked for (GB/s per channel), the second what came of it.
+    """One walk: its request (first group of fields, GB/s per channel) and its outcome (second
+    group).
 
-    ``budget``: visits allowed, ``visits``: made, including those of bounded first walks, which do not count against it.
-    ``improved``: this walk found a better graph than before; ``found_*`` describe the best graph after it.
+    ``budget`` is the number of visits allowed. ``visits`` counts all visits made, including those
+    of bounded initial walks, which are not charged to the budget. ``improved`` is True if this walk
+    found a better graph; ``found_*`` describe the best graph after it.
     """
 
     phase: Phase
@@ -89,7 +102,10 @@ class Try:
 
 @dataclass(frozen=True, kw_only=True)
 class Duplication:
-    """Channels doubled because one channel cannot drive its links: ``before`` and ``after`` in number, GB/s per channel before."""
+    """Doubling of channels, applied where one channel cannot drive its links.
+
+    ``before`` and ``after`` are channel counts; bandwidths are GB/s per channel before.
+    """
 
     before: int
     after: int
@@ -99,7 +115,9 @@ class Duplication:
 
 @dataclass(frozen=True, kw_only=True)
 class SaturatedLink:
-    """A link without room for one more channel: from, to, GB/s in all and left."""
+    """A link without capacity for one more channel; ``bw`` is its capacity, ``left`` the rest
+    (GB/s).
+    """
 
     source: str
     target: str
@@ -110,9 +128,12 @@ class SaturatedLink:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchReport:
-    """How one graph came about. ``inter``: channels enter and leave the node; ``max_bw``, ``total_bw`` GB/s as the search used them;
-    ``next_bw``: GB/s of the next slower channel it could have asked for, 0 if there is none listed; ``duplication`` is None where
-    channels stayed as found."""
+    """Course and result of the search of one graph.
+
+    ``inter`` is True if channels enter and leave the node. ``max_bw`` and ``total_bw`` are the GB/s
+    that the search used. ``next_bw`` is the next lower bandwidth per channel (GB/s), 0 if none is
+    listed. ``duplication`` is None if channels were not doubled.
+    """
 
     kind: GraphKind
     origin: Origin
@@ -129,15 +150,17 @@ class SearchReport:
 
     @property
     def visits(self) -> int:
+        """Visits of all tries."""
         return sum(t.visits for t in self.tries)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The five graphs in the order of ``GraphKind`` and how each came about."""
+    """The five graphs in the order of ``GraphKind``, with their reports."""
 
     graphs: tuple[ChannelGraph, ...]
     reports: tuple[SearchReport, ...]
 
     def graph(self, kind: GraphKind) -> ChannelGraph:
+        """Return the graph of a kind."""
         return self.graphs[kind]

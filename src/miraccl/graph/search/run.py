@@ -1,4 +1,4 @@
-"""Running the kernel: compiled (the default) or as it stands."""
+"""Execution of the search kernel: compiled (default) or interpreted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ Walk = Callable[[SearchState], None]
 
 
 def walk_interpreted(state: SearchState) -> None:
-    """The kernel as ordinary Python: about a thousand times slower, and what the compiled one has to agree with."""
+    """Run the kernel as ordinary Python, the reference for the compiled version (1000x slower)."""
     walk.search(state)
 
 
 def walk_compiled(state: SearchState) -> None:
-    """The kernel as machine code; the first call of a process loads it, the first on a machine compiles it."""
+    """Run the kernel as machine code.
+
+    The first call of a process loads it; the first call on a machine compiles it.
+    """
     table = np.zeros((len(state), ROW), np.int64)
     for i, array in enumerate(state):
         table[i, 0] = array.ctypes.data

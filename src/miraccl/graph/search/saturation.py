@@ -1,4 +1,4 @@
-"""Which links the channels of a graph leave full: the answer to "why not one channel more?"."""
+"""Links that the channels of a graph saturate: the reason why there is not one channel more."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from miraccl.topo.records import Path, PathTable, System
 def find_saturated_links(
     system: System, paths: PathTable, graph: ChannelGraph
 ) -> tuple[SaturatedLink, ...]:
-    """The links that have less left than one more channel of this graph would take from them, fullest first.
+    """Return the links whose rest is less than one more channel would need, fullest first.
 
-    Counts what the channels send in the direction of the search (rings and trees; none for heads of NVLS and CollNet). What peer-to-peer
-    through Intel host bridges and old GPUs cost besides is left out.
+    Counts the traffic in the direction of the search (rings and trees; none for NVLS and CollNet
+    heads). The extra cost of peer-to-peer traffic through Intel host bridges and on GPUs before
+    Ampere is not included.
     """
     if graph.pattern in (Pattern.NVLS, Pattern.COLLNET_DIRECT):
         return ()
@@ -49,7 +50,7 @@ def find_saturated_links(
 
 
 def _traffic(system: System, paths: PathTable, graph: ChannelGraph) -> Iterator[tuple[Path, float]]:
-    """The paths of all channels with the bandwidth each carries."""
+    """Yield the paths of all channels with the bandwidth of each."""
     position = {gpu.rank: i for i, gpu in enumerate(system.gpus)}
     nets = {net.id: i for i, net in reversed(list(enumerate(system.nets)))}
     for c, ranks in enumerate(graph.intra):
@@ -67,7 +68,7 @@ def _traffic(system: System, paths: PathTable, graph: ChannelGraph) -> Iterator[
 
 
 def _exits(pattern: Pattern, order: list[int]) -> list[tuple[int, float]]:
-    """The GPUs that send to the network, and which part."""
+    """Return the GPUs that send to the network, with their share."""
     if pattern is Pattern.RING:
         return [(order[-1], 1.0)]
     if pattern is Pattern.BALANCED_TREE and len(order) > 1:

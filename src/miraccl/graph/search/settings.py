@@ -1,4 +1,4 @@
-"""What may be set about the channel search, as plain values; the environment is read in :meth:`SearchSettings.read` only."""
+"""Settings of the channel search as plain values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ NVLS_OFF, NVLS_ON, NVLS_AUTO = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """``cross_nic``: a ring may come in and go out by different NICs: 0 no, 1 yes, 2 where it helps. ``net_per_gpu``: as in
-    ``PathOptions``. ``nvls``: 0 off, 1 on, 2 where the GPUs have it. ``collnet``: a CollNet plugin is present and enabled.
-    ``graph_xml``: text of a file of graphs that replace the search, empty for none."""
+    """Settings of the channel search.
+
+    ``cross_nic`` allows a ring to enter and leave by different NICs: 0 no, 1 yes, 2 where it helps.
+    ``net_per_gpu`` is that of ``PathOptions``. ``nvls`` is 0 (off), 1 (on) or 2 (if the GPUs
+    support it). ``collnet`` states that a CollNet plugin is present and enabled. ``graph_xml`` is
+    the text of a file of graphs that replace the search, empty for none.
+    """
 
     cross_nic: int = 2
     net_per_gpu: int = 0
@@ -27,7 +31,10 @@ class SearchSettings:
     def read(
         cls, environ: Mapping[str, str], *, collnet: bool = False, graph_xml: str = ""
     ) -> SearchSettings:
-        """From an environment; ``graph_xml`` is the text of the file that ``GRAPH_FILE`` names, which is the caller's to read."""
+        """Read the settings from an environment.
+
+        The caller reads the file that ``GRAPH_FILE`` names and passes its text as ``graph_xml``.
+        """
         return cls(
             cross_nic=params.CROSS_NIC.read(environ),
             net_per_gpu=PathOptions.read(environ).net_per_gpu,

@@ -1,6 +1,6 @@
-"""The bandwidths per channel that a search asks for, best first (NCCL 2.28 ``src/graph/search.cc`` speedArray*), GB/s.
+"""Bandwidths per channel that a search requests, highest first, in GB/s.
 
-Hopper and Blackwell have links so fast that one channel cannot fill them, and so lists of their own.
+The source is NCCL 2.28 ``src/graph/search.cc`` speedArray*.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTER_BLACKWELL = _floats(
 
 
 def speeds_for(sm: int, inter: bool) -> tuple[float, ...]:
-    """The list for GPUs of at least this compute capability (times ten)."""
+    """Return the list for GPUs of at least this compute capability (times ten)."""
     if sm >= 100:
         return INTER_BLACKWELL if inter else INTRA_BLACKWELL
     if sm >= 90:
@@ -32,5 +32,5 @@ def speeds_for(sm: int, inter: bool) -> tuple[float, ...]:
 
 
 def first_at_most(speeds: tuple[float, ...], limit: float) -> int:
-    """Index of the first speed that does not exceed ``limit``; the last one where all do."""
+    """Return the index of the first speed that does not exceed ``limit``, or of the last speed."""
     return next((i for i, speed in enumerate(speeds) if speed <= limit), len(speeds) - 1)

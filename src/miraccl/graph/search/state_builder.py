@@ -1,4 +1,4 @@
-"""From ``System`` and ``PathTable`` to the ``Board`` of a search."""
+"""Construction of a ``SearchState`` from ``System`` and ``PathTable``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ FRAMES_BESIDE_GPUS = 8
 
 
 def build_state(nearest: NearestDevices) -> SearchState:
-    """A board with all bandwidth on it and two empty graphs. :func:`set_candidates` has to follow where nets are used."""
+    """Allocate a state with all bandwidth available and two empty graphs.
+
+    Where nets are used, :func:`set_candidates` must be called before a walk. Raises
+    ``TopologyError`` for a system without a GPU.
+    """
     system, paths = nearest.system, nearest.paths
     ngpus, nnets = len(system.gpus), len(system.nets)
     if not ngpus:
@@ -76,7 +80,7 @@ def build_state(nearest: NearestDevices) -> SearchState:
 
 
 def _array(rows: Sequence[tuple[Any, ...]], dtype: Any) -> Any:
-    """A record array that is never empty, so that it always has an address."""
+    """Allocate a record array with at least one element, so that it has an address."""
     array = np.zeros(max(1, len(rows)), dtype)
     for i, row in enumerate(rows):
         array[i] = row
@@ -84,7 +88,7 @@ def _array(rows: Sequence[tuple[Any, ...]], dtype: Any) -> Any:
 
 
 def set_candidates(state: SearchState, nearest: NearestDevices, worst: PathType) -> None:
-    """Write the nets that channels may start from and leave by, up to the path type ``worst``."""
+    """Write the nets by which channels may enter and leave, up to path type ``worst``."""
     header = state.header[0]
     ngpus = int(header.ngpus)
     at = int(header.exits_first) + 2 * ngpus
@@ -103,7 +107,7 @@ def set_candidates(state: SearchState, nearest: NearestDevices, worst: PathType)
 
 
 def _paths(system: System, paths: PathTable) -> tuple[Any, list[tuple[int, int, float]]]:
-    """The table of paths between vertices, and their hops."""
+    """Return the table of paths between vertices, and their hops."""
     ngpus, nnets = len(system.gpus), len(system.nets)
     size = ngpus + nnets + 1
     table = np.zeros((size, size), PATH)
@@ -132,7 +136,7 @@ def _paths(system: System, paths: PathTable) -> tuple[Any, list[tuple[int, int, 
 
 
 def _reversed(system: System, path: Path) -> Path:
-    """The way back over the same links; paths from an NVSwitch are not in the table."""
+    """Return the reverse path over the same links: the table lacks paths from an NVSwitch."""
     back = tuple(system.reverse_links[link] for link in reversed(path.hops))
     if -1 in back:
         return Path(type=PathType.DIS, bw=0.0)
@@ -140,7 +144,7 @@ def _reversed(system: System, path: Path) -> Path:
 
 
 def _is_wide(system: System, source: NodeType, path: Path) -> bool:
-    """Peer-to-peer traffic through an Intel host bridge is cut into 64 byte packets: a fifth more data on PCI."""
+    """Return True for peer-to-peer paths through an Intel host bridge, which carry 6/5 of the data."""
     if path.type != PathType.PHB or source != NodeType.GPU:
         return False
     ends = (system.nodes[system.links[link].target] for link in path.hops)
@@ -151,7 +155,7 @@ def _is_wide(system: System, source: NodeType, path: Path) -> bool:
 
 
 def _hop(system: System, start: int, number: int) -> tuple[int, int, float]:
-    """Link, link back, and the part of the bandwidth that the way back loses."""
+    """Return link, reverse link, and the share of the bandwidth that the reverse link loses."""
     link = system.links[number]
     end = system.nodes[link.target]
     share = 0.0
@@ -172,7 +176,7 @@ def _hop(system: System, start: int, number: int) -> tuple[int, int, float]:
 
 
 def _pci_links(system: System, gpu: int) -> tuple[int, int]:
-    """Global numbers of a GPU's PCI link and of the first link back from there, -1 without one."""
+    """Return a GPU's PCI link and the first link back (global numbers), -1 without one."""
     here = system.index(NodeType.GPU, gpu)
     for number, link in enumerate(system.nodes[here].links, system.link_start[here]):
         if link.type != LinkType.PCI:

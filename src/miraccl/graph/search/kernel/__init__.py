@@ -1,1 +1,1 @@
-"""Sources of the compiled inner search; a change here, and only here, has it compiled anew (see ``native.library``)."""
+"""Sources of the compiled inner search, recompiled when one of them changes (``native.library``)."""

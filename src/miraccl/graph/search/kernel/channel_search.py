@@ -1,8 +1,8 @@
-"""The kernel as a C function, for ``native.library``: importing this file imports Numba, and only its compiler does.
+"""The search kernel as a C function, compiled by ``native.library``.
 
-``search(address)`` takes the address of a table of int64 with a row (address, lengths) for each array of the board, in the order of
-``Board``. In compiled code a board is that one address, and its attributes are looked up in the table: handing thirteen arrays, some
-eight words each, from function to function would cost more than the search.
+Only its compiler imports this module, because the import loads Numba. ``search(address)`` takes the
+address of a table of int64 with one row (address, lengths) per array of the state, in the order of
+``SearchState``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ for function in WALK:
 
 
 class SearchStateType(types.Type):  # type: ignore[misc]
-    """The type of a board in compiled code: the address of its table."""
+    """Numba type of a state: the address of its table."""
 
     def __init__(self) -> None:
         super().__init__(name="Board")
@@ -52,7 +52,7 @@ def as_search_state(typingctx: Any, address: Any) -> Any:
 
 @extending.intrinsic  # type: ignore[untyped-decorator]
 def table_row(typingctx: Any, state: Any, row: Any) -> Any:
-    """Pointer to a row of the table."""
+    """Return a pointer to a row of the table."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offset = builder.mul(args[1], ir.Constant(ir.IntType(64), ROW * 8))
@@ -70,7 +70,7 @@ def pointer(typingctx: Any, address: Any) -> Any:
 
 
 def _attribute(row: int, name: str, dtype: Any, dimensions: int) -> None:
-    """Make ``board.<name>`` known to the compiler."""
+    """Register ``state.<name>`` with the compiler."""
 
     def one(state: Any) -> Any:
         entry = carray(table_row(state, row), ROW, np.int64)
@@ -95,7 +95,7 @@ for _row, _name in enumerate(SearchState._fields):
 
 
 def search(address: int, unused: int) -> int:
-    """Walk on the board of a table; returns the visits made."""
+    """Walk on the state of a table and return the number of visits."""
     state = as_search_state(address)
     walk(state)
     return int(state.header[0].visits)

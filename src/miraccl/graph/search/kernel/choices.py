@@ -1,7 +1,7 @@
-"""Choice points of the search: what there is to choose from where a channel stands, what an arrival costs, and when a graph is kept.
+"""Choice points of the search: alternatives, arrivals, and acceptance of a graph.
 
-Ordinary Python over the arrays of ``board``, compiled as it stands (see ``walk``). The rules are NCCL 2.28's (``src/graph/search.cc``
-ncclTopoSearchRecGpu, ncclTopoSearchRec, ncclTopoCompareGraphs).
+Ordinary Python over the arrays of ``state``, compiled unchanged (see ``walk``). The rules are NCCL
+2.28's (``src/graph/search.cc`` ncclTopoSearchRecGpu, ncclTopoSearchRec, ncclTopoCompareGraphs).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from miraccl.graph.search.kernel.state import (
 
 
 def push(state: SearchState, pick: int, count: int) -> Any:
-    """A new frame with ``count`` alternatives, whose row of choices has been filled."""
+    """Push a frame with ``count`` alternatives; the caller has filled its row of choices."""
     header = state.header[0]
     frame = state.frames[header.depth]
     frame.pick = pick
@@ -46,7 +46,7 @@ def push(state: SearchState, pick: int, count: int) -> Any:
 
 
 def open_channel(state: SearchState) -> None:
-    """Push the choice of where the next channel starts."""
+    """Push the choice of the next channel's start."""
     header = state.header[0]
     if header.inter:
         push(state, PICK_NET, header.starts_count)
@@ -55,7 +55,10 @@ def open_channel(state: SearchState) -> None:
 
 
 def push_first_gpu(state: SearchState, net: int) -> None:
-    """Push the choice of a channel's first GPU, entered from ``net`` (-1 none). Alternatives are pairs of order and GPU."""
+    """Push the choice of a channel's first GPU, entered from ``net`` (-1 for none).
+
+    Alternatives are pairs of order and GPU.
+    """
     header = state.header[0]
     graph = state.graphs[CURRENT]
     choices = state.choices[header.depth]
@@ -82,13 +85,14 @@ def push_first_gpu(state: SearchState, net: int) -> None:
 
 
 def add_all_gpus(state: SearchState, choices: Any, count: int) -> int:
+    """Add every GPU as a first GPU; return the new count."""
     for gpu in range(state.header[0].ngpus):
         count = add_first(choices, count, FREE, gpu)
     return count
 
 
 def add_near_gpus(state: SearchState, choices: Any, count: int, net: int) -> int:
-    """The GPU that counts as closest to the net, then the others at the same distance."""
+    """Add the GPU that is local to the net, then the others at the same distance."""
     local = state.nets[net].local_gpu
     if local >= 0:
         count = add_first(choices, count, FREE, local)
@@ -100,13 +104,14 @@ def add_near_gpus(state: SearchState, choices: Any, count: int, net: int) -> int
 
 
 def add_first(choices: Any, count: int, order: int, gpu: int) -> int:
+    """Add one alternative for the first GPU; return the new count."""
     choices[2 * count] = order
     choices[2 * count + 1] = gpu
     return count + 1
 
 
 def free_head(state: SearchState, net: int) -> int:
-    """The GPU closest to a net if it may become the head of one more channel, else -1."""
+    """Return the GPU closest to a net if it may head one more channel, else -1."""
     graph = state.graphs[CURRENT]
     gpu = state.nets[net].local_gpu
     if gpu < 0 or graph.n_channels >= state.header[0].starts_count:
@@ -118,7 +123,7 @@ def free_head(state: SearchState, net: int) -> int:
 
 
 def replayed_gpu(state: SearchState, step: int) -> int:
-    """The GPU that follows this step in the channel before."""
+    """Return the GPU that follows this step in the previous channel."""
     rank = state.ranks[CURRENT, state.graphs[CURRENT].n_channels - 1, step + 1]
     for gpu in range(state.header[0].ngpus):
         if state.gpus[gpu].rank == rank:
@@ -127,7 +132,10 @@ def replayed_gpu(state: SearchState, step: int) -> int:
 
 
 def visit(state: SearchState, gpu: int, step: int, to_net: int, to_first: int, order: int) -> None:
-    """Arrive at a GPU: spend a visit and push the choice of where to go on; with the budget used up, nothing is pushed."""
+    """Arrive at a GPU: charge one visit and push the choice of the next vertex.
+
+    Nothing is pushed once the budget is used up.
+    """
     header = state.header[0]
     if header.budget <= 0:
         return
@@ -172,7 +180,7 @@ def visit(state: SearchState, gpu: int, step: int, to_net: int, to_first: int, o
 
 
 def complete_channel(state: SearchState) -> None:
-    """One more channel stands: keep the graph if it is the best so far, and push the try for another."""
+    """Count the channel, save the graph if it is the best so far, and push the next channel."""
     header = state.header[0]
     graph = state.graphs[CURRENT]
     graph.n_channels += 1
@@ -185,6 +193,7 @@ def complete_channel(state: SearchState) -> None:
 
 
 def is_better(state: SearchState) -> bool:
+    """Return True if the current graph is better than the best one."""
     graph = state.graphs[CURRENT]
     best = state.graphs[BEST]
     if graph.n_channels < graph.min_channels:
@@ -207,6 +216,7 @@ def is_better(state: SearchState) -> bool:
 
 
 def copy_graph(state: SearchState, source: int, target: int) -> None:
+    """Copy one graph with its channels over the other."""
     state.graphs[target] = state.graphs[source]
     for channel in range(state.graphs[source].n_channels):
         for step in range(state.header[0].ngpus):

@@ -1,7 +1,8 @@
-"""What the search tries next: the order of GPUs, and which nets are allowed where.
+"""Order in which GPUs are tried, and the nets allowed at each point.
 
-Ordinary Python over the arrays of ``board``, compiled as it stands (see ``walk``). The rules are NCCL 2.28's (``src/graph/search.cc``
-ncclTopoSearchNextGpuSort, ncclTopoSearchRecNet, ncclTopoSearchCheckNet).
+Ordinary Python over the arrays of ``state``, compiled unchanged (see ``walk``). The rules are NCCL
+2.28's (``src/graph/search.cc`` ncclTopoSearchNextGpuSort, ncclTopoSearchRecNet,
+ncclTopoSearchCheckNet).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from miraccl.graph.search.kernel.state import (
 
 
 def gpu_pci_bw(state: SearchState, gpu: int) -> int:
-    """What a GPU's PCI link has left, whole GB/s of the worse direction; -1 without one."""
+    """Return the rest of a GPU's PCI link: whole GB/s of the worse direction, -1 without a link."""
     if state.gpus[gpu].pci_link < 0:
         return -1
     up = state.links[state.gpus[gpu].pci_link].bw
@@ -26,9 +27,10 @@ def gpu_pci_bw(state: SearchState, gpu: int) -> int:
 
 
 def compare_gpus(state: SearchState, here: int, net: int, a: int, b: int) -> int:
-    """Below 0 if GPU a is tried before GPU b, above 0 if after, 0 if their scores are equal; ``net`` -1 leaves the network out.
+    """Compare GPUs a and b: below 0 if a is tried first, above 0 if b, 0 for equal scores.
 
-    More bandwidth to the net, on PCI, fewer hops to the net, more bandwidth from here, fewer hops from here. Scores are whole numbers.
+    ``net`` -1 ignores the network. Criteria in order: more bandwidth to the net, more on PCI, fewer
+    hops to the net, more bandwidth from here, fewer hops from here. Scores are integers.
     """
     ngpus = state.header[0].ngpus
     if net >= 0:
@@ -50,9 +52,9 @@ def compare_gpus(state: SearchState, here: int, net: int, a: int, b: int) -> int
 
 
 def list_next_gpus(state: SearchState, here: int, sort_net: int, row: int) -> int:
-    """Write the GPUs to try after this one into a row of choices, best first; returns how many.
+    """Write the GPUs to try next into a row of choices, best first; return their number.
 
-    ``sort_net``: 1 if the next GPU goes to the network, -1 if a later one does, 0 if none will.
+    ``sort_net`` is 1 if the next GPU sends to the network, -1 if a later one does, 0 if none will.
     """
     header = state.header[0]
     channel = state.graphs[CURRENT].n_channels
@@ -80,7 +82,7 @@ def list_next_gpus(state: SearchState, here: int, sort_net: int, row: int) -> in
 
 
 def same_distance(state: SearchState, here: int, row: int, count: int) -> bool:
-    """All these GPUs are equally far from here."""
+    """Return True if all choices are equally far from ``here``."""
     for i in range(1, count):
         first = state.paths[here, state.choices[row, 0]]
         other = state.paths[here, state.choices[row, i]]
@@ -90,7 +92,10 @@ def same_distance(state: SearchState, here: int, row: int, count: int) -> bool:
 
 
 def neighbours_first(state: SearchState, here: int, row: int, count: int) -> int:
-    """With an NVSwitch only the neighbours by index are tried: it prefers traffic among few peers. Returns how many remain."""
+    """Restrict the choices to the neighbours by index; return the number that remains.
+
+    Used with an NVSwitch, where traffic among few peers performs best.
+    """
     ngpus = state.header[0].ngpus
     pattern = state.graphs[CURRENT].pattern
     next_gpu = (here + 1) % ngpus
@@ -110,7 +115,7 @@ def neighbours_first(state: SearchState, here: int, row: int, count: int) -> int
 
 
 def move_to_front(state: SearchState, row: int, count: int, gpu: int) -> int:
-    """1 if the GPU was among the choices."""
+    """Move a GPU to the front of the choices; return 1 if it was among them, else 0."""
     choices = state.choices[row]
     for i in range(count):
         if choices[i] == gpu:
@@ -125,7 +130,7 @@ def move_to_front(state: SearchState, row: int, count: int, gpu: int) -> int:
 
 
 def find_net(state: SearchState, id: int) -> int:
-    """The first net of this id."""
+    """Return the first net with this id."""
     for net in range(len(state.nets)):
         if state.nets[net].id == id:
             return net
@@ -133,7 +138,7 @@ def find_net(state: SearchState, id: int) -> int:
 
 
 def can_enter_by(state: SearchState, net: int, bw: int) -> bool:
-    """The next channel may come in by this net."""
+    """Return True if the next channel may enter by this net."""
     graph = state.graphs[CURRENT]
     if graph.collnet and state.nets[net].collnet == 0:
         return False
@@ -147,7 +152,7 @@ def can_enter_by(state: SearchState, net: int, bw: int) -> bool:
 
 
 def can_leave_by(state: SearchState, net: int, step: int) -> bool:
-    """The channel may leave by this net, at this step."""
+    """Return True if the channel may leave by this net at this step."""
     graph = state.graphs[CURRENT]
     channel = graph.n_channels
     id = state.nets[net].id

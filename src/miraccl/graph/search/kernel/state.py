@@ -1,12 +1,14 @@
-"""The board a search plays on: one machine and one pair of graphs as flat arrays of records.
+"""State of a channel search: one machine and a pair of graphs as flat arrays of records.
 
-Owns the array layouts that the kernel reads and writes, and nothing else: plain NumPy, so that the kernel runs on them both compiled and
-as ordinary Python.
+Plain NumPy, so that the kernel runs on it both compiled and as ordinary Python.
 
-- A *vertex* is where a move of the search may start or end: GPUs first, then NETs, then the (first) NVSwitch.
-- ``links`` is indexed by global link number; its bandwidths are what the channels on the board have left over. ``nets.bw`` likewise.
-- ``graphs[NOW]`` is the graph under construction, ``graphs[BEST]`` the best complete one; ``ranks`` and ``ends`` are their channels.
-- A *frame* is a choice point of the search, its alternatives stand in the row of ``choices`` of the same number.
+- A *vertex* is an end point of a transition: GPUs first, then NETs, then the (first) NVSwitch.
+- ``links`` is indexed by global link number; its bandwidths are the rest that the current channels
+  leave. ``nets.bw`` likewise.
+- ``graphs[CURRENT]`` is the graph under construction, ``graphs[BEST]`` the best complete one;
+  ``ranks`` and ``ends`` are their channels.
+- A *frame* is a choice point of the search; its alternatives are in the row of ``choices`` with the
+  same number.
 """
 
 from __future__ import annotations
@@ -120,8 +122,11 @@ position in ``lists`` and number of the nets by which GPU g may leave."""
 
 
 class SearchState(NamedTuple):
-    """All arrays; one record each of ``state``, two of ``graphs``. ``ranks`` is [graph, channel, step], ``ends`` [graph, channel, 2],
-    ``used`` [channel, GPU], ``choices`` [frame, alternative]."""
+    """The arrays of a search.
+
+    ``header`` has one record, ``graphs`` two. ``ranks`` is [graph, channel, step], ``ends`` [graph,
+    channel, 2], ``used`` [channel, GPU], ``choices`` [frame, alternative].
+    """
 
     header: Any
     graphs: Any

@@ -1,7 +1,8 @@
-"""Moves of the search: bandwidth taken from links and given back.
+"""Transitions of the search: bandwidth reserved on links and released again.
 
-Ordinary Python over the arrays of ``board``, compiled as it stands (see ``walk``). The rules are NCCL 2.28's (``src/graph/search.cc``
-followPath, ncclTopoFollowPath): single precision throughout, rounded to three decimals each time a link is touched.
+Ordinary Python over the arrays of ``state``, compiled unchanged (see ``walk``). The rules are NCCL
+2.28's (``src/graph/search.cc`` followPath, ncclTopoFollowPath): single precision throughout,
+rounded to three decimals each time a link is changed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ THOUSAND = np.float32(1000.0)
 
 
 def subtract_rounded(a: Any, b: Any) -> Any:
-    """``a - b`` in single precision, rounded to three decimals, halves away from zero."""
+    """Return ``a - b`` in single precision, rounded half away from zero to three decimals."""
     scaled = float((a - b) * THOUSAND)
     if scaled < 0.0:
         return -np.float32(math.floor(0.5 - scaled)) / THOUSAND
@@ -33,7 +34,10 @@ def subtract_rounded(a: Any, b: Any) -> Any:
 
 
 def reserve_bandwidth(state: SearchState, path: Any, steps: int, bw: Any) -> int:
-    """Take ``bw`` from the first ``steps`` links of a path; stops before a link that has less and says how many were done."""
+    """Reserve ``bw`` on the first ``steps`` links of a path; a negative ``bw`` releases it.
+
+    Stops before a link with too little bandwidth and returns the number of links done.
+    """
     overhead_bw = bw * SIX / FIVE if path.pci_overhead else bw
     for step in range(steps):
         hop = state.hops[path.first + step]
@@ -54,9 +58,10 @@ def reserve_bandwidth(state: SearchState, path: Any, steps: int, bw: Any) -> int
 
 
 def follow_path(state: SearchState, start: int, end: int, times: Any) -> bool:
-    """Move from one vertex to another with ``times`` the bandwidth of the graph; negative gives a move back.
+    """Reserve the path between two vertices with ``times`` the bandwidth of the graph.
 
-    Only a move with ``times`` exactly 1 is held to the path types allowed, as in NCCL.
+    A negative ``times`` releases it. Returns False, with nothing reserved, if the path does not
+    exist, is of a worse type than allowed, or lacks bandwidth.
     """
     graph = state.graphs[CURRENT]
     ngpus = state.header[0].ngpus
@@ -84,7 +89,10 @@ def follow_path(state: SearchState, start: int, end: int, times: Any) -> bool:
 
 
 def follow_path_to_net(state: SearchState, gpu: int, net: int, times: Any) -> bool:
-    """A move from a GPU to a net. A balanced tree spreads this traffic over two GPUs, half each."""
+    """Reserve the path from a GPU to a net.
+
+    A balanced tree spreads this traffic over two GPUs, half each.
+    """
     graph = state.graphs[CURRENT]
     whole = graph.bw_inter
     if graph.pattern == BALANCED_TREE:
@@ -95,7 +103,7 @@ def follow_path_to_net(state: SearchState, gpu: int, net: int, times: Any) -> bo
 
 
 def reserve_fanout_nvls(state: SearchState, head: int) -> bool:
-    """All GPUs to and from the NVSwitch, the head twice; either all of it is on the board or nothing."""
+    """Reserve all GPUs to and from the NVSwitch, the head twice; all or nothing."""
     header = state.header[0]
     for gpu in range(header.ngpus):
         if not follow_path(state, header.nvs, gpu, TWO if gpu == head else ONE):
@@ -109,6 +117,7 @@ def reserve_fanout_nvls(state: SearchState, head: int) -> bool:
 
 
 def release_fanout_nvls(state: SearchState, head: int, ups: int, downs: int) -> None:
+    """Release the first ``ups`` paths to the NVSwitch and the first ``downs`` paths from it."""
     header = state.header[0]
     for gpu in range(ups - 1, -1, -1):
         follow_path(state, gpu, header.nvs, -TWO if gpu == head else -ONE)
@@ -117,12 +126,12 @@ def release_fanout_nvls(state: SearchState, head: int, ups: int, downs: int) -> 
 
 
 def fanout_share(ngpus: int) -> Any:
-    """Part of a head's bandwidth that each other GPU carries."""
+    """Return the share of a head's bandwidth that each other GPU carries."""
     return np.float32(1.0 / (ngpus - 1))
 
 
 def reserve_fanout_direct(state: SearchState, head: int) -> bool:
-    """The head to and from each GPU with an equal part of the bandwidth; either all of it is on the board or nothing."""
+    """Reserve the head to and from each GPU with an equal share; all or nothing."""
     ngpus = state.header[0].ngpus
     share = fanout_share(ngpus)
     for gpu in range(ngpus):
@@ -137,6 +146,7 @@ def reserve_fanout_direct(state: SearchState, head: int) -> bool:
 
 
 def release_fanout_direct(state: SearchState, head: int, ups: int, downs: int) -> None:
+    """Release the first ``ups`` paths to the head and the first ``downs`` paths from it."""
     share = fanout_share(state.header[0].ngpus)
     for gpu in range(ups - 1, -1, -1):
         follow_path(state, gpu, head, -share)
@@ -145,7 +155,7 @@ def release_fanout_direct(state: SearchState, head: int, ups: int, downs: int) -
 
 
 def reserve_net(state: SearchState, net: int, bw: int) -> None:
-    """Take whole GB/s from all nets that share an adapter's port."""
+    """Reserve whole GB/s on all nets that share an adapter's port."""
     for other in range(len(state.nets)):
         if state.nets[other].asic == state.nets[net].asic:
             state.nets[other].bw = state.nets[other].bw - np.float32(bw)

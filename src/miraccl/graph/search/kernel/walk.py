@@ -1,16 +1,21 @@
-"""The inner search: a depth-first walk over channels, one move of bandwidth at a time.
+"""The inner search: a depth-first walk over channels, one transition at a time.
 
-Owns the walk: which alternative of a choice point is made, and how it is taken back.  ``choices`` has the choice points, ``order`` the
-order of their alternatives, ``moves`` the bandwidth of links.  All are ordinary Python over the arrays of ``board`` and are compiled as
-they stand (see ``channel_search``); a test runs both and compares.
+This module applies and undoes the alternatives of choice points. ``choices`` has the choice points,
+``order`` the order of their alternatives, ``transitions`` the bandwidth of links. All are ordinary
+Python over the arrays of ``state`` and are compiled unchanged (see ``channel_search``); a test runs
+both and compares the results.
 
-How it goes on (NCCL 2.28 ``src/graph/search.cc``, whose decisions this reproduces to the last digit)
-- A channel is laid GPU by GPU. Each move takes its bandwidth from every link of the path and is taken back when all that follows it was
-  tried. A move that a link cannot carry is not made.
-- Every GPU reached costs one visit of the budget; with the budget used up, the walk unwinds. So it is deterministic.
-- Bandwidths are single-precision floats, rounded to three decimals each time one is taken or given back. That is no exact undo, and what
-  a search leaves behind is what the next one finds: nothing here may skip a move because it looks useless.
-- NCCL recurses; here each choice point is a frame, since a walk may be thousands of moves deep.
+The decisions are those of NCCL 2.28 (``src/graph/search.cc``), to the last digit:
+
+- A channel is built GPU by GPU. Each transition reserves bandwidth on every link of its path and is
+  undone after all its continuations were tried. A transition that a link cannot carry is skipped.
+- Every GPU reached costs one visit of the budget. Once it is used up, the walk unwinds, so the
+  result is deterministic.
+- Bandwidths are single precision, rounded to three decimals at each reservation and release. A
+  release does not restore the exact value, and the rest is the input of the next search: no
+  transition may be skipped because it looks useless.
+- NCCL recurses; here each choice point is a frame, because a walk can be thousands of transitions
+  deep.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ PCI_ORDER_BUDGET = 1 << 10
 
 
 def search(state: SearchState) -> None:
-    """Walk from the empty graph until everything was tried or the budget of ``state`` is spent."""
+    """Walk from the empty graph until all alternatives were tried or the budget is used up."""
     header = state.header[0]
     open_channel(state)
     while header.depth > 0:
@@ -68,7 +73,7 @@ def search(state: SearchState) -> None:
 
 
 def apply_next_choice(state: SearchState, frame: Any, row: int) -> bool:
-    """Put the next possible alternative of a frame on the board and arrive where it leads; False when none is left."""
+    """Apply the next possible alternative of a frame; return False if none remains."""
     if frame.pick == NEXT_CHANNEL:
         return begin_next_channel(state, frame)
     while frame.position < frame.count:
@@ -93,6 +98,7 @@ def apply_next_choice(state: SearchState, frame: Any, row: int) -> bool:
 
 
 def begin_next_channel(state: SearchState, frame: Any) -> bool:
+    """Open one more channel, or drop the last one and return False."""
     if frame.position < frame.count:
         frame.position += 1
         open_channel(state)
@@ -102,7 +108,7 @@ def begin_next_channel(state: SearchState, frame: Any) -> bool:
 
 
 def enter_by_net(state: SearchState, frame: Any) -> bool:
-    """Come in by the next net: channel c begins its tries at the c-th."""
+    """Enter by the next net; channel c starts its tries at the c-th net."""
     header = state.header[0]
     graph = state.graphs[CURRENT]
     bw = int(graph.bw_inter)
@@ -123,6 +129,7 @@ def enter_by_net(state: SearchState, frame: Any) -> bool:
 
 
 def enter_first_gpu(state: SearchState, frame: Any, row: int) -> bool:
+    """Start the channel at the next alternative for its first GPU."""
     header = state.header[0]
     order = state.choices[row, 2 * (frame.position - 1)]
     gpu = state.choices[row, 2 * (frame.position - 1) + 1]
@@ -147,7 +154,7 @@ def enter_first_gpu(state: SearchState, frame: Any, row: int) -> bool:
 
 
 def restore_budget(state: SearchState, frame: Any) -> None:
-    """Return to the budget of the search around a walk in PCI order; a best possible graph ends that one too."""
+    """End a bounded walk in PCI order: restore the budget, unless a best possible graph was found."""
     header = state.header[0]
     if frame.net >= 0 and frame.order == PCI_ORDER:
         if header.budget != -1:
@@ -156,7 +163,7 @@ def restore_budget(state: SearchState, frame: Any) -> None:
 
 
 def leave_by_net(state: SearchState, frame: Any, net: int) -> bool:
-    """Leave by this net; a balanced tree does so once more from its second GPU."""
+    """Leave by this net; a balanced tree leaves once more from its second GPU."""
     graph = state.graphs[CURRENT]
     if not can_leave_by(state, net, frame.step) or not follow_path_to_net(
         state, frame.gpu, net, ONE
@@ -170,6 +177,7 @@ def leave_by_net(state: SearchState, frame: Any, net: int) -> bool:
 
 
 def advance_to_gpu(state: SearchState, frame: Any, gpu: int) -> bool:
+    """Extend the channel to ``gpu``."""
     if not follow_path(state, frame.gpu, gpu, ONE):
         return False
     state.used[state.graphs[CURRENT].n_channels, gpu] = 1
@@ -178,6 +186,7 @@ def advance_to_gpu(state: SearchState, frame: Any, gpu: int) -> bool:
 
 
 def close_ring(state: SearchState, frame: Any) -> bool:
+    """Return to the first GPU of the channel."""
     first = ring_start(state)
     if not follow_path(state, frame.gpu, first, ONE):
         return False
@@ -186,6 +195,7 @@ def close_ring(state: SearchState, frame: Any) -> bool:
 
 
 def ring_start(state: SearchState) -> int:
+    """Return the first GPU of the current channel."""
     rank = state.ranks[CURRENT, state.graphs[CURRENT].n_channels, 0]
     for gpu in range(state.header[0].ngpus):
         if state.gpus[gpu].rank == rank:
@@ -194,7 +204,7 @@ def ring_start(state: SearchState) -> int:
 
 
 def finish_channel(state: SearchState, frame: Any) -> bool:
-    """The remaining picks have one way to go: a fan over all GPUs, or nothing more to lay."""
+    """Apply a pick with a single alternative: a fan-out over all GPUs, or the end of the channel."""
     if frame.pick == FANOUT_NVLS and not reserve_fanout_nvls(state, frame.gpu):
         return False
     if frame.pick == FANOUT_DIRECT:
@@ -210,7 +220,7 @@ def finish_channel(state: SearchState, frame: Any) -> bool:
 
 
 def undo_choice(state: SearchState, frame: Any) -> None:
-    """Take the open alternative of a frame off the board."""
+    """Undo the open alternative of a frame."""
     header = state.header[0]
     graph = state.graphs[CURRENT]
     channel = graph.n_channels
