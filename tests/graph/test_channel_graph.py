@@ -140,43 +140,43 @@ def file_of(graph: str, *channels: str) -> str:
         ("", "not XML"),
         ('<system version="1"/>', "begins with <system>"),
         ('<graphs version="2"/>', "version '2'"),
-        (file_of(GRAPH), "announces 1 channels and holds 0"),
+        (file_of(GRAPH), "nchannels is 1, but it has 0"),
         (
             file_of(GRAPH.replace('nchannels="1"', 'nchannels="-1"'), CHANNEL, CHANNEL),
-            "announces -1 channels and holds 2",
+            "nchannels is -1, but it has 2",
         ),
         (
             file_of(GRAPH, '<channel><gpu dev="9"/></channel>'),
-            "channel 0 of the ring graph of the file names GPU 0x9",
+            "channel 0 of the ring graph of the file: GPU 0x9 is not in the system",
         ),
         (
             file_of(GRAPH, "<channel><gpu/></channel>"),
-            "has a <gpu> whose dev is ''; wanted is its device number in hex",
+            "dev of a <gpu> is '', expected is its device number in hex",
         ),
         (
             file_of(GRAPH, "<channel/>"),
-            "holds the GPUs of ranks none; wanted is each of the 2 GPUs once",
+            "it has the GPUs of ranks none; expected is each of the 2 GPUs once",
         ),
         (
             file_of(GRAPH, f"<channel>{GPU0}</channel>"),
-            "channel 0 of the ring graph of the file holds the GPUs of ranks 1; wanted",
+            "channel 0 of the ring graph of the file: it has the GPUs of ranks 1; expected",
         ),
-        (file_of(GRAPH, f"<channel>{GPU0}{GPU0}</channel>"), "ranks 1 1; wanted"),
-        (file_of(NVLS, "<channel/>"), "channel 0 of the nvls graph of the file names no GPU"),
+        (file_of(GRAPH, f"<channel>{GPU0}{GPU0}</channel>"), "ranks 1 1; expected"),
+        (file_of(NVLS, "<channel/>"), "channel 0 of the nvls graph of the file: it names no GPU"),
         ('<graphs version="1"><graph id="0"/></graphs>', "'nchannels' is missing"),
         (file_of(GRAPH.replace("NVL", "FAR"), CHANNEL), "'FAR' is missing or not a path type"),
         (
             file_of(GRAPH.replace('speedintra="1"', 'speedintra="nan"'), CHANNEL),
-            "'nan' is no speed",
+            "bandwidth 'nan'",
         ),
-        (file_of(GRAPH.replace('speedinter="1"', 'speedinter="-1"'), CHANNEL), "'-1' is no speed"),
+        (file_of(GRAPH.replace('speedinter="1"', 'speedinter="-1"'), CHANNEL), "bandwidth '-1'"),
         (
             file_of(GRAPH.replace('speedintra="1"', 'speedintra="1e-44"'), CHANNEL),
-            "'1e-44' is no speed; allowed are 0 and 1e-06 to 1e",
+            "bandwidth '1e-44'; allowed are 0 and 1e-06 to 1e",
         ),
         (
             file_of(GRAPH.replace(">", ' latencyinter="3e38">'), CHANNEL),
-            "'3e38' is no latency; allowed are 0 to 1e",
+            "latency '3e38'; allowed are 0 to 1e",
         ),
         (
             file_of(GRAPH.replace('crossnic="0"', 'crossnic="99"'), CHANNEL),
@@ -210,7 +210,7 @@ def test_nets_of_a_channel_are_those_of_the_system() -> None:
     text = file_of(GRAPH, f'<channel><net dev="0x77"/>{GPU0}{GPU1}<net dev="0"/></channel>')
     with pytest.raises(
         TopologyError,
-        match="channel 0 of the ring graph of the file names NET 0x77, which is not in the system",
+        match="channel 0 of the ring graph of the file: NET 0x77 is not in the system",
     ):
         graphs_from_xml(text, machine(2, 1))
     assert (
@@ -227,7 +227,7 @@ def test_a_tree_of_one_gpu_has_one_pattern() -> None:
     for pattern in (1, 2):
         with pytest.raises(
             TopologyError,
-            match=f"has one GPU; pattern {pattern} needs two, a tree on one GPU is pattern 3",
+            match=f"pattern {pattern} needs two GPUs; a tree on one GPU is pattern 3",
         ):
             graphs_from_xml(text.format(pattern), machine(1, 0))
 
@@ -241,9 +241,9 @@ def test_an_illegal_graph_cannot_exist() -> None:
         ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((0,),) * (MAX_CHANNELS + 1))
     with pytest.raises(TopologyError, match="nets for 1 of 2"):
         ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((0,), (0,)), inter=((0, 0),))
-    with pytest.raises(TopologyError, match="no channel graph"):
+    with pytest.raises(TopologyError, match="cannot read the channel graph"):
         graph_from_json({"id": 0})
-    with pytest.raises(TopologyError, match="names rank 5"):
+    with pytest.raises(TopologyError, match="rank 5 is not in the system"):
         graphs_to_xml(
             [ChannelGraph(kind=GraphKind.RING, pattern=Pattern.RING, intra=((5,),))], machine(2, 0)
         )

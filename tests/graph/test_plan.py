@@ -280,7 +280,7 @@ def test_a_switch_that_reduces_passes_the_bound_of_an_all_reduce_only() -> None:
     assert [
         bound["plan"][name]["switchReduces"] for name in ("AllGather", "ReduceScatter", "AllReduce")
     ] == [False, True, True]
-    assert [line for line in bound["sentences"] if "may pass" in line] == bound["sentences"][-1:]
+    assert [line for line in bound["sentences"] if "may exceed" in line] == bound["sentences"][-1:]
 
 
 def test_more_than_16_nodes_have_the_bound_of_16_or_more() -> None:
@@ -294,7 +294,7 @@ def test_more_than_16_nodes_have_the_bound_of_16_or_more() -> None:
     ]
     assert (
         bound["sentences"][0]
-        == "the bound is that of 16 nodes or more; this number of them alone may have a slightly lower one"
+        == "the bound is that of 16 nodes or more; the exact number of nodes may have a slightly lower one"
     )
     assert bound["sentences"][1] == at_16["sentences"][0]
 
@@ -314,7 +314,7 @@ def test_an_unbalanced_machine_is_told_apart() -> None:
     bound = bound_section(plan(System(nodes=tuple(nodes)), nodes=40))
     assert bound is not None
     assert bound["reached"] == {"allGather": False, "reduceScatter": False, "allReduceByTwo": False}
-    assert "more of them may pass it" in bound["sentences"][0]
+    assert "more nodes may exceed it" in bound["sentences"][0]
     told = [line for line in bound["sentences"] if "may be out of reach" in line]
     assert [("NIC/0-20000@0" in line, "PCI/0-18000@0" in line) for line in told] == [
         (True, False),

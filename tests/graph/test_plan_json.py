@@ -67,7 +67,7 @@ def test_what_nccl_decided_is_read_too(case: GoldenCase) -> None:
     recorded = case.load()
     if len(recorded["domains"]) > 1:
         with pytest.raises(
-            TopologyError, match="whole is missing; a plan of several domains has it"
+            TopologyError, match="whole: it is missing; a plan of several domains has it"
         ):
             plan_from_json(recorded)
     else:
@@ -127,53 +127,53 @@ def edited(name: str, path: str, to: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "path", "to", "message"),
     [
-        ("pairs", "graphs", GONE, "graphs is missing"),
-        ("pairs", "format", 2, "format is 2; allowed is 1"),
-        ("pairs", "nccl_version", "2.27", "nccl_version is '2.27'; allowed is '2.28.9-1'"),
-        ("pairs", "nodes", 0, "nodes is 0; allowed is a whole number from 1 to"),
+        ("pairs", "graphs", GONE, "graphs: it is missing"),
+        ("pairs", "format", 2, "format: it is 2; allowed is 1"),
+        ("pairs", "nccl_version", "2.27", "nccl_version: it is '2.27'; allowed is '2.28.9-1'"),
+        ("pairs", "nodes", 0, "nodes: it is 0; allowed is a whole number from 1 to"),
         (
             "pairs",
             "nodes",
             2_000_000_000,
-            "nranks is 8; allowed is nodes times gpus_per_node, 8000000000",
+            "nranks: it is 8; allowed is nodes times gpus_per_node, 8000000000",
         ),
-        ("pairs", "collnet", True, "collnet is True; allowed is 0 or 1"),
+        ("pairs", "collnet", True, "collnet: it is True; allowed is 0 or 1"),
         (
             "pairs",
             "comm/rankToNode",
             [0],
-            "comm.rankToNode has 1 entries; allowed is one for each of the 8 ranks",
+            "comm.rankToNode: 1 entries for 8 ranks; allowed is one per rank",
         ),
-        ("pairs", "env/NCCL_ALGO", 1, "env.NCCL_ALGO is 1; allowed is a text"),
+        ("pairs", "env/NCCL_ALGO", 1, "env.NCCL_ALGO: it is 1; allowed is a text"),
         (
             "pairs",
             "env/NCCL_HOME",
             "x",
-            "env.NCCL_HOME is 'x'; from the rest of the document follows nothing",
+            "env.NCCL_HOME: it is 'x'; the rest of the document implies nothing",
         ),
         (
             "pairs",
             "system/GPU/1/sm",
             "90",
-            r"system.GPU\[1\].sm is '90'; allowed is a whole number",
+            r"system.GPU\[1\].sm: it is '90'; allowed is a whole number",
         ),
         (
             "pairs",
             "system/GPU/1/rank",
             0,
-            r"the GPUs of system have ranks \[0, 0, 2, 3\]; allowed is each from 0 to 3 once",
+            r"cannot read system: its GPUs have ranks \[0, 0, 2, 3\]; allowed is each from 0 to 3 once",
         ),
         (
             "pairs",
             "system/GPU/0/name",
             "CPU/0-0",
-            r"system.GPU\[0\].name is 'CPU/0-0'; allowed is a name such as GPU/0-1a000",
+            r"system.GPU\[0\].name: it is 'CPU/0-0'; allowed is a name such as GPU/0-1a000",
         ),
         (
             "pairs",
             "system/GPU/0/links/0/0",
             "PIC",
-            r"system.GPU\[0\].links\[0\]\[0\] is 'PIC'; allowed is 'LOC' or 'NVL' or",
+            r"system.GPU\[0\].links\[0\]\[0\]: it is 'PIC'; allowed is 'LOC' or 'NVL' or",
         ),
         (
             "pairs",
@@ -185,77 +185,82 @@ def edited(name: str, path: str, to: Any) -> dict[str, Any]:
             "pairs",
             "graphs/0/typeIntra",
             "XYZ",
-            r"graphs\[0\].typeIntra is 'XYZ'; allowed is 'LOC' or 'NVL'",
+            r"graphs\[0\].typeIntra: it is 'XYZ'; allowed is 'LOC' or 'NVL'",
         ),
         (
             "pairs",
             "graphs/0/bwIntra",
             float("nan"),
-            r"graphs\[0\].bwIntra is nan; allowed is a finite number",
+            r"graphs\[0\].bwIntra: it is nan; allowed is a finite number",
         ),
-        ("pairs", "graphs/1/id", 0, r"graphs\[1\].id is 0; allowed is 1"),
-        ("pairs", "graphs/0/intra", [], r"graphs\[0\].intra is \[\]; allowed is a list of 1 to 64"),
+        ("pairs", "graphs/1/id", 0, r"graphs\[1\].id: it is 0; allowed is 1"),
+        (
+            "pairs",
+            "graphs/0/intra",
+            [],
+            r"graphs\[0\].intra: it is \[\]; allowed is a list of 1 to 64",
+        ),
         (
             "pairs",
             "graphs/0/intra/0",
             [0, 2, 4],
-            r"graphs\[0\].intra\[0\] is \[0, 2, 4\]; allowed is an order of the ranks \[0, 1, 2, 3\]",
+            r"graphs\[0\].intra\[0\]: it is \[0, 2, 4\]; allowed is an order of the ranks \[0, 1, 2, 3\]",
         ),
         (
             "pairs",
             "graphs/3/intra",
             [[7]],
-            r"graphs\[3\].intra\[0\] is \[7\]; allowed is some of the ranks \[0, 1, 2, 3\]",
+            r"graphs\[3\].intra\[0\]: it is \[7\]; allowed is some of the ranks \[0, 1, 2, 3\]",
         ),
         (
             "pairs",
             "comm/rings/0/3",
             99,
-            r"comm.rings\[0\]\[3\] is 99; from the rest of the document follows \d+",
+            r"comm.rings\[0\]\[3\]: it is 99; the rest of the document implies \d+",
         ),
         (
             "pairs",
             "paths/GPU/0/GPU/1/1",
             3.5,
-            r"paths.GPU\[0\].GPU\[1\]\[1\] is 3.5; from the rest of the document follows",
+            r"paths.GPU\[0\].GPU\[1\]\[1\]: it is 3.5; the rest of the document implies",
         ),
         (
             "pairs",
             "tuning/maxThreads",
             GONE,
-            "tuning.maxThreads is missing; from the rest of the document follows dict of",
+            "tuning.maxThreads: it is missing; the rest of the document implies dict of",
         ),
         (
             "pairs",
             "domains",
             [[0, 1], [2, 3]],
-            "other_domain_graphs is missing; a plan of several domains has it",
+            "other_domain_graphs: it is missing; a plan of several domains has it",
         ),
-        ("pairs", "whole", {}, "whole is for plans of several domains"),
+        ("pairs", "whole", {}, "whole: it is allowed in plans of several domains only"),
         (
             "apart",
             "domains",
             [[0, 1], [2, 3], [4, 5, 6, 7]],
-            "other_domain_graphs has 1 entries; allowed is 2, one less than domains",
+            "other_domain_graphs: 1 entries for 3 domains; allowed is 2",
         ),
-        ("apart", "whole", GONE, "whole is missing; a plan of several domains has it"),
+        ("apart", "whole", GONE, "whole: it is missing; a plan of several domains has it"),
         (
             "pairs",
             "env",
             {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
-            "domains has 1 entries; the GPUs of system fall into 4",
+            "domains: 1 entries, but the GPUs of system form 4",
         ),
         (
             "single",
             "graphs/1/pattern",
             1,
-            r"a tree of pattern 1 \(balanced_tree\) has two GPUs or more of a node, not \[0\]; allowed is 3",
+            r"cannot connect a tree of pattern 1 \(balanced_tree\) on the GPUs \[0\] of a node: it needs two or more; allowed is 3",
         ),
         (
             "apart",
             "other_domain_graphs/0/0/intra/0/0",
             0,
-            r"other_domain_graphs\[0\]\[0\].intra\[0\] is \[0, .*; allowed is an order of",
+            r"other_domain_graphs\[0\]\[0\].intra\[0\]: it is \[0, .*; allowed is an order of",
         ),
     ],
 )
@@ -267,7 +272,7 @@ def test_what_is_no_plan_is_refused_with_the_place(
 
 
 def test_a_document_is_an_object() -> None:
-    with pytest.raises(TopologyError, match=r"the document is \[\]; allowed is an object"):
+    with pytest.raises(TopologyError, match=r"the document: it is \[\]; allowed is an object"):
         plan_from_json([])  # type: ignore[arg-type]
 
 

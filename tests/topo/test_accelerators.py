@@ -239,6 +239,6 @@ def test_wrong_descriptions_are_named(toml, message, tmp_path):
 def test_links_of_an_unknown_kind_are_named():
     text = SIPU_XML.read_text().replace('type="switch"', 'type="ring"')
     with pytest.raises(
-        TopologyError, match="line 5: <silink> has type='ring'; its description knows switch, peer"
+        TopologyError, match="line 5: <silink> has type='ring'; its description has switch, peer"
     ):
         load_topology_text(text, accelerators=read_accelerators(SIPU_TOML))

@@ -253,11 +253,11 @@ def test_c2c_and_several_hosts():
         ),
         (
             CPU.format(0, '<nic><net dev="0" latency="inf"/></nic>'),
-            "line 1: latency inf is no number of us up to 1e",
+            "line 1: latency inf; allowed is a number of us up to 1e",
         ),
         (
             CPU.format(0, '<nic><net dev="0" latency="3e38"/></nic>'),
-            "line 1: latency 3e38 is no number of us up to 1e",
+            "line 1: latency 3e38; allowed is a number of us up to 1e",
         ),
     ],
 )

@@ -78,7 +78,7 @@ FLAWS = {
         'target="0000:09:00.0"',
         "warning",
         4,
-        "a link to 0000:09:00.0, where no GPU is",
+        "a link to 0000:09:00.0, which is not a GPU",
     ),
     "one-sided link": (
         'target="0000:02:00.0" count="4"',

@@ -196,7 +196,7 @@ def test_a_host_that_shows_nothing(tmp_path):
     file = detect_machine(tmp_path, gpus=[], arch="aarch64")
     assert (
         file.notes[0][1]
-        == f"{tmp_path}/sys cannot be read: PCI tree, NUMA domains and nets are not known"
+        == f"cannot read {tmp_path}/sys: PCI tree, NUMA domains and nets are unknown"
     )
     found = analyse_topology(file.root)
     assert len(found.system.gpus) == 1

@@ -80,9 +80,9 @@ def test_chosen_gpus_are_ranked_in_the_order_of_the_choice():
 
 
 def test_choices_that_make_no_sense():
-    with pytest.raises(TopologyError, match="no GPU has dev 7; the topology has 0, 1, 2, 3"):
+    with pytest.raises(TopologyError, match="cannot select GPU 7: the topology has dev 0, 1, 2, 3"):
         select_topology(tree(FOUR), TopoOptions(gpus=(0, 7)))
-    with pytest.raises(InvalidUsage, match="named twice"):
+    with pytest.raises(InvalidUsage, match="is repeated"):
         TopoOptions(gpus=(1, 1))
     with pytest.raises(InvalidUsage, match="at least 1 node"):
         TopoOptions(nodes=0)

@@ -147,8 +147,8 @@ def test_limits_of_nccl_are_noted():
     nets = '<net dev="0"/>' * 300
     file = parse_topology(f'<system version="1"><cpu numaid="0"><nic>{nets}</nic></cpu></system>')
     assert [text for _, text in file.notes] == [
-        "303 elements; NCCL refuses 256 and more",
-        "<nic> has 300 children; NCCL refuses more than 128",
+        "303 elements; NCCL rejects 256 and more",
+        "<nic> has 300 children; NCCL rejects more than 128",
     ]
 
 

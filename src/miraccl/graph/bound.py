@@ -106,16 +106,20 @@ class BandwidthBound:
         return self.all_gather_reached and self.reduce_scatter_reached
 
     def summarize(self) -> list[str]:
-        """Return the bounds as lines of text, with a caveat for each one that may be out of reach."""
+        """Return the bounds as lines of text, with a caveat where one may be out of reach."""
         cut = self.reduce_scatter == (self.nranks - 1) * self.reduce_scatter_cut.rate
         return [
-            f"no all-gather of {self.nranks} ranks can pass a bus bandwidth of {float(self.all_gather):g} GB/s: "
+            f"no all-gather of {self.nranks} ranks can exceed a bus bandwidth of "
+            f"{float(self.all_gather):g} GB/s: "
             f"{self.all_gather_cut.describe()}",
-            f"no reduce-scatter {'' if cut else 'without reducing switches '}can pass {float(self.reduce_scatter):g} GB/s",
-            f"an all-reduce made of both reaches {float(self.all_reduce):g} GB/s at best; "
-            f"no other without reducing switches can pass {float(self.all_reduce_ceiling):g} GB/s",
+            f"no reduce-scatter {'' if cut else 'without reducing switches '}can exceed "
+            f"{float(self.reduce_scatter):g} GB/s",
+            f"an all-reduce composed of both reaches at most {float(self.all_reduce):g} GB/s; "
+            "no all-reduce without reducing switches can exceed "
+            f"{float(self.all_reduce_ceiling):g} GB/s",
             *(
-                f"the bound on {name} may be out of reach: what can be sent is {how} than what can be received at {_join_some(relays, 4)}"
+                f"the bound on {name} may be out of reach: {_join_some(relays, 4)} "
+                f"can send {how} than they can receive"
                 for name, relays, how in (
                     ("all-gather", self.widening, "more"),
                     ("reduce-scatter", self.narrowing, "less"),
@@ -151,21 +155,28 @@ def bound_network(graph: FlowNetwork, *, holds_for_more_nodes: bool = False) -> 
     nodes. Raises ``InvalidUsage`` for it if the graph has fewer than 2 nodes or an unbalanced
     vertex, and ``TopologyError`` if a rank cannot reach another one.
     """
+    # More nodes only lower a bound, with one exception and one condition. The exception: minimum
+    # flow and input bandwidth of an all-reduce stay the same, so its bus bandwidth rises towards
+    # twice that. The condition: every vertex is balanced. Then the flow into a set of vertices
+    # equals the flow out of it, so that the bottleneck has the network on its inner side, and more
+    # nodes add to the ranks there but not to the links across.
     if holds_for_more_nodes and (len(graph.groups) < 2 or any(graph.surplus)):
         raise InvalidUsage(
-            "the bound of some nodes is one of more of them only for 2 or more nodes whose every vertex is balanced"
+            "cannot extend the bound to more nodes: "
+            "it needs 2 or more nodes in which every vertex is balanced"
         )
     count = len(graph.ranks)
     gather = find_bottleneck(graph)
     scatter = find_bottleneck(graph.reversed())
     if not gather.rate or not scatter.rate:
-        raise TopologyError("some ranks cannot reach the others: no link leads there")
+        raise TopologyError("cannot bound the bandwidth: no link joins some ranks to the others")
     collected = aggregation_limit(graph)
     scatter_rate = min(scatter.rate, collected / count)
     both = 1 / (1 / (count * gather.rate) + 1 / (count * scatter_rate))
     per_bus = Fraction(2 * (count - 1), count)
-    # The whole sum has to cross every cut between two ranks. And each byte of it is collected by the first group of ranks that has it; into
-    # every other group something enters then or later, so data enters groups twice as often.
+    # The whole sum has to cross every cut between two ranks. And each byte of it is reduced in the
+    # first group of ranks that has it; it enters every other group then or later, so data enters
+    # groups twice as often.
     ceiling = min(
         min_pairwise_flow(graph) * (2 if holds_for_more_nodes else per_bus), collected / 2 * per_bus
     )
@@ -192,7 +203,8 @@ def find_bottleneck(graph: FlowNetwork) -> Bottleneck:
     source = len(graph.names)
     flow = MaxFlow(source + 1, [*graph.pairs, *((source, vertex) for vertex in graph.ranks)])
     for sink in graph.representatives:
-        # Every rank can send ``rate`` to this one, or the least cut is a set whose ranks cannot all send it out.
+        # Either every rank can send ``rate`` to this one, or the minimum cut is a set whose ranks
+        # cannot all send that much out of it.
         while best.rate:
             rate = best.rate * graph.unit
             feeds = [rate.numerator] * len(graph.ranks)
@@ -223,6 +235,7 @@ def aggregation_limit(graph: FlowNetwork) -> Fraction:
     """
     limits = []
     nodes = len(graph.groups)
+    # Nodes are interchangeable, so the first group counts for all.
     for groups in ([(rank,) for rank in graph.representatives], graph.groups[:1]):
         if len(groups) * nodes > 1:
             entering = nodes * sum((_max_inflow(graph, group) for group in groups), Fraction(0))

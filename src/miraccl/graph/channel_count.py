@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from miraccl.graph.plan_settings import MAX_CHANNELS, ConnectSettings
 
 FAST_NODE_BW = 45.0
-"""GB/s of a ring channel inside a node above which few channels are doubled on Hopper and later."""
+"""GB/s of a ring channel inside a node above which fewer than ``FEW_CHANNELS`` are doubled."""
 
 FEW_CHANNELS = 16
 
@@ -81,12 +81,13 @@ def count_channels(inputs: ChannelCountInputs, settings: ConnectSettings) -> Cha
             reason="each searched channel carries both trees of a double binary tree",
         )
     )
-    resize(min(MAX_CHANNELS, len(channels)), f"{MAX_CHANNELS} is the most")
+    resize(min(MAX_CHANNELS, len(channels)), f"the maximum is {MAX_CHANNELS}")
     if inputs.collnet and inputs.collnet[0] > inputs.collnet[1] and inputs.nranks > inputs.nnodes:
         inside, between = inputs.collnet
         resize(
             min(MAX_CHANNELS, len(channels) * 3 // 2),
-            f"half as many again: the CollNet chain has {inside:g} GB/s inside the node, {between:g} GB/s beyond",
+            f"half as many again: the CollNet chain has {inside:g} GB/s inside the node, "
+            f"{between:g} GB/s beyond",
         )
     if (
         inputs.min_sm >= 90
@@ -96,15 +97,16 @@ def count_channels(inputs: ChannelCountInputs, settings: ConnectSettings) -> Cha
     ):
         resize(
             2 * len(channels),
-            f"sm {inputs.min_sm} over {inputs.nnodes} nodes with {inputs.ring_bw_intra:g} GB/s per ring channel (more than {FAST_NODE_BW:g}) "
+            f"sm {inputs.min_sm} over {inputs.nnodes} nodes with {inputs.ring_bw_intra:g} GB/s "
+            f"per ring channel (more than {FAST_NODE_BW:g}) "
             f"and fewer than {FEW_CHANNELS} channels: four compute channels for each searched one",
         )
     most = min(settings.max_channels, settings.max_ctas)
     if len(channels) > most:
-        resize(most, f"the setting for the most channels is {most}")
+        resize(most, f"the setting for the maximum channels is {most}")
     least = max(settings.min_channels, settings.min_ctas)
     if len(channels) < least:
-        resize(least, f"the setting for the least channels is {least}")
+        resize(least, f"the setting for the minimum channels is {least}")
     return ChannelCount(
         source=tuple(c for c, _ in channels), tree=tuple(t for _, t in channels), steps=tuple(steps)
     )

@@ -22,11 +22,12 @@ from miraccl.topo.records import GpuNode, PathType, System, f32
 from miraccl.topo.system_json import number
 
 MAX_CHANNELS = 64
-"""Most channels a graph can have (NCCL ``MAXCHANNELS``)."""
+"""Maximum channels of a graph (NCCL ``MAXCHANNELS``)."""
 
 GRAPH_XML_VERSION = 1
 
-# GB/s and us that a graph file may name. Far beyond any machine, and all that follows from them stays finite in single precision.
+# Limits of a graph file in GB/s and us: far beyond any machine, and all derived values stay finite
+# in single precision.
 MIN_SPEED, MAX_SPEED = 1e-6, 1e6
 MAX_LATENCY = 1e9
 
@@ -93,11 +94,13 @@ class ChannelGraph:
     def __post_init__(self) -> None:
         if len(self.intra) > MAX_CHANNELS:
             raise TopologyError(
-                f"the {self.kind.label} graph has {len(self.intra)} channels, allowed are {MAX_CHANNELS}"
+                f"cannot use the {self.kind.label} graph: {len(self.intra)} channels, "
+                f"allowed are {MAX_CHANNELS}"
             )
         if self.inter and len(self.inter) != len(self.intra):
             raise TopologyError(
-                f"the {self.kind.label} graph has nets for {len(self.inter)} of {len(self.intra)} channels"
+                f"cannot use the {self.kind.label} graph: nets for {len(self.inter)} "
+                f"of {len(self.intra)} channels"
             )
 
     @property
@@ -183,10 +186,11 @@ def graph_from_json(data: Mapping[str, Any]) -> ChannelGraph:
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, TopologyError):
             raise
-        raise TopologyError(f"this is no channel graph: {error!r}") from None
+        raise TopologyError(f"cannot read the channel graph: {error!r}") from None
 
 
-# NCCL's graph XML. Devices are written in hex as ``dev`` numbers with the system number above bit 56; the order of graphs is NCCL's.
+# NCCL's graph XML. Devices are written in hex as ``dev`` numbers with the system number above
+# bit 56; the order of graphs is NCCL's.
 
 _DUMP_ORDER = (
     GraphKind.RING,
@@ -202,6 +206,7 @@ def graphs_to_xml(graphs: Iterable[ChannelGraph], system: System) -> str:
 
     Raises ``TopologyError`` for a rank that is not in ``system``.
     """
+    # NCCL fails for the path type C2C, for which it has no name; we write ``C2C``.
     by_kind = {graph.kind: graph for graph in graphs}
     devices = {gpu.rank: _device(gpu) for gpu in system.gpus}
     lines = [f'<graphs version="{GRAPH_XML_VERSION}">']
@@ -237,7 +242,8 @@ def _graph_lines(graph: ChannelGraph, devices: Mapping[int, int]) -> list[str]:
         unknown = [rank for rank in ranks if rank not in devices]
         if unknown:
             raise TopologyError(
-                f"channel {c} of the {graph.kind.label} graph names rank {unknown[0]}, which is not in the system"
+                f"cannot write channel {c} of the {graph.kind.label} graph: "
+                f"rank {unknown[0]} is not in the system"
             )
         steps = [f'      <gpu dev="{_hex(devices[rank])}"/>' for rank in ranks]
         if graph.inter:
@@ -263,21 +269,23 @@ def graphs_from_xml(text: str, system: System) -> dict[GraphKind, ChannelGraph]:
     Fields that the format lacks keep the values of ``start_graph``. Raises ``TopologyError`` with
     the graph and the reason.
     """
-    if "<!" in text.replace(
-        "<!--", ""
-    ):  # a document type could define entities that grow without bound
+    # A document type could define entities that grow without bound.
+    if "<!" in text.replace("<!--", ""):
         raise TopologyError(
-            "the graph file has a document type or CDATA, which its format does not use"
+            "cannot read the graph file: its format allows no document type and no CDATA"
         )
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
-        raise TopologyError(f"the graph file is not XML: {error}") from None
+        raise TopologyError(f"cannot read the graph file: it is not XML: {error}") from None
     if root.tag != "graphs":
-        raise TopologyError(f"the graph file begins with <{root.tag}>, expected <graphs>")
+        raise TopologyError(
+            f"cannot read the graph file: it begins with <{root.tag}>, expected <graphs>"
+        )
     if root.get("version") != str(GRAPH_XML_VERSION):
         raise TopologyError(
-            f"the graph file has version {root.get('version')!r}, allowed is {GRAPH_XML_VERSION}"
+            f"cannot read the graph file: version {root.get('version')!r}, "
+            f"allowed is {GRAPH_XML_VERSION}"
         )
     graphs: dict[GraphKind, ChannelGraph] = {}
     for element in root.findall("graph"):
@@ -297,7 +305,8 @@ def _graph_from_element(element: ElementTree.Element, system: System) -> Channel
         ]
         if not 0 <= count <= len(channels):
             raise TopologyError(
-                f"the {kind.label} graph of the file announces {count} channels and holds {len(channels)}"
+                f"cannot read the {kind.label} graph of the file: nchannels is {count}, "
+                f"but it has {len(channels)}"
             )
         channels = channels[:count]
         for number, (ranks, _) in enumerate(channels):
@@ -319,15 +328,17 @@ def _graph_from_element(element: ElementTree.Element, system: System) -> Channel
             inter=tuple(_ends(nets) for _, nets in channels) if system.inter else (),
         )
     except KeyError as error:
-        raise TopologyError(f"{_which(element)}: {error} is missing or not a path type") from None
+        raise TopologyError(
+            f"{_cannot_read(element)}: {error} is missing or not a path type"
+        ) from None
     except ValueError as error:
         if isinstance(error, TopologyError):
             raise
-        raise TopologyError(f"{_which(element)}: {error}") from None
+        raise TopologyError(f"{_cannot_read(element)}: {error}") from None
 
 
-def _which(element: ElementTree.Element) -> str:
-    return f"the <graph> of the file with id {element.get('id', '')[:40]!r}"
+def _cannot_read(element: ElementTree.Element) -> str:
+    return f"cannot read the <graph> of the file with id {element.get('id', '')[:40]!r}"
 
 
 def _check_channel(
@@ -338,19 +349,21 @@ def _check_channel(
     An NVLS channel needs a head. Any other channel lists each GPU once, and a tree on one GPU has
     pattern TREE.
     """
-    name = f"channel {number} of the {kind.label} graph of the file"
+    name = f"cannot use channel {number} of the {kind.label} graph of the file"
     if kind is GraphKind.NVLS:
         if not ranks:
-            raise TopologyError(f"{name} names no GPU")
+            raise TopologyError(f"{name}: it names no GPU")
         return
     if sorted(ranks) != sorted(gpu.rank for gpu in system.gpus):
         given = " ".join(map(str, ranks)) or "none"
         raise TopologyError(
-            f"{name} holds the GPUs of ranks {given}; wanted is each of the {len(system.gpus)} GPUs once"
+            f"{name}: it has the GPUs of ranks {given}; "
+            f"expected is each of the {len(system.gpus)} GPUs once"
         )
     if kind is GraphKind.TREE and len(ranks) == 1 and pattern is not Pattern.TREE:
         raise TopologyError(
-            f"{name} has one GPU; pattern {int(pattern)} needs two, a tree on one GPU is pattern {int(Pattern.TREE)}"
+            f"{name}: pattern {int(pattern)} needs two GPUs; "
+            f"a tree on one GPU is pattern {int(Pattern.TREE)}"
         )
 
 
@@ -374,7 +387,7 @@ def _speed(text: str) -> float:
     value = f32(float(text))
     if value and not MIN_SPEED <= value <= MAX_SPEED:
         raise ValueError(
-            f"{text!r} is no speed; allowed are 0 and {MIN_SPEED:g} to {MAX_SPEED:g} GB/s"
+            f"bandwidth {text!r}; allowed are 0 and {MIN_SPEED:g} to {MAX_SPEED:g} GB/s"
         )
     return value
 
@@ -383,7 +396,7 @@ def _latency(text: str) -> float:
     """Read a latency in us."""
     value = f32(float(text))
     if not 0 <= value <= MAX_LATENCY:
-        raise ValueError(f"{text!r} is no latency; allowed are 0 to {MAX_LATENCY:g} us")
+        raise ValueError(f"latency {text!r}; allowed are 0 to {MAX_LATENCY:g} us")
     return value
 
 
@@ -392,7 +405,7 @@ def _channel_from_element(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks and the net ids of a ``<channel>``."""
     ranks = {_device(gpu): gpu.rank for gpu in system.gpus}
-    known = {0, *(net.id for net in system.nets)}  # 0 also where no net was found
+    known = {0, *(net.id for net in system.nets)}  # NCCL writes 0 if it found no net
     order: list[int] = []
     nets: list[int] = []
     for step in element:
@@ -402,13 +415,14 @@ def _channel_from_element(
         try:
             device = int(text, 16)
         except ValueError:
-            what = f"a <{step.tag}> whose dev is {text[:40]!r}; wanted is its device number in hex"
             raise TopologyError(
-                f"channel {number} of the {kind.label} graph of the file has {what}"
+                f"cannot read channel {number} of the {kind.label} graph of the file: "
+                f"dev of a <{step.tag}> is {text[:40]!r}, expected is its device number in hex"
             ) from None
         if device not in ranks if step.tag == "gpu" else system.inter and device not in known:
             raise TopologyError(
-                f"channel {number} of the {kind.label} graph of the file names {step.tag.upper()} {device:#x}, which is not in the system"
+                f"cannot use channel {number} of the {kind.label} graph of the file: "
+                f"{step.tag.upper()} {device:#x} is not in the system"
             )
         if step.tag == "net":
             nets.append(device)

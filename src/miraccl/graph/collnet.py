@@ -17,7 +17,7 @@ from miraccl.graph.nvls import unique_heads
 from miraccl.graph.rank_layout import Int32Array, RankLayout
 
 MAX_DIRECT_RANKS = 8
-"""Most GPUs per node for CollNet (NCCL ``NCCL_MAX_DIRECT_ARITY`` + 1)."""
+"""Maximum GPUs per node for CollNet (NCCL ``NCCL_MAX_DIRECT_ARITY`` + 1)."""
 
 Orders = Sequence[Sequence[int]]
 
@@ -74,7 +74,7 @@ def connect_chain(layout: RankLayout, orders: Sequence[Sequence[int]]) -> ChainP
 
 
 def connect_direct(layout: RankLayout, orders: Sequence[Orders]) -> DirectPlan:
-    """Connect all channels; ``orders[d]`` lists the channels of domain d, each with its head first."""
+    """Connect all channels; ``orders[d]`` lists the channels of domain d, head first."""
     heads = [unique_heads(channels) for channels in orders]
     count = len(heads[0])
     head_rank = np.full(layout.nranks, -1, dtype=np.int64)
@@ -86,7 +86,8 @@ def connect_direct(layout: RankLayout, orders: Sequence[Orders]) -> DirectPlan:
             offset = int(layout.node_offset[node])
             for local in domain:
                 rank = offset + local
-                # The i-th head serves the ranks in the order of the i-th channel (not of the head's own first channel), as NCCL does.
+                # Like NCCL, the i-th head serves the ranks in the order of the i-th channel, not of
+                # the head's own first channel.
                 own = heads[d].index(local) if local in heads[d] else -1
                 head_rank[rank] = own
                 shift[rank] = rank % len(domain) % max(1, len(heads[d]))

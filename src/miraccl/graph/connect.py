@@ -131,7 +131,9 @@ def connect(
     """
     settings = settings or ConnectSettings()
     if not domains or any(domain.graphs[GraphKind.RING].n_channels == 0 for domain in domains):
-        raise InvalidUsage("a domain has no ring: nothing can be connected")
+        raise InvalidUsage("cannot connect the ranks: a domain has no ring")
+    # Plans of thousands of ranks: nothing below loops over ranks in Python except CollNet direct,
+    # and channels that are copies of each other share their arrays.
     layout = RankLayout(
         hosts=hosts, gpus_per_host=gpus_per_host, domains=tuple(domain.ranks for domain in domains)
     )

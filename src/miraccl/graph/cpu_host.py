@@ -17,7 +17,7 @@ def domain_order(topology: Topology) -> list[int]:
     The distance is that of the paths between the topology's ranks.
     """
     system, paths = topology.system, topology.paths
-    homes: dict[int, int] = {}  # position of a CPU node -> that of a rank in it
+    homes: dict[int, int] = {}  # position of a CPU node -> position of a rank in it
     for position in range(len(system.gpus)):
         reached = [(paths.gpu_cpu(position, cpu), cpu) for cpu in range(len(system.cpus))]
         _, nearest = min(reached, key=lambda item: (item[0].type, -item[0].bw, item[1]))

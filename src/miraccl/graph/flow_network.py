@@ -16,7 +16,7 @@ from miraccl.errors import InvalidUsage, TopologyError
 from miraccl.topo.records import NetNode, NodeType, System
 
 DECIMALS = 1000
-"""Bandwidths are taken as multiples of 1/1000 GB/s, as the channel search does."""
+"""Bandwidths are rounded to multiples of 1/1000 GB/s, like in the channel search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class FlowNetwork:
 
     def __post_init__(self) -> None:
         if len(self.ranks) < 2:
-            raise InvalidUsage("a bound needs at least 2 ranks")
+            raise InvalidUsage("cannot bound the bandwidth: it needs at least 2 ranks")
         if any(capacity < 0 for _, _, capacity in self.edges):
-            raise TopologyError("a link has a negative bandwidth")
+            raise TopologyError("cannot bound the bandwidth: a link has a negative bandwidth")
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ class FlowNetwork:
 
     @property
     def representative_peers(self) -> tuple[int, ...]:
-        """The ranks that represent all peers of rank 0 by symmetry: those of the first two nodes."""
+        """The ranks of the first two nodes, which represent all peers of rank 0 by symmetry."""
         return tuple(
             vertex for group in self.groups[:2] for vertex in group if vertex != self.ranks[0]
         )
@@ -99,7 +99,7 @@ def flow_network(system: System, nodes: int, *, network: bool) -> FlowNetwork:
     that port. Raises ``InvalidUsage`` for fewer than 1 node.
     """
     if nodes < 1:
-        raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
+        raise InvalidUsage(f"cannot bound a job of {nodes} nodes: it has at least 1")
     size = len(system.nodes)
     names = [
         f"{node.name}@{copy}" if nodes > 1 else node.name

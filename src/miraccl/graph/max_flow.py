@@ -9,9 +9,8 @@ class MaxFlow:
     """Dinic's algorithm on a fixed set of edges, reusable with other capacities."""
 
     def __init__(self, size: int, edges: Sequence[tuple[int, int]]) -> None:
-        self.arcs: list[list[int]] = [
-            [] for _ in range(size)
-        ]  # arcs by vertex; arc a ^ 1 is arc a turned round
+        # Arcs by vertex; arc a ^ 1 is the reverse of arc a.
+        self.arcs: list[list[int]] = [[] for _ in range(size)]
         self.head: list[int] = []
         self.residual: list[int] = []
         for start, end in edges:

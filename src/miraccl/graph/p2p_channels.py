@@ -9,17 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miraccl.graph.plan_settings import MAX_CHANNELS, ConnectSettings
+from miraccl.topo.hardware import nvlink_bw
 from miraccl.topo.records import NodeType, PathTable, PathType, System, f32
-
-_NVLINK_BW = ((100, 40.1), (90, 20.6), (86, 12.0), (80, 20.0), (70, 20.0), (60, 18.0))
-"""GB/s of one NVLink by compute capability, as NCCL counts it (``src/graph/topo.h``); sm 86 alone is an exact match."""
-
-
-def nvlink_bw(sm: int) -> float:
-    for least, bw in _NVLINK_BW:
-        if sm >= least and (least != 86 or sm == 86):
-            return f32(bw)
-    return 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +35,7 @@ def count_p2p_channels(
     rank's own domain.
     """
     total = max(min(channels, settings.max_p2p_channels), settings.min_p2p_channels)
-    least, limited_by = total, "nothing but their number"
+    least, limited_by = total, "their number"
     beyond = nranks > len(system.gpus)
     for g, gpu in enumerate(system.gpus):
         candidates = [

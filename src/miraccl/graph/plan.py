@@ -64,7 +64,7 @@ class PlanRequest:
         ``InvalidUsage`` for fewer than 1 node or a setting that is not allowed.
         """
         if nodes < 1:
-            raise InvalidUsage(f"a job has at least 1 node, not {nodes}")
+            raise InvalidUsage(f"cannot plan for {nodes} nodes: a job has at least 1")
         seen = _RecordingEnviron(environ)
         collnet = params.COLLNET_ENABLE.read(seen) == 1 and collnet
         request = cls(
@@ -190,7 +190,7 @@ def _analyse(
     if isinstance(source, System):
         if request.gpus or request.fuse:
             raise InvalidUsage(
-                "GPUs are chosen and ranks are fused in a topology file, not in a system that was built already"
+                "cannot select GPUs or fuse ranks in a System: both need a topology file"
             )
         return analyse_system(source, nodes=request.nodes, options=request.paths, recorder=recorder)
     root = source if isinstance(source, XmlNode) else read_topology(source).root

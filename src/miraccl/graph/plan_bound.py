@@ -19,7 +19,7 @@ from miraccl.topo.system_json import number
 from miraccl.types import Collective, Protocol
 
 MAX_NODES = 16
-"""More nodes are bounded as if they were so many: on a balanced machine what bounds 16 nodes bounds more of them, too."""
+"""Nodes for which the bound is computed at most: on a balanced machine it also bounds more."""
 
 
 def bound_section(made: Plan) -> dict[str, Any] | None:
@@ -32,7 +32,7 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
     the bound was computed for, ``sentences`` the summary as text.
     """
     nodes = min(made.request.nodes, MAX_NODES)
-    # Over several nodes, or where GPUs of one node can only meet over the network, NICs carry the traffic.
+    # NICs carry traffic between nodes and between domains of one node.
     network = nodes > 1 or len(made.topology.domains) > 1
     try:
         graph = flow_network(made.topology.whole, nodes, network=network)
@@ -45,7 +45,7 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
         Collective.REDUCE_SCATTER: float(bound.reduce_scatter),
         Collective.ALL_REDUCE: float(bound.all_reduce_ceiling),
     }
-    plan = {
+    shares = {
         TUNED[coll]: share
         for coll, limit in best.items()
         if (share := _share(made.model, coll, limit))
@@ -61,11 +61,11 @@ def bound_section(made: Plan) -> dict[str, Any] | None:
             "reduceScatter": bound.reduce_scatter_reached,
             "allReduceByTwo": bound.all_reduce_reached,
         },
-        "plan": plan,
+        "plan": shares,
         "sentences": [
-            *([_for_fewer(nodes, balanced)] if fewer else []),
+            *([_describe_node_limit(nodes, balanced)] if fewer else []),
             *bound.summarize(),
-            *(_in_words(name, share) for name, share in plan.items()),
+            *(_describe_share(name, share) for name, share in shares.items()),
         ],
     }
 
@@ -99,16 +99,25 @@ def _share(model: TuningModel, coll: Collective, limit: float) -> dict[str, Any]
     }
 
 
-def _for_fewer(nodes: int, balanced: bool) -> str:
+def _describe_node_limit(nodes: int, balanced: bool) -> str:
     if balanced:
-        return f"the bound is that of {nodes} nodes or more; this number of them alone may have a slightly lower one"
-    return f"the bound is that of {nodes} nodes; more of them may pass it, as some part of a node cannot send as much as it can receive"
-
-
-def _in_words(name: str, share: dict[str, Any]) -> str:
-    text = f"the plan's best for {name} is {share['with']} with {share['busBw']:.4g} GB/s by the model, {share['share']:.0%} of the bound"
+        return (
+            f"the bound is that of {nodes} nodes or more; "
+            "the exact number of nodes may have a slightly lower one"
+        )
     return (
-        f"{text} (which it may pass: the switch reduces)"
+        f"the bound is that of {nodes} nodes; more nodes may exceed it, "
+        "as some part of a node cannot send as much as it can receive"
+    )
+
+
+def _describe_share(name: str, share: dict[str, Any]) -> str:
+    text = (
+        f"the plan's best for {name} is {share['with']} with {share['busBw']:.4g} GB/s "
+        f"by the model, {share['share']:.0%} of the bound"
+    )
+    return (
+        f"{text} (which it may exceed: the switch reduces)"
         if share["switchReduces"] and name == TUNED[Collective.ALL_REDUCE]
         else text
     )

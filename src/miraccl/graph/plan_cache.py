@@ -59,6 +59,7 @@ def plan_key(content: bytes, request: PlanRequest, *, variant: str = "") -> str:
 def _code_stamp() -> bytes:
     """Return size and modification time of every source that a plan depends on."""
     package = Path(miraccl.__file__).parent
+    # A version number alone does not change while a developer edits the sources.
     files = sorted(
         file for subpackage in ("graph", "topo") for file in (package / subpackage).rglob("*.py")
     )

@@ -42,7 +42,10 @@ Json = dict[str, Any]
 
 
 def explain_plan(plan: Plan, notes: PathChangeLog) -> Json:
-    """Return the value of the key ``explain``; ``notes`` is the recorder of :func:`plan.make_plan`."""
+    """Return the value of the key ``explain``.
+
+    ``notes`` is the recorder that was passed to :func:`plan.make_plan`.
+    """
     paths = [
         reason.to_json()
         for reason in explain_paths(plan.topology.system, plan.topology.paths, notes)
@@ -79,7 +82,8 @@ def _summarize_paths(paths: list[Json]) -> list[str]:
         one = members[0]
         rules = "".join(f"; {rule['sentence']}" for rule in one["rules"])
         result.append(
-            f"{len(members)} paths {source} to {target} are {kind} at {bw:g} GB/s, such as {one['from']} to {one['to']}: "
+            f"{len(members)} paths {source} to {target} are {kind} at {bw:g} GB/s, "
+            f"such as {one['from']} to {one['to']}: "
             f"{one['type_reason']}; slowest hop: {one['bw_reason']}{rules}"
         )
     return result
@@ -116,11 +120,13 @@ def summarize_channels(connections: Connections) -> list[str]:
     result.append(f"collectives run on {connections.channels} channels")
     p2p = connections.p2p
     result.append(
-        f"send and receive use {p2p.total} channels (a power of two) and up to {p2p.per_peer} for one peer, limited by {p2p.limited_by}"
+        f"send and receive use {p2p.total} channels (a power of two) "
+        f"and up to {p2p.per_peer} for one peer, limited by {p2p.limited_by}"
     )
     if connections.nvls:
         result.append(
-            f"NVLS uses {connections.nvls_channels} channels and {connections.nvls.heads} heads per node"
+            f"NVLS uses {connections.nvls_channels} channels "
+            f"and {connections.nvls.heads} heads per node"
         )
     if connections.collnet_enabled:
         result.append("CollNet is in use")
@@ -230,7 +236,8 @@ def _explain_winner(
         )
         better = ["less latency"] * (latency < other_latency) + ["more bandwidth"] * (bw > other_bw)
         yield (
-            f"; {_name(ranked[1])} would take {((ranked[1].time or 0.0) / winner.time - 1) * 100:.3g} % more "
+            f"; {_name(ranked[1])} would take "
+            f"{((ranked[1].time or 0.0) / winner.time - 1) * 100:.3g} % more "
             f"({format_time(other_latency)}, {other_bw:.4g} GB/s)"
         )
         yield f": the winner has {' and '.join(better)}" if better else ""
@@ -256,7 +263,8 @@ def summarize_choices(model: TuningModel) -> list[str]:
             estimate = model.estimate(coll, ranked[0].algorithm, ranked[0].protocol)
             if estimate.limits:
                 result.append(
-                    f"{name}, the {estimate.bandwidth:.4g} GB/s of {_name(ranked[0])}: {'; '.join(estimate.limits)}"
+                    f"{name}, the {estimate.bandwidth:.4g} GB/s of {_name(ranked[0])}: "
+                    f"{'; '.join(estimate.limits)}"
                 )
         if off := sorted(
             {

@@ -108,11 +108,13 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
     for key, derived in plan_to_json(plan).items():
         if found := _difference(data.get(key), derived, key):
             where, there, fits = found
-            raise TopologyError(f"{where} is {there}; from the rest of the document follows {fits}")
+            raise TopologyError(
+                f"cannot read {where}: it is {there}; the rest of the document implies {fits}"
+            )
     return plan
 
 
-# What can be seen in one place
+# Validation of single values
 
 _PATTERNS: dict[GraphKind, tuple[Pattern, ...]] = {
     GraphKind.RING: (Pattern.RING,),
@@ -121,7 +123,7 @@ _PATTERNS: dict[GraphKind, tuple[Pattern, ...]] = {
     GraphKind.NVLS: (Pattern.NVLS,),
     GraphKind.COLLNET_DIRECT: (Pattern.COLLNET_DIRECT, Pattern.TREE),  # the latter on a single GPU
 }
-_NEEDED = (GraphKind.RING, GraphKind.TREE)  # every plan has a channel of these
+_NEEDED = (GraphKind.RING, GraphKind.TREE)  # every plan has at least one channel of each
 
 _COUNT = integer(0)
 _NET = integer(-(1 << 63), (1 << 63) - 1)
@@ -177,7 +179,7 @@ _DOCUMENT = record(
 )
 
 
-# What takes several places
+# Validation across values
 
 
 def _check_sizes(data: Mapping[str, Any]) -> None:
@@ -191,19 +193,21 @@ def _check_sizes(data: Mapping[str, Any]) -> None:
         )
     if ranks != data["nranks"]:
         raise TopologyError(
-            f"comm.rankToNode has {ranks} entries; allowed is one for each of the {data['nranks']} ranks"
+            f"cannot read comm.rankToNode: {ranks} entries for {data['nranks']} ranks; "
+            "allowed is one per rank"
         )
     more = len(data["domains"]) - 1
     for key in ("other_domain_graphs", "whole"):
         if (key in data) != (more > 0):
             raise TopologyError(
-                f"{key} is missing; a plan of several domains has it"
+                f"cannot read {key}: it is missing; a plan of several domains has it"
                 if more
-                else f"{key} is for plans of several domains"
+                else f"cannot read {key}: it is allowed in plans of several domains only"
             )
     if more and len(data["other_domain_graphs"]) != more:
         raise TopologyError(
-            f"other_domain_graphs has {len(data['other_domain_graphs'])} entries; allowed is {more}, one less than domains"
+            f"cannot read other_domain_graphs: {len(data['other_domain_graphs'])} entries for "
+            f"{more + 1} domains; allowed is {more}"
         )
 
 
@@ -213,12 +217,14 @@ def _topology(data: Mapping[str, Any], request: PlanRequest) -> Topology:
     if sorted(gpu.rank for gpu in machine.gpus) != list(range(data["gpus_per_node"])):
         ranks = [gpu.rank for gpu in machine.gpus]
         raise TopologyError(
-            f"the GPUs of {key} have ranks {ranks}; allowed is each from 0 to {data['gpus_per_node'] - 1} once"
+            f"cannot read {key}: its GPUs have ranks {ranks}; "
+            f"allowed is each from 0 to {data['gpus_per_node'] - 1} once"
         )
     topology = analyse_system(machine, nodes=request.nodes, options=request.paths)
     if len(topology.domains) != len(data["domains"]):
         raise TopologyError(
-            f"domains has {len(data['domains'])} entries; the GPUs of {key} fall into {len(topology.domains)}"
+            f"cannot read domains: {len(data['domains'])} entries, "
+            f"but the GPUs of {key} form {len(topology.domains)}"
         )
     return topology
 

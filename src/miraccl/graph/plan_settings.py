@@ -97,7 +97,8 @@ class TuningSettings:
         overhead = params.NET_OVERHEAD.read(environ)
         if abs(overhead) > MAX_OVERHEAD_NS:
             raise InvalidUsage(
-                f"{params.NET_OVERHEAD.resolve(environ)[1]}: allowed are {-MAX_OVERHEAD_NS} to {MAX_OVERHEAD_NS} ns"
+                f"cannot use {params.NET_OVERHEAD.resolve(environ)[1]}: "
+                f"allowed are {-MAX_OVERHEAD_NS} to {MAX_OVERHEAD_NS} ns"
             )
         return cls(
             algo=_read_nccl_variable(params.ALGO, environ),

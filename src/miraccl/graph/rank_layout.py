@@ -36,13 +36,14 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or not self.domains:
-            raise InvalidUsage("a plan needs at least one host and one GPU")
+            raise InvalidUsage("cannot lay out ranks: it needs at least one host and one GPU")
         if sorted(r for domain in self.domains for r in domain) != list(range(self.gpus_per_host)):
             raise InvalidUsage(
-                f"the domains {self.domains} do not hold each local rank of {self.gpus_per_host} once"
+                f"cannot lay out ranks: the domains {self.domains} do not hold "
+                f"each of the {self.gpus_per_host} local ranks once"
             )
         if any(min(a) > min(b) for a, b in zip(self.domains, self.domains[1:])):
-            raise InvalidUsage("domains are listed by their lowest rank")
+            raise InvalidUsage("cannot lay out ranks: domains must be ordered by lowest rank")
 
     @property
     def nranks(self) -> int:

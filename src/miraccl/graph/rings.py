@@ -45,8 +45,10 @@ def build_rings(
 
 
 def _check(rings: Int32Array) -> None:
-    everybody = np.arange(rings.shape[1])
+    ranks = np.arange(rings.shape[1])
     for c, ring in enumerate(rings):
-        if not np.array_equal(np.sort(ring), everybody):
-            missing = np.setdiff1d(everybody, ring)
-            raise MiracclError(f"the ring of channel {c} does not hold rank {missing[0]}")
+        if not np.array_equal(np.sort(ring), ranks):
+            missing = np.setdiff1d(ranks, ring)
+            raise MiracclError(
+                f"cannot build the ring of channel {c}: rank {missing[0]} is missing"
+            )

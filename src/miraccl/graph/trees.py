@@ -26,7 +26,7 @@ from miraccl.graph.channel_graph import Pattern
 from miraccl.graph.rank_layout import Int32Array, RankLayout
 
 TREE_ARITY = 3
-"""Most children of a rank: the next GPU of the chain and two nodes (NCCL ``NCCL_MAX_TREE_ARITY``)."""
+"""Maximum children of a rank: next GPU of the chain and two nodes (NCCL ``NCCL_MAX_TREE_ARITY``)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,9 +55,8 @@ def binary_tree(n: int) -> NodeTree:
     half = low >> 1
     down0 = np.where(half > 0, node - half, -1)
     down1 = np.where(half > 0, node + half, -1)
-    while (
-        over := down1 >= n
-    ).any():  # at most log2(n) times: take the next smaller distance until the child exists
+    # Halve the distance until the child exists: at most log2(n) times.
+    while (over := down1 >= n).any():
         down1 = np.where(over, np.where(half > 0, node + half, -1), down1)
         half = np.where(over, half >> 1, half)
     top = 1
@@ -73,8 +72,8 @@ def double_binary_tree(n: int) -> tuple[NodeTree, NodeTree]:
     first = binary_tree(n)
     nodes = np.arange(n)
     if n % 2:
-        position = (nodes - 1) % n  # the one in the first tree that a node takes in the second
-        node_at = (nodes + 1) % n  # and the node that takes a place
+        position = (nodes - 1) % n  # [n] the position in the first tree that each node occupies
+        node_at = (nodes + 1) % n  # [n] the node at each position
     else:
         position = node_at = n - 1 - nodes
 
@@ -122,7 +121,8 @@ class TreeOrder:
             kind = f"{int(self.pattern)} ({self.pattern.name.lower()})"
             one = f"{int(Pattern.TREE)} ({Pattern.TREE.name.lower()})"
             raise TopologyError(
-                f"a tree of pattern {kind} has two GPUs or more of a node, not {list(self.order)}; allowed is {one}"
+                f"cannot connect a tree of pattern {kind} on the GPUs {list(self.order)} of a node:"
+                f" it needs two or more; allowed is {one}"
             )
 
     @property

@@ -59,7 +59,7 @@ class TuningModel:
         return self.estimates.get((coll, algo, proto), _MISSING)
 
 
-_MISSING = Estimate(disabled_reason="there is no such implementation")
+_MISSING = Estimate(disabled_reason="not implemented")
 
 
 def build_model(inputs: TuningInputs, settings: TuningSettings | None = None) -> TuningModel:
@@ -104,7 +104,7 @@ def _estimates(inputs: TuningInputs, settings: TuningSettings) -> dict[EstimateK
                 missing = not is_implemented(coll, algo, proto) or (
                     algo == NcclAlgorithm.PAT and not _pat_enabled(inputs, settings)
                 )
-                # NVLS keeps one of its channels back, so a graph with a single one is not used.
+                # NVLS reserves one of its channels, so a graph with a single one is not used.
                 if missing or (algo.uses_nvls and inputs.graphs[GraphKind.NVLS].n_channels < 2):
                     continue
                 bandwidth, limits = _algorithm_bandwidth(inputs, coll, algo, proto)
@@ -159,7 +159,7 @@ def _channel_bandwidth(
     channels = graph.n_channels
     efficiency = f32(k.NVLS_EFFICIENCY[inputs.generation])
     intra = f32(f32(f32(graph.bw_intra * efficiency) * (channels - 1)) / channels)
-    how = f"{efficiency:.2g} of {graph.bw_intra:g}, one channel kept back"
+    how = f"{efficiency:.2g} of {graph.bw_intra:g}, one channel reserved"
     if coll == Collective.ALL_REDUCE:
         intra = f32(intra * 2)
         how += ", twice as reduction and broadcast overlap"
@@ -242,7 +242,8 @@ def _correct_bandwidth(
         and inputs.max_local_ranks > inputs.collnet_heads
     ):
         limits.append(
-            f"{inputs.max_local_ranks} GPUs per node need as many CollNet heads, there are {inputs.collnet_heads}"
+            f"{inputs.max_local_ranks} GPUs per node need as many CollNet heads, "
+            f"there are {inputs.collnet_heads}"
         )
         return 0.0
     return bus
@@ -295,11 +296,14 @@ def _bus_to_algorithm(
         steps = _steps(coll, inputs.nranks)
         if steps != inputs.nranks:
             limits.append(
-                f"times {inputs.nranks / steps:.4g}: a link carries {steps}/{inputs.nranks} of the bytes"
+                f"times {inputs.nranks / steps:.4g}: "
+                f"a link carries {steps}/{inputs.nranks} of the bytes"
             )
         return f32(bus * f32((1.0 * inputs.nranks) / steps))
-    ways = "up the tree and down again" if algo == NcclAlgorithm.TREE else "to the network and back"
-    limits.append(f"half of it: bytes go {ways}")
+    route = (
+        "up the tree and down again" if algo == NcclAlgorithm.TREE else "to the network and back"
+    )
+    limits.append(f"half of it: bytes go {route}")
     return f32(bus * 0.5)
 
 
@@ -330,7 +334,7 @@ def _latency(
     inside = Hardware.NVLINK if graph.type_intra == PathType.NVL else Hardware.PCI
     base = f32(k.BASE_LATENCY.get(algo, (0.0, 0.0, 0.0))[proto])
     intra = _step_latency(inputs, inside, algo, proto)
-    # With one rank per node nothing hides the network, so the larger latency of a tree counts.
+    # With one rank per node the network latency is not hidden: use the larger one of a tree.
     inter = _step_latency(
         inputs, Hardware.NET, NcclAlgorithm.TREE if inputs.ranks_per_node == 1 else algo, proto
     )
@@ -344,9 +348,8 @@ def _latency(
             return _ring_latency(inputs, settings, coll, proto, base, intra, inter)
         case NcclAlgorithm.TREE:
             return f32(base + f32(2 * f32(f32(others * intra) + f32(levels * inter))))
-        case (
-            NcclAlgorithm.COLLNET_DIRECT
-        ):  # 0.4 us for each peer that is served in turn; summed in double precision
+        case NcclAlgorithm.COLLNET_DIRECT:
+            # 0.4 us for each peer, which are served serially; summed in double precision.
             return f32(base + (2 * (f32(min(1, others) * intra) + others * 0.4) + inter))
         case NcclAlgorithm.COLLNET_CHAIN:
             return f32(base + f32(f32(2 * others * intra) + inter))
@@ -354,7 +357,7 @@ def _latency(
             return f32(intra + inter) if inputs.nnodes > 1 else intra
         case NcclAlgorithm.NVLS_TREE:
             return f32(base + f32(intra + f32(2 * levels * inter)))
-        case NcclAlgorithm.PAT:  # a logarithmic and, still, a linear part
+        case NcclAlgorithm.PAT:  # a logarithmic and a linear part
             return f32(base + (levels * (inter / 3.5) + inputs.nranks * 2.8))
 
 
@@ -394,7 +397,7 @@ def _net_overhead(inputs: TuningInputs, settings: TuningSettings) -> float:
     return 2.0 if inputs.cpu_arch == CpuArch.X86 and inputs.cpu_vendor == CpuVendor.AMD else 1.0
 
 
-# What is switched off
+# Disabled combinations
 
 
 def _disabled_reason(

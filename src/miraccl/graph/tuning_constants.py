@@ -92,7 +92,7 @@ BASE_LATENCY: Final[dict[NcclAlgorithm, Triple]] = {
     NcclAlgorithm.RING: (6.6, 14.0, 8.4),
     NcclAlgorithm.PAT: (8.0, 8.0, 8.0),
 }
-"""Start-up, us; algorithms that are not listed have none."""
+"""Start-up latency, us; 0 for algorithms that are not listed."""
 
 STEP_LATENCY: Final[dict[Hardware, dict[NcclAlgorithm, Triple]]] = {
     Hardware.NVLINK: {
@@ -123,7 +123,7 @@ STEP_LATENCY: Final[dict[Hardware, dict[NcclAlgorithm, Triple]]] = {
         NcclAlgorithm.PAT: (0.0, 0.0, 14.0),
     },
 }
-"""One step, us."""
+"""Latency of one step, us."""
 
 
 class Generation(enum.IntEnum):
@@ -153,7 +153,8 @@ LL_MAX: Final[tuple[Triple, ...]] = (
     (141.0, 45.0, 35.0),
     (282.0, 90.0, 70.0),
 )
-"""Most that LL reaches. Rows are generations on one node; over several nodes row 1 is AMD hosts and row 0 all others."""
+"""Maximum bandwidth of LL. Rows are generations on one node; over several nodes row 1 is AMD hosts
+and row 0 all others."""
 
 RING_LL128_PER_CHANNEL: Final[tuple[Triple, ...]] = (
     (20.0,) * 3,
@@ -179,7 +180,7 @@ NVLS_TREE_PER_CHANNEL: Final[tuple[Triple, ...]] = (
     (0.0, 57.7, 45.5),
     (0.0, 96.0, 43.8),
 )
-"""Most that one channel reaches, by generation."""
+"""Maximum bandwidth of one channel, by generation."""
 
 NVLS_EFFICIENCY: Final = (0.0, 0.0, 0.85, 0.74)
 """Share of the NVLink bandwidth that multicast reaches, by generation."""
@@ -238,7 +239,7 @@ TREE_CORRECTION: Final[dict[Protocol, tuple[float, ...]]] = {
     Protocol.SIMPLE: (0.9,) * 7
     + (0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
 }
-"""What is left of a tree all-reduce's bandwidth at 64 B, 128 B, ... 256 MiB."""
+"""Factor on the bandwidth of a tree all-reduce at 64 B, 128 B, ... 256 MiB."""
 
 WARP: Final = 32
 MAX_THREADS: Final = 640
@@ -253,7 +254,7 @@ LL_THRESHOLD: Final = 8
 LL128_THRESHOLD: Final = 8
 SIMPLE_THRESHOLD: Final = 64
 COLLNET_THRESHOLD: Final = 512
-"""Bytes per thread below which channels are given up."""
+"""Bytes per thread below which channels are dropped."""
 
 MAX_NVLS_RANKS: Final = 32
-"""Most GPUs per node for NVLS operations other than all-reduce (NCCL ``NCCL_MAX_NVLS_ARITY``)."""
+"""Maximum GPUs per node for NVLS operations except all-reduce (NCCL ``NCCL_MAX_NVLS_ARITY``)."""

@@ -46,19 +46,21 @@ def parse_constraints(
         if not elements:
             if number:
                 raise InvalidUsage(
-                    f"{variable}={text!r}: only the first entry may lack a collective"
+                    f"cannot parse {variable}={text!r}: only the first entry may lack a collective"
                 )
             collective, elements = "", collective
         if collective and collective not in collectives:
             raise InvalidUsage(
-                f"{variable}={text!r}: no collective is called {collective!r}; known are {', '.join(collectives)}"
+                f"cannot parse {variable}={text!r}: unknown collective {collective!r}; "
+                f"known are {', '.join(collectives)}"
             )
         excluded = elements.startswith("^")
         names = [name.strip() for name in elements.removeprefix("^").split(",") if name.strip()]
         unknown = [name for name in names if name not in by_name]
         if unknown:
             raise InvalidUsage(
-                f"{variable}={text!r}: {unknown[0]!r} is not known; known are {', '.join(by_name)}"
+                f"cannot parse {variable}={text!r}: unknown name {unknown[0]!r}; "
+                f"known are {', '.join(by_name)}"
             )
         listed = {by_name[name] for name in names}
         for coll in [collectives[collective]] if collective else constraints:

@@ -1,4 +1,4 @@
-"""Thread block sizes and their thresholds (NCCL 2.28.9 ``src/graph/tuning.cc`` ncclTopoTuneModel)."""
+"""Thread block sizes and thresholds (NCCL 2.28.9 ``src/graph/tuning.cc`` ncclTopoTuneModel)."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class LinkDescription:
         if value not in self.values:
             allowed = ", ".join(self.values)
             raise TopologyError(
-                f"line {link.line}: <{link.name}> has {self.kind}={value!r}; its description knows {allowed}"
+                f"cannot use line {link.line}: <{link.name}> has {self.kind}={value!r}; "
+                f"its description has {allowed}"
             )
         return self.values[value]
 
@@ -124,9 +125,11 @@ AMD = Accelerator(
         only="gpu",
     ),
 )
-"""AMD Instinct: xGMI links between GPUs, GB/s per link by generation (RCCL ``src/graph/topo.h``; 910 is its name of gfx90a).
+"""AMD Instinct: xGMI links between GPUs, GB/s per link by generation (RCCL ``src/graph/topo.h``, in
+which gfx90a is 910).
 
-RCCL writes the number of compute units as ``sm``; planning takes them for Ampere (80), that is rings and trees without switch multicast.
+RCCL writes the number of compute units as ``sm``; planning treats them as Ampere (80): rings and
+trees without switch multicast.
 """
 
 
@@ -184,18 +187,20 @@ def _rewrite(device: XmlNode, accelerator: Accelerator) -> None:
             elif end_kind == "gpu":
                 if "target" not in child.attrs:
                     raise TopologyError(
-                        f"line {child.line}: <{child.name}> leads to another device and has no target"
+                        f"cannot use line {child.line}: <{child.name}> leads to another device "
+                        "and has no target"
                     )
                 attrs["target"] = child.attrs["target"]
             child.name, child.attrs = LINK_ELEMENT, attrs
 
 
 def link_bw(link: XmlNode) -> float:
-    """Return GB/s of all links of an ``xlink``. Raises ``TopologyError`` for a value out of range."""
+    """Return GB/s of all links of an ``xlink``; ``TopologyError`` for a value out of range."""
     bw = link.integer("count") * c_float(link.attrs.get("bw", ""))
     if not 0 < bw < 1e6:
         raise TopologyError(
-            f"line {link.line}: <{link.name}> has count and bw that make {bw:g} GB/s; expected more than 0"
+            f"cannot use line {link.line}: <{link.name}> has count and bw of {bw:g} GB/s; "
+            "expected more than 0"
         )
     return bw
 
@@ -211,10 +216,10 @@ def read_accelerators(path: str | os.PathLike[str]) -> tuple[Accelerator, ...]:
             tomllib.loads(read_bytes(path, "description of accelerators").decode()), source=name
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TopologyError(f"{name}: {error}") from None
+        raise TopologyError(f"cannot read {name}: {error}") from None
     except RecursionError:
         raise TopologyError(
-            f"{name}: lists or tables are nested too deeply for a description"
+            f"cannot read {name}: lists or tables are nested too deeply for a description"
         ) from None
 
 
@@ -224,7 +229,8 @@ def parse_accelerators(
     """Read the descriptions of parsed TOML. Raises ``TopologyError`` with the key and its value."""
     if data.get("format") != 1:
         raise TopologyError(
-            f"{source}: format is {data.get('format')!r}; the known format of accelerator descriptions is 1"
+            f"cannot read {source}: format is {data.get('format')!r}; "
+            "the format of accelerator descriptions is 1"
         )
     tables = _TomlTable(source, "", data)
     tables.allow_only("format", "accelerator")
@@ -243,14 +249,17 @@ class _TomlTable:
     data: Mapping[str, Any]
 
     def fail(self, key: str, wanted: str) -> TopologyError:
-        place = f"{self.where}.{key}" if self.where else key
-        return TopologyError(f"{self.source}: {place} is {self.data.get(key)!r}, expected {wanted}")
+        name = f"{self.where}.{key}" if self.where else key
+        return TopologyError(
+            f"cannot read {self.source}: {name} is {self.data.get(key)!r}, expected {wanted}"
+        )
 
     def allow_only(self, *keys: str) -> None:
         unknown = [key for key in self.data if key not in keys]
         if unknown:
             raise TopologyError(
-                f"{self.source}: {self.where or 'the file'} has {unknown[0]!r}; known are {', '.join(keys)}"
+                f"cannot read {self.source}: {self.where or 'the file'} has {unknown[0]!r}; "
+                f"known are {', '.join(keys)}"
             )
 
     def table(self, key: str) -> _TomlTable:
@@ -282,7 +291,9 @@ class _TomlTable:
 def _accelerator(name: str, table: _TomlTable) -> Accelerator:
     table.allow_only("element", "pci_class", "pci_vendor", "sm", "label", "version", "link")
     if not name.strip():
-        raise TopologyError(f"{table.source}: an accelerator is called {name!r}; expected a name")
+        raise TopologyError(
+            f"cannot read {table.source}: an accelerator is called {name!r}; expected a name"
+        )
     sm, version = table.data.get("sm"), table.data.get("version", 0)
     if sm is not None and (not isinstance(sm, int) or isinstance(sm, bool) or not 0 < sm < 1000):
         raise table.fail("sm", "a compute capability times ten, such as 80")
@@ -314,14 +325,16 @@ def _link(table: _TomlTable) -> LinkDescription:
         for value in table.texts(kind):
             if values[value] != kind:
                 raise TopologyError(
-                    f"{table.source}: {table.where} has {value!r} for both {kind} and {values[value]}"
+                    f"cannot read {table.source}: {table.where} has {value!r} for both {kind} "
+                    f"and {values[value]}"
                 )
     only = table.text("only", "switch")
     if only not in _KINDS:
         raise table.fail("only", "switch, gpu or cpu")
     if ("kind" in table.data) != bool(values):
         raise TopologyError(
-            f"{table.source}: {table.where} needs both kind and values for switch, gpu or cpu, or neither"
+            f"cannot read {table.source}: {table.where} needs both kind and values "
+            "for switch, gpu or cpu, or neither"
         )
     return LinkDescription(
         element=table.text("element", "link"),

@@ -76,14 +76,15 @@ def analyse_topology(
 
 def _reject_dropped_gpus(root: XmlNode, system: System) -> None:
     """Raise ``TopologyError`` for a GPU that has a rank but is missing from the graph."""
-    there = {gpu.rank for gpu in system.gpus}
+    present = {gpu.rank for gpu in system.gpus}
     for node in root.walk():
-        if node.name == "gpu" and system.gpus and node.integer("rank") not in there:
+        if node.name == "gpu" and system.gpus and node.integer("rank") not in present:
             why = (
                 "a <pci> holds one <gpu>, and a <pci> that holds another one has to be a PCI switch"
             )
             raise TopologyError(
-                f"line {node.line}: the GPU with dev {node.attrs.get('dev')} is not in the machine: {why}"
+                f"cannot use line {node.line}: "
+                f"the GPU with dev {node.attrs.get('dev')} is not in the machine: {why}"
             )
 
 
@@ -100,7 +101,9 @@ def analyse_system(
     """
     options = options or PathOptions()
     if not whole.gpus:
-        raise TopologyError("no GPU takes part: the topology has no <gpu> below a <pci>")
+        raise TopologyError(
+            "cannot plan on the topology: no GPU takes part, it has no <gpu> below a <pci>"
+        )
     nranks = len(whole.gpus) * nodes
     first = compute_paths(whole, options, recorder=recorder)
     groups = find_domains(whole, first)

@@ -46,10 +46,10 @@ from miraccl.topo.vertices import Vertex, cpu_of, join
 from miraccl.topo.xmlfile import XmlNode, bus_id, c_float, c_long, c_uint64
 
 MAX_NODES = 576
-"""Nodes of one type a system may have (``NCCL_TOPO_MAX_NODES``); it also bounds the work a file can cause."""
+"""Maximum nodes of one type (``NCCL_TOPO_MAX_NODES``); also bounds the work that a file can cause."""
 
 MAX_LATENCY = 1e9
-"""us of a net. Far beyond any network, and sums of it stay finite in single precision."""
+"""Limit on a net's latency in us: far beyond any network, and sums stay finite in single precision."""
 
 
 class _Builder:
@@ -65,7 +65,9 @@ class _Builder:
 
     def add(self, record: TopoNode) -> Vertex:
         if len(self.of[record.type]) == MAX_NODES:
-            raise TopologyError(f"more than {MAX_NODES} {record.type.name} nodes")
+            raise TopologyError(
+                f"cannot build the system: more than {MAX_NODES} {record.type.name} nodes"
+            )
         vertex = Vertex(record)
         self.of[record.type].append(vertex)
         return vertex
@@ -185,7 +187,8 @@ class _Builder:
                 return self.switch(xml.attrs.get("switch", "switch"))
             case kind:
                 raise TopologyError(
-                    f"line {xml.line}: <{xml.name}> has kind {kind!r}; known are switch, gpu and cpu"
+                    f"cannot use line {xml.line}: <{xml.name}> has kind {kind!r}; "
+                    "known are switch, gpu and cpu"
                 )
 
     def switch(self, label: str) -> Vertex:
@@ -229,7 +232,8 @@ class _Builder:
         vertex = self.find(type, id)
         if vertex is None:
             raise TopologyError(
-                f"line {xml.line}: <{xml.name}> belongs to {type.name} {id & LOCAL_ID_MASK:x}, which is not in the system"
+                f"cannot use line {xml.line}: <{xml.name}> belongs to {type.name} "
+                f"{id & LOCAL_ID_MASK:x}, which is not in the system"
             )
         return vertex
 
@@ -259,7 +263,7 @@ class _Builder:
             for below in inner:
                 self.absorb(switch, below)
             assert isinstance(switch.record, PciNode)
-            # Marked so that it is not merged again.
+            # Marked to prevent a second merge.
             switch.record = PciNode(id=switch.record.id, device=switch.record.device | 0xFFFF)
             at = 0
 
@@ -332,7 +336,7 @@ def build_system(root: XmlNode) -> System:
 def _need(xml: XmlNode, *keys: str) -> None:
     for key in keys:
         if key not in xml.attrs:
-            raise TopologyError(f"line {xml.line}: <{xml.name}> has no {key}")
+            raise TopologyError(f"cannot use line {xml.line}: <{xml.name}> has no {key}")
 
 
 def _id(host: int, local: int) -> int:
@@ -342,6 +346,7 @@ def _id(host: int, local: int) -> int:
 def _broadcom_gen(vertex: Vertex, level: int) -> int:
     """Return 4 or 5 for Broadcom switches that show a second level, else 0."""
     assert isinstance(vertex.record, PciNode)
+    # Vendor, device and subsystem vendor decide.
     prefix = vertex.record.device & 0xFFFF_FFFF_FFFF_F000
     if prefix == 0x1000_C010_1000_A000:
         return 4
@@ -373,7 +378,8 @@ def _net_record(xml: XmlNode, host: int) -> NetNode:
     latency = f32(c_float(xml.attrs.get("latency", "0")))
     if not abs(latency) <= MAX_LATENCY:
         raise TopologyError(
-            f"line {xml.line}: latency {xml.attrs['latency'][:40]} is no number of us up to {MAX_LATENCY:g}"
+            f"cannot use line {xml.line}: latency {xml.attrs['latency'][:40]}; "
+            f"allowed is a number of us up to {MAX_LATENCY:g}"
         )
     speed = xml.integer("speed")
     return NetNode(

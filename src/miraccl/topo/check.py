@@ -31,7 +31,7 @@ from miraccl.topo.xmlfile import XmlFile, XmlNode, bus_id
 Severity = Literal["error", "warning", "note"]
 
 _SM = range(30, 200)
-"""Compute capabilities times ten that GPUs have, or may have some day."""
+"""Plausible compute capabilities times ten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +74,17 @@ def check_topology(file: XmlFile) -> list[TopologyFinding]:
         "inside <gpu>": describe,
         "inside <pci>": describe,
         "attributes": "",
-        "refuses": "NCCL itself would refuse the file",
+        "rejects": "NCCL itself would reject the file",
     }
     found = []
     for line, text in file.notes:
         fix = next((fix for words, fix in fixes.items() if words in text), "")
         found.append(TopologyFinding(severity="note", line=line, text=text, fix=fix))
     if file.version == 2:
-        text = "version 2 is AMD's dialect: xgmi elements are read as links between GPUs; NCCL refuses the file"
+        text = (
+            "version 2 is AMD's dialect: xgmi elements are read as links between GPUs; "
+            "NCCL rejects the file"
+        )
         found.append(
             TopologyFinding(
                 severity="note",
@@ -113,12 +116,14 @@ def _describe_error(error: TopologyError) -> TopologyFinding:
     elif "has no sm" in text:
         fix = 'add sm="80" (the compute capability times ten)'
     elif "no GPU takes part" in text:
-        fix = "this is the PCI tree only: add a <gpu> element to the <pci> element of each GPU, or let NCCL or detection complete it"
+        fix = (
+            "this is the PCI tree only: add a <gpu> element to the <pci> element of each GPU, "
+            "or have NCCL or detection complete it"
+        )
     elif "two GPUs have rank" in text:
         fix = "give each gpu element its own rank"
-    text = re.sub(
-        r"^(?:.*?, )?line \d+: ", "", text
-    )  # where it is stands in front of every finding
+    # Every finding is printed with its line in front.
+    text = re.sub(r"^.*?line \d+: ", "", text)
     return TopologyFinding(severity="error", line=int(match[1]) if match else 0, text=text, fix=fix)
 
 
@@ -171,7 +176,10 @@ def _repeated(
 def _cpus(root: XmlNode) -> Iterator[TopologyFinding]:
     for cpu in _elements(root, "cpu"):
         if cpu.integer("numaid") == -1:
-            text = "numaid is -1: the NUMA domain is not known (a virtual machine often hides it); everything below counts as one domain"
+            text = (
+                "numaid is -1: the NUMA domain is unknown (a virtual machine often hides it); "
+                "everything below counts as one domain"
+            )
             yield TopologyFinding(
                 severity="note",
                 line=cpu.line,
@@ -220,7 +228,10 @@ def _pcis(root: XmlNode) -> Iterator[TopologyFinding]:
         device = any(child.name in ("gpu", "nic") for child in pci.children)
         for kind in ("gpu", "nic"):
             for more in [child for child in pci.children if child.name == kind][1:]:
-                text = f"another {kind} in the pci element of line {pci.line}: only the first counts, this one is left out"
+                text = (
+                    f"another {kind} in the pci element of line {pci.line}: "
+                    "only the first counts, this one is ignored"
+                )
                 yield TopologyFinding(
                     severity="warning",
                     line=more.line,
@@ -233,13 +244,16 @@ def _pcis(root: XmlNode) -> Iterator[TopologyFinding]:
                 severity="note", line=pci.line, text=text, fix='add class="0x060400"'
             )
         if not device and pci_class(pci.attrs.get("class", "")) != NodeType.PCI:
-            text = f"a device of class {pci.attrs['class']} without gpu or nic element: it is left out with all below it"
+            text = (
+                f"a device of class {pci.attrs['class']} without gpu or nic element: "
+                "it is ignored with all below it"
+            )
             yield TopologyFinding(severity="note", line=pci.line, text=text)
         elif not any(node.name in ("gpu", "nic") for node in pci.walk()):
             yield TopologyFinding(
                 severity="note",
                 line=pci.line,
-                text="a PCI switch without GPU and NIC: it is left out",
+                text="a PCI switch without GPU and NIC: it is ignored",
             )
         else:
             yield from _pci_link(pci)
@@ -259,7 +273,10 @@ def _pci_link(pci: XmlNode) -> Iterator[TopologyFinding]:
     )
     lanes = f"{width or PCI_WIDTH_DEFAULT} lanes"
     if not known:
-        text = f"link_speed of a {what} is {repr(speed) if speed else 'missing'}: 8 GT/s assumed, with {lanes} {bw:g} GB/s"
+        text = (
+            f"link_speed of a {what} is {repr(speed) if speed else 'missing'}: "
+            f"8 GT/s assumed, with {lanes} {bw:g} GB/s"
+        )
         yield TopologyFinding(
             severity="warning",
             line=pci.line,
@@ -267,7 +284,10 @@ def _pci_link(pci: XmlNode) -> Iterator[TopologyFinding]:
             fix='write the real one, such as link_speed="32.0 GT/s PCIe"',
         )
     if width == 0:
-        text = f"link_width of a {what} is {pci.attrs.get('link_width') or 'missing'}: {lanes} assumed, {bw:g} GB/s"
+        text = (
+            f"link_width of a {what} is {pci.attrs.get('link_width') or 'missing'}: "
+            f"{lanes} assumed, {bw:g} GB/s"
+        )
         yield TopologyFinding(
             severity="note",
             line=pci.line,
@@ -282,9 +302,8 @@ def _pci_link(pci: XmlNode) -> Iterator[TopologyFinding]:
             fix='link_width="16"',
         )
     net_bw = sum(max(0, net.integer("speed")) for net in _elements(pci, "net")) / 8000
-    if (
-        net_bw * 0.9 > bw and what == "nic"
-    ):  # 24 GB/s of PCI beside 25 GB/s of network is how machines are built
+    # 24 GB/s of PCI for 25 GB/s of network is the usual ratio of a machine.
+    if net_bw * 0.9 > bw and what == "nic":
         text = f"its nets offer {net_bw:g} GB/s, its PCI link {bw:g} GB/s: the PCI link limits them"
         yield TopologyFinding(
             severity="note" if known and width else "warning", line=pci.line, text=text
@@ -354,18 +373,18 @@ def _links(root: XmlNode) -> Iterator[TopologyFinding]:
             target = own[0], bus_id(link.attrs.get("target", ""))
             counts[own, target] = counts.get((own, target), 0) + link.integer("count")
             if target == own:
-                text = f"a GPU linked to itself ({link.attrs.get('target')}): the link is of no use"
+                text = f"a GPU linked to itself ({link.attrs.get('target')}): the link is useless"
                 fix = (
                     'write the bus id of the other GPU; for a link to an NVSwitch tclass="0x068000"'
                 )
                 yield TopologyFinding(severity="warning", line=link.line, text=text, fix=fix)
             elif target not in owners:
-                text = f"a link to {link.attrs.get('target')}, where no GPU is: it is left out"
+                text = f"a link to {link.attrs.get('target')}, which is not a GPU: it is ignored"
                 yield TopologyFinding(
                     severity="warning",
                     line=link.line,
                     text=text,
-                    fix="mend the target, or add that GPU",
+                    fix="correct the target, or add that GPU",
                 )
     for (one, other), count in counts.items():
         back = counts.get((other, one), 0)
@@ -382,10 +401,13 @@ def _links(root: XmlNode) -> Iterator[TopologyFinding]:
 def _described_link(link: XmlNode, gpu: XmlNode) -> Iterator[TopologyFinding]:
     try:
         bw = link_bw(link)
-    except TopologyError:  # said when the machine is planned on
+    except TopologyError:  # reported by _planned
         return
     end = link.attrs.get("switch") or link.attrs.get("kind", "nowhere")
-    text = f"{link.integer('count')} links of a {gpu.attrs.get('accelerator', 'GPU')} to {end}: {bw:g} GB/s by its description"
+    text = (
+        f"{link.integer('count')} links of a {gpu.attrs.get('accelerator', 'GPU')} to {end}: "
+        f"{bw:g} GB/s by its description"
+    )
     yield TopologyFinding(severity="note", line=link.line, text=text)
 
 
@@ -396,11 +418,14 @@ def _nets(root: XmlNode) -> Iterator[TopologyFinding]:
             yield TopologyFinding(
                 severity="warning",
                 line=net.line,
-                text="net without dev: it is left out",
+                text="net without dev: it is ignored",
                 fix="number the nets from 0",
             )
         if net.integer("speed") <= 0:
-            text = f"net speed is {net.attrs.get('speed', 'missing')}: {NET_SPEED_DEFAULT // 1000} Gbit/s assumed"
+            text = (
+                f"net speed is {net.attrs.get('speed', 'missing')}: "
+                f"{NET_SPEED_DEFAULT // 1000} Gbit/s assumed"
+            )
             yield TopologyFinding(
                 severity="warning",
                 line=net.line,
@@ -416,13 +441,19 @@ def _nets(root: XmlNode) -> Iterator[TopologyFinding]:
                 fix='add gdr="1" where the NIC can access GPU memory',
             )
     for net, first in _repeated(iter(nets), _named_by(root, "dev")):
-        text = f"a net with dev {net.attrs['dev']} ({net.attrs.get('name', 'no name')}) is listed again, first in line {first.line}"
+        text = (
+            f"a net with dev {net.attrs['dev']} ({net.attrs.get('name', 'no name')}) "
+            f"is listed again, first in line {first.line}"
+        )
         fix = "list each net once, below the NIC it belongs to: paths lead to the first one only"
         yield TopologyFinding(severity="warning", line=net.line, text=text, fix=fix)
     for net, first in _repeated(iter(nets), _named_by(root, "name", "port")):
         if net.attrs.get("dev") != first.attrs.get("dev"):
-            text = f"net {net.attrs['name']}, port {net.attrs.get('port', 'missing')}, is listed again as dev {net.attrs.get('dev')}, "
-            text += f"first in line {first.line}: it counts twice"
+            text = (
+                f"net {net.attrs['name']}, port {net.attrs.get('port', 'missing')}, "
+                f"is listed again as dev {net.attrs.get('dev')}, "
+                f"first in line {first.line}: it counts twice"
+            )
             yield TopologyFinding(
                 severity="warning", line=net.line, text=text, fix="list each net once"
             )
@@ -435,7 +466,7 @@ def _planned(topology: Topology) -> Iterator[TopologyFinding]:
         yield TopologyFinding(
             severity="note",
             line=0,
-            text=f"ranks {groups}: between these groups the network is faster, each counts as a node",
+            text=f"ranks {groups}: the network is faster between these groups, each is a node",
         )
     first: dict[int, int] = {}
     for j, net in enumerate(system.nets):
@@ -453,5 +484,5 @@ def _planned(topology: Topology) -> Iterator[TopologyFinding]:
     if not system.nets:
         fix = "add a net element below each NIC for jobs of several nodes"
         yield TopologyFinding(
-            severity="note", line=0, text="no nets: the machine works alone only", fix=fix
+            severity="note", line=0, text="no nets: single-node jobs only", fix=fix
         )

@@ -21,9 +21,9 @@ from miraccl.topo.sysfs import BUS_ID, Sysfs, printable
 from miraccl.topo.xmlfile import XmlFile, XmlNode, read_topology
 
 CPU_RANKS_MAX = 8
-"""CPU ranks of a machine without GPUs when no number is given, at most."""
+"""Maximum of the default number of CPU ranks on a machine without GPUs."""
 BASE_FILE = ("var", "run", "nvidia-topologyd", "virtualTopology.xml")
-"""A topology file that providers put into their virtual machines; NCCL reads it unless another is named."""
+"""Topology file in the virtual machines of cloud providers; NCCL reads it unless one is named."""
 CPU_RANK_CLASS = "0x0b4000"  # PCI class of a co-processor
 CPU_RANK_SM = 80
 _ARCHS = {
@@ -42,7 +42,8 @@ _PEER_MEMORY = (
 _SOCKET_MAXCONN, _VERBS_MAXCONN = "65536", "131072"
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _VIRTUAL = re.compile(
-    r"lo\d*|docker.*|veth.*|virbr.*|br-.*|ifb\d+|dummy\d*|cni.*|flannel.*|cali.*|tun\d*|tap\d*|sit\d*|bonding_masters"
+    r"lo\d*|docker.*|veth.*|virbr.*|br-.*|ifb\d+|dummy\d*|cni.*|flannel.*|cali.*"
+    r"|tun\d*|tap\d*|sit\d*|bonding_masters"
 )
 
 
@@ -71,9 +72,7 @@ def detect_machine(
     if base is None and machine.root.children:
         machine.note(f"completes {sys.path(*BASE_FILE)}")
     if not sys.names("sys"):
-        machine.note(
-            f"{sys.path('sys')} cannot be read: PCI tree, NUMA domains and nets are not known"
-        )
+        machine.note(f"cannot read {sys.path('sys')}: PCI tree, NUMA domains and nets are unknown")
     if gpus is None:
         gpus, why = read_gpus()
         if not gpus:
@@ -101,13 +100,12 @@ class _MachineDetector:
             if node.name == "pci" and "busid" in node.attrs:
                 self.devices.setdefault(node.attrs["busid"].lower(), node)
         self.completed: set[str] = set()
-        self.unattached: set[str] = (
-            set()
-        )  # those whose upper devices are being made: links of a recorded folder may go in circles
+        # Devices whose parents are being created: links of a recorded folder may form a cycle.
+        self.unattached: set[str] = set()
         self.ranks: list[XmlNode] = []
         self.notes: list[tuple[int, str]] = []
         self.identity = self.cpu_identity()
-        # Either a peer memory module, or dma-buf, which the driver offers when its kernel modules are the open ones.
+        # Either a peer memory module or dma-buf, which needs the open kernel modules of the driver.
         open_driver = "Open Kernel Module" in sys.read("proc", "driver", "nvidia", "version")
         self.peer_memory = open_driver or any(sys.read(*parts) for parts in _PEER_MEMORY)
 
@@ -144,6 +142,7 @@ class _MachineDetector:
             int(text) if _NUMBER.fullmatch(text := info.get(key, "")) else 0
             for key in ("cpu family", "model")
         )
+        # Families from 15 on have an extension, shifted by 4.
         if family > 15:
             family = 15 + ((family - 15) << 4)
         return {
@@ -170,7 +169,8 @@ class _MachineDetector:
                 node.attrs.setdefault(key, value)
             if created:
                 self.note(
-                    f"PCI device {bus_id} is not in sysfs: taken to hang on a CPU of unknown NUMA domain"
+                    f"PCI device {bus_id} is not in sysfs: "
+                    "assumed below a CPU of unknown NUMA domain"
                 )
                 self.attach(node, self.cpu("-1"))
             return node
@@ -281,7 +281,8 @@ class _MachineDetector:
             self.ranks.append(gpu)
             self.attach(pci, self.cpu(homes[i * total // count]))
         self.note(
-            f"{count} CPU rank{'s' * (count != 1)}: each joined to its NUMA domain with 12 GB/s, about what one core copies"
+            f"{count} CPU rank{'s' * (count != 1)}: each joined to its NUMA domain with 12 GB/s, "
+            "about the copy bandwidth of one core"
         )
 
     # Nets

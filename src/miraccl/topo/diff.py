@@ -26,7 +26,7 @@ class TopologyDifference:
 
 
 def compare_topologies(left: Topology, right: Topology) -> list[TopologyDifference]:
-    """Compare the first domains of two machines; equal differences of paths and links are merged."""
+    """Compare the first domains of two machines; equal differences are merged."""
     found = list(_counts(left, right))
     found += _group_equal(_nodes(left.system, right.system))
     found += _group_equal(_paths(left, right))

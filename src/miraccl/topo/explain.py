@@ -33,11 +33,12 @@ RULES = {
     "p2p_level": "GPUs access each other's memory up to {level} here: diverted through {through}",
     "net_faster": "both GPUs have a NIC within PXB that beats this path: they use the network",
     "no_shm": "neither peer access nor shared memory is allowed: only the network is left",
-    "c2c": "the GPU is joined to {cpu} by C2C and the NIC hangs on it",
+    "c2c": "the GPU is joined to {cpu} by C2C and the NIC is attached to it",
     "pxn": "{through} is next to the NIC and one NVLink away: it forwards (PXN)",
-    "no_gdr": "no GPUDirect RDMA between them (GPU {gpu_gdr}, NIC {net_gdr}, or too far): diverted through {through}",
+    "no_gdr": "no GPUDirect RDMA between them (GPU {gpu_gdr}, NIC {net_gdr}, or too far): "
+    "diverted through {through}",
 }
-"""Rules about paths, with the sentence each one leaves."""
+"""Text of each path rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class PathExplanation:
     def bw_reason(self) -> str:
         """The hop that limits the bandwidth, as text."""
         if self.limit < 0:
-            return "no link is crossed" if self.type == PathType.LOC else "nothing leads there"
+            return "no link is crossed" if self.type == PathType.LOC else "no path"
         hop = self.hops[self.limit]
         return f"{hop.link.name} link from {hop.source} to {hop.target}: {hop.bw_source}"
 
@@ -249,7 +250,7 @@ def _type_reason(system: System, path: Path) -> str:
             return f"NVLink through {switch.label or 'NVSwitch'}" if switch else "NVLink only"
         case PathType.NVB | PathType.PXN:
             relay = next((b.name for _, b in between if b.type == NodeType.GPU), "")
-            return f"NVLink to {relay}, which passes on"
+            return f"NVLink to {relay}, which forwards"
         case PathType.C2C:
             return "chip to chip link"
         case PathType.PIX:
@@ -272,4 +273,4 @@ def _type_reason(system: System, path: Path) -> str:
         case PathType.NET:
             return "only over the network"
         case _:
-            return "no way leads there"
+            return "no path"

@@ -24,7 +24,8 @@ def raise_invalid(where: str, value: object, allowed: str) -> NoReturn:
     """Raise ``TopologyError`` for a value that is not allowed."""
     shown = repr(value)
     raise TopologyError(
-        f"{where or 'the document'} is {shown if len(shown) <= 60 else shown[:57] + '...'}; allowed is {allowed}"
+        f"cannot read {where or 'the document'}: "
+        f"it is {shown if len(shown) <= 60 else shown[:57] + '...'}; allowed is {allowed}"
     )
 
 
@@ -115,7 +116,7 @@ def record(fields: Mapping[str, Validator], optional: Iterable[str] = ()) -> Val
             if key in value:
                 validator(value[key], name)
             elif key not in optional_keys:
-                raise TopologyError(f"{name} is missing")
+                raise TopologyError(f"cannot read {name}: it is missing")
 
     return check
 

@@ -65,7 +65,7 @@ def load_accelerators(environ: Mapping[str, str] | None = None) -> tuple[Acceler
 
 
 def dump_if_asked(topology: Topology, environ: Mapping[str, str] | None = None) -> bool:
-    """Write the topology in use to the file that ``TOPO_DUMP_FILE`` names; return True if written."""
+    """Write the topology in use to ``TOPO_DUMP_FILE``, if set; return True if written."""
     name = params.TOPO_DUMP_FILE.read(environ)
     if not name or topology.root is None:
         return False

@@ -91,6 +91,8 @@ class TopoOptions:
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
-            raise InvalidUsage(f"a job has at least 1 node, not {self.nodes}")
+            raise InvalidUsage(f"cannot plan for {self.nodes} nodes: a job has at least 1")
         if len(set(self.gpus)) != len(self.gpus):
-            raise InvalidUsage(f"a GPU is named twice: {','.join(map(str, self.gpus))}")
+            raise InvalidUsage(
+                f"cannot select GPUs {','.join(map(str, self.gpus))}: a number is repeated"
+            )

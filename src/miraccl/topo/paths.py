@@ -56,7 +56,8 @@ class PathRecorder(Protocol):
 
     def applied(
         self, key: Key, rule: str, before: Path, after: Path, facts: dict[str, object]
-    ) -> None: ...
+    ) -> None:
+        """Record one change; ``rule`` is a key of ``explain.RULES``, ``facts`` fill its text."""
 
     def split(self) -> None:
         """Note that the node is divided: later changes refer to its first domain."""
@@ -88,7 +89,7 @@ class _PathTableBuilder:
     def set(self, key: Key, path: Path, rule: str, **facts: object) -> None:
         source, i, target, j = key
         row = self.rows[source, target][i]
-        if j >= len(row):  # no route leads there at all
+        if j >= len(row):  # no route
             return
         if self.recorder is not None:
             self.recorder.applied(key, rule, row[j], path, facts)
@@ -211,7 +212,7 @@ def _pxn_helps(table: _PathTableBuilder, net: int, gpu: int, relay: int) -> bool
     )
 
 
-# What follows from paths
+# Values derived from paths
 
 
 def find_domains(system: System, paths: PathTable) -> tuple[tuple[int, ...], ...]:

@@ -26,7 +26,7 @@ class GdrMode(enum.IntEnum):
 
 
 def nearest(row: Sequence[Path]) -> list[int]:
-    """Return the positions with the most bandwidth and then the best path type (ncclTopoGetLocal)."""
+    """Return the positions with the most bandwidth, then the best path type (ncclTopoGetLocal)."""
     best: list[int] = []
     bw, type = 0.0, PathType.DIS
     for i, path in enumerate(row):
@@ -99,7 +99,7 @@ class NearestDevices:
         return -(-len(nets) // max(1, len(self.gpus(nets[0]))))
 
     def net(self, gpu: int, channel: int) -> int:
-        """Return the net that a GPU uses on a channel, -1 if it reaches none (ncclTopoGetLocalNet)."""
+        """Return the net that a GPU uses on a channel, or -1 (ncclTopoGetLocalNet)."""
         nets = self.nets(gpu)
         if not nets:
             return -1
@@ -134,7 +134,7 @@ def local_cpu(system: System, paths: PathTable, gpu: int) -> int:
         if path.count
     ]
     if not hops:
-        raise TopologyError(f"{system.gpus[gpu].name} reaches no CPU")
+        raise TopologyError(f"cannot find the CPU of {system.gpus[gpu].name}: no path leads to one")
     return min(hops)[1]
 
 
@@ -195,7 +195,10 @@ def pxn_relay(system: System, paths: PathTable, gpu: int, net: int) -> int:
             return system.position(target)
         if system.nodes[target].type != NodeType.NVS:
             break
-    raise TopologyError(f"no GPU between {system.gpus[gpu].name} and {system.nets[net].name}")
+    raise TopologyError(
+        f"cannot find the PXN relay from {system.gpus[gpu].name} to {system.nets[net].name}: "
+        "the path has no other GPU"
+    )
 
 
 def gdr_mode(
@@ -223,6 +226,7 @@ def _gdr_read(system: System, paths: PathTable, options: PathOptions, gpu: int) 
     """Return True if sends use GPUDirect."""
     if options.gdr_read >= 0:
         return options.gdr_read != 0
+    # Before Ampere, sends use GPUDirect only if NVLink keeps PCI free for them.
     if system.gpus[gpu].sm >= 80 or len(system.gpus) == 1:
         return True
     row = paths.row(NodeType.GPU, gpu, NodeType.GPU)

@@ -34,10 +34,11 @@ def f32(value: float) -> float:
 
 
 LOC_BW = 5000.0
-"""Bandwidth of a node to itself and of links without a limit of their own, GB/s (NCCL ``LOC_BW``)."""
+"""GB/s of a node to itself and of links without a limit of their own (NCCL ``LOC_BW``)."""
 
 LOCAL_ID_MASK = (1 << 56) - 1
-"""An id is ``system << 56 | local id``; CPU ids are NUMA numbers, PCI ids bus ids, NET ids device numbers."""
+"""Mask of the local id in ``system << 56 | local id``: NUMA number of a CPU, bus id of a PCI device,
+device number of a NET."""
 
 UNDEF = -1
 
@@ -220,13 +221,15 @@ class System:
         for i, node in enumerate(self.nodes):
             if node.type < last:
                 raise TopologyError(
-                    f"node {i} ({node.name}) is out of order: nodes are grouped by type"
+                    f"cannot use the system: node {i} ({node.name}) is out of order; "
+                    "nodes are grouped by type"
                 )
             last = node.type
             for link in node.links:
                 if not 0 <= link.target < len(self.nodes):
                     raise TopologyError(
-                        f"a link of {node.name} leads to node {link.target}, of {len(self.nodes)}"
+                        f"cannot use the system: a link of {node.name} leads to node "
+                        f"{link.target} of {len(self.nodes)}"
                     )
 
     @cached_property
@@ -275,7 +278,7 @@ class System:
         """Return the position within its type of the node with this flat index."""
         return index - self.starts[self.nodes[index].type]
 
-    # Links by global number, as paths name them.
+    # Links by global number
 
     @cached_property
     def link_start(self) -> tuple[int, ...]:

@@ -20,12 +20,15 @@ _LOC, _NVL, _NVB, _PXB, _PHB, _DIS = (
     PathType.DIS,
 )
 
-# For each node its links as (bandwidth, reached node, number of the reverse link, path type of the link, passable by a GPU).
+# Links of a node: (bandwidth, target, number of the reverse link, path type, GPU may forward).
 _Edge = tuple[float, int, int, int, bool]
 
 
 class Routes:
-    """Routes to the nodes of one type; ``known[node]`` is True if NCCL stores routes for that node."""
+    """Routes to the nodes of one type.
+
+    ``known[node]`` is True if NCCL stores routes for that node.
+    """
 
     def __init__(
         self, system: System, type: NodeType, edges: list[list[_Edge]], *, nvb: bool

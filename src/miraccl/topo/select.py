@@ -50,13 +50,13 @@ def complete_gpus(root: XmlNode) -> list[XmlNode]:
         rank = gpu.integer("rank")
         if rank in by_rank:
             raise TopologyError(
-                f"two GPUs have rank {rank}: lines {by_rank[rank].line} and {gpu.line}"
+                f"cannot rank the GPUs: two GPUs have rank {rank}, "
+                f"lines {by_rank[rank].line} and {gpu.line}"
             )
         by_rank[rank] = gpu
     ranked = [by_rank[rank] for rank in sorted(by_rank)]
-    for local, gpu in enumerate(
-        ranked
-    ):  # a dump of another node than the first has its global ranks
+    # A dump of another node than the first has global ranks.
+    for local, gpu in enumerate(ranked):
         gpu.attrs["rank"] = str(local)
     return ranked
 
@@ -70,7 +70,8 @@ def keep_gpus(root: XmlNode, gpus: list[XmlNode], devs: tuple[int, ...]) -> list
     missing = [dev for dev in devs if dev not in by_dev]
     if missing:
         raise TopologyError(
-            f"no GPU has dev {missing[0]}; the topology has {', '.join(map(str, sorted(by_dev)))}"
+            f"cannot select GPU {missing[0]}: "
+            f"the topology has dev {', '.join(map(str, sorted(by_dev)))}"
         )
     kept = [by_dev[dev] for dev in devs]
     for rank, gpu in enumerate(kept):

@@ -18,7 +18,7 @@ _NODE = re.compile(r"node[0-9]{1,9}")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _MAX_READ = 4096
 _MAX_CPUS = 1 << 16
-"""CPUs that a list may name; Linux has at most 8192 (``NR_CPUS``)."""
+"""Limit on the CPUs of a list; Linux has at most 8192 (``NR_CPUS``)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Sysfs:
         path = self.path(*parts)
         try:
             return path.resolve() if path.exists() else None
-        except OSError:  # a folder on the way must not be looked into
+        except OSError:  # permission denied for a parent folder
             return None
 
     def pci(self, bus_id: str) -> Path | None:
@@ -76,7 +76,10 @@ class Sysfs:
         return self.real("sys", "bus", "pci", "devices", bus_id)
 
     def pci_of(self, *parts: str) -> str:
-        """Return the bus id of a class device's PCI parent; empty for virtual devices, virtio, USB."""
+        """Return the bus id of a class device's PCI parent.
+
+        Empty for virtual devices, virtio and USB.
+        """
         device = self.real(*parts, "device")
         if device is None or not BUS_ID.fullmatch(device.name):
             return ""

@@ -168,7 +168,8 @@ def _link_resolver(
         candidates = by_name.get(name)
         if not candidates:
             raise TopologyError(
-                f"{where}: a link of {entries[source]['name']} leads to {name}, which is not in it"
+                f"cannot read {where}: a link of {entries[source]['name']} leads to {name}, "
+                "which is not in it"
             )
         if len(candidates) == 1:
             return candidates[0]
@@ -182,7 +183,9 @@ def _link_resolver(
                 ):
                     taken.add((source, kind, target))
                     return target
-        raise TopologyError(f"{where}: a link of {back} leads to {name}, which has no link back")
+        raise TopologyError(
+            f"cannot read {where}: a link of {back} leads to {name}, which has no link back"
+        )
 
     return resolve
 
@@ -270,7 +273,7 @@ def paths_from_json(data: Mapping[str, Any], system: System) -> PathTable:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, TopologyError):
             raise
-        raise TopologyError(f"this is no table of paths: {error!r}") from None
+        raise TopologyError(f"cannot read the table of paths: {error!r}") from None
     return PathTable(rows=rows)
 
 
@@ -288,9 +291,10 @@ def _hops(system: System, start: int, texts: Sequence[str], end: int) -> tuple[i
         if not fits:
             source = system.nodes[start].name
             raise TopologyError(
-                f"a path from {source} takes {hop_text} at {system.nodes[at].name}, where no such link starts"
+                f"cannot read a path from {source}: it takes {hop_text} at "
+                f"{system.nodes[at].name}, where no such link starts"
             )
-        # Among nodes of one name the last hop takes the one the path is for, where there is such a link.
+        # Among nodes with one name the last hop prefers the target of the path.
         hop, at = next((fit for fit in fits if k == len(texts) - 1 and fit[1] == end), fits[0])
         hops.append(hop)
     return tuple(hops)

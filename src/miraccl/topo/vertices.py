@@ -35,7 +35,7 @@ class Vertex:
         return self.store[: self.count]
 
     def connect(self, target: Vertex, type: LinkType, bw: float) -> None:
-        """Add ``bw`` to the link of this type, create it if needed, and move it before slower ones."""
+        """Add ``bw`` to the link of this type (created if needed); keep links sorted."""
         at = next(
             (i for i, edge in enumerate(self.store) if edge.target is target and edge.type == type),
             len(self.store),

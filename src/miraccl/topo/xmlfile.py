@@ -28,7 +28,7 @@ MAX_BYTES = 8 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 64
 MAX_STR = 254
-"""Longest name or value NCCL reads (``MAX_STR_LEN`` less its end)."""
+"""Longest name or value that NCCL reads (``MAX_STR_LEN`` without its terminator)."""
 MAX_ATTRS = 16
 """Attributes of an element beyond this many are dropped by NCCL (``MAX_ATTR_COUNT``), and here."""
 NCCL_MAX_NODES = 256
@@ -44,7 +44,7 @@ CHILDREN: Mapping[str, tuple[str, ...]] = {
     "gpu": ("nvlink", "c2c", "xgmi", "xlink"),
     "nic": ("net",),
 }
-"""Which elements are read below which."""
+"""Elements that are read, by parent."""
 
 _CHUNK = 64 << 10
 
@@ -115,7 +115,7 @@ class XmlFile:
         return self.root.integer("version")
 
 
-# Numbers as C reads them.
+# Numbers with C's rules
 
 _DIGITS = {**{str(d): d for d in range(10)}, **{c: 10 + i for i, c in enumerate("abcdef")}}
 
@@ -139,7 +139,7 @@ def c_uint64(text: str, base: int) -> int:
 
 
 def c_float(text: str) -> float:
-    """Parse the number at the start of ``text``, 0.0 without one; not rounded to single precision."""
+    """Parse the number at the start of ``text`` in double precision, 0.0 without one."""
     text = text.strip()
     for end in range(len(text), 0, -1):
         try:
@@ -194,9 +194,8 @@ class _TopologyReader:
 
     def __init__(self, source: str, data: bytes, extra: Mapping[str, tuple[str, ...]]) -> None:
         self.source = source
-        self.data = (
-            data.lstrip(b" \t\r\n") if data[:1].isspace() else data
-        )  # an XML declaration must come first
+        # An XML declaration must be at the start.
+        self.data = data.lstrip(b" \t\r\n") if data[:1].isspace() else data
         self.skipped = data[: len(data) - len(self.data)].count(b"\n")
         self.allowed = {
             **CHILDREN,
@@ -204,7 +203,7 @@ class _TopologyReader:
         }
         self.root: XmlNode | None = None
         self.stack: list[XmlNode] = []
-        self.ignored = 0  # depth inside an element that nobody reads
+        self.ignored = 0  # depth inside an ignored element
         self.count = 0
         self.notes: list[tuple[int, str]] = []
         parser = self.parser = expat.ParserCreate()
@@ -222,11 +221,11 @@ class _TopologyReader:
 
     def fail(self, message: str, line: int | None = None) -> TopologyError:
         return TopologyError(
-            f"{self.source}, line {self.line if line is None else line}: {message}"
+            f"cannot read {self.source}, line {self.line if line is None else line}: {message}"
         )
 
     def doctype(self, *_: object) -> None:
-        raise self.fail("a topology file has no document type and no entities")
+        raise self.fail("the format allows no document type and no entities")
 
     def text(self, data: str) -> None:
         if not self.ignored and data.strip():
@@ -281,7 +280,8 @@ class _TopologyReader:
             raise self.fail('<system> has no version; add version="1"')
         if node.integer("version") not in VERSIONS:
             raise self.fail(
-                f"version {node.attrs['version']} of the topology format is not known; known are 1 (NCCL) and 2 (AMD)"
+                f"version {node.attrs['version']} of the topology format is unknown; "
+                "known are 1 (NCCL) and 2 (AMD)"
             )
 
     def end(self, name: str) -> None:
@@ -289,7 +289,7 @@ class _TopologyReader:
             self.ignored -= 1
             return
         node = self.stack.pop()
-        # After <x/> expat stands behind the element, before </x> in front of the closing tag.
+        # Expat's position is after the element for <x/>, but before the closing tag for </x>.
         at = self.parser.CurrentByteIndex
         node.single = not node.children and self.data[at - 2 : at] == b"/>"
 
@@ -321,12 +321,13 @@ class _TopologyReader:
                 self.notes.append(
                     (
                         node.line,
-                        f"<{node.name}> has {len(node.children)} children; NCCL refuses more than {NCCL_MAX_SUBS}",
+                        f"<{node.name}> has {len(node.children)} children; "
+                        f"NCCL rejects more than {NCCL_MAX_SUBS}",
                     )
                 )
-        kept = sum(1 for _ in self.root.walk())
-        if kept >= NCCL_MAX_NODES:
-            self.notes.append((1, f"{kept} elements; NCCL refuses {NCCL_MAX_NODES} and more"))
+        count = sum(1 for _ in self.root.walk())
+        if count >= NCCL_MAX_NODES:
+            self.notes.append((1, f"{count} elements; NCCL rejects {NCCL_MAX_NODES} and more"))
         return XmlFile(root=self.root, source=self.source, notes=tuple(sorted(self.notes)))
 
 
@@ -340,7 +341,9 @@ def parse_topology(
     """
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(data) > MAX_BYTES:
-        raise TopologyError(f"{source}: {len(data)} bytes; a topology file has at most {MAX_BYTES}")
+        raise TopologyError(
+            f"cannot read {source}: {len(data)} bytes; a topology file has at most {MAX_BYTES}"
+        )
     return _TopologyReader(source, data, extra or {}).read()
 
 
@@ -364,9 +367,11 @@ def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
         with open(name, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise TopologyError(f"{name}: {error.strerror or error}") from None
+        raise TopologyError(f"cannot read {name}: {error.strerror or error}") from None
     if len(data) > MAX_BYTES:
-        raise TopologyError(f"{name}: larger than {MAX_BYTES} bytes, this is no {what}")
+        raise TopologyError(
+            f"cannot read {name}: larger than {MAX_BYTES} bytes, the limit of a {what}"
+        )
     return data
 
 
@@ -407,4 +412,4 @@ def write_topology(root: XmlNode, path: str | os.PathLike[str]) -> None:
     try:
         Path(path).write_text(format_topology(root), encoding="utf-8")
     except OSError as error:
-        raise TopologyError(f"{os.fspath(path)}: {error.strerror or error}") from None
+        raise TopologyError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from None

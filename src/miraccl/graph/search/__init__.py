@@ -45,7 +45,8 @@ _ORDER = (
     GraphKind.COLLNET_DIRECT,
     GraphKind.NVLS,
 )
-"""The order of NCCL's ``initTransportsRank``: each search finds the bandwidths as the one before left them."""
+"""Order of the searches (NCCL ``initTransportsRank``); each one starts from the bandwidths that the
+previous one left."""
 
 
 def search_channels(
@@ -93,6 +94,7 @@ def supports_nvls(system: System, settings: SearchSettings) -> bool:
     """Return True if the NVLS search runs: two GPUs or more, with multicast (NCCL ncclNvlsInit)."""
     if settings.nvls == NVLS_OFF or len(system.gpus) < 2:
         return False
+    # NCCL asks the driver for multicast support; GPUs from Hopper on are assumed to have it.
     return settings.nvls != NVLS_AUTO or min(system.gpus, key=lambda gpu: gpu.rank).sm >= 90
 
 

@@ -106,7 +106,8 @@ def describe_try(t: Try, inter: bool) -> str:
     )
     kind = "equal channels" if t.same_channels else "channels"
     return (
-        f"{_describe_reason(t)}: {kind} of {bw} over paths up to {paths}; {_ENDS[t.end]} ({t.visits} visits, allowed {t.budget}); "
+        f"{_describe_reason(t)}: {kind} of {bw} over paths up to {paths}; "
+        f"{_ENDS[t.end]} ({t.visits} visits, allowed {t.budget}); "
         f"{'better: ' if t.improved else ''}{found}"
     )
 
@@ -136,12 +137,14 @@ def summarize_search(report: SearchReport) -> list[str]:
             return [f"{name}: {_describe_result(report)}, from the graph file"]
         case Origin.NO_NVSWITCH:
             return [
-                f"{name}: not possible, it needs an NVSwitch and GPUs of sm 90 or more (here sm {report.sm})"
+                f"{name}: not possible, needs an NVSwitch and GPUs of sm 90 or more "
+                f"(here sm {report.sm})"
             ]
     find = [t for t in report.tries if t.phase is Phase.FIND]
     improve = [t for t in report.tries if t.phase is Phase.IMPROVE]
     lines = [
-        f"{_describe_result(report)}, after {_count(len(report.tries), 'walk')} and {_count(report.visits, 'visit')}",
+        f"{_describe_result(report)}, after {_count(len(report.tries), 'walk')} "
+        f"and {_count(report.visits, 'visit')}",
         _describe_first_try(report),
     ]
     lines += [f"pass 1, {describe_try(t, report.inter)}" for t in find if t.improved]
@@ -152,11 +155,12 @@ def summarize_search(report: SearchReport) -> list[str]:
     lines += [f"pass 2, {describe_try(t, report.inter)}" for t in improve if t.improved]
     if improve and not improve[-1].improved:
         lines.append(
-            f"pass 2 found nothing at {max(improve[-1].bw_intra, improve[-1].bw_inter):g} GB/s per channel and ended"
+            "pass 2 found no graph at "
+            f"{max(improve[-1].bw_intra, improve[-1].bw_inter):g} GB/s per channel and ended"
         )
     if report.origin is Origin.FALLBACK:
         lines.append(
-            "no walk found a channel, so one in the order of the GPUs was made, at 0.1 GB/s"
+            "no walk found a channel; the fallback is one in the order of the GPUs, at 0.1 GB/s"
         )
     if report.saturated_links:
         lines.append(_describe_saturated_links(report))
@@ -176,8 +180,11 @@ def _describe_stop(report: SearchReport) -> str:
         case Stop.BUDGET:
             return "all its visits were used up"
     if report.next_bw and report.graph.n_channels:
-        return f"the next slower channel, {report.next_bw:g} GB/s, is less than half as fast as what was found"
-    return "the slowest channel was tried"
+        return (
+            f"the next lower bandwidth per channel, {report.next_bw:g} GB/s, "
+            "is less than half of the bandwidth found"
+        )
+    return "the lowest bandwidth per channel was tried"
 
 
 def _describe_saturated_links(report: SearchReport) -> str:
@@ -186,7 +193,7 @@ def _describe_saturated_links(report: SearchReport) -> str:
         for link in report.saturated_links[:3]
     )
     more = len(report.saturated_links) - 3
-    return f"no room for another channel on {shown}" + (
+    return f"no capacity for another channel on {shown}" + (
         f" and {_count(more, 'more link')}" if more > 0 else ""
     )
 
@@ -195,8 +202,9 @@ def _describe_first_try(report: SearchReport) -> str:
     first = report.tries[0]
     where = "GPU to a net" if report.inter else "GPU to another"
     return (
-        f"the first walk asked for {first.bw_intra:g} GB/s per channel: a path from one {where} carries {report.max_bw:g} GB/s, "
-        f"a GPU {report.total_bw:g}, and there have to be at least {_count(first.min_channels, 'channel')}"
+        f"the first walk requested {first.bw_intra:g} GB/s per channel: "
+        f"a path from one {where} carries {report.max_bw:g} GB/s, a GPU {report.total_bw:g}, "
+        f"and at least {_count(first.min_channels, 'channel')} is required"
     )
 
 
@@ -211,17 +219,24 @@ def _describe_result(report: SearchReport) -> str:
         Pattern.TREE: "simple tree, ",
     }
     kind = shape.get(graph.pattern, "") if graph.kind is GraphKind.TREE else ""
-    inside = f"{graph.n_channels} channel{plural} of {graph.bw_intra:g} GB/s between GPUs ({kind}paths up to {graph.type_intra.name})"
+    inside = (
+        f"{graph.n_channels} channel{plural} of {graph.bw_intra:g} GB/s between GPUs "
+        f"({kind}paths up to {graph.type_intra.name})"
+    )
     if not report.inter:
         return inside
     nets = {0: "", 1: ", forced over different NICs", 2: ", over different NICs in turn"}[
         graph.cross_nic
     ]
-    return f"{inside} and {graph.bw_inter:g} GB/s to the network (paths up to {graph.type_inter.name}{nets})"
+    return (
+        f"{inside} and {graph.bw_inter:g} GB/s to the network "
+        f"(paths up to {graph.type_inter.name}{nets})"
+    )
 
 
 def _describe_duplication(duplication: Duplication) -> str:
     return (
-        f"{duplication.before} channels of {duplication.bw_intra:g} GB/s became {duplication.after} slower ones: "
+        f"{duplication.before} channels of {duplication.bw_intra:g} GB/s "
+        f"became {duplication.after} slower ones: "
         "one channel cannot drive links that fast"
     )

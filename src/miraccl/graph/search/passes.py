@@ -33,7 +33,8 @@ from miraccl.topo.records import CpuArch, CpuVendor, NodeType, PathTable, PathTy
 TOTAL_BUDGET = 1 << 19
 TRY_BUDGET = 1 << 14
 SAME_CHANNELS_BUDGET = 1 << 8
-"""Visits of all tries of pass 1 together, of one try, and of one try with equal channels (NCCL_SEARCH_*TIMEOUT*)."""
+"""Visits of all tries of pass 1, of one try, and of one try with equal channels (NCCL
+``NCCL_SEARCH_*TIMEOUT*``)."""
 
 MAX_NVLS_HEADS = 32
 MAX_DIRECT_HEADS = 8
@@ -42,7 +43,8 @@ MAX_DIRECT_HEADS = 8
 DUPLICATE_FROM_BW = 25.0
 DUPLICATE_FEW_FROM_BW = 50.0
 FEW_CHANNELS = 4
-"""Channels of at least the first bandwidth (GB/s) are doubled; after Ampere of the second, unless there are few."""
+"""Channels of at least the first bandwidth (GB/s) are doubled; from Hopper on, more than
+``FEW_CHANNELS`` of at least the second."""
 
 FALLBACK_BW = f32(0.1)
 
@@ -182,7 +184,8 @@ def _limits(context: SearchContext, graph: ChannelGraph) -> ChannelGraph:
     if context.ngpus == 1 and pattern is not Pattern.RING:
         pattern = Pattern.TREE
     if pattern is Pattern.RING and most >= 2 and least == 1 and has_split_nvlink(context):
-        least = 2  # a tree will do better there, needs two channels, and has to match the ring
+        # A tree performs better there, needs two channels, and must match the ring.
+        least = 2
     return replace(graph, min_channels=least, max_channels=most, pattern=pattern)
 
 
@@ -217,7 +220,7 @@ class _GraphSearch:
             record.latency_inter = 0.0
             record.collnet = start.kind.uses_collnet
 
-    # the board
+    # State of the kernel
 
     @property
     def best(self) -> ChannelGraph:
@@ -269,7 +272,7 @@ class _GraphSearch:
             record[name] = value
 
     def _walk(self, phase: Phase, reason: Reason, attempt: Attempt) -> int:
-        """One walk; returns what is left of its budget, -1 when it ended with the best possible graph."""
+        """Run one walk; return the rest of its budget, -1 if it found the best possible graph."""
         context, state = self.context, self.context.state
         if context.inter and self.candidates_for != attempt.type_inter:
             set_candidates(state, context.nearest, attempt.type_inter)
@@ -278,7 +281,7 @@ class _GraphSearch:
         state.graphs[CURRENT].n_channels = 0
         header, best = state.header[0], state.graphs[BEST]
         header.budget = budget = SAME_CHANNELS_BUDGET if attempt.same_channels else TRY_BUDGET
-        header.visits = header.kept = header.depth = 0
+        header.visits = header.improvements = header.depth = 0
         context.walk(state)
         left = int(header.budget)
         self.tries.append(
@@ -289,7 +292,7 @@ class _GraphSearch:
                 budget=budget,
                 visits=int(header.visits),
                 end=End.PERFECT if left == -1 else End.BUDGET if left == 0 else End.COMPLETE,
-                improved=bool(header.kept),
+                improved=bool(header.improvements),
                 found_channels=int(best.n_channels),
                 found_bw_intra=float(best.bw_intra),
                 found_bw_inter=float(best.bw_inter),
@@ -302,7 +305,7 @@ class _GraphSearch:
         best = self.context.state.graphs[BEST]
         return f32(int(best.n_channels) * float(best.bw_inter)) >= self.context.system.total_bw
 
-    # the passes
+    # Passes
 
     def run(self) -> SearchReport:
         stop = self._find()
@@ -451,7 +454,7 @@ class _GraphSearch:
         """Run pass 2: the same number of channels, faster ones, while each walk succeeds."""
         state, speeds = self.context.state, self.speeds
         best = state.graphs[BEST]
-        state.graphs[CURRENT] = best  # its hop count goes on from there
+        state.graphs[CURRENT] = best  # NCCL continues counting hops from the best graph
         at = first_at_most(speeds, float(best.bw_inter))
         attempt = replace(
             self._attempt(self.best),

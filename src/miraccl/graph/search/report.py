@@ -47,14 +47,14 @@ class End(enum.Enum):
 
     PERFECT = "perfect"  # as many channels as allowed
     BUDGET = "budget"  # visits used up
-    COMPLETE = "complete"  # everything was tried
+    COMPLETE = "complete"  # all alternatives were tried
 
 
 class Stop(enum.Enum):
     """Reason why the first pass ended."""
 
     PERFECT = "perfect"
-    SATURATED = "saturated"  # channels times bandwidth reach what a GPU can carry
+    SATURATED = "saturated"  # channels times bandwidth reach the capacity of a GPU
     BUDGET = "budget"  # the visits of all tries are used up
     SPEEDS = "speeds"  # a slower channel would be less than half as fast, or none is listed
 
@@ -64,7 +64,7 @@ class Origin(enum.Enum):
 
     SEARCH = "search"
     FILE = "file"
-    FALLBACK = "fallback"  # nothing was found: one channel in the order of the GPUs
+    FALLBACK = "fallback"  # no graph was found: one channel in the order of the GPUs
     NO_NVSWITCH = "no_nvswitch"  # NVLS needs an NVSwitch and GPUs from Hopper on
     NOT_RUN = "not_run"
 

@@ -14,6 +14,7 @@ def _floats(*values: float) -> tuple[float, ...]:
 
 INTRA = _floats(40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3)
 INTER = _floats(48, 30, 28, 24, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3, 2.4, 1.2, 0.24, 0.12)
+# Links of Hopper and Blackwell are so fast that one channel cannot fill them.
 INTRA_HOPPER = _floats(60, 50, 40, 30, 24, 20, 15, 12, 11, 6, 3)
 INTER_HOPPER = _floats(48, 45, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12)
 INTRA_BLACKWELL = _floats(90, 80, 70, 60, 50, 40, 30, 24, 20, 19, 18)

@@ -36,10 +36,12 @@ from miraccl.topo.records import (
 )
 
 PRE_AMPERE = 80
-"""GPUs before this compute capability (times ten) send an eighth of what they receive back as acknowledgements (NCCL ``followPath``)."""
+"""Compute capability (times ten) below which a GPU returns an eighth of the received bandwidth as
+acknowledgements (NCCL ``followPath``)."""
 
 FRAMES_BESIDE_GPUS = 8
-"""Choice points of a channel besides one per GPU: net, first GPU, two exits, close or finish, next channel, and two to spare."""
+"""Choice points of a channel besides one per GPU: net, first GPU, two exits, close or finish, next
+channel, and two spare ones."""
 
 
 def build_state(nearest: NearestDevices) -> SearchState:
@@ -51,7 +53,7 @@ def build_state(nearest: NearestDevices) -> SearchState:
     system, paths = nearest.system, nearest.paths
     ngpus, nnets = len(system.gpus), len(system.nets)
     if not ngpus:
-        raise TopologyError("there is no GPU to search channels for")
+        raise TopologyError("cannot search channels: the system has no GPU")
     table, hops = _paths(system, paths)
     near = [nearest.gpus(net) for net in range(nnets)]
     header = np.zeros(1, HEADER)
@@ -144,7 +146,8 @@ def _reversed(system: System, path: Path) -> Path:
 
 
 def _is_wide(system: System, source: NodeType, path: Path) -> bool:
-    """Return True for peer-to-peer paths through an Intel host bridge, which carry 6/5 of the data."""
+    """Return True for peer-to-peer paths through an Intel host bridge."""
+    # Such traffic is cut into 64 byte packets: a fifth more data on PCI.
     if path.type != PathType.PHB or source != NodeType.GPU:
         return False
     ends = (system.nodes[system.links[link].target] for link in path.hops)
@@ -170,7 +173,8 @@ def _hop(system: System, start: int, number: int) -> tuple[int, int, float]:
     back = system.reverse_links[number]
     if share and back < 0:
         raise TopologyError(
-            f"{end.name} has no {link.type.name} link back to {system.nodes[system.link_source[number]].name}"
+            f"cannot search channels: {end.name} has no {link.type.name} link back "
+            f"to {system.nodes[system.link_source[number]].name}"
         )
     return number, back, share
 

@@ -1,1 +1,1 @@
-"""Sources of the compiled inner search, recompiled when one of them changes (``native.library``)."""
+"""Sources of the compiled inner search; a change recompiles it (``native.library``)."""

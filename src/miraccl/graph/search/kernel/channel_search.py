@@ -29,6 +29,9 @@ for function in WALK:
     extending.register_jitable(error_model="numpy")(function)
 
 
+# In compiled code a state is the address of its table, and attributes are looked up in the table.
+# Passing thirteen arrays, some of eight words each, from function to function would cost more than
+# the search itself.
 class SearchStateType(types.Type):  # type: ignore[misc]
     """Numba type of a state: the address of its table."""
 

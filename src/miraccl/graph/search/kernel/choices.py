@@ -200,7 +200,7 @@ def is_better(state: SearchState) -> bool:
         return False
     count = np.float32(graph.n_channels)
     best_count = np.float32(best.n_channels)
-    if graph.pattern == NVLS:  # channels are GPUs that pull: the more the better
+    if graph.pattern == NVLS:  # a channel is a GPU that pulls: more are better
         if graph.n_channels > best.n_channels and graph.n_channels <= state.header[0].ngpus:
             return True
         return bool(count * graph.bw_inter > best_count * best.bw_inter)
@@ -239,4 +239,4 @@ CHOICES = (
     complete_channel,
     visit,
 )
-"""Everything here that is compiled."""
+"""Compiled functions of this module."""

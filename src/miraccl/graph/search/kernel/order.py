@@ -126,7 +126,7 @@ def move_to_front(state: SearchState, row: int, count: int, gpu: int) -> int:
     return 0
 
 
-# Which net may be used
+# Nets
 
 
 def find_net(state: SearchState, id: int) -> int:
@@ -180,4 +180,4 @@ ORDER = (
     can_enter_by,
     can_leave_by,
 )
-"""Everything here that is compiled."""
+"""Compiled functions of this module."""

@@ -28,21 +28,21 @@ RING: Final = 4
 NVLS: Final = 5
 COLLNET_DIRECT: Final = 6
 
-# What is decided at a choice point.
+# Decisions of a choice point.
 PICK_NET: Final = 0  # the net where the next channel starts
-PICK_FIRST: Final = 1  # the GPU where it starts
-PICK_EXIT: Final = 2  # the net by which it leaves the node, from this GPU
+PICK_FIRST: Final = 1  # the first GPU of the channel
+PICK_EXIT: Final = 2  # the net by which the channel leaves the node, from this GPU
 PICK_NEXT: Final = 3  # the GPU after this one
 CLOSE_RING: Final = 4  # back to the first GPU
 FANOUT_NVLS: Final = 5  # this GPU pulls from all others through the NVSwitch
 FANOUT_DIRECT: Final = 6  # this GPU exchanges with every other GPU
-FINISH: Final = 7  # all GPUs are in: the channel is complete
-NEXT_CHANNEL: Final = 8  # the channel counts; try for one more
+FINISH: Final = 7  # the channel contains all GPUs
+NEXT_CHANNEL: Final = 8  # one more channel
 
-# In which order GPUs are tried.
+# Order in which GPUs are tried.
 FREE: Final = 0  # by score
-PCI_ORDER: Final = 1  # as the system lists them
-REPLAY: Final = 2  # as in the channel before
+PCI_ORDER: Final = 1  # the order of the system
+REPLAY: Final = 2  # the order of the previous channel
 
 
 def _record(**fields: Any) -> Any:
@@ -55,20 +55,21 @@ _F = np.float32
 LINK = _record(bw=_F, pci=_I)
 """``pci``: 1 on a PCI link."""
 
-HOP = _record(link=_I, reverse=_I, reverse_share=_F)
-"""One step of a path. ``share`` is the part of the bandwidth that the link ``back``, of the other direction, loses as well."""
+HOP = _record(link=_I, reverse_link=_I, reverse_share=_F)
+"""One hop of a path; the opposite link ``reverse_link`` loses ``reverse_share`` of the bandwidth."""
 
-PATH = _record(first=_I, count=_I, type=_I, bw=_F, overhead_bw=_I)
-"""``hops[first : first + count]``. ``wide``: its PCI links carry 6/5 of the data (peer-to-peer through an Intel host bridge)."""
+PATH = _record(first=_I, count=_I, type=_I, bw=_F, pci_overhead=_I)
+"""The path ``hops[first : first + count]``. ``pci_overhead`` is 1 if its PCI links carry 6/5 of the
+data (peer-to-peer through an Intel host bridge)."""
 
 GPU = _record(rank=_I, pci_link=_I, pci_back=_I)
-"""``pci_link``, ``pci_back``: its link to a PCI switch or CPU and the link back, -1 none."""
+"""``pci_link`` and ``pci_back`` are the links to and from a PCI switch or CPU, -1 for none."""
 
 NET = _record(
     bw=_F, latency=_F, id=_I, asic=_I, collnet=_I, local_gpu=_I, near_first=_I, near_count=_I
 )
-"""``asic``: number of the adapter and port, equal for nets that share its bandwidth;
-``lists[near_first : near_first + near_count]``: its nearest GPUs."""
+"""``asic`` is the number of the adapter and port, equal for nets that share its bandwidth;
+``lists[near_first : near_first + near_count]`` are its nearest GPUs."""
 
 GRAPH = _record(
     pattern=_I,
@@ -99,9 +100,12 @@ FRAME = _record(
     open=_I,
     budget=_I,
 )
-"""``step``: how many GPUs the channel has so far, less one; ``to_net``, ``to_first``: the step at which the channel goes to the network
-and back to its first GPU, -1 never; ``position``: alternatives begun of ``count``; ``open``: one of them is on the board;
-``budget``: of the search around a bounded one."""
+"""A choice point.
+
+``step`` is the index of the GPU within the channel. ``to_net`` and ``to_first`` are the steps at
+which the channel leaves for the network and returns to its first GPU, -1 for never. ``position`` of
+``count`` alternatives were tried; ``open`` is 1 while one of them is applied. ``budget`` saves that
+of the outer search during a bounded one."""
 
 HEADER = _record(
     ngpus=_I,
@@ -115,10 +119,13 @@ HEADER = _record(
     starts_count=_I,
     exits_first=_I,
 )
-"""``nvs``: vertex of the NVSwitch, -1 none; ``budget``: visits left, 0 used up, -1 the best possible graph was found;
-``visits``: made so far; ``kept``: times that a better graph was found;
-``lists[starts_first : starts_first + starts_count]``: nets to start from; ``lists[exits_first + 2 * g]`` and the entry after it:
-position in ``lists`` and number of the nets by which GPU g may leave."""
+"""Sizes and counters of a search.
+
+``nvs`` is the vertex of the NVSwitch, -1 for none. ``budget`` is the number of visits left, or -1
+once the best possible graph was found; ``visits`` counts the visits made, ``improvements`` the
+better graphs found. ``lists[starts_first : starts_first + starts_count]`` are the nets to enter by;
+``lists[exits_first + 2 * g]`` and the next entry are position in ``lists`` and number of the nets
+by which GPU g may leave."""
 
 
 class SearchState(NamedTuple):
@@ -148,4 +155,4 @@ DIMENSIONS = (1, 1, 3, 3, 2, 1, 1, 2, 1, 1, 1, 1, 2)
 """Element type and number of dimensions of each array, in the order of ``Board``."""
 
 ROW: Final = 4
-"""Words for an array in the table that describes a board to compiled code: its address and up to three lengths."""
+"""int64 words per array in the table that compiled code reads: address and up to three lengths."""

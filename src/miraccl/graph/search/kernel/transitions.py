@@ -72,6 +72,7 @@ def follow_path(state: SearchState, start: int, end: int, times: Any) -> bool:
     worst = graph.type_intra if inside else graph.type_inter
     if path.type >= DISCONNECTED:
         return False
+    # Like NCCL, check the path type for a factor of exactly 1 only.
     if times == ONE:
         if path.type > worst:
             return False
@@ -173,4 +174,4 @@ TRANSITIONS = (
     reserve_fanout_direct,
     reserve_net,
 )
-"""Everything here that is compiled."""
+"""Compiled functions of this module."""

@@ -56,7 +56,7 @@ from miraccl.graph.search.kernel.transitions import (
 )
 
 PCI_ORDER_BUDGET = 1 << 10
-"""Visits of the first walk from a net, in PCI order; they do not count."""
+"""Visits of the first walk from a net, in PCI order; they are not charged to the budget."""
 
 
 def search(state: SearchState) -> None:
@@ -154,7 +154,10 @@ def enter_first_gpu(state: SearchState, frame: Any, row: int) -> bool:
 
 
 def restore_budget(state: SearchState, frame: Any) -> None:
-    """End a bounded walk in PCI order: restore the budget, unless a best possible graph was found."""
+    """Restore the budget after a bounded walk in PCI order.
+
+    A best possible graph ends the outer walk, too: its budget stays -1.
+    """
     header = state.header[0]
     if frame.net >= 0 and frame.order == PCI_ORDER:
         if header.budget != -1:
@@ -204,7 +207,7 @@ def ring_start(state: SearchState) -> int:
 
 
 def finish_channel(state: SearchState, frame: Any) -> bool:
-    """Apply a pick with a single alternative: a fan-out over all GPUs, or the end of the channel."""
+    """Apply a pick with a single alternative: a fan-out over all GPUs, or FINISH."""
     if frame.pick == FANOUT_NVLS and not reserve_fanout_nvls(state, frame.gpu):
         return False
     if frame.pick == FANOUT_DIRECT:
@@ -262,4 +265,4 @@ WALK = (
     apply_next_choice,
     search,
 )
-"""Everything that is compiled."""
+"""All compiled functions of the kernel."""
