@@ -225,7 +225,8 @@ class Flow:
         stop = record.offset + len(record.payload)
         if stop > stream.length:
             raise ProtocolError(
-                f"stream {record.stream}: bytes [{record.offset}, {stop}) of a frame of {stream.length}"
+                f"stream {record.stream}: bytes [{record.offset}, {stop}) of a frame "
+                f"of {stream.length}"
             )
         payload = memoryview(record.payload)
         for low, high in list(stream.received.missing(record.offset, stop)):

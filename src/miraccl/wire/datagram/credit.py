@@ -1,0 +1,117 @@
+"""Receiver-driven admission: grants of one receiver over all of its senders.
+
+The receiver bounds the bytes that may be on their way to it, so its socket buffer cannot overflow,
+and paces them at the rate at which it receives (EQDS, Olteanu et al., NSDI 2022; Homa, Montazeri et
+al., SIGCOMM 2018). A grant is a total since the start of a connection, never a difference: a lost
+grant costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Bytes that a sender may send before it is granted anything: one super-packet.
+UNSOLICITED_BYTES = 64 << 10
+#: Smallest increase of a grant worth a packet.
+QUANTUM_BYTES = 16 << 10
+
+
+@dataclass(slots=True)
+class SenderCredit:
+    """Admission of one sender: bytes that it wants to send, was granted, and has delivered.
+
+    ``wanted`` counts from the start of the connection, like ``granted`` and ``received``.
+    """
+
+    wanted: int = 0
+    granted: int = UNSOLICITED_BYTES
+    received: int = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes granted and not yet received, as far as the sender can use the grant."""
+        return max(0, min(self.granted, max(self.wanted, UNSOLICITED_BYTES)) - self.received)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the sender wants to send and was not granted."""
+        return max(0, self.wanted - self.granted)
+
+
+class Grantor:
+    """Grants of one receiver.
+
+    Args:
+        budget: Most bytes on their way to this receiver: at most half of its real socket buffer.
+        rate: Bytes per second at which grants are issued; 0 issues up to the budget at once.
+    """
+
+    def __init__(self, budget: int, rate: int = 0) -> None:
+        self.budget, self.rate = max(budget, QUANTUM_BYTES), rate
+        self.senders: dict[int, SenderCredit] = {}
+        self._allowance = self.budget
+        self._refilled = 0
+        self._turn = 0
+
+    def add(self, sender: int) -> SenderCredit:
+        """Admit a sender with the unsolicited start; return its record."""
+        return self.senders.setdefault(sender, SenderCredit())
+
+    def remove(self, sender: int) -> None:
+        """Forget a sender that has left."""
+        self.senders.pop(sender, None)
+
+    def want(self, sender: int, nbytes: int) -> None:
+        """Note that a receive of ``nbytes`` more bytes was posted for a sender."""
+        self.add(sender).wanted += nbytes
+
+    def on_received(self, sender: int, nbytes: int) -> None:
+        """Note ``nbytes`` new bytes from a sender; bytes not wanted count as wanted."""
+        record = self.add(sender)
+        record.received += nbytes
+        record.wanted = max(record.wanted, record.received)
+
+    def issue(self, now: int) -> list[tuple[int, int]]:
+        """Return grants to send as (sender, total).
+
+        Senders with the smallest backlog come first, equal ones in turn: short transfers finish
+        early and nobody starves, because the budget is refilled as bytes arrive.
+        """
+        self._refill(now)
+        free = self.budget - sum(s.outstanding for s in self.senders.values())
+        issued: dict[int, int] = {}
+        while free >= QUANTUM_BYTES and self._allowance >= QUANTUM_BYTES:
+            sender = self._next_sender()
+            if sender is None:
+                break
+            record = self.senders[sender]
+            step = min(QUANTUM_BYTES, record.backlog)
+            record.granted += step
+            issued[sender] = record.granted
+            free -= step
+            self._allowance -= step
+        return list(issued.items())
+
+    def timer(self, now: int) -> int:
+        """Time at which ``issue`` may have more to give; 0 for none."""
+        if not self.rate or not any(s.backlog for s in self.senders.values()):
+            return 0
+        missing = max(0, QUANTUM_BYTES - self._allowance)
+        return now + missing * 1_000_000_000 // self.rate + 1
+
+    def _refill(self, now: int) -> None:
+        if not self.rate:
+            self._allowance = self.budget
+        elif now > self._refilled:
+            more = (now - self._refilled) * self.rate // 1_000_000_000
+            self._allowance = min(self.budget, self._allowance + more)
+            self._refilled = now
+
+    def _next_sender(self) -> int | None:
+        waiting = sorted(s for s, record in self.senders.items() if record.backlog)
+        if not waiting:
+            return None
+        least = min(self.senders[s].backlog for s in waiting)
+        equal = [s for s in waiting if self.senders[s].backlog - least < QUANTUM_BYTES]
+        self._turn += 1
+        return equal[self._turn % len(equal)]
