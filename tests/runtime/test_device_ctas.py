@@ -1,4 +1,4 @@
-"""How many multiprocessors kernels may take: what ranks ask for, what they agree on, and what it makes of plans."""
+"""SM limits of kernels: proposals of ranks, their agreement, and its effect on plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def agreed_limits(
     policy: str = "",
     multiprocessors: int = 132,
 ) -> CtaLimits:
-    """What ranks with these environments agree on."""
+    """Return the limits that ranks with these environments agree on."""
     wishes = []
     for environment in environments:
         for name in ("MIRACCL_SMS", "MIRACCL_CTA_POLICY", "NCCL_CTA_POLICY"):
@@ -115,7 +115,9 @@ def test_efficiency_limits_large_operations_only(collective: Collective, nranks:
 @pytest.mark.parametrize("most", [1, 2, 16, 100])
 @pytest.mark.parametrize("nranks", [2, 3, 4, 8])
 def test_fixed_limit_applies_to_all_sizes_and_kernels(most: int, nranks: int) -> None:
-    """A block for each multiprocessor: the GPU spreads small blocks over idle ones, where kernels that run beside have no room then."""
+    """One block per SM: the GPU would spread small blocks over idle SMs that concurrent kernels
+    need.
+    """
     ctas = CtaLimits(max_sms=most, fixed=True)
     for collective in (
         Collective.ALL_REDUCE,

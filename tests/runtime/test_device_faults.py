@@ -1,4 +1,4 @@
-"""What a communicator on GPU memory raises for what its kernels found and what the control plane told."""
+"""Errors of a GPU communicator for kernel reports and control-plane events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def name(number: int, signature: int) -> str:
 def op_log(
     launch: int = 0, move: int = 0, before: int = 0, what: int = SCATTER, signature: int = 0
 ) -> OpLog:
-    """What a rank says whose last operations are these; the collective of messages came after ``before`` launches."""
+    """Return the log of a rank with these last operations.
+
+    The message collective follows ``before`` launches.
+    """
     launches = dict.fromkeys(range(launch, max(0, launch - 4), -1), signature)
     entries = (
         {move: MessageRecord(message_collectives.op_tag(move, before, what), what, before)}
@@ -44,7 +47,7 @@ def op_log(
 
 
 class FaultsUnderTest:
-    """Faults with the words of a kernel, and the way by which the control plane tells."""
+    """Faults with the host words and a session that delivers events."""
 
     def __init__(self, words: Any = None) -> None:
         self.notices: list[Any] = []
@@ -98,7 +101,7 @@ ABORTED = Notice(
 
 @pytest.mark.parametrize("event", [LOST, ABORTED])
 def test_mismatch_is_reported_after_peer_exit(event: Any) -> None:
-    """The peer may have found it first, raised it and ended."""
+    """The peer may have detected the mismatch first, raised it and exited."""
     told = FaultsUnderTest()
     told.deliver(event)
     told.kernel_report(layout.ERROR_MISMATCH, 1)
@@ -143,7 +146,7 @@ def test_message_deadline() -> None:
 
 
 def test_deadline_reports_application_locations() -> None:
-    """Also of ranks that have left nothing on a board."""
+    """Locations are reported for ranks without op logs, too."""
     told = FaultsUnderTest()
     threads = [{"where": "train.py:7 step"}]
     told.answers = {
@@ -280,7 +283,7 @@ def test_reordered_operations_are_detected(
 
 
 def test_operations_after_failed_wait_are_ignored() -> None:
-    """The launches of a rank whose deadline has passed go on, its collectives of messages do not."""
+    """After a missed deadline a rank's launches continue, its message collectives do not."""
     mine, theirs = op_log(9, 3, 7), op_log(8, 4, 8)
     assert RecorderSnapshot(mine, {1: theirs}).find_mismatch() == (1, 9, 0)
     assert RecorderSnapshot(mine, {1: theirs}).find_mismatch(0) is None
@@ -313,7 +316,7 @@ def test_failed_wait_explained_by_op_logs_is_a_mismatch(error: int) -> None:
 
 
 class DelayedWords(np.ndarray[Any, Any]):
-    """Words of which the writer of ``HOST_ABORT`` is late: ``meanwhile`` runs before they are written."""
+    """Host words of which the write to ``HOST_ABORT`` is delayed by a callback."""
 
     meanwhile: Any
 
@@ -331,7 +334,7 @@ def with_delayed_words(meanwhile: Callable[[FaultsUnderTest], None]) -> FaultsUn
 
 
 def start_for(action: Callable[[], None], limit: float) -> threading.Thread:
-    """A thread that has tried for ``limit`` seconds."""
+    """Start a thread and give it ``limit`` seconds."""
     thread = threading.Thread(target=action)
     thread.start()
     thread.join(limit)
@@ -340,7 +343,7 @@ def start_for(action: Callable[[], None], limit: float) -> threading.Thread:
 
 @pytest.mark.parametrize("hears", [True, False])
 def test_waits_end_before_fault_is_visible(hears: bool) -> None:
-    """A program that goes on to another operation after the fault would be compared with ranks that have not heard of it."""
+    """An application that continues after the fault would be compared with peers unaware of it."""
     waiting: list[threading.Thread] = []
     seen: list[tuple[type[Exception], bool]] = []
 
@@ -379,7 +382,7 @@ def test_words_are_not_written_after_close() -> None:
 
 
 def test_abort_notifies_peers_before_waking_waits() -> None:
-    """Who is woken may end at once."""
+    """A woken application may exit at once."""
     told = FaultsUnderTest()
     told.faults.abort("enough")
     assert [words[layout.HOST_ABORT] for words in told.words_at_notice] == [0]

@@ -1,4 +1,4 @@
-"""Sends and receives that compiled code makes on streams of its own: several ranks in one process, over pairs of sockets."""
+"""Sends and receives by compiled code on its own streams: ranks of one process, over socket pairs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_S = 30.0
 
 
 class Rank:
-    """What ``MessageOperation`` needs of a rank: streams with their numbers, the context of its member."""
+    """Stand-in for the streams and the core that ``MessageOperation`` needs."""
 
     def __init__(self, rank: int, nranks: int, timeout: float) -> None:
         self.control = np.zeros(layout.PAGE // 8, np.int64)
@@ -92,7 +92,7 @@ def message(
 
 
 def header(count: int, number: int, dtype: DType = DType.UINT8) -> bytes:
-    """What goes ahead of a message, written down once more."""
+    """Return a message header, encoded independently of the library."""
     return struct.pack(
         "<qq",
         signature(Collective.SEND_RECV, dtype, RedOp.SUM, 0, count) | number,
@@ -112,7 +112,9 @@ CALLS = st.lists(
 def test_receives_match_sends_for_any_grouping(
     calls: list[tuple[int, int, int]], data: Any
 ) -> None:
-    """``calls`` are (source, distance of the target, bytes) in the order of the program; each rank groups its part as it likes."""
+    """``calls``: (source, distance of the target, bytes) in program order; each rank groups its
+    part.
+    """
     fills = np.random.default_rng(1).integers(0, 256, (len(calls), 70_000), np.uint8)
     rounds: list[list[list[tuple[StagedMessage, int]]]] = []
     sizes = []
@@ -165,7 +167,7 @@ def test_receives_match_sends_for_any_grouping(
 
 
 def test_stream_contents() -> None:
-    """A header with the size of the whole and the number of the message, then the part; the number goes on from call to call."""
+    """A header has the transfer's size and the message number, which continues from call to call."""
     with connected(2) as ranks:
         me, (wire,) = ranks[0], ranks[1].sockets.values()
         memory = np.arange(12, dtype=np.float32)
@@ -223,8 +225,10 @@ def test_mismatched_message_is_an_error(sent: bytes, code: int) -> None:
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("receives", [False, True])
 def test_wait_ends_at_deadline(receives: bool, closed: bool) -> None:
-    """Also where the peer has closed the stream, which alone is no reason: the control plane tells of deaths. A long wait takes no
-    processor."""
+    """A wait ends at the deadline, even if the peer has closed the stream, and uses no CPU time.
+
+    A closed stream alone is no reason to fail: the control plane reports deaths.
+    """
     with connected(3, timeout=0.3, buffer_bytes=4096) as ranks:
         count = 3 if receives else 1 << 20
         if closed:

@@ -1,4 +1,4 @@
-"""GPU memory over several hosts, with a driver that is only pretended: algorithms, pieces, graphs, faults."""
+"""GPU memory over several nodes with a simulated driver: algorithms, segments, graphs, faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_collectives(hosts: str) -> None:
     ],
 )
 def test_collectives_over_tcp(hosts: str, sizes: list[int], staging: str) -> None:
-    """Lanes exchange small pieces themselves, and of two hosts large ones, too; of three the CPU communicator takes those."""
+    """Staging threads exchange small segments, and large ones of two nodes; else the CPU
+    communicator.
+    """
     for used in run_ranks(
         fake_hosts.even_collectives,
         len(hosts),
@@ -201,7 +203,7 @@ def test_different_operations_are_reported(hosts: str, apart: bool) -> None:
     [("AABB", False, 100), ("AABB", True, 100), ("AB", True, fake_hosts.BIG)],
 )
 def test_errors_of_parts_name_the_call(hosts: str, apart: bool, count: int) -> None:
-    """Shards and pieces have other counts than what the program has called."""
+    """Shards and segments have other counts than the application's call."""
     for text in run_ranks(
         fake_hosts.differing_in_counts, len(hosts), hosts, apart, count, env=SMALL
     ):

@@ -1,4 +1,4 @@
-"""Which communicators are ordered among each other on a GPU."""
+"""Launch order of communicators on one GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def in_other_thread(call: Callable[[], T]) -> T:
-    """What ``call`` gives in another thread."""
+    """Return the result of ``call`` in another thread."""
     found: list[T] = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
@@ -30,7 +30,7 @@ def in_other_thread(call: Callable[[], T]) -> T:
 
 
 def call_in_foreign_thread(call: Callable[[], object]) -> None:
-    """As backward passes of PyTorch call hooks: from a thread that was not started in Python."""
+    """Call in a thread not started by Python, as PyTorch's autograd does."""
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: call() and None)
     thread, libc = ctypes.c_ulong(), ctypes.CDLL(None)
     assert libc.pthread_create(ctypes.byref(thread), None, function, None) == 0

@@ -1,4 +1,4 @@
-"""The GPU side of a communicator and its windows are made by one deadline; who fails or is gone is told to all at once."""
+"""Setup of the GPU side and of windows: one deadline, and failures are reported to all ranks."""
 
 from __future__ import annotations
 

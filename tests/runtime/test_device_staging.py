@@ -1,4 +1,4 @@
-"""How operations on GPU memory over hosts are cut into pieces; no GPU, no ranks."""
+"""Segmentation of multi-node GPU operations, without GPUs and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVEN = [c for c in Collective if c <= Collective.SCATTER]
 
 
 def copies_per_byte(copies: list[SegmentCopy], nbytes: int) -> np.ndarray:
-    """How often each byte of the user's buffer is copied."""
+    """Return the number of copies of each byte of the user's buffer."""
     times = np.zeros(nbytes, np.int8)
     for copy in copies:
         assert copy.nbytes > 0

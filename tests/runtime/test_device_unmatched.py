@@ -1,4 +1,4 @@
-"""Messages of collectives on GPU memory that nobody takes: they are told at the end, on one host and over several."""
+"""Unmatched messages of collectives on GPU memory are reported at finalize."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_finalize_repeats_no_report_and_no_abort(how: str) -> None:
 def test_unreported_faults(
     error: MiracclError, before: MiracclError | None, stopped: bool, untold: str
 ) -> None:
-    """What a lane has found; of what others have told a mismatch, and what has ended a wait. Once, and not that somebody has aborted."""
+    """Faults of staging threads, and peers' mismatches and faults that interrupted a wait, once."""
     faults = MultiNodeFaults(
         single_rank_session(), release_waits=lambda _: None, abort_network=lambda _: None
     )
@@ -238,7 +238,7 @@ def counters(
     peers: list[tuple[int, int, int]],
     kind: int = signature_without_number(Collective.SCATTER),
 ) -> MessageCounters:
-    """Of a rank that has run ``counted`` collectives, all of one ``kind``."""
+    """Return the counters of a rank that has run ``counted`` collectives of one ``kind``."""
     words = np.full(offsets.COLLECTIVES_BYTES // 8, kind, np.int64)
     words[offsets.COUNTED // 8] = counted
     return MessageCounters.from_bytes(MessageCounters(words, np.array(peers, np.int64)).to_bytes())
@@ -312,7 +312,7 @@ def test_poll_of_leftover_data(kind: Collective, behind: int, counted: int, foun
 def begin_during_poll(
     ways: dict[int, np.ndarray], words: np.ndarray, what: str
 ) -> Callable[[], bool]:
-    """A lane that begins with something, or ends it, while one looks."""
+    """Return a staging thread's state that changes while it is polled."""
     answers = iter([what != "ends", what != "waits"])
 
     def between() -> bool:
