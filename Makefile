@@ -1,6 +1,6 @@
-# Each target does its own set-up in .venv, once. Needs Python 3.11 or newer and make; works in any folder, also one with spaces.
-# PYTHON=... chooses the interpreter, VENV=... another place for the environment, TORCH=no leaves PyTorch and its tests out, TESTS=... are
-# the tests to run, instead of all.
+# Each target does its own set-up in .venv, once. Needs Python 3.11 or newer and make; paths may contain spaces.
+# PYTHON=... chooses the interpreter, VENV=... another folder for the environment, TORCH=no leaves out PyTorch and its
+# tests, TESTS=... selects the tests to run (default: all).
 
 VENV ?= .venv
 PY = "$(VENV)/bin/python"
@@ -9,7 +9,7 @@ TESTS ?=
 ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/ray tests/mpi tests/launchers tests/interop tests/examples tests/torch/test_backend.py
 
-.PHONY: demo test test-engines lint types docs bench clean help
+.PHONY: demo test test-engines lint types docs site bench clean help
 
 demo: $(VENV)/.ready
 	@$(RUN) -m miraccl perf all_reduce --ranks 4 --sizes 256K,4M,16M
@@ -17,7 +17,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready-test
 	@PYTHONPATH=src sh .ci/test $(PY) $(TESTS)
 
-# In an environment of its own, so that `make test` needs no engine. Which mpirun is run: docs/mpi.md.
+# In an environment of its own, so that `make test` needs no engine. docs/guide/mpi.md says which mpirun is run.
 test-engines: $(ENGINES)/.ready-engines
 	@here=`cd "$(ENGINES)" && pwd` && PYTHONPATH=src PATH="$$here/bin:$$PATH" \
 		MIRACCL_TEST_MPIRUN="$${MIRACCL_TEST_MPIRUN:-`ls "$$here/bin/mpirun" "$$here/mpich/bin/mpirun" 2>/dev/null | paste -sd: -`}" \
@@ -32,6 +32,10 @@ types: $(VENV)/.ready-dev
 docs: $(VENV)/.ready
 	@$(RUN) .ci/update-docs
 
+site: $(VENV)/.ready-docs
+	@DISABLE_MKDOCS_2_WARNING=true $(PY) -m mkdocs build --strict --quiet
+	@echo "built: site/index.html"
+
 bench: $(VENV)/.ready
 	@$(RUN) bench/call_overhead.py
 	@$(RUN) bench/startup.py
@@ -39,31 +43,37 @@ bench: $(VENV)/.ready
 help:
 	@echo "make demo   all_reduce on 4 ranks, every element checked"
 	@echo "make test   the tests"
-	@echo "make test-engines  those with Ray, Open MPI, MPICH, mpi4py and JAX, which it installs in $(ENGINES)"
+	@echo "make test-engines  the tests with Ray, Open MPI, MPICH, mpi4py and JAX, which it installs in $(ENGINES)"
 	@echo "make lint   ruff;  make types   mypy"
-	@echo "make docs   what is generated in docs/"
+	@echo "make docs   regenerate the generated pages and blocks in docs/"
+	@echo "make site   build the documentation as a site in site/"
 	@echo "make bench  the quick measurements of bench/"
 	@echo "make clean  remove the environment"
 
-# The package is installed as a link to src, for the command .venv/bin/miraccl; the targets above do without.
+# An editable install, for the command .venv/bin/miraccl; the targets above use PYTHONPATH=src.
 $(VENV)/.ready: pyproject.toml
 	@python=`sh .ci/find-python $(PYTHON)` && "$$python" -m venv "$(VENV)"
-	@echo "installing what miraccl needs into $(VENV) (once)"
+	@echo "installing the dependencies of miraccl into $(VENV) (once)"
 	@$(PY) -m pip install -q --disable-pip-version-check -e .
 	@touch "$@"
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	@echo "installing what the tests need into $(VENV) (once)"
+	@echo "installing the dependencies of the tests into $(VENV) (once)"
 	@$(PY) -m pip install -q --disable-pip-version-check -e ".[dev,plot]"
 	@touch "$@"
 
-# PyTorch and CUDA's compiler are wanted by their tests alone, which are skipped where these cannot be installed.
-# NVRTC 12.9 is the last that compiles for sm_70, and compiles for sm_100, too.
+$(VENV)/.ready-docs: $(VENV)/.ready
+	@echo "installing MkDocs into $(VENV) (once)"
+	@$(PY) -m pip install -q --disable-pip-version-check -e ".[docs]"
+	@touch "$@"
+
+# Only their own tests need PyTorch and NVRTC; these are skipped if they cannot be installed.
+# NVRTC 12.9 is the last one that compiles for sm_70; it also compiles for sm_100.
 $(VENV)/.ready-test: $(VENV)/.ready-dev .ci/install-torch
 	@echo "installing PyTorch and CUDA's compiler for their tests into $(VENV) (once)"
 	@$(PY) .ci/install-torch
 	@$(PY) -m pip install -q --disable-pip-version-check "cuda-bindings==12.9.*" "nvidia-cuda-nvrtc-cu12==12.9.*" 2>/dev/null \
-		|| echo "note: without NVRTC, whose tests are skipped: pip cannot install it"
+		|| echo "note: pip cannot install NVRTC; its tests are skipped"
 	@touch "$@"
 
 $(ENGINES)/.ready-engines: pyproject.toml .ci/install-engines .ci/install-torch

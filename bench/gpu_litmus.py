@@ -3,7 +3,7 @@
 ``python bench/gpu_litmus.py`` (two GPUs, CuPy) sends packets back and forth between two GPUs, every thread through one place on each side:
 it takes a packet, stores ones there, makes sure of that in one of three ways, and answers, on which the peer stores the next packet in the
 same place.  If the ones landed after that packet, it would be lost, and the thread waits in vain.  Other warps keep the queue to the link
-full meanwhile.  Kernels rely on the first way ("Slots" of docs/gpu-kernels.md): loads until the ones are seen; a fence is PTX's, and none
+full meanwhile.  Kernels rely on the first way ("Slots" of docs/design/kernels.md): loads until the ones are seen; a fence is PTX's, and none
 is for comparison.
 """
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/14_torch_ddp.py
 
-The same model is trained a second time over Gloo; on two ranks the losses have the same bits (docs/training.md says when on more).
+The same model is trained a second time over Gloo; on two ranks the losses have the same bits (docs/guide/reproducibility.md says when on more).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""docs/gpu-kernels.md says what the code says: the picture of the memory, figures, names of files, programs."""
+"""docs/design/kernels.md agrees with the code: the memory map, figures, file names, programs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from miraccl.executor.cuda import layout
 from tests.gpu.emulator import needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "gpu-kernels.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "design" / "kernels.md").read_text("utf-8")
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 UNITS = {"": 1, "KiB": layout.KIB, "MiB": layout.MIB}
-PICTURE = re.findall(r"^ *(\d+) (KiB|MiB|) +([A-Z_]+)\b", PAGE, re.MULTILINE)
+MEMORY_MAP = re.findall(r"^ *(\d+) (KiB|MiB|) +([A-Z_]+)\b", PAGE, re.MULTILINE)
 
 
-def test_the_picture_of_the_memory_has_the_offsets_of_the_layout() -> None:
-    found = {name: int(number) * UNITS[unit] for number, unit, name in PICTURE}
+def test_the_memory_map_has_the_offsets_of_the_layout() -> None:
+    found = {name: int(number) * UNITS[unit] for number, unit, name in MEMORY_MAP}
     assert found == {name: getattr(layout, name) for name in found}
     assert list(found.values()) == sorted(found.values())
     missing = {name for name in vars(layout) if name.endswith("_OFFSET")} - found.keys()
@@ -29,21 +29,22 @@ def test_the_picture_of_the_memory_has_the_offsets_of_the_layout() -> None:
 
 
 def test_figures_of_the_memory_are_those_of_the_layout() -> None:
-    assert f"bank 0, {layout.HALF_BYTES // layout.MIB} MiB" in PAGE
+    assert f"half 0, {layout.HALF_BYTES // layout.MIB} MiB" in PAGE
     assert f"{layout.FIFO_ROWS} rows of {layout.ROW_BYTES} bytes per" in PAGE
     assert (
         f"{layout.BULK_BYTES // layout.CHUNK_BYTES} chunks of {layout.CHUNK_BYTES // layout.KIB} KiB"
         in PAGE
     )
-    lanes = [layout.message_warp_queues(nranks) for nranks in (2, 4, 8)]
-    assert "up to {} lanes between 2 ranks, {} between 4, {} between 8".format(*lanes) in PAGE
+    queues = [layout.message_warp_queues(nranks) for nranks in (2, 4, 8)]
+    text = "up to {} warp queues between 2 ranks, {} between 4, {} between 8".format(*queues)
+    assert text in PAGE
     assert f"{layout.MAX_MESSAGES} messages fit into the arguments" in PAGE
 
 
 def test_files_that_are_named_are_there() -> None:
     """Names with a folder are below the package or the repository, .cuh files among the kernels' text."""
     named = re.findall(
-        r"`((?:executor|comm|transport|proxy|schedule|source|tests|bench)/[\w/]+\.(?:py|cuh|h))`",
+        r"`((?:executor|fastpath|runtime|diagnosis|transport|proxy|schedule|source|tests|bench)/[\w/]+\.(?:py|cuh|h))`",
         PAGE,
     )
     named += [f"source/{name}" for name in re.findall(r"`(\w+\.cuh)`", PAGE)]

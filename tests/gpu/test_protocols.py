@@ -1,4 +1,4 @@
-"""The rules by which kernels use memory again (docs/gpu-kernels.md, "Slots"): each is enough, and each is needed."""
+"""The rules by which kernels use memory again (docs/design/kernels.md, "Slots"): each is enough, and each is needed."""
 
 from __future__ import annotations
 
@@ -506,5 +506,5 @@ def test_copies_through_staging_memory(collective: Collective, nranks: int) -> N
 
 def test_the_trace_in_the_documentation() -> None:
     found = str(search(chain(2, pieces=2, nslots=1, settles=False, greets=False)))
-    text = (Path(__file__).parents[2] / "docs" / "gpu-kernels.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "design" / "kernels.md").read_text()
     assert found in text, found

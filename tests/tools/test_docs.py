@@ -1,12 +1,16 @@
-"""The documents name what there is: public names, errors, options, settings, commands, files, and figures of the newest tables."""
+"""The documents name what exists: public names, errors, options, settings, commands, files and identifiers; figures are those of the results."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
 import subprocess
+import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
@@ -16,22 +20,67 @@ from miraccl import errors, params
 from miraccl.runtime.options import Options
 from miraccl.tools import cli
 from miraccl.tools.env import LAUNCH_VARIABLES
+from tests.support.documents import ROOT, TEXTS
 from tests.support.warm_python import warm_python
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = {path.name: path.read_text("utf-8") for path in DOCUMENTS}
-API = TEXTS["api.md"]
-#: what other rooms of the package make communicators with
-_OF_THE_PACKAGE = {"from_session", "split_within"}
-_SUFFIXES = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+OPERATIONS = TEXTS["docs/guide/operations.md"]
+ALGORITHMS = TEXTS["docs/guide/algorithms.md"]
+#: constructors that only other parts of the package call
+_INTERNAL = {"from_session", "split_within"}
+#: variables that the tests, NCCL or no program reads
+_OTHER_VARIABLES = {
+    "MIRACCL_TEST_MPIRUN",
+    "MIRACCL_EMULATOR_CACHE",
+    "MIRACCL_X",
+    "NCCL_X",
+    "NCCL_IB_HCA",
+    "NCCL_NET",
+    "NCCL_LAUNCH_MODE",
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+    "NCCL_STEPS",
+    "NCCL_NVLS_ENABLE",
+}
 
 
-def _is_named(word: str, text: str) -> bool:
+def _names(word: str, text: str) -> bool:
     return re.search(rf"\b{re.escape(word)}\b", text) is not None
 
 
-def test_the_page_on_the_api_has_all_of_it() -> None:
+@cache
+def _generators() -> tuple[ModuleType, ModuleType]:
+    """``docgen.pages`` and ``docgen.measurements`` of ``.ci``."""
+    sys.path.insert(0, str(ROOT / ".ci"))
+    try:
+        return (
+            importlib.import_module("docgen.pages"),
+            importlib.import_module("docgen.measurements"),
+        )
+    finally:
+        sys.path.remove(str(ROOT / ".ci"))
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    pages, _ = _generators()
+    stale = [
+        str(path.relative_to(ROOT))
+        for path, text in pages.rendered().items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
+    assert stale == [], "run: make docs"
+
+
+def test_only_the_newest_run_of_each_machine_is_kept() -> None:
+    _, measurements = _generators()
+    assert measurements.superseded() == []
+
+
+def test_every_result_is_on_the_measurements_page() -> None:
+    _, measurements = _generators()
+    known = {"gpu_final", "experiments", *(b.folder for b in measurements.BENCHMARKS)}
+    assert {path.name for path in (ROOT / "bench" / "results").iterdir()} == known
+
+
+def test_the_api_is_documented() -> None:
     options = [
         name
         for name, p in inspect.signature(Options.create).parameters.items()
@@ -43,40 +92,34 @@ def test_the_page_on_the_api_has_all_of_it() -> None:
         for name in vars(cls) | vars(cls.__base__)
         if name[0] != "_"
     ]
-    wanted = (
-        {*miraccl.__all__, *options, *methods} - _OF_THE_PACKAGE - {"__version__", "is_completed"}
-    )
+    wanted = {*miraccl.__all__, *options, *methods} - _INTERNAL - {"__version__", "is_completed"}
     forms = {name for name in wanted if name.endswith("_init")}
     assert {name.removesuffix("_init") for name in forms} < wanted
-    missing = [name for name in sorted(wanted - forms) if not _is_named(name, API)]
-    assert missing == []
+    assert [name for name in sorted(wanted - forms) if not _names(name, OPERATIONS)] == []
 
 
-@pytest.mark.parametrize("package", ["torch", "ray"])
-def test_the_page_of_a_package_has_all_of_it(package: str) -> None:
-    """What ``__all__`` names, read without the import, which needs PyTorch or Ray."""
-    (names,) = re.findall(
-        r"^__all__ = (\[.*?\])$",
-        (ROOT / "src" / "miraccl" / package / "__init__.py").read_text(),
-        re.MULTILINE,
-    )
-    assert [name for name in json.loads(names) if not _is_named(name, TEXTS[f"{package}.md"])] == []
+@pytest.mark.parametrize(("package", "page"), [("torch", "pytorch"), ("ray", "ray")])
+def test_the_page_of_a_package_has_all_of_it(package: str, page: str) -> None:
+    """``__all__``, read without the import, which needs PyTorch or Ray."""
+    source = (ROOT / "src" / "miraccl" / package / "__init__.py").read_text()
+    (names,) = re.findall(r"^__all__ = (\[.*?\])$", source, re.MULTILINE)
+    text = TEXTS[f"docs/guide/{page}.md"]
+    assert [name for name in json.loads(names) if not _names(name, text)] == []
 
 
-def test_the_page_on_the_api_has_every_error() -> None:
+def test_every_error_is_documented() -> None:
     found = {
         name
         for name, value in vars(errors).items()
         if inspect.isclass(value) and issubclass(value, errors.MiracclError)
     }
     assert len(found) > 12
-    assert [
-        name for name in sorted(found) if not re.search(rf"`(errors\.|miraccl\.)?{name}`", API)
-    ] == []
+    pattern = r"`(errors\.|miraccl\.)?{}`"
+    assert [n for n in sorted(found) if not re.search(pattern.format(n), OPERATIONS)] == []
 
 
-def test_commands_are_in_a_document() -> None:
-    text = "\n".join(TEXTS.values())
+def test_every_command_is_documented() -> None:
+    text = "\n".join(text for name, text in TEXTS.items() if name != "docs/guide/reference/cli.md")
 
     def commands(group: click.Group, path: str) -> list[str]:
         context = click.Context(group)
@@ -91,58 +134,33 @@ def test_commands_are_in_a_document() -> None:
             )
         ]
 
-    assert [
-        command for command in commands(cli.cli, "miraccl") if not _is_named(command, text)
-    ] == []
+    assert [command for command in commands(cli.cli, "miraccl") if not _names(command, text)] == []
 
 
-def test_the_readme_names_every_benchmark() -> None:
+def test_every_benchmark_is_documented() -> None:
     scripts = [
         path
         for path in (ROOT / "bench").glob("*.py")
         if f"python bench/{path.name}" in path.read_text()
     ]
     assert len(scripts) > 12
-    assert [
-        path.name
-        for path in scripts
-        if not re.search(rf"`(bench/)?{path.name}`", TEXTS["README.md"])
-    ] == []
+    text = TEXTS["bench/README.md"]
+    assert [p.name for p in scripts if not re.search(rf"`(bench/)?{p.name}`", text)] == []
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_settings_that_a_document_names_exist(name: str) -> None:
     declared = {f"MIRACCL_{setting}" for setting in (*params.PARAMS, *LAUNCH_VARIABLES)}
-    declared |= {f"NCCL_{param.nccl}" for param in params.PARAMS.values()}
-    declared |= {
-        "MIRACCL_TEST_MPIRUN",
-        "MIRACCL_EMULATOR_CACHE",
-        "MIRACCL_X",
-        "NCCL_X",
-    }  # of the tests; any
-    declared |= {
-        "NCCL_IB_HCA",
-        "NCCL_NET",
-        "NCCL_LAUNCH_MODE",
-        "NCCL_LAUNCH_ORDER_IMPLICIT",
-        "NCCL_STEPS",
-    }  # named as NCCL's own
-    assert (
-        set(re.findall(r"\b(?:MIRACCL|NCCL)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)", TEXTS[name])) - declared
-        == set()
-    )
+    declared |= {f"NCCL_{param.nccl}" for param in params.PARAMS.values()} | _OTHER_VARIABLES
+    named = set(re.findall(r"\b(?:MIRACCL|NCCL)_[A-Z0-9_]*[A-Z0-9]\b(?!\*)", TEXTS[name]))
+    assert named - declared == set()
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_files_that_a_document_names_exist(name: str) -> None:
-    """Names with a folder of the repository or the package, and files of bench/results, which pages shorten to what differs."""
-    folders = (
-        ROOT,
-        *(
-            ROOT / "src" / "miraccl" / part
-            for part in ("", "comm", "executor/cpu", "executor/cuda")
-        ),
-    )
+    """Names with a folder of the repository or of the package."""
+    package = ROOT / "src" / "miraccl"
+    folders = (ROOT, package, package / "executor" / "cpu", package / "executor" / "cuda")
     tops = sorted(
         {
             path.name
@@ -150,62 +168,64 @@ def test_files_that_a_document_names_exist(name: str) -> None:
             for path in folder.iterdir()
             if path.is_dir() and path.name[0].isalpha()
         }
-        - {"device"}
+        - {"site", "device"}  # NCCL's sources have a folder ``device``
     )
-    named = re.findall(rf"`((?:{'|'.join(tops)})/[\w./-]+\.(?:py|cuh|md|xml|toml))`", TEXTS[name])
+    pattern = rf"`((?:{'|'.join(tops)})/[\w./-]+\.(?:py|cuh|md|xml|toml))`"
     missing = [
         file
-        for file in named
+        for file in re.findall(pattern, re.sub(r"\[`[^]]*`\]\(", "", TEXTS[name]))
         if "NAME" not in file and not any((folder / file).exists() for folder in folders)
     ]
-    results = re.findall(
-        r"\b(?:gpu|cpu|torch-\w+|training)-2026-\d\d-\d\d[\w-]*\.(?:md|json)\b", TEXTS[name]
-    )
-    missing += [file for file in results if not (ROOT / "bench" / "results" / file).exists()]
     assert missing == []
 
 
-def test_the_table_of_all_reduce_has_the_figures_of_the_tables() -> None:
-    """Of each number of GPUs: NCCL's time, ours and the ratio, as in the newest file; and the README's, which are taken from it."""
-    times: dict[tuple[int, int], tuple[float, float]] = {}
-    for nranks in (2, 4, 8):
-        newest = sorted((ROOT / "bench" / "results").glob(f"gpu-*-{nranks}xH200.json"))
-        file = [path for path in newest if re.fullmatch(r"gpu-[\d-]+xH200", path.stem)][-1]
-        assert (
-            file.name.removesuffix(".json") in TEXTS["performance.md"]
-            or f"-{nranks}xH200.md" in TEXTS["performance.md"]
-        )
-        for row in json.loads(file.read_text())["rows"]:
-            if (row["op"], row["dtype"]) == ("all_reduce", "bfloat16"):
-                times.setdefault(
-                    (nranks, row["bytes"]), (row["nccl_us"], row["time_us"])
-                )  # the graph's come before those of calls
-    rows = re.findall(
-        r"^\| (\d+)(?: (\w\w))? \| (.+) \|$",
-        TEXTS["performance.md"].partition("\n## Other operations")[0],
-        re.MULTILINE,
+@cache
+def _known_words() -> frozenset[str]:
+    words: set[str] = set()
+    for folder in ("src", "tests", "bench", "examples", ".ci"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".cuh", ".h", ".cpp", "") and path.is_file():
+                words |= set(re.findall(r"\w+", path.read_text("utf-8", "replace")))
+                words |= {path.stem, *path.parts}
+    return frozenset(words)
+
+
+@pytest.mark.parametrize("name", [n for n in TEXTS if n.startswith("docs/design/")])
+def test_identifiers_that_a_design_page_names_exist(name: str) -> None:
+    """Words of inline code with an underscore or in CamelCase, other than those of NCCL, CUDA and MPI."""
+    text = re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)
+    words = {w for span in re.findall(r"`([^`\n]+)`", text) for w in re.findall(r"[A-Za-z_]\w+", span)}
+    own = {
+        w
+        for w in words
+        if re.search(r"[a-z]_[a-z]|[a-z][A-Z]|[A-Z]_[A-Z]", w)
+        and not re.match(r"nccl|cu[A-Z]|NCCL|MIRACCL|SLURM|PMI|OMPI|MPI|CUDA", w)
+    }
+    foreign = {"abortFlag", "checkAbort", "recvReduceCopySend", "runRing", "dev_runtime", "allReduceByTwo"}
+    assert own - foreign - _known_words() == set()
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    _, measurements = _generators()
+    table = dict(
+        re.findall(r"^\| (.+?) \| ([\d.]+ \S+) \|", TEXTS["README.md"], re.MULTILINE)
     )
-    assert len(rows) == 11
-    for number, suffix, rest in rows:
-        cells = [float(cell.strip("* ")) for cell in rest.split("|")]
-        for index, nranks in enumerate((2, 4, 8)):
-            theirs, ours = times[nranks, int(number) * _SUFFIXES.get(suffix, 1)]
-            assert cells[4 * index : 4 * index + 2] == pytest.approx([theirs, ours], rel=0.005)
-            assert cells[4 * index + 2] == pytest.approx(theirs / ours, rel=0.01)
-    readme = re.search(r"all_reduce of 16 bytes takes .*?\(", TEXTS["README.md"], re.DOTALL)
-    assert readme
-    shown = [float(figure) for figure in re.findall(r"\d+\.\d", readme[0])]
-    wanted = [
-        times[nranks, size][side]
-        for size in (16, 1 << 20)
-        for side in (1, 0)
-        for nranks in (2, 4, 8)
-    ]
-    assert shown == pytest.approx(wanted, abs=0.0501)
+    tables = measurements.load_gpu_tables()
+    row = measurements.all_reduce_times(tables[8])[16]
+    theirs = re.search(r"\| NCCL ([\d.]+) µs \|", TEXTS["README.md"])
+    assert theirs
+    assert float(theirs[1]) == pytest.approx(row["nccl_us"], abs=0.0501)
+    (ours,) = (v for k, v in table.items() if k.startswith("`all_reduce` of 16 bytes"))
+    assert float(ours.split()[0]) == pytest.approx(row["time_us"], abs=0.0501)
+    (path,) = (p for p in measurements.newest("peers") if "EPYC" in p.name)
+    cell = re.search(r"\| all_reduce \| ([\d.]+) / impi ([\d.]+)", path.read_text())
+    assert cell
+    (ours,) = (v for k, v in table.items() if k.startswith("`all_reduce` of 8 bytes"))
+    assert float(ours.split()[0]) == pytest.approx(float(cell[1]), abs=0.00501)
 
 
 def _run_on_two_ranks(folder: Path, program: str) -> list[str]:
-    """The lines that the ranks print, each with its rank in front."""
+    """Return the lines that the ranks print, each with its rank in front."""
     (folder / "program.py").write_text(program)
     command = [warm_python(), "-m", "miraccl", "run", "-n", "2", "--tag", "program.py"]
     done = subprocess.run(
@@ -223,8 +243,8 @@ def _run_on_two_ranks(folder: Path, program: str) -> list[str]:
 
 @pytest.mark.multiprocess
 def test_the_schedule_and_the_program_on_algorithms_run(tmp_path: Path) -> None:
-    (schedule,) = re.findall(r"```\n(schedule .*?)```", TEXTS["algorithms.md"], re.DOTALL)
-    (program,) = re.findall(r"```python\n(.*?)```", TEXTS["algorithms.md"], re.DOTALL)
+    (schedule,) = re.findall(r"```\n(schedule .*?)```", ALGORITHMS, re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
     (tmp_path / "swap.txt").write_text(schedule)
     assert _run_on_two_ranks(tmp_path, program) == [
         f"[{rank}] [3. 3. 3. 3.] swap" for rank in range(2)
@@ -239,10 +259,11 @@ with miraccl.init() as comm:
 
 
 @pytest.mark.multiprocess
-def test_the_programs_on_the_api_run(tmp_path: Path) -> None:
-    """But for the first, which begins communicators in all ways there are, and lines on GPU memory."""
-    blocks = re.findall(r"```python\n(.*?)```", API, re.DOTALL)[1:]
-    assert len(blocks) == 3
+def test_the_programs_on_operations_run(tmp_path: Path) -> None:
+    """All but those that create communicators, and lines on GPU memory."""
+    blocks = re.findall(r"```python\n(.*?)```", OPERATIONS, re.DOTALL)
+    blocks = [block for block in blocks if "miraccl.init(" not in block]
+    assert len(blocks) == 4
     lines = [line for block in blocks for line in block.splitlines() if 'device="cuda"' not in line]
     program = _PREAMBLE + "\n".join(f"    {line}" for line in [*lines, "print(x.shape)"])
     assert _run_on_two_ranks(tmp_path, program) == [f"[{rank}] (1048576,)" for rank in range(2)]

@@ -95,7 +95,7 @@ def test_check_says_what_was_assumed():
 
 
 def test_the_documentation_shows_this_example():
-    page = (DATA.parents[1] / "docs" / "topology.md").read_text()
+    page = (DATA.parents[1] / "docs" / "guide" / "topology.md").read_text()
     assert SIPU_TOML.read_text() in page
     result = CliRunner().invoke(topo, ["check", str(SIPU_XML), "--accelerators", str(SIPU_TOML)])
     assert result.output in page

@@ -30,7 +30,7 @@ def rejected_arguments(path: str) -> None:
             dist.all_reduce(torch.ones(2, device="meta"))
         with refused("sparse"):
             dist.broadcast(torch.eye(2).to_sparse(), 0)
-        with refused("BXOR", "float32", "docs/torch.md"):
+        with refused("BXOR", "float32", "docs/guide/pytorch-types.md"):
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
         with refused("splits", "4 rows"):
             dist.all_to_all_single(torch.ones(4), torch.ones(4), [1] * nranks, [1] * nranks)

@@ -13,7 +13,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.tools.options import OutputFile, write_json
 
 _PREFIXES = ("MIRACCL_",)
-#: set by launchers for the ranks they start; documented with `miraccl run`, no parameters
+#: set by launchers for the ranks they start; documented with `miraccl run`, not parameters
 LAUNCH_VARIABLES = (
     "RANK",
     "NRANKS",
@@ -34,9 +34,11 @@ LAUNCH_VARIABLES = (
     help="Write a list of JSON objects; - is standard output.",
 )
 @click.option(
-    "--markdown", is_flag=True, help="Print the table of docs/env.md, with defaults only."
+    "--markdown", is_flag=True, help="Print the table of docs/guide/reference/settings.md, with defaults only."
 )
-@click.option("--set", "only_set", is_flag=True, help="Only those that are not at their default.")
+@click.option(
+    "--set", "only_set", is_flag=True, help="Only settings that differ from their default."
+)
 def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
     """List every setting: name, value, where the value came from, and what it does.
 
@@ -51,7 +53,7 @@ def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
     """
     if markdown and (json_target or only_set):
         raise click.UsageError(
-            "--markdown is the table of all settings: it goes with neither --json nor --set"
+            "cannot combine --markdown with --json or --set: it prints the table of all settings"
         )
     if markdown:
         print(render_markdown())
@@ -63,7 +65,7 @@ def env(json_target: str | None, markdown: bool, only_set: bool) -> None:
     _print_table(records)
     for name, close in unknown_variables(os.environ):
         hint = f"; did you mean {close}?" if close else ""
-        click.echo(f"note: {name} is set but means nothing{hint}", err=True)
+        click.echo(f"note: {name} is set but unknown{hint}", err=True)
 
 
 def collect(environ: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -128,7 +130,7 @@ def _format_value(value: Any, unit: str) -> str:
 
 
 def render_markdown() -> str:
-    """Return the table of docs/env.md; a test keeps the file equal to it."""
+    """Return the table of docs/guide/reference/settings.md; a test keeps the file equal to it."""
     lines = ["| variable | default | kind | also read | meaning |", "|---|---|---|---|---|"]
     for name, param in sorted(params.PARAMS.items()):
         nccl = f"`NCCL_{param.nccl}`" if param.nccl else ""

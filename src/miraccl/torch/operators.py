@@ -106,7 +106,7 @@ def _find_plan(kind: Any, dtype: Any, where: str) -> ReductionPlan:
 def _unsupported(kind: Any, dtype: Any, where: str) -> InvalidUsage:
     return InvalidUsage(
         f"{where}: ReduceOp.{getattr(kind, 'name', kind)} is not supported for {dtype}",
-        hint="see docs/torch.md",
+        hint="see docs/guide/pytorch-types.md",
     )
 
 

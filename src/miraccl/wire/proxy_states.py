@@ -1,7 +1,7 @@
 """States of a link and of its messages, and the tables of their transitions: (state, trigger) -> state.
 
 What is not in a table does not happen: the machine looks every transition up and fails as an internal error otherwise.
-``docs/transport.md`` has them as pictures.
+``docs/design/transports.md`` has them as pictures.
 """
 
 from __future__ import annotations

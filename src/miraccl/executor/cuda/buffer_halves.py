@@ -1,4 +1,4 @@
-"""Layout of an operation's tiles in one half of the packet buffer (picture: docs/gpu-kernels.md).
+"""Layout of an operation's tiles in one half of the packet buffer (picture: docs/design/kernels.md).
 
 A half consists of slots of equal size, followed by the control words of kernels whose data flow one
 way only. Sizes are in packets of 16 bytes.

@@ -1,7 +1,7 @@
 """Choice of algorithm and protocol by size, from values that all ranks share.
 
 ``choose`` returns a ``DevicePlan``. Thresholds were measured on one host with H200 GPUs and NVLink
-(docs/performance.md); an algorithm or protocol that the user names takes precedence.
+(docs/measurements.md); an algorithm or protocol that the user names takes precedence.
 """
 
 from __future__ import annotations

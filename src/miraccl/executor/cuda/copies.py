@@ -25,7 +25,7 @@ from miraccl.schedule.ir import Buffer, Op, Schedule
 from miraccl.types import Collective, DType
 
 #: bytes that a rank receives from which copy engines are faster than kernels on windows, with 2 ranks and with more; measured on H200
-#: (docs/performance.md), with more than 2 before copies to a rank's own place went beside the others
+#: (docs/measurements.md), with more than 2 before copies to a rank's own place went beside the others
 FASTER_MIN_BYTES = {
     Collective.ALL_GATHER: (32 << 20, 48 << 20),
     Collective.ALL_TO_ALL: (32 << 20, 48 << 20),

@@ -1,5 +1,5 @@
 """Blocks and threads of a launch by algorithm, protocol and size, measured on H200
-(docs/performance.md).
+(docs/measurements.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ ranks has a few slots in the receiver's packet buffer, which is unused between t
 
 The waiting side resets the words, so a captured graph can be replayed. Multiprocessors run only the
 two barriers and the reset of the buffer at the end. On H200 this is slower than kernels
-(docs/gpu-experiments.md), so it is used only if the user wants no multiprocessors to be used.
+(docs/design/experiments-gpu.md), so it is used only if the user wants no multiprocessors to be used.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from miraccl.types import Collective
 #: SMs that no kernel occupies
 RESERVED_SMS = 4
 #: (largest number of bytes that a rank sends, SMs) of the policy ``efficiency``, measured on H200
-#: (docs/performance.md). Up to 1 MiB an operation ends before its SMs are missed. Reductions also
+#: (docs/measurements.md). Up to 1 MiB an operation ends before its SMs are missed. Reductions also
 #: read and write the plain data and need more SMs than operations that only move it.
 SmLimits = tuple[tuple[int, int], ...]
 NO_LIMIT, MIB = 1 << 30, 1 << 20

@@ -27,7 +27,7 @@ class DeviceCandidate:
 
     The kernel has ``blocks`` of ``threads`` threads, each with ``unroll`` vectors in flight; 0 if
     no kernel of this host does the work alone. ``frame``: how packets carry their flags
-    (docs/gpu-kernels.md), empty without packets. ``order``: ranks in neighbour order, for
+    (docs/design/kernels.md), empty without packets. ``order``: ranks in neighbour order, for
     algorithms that have neighbours, and ``order_reason``. ``connections``: the data path of each
     pair of ranks, the same for all candidates.
     """

@@ -1,6 +1,6 @@
 // Large messages of the kernel p2p, protocol Simple: blocks copy chunks into slots of the
 // receiver's pool, with one fence per chunk instead of a flag in every line. Links carry more that
-// way once many chunks are in flight (docs/gpu-experiments.md).
+// way once many chunks are in flight (docs/design/experiments-gpu.md).
 //
 // The first group of a large message goes through a warp queue, with the header; the rest is cut
 // into chunks. Chunk c of a message lies in slot c modulo ``slots``. The blocks of a queue take

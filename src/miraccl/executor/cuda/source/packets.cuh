@@ -24,7 +24,7 @@
 // launch e + 2 has finished e + 1, for which it needed packets that this rank sent in e + 1, hence
 // after this rank's launch e ended and all its packets of e were read and cleared. So no rank
 // writes into a packet that has not been cleared, and no acknowledgement is needed. A launch larger
-// than a half reuses its slots; each kernel states when (docs/gpu-kernels.md).
+// than a half reuses its slots; each kernel states when (docs/design/kernels.md).
 //
 // The launch number is in device memory, so captured launches can be replayed. All blocks read it
 // when they begin; a ticket tells which block was the last to read it, and that block advances it.
