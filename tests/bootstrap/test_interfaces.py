@@ -104,7 +104,7 @@ def test_the_environment_chooses(monkeypatch, variable):
     assert choose_addresses(interfaces=ALL) == (("192.168.7.5",), False)
     monkeypatch.setenv(variable, "wlan")
     with pytest.raises(
-        InvalidUsage, match=rf"^{variable}='wlan' matches no interface .* lo, docker0, virbr0"
+        InvalidUsage, match=rf"cannot use {variable}='wlan': no interface .* available: lo, docker0, virbr0"
     ):
         choose_addresses(interfaces=ALL)
 

@@ -172,27 +172,27 @@ def test_detection(case):
         ({"PMI_SIZE": "2", "PMI_RANK": ""}, "PMI_SIZE=2 is set but PMI_RANK is not"),
         (
             {**SLURM, "WORLD_SIZE": "16"},
-            r"WORLD_SIZE=16 is set without RANK, but slurm says rank 5 of 8 \(unset WORLD_SIZE, or set RANK, too\)",
+            r"WORLD_SIZE=16 is set without RANK, but slurm gives rank 5 of 8 \(unset WORLD_SIZE, or set RANK as well\)",
         ),
         (
             {**OMPI, "MIRACCL_NRANKS": "2"},
-            "MIRACCL_NRANKS=2 is set without MIRACCL_RANK, but openmpi says rank 3 of 8",
+            "MIRACCL_NRANKS=2 is set without MIRACCL_RANK, but openmpi gives rank 3 of 8",
         ),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: a job has at least one rank"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS=0: a job has"),
         ({"RANK": "9" * 5000, "WORLD_SIZE": "2"}, "RANK='9{40}': a number"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h:29500"},
-            "MASTER_ADDR='h:29500': a name .*MASTER_PORT",
+            "MASTER_ADDR='h:29500': it is a name .*MASTER_PORT",
         ),
         ({"RANK": "2", "WORLD_SIZE": "2", **MASTER}, r"RANK=2 of 2 ranks \(ranks are 0 to 1\)"),
-        ({**SLURM, "SLURM_PROCID": "99"}, "slurm: rank 99 of"),
+        ({**SLURM, "SLURM_PROCID": "99"}, "slurm: cannot be rank 99 of"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': a number"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "a number"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "nothing says where they meet .*MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "there is no rendezvous address .*MASTER_ADDR"),
         (
             {"MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2"},
-            "nothing says where they meet .*MIRACCL_UNIQUE_ID",
+            "there is no rendezvous address .*MIRACCL_UNIQUE_ID",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "70000"},
@@ -200,13 +200,13 @@ def test_detection(case):
         ),
         (
             {"MIRACCL_RANK": "0", "MIRACCL_NRANKS": "2", "MIRACCL_UNIQUE_ID": "nonsense"},
-            "a unique id starts with",
+            "does not start with",
         ),
         (
             {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
             r"several hosts \(4 here\).*MASTER_ADDR .*MIRACCL_UNIQUE_ID",
         ),
-        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "name no node"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is empty"),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[1-"}, "unbalanced"),
     ],
 )
@@ -220,7 +220,7 @@ def test_what_cannot_be_right_is_said(environ, message):
     [
         (
             {**OMPI, "RANK": "0", "WORLD_SIZE": "1"},
-            r"RANK=0 of WORLD_SIZE=1 counts, but openmpi's variables say rank 3 of 8",
+            r"RANK=0 of WORLD_SIZE=1 is used, but openmpi's variables say rank 3 of 8",
         ),
         (
             {**SLURM, **MASTER, "RANK": "0", "WORLD_SIZE": "8"},
@@ -462,11 +462,11 @@ def test_any_text_is_a_node_list_or_a_usage_error(text):
 def test_an_illegal_launch_cannot_be_made():
     with pytest.raises(InvalidUsage):
         Launch(launcher="x", rank=2, nranks=2)
-    with pytest.raises(InvalidUsage, match="does not say where"):
+    with pytest.raises(InvalidUsage, match="no rendezvous address"):
         join_launch(Launch(launcher="x", rank=0, nranks=2), 1.0)
 
 
-# --- meetings -----------------------------------------------------------------------------------------------------------
+# --- meetings ---
 
 
 def _meet_all(environs: list[dict[str, str]], timeout: float = PATIENCE) -> list[Session]:
@@ -574,17 +574,17 @@ def test_a_rank_0_that_nobody_comes_to_tells_of_the_port_that_was_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         first = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
-        told = rf"rank 1 of 2 never arrived .* port \d+, for {port} was taken; is there another rank 0\?"
+        told = rf"rank 1 of 2 did not join .* port \d+ because {port} was taken; is there another rank 0\?"
         told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(first), seconds))
 
 
 def test_a_rank_0_that_nobody_comes_to_tells_where_it_listened():
     port = free_port()
     environ = _ranks(2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))[0]
-    told = rf"never arrived .* port {port} of 127\.0\.0\.1; do the others look there\?"
+    told = rf"did not join .* port {port} of 127\.0\.0\.1; do the others connect there\?"
     told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(environ), seconds))
     environ["MASTER_ADDR"] = "192.0.2.77"  # for documentation (RFC 5737)
-    told = r"never arrived .* at 192\.0\.2\.77, which is no address of this host"
+    told = r"did not join .* to 192\.0\.2\.77, which is not an address of this host"
     told_at_the_deadline(told, lambda seconds: join_launch(detect_launch(environ), seconds))
 
 
@@ -604,7 +604,7 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
     def stranger():
         until(lambda: bool(hubs()))
         told_at_the_deadline(
-            "not the hub of this job",
+            "not this job: the control plane there has another secret",
             lambda seconds: join_launch(detect_launch(environs[1]), seconds),
         )
         refused.set()
@@ -619,8 +619,8 @@ def test_a_wrong_secret_is_no_member(patience_of_the_hub):
     )
     for error in (first, third):
         assert isinstance(error, BootstrapError)
-        assert "rank 1 of 3 never arrived" in str(error)
-        assert "did not know the secret (it said rank 1 of 3)" in str(error)
+        assert "rank 1 of 3 did not join" in str(error)
+        assert "did not know the secret (it claimed to be rank 1 of 3)" in str(error)
     assert second is None
 
 
@@ -630,7 +630,7 @@ def test_all_ports_taken():
         point = PortRendezvous(
             host="127.0.0.1", ports=range(port, port + 1), secret=bytes(32), derived=False
         )
-        with pytest.raises(SystemFailure, match=rf"no port of {port}\.\.{port} is free"):
+        with pytest.raises(SystemFailure, match=rf"none of the ports {port}\.\.{port} is free"):
             join_launch(Launch(launcher="x", rank=0, nranks=2, rendezvous=point), 1.0)
 
 
@@ -692,7 +692,7 @@ def test_a_file_of_a_job_that_crashed_does_not_stop_the_next(private):
 def test_a_file_that_never_comes(private):
     with pytest.raises(
         BootstrapError,
-        match=r"rank 0 wrote no meeting file within 0\.05 s .*several hosts need MASTER_ADDR",
+        match=r"it wrote no rendezvous file within 0\.05 s .*several hosts need MASTER_ADDR",
     ):
         join_launch(detect_launch(_mpi(2, PMIX_NAMESPACE="j")[1]), 0.05)
 
@@ -706,7 +706,7 @@ def test_files_are_private(private):
     remove_id(path)
     remove_id(path)
     os.symlink("/etc/passwd", path)
-    with pytest.raises(BootstrapError, match="no meeting file"):
+    with pytest.raises(BootstrapError, match="no rendezvous file"):
         join_launch(
             Launch(launcher="x", rank=1, nranks=2, rendezvous=FileRendezvous(job="j")), 0.02
         )

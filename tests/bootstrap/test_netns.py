@@ -193,8 +193,8 @@ def test_an_interface_that_does_not_exist_is_said_by_the_rank_concerned(hosts, s
     told = rank.tells()
     assert told["error"] == "InvalidUsage"
     assert (
-        "there are: lo, docker0, eth0" in told["text"]
-        or "there are: lo, eth0, docker0" in told["text"]
+        "available: lo, docker0, eth0" in told["text"]
+        or "available: lo, eth0, docker0" in told["text"]
     )
 
 
@@ -205,5 +205,5 @@ def test_loopback_of_another_host_is_not_tried(hosts, start):
     assert set(root["hosts"]) <= {"127.0.0.1", "::1"}
     told = start(hosts[1], 1, 2, MIRACCL_UNIQUE_ID=root["unique_id"]).tells()
     assert told["error"] == "BootstrapError"
-    assert "listens on loopback only" in told["text"]
+    assert "has only loopback addresses" in told["text"]
     first.process.kill()

@@ -74,7 +74,7 @@ def test_nobody_waits_for_a_rank_0_that_gave_up(monkeypatch: pytest.MonkeyPatch)
     _, (first, second) = _on_all(2, lambda mpi: miraccl.init(mpi))
     assert isinstance(first, miraccl.SystemFailure)
     assert isinstance(second, miraccl.BootstrapError)
-    assert "rank 1: rank 0 could not open the meeting point: no socket today" in str(second)
+    assert "rank 1: rank 0 cannot open the rendezvous: no socket today" in str(second)
 
 
 def test_wrong_options_are_refused_on_every_rank() -> None:

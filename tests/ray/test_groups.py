@@ -210,7 +210,7 @@ def test_without_a_driver(three: list[Any]) -> None:
         get([actor.leave.remote("by hand") for actor in three])
     with pytest.raises(BootstrapError, match="rank 0 did not publish a unique id"):
         get(three[1].join.remote(2, 1, meet_timeout=0.5))
-    with pytest.raises(BootstrapError, match="rank 1 of 2 never arrived"):
+    with pytest.raises(BootstrapError, match="rank 1 of 2 did not join"):
         get(three[0].join.remote(2, 0, meet_timeout=0.5))
     with pytest.raises(InvalidUsage, match="rank is 2"):
         get(three[0].join.remote(2, 2))
@@ -223,7 +223,7 @@ def test_two_that_join_as_rank_0(three: list[Any]) -> None:
     calls = [actor.join.remote(2, 0, meet_timeout=2.0) for actor in three[:2]]
     texts = []
     for call in calls:
-        with pytest.raises(BootstrapError, match="rank 1 of 2 never arrived") as caught:
+        with pytest.raises(BootstrapError, match="rank 1 of 2 did not join") as caught:
             get(call)
         texts.append(str(caught.value))
     assert sum("another process joined this group as rank 0, too" in text for text in texts) == 1
@@ -257,8 +257,8 @@ def test_what_is_refused_before_anything_is_sent(three: list[Any]) -> None:
         assert group.nranks == 3
     for place, options, why in (
         ((2, 2), {}, "rank is 2; allowed are 0 to 1"),
-        (("2", 0), {}, "nranks is '2'; it is 1 or more"),
-        ((0, 0), {}, "nranks is 0; it is 1 or more"),
+        (("2", 0), {}, "nranks is '2'; it must be 1 or more"),
+        ((0, 0), {}, "nranks is 0; it must be 1 or more"),
         ((2, 0), {"meet_timeout": -1}, "meet_timeout is -1"),
     ):
         with pytest.raises(InvalidUsage, match=why):

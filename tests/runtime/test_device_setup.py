@@ -76,15 +76,15 @@ def test_rank_with_missing_descriptors_is_named() -> None:
     [(False, "cuMemHostAlloc"), (True, "cuMemHostAlloc"), (True, "cuMemHostRegister")],
 )
 def test_driver_failure_is_reported_and_recoverable(apart: bool, call: str) -> None:
-    for rank, (told, again, window) in enumerate(
+    for rank, (outcome, again, window) in enumerate(
         run_ranks(setup_ranks.fails_alone, 3, apart, call)
     ):
-        assert told["type"] == ("SystemFailure" if rank == 1 else "BootstrapError"), told
-        assert call in told["text"]
+        assert outcome["type"] == ("SystemFailure" if rank == 1 else "BootstrapError"), outcome
+        assert call in outcome["text"]
         assert rank == 1 or re.search(
-            "rank 1( of 3)? left: gave up the first operation on GPU memory", told["text"]
+            "rank 1( of 3)? left: gave up the first operation on GPU memory", outcome["text"]
         )
-        assert told["seconds"] < SOON_S
+        assert outcome["seconds"] < SOON_S
         assert again["type"] == window["type"] == "none", (again, window)
 
 
@@ -92,18 +92,18 @@ def test_driver_failure_is_reported_and_recoverable(apart: bool, call: str) -> N
 def test_second_thread_waits_and_retries_setup(
     fails: bool,
 ) -> None:
-    for rank, (begun, told) in enumerate(run_ranks(setup_ranks.two_threads, 2, fails)):
+    for rank, (begun, outcome) in enumerate(run_ranks(setup_ranks.two_threads, 2, fails)):
         failure = "SystemFailure" if rank == 1 else "BootstrapError"
-        assert (begun, [each["type"] for each in told]) == (
+        assert (begun, [each["type"] for each in outcome]) == (
             (2, [failure, "none"]) if fails else (1, ["none"] * 2)
-        ), told
+        ), outcome
 
 
 def test_memory_failure_is_reported_and_recoverable() -> None:
-    for rank, (told, again) in enumerate(run_ranks(setup_ranks.no_memory, 3)):
-        assert told["type"] == ("SystemFailure" if rank == 1 else "BootstrapError"), told
-        assert "cuMemAlloc" in told["text"]
-        assert told["seconds"] < SOON_S
+    for rank, (outcome, again) in enumerate(run_ranks(setup_ranks.no_memory, 3)):
+        assert outcome["type"] == ("SystemFailure" if rank == 1 else "BootstrapError"), outcome
+        assert "cuMemAlloc" in outcome["text"]
+        assert outcome["seconds"] < SOON_S
         assert again["type"] == "none", again
 
 
@@ -111,30 +111,30 @@ def test_memory_failure_is_reported_and_recoverable() -> None:
 def test_window_failure_is_reported_and_recoverable(
     access: bool,
 ) -> None:
-    for rank, (told, again) in enumerate(run_ranks(setup_ranks.no_window, 3, access)):
-        assert told["type"] == "SystemFailure", told
+    for rank, (outcome, again) in enumerate(run_ranks(setup_ranks.no_window, 3, access)):
+        assert outcome["type"] == "SystemFailure", outcome
         assert (
             f"{'' if rank == 1 else 'rank 1 has no window memory: '}cuMem{'Create' if access else 'Alloc'}"
-            in told["text"]
+            in outcome["text"]
         )
-        assert told["seconds"] < SOON_S
+        assert outcome["seconds"] < SOON_S
         assert again["type"] == "none", again
 
 
 def test_death_ends_wait_for_descriptors() -> None:
-    told = rank_outcomes(setup_ranks.dies_at_the_door, 2)[0].value
-    assert told["type"] == "PeerDied", told
-    assert "rank 1 died" in told["text"]
-    assert told["seconds"] < SOON_S
+    outcome = rank_outcomes(setup_ranks.dies_at_the_door, 2)[0].value
+    assert outcome["type"] == "PeerDied", outcome
+    assert "rank 1 died" in outcome["text"]
+    assert outcome["seconds"] < SOON_S
 
 
 @pytest.mark.parametrize("stage", ["gpu ready", "fabric connect", "direct"])
 @pytest.mark.parametrize("how", [setup_ranks.aborted, setup_ranks.aborts_late])
 def test_abort_ends_multi_node_setup(how: Callable[[str], object], stage: str) -> None:
-    for told in run_ranks(how, 2, stage):
-        assert told["type"] == "CommunicatorAborted", told
-        assert "for a test" in told["text"]
-        assert told["seconds"] < SOON_S
+    for outcome in run_ranks(how, 2, stage):
+        assert outcome["type"] == "CommunicatorAborted", outcome
+        assert "for a test" in outcome["text"]
+        assert outcome["seconds"] < SOON_S
 
 
 @pytest.mark.parametrize("which", ["direct", "gpu messages"])
@@ -146,4 +146,4 @@ def test_stream_cut_before_welcome_is_reported(which: str) -> None:
     assert re.search(
         "rank 1( of 2)? left: gave up the first operation on GPU memory: rank 1", got[0]["text"]
     )
-    assert max(told["seconds"] for told in got) < SOON_S
+    assert max(outcome["seconds"] for outcome in got) < SOON_S

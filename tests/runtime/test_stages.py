@@ -74,7 +74,7 @@ class Clock:
             assert isinstance(error, CollectiveTimeout)
             assert error.peer == 1
             assert f"{self.last!r}" in str(error)
-            assert "rank 1 of 2 did not come within 20 s" in str(error)
+            assert "rank 1 of 2 did not arrive within 20 s" in str(error)
             self.told.set()
         else:
             assert isinstance(error, BootstrapError)

@@ -46,10 +46,10 @@ def test_every_cell_of_the_documented_table(tmp_path: Path) -> None:
         }
         for row in tables[0]
     }
-    text = (ROOT / "docs" / "torch.md").read_text("utf-8")
+    text = (ROOT / "docs" / "guide" / "pytorch-types.md").read_text("utf-8")
     documented = text.partition(TABLE[0])[2].partition(TABLE[1])[0]
     assert documented == matrix.markdown(table), (
-        f"docs/torch.md should say:\n{matrix.markdown(table)}"
+        f"docs/guide/pytorch-types.md should say:\n{matrix.markdown(table)}"
     )
 
 

@@ -80,9 +80,9 @@ def test_every_cell_of_the_table_for_gpu_memory(tmp_path: Path) -> None:
     }
     (tmp_path / "table.md").write_text(matrix.markdown(table))
     print(matrix.markdown(table))
-    text = (ROOT / "docs" / "torch.md").read_text("utf-8")
+    text = (ROOT / "docs" / "guide" / "pytorch-types.md").read_text("utf-8")
     documented = text.partition(TABLE[0])[2].partition(TABLE[1])[0]
     if documented and GPUS >= 2:
         assert documented == matrix.markdown(table), (
-            f"docs/torch.md should say:\n{matrix.markdown(table)}"
+            f"docs/guide/pytorch-types.md should say:\n{matrix.markdown(table)}"
         )

@@ -89,7 +89,7 @@ def test_only_the_sent_order_is_accepted(order):
             opener.open(frames[index])
         else:
             with pytest.raises(
-                ProtocolError, match=f"frame {index} came where frame {position} was due"
+                ProtocolError, match=f"got frame {index}, expected frame {position}"
             ):
                 opener.open(frames[index])
             break
@@ -104,7 +104,7 @@ def test_arbitrary_bytes_are_not_a_sealed_frame(data):
 def test_a_repeated_frame_is_refused():
     opener, frames = Opener(b"key"), _sealed(2)
     opener.open(frames[0])
-    with pytest.raises(ProtocolError, match="frame 0 came where frame 1"):
+    with pytest.raises(ProtocolError, match="got frame 0, expected frame 1"):
         opener.open(frames[0])
 
 

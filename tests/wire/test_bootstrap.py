@@ -87,8 +87,8 @@ def test_a_job_of_one():
 @pytest.mark.parametrize(
     ("pid", "told"),
     [
-        (110, "process 101 from 10.0.0.9:2 came first, then process 110 from 10.0.0.9:3"),
-        (101, "process 101 came twice"),
+        (110, "process 101 from 10.0.0.9:2 joined first, then process 110 from 10.0.0.9:3"),
+        (101, "process 101 joined twice"),
     ],
 )
 def test_a_rank_number_used_twice_is_refused_and_the_job_goes_on(pid, told):
@@ -125,11 +125,11 @@ def test_a_rank_that_calls_again_when_the_others_have_begun_counts_as_dead_at_on
     assert (gone.rank, gone.left, gone.reason) == (
         1,
         False,
-        "its connection was cut before it was welcome",
+        "its connection was cut before the job formed",
     )
     (refused,) = again.got(JoinRejected)
     assert refused.code == RejectCode.DIED
-    assert "rank 1 counts as dead: its connection was cut before it was welcome" in refused.text
+    assert "rank 1 counts as dead: its connection was cut before the job formed" in refused.text
 
 
 def test_a_duplicate_is_named_when_it_is_why_another_is_missing():
@@ -141,7 +141,7 @@ def test_a_duplicate_is_named_when_it_is_why_another_is_missing():
     (refused,) = members[0].got(JoinRejected)
     assert members[2].got(JoinRejected)[0].code == RejectCode.DUPLICATE
     assert refused.ranks == (2,)
-    assert "rank 2 of 3 never arrived" in refused.text
+    assert "rank 2 of 3 did not join" in refused.text
     assert "rank 1 is taken" in refused.text
 
 
@@ -194,7 +194,7 @@ def test_missing_ranks_are_named_at_the_deadline_of_the_first():
         (refused,) = member.got(JoinRejected)
         assert refused.code == RejectCode.MISSING
         assert refused.ranks == (2, 5)
-        assert "ranks 2 and 5 of 8 never arrived" in refused.text
+        assert "ranks 2 and 5 of 8 did not join" in refused.text
     late = net.member(5, 8)
     net.run()
     assert late.got(JoinRejected)[0].ranks == (2, 5)
@@ -215,7 +215,7 @@ def test_a_rank_that_dies_in_the_meeting_is_named_at_once_and_to_those_who_come_
         (refused,) = member.got(JoinRejected)
         assert refused.code == RejectCode.DIED
         assert refused.ranks == (1,)
-        assert "rank 1 of 3 died while the ranks were meeting" in refused.text
+        assert "rank 1 of 3 died before all ranks had joined" in refused.text
     assert net.finished
 
 
@@ -251,7 +251,7 @@ def test_a_member_with_another_secret_knows_at_once_and_is_mentioned_when_it_is_
     assert bad.conn in net.dropped
     net.tick(3.5)
     net.run()
-    assert "did not know the secret (it said rank 1 of 2)" in good.got(JoinRejected)[0].text
+    assert "did not know the secret (it claimed to be rank 1 of 2)" in good.got(JoinRejected)[0].text
 
 
 def test_a_member_that_ignores_the_wrong_proof_of_the_hub_gets_nowhere():

@@ -46,7 +46,7 @@ def _init_over(mpi: Any, options: dict[str, Any]) -> Communicator:
         text = mpi.bcast(None, root=0)
         if not isinstance(text, str) or text.startswith(_FAILED):
             raise BootstrapError(
-                f"rank 0 could not open the meeting point: {str(text).removeprefix(_FAILED)}",
+                f"rank 0 cannot open the rendezvous: {str(text).removeprefix(_FAILED)}",
                 rank=rank,
                 peer=0,
             )
