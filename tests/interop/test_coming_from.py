@@ -15,7 +15,7 @@ import miraccl
 from miraccl import params
 from tests.support.ranks import run_ranks
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "guide"
 PAGE = (DOCS / "coming-from.md").read_text("utf-8")
 SPANS = re.findall(r"`([^`\n]+)`", PAGE)
 CALLS = sorted({span for span in SPANS if re.match(r"(comm|miraccl)\.\w+\(", span)})
@@ -65,7 +65,7 @@ def test_what_the_page_has_of_the_api() -> None:
 
 def test_variables_of_nccl() -> None:
     honoured = {f"NCCL_{param.nccl}" for param in params.PARAMS.values() if param.nccl}
-    table, _, rest = PAGE[PAGE.index("| read as NCCL does |") :].partition("[env.md]")
+    table, _, rest = PAGE[PAGE.index("| Read as NCCL does |") :].partition("[Settings](")
     assert set(re.findall(r"NCCL_\w+", table)) <= honoured
     ignored = set(re.findall(r"NCCL_\w+", rest.partition("##")[0]))
     assert ignored
