@@ -112,7 +112,7 @@ class FakeCuda:
 
     def cuLaunchKernel(self, function: tuple[str, int], *shape: Any) -> tuple[int]:  # noqa: N802
         (name, itemsize), where = function, shape[8]
-        number = {"spread": 4, "differ": 5, "rest": 1}[name]
+        number = {"tile": 4, "count_different": 5, "spin": 1}[name]
         pointers = (ctypes.c_void_p * number).from_address(where)
         values = [ctypes.c_uint64.from_address(p or 0).value for p in pointers]
         return self.submit(lambda: _kernel(name, itemsize, values))
@@ -130,14 +130,14 @@ class FakeCuda:
 
 
 def _kernel(name: str, itemsize: int, values: list[int]) -> None:
-    if name == "rest":
+    if name == "spin":
         return
     address, table, count, phase, *rest = values
     kind = np.dtype(f"u{itemsize}")
     period = view(table, PERIOD * itemsize).view(kind)
     array = view(address, count * itemsize).view(kind)
     right = period[(np.arange(count) + phase) % PERIOD]
-    if name == "spread":
+    if name == "tile":
         array[:] = right
     else:
         view(rest[0], 8).view(np.uint64)[0] += np.count_nonzero(array != right)

@@ -19,7 +19,7 @@ import miraccl
 from miraccl.errors import MiracclError
 from miraccl.tools.options import SuggestingGroup
 
-#: command -> (module:attribute, sentence of the overview)
+#: command -> (module:attribute, summary for the overview)
 COMMANDS = {
     "perf": (
         "miraccl.tools.perf.cli:perf",
@@ -27,15 +27,12 @@ COMMANDS = {
     ),
     "run": ("miraccl.tools.run:run", "Start ranks of a program, on one host or several."),
     "topo": ("miraccl.tools.topo_cli:topo", "Show, read and compare the topology of machines."),
-    "plan": (
-        "miraccl.tools.plan_cli:plan",
-        "Show which algorithm and which channels are chosen, and why.",
-    ),
+    "plan": ("miraccl.tools.plan_cli:plan", "Show the chosen algorithms and channels, and why."),
     "schedule": (
         "miraccl.tools.schedule_cli:schedule",
         "Show, prove, draw and simulate the steps of an algorithm.",
     ),
-    "env": ("miraccl.tools.env:env", "List every setting, its value and where that came from."),
+    "env": ("miraccl.tools.env:env", "List every setting, its value and its origin."),
     "doctor": (
         "miraccl.tools.doctor:doctor",
         "Check what this machine offers and what is missing.",
@@ -61,13 +58,13 @@ class LazyGroup(SuggestingGroup):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # click would end with 1, which is a measurement that went wrong
+        except KeyboardInterrupt:  # click would exit with 1, the status of a failed measurement
             print("miraccl: interrupted", file=sys.stderr)
             ctx.exit(130)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
 @click.group(
@@ -76,7 +73,7 @@ class LazyGroup(SuggestingGroup):
 )
 @click.version_option(miraccl.__version__, prog_name="miraccl", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Collective communication between processes, hosts and GPUs that explains every decision it makes.
+    """Collective communication between processes, hosts and GPUs, with every decision explained.
 
     \b
     Examples:
@@ -104,24 +101,28 @@ def main(args: list[str] | None = None) -> Any:
         try:
             sys.exit(cli.main(args, prog_name="miraccl", standalone_mode=True))
         finally:
-            sys.stdout.flush()  # what cannot be written is told here, not by the interpreter at its end
+            sys.stdout.flush()  # report write errors here, not at interpreter shutdown
     except MiracclError as error:
         sys.exit(report(error))
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         if error.errno == errno.ENOSPC:
-            print(f"miraccl: the output cannot be written: {error.strerror}", file=sys.stderr)
-        # The reader of our output has gone, as in `miraccl env | head`, or the disk is full: what is left to write goes nowhere.
+            print(f"miraccl: cannot write the output: {error.strerror}", file=sys.stderr)
+        # The reader of our output has exited, as in `miraccl env | head`, or the disk is full:
+        # discard the remaining output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
 
 
 def _open_standard_streams() -> None:
     """Open closed standard streams on /dev/null and make standard output encode any text."""
+    # With a closed stream (``>&-``) the next socket would get its number and receive the output.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+            # open until the process exits
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    # Characters that the encoding lacks (file names that are not text) are escaped.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -22,7 +22,7 @@ from miraccl.tools import doctor_gpu
 from miraccl.tools.findings import Check, DoctorFinding, Status, read_text
 from miraccl.tools.options import OutputFile, write_json
 
-CACHE_BYTES = 1 << 20  # what compiled kernels of CPU ranks take, at the least
+CACHE_BYTES = 1 << 20  # lower bound of the size of compiled CPU kernels
 
 
 @click.command(short_help="Check this machine.")
@@ -59,12 +59,10 @@ def examine() -> list[DoctorFinding]:
     for name, check in CHECKS.items():
         try:
             findings.append(check())
-        except Exception as error:  # a doctor must not die of the patient
+        except Exception as error:  # one failing check must not hide the others
             findings.append(
                 DoctorFinding(
-                    name=name,
-                    status="note",
-                    found=f"could not be checked: {type(error).__name__}: {error}",
+                    name=name, status="note", found=f"cannot check: {type(error).__name__}: {error}"
                 )
             )
     return [finding for finding in findings if finding is not None]
@@ -82,7 +80,10 @@ def _print(findings: list[DoctorFinding]) -> None:
 
 
 def _check_python() -> DoctorFinding:
-    text = f"miraccl {miraccl.__version__}, {platform.python_implementation()} {platform.python_version()} at {sys.executable}"
+    text = (
+        f"miraccl {miraccl.__version__},"
+        f" {platform.python_implementation()} {platform.python_version()} at {sys.executable}"
+    )
     return DoctorFinding(name="python", status="ok", found=text)
 
 
@@ -118,7 +119,9 @@ def _check_cores() -> DoctorFinding:
     text = f"{allowed} of {all_cores} usable"
     quota = _cgroup_cores()
     if quota is not None and quota < allowed:
-        advice = "the container's quota is below its cores: ranks beyond it wait for each other's time slices"
+        advice = (
+            "the container's quota is below its cores: more ranks than the quota share time slices"
+        )
         return DoctorFinding(
             name="cores", status="note", found=f"{text}, quota {quota:g}", advice=advice
         )
@@ -179,7 +182,7 @@ def _check_futex() -> DoctorFinding:
             name="futex",
             status="missing",
             found=os.strerror(code),
-            advice="the sandbox forbids futex: allow it",
+            advice="allow futex in the sandbox",
         )
     return DoctorFinding(name="futex", status="ok", found="works")
 
@@ -187,7 +190,7 @@ def _check_futex() -> DoctorFinding:
 def _check_cma() -> DoctorFinding:
     """Check that a process can read the memory of another one, with a forked child."""
     if params.CMA_DISABLE.read():
-        return DoctorFinding(name="cma", status="note", found="switched off by MIRACCL_CMA_DISABLE")
+        return DoctorFinding(name="cma", status="note", found="disabled by MIRACCL_CMA_DISABLE")
     error = _read_sibling_memory()
     if not error:
         return DoctorFinding(
@@ -204,7 +207,7 @@ def _check_cma() -> DoctorFinding:
     return DoctorFinding(
         name="cma",
         status="note",
-        found=f"process_vm_readv is refused: {os.strerror(error)}",
+        found=f"process_vm_readv fails: {os.strerror(error)}",
         advice=advice,
     )
 
@@ -235,33 +238,42 @@ def _check_cache() -> DoctorFinding:
 
     wanted, folder = cache.preferred_folder(), cache.writable_folder()
     if folder is None:
-        advice = "kernels are compiled again in every process: set MIRACCL_CACHE_DIR to a folder that lasts and can be written"
+        advice = (
+            "kernels are compiled in every process: set MIRACCL_CACHE_DIR to a persistent writable"
+            " folder"
+        )
         return DoctorFinding(
             name="cache",
             status="note",
-            found=f"neither {wanted} nor a temporary folder can be written",
+            found=f"neither {wanted} nor a temporary folder is writable",
             advice=advice,
         )
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, CACHE_BYTES)
     except OSError as error:
-        advice = "compiled kernels go to a temporary folder, if that has room: make some here, or set MIRACCL_CACHE_DIR"
+        advice = (
+            "compiled kernels go to a temporary folder if it has space: free some here, or set"
+            " MIRACCL_CACHE_DIR"
+        )
         return DoctorFinding(
             name="cache",
             status="note",
-            found=f"{folder} cannot be written: {error.strerror}",
+            found=f"{folder} is not writable: {error.strerror}",
             advice=advice,
         )
     if folder != wanted:
-        advice = "set MIRACCL_CACHE_DIR to a folder that can be written and lasts, or new kernels are compiled again"
+        advice = (
+            "set MIRACCL_CACHE_DIR to a persistent writable folder, otherwise kernels are compiled"
+            " again"
+        )
         return DoctorFinding(
             name="cache",
             status="note",
-            found=f"{wanted} cannot be written, {folder} is used",
+            found=f"{wanted} is not writable, {folder} is used",
             advice=advice,
         )
-    return DoctorFinding(name="cache", status="ok", found=f"{folder} can be written")
+    return DoctorFinding(name="cache", status="ok", found=f"{folder} is writable")
 
 
 def _check_interfaces() -> DoctorFinding:
@@ -276,7 +288,7 @@ def _check_interfaces() -> DoctorFinding:
             name="interfaces",
             status="note",
             found="none",
-            advice="without a network interface, ranks of one host only",
+            advice="without a network interface miraccl works within one host only",
         )
     return DoctorFinding(name="interfaces", status="ok", found=", ".join(states))
 
@@ -285,7 +297,7 @@ def _check_rdma(folder: Path = Path("/sys/class/infiniband")) -> DoctorFinding |
     devices = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     if not devices:
         return None
-    advice = "miraccl topo and plan count them; data between hosts go through TCP sockets"
+    advice = "miraccl topo and plan include them; data between hosts uses TCP sockets"
     return DoctorFinding(
         name="rdma", status="note", found=f"{', '.join(devices)}: not used", advice=advice
     )
@@ -303,7 +315,7 @@ CHECKS: dict[str, Check] = {
     "ml_dtypes": _check_package("ml_dtypes", "bfloat16 and 8-bit floats"),
     "matplotlib": _check_package("matplotlib", "miraccl perf --plot draws with it", extra="plot"),
     "torch": _check_package(
-        "torch", "tensors as buffers, and the comparisons with gloo and NCCL", extra="torch"
+        "torch", "tensors as buffers, and comparisons with gloo and NCCL", extra="torch"
     ),
     "kernel": _check_kernel,
     "cores": _check_cores,

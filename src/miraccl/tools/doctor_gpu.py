@@ -28,7 +28,10 @@ INSTALL = "pip install 'miraccl[cuda]'"
 _SMI_SECONDS = 30
 _ABSENT = "no NVIDIA GPU"
 _DEFAULT_MODE = 0
-_FABRIC_ADVICE = "start nvidia-fabricmanager (systemctl start nvidia-fabricmanager), of the driver's version; until then NVLink is not usable"
+_FABRIC_ADVICE = (
+    "start nvidia-fabricmanager (systemctl start nvidia-fabricmanager), of the driver's version;"
+    " NVLink is unusable until then"
+)
 
 
 @functools.cache
@@ -58,7 +61,7 @@ def check_gpu() -> DoctorFinding:
     if facts().gpus:  # a sandbox that hides /proc/driver
         return DoctorFinding(name="gpu", status="ok", found=facts().names)
     why, advice = "", "collectives run on CPUs"
-    if bindings_version() and facts().problem:  # somebody has wanted GPUs here
+    if bindings_version() and facts().problem:  # the bindings suggest that GPUs are expected
         why, advice = f": {facts().problem}", f"{advice}; if there is a GPU, {facts().advice}"
     return DoctorFinding(name="gpu", status="note", found=_ABSENT + why, advice=advice)
 
@@ -119,11 +122,14 @@ def check_nvrtc() -> DoctorFinding | None:
             return DoctorFinding(name="nvrtc", status="note", found=why, advice=advice)
     driver = facts().driver
     if driver and major > int(driver.split(".")[0]):
-        advice = f"{toolkit.INSTALL_12}, or a newer driver: a driver loads code of its own major version or older"
+        advice = (
+            f"{toolkit.INSTALL_12}, or a newer driver: a driver loads code of at most its own major"
+            " version"
+        )
         return DoctorFinding(
             name="nvrtc",
             status="note",
-            found=f"{text}; the driver is of CUDA {driver}",
+            found=f"{text}; the driver supports CUDA {driver}",
             advice=advice,
         )
     return DoctorFinding(name="nvrtc", status="ok", found=text)
@@ -133,24 +139,28 @@ def check_cuda() -> DoctorFinding | None:
     """Check the GPUs that CUDA shows to this process."""
     known = facts()
     if known.problem:
-        asked = bindings_version() and has_gpu()
+        expected = bindings_version() and has_gpu()
         return (
             DoctorFinding(name="cuda", status="note", found=known.problem, advice=known.advice)
-            if asked
+            if expected
             else None
         )
     gpus = [
-        f"{gpu.ordinal}: {gpu.name}, {gpu.memory_bytes / (1 << 30):.0f} GiB, sm_{gpu.sm}, {gpu.bus_id}"
+        f"{gpu.ordinal}: {gpu.name}, {gpu.memory_bytes / (1 << 30):.0f} GiB, sm_{gpu.sm},"
+        f" {gpu.bus_id}"
         for gpu in known.gpus
     ]
     text = f"CUDA {known.driver}, {known.names} ({'; '.join(gpus)})"
-    held = [str(gpu.ordinal) for gpu in known.gpus if gpu.mode != _DEFAULT_MODE]
-    if held:
-        advice = "nvidia-smi -c 0 lets several processes use a GPU; --threads and torch beside miraccl need it"
+    exclusive = [str(gpu.ordinal) for gpu in known.gpus if gpu.mode != _DEFAULT_MODE]
+    if exclusive:
+        advice = (
+            "nvidia-smi -c 0 lets several processes use a GPU, which --threads and torch in other"
+            " processes need"
+        )
         return DoctorFinding(
             name="cuda",
             status="note",
-            found=f"{text}; GPU {', '.join(held)} is for one process only",
+            found=f"{text}; GPU {', '.join(exclusive)} allows one process only",
             advice=advice,
         )
     return DoctorFinding(name="cuda", status="ok", found=text)
@@ -164,7 +174,7 @@ def check_peers() -> DoctorFinding | None:
     pairs = facts().peers
     if not pairs:
         return (
-            DoctorFinding(name="gpu peers", status="ok", found="one GPU: nobody to reach")
+            DoctorFinding(name="gpu peers", status="ok", found="one GPU: no pairs")
             if facts().gpus
             else None
         )
@@ -174,14 +184,20 @@ def check_peers() -> DoctorFinding | None:
         if not pair.allowed and pair.source < pair.target
     ]
     if refused:
-        found = f"no peer access between {', '.join(refused)}; {len(pairs) // 2 - len(refused)} of {len(pairs) // 2} pairs have it"
-        advice = "nvidia-smi topo -p2p r says why; in virtual machines the GPUs need a common PCI switch, on bare metal ACS and IOMMU off"
+        found = (
+            f"no peer access between {', '.join(refused)}; {len(pairs) // 2 - len(refused)} of"
+            f" {len(pairs) // 2} pairs have it"
+        )
+        advice = (
+            "nvidia-smi topo -p2p r gives the reason; in virtual machines the GPUs need a common"
+            " PCI switch, on bare metal ACS and IOMMU off"
+        )
         return DoctorFinding(name="gpu peers", status="note", found=found, advice=advice)
     atomics = "" if all(pair.atomics for pair in pairs) else ", without native atomics (PCI)"
     return DoctorFinding(
         name="gpu peers",
         status="ok",
-        found=f"all {len(pairs) // 2} pairs address each other's memory{atomics}",
+        found=f"all {len(pairs) // 2} pairs have peer access{atomics}",
     )
 
 
@@ -198,11 +214,14 @@ def check_ipc() -> DoctorFinding | None:
         else "; memory cannot be shared as file descriptors"
     )
     if error:
-        advice = "ranks as processes need CUDA IPC: containers need --ipc=host and the same GPUs; or one process for all GPUs (--threads)"
+        advice = (
+            "ranks in separate processes need CUDA IPC: run containers with --ipc=host and the same"
+            " GPUs, or use one process for all GPUs (--threads)"
+        )
         return DoctorFinding(
             name="gpu ipc",
             status="note",
-            found=f"memory of another process cannot be mapped: {error}{handles}",
+            found=f"cannot map memory of another process: {error}{handles}",
             advice=advice,
         )
     return DoctorFinding(
@@ -218,16 +237,24 @@ def check_nvlink() -> DoctorFinding | None:
         return None
     gpus, why = read_gpus()
     if not gpus:
-        advice = "pip install nvidia-ml-py: miraccl topo detect and the order of rings ask it for GPUs and NVLinks"
+        advice = (
+            "pip install nvidia-ml-py: miraccl topo detect and the order of rings read GPUs and"
+            " NVLinks from it"
+        )
         return DoctorFinding(name="nvlink", status="note", found=why, advice=advice)
     links = [sum(count for _, count in gpu.nvlinks) for gpu in gpus]
     if not any(links):
-        text = "one GPU" if len(gpus) == 1 else "none: the GPUs reach each other over PCI"
+        text = "one GPU" if len(gpus) == 1 else "none: the GPUs are connected by PCI"
         return DoctorFinding(name="nvlink", status="ok", found=text)
-    text = f"{_range(links)} links up per GPU, {_describe_far_ends([end for gpu in gpus for end, _ in gpu.nvlinks], [gpu.bus_id for gpu in gpus])}"
+    far_ends = [end for gpu in gpus for end, _ in gpu.nvlinks]
+    kind = _describe_far_ends(far_ends, [gpu.bus_id for gpu in gpus])
+    text = f"{_range(links)} links up per GPU, {kind}"
     if min(links) < max(links):
         down = ", ".join(str(gpu.dev) for gpu, count in zip(gpus, links) if count < max(links))
-        advice = "nvidia-smi nvlink -s shows which are down; reset the GPU or look at the fabric manager's log"
+        advice = (
+            "nvidia-smi nvlink -s shows which are down; reset the GPU or check the fabric"
+            " manager's log"
+        )
         return DoctorFinding(
             name="nvlink", status="note", found=f"{text}; fewer on GPU {down}", advice=advice
         )
@@ -270,10 +297,7 @@ def check_fabric() -> DoctorFinding | None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return DoctorFinding(
-            name="fabric",
-            status="note",
-            found=f"nvidia-smi does not answer: {error}",
-            advice="look at dmesg",
+            name="fabric", status="note", found=f"nvidia-smi fails: {error}", advice="check dmesg"
         )
     return parse_fabric(done.stdout)
 
@@ -287,7 +311,7 @@ def parse_fabric(text: str) -> DoctorFinding:
         r"^\s+Fabric\s*\n\s+State\s*:\s*(\S.*?)\s*\n\s+Status\s*:\s*(\S.*?)\s*$", text, re.MULTILINE
     )
     if not states or all(state == "N/A" for state, _ in states):
-        return DoctorFinding(name="fabric", status="ok", found="no NVSwitch fabric to set up")
+        return DoctorFinding(name="fabric", status="ok", found="no NVSwitch fabric")
     bad = sorted(
         {
             f"{state}, {status}"
@@ -306,16 +330,12 @@ def parse_fabric(text: str) -> DoctorFinding:
 
 # ---------------------------------------------------------------------- settings
 
-_P2P_OFF = (
-    "the GPUs may not address each other's memory: unset it unless that is what you want to try"
-)
-_OVERRIDES = "the choice of plans is overridden, for every size"
-_NO_ALGORITHM = (
-    "no algorithm is called so, and every program ends with that, unless it brings one of that name"
-)
-_NO_PROTOCOL = "no protocol is called so, and every program ends with that: allowed are"
-_HINT_ONLY = "where it leaves a single choice of ours, that is taken, for every size"
-#: variable -> what is wrong with this value, or nothing
+_P2P_OFF = "peer access between GPUs is disabled: unset it unless this is intended"
+_OVERRIDES = "the choice of plans is overridden for every size"
+_NO_ALGORITHM = "unknown algorithm: programs fail unless they register one of that name"
+_NO_PROTOCOL = "unknown protocol, programs fail: allowed are"
+_HINT_ONLY = "if it leaves a single choice of miraccl's, that is used for every size"
+#: variable -> function from its value to the problem, or an empty string
 _SETTING_CHECKS: dict[str, Callable[[str], str]] = {
     "CUDA_LAUNCH_BLOCKING": lambda value: (
         "every launch waits for its kernel: unset it" if value not in ("", "0") else ""
@@ -362,21 +382,21 @@ def check_environ(environ: Mapping[str, str]) -> DoctorFinding:
     shown = ", ".join(
         name if name in _SECRET else f"{name}={environ[name][:_MAX_SHOWN]}" for name in names
     )
-    opinions = [
+    problems = [
         f"{name}: {text}"
         for name in names
         if name in _SETTING_CHECKS and (text := _SETTING_CHECKS[name](environ[name].strip()))
     ]
-    opinions += [
-        f"{name} means nothing" + (f", did you mean {close}?" if close else "")
+    problems += [
+        f"{name} is unknown" + (f", did you mean {close}?" if close else "")
         for name, close in unknown_variables(environ)
     ]
-    opinions += [record["error"] for record in collect(environ) if "error" in record]
+    problems += [record["error"] for record in collect(environ) if "error" in record]
     return DoctorFinding(
         name="settings",
-        status="note" if opinions else "ok",
+        status="note" if problems else "ok",
         found=shown,
-        advice="; ".join(opinions),
+        advice="; ".join(problems),
     )
 
 

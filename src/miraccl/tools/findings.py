@@ -26,9 +26,8 @@ class DoctorFinding:
     advice: str = ""
 
 
-Check = Callable[
-    [], DoctorFinding | None
-]  # None: there is nothing to look at here, or another check says it
+#: None: the check does not apply, or another check reports the problem
+Check = Callable[[], DoctorFinding | None]
 
 
 def read_text(path: str) -> str:

@@ -20,14 +20,29 @@ from typing import Any
 from miraccl.errors import MissingDependency
 
 PROBE_SECONDS = 60.0
-SHARED_BYTES = 2 << 20  # of an allocation that two processes map for a test
-DRIVER_ADVICE = "install the NVIDIA driver (Debian: nvidia-driver; Ubuntu: ubuntu-drivers install); containers: --gpus all"
-#: results of cuInit (cuda.h) that have a remedy of their own
+SHARED_BYTES = 2 << 20  # size of the allocation that two processes map
+DRIVER_ADVICE = (
+    "install the NVIDIA driver (Debian: nvidia-driver; Ubuntu: ubuntu-drivers install); containers:"
+    " --gpus all"
+)
+#: remedies for results of cuInit (cuda.h)
 _INIT_ADVICE = {
-    100: "the driver finds no GPU: look at nvidia-smi, at CUDA_VISIBLE_DEVICES, and in containers at --gpus all",
-    802: "the GPUs are not ready: on machines with NVSwitch start nvidia-fabricmanager, then look at nvidia-smi -q (Fabric)",
-    803: "libcuda.so.1 and the driver's kernel module are of different versions: reboot, or remove the other libcuda from the path",
-    804: "a compatibility package of CUDA does not fit this GPU: remove cuda-compat from the library path",
+    100: (
+        "the driver finds no GPU: check nvidia-smi, CUDA_VISIBLE_DEVICES and, in containers,"
+        " --gpus all"
+    ),
+    802: (
+        "the GPUs are not ready: on machines with NVSwitch start nvidia-fabricmanager, then check"
+        " nvidia-smi -q (Fabric)"
+    ),
+    803: (
+        "libcuda.so.1 and the driver's kernel module are of different versions: reboot, or remove"
+        " the other libcuda from the path"
+    ),
+    804: (
+        "a compatibility package of CUDA does not fit this GPU: remove cuda-compat from the library"
+        " path"
+    ),
 }
 _EXCLUSIVE_PROCESS, _PROHIBITED = 3, 2  # CUcomputemode
 
@@ -103,18 +118,18 @@ def collect() -> CudaFacts:
     version = _package_version()
     try:
         (code,) = cuda.cuInit(0)
-    except Exception:  # the package raises errors of its own, which differ from version to version
+    except Exception:  # error classes of the package differ between versions
         return CudaFacts(
-            problem="no NVIDIA driver: libcuda.so.1 cannot be loaded",
+            problem="no NVIDIA driver: cannot load libcuda.so.1",
             advice=DRIVER_ADVICE,
             bindings=version,
         )
     if int(code) != 0:
         advice = _INIT_ADVICE.get(
-            int(code), "look at nvidia-smi and at the kernel's log (dmesg | grep -i nvrm)"
+            int(code), "check nvidia-smi and the kernel log (dmesg | grep -i nvrm)"
         )
         return CudaFacts(
-            problem=f"CUDA does not start: {code.name}", advice=advice, bindings=version
+            problem=f"cannot initialise CUDA: {code.name}", advice=advice, bindings=version
         )
     return _query_driver(cuda, version)
 
@@ -192,7 +207,7 @@ def _text(value: bytes) -> str:
 
 
 def read_facts() -> CudaFacts:
-    """Query the driver in a child process. A crash or hang of the child is reported as a problem."""
+    """Query the driver in a child process; report its crash or hang as a problem."""
     try:
         done = subprocess.run(
             _command("facts"),
@@ -204,15 +219,15 @@ def read_facts() -> CudaFacts:
         )
     except subprocess.TimeoutExpired:
         return CudaFacts(
-            problem=f"the driver did not answer within {PROBE_SECONDS:.0f} s",
-            advice="look at nvidia-smi and dmesg",
+            problem=f"the driver did not respond within {PROBE_SECONDS:.0f} s",
+            advice="check nvidia-smi and dmesg",
         )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        tail = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return CudaFacts(
-            problem=f"asking the driver ended with status {done.returncode}: {tail}",
-            advice="look at nvidia-smi and dmesg",
+            problem=f"querying the driver failed with status {done.returncode}: {tail}",
+            advice="check nvidia-smi and dmesg",
         )
     return facts_from_json(json.loads(lines[-1]))
 
@@ -241,7 +256,7 @@ def try_ipc(owner: int, mapper: int) -> str:
     try:
         handle = _first_line(share)
         if not handle.startswith("handle "):
-            return handle or "the owner of the memory ended without a word"
+            return handle or "the owner of the memory exited without output"
         command = _command("map", str(mapper), handle.split()[1])
         done = subprocess.run(
             command,
@@ -254,7 +269,7 @@ def try_ipc(owner: int, mapper: int) -> str:
         answer = (done.stdout.strip().splitlines() or [f"status {done.returncode}"])[-1]
         return "" if answer == "mapped" else answer
     except subprocess.TimeoutExpired:
-        return "the other process did not answer"
+        return "the other process did not respond"
     finally:
         share.stdin.close()
         try:
@@ -269,7 +284,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], PROBE_SECONDS)
     return (
-        process.stdout.readline().strip() if readable else "the owner of the memory did not answer"
+        process.stdout.readline().strip() if readable else "the owner of the memory did not respond"
     )
 
 
@@ -307,7 +322,7 @@ def main(words: list[str]) -> None:
         else:
             gpu.unmap_peer(gpu.map_peer(bytes.fromhex(words[2])))
             print("mapped", flush=True)
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is the answer
         print(str(error) or type(error).__name__, flush=True)
 
 

@@ -23,8 +23,9 @@ def local_job(nranks: int, extra: Mapping[str, str] | None = None) -> Iterator[E
 
     Ranks may join repeatedly.
     """
-    from miraccl import bootstrap  # noqa: F401 - so that the fork has it
+    from miraccl import bootstrap  # noqa: F401 - import before the fork
 
+    # In a process of its own: a tool that forks or kills ranks must have a single thread.
     with Ranks(_run_hub, 1, (nranks,)) as hub:
         unique_id = _first_message(hub)
 
@@ -55,8 +56,8 @@ def _first_message(hub: Ranks) -> str:
     if failure and failure.fault == "usage":
         raise InvalidUsage(failure.summary.partition(": ")[2])
     raise SystemFailure(
-        "the ranks of the job have no place to meet",
-        hint=failure.summary if failure else "the hub does not answer",
+        "cannot start the hub of the job",
+        hint=failure.summary if failure else "the hub does not respond",
     )
 
 
@@ -70,10 +71,13 @@ def static_job(
     """
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InvalidUsage(f"--master is HOST:PORT with a port of 1..65535, got {master!r}")
+        raise InvalidUsage(
+            f"cannot use --master {master!r}: expected HOST:PORT with a port of 1..65535"
+        )
     if not environ.get("MIRACCL_SECRET"):
         raise InvalidUsage(
-            "several hosts need the same MIRACCL_SECRET in the environment: any text that others cannot guess"
+            "cannot start a job on several hosts without MIRACCL_SECRET: set it to the same"
+            " unguessable text on each host"
         )
 
     def environ_of(local_rank: int) -> dict[str, str]:

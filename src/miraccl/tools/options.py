@@ -13,7 +13,7 @@ from miraccl.errors import InvalidUsage
 from miraccl.params import parse_size
 
 MAX_INPUT_BYTES = 256 << 20  # a ring of 1024 ranks takes 102 MB as text
-MAX_NODES = 16_384  # of a job that is planned: 131,072 GPUs take 9 s and 430 MB
+MAX_NODES = 16_384  # planning 131,072 GPUs takes 9 s and 430 MB
 
 
 class Size(click.ParamType[int]):
@@ -51,7 +51,7 @@ class File(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value:
-            self.fail("the name of the file is empty", param, ctx)
+            self.fail("the file name is empty", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -96,11 +96,11 @@ class OutputFile(click.ParamType[str]):
         if path == "-":
             return path
         if os.path.isdir(path):
-            self.fail(f"{path!r} is a folder; give the name of a file", param, ctx)
+            self.fail(f"{path!r} is a folder; expected a file", param, ctx)
         if not os.path.isdir(folder):
-            self.fail(f"{path!r}: there is no folder {folder!r}", param, ctx)
+            self.fail(f"cannot write {path!r}: no folder {folder!r}", param, ctx)
         if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            self.fail(f"{path!r} may not be written by this user", param, ctx)
+            self.fail(f"cannot write {path!r}: permission denied", param, ctx)
         return path
 
 
@@ -113,8 +113,8 @@ class SuggestingGroup(click.Group):
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(known)}"
-            raise click.UsageError(f"no command is called {args[0]!r}; {hint}", ctx)
+            hint = f"did you mean {close[0]!r}?" if close else f"known commands: {', '.join(known)}"
+            raise click.UsageError(f"unknown command {args[0]!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -127,10 +127,10 @@ def read_bytes(path: str, what: str) -> bytes:
         with open(path, "rb") as file:
             data = file.read(MAX_INPUT_BYTES + 1)
     except OSError as error:
-        raise InvalidUsage(f"the {what} {path} cannot be read: {error.strerror}") from None
+        raise InvalidUsage(f"cannot read the {what} {path}: {error.strerror}") from None
     if len(data) > MAX_INPUT_BYTES:
         raise InvalidUsage(
-            f"the {what} {path} is larger than {MAX_INPUT_BYTES >> 20} MiB, which no {what} is"
+            f"cannot read the {what} {path}: larger than {MAX_INPUT_BYTES >> 20} MiB"
         )
     return data
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from miraccl.topo.xmlfile import XmlNode
 
 
-@click.command(short_help="Show which algorithm and which channels are chosen, and why.")
+@click.command(short_help="Show the chosen algorithms and channels, and why.")
 @click.option(
     "--topo",
     "topo_file",
     type=File(),
-    help="Topology file; without it NCCL_TOPO_FILE, or this machine.",
+    help="Topology file.  [default: NCCL_TOPO_FILE, or this machine]",
 )
 @click.option(
     "--nodes",
@@ -46,13 +46,11 @@ if TYPE_CHECKING:
     metavar="0,2,...",
     help="Only the GPUs with these device numbers, in the order of their ranks.",
 )
-@click.option(
-    "--collnet", is_flag=True, help="A CollNet plugin is present, and every net supports it."
-)
+@click.option("--collnet", is_flag=True, help="Assume a CollNet plugin that every net supports.")
 @click.option(
     "--fuse",
     is_flag=True,
-    help="Read the file as one process per GPU given it with NCCL_TOPO_FILE would.",
+    help="Merge the file as NCCL does when every rank reads it through NCCL_TOPO_FILE.",
 )
 @click.option(
     "--accelerators",
@@ -61,7 +59,9 @@ if TYPE_CHECKING:
     help="Description of accelerators NCCL does not know; repeatable.",
 )
 @click.option(
-    "--explain", is_flag=True, help="Say why, stage by stage; in the JSON under the key explain."
+    "--explain",
+    is_flag=True,
+    help="Give the reasons, stage by stage; in the JSON under the key explain.",
 )
 @click.option(
     "--json",
@@ -81,11 +81,9 @@ if TYPE_CHECKING:
     "--html",
     type=OutputFile(),
     metavar="FILE",
-    help="Write one page with the machine, its channels, paths and times to look into.",
+    help="Write an interactive page of the machine, its channels, paths and times.",
 )
-@click.option(
-    "--no-cache", is_flag=True, help="Compute the plan even if it is known, and do not keep it."
-)
+@click.option("--no-cache", is_flag=True, help="Neither read nor write the cache of plans.")
 def plan(
     topo_file: str | None,
     nodes: int,
@@ -114,7 +112,10 @@ def plan(
       miraccl plan --topo dgx-h100.xml --nodes 16 --html plan.html
     """
     if [json_target, graph_xml, svg, html].count("-") > 1:
-        raise InvalidUsage("only one output can go to standard output")
+        raise InvalidUsage(
+            "cannot write several outputs to standard output: only one of --json, --graph-xml,"
+            " --svg and --html may be -"
+        )
     tables = "-" not in (json_target, graph_xml, svg, html)
     depth = "explain" if explain or html else "bound" if tables else "plan"
     source = PlanSource.read(
@@ -191,7 +192,9 @@ def _request(nodes: int, gpus: Sequence[int], *, collnet: bool, fuse: bool) -> P
     graph_file = params.GRAPH_FILE.read(os.environ)
     graphs = read_bytes(graph_file, "graph file").decode(errors="replace") if graph_file else ""
     if graph_file and not graphs.strip():
-        raise InvalidUsage(f"the graph file {graph_file} is empty; expected <graphs>")
+        raise InvalidUsage(
+            f"cannot use the graph file {graph_file}: it is empty, expected <graphs>"
+        )
     return PlanRequest.read(
         os.environ, nodes=nodes, gpus=gpus, collnet=collnet, fuse=fuse, graph_xml=graphs
     )
@@ -206,9 +209,8 @@ def _load_document(
     """
     from miraccl.graph.plan_cache import cached_document, plan_key
 
-    if (
-        source.content is None
-    ):  # a detected machine can change, and detecting it is most of the work
+    # Not cached: a detected machine can change, and detection dominates the time.
+    if source.content is None:
         return cached_document(None, "", lambda: _compute(source, request, depth))
     parts = [source.content, *(read_bytes(file, "description") for file in source.descriptions)]
     key = plan_key(b"\0".join(parts), request, variant=f"{depth} {source.name}")

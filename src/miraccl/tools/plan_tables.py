@@ -18,9 +18,9 @@ from miraccl.graph.format import format_bytes, format_time
 Json = Mapping[str, Any]
 
 MAX_RANKS = 64
-"""Rings of more ranks are cut."""
+"""Longer rings are truncated."""
 MAX_CHANNELS = 16
-_WIDE = 140  # columns: the table of choices fits
+_WIDE = 140  # columns that the table of choices needs
 
 _PATTERNS = {
     Pattern.BALANCED_TREE: "balanced tree",
@@ -70,8 +70,8 @@ def print_explanation(document: Json) -> None:
 def _print_list(console: Console, heading: str, items: Sequence[str]) -> None:
     console.print(f"[bold]{escape(heading)}[/bold]")
     grid = Table.grid(padding=(0, 1))
-    for sentence in items:
-        grid.add_row(" -", escape(sentence))
+    for item in items:
+        grid.add_row(" -", escape(item))
     console.print(grid)
     console.print()
 
@@ -92,9 +92,15 @@ def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
 
 def _headline(document: Json) -> str:
     comm = document["comm"]
-    text = f"{document['topology'] or 'a system'}: {document['nodes']} x {document['gpus_per_node']} GPUs, {document['nranks']} ranks"
+    text = (
+        f"{document['topology'] or 'a system'}: {document['nodes']} x"
+        f" {document['gpus_per_node']} GPUs, {document['nranks']} ranks"
+    )
     if comm["nNodes"] != document["nodes"]:
-        text += f"; only the network joins the GPUs of {len(document['domains'])} groups of each machine, so there are {comm['nNodes']} nodes"
+        text += (
+            f"; the network alone joins the {len(document['domains'])} groups of GPUs of each"
+            f" machine, which gives {comm['nNodes']} nodes"
+        )
     settings = " ".join(f"{name}={value}" for name, value in document["env"].items())
     return f"{text} ({settings})" if settings else text
 
@@ -115,7 +121,10 @@ def _system(document: Json) -> Table:
 
 def _properties(kind: str, node: Json) -> str:
     if kind == "GPU":
-        return f"rank {node['rank']} dev {node['dev']} sm {node['sm']}{'' if node['gdr'] else ' no GPUDirect'}"
+        return (
+            f"rank {node['rank']} dev {node['dev']} sm"
+            f" {node['sm']}{'' if node['gdr'] else ' no GPUDirect'}"
+        )
     if kind == "NET":
         return f"{node['bw'] * 8:g} Gbit/s port {node['port']}{' CollNet' if node['coll'] else ''}"
     return ""
@@ -156,9 +165,11 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _graphs(document: Json) -> Table:
     table = _table(
-        "Channel graphs", "graph", "channels", "GB/s inside", "GB/s between", "paths inside", "paths between", "pattern", "first channel",
+        "Channel graphs",
+        *("graph", "channels", "GB/s inside", "GB/s between", "paths inside", "paths between"),
+        *("pattern", "first channel"),
         numbers=("channels", "GB/s inside", "GB/s between"),
-    )  # fmt: skip
+    )
     for graph in document["graphs"]:
         if not graph["computed"] or not graph["nChannels"]:
             reason = "nothing found" if graph["computed"] else "not searched"
@@ -185,10 +196,14 @@ def _counts(document: Json) -> Table:
     rows = {
         "nodes": comm["nNodes"],
         "channels of collectives": comm["nChannels"],
-        "channels of send and receive": f"{comm['p2pnChannels']}, {comm['p2pnChannelsPerPeer']} per peer",
-        "NVLS": f"{comm['nvlsChannels']} channels, {comm['nvls']['nHeads']} heads"
-        if comm.get("nvls")
-        else "not in use",
+        "channels of send and receive": (
+            f"{comm['p2pnChannels']}, {comm['p2pnChannelsPerPeer']} per peer"
+        ),
+        "NVLS": (
+            f"{comm['nvlsChannels']} channels, {comm['nvls']['nHeads']} heads"
+            if comm.get("nvls")
+            else "not in use"
+        ),
         "CollNet": f"{comm['collnet']['headsNum']} heads" if comm.get("collnet") else "not in use",
         "all GPUs joined by NVLink": "yes" if comm["isAllNvlink"] else "no",
     }

@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 
-MAX_WAIT_SECONDS = 3600.0  # seconds a selector waits at most; epoll counts milliseconds in 32 bits
+MAX_WAIT_SECONDS = 3600.0  # of a selector; epoll counts milliseconds in 32 bits
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -14,6 +14,7 @@ def restore_sigchld() -> None:
     """Reset SIGCHLD to its default if it is ignored, so that exit statuses of children are
     available.
     """
+    # ``trap '' CHLD`` in a shell is inherited: the kernel then discards exit statuses.
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

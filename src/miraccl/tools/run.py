@@ -42,7 +42,7 @@ _FORWARDED = (
     signal.SIGUSR2,
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-#: Why a program cannot be run that are not the program's fault.
+#: errors of exec that are shortages of the system, not faults of the program
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
@@ -60,7 +60,7 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
     help="Ranks to start on this host.",
 )
 @click.option("-m", "as_module", is_flag=True, help="PROGRAM is a Python module, as in python -m.")
-@click.option("--tag", is_flag=True, help="Begin every line of output with the rank it is from.")
+@click.option("--tag", is_flag=True, help="Prefix every line of output with its rank.")
 @click.option(
     "--nnodes",
     type=click.IntRange(1),
@@ -69,23 +69,19 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
     help="Hosts; run the same command on each.",
 )
 @click.option(
-    "--node-rank",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Which of the hosts this is.",
+    "--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Number of this host."
 )
 @click.option(
     "--master",
     metavar="HOST:PORT",
-    help="Where rank 0 listens, a host that all others reach; with --nnodes above 1.",
+    help="Address of rank 0, reachable from all hosts; with --nnodes above 1.",
 )
 @click.option(
     "--grace",
     type=Finite(0),
     default=3.0,
     show_default=True,
-    help="Seconds between the stages of ending ranks.",
+    help="Seconds between the stages of stopping ranks.",
 )
 @click.argument("program")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -128,19 +124,19 @@ def build_command(program: str, args: tuple[str, ...], *, as_module: bool) -> li
         return [sys.executable, "-m", program, *args]
     if program.endswith(".py"):
         if not os.path.exists(program):
-            raise InvalidUsage(f"there is no file {program}")
+            raise InvalidUsage(f"cannot run {program}: no such file")
         return [sys.executable, program, *args]
     if found := shutil.which(program):
         return [found, *args]
     if os.path.isfile(program):
         return [sys.executable, program, *args]
     hint = (
-        "miraccl run --help lists the options; what follows -- is a program"
+        "miraccl run --help lists the options; arguments after -- are the program"
         if program.startswith("-")
         else None
     )
     raise InvalidUsage(
-        f"{program!r} is neither an option, a Python file nor a program on PATH", hint=hint
+        f"cannot run {program!r}: not an option, a Python file or a program on PATH", hint=hint
     )
 
 
@@ -150,12 +146,13 @@ def open_job(
     """Return a context manager that yields a function from local rank to environment variables."""
     if node_rank >= nnodes:
         raise InvalidUsage(
-            f"--node-rank {node_rank}: with --nnodes {nnodes} it is {f'0 to {nnodes - 1}' if nnodes > 1 else 0}"
+            f"cannot use --node-rank {node_rank}: with --nnodes {nnodes} it must be"
+            f" {f'0 to {nnodes - 1}' if nnodes > 1 else 0}"
         )
     if nnodes == 1 and not master:
         return launch.local_job(nproc)
     if not master:
-        raise InvalidUsage("--nnodes above 1 needs --master HOST:PORT")
+        raise InvalidUsage("cannot start a job with --nnodes above 1 without --master HOST:PORT")
     return launch.static_job(nproc, nnodes, node_rank, master, os.environ)
 
 
@@ -186,7 +183,7 @@ class LocalJob:
         self._tag = tag
         self._grace = grace
         self._first = first
-        with as_system_failure("ranks cannot be watched"):
+        with as_system_failure("cannot monitor ranks"):
             self._selector = selectors.DefaultSelector()
         self._processes: list[_Process] = []
         self._running: set[int] = set()
@@ -202,7 +199,7 @@ class LocalJob:
                 for local_rank in range(self._nproc):
                     self._start(local_rank)
                     self._process_events(wait=False)
-                    if self._stage:  # a signal, or a rank that has failed already: no more of them
+                    if self._stage:  # a signal arrived or a rank has failed: start no more
                         break
                 while self._running:
                     self._process_events()
@@ -227,9 +224,8 @@ class LocalJob:
                 stdout=streams,
                 stderr=streams,
                 process_group=0,
-                preexec_fn=functools.partial(
-                    die_with_parent, os.getpid()
-                ),  # this process has one thread
+                # safe: this process has a single thread
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         except OSError as error:
             kind = SystemFailure if error.errno in _SHORTAGES else InvalidUsage
@@ -237,7 +233,7 @@ class LocalJob:
         entry = _Process(rank=self._first + local_rank, process=process)
         self._processes.append(entry)
         self._running.add(local_rank)
-        with as_system_failure(f"rank {entry.rank} cannot be watched"):
+        with as_system_failure(f"cannot monitor rank {entry.rank}"):
             self._watch(entry, local_rank)
 
     def _watch(self, entry: _Process, local_rank: int) -> None:
@@ -254,7 +250,7 @@ class LocalJob:
     def _catching_signals(self) -> Any:
         """Let signals wake the selector; restore the previous handlers at the end."""
         with self._selector, contextlib.ExitStack() as pair:
-            with as_system_failure("signals cannot be caught"):
+            with as_system_failure("cannot catch signals"):
                 reader, writer = map(pair.enter_context, socket.socketpair())
                 writer.setblocking(False)
                 reader.setblocking(False)
@@ -277,9 +273,11 @@ class LocalJob:
         timeout = (
             0.0
             if not wait
-            else None
-            if self._limit is None
-            else min(max(0.0, self._limit - clock.monotonic()), MAX_WAIT_SECONDS)
+            else (
+                None
+                if self._limit is None
+                else min(max(0.0, self._limit - clock.monotonic()), MAX_WAIT_SECONDS)
+            )
         )
         for key, _ in self._selector.select(timeout):
             kind, local_rank, detail = key.data
@@ -287,9 +285,8 @@ class LocalJob:
                 with contextlib.suppress(BlockingIOError):
                     detail.recv(4096)
             elif kind == "output":
-                if (
-                    key.fd in self._selector.get_map()
-                ):  # not after its rank's end, seen before it in this turn, has drained it
+                # The rank's exit may have been handled, and its output drained, in this round.
+                if key.fd in self._selector.get_map():
                     self._read(local_rank, detail, key.fileobj)
             else:
                 self._handle_exit(local_rank)
@@ -302,18 +299,18 @@ class LocalJob:
         entry = self._processes[local_rank]
         self._selector.unregister(entry.pidfd)
         os.close(entry.pidfd)
-        self._kill_group(entry)  # before wait(): until then nobody else can have its number
+        self._kill_group(entry)  # before wait(): its number cannot be reused until then
         status = entry.process.wait()
         self._running.discard(local_rank)
         self._drain(local_rank)
         if status and not self._status and self._stage == 0:
             self._status = status if status > 0 else 128 - status
             what = (
-                f"ended with status {status}"
+                f"exited with status {status}"
                 if status > 0
-                else f"was ended by {signal_name(-status)}"
+                else f"was killed by {signal_name(-status)}"
             )
-            others = "; ending the others" if self._running else ""
+            others = "; stopping the others" if self._running else ""
             print(f"miraccl run: rank {entry.rank} {what}{others}", file=sys.stderr, flush=True)
             self._stage, self._limit = 1, clock.monotonic() + self._grace
 
@@ -386,5 +383,5 @@ class LocalJob:
         while rest:
             try:
                 rest = rest[os.write(target.fileno(), rest) :]
-            except BlockingIOError:  # somebody who shares our output has made it so for all
+            except BlockingIOError:  # a process that shares the output has made it non-blocking
                 select.select([], [target.fileno()], [])

@@ -63,7 +63,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(_COLLECTIVES),
             default="all_reduce",
             show_default=True,
-            help="What it does.",
+            help="Operation.",
         ),
         click.option(
             "--load",
@@ -111,14 +111,14 @@ def list_command(json_target: str | None) -> None:
         algorithm = catalog.get(name)
         collectives = sorted(c.label for c in algorithm.collectives)
         records.append(
-            {"name": name, "collectives": collectives, "sentence": algorithm.description}
+            {"name": name, "collectives": collectives, "description": algorithm.description}
         )
     if json_target:
         write_json(json_target, records)
         return
     width = max(len(str(r["name"])) for r in records)
     for record in records:
-        print(f"{record['name']:<{width}}  {record['sentence']}")
+        print(f"{record['name']:<{width}}  {record['description']}")
         print(f"{'':<{width}}  {', '.join(record['collectives'])}")
 
 
@@ -143,7 +143,7 @@ def show(
     built = _build(algo, collective, ranks, root, plugin)
     if rank is not None and rank >= built.nranks:
         raise InvalidUsage(
-            f"--rank {rank} is not one of the {built.nranks} ranks 0..{built.nranks - 1}"
+            f"cannot show --rank {rank}: the schedule has ranks 0..{built.nranks - 1}"
         )
     print(f"# {_format_counts(built)}")
     if rank is None:
@@ -170,7 +170,7 @@ def show(
 @click.option(
     "--fifo-depth",
     type=click.IntRange(1),
-    help="Messages that a FIFO holds.  [default: the one that executors have]",
+    help="Messages that a FIFO holds.  [default: that of the executors]",
 )
 def verify(
     algo: str,
@@ -204,9 +204,7 @@ def verify(
         _load(plugin)
         algorithm, numbers = catalog.get(algo), _parse_ranks(ranks)
         if kind.rooted and root >= numbers.stop - 1:
-            raise InvalidUsage(
-                f"--root {root} is not one of the {numbers.stop - 1} ranks 0..{numbers.stop - 2}"
-            )
+            raise InvalidUsage(f"cannot use --root {root}: the ranks are 0..{numbers.stop - 2}")
         for n in numbers:
             if algorithm.supports(kind, n):
                 yield (
@@ -226,7 +224,7 @@ def verify(
             )
             proved += 1
             print(
-                f"{name}: right, {'adds in the order of the ranks, ' if ordered else ''}{_format_counts(built)}"
+                f"{name}: right, {'adds in rank order, ' if ordered else ''}{_format_counts(built)}"
             )
         except ScheduleError as error:
             wrong += 1
@@ -234,7 +232,7 @@ def verify(
     if wrong:
         sys.exit(1)
     if not proved:
-        raise InvalidUsage(f"{algo} has no {collective} over {ranks} ranks")
+        raise InvalidUsage(f"cannot verify {algo}: it has no {collective} over {ranks} ranks")
 
 
 @schedule.command(short_help="Draw the messages of an algorithm over time as SVG.")
@@ -245,7 +243,7 @@ def verify(
     default="-",
     type=OutputFile(),
     metavar="FILE",
-    help="Where to write the SVG; - is standard output.  [default: -]",
+    help="SVG file; - is standard output.  [default: -]",
 )
 def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, out: str) -> None:
     """Draw the messages of ALGO over time as SVG: one row per rank, one box per step, an arrow per
@@ -280,14 +278,14 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
     "--topo",
     "topo_file",
     type=File(),
-    help="Topology file: the links are those of this machine, its GPUs the ranks.",
+    help="Topology file: simulate on the links of this machine, with its GPUs as ranks.",
 )
 @click.option(
     "--nodes",
     type=click.IntRange(1, 64),
     default=1,
     show_default=True,
-    help="Such machines in the job.",
+    help="Number of such machines in the job.",
 )
 @click.option(
     "--gpus", type=Numbers(), metavar="0,2,...", help="Only the GPUs with these device numbers."
@@ -298,14 +296,12 @@ def draw(algo: str, collective: str, ranks: int, root: int, plugin: str | None, 
     help="Without --topo: GB/s of each rank to and from a switch.  [default: 100]",
 )
 @click.option(
-    "--mesh",
-    is_flag=True,
-    help="Without --topo: a link of its own between any two ranks instead of a switch.",
+    "--mesh", is_flag=True, help="Without --topo: a link between any two ranks instead of a switch."
 )
 @click.option(
     "--latency",
     type=Finite(0),
-    help="us from the last byte sent until it is seen; nets add their own.  [default: 1]",
+    help="us from the last byte sent until it is visible; nets add their own.  [default: 1]",
 )
 @click.option(
     "--memory",
@@ -360,28 +356,32 @@ def simulate(
 
     if options["topo_file"]:
         if options["bandwidth"] or options["mesh"]:
-            raise InvalidUsage("--bandwidth and --mesh are for links without --topo")
+            raise InvalidUsage(
+                "cannot combine --topo with --bandwidth or --mesh: the links are those of the"
+                " topology"
+            )
         links = simulation.read_machine(
             options["topo_file"], options["nodes"], options["gpus"], options["latency"]
         )
         if ranks not in (None, links.nranks):
             raise InvalidUsage(
-                f"--ranks {ranks}: the machine has {links.nranks} ranks; choose them with --gpus and --nodes"
+                f"cannot use --ranks {ranks}: the machine has {links.nranks} ranks; select them"
+                " with --gpus and --nodes"
             )
         built = _build(algo, collective, links.nranks, root, plugin)
     else:
         if options["nodes"] > 1 or options["gpus"]:
-            raise InvalidUsage("--nodes and --gpus belong to --topo")
+            raise InvalidUsage("cannot use --nodes or --gpus without --topo")
         built = _build(algo, collective, ranks or 4, root, plugin)
         links = simulation.uniform_links(
             built.nranks, options["bandwidth"] or 100.0, options["latency"], direct=options["mesh"]
         )
     if options["trace_file"] == options["json_target"] == "-":
-        raise InvalidUsage("only one of --trace and --json can go to standard output")
+        raise InvalidUsage("cannot write both --trace and --json to standard output")
     if options["slot"] < 1:
-        raise InvalidUsage("--slot is at least 1 byte")
+        raise InvalidUsage("--slot must be at least 1 byte")
     if min(options["sizes"]) < 1:
-        raise InvalidUsage("--sizes: a size is at least 1 byte")
+        raise InvalidUsage("--sizes: a size must be at least 1 byte")
     prove(built, fifo_depth=options["fifo_depth"])
     memory = options["memory"] or math.inf
     depth = options["fifo_depth"]
@@ -432,12 +432,13 @@ def _read(path: str) -> Any:
     context = click.get_current_context()
     if context.params["plugin"]:
         raise InvalidUsage(
-            "--load is for algorithms that a Python file registers, not for a schedule in a file"
+            "cannot combine --load with a schedule file: --load is for algorithms that a Python"
+            " file registers"
         )
     try:
         built = parse(read_bytes(path, "schedule").decode())
     except UnicodeDecodeError:
-        raise InvalidUsage(f"the schedule {path} is no text") from None
+        raise InvalidUsage(f"cannot read the schedule {path}: not a text file") from None
     for name, own in (
         ("collective", built.collective.label),
         ("ranks", built.nranks),
@@ -448,7 +449,8 @@ def _read(path: str) -> Any:
             own
         ):
             raise InvalidUsage(
-                f"--{name} {given}: the schedule in {path} has {name} {own}; leave the option out"
+                f"cannot use --{name} {given}: the schedule in {path} has {name} {own}; omit the"
+                " option"
             )
     return built
 
@@ -461,7 +463,7 @@ def _load(plugin: str | None) -> None:
     import traceback
 
     if not Path(plugin).is_file():
-        raise InvalidUsage(f"there is no file {plugin}")
+        raise InvalidUsage(f"cannot load {plugin}: no such file")
     try:
         runpy.run_path(plugin, run_name="miraccl_plugin")
     except MiracclError:
@@ -471,16 +473,18 @@ def _load(plugin: str | None) -> None:
             frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == plugin
         ]
         line = f", line {frames[-1].lineno}" if frames else ""
-        raise InvalidUsage(f"--load {plugin}{line}: {type(error).__name__}: {error}") from None
+        raise InvalidUsage(f"cannot load {plugin}{line}: {type(error).__name__}: {error}") from None
 
 
 def _parse_ranks(text: str) -> range:
     first, dash, last = text.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
-        raise InvalidUsage(f"--ranks is a number such as 4 or a range such as 1-33, got {text!r}")
+        raise InvalidUsage(
+            f"cannot use --ranks {text!r}: expected a number such as 4 or a range such as 1-33"
+        )
     low, high = int(first), int(last or first)
     if not 1 <= low <= high <= 1024:
-        raise InvalidUsage(f"--ranks {text}: allowed are 1 to 1024, in ascending order")
+        raise InvalidUsage(f"cannot use --ranks {text}: allowed are 1 to 1024, in ascending order")
     return range(low, high + 1)
 
 

@@ -93,7 +93,7 @@ class _ChannelClock:
             moved = [self._advance(rank) for rank in range(len(self._ranks))]
             if not any(moved) and not self._pass_barrier():
                 raise ScheduleError(
-                    f"{name}: channel {self._channel} cannot be drawn, its steps wait for each other"
+                    f"cannot draw {name}: the steps of channel {self._channel} wait for each other"
                 )
 
     def _advance(self, rank: int) -> bool:
@@ -153,13 +153,20 @@ def draw_svg(schedule: Schedule) -> str:
     def middle(event: StepEvent) -> float:
         return _TOP + event.rank * height_of_rank + event.channel * _LANE + _LANE / 2
 
-    title = f"{schedule.name}: {schedule.collective.label}, nranks {schedule.nranks}, channels {schedule.nchannels}, parts {schedule.parts}"
+    title = (
+        f"{schedule.name}: {schedule.collective.label}, nranks {schedule.nranks}, channels"
+        f" {schedule.nchannels}, parts {schedule.parts}"
+    )
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="11">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0'
+            f' 0 {width} {height}" font-family="sans-serif" font-size="11">'
+        ),
         f"<title>{escape(title)}</title>",
-        '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto">'
-        '<path d="M0,0 L6,3 L0,6 z"/></marker></defs>',
+        (
+            '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3"'
+            ' orient="auto"><path d="M0,0 L6,3 L0,6 z"/></marker></defs>'
+        ),
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
     ]
@@ -167,7 +174,8 @@ def draw_svg(schedule: Schedule) -> str:
     for rank in range(schedule.nranks):
         top = _TOP + rank * height_of_rank
         parts.append(
-            f'<rect x="{_LEFT}" y="{top}" width="{width - _LEFT - 10}" height="{height_of_rank - 8}" fill="#f4f4f4"/>'
+            f'<rect x="{_LEFT}" y="{top}" width="{width - _LEFT - 10}"'
+            f' height="{height_of_rank - 8}" fill="#f4f4f4"/>'
         )
         parts.append(f'<text x="10" y="{top + height_of_rank / 2:g}">rank {rank}</text>')
     parts += [_box(event, middle(event)) for event in timeline.events]
@@ -180,8 +188,9 @@ def draw_svg(schedule: Schedule) -> str:
 
 def _axis(length: int, height: int) -> list[str]:
     return [
-        f'<g stroke="#dddddd"><line x1="{_LEFT + t * _UNIT}" y1="{_TOP - 8}" x2="{_LEFT + t * _UNIT}" y2="{height - 30}"/></g>'
-        f'<text x="{_LEFT + t * _UNIT}" y="{_TOP - 12}" fill="#888888">{t}</text>'
+        f'<g stroke="#dddddd"><line x1="{_LEFT + t * _UNIT}" y1="{_TOP - 8}"'
+        f' x2="{_LEFT + t * _UNIT}" y2="{height - 30}"/></g><text x="{_LEFT + t * _UNIT}"'
+        f' y="{_TOP - 12}" fill="#888888">{t}</text>'
         for t in range(length + 1)
     ]
 
@@ -204,17 +213,24 @@ def _box(event: StepEvent, middle: float) -> str:
         if ref
         else ""
     )
-    tip = f"rank {event.rank}, channel {event.channel}, step {event.number}: {format_step(event.step)}"
+    tip = (
+        f"rank {event.rank}, channel {event.channel}, step {event.number}:"
+        f" {format_step(event.step)}"
+    )
     return (
-        f'<g><title>{escape(tip)}</title><rect x="{x}" y="{y:g}" width="{_UNIT - 12}" height="{_BOX}" rx="3" '
-        f'fill="{_COLORS[_kind(event.step.op)]}"/><text x="{x + 4}" y="{middle + 4:g}">{escape(label)}</text></g>'
+        f'<g><title>{escape(tip)}</title><rect x="{x}" y="{y:g}" width="{_UNIT - 12}"'
+        f' height="{_BOX}" rx="3" fill="{_COLORS[_kind(event.step.op)]}"/><text x="{x + 4}"'
+        f' y="{middle + 4:g}">{escape(label)}</text></g>'
     )
 
 
 def _arrow(arrow: MessageArrow, y1: float, y2: float) -> str:
     x1 = _LEFT + arrow.sender.end * _UNIT - 8
     x2 = _LEFT + arrow.receiver.start * _UNIT + 4
-    return f'<line x1="{x1}" y1="{y1:g}" x2="{x2}" y2="{y2:g}" stroke="black" stroke-width="0.8" marker-end="url(#tip)" opacity="0.7"/>'
+    return (
+        f'<line x1="{x1}" y1="{y1:g}" x2="{x2}" y2="{y2:g}" stroke="black" stroke-width="0.8"'
+        ' marker-end="url(#tip)" opacity="0.7"/>'
+    )
 
 
 def _legend(height: int) -> list[str]:

@@ -82,13 +82,20 @@ def measure(
 def table(schedule: Schedule, links: Links, records: Sequence[Record]) -> str:
     """Format the records with the columns of nccl-tests."""
     lines = [
-        f"# simulated: {schedule.name} {schedule.collective.label} over {schedule.nranks} ranks, {len(links.names)} links",
-        f"#{'size (B)':>13} {'time (us)':>11} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13} {'rounds':>7}  busiest link, part of the time",
+        (
+            f"# simulated: {schedule.name} {schedule.collective.label} over"
+            f" {schedule.nranks} ranks, {len(links.names)} links"
+        ),
+        (
+            f"#{'size (B)':>13} {'time (us)':>11} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}"
+            f" {'rounds':>7}  busiest link, part of the time"
+        ),
     ]
     for r in records:
         busiest = f"{r['busiest_link']}, {r['busiest_part']:.0%}" if r["busiest_part"] else ""
         lines.append(
-            f"{r['bytes']:>14} {format_us(r['time_us']):>11} {r['algbw']:>13.2f} {r['busbw']:>13.2f} {r['rounds']:>7}  {busiest}".rstrip()
+            f"{r['bytes']:>14} {format_us(r['time_us']):>11} {r['algbw']:>13.2f}"
+            f" {r['busbw']:>13.2f} {r['rounds']:>7}  {busiest}".rstrip()
         )
     return "\n".join(lines)
 

@@ -90,10 +90,10 @@ class RankOutcome:
         if self.summary:
             return f"rank {self.rank}: {self.summary}"
         if self.status is None:
-            return f"rank {self.rank} did not end"
+            return f"rank {self.rank} did not exit"
         if self.status < 0:
-            return f"rank {self.rank} was ended by {signal_name(-self.status)}"
-        return f"rank {self.rank} ended with status {self.status}"
+            return f"rank {self.rank} was killed by {signal_name(-self.status)}"
+        return f"rank {self.rank} exited with status {self.status}"
 
 
 @dataclass(kw_only=True)
@@ -123,7 +123,7 @@ class Ranks:
         environ: Callable[[int], Mapping[str, str]] | None = None,
         capture: bool = False,
     ) -> None:
-        with as_system_failure("no ranks can be started"):
+        with as_system_failure("cannot start ranks"):
             self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         self._ended = 0
@@ -167,9 +167,8 @@ class Ranks:
         return self._ended < len(self._ranks)
 
     def send(self, rank: int, message: Any) -> None:
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionError
-        ):  # its death is reported by poll()
+        # poll() reports the death of the rank
+        with contextlib.suppress(BrokenPipeError, ConnectionError):
             self._ranks[rank].pipe.send(message)
 
     def poll(self, timeout: float | None) -> list[tuple[int, Any]]:
@@ -222,6 +221,8 @@ class Ranks:
         other.
         """
         failures = [o for o in self.outcomes if o.error or o.status not in (None, 0)]
+        # Ranks learn of failures within microseconds, so arrival order does not separate cause and
+        # effect.
         return min(
             failures,
             key=lambda o: (o.stopped, o.fault == "peer", o.order if o.order >= 0 else sys.maxsize),
@@ -265,17 +266,17 @@ class Ranks:
         """Fork one rank; ``mask`` is the set of signals that the rank has blocked."""
         parent = os.getpid()
         with (
-            as_system_failure(f"rank {rank} cannot be started"),
-            ExitStack() as in_parent,
-            ExitStack() as unless_it_runs,
+            as_system_failure(f"cannot start rank {rank}"),
+            ExitStack() as child_ends,
+            ExitStack() as on_failure,
         ):
             parent_end, child_end = socket.socketpair()
-            unless_it_runs.enter_context(parent_end)
-            in_parent.enter_context(child_end)
+            on_failure.enter_context(parent_end)
+            child_ends.enter_context(child_end)
             read_fd, write_fd = os.pipe() if capture else (-1, -1)
             if capture:
-                unless_it_runs.callback(os.close, read_fd)
-                in_parent.callback(os.close, write_fd)
+                on_failure.callback(os.close, read_fd)
+                child_ends.callback(os.close, write_fd)
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -290,16 +291,16 @@ class Ranks:
                     environ,
                     write_fd,
                 )
-            unless_it_runs.callback(_end_child, pid)
+            on_failure.callback(_end_child, pid)
             pidfd = os.pidfd_open(pid)
-            unless_it_runs.callback(os.close, pidfd)
+            on_failure.callback(os.close, pidfd)
             channel = ProcessPipe(parent_end)
             if capture:
                 os.set_blocking(read_fd, False)
                 self._selector.register(read_fd, selectors.EVENT_READ, ("output", rank))
             self._selector.register(channel, selectors.EVENT_READ, ("message", rank))
             self._selector.register(pidfd, selectors.EVENT_READ, ("exit", rank))
-            unless_it_runs.pop_all()
+            on_failure.pop_all()
         return _Rank(
             pid=pid, pidfd=pidfd, pipe=channel, output_fd=read_fd, outcome=RankOutcome(rank=rank)
         )
@@ -339,7 +340,8 @@ class Ranks:
     def _reap(self, number: int, messages: list[tuple[int, Any]]) -> None:
         rank = self._ranks[number]
         self._unregister(rank.pidfd)
-        # Processes that a rank started may hold both ends open, so only what is there is taken: no waiting for an end of file.
+        # Processes that a rank has started may hold the pipes open: read what has arrived without
+        # waiting for an end of file.
         while self._read_messages(number, messages):
             pass
         while self._read_output(number):
@@ -370,6 +372,7 @@ class Ranks:
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[Iterable[int]]:
     """Block SIGINT while ranks are forked; yield the signals that were blocked before."""
+    # A child interrupted before it has become a rank would continue as its parent does.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield mask

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from miraccl.topo.xmlfile import XmlFile
 
 MAX_CPU_RANKS = 576
-"""As many devices as a system may have (``topo.build.MAX_NODES``)."""
+"""Largest number of devices of a system (``topo.build.MAX_NODES``)."""
 
 
 @click.group(cls=SuggestingGroup, short_help="Show, read and compare the topology of machines.")
@@ -66,7 +66,7 @@ def _reading_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--fuse",
             is_flag=True,
-            help="Read FILE as one process per GPU given it with NCCL_TOPO_FILE would.",
+            help="Merge FILE as NCCL does when every rank reads it through NCCL_TOPO_FILE.",
         ),
         click.option(
             "--gpus",
@@ -122,7 +122,7 @@ def _options(nodes: int, gpus: tuple[int, ...] | None, fuse: bool, collnet: bool
     "--out",
     type=OutputFile(),
     metavar="FILE",
-    help="Where to write the topology file; - is standard output.  [default: -, or nowhere with --json]",
+    help="Topology file to write; - is standard output.  [default: -, or none with --json]",
 )
 @click.option(
     "--cpu-ranks",
@@ -155,7 +155,7 @@ def detect(
     from miraccl.topo.xmlfile import read_topology
 
     if out == json_target == "-":
-        raise InvalidUsage("only one of --out and --json can go to standard output")
+        raise InvalidUsage("cannot write both --out and --json to standard output")
     tree = read_topology(base).root if base else None
     machine = detect_machine(root, cpu_ranks=cpu_ranks, gpus=None if root == "/" else (), base=tree)
     for _, text in machine.notes:
@@ -190,7 +190,7 @@ def _tree(file: XmlFile) -> dict[str, Any]:
     type=OutputFile(),
     metavar="FILE",
     default="-",
-    help="Where to write; - is standard output.  [default: -]",
+    help="File to write; - is standard output.  [default: -]",
 )
 @_reading_options
 def dump(
@@ -234,7 +234,7 @@ def dump(
 @click.option(
     "--explain",
     metavar="FROM,TO|all",
-    help="Say why paths are as they are, such as GPU0,NET1; all explains every one.",
+    help="Explain the path between two nodes, such as GPU0,NET1, or all paths.",
 )
 @_json_option
 def show(
@@ -300,12 +300,12 @@ def _reasons(topology: Topology, notes: PathChangeLog, wanted: str) -> list[Any]
 
 
 def _key(system: System, text: str) -> Key:
-    """Parse ``GPU0,NET1`` as source and target; numbers are positions among the nodes of the type."""
+    """Parse ``GPU0,NET1`` as source and target; numbers are positions within the type."""
     from miraccl.topo.records import TABLE_SOURCES, TABLE_TARGETS, NodeType
 
     parts = text.split(",")
     if len(parts) != 2:
-        raise InvalidUsage(f"--explain {text}: expected two nodes such as GPU0,NET1, or all")
+        raise InvalidUsage(f"cannot explain {text}: expected two nodes such as GPU0,NET1, or all")
     ends: list[tuple[NodeType, int]] = []
     for part, allowed in zip(parts, (TABLE_SOURCES, TABLE_TARGETS)):
         if ends and ends[0][0] == NodeType.NET:
@@ -317,7 +317,7 @@ def _key(system: System, text: str) -> Key:
             there = ", ".join(
                 f"{name}0 to {name}{last}" if last else f"{name}0" for name, last in lasts.items()
             )
-            raise InvalidUsage(f"--explain {text}: {part!r} is not one of {there}")
+            raise InvalidUsage(f"cannot explain {text}: {part!r} is not one of {there}")
         ends.append((kind, int(match[2])))
     return (*ends[0], *ends[1])
 
@@ -354,11 +354,12 @@ def _print_system(topology: Topology) -> None:
     width = None if sys.stdout.isatty() else 10_000
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=width)
     console.print(
-        f"maxBw {system.max_bw:g} GB/s, totalBw {system.total_bw:g} GB/s, {len(system.gpus)} GPUs, {len(system.nets)} nets"
+        f"maxBw {system.max_bw:g} GB/s, totalBw {system.total_bw:g} GB/s, {len(system.gpus)} GPUs,"
+        f" {len(system.nets)} nets"
     )
     if len(topology.domains) > 1:
         console.print(
-            "ranks reach these groups over the network only: "
+            "these groups are joined by the network only: "
             + "; ".join(map(str, topology.local_ranks))
         )
     seen: set[int] = set()
@@ -423,7 +424,7 @@ def _path_table(topology: Topology, target: NodeType) -> Table:
     return table
 
 
-@topo.command(short_help="Check a topology file: what is wrong and how to mend it.")
+@topo.command(short_help="Check a topology file: errors and how to fix them.")
 @_file_argument
 @_accelerators_option
 @_json_option
@@ -455,7 +456,7 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
             if finding.fix:
                 click.echo(f"    mend: {finding.fix}")
         if not findings:
-            click.echo("nothing to say: the file is complete")
+            click.echo("no problems: the file is complete")
     if any(finding.severity == "error" for finding in findings):
         sys.exit(1)
 
@@ -464,12 +465,14 @@ def check(file: str | None, accelerators: tuple[str, ...], json_target: str | No
 @click.argument("left", type=File())
 @click.argument("right", type=File())
 @_accelerators_option
-@click.option("--names", is_flag=True, help="Compare bus ids and NUMA numbers, too.")
+@click.option("--names", is_flag=True, help="Compare bus ids and NUMA numbers as well.")
 @_json_option
 def diff(
     left: str, right: str, accelerators: tuple[str, ...], names: bool, json_target: str | None
 ) -> None:
-    """Compare two machines: counts, attributes, links and paths. LEFT or RIGHT may be - for this machine.
+    """Compare two machines: counts, attributes, links and paths.
+
+    LEFT or RIGHT may be - for this machine.
 
     The exit status is 1 if they differ.
 
@@ -494,7 +497,7 @@ def diff(
     if json_target:
         write_json(json_target, [asdict(difference) for difference in found])
     elif not found:
-        click.echo("the machines are alike")
+        click.echo("the machines are equal")
     else:
         table = Table("what", "times", left, right)
         for difference in found:

@@ -22,7 +22,10 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     "-r",
     "--ranks",
     type=click.IntRange(1, 512),
-    help=f"Own ranks on this host.  [default: those of the launcher, or one per GPU of --devices, or {DEFAULT_RANKS}]",
+    help=(
+        "Ranks to start on this host.  [default: those of the launcher, one per GPU of --devices,"
+        f" or {DEFAULT_RANKS}]"
+    ),
 )
 @click.option(
     "-s", "--sizes", type=Sizes(), help=f"Sizes in bytes, with K, M, G.  [default: {DEFAULT_SIZES}]"
@@ -31,7 +34,9 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     "-b", "--min-bytes", type=Size(), help="Smallest size of a range, instead of --sizes."
 )
 @click.option("-e", "--max-bytes", type=Size(), help="Largest size of a range.")
-@click.option("-f", "--factor", type=Finite(1.01), help="Between sizes of a range; without it 2.")
+@click.option(
+    "-f", "--factor", type=Finite(1.01), help="Factor between sizes of a range.  [default: 2]"
+)
 @click.option(
     "-d",
     "--dtype",
@@ -57,54 +62,52 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     "-n",
     "--iters",
     type=click.IntRange(1),
-    help="Calls in a batch; without it as many as take 20 ms, at most 5000; GPUs: 5 to 200.",
+    help="Calls per batch.  [default: 20 ms of calls, at most 5000; GPUs: 5 to 200]",
 )
 @click.option(
     "-w",
     "--warmup",
     type=click.IntRange(0),
-    help="Untimed calls; without it 3, or 1 above 4M; GPUs: 2.",
+    help="Untimed calls.  [default: 3, or 1 above 4M; GPUs: 2]",
 )
 @click.option(
     "--batches",
     type=click.IntRange(1),
     default=5,
     show_default=True,
-    help="Batches; the time is the median of them.",
+    help="Batches; the time is their median.",
 )
 @click.option(
     "--fresh",
     is_flag=True,
-    help="CPU memory: every rank rewrites its input before each call, and each call is timed alone.",
+    help="CPU memory: every rank rewrites its input before each call; calls are timed one by one.",
 )
 @click.option("--no-check", is_flag=True, help="Do not check results.")
 @click.option(
-    "--algo",
-    metavar="NAME",
-    help="Algorithm to use for everything, one of those that `schedule list` names.",
+    "--algo", metavar="NAME", help="Algorithm for all sizes, one of `miraccl schedule list`."
 )
 @click.option(
-    "--proto", metavar="NAME", help="Protocol to use for everything: simple, ll or, on GPUs, ll128."
+    "--proto", metavar="NAME", help="Protocol for all sizes: simple, ll or, on GPUs, ll128."
 )
 @click.option(
-    "--deterministic",
+    "--deterministic", is_flag=True, help="Results independent of size, algorithm and layout."
+)
+@click.option(
+    "--window",
     is_flag=True,
-    help="Results that depend on neither size, algorithm nor layout.",
-)
-@click.option(
-    "--window", is_flag=True, help="Take buffers from comm.empty(), memory that the ranks share."
+    help="Allocate buffers with comm.empty(), in memory shared by the ranks.",
 )
 @click.option(
     "--persistent",
     is_flag=True,
-    help="CPU memory: time operations that were prepared once, as all_reduce_init() does.",
+    help="CPU memory: time persistent operations, such as all_reduce_init().",
 )
 @click.option(
     "--hosts",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Own ranks act as if on so many hosts.",
+    help="Number of virtual hosts for the started ranks.",
 )
 @click.option(
     "--devices",
@@ -112,47 +115,52 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     default="cpu",
     show_default=True,
     metavar="WHERE",
-    help="Where the data is: cpu, cuda for all GPUs, cuda:0,1 for some; a rank for each, or --ranks take them in turn.",
+    help=(
+        "Devices of the data: cpu, cuda for all GPUs, cuda:0,1 for some; one rank per GPU, or"
+        " --ranks in turn."
+    ),
 )
 @click.option(
-    "--graph", is_flag=True, help="GPUs: time operations inside a CUDA graph instead of one by one."
+    "--graph", is_flag=True, help="GPUs: time a CUDA graph of operations instead of single calls."
 )
 @click.option(
     "--threads",
     is_flag=True,
-    help="GPUs: one process drives all of them, with a thread for each, instead of a process for each.",
+    help="GPUs: one process with a thread per GPU instead of a process per GPU.",
 )
 @click.option(
     "--sms",
     type=click.IntRange(-1),
-    help="GPUs: multiprocessors that kernels may occupy; -1: as many as fit, 0: copy engines, where possible.",
+    help="GPUs: multiprocessors for kernels; -1: as many as fit, 0: copy engines if possible.",
 )
 @click.option(
     "--bind/--no-bind",
     default=None,
-    help="Keep each own rank on a core, if there are enough.  [default: only with --compare gloo or mpi]",
+    help=(
+        "Bind each rank to a core, if there are enough.  [default: only with --compare gloo or mpi]"
+    ),
 )
 @click.option(
     "--explain",
     is_flag=True,
-    help="Print, for each size, all candidates with predicted times and the reason; GPUs: the plan.",
+    help="Print all candidates of each size with predicted times and the reason; GPUs: the plan.",
 )
 @click.option(
     "--compare",
     type=click.Choice(("gloo", "mpi", "nccl")),
-    help="Measure this library too, in turns with miraccl, and print the ratio.",
+    help="Measure this library alternating with miraccl, and print the ratio.",
 )
 @click.option(
     "--peer-python",
     metavar="PATH",
-    help="Python that has the library of --compare; without it this one.",
+    help="Python that has the library of --compare.  [default: this one]",
 )
 @click.option(
     "--json",
     "json_target",
     type=OutputFile(),
     metavar="FILE",
-    help="Write the rows as JSON; - is standard output, instead of the table.",
+    help="Write the rows as JSON; - is standard output and replaces the table.",
 )
 @click.option(
     "--plot",
@@ -166,7 +174,7 @@ from miraccl.tools.perf.spec import ITEMSIZES, OPERATIONS, REDOPS
     type=Finite(0, min_open=True),
     default=600.0,
     show_default=True,
-    help="Seconds for everything.",
+    help="Limit of the whole run in seconds.",
 )
 def perf(op: str, **options: Any) -> None:
     """Measure OP over sizes and print the table of nccl-tests; every element of every result is
@@ -277,9 +285,8 @@ def _run_own(request: PerfRequest) -> None:
     launch.warm_up()
     job = _cpu_job(request)
     arrived: list[Any] = []
-    groups: list[Any] = [
-        orchestrator.OwnGroup(job, request.nranks, arrived.append)
-    ]  # forks: before any thread
+    # Forks, so it must come before any thread.
+    groups: list[Any] = [orchestrator.OwnGroup(job, request.nranks, arrived.append)]
     try:
         with display(request) as show:
             if request.peer:
@@ -310,7 +317,7 @@ def _run_own_gpus(request: PerfRequest) -> None:
     finish(request)
 
 
-# ---------------------------------------------------------------------- ranks of torchrun, mpirun or srun
+# ---------------------------------------------------------------------- ranks of a launcher
 
 
 def _run_joined(request: PerfRequest) -> None:

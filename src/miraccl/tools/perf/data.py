@@ -31,7 +31,7 @@ _EXACT = {
 }
 _EXACT_INTEGER = {"int8": 127, "uint8": 255}
 _ML_DTYPES = {"bfloat16": "bfloat16", "float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
-_SPREAD = 251  # values that wide types use
+_SPREAD = 251  # number of distinct values of wide types
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -78,7 +78,7 @@ def input_table(case: Case, rank: int, seed: int) -> Array:
     weight = 2 if case.redop == "premul_sum" else 1
     terms = min(case.nranks, limit // weight)
     top = max(1, min(_SPREAD, limit // (weight * terms)))
-    lowest = 1 if top > 2 else 0  # a contribution of zero would not be missed
+    lowest = 1 if top > 2 else 0  # a missing contribution of zero would go undetected
     values = (raw % np.uint64(top + 1 - lowest)).astype(np.float64) + lowest
     return np.where(_contributes(case.nranks, rank, terms), values, 0.0)
 
@@ -209,9 +209,8 @@ def relative_tolerance(case: Case) -> float:
     """Return the allowed relative error; 0 requires equal bits."""
     if case.redop != "avg" or case.dtype not in _EXACT or case.nranks & (case.nranks - 1) == 0:
         return 0.0
-    return 2.0 / (
-        _EXACT[case.dtype] / 2
-    )  # two units in the last place; the spacing at 1.0 is 2 / _EXACT
+    # Two units in the last place; the spacing at 1.0 is 2 / _EXACT.
+    return 2.0 / (_EXACT[case.dtype] / 2)
 
 
 def _count_wrong_in(actual: Array, segment: ExpectedSegment, tolerance: float) -> int:
@@ -228,9 +227,8 @@ def _count_wrong_in(actual: Array, segment: ExpectedSegment, tolerance: float) -
 def _count_differing(actual: Array, reference: Array, tolerance: float) -> int:
     rounded = reference.astype(actual.dtype)
     if not tolerance:
-        bits = np.dtype(
-            f"u{actual.itemsize}"
-        )  # bits, so that a NaN is wrong too; no right result is a negative zero
+        # Compare bits, so that NaN counts as wrong; no expected result is a negative zero.
+        bits = np.dtype(f"u{actual.itemsize}")
         return int(np.count_nonzero(actual.view(bits) != rounded.view(bits)))
     distance = np.abs(actual.astype(np.float64) - reference)
     return int(np.count_nonzero(~(distance <= tolerance * np.abs(reference))))

@@ -105,7 +105,8 @@ class Arena:
         begin = self._used
         if begin + nbytes > self.nbytes:
             raise InvalidUsage(
-                f"the buffers of a case need more than the {self.nbytes} bytes set aside for them"
+                f"cannot allocate the buffers of a case: they exceed the {self.nbytes} bytes of the"
+                " arena"
             )
         self._used = begin + -(-nbytes // ALIGNMENT) * ALIGNMENT
         return PerfDeviceArray(

@@ -18,7 +18,7 @@ from miraccl.tools.perf.device_array import PerfDeviceArray
 from miraccl.tools.perf.spec import Case
 
 HOST_BYTES = 1 << 20
-_CHUNK = data.PERIOD << 12  # elements that are copied back at a time
+_CHUNK = data.PERIOD << 12  # elements copied back at a time
 
 
 class PatternMemory(Protocol):

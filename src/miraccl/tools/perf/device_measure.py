@@ -39,11 +39,11 @@ from miraccl.tools.perf.spec import Case, PerfRow, build_row
 
 #: operations in a batch by size (bytes up to, operations)
 _ITERS = ((1 << 16, 200), (1 << 20, 50), (64 << 20, 20), (1 << 62, 5))
-_BATCH_US = 50_000.0  # a batch is cut to about this, such as where ranks share a GPU
+_BATCH_US = 50_000.0  # limit of a batch, reached for example by ranks that share a GPU
 _HOST_CALLS, _HOST_US = (
     100,
     20_000.0,
-)  # calls of a round of host time, and the GPU time they may pile up
+)  # calls per round of host time, limit of the GPU time they enqueue
 _HOST_ROUNDS = 3
 _WARM_UP_CALLS = 2
 
@@ -204,7 +204,7 @@ def _prepare(bench: Bench, library: DeviceLibrary, cell: Cell, in_place: bool) -
         device_check.fill_neutral(bench.gpu, cell.case, bound.input)
         bench.barrier()
         bound.call()
-    trial.launch_info = bound.launch_info()  # now: aligning the ranks is an operation, too
+    trial.launch_info = bound.launch_info()  # before align(), which is an operation too
     return trial
 
 
@@ -212,7 +212,7 @@ def _check(bench: Bench, case: Case, trial: _Trial, run: Callable[[], Any], seed
     bound, memory = trial.bound, bench.gpu
     device_check.poison(memory, bound.output)
     device_check.fill_input(memory, case, bound.input, bench.rank, seed)
-    bench.barrier()  # no rank writes into memory that another one still poisons
+    bench.barrier()  # no rank may write into memory that a peer still poisons
     run()
     memory.wait()
     trial.library.check()
@@ -244,12 +244,13 @@ def _warm_up(bench: Bench, cell: Cell, trial: _Trial) -> bool:
         problem = _capture(bench, trial, batch)
         if problem and trial.library.name == MiracclDevice.name:
             raise CellFailed(
-                f"{cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}"
+                f"cannot capture {cell.case.op} of {cell.case.nbytes} bytes: {problem}"
             )
         if problem:
             _print_note(
                 bench,
-                f"{trial.library.name}: {cell.case.op} of {cell.case.nbytes} bytes cannot be captured: {problem}",
+                f"{trial.library.name} cannot capture {cell.case.op} of {cell.case.nbytes} bytes:"
+                f" {problem}",
             )
             return False
         trial.run()
@@ -265,7 +266,7 @@ def _capture(bench: Bench, trial: _Trial, batch: Callable[[], Any]) -> str:
     problem = ""
     try:
         trial.run = trial.library.capture(batch)
-    except Exception as error:  # the peer's errors are of any kind
+    except Exception as error:  # the peer may raise any class
         problem = f"{type(error).__name__}: {error}"
     return next((text for text in bench.gather(problem) if text), "")
 
@@ -337,7 +338,8 @@ def _row(bench: Bench, cell: Cell, in_place: bool, trials: Sequence[_Trial]) -> 
     peer = trials[1]
     if peer.wrong:
         raise CellFailed(
-            f"{peer.library.name} computed {peer.wrong} wrong values in {case.op} of {case.nbytes} bytes"
+            f"{peer.library.name} computed {peer.wrong} wrong values in {case.op} of"
+            f" {case.nbytes} bytes"
         )
     ratio = peer.time_us / first.time_us if first.time_us else None
     return replace(

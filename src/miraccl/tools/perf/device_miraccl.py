@@ -18,7 +18,7 @@ _ONE_FORM = (
     "broadcast",
     "all_to_all",
     "sendrecv",
-)  # broadcast in place only, the others out of place only
+)  # broadcast: in place only, the others: out of place only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class MiracclDevice:
         )
 
     def align(self) -> None:
-        self.comm.barrier(stream=self._stream)  # whatever algorithm was asked for
+        self.comm.barrier(stream=self._stream)  # independent of the requested algorithm
 
     def check(self) -> None:
         self.comm.check()

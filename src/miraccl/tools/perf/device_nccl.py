@@ -37,17 +37,19 @@ def load_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise MissingDependency(f"--compare nccl needs PyTorch: {error}", hint=_INSTALL) from None
+        raise MissingDependency(
+            f"cannot compare with nccl without PyTorch: {error}", hint=_INSTALL
+        ) from None
     import torch.distributed as dist
 
     if not torch.cuda.is_available() or not dist.is_nccl_available():
-        text = f"--compare nccl: PyTorch {torch.__version__} has no CUDA or no NCCL here"
+        text = f"cannot compare with nccl: PyTorch {torch.__version__} has no CUDA or no NCCL"
         raise MissingDependency(text, hint=_INSTALL)
     return torch
 
 
 def check_torch() -> None:
-    """Run ``load_torch`` in another process, because this one forks and must not initialise CUDA."""
+    """Run ``load_torch`` in another process: this one forks and must not initialise CUDA."""
     code = f"from {__name__} import report_torch; report_torch()"
     try:
         probe = subprocess.run(
@@ -59,11 +61,12 @@ def check_torch() -> None:
         )
     except subprocess.TimeoutExpired:
         raise MissingDependency(
-            f"--compare nccl: PyTorch does not load within {_RENDEZVOUS_SECONDS} s", hint=_INSTALL
+            f"cannot compare with nccl: PyTorch did not load within {_RENDEZVOUS_SECONDS} s",
+            hint=_INSTALL,
         ) from None
     if probe.returncode:
         lines = (probe.stdout.strip() or probe.stderr.strip()).splitlines() or [
-            f"loading PyTorch ends with status {probe.returncode}"
+            f"loading PyTorch failed with status {probe.returncode}"
         ]
         raise MissingDependency(lines[-1], hint=_INSTALL)
 
@@ -132,7 +135,9 @@ class NcclDevice:
             )
         except Exception as error:
             raise InvalidUsage(
-                f"NCCL does not start: {error}", rank=self.rank, hint="NCCL_DEBUG=INFO says more"
+                f"cannot start NCCL: {error}",
+                rank=self.rank,
+                hint="set NCCL_DEBUG=INFO for details",
             ) from error
         self._aligner = torch_stream.arena(ALIGNMENT).allocate(4, "float32").tensor.zero_()
 
@@ -177,7 +182,7 @@ class NcclDevice:
             case "all_gather":
                 gather = (
                     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                )  # older versions: the second
+                )  # older versions have the second one only
                 return lambda: gather(y, x)
             case "reduce_scatter":
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

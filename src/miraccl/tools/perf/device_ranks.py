@@ -111,7 +111,7 @@ def run_rank(
         _warm_up(bench)
         for number, cell in enumerate(job.cells):
             report(_measure(bench, job, number, cell))
-    session.close()  # a rank that failed does not take its leave: the others are to see that it is lost
+    session.close()  # not after a failure: peers must see that this rank is lost
     return int(session.rank)
 
 
@@ -226,9 +226,8 @@ def open_bench(job: DeviceJob, session: Any, ordinal: int) -> Iterator[tuple[Ben
             pauses=_THREAD_PAUSES if job.threads else 1,
         )
         yield bench, info
-    with contextlib.suppress(
-        MiracclError
-    ):  # everything is measured and told; what cannot be freed ends with the process
+    # All results are reported; the process frees what cannot be freed here.
+    with contextlib.suppress(MiracclError):
         gpu.make_current()
         gpu_buffers.close()
         if torch_stream is None:
@@ -260,7 +259,7 @@ def _open_miraccl(
         if error is None:
             comm.close()
         else:
-            comm.abort()  # and no more: to close would wait for the GPU, and the error is to be told now
+            comm.abort()  # no close(): it would wait for the GPU and delay the error
 
     stack.push(leave)
     return MiracclDevice(comm, gpu_buffers.stream, arena, gpu_buffers.capture, window=job.window)
@@ -274,7 +273,7 @@ def _gpu_name(gpu: Any, ordinal: int) -> str:
     return name.split(b"\0")[0].decode(errors="replace").strip()
 
 
-# ---------------------------------------------------------------------- ranks as processes, ranks as threads
+# ---------------------------------------------------------------------- main functions
 
 
 def process_main(context: RankContext, job: DeviceJob) -> None:
@@ -422,9 +421,8 @@ def _join_nccl_times(line: ResultLine, nccl: _NcclGroup) -> ResultLine:
     line = join_peer_times(line, nccl.times, "nccl")
 
     def with_host(row: Any) -> Any:
-        if (
-            row is None or row.peer_time_us is None
-        ):  # without the peer, as where it is measured in the same process
+        # None without the peer, or if it is measured in the same process.
+        if row is None or row.peer_time_us is None:
             return None if row is None else replace(row, peer="")
         return replace(row, peer_host_us=nccl.host_times.get((line.number, row.in_place)))
 
@@ -444,11 +442,14 @@ def _preload_modules() -> None:
 
 
 def check_peer(ordinals: Sequence[int], nranks: int) -> None:
-    """Raise ``InvalidUsage`` if ``nranks`` ranks of this host would share GPUs, which NCCL rejects."""
+    """Raise ``InvalidUsage`` if ranks of this host would share GPUs, which NCCL rejects."""
     if nranks > len(ordinals):
         gpus = f"{len(ordinals)} GPU{'s' * (len(ordinals) != 1)}"
-        text = f"--compare nccl: {nranks} ranks would share {gpus}, which NCCL refuses"
-        raise InvalidUsage(text, hint="as many GPUs as ranks, or no comparison")
+        text = (
+            f"cannot compare with nccl: {nranks} ranks would share {gpus}, which NCCL does not"
+            " support"
+        )
+        raise InvalidUsage(text, hint="use as many GPUs as ranks, or no --compare")
 
 
 def check_memory(job: DeviceJob, nranks: int, gpu_bytes: int) -> None:
@@ -461,6 +462,7 @@ def check_memory(job: DeviceJob, nranks: int, gpu_bytes: int) -> None:
     if needed > gpu_bytes:
         ranks = f" of {sharing} ranks" if sharing > 1 else ""
         raise InvalidUsage(
-            f"--sizes: the buffers{ranks} take {needed} bytes of a GPU, which has {gpu_bytes}",
-            hint="smaller sizes",
+            f"cannot measure these --sizes: the buffers{ranks} need {needed} bytes of a GPU with"
+            f" {gpu_bytes}",
+            hint="use smaller sizes",
         )

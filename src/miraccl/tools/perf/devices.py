@@ -18,10 +18,10 @@ from miraccl.errors import InvalidUsage
 from miraccl.executor.cuda import layout
 from miraccl.tools.gpu_facts import CudaFacts
 
-#: options that mean nothing there, and why
+#: options that apply to CPU memory only, and the reason
 _CPU_ONLY = {
-    "fresh": "it rewrites inputs from the CPU",
-    "persistent": "calls on GPU memory keep their plans, so there is nothing to prepare",
+    "fresh": "it rewrites inputs on the CPU",
+    "persistent": "calls on GPU memory cache their plans, so there is nothing to prepare",
 }
 _GPU_ONLY = ("graph", "threads")
 
@@ -66,7 +66,7 @@ class DevicesType(click.ParamType[Devices]):
             ordinals.append(int(match[2]))
         if len(set(ordinals)) < len(ordinals):
             self.fail(
-                f"{value!r} names a GPU twice; for more ranks than GPUs give --ranks", param, ctx
+                f"{value!r} lists a GPU twice; use --ranks for more ranks than GPUs", param, ctx
             )
         return Devices(kind="cuda", ordinals=tuple(ordinals))
 
@@ -77,7 +77,8 @@ def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
     """
     if facts.problem:
         raise InvalidUsage(
-            f"--devices cuda: {facts.problem}", hint=f"{facts.advice}; miraccl doctor says more"
+            f"cannot use --devices cuda: {facts.problem}",
+            hint=f"{facts.advice}; see miraccl doctor",
         )
     known = tuple(gpu.ordinal for gpu in facts.gpus)
     if devices.ordinals is None:
@@ -85,8 +86,11 @@ def resolve(devices: Devices, facts: CudaFacts) -> tuple[int, ...]:
     absent = [number for number in devices.ordinals if number not in known]
     if absent:
         have = f"cuda:0 to cuda:{known[-1]}" if len(known) > 1 else "cuda:0 only"
-        text = f"--devices: there is no {', '.join(f'cuda:{number}' for number in absent)}; this process sees {have} ({facts.names})"
-        raise InvalidUsage(text, hint="numbers count the GPUs of CUDA_VISIBLE_DEVICES, from 0")
+        text = (
+            f"cannot use --devices: no {', '.join(f'cuda:{number}' for number in absent)}; this"
+            f" process sees {have} ({facts.names})"
+        )
+        raise InvalidUsage(text, hint="numbers refer to the GPUs of CUDA_VISIBLE_DEVICES, from 0")
     return devices.ordinals
 
 
@@ -95,9 +99,8 @@ def count_ranks_per_host(nranks: int, hosts: int, joined: bool) -> int:
 
     Raise ``UsageError`` if they exceed what kernels support.
     """
-    apart = (
-        params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()
-    )  # each is a host of its own (``comm.device.hosts.layout``)
+    # Without P2P and shared memory each rank counts as a host (``runtime.multinode.layout``).
+    apart = params.P2P_DISABLE.read() == 1 and params.SHM_DISABLE.read()
     if joined:
         together = (
             0 if apart or params.HOSTID.read() else detect_launch(os.environ).local_nranks or 0
@@ -105,8 +108,11 @@ def count_ranks_per_host(nranks: int, hosts: int, joined: bool) -> int:
     else:
         together = 1 if apart else -(-nranks // hosts)
     if together > layout.MAX_RANKS:
-        text = f"--devices: GPU memory is communicated among at most {layout.MAX_RANKS} ranks of a host, not {together}"
-        raise click.UsageError(f"{text}; give fewer --ranks or name fewer GPUs")
+        text = (
+            f"--devices: GPU memory supports at most {layout.MAX_RANKS} ranks of a host, not"
+            f" {together}"
+        )
+        raise click.UsageError(f"{text}; use fewer --ranks or fewer GPUs")
     return together
 
 
@@ -123,16 +129,19 @@ def check_options(options: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name} is for CPU memory: {why}")
     for name in _GPU_ONLY:
         if not on_gpu and options[name]:
-            raise click.UsageError(f"--{name} is for GPU memory: give --devices cuda")
+            raise click.UsageError(f"--{name} is for GPU memory: add --devices cuda")
     if options["sms"] is not None and not on_gpu:
-        raise click.UsageError("--sms is for GPU memory: give --devices cuda")
+        raise click.UsageError("--sms is for GPU memory: add --devices cuda")
     if options["compare"] == "nccl" and not on_gpu:
         raise click.UsageError(
-            "--compare nccl: NCCL has no CPU side; give --devices cuda, or compare with gloo or mpi"
+            "--compare nccl: NCCL does not support CPU memory; add --devices cuda, or compare with"
+            " gloo or mpi"
         )
     if options["compare"] in ("gloo", "mpi") and on_gpu:
         raise click.UsageError(
             f"--compare {options['compare']} is for CPU memory; on GPUs compare with nccl"
         )
     if options["peer_python"] and options["compare"] == "nccl":
-        raise click.UsageError("--peer-python: NCCL runs under this Python, through its torch")
+        raise click.UsageError(
+            "--peer-python does not apply to nccl, which runs under this Python through its torch"
+        )

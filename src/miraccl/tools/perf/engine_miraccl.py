@@ -19,7 +19,7 @@ _ONE_FORM = (
     "all_to_all",
     "sendrecv",
     "barrier",
-)  # broadcast in place only, the others out of place only
+)  # broadcast: in place only, the others: out of place only
 
 
 class MiracclEngine:
@@ -52,7 +52,7 @@ class MiracclEngine:
             case, self.rank, in_place, lambda count: self._allocate(count, numpy_dtype(case.dtype))
         )
         call = self._call(case, x, y)
-        if case.op in ("sendrecv", "barrier"):  # have no plan
+        if case.op in ("sendrecv", "barrier"):  # without a plan
             return BoundOperation(call=call, input=x, output=y)
         return BoundOperation(call=call, input=x, output=y, plan_names=self._plan_names)
 
@@ -72,6 +72,7 @@ class MiracclEngine:
 
     def _call(self, case: Case, x: Array, y: Array) -> Callable[[], Any]:
         """Return the call in the form in which a user writes it."""
+        # Direct calls: collecting arguments in a tuple and a dictionary costs 0.1 us per call.
         if case.op == "barrier":
             barrier = self.comm.barrier
             return lambda: barrier()

@@ -20,23 +20,26 @@ from miraccl.executor.cuda.driver import check
 from miraccl.executor.cuda.gpu import Gpu
 from miraccl.tools.perf.data import PERIOD, Array
 
-PAUSE_CYCLES = 400_000  # 0.2 ms at 2 GHz: hosts enqueue what is measured meanwhile
+PAUSE_CYCLES = 400_000  # 0.2 ms at 2 GHz, in which hosts enqueue the batch
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _BLOCKS, _THREADS = 1024, 256
 WIDTHS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 _SOURCE = """
 typedef unsigned long long u64;
-extern "C" __global__ void spread(T* x, const T* table, u64 count, u64 phase) {
+extern "C" __global__ void tile(T* x, const T* table, u64 count, u64 phase) {
   u64 step = (u64)gridDim.x * blockDim.x;
-  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) x[i] = table[(i + phase) % PERIOD];
+  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step)
+    x[i] = table[(i + phase) % PERIOD];
 }
-extern "C" __global__ void differ(const T* x, const T* table, u64 count, u64 phase, u64* wrong) {
+extern "C" __global__ void count_different(
+    const T* x, const T* table, u64 count, u64 phase, u64* wrong) {
   u64 step = (u64)gridDim.x * blockDim.x, mine = 0;
-  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) mine += x[i] != table[(i + phase) % PERIOD];
+  for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step)
+    mine += x[i] != table[(i + phase) % PERIOD];
   if (mine) atomicAdd(wrong, mine);
 }
-extern "C" __global__ void rest(u64 cycles) {
+extern "C" __global__ void spin(u64 cycles) {
   long long begin = clock64();
   while ((u64)(clock64() - begin) < cycles) {}
 }
@@ -62,9 +65,8 @@ class GpuBuffers:
         self.stream: int = int(self._own_stream) if stream is None else stream
         self._begin = check(self._cuda.cuEventCreate(0), "cuEventCreate")
         self._end = check(self._cuda.cuEventCreate(0), "cuEventCreate")
-        self._tables = gpu.allocate(
-            8 * PERIOD + 8
-        )  # a period of the widest type, then the count of differences
+        # One period of the widest type, then the count of differences.
+        self._tables = gpu.allocate(8 * PERIOD + 8)
         self._functions: dict[tuple[str, int], Any] = {}
         self._graphs: list[Any] = []
 
@@ -99,7 +101,7 @@ class GpuBuffers:
         """
         if count:
             self.write(self._tables, table)
-            self._launch("spread", table.itemsize, (address, self._tables, count, phase % PERIOD))
+            self._launch("tile", table.itemsize, (address, self._tables, count, phase % PERIOD))
 
     def count_different(self, address: int, count: int, table: Array, phase: int) -> int:
         """Count the elements whose bits differ from ``table[(i + phase) % PERIOD]``."""
@@ -109,7 +111,7 @@ class GpuBuffers:
         wrong = self._tables + 8 * PERIOD
         self.set_bytes(wrong, 8, 0)
         self._launch(
-            "differ", table.itemsize, (address, self._tables, count, phase % PERIOD, wrong)
+            "count_different", table.itemsize, (address, self._tables, count, phase % PERIOD, wrong)
         )
         found = np.zeros(1, np.uint64)
         self.read(wrong, found)
@@ -127,7 +129,7 @@ class GpuBuffers:
 
     def pause(self, times: int = 1) -> None:
         """Keep the stream busy for ``times * PAUSE_CYCLES`` clock cycles."""
-        self._launch("rest", 1, (times * PAUSE_CYCLES,), blocks=1, threads=1)
+        self._launch("spin", 1, (times * PAUSE_CYCLES,), blocks=1, threads=1)
 
     def time_us(self, run: Callable[[], Any]) -> float:
         """Return the GPU time of the work that ``run`` enqueues, in microseconds; wait for it."""
@@ -153,9 +155,8 @@ class GpuBuffers:
         try:
             run()
         except BaseException:
-            self._cuda.cuStreamEndCapture(
-                self.stream
-            )  # whatever it says, the stream is usable again
+            # The stream is usable again whatever this returns.
+            self._cuda.cuStreamEndCapture(self.stream)
             raise
         graph = check(self._cuda.cuStreamEndCapture(self.stream), "cuStreamEndCapture")
         try:
@@ -183,9 +184,8 @@ class GpuBuffers:
             return
         self.drop_graphs()
         self.gpu.free(tables)
-        with contextlib.suppress(
-            Exception
-        ):  # a context that a failed kernel broke frees everything by itself
+        # A context broken by a failed kernel frees everything itself.
+        with contextlib.suppress(Exception):
             self._cuda.cuEventDestroy(self._begin)
             self._cuda.cuEventDestroy(self._end)
             if self._own_stream is not None:

@@ -25,7 +25,7 @@ _BATCH_SECONDS = 0.02
 _MAX_CALLS = 5000
 _BARRIERS = 20
 _AS_QUICK = 2.0
-_SMALL_BYTES = 4 << 20  # up to here a warm-up costs nothing
+_SMALL_BYTES = 4 << 20  # up to this size the cost of a longer warm-up is negligible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def measure(
     wait_for_turn()
     bound = engine.bind(case, in_place)
     if bound is None:
-        for _ in range(options.batches + 1):  # stay in step with the other side
+        for _ in range(options.batches + 1):  # as many turns as the other library
             wait_for_turn()
         return None
     wrong = _check(engine, case, bound, in_place, seed=1) if options.check else 0
@@ -69,7 +69,7 @@ def measure(
     for _ in range(options.batches):
         wait_for_turn()
         times.append(_time_batch(engine, case, bound, iters, options.fresh))
-    chosen = bound.plan_names()  # now: whoever takes turns may use the communicator
+    chosen = bound.plan_names()  # before the next turn, which may use the communicator
     wait_for_turn()
     wrong += _check(engine, case, bound, in_place, seed=2) if options.check else 0
     times = engine.reduce_list(times, how="max")
@@ -84,9 +84,8 @@ def bind_to_core(engine: Engine) -> None:
     """
     cores = sorted(os.sched_getaffinity(0))
     fits = engine.nranks <= len(cores)
-    if (
-        engine.reduce_list([0.0 if fits else 1.0], how="max")[0] == 0.0
-    ):  # all or none: a launcher may have bound them already
+    # All or none: a launcher may have bound some ranks already.
+    if engine.reduce_list([0.0 if fits else 1.0], how="max")[0] == 0.0:
         os.sched_setaffinity(0, {cores[engine.rank]})
 
 
@@ -118,7 +117,7 @@ class BarrierWarmup:
 def _check(engine: Engine, case: Case, bound: BoundOperation, in_place: bool, seed: int) -> int:
     data.poison(bound.output)
     data.fill_input(case, bound.input, engine.rank, seed)
-    engine.barrier()  # no rank writes into memory that another one still poisons
+    engine.barrier()  # no rank may write into memory that a peer still poisons
     bound.call()
     wrong = data.count_wrong(case, bound.output, data.expected_output(case, engine.rank, seed))
     if in_place and case.op in REDUCING:

