@@ -97,7 +97,8 @@ def few() -> list[KernelSpec]:
         packets("all_to_all", DType.UINT8, Framing.PAIR, single=True),
     ]
     found += [
-        replace(packets("two_shot", dtype, frame, 3), double_buffered=True) for dtype, frame in FRAMES[-3:]
+        replace(packets("two_shot", dtype, frame, 3), double_buffered=True)
+        for dtype, frame in FRAMES[-3:]
     ]
     found += [
         fans("two_shot", DType.BFLOAT16, Framing.WORD, 4),
@@ -113,7 +114,9 @@ def few() -> list[KernelSpec]:
     ]
     found.append(KernelSpec(family="steps", nranks=2, dtype=DType.BFLOAT16, op=RedOp.AVG))
     found.append(KernelSpec(family="scale", nranks=2, dtype=DType.BFLOAT16, op=RedOp.PREMUL_SUM))
-    found.append(KernelSpec(family="meet", nranks=4, dtype=DType.UINT8, reduces=False, threads=32))
+    found.append(
+        KernelSpec(family="device_barrier", nranks=4, dtype=DType.UINT8, reduces=False, threads=32)
+    )
     return [*found, *messages(2)]
 
 
@@ -136,7 +139,9 @@ def many() -> list[KernelSpec]:
         packets("two_shot", DType.BFLOAT16, Framing.WORD, 3, RedOp.PREMUL_SUM),
         packets("two_shot", DType.BFLOAT16, Framing.WORD, 8),
     ]
-    found.append(replace(packets("two_shot", DType.BFLOAT16, Framing.WORD, 8), double_buffered=True))
+    found.append(
+        replace(packets("two_shot", DType.BFLOAT16, Framing.WORD, 8), double_buffered=True)
+    )
     found.append(packets("all_reduce_tree", DType.BFLOAT16, Framing.WORD, 8, RedOp.AVG))
     found += [
         KernelSpec(family="steps", nranks=2, dtype=DType.INT64, op=op)

@@ -638,7 +638,9 @@ def test_what_a_rank_sent_before_it_left_counts() -> None:
 
 
 def meeting(nranks: int) -> KernelSpec:
-    return KernelSpec(family="meet", nranks=nranks, dtype=DType.UINT8, reduces=False, threads=32)
+    return KernelSpec(
+        family="device_barrier", nranks=nranks, dtype=DType.UINT8, reduces=False, threads=32
+    )
 
 
 def test_ranks_meet() -> None:

@@ -111,7 +111,7 @@ def test_slots_are_used_again_only_where_it_is_safe(count: int, nranks: int, alg
     if rounds_of(asked, plan.algo) == 2:
         vectors = -(-vectors // nranks)
     pieces = -(-vectors // plan.tile)
-    nslots, ahead = field(block, "nslots"), field(block, "ahead")
+    nslots, ahead = field(block, "nslots"), field(block, "lookahead")
     assert nslots >= 1
     if plan.double_buffered and pieces > 1:  # each has a bank
         assert (pieces <= MAX_DOUBLE_BUFFERED_TILES, nslots, ahead) == (True, 1, 0)
@@ -134,7 +134,8 @@ def test_all_ranks_choose_alike() -> None:
             if plan.uses_packets
         ]
         assert (
-            len({(field(b, "count"), field(b, "nslots"), field(b, "ahead")) for b in blocks}) <= 1
+            len({(field(b, "count"), field(b, "nslots"), field(b, "lookahead")) for b in blocks})
+            <= 1
         )
 
 

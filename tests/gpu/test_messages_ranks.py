@@ -430,7 +430,7 @@ def test_copies_have_a_deadline_also_when_all_ranks_have_met(captured: bool) -> 
     first, second = run_ranks(emulated_faults.copies_stop, 2, captured, env=env)
     for answer in (first, second):
         assert answer["type"] == "CollectiveTimeout", answer
-        assert "rank 0 waited longer than 0.3 s for a copy, or room for one," in answer["text"], (
+        assert "rank 0 waited longer than 0.3 s for a copy, or space for one," in answer["text"], (
             answer
         )
     assert "stands" in first["graph"][1], "where the program of rank 1 is"
@@ -453,6 +453,6 @@ def test_kernels_end_that_wait_for_a_rank_whose_gpu_side_was_not_made() -> None:
     assert [answer["type"] for answer in answers] == ["PeerDied", "SystemFailure", "PeerDied"]
     for answer in (answers[0], answers[2]):
         assert (
-            "rank 1 has left the communicator (gave the first operation on GPU memory up: cuEventCreate"
+            "rank 1 has left the communicator (gave up the first operation on GPU memory: cuEventCreate"
             in answer["text"]
         )

@@ -279,7 +279,8 @@ def test_slots_are_used_again(
     )
     args = lower.lower_packets(plan, request, machine(nranks).comm_args(0))
     nslots, ahead = (
-        struct.unpack_from("<I", args, layout.ARGS[name].offset)[0] for name in ("nslots", "ahead")
+        struct.unpack_from("<I", args, layout.ARGS[name].offset)[0]
+        for name in ("nslots", "lookahead")
     )
     assert (nslots, ahead) == (4, 2)
     fresh = Machine(nranks)

@@ -1,1 +1,1 @@
-"""The CUDA executor: kernels compiled at run time for one rank count, data type, operator and algorithm, and what launches them."""
+"""CUDA executor: kernels specialised at run time by rank count, type, operator and algorithm."""

@@ -1,4 +1,4 @@
-"""Layout of an operation's tiles in one half of the packet buffer (picture: docs/design/kernels.md).
+"""Layout of an operation's tiles in one half of the packet buffer (docs/design/kernels.md).
 
 A half consists of slots of equal size, followed by the control words of kernels whose data flow one
 way only. Sizes are in packets of 16 bytes.
@@ -19,6 +19,8 @@ def half_packets() -> int:
 
 def min_slots(algo: str, nranks: int) -> int:
     """Return the slots that an operation of more tiles than slots needs at least."""
+    # A ring is incorrect with fewer (source/ring.cuh). Otherwise two are enough, but tiles should
+    # overlap: in shots one is sent ahead, in trees and chains several are in flight.
     return nranks + 1 if algo == "ring" else 4
 
 
@@ -26,7 +28,7 @@ def slot_packets(request: Request, algo: str, tile: int, frame: Framing) -> int:
     """Return the packets of a slot for tiles of ``tile`` packets: one run per message of a tile."""
     if algo == "chain":
         return frame.run_packets(tile)
-    if algo == TREES:  # from two children, from the parent
+    if algo == TREES:  # two children, parent
         return frame.run_packets(tile) * {Collective.ALL_REDUCE: 3, Collective.REDUCE: 2}.get(
             request.collective, 1
         )

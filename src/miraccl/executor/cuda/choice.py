@@ -26,23 +26,25 @@ from miraccl.types import Collective
 
 KIB, MIB = layout.KIB, layout.MIB
 UNREACHABLE_BYTES = 1 << 62
-#: number of ranks -> bytes of a block up to which one exchange between all is fastest: of all_reduce, of rooted operations, of more ranks
+#: Block sizes up to which one exchange between all ranks is fastest, by number of ranks: of
+#: all_reduce, of rooted operations, and for more ranks than listed.
 ONE_SHOT_MAX_BYTES = {3: 256 * KIB, 4: 128 * KIB}
 ROOTED_ONE_SHOT_MAX_BYTES = {2: MIB, 3: 256 * KIB, 4: 256 * KIB}
 LARGE_GROUP_ONE_SHOT_MAX_BYTES = 64 * KIB
-#: bytes of a block from which neighbours carry more than all pairs: up to 4 GPUs, on more
+#: Block sizes from which links carry more between neighbours than between all pairs:
+#: (up to 4 GPUs, more GPUs).
 RING_MIN_BYTES = {
     Collective.ALL_REDUCE: (64 * MIB, 32 * MIB),
     Collective.ALL_GATHER: (64 * MIB, 8 * MIB),
     Collective.REDUCE_SCATTER: (64 * MIB, 8 * MIB),
 }
-#: bytes of a block that is not a sum of floats: pairs spare the work of masking, beyond they cost more than it
+#: Up to this block size LL packets are faster than masked ones, for data other than float sums.
 LL_MAX_BYTES = 4 * KIB
-#: the same where threads share packets, which masks do not allow
+#: The same with fanout kernels, which do not exist for masked packets.
 LL_FANOUT_MAX_BYTES = 64 * KIB
-#: bytes of a block from which large slots carry more than packets
+#: Block sizes from which protocol Simple is faster than packets.
 SIMPLE_MIN_BYTES = {"chain": 512 * MIB, "ring": 8 * MIB}
-#: bytes of a block that trees broadcast or reduce faster than a chain, on more than 4 GPUs
+#: Block size up to which trees broadcast or reduce faster than a chain, on more than 4 GPUs.
 TREE_MAX_BYTES = 512 * KIB
 
 
@@ -51,30 +53,37 @@ def choose(request: Request) -> DevicePlan:
     exist.
     """
     check_protocol(request.proto)
-    algo, why_algo = (request.algo, request.why) if request.algo else _algorithm(request)
-    proto, why_proto = (request.proto, "asked for") if request.proto else _protocol(request, algo)
+    algo, algo_reason = (request.algo, request.why) if request.algo else _algorithm(request)
+    proto, proto_reason = (
+        (request.proto, "asked for") if request.proto else _protocol(request, algo)
+    )
     if proto != "simple" and not has_packets(request, algo):
-        proto, why_proto = "simple", f"packets of {algo} have no kernel, or no room"
+        proto, proto_reason = "simple", f"{algo} has no packet kernel for this size"
     plan = packet_shape(request, algo, proto) if proto != "simple" else simple_shape(request, algo)
-    few = (
-        f"; on at most {request.multiprocessors} multiprocessors (CTA policy, MIRACCL_SMS)"
+    limit = (
+        f"; at most {request.multiprocessors} multiprocessors (CTA policy, MIRACCL_SMS)"
         if request.packed
         else ""
     )
-    parts = "; in parts, which the banks have room for one by one" if plan.double_buffered else ""
-    return replace(plan, reason=f"{why_algo}; {proto}: {why_proto}{parts}{few}")
+    tiles = (
+        "; double-buffered: tiles alternate between the buffer halves"
+        if plan.double_buffered
+        else ""
+    )
+    return replace(plan, reason=f"{algo_reason}; {proto}: {proto_reason}{tiles}{limit}")
 
 
 def _algorithm(request: Request) -> tuple[str, str]:
     """Return (algorithm, reason)."""
     match request.collective:
         case Collective.ALL_REDUCE if request.nranks == 2:
-            return "one_shot", "two ranks, which one exchange is enough for"
+            return "one_shot", "one exchange between two ranks"
         case collective if request.block_bytes >= ring_min_bytes(request):
             least = ring_min_bytes(request) // MIB
             return (
                 "ring",
-                f"{collective.label} of blocks from {least} MiB on: links carry more between neighbours than between all pairs",
+                f"{collective.label} of blocks from {least} MiB on, where links carry more "
+                "between neighbours than between all pairs",
             )
         case Collective.ALL_REDUCE:
             return _by_size(
@@ -85,7 +94,7 @@ def _algorithm(request: Request) -> tuple[str, str]:
         case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
             return "one_shot", "blocks of all sizes"
         case Collective.REDUCE if request.ordered:
-            return "one_shot", "needed for the order of the ranks (deterministic)"
+            return "one_shot", "adds in the order of the ranks (deterministic)"
         case Collective.BROADCAST | Collective.REDUCE:
             large = (
                 TREES
@@ -98,7 +107,9 @@ def _algorithm(request: Request) -> tuple[str, str]:
                 ROOTED_ONE_SHOT_MAX_BYTES.get(request.nranks, LARGE_GROUP_ONE_SHOT_MAX_BYTES),
             )
         case _:
-            raise InvalidUsage(f"no algorithm for {request.collective.label} on GPU memory")
+            raise InvalidUsage(
+                f"cannot run {request.collective.label} on GPU memory: there is no algorithm for it"
+            )
 
 
 def _by_size(request: Request, large: str, threshold: int) -> tuple[str, str]:
@@ -124,14 +135,14 @@ def ring_min_bytes(request: Request) -> int:
     """Return the block size in bytes from which the ring is chosen unless another algorithm is
     requested.
     """
-    few, many = RING_MIN_BYTES.get(request.collective, (UNREACHABLE_BYTES, UNREACHABLE_BYTES))
+    up_to_4, more = RING_MIN_BYTES.get(request.collective, (UNREACHABLE_BYTES, UNREACHABLE_BYTES))
     if (
         request.nranks == 2
         or request.proto not in ("", "simple")
         or (request.reduces and not may_round_at_hops(request))
     ):
         return UNREACHABLE_BYTES
-    return few if request.nranks <= 4 else many
+    return up_to_4 if request.nranks <= 4 else more
 
 
 def _protocol(request: Request, algo: str) -> tuple[str, str]:
@@ -139,12 +150,14 @@ def _protocol(request: Request, algo: str) -> tuple[str, str]:
     if request.block_bytes >= SIMPLE_MIN_BYTES.get(algo, UNREACHABLE_BYTES):
         return (
             "simple",
-            f"from {SIMPLE_MIN_BYTES[algo] // MIB} MiB on, a {algo} carries more in large slots than by packets",
+            f"from {SIMPLE_MIN_BYTES[algo] // MIB} MiB on, large slots carry more than packets",
         )
     if frame_of(request, "ll128") is not Framing.MASK:
-        return "ll128", "every word of floats that are added up is its own flag"
-    fans = fanout_shape(request, algo, "ll", Framing.PAIR, vectors_of(request, algo, Framing.PAIR))
-    most = LL_FANOUT_MAX_BYTES if fans else LL_MAX_BYTES
+        return "ll128", "words of float sums are their own flags"
+    fanout = fanout_shape(
+        request, algo, "ll", Framing.PAIR, vectors_of(request, algo, Framing.PAIR)
+    )
+    most = LL_FANOUT_MAX_BYTES if fanout else LL_MAX_BYTES
     if request.block_bytes <= most:
         return "ll", f"up to {most // KIB} KiB, flags cost less than masks"
     return "ll128", f"above {most // KIB} KiB, masks cost less than flags"

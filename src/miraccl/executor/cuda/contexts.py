@@ -20,7 +20,7 @@ def current_ordinal() -> int | None:
     """
     try:
         code, device = driver().cuCtxGetDevice()
-    except (MissingDependency, SystemFailure):  # who needs the GPU is told
+    except (MissingDependency, SystemFailure):  # callers that need the GPU get the error
         return None
     return None if int(code) else int(device)
 
@@ -33,7 +33,9 @@ class WrongDevice(SystemFailure):
 def preserve_context() -> Iterator[None]:
     """Restore the context of the calling thread after the block, if it had one."""
     cuda, before = None, 0
-    with contextlib.suppress(MissingDependency, SystemFailure):  # who needs the GPU is told
+    with contextlib.suppress(
+        MissingDependency, SystemFailure
+    ):  # callers that need the GPU get the error
         cuda = driver()
         before = check(cuda.cuCtxGetCurrent(), "cuCtxGetCurrent")
     try:
@@ -64,11 +66,14 @@ class PrimaryContext:
         """Make the context current in a thread that has none; raise ``WrongDevice`` if another one
         is.
         """
+        # without a current context nothing can be launched in this thread
         current = int(check(self.cuda.cuCtxGetCurrent(), "cuCtxGetCurrent"))
         if not current:
             self.make_current()
         elif current != self.context:
-            raise WrongDevice(f"GPU {self.ordinal} is not the one that is current in this thread")
+            raise WrongDevice(
+                f"cannot use GPU {self.ordinal}: another GPU is current in this thread"
+            )
 
     def is_wrong_device(self) -> bool:
         """Return True if the calling thread's current context is another GPU's."""

@@ -24,8 +24,9 @@ from miraccl.schedule import catalog
 from miraccl.schedule.ir import Buffer, Op, Schedule
 from miraccl.types import Collective, DType
 
-#: bytes that a rank receives from which copy engines are faster than kernels on windows, with 2 ranks and with more; measured on H200
-#: (docs/measurements.md), with more than 2 before copies to a rank's own place went beside the others
+#: Received bytes per rank from which copy engines are faster than kernels on windows: (2 ranks,
+#: more). Measured on H200 (docs/measurements.md); the values for more than 2 ranks are older than
+#: the side stream for own copies.
 FASTER_MIN_BYTES = {
     Collective.ALL_GATHER: (32 << 20, 48 << 20),
     Collective.ALL_TO_ALL: (32 << 20, 48 << 20),
@@ -36,6 +37,7 @@ BARRIER_THREADS = 32
 
 def is_supported(collective: Collective, nranks: int) -> bool:
     """Return True if copy engines suit the collective."""
+    # with more ranks a broadcast would send everything from the root to each of them
     return collective in (Collective.ALL_GATHER, Collective.ALL_TO_ALL) or (
         collective is Collective.BROADCAST and nranks == 2
     )
@@ -76,7 +78,7 @@ def find_side_stream(sides: list[SideStream], gpu: Gpu, stream: int) -> SideStre
 
 
 class BlockCopy(NamedTuple):
-    """Copy of block ``source`` of this rank's input to block ``target`` of the output of ``peer``."""
+    """Copy of block ``source`` of this rank's input to block ``target`` of a peer's output."""
 
     peer: int
     source: int
@@ -111,7 +113,8 @@ def block_copies(schedule: Schedule, rank: int) -> list[BlockCopy]:
                     or target.buffer is not Buffer.OUTPUT
                 ):
                     raise InvalidUsage(
-                        f"schedule {schedule.name!r} cannot be done by copy engines: it sends on what it received"
+                        f"cannot run schedule {schedule.name!r} by copy engines: "
+                        "it forwards received data"
                     )
                 found += [
                     BlockCopy(step.send_peer, step.src.index + i, target.index + i)
@@ -119,11 +122,13 @@ def block_copies(schedule: Schedule, rank: int) -> list[BlockCopy]:
                 ]
             elif step.op is not Op.RECV:
                 raise InvalidUsage(
-                    f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}"
+                    f"cannot run schedule {schedule.name!r} by copy engines: "
+                    f"it has the step {step.op.name}"
                 )
     if schedule.parts != 1:
         raise InvalidUsage(
-            f"schedule {schedule.name!r} cuts blocks into {schedule.parts} parts; copy engines move whole blocks"
+            f"cannot run schedule {schedule.name!r} by copy engines: "
+            f"it cuts blocks into {schedule.parts} parts; allowed are whole blocks"
         )
     return sorted(found, key=lambda copy: (copy.peer - rank) % schedule.nranks)
 
@@ -142,7 +147,7 @@ def copy_plan(request: Request) -> DevicePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPosition:
-    """Position of the output: window number, byte offset in it, and every rank's base address here."""
+    """Position of the output: window number, offset in it, and every rank's base address here."""
 
     window: int
     offset: int
@@ -165,7 +170,11 @@ def barrier_launch(
     """
     number, offset = (position.window + 1, position.offset) if position else (0, 0)
     spec = KernelSpec(
-        family="meet", nranks=request.nranks, dtype=DType.UINT8, reduces=False, threads=plan.threads
+        family="device_barrier",
+        nranks=request.nranks,
+        dtype=DType.UINT8,
+        reduces=False,
+        threads=plan.threads,
     )
     args = lower.pack_args(
         comm_args,

@@ -10,7 +10,7 @@ from miraccl.errors import MissingDependency, SystemFailure
 from miraccl.executor.cuda.toolkit import bindings
 from miraccl.fastpath.cuda.layout import POINTER_DEVICE_ORDINAL
 
-DOCTOR = "miraccl doctor says what is missing"
+DOCTOR = "run `miraccl doctor`, which lists what is missing"
 MEMORYTYPE_DEVICE = 2  # cuda.h CU_MEMORYTYPE_DEVICE
 POINTER_MEMORY_TYPE, POINTER_IS_MANAGED = 2, 8  # cuda.h CU_POINTER_ATTRIBUTE_*
 
@@ -33,8 +33,10 @@ def driver() -> Any:
     cuda = bindings("driver")
     try:
         code = cuda.cuInit(0)
-    except (OSError, RuntimeError) as error:  # cuda.pathfinder: the library is not there
-        raise MissingDependency(f"there is no NVIDIA driver: {error}", hint=DOCTOR) from error
+    except (OSError, RuntimeError) as error:  # cuda.pathfinder does not find the library
+        raise MissingDependency(
+            f"cannot use GPU memory: there is no NVIDIA driver ({error})", hint=DOCTOR
+        ) from error
     try:
         check(code, "cuInit")
     except SystemFailure as error:
@@ -57,9 +59,13 @@ def ordinal_at(address: int) -> int | None:
 
 def pointer_attribute(kind: int, address: int) -> int | None:
     """Return an integer attribute of a pointer; None if the driver has none."""
-    ask = _pointer_function()
+    # Not through cuda.bindings: version 13.3.1 reports all memory as GPU 0's.
+    get_attribute = _pointer_function()
     value = ctypes.c_uint64(0)  # attributes have up to 8 bytes
-    if ask is None or ask(ctypes.byref(value), kind, ctypes.c_uint64(address)) != 0:
+    if (
+        get_attribute is None
+        or get_attribute(ctypes.byref(value), kind, ctypes.c_uint64(address)) != 0
+    ):
         return None
     return value.value
 

@@ -37,13 +37,13 @@ class _Modules:
     _by_context: ClassVar[dict[int, _Modules]] = {}
     _lock: ClassVar[threading.RLock] = (
         threading.RLock()
-    )  # of users; a signal handler may close a communicator in the middle
+    )  # reentrant: a signal handler may close a communicator while it is held
 
     def __init__(self) -> None:
         self.users = 0
         self.functions: dict[
             tuple[bytes, str], Any
-        ] = {}  # by the code's digest and the name; asked without a lock, while others load
+        ] = {}  # by digest of the code and function name; read without the lock
         self.loading = threading.RLock()
         self.modules: list[Any] = []
 
@@ -237,15 +237,17 @@ class Gpu(PrimaryContext):
             if int(result[0]) != PEER_ACCESS_ALREADY_ENABLED:
                 check(result, f"cuCtxEnablePeerAccess of GPU {ordinal}")
         finally:
-            self.cuda.cuDevicePrimaryCtxRelease(peer)  # its own rank keeps it
+            self.cuda.cuDevicePrimaryCtxRelease(peer)  # its own rank retains it
 
-    # ---- virtual memory management: allocations that are exported as file descriptors (CUDA driver API, "Virtual Memory Management")
+    # ---- allocations exported as file descriptors (CUDA driver API, "Virtual Memory Management")
 
     @functools.cached_property
     def exports_descriptors(self) -> bool:
         """True if allocations of this GPU can be shared as POSIX file descriptors."""
-        kind = self.cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-        return bool(self._attribute(kind))
+        kinds = self.cuda.CUdevice_attribute
+        return bool(
+            self._attribute(kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
+        )
 
     def _descriptor_kind(self) -> Any:
         return self.cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -290,7 +292,7 @@ class Gpu(PrimaryContext):
         )
 
     def import_descriptor(self, descriptor: int) -> int:
-        """Return the handle of another process's memory; the descriptor may be closed afterwards."""
+        """Return the handle of imported memory; the descriptor may be closed afterwards."""
         result = self.cuda.cuMemImportFromShareableHandle(descriptor, self._descriptor_kind())
         return int(check(result, "cuMemImportFromShareableHandle"))
 
@@ -322,7 +324,7 @@ class Gpu(PrimaryContext):
         return address
 
     def unmap_physical(self, address: int, nbytes: int) -> None:
-        """Unmap and free the address range; the memory is freed with its last handle and mapping."""
+        """Unmap and free the address range; the last handle and mapping free the memory."""
         check(self.cuda.cuMemUnmap(address, nbytes), "cuMemUnmap")
         check(self.cuda.cuMemAddressFree(address, nbytes), "cuMemAddressFree")
 
@@ -384,7 +386,10 @@ class Gpu(PrimaryContext):
                 module = check(self.cuda.cuModuleLoadData(cubin), "cuModuleLoadData")
             except SystemFailure as error:
                 if toolkit.version()[0] > self.driver_version // 1000:
-                    error.hint = f"the driver is of CUDA {self.driver_version // 1000}: a newer one, or {toolkit.INSTALL_12}"
+                    error.hint = (
+                        f"the driver supports CUDA {self.driver_version // 1000}: install a newer "
+                        f"driver, or run {toolkit.INSTALL_12}"
+                    )
                 raise
             self._modules.modules.append(module)
             return check(
@@ -424,7 +429,7 @@ class Gpu(PrimaryContext):
         return self._has_ended("cuEventQuery", event)
 
     def _has_ended(self, query: str, what: Any) -> bool:
-        with self.relaxed_capture():  # what another stream captures is none of its business
+        with self.relaxed_capture():  # another stream of this thread may be captured
             result = getattr(self.cuda, query)(what)
         if result[0] == self.cuda.CUresult.CUDA_ERROR_NOT_READY:
             return False
@@ -446,7 +451,7 @@ class Gpu(PrimaryContext):
         result = self.cuda.cuStreamIsCapturing(stream)
         if (
             result[0] == self.cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-        ):  # the legacy stream, while one that it waits for is captured
+        ):  # the legacy stream, while a stream that it waits for is captured
             return 0
         if not int(check(result, "cuStreamIsCapturing")):
             return 0

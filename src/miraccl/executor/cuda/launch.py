@@ -18,8 +18,8 @@ from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.executor.cuda.source import KernelSpec, write_source
 
 _pointers = struct.Struct("<QQ")
-OVERLAP_MIN_ARCH = 90  # sm_90 has programmatic dependent launch,
-OVERLAP_MIN_DRIVER = 12030  # and the driver of CUDA 12.3 captures it
+OVERLAP_MIN_ARCH = 90  # sm_90 has programmatic dependent launch
+OVERLAP_MIN_DRIVER = 12030  # the driver of CUDA 12.3 can capture it
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -69,7 +69,8 @@ class Launch:
         self._stream, self._stream_object = -1, None
         self._arg_bytes = args
         self._results = gpu.cuda.CUresult
-        self.record = 0  # address of the words that compiled code launches by (doors.layout), 0 where the driver is not the real one
+        # address of the record for compiled code (fastpath.cuda.layout); 0 with a fake driver
+        self.record = 0
         if (direct := direct_launch(gpu)) is not None:
             address, self._direct = direct
             attribute = ctypes.pointer(_LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
@@ -217,8 +218,10 @@ class Kernels:
             len(args) > layout.SMALL_ARGUMENT_BYTES
             and self.gpu.driver_version < layout.LARGE_ARGUMENTS_DRIVER
         ):
-            text = f"has more than {layout.STEP_CAPACITIES[0]} steps of a rank, which take a driver of CUDA 12.1"
-            raise InvalidUsage(f"schedule {plan.algo!r} {text}")
+            raise InvalidUsage(
+                f"cannot run schedule {plan.algo!r}: more than "
+                f"{layout.STEP_CAPACITIES[0]} steps of a rank need a driver of CUDA 12.1"
+            )
         function = self.function(spec)
         overlaps = (spec.single_tile or spec.double_buffered) and self.gpu.arch >= OVERLAP_MIN_ARCH
         return Launch(

@@ -23,9 +23,10 @@ from miraccl.executor.cuda.plan import (
 from miraccl.executor.cuda.source import PACKET_MODES, TILED_SHOTS, Framing, fanout_threads
 
 UNBOUNDED = 1 << 62
-#: (packets of a block or chunk up to, blocks at most, threads, unroll, blocks per multiprocessor)
+#: Rows of (maximum packets of a block or chunk, maximum blocks, threads, unroll, blocks per
+#: multiprocessor).
 Shapes = tuple[tuple[int, int, int, int, int], ...]
-PAIR_SHAPES: Shapes = (  # one_shot between two
+PAIR_SHAPES: Shapes = (  # one_shot between two ranks
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (65536, 256, 256, 1, 4),
@@ -38,12 +39,12 @@ ONE_SHOT_SHAPES: Shapes = (
     (1 << 19, 128, 512, 1, 1),
     (UNBOUNDED, 512, 256, 1, 4),
 )
-MASK_SHAPES: Shapes = (  # and two_shot
+MASK_SHAPES: Shapes = (  # masked packets, and two_shot
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (UNBOUNDED, 128, 512, 1, 1),
 )
-#: on more than 4 GPUs, where each packet is work for many peers: more multiprocessors with fewer threads
+#: More than 4 GPUs, where each packet is work for many peers: more blocks with fewer threads.
 LARGE_GROUP_SHAPES: Shapes = (
     (4096, 64, 64, 1, 1),
     (8192, 128, 64, 1, 1),
@@ -63,20 +64,20 @@ CHAIN_SHAPES: Shapes = (
     (UNBOUNDED, 512, 256, 2, 4),
 )
 RING_SHAPES: Shapes = ((4096, 64, 64, 1, 1), (UNBOUNDED, 128, 256, 1, 1))
-TREE_SHAPES: Shapes = (  # as many threads as have registers for the packets of three neighbours
+TREE_SHAPES: Shapes = (  # limited by the registers for packets of three neighbours
     (4096, 64, 64, 1, 1),
     (32768, 128, 256, 1, 1),
     (65536, 256, 256, 1, 2),
     (UNBOUNDED, 256, 256, 2, 2),
 )
-#: algorithms whose shapes are the same for all collectives and frames
+#: Algorithms whose shapes do not depend on collective and framing.
 _SHAPES = {"ring": RING_SHAPES, "chain": CHAIN_SHAPES, TREES: TREE_SHAPES}
 
-#: of an operation; beyond, slots are used again
+#: Maximum tiles of a double-buffered operation; larger ones reuse slots.
 MAX_DOUBLE_BUFFERED_TILES = 8
-#: threads of a block where they share packets, and blocks at most
+#: Of fanout kernels: threads of a block in order of preference, and maximum blocks.
 FANOUT_THREADS, FANOUT_BLOCKS = (64, 128, 256, 512), 128
-#: of the data for each block of protocol Simple at least
+#: Minimum data of a block in protocol Simple.
 SIMPLE_BLOCK_BYTES = 16 * layout.KIB
 
 
@@ -100,30 +101,32 @@ def packet_shape(request: Request, algo: str, proto: str) -> DevicePlan:
     """
     frame = frame_of(request, proto)
     vectors = vectors_of(request, algo, frame)
-    if fans := fanout_shape(request, algo, proto, frame, vectors):
-        return fans
+    if plan := fanout_shape(request, algo, proto, frame, vectors):
+        return plan
     _, limit, threads, unroll, min_blocks = next(
         row for row in _candidate_shapes(request, algo, frame) if vectors <= row[0]
     )
-    if (
-        request.packed
-    ):  # blocks go to idle multiprocessors first: several to one stay together only as one block
+    if request.packed:  # several blocks would spread over idle multiprocessors: make them one block
         limit, threads, min_blocks = -(-limit // min_blocks), threads * min_blocks, 1
-    # all blocks are on the GPU at once, and an operation of several pieces has slots enough
+    # all blocks are resident at once, and an operation of several tiles has enough slots
     own = (
         threads * unroll
-    )  # packets of a block; what it needs of a bank grows with the number of blocks
-    slot, words, room = (
+    )  # packets of a block; the space in a half grows with the number of blocks
+    slot, control, capacity = (
         slot_packets(request, algo, own, frame),
         control_packets(request, algo, own),
         half_packets(),
     )
-    most = max(1, min(limit, min_blocks * request.multiprocessors, room // (slot + words)))
+    max_blocks = max(
+        1, min(limit, min_blocks * request.multiprocessors, capacity // (slot + control))
+    )
     blocks = -(-vectors // own)
-    if blocks > most:  # several pieces
-        if parts := double_buffered_shape(request, algo, proto, frame, vectors):
-            return parts
-        blocks = max(1, min(most, room // (min_slots(algo, request.nranks) * slot + words)))
+    if blocks > max_blocks:  # several tiles
+        if plan := double_buffered_shape(request, algo, proto, frame, vectors):
+            return plan
+        blocks = max(
+            1, min(max_blocks, capacity // (min_slots(algo, request.nranks) * slot + control))
+        )
     return DevicePlan(
         algo=algo, proto=proto, blocks=blocks, threads=threads, unroll=unroll, min_blocks=min_blocks
     )
@@ -138,18 +141,18 @@ def double_buffered_shape(
     """
     if algo != "two_shot" or request.nranks <= 4:
         return None
-    for parts in range(2, MAX_DOUBLE_BUFFERED_TILES + 1):
-        part = -(-vectors // parts)
+    for tiles in range(2, MAX_DOUBLE_BUFFERED_TILES + 1):
+        tile = -(-vectors // tiles)
         _, limit, threads, unroll, min_blocks = next(
-            row for row in LARGE_GROUP_TWO_SHOT_SHAPES if part <= row[0]
+            row for row in LARGE_GROUP_TWO_SHOT_SHAPES if tile <= row[0]
         )
         own = threads * unroll
-        most = min(
+        max_blocks = min(
             limit,
             min_blocks * request.multiprocessors,
             half_packets() // slot_packets(request, algo, own, frame),
         )
-        if (blocks := -(-part // own)) <= most:
+        if (blocks := -(-tile // own)) <= max_blocks:
             return DevicePlan(
                 algo=algo,
                 proto=proto,
@@ -172,16 +175,16 @@ def fanout_shape(
         or PACKET_MODES.get(mode_of(request, algo)) is not TILED_SHOTS
     ):
         return None
-    fan, most = fanout_threads(request.nranks), min(FANOUT_BLOCKS, request.multiprocessors)
+    fanout, max_blocks = fanout_threads(request.nranks), min(FANOUT_BLOCKS, request.multiprocessors)
     for threads in FANOUT_THREADS:
-        if vectors * fan <= most * threads:
+        if vectors * fanout <= max_blocks * threads:
             return DevicePlan(
                 algo=algo,
                 proto=proto,
-                blocks=-(-vectors * fan // threads),
+                blocks=-(-vectors * fanout // threads),
                 threads=threads,
                 unroll=1,
-                fanout=fan,
+                fanout=fanout,
             )
     return None
 

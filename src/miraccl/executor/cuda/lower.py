@@ -27,9 +27,9 @@ from miraccl.schedule.algos import double_binary_tree
 from miraccl.schedule.reduction import NUMPY_DTYPE
 from miraccl.types import Collective, RedOp
 
-DOUBLE_BUFFERED_MAX_BYTES = 1 << 30  # bytes, which the kernel counts in 32 bits
-DEFAULT_LOOKAHEAD = 2  # pieces, where a bank has room for all: more only delays the first read
-SCALE_RANKS = 2  # for which the kernel ``scale`` is compiled: kernels are for two ranks at least
+DOUBLE_BUFFERED_MAX_BYTES = 1 << 30  # the kernel counts bytes in 32 bits
+DEFAULT_LOOKAHEAD = 2  # tiles, if a half holds all of them: more only delays the first receive
+SCALE_RANKS = 2  # ranks for which the kernel ``scale`` is compiled: kernels need at least two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class CommArgs:
 
 
 def scalar_bits(request: Request) -> int:
-    """Return the scalar of a pre-multiplied sum in the accumulation type, zero-extended to 8 bytes."""
+    """Return the scalar of a pre-multiplied sum, as accumulated, zero-extended to 8 bytes."""
     if request.op is not RedOp.PREMUL_SUM:
         return 0
     kind = (
@@ -100,13 +100,13 @@ def pack_args(
     count: int,
     root: int = 0,
     nslots: int = 1,
-    ahead: int = 0,
+    lookahead: int = 0,
     scalar: int = 0,
     signature: int = 0,
     needs: int = 0,
     trees: bytes = b"",
 ) -> bytearray:
-    """Pack struct Args with null ``in`` and ``out``; ``needs`` is the result of ``needed_ranks``."""
+    """Pack struct Args with null ``in`` and ``out``; ``needs``: result of ``needed_ranks``."""
     nranks = len(comm_args.inboxes)
     block = bytearray(layout.args_bytes(nranks))
     ring = comm_args.order or range(nranks)
@@ -116,7 +116,7 @@ def pack_args(
         "rank": comm_args.rank,
         "root": root,
         "nslots": nslots,
-        "ahead": ahead,
+        "lookahead": lookahead,
         "timeout_ns": comm_args.timeout_ns,
         "host": comm_args.host,
         "own": comm_args.own,
@@ -141,32 +141,35 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
     shape.
     """
     count = request.count if request.reduces else request.block_bytes
-    piece = plan.tile
+    tile = plan.tile
     frame = frame_of(request, plan.proto)
-    pieces = -(-vectors_of(request, plan.algo, frame) // piece)
-    slot = slot_packets(request, plan.algo, piece, frame)
-    nslots = (half_packets() - control_packets(request, plan.algo, piece)) // slot
-    least = 1 if plan.double_buffered else min(pieces, min_slots(plan.algo, request.nranks))
+    tiles = -(-vectors_of(request, plan.algo, frame) // tile)
+    slot = slot_packets(request, plan.algo, tile, frame)
+    nslots = (half_packets() - control_packets(request, plan.algo, tile)) // slot
+    least = 1 if plan.double_buffered else min(tiles, min_slots(plan.algo, request.nranks))
     if nslots < least:
         each = f"{plan.threads // plan.fanout} x {plan.unroll}"
         raise InvalidUsage(
-            f"{plan.blocks} blocks of {each} packets do not fit into a bank {least} times"
+            f"cannot run {plan.algo}: {plan.blocks} blocks of {each} packets do not fit "
+            f"{least} times into a buffer half"
         )
-    if request.collective.rooted and plan.algo == "one_shot" and pieces > nslots:
+    if request.collective.rooted and plan.algo == "one_shot" and tiles > nslots:
         raise InvalidUsage(
-            f"{request.collective.label} on packets has room for {nslots} pieces, not {pieces}"
+            f"cannot run {request.collective.label} on packets: "
+            f"{tiles} tiles exceed the {nslots} slots"
         )
     if plan.double_buffered and request.block_bytes > DOUBLE_BUFFERED_MAX_BYTES:
         raise InvalidUsage(
-            f"{request.block_bytes} bytes are too many for parts; allowed are {DOUBLE_BUFFERED_MAX_BYTES}"
+            f"cannot run a double-buffered {plan.algo} of {request.block_bytes} bytes: "
+            f"at most {DOUBLE_BUFFERED_MAX_BYTES} are allowed"
         )
-    nslots = 1 if plan.double_buffered else min(nslots, pieces)
+    nslots = 1 if plan.double_buffered else min(nslots, tiles)
     return pack_args(
         comm_args,
         count=count,
         root=request.root,
         nslots=nslots,
-        ahead=_lookahead(plan, request, pieces, nslots),
+        lookahead=_lookahead(plan, request, tiles, nslots),
         scalar=scalar_bits(request),
         signature=plan_signature(plan, request),
         needs=needed_ranks(request, comm_args.rank),
@@ -174,16 +177,16 @@ def lower_packets(plan: DevicePlan, request: Request, comm_args: CommArgs) -> by
     )
 
 
-def _lookahead(plan: DevicePlan, request: Request, pieces: int, nslots: int) -> int:
-    """Return the tiles sent ahead of the one received: by peers in shots, by the parent in trees."""
-    if plan.double_buffered:  # the kernel says when
+def _lookahead(plan: DevicePlan, request: Request, tiles: int, nslots: int) -> int:
+    """Return the tiles sent ahead of the one received, by peers or by a tree's parent."""
+    if plan.double_buffered:  # the kernel decides
         return 0
     trees = plan.algo == TREES
-    most = pieces - 1 if pieces <= nslots else nslots - 2 if trees else nslots // 2 - 1
-    usual = DEFAULT_LOOKAHEAD if pieces <= nslots else most
-    if trees:  # as many as are on the way to the root and back
-        usual = double_binary_tree.latency(request.collective, request.nranks)
-    return min(most, plan.lookahead or usual)
+    limit = tiles - 1 if tiles <= nslots else nslots - 2 if trees else nslots // 2 - 1
+    default = DEFAULT_LOOKAHEAD if tiles <= nslots else limit
+    if trees:  # tiles in flight to the root and back
+        default = double_binary_tree.latency(request.collective, request.nranks)
+    return min(limit, plan.lookahead or default)
 
 
 def tree_links(request: Request, comm_args: CommArgs) -> bytes:
@@ -210,9 +213,9 @@ def lower_scale(request: Request, comm_args: CommArgs) -> bytearray:
     multiplied
     sum.
     """
-    nobody = (0,) * SCALE_RANKS
+    no_peers = (0,) * SCALE_RANKS
     return pack_args(
-        replace(comm_args, inboxes=nobody, outboxes=nobody, order=()),
+        replace(comm_args, inboxes=no_peers, outboxes=no_peers, order=()),
         count=request.count,
         scalar=scalar_bits(request),
     )

@@ -12,7 +12,7 @@ from miraccl.native.hashing import mix
 from miraccl.types import Collective
 
 NO_ROOT = 15
-#: those that are messages on GPUs, as errors call them. Of blocks of one size and of others, gather and scatter are the same.
+#: Message collectives as named in errors. gather and scatter cover gather_v and scatter_v.
 _LABELS = {
     Collective.GATHER: "gather",
     Collective.SCATTER: "scatter",
@@ -28,8 +28,8 @@ def pack_signature(collective: int, root: int, hashed: int) -> int:
     ``root`` is a rank or ``NO_ROOT``; ``hashed`` is a hash of the counts that all ranks know. Roots
     that exceed the field (ranks of several hosts) change the hash.
     """
-    told = min(root, NO_ROOT)
-    return collective << 28 | told << 24 | (hashed ^ (root - told) * 0x9E3779B1) & 0xFFFFFF
+    field = min(root, NO_ROOT)
+    return collective << 28 | field << 24 | (hashed ^ (root - field) * 0x9E3779B1) & 0xFFFFFF
 
 
 def op_signature(collective: Collective, root: int = NO_ROOT, counts: Sequence[int] = ()) -> int:
@@ -56,5 +56,5 @@ def describe_signature(signature: int) -> str:
     if code not in Collective._value2member_map_ or code not in _LABELS:
         return "an unknown collective"
     label, rooted = _LABELS[Collective(code)], Collective(code).rooted
-    told = f"{NO_ROOT} or above" if root == NO_ROOT else f"{root}"
-    return f"{label} (root {told})" if rooted else label
+    text = f"{NO_ROOT} or above" if root == NO_ROOT else f"{root}"
+    return f"{label} (root {text})" if rooted else label

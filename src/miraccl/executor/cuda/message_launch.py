@@ -27,7 +27,7 @@ from miraccl.executor.cuda.source import Framing
 from miraccl.executor.cuda.warp_queues import OVERLAP_THREADS
 from miraccl.fastpath.cuda.table import CudaFastPath
 
-MAX_PATTERNS = 1024  # that are kept
+MAX_PATTERNS = 1024  # cached launches
 
 _address = struct.Struct("<Q")
 
@@ -69,7 +69,7 @@ class _PatternLaunch(Launch):
         return ctypes.addressof(self._args)
 
     def address_positions(self) -> list[int]:
-        """Return the addresses at which the messages' buffer addresses are stored in the arguments."""
+        """Return the locations of the messages' buffer addresses in the arguments."""
         return [self.argument_address + position for position in self.lowered.positions]
 
 

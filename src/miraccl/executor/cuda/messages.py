@@ -20,7 +20,7 @@ from miraccl.executor.cuda.source import Framing, KernelSpec
 from miraccl.executor.cuda.warp_queues import WARPS, copy_warp_queues_for, warp_queues_for
 from miraccl.types import DType
 
-MAX_BYTES = 1 << 48  # of a message
+MAX_BYTES = 1 << 48  # of a message, exclusive
 
 _MESSAGE, _QUEUE, _HEAD = (
     struct.Struct(code) for code in (layout.MESSAGE, layout.QUEUE, layout.P2P_HEAD)
@@ -116,7 +116,7 @@ class LoweredMessages:
     queues: tuple[tuple[int, ...], ...]
     blocks: int
     threads: int
-    bulk_blocks: int  # of the blocks, those of large messages
+    bulk_blocks: int  # blocks for large messages
     capacity: int  # bytes at the end of ``args`` for queues and messages
 
     def set_table(self, address: int) -> None:
@@ -143,7 +143,8 @@ def lower_messages(
     for number, message in enumerate(messages):
         if message.nbytes >= MAX_BYTES:
             raise InvalidUsage(
-                f"a message has {message.nbytes} bytes; at most {MAX_BYTES - 1} are possible"
+                f"cannot send a message of {message.nbytes} bytes: "
+                f"at most {MAX_BYTES - 1} are allowed"
             )
         if message.peer != comm_args.rank:
             queues.setdefault(
@@ -158,9 +159,9 @@ def lower_messages(
     for (kind, peer), numbers in queues.items():
         sizes = [messages[n].nbytes for n in numbers]
         if kind == layout.TO_SELF:
-            lanes = copy_warp_queues_for(max(sizes, default=0), rules.max_copy_warp_queues)
+            nqueues = copy_warp_queues_for(max(sizes, default=0), rules.max_copy_warp_queues)
         else:
-            lanes = max(map(rules.warp_queues_for, sizes))
+            nqueues = max(map(rules.warp_queues_for, sizes))
             if max(sizes) >= rules.bulk_min_bytes:
                 large.append(
                     (
@@ -170,8 +171,8 @@ def lower_messages(
                         len(numbers),
                     )
                 )
-        heads.append(_QUEUE.pack(kind, peer, lanes, warp, first, len(numbers), 0, 0))
-        warp, first = warp + lanes, first + len(numbers)
+        heads.append(_QUEUE.pack(kind, peer, nqueues, warp, first, len(numbers), 0, 0))
+        warp, first = warp + nqueues, first + len(numbers)
     blocks = _bulk_queues(large, 2 * rules.multiprocessors - -(-warp // WARPS))
     draws = len(heads) if signature else 0
     return _pack(
@@ -223,20 +224,20 @@ def _pack(
     args += _HEAD.pack(0, len(heads), rules.max_warp_queues, bulk, draws)
     inline, head = len(messages) <= layout.MAX_MESSAGES, b"".join(heads)
     start = len(args) + len(head) if inline else 0
-    body, few = head + records if inline else head, layout.small_capacity(rules.nranks)
-    room = few if len(body) <= few and not bulk else layout.LARGE_CAPACITY
-    args += body.ljust(room, b"\0")
-    places = {number: start + at * _MESSAGE.size for at, number in enumerate(order)}
+    body, small = head + records if inline else head, layout.small_capacity(rules.nranks)
+    capacity = small if len(body) <= small and not bulk else layout.LARGE_CAPACITY
+    args += body.ljust(capacity, b"\0")
+    positions = {number: start + i * _MESSAGE.size for i, number in enumerate(order)}
     blocks = -(-warps // WARPS) if bulk else max(1, min(warps, rules.multiprocessors))
     return LoweredMessages(
         args=args,
         table=None if inline else records,
-        positions=tuple(places[number] for number in range(len(order))),
+        positions=tuple(positions[number] for number in range(len(order))),
         queues=tuple(map(tuple, queues)),
         blocks=bulk + blocks,
         threads=32 * (WARPS if bulk else max(1, -(-warps // blocks))),
         bulk_blocks=bulk,
-        capacity=room,
+        capacity=capacity,
     )
 
 
@@ -249,19 +250,24 @@ def _pair_self_messages(messages: list[tuple[int, P2pMessage]], rank: int) -> li
     receives = [item for item in messages if item[1].receives]
     if len(sends) != len(receives):
         text = (
-            f"rank {rank} sends itself {len(sends)} messages and receives {len(receives)} of them"
+            f"cannot match the messages of rank {rank} to itself: "
+            f"{len(sends)} sends and {len(receives)} receives"
         )
         raise InvalidUsage(
-            text, rank=rank, hint="a rank that sends to itself needs the receive in the same group"
+            text, rank=rank, hint="put a send to the own rank and its receive in the same group"
         )
     found = []
     for (i, send), (j, receive) in zip(sends, receives, strict=True):
         if (send.nbytes, send.code) != (receive.nbytes, receive.code):
-            mine, other = (
+            sent, received = (
                 describe_message(send.nbytes, send.code),
                 describe_message(receive.nbytes, receive.code),
             )
-            raise InvalidUsage(f"rank {rank} sends itself {mine} and receives {other}", rank=rank)
+            raise InvalidUsage(
+                f"cannot match a message of rank {rank} to itself: "
+                f"sent {sent}, received {received}",
+                rank=rank,
+            )
         found += [i, j]
     return found
 

@@ -17,9 +17,9 @@ from miraccl.executor.cuda.launch import Kernels, Launch
 from miraccl.executor.cuda.plan import DevicePlan, Request
 from miraccl.schedule.ir import Buffer, Schedule, input_blocks, output_blocks
 
-MAX_POSITIONS = 256  # of an operation, whose launches are kept
+MAX_POSITIONS = 256  # cached launches of an operation
 FindPosition = Callable[[int, int], WindowPosition | None]
-"""(address, bytes) -> where that memory lies in a window of all ranks, or None."""
+"""(address, bytes) -> position in a window of all ranks, or None."""
 
 
 def make_launch(
@@ -29,7 +29,7 @@ def make_launch(
     comm_args: lower.CommArgs,
     find: FindPosition,
 ) -> Launch | OneSidedLaunch:
-    """Return the launch of a plan; it depends on window positions if peers address input or output."""
+    """Return the launch of a plan, by window position if peers address input or output."""
     schedule = schedules.schedule_of(plan, request, comm_args.order)
     if schedule is None or not schedule.addressed - {Buffer.SCRATCH}:
         return kernels.prepare(plan, request, comm_args)
@@ -66,7 +66,7 @@ class OneSidedLaunch:
             count * request.block_bytes if Buffer(buffer) in schedule.addressed else 0
             for buffer, count in enumerate(blocks)
         ]
-        self._launches: dict[tuple[int, ...], Launch] = {}  # by the addresses of what peers address
+        self._launches: dict[tuple[int, ...], Launch] = {}  # by the addresses that peers access
 
     @property
     def signatures(self) -> tuple[int, ...]:

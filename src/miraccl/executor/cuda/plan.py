@@ -27,7 +27,7 @@ SYMMETRIC = (
 )
 ROOTED = (Collective.BROADCAST, Collective.REDUCE)
 TREES = "double_binary_tree"
-#: algorithms that are taken at some size, or have packet kernels
+#: Algorithms that are chosen at some size or have packet kernels.
 ALGORITHMS = {
     Collective.ALL_REDUCE: ("one_shot", "two_shot", "ring", TREES),
     Collective.REDUCE_SCATTER: ("one_shot", "ring"),
@@ -90,10 +90,10 @@ class Request:
     algo: str = ""
     proto: str = ""
     multiprocessors: int = 128
-    packed: bool = False  # on as few multiprocessors as are filled, for others may want the rest
-    scalar: float = 1.0  # of a pre-multiplied sum; this rank's
-    why: str = "asked for"  # why there is an ``algo``
-    ordered: bool = False  # sums are to be taken in the order of the ranks
+    packed: bool = False  # fill few multiprocessors and leave the rest to other work
+    scalar: float = 1.0  # this rank's factor of a pre-multiplied sum
+    why: str = "asked for"  # reason for ``algo``
+    ordered: bool = False  # add in the order of the ranks
 
     @property
     def block_bytes(self) -> int:

@@ -15,18 +15,18 @@ from miraccl.executor.cuda import layout
 from miraccl.types import DType, RedOp
 
 MACHINE = "machine.cuh"
-#: family of kernels -> the name of its function, and the files of its text after machine.cuh and common.cuh
+#: Kernel family -> name of its function, files after machine.cuh and common.cuh.
 FAMILIES = {
     "packets": ("packets", ("packets.cuh",)),
     "steps": ("steps", ("packets.cuh", "steps.cuh")),
     "p2p": ("p2p", ("p2p.cuh",)),
     "bulk": ("p2p", ("p2p.cuh", "bulk.cuh")),
-    "meet": ("device_barrier", ("packets.cuh", "device_barrier.cuh")),
+    "device_barrier": ("device_barrier", ("packets.cuh", "device_barrier.cuh")),
     "scale": ("scale", ("scale.cuh",)),
 }
 CHAIN = ("acks.cuh", "chain.cuh")
 TREE = ("acks.cuh", "tree.cuh")
-#: mode of a packet kernel -> the files that its loop is in
+#: Mode of a packet kernel -> files of its loop.
 TILED_SHOTS = ("shots.cuh", "tiled.cuh")
 PACKET_MODES = {
     "all_reduce": TILED_SHOTS,
@@ -43,11 +43,11 @@ PACKET_MODES = {
     "broadcast_tree": TREE,
     "reduce_tree": TREE,
 }
-#: instead of SHOTS, where a launch has no more packets than one piece
+#: Replaces TILED_SHOTS if the packets fit one tile.
 SINGLE_TILE_SHOTS = ("shots.cuh", "single_tile.cuh")
-#: and these, where its pieces are parts, each in the bank of its own number
+#: Replaces TILED_SHOTS if tiles alternate between the buffer halves.
 DOUBLE_BUFFERED_SHOTS = ("shots.cuh", "double_buffered.cuh")
-#: and these, where neighbouring threads share a packet
+#: Replaces SINGLE_TILE_SHOTS if neighbouring threads share a packet.
 FANOUT_SHOTS = ("shots.cuh", "fanout.cuh")
 
 
@@ -59,10 +59,10 @@ def fanout_threads(nranks: int) -> int:
 class Framing(enum.Enum):
     """Arrival flags of a 16-byte packet (source/packets.cuh)."""
 
-    WORD = "word"  # every word of floats is its own flag
+    WORD = "word"  # every word of a float is its own flag
     PAIR = "pair"  # 8 bytes of data, 8 of flags
-    MASK = "mask"  # 16 bytes of anything, masked so that every word is its own flag
-    LINE = "line"  # of messages only: eight packets with one flag (source/p2p.cuh)
+    MASK = "mask"  # 16 bytes of any data, masked; every word is its own flag
+    LINE = "line"  # messages only: eight packets with one flag (source/p2p.cuh)
 
     def vectors(self, nbytes: int) -> int:
         """Return the packets for ``nbytes`` of data (``vectors_of`` of source/common.cuh)."""
@@ -71,7 +71,7 @@ class Framing(enum.Enum):
         return -(-nbytes // (8 if self is Framing.PAIR else 16))
 
     def run_packets(self, packets: int) -> int:
-        """Return the packets of a run for a tile of ``packets``; MASK adds two side packets for 32."""
+        """Return the packets of a run for a tile; MASK adds two side packets for each 32."""
         return packets + packets // 16 if self is Framing.MASK else packets
 
 
@@ -119,20 +119,24 @@ class KernelSpec:
             or self.unroll != 1
         ):
             raise ValueError(
-                "fans are for one piece of packets without masks, one a thread, and three ranks at least"
+                "a fanout kernel needs a single tile of unmasked packets, unroll 1 and three ranks"
             )
         if self.fanout not in (1, fanout_threads(self.nranks)):
             raise ValueError(
-                f"{self.fanout} threads cannot share a packet among {self.nranks} ranks, {fanout_threads(self.nranks)} can"
+                f"{self.fanout} threads cannot share a packet of {self.nranks} ranks: "
+                f"allowed are 1 and {fanout_threads(self.nranks)}"
             )
         if self.single_tile and PACKET_MODES.get(self.mode) is not TILED_SHOTS:
-            raise ValueError(f"no kernel of one piece for mode {self.mode!r}")
+            raise ValueError(f"no single-tile kernel for mode {self.mode!r}")
         if self.double_buffered and (self.mode != "two_shot" or self.single_tile):
-            raise ValueError("only two_shot on packets, of several pieces, has a kernel in parts")
+            raise ValueError("only two_shot of several tiles has a double-buffered kernel")
         if not 2 <= self.nranks <= layout.MAX_RANKS:
-            raise InvalidUsage(f"kernels are for 2 to {layout.MAX_RANKS} GPUs, not {self.nranks}")
+            raise InvalidUsage(
+                f"cannot compile a kernel for {self.nranks} GPUs: "
+                f"allowed are 2 to {layout.MAX_RANKS}"
+            )
         if self.threads % 32:
-            raise ValueError(f"{self.threads} threads are no whole number of warps")
+            raise ValueError(f"{self.threads} threads are not a multiple of 32")
 
     @property
     def entry(self) -> str:
@@ -153,11 +157,11 @@ class KernelSpec:
             f"t{self.threads}u{self.unroll}b{self.min_blocks}",
         ]
         parts += [
-            "fans"
+            "fanout"
             if self.fanout > 1
-            else "once"
+            else "single"
             if self.single_tile
-            else "parts"
+            else "double"
             if self.double_buffered
             else ""
         ]
@@ -180,7 +184,7 @@ class KernelSpec:
 
 
 def can_spare_a_nan(dtype: DType) -> bool:
-    """Return True if packets of ``dtype`` need no flags: floats have a NaN that can mean "empty"."""
+    """Return True if packets of ``dtype`` need no flags: a NaN can mean "empty"."""
     return dtype.is_float
 
 

@@ -9,7 +9,7 @@ ranks has a few slots in the receiver's packet buffer, which is unused between t
 
 The waiting side resets the words, so a captured graph can be replayed. Multiprocessors run only the
 two barriers and the reset of the buffer at the end. On H200 this is slower than kernels
-(docs/design/experiments-gpu.md), so it is used only if the user wants no multiprocessors to be used.
+(docs/design/experiments-gpu.md), so it is used only if the user reserves all multiprocessors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from miraccl.schedule import catalog
 from miraccl.schedule.ir import Buffer, Op, Ref, Schedule
 from miraccl.types import Collective
 
-#: collective -> algorithm: all links at once, each in both directions
+#: Collective -> algorithm; all of them use every link at once, in both directions.
 ALGORITHMS = {
     Collective.ALL_GATHER: "one_shot",
     Collective.ALL_TO_ALL: "one_shot",
@@ -77,7 +77,8 @@ def rank_copies(schedule: Schedule, rank: int, block: int) -> list[ChunkCopy]:
         for step in channel[rank]:
             if step.op not in (Op.SEND, Op.RECV, Op.COPY, Op.RECV_COPY_SEND):
                 raise InvalidUsage(
-                    f"schedule {schedule.name!r} cannot be done by copy engines: it has the step {step.op.name}"
+                    f"cannot run schedule {schedule.name!r} by copy engines: "
+                    f"it has the step {step.op.name}"
                 )
             sources = list(byte_ranges(step.src, schedule.parts, block)) if step.src else []
             targets = list(byte_ranges(step.dst, schedule.parts, block)) if step.dst else []
@@ -148,7 +149,7 @@ class StagingLayout:
 
 
 Directions = dict[tuple[int, bool], SideStream]
-"""By the peer, and whether data come from it."""
+"""Side streams by (peer, data come from it)."""
 
 
 def staged_plan(request: Request) -> DevicePlan:
@@ -167,7 +168,7 @@ def staged_plan(request: Request) -> DevicePlan:
 class StagedLaunch:
     """Launch of one collective of one size; like ``launch.Launch`` it does not wait."""
 
-    threads = 1 << 20  # its end clears the banks: ordered among communicators as what fills the GPU
+    threads = 1 << 20  # its end resets the buffer: ordered like launches that use the whole GPU
 
     def __init__(
         self,
@@ -191,16 +192,14 @@ class StagedLaunch:
         )
         self._totals = Counter(
             chunk.source_rank for chunk in self._chunks
-        )  # by the peer that they come from
+        )  # received chunks by peer
         ends = {(c.source_rank, True) for c in self._chunks} | {
             (c.target_rank, False) for c in self._chunks
         }
         used = [(peer, comes) for peer, comes in ends if peer is not None]
         self._directions: Directions = {key: sides.get(key) or SideStream(gpu) for key in used}
         sides.update(self._directions)
-        self._done: Counter[tuple[int, bool]] = (
-            Counter()
-        )  # chunks of each direction that a run has enqueued
+        self._done: Counter[tuple[int, bool]] = Counter()  # chunks enqueued in each direction
 
     @property
     def signatures(self) -> tuple[int, ...]:
@@ -284,9 +283,10 @@ def interleave(chunks: Sequence[ChunkCopy]) -> Iterator[ChunkCopy]:
         queues.setdefault((chunk.source_rank, chunk.target_rank), deque()).append(chunk)
     together = {ends for ends in queues if None not in ends}
     if any((up, None) in queues or (None, down) in queues for up, down in together):
-        yield from chunks  # a direction has chunks of two kinds: as the schedule has them
+        yield from chunks  # a direction has chunks of two kinds: keep the order of the schedule
         return
-    # sends before receives: whatever streams share a queue of the hardware, in this order nothing waits for what is behind it
+    # Sends before receives: even if streams share a hardware queue, nothing then waits for work
+    # behind it.
     order = sorted(queues, key=lambda ends: ends[0] is not None)
     while queues:
         for ends in [ends for ends in order if ends in queues]:

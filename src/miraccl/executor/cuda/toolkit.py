@@ -15,10 +15,11 @@ from miraccl.errors import MiracclError, MissingDependency
 from miraccl.native import cache
 
 INSTALL = "pip install 'miraccl[cuda]'"
-#: NVRTC 12.9, the last one for GPUs before sm_75, whose code drivers of CUDA 12 load; beside one of CUDA 13, cuda.bindings takes that
+#: NVRTC 12.9 is the last for GPUs before sm_75, and drivers of CUDA 12 load its code. It must
+#: replace NVRTC 13, which cuda.bindings would prefer.
 INSTALL_12 = "pip uninstall nvidia-cuda-nvrtc; pip install 'miraccl[cuda12]'"
 INSTALL_NEWER = "pip install --upgrade 'cuda-bindings>=13' nvidia-cuda-nvrtc"
-MIN_ARCH = 70  # __grid_constant__ and threads of a warp that wait for one another
+MIN_ARCH = 70  # __grid_constant__, and independent progress of a warp's threads
 OPTIONS = ("--std=c++17", "-lineinfo")
 
 
@@ -37,9 +38,9 @@ def bindings(name: str) -> Any:
 
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
-    except Exception as error:  # the package is missing, or it finds no library
+    except Exception as error:  # the package or its library is missing
         raise MissingDependency(
-            f"GPU memory needs cuda.bindings.{name}: {error}", hint=INSTALL
+            f"cannot use GPU memory without cuda.bindings.{name}: {error}", hint=INSTALL
         ) from error
 
 
@@ -59,9 +60,7 @@ def version() -> tuple[int, int]:
     except CompileError:
         raise
     except Exception as error:
-        raise MissingDependency(
-            f"the library of NVRTC cannot be loaded: {error}", hint=INSTALL
-        ) from error
+        raise MissingDependency(f"cannot load the NVRTC library: {error}", hint=INSTALL) from error
     return int(major), int(minor)
 
 
@@ -76,16 +75,19 @@ def supported_archs() -> tuple[int, ...]:
 
 
 def incompatibility(arch: int) -> tuple[str, str]:
-    """Return (reason, hint) if kernels cannot be compiled for sm_``arch`` here, else empty strings."""
+    """Return (reason, hint) if this NVRTC cannot compile for sm_``arch``, else empty strings."""
     archs = supported_archs()
     if arch < MIN_ARCH:
         return (
-            f"kernels need a GPU of sm_{MIN_ARCH} or newer, this one is sm_{arch}",
-            "its data can go through arrays in CPU memory",
+            f"cannot run kernels on sm_{arch}: they need sm_{MIN_ARCH} or newer",
+            "copy the data to arrays in CPU memory",
         )
     if arch in archs:
         return "", ""
-    text = f"NVRTC {'.'.join(map(str, version()))} compiles for sm_{archs[0]} to sm_{archs[-1]}, not for sm_{arch}"
+    text = (
+        f"cannot compile for sm_{arch}: NVRTC {'.'.join(map(str, version()))} supports "
+        f"sm_{archs[0]} to sm_{archs[-1]}"
+    )
     return text, INSTALL_12 if arch < archs[0] else INSTALL_NEWER
 
 
@@ -98,14 +100,14 @@ def compile_cubin(source: str, arch: int, name: str) -> bytes:
         MissingDependency: This NVRTC does not know the architecture.
         CompileError: The source does not compile.
     """
-    words = "\0".join((source, str(arch), *OPTIONS, ".".join(map(str, version()))))
-    key = f"cuda-{name}-sm{arch}-{hashlib.sha256(words.encode()).hexdigest()[:20]}.cubin"
+    content = "\0".join((source, str(arch), *OPTIONS, ".".join(map(str, version()))))
+    key = f"cuda-{name}-sm{arch}-{hashlib.sha256(content.encode()).hexdigest()[:20]}.cubin"
     found = cache.read(key)
     if found is not None and len(found) > 32 and hashlib.sha256(found[32:]).digest() == found[:32]:
         return found[32:]
-    why, hint = incompatibility(arch)
-    if why:
-        raise MissingDependency(why, hint=hint)
+    reason, hint = incompatibility(arch)
+    if reason:
+        raise MissingDependency(reason, hint=hint)
     code = _compile(source, arch, name)
     cache.write(key, hashlib.sha256(code).digest() + code)
     return code

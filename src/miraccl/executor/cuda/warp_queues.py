@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Final
 
-WARPS: Final = 16  # of a block at most; one block per multiprocessor is on the GPU for certain
-COPY_BYTES: Final = 16 << 10  # of a message of a rank to itself, per warp
-SMALL_BYTES: Final = 128 << 10  # messages of a launch of at most 128 warps,
-SMALL_COUNT: Final = 32  # and their number
-OVERLAP_THREADS: Final = 768  # of a launch that is set up while the one before it runs: registers of less than two multiprocessors
+WARPS: Final = 16  # of a block, at most; one block per multiprocessor is always resident
+COPY_BYTES: Final = 16 << 10  # per warp, of a message of a rank to itself
+#: Messages of a launch that needs at most 128 warps: total bytes and number.
+SMALL_BYTES: Final = 128 << 10
+SMALL_COUNT: Final = 32
+#: Maximum threads of a launch set up while the previous one runs: registers of less than two
+#: multiprocessors.
+OVERLAP_THREADS: Final = 768
 
 
 def warp_queues_for(nbytes: int, group: int, first: int, most: int) -> int:
