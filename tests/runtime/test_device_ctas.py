@@ -28,14 +28,14 @@ def agreed_limits(
     multiprocessors: int = 132,
 ) -> CtaLimits:
     """Return the limits that ranks with these environments agree on."""
-    wishes = []
+    proposals = []
     for environment in environments:
         for name in ("MIRACCL_SMS", "MIRACCL_CTA_POLICY", "NCCL_CTA_POLICY"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        wishes.append(CtaLimits.proposal(multiprocessors, policy))
-    return CtaLimits.agree(wishes)
+        proposals.append(CtaLimits.proposal(multiprocessors, policy))
+    return CtaLimits.agree(proposals)
 
 
 def request(collective: Collective, nbytes: int, nranks: int = 2, **more: Any) -> Request:
@@ -52,8 +52,8 @@ def request(collective: Collective, nbytes: int, nranks: int = 2, **more: Any) -
 def test_default_leaves_reserved_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     ctas = agreed_limits(monkeypatch, {}, {})
     assert ctas == CtaLimits(max_sms=132 - RESERVED_SMS)
-    asked = ctas.apply(request(Collective.ALL_REDUCE, 64 * MIB))
-    assert (asked.multiprocessors, asked.packed) == (132 - RESERVED_SMS, False)
+    limited = ctas.apply(request(Collective.ALL_REDUCE, 64 * MIB))
+    assert (limited.multiprocessors, limited.packed) == (132 - RESERVED_SMS, False)
 
 
 def test_lowest_number_and_any_policy_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +104,9 @@ def test_efficiency_limits_large_operations_only(collective: Collective, nranks:
     small = request(collective, MIB // 8, nranks)
     assert choose(ctas.apply(small)) == choose(replace(small, multiprocessors=128))
     for nbytes in (4 * MIB, 25 * MIB, 256 * MIB):
-        asked = ctas.apply(request(collective, nbytes, nranks))
-        plan = choose(asked)
-        assert plan.blocks <= asked.multiprocessors <= 64, plan
+        limited = ctas.apply(request(collective, nbytes, nranks))
+        plan = choose(limited)
+        assert plan.blocks <= limited.multiprocessors <= 64, plan
         assert plan.min_blocks == 1
         assert plan.threads <= 1024
         assert "CTA policy" in plan.reason
@@ -127,12 +127,12 @@ def test_fixed_limit_applies_to_all_sizes_and_kernels(most: int, nranks: int) ->
     ):
         for nbytes in (16, 4096, 200_000, MIB, 16 * MIB, 512 * MIB):
             for proto in ("", "simple"):
-                asked = ctas.apply(request(collective, nbytes, nranks, proto=proto))
-                plan: DevicePlan = choose(asked)
+                limited = ctas.apply(request(collective, nbytes, nranks, proto=proto))
+                plan: DevicePlan = choose(limited)
                 assert 1 <= plan.blocks <= most, (nbytes, plan)
                 assert plan.min_blocks == 1, (nbytes, plan)
                 assert plan.threads <= 1024, (nbytes, plan)
-                assert kernel_spec(plan, asked).threads == plan.threads
+                assert kernel_spec(plan, limited).threads == plan.threads
 
 
 @pytest.mark.multiprocess

@@ -55,7 +55,7 @@ class FaultsUnderTest:
         self.stopped = False
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32) if words is None else words
         self.words_at_notice: list[Any] = []
-        listen = functools.partial(setattr, self, "hear")
+        listen = functools.partial(setattr, self, "deliver")
         self.answers: dict[int, dict[str, Any]] = {}
         session: Any = types.SimpleNamespace(
             rank=0,
@@ -102,43 +102,43 @@ ABORTED = Notice(
 @pytest.mark.parametrize("event", [LOST, ABORTED])
 def test_mismatch_is_reported_after_peer_exit(event: Any) -> None:
     """The peer may have detected the mismatch first, raised it and exited."""
-    told = FaultsUnderTest()
-    told.deliver(event)
-    told.kernel_report(layout.ERROR_MISMATCH, 1)
+    rank = FaultsUnderTest()
+    rank.deliver(event)
+    rank.kernel_report(layout.ERROR_MISMATCH, 1)
     with pytest.raises(CollectiveMismatch, match="rank 1 called a different operation"):
-        told.faults.check("all_reduce")
+        rank.faults.check("all_reduce")
 
 
 @pytest.mark.parametrize(("event", "error"), [(LOST, PeerDied), (ABORTED, CommunicatorAborted)])
 def test_peer_fault_ends_waits_and_is_raised(event: Any, error: type[Exception]) -> None:
-    told = FaultsUnderTest()
-    told.faults.check()
-    told.deliver(event)
-    assert told.words[layout.HOST_ABORT] == 1
-    told.kernel_report(layout.ERROR_TIMEOUT, 1)  # a deadline that passed meanwhile is no news
+    rank = FaultsUnderTest()
+    rank.faults.check()
+    rank.deliver(event)
+    assert rank.words[layout.HOST_ABORT] == 1
+    rank.kernel_report(layout.ERROR_TIMEOUT, 1)  # a deadline that passed meanwhile is no news
     with pytest.raises(error):
-        told.faults.check("all_reduce")
+        rank.faults.check("all_reduce")
 
 
 def test_exited_rank_is_visible_to_kernels() -> None:
-    told, other = FaultsUnderTest(), FaultsUnderTest()
+    rank, other = FaultsUnderTest(), FaultsUnderTest()
     other.faults.announce_exit()
     (notice,) = other.notices
     for peer in (1, 3):
-        told.deliver(Notice(from_rank=peer, payload=notice))
-    assert (told.words[layout.HOST_ABORT], told.words[layout.HOST_EXITED]) == (0, 0b1010)
-    told.faults.check()
-    told.kernel_report(layout.ERROR_EXITED, 3)
+        rank.deliver(Notice(from_rank=peer, payload=notice))
+    assert (rank.words[layout.HOST_ABORT], rank.words[layout.HOST_EXITED]) == (0, 0b1010)
+    rank.faults.check()
+    rank.kernel_report(layout.ERROR_EXITED, 3)
     with pytest.raises(PeerDied, match="rank 3 has left the communicator") as raised:
-        told.faults.check("recv")
+        rank.faults.check("recv")
     assert (raised.value.op, raised.value.peer) == ("recv", 3)
 
 
 def test_message_deadline() -> None:
-    told = FaultsUnderTest()
-    told.kernel_report(layout.ERROR_TIMEOUT, 1)
+    rank = FaultsUnderTest()
+    rank.kernel_report(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="from rank 1") as raised:
-        told.faults.check("recv")
+        rank.faults.check("recv")
     assert (raised.value.op, raised.value.graph) == (
         "recv",
         ("rank 0: waits for a message from rank 1",),
@@ -147,17 +147,17 @@ def test_message_deadline() -> None:
 
 def test_deadline_reports_application_locations() -> None:
     """Locations are reported for ranks without op logs, too."""
-    told = FaultsUnderTest()
+    rank = FaultsUnderTest()
     threads = [{"where": "train.py:7 step"}]
-    told.answers = {
+    rank.answers = {
         0: {"answered": True, "threads": threads},
         1: {"answered": True, "threads": threads},
         2: {"answered": False, "reason": "it is late"},
         3: {"answered": True, "closed": True},
     }
-    told.kernel_report(layout.ERROR_TIMEOUT, 1)
+    rank.kernel_report(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout) as raised:
-        told.faults.check("recv")
+        rank.faults.check("recv")
     assert raised.value.graph == (
         "rank 0: waits for a message from rank 1; its program is at train.py:7 step",
         "rank 1: its program is at train.py:7 step",
@@ -167,24 +167,22 @@ def test_deadline_reports_application_locations() -> None:
 
 
 def test_death_during_status_query_is_reported() -> None:
-    told = FaultsUnderTest()
-    told.kernel_report(layout.ERROR_TIMEOUT, 1)
-    told.session.request_status = lambda *_, **__: told.deliver(LOST) or {}
-    assert isinstance(told.faults.unreported(), PeerDied), (
-        "what finalize raises, if nobody has asked before"
-    )
+    rank = FaultsUnderTest()
+    rank.kernel_report(layout.ERROR_TIMEOUT, 1)
+    rank.session.request_status = lambda *_, **__: rank.deliver(LOST) or {}
+    assert isinstance(rank.faults.unreported(), PeerDied), "finalize raises it"
     with pytest.raises(PeerDied):
-        told.faults.check("recv")
-    assert told.notices == []
+        rank.faults.check("recv")
+    assert rank.notices == []
 
 
 def test_deadline_reports_progress_of_ranks() -> None:
-    told = FaultsUnderTest()
-    told.snapshot = RecorderSnapshot(op_log(7), {1: op_log(8), 2: op_log(6), 3: op_log()})
-    told.words[layout.HOST_LAUNCH] = 7
-    told.kernel_report(layout.ERROR_TIMEOUT, 2)
+    rank = FaultsUnderTest()
+    rank.snapshot = RecorderSnapshot(op_log(7), {1: op_log(8), 2: op_log(6), 3: op_log()})
+    rank.words[layout.HOST_LAUNCH] = 7
+    rank.kernel_report(layout.ERROR_TIMEOUT, 2)
     with pytest.raises(CollectiveTimeout, match="rank 2 has not arrived") as raised:
-        told.faults.check("barrier")
+        rank.faults.check("barrier")
     assert raised.value.op == "launch #7"
     assert raised.value.graph == (
         "rank 0: waits for a message from rank 2 in launch #7",
@@ -195,14 +193,14 @@ def test_deadline_reports_progress_of_ranks() -> None:
 
 
 def test_kernel_report_is_propagated_once() -> None:
-    told, other = FaultsUnderTest(), FaultsUnderTest()
-    told.snapshot = RecorderSnapshot(op_log(7), {1: op_log(7)})
-    told.words[layout.HOST_LAUNCH] = 7
-    told.kernel_report(layout.ERROR_TIMEOUT, 1)
+    rank, other = FaultsUnderTest(), FaultsUnderTest()
+    rank.snapshot = RecorderSnapshot(op_log(7), {1: op_log(7)})
+    rank.words[layout.HOST_LAUNCH] = 7
+    rank.kernel_report(layout.ERROR_TIMEOUT, 1)
     for _ in range(2):
         with pytest.raises(CollectiveTimeout, match="rank 1 has started"):
-            told.faults.check()
-    (notice,) = told.notices
+            rank.faults.check()
+    (notice,) = rank.notices
     other.deliver(Notice(from_rank=0, payload=notice))
     assert other.words[layout.HOST_ABORT] == 1
     with pytest.raises(CollectiveTimeout, match="rank 0 waited longer than") as raised:
@@ -215,22 +213,22 @@ def test_kernel_report_is_propagated_once() -> None:
 
 
 def test_op_logs_with_wrapped_numbers() -> None:
-    boards = RecorderSnapshot(op_log(), {1: op_log(3), 2: op_log(2**32 - 3)})
-    assert boards.has_begun(1, 2**32 - 2)
-    assert not boards.has_begun(2, 1)
+    snapshot = RecorderSnapshot(op_log(), {1: op_log(3), 2: op_log(2**32 - 3)})
+    assert snapshot.has_begun(1, 2**32 - 2)
+    assert not snapshot.has_begun(2, 1)
 
 
 def test_deadline_in_message_collective() -> None:
-    told = FaultsUnderTest()
-    told.snapshot = RecorderSnapshot(
+    rank = FaultsUnderTest()
+    rank.snapshot = RecorderSnapshot(
         op_log(3, 2, 3), {1: op_log(3, 2, 3), 2: op_log(3, 1, 0, GATHER), 3: op_log(1)}
     )
-    told.words[layout.HOST_SIGNATURE] = SCATTER
-    told.kernel_report(layout.ERROR_TIMEOUT, 2)
+    rank.words[layout.HOST_SIGNATURE] = SCATTER
+    rank.kernel_report(layout.ERROR_TIMEOUT, 2)
     with pytest.raises(
         CollectiveTimeout, match="rank 2 has not arrived at this operation"
     ) as raised:
-        told.faults.check()
+        rank.faults.check()
     assert raised.value.op == "scatter (root 1)"
     assert raised.value.graph == (
         "rank 0: waits for a message from rank 2 in scatter (root 1)",
@@ -241,11 +239,11 @@ def test_deadline_in_message_collective() -> None:
 
 
 def test_message_deadline_reports_last_operations() -> None:
-    told = FaultsUnderTest()
-    told.snapshot = RecorderSnapshot(op_log(3, 2, 3), {1: op_log(4, 2, 3), 2: op_log(3, 2, 3)})
-    told.kernel_report(layout.ERROR_TIMEOUT, 1)
+    rank = FaultsUnderTest()
+    rank.snapshot = RecorderSnapshot(op_log(3, 2, 3), {1: op_log(4, 2, 3), 2: op_log(3, 2, 3)})
+    rank.kernel_report(layout.ERROR_TIMEOUT, 1)
     with pytest.raises(CollectiveTimeout, match="rank 1 has not arrived at this message") as raised:
-        told.faults.check("recv")
+        rank.faults.check("recv")
     assert raised.value.graph[1:] == (
         "rank 1: its last was launch #4",
         "rank 2: its last was scatter (root 1)",
@@ -253,7 +251,7 @@ def test_message_deadline_reports_last_operations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "found"),
+    ("own", "other", "found"),
     [
         (op_log(7, 3, 7), op_log(7, 3, 7), None),
         (op_log(7, 3, 7), op_log(7, 3, 7, GATHER), (0, SCATTER)),
@@ -272,24 +270,24 @@ def test_message_deadline_reports_last_operations() -> None:
     ],
 )
 def test_reordered_operations_are_detected(
-    mine: OpLog, theirs: OpLog, found: tuple[int, int] | None
+    own: OpLog, other: OpLog, found: tuple[int, int] | None
 ) -> None:
-    boards = (
-        RecorderSnapshot(mine, {2: op_log(7), 3: theirs})
-        if mine.last_message_op == 0
-        else RecorderSnapshot(mine, {3: theirs})
+    snapshot = (
+        RecorderSnapshot(own, {2: op_log(7), 3: other})
+        if own.last_message_op == 0
+        else RecorderSnapshot(own, {3: other})
     )
-    assert boards.find_mismatch() == (None if found is None else (3, *found))
+    assert snapshot.find_mismatch() == (None if found is None else (3, *found))
 
 
 def test_operations_after_failed_wait_are_ignored() -> None:
     """After a missed deadline a rank's launches continue, its message collectives do not."""
-    mine, theirs = op_log(9, 3, 7), op_log(8, 4, 8)
-    assert RecorderSnapshot(mine, {1: theirs}).find_mismatch() == (1, 9, 0)
-    assert RecorderSnapshot(mine, {1: theirs}).find_mismatch(0) is None
-    assert RecorderSnapshot(mine, {1: theirs}).find_mismatch(9) == (1, 9, 0)
-    assert RecorderSnapshot(theirs, {1: mine}).find_mismatch(0) == (1, 0, SCATTER)
-    assert RecorderSnapshot(theirs, {1: mine}, lambda peer: peer == 1).find_mismatch(0) is None
+    own, other = op_log(9, 3, 7), op_log(8, 4, 8)
+    assert RecorderSnapshot(own, {1: other}).find_mismatch() == (1, 9, 0)
+    assert RecorderSnapshot(own, {1: other}).find_mismatch(0) is None
+    assert RecorderSnapshot(own, {1: other}).find_mismatch(9) == (1, 9, 0)
+    assert RecorderSnapshot(other, {1: own}).find_mismatch(0) == (1, 0, SCATTER)
+    assert RecorderSnapshot(other, {1: own}, lambda peer: peer == 1).find_mismatch(0) is None
 
 
 def test_all_caught_up_if_no_peer_is_behind() -> None:
@@ -304,33 +302,33 @@ def test_all_caught_up_if_no_peer_is_behind() -> None:
 
 @pytest.mark.parametrize("error", [layout.ERROR_TIMEOUT, layout.ERROR_EXITED])
 def test_failed_wait_explained_by_op_logs_is_a_mismatch(error: int) -> None:
-    told = FaultsUnderTest()
-    told.snapshot = RecorderSnapshot(op_log(8, 2, 7), {1: op_log(7, 3, 7), 2: op_log(8, 2, 7)})
-    told.words[layout.HOST_LAUNCH] = 8
-    told.kernel_report(error, 2)
+    rank = FaultsUnderTest()
+    rank.snapshot = RecorderSnapshot(op_log(8, 2, 7), {1: op_log(7, 3, 7), 2: op_log(8, 2, 7)})
+    rank.words[layout.HOST_LAUNCH] = 8
+    rank.kernel_report(error, 2)
     with pytest.raises(
         CollectiveMismatch, match=r"rank 1 called a different operation \(number 8"
     ) as raised:
-        told.faults.check()
+        rank.faults.check()
     assert (raised.value.op, raised.value.peer) == ("launch #8", 1)
 
 
 class DelayedWords(np.ndarray[Any, Any]):
     """Host words of which the write to ``HOST_ABORT`` is delayed by a callback."""
 
-    meanwhile: Any
+    before_abort_write: Any
 
     def __setitem__(self, place: Any, value: Any) -> None:
         if place == layout.HOST_ABORT:
-            self.meanwhile()
+            self.before_abort_write()
         super().__setitem__(place, value)
 
 
-def with_delayed_words(meanwhile: Callable[[FaultsUnderTest], None]) -> FaultsUnderTest:
+def with_delayed_words(callback: Callable[[FaultsUnderTest], None]) -> FaultsUnderTest:
     words = np.zeros(layout.HOST_BYTES // 4, np.uint32).view(DelayedWords)
-    told = FaultsUnderTest(words)
-    words.meanwhile = lambda: meanwhile(told)
-    return told
+    rank = FaultsUnderTest(words)
+    words.before_abort_write = lambda: callback(rank)
+    return rank
 
 
 def start_for(action: Callable[[], None], limit: float) -> threading.Thread:
@@ -347,14 +345,14 @@ def test_waits_end_before_fault_is_visible(hears: bool) -> None:
     waiting: list[threading.Thread] = []
     seen: list[tuple[type[Exception], bool]] = []
 
-    def check(told: FaultsUnderTest) -> None:
+    def check(rank: FaultsUnderTest) -> None:
         try:
-            told.faults.check()
+            rank.faults.check()
         except (PeerDied, CommunicatorAborted) as error:
-            seen.append((type(error), told.faults.broken))
+            seen.append((type(error), rank.faults.broken))
 
-    told = with_delayed_words(lambda told: waiting.append(start_for(lambda: check(told), 0.05)))
-    told.deliver(LOST) if hears else told.faults.set_fault(CommunicatorAborted("enough"))
+    rank = with_delayed_words(lambda rank: waiting.append(start_for(lambda: check(rank), 0.05)))
+    rank.deliver(LOST) if hears else rank.faults.set_fault(CommunicatorAborted("enough"))
     waiting[0].join()
     assert seen == [(PeerDied if hears else CommunicatorAborted, True)]
 
@@ -362,40 +360,40 @@ def test_waits_end_before_fault_is_visible(hears: bool) -> None:
 def test_words_are_not_written_after_close() -> None:
     order: list[str] = []
 
-    def end(told: FaultsUnderTest) -> None:
-        told.faults.close()
+    def end(rank: FaultsUnderTest) -> None:
+        rank.faults.close()
         order.append("ended")
 
-    def close(told: FaultsUnderTest) -> None:
-        closing.append(start_for(lambda: end(told), 0.05))
+    def close(rank: FaultsUnderTest) -> None:
+        closing.append(start_for(lambda: end(rank), 0.05))
         order.append("written")
 
     closing: list[threading.Thread] = []
-    told = with_delayed_words(close)
-    told.deliver(LOST)
+    rank = with_delayed_words(close)
+    rank.deliver(LOST)
     closing[0].join()
-    told.deliver(ABORTED)
-    told.deliver(Notice(from_rank=1, payload={EXIT_NOTICE: True}))
-    told.faults.set_fault(CommunicatorAborted("too late"))
-    assert told.words[layout.HOST_EXITED] == 0
+    rank.deliver(ABORTED)
+    rank.deliver(Notice(from_rank=1, payload={EXIT_NOTICE: True}))
+    rank.faults.set_fault(CommunicatorAborted("too late"))
+    assert rank.words[layout.HOST_EXITED] == 0
     assert order == ["written", "ended"]
 
 
 def test_abort_notifies_peers_before_waking_waits() -> None:
     """A woken application may exit at once."""
-    told = FaultsUnderTest()
-    told.faults.abort("enough")
-    assert [words[layout.HOST_ABORT] for words in told.words_at_notice] == [0]
-    assert told.faults.broken
+    rank = FaultsUnderTest()
+    rank.faults.abort("enough")
+    assert [words[layout.HOST_ABORT] for words in rank.words_at_notice] == [0]
+    assert rank.faults.broken
 
 
 def test_launcher_death_is_not_a_rank() -> None:
     session: Any = types.SimpleNamespace(rank=0)
-    hosts, told = (
+    multi_node, rank = (
         MultiNodeFaults(session, release_waits=lambda _: None, abort_network=lambda _: None),
         FaultsUnderTest(),
     )
-    for hear, check in ((hosts.on_event, hosts.check), (told.deliver, told.faults.check)):
+    for hear, check in ((multi_node.on_event, multi_node.check), (rank.deliver, rank.faults.check)):
         hear(PeerLost(rank=HUB, reason="it was killed"))
         with pytest.raises(PeerDied, match="the launcher died: it was killed"):
             check("all_reduce")
@@ -407,10 +405,10 @@ def test_multi_node_fault_notifies_peers_first() -> None:
     def note(kind: str) -> None:
         order.append(f"{kind}, {'broken' if faults.fault else 'whole'}")
 
-    session: Any = types.SimpleNamespace(rank=0, notify=lambda _: note("told"))
+    session: Any = types.SimpleNamespace(rank=0, notify=lambda _: note("notified"))
     faults = MultiNodeFaults(
-        session, release_waits=lambda _: note("let go"), abort_network=lambda _: None
+        session, release_waits=lambda _: note("released"), abort_network=lambda _: None
     )
     faults.fail(CollectiveTimeout("late"))
     faults.fail(CollectiveTimeout("later"))
-    assert order == ["told, whole", "let go, broken"]
+    assert order == ["notified, whole", "released, broken"]

@@ -1,4 +1,4 @@
-"""Sends and receives by compiled code on its own streams: ranks of one process, over socket pairs."""
+"""Sends and receives by compiled code on its own streams, over socket pairs in one process."""
 
 from __future__ import annotations
 
@@ -112,9 +112,7 @@ CALLS = st.lists(
 def test_receives_match_sends_for_any_grouping(
     calls: list[tuple[int, int, int]], data: Any
 ) -> None:
-    """``calls``: (source, distance of the target, bytes) in program order; each rank groups its
-    part.
-    """
+    """``calls`` are (source, distance of the target, bytes); each rank groups its part freely."""
     fills = np.random.default_rng(1).integers(0, 256, (len(calls), 70_000), np.uint8)
     rounds: list[list[list[tuple[StagedMessage, int]]]] = []
     sizes = []
@@ -167,7 +165,7 @@ def test_receives_match_sends_for_any_grouping(
 
 
 def test_stream_contents() -> None:
-    """A header has the transfer's size and the message number, which continues from call to call."""
+    """Headers have the transfer's size and the message number, which continues across calls."""
     with connected(2) as ranks:
         me, (wire,) = ranks[0], ranks[1].sockets.values()
         memory = np.arange(12, dtype=np.float32)

@@ -148,10 +148,10 @@ def test_public_api() -> None:
 
 
 def test_forked_child_and_finalized_parent_have_no_gpu() -> None:
-    for told in run_ranks(fake_hosts.has_ended, 2):
-        assert len(told) == 4
-        assert all("CommunicatorClosed: " in line and "forked" in line for line in told[:2])
-        assert all("CommunicatorClosed: " in line and "finalized" in line for line in told[2:])
+    for lines in run_ranks(fake_hosts.has_ended, 2):
+        assert len(lines) == 4
+        assert all("CommunicatorClosed: " in line and "forked" in line for line in lines[:2])
+        assert all("CommunicatorClosed: " in line and "finalized" in line for line in lines[2:])
 
 
 WAITS = [(False, False), (True, False), (True, True)]
@@ -308,7 +308,7 @@ def test_recurring_message_collectives(hosts_and_kernels: str) -> None:
     [
         ("AB", "roots", ("scatter_v #9 (root 0) on rank 0, scatter_v #9 (root 1) on rank 1",)),
         ("AB", "collectives", ("gather_v #9 (root 1) on rank 0, scatter_v #9 (root 1) on rank 1",)),
-        ("AB", "counts", ("rank 0 sent more in all_to_all_v #9 than rank 1 took",)),
+        ("AB", "counts", ("rank 0 sent more in all_to_all_v #9 than rank 1 received",)),
         ("AB", "send", ("collective is send_recv on rank 0",)),
         ("AB", "graph", ("gather_v #9 (root 1) on rank 0, scatter_v #9 (root 1) on rank 1",)),
         ("ABC", "roots", ("(root 1)",)),

@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 EMULATED = {"MIRACCL_EMULATOR_CACHE": str(folder()), "MIRACCL_SMS": "2"}
 COUNT_MISMATCH = "CollectiveMismatch: message count mismatch: "
 OP_MISMATCH = "CollectiveMismatch: ranks called different operations: "
-COUNTS = COUNT_MISMATCH + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
+COUNTS = COUNT_MISMATCH + "rank 0 sent more in all_to_all_v #1 than rank 1 received"
 
 
 @pytest.mark.multiprocess
@@ -44,13 +44,13 @@ COUNTS = COUNT_MISMATCH + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
             "AB",
             "scatter alone",
             0,
-            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), which rank 1 did not call",
         ),
         (
             "AB",
             "gather alone",
             3,
-            COUNT_MISMATCH + "rank 1 sent in gather_v #10 (root 0), to which rank 0 never came",
+            COUNT_MISMATCH + "rank 1 sent in gather_v #10 (root 0), which rank 0 did not call",
         ),
         (
             "AB",
@@ -74,13 +74,13 @@ COUNTS = COUNT_MISMATCH + "rank 0 sent more in all_to_all_v #1 than rank 1 took"
             "AB",
             "graph",
             0,
-            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), which rank 1 did not call",
         ),
         (
             "AB",
             "a plain send before",
             0,
-            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), to which rank 1 never came",
+            COUNT_MISMATCH + "rank 0 sent in scatter_v #1 (root 0), which rank 1 did not call",
         ),
         pytest.param(
             "AAB",
@@ -108,11 +108,11 @@ def test_unmatched_messages_over_nodes_are_reported_at_finalize(
 @pytest.mark.parametrize(
     ("case", "before", "text"),
     [
-        ("counts", 0, "rank 0 sent more in all_to_all_v than rank 2 took"),
-        ("counts", 12, "rank 0 sent more in all_to_all_v than rank 2 took"),
-        ("scatter alone", 5, "rank 0 has called scatter (root 0), and rank"),
-        ("gather alone", 0, "rank 2 has called gather (root 0), and rank"),
-        ("graph", 0, "rank 0 has called scatter (root 0), and rank"),
+        ("counts", 0, "rank 0 sent more in all_to_all_v than rank 2 received"),
+        ("counts", 12, "rank 0 sent more in all_to_all_v than rank 2 received"),
+        ("scatter alone", 5, "rank 0 called scatter (root 0), but rank"),
+        ("gather alone", 0, "rank 2 called gather (root 0), but rank"),
+        ("graph", 0, "rank 0 called scatter (root 0), but rank"),
     ],
 )
 def test_unmatched_messages_on_one_host_are_reported_at_finalize(
@@ -132,7 +132,7 @@ def test_unmatched_messages_inside_one_of_several_nodes() -> None:
         unmatched_ranks.at_the_end, 3, "AAB", "counts inside a host", 1, env=EMULATED
     )
     assert answers == 2 * [
-        (COUNT_MISMATCH + "rank 0 sent more in all_to_all_v than rank 1 took", "")
+        (COUNT_MISMATCH + "rank 0 sent more in all_to_all_v than rank 1 received", "")
     ] + [("", "")]
 
 
@@ -144,7 +144,7 @@ def test_unmatched_messages_inside_one_of_several_nodes() -> None:
         (
             "ABC",
             "counts in a row",
-            COUNT_MISMATCH + "rank 0 sent more in all_to_all_v #7 than rank 2 took",
+            COUNT_MISMATCH + "rank 0 sent more in all_to_all_v #7 than rank 2 received",
         ),
         (
             "AB",
@@ -193,17 +193,22 @@ def test_finalize_repeats_no_report_and_no_abort(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "before", "stopped", "untold"),
+    ("error", "before", "stopped", "unreported"),
     [
         (CollectiveTimeout("for a test"), None, False, "error"),
         (CommunicatorAborted("for a test"), None, False, ""),
-        (CollectiveTimeout("for a test"), PeerDied("told by others"), False, ""),
-        (CollectiveTimeout("for a test"), PeerDied("told by others"), True, "before"),
-        (CollectiveTimeout("for a test"), CollectiveMismatch("told by others"), False, "before"),
+        (CollectiveTimeout("for a test"), PeerDied("reported by a peer"), False, ""),
+        (CollectiveTimeout("for a test"), PeerDied("reported by a peer"), True, "before"),
+        (
+            CollectiveTimeout("for a test"),
+            CollectiveMismatch("reported by a peer"),
+            False,
+            "before",
+        ),
     ],
 )
 def test_unreported_faults(
-    error: MiracclError, before: MiracclError | None, stopped: bool, untold: str
+    error: MiracclError, before: MiracclError | None, stopped: bool, unreported: str
 ) -> None:
     """Faults of staging threads, and peers' mismatches and faults that interrupted a wait, once."""
     faults = MultiNodeFaults(
@@ -216,10 +221,10 @@ def test_unreported_faults(
     faults.fail_staging(PeerDied("the other lane, later"))
     assert (
         faults.unreported(lambda: stopped, False)
-        is {"error": error, "before": before, "": None}[untold]
+        is {"error": error, "before": before, "": None}[unreported]
     )
-    assert faults.unreported(lambda: stopped, True) is (error if untold == "error" else None), (
-        "the program knows what others have told"
+    assert faults.unreported(lambda: stopped, True) is (error if unreported == "error" else None), (
+        "the application knows the peers' faults"
     )
     with pytest.raises(MiracclError):
         faults.check()
@@ -255,8 +260,8 @@ def test_comparison_of_message_counters() -> None:
         error = find_unmatched([counters(2, [none, more]), counters(2, [(0, 0, 2), none])], rank)
         assert error is not None
         assert (error.rank, error.peer) == (rank, peer)
-        assert "rank 0 sent more in scatter_v #2 (root 0) than rank 1 took" in str(error)
-    assert "to which rank 1 never came" in str(
+        assert "rank 0 sent more in scatter_v #2 (root 0) than rank 1 received" in str(error)
+    assert "which rank 1 did not call" in str(
         find_unmatched([counters(2, [none, more]), counters(1, [(0, 0, 2), none])], 0)
     )
     long_ago = find_unmatched(
@@ -266,7 +271,7 @@ def test_comparison_of_message_counters() -> None:
         ],
         0,
     )
-    assert "rank 0 sent more in collective #2 than rank 1 took" in str(long_ago)
+    assert "rank 0 sent more in collective #2 than rank 1 received" in str(long_ago)
     another = counters(2, [(0, 0, 2), none], signature_without_number(Collective.SCATTER, 1))
     assert "scatter_v #2 (root 0) on rank 0, scatter_v #2 (root 1) on rank 1" in str(
         find_unmatched([counters(2, [none, more]), another], 0)
@@ -289,35 +294,35 @@ def test_comparison_of_message_counters() -> None:
 def test_poll_of_leftover_data(kind: Collective, behind: int, counted: int, found: bool) -> None:
     here, there = socket.socketpair()
     with here, there:
-        lookout, words = UnmatchedDetector(1, {0: here}), counters(counted, []).collectives.copy()
-        ways = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
-        assert lookout.poll(words, ways, lambda: True) is None
+        detector, words = UnmatchedDetector(1, {0: here}), counters(counted, []).collectives.copy()
+        streams = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
+        assert detector.poll(words, streams, lambda: True) is None
         number = 0 if kind is Collective.SEND_RECV else counted - behind & offsets.MARK_MASK
         header = struct.pack(
             "<qq", signature_without_number(kind) | 1, 4 | number << offsets.MARK_SHIFT
         )
         there.send(header[:15])
-        assert lookout.poll(words, ways, lambda: True) is None
+        assert detector.poll(words, streams, lambda: True) is None
         there.send(header[15:] + b"data")
-        error = lookout.poll(words, ways, lambda: True)
+        error = detector.poll(words, streams, lambda: True)
         assert (error is not None) == found
         if error is not None:
             assert (
-                f"rank 0 sent more in scatter_v #{counted - behind} (root 0) than rank 1 took"
+                f"rank 0 sent more in scatter_v #{counted - behind} (root 0) than rank 1 received"
                 in str(error)
             )
         assert here.recv(100) == header + b"data"
 
 
 def begin_during_poll(
-    ways: dict[int, np.ndarray], words: np.ndarray, what: str
+    streams: dict[int, np.ndarray], words: np.ndarray, what: str
 ) -> Callable[[], bool]:
     """Return a staging thread's state that changes while it is polled."""
     answers = iter([what != "ends", what != "waits"])
 
     def between() -> bool:
         if what == "message":
-            ways[0][1][offsets.MESSAGES_BEGUN // 8] += 1
+            streams[0][1][offsets.MESSAGES_BEGUN // 8] += 1
         if what == "collective":
             words[offsets.COUNTED // 8] += 1
         return next(answers)
@@ -329,12 +334,12 @@ def begin_during_poll(
 def test_poll_ignores_streams_in_use(what: str) -> None:
     here, there = socket.socketpair()
     with here, there:
-        lookout, words = UnmatchedDetector(1, {0: here}), counters(5, []).collectives.copy()
-        ways = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
+        detector, words = UnmatchedDetector(1, {0: here}), counters(5, []).collectives.copy()
+        streams = {0: np.zeros((2, offsets.STREAM_BYTES // 8), np.int64)}
         there.send(
             struct.pack(
                 "<qq", signature_without_number(Collective.SCATTER) | 1, 5 << offsets.MARK_SHIFT
             )
         )
-        assert lookout.poll(words, ways, begin_during_poll(ways, words, what)) is None
-        assert lookout.poll(words, ways, lambda: True) is not None
+        assert detector.poll(words, streams, begin_during_poll(streams, words, what)) is None
+        assert detector.poll(words, streams, lambda: True) is not None
