@@ -33,7 +33,7 @@ docs: $(VENV)/.ready
 	@$(RUN) .ci/update-docs
 
 site: $(VENV)/.ready-docs
-	@DISABLE_MKDOCS_2_WARNING=true $(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "built: site/index.html"
 
 bench: $(VENV)/.ready

@@ -1,1 +1,1 @@
-"""Generators of the documentation: pages and blocks of pages that are computed from the code and from bench/results."""
+"""Generators of documentation pages and blocks, from the code and from bench/results."""

@@ -1,7 +1,8 @@
 """The page docs/measurements.md from bench/results.
 
-Result files are ``bench/results/BENCHMARK/MACHINE-DATE.md``, with the raw data in ``.json`` beside them.  Of each benchmark and
-machine the newest run is shown.  ``experiments/`` has before/after comparisons, which the design pages cite.
+Result files are ``bench/results/BENCHMARK/MACHINE-DATE.md``, with the raw data in ``.json`` beside
+them. The page shows the newest run of each benchmark and machine. ``experiments/`` has before/after
+comparisons, which the design pages cite.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _OPS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "se
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """A section of the page. ``show``: ``all`` of the result file, its introduction and ``tables``, or the ``intro`` only."""
+    """A section of the page.
+
+    ``show``: ``all`` of the result file, its introduction and ``tables``, or the ``intro`` only.
+    """
 
     folder: str
     title: str
@@ -42,8 +46,8 @@ BENCHMARKS = (
     Benchmark(
         folder="gpu_windows",
         title="Windows and copy engines",
-        script="miraccl perf --window",
-        text="Buffers from `comm.empty(..., device=\"cuda\")`.",
+        script="miraccl perf all_gather --window",
+        text='Buffers from `comm.empty(..., device="cuda")`.',
         show="tables",
     ),
     Benchmark(
@@ -193,9 +197,10 @@ def gpu_section() -> str:
     tables = load_gpu_tables()
     parts = [
         "## GPUs and NCCL",
-        "Script: `bench/gpu_final.py`. Plain, unregistered arrays; medians of the slowest rank, both libraries in turns in the "
-        "same run; NVLink multicast is off for both; CUDA graphs up to 16 MiB, a stream above; every element checked. "
-        "Ratio: time of NCCL divided by that of miraccl; below 1 (bold) miraccl is slower.",
+        "Script: `bench/gpu_final.py`. Plain, unregistered arrays; medians of the slowest rank, "
+        "both libraries in turns in the same run; NVLink multicast is off for both; CUDA graphs up to "
+        "16 MiB, a stream above; every element checked. Ratio: time of NCCL divided by that of "
+        "miraccl; below 1 (bold) miraccl is slower.",
         _gpu_machines(tables),
         "### all_reduce, bfloat16",
         "![Time of all_reduce on 8 GPUs over message size](images/all_reduce_gpu.svg)",
@@ -212,14 +217,17 @@ def gpu_section() -> str:
 
 def _gpu_machines(tables: dict[int, dict[str, Any]]) -> str:
     lines = [
-        "| GPUs | Date | NCCL | PyTorch | CUDA | Memory of a GPU: miraccl, NCCL | Communicator ready after | All tables |",
+        "| GPUs | Date | NCCL | PyTorch | CUDA | Memory of a GPU: miraccl, NCCL "
+        "| Communicator ready after | All tables |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for record in tables.values():
         machine, memory = record["machine"], record["machine"]["device_memory_mib"]
         lines.append(
-            f"| {machine['gpus']} | {machine['date'][:10]} | {machine['nccl']} | {machine['torch']} | {machine['cuda']} "
-            f"| {memory['miraccl']:.0f} MiB, {memory['nccl']:.0f} MiB | {machine['start_s']:.2f} s | {_link(record['path'])} |"
+            f"| {machine['gpus']} | {machine['date'][:10]} | {machine['nccl']} "
+            f"| {machine['torch']} | {machine['cuda']} "
+            f"| {memory['miraccl']:.0f} MiB, {memory['nccl']:.0f} MiB "
+            f"| {machine['start_s']:.2f} s | {_link(record['path'])} |"
         )
     return "\n".join(lines)
 
@@ -245,9 +253,8 @@ def _other_operations(tables: dict[int, dict[str, Any]]) -> str:
         cells, slower = [], []
         for n, record in tables.items():
             rows = [row for row in record["rows"] if row["op"] == op]
-            cells.append(
-                f"{_geometric_mean([row['ratio'] for row in rows]):.2f} | {_ratio(min(row['ratio'] for row in rows))}"
-            )
+            ratios = [row["ratio"] for row in rows]
+            cells.append(f"{_geometric_mean(ratios):.2f} | {_ratio(min(ratios))}")
             slower += [
                 f"{size_text(row['bytes'])}, {row['dtype']}, {n} GPUs ({row['ratio']:.3f})"
                 for row in rows
@@ -258,7 +265,10 @@ def _other_operations(tables: dict[int, dict[str, Any]]) -> str:
 
 
 def _called(tables: dict[int, dict[str, Any]]) -> str:
-    lines = ["| | " + " | ".join(f"{n} GPUs" for n in tables) + " |", "|---|" + "---:|" * len(tables)]
+    lines = [
+        "| | " + " | ".join(f"{n} GPUs" for n in tables) + " |",
+        "|---|" + "---:|" * len(tables),
+    ]
     for dtype in ("bfloat16", "float32"):
         cells = []
         for record in tables.values():
@@ -279,7 +289,9 @@ def section(benchmark: Benchmark) -> str:
     for path in newest(benchmark.folder):
         match = _STEM.fullmatch(path.stem)
         assert match is not None
-        parts.append(f"### {match['machine'].replace('-', ', ')} ({match['date']}) {{: #{benchmark.folder}-{path.stem} }}")
+        machine = match["machine"].replace("-", ", ")
+        anchor = f"{{: #{benchmark.folder}-{path.stem} }}"
+        parts.append(f"### {machine} ({match['date']}) {anchor}")
         parts.append(_body(path, benchmark.show))
         if benchmark.show != "all":
             parts.append(f"Full output: {_link(path)}.")
@@ -293,7 +305,11 @@ def _body(path: Path, show: str) -> str:
         return re.split(r"\n\s*\n(?=```|\||#|    )", text)[0]
     if show == "tables":
         blocks = re.split(r"\n\s*\n", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-        return "\n\n".join(block for block in blocks if not block.startswith("    ") and block.strip() and not block.startswith("With `"))
+        return "\n\n".join(
+            block
+            for block in blocks
+            if not block.startswith("    ") and block.strip() and not block.startswith("With `")
+        )
     return re.sub(r"^(#+) ", r"##\1 ", text, flags=re.MULTILINE)
 
 

@@ -1,7 +1,8 @@
 """MkDocs hooks: pages of the repository's root in the site, and links that leave docs/.
 
-Pages link to files of the repository by relative paths, so that they also work in a checkout.  On the site, links to the root pages
-lead to their copies, and links to other files of the repository become plain text.
+Pages link to files of the repository by relative paths, so that they also work in a checkout. On
+the site, links to the root pages lead to their copies, and links to other files of the repository
+become plain text.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def test_figures_of_the_memory_are_those_of_the_layout() -> None:
     assert f"half 0, {layout.HALF_BYTES // layout.MIB} MiB" in PAGE
     assert f"{layout.FIFO_ROWS} rows of {layout.ROW_BYTES} bytes per" in PAGE
     assert (
-        f"{layout.BULK_BYTES // layout.CHUNK_BYTES} chunks of {layout.CHUNK_BYTES // layout.KIB} KiB"
-        in PAGE
+        f"{layout.BULK_BYTES // layout.CHUNK_BYTES} chunks of "
+        f"{layout.CHUNK_BYTES // layout.KIB} KiB" in PAGE
     )
     queues = [layout.message_warp_queues(nranks) for nranks in (2, 4, 8)]
     text = "up to {} warp queues between 2 ranks, {} between 4, {} between 8".format(*queues)
@@ -42,7 +42,7 @@ def test_figures_of_the_memory_are_those_of_the_layout() -> None:
 
 
 def test_files_that_are_named_are_there() -> None:
-    """Names with a folder are below the package or the repository, .cuh files among the kernels' text."""
+    """Names with a folder are below the package or the repository, .cuh files in ``source/``."""
     named = re.findall(
         r"`((?:executor|fastpath|runtime|diagnosis|transport|proxy|schedule|source|tests|bench)/[\w/]+\.(?:py|cuh|h))`",
         PAGE,
