@@ -778,7 +778,7 @@ class FakeLocal:
         self.cuda: FakeCuda = self.gpu.cuda
         name = f"{session.name}/fake"
         part = session.subgroup(range(self.nranks), name)
-        self._cpu = Communicator.from_session(part, options, setup=stages.part(part))
+        self._cpu = Communicator.from_session(part, options, setup=stages.child(part))
         self._stream = -1
         self.words = np.zeros(layout.HOST_BYTES // 4, np.uint32)  # what kernels would write
         callbacks: Any = {
